@@ -5,7 +5,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 
-use oncegate_core::Store;
+use oncegate_core::{IntoStore, Store};
 
 use crate::memory::MemoryCache;
 
@@ -19,18 +19,18 @@ pub(crate) enum Kind {
 }
 
 impl Cache {
-    /// Answers in the memory of this process, of about so many octets together. When they are used up, those that were not
+    /// Answers in the memory of this process, of about so many bytes together. When they are used up, those that were not
     /// asked for lately make room. An answer of more than a 64th of it is not kept.
     #[must_use]
-    pub fn in_memory(octets: usize) -> Self {
-        Self(Kind::Memory(MemoryCache::new(octets)))
+    pub fn in_memory(bytes: usize) -> Self {
+        Self(Kind::Memory(MemoryCache::new(bytes)))
     }
 
     /// Answers in another store, which several processes may share. They stand there as records of their own, with
     /// identifiers that no key has, and end by that store's clock, too. What it loses, evicts or refuses only costs time.
     #[must_use]
-    pub fn on(store: Arc<dyn Store>) -> Self {
-        Self(Kind::Store(store))
+    pub fn on(store: impl IntoStore) -> Self {
+        Self(Kind::Store(store.into_store()))
     }
 
     /// As [`on`](Self::on), with a store that may not be there yet: the future ends when it is. It is run in the background,

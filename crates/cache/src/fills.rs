@@ -6,7 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use oncegate_core::{RecordId, RecordMap};
 use tokio::sync::Notify;
 
-/// Most that wait. Each is a few dozen octets.
+/// Most that wait. Each is a few dozen bytes.
 const WAITING_MAX: usize = 4096;
 
 /// Most that are read from the back at a time: few, because requests need it more.

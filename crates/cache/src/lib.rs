@@ -10,12 +10,8 @@
 //! use oncegate_core::{AttemptId, Claim, Command, Fingerprint, Label, MemoryStore, OnAbandoned, Outcome, RecordId, Store};
 //! use oncegate_cache::{Cache, CacheOptions, CachedStore};
 //!
-//! # struct Wall;
-//! # impl oncegate_core::Clock for Wall {
-//! #     fn now(&self) -> oncegate_core::Timestamp { oncegate_core::Timestamp::from_millis(1) }
-//! # }
 //! # #[tokio::main] async fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! let back = Arc::new(MemoryStore::new(Wall)); // a PostgresStore, in real life
+//! let back = Arc::new(MemoryStore::default()); // a PostgresStore, in real life
 //! let store = CachedStore::new(Cache::in_memory(64 << 20), back, CacheOptions::new());
 //!
 //! let claim = Command::Claim(Claim {

@@ -9,7 +9,7 @@ use oncegate_core::{Fingerprint, RecordId, RecordMap, Sharded, StoredResponse, T
 /// What an entry takes beside its answer, roughly.
 const OVERHEAD: usize = 256;
 
-/// Answers, bounded by their octets.
+/// Answers, bounded by their bytes.
 pub(crate) struct MemoryCache {
     shards: Sharded<Shard>,
     /// What one shard may hold.
@@ -22,7 +22,7 @@ struct Shard {
     /// Every entry once, in the order in which they are looked at when room is needed. One that was asked for since it was
     /// last looked at stays, and goes to the end.
     order: VecDeque<RecordId>,
-    octets: usize,
+    bytes: usize,
 }
 
 struct Entry {
@@ -46,8 +46,8 @@ fn cost(response: &StoredResponse) -> usize {
 }
 
 impl MemoryCache {
-    pub(crate) fn new(octets: usize) -> Self {
-        Self { shards: Sharded::default(), share: octets / Sharded::<Shard>::COUNT }
+    pub(crate) fn new(bytes: usize) -> Self {
+        Self { shards: Sharded::default(), share: bytes / Sharded::<Shard>::COUNT }
     }
 
     pub(crate) fn get(
@@ -83,7 +83,7 @@ impl MemoryCache {
             return false;
         }
         let cost = cost(response);
-        // Its own octets: it may be a part of a larger piece that would be kept with it.
+        // Its own bytes: it may be a part of a larger piece that would be kept with it.
         let Some(response) = StoredResponse::decode(Bytes::copy_from_slice(response.as_encoded())) else {
             return false;
         };
@@ -92,11 +92,11 @@ impl MemoryCache {
         let mut shard = self.shards.of(&id);
         let shard = &mut *shard;
         match shard.entries.insert(id, entry) {
-            Some(before) => shard.octets -= before.cost(),
+            Some(before) => shard.bytes -= before.cost(),
             None => shard.order.push_back(id),
         }
-        shard.octets += cost;
-        while shard.octets > self.share {
+        shard.bytes += cost;
+        while shard.bytes > self.share {
             let Some(next) = shard.order.pop_front() else { break };
             match shard.entries.get_mut(&next) {
                 Some(entry) if entry.is_wanted || next == id => {
@@ -105,7 +105,7 @@ impl MemoryCache {
                 }
                 _ => {
                     let gone = shard.entries.remove(&next);
-                    shard.octets -= gone.map_or(0, |entry| entry.cost());
+                    shard.bytes -= gone.map_or(0, |entry| entry.cost());
                 }
             }
         }
@@ -132,8 +132,8 @@ mod tests {
         RecordId::from_bytes(id)
     }
 
-    fn response(octets: usize) -> StoredResponse {
-        StoredResponse::new(200, &[], &[vec![7; octets].into()], &[]).unwrap()
+    fn response(bytes: usize) -> StoredResponse {
+        StoredResponse::new(200, &[], &[vec![7; bytes].into()], &[]).unwrap()
     }
 
     fn cache(entries: usize) -> MemoryCache {
@@ -148,8 +148,8 @@ mod tests {
         cache.get(&id(n), &fingerprint(), NOW).is_some()
     }
 
-    fn octets(cache: &MemoryCache) -> usize {
-        cache.shards.each().map(|shard| shard.octets).sum()
+    fn bytes(cache: &MemoryCache) -> usize {
+        cache.shards.each().map(|shard| shard.bytes).sum()
     }
 
     #[test]
@@ -169,7 +169,7 @@ mod tests {
         }
         let shard = cache.shards.of(&id(0));
         assert_eq!((shard.entries.len(), shard.order.len()), (4, 4));
-        assert!(shard.octets <= cache.share);
+        assert!(shard.bytes <= cache.share);
     }
 
     #[test]
@@ -177,12 +177,12 @@ mod tests {
         let cache = cache(4);
         assert!(put(&cache, 1, &response(1000)));
         assert!(put(&cache, 1, &response(10)), "in place of the other");
-        assert_eq!(octets(&cache), cost(&response(10)));
+        assert_eq!(bytes(&cache), cost(&response(10)));
         let largest = cache.share - cost(&response(0));
         assert!(!put(&cache, 2, &response(largest + 100)));
         assert!(has(&cache, 1));
         assert!(put(&cache, 2, &response(largest - 100)), "it pushes out the rest");
-        assert!(has(&cache, 2) && octets(&cache) <= cache.share);
+        assert!(has(&cache, 2) && bytes(&cache) <= cache.share);
     }
 
     #[test]

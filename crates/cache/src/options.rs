@@ -78,10 +78,10 @@ impl CacheOptions {
         self
     }
 
-    /// The largest answer, encoded, that is put into the front, in octets.
+    /// The largest answer, encoded, that is put into the front, in bytes.
     #[must_use]
-    pub const fn with_max_response(mut self, octets: usize) -> Self {
-        self.max_response = octets;
+    pub const fn with_max_response_bytes(mut self, bytes: usize) -> Self {
+        self.max_response = bytes;
         self
     }
 

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use oncegate_core::{
     Advisory, Answer, AttemptId, AuditEntry, Capabilities, Claim, Command, Complete, Completion, ErrorChain,
-    Fingerprint, ListPage, ListQuery, OnAbandoned, Outcome, Record, RecordId, State, Store, StoreError,
-    StoreErrorKind, StoreFuture, StoredResponse, Timestamp, limits,
+    Fingerprint, IntoStore, ListPage, ListQuery, OnAbandoned, Outcome, Record, RecordId, State, Store,
+    StoreError, StoreErrorKind, StoreFuture, StoredResponse, Timestamp, limits,
 };
 use tokio::runtime::Handle;
 use tokio::task::AbortHandle;
@@ -70,7 +70,7 @@ impl CachedStore {
     /// # Panics
     /// Outside of a Tokio runtime.
     #[must_use]
-    pub fn new(front: Cache, back: Arc<dyn Store>, options: CacheOptions) -> Self {
+    pub fn new(front: Cache, back: impl IntoStore, options: CacheOptions) -> Self {
         let (front, later) = match front.0 {
             Kind::Memory(cache) => (Opened::Memory(cache), None),
             Kind::Store(store) => (Opened::Store(OnceLock::from(store)), None),
@@ -81,7 +81,7 @@ impl CachedStore {
         let _drawn = getrandom::fill(&mut origin);
         let inner = Arc::new(Inner {
             front,
-            back,
+            back: back.into_store(),
             stats: options.stats.clone(),
             options,
             fills: Fills::default(),

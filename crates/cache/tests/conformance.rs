@@ -135,7 +135,7 @@ fn a_redis_before_a_postgres() {
                 let _runtime = runtime.enter();
                 let back = Arc::new(runtime.block_on(PostgresStore::open(database.clone())).unwrap());
                 let store =
-                    CachedStore::new(Cache::on(front.clone()), Arc::clone(&back) as _, options.clone());
+                    CachedStore::new(Cache::on(front.clone()), back.clone(), options.clone());
                 let (run, shown, last) = (run.clone(), clock.clone(), Mutex::new(None));
                 // A clock that jumps ahead is known here with the next answer of the back, and not before: it is asked for one.
                 let tell_time = move || {

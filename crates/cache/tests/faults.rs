@@ -145,7 +145,7 @@ async fn a_front_that_hangs_costs_one_request_its_patience() {
 #[tokio::test]
 async fn a_front_that_is_slow_is_left_alone_until_it_is_quick() {
     let clock = Arc::new(ManualClock::at_millis(1_000_000));
-    let (front, faults) = FaultyStore::new(Arc::new(MemoryStore::new(clock.clone())));
+    let (front, faults) = FaultyStore::new(MemoryStore::new(clock.clone()));
     let store = CachedStore::new(
         Cache::on(Arc::new(front)),
         Arc::new(MemoryStore::new(clock)),
@@ -311,7 +311,7 @@ async fn what_a_failover_of_the_back_lost_replays_as_long_as_the_front_keeps_it(
 async fn an_entry_that_arrives_late_is_not_given_for_the_keys_next_life() {
     let (front_clock, clock) =
         (Arc::new(ManualClock::at_millis(1)), Arc::new(ManualClock::at_millis(1_000_000)));
-    let (front, faults) = FaultyStore::new(Arc::new(MemoryStore::new(front_clock)));
+    let (front, faults) = FaultyStore::new(MemoryStore::new(front_clock));
     let back = Arc::new(MemoryStore::new(clock.clone()));
     let store = CachedStore::new(Cache::on(Arc::new(front)), back, options());
     let latch = Latch::new();
@@ -332,7 +332,7 @@ async fn an_entry_that_arrives_late_is_not_given_for_the_keys_next_life() {
 #[tokio::test]
 async fn an_entry_ends_before_its_record_and_by_the_clock_of_the_back() {
     let clock = Arc::new(ManualClock::at_millis(1_000_000));
-    let (back, faults) = FaultyStore::new(Arc::new(MemoryStore::new(clock.clone())));
+    let (back, faults) = FaultyStore::new(MemoryStore::new(clock.clone()));
     let still = Arc::new(ManualClock::at_millis(1));
     let fronts = [Cache::in_memory(1 << 20), Cache::on(Arc::new(MemoryStore::new(still)))];
     let back: Arc<dyn Store> = Arc::new(back);
@@ -397,7 +397,7 @@ async fn backs_of_different_names_share_a_front_and_no_answer() {
 #[tokio::test]
 async fn only_answers_are_kept() {
     let clock = Arc::new(ManualClock::at_millis(1_000_000));
-    let (back, faults) = FaultyStore::new(Arc::new(MemoryStore::new(clock.clone())));
+    let (back, faults) = FaultyStore::new(MemoryStore::new(clock.clone()));
     let store = CachedStore::new(Cache::in_memory(1 << 20), Arc::new(back), options());
     let end = |token, completion| Command::Complete(Complete { token, completion, retention: 10 * MINUTE });
     let tombstone = execute(&store, 1, 1).await;
@@ -427,11 +427,11 @@ async fn only_answers_are_kept() {
 
     // Too large for the front: the back has it, and is not asked for it once more.
     for (front, options) in [
-        (Cache::in_memory(1 << 20), options().with_max_response(10)),
+        (Cache::in_memory(1 << 20), options().with_max_response_bytes(10)),
         (Cache::in_memory(64), options()),
-        (Cache::on(Arc::new(MemoryStore::new(clock.clone()))), options().with_max_response(10)),
+        (Cache::on(Arc::new(MemoryStore::new(clock.clone()))), options().with_max_response_bytes(10)),
     ] {
-        let (back, faults) = FaultyStore::new(Arc::new(MemoryStore::new(clock.clone())));
+        let (back, faults) = FaultyStore::new(MemoryStore::new(clock.clone()));
         let small = CachedStore::new(front, Arc::new(back), options);
         complete(&small, 1, 1).await;
         settled(&small).await;

@@ -211,7 +211,7 @@ async fn a_fault_of_the_front_is_no_error_of_the_store() {
     let clock = Arc::new(ManualClock::at_millis(1_000_000));
     for operation in [Operation::Claim, Operation::Complete, Operation::Lookup] {
         for fault in [Fault::Refuse, Fault::LoseAnswer, Fault::Corrupt] {
-            let (front, faults) = FaultyStore::new(Arc::new(MemoryStore::new(clock.clone())));
+            let (front, faults) = FaultyStore::new(MemoryStore::new(clock.clone()));
             let back = Arc::new(MemoryStore::new(clock.clone()));
             let store = CachedStore::new(Cache::on(Arc::new(front)), back, CacheOptions::new());
             faults.always(operation, fault);

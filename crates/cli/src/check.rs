@@ -9,7 +9,7 @@ use std::process::ExitCode;
 
 use clap::Args;
 use oncegate_core::{ErrorChain, StateName, Store as _};
-use oncegate_embedded::{CheckReport, EmbeddedOptions, OpenError};
+use oncegate_embedded::{CheckReport, EmbeddedOpenError, EmbeddedOptions};
 use oncegate_redis::{Finding, RedisOptions, RedisStore, Severity};
 use serde_json::{Value, json};
 
@@ -284,10 +284,10 @@ fn existing_store(dir: &Path, report: &mut Report) {
     match oncegate_embedded::check(&EmbeddedOptions::new(dir)) {
         Ok(found) => content(dir, &found, report),
         // Nothing is wrong with a sidecar that runs.
-        Err(error @ OpenError::InUse { .. }) => {
+        Err(error @ EmbeddedOpenError::InUse { .. }) => {
             report.warn(format!("{}. Its content was not checked", ErrorChain(&error)));
         },
-        Err(OpenError::Damaged { what, .. }) => report.error(format!(
+        Err(EmbeddedOpenError::Damaged { what, .. }) => report.error(format!(
             "store {shown}: damaged, and cannot be opened: {what}. Keep a copy, and restore a backup: what is missing would \
              execute again"
         )),

@@ -23,7 +23,7 @@ pub enum KeyError {
     /// There were more than [`limits::MAX_KEY_BYTES`] characters.
     TooLong {
         /// How many octets there were.
-        octets: usize,
+        bytes: usize,
     },
     /// A character that is not visible ASCII, or a quote or a comma.
     Character,
@@ -35,8 +35,8 @@ impl fmt::Display for KeyError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Empty => f.write_str("the key is empty; take 1 to 255 characters"),
-            Self::TooLong { octets } => {
-                write!(f, "the key has {octets} octets; at most {} are allowed", limits::MAX_KEY_BYTES)
+            Self::TooLong { bytes } => {
+                write!(f, "the key has {bytes} octets; at most {} are allowed", limits::MAX_KEY_BYTES)
             }
             Self::Character => {
                 f.write_str("the key has a character that is not visible ASCII, or a quote or a comma")
@@ -56,7 +56,7 @@ impl Key {
     pub fn new(text: &str) -> Result<Self, KeyError> {
         match IdempotencyKey::new(text.as_bytes()) {
             Ok(_) => {}
-            Err(CoreKeyError::TooLong { octets }) => return Err(KeyError::TooLong { octets }),
+            Err(CoreKeyError::TooLong { bytes }) => return Err(KeyError::TooLong { bytes }),
             Err(_) => return Err(KeyError::Empty),
         }
         if !text.bytes().all(|octet| matches!(octet, b'!' | b'#'..=b'+' | b'-'..=b'~')) {
@@ -238,7 +238,7 @@ mod tests {
         assert!(Key::new(&"k".repeat(limits::MAX_KEY_BYTES)).is_ok());
         assert_eq!(
             Key::new(&"k".repeat(limits::MAX_KEY_BYTES + 1)).unwrap_err(),
-            KeyError::TooLong { octets: 256 }
+            KeyError::TooLong { bytes: 256 }
         );
         for octet in 0..=255_u8 {
             let text = char::from(octet).to_string();

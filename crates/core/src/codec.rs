@@ -1,4 +1,4 @@
-//! A record as octets, for stores that keep octets.
+//! A record as bytes, for stores that keep bytes.
 //!
 //! ```text
 //! u8 version | u32 CRC-32C, big-endian | CBOR (RFC 8949) map with integer keys
@@ -11,15 +11,15 @@
 //!
 //! | key | value | |
 //! |---|---|---|
-//! | 0, 1 | fingerprint version, digest (32 octets) | always |
+//! | 0, 1 | fingerprint version, digest (32 bytes) | always |
 //! | 2, 3 | fencing token, attempts | always |
 //! | 4 | state: 0 in progress, 1 unknown, 2 completed, 3 awaited, 4 tombstone, 5 released | always |
 //! | 5, 6, 7 | created, changed, expires: milliseconds since 1970 | always |
-//! | 8, 9 | caller mark (8 octets), operation (text) | always |
-//! | 10, 11, 12 | attempt (16 octets), lease until, after abandoned (bool) | state 0 |
+//! | 8, 9 | caller mark (8 bytes), operation (text) | always |
+//! | 10, 11, 12 | attempt (16 bytes), lease until, after abandoned (bool) | state 0 |
 //! | 13 | response ([`StoredResponse::as_encoded`]) | state 2 |
-//! | 14 | steps: an array of names (text) and results (octets), in turn | where there are any; version 2 |
-//! | 15 | tag of the key (8 octets) | where it is known |
+//! | 14 | steps: an array of names (text) and results (bytes), in turn | where there are any; version 2 |
+//! | 15 | tag of the key (8 bytes) | where it is known |
 //! | 16 | whether an operator put it into its state: true | where one did |
 
 use std::fmt;
@@ -43,13 +43,13 @@ const VERSION_WITHOUT_STEPS: u8 = 1;
 
 const HEAD: usize = 1 + 4;
 
-/// Why octets are not a record.
+/// Why bytes are not a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CodecError {
     /// Written by a program that knows a newer format.
     UnknownVersion(u8),
-    /// The checksum does not fit, or the octets were cut.
+    /// The checksum does not fit, or the bytes were cut.
     Damaged,
     /// The checksum fits, but a part is missing or out of its range.
     Malformed,
@@ -69,31 +69,31 @@ impl fmt::Display for CodecError {
 
 impl std::error::Error for CodecError {}
 
-/// The octets of a record that is kept under `id`.
+/// The bytes of a record that is kept under `id`.
 #[must_use]
 pub fn encode(id: &RecordId, record: &Record) -> Vec<u8> {
     let response_len = match &record.state {
         State::Completed(Answer::Replayable(response)) => response.as_encoded().len(),
         _ => 0,
     };
-    let mut octets = Vec::with_capacity(160 + record.label.operation().len() + response_len);
+    let mut bytes = Vec::with_capacity(160 + record.label.operation().len() + response_len);
     let version = if record.steps.is_empty() { VERSION_WITHOUT_STEPS } else { VERSION };
-    octets.extend_from_slice(&[version, 0, 0, 0, 0]);
+    bytes.extend_from_slice(&[version, 0, 0, 0, 0]);
     // Writing to a vector cannot fail.
-    let Ok(()) = encode_map(&mut Encoder::new(&mut octets), record);
-    let sum = checksum(version, id, octets.get(HEAD..).unwrap_or_default()).to_be_bytes();
-    if let Some(place) = octets.get_mut(1..HEAD) {
+    let Ok(()) = encode_map(&mut Encoder::new(&mut bytes), record);
+    let sum = checksum(version, id, bytes.get(HEAD..).unwrap_or_default()).to_be_bytes();
+    if let Some(place) = bytes.get_mut(1..HEAD) {
         place.copy_from_slice(&sum);
     }
-    octets
+    bytes
 }
 
 /// Reads a record that was kept under `id`. Copies the response once, into an allocation of its own.
 ///
 /// # Errors
 /// [`CodecError`] where it is not whole and known. Such a record must never be treated as absent.
-pub fn decode(id: &RecordId, octets: &[u8]) -> Result<Record, CodecError> {
-    let (&version, rest) = octets.split_first().ok_or(CodecError::Damaged)?;
+pub fn decode(id: &RecordId, bytes: &[u8]) -> Result<Record, CodecError> {
+    let (&version, rest) = bytes.split_first().ok_or(CodecError::Damaged)?;
     if !(VERSION_WITHOUT_STEPS..=VERSION).contains(&version) {
         return Err(CodecError::UnknownVersion(version));
     }
@@ -365,11 +365,11 @@ mod tests {
     #[test]
     fn skips_keys_of_a_later_minor_change() {
         let record = &records()[1];
-        let mut octets = encode(&id(), record);
-        octets[HEAD] += 1; // one entry more
-        octets.extend_from_slice(&[0x18, 99, 0x63, b'n', b'e', b'w']);
-        let sum = checksum(octets[0], &id(), &octets[HEAD..]).to_be_bytes();
-        octets[1..HEAD].copy_from_slice(&sum);
-        assert_eq!(decode(&id(), &octets).as_ref(), Ok(record));
+        let mut bytes = encode(&id(), record);
+        bytes[HEAD] += 1; // one entry more
+        bytes.extend_from_slice(&[0x18, 99, 0x63, b'n', b'e', b'w']);
+        let sum = checksum(bytes[0], &id(), &bytes[HEAD..]).to_be_bytes();
+        bytes[1..HEAD].copy_from_slice(&sum);
+        assert_eq!(decode(&id(), &bytes).as_ref(), Ok(record));
     }
 }

@@ -8,23 +8,23 @@ use sha2::{Digest, Sha256};
 
 use crate::limits;
 
-/// The caller's token for one intent: 1 to 255 octets, opaque and case-sensitive.
+/// The caller's token for one intent: 1 to 255 bytes, opaque and case-sensitive.
 ///
 /// It is parsed where it enters (an HTTP field, a message header); inside, only its length counts. `Debug` does not
 /// show it, because people put customer data in keys. Cheap to clone.
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct IdempotencyKey(Arc<[u8]>);
 
-/// Why octets are not an [`IdempotencyKey`].
+/// Why bytes are not an [`IdempotencyKey`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum KeyError {
-    /// There was no octet.
+    /// There was no byte.
     Empty,
-    /// There were more than [`limits::MAX_KEY_BYTES`] octets.
+    /// There were more than [`limits::MAX_KEY_BYTES`] bytes.
     TooLong {
         /// How many there were.
-        octets: usize,
+        bytes: usize,
     },
     /// A value that the key was to be made of was empty. Keys of things without a name would all be one key.
     EmptyValue,
@@ -33,9 +33,9 @@ pub enum KeyError {
 impl fmt::Display for KeyError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Empty => f.write_str("the key is empty; send 1 to 255 octets"),
-            Self::TooLong { octets } => {
-                write!(f, "the key has {octets} octets; at most {} are allowed", limits::MAX_KEY_BYTES)
+            Self::Empty => f.write_str("the key is empty; send 1 to 255 bytes"),
+            Self::TooLong { bytes } => {
+                write!(f, "the key has {bytes} bytes; at most {} are allowed", limits::MAX_KEY_BYTES)
             }
             Self::EmptyValue => f.write_str("a value that the key is made of is empty"),
         }
@@ -62,12 +62,12 @@ impl IdempotencyKey {
         let bytes = bytes.as_ref();
         match bytes.len() {
             0 => Err(KeyError::Empty),
-            n if n > limits::MAX_KEY_BYTES => Err(KeyError::TooLong { octets: n }),
+            n if n > limits::MAX_KEY_BYTES => Err(KeyError::TooLong { bytes: n }),
             _ => Ok(Self(bytes.into())),
         }
     }
 
-    /// The octets.
+    /// The bytes.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         &self.0
@@ -113,11 +113,11 @@ impl From<Infallible> for KeyError {
 
 impl fmt::Debug for IdempotencyKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "IdempotencyKey({} octets)", self.0.len())
+        write!(f, "IdempotencyKey({} bytes)", self.0.len())
     }
 }
 
-/// A short, stable mark of a caller that tells callers apart without saying who they are: the first eight octets of the
+/// A short, stable mark of a caller that tells callers apart without saying who they are: the first eight bytes of the
 /// SHA-256 of the caller's identity. All zero where there is only one tenant.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
 pub struct CallerTag([u8; 8]);
@@ -129,7 +129,7 @@ impl CallerTag {
         Self(bytes)
     }
 
-    /// The octets of the mark.
+    /// The bytes of the mark.
     #[must_use]
     pub const fn as_bytes(&self) -> &[u8; 8] {
         &self.0
@@ -263,15 +263,48 @@ pub struct Scope<'a> {
     caller: [u8; 32],
     /// The caller's digest, or that of the service and the caller.
     owner: [u8; 32],
-    operation: &'a [&'a [u8]],
+    operation: Operation<'a>,
 }
+
+/// The operation that a scope is narrowed to.
+#[derive(Clone, Copy, Debug)]
+enum Operation<'a> {
+    Part(&'a [u8]),
+    Parts(&'a [&'a [u8]]),
+}
+
+impl<'a> Operation<'a> {
+    const NONE: Self = Self::Parts(&[]);
+
+    const fn parts(&self) -> &[&'a [u8]] {
+        match self {
+            Self::Part(part) => std::slice::from_ref(part),
+            Self::Parts(parts) => parts,
+        }
+    }
+}
+
+/// One part, given alone or in a list, is the same operation.
+impl PartialEq for Operation<'_> {
+    fn eq(&self, other: &Self) -> bool {
+        self.parts() == other.parts()
+    }
+}
+
+impl Eq for Operation<'_> {}
 
 impl<'a> Scope<'a> {
     /// The scope of one caller, identified by `identity`. `kind` (such as `header:authorization`) keeps equal identities of
     /// different kinds apart.
+    ///
+    /// ```
+    /// use oncegate_core::Scope;
+    ///
+    /// let scope = Scope::caller("customer", "42").within("payment");
+    /// ```
     #[must_use]
-    pub fn caller(kind: &str, identity: &[u8]) -> Self {
-        Self::caller_of_parts(&[(kind, identity)])
+    pub fn caller(kind: &str, identity: impl AsRef<[u8]>) -> Self {
+        Self::caller_of_parts(&[(kind, identity.as_ref())])
     }
 
     /// The scope of a caller who is identified by several parts together, such as a tenant and a session: pairs of kind and
@@ -288,13 +321,13 @@ impl<'a> Scope<'a> {
             part(&mut hash, identity);
         }
         let caller = hash.finalize().into();
-        Self { caller, owner: caller, operation: &[] }
+        Self { caller, owner: caller, operation: Operation::NONE }
     }
 
     /// The scope of a service that has one caller only, or whose callers may share keys.
     #[must_use]
     pub const fn single_tenant() -> Self {
-        Self { caller: [0; 32], owner: [0; 32], operation: &[] }
+        Self { caller: [0; 32], owner: [0; 32], operation: Operation::NONE }
     }
 
     /// The same scope within this service: for stores that several services share. Without a name, the scope is that of
@@ -308,16 +341,22 @@ impl<'a> Scope<'a> {
         Self { owner: hash.finalize().into(), ..*self }
     }
 
-    /// Narrows the caller's scope to an operation, such as a method and a path.
+    /// Narrows the caller's scope to one operation, such as `payment`.
     #[must_use]
-    pub const fn within<'b>(&self, operation: &'b [&'b [u8]]) -> Scope<'b> {
-        Scope { caller: self.caller, owner: self.owner, operation }
+    pub fn within<'b, O: AsRef<[u8]> + ?Sized>(&self, operation: &'b O) -> Scope<'b> {
+        Scope { caller: self.caller, owner: self.owner, operation: Operation::Part(operation.as_ref()) }
     }
 
-    /// The parts of the operation, none where keys belong to the caller alone.
+    /// Narrows the caller's scope to an operation that several parts name together, such as a method and a path.
     #[must_use]
-    pub const fn operation(&self) -> &'a [&'a [u8]] {
-        self.operation
+    pub const fn within_parts<'b>(&self, operation: &'b [&'b [u8]]) -> Scope<'b> {
+        Scope { caller: self.caller, owner: self.owner, operation: Operation::Parts(operation) }
+    }
+
+    /// The parts of the operation. Empty if keys belong to the caller alone.
+    #[must_use]
+    pub const fn operation(&self) -> &[&'a [u8]] {
+        self.operation.parts()
     }
 
     /// The caller's mark for listings. It does not depend on the service.
@@ -336,7 +375,7 @@ impl<'a> Scope<'a> {
 /// The parts are never joined into a string, so no separator inside a key can make two records meet. With
 /// `lp(x) = u64 big-endian length, then x`:
 ///
-/// - caller = 32 zero octets for a single tenant, otherwise `SHA-256( lp("oncegate-caller-1") (lp(kind) lp(identity))+ )`;
+/// - caller = 32 zero bytes for a single tenant, otherwise `SHA-256( lp("oncegate-caller-1") (lp(kind) lp(identity))+ )`;
 /// - owner = the caller if no service is named, otherwise `SHA-256( lp("oncegate-service-1") lp(service) lp(caller) )`;
 /// - record = `SHA-256( lp("oncegate-record-1") lp(owner) u64(number of operation parts) lp(part)* lp(key) )`.
 ///
@@ -351,8 +390,8 @@ impl RecordId {
         let mut hash = Sha256::new();
         part(&mut hash, b"oncegate-record-1");
         part(&mut hash, &scope.owner);
-        hash.update((scope.operation.len() as u64).to_be_bytes());
-        for operation in scope.operation {
+        hash.update((scope.operation().len() as u64).to_be_bytes());
+        for operation in scope.operation() {
             part(&mut hash, operation);
         }
         part(&mut hash, key.as_bytes());
@@ -362,7 +401,7 @@ impl RecordId {
     /// The key to send along with a call to somebody else's API that is made on behalf of this record, so that this call
     /// takes effect once however often it is made. Another one for each `step`, the same for each attempt.
     ///
-    /// A UUID of version 8 (RFC 9562), 36 characters: the first 16 octets of
+    /// A UUID of version 8 (RFC 9562), 36 characters: the first 16 bytes of
     /// `SHA-256( lp("oncegate-downstream-1") lp(record id) lp(step) )` with the version and variant bits set. Nearly every API
     /// takes it; for one that takes fewer characters leave out the hyphens, which gives 32 hexadecimal digits.
     #[must_use]
@@ -392,7 +431,7 @@ impl RecordId {
         Self(bytes)
     }
 
-    /// The octets.
+    /// The bytes.
     #[must_use]
     pub const fn as_bytes(&self) -> &[u8; 32] {
         &self.0
@@ -411,7 +450,7 @@ impl fmt::Display for RecordId {
     }
 }
 
-/// The first four octets: enough to find a line in a log, too little to ask the store with.
+/// The first four bytes: enough to find a line in a log, too little to ask the store with.
 impl fmt::Debug for RecordId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write_hex(f, self.0.first_chunk::<4>().unwrap_or(&[0; 4]))
@@ -501,7 +540,7 @@ mod tests {
         assert!(IdempotencyKey::new([b'k'; limits::MAX_KEY_BYTES]).is_ok());
         assert_eq!(
             IdempotencyKey::new([b'k'; limits::MAX_KEY_BYTES + 1]).unwrap_err(),
-            KeyError::TooLong { octets: 256 }
+            KeyError::TooLong { bytes: 256 }
         );
     }
 
@@ -509,7 +548,7 @@ mod tests {
     fn no_separator_inside_a_part_makes_two_records_meet() {
         let id = |parts: &[&str], key: &str| {
             let parts: Vec<_> = parts.iter().map(|part| part.as_bytes()).collect();
-            let scope = Scope::single_tenant().within(&parts);
+            let scope = Scope::single_tenant().within_parts(&parts);
             RecordId::derive(&scope, &IdempotencyKey::new(key.as_bytes()).unwrap())
         };
         let ids = [
@@ -560,8 +599,8 @@ mod tests {
             assert_eq!(orders.with_service(&service("stock")), stock, "the last name counts");
             let operation: [&[u8]; 1] = [b"POST"];
             assert_ne!(
-                RecordId::derive(&orders.within(&operation), &key),
-                RecordId::derive(&stock.within(&operation), &key)
+                RecordId::derive(&orders.within_parts(&operation), &key),
+                RecordId::derive(&stock.within_parts(&operation), &key)
             );
         }
     }

@@ -73,9 +73,9 @@ pub use map::{RecordHashState, RecordHasher, RecordMap, Sharded};
 pub use memory::MemoryStore;
 pub use record::{Answer, Label, Record, State, StateName, StateSet};
 pub use response::{ResponseError, StoredResponse};
-pub use step::{Step, StepError, Steps};
+pub use step::{Step, StepLimitError, Steps};
 pub use store::{
-    Advisory, AuditEntry, Capabilities, Durability, Extent, Fencing, ListPage, ListQuery, Store, StoreError,
-    StoreErrorKind, StoreFuture,
+    Advisory, AuditEntry, Capabilities, Durability, Extent, Fencing, IntoStore, ListPage, ListQuery, Store,
+    StoreError, StoreErrorKind, StoreFuture,
 };
 pub use watch::{Watcher, Watchers};

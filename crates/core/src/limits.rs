@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-/// Longest key in octets. Stripe, ACP and most published APIs stop at 255; RFC 9651 lets a field definition
+/// Longest key in bytes. Stripe, ACP and most published APIs stop at 255; RFC 9651 lets a field definition
 /// constrain its strings.
 pub const MAX_KEY_BYTES: usize = 255;
 
@@ -42,7 +42,7 @@ pub const MAX_HEADER_FIELDS: usize = 128;
 /// Most records in one page of a listing, and most records that one purge step removes.
 pub const MAX_PAGE_RECORDS: usize = 1000;
 
-/// Longest reason and longest actor name in an audit entry, in octets.
+/// Longest reason and longest actor name in an audit entry, in bytes.
 pub const MAX_AUDIT_TEXT_BYTES: usize = 1000;
 
 /// Most audit entries that a store keeps; the oldest go first.
@@ -51,10 +51,10 @@ pub const MAX_AUDIT_ENTRIES: u64 = 100_000;
 /// Most steps of one record. A step is a call of somebody else's API, with a write of its own in the store.
 pub const MAX_STEPS: usize = 256;
 
-/// Longest name of a step, in octets.
+/// Longest name of a step, in bytes.
 pub const MAX_STEP_NAME_BYTES: usize = 255;
 
-/// Most octets of all names and results of one record's steps together. They are read whole when an attempt resumes.
+/// Most bytes of all names and results of one record's steps together. They are read whole when an attempt resumes.
 pub const MAX_STEPS_BYTES: usize = 1024 * 1024;
 
 /// Most requests that wait for one owner's answer. One more hears at once that the request is in progress.

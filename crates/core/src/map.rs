@@ -48,7 +48,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Hashes record identifiers. They are digests, so a few of their octets are spread evenly by themselves; but callers
+/// Hashes record identifiers. They are digests, so a few of their bytes are spread evenly by themselves; but callers
 /// choose what is digested, and could search for identifiers that meet in a table whose hash they know. Hence a secret,
 /// drawn for each map.
 #[derive(Clone, Debug)]
@@ -80,7 +80,7 @@ impl Hasher for RecordHasher {
     }
 
     fn write(&mut self, bytes: &[u8]) {
-        // The last octets: the first one already chose the shard.
+        // The last bytes: the first one already chose the shard.
         if let Some(last) = bytes.last_chunk() {
             self.write_u64(u64::from_ne_bytes(*last));
         }

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use crate::clock::{Clock, StoreClock, Timestamp};
+use crate::clock::{Clock, StoreClock, SystemClock, Timestamp};
 use crate::decide::{Command, Decision, Outcome, Write, decide};
 use crate::id::RecordId;
 use crate::limits;
@@ -19,7 +19,7 @@ use crate::store::{
 };
 
 /// Records in memory. Nothing survives the process; within it, everything the protocol promises holds.
-pub struct MemoryStore<C> {
+pub struct MemoryStore<C = SystemClock> {
     clock: StoreClock<C>,
     shards: Sharded<Shard>,
     audit: Mutex<Audit>,
@@ -52,8 +52,15 @@ struct Audit {
     last: u64,
 }
 
+impl Default for MemoryStore {
+    /// An empty store on the clocks of this machine: see [`MemoryStore::new`].
+    fn default() -> Self {
+        Self::new(SystemClock::new())
+    }
+}
+
 impl<C: Clock> MemoryStore<C> {
-    /// An empty store that holds ten million records at the most.
+    /// An empty store on this clock, for at most ten million records.
     pub fn new(clock: C) -> Self {
         let capacity = Capacity {
             records: AtomicU64::new(0),
@@ -283,7 +290,7 @@ fn bytes_of(record: &Record) -> u64 {
         State::Completed(Answer::Replayable(response)) => response.as_encoded().len(),
         _ => 0,
     };
-    (size_of::<Record>() + TABLES + answer + record.steps.octets()) as u64
+    (size_of::<Record>() + TABLES + answer + record.steps.size()) as u64
 }
 
 impl Shard {

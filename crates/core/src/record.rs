@@ -171,7 +171,7 @@ impl fmt::Display for StateName {
 }
 
 impl Record {
-    /// A record as a store puts it together that keeps its parts and not its [octets](crate::codec). First attempt, and
+    /// A record as a store puts it together that keeps its parts and not its [bytes](crate::codec). First attempt, and
     /// changed and expired when it was created: the store sets these fields next.
     #[must_use]
     pub const fn new(
@@ -238,7 +238,7 @@ pub struct Label {
 }
 
 impl Label {
-    /// A label without the tag of a key. An operation longer than [`limits::MAX_OPERATION_BYTES`] octets is cut.
+    /// A label without the tag of a key. An operation longer than [`limits::MAX_OPERATION_BYTES`] bytes is cut.
     #[must_use]
     pub fn new(caller: CallerTag, operation: &str) -> Self {
         let end = operation.floor_char_boundary(limits::MAX_OPERATION_BYTES);

@@ -8,7 +8,7 @@ use crate::limits;
 
 /// An answer as it is kept: a status, header fields, a body and trailer fields, in one allocation of exactly their size.
 ///
-/// One allocation, because a record must not pin the network buffers that its parts came in. The octets are published
+/// One allocation, because a record must not pin the network buffers that its parts came in. The bytes are published
 /// (`vectors/responses.json`), since a store keeps them as they are:
 ///
 /// ```text
@@ -33,9 +33,9 @@ pub enum ResponseError {
     NotAscii,
     /// More than [`limits::MAX_HEADER_FIELDS`] header or trailer fields.
     TooManyFields,
-    /// A field's name is longer than 65 535 octets.
+    /// A field's name is longer than 65 535 bytes.
     FieldTooLong,
-    /// Larger than [`limits::MAX_RESPONSE_BYTES`] octets in all.
+    /// Larger than [`limits::MAX_RESPONSE_BYTES`] bytes in all.
     TooLarge,
 }
 
@@ -47,8 +47,8 @@ impl fmt::Display for ResponseError {
             Self::TooManyFields => {
                 write!(f, "more than {} header or trailer fields", limits::MAX_HEADER_FIELDS)
             }
-            Self::FieldTooLong => f.write_str("a field name is longer than 65535 octets"),
-            Self::TooLarge => write!(f, "larger than {} octets", limits::MAX_RESPONSE_BYTES),
+            Self::FieldTooLong => f.write_str("a field name is longer than 65535 bytes"),
+            Self::TooLarge => write!(f, "larger than {} bytes", limits::MAX_RESPONSE_BYTES),
         }
     }
 }
@@ -110,7 +110,7 @@ impl StoredResponse {
         Ok(Self { encoded: to.freeze(), body_at: HEAD + fields_len })
     }
 
-    /// Reads the published octets back. `None` where they are not such octets, whole and of a known version.
+    /// Reads the published bytes back. `None` where they are not such bytes, whole and of a known version.
     #[must_use]
     pub fn decode(encoded: Bytes) -> Option<Self> {
         if *encoded.first()? != VERSION || encoded.len() > limits::MAX_RESPONSE_BYTES {
@@ -131,7 +131,7 @@ impl StoredResponse {
         Some(Self { encoded, body_at: at })
     }
 
-    /// The published octets.
+    /// The published bytes.
     #[must_use]
     pub const fn as_encoded(&self) -> &Bytes {
         &self.encoded
@@ -244,15 +244,15 @@ mod tests {
     fn refuses_what_no_client_could_get() {
         for status in [0, 99, 100, 103, 199, 1000, 51456] {
             assert_eq!(StoredResponse::new(status, &[], &[], &[]), Err(ResponseError::NotFinal), "{status}");
-            let mut octets = response().encoded.to_vec();
-            octets[1..3].copy_from_slice(&status.to_be_bytes());
-            assert_eq!(StoredResponse::decode(octets.into()), None, "{status}");
+            let mut bytes = response().encoded.to_vec();
+            bytes[1..3].copy_from_slice(&status.to_be_bytes());
+            assert_eq!(StoredResponse::decode(bytes.into()), None, "{status}");
         }
         assert!([200, 999].into_iter().all(|status| StoredResponse::new(status, &[], &[], &[]).is_ok()));
         assert_eq!(StoredResponse::new(200, &[("ü", b"")], &[], &[]), Err(ResponseError::NotAscii));
         assert_eq!(StoredResponse::new(200, &[], &[], &[("ü", b"")]), Err(ResponseError::NotAscii));
-        let octets = b"\x01\x00\xc8\x00\x01\x00\x00\x00\x02\x00\x00\x00\x00\xc3\xbc";
-        assert_eq!(StoredResponse::decode(Bytes::from_static(octets)), None);
+        let bytes = b"\x01\x00\xc8\x00\x01\x00\x00\x00\x02\x00\x00\x00\x00\xc3\xbc";
+        assert_eq!(StoredResponse::decode(Bytes::from_static(bytes)), None);
     }
 
     #[test]

@@ -17,44 +17,44 @@ pub struct Step {
 /// Why a step cannot be recorded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum StepError {
-    /// Its name is empty, longer than [`limits::MAX_STEP_NAME_BYTES`] octets, or has a NUL, which PostgreSQL cannot keep.
+pub enum StepLimitError {
+    /// Its name is empty, longer than [`limits::MAX_STEP_NAME_BYTES`] bytes, or has a NUL, which PostgreSQL cannot keep.
     Name,
-    /// Its result alone has more than [`limits::MAX_STEPS_BYTES`] octets.
+    /// Its result alone has more than [`limits::MAX_STEPS_BYTES`] bytes.
     TooLarge {
         /// How many it has.
-        octets: usize,
+        bytes: usize,
     },
 }
 
-impl fmt::Display for StepError {
+impl fmt::Display for StepLimitError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Name => {
-                write!(f, "the name of a step has 1 to {} octets, and no NUL", limits::MAX_STEP_NAME_BYTES)
+                write!(f, "the name of a step has 1 to {} bytes, and no NUL", limits::MAX_STEP_NAME_BYTES)
             }
-            Self::TooLarge { octets } => write!(
+            Self::TooLarge { bytes } => write!(
                 f,
-                "the result of the step has {octets} octets; all of a record's steps may have {} together",
+                "the result of the step has {bytes} bytes; all of a record's steps may have {} together",
                 limits::MAX_STEPS_BYTES
             ),
         }
     }
 }
 
-impl std::error::Error for StepError {}
+impl std::error::Error for StepLimitError {}
 
 impl Step {
-    /// A step with this name, and what came of it. To a store, results are octets.
+    /// A step with this name, and what came of it. To a store, results are bytes.
     ///
     /// # Errors
-    /// [`StepError`] where the name or the result is out of its bounds.
-    pub fn new(name: &str, result: Bytes) -> Result<Self, StepError> {
+    /// [`StepLimitError`] where the name or the result is out of its bounds.
+    pub fn new(name: &str, result: Bytes) -> Result<Self, StepLimitError> {
         if name.is_empty() || name.len() > limits::MAX_STEP_NAME_BYTES || name.contains('\0') {
-            return Err(StepError::Name);
+            return Err(StepLimitError::Name);
         }
         if name.len() + result.len() > limits::MAX_STEPS_BYTES {
-            return Err(StepError::TooLarge { octets: result.len() });
+            return Err(StepLimitError::TooLarge { bytes: result.len() });
         }
         Ok(Self { name: name.into(), result })
     }
@@ -71,9 +71,9 @@ impl Step {
         &self.result
     }
 
-    /// How many octets name and result have together.
+    /// The length of name and result together, in bytes.
     #[must_use]
-    pub fn octets(&self) -> usize {
+    pub fn size(&self) -> usize {
         self.name.len() + self.result.len()
     }
 }
@@ -81,7 +81,7 @@ impl Step {
 /// Without the result, which may be anything.
 impl fmt::Debug for Step {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:?} ({} octets)", self.name, self.result.len())
+        write!(f, "{:?} ({} bytes)", self.name, self.result.len())
     }
 }
 
@@ -110,16 +110,16 @@ impl Steps {
         self.0.is_none()
     }
 
-    /// How many octets all names and results have together.
+    /// The length of all names and results together, in bytes.
     #[must_use]
-    pub fn octets(&self) -> usize {
-        self.as_slice().iter().map(Step::octets).sum()
+    pub fn size(&self) -> usize {
+        self.as_slice().iter().map(Step::size).sum()
     }
 
     /// Whether one more has room: [`limits::MAX_STEPS`], [`limits::MAX_STEPS_BYTES`].
     #[must_use]
     pub fn has_room_for(&self, step: &Step) -> bool {
-        self.len() < limits::MAX_STEPS && self.octets() + step.octets() <= limits::MAX_STEPS_BYTES
+        self.len() < limits::MAX_STEPS && self.size() + step.size() <= limits::MAX_STEPS_BYTES
     }
 
     /// These and one more.
@@ -146,19 +146,19 @@ impl fmt::Debug for Steps {
 mod tests {
     use super::*;
 
-    fn step(name: usize, result: usize) -> Result<Step, StepError> {
+    fn step(name: usize, result: usize) -> Result<Step, StepLimitError> {
         Step::new(&"n".repeat(name), Bytes::from(vec![0; result]))
     }
 
     #[test]
     fn a_name_and_a_result_are_bounded() {
         assert!(step(1, 0).is_ok() && step(limits::MAX_STEP_NAME_BYTES, 0).is_ok());
-        assert_eq!(step(0, 0), Err(StepError::Name));
-        assert_eq!(step(limits::MAX_STEP_NAME_BYTES + 1, 0), Err(StepError::Name));
-        assert_eq!(Step::new("a\0b", Bytes::new()), Err(StepError::Name));
+        assert_eq!(step(0, 0), Err(StepLimitError::Name));
+        assert_eq!(step(limits::MAX_STEP_NAME_BYTES + 1, 0), Err(StepLimitError::Name));
+        assert_eq!(Step::new("a\0b", Bytes::new()), Err(StepLimitError::Name));
         assert!(step(1, limits::MAX_STEPS_BYTES - 1).is_ok());
-        let octets = limits::MAX_STEPS_BYTES;
-        assert_eq!(step(1, octets), Err(StepError::TooLarge { octets }));
+        let bytes = limits::MAX_STEPS_BYTES;
+        assert_eq!(step(1, bytes), Err(StepLimitError::TooLarge { bytes }));
     }
 
     #[test]

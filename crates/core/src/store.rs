@@ -4,6 +4,7 @@ use std::error::Error as StdError;
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::clock::Timestamp;
@@ -95,6 +96,30 @@ pub trait Store: Send + Sync + 'static {
 
     /// What the store promises.
     fn capabilities(&self) -> Capabilities;
+}
+
+/// A store, or an [`Arc`] of one: the argument of everything that is built on a store.
+pub trait IntoStore {
+    /// The store as a shared trait object.
+    fn into_store(self) -> Arc<dyn Store>;
+}
+
+impl<S: Store> IntoStore for S {
+    fn into_store(self) -> Arc<dyn Store> {
+        Arc::new(self)
+    }
+}
+
+impl<S: Store> IntoStore for Arc<S> {
+    fn into_store(self) -> Arc<dyn Store> {
+        self
+    }
+}
+
+impl IntoStore for Arc<dyn Store> {
+    fn into_store(self) -> Arc<dyn Store> {
+        self
+    }
 }
 
 /// Something that an operator should know of.

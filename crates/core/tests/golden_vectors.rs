@@ -9,7 +9,7 @@ fn vectors(name: &str) -> Value {
     serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap()
 }
 
-fn octets(hex: &Value) -> Vec<u8> {
+fn bytes(hex: &Value) -> Vec<u8> {
     let hex = hex.as_str().unwrap();
     (0..hex.len()).step_by(2).map(|at| u8::from_str_radix(&hex[at..at + 2], 16).unwrap()).collect()
 }
@@ -23,7 +23,7 @@ fn record_ids_and_downstream_keys() {
         let caller: Vec<_> = case["caller"].as_array().unwrap().iter().collect();
         let caller: Vec<_> = caller
             .iter()
-            .map(|part| (part["kind"].as_str().unwrap(), octets(&part["identity_hex"])))
+            .map(|part| (part["kind"].as_str().unwrap(), bytes(&part["identity_hex"])))
             .collect();
         let caller: Vec<_> = caller.iter().map(|(kind, identity)| (*kind, &identity[..])).collect();
         let scope = Scope::caller_of_parts(&caller);
@@ -31,10 +31,10 @@ fn record_ids_and_downstream_keys() {
             None => scope,
             Some(service) => scope.with_service(&ServiceName::new(service).unwrap()),
         };
-        let parts: Vec<_> = case["operation_hex"].as_array().unwrap().iter().map(octets).collect();
+        let parts: Vec<_> = case["operation_hex"].as_array().unwrap().iter().map(bytes).collect();
         let parts: Vec<_> = parts.iter().map(|part| &part[..]).collect();
-        let scope = scope.within(&parts);
-        let key = IdempotencyKey::new(octets(&case["key_hex"])).unwrap();
+        let scope = scope.within_parts(&parts);
+        let key = IdempotencyKey::new(bytes(&case["key_hex"])).unwrap();
         assert_eq!(KeyTag::of(&key).to_string(), case["key_tag"], "{}", case["name"]);
         let id = RecordId::derive(&scope, &key);
         assert_eq!(id.to_string(), case["record_id"], "{}", case["name"]);
@@ -50,18 +50,18 @@ fn stored_responses() {
     for case in vectors("responses.json")["cases"].as_array().unwrap() {
         let fields = |name: &str| -> Vec<(String, Vec<u8>)> {
             let list = case[name].as_array().unwrap();
-            list.iter().map(|field| (field[0].as_str().unwrap().to_owned(), octets(&field[1]))).collect()
+            list.iter().map(|field| (field[0].as_str().unwrap().to_owned(), bytes(&field[1]))).collect()
         };
         let (headers, trailers) = (fields("headers"), fields("trailers"));
         let borrowed = |fields: &'static [(String, Vec<u8>)]| -> Vec<(&'static str, &'static [u8])> {
             fields.iter().map(|(name, value)| (name.as_str(), value.as_slice())).collect()
         };
         let status = u16::try_from(case["status"].as_u64().unwrap()).unwrap();
-        let body = [Bytes::from(octets(&case["body_hex"]))];
+        let body = [Bytes::from(bytes(&case["body_hex"]))];
         let headers = borrowed(headers.leak());
         let trailers = borrowed(trailers.leak());
         let response = StoredResponse::new(status, &headers, &body, &trailers).unwrap();
-        assert_eq!(response.as_encoded(), &octets(&case["encoded_hex"]), "{}", case["name"]);
-        assert_eq!(StoredResponse::decode(octets(&case["encoded_hex"]).into()), Some(response));
+        assert_eq!(response.as_encoded(), &bytes(&case["encoded_hex"]), "{}", case["name"]);
+        assert_eq!(StoredResponse::decode(bytes(&case["encoded_hex"]).into()), Some(response));
     }
 }

@@ -7,7 +7,7 @@ use redb::{Database, ReadableDatabase as _, ReadableTable as _};
 
 use crate::clock::MachineClock;
 use crate::database::{self, FileMedium, Medium as _, UnverifiedFile, catch_panics};
-use crate::error::OpenError;
+use crate::error::EmbeddedOpenError;
 use crate::options::EmbeddedOptions;
 use crate::schema::{AUDIT, META, RECORDS, decode, decode_audit};
 
@@ -48,8 +48,8 @@ impl CheckReport {
 /// A store that was not stopped cleanly is repaired first, in the same way as when it is opened.
 ///
 /// # Errors
-/// [`OpenError`] if the store is in use or cannot be opened at all.
-pub fn check(options: &EmbeddedOptions) -> Result<CheckReport, OpenError> {
+/// [`EmbeddedOpenError`] if the store is in use or cannot be opened at all.
+pub fn check(options: &EmbeddedOptions) -> Result<CheckReport, EmbeddedOpenError> {
     let medium = FileMedium::acquire(&options.dir)?;
     let path = medium.path();
     database::check_format(&path, medium.peek_format())?;
@@ -75,10 +75,10 @@ pub fn check(options: &EmbeddedOptions) -> Result<CheckReport, OpenError> {
 }
 
 /// Extracts the damage from an error. Any other error ends the check.
-fn damage(result: Result<(), OpenError>) -> Result<Option<String>, OpenError> {
+fn damage(result: Result<(), EmbeddedOpenError>) -> Result<Option<String>, EmbeddedOpenError> {
     match result {
         Ok(()) => Ok(None),
-        Err(OpenError::Damaged { what, .. }) => Ok(Some(what)),
+        Err(EmbeddedOpenError::Damaged { what, .. }) => Ok(Some(what)),
         Err(error) => Err(error),
     }
 }

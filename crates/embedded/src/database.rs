@@ -28,7 +28,7 @@ use redb::{
 use tracing::{info, warn};
 
 use crate::directory::Directory;
-use crate::error::OpenError;
+use crate::error::EmbeddedOpenError;
 use crate::overlay::Overlay;
 use crate::schema::{
     AUDIT, CLOCK_STEP, EXPIRY, FORMAT, META, META_BYTES, META_CLOCK, META_FORMAT, META_LAGGING, META_OPENED,
@@ -172,10 +172,10 @@ impl FileIdentity {
 
 impl FileMedium {
     /// Locks the directory, and creates the file if there is none.
-    pub(crate) fn acquire(dir: &Path) -> Result<Self, OpenError> {
+    pub(crate) fn acquire(dir: &Path) -> Result<Self, EmbeddedOpenError> {
         let directory = Directory::acquire(dir)?;
         let created = directory.create_records(|path| {
-            let file = FileBackend::new(open_file(path).map_err(OpenError::io("open the new file"))?);
+            let file = FileBackend::new(open_file(path).map_err(EmbeddedOpenError::io("open the new file"))?);
             let file = file.map_err(|error| open_error(path, error))?;
             create(path, Backend::new(Box::new(file)))
         })?;
@@ -184,7 +184,7 @@ impl FileMedium {
         }
         let path = directory.records();
         let identity = FileIdentity::of(&path)
-            .map_err(OpenError::io(format!("read the metadata of {}", path.display())))?;
+            .map_err(EmbeddedOpenError::io(format!("read the metadata of {}", path.display())))?;
         Ok(Self { directory, identity })
     }
 }
@@ -253,7 +253,7 @@ fn open_file(path: &Path) -> io::Result<std::fs::File> {
 }
 
 /// Creates a new file with empty tables.
-pub(crate) fn create(path: &Path, backend: Backend) -> Result<(), OpenError> {
+pub(crate) fn create(path: &Path, backend: Backend) -> Result<(), EmbeddedOpenError> {
     let database = Builder::new().create_with_backend(backend).map_err(|error| open_error(path, error))?;
     let tables = |txn: &WriteTransaction| -> Result<(), redb::Error> {
         txn.open_table(RECORDS)?;
@@ -274,11 +274,11 @@ pub(crate) fn create(path: &Path, backend: Backend) -> Result<(), OpenError> {
 /// - With two-phase commits, every page that the header refers to was flushed by an earlier, successful flush. So only
 ///   the header itself can be shown without being on disk.
 /// - This commit writes the header anew.
-pub(crate) fn open(medium: &dyn Medium, settings: OpenSettings) -> Result<OpenFile, OpenError> {
+pub(crate) fn open(medium: &dyn Medium, settings: OpenSettings) -> Result<OpenFile, EmbeddedOpenError> {
     catch_panics(&medium.path(), || open_and_mark(medium, settings))
 }
 
-fn open_and_mark(medium: &dyn Medium, settings: OpenSettings) -> Result<OpenFile, OpenError> {
+fn open_and_mark(medium: &dyn Medium, settings: OpenSettings) -> Result<OpenFile, EmbeddedOpenError> {
     let path = medium.path();
     check_format(&path, medium.peek_format())?;
     let UnverifiedFile { mut database, bytes, repaired, flush_failed } =
@@ -334,14 +334,17 @@ pub(crate) struct UnverifiedFile {
 }
 
 /// Opens the file with redb.
-pub(crate) fn open_unverified(medium: &dyn Medium, cache_bytes: usize) -> Result<UnverifiedFile, OpenError> {
+pub(crate) fn open_unverified(
+    medium: &dyn Medium,
+    cache_bytes: usize,
+) -> Result<UnverifiedFile, EmbeddedOpenError> {
     let path = medium.path();
-    let backend = medium.open().map_err(OpenError::io(format!("open {}", path.display())))?;
+    let backend = medium.open().map_err(EmbeddedOpenError::io(format!("open {}", path.display())))?;
     let flush_failed = backend.flush_failed.clone();
-    let bytes = backend.storage.len().map_err(OpenError::io(format!("read {}", path.display())))?;
+    let bytes = backend.storage.len().map_err(EmbeddedOpenError::io(format!("read {}", path.display())))?;
     if bytes == 0 {
         // redb would initialize it as a new file.
-        return Err(OpenError::Damaged { file: path, what: "it is empty".to_owned() });
+        return Err(EmbeddedOpenError::Damaged { file: path, what: "it is empty".to_owned() });
     }
     let repaired = Rc::new(Cell::new(false));
     let on_repair = {
@@ -362,20 +365,20 @@ pub(crate) fn open_unverified(medium: &dyn Medium, cache_bytes: usize) -> Result
 }
 
 /// Verifies every page of the file.
-pub(crate) fn verify(path: &Path, database: &mut Database) -> Result<(), OpenError> {
+pub(crate) fn verify(path: &Path, database: &mut Database) -> Result<(), EmbeddedOpenError> {
     if !database.check_integrity().map_err(|error| open_error(path, error))? {
         warn!(file = %path.display(), "the list of free pages did not match the records and was rebuilt");
     }
     Ok(())
 }
 
-/// Turns a panic into [`OpenError::Damaged`]: redb panics on some damaged pages.
+/// Turns a panic into [`EmbeddedOpenError::Damaged`]: redb panics on some damaged pages.
 pub(crate) fn catch_panics<T>(
     path: &Path,
-    run: impl FnOnce() -> Result<T, OpenError>,
-) -> Result<T, OpenError> {
+    run: impl FnOnce() -> Result<T, EmbeddedOpenError>,
+) -> Result<T, EmbeddedOpenError> {
     catch_panics_quietly(run).unwrap_or_else(|_| {
-        Err(OpenError::Damaged {
+        Err(EmbeddedOpenError::Damaged {
             file: path.to_owned(),
             what: "the database panicked while it read the pages".to_owned(),
         })
@@ -426,7 +429,7 @@ pub(crate) fn begin_write(database: &Database) -> Result<WriteTransaction, redb:
     Ok(txn)
 }
 
-pub(crate) fn read_format(path: &Path, database: &Database) -> Result<u64, OpenError> {
+pub(crate) fn read_format(path: &Path, database: &Database) -> Result<u64, EmbeddedOpenError> {
     let read = || -> Result<Option<u64>, redb::Error> {
         let txn = database.begin_read()?;
         txn.open_table(RECORDS)?;
@@ -436,7 +439,7 @@ pub(crate) fn read_format(path: &Path, database: &Database) -> Result<u64, OpenE
     };
     match read() {
         Ok(Some(version)) => Ok(version),
-        Ok(None) | Err(redb::Error::TableDoesNotExist(_)) => Err(OpenError::Damaged {
+        Ok(None) | Err(redb::Error::TableDoesNotExist(_)) => Err(EmbeddedOpenError::Damaged {
             file: path.to_owned(),
             what: "it is a redb database, but not a store of this program".to_owned(),
         }),
@@ -444,15 +447,15 @@ pub(crate) fn read_format(path: &Path, database: &Database) -> Result<u64, OpenE
     }
 }
 
-pub(crate) fn check_format(path: &Path, found: Option<u64>) -> Result<(), OpenError> {
+pub(crate) fn check_format(path: &Path, found: Option<u64>) -> Result<(), EmbeddedOpenError> {
     match found {
-        Some(found) if found > FORMAT => Err(OpenError::NewerFormat {
+        Some(found) if found > FORMAT => Err(EmbeddedOpenError::NewerFormat {
             dir: path.parent().unwrap_or(path).to_owned(),
             found,
             known: FORMAT,
         }),
         // No release wrote an older format, so there is no upgrade.
-        Some(found) if found < FORMAT => Err(OpenError::Damaged {
+        Some(found) if found < FORMAT => Err(EmbeddedOpenError::Damaged {
             file: path.to_owned(),
             what: format!(
                 "it has format {found}, which only versions before the first release wrote; create a new store"
@@ -463,25 +466,25 @@ pub(crate) fn check_format(path: &Path, found: Option<u64>) -> Result<(), OpenEr
 }
 
 /// Translates an error of redb's `Database` for the caller who opens the file.
-pub(crate) fn open_error(path: &Path, error: DatabaseError) -> OpenError {
+pub(crate) fn open_error(path: &Path, error: DatabaseError) -> EmbeddedOpenError {
     error_of(path, error.into())
 }
 
 /// Translates any error of redb for the caller who opens the file.
-pub(crate) fn error_of(path: &Path, error: redb::Error) -> OpenError {
+pub(crate) fn error_of(path: &Path, error: redb::Error) -> EmbeddedOpenError {
     let file = path.to_owned();
     match error {
         redb::Error::DatabaseAlreadyOpen => {
-            OpenError::InUse { dir: path.parent().unwrap_or(path).to_owned(), pid: None }
+            EmbeddedOpenError::InUse { dir: path.parent().unwrap_or(path).to_owned(), pid: None }
         }
         redb::Error::Io(source) if !is_damage(&source) => {
-            OpenError::Io { what: format!("read or write {}", file.display()), source }
+            EmbeddedOpenError::Io { what: format!("read or write {}", file.display()), source }
         }
-        redb::Error::PreviousIo => OpenError::Io {
+        redb::Error::PreviousIo => EmbeddedOpenError::Io {
             what: format!("read or write {}", file.display()),
             source: io::Error::other("an earlier read or write failed"),
         },
-        other => OpenError::Damaged { file, what: other.to_string() },
+        other => EmbeddedOpenError::Damaged { file, what: other.to_string() },
     }
 }
 

@@ -5,7 +5,7 @@ use std::io::{self, Read as _, Seek as _, SeekFrom, Write as _};
 use std::path::{Path, PathBuf};
 
 use crate::database::is_full;
-use crate::error::OpenError;
+use crate::error::EmbeddedOpenError;
 
 const LOCK: &str = "lock";
 const RECORDS: &str = "records.redb";
@@ -33,15 +33,16 @@ impl Drop for Directory {
 
 impl Directory {
     /// Locks the directory for this process. Creates it if it is missing, accessible only to its owner.
-    pub(crate) fn acquire(path: &Path) -> Result<Self, OpenError> {
-        create_dir(path).map_err(OpenError::io(format!("create the directory {}", path.display())))?;
+    pub(crate) fn acquire(path: &Path) -> Result<Self, EmbeddedOpenError> {
+        create_dir(path)
+            .map_err(EmbeddedOpenError::io(format!("create the directory {}", path.display())))?;
         let lock_path = path.join(LOCK);
-        let io = |source| OpenError::Io { what: format!("lock {}", lock_path.display()), source };
+        let io = |source| EmbeddedOpenError::Io { what: format!("lock {}", lock_path.display()), source };
         let mut lock = open_lock(path, &lock_path).map_err(io)?;
         match lock.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
-                return Err(OpenError::InUse { dir: path.to_owned(), pid: read_pid(&mut lock) });
+                return Err(EmbeddedOpenError::InUse { dir: path.to_owned(), pid: read_pid(&mut lock) });
             }
             Err(TryLockError::Error(source)) => return Err(io(source)),
         }
@@ -68,30 +69,33 @@ impl Directory {
     /// file under the final name is always a damaged store, never one in the making.
     pub(crate) fn create_records(
         &self,
-        make: impl FnOnce(&Path) -> Result<(), OpenError>,
-    ) -> Result<bool, OpenError> {
+        make: impl FnOnce(&Path) -> Result<(), EmbeddedOpenError>,
+    ) -> Result<bool, EmbeddedOpenError> {
         let records = self.records();
-        if records.try_exists().map_err(OpenError::io(format!("look for {}", records.display())))? {
+        if records.try_exists().map_err(EmbeddedOpenError::io(format!("look for {}", records.display())))? {
             return Ok(false);
         }
         let new = self.path.join(RECORDS_NEW);
         match fs::remove_file(&new) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                return Err(OpenError::Io { what: format!("remove {}", new.display()), source: error });
+                return Err(EmbeddedOpenError::Io {
+                    what: format!("remove {}", new.display()),
+                    source: error,
+                });
             }
             _ => {}
         }
         private()
             .create_new(true)
             .open(&new)
-            .map_err(OpenError::io(format!("create {}", new.display())))
+            .map_err(EmbeddedOpenError::io(format!("create {}", new.display())))
             .map(drop)?;
         make(&new)?;
         File::open(&new)
             .and_then(|file| file.sync_all())
             .and_then(|()| fs::rename(&new, &records))
             .and_then(|()| sync_dir(&self.path))
-            .map_err(OpenError::io(format!("create {}", records.display())))?;
+            .map_err(EmbeddedOpenError::io(format!("create {}", records.display())))?;
         Ok(true)
     }
 
@@ -185,7 +189,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let owned = Directory::acquire(dir.path()).unwrap();
         let copy = owned.lock.try_clone().unwrap();
-        assert!(matches!(Directory::acquire(dir.path()), Err(OpenError::InUse { .. })));
+        assert!(matches!(Directory::acquire(dir.path()), Err(EmbeddedOpenError::InUse { .. })));
         drop(owned);
         drop(Directory::acquire(dir.path()).unwrap());
         drop(copy);

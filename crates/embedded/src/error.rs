@@ -9,7 +9,7 @@ use crate::database::is_full;
 /// The reason why a store does not open. Its `Display` is a sentence for the operator.
 #[derive(Debug)]
 #[non_exhaustive]
-pub enum OpenError {
+pub enum EmbeddedOpenError {
     /// Another process, or this one, has the directory open. Only one owner at a time is allowed.
     InUse {
         /// The directory.
@@ -42,7 +42,7 @@ pub enum OpenError {
     },
 }
 
-impl OpenError {
+impl EmbeddedOpenError {
     /// Returns `true` if the disk, or the user's quota of it, is full.
     #[must_use]
     pub fn is_full(&self) -> bool {
@@ -55,7 +55,7 @@ impl OpenError {
     }
 }
 
-impl fmt::Display for OpenError {
+impl fmt::Display for EmbeddedOpenError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::InUse { dir, pid } => {
@@ -87,7 +87,7 @@ impl fmt::Display for OpenError {
     }
 }
 
-impl std::error::Error for OpenError {
+impl std::error::Error for EmbeddedOpenError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         match self {
             Self::Io { source, .. } => Some(source),

@@ -3,7 +3,7 @@
 //! ```
 //! # use std::time::Duration;
 //! use oncegate_core::{AttemptId, Claim, Command, Fingerprint, Label, OnAbandoned, Outcome, RecordId, Store};
-//! use oncegate_embedded::{EmbeddedOptions, EmbeddedStore, OpenError};
+//! use oncegate_embedded::{EmbeddedOptions, EmbeddedStore, EmbeddedOpenError};
 //!
 //! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! # let parent = tempfile::tempdir()?;
@@ -12,7 +12,7 @@
 //!
 //! // One process owns the directory at a time.
 //! let error = EmbeddedStore::open(EmbeddedOptions::new(&dir)).unwrap_err();
-//! assert!(matches!(error, OpenError::InUse { .. }));
+//! assert!(matches!(error, EmbeddedOpenError::InUse { .. }));
 //!
 //! let claim = |attempt| Command::Claim(Claim {
 //!     attempt: AttemptId::new(attempt),
@@ -69,10 +69,10 @@
 //! A record that cannot be read is never treated as absent and never purged. The other records stay available.
 //!
 //! The store does not open in three cases:
-//! - [Another process has it open](OpenError::InUse). The error names its pid. The lock ends with that process, however
+//! - [Another process has it open](EmbeddedOpenError::InUse). The error names its pid. The lock ends with that process, however
 //!   the process ends.
-//! - The file [has a newer format](OpenError::NewerFormat).
-//! - The file is [damaged](OpenError::Damaged): incomplete, empty, or not a store at all. The store creates a new file
+//! - The file [has a newer format](EmbeddedOpenError::NewerFormat).
+//! - The file is [damaged](EmbeddedOpenError::Damaged): incomplete, empty, or not a store at all. The store creates a new file
 //!   only if there is none, and gives it its name only when it is complete.
 //!
 //! The comments in `database.rs` explain why the store survives a failed flush without trusting the data that the
@@ -125,6 +125,6 @@ mod writer;
 mod tests;
 
 pub use check::{CheckReport, check};
-pub use error::OpenError;
+pub use error::EmbeddedOpenError;
 pub use options::EmbeddedOptions;
 pub use store::EmbeddedStore;

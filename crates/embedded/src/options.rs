@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::num::NonZeroUsize;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use oncegate_core::Clock;
@@ -88,6 +88,24 @@ impl EmbeddedOptions {
     pub fn with_verify_bytes(mut self, bytes: u64) -> Self {
         self.verify_bytes = bytes;
         self
+    }
+}
+
+impl From<&str> for EmbeddedOptions {
+    fn from(dir: &str) -> Self {
+        Self::new(dir)
+    }
+}
+
+impl From<&Path> for EmbeddedOptions {
+    fn from(dir: &Path) -> Self {
+        Self::new(dir)
+    }
+}
+
+impl From<PathBuf> for EmbeddedOptions {
+    fn from(dir: PathBuf) -> Self {
+        Self::new(dir)
     }
 }
 

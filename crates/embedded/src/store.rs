@@ -13,7 +13,7 @@ use redb::{Database, ReadableDatabase as _};
 use tokio::sync::oneshot;
 
 use crate::database::{self, FileMedium, Medium, OpenSettings, ReadOnlyMedium};
-use crate::error::OpenError;
+use crate::error::EmbeddedOpenError;
 use crate::options::EmbeddedOptions;
 use crate::reader;
 use crate::schema::{CLOCK_STEP, RECORDS, decode};
@@ -32,23 +32,29 @@ pub struct EmbeddedStore {
 impl EmbeddedStore {
     /// Opens the store, creating the directory and the file if they are missing.
     ///
+    /// Takes [`EmbeddedOptions`], or a path for a store with the defaults.
+    ///
     /// Blocks while the disk works. After an unclean stop, it blocks until the whole file is verified.
     ///
     /// # Errors
-    /// [`OpenError`] if another process has the store open, the file is damaged or has a newer format, or the disk fails.
-    pub fn open(options: EmbeddedOptions) -> Result<Self, OpenError> {
+    /// [`EmbeddedOpenError`] if another process has the store open, the file is damaged or has a newer format, or the disk fails.
+    pub fn open(options: impl Into<EmbeddedOptions>) -> Result<Self, EmbeddedOpenError> {
+        let options = options.into();
         let medium = FileMedium::acquire(&options.dir)?;
         Self::open_medium(Box::new(medium), options)
     }
 
     /// Opens the store on any medium.
-    pub(crate) fn open_medium(medium: Box<dyn Medium>, options: EmbeddedOptions) -> Result<Self, OpenError> {
+    pub(crate) fn open_medium(
+        medium: Box<dyn Medium>,
+        options: EmbeddedOptions,
+    ) -> Result<Self, EmbeddedOpenError> {
         let medium: Arc<dyn Medium> = Arc::from(medium);
         let settings = OpenSettings { cache_bytes: options.cache_bytes, verify_bytes: options.verify_bytes };
         let (opened, unwritable) = match database::open(&*medium, settings) {
             Ok(opened) => (opened, None),
             // The store opens for reading anyway: recorded keys can be answered, and requests without a key need no store.
-            Err(error @ OpenError::Io { .. }) if error.is_full() => {
+            Err(error @ EmbeddedOpenError::Io { .. }) if error.is_full() => {
                 let opened = database::open(&ReadOnlyMedium(medium.clone()), settings)?;
                 (opened, Some(ErrorChain(&error).to_string()))
             }
@@ -84,9 +90,9 @@ impl EmbeddedStore {
         Ok(store)
     }
 
-    fn spawn(&self, name: &str, run: impl FnOnce() + Send + 'static) -> Result<(), OpenError> {
+    fn spawn(&self, name: &str, run: impl FnOnce() + Send + 'static) -> Result<(), EmbeddedOpenError> {
         let thread = thread::Builder::new().name(name.to_owned()).spawn(run);
-        let thread = thread.map_err(OpenError::io("start a thread"))?;
+        let thread = thread.map_err(EmbeddedOpenError::io("start a thread"))?;
         self.threads.lock().unwrap_or_else(PoisonError::into_inner).push(thread);
         Ok(())
     }

@@ -34,7 +34,7 @@ use tracing::{error, info, warn};
 
 use crate::batch::{Batch, Capacity};
 use crate::database::{self, Medium, OpenFile, OpenSettings, ReadOnlyMedium, catch_panics_quietly, is_full};
-use crate::error::OpenError;
+use crate::error::EmbeddedOpenError;
 use crate::queue::TakeResult;
 use crate::schema::{CLOCK_STEP, META, META_BYTES, META_CLOCK, META_LAGGING, META_WALL};
 use crate::shared::{AdvisoryFlag, Job, Reply, State, StoreInner, closed_error, disk_low_error};
@@ -374,7 +374,7 @@ impl Writer {
                     info!("the file of the embedded store can be used again");
                     return;
                 }
-                Err(error @ (OpenError::Damaged { .. } | OpenError::NewerFormat { .. })) => {
+                Err(error @ (EmbeddedOpenError::Damaged { .. } | EmbeddedOpenError::NewerFormat { .. })) => {
                     error!(error = %ErrorChain(&error), "the file of the embedded store is damaged; every command is refused");
                     self.inner.set_state(State::Damaged(ErrorChain(&error).to_string().into()));
                     return;
@@ -389,9 +389,9 @@ impl Writer {
     }
 
     /// Tries once to open the file again for writing.
-    fn reopen(&self) -> Result<OpenFile, OpenError> {
-        self.medium.check_in_place().map_err(OpenError::io("find the file of the store"))?;
-        let io = |source| OpenError::Io { what: "write to its directory".to_owned(), source };
+    fn reopen(&self) -> Result<OpenFile, EmbeddedOpenError> {
+        self.medium.check_in_place().map_err(EmbeddedOpenError::io("find the file of the store"))?;
+        let io = |source| EmbeddedOpenError::Io { what: "write to its directory".to_owned(), source };
         self.medium.probe().map_err(io)?;
         // Closes the old handle, because only one handle at a time can have the file open.
         self.set_failing("it is being opened again");
@@ -403,8 +403,8 @@ impl Writer {
     ///
     /// After a failed flush it does not: the data that the operating system shows then may not be on the disk, and must not
     /// be returned to a caller.
-    fn try_read_only(&self, error: &OpenError) {
-        let OpenError::Io { source, .. } = error else {
+    fn try_read_only(&self, error: &EmbeddedOpenError) {
+        let EmbeddedOpenError::Io { source, .. } = error else {
             return self.set_failing(&ErrorChain(error).to_string());
         };
         if self.inner.is_read_only() {

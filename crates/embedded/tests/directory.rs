@@ -8,7 +8,7 @@ use oncegate_core::{
     AttemptId, Claim, Command, Complete, Completion, Fingerprint, Label, OnAbandoned, Outcome, RecordId,
     Resolution, Resolve, StateName, Store as _,
 };
-use oncegate_embedded::{CheckReport, EmbeddedOptions, EmbeddedStore, OpenError, check};
+use oncegate_embedded::{CheckReport, EmbeddedOpenError, EmbeddedOptions, EmbeddedStore, check};
 use oncegate_testkit::block_on;
 use redb::{Database, ReadableDatabase as _, ReadableTableMetadata as _, TableDefinition};
 
@@ -17,7 +17,7 @@ const RECORDS: TableDefinition<'_, &[u8; 32], &[u8]> = TableDefinition::new("rec
 const AUDIT: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("audit");
 const META: TableDefinition<'_, &str, u64> = TableDefinition::new("meta");
 
-fn open(dir: &Path) -> Result<EmbeddedStore, OpenError> {
+fn open(dir: &Path) -> Result<EmbeddedStore, EmbeddedOpenError> {
     EmbeddedStore::open(EmbeddedOptions::new(dir))
 }
 
@@ -118,9 +118,12 @@ fn a_directory_is_refused_while_it_is_open_and_free_when_it_is_closed() {
     let dir = tempfile::tempdir().unwrap();
     let store = open(dir.path()).unwrap();
     let error = open(dir.path()).unwrap_err();
-    assert!(matches!(error, OpenError::InUse { pid: Some(pid), .. } if pid == std::process::id()), "{error}");
+    assert!(
+        matches!(error, EmbeddedOpenError::InUse { pid: Some(pid), .. } if pid == std::process::id()),
+        "{error}"
+    );
     assert!(error.to_string().contains("this process"), "{error}");
-    assert!(matches!(check(&EmbeddedOptions::new(dir.path())), Err(OpenError::InUse { .. })));
+    assert!(matches!(check(&EmbeddedOptions::new(dir.path())), Err(EmbeddedOpenError::InUse { .. })));
     store.close();
     // Closing is enough to free the directory, even before the store is dropped.
     drop(open(dir.path()).unwrap());
@@ -171,7 +174,7 @@ fn an_empty_or_foreign_file_is_refused_and_left_unchanged() {
         let file = dir.path().join("records.redb");
         fs::write(&file, bytes).unwrap();
         let error = open(dir.path()).unwrap_err();
-        assert!(matches!(error, OpenError::Damaged { .. }), "{error}");
+        assert!(matches!(error, EmbeddedOpenError::Damaged { .. }), "{error}");
         for words in ["damaged", "oncegate check", "restore", "records.redb"] {
             assert!(error.to_string().contains(words), "{words}: {error}");
         }
@@ -184,7 +187,7 @@ fn a_database_of_another_program_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     drop(Database::create(dir.path().join("records.redb")).unwrap());
     let error = open(dir.path()).unwrap_err();
-    assert!(matches!(error, OpenError::Damaged { .. }), "{error}");
+    assert!(matches!(error, EmbeddedOpenError::Damaged { .. }), "{error}");
     assert!(error.to_string().contains("not a store of this program"), "{error}");
 }
 
@@ -195,10 +198,10 @@ fn a_newer_format_is_refused_and_left_unchanged() {
     write(dir.path(), |txn| drop(txn.open_table(META).unwrap().insert("format", 3).unwrap()));
     let before = fs::read(dir.path().join("records.redb")).unwrap();
     let error = open(dir.path()).unwrap_err();
-    assert!(matches!(error, OpenError::NewerFormat { found: 3, known: 2, .. }), "{error}");
+    assert!(matches!(error, EmbeddedOpenError::NewerFormat { found: 3, known: 2, .. }), "{error}");
     assert!(error.to_string().contains("newer version of the program"), "{error}");
     let error = check(&EmbeddedOptions::new(dir.path())).unwrap_err();
-    assert!(matches!(error, OpenError::NewerFormat { .. }), "{error}");
+    assert!(matches!(error, EmbeddedOpenError::NewerFormat { .. }), "{error}");
     assert!(fs::read(dir.path().join("records.redb")).unwrap() == before);
 }
 
@@ -249,7 +252,7 @@ fn a_check_reports_a_damaged_page() {
     fs::write(&file, bytes).unwrap();
     match check(&EmbeddedOptions::new(dir.path())) {
         Ok(report) => assert!(report.damage.is_some() && !report.is_sound(), "{report:?}"),
-        Err(error) => assert!(matches!(error, OpenError::Damaged { .. }), "{error}"),
+        Err(error) => assert!(matches!(error, EmbeddedOpenError::Damaged { .. }), "{error}"),
     }
 }
 

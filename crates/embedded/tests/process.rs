@@ -14,7 +14,7 @@ use oncegate_core::{
     Answer, AttemptId, Claim, Command, Complete, Completion, Fingerprint, Label, OnAbandoned, Outcome,
     RecordId, State, Store as _, StoreErrorKind, StoredResponse,
 };
-use oncegate_embedded::{EmbeddedOptions, EmbeddedStore, OpenError};
+use oncegate_embedded::{EmbeddedOpenError, EmbeddedOptions, EmbeddedStore};
 use oncegate_testkit::block_on;
 
 const DIR: &str = "ONCEGATE_TEST_DIR";
@@ -172,7 +172,7 @@ fn a_second_process_gets_the_owners_pid_and_opens_the_store_after_the_owner_is_k
     child.wait_until_open();
     let pid = child.child.id();
     let error = EmbeddedStore::open(EmbeddedOptions::new(dir.path())).unwrap_err();
-    assert!(matches!(error, OpenError::InUse { pid: Some(found), .. } if found == pid), "{error}");
+    assert!(matches!(error, EmbeddedOpenError::InUse { pid: Some(found), .. } if found == pid), "{error}");
     assert!(error.to_string().contains(&format!("in use by the process with pid {pid}")), "{error}");
     child.kill();
     drop(EmbeddedStore::open(EmbeddedOptions::new(dir.path())).unwrap());

@@ -35,9 +35,9 @@ pub struct AnswerPermit {
 /// What became of an answer that was found out.
 #[derive(Debug)]
 #[non_exhaustive]
-pub enum Added {
-    /// The record has it.
-    Taken,
+pub enum AddAnswerOutcome {
+    /// The record has the answer.
+    Stored,
     /// The record has this one by now, which came first: everybody gets it.
     Recorded(StoredResponse),
     /// The record says by now that there is no answer to replay.
@@ -63,7 +63,7 @@ impl AnswerPermit {
     /// is taken for the latter.
     ///
     /// Run it where the caller's going away does not cancel it, such as in a task of its own.
-    pub async fn add(self, completion: Completion) -> Added {
+    pub async fn add(self, completion: Completion) -> AddAnswerOutcome {
         let completion = match completion {
             Completion::Replayable(response) => Completion::Replayable(response),
             _ => Completion::Tombstone,
@@ -74,7 +74,7 @@ impl AnswerPermit {
                 let record = self.attempt.record_id();
                 tracing::warn!(%record, error = %ErrorChain(&error), "an answer that was found out is not stored; the next claim finds it out again");
                 self.leader.land(Landing::AskAgain);
-                Added::NotStored(error)
+                AddAnswerOutcome::NotStored(error)
             }
         }
     }
@@ -91,13 +91,13 @@ impl AnswerPermit {
         self.leader.land(Landing::Unreplayable);
     }
 
-    async fn try_add(&self, completion: &Completion) -> Result<Added, StoreError> {
+    async fn try_add(&self, completion: &Completion) -> Result<AddAnswerOutcome, StoreError> {
         let (id, token) = (self.attempt.record_id(), self.attempt.token());
         let retention = self.attempt.0.policy.retention;
         for _ in 0..TURNS {
             let command = Command::Complete(Complete { token, completion: completion.clone(), retention });
             match self.inner.store.apply(id, command).await? {
-                Outcome::Completed => return Ok(Added::Taken),
+                Outcome::Completed => return Ok(AddAnswerOutcome::Stored),
                 Outcome::Fenced => {}
                 other => {
                     return Err(StoreError::invalid(format!("the store answered {other:?} to an answer")));
@@ -107,27 +107,27 @@ impl AnswerPermit {
             let record = self.inner.store.lookup(id).await?;
             match record.filter(|record| record.token == token).map(|record| record.state) {
                 Some(State::Completed(Answer::Replayable(response))) => {
-                    return Ok(Added::Recorded(response));
+                    return Ok(AddAnswerOutcome::Recorded(response));
                 }
-                Some(State::Completed(Answer::Tombstone)) => return Ok(Added::Unreplayable),
+                Some(State::Completed(Answer::Tombstone)) => return Ok(AddAnswerOutcome::Unreplayable),
                 Some(State::Completed(Answer::Awaited)) => {}
-                _ => return Ok(Added::Gone),
+                _ => return Ok(AddAnswerOutcome::Gone),
             }
         }
-        Ok(Added::Gone)
+        Ok(AddAnswerOutcome::Gone)
     }
 
-    fn added(self, completion: Completion, added: Added) -> Added {
+    fn added(self, completion: Completion, added: AddAnswerOutcome) -> AddAnswerOutcome {
         let (event, landing) = match (&added, completion) {
-            (Added::Taken, Completion::Replayable(response)) => {
+            (AddAnswerOutcome::Stored, Completion::Replayable(response)) => {
                 (Some(EventKind::AnswerAdded), Landing::Replay(response))
             }
-            (Added::Taken | Added::Unreplayable, _) => (None, Landing::Unreplayable),
-            (Added::Recorded(own), completion) => {
+            (AddAnswerOutcome::Stored | AddAnswerOutcome::Unreplayable, _) => (None, Landing::Unreplayable),
+            (AddAnswerOutcome::Recorded(own), completion) => {
                 let differs = matches!(completion, Completion::Replayable(found) if !is_same(&found, own));
                 (differs.then_some(EventKind::AnswerDiffers), Landing::Replay(own.clone()))
             }
-            (Added::Gone | Added::NotStored(_), _) => (None, Landing::AskAgain),
+            (AddAnswerOutcome::Gone | AddAnswerOutcome::NotStored(_), _) => (None, Landing::AskAgain),
         };
         if let Some(event) = event {
             self.emit(event);

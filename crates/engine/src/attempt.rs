@@ -305,7 +305,7 @@ pub(crate) struct Held {
 /// What became of the end of an attempt.
 #[derive(Debug)]
 #[non_exhaustive]
-pub enum Settled {
+pub enum SettleOutcome {
     /// The store has it.
     Done,
     /// Somebody else owns the record; nothing was changed. The effect of this attempt may stand beside the other's.
@@ -315,7 +315,7 @@ pub enum Settled {
     Deferred(StoreError),
     /// Something may have taken place of which nothing is recorded: a [step](Attempt::step) of this attempt, or what an abandoned
     /// one did. So the key is not free, and the record is left to its lease, as after a crash.
-    Left,
+    LeftToLease,
 }
 
 impl Permit {
@@ -344,7 +344,7 @@ impl Permit {
     /// Ends the attempt with what came of it. Answers after the store made it durable.
     ///
     /// Run it where the caller's going away does not cancel it, such as in a task of its own.
-    pub async fn complete(mut self, completion: Completion) -> Settled {
+    pub async fn complete(mut self, completion: Completion) -> SettleOutcome {
         match self.0.take() {
             Some(held) => {
                 held.attempt.seal();
@@ -354,7 +354,7 @@ impl Permit {
                 };
                 held.settle(ending).await
             }
-            None => Settled::Fenced,
+            None => SettleOutcome::Fenced,
         }
     }
 
@@ -362,13 +362,13 @@ impl Permit {
     /// happened. The reason must hold neither key nor credential nor body.
     ///
     /// Run it where the caller's going away does not cancel it, such as in a task of its own.
-    pub async fn park(mut self, reason: impl Into<Cow<'static, str>>) -> Settled {
+    pub async fn park(mut self, reason: impl Into<Cow<'static, str>>) -> SettleOutcome {
         match self.0.take() {
             Some(held) => {
                 held.attempt.seal();
                 held.settle(Ending::park(reason)).await
             }
-            None => Settled::Fenced,
+            None => SettleOutcome::Fenced,
         }
     }
 
@@ -378,8 +378,8 @@ impl Permit {
     /// outcome is unknown, and so it is where that step is for an operator to see to.
     ///
     /// Run it where the caller's going away does not cancel it, such as in a task of its own.
-    pub async fn stop(mut self) -> Settled {
-        let Some(held) = self.0.take() else { return Settled::Fenced };
+    pub async fn stop(mut self) -> SettleOutcome {
+        let Some(held) = self.0.take() else { return SettleOutcome::Fenced };
         let standing = held.attempt.seal();
         let reexecutes = held.attempt.0.policy.on_abandoned == OnAbandoned::Reexecute;
         match standing.half_way {
@@ -401,11 +401,11 @@ impl Permit {
     /// Ends the attempt and frees the key. Only where it is certain that nothing was decided. Where a
     /// [step](Attempt::step) may have taken place of which nothing is recorded, or under `reexecute` an attempt before
     /// this one was abandoned, the key stays taken, and the record is left to its abandon policy.
-    pub async fn release(mut self) -> Settled {
+    pub async fn release(mut self) -> SettleOutcome {
         match self.0.take() {
             Some(held) if held.attempt.seal().is_open => held.leave().await,
             Some(held) => held.settle(Ending::Release).await,
-            None => Settled::Fenced,
+            None => SettleOutcome::Fenced,
         }
     }
 }
@@ -506,7 +506,7 @@ impl Held {
 
     /// Ends an attempt of which it is not known what took effect. Where an operator is to say, that is known now; where
     /// it is to be executed again, that comes after the lease, as after a crash.
-    async fn leave(self) -> Settled {
+    async fn leave(self) -> SettleOutcome {
         if self.attempt.0.policy.on_abandoned == OnAbandoned::Park {
             return self
                 .settle(Ending::park("a step may have taken place of which nothing is recorded"))
@@ -514,25 +514,25 @@ impl Held {
         }
         self.inner.keeper.forget(&self.attempt);
         self.emit(EventKind::Abandoned);
-        Settled::Left
+        SettleOutcome::LeftToLease
     }
 
-    async fn settle(self, ending: Ending) -> Settled {
+    async fn settle(self, ending: Ending) -> SettleOutcome {
         self.emit(EventKind::Executed);
         match self.try_settle(&ending).await {
             Ok(()) => {
                 self.land(ending);
-                Settled::Done
+                SettleOutcome::Done
             }
             Err(Unsettled::Fenced) => {
                 self.log_fenced(&ending);
                 self.fenced();
-                Settled::Fenced
+                SettleOutcome::Fenced
             }
             Err(Unsettled::Failed(error)) => {
                 self.emit(EventKind::SettlementDeferred(error.kind()));
                 self.defer(ending);
-                Settled::Deferred(error)
+                SettleOutcome::Deferred(error)
             }
         }
     }

@@ -26,8 +26,8 @@ use std::task::Poll;
 use std::time::Duration;
 
 use oncegate_core::{
-    Advisory, AuditEntry, Capabilities, Command, ErrorChain, Extent, ListPage, ListQuery, Outcome, Record,
-    RecordId, Store, StoreError, StoreErrorKind, StoreFuture, Timestamp,
+    Advisory, AuditEntry, Capabilities, Command, ErrorChain, Extent, IntoStore, ListPage, ListQuery, Outcome,
+    Record, RecordId, Store, StoreError, StoreErrorKind, StoreFuture, Timestamp,
 };
 use tokio::runtime::Handle;
 use tokio::time::{Instant, sleep, timeout};
@@ -39,19 +39,17 @@ use oncegate_core::ConfigError;
 ///
 /// While the store is out of reach, commands are refused at once as unavailable, with [`StoreError::is_unsent`]. A task in
 /// the background asks the store until it answers, so that nobody has to start anything again. A command that hangs is
-/// given up when the store turns out to be out of reach, and in any case after ten times the patience or 20 seconds.
+/// given up when the store turns out to be out of reach, and in any case after ten times the probe timeout
+/// or 20 seconds, whichever is longer.
 ///
 /// Must be used inside a tokio runtime with time.
 ///
 /// ```
-/// # use std::sync::Arc;
-/// # use oncegate_core::{Clock, MemoryStore, Timestamp};
-/// # struct Still;
-/// # impl Clock for Still { fn now(&self) -> Timestamp { Timestamp::from_millis(1) } }
+/// # use oncegate_core::MemoryStore;
 /// use oncegate_engine::{Breaker, BreakerState, Engine};
 ///
-/// let breaker = Breaker::new(Arc::new(MemoryStore::new(Still)));
-/// let engine = Engine::new(Arc::new(breaker.clone()));
+/// let breaker = Breaker::new(MemoryStore::default());
+/// let engine = Engine::new(breaker.clone());
 /// assert_eq!(breaker.state(), BreakerState::Closed);
 /// # drop(engine);
 /// ```
@@ -61,7 +59,7 @@ pub struct Breaker(Arc<Shared>);
 /// How a [`Breaker`] is put together.
 pub struct BreakerBuilder {
     store: Arc<dyn Store>,
-    patience: Duration,
+    probe_timeout: Duration,
     runtime: Option<Handle>,
     is_open: bool,
 }
@@ -94,14 +92,14 @@ impl BreakerState {
 }
 
 /// How long a command may take before the store is asked whether it is well, and how long the store may take to say so.
-const PATIENCE: Duration = Duration::from_secs(2);
+const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Shortest and longest patience.
-const PATIENCE_BOUNDS: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(60));
+/// The bounds of the probe timeout.
+const PROBE_TIMEOUT_BOUNDS: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(60));
 
-/// How long a command may take, whatever the store says of itself: so many times the patience, and so long at least.
-const HANG_PATIENCES: u32 = 10;
-const HANG_LEAST: Duration = Duration::from_secs(20);
+/// How long a command may take, whatever the store says of itself: so many times the probe timeout, and so long at least.
+const HANG_PROBE_TIMEOUTS: u32 = 10;
+const MIN_HANG_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// How often a command may fail after the store said that it is well, with none that succeeds in between.
 const STRIKES: u32 = 3;
@@ -141,7 +139,7 @@ const fn is_written(outcome: &Outcome) -> bool {
 
 struct Shared {
     store: Arc<dyn Store>,
-    patience: Duration,
+    probe_timeout: Duration,
     runtime: Option<Handle>,
     /// Read by every command; changed under the lock of `watch`.
     state: AtomicU8,
@@ -180,13 +178,13 @@ impl BreakerBuilder {
     ///
     /// # Errors
     /// Below 10 milliseconds or above a minute.
-    pub fn with_patience(self, patience: Duration) -> Result<Self, ConfigError> {
-        let (min, max) = PATIENCE_BOUNDS;
-        if !(min..=max).contains(&patience) {
-            let what = format!("patience is {patience:?}; it must be from {min:?} to {max:?}");
+    pub fn with_probe_timeout(self, probe_timeout: Duration) -> Result<Self, ConfigError> {
+        let (min, max) = PROBE_TIMEOUT_BOUNDS;
+        if !(min..=max).contains(&probe_timeout) {
+            let what = format!("probe timeout is {probe_timeout:?}; it must be from {min:?} to {max:?}");
             return Err(ConfigError::new(what));
         }
-        Ok(Self { patience, ..self })
+        Ok(Self { probe_timeout, ..self })
     }
 
     /// The runtime that asks the store in the background; by default that of the command that gave reason to.
@@ -207,7 +205,7 @@ impl BreakerBuilder {
         let state = if self.is_open { BreakerState::Open } else { BreakerState::Closed };
         let breaker = Breaker(Arc::new(Shared {
             store: self.store,
-            patience: self.patience,
+            probe_timeout: self.probe_timeout,
             runtime: self.runtime,
             state: AtomicU8::new(state as u8),
             is_suspected: AtomicBool::new(self.is_open),
@@ -224,21 +222,26 @@ impl BreakerBuilder {
 
 impl fmt::Debug for BreakerBuilder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("BreakerBuilder").field("patience", &self.patience).finish_non_exhaustive()
+        f.debug_struct("BreakerBuilder").field("probe_timeout", &self.probe_timeout).finish_non_exhaustive()
     }
 }
 
 impl Breaker {
     /// A breaker for this store, closed, with the defaults.
     #[must_use]
-    pub fn new(store: Arc<dyn Store>) -> Self {
+    pub fn new(store: impl IntoStore) -> Self {
         Self::builder(store).build()
     }
 
     /// Puts a breaker together.
     #[must_use]
-    pub fn builder(store: Arc<dyn Store>) -> BreakerBuilder {
-        BreakerBuilder { store, patience: PATIENCE, runtime: None, is_open: false }
+    pub fn builder(store: impl IntoStore) -> BreakerBuilder {
+        BreakerBuilder {
+            store: store.into_store(),
+            probe_timeout: PROBE_TIMEOUT,
+            runtime: None,
+            is_open: false,
+        }
     }
 
     /// Where it is.
@@ -382,7 +385,7 @@ impl Shared {
     }
 
     /// Waits for an answer; when it takes long, only for as long as the store is not known to be out of reach. What passes
-    /// `on_trial`, to see whether it is, has the store's patience and no more.
+    /// `on_trial`, to see whether it is, has the probe timeout and no more.
     async fn bounded<T>(self: &Arc<Self>, call: StoreFuture<'_, T>, on_trial: bool) -> Result<T, StoreError> {
         let mut call = pin!(call);
         // What is there at once needs no timer.
@@ -390,13 +393,17 @@ impl Shared {
             return answer;
         }
         let begun = Instant::now();
-        let give_up = if on_trial { self.patience } else { (self.patience * HANG_PATIENCES).max(HANG_LEAST) };
-        let step = (self.patience / 8).max(Duration::from_millis(1));
+        let give_up = if on_trial {
+            self.probe_timeout
+        } else {
+            (self.probe_timeout * HANG_PROBE_TIMEOUTS).max(MIN_HANG_TIMEOUT)
+        };
+        let step = (self.probe_timeout / 8).max(Duration::from_millis(1));
         loop {
             if let Ok(answer) = timeout(step, &mut call).await {
                 return answer;
             }
-            if begun.elapsed() >= self.patience {
+            if begun.elapsed() >= self.probe_timeout {
                 self.suspect();
             }
             let is_away = match self.state() {
@@ -519,14 +526,14 @@ impl Shared {
         runtime.spawn(async move { probing.run().await });
     }
 
-    /// Asks the store whether it is well, for as long as its patience lasts.
+    /// Asks the store whether it is well, for at most the probe timeout.
     async fn probe(&self) -> Result<(), StoreError> {
         let asked = async {
             self.store.check().await?;
             // It may be well and its records out of reach, as where somebody holds a lock on their table.
             self.store.lookup(NOBODY).await.map(drop)
         };
-        match timeout(self.patience, asked).await {
+        match timeout(self.probe_timeout, asked).await {
             Ok(answer) => answer,
             Err(_) => Err(StoreError::unavailable("the store does not answer in time")),
         }

@@ -18,7 +18,7 @@ use crate::flight::Landing;
 /// What an operation that completes its record itself ended with.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
-pub enum Said {
+pub enum OperationReport {
     /// An answer that decides: it is to be replayed, or it cannot be ([`Completion::Tombstone`]).
     Answer {
         /// What the record gets, unless the operation's own transaction has given it more.
@@ -28,10 +28,10 @@ pub enum Said {
     },
     /// Nothing: no answer came, or one that decides nothing (a server error). Whether the effect took place, only the record
     /// can tell.
-    Nothing,
+    NoAnswer,
 }
 
-impl Said {
+impl OperationReport {
     /// An answer that decides.
     #[must_use]
     pub const fn answer(completion: Completion, success: bool) -> Self {
@@ -42,9 +42,9 @@ impl Said {
 /// What came of it.
 #[derive(Debug)]
 #[non_exhaustive]
-pub enum Concluded {
-    /// The answer was taken: the record has it.
-    Taken,
+pub enum ConcludeOutcome {
+    /// The record has the answer.
+    Stored,
     /// The operation's own transaction put this answer into the record: everybody gets it.
     Recorded(StoredResponse),
     /// The operation took place, and the record has no answer to replay.
@@ -62,17 +62,17 @@ pub enum Concluded {
 }
 
 /// One try: what it came to, and what there is to note beside it.
-type Tried = (Concluded, Option<EventKind>);
+type Tried = (ConcludeOutcome, Option<EventKind>);
 
 impl Permit {
     /// Ends the attempt of an operation that completes its record itself. Answers after the store made durable what there
     /// was to write.
     ///
     /// Run it where the caller's going away does not cancel it, such as in a task of its own.
-    pub async fn conclude(mut self, said: Said) -> Concluded {
+    pub async fn conclude(mut self, said: OperationReport) -> ConcludeOutcome {
         match self.0.take() {
             Some(held) => held.conclude(said).await,
-            None => Concluded::Fenced,
+            None => ConcludeOutcome::Fenced,
         }
     }
 }
@@ -85,19 +85,19 @@ pub(crate) const COMPLETION_MISSING_INTERVAL: Duration = Duration::from_secs(10)
 const TURNS: usize = 3;
 
 impl Held {
-    async fn conclude(self, said: Said) -> Concluded {
+    async fn conclude(self, said: OperationReport) -> ConcludeOutcome {
         self.emit(EventKind::Executed);
         match self.try_conclude(&said).await {
             Ok(tried) => self.concluded(said, tried),
             Err(error) => {
                 self.emit(EventKind::SettlementDeferred(error.kind()));
                 self.conclude_later(said);
-                Concluded::Deferred(error)
+                ConcludeOutcome::Deferred(error)
             }
         }
     }
 
-    async fn try_conclude(&self, said: &Said) -> Result<Tried, StoreError> {
+    async fn try_conclude(&self, said: &OperationReport) -> Result<Tried, StoreError> {
         let (id, token) = (self.attempt.record_id(), self.attempt.token());
         let retention = self.attempt.0.policy.retention;
         for _ in 0..TURNS {
@@ -105,8 +105,8 @@ impl Held {
             let Some(record) = record.filter(|record| record.token == token) else { break };
             let asks = self.attempt.0.policy.asks_for_answers;
             let (command, note) = match next(record, said) {
-                Next::Nothing((Concluded::Awaited, note)) if !asks => {
-                    return Ok((Concluded::Unreplayable, note));
+                Next::Nothing((ConcludeOutcome::Awaited, note)) if !asks => {
+                    return Ok((ConcludeOutcome::Unreplayable, note));
                 }
                 Next::Nothing(tried) => return Ok(tried),
                 Next::Complete(completion, note) => {
@@ -119,8 +119,8 @@ impl Held {
                 }
             };
             match self.inner.store.apply(id, command).await? {
-                Outcome::Completed => return Ok((Concluded::Taken, note)),
-                Outcome::Released => return Ok((Concluded::Released, None)),
+                Outcome::Completed => return Ok((ConcludeOutcome::Stored, note)),
+                Outcome::Released => return Ok((ConcludeOutcome::Released, None)),
                 // The transaction committed in between, or somebody else took over: look again.
                 Outcome::Fenced => {}
                 other => {
@@ -129,26 +129,31 @@ impl Held {
                 }
             }
         }
-        Ok((Concluded::Fenced, None))
+        Ok((ConcludeOutcome::Fenced, None))
     }
 
-    fn concluded(mut self, said: Said, (concluded, note): Tried) -> Concluded {
+    fn concluded(mut self, said: OperationReport, (concluded, note): Tried) -> ConcludeOutcome {
         let (event, landing) = match (&concluded, said) {
-            (Concluded::Fenced | Concluded::Deferred(_), said) => {
+            (ConcludeOutcome::Fenced | ConcludeOutcome::Deferred(_), said) => {
                 // A service whose transaction could not commit reports no success.
-                if matches!(said, Said::Answer { success: true, .. }) {
+                if matches!(said, OperationReport::Answer { success: true, .. }) {
                     self.attempt.log_fenced();
                 }
                 self.fenced();
                 return concluded;
             }
-            (Concluded::Recorded(response), _) => (EventKind::Completed, Landing::Replay(response.clone())),
-            (Concluded::Taken, Said::Answer { completion: Completion::Replayable(response), .. }) => {
-                (EventKind::Completed, Landing::Replay(response))
+            (ConcludeOutcome::Recorded(response), _) => {
+                (EventKind::Completed, Landing::Replay(response.clone()))
             }
-            (Concluded::Awaited, _) => (EventKind::Tombstoned, Landing::AskAgain),
-            (Concluded::Taken | Concluded::Unreplayable, _) => (EventKind::Tombstoned, Landing::Unreplayable),
-            (Concluded::Released, _) => (EventKind::Released, Landing::AskAgain),
+            (
+                ConcludeOutcome::Stored,
+                OperationReport::Answer { completion: Completion::Replayable(response), .. },
+            ) => (EventKind::Completed, Landing::Replay(response)),
+            (ConcludeOutcome::Awaited, _) => (EventKind::Tombstoned, Landing::AskAgain),
+            (ConcludeOutcome::Stored | ConcludeOutcome::Unreplayable, _) => {
+                (EventKind::Tombstoned, Landing::Unreplayable)
+            }
+            (ConcludeOutcome::Released, _) => (EventKind::Released, Landing::AskAgain),
         };
         self.inner.keeper.forget(&self.attempt);
         if let Some(note) = note {
@@ -166,7 +171,7 @@ impl Held {
             }
         }
         self.emit(event);
-        if matches!(concluded, Concluded::Released) {
+        if matches!(concluded, ConcludeOutcome::Released) {
             self.retract_late_claim();
         }
         self.leader.land(landing);
@@ -175,7 +180,7 @@ impl Held {
 
     /// Goes on trying in the background until the lease ends, which is no longer renewed. Until then everybody else in
     /// this process hears that the request is in progress.
-    fn conclude_later(self, said: Said) {
+    fn conclude_later(self, said: OperationReport) {
         self.inner.keeper.forget(&self.attempt);
         let Ok(place) = self.inner.deferred.clone().try_acquire_owned() else {
             return self.emit(EventKind::SettlementLost);
@@ -209,35 +214,39 @@ enum Next<'a> {
     Release,
 }
 
-fn next(record: Record, said: &Said) -> Next<'_> {
+fn next(record: Record, said: &OperationReport) -> Next<'_> {
     let upstream = Some(EventKind::CompletedUpstream);
     match (record.state, said) {
-        (State::Completed(Answer::Replayable(own)), Said::Answer { completion, .. }) => match completion {
-            // Also what an earlier try wrote, whose answer was lost.
-            Completion::Replayable(response) if *response == own => {
-                Next::Nothing((Concluded::Taken, upstream))
+        (State::Completed(Answer::Replayable(own)), OperationReport::Answer { completion, .. }) => {
+            match completion {
+                // Also what an earlier try wrote, whose answer was lost.
+                Completion::Replayable(response) if *response == own => {
+                    Next::Nothing((ConcludeOutcome::Stored, upstream))
+                }
+                Completion::Replayable(response) if !is_same(response, &own) => {
+                    Next::Nothing((ConcludeOutcome::Recorded(own), Some(EventKind::AnswerDiffers)))
+                }
+                _ => Next::Nothing((ConcludeOutcome::Recorded(own), upstream)),
             }
-            Completion::Replayable(response) if !is_same(response, &own) => {
-                Next::Nothing((Concluded::Recorded(own), Some(EventKind::AnswerDiffers)))
-            }
-            _ => Next::Nothing((Concluded::Recorded(own), upstream)),
-        },
-        (State::Completed(Answer::Replayable(own)), Said::Nothing) => {
-            Next::Nothing((Concluded::Recorded(own), upstream))
         }
-        (State::Completed(Answer::Awaited), Said::Answer { completion, .. }) => match completion {
+        (State::Completed(Answer::Replayable(own)), OperationReport::NoAnswer) => {
+            Next::Nothing((ConcludeOutcome::Recorded(own), upstream))
+        }
+        (State::Completed(Answer::Awaited), OperationReport::Answer { completion, .. }) => match completion {
             Completion::Replayable(_) => Next::Complete(completion, Some(EventKind::AnswerAdded)),
             _ => Next::Complete(completion, upstream),
         },
-        (State::Completed(Answer::Awaited), Said::Nothing) => Next::Nothing((Concluded::Awaited, upstream)),
-        (State::Completed(_), _) => Next::Nothing((Concluded::Unreplayable, upstream)),
+        (State::Completed(Answer::Awaited), OperationReport::NoAnswer) => {
+            Next::Nothing((ConcludeOutcome::Awaited, upstream))
+        }
+        (State::Completed(_), _) => Next::Nothing((ConcludeOutcome::Unreplayable, upstream)),
         // By an earlier try, whose answer was lost; or by an operator, who fenced the attempt with that.
-        (State::Released, Said::Nothing) => Next::Nothing((Concluded::Released, None)),
-        (State::Released, Said::Answer { .. }) => Next::Nothing((Concluded::Fenced, None)),
-        (_, Said::Answer { completion, success }) => {
+        (State::Released, OperationReport::NoAnswer) => Next::Nothing((ConcludeOutcome::Released, None)),
+        (State::Released, OperationReport::Answer { .. }) => Next::Nothing((ConcludeOutcome::Fenced, None)),
+        (_, OperationReport::Answer { completion, success }) => {
             Next::Complete(completion, success.then_some(EventKind::CompletionMissing))
         }
-        (_, Said::Nothing) => Next::Release,
+        (_, OperationReport::NoAnswer) => Next::Release,
     }
 }
 

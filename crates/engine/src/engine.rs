@@ -10,8 +10,8 @@ use std::task::Poll;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use oncegate_core::{
-    AttemptId, Claim, Command, Fingerprint, Label, Outcome, RecordId, Scope, ServiceName, Store, StoreError,
-    StoreErrorKind, StoredResponse,
+    AttemptId, Claim, Command, Fingerprint, IntoStore, Label, Outcome, RecordId, Scope, ServiceName, Store,
+    StoreError, StoreErrorKind, StoredResponse,
 };
 use tokio::runtime::Handle;
 use tokio::sync::{Notify, Semaphore, oneshot};
@@ -140,7 +140,7 @@ impl EngineBuilder {
 
     /// How often records past their retention are removed; `None` leaves that to somebody else. Every second by default.
     #[must_use]
-    pub fn with_purge_every(self, purge_every: Option<Duration>) -> Self {
+    pub fn with_purge_interval(self, purge_every: Option<Duration>) -> Self {
         Self { purge_every, ..self }
     }
 
@@ -187,15 +187,15 @@ const CLAIMING_PATIENCE: Duration = Duration::from_secs(30);
 impl Engine {
     /// An engine on this store, with the defaults.
     #[must_use]
-    pub fn new(store: Arc<dyn Store>) -> Self {
+    pub fn new(store: impl IntoStore) -> Self {
         Self::builder(store).build()
     }
 
     /// Puts an engine together.
     #[must_use]
-    pub fn builder(store: Arc<dyn Store>) -> EngineBuilder {
+    pub fn builder(store: impl IntoStore) -> EngineBuilder {
         EngineBuilder {
-            store,
+            store: store.into_store(),
             observer: Arc::new(()),
             service: None,
             purge_every: Some(Duration::from_secs(1)),

@@ -23,22 +23,14 @@
 //! 9. An attempt in [steps](step) records what it has finished. The next one goes on after that, whoever makes it.
 //!
 //! ```
-//! use std::sync::Arc;
 //! use oncegate_core::{
-//!     Clock, Completion, Fingerprint, IdempotencyKey, Label, MemoryStore, RecordId, Scope, StoredResponse, Timestamp,
+//!     Completion, Fingerprint, IdempotencyKey, Label, MemoryStore, RecordId, Scope, StoredResponse,
 //! };
 //! use oncegate_engine::{ClaimOutcome, ClaimRequest, Engine, Policy};
 //!
-//! struct Wall;
-//! impl Clock for Wall {
-//!     fn now(&self) -> Timestamp {
-//!         let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
-//!         Timestamp::from_millis(since.as_millis() as u64)
-//!     }
-//! }
 //!
 //! # tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(async {
-//! let engine = Engine::new(Arc::new(MemoryStore::new(Wall)));
+//! let engine = Engine::new(MemoryStore::default());
 //! let key = IdempotencyKey::new(b"order-123").unwrap();
 //! let pay = |input: &[u8]| ClaimRequest {
 //!     id: RecordId::derive(&Scope::single_tenant(), &key),
@@ -79,23 +71,22 @@ mod retract;
 pub mod step;
 mod unknown;
 
-pub use answer::{Added, AnswerPermit};
-pub use attempt::{Attempt, Permit, Settled};
+pub use answer::{AddAnswerOutcome, AnswerPermit};
+pub use attempt::{Attempt, Permit, SettleOutcome};
 pub use breaker::{Breaker, BreakerBuilder, BreakerState};
-pub use conclude::{Concluded, Said};
+pub use conclude::{ConcludeOutcome, OperationReport};
 pub use engine::{ClaimOutcome, ClaimRequest, Engine, EngineBuilder};
 pub use event::{Event, EventKind, Observer};
-#[doc(hidden)]
-pub use function::compared;
 pub use function::{
-    Call, Completer, CompleterRound, ErrorEnd, ErrorFate, ErrorPolicy, FateOf, Function, FunctionError,
-    KeyText, NotJson, Ran, ReleasedErrors, ReleasedIf, Resumable, StepErrors, Stored, StoredErrors,
-    UnknownErrors,
+    Call, CompleterOptions, CompleterRound, ErrorFate, ErrorPolicy, Function, FunctionError, FunctionOutput,
+    JsonError, KeyText, ReleaseIf, Resumable, StorageStatus, UnknownErrors,
 };
+#[doc(hidden)]
+pub use function::{ErrorEnd, compared};
 pub use lease::LeaseError;
 pub use log_throttle::LogThrottle;
 pub use oncegate_core::ConfigError;
 pub use operator::{AuditTextError, Operator, ResolveError, audit_text};
-pub use panic::{Panicked, catch_panic};
+pub use panic::{PanicError, catch_panic};
 pub use policy::Policy;
-pub use step::{Failure, StepCall, StepError};
+pub use step::{StepCall, StepError, StepFailure};

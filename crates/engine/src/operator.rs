@@ -20,13 +20,10 @@ use oncegate_core::ConfigError;
 /// a password.
 ///
 /// ```
-/// # use std::sync::Arc;
-/// # use oncegate_core::{Clock, IdempotencyKey, MemoryStore, Timestamp};
+/// # use oncegate_core::MemoryStore;
 /// # use oncegate_engine::{Engine, FunctionError};
-/// # struct Fixed;
-/// # impl Clock for Fixed { fn now(&self) -> Timestamp { Timestamp::from_millis(1) } }
 /// # tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(async {
-/// # let engine = Engine::new(Arc::new(MemoryStore::new(Fixed)));
+/// # let engine = Engine::new(MemoryStore::default());
 /// let charge = engine.function("charge");
 /// let pay = || charge.run("order-7", &500, async |_| Err::<String, _>("timed out".to_owned()));
 /// assert!(pay().await.is_err());
@@ -112,7 +109,7 @@ impl fmt::Display for AuditTextError {
         match self {
             Self::Empty => f.write_str("it is empty; the audit trail keeps it"),
             Self::TooLong { bytes } => {
-                write!(f, "it has {bytes} octets; at most {} are kept", limits::MAX_AUDIT_TEXT_BYTES)
+                write!(f, "it has {bytes} bytes; at most {} are kept", limits::MAX_AUDIT_TEXT_BYTES)
             }
             Self::Control => f.write_str("it has control characters; write one line of text"),
         }

@@ -10,9 +10,9 @@
 //! 2. Otherwise the closure runs, with the key to send along: [`Attempt::downstream_key`] of the step's name.
 //! 3. Its value is recorded under the attempt's token before the step ends. An attempt that is no longer the owner hears
 //!    [`StepError::Fenced`] and must stop.
-//! 4. [`Failure::Unsure`], which `?` makes of any error, ends the attempt and not the operation: whoever executes it again
+//! 4. [`StepFailure::Unsure`], which `?` makes of any error, ends the attempt and not the operation: whoever executes it again
 //!    runs this step again, under the same key.
-//! 5. [`Failure::Final`] says that the step did not take place and never will. That is recorded, and then what was finished
+//! 5. [`StepFailure::Final`] says that the step did not take place and never will. That is recorded, and then what was finished
 //!    before is taken back in the opposite order, each compensation a recorded step with a key of its own. A crash among them
 //!    goes on with the next one. In the end there is [`StepError::Failed`], the same in every later attempt.
 //!
@@ -48,14 +48,14 @@ const OWN: char = '~';
 /// Where the input of a resumable function is kept.
 pub(crate) const INPUT: &str = "~input";
 
-/// How large it may be, in octets of its JSON: half of what a record has room for.
+/// How large it may be, in bytes of its JSON: half of what a record has room for.
 pub(crate) const INPUT_MAX: usize = limits::MAX_STEPS_BYTES / 2;
 
 /// What the name of a compensation starts with.
 const UNDO: &str = "~undo ";
 
-/// How much may be recorded of a compensation, in octets: why it failed, in so many characters, none of which takes more than
-/// six octets in JSON.
+/// How much may be recorded of a compensation, in bytes: why it failed, in so many characters, none of which takes more than
+/// six bytes in JSON.
 const UNDONE_MAX: usize = 1024;
 const REASON_MAX: usize = 160;
 
@@ -73,7 +73,7 @@ const NO_ERROR: &[u8] = b"null";
 
 /// How a step failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Failure<E> {
+pub enum StepFailure<E> {
     /// It did not take place and never will: declined, out of stock. What was finished before is taken back.
     Final(E),
     /// It may have taken place, or may if it is tried again: a time-out, a server error. The attempt ends, and the next one
@@ -81,8 +81,8 @@ pub enum Failure<E> {
     Unsure(E),
 }
 
-/// [`Failure::Unsure`]: that something never took place has to be said.
-impl<E> From<E> for Failure<E> {
+/// [`StepFailure::Unsure`]: that something never took place has to be said.
+impl<E> From<E> for StepFailure<E> {
     fn from(error: E) -> Self {
         Self::Unsure(error)
     }
@@ -147,7 +147,7 @@ pub enum StepError<E> {
 }
 
 impl<E> StepError<E> {
-    /// What becomes of the operation's record: for [`FateOf`](crate::FateOf), where this is the function's error.
+    /// What becomes of the operation's record: the [error policy](crate::ErrorPolicy) for functions that return this error.
     ///
     /// `Failed` is the operation's answer and is stored. After `Stuck` and `NotRecorded` an operator has to look. After `Store`
     /// it is as after a crash: something may have taken place that is not recorded, and the key is not free. Else the key is
@@ -196,7 +196,7 @@ impl<E: fmt::Debug + fmt::Display> StdError for StepError<E> {}
 type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 
 /// What takes a step back: it gets its key.
-type Undo = Box<dyn FnOnce(String) -> BoxFuture<'static, Result<(), Failure<String>>> + Send>;
+type Undo = Box<dyn FnOnce(String) -> BoxFuture<'static, Result<(), StepFailure<String>>> + Send>;
 
 /// How far an attempt has come.
 #[derive(Default)]
@@ -239,7 +239,7 @@ impl Attempt {
     pub fn step<'a, T, E, F, R>(&self, name: impl Into<String>, run: F) -> StepCall<'a, T, E>
     where
         F: FnOnce(String) -> R + Send + 'a,
-        R: Future<Output = Result<T, Failure<E>>> + Send + 'a,
+        R: Future<Output = Result<T, StepFailure<E>>> + Send + 'a,
     {
         let run: Run<'a, T, E> = Box::new(move |key| Box::pin(run(key)));
         StepCall { attempt: self.clone(), name: name.into(), run, undo: None }
@@ -278,9 +278,9 @@ impl Attempt {
     /// [compensation](StepCall::compensate), the last one first, and gives the error to return. No step runs after this.
     ///
     /// ```
-    /// # use oncegate_engine::{Attempt, Failure, StepError};
-    /// # async fn charge(_: String) -> Result<u64, Failure<String>> { Ok(1) }
-    /// # async fn refund(_: String, _: u64) -> Result<(), Failure<String>> { Ok(()) }
+    /// # use oncegate_engine::{Attempt, StepFailure, StepError};
+    /// # async fn charge(_: String) -> Result<u64, StepFailure<String>> { Ok(1) }
+    /// # async fn refund(_: String, _: u64) -> Result<(), StepFailure<String>> { Ok(()) }
     /// # async fn is_in_stock() -> bool { true }
     /// async fn order(attempt: Attempt) -> Result<(), StepError<String>> {
     ///     attempt.step("charge", charge).compensate(refund).await?;
@@ -370,7 +370,7 @@ impl Attempt {
     }
 }
 
-type Run<'a, T, E> = Box<dyn FnOnce(String) -> BoxFuture<'a, Result<T, Failure<E>>> + Send + 'a>;
+type Run<'a, T, E> = Box<dyn FnOnce(String) -> BoxFuture<'a, Result<T, StepFailure<E>>> + Send + 'a>;
 
 /// A compensation that still lacks the value of its step.
 type UndoOf<T> = Box<dyn FnOnce(T) -> Undo + Send>;
@@ -397,14 +397,14 @@ impl<'a, T: Send + 'static, E> StepCall<'a, T, E> {
     where
         E2: fmt::Display,
         F: FnOnce(String, T) -> R + Send + 'static,
-        R: Future<Output = Result<(), Failure<E2>>> + Send + 'static,
+        R: Future<Output = Result<(), StepFailure<E2>>> + Send + 'static,
     {
         let undo: UndoOf<T> = Box::new(move |value| {
             Box::new(move |key| {
                 Box::pin(async move {
                     undo(key, value).await.map_err(|failure| match failure {
-                        Failure::Final(error) => Failure::Final(error.to_string()),
-                        Failure::Unsure(error) => Failure::Unsure(error.to_string()),
+                        StepFailure::Final(error) => StepFailure::Final(error.to_string()),
+                        StepFailure::Unsure(error) => StepFailure::Unsure(error.to_string()),
                     })
                 })
             })
@@ -520,8 +520,8 @@ impl Progress {
                 }
             });
         }
-        let octets = match self.next(&name)? {
-            Some(octets) => octets,
+        let bytes = match self.next(&name)? {
+            Some(bytes) => bytes,
             None => {
                 let room = self.room_for(&name, undo.is_some()).ok_or_else(|| {
                     refused("the record has no room for it and for what may have to be taken back")
@@ -532,8 +532,8 @@ impl Progress {
                 self.is_open = true;
                 let result = match Self::run(attempt, &name, run).await? {
                     Ok(value) => Ok(value),
-                    Err(Failure::Final(error)) => Err(error),
-                    Err(Failure::Unsure(error)) => {
+                    Err(StepFailure::Final(error)) => Err(error),
+                    Err(StepFailure::Unsure(error)) => {
                         if self.recorded.is_empty() {
                             self.record(attempt, BEGUN, Bytes::from_static(b"null")).await?;
                         }
@@ -541,15 +541,15 @@ impl Progress {
                         return Err(StepError::Unsure(error));
                     }
                 };
-                let octets = value::encode(&result, room).map(Bytes::from);
-                let octets = octets.map_err(not_recorded)?;
-                self.record(attempt, &name, octets.clone()).await?;
+                let bytes = value::encode(&result, room).map(Bytes::from);
+                let bytes = bytes.map_err(not_recorded)?;
+                self.record(attempt, &name, bytes.clone()).await?;
                 self.is_open = false;
-                octets
+                bytes
             }
         };
         self.passed += 1;
-        let read = || value::decode::<Result<T, E>>(&octets);
+        let read = || value::decode::<Result<T, E>>(&bytes);
         let undecodable = |reason| StepError::Undecodable { step: name.clone(), reason };
         match read().map_err(undecodable)? {
             Ok(value) => {
@@ -640,7 +640,7 @@ impl Progress {
                 if !attempt.is_owner() {
                     return Err(StepError::Fenced);
                 }
-                let room = limits::MAX_STEPS_BYTES.saturating_sub(self.octets_with_undo(None) + mark.len());
+                let room = limits::MAX_STEPS_BYTES.saturating_sub(self.size_with_undo(None) + mark.len());
                 let error = error.filter(|error| error.len() <= room);
                 let error = error.unwrap_or(Bytes::from_static(NO_ERROR));
                 self.record(attempt, mark, error.clone()).await?;
@@ -667,13 +667,13 @@ impl Progress {
         self.undo.iter().map(|(step, _)| step.as_str()).chain(own)
     }
 
-    /// How many octets are recorded, and may come to it where all of this is taken back.
-    fn octets_with_undo(&self, own: Option<&str>) -> usize {
-        self.recorded.iter().map(Step::octets).sum::<usize>()
+    /// How many bytes are recorded, and may come to it where all of this is taken back.
+    fn size_with_undo(&self, own: Option<&str>) -> usize {
+        self.recorded.iter().map(Step::size).sum::<usize>()
             + self.undone(own).map(|step| UNDO.len() + step.len() + UNDONE_MAX).sum::<usize>()
     }
 
-    /// How many octets the result of the next step may have, so that all that was finished by then can still be taken back.
+    /// How many bytes the result of the next step may have, so that all that was finished by then can still be taken back.
     /// `None` where there is no room for the step at all: it must not be run, because nobody could go on after it.
     fn room_for(&self, name: &str, is_undone: bool) -> Option<usize> {
         let own = is_undone.then_some(name);
@@ -683,16 +683,16 @@ impl Progress {
         let undone = self.undone(own).count();
         // Before anything is taken back it may have to be recorded that the operation failed.
         let (marks, mark) = if undone > 0 { (1, ERROR.len() + NO_ERROR.len()) } else { (0, 0) };
-        let octets = self.octets_with_undo(own) + mark + name.len();
-        let room = limits::MAX_STEPS_BYTES.checked_sub(octets).filter(|room| *room > 0);
+        let bytes = self.size_with_undo(own) + mark + name.len();
+        let room = limits::MAX_STEPS_BYTES.checked_sub(bytes).filter(|room| *room > 0);
         room.filter(|_| self.recorded.len() + 1 + undone + marks <= limits::MAX_STEPS)
     }
 
     async fn run<'a, T, F, E>(
         attempt: &Attempt,
         name: &str,
-        run: impl FnOnce(String) -> BoxFuture<'a, Result<T, Failure<F>>>,
-    ) -> Result<Result<T, Failure<F>>, StepError<E>> {
+        run: impl FnOnce(String) -> BoxFuture<'a, Result<T, StepFailure<F>>>,
+    ) -> Result<Result<T, StepFailure<F>>, StepError<E>> {
         if !attempt.is_owner() {
             return Err(StepError::Fenced);
         }
@@ -739,25 +739,27 @@ impl Progress {
         let mut stuck = None;
         while let Some((step, undo)) = self.undo.pop() {
             let name = format!("{UNDO}{step}");
-            let octets = match self.next(&name)? {
-                Some(octets) => octets,
+            let bytes = match self.next(&name)? {
+                Some(bytes) => bytes,
                 None => {
                     let failed = match Self::run(attempt, &name, undo).await? {
                         Ok(()) => None,
-                        Err(Failure::Unsure(reason)) => return Err(StepError::NotTakenBack { step, reason }),
-                        Err(Failure::Final(reason)) => {
+                        Err(StepFailure::Unsure(reason)) => {
+                            return Err(StepError::NotTakenBack { step, reason });
+                        }
+                        Err(StepFailure::Final(reason)) => {
                             Some(reason.chars().take(REASON_MAX).collect::<String>())
                         }
                     };
-                    let octets = value::encode(&failed, UNDONE_MAX).map(Bytes::from);
-                    let octets = octets.map_err(not_recorded)?;
-                    self.record(attempt, &name, octets.clone()).await?;
-                    octets
+                    let bytes = value::encode(&failed, UNDONE_MAX).map(Bytes::from);
+                    let bytes = bytes.map_err(not_recorded)?;
+                    self.record(attempt, &name, bytes.clone()).await?;
+                    bytes
                 }
             };
             self.passed += 1;
             // What cannot be taken back is an operator's; the rest is taken back all the same.
-            let failed = value::decode::<Option<String>>(&octets);
+            let failed = value::decode::<Option<String>>(&bytes);
             if let Some(reason) = failed.map_err(|reason| StepError::Undecodable { step: name, reason })? {
                 stuck.get_or_insert(StepError::Stuck { step, reason });
             }

@@ -12,7 +12,7 @@ use oncegate_core::{
     RecordId, Store, StoreError, StoreErrorKind, StoredResponse, Timestamp,
 };
 use oncegate_engine::{
-    Breaker, BreakerState, ClaimOutcome, ClaimRequest, Engine, EventKind, Policy, Settled,
+    Breaker, BreakerState, ClaimOutcome, ClaimRequest, Engine, EventKind, Policy, SettleOutcome,
 };
 use oncegate_testkit::{Fault, Faults, FaultyStore, Latch, Operation};
 use support::{Events, TokioClock, settle};
@@ -27,7 +27,7 @@ fn memory() -> Arc<dyn Store> {
 /// A breaker in front of a memory store that fails on demand.
 fn breaker() -> (Breaker, Faults) {
     let (faulty, faults) = FaultyStore::new(memory());
-    (Breaker::new(Arc::new(faulty)), faults)
+    (Breaker::new(faulty), faults)
 }
 
 fn id(number: u8) -> RecordId {
@@ -326,7 +326,7 @@ async fn a_full_store_is_degraded_and_still_answers_commands_that_need_no_space(
 async fn during_an_outage_the_engine_takes_back_no_claim_that_was_not_sent() {
     let (breaker, faults) = breaker();
     let events = Events::default();
-    let engine = Engine::builder(Arc::new(breaker.clone())).with_observer(events.clone()).build();
+    let engine = Engine::builder(breaker.clone()).with_observer(events.clone()).build();
     faults.outage();
     until_open(&engine, &breaker).await;
     let since = Instant::now();
@@ -352,11 +352,11 @@ async fn until_open(engine: &Engine, breaker: &Breaker) {
 async fn completions_and_renewals_continue_when_the_store_is_back() {
     let (breaker, faults) = breaker();
     let events = Events::default();
-    let engine = Engine::builder(Arc::new(breaker.clone())).with_observer(events.clone()).build();
+    let engine = Engine::builder(breaker.clone()).with_observer(events.clone()).build();
     let ClaimOutcome::Execute(done) = engine.claim(request(1)).await.unwrap() else { panic!() };
     let ClaimOutcome::Execute(runs) = engine.claim(request(2)).await.unwrap() else { panic!() };
     faults.outage();
-    assert!(matches!(done.complete(answer()).await, Settled::Deferred(_)));
+    assert!(matches!(done.complete(answer()).await, SettleOutcome::Deferred(_)));
     until(&breaker, BreakerState::Open).await;
     // Past the time of the first renewal.
     sleep(Duration::from_secs(20)).await;
@@ -370,7 +370,7 @@ async fn completions_and_renewals_continue_when_the_store_is_back() {
         sleep(Duration::from_millis(1)).await;
     }
     assert!(runs.attempt().is_owner());
-    assert!(matches!(runs.complete(answer()).await, Settled::Done));
+    assert!(matches!(runs.complete(answer()).await, SettleOutcome::Done));
     assert!(matches!(engine.claim(request(1)).await.unwrap(), ClaimOutcome::Replay(_)));
 }
 
@@ -406,7 +406,7 @@ fn probes_continue_after_the_runtime_that_sent_them_is_gone() {
 
 #[test]
 fn the_command_timeout_is_bounded() {
-    let with = |patience| Breaker::builder(memory_at_fixed_time()).with_patience(patience).is_ok();
+    let with = |patience| Breaker::builder(memory_at_fixed_time()).with_probe_timeout(patience).is_ok();
     let bit = Duration::from_nanos(1);
     let (min, max) = (Duration::from_millis(10), Duration::from_secs(60));
     assert!(with(min) && with(max) && !with(min - bit) && !with(max + bit));

@@ -10,19 +10,18 @@ use oncegate_core::{
     RecordId, Store, StoreFuture, Timestamp,
 };
 use oncegate_engine::{
-    Attempt, Completer, Engine, ErrorFate, Failure, FateOf, FunctionError, Policy, Resumable, StepError,
+    Attempt, CompleterOptions, Engine, ErrorFate, FunctionError, Policy, Resumable, StepError, StepFailure,
 };
 use oncegate_testkit::ManualClock;
 
-type Orders =
-    Resumable<Vec<String>, Vec<String>, StepError<String>, FateOf<fn(&StepError<String>) -> ErrorFate>>;
+type Orders = Resumable<Vec<String>, Vec<String>, StepError<String>, fn(&StepError<String>) -> ErrorFate>;
 
 /// Shared by the calls of all machines: which effects took place, and before which item the first machine stops.
 #[derive(Default)]
 struct World {
     effects: Mutex<Vec<String>>,
     stop_before: Mutex<Option<String>>,
-    fail: Mutex<Option<Failure<String>>>,
+    fail: Mutex<Option<StepFailure<String>>>,
     stopped: AtomicUsize,
 }
 
@@ -40,7 +39,7 @@ fn machine(store: &Arc<MemoryStore<Arc<ManualClock>>>, world: &Arc<World>, stops
     let orders = engine
         .function("order")
         .with_policy(policy)
-        .with_errors(FateOf(StepError::fate as _))
+        .with_errors(StepError::fate as fn(&_) -> _)
         .resumable(move |attempt, items| ship_all(world.clone(), stops, attempt, items))
         .unwrap();
     Machine { engine, orders }
@@ -116,27 +115,27 @@ impl Scene {
 async fn the_completer_finishes_an_order_whose_owner_died() {
     let scene = scene();
     scene.stop_before("order-1", "pen").await;
-    let round = scene.second.orders.complete(Completer::default()).await.unwrap();
+    let round = scene.second.orders.complete(CompleterOptions::default()).await.unwrap();
     assert_eq!((round.executed, round.left), (0, 0), "the owner may still be alive");
     scene.clock.advance(LEASE + Duration::from_millis(1));
-    let round = scene.second.orders.complete(Completer::default()).await.unwrap();
+    let round = scene.second.orders.complete(CompleterOptions::default()).await.unwrap();
     assert_eq!((round.executed, round.left), (1, 0));
     assert_eq!(scene.effects(), items(), "the book was shipped once");
     let ran = scene.second.orders.run_detailed("order-1", &items()).await.unwrap();
     assert!(ran.is_replayed());
     assert_eq!(ran.value, ["shipped book", "shipped pen", "shipped lamp"]);
-    let round = scene.second.orders.complete(Completer::default()).await.unwrap();
+    let round = scene.second.orders.complete(CompleterOptions::default()).await.unwrap();
     assert_eq!(round.executed, 0, "nothing is left to finish");
 }
 
 #[tokio::test]
 async fn an_order_released_half_way_is_left_to_its_caller_for_a_while() {
     let scene = scene();
-    *scene.world.fail.lock().unwrap() = Some(Failure::Unsure("timed out".to_owned()));
+    *scene.world.fail.lock().unwrap() = Some(StepFailure::Unsure("timed out".to_owned()));
     let said = scene.second.orders.run("order-1", &items()).await;
     assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Unsure(_), .. })), "{said:?}");
     *scene.world.fail.lock().unwrap() = None;
-    let how = Completer::default().with_after(Duration::from_secs(60));
+    let how = CompleterOptions::default().with_first_pause(Duration::from_secs(60));
     scene.clock.advance(Duration::from_secs(59));
     assert_eq!(scene.second.orders.complete(how).await.unwrap().executed, 0);
     scene.clock.advance(Duration::from_secs(1));
@@ -152,7 +151,7 @@ async fn several_completers_finish_an_order_only_once() {
     }
     scene.clock.advance(LEASE + Duration::from_millis(1));
     let third = machine(&scene.store, &scene.world, false);
-    let how = Completer::default();
+    let how = CompleterOptions::default();
     let (one, two, three) = tokio::join!(
         scene.second.orders.complete(how),
         third.orders.complete(how),
@@ -170,7 +169,7 @@ async fn rounds(scene: &Scene, lasting: Duration) -> Vec<u64> {
     let mut executed_at = Vec::new();
     while scene.store.now().since(start) < lasting {
         scene.clock.advance(Duration::from_secs(10));
-        let round = scene.second.orders.complete(Completer::default()).await.unwrap();
+        let round = scene.second.orders.complete(CompleterOptions::default()).await.unwrap();
         assert_eq!(round.left, 0);
         if round.executed > 0 {
             executed_at.push(scene.store.now().since(start).as_secs() / 60);
@@ -182,7 +181,7 @@ async fn rounds(scene: &Scene, lasting: Duration) -> Vec<u64> {
 #[tokio::test]
 async fn the_completer_finishes_an_order_after_an_outage_of_hours() {
     let scene = scene();
-    *scene.world.fail.lock().unwrap() = Some(Failure::Unsure("no answer".to_owned()));
+    *scene.world.fail.lock().unwrap() = Some(StepFailure::Unsure("no answer".to_owned()));
     assert!(scene.second.orders.run("order-1", &items()).await.is_err());
     let executed_at = rounds(&scene, Duration::from_secs(20 * 60 * 60)).await;
     assert_eq!(executed_at[..6], [1, 3, 7, 15, 30, 45], "the pause doubles, up to a quarter of an hour");
@@ -202,12 +201,16 @@ async fn an_order_that_kills_its_owner_is_retried_with_growing_pauses() {
         scene.clock.advance(LEASE + Duration::from_millis(1));
         if pause > 0 {
             scene.clock.advance(Duration::from_secs(pause) - Duration::from_millis(2));
-            assert_eq!(machine.orders.complete(Completer::default()).await.unwrap().executed, 0, "{pause}");
+            assert_eq!(
+                machine.orders.complete(CompleterOptions::default()).await.unwrap().executed,
+                0,
+                "{pause}"
+            );
             scene.clock.advance(Duration::from_millis(1));
         }
         let before = scene.world.stopped.load(Ordering::SeqCst);
         *scene.world.stop_before.lock().unwrap() = Some("pen".to_owned());
-        tokio::spawn(async move { machine.orders.complete(Completer::default()).await });
+        tokio::spawn(async move { machine.orders.complete(CompleterOptions::default()).await });
         tokio::time::timeout(Duration::from_secs(30), async {
             while scene.world.stopped.load(Ordering::SeqCst) == before {
                 tokio::task::yield_now().await;
@@ -224,9 +227,9 @@ async fn the_completer_ignores_orders_older_than_its_max_age() {
     scene.stop_before("order-1", "pen").await;
     let day = Duration::from_secs(23 * 60 * 60);
     scene.clock.advance(day - Duration::from_millis(1));
-    let younger = Completer::default().with_max_age(day - Duration::from_millis(1));
+    let younger = CompleterOptions::default().with_max_age(day - Duration::from_millis(1));
     assert_eq!(scene.second.orders.complete(younger).await.unwrap().left, 1);
-    assert_eq!(scene.second.orders.complete(Completer::default()).await.unwrap().executed, 1);
+    assert_eq!(scene.second.orders.complete(CompleterOptions::default()).await.unwrap().executed, 1);
 }
 
 #[tokio::test]
@@ -235,29 +238,25 @@ async fn the_completer_ignores_records_that_are_not_its_calls() {
     let policy = Policy::default().with_on_abandoned(OnAbandoned::Reexecute);
     // A function whose name begins in the same way.
     let world = Arc::new(World::default());
-    *world.fail.lock().unwrap() = Some(Failure::Unsure("later".to_owned()));
-    let (its, errors) = (world.clone(), FateOf(StepError::fate as fn(&_) -> _));
+    *world.fail.lock().unwrap() = Some(StepFailure::Unsure("later".to_owned()));
+    let (its, errors) = (world.clone(), StepError::fate as fn(&_) -> _);
     let alike = scene.first.engine.function("order-items").with_policy(policy).with_errors(errors);
     let alike = alike.resumable(move |attempt, items| ship_all(its.clone(), false, attempt, items)).unwrap();
     assert!(alike.run("alike", &items()).await.is_err());
     // And a call of this function without a stored input.
     {
         let name = "order";
-        let other = scene
-            .first
-            .engine
-            .function(name)
-            .with_policy(policy)
-            .with_errors(FateOf(StepError::fate as fn(&_) -> _));
+        let other =
+            scene.first.engine.function(name).with_policy(policy).with_errors(StepError::fate as fn(&_) -> _);
         let said = other
             .run_in_place("other", "", async |attempt: Attempt| {
-                attempt.step("a", |_| async { Ok::<_, Failure<String>>(()) }).await?;
-                attempt.step("b", |_| async { Err::<(), _>(Failure::Unsure("later".to_owned())) }).await
+                attempt.step("a", |_| async { Ok::<_, StepFailure<String>>(()) }).await?;
+                attempt.step("b", |_| async { Err::<(), _>(StepFailure::Unsure("later".to_owned())) }).await
             })
             .await;
         assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Unsure(_), .. })), "{said:?}");
     }
-    let how = Completer::default().with_after(Duration::ZERO);
+    let how = CompleterOptions::default().with_first_pause(Duration::ZERO);
     let round = scene.second.orders.complete(how).await.unwrap();
     assert_eq!((round.executed, round.left), (0, 0));
     assert!(scene.effects().is_empty());
@@ -284,7 +283,7 @@ async fn a_completer_runs_until_the_engine_ends() {
     let scene = scene();
     scene.stop_before("order-1", "pen").await;
     scene.clock.advance(LEASE + Duration::from_millis(1));
-    let completer = scene.second.orders.spawn_completer(Completer::default());
+    let completer = scene.second.orders.spawn_completer(CompleterOptions::default());
     tokio::time::timeout(Duration::from_secs(30), async {
         while scene.effects().len() < 3 {
             tokio::time::sleep(Duration::from_millis(10)).await;
@@ -309,7 +308,7 @@ async fn many_hanging_orders_delay_no_other_order() {
 
 async fn hanging_orders_delay_no_other(many: usize) {
     let scene = scene();
-    *scene.world.fail.lock().unwrap() = Some(Failure::Unsure("timed out".to_owned()));
+    *scene.world.fail.lock().unwrap() = Some(StepFailure::Unsure("timed out".to_owned()));
     for number in 0..many {
         assert!(scene.second.orders.run(format!("hangs-{number}").as_str(), &items()).await.is_err());
     }
@@ -317,7 +316,8 @@ async fn hanging_orders_delay_no_other(many: usize) {
     *scene.world.stop_before.lock().unwrap() = Some("book".to_owned());
     // The order hangs there.
     let third = machine(&scene.store, &scene.world, true);
-    let _completer = third.orders.spawn_completer(Completer::default().with_after(Duration::ZERO));
+    let _completer =
+        third.orders.spawn_completer(CompleterOptions::default().with_first_pause(Duration::ZERO));
     tokio::time::sleep(Duration::from_secs(30)).await;
     assert_eq!(scene.world.stopped.load(Ordering::SeqCst), many.min(16));
     let deadline = Duration::from_secs(600);
@@ -328,7 +328,7 @@ async fn hanging_orders_delay_no_other(many: usize) {
     };
     tokio::time::timeout(deadline, hangs).await.expect("the orders reach this item");
     *scene.world.stop_before.lock().unwrap() = None;
-    *scene.world.fail.lock().unwrap() = Some(Failure::Unsure("timed out".to_owned()));
+    *scene.world.fail.lock().unwrap() = Some(StepFailure::Unsure("timed out".to_owned()));
     assert!(scene.second.orders.run("order-2", &items()).await.is_err());
     *scene.world.fail.lock().unwrap() = None;
     let goes_on = async {
@@ -399,10 +399,10 @@ async fn an_order_that_expired_after_it_was_listed_is_not_started_anew() {
     let orders = engine
         .function("order")
         .with_policy(policy)
-        .with_errors(FateOf(StepError::fate as fn(&StepError<String>) -> ErrorFate));
+        .with_errors(StepError::fate as fn(&StepError<String>) -> ErrorFate);
     let orders =
         orders.resumable(move |attempt, items| ship_all(world.clone(), false, attempt, items)).unwrap();
-    let round = orders.complete(Completer::default()).await.unwrap();
+    let round = orders.complete(CompleterOptions::default()).await.unwrap();
     assert_eq!(scene.effects(), ["book"], "only the effect of the first attempt");
     assert_eq!(round.executed, 0);
     // The record is forgotten, so its key is free like any other.

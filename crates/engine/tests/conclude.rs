@@ -13,7 +13,9 @@ use oncegate_core::{
     ListPage, ListQuery, MemoryStore, OnAbandoned, Outcome, Record, RecordId, Release, Scope, State, Store,
     StoreError, StoreFuture, StoredResponse, Timestamp,
 };
-use oncegate_engine::{ClaimOutcome, ClaimRequest, Concluded, Engine, EventKind, Permit, Policy, Said};
+use oncegate_engine::{
+    ClaimOutcome, ClaimRequest, ConcludeOutcome, Engine, EventKind, OperationReport, Permit, Policy,
+};
 use support::{Events, TokioClock};
 
 const LEASE: Duration = Duration::from_secs(30);
@@ -153,8 +155,8 @@ fn replayable(body: &'static str) -> Completion {
     Completion::Replayable(response(body))
 }
 
-fn success(body: &'static str) -> Said {
-    Said::answer(replayable(body), true)
+fn success(body: &'static str) -> OperationReport {
+    OperationReport::answer(replayable(body), true)
 }
 
 fn replays(state: &State, body: &str) -> bool {
@@ -166,7 +168,7 @@ async fn a_record_committed_without_an_answer_gets_the_answer() {
     let world = World::new();
     let permit = world.permit().await;
     world.store.commit(permit.attempt().token(), None).await;
-    assert!(matches!(permit.conclude(success("paid")).await, Concluded::Taken));
+    assert!(matches!(permit.conclude(success("paid")).await, ConcludeOutcome::Stored));
     assert!(replays(&world.store.state().await, "paid"));
     assert_eq!(after(&world.events), [EventKind::AnswerAdded, EventKind::Completed]);
 }
@@ -176,15 +178,17 @@ async fn an_answer_that_was_committed_stays_and_is_returned() {
     for (report, note) in [
         (success("mine"), EventKind::CompletedUpstream),
         (success("another"), EventKind::AnswerDiffers),
-        (Said::answer(Completion::Tombstone, true), EventKind::CompletedUpstream),
-        (Said::Nothing, EventKind::CompletedUpstream),
+        (OperationReport::answer(Completion::Tombstone, true), EventKind::CompletedUpstream),
+        (OperationReport::NoAnswer, EventKind::CompletedUpstream),
     ] {
         let world = World::new();
         let permit = world.permit().await;
         world.store.commit(permit.attempt().token(), Some("mine")).await;
         match permit.conclude(report.clone()).await {
-            Concluded::Recorded(own) => assert_eq!(own.body(), "mine"),
-            Concluded::Taken => assert!(matches!(report, Said::Answer { .. }), "{report:?}"),
+            ConcludeOutcome::Recorded(own) => assert_eq!(own.body(), "mine"),
+            ConcludeOutcome::Stored => {
+                assert!(matches!(report, OperationReport::Answer { .. }), "{report:?}")
+            }
             other => panic!("{report:?}: {other:?}"),
         }
         assert!(replays(&world.store.state().await, "mine"));
@@ -198,8 +202,8 @@ async fn answers_that_differ_only_in_header_order_are_equal() {
     let permit = world.permit().await;
     world.store.commit(permit.attempt().token(), Some("mine")).await;
     let turned = StoredResponse::new(201, &[("b", b"2"), ("a", b"1")], &["mine".into()], &[]).unwrap();
-    let concluded = permit.conclude(Said::answer(Completion::Replayable(turned), true)).await;
-    assert!(matches!(concluded, Concluded::Recorded(own) if own == response("mine")));
+    let concluded = permit.conclude(OperationReport::answer(Completion::Replayable(turned), true)).await;
+    assert!(matches!(concluded, ConcludeOutcome::Recorded(own) if own == response("mine")));
     assert_eq!(after(&world.events), [EventKind::CompletedUpstream, EventKind::Completed]);
 }
 
@@ -207,11 +211,11 @@ async fn answers_that_differ_only_in_header_order_are_equal() {
 async fn an_answer_without_a_commit_is_stored_and_a_success_is_reported() {
     for (report, events) in [
         (success("paid"), &[EventKind::CompletionMissing, EventKind::Completed][..]),
-        (Said::answer(replayable("no"), false), &[EventKind::Completed]),
-        (Said::answer(Completion::Tombstone, false), &[EventKind::Tombstoned]),
+        (OperationReport::answer(replayable("no"), false), &[EventKind::Completed]),
+        (OperationReport::answer(Completion::Tombstone, false), &[EventKind::Tombstoned]),
     ] {
         let world = World::new();
-        assert!(matches!(world.permit().await.conclude(report).await, Concluded::Taken));
+        assert!(matches!(world.permit().await.conclude(report).await, ConcludeOutcome::Stored));
         assert_eq!(after(&world.events), events);
     }
 }
@@ -221,7 +225,7 @@ async fn no_answer_and_no_commit_frees_the_key_and_fences_a_late_commit() {
     let world = World::new();
     let permit = world.permit().await;
     let token = permit.attempt().token();
-    assert!(matches!(permit.conclude(Said::Nothing).await, Concluded::Released));
+    assert!(matches!(permit.conclude(OperationReport::NoAnswer).await, ConcludeOutcome::Released));
     let late = Command::Complete(Complete { token, completion: Completion::Awaited, retention: RETENTION });
     assert_eq!(world.store.apply(id(), late).await.unwrap(), Outcome::Fenced);
     assert!(matches!(world.claim_in_another_process().await, ClaimOutcome::Execute(_)));
@@ -233,7 +237,7 @@ async fn no_answer_after_a_commit_without_one_leaves_the_record_as_it_is() {
     let world = World::new();
     let permit = world.permit().await;
     world.store.commit(permit.attempt().token(), None).await;
-    assert!(matches!(permit.conclude(Said::Nothing).await, Concluded::Unreplayable));
+    assert!(matches!(permit.conclude(OperationReport::NoAnswer).await, ConcludeOutcome::Unreplayable));
     assert_eq!(world.store.state().await, State::Completed(Answer::Awaited));
     assert_eq!(after(&world.events), [EventKind::CompletedUpstream, EventKind::Tombstoned]);
 }
@@ -242,8 +246,8 @@ async fn no_answer_after_a_commit_without_one_leaves_the_record_as_it_is() {
 #[tokio::test(start_paused = true)]
 async fn a_commit_between_read_and_write_is_seen() {
     for (report, answer) in [
-        (Said::Nothing, None),
-        (Said::Nothing, Some("mine")),
+        (OperationReport::NoAnswer, None),
+        (OperationReport::NoAnswer, Some("mine")),
         (success("paid"), Some("mine")),
         (success("paid"), None),
     ] {
@@ -254,15 +258,18 @@ async fn a_commit_between_read_and_write_is_seen() {
         let state = world.store.state().await;
         match (&report, answer) {
             (_, Some(_)) => {
-                assert!(matches!(concluded, Concluded::Recorded(own) if own.body() == "mine"), "{report:?}");
+                assert!(
+                    matches!(concluded, ConcludeOutcome::Recorded(own) if own.body() == "mine"),
+                    "{report:?}"
+                );
                 assert!(replays(&state, "mine"));
             }
-            (Said::Nothing, None) => {
-                assert!(matches!(concluded, Concluded::Unreplayable));
+            (OperationReport::NoAnswer, None) => {
+                assert!(matches!(concluded, ConcludeOutcome::Unreplayable));
                 assert_eq!(state, State::Completed(Answer::Awaited));
             }
             _ => {
-                assert!(matches!(concluded, Concluded::Taken));
+                assert!(matches!(concluded, ConcludeOutcome::Stored));
                 assert!(replays(&state, "paid"));
             }
         }
@@ -271,12 +278,14 @@ async fn a_commit_between_read_and_write_is_seen() {
 
 #[tokio::test(start_paused = true)]
 async fn a_record_that_a_transaction_holds_is_concluded_when_it_is_freed() {
-    for (report, commits) in [(Said::Nothing, false), (Said::Nothing, true), (success("paid"), true)] {
+    for (report, commits) in
+        [(OperationReport::NoAnswer, false), (OperationReport::NoAnswer, true), (success("paid"), true)]
+    {
         let world = World::new();
         let permit = world.permit().await;
         let token = permit.attempt().token();
         world.store.set(Meanwhile::Holds);
-        assert!(matches!(permit.conclude(report.clone()).await, Concluded::Deferred(_)));
+        assert!(matches!(permit.conclude(report.clone()).await, ConcludeOutcome::Deferred(_)));
         // A duplicate in this process gets "in progress".
         let duplicate = world.engine.claim(request()).await.unwrap();
         assert!(matches!(duplicate, ClaimOutcome::InProgress { .. }), "{duplicate:?}");
@@ -289,8 +298,8 @@ async fn a_record_that_a_transaction_holds_is_concluded_when_it_is_freed() {
         tokio::time::sleep(LEASE).await;
         let state = world.store.state().await;
         match (&report, commits) {
-            (Said::Nothing, false) => assert_eq!(state, State::Released),
-            (Said::Nothing, true) => assert_eq!(state, State::Completed(Answer::Awaited)),
+            (OperationReport::NoAnswer, false) => assert_eq!(state, State::Released),
+            (OperationReport::NoAnswer, true) => assert_eq!(state, State::Completed(Answer::Awaited)),
             _ => assert!(replays(&state, "paid")),
         }
     }
@@ -302,7 +311,7 @@ async fn a_record_that_is_held_beyond_the_lease_is_left_alone() {
     let world = World::new();
     let permit = world.permit().await;
     world.store.set(Meanwhile::Holds);
-    assert!(matches!(permit.conclude(Said::Nothing).await, Concluded::Deferred(_)));
+    assert!(matches!(permit.conclude(OperationReport::NoAnswer).await, ConcludeOutcome::Deferred(_)));
     tokio::time::sleep(LEASE * 2).await;
     assert!(matches!(world.store.state().await, State::InProgress { .. }));
     assert_eq!(after(&world.events).last(), Some(&EventKind::SettlementLost));
@@ -313,7 +322,9 @@ async fn a_record_that_is_held_beyond_the_lease_is_left_alone() {
 
 #[tokio::test(start_paused = true)]
 async fn a_stale_owner_changes_nothing() {
-    for report in [Said::Nothing, success("late"), Said::answer(Completion::Tombstone, false)] {
+    for report in
+        [OperationReport::NoAnswer, success("late"), OperationReport::answer(Completion::Tombstone, false)]
+    {
         let world = World::new();
         let permit = world.permit().await;
         // An operator may free a key by force, and another process executes under another token.
@@ -322,7 +333,7 @@ async fn a_stale_owner_changes_nothing() {
         let ClaimOutcome::Execute(other) = world.claim_in_another_process().await else {
             panic!("the key is not free")
         };
-        assert!(matches!(permit.conclude(report.clone()).await, Concluded::Fenced));
+        assert!(matches!(permit.conclude(report.clone()).await, ConcludeOutcome::Fenced));
         assert!(matches!(world.store.state().await, State::InProgress { .. }));
         assert_eq!(after(&world.events), [EventKind::Fenced]);
         other.complete(replayable("other")).await;

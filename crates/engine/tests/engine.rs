@@ -17,7 +17,7 @@ use oncegate_core::{
     ListPage, ListQuery, MemoryStore, OnAbandoned, Outcome, Record, RecordId, Scope, StateName, Store,
     StoreErrorKind, StoreFuture, StoredResponse, Timestamp, limits,
 };
-use oncegate_engine::{ClaimOutcome, ClaimRequest, Engine, EventKind, Permit, Policy, Settled};
+use oncegate_engine::{ClaimOutcome, ClaimRequest, Engine, EventKind, Permit, Policy, SettleOutcome};
 use oncegate_testkit::{Fault, Faults, FaultyStore, Latch, Operation};
 use support::{Events, TokioClock, settle};
 use tokio::time::{Instant, sleep};
@@ -40,7 +40,7 @@ impl World {
     fn on(store: Arc<dyn Store>) -> Self {
         let events = Events::default();
         let (faulty, faults) = FaultyStore::new(store.clone());
-        let engine = Engine::builder(Arc::new(faulty)).with_observer(events.clone()).build();
+        let engine = Engine::builder(faulty).with_observer(events.clone()).build();
         Self { engine, store, faults, events }
     }
 
@@ -103,7 +103,7 @@ async fn one_of_a_hundred_equal_claims_executes_and_the_others_get_its_answer() 
             match world.claim(waiting(LEASE)).await {
                 ClaimOutcome::Execute(permit) => {
                     sleep(Duration::from_secs(1)).await;
-                    assert!(matches!(permit.complete(answer("one")).await, Settled::Done));
+                    assert!(matches!(permit.complete(answer("one")).await, SettleOutcome::Done));
                     true
                 }
                 outcome => {
@@ -140,7 +140,7 @@ async fn a_waiter_gives_up_at_its_deadline_and_does_not_disturb_the_owner() {
     let asked = Instant::now();
     assert!(matches!(world.claim(waiting(Duration::from_secs(5))).await, ClaimOutcome::InProgress { .. }));
     assert_eq!(asked.elapsed(), Duration::from_secs(5));
-    assert!(matches!(permit.complete(answer("one")).await, Settled::Done));
+    assert!(matches!(permit.complete(answer("one")).await, SettleOutcome::Done));
 }
 
 #[tokio::test(start_paused = true)]
@@ -185,7 +185,7 @@ async fn renewals_keep_the_lease_of_a_slow_handler() {
         assert!(matches!(elsewhere.claim(reexecuting()).await, ClaimOutcome::InProgress { .. }));
         assert!(permit.attempt().is_owner());
     }
-    assert!(matches!(permit.complete(answer("one")).await, Settled::Done));
+    assert!(matches!(permit.complete(answer("one")).await, SettleOutcome::Done));
     assert!(world.events.count_if(|kind| *kind == EventKind::Renewed) >= 20);
 }
 
@@ -209,7 +209,7 @@ async fn a_lease_that_ended_during_an_outage_is_renewed_again() {
     world.faults.heal();
     sleep(Duration::from_secs(2)).await;
     assert!(permit.attempt().is_owner());
-    assert!(matches!(permit.complete(answer("one")).await, Settled::Done));
+    assert!(matches!(permit.complete(answer("one")).await, SettleOutcome::Done));
 }
 
 #[tokio::test(start_paused = true)]
@@ -227,9 +227,9 @@ async fn a_zombie_learns_that_it_lost_its_lease_and_is_fenced() {
     tokio::time::timeout(LEASE, permit.attempt().lost()).await.expect("the zombie learns that it lost");
     assert!(zombie.events.has(EventKind::LeaseLost));
 
-    assert!(matches!(permit.complete(answer("zombie")).await, Settled::Fenced));
+    assert!(matches!(permit.complete(answer("zombie")).await, SettleOutcome::Fenced));
     assert!(zombie.events.has(EventKind::Fenced));
-    assert!(matches!(taken.complete(answer("other")).await, Settled::Done));
+    assert!(matches!(taken.complete(answer("other")).await, SettleOutcome::Done));
     assert!(replays(&zombie.claim(request()).await, "other"));
 }
 
@@ -254,7 +254,7 @@ async fn a_parked_outcome_becomes_known_when_its_slow_owner_completes() {
     slow.faults.always(Operation::Renew, Fault::Refuse);
     sleep(LEASE).await;
     assert!(matches!(other.claim(request()).await, ClaimOutcome::Unknown));
-    assert!(matches!(permit.complete(answer("late")).await, Settled::Done));
+    assert!(matches!(permit.complete(answer("late")).await, SettleOutcome::Done));
     assert!(replays(&other.claim(request()).await, "late"));
 }
 
@@ -263,7 +263,7 @@ async fn a_completion_that_fails_once_is_retried_in_the_background() {
     let world = World::new();
     let permit = world.permit(request()).await;
     world.faults.next(1, Operation::Complete, Fault::Refuse);
-    assert!(matches!(permit.complete(answer("one")).await, Settled::Deferred(_)));
+    assert!(matches!(permit.complete(answer("one")).await, SettleOutcome::Deferred(_)));
     assert!(
         matches!(world.claim(request()).await, ClaimOutcome::InProgress { .. }),
         "the operation does not run again meanwhile"
@@ -278,7 +278,7 @@ async fn a_completion_whose_reply_is_lost_succeeds_when_it_is_sent_again() {
     let world = World::new();
     let permit = world.permit(request()).await;
     world.faults.next(1, Operation::Complete, Fault::LoseAnswer);
-    assert!(matches!(permit.complete(answer("one")).await, Settled::Deferred(_)));
+    assert!(matches!(permit.complete(answer("one")).await, SettleOutcome::Deferred(_)));
     sleep(Duration::from_secs(1)).await;
     assert!(world.events.has(EventKind::Completed) && !world.events.has(EventKind::Fenced));
 }
@@ -288,7 +288,7 @@ async fn a_lost_completion_is_an_unknown_outcome_and_never_a_second_execution() 
     let world = World::new();
     let permit = world.permit(request()).await;
     world.faults.always(Operation::Complete, Fault::Refuse);
-    assert!(matches!(permit.complete(answer("one")).await, Settled::Deferred(_)));
+    assert!(matches!(permit.complete(answer("one")).await, SettleOutcome::Deferred(_)));
     sleep(LEASE + Duration::from_secs(1)).await;
     let other = World::on(world.store.clone());
     assert!(matches!(other.claim(request()).await, ClaimOutcome::Unknown));
@@ -304,7 +304,7 @@ async fn a_completion_is_written_after_an_outage_that_outlasted_its_lease() {
         let world = World::new();
         let permit = world.permit(request()).await;
         world.faults.outage();
-        assert!(matches!(permit.complete(answer("one")).await, Settled::Deferred(_)));
+        assert!(matches!(permit.complete(answer("one")).await, SettleOutcome::Deferred(_)));
         sleep(LEASE * 2 + Duration::from_secs(hours * 3600)).await;
         // Another process asks first and parks the record.
         let other = World::on(world.store.clone());
@@ -322,7 +322,7 @@ async fn a_claim_whose_reply_is_lost_is_recognised() {
     world.faults.next(1, Operation::Claim, Fault::LoseAnswer);
     let permit = world.permit(request()).await;
     assert_eq!(permit.attempt().number(), 1);
-    assert!(matches!(permit.complete(answer("one")).await, Settled::Done));
+    assert!(matches!(permit.complete(answer("one")).await, SettleOutcome::Done));
 }
 
 #[tokio::test(start_paused = true)]
@@ -521,7 +521,7 @@ async fn a_late_copy_of_a_claim_that_was_granted_and_released_is_taken_back() {
             claim.abort();
             latch.open();
         } else {
-            assert!(matches!(world.permit(request()).await.release().await, Settled::Done));
+            assert!(matches!(world.permit(request()).await.release().await, SettleOutcome::Done));
         }
         sleep(Duration::from_secs(1)).await;
         assert_eq!(world.state().await, Some(StateName::Released));
@@ -823,7 +823,7 @@ async fn expired_records_are_purged_in_the_background() {
 #[tokio::test(start_paused = true)]
 async fn a_lease_is_renewed_when_nothing_else_wakes_the_renewer() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::new(TokioClock::new()));
-    let engine = Engine::builder(store.clone()).with_purge_every(None).build();
+    let engine = Engine::builder(store.clone()).with_purge_interval(None).build();
     let world = World { engine, ..World::on(store) };
     world.permit(request()).await.release().await;
     // By now the renewer has nothing to do and sleeps.
@@ -932,7 +932,7 @@ async fn a_completion_beyond_the_retry_limit_is_lost_at_once() {
         let mut id = [0; 32];
         id[..8].copy_from_slice(&number.to_be_bytes());
         let permit = world.permit(ClaimRequest { id: RecordId::from_bytes(id), ..request() }).await;
-        assert!(matches!(permit.complete(answer("one")).await, Settled::Deferred(_)));
+        assert!(matches!(permit.complete(answer("one")).await, SettleOutcome::Deferred(_)));
     }
     assert_eq!(world.events.count_if(|kind| *kind == EventKind::SettlementLost), 1);
 }

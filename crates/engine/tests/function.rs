@@ -18,8 +18,7 @@ use oncegate_core::{
     Resolution, Resolve, ServiceName, StateName, Store, StoreErrorKind, StoredResponse, Timestamp, limits,
 };
 use oncegate_engine::{
-    Attempt, Engine, ErrorFate, FateOf, Function, FunctionError, NotJson, Policy, ReleasedErrors, ReleasedIf,
-    Stored, StoredErrors,
+    Attempt, Engine, ErrorFate, Function, FunctionError, JsonError, Policy, ReleaseIf, StorageStatus,
 };
 use oncegate_testkit::{Fault, Faults, FaultyStore, Latch, ManualClock, Operation};
 use serde::de::DeserializeOwned;
@@ -44,7 +43,7 @@ impl World {
     /// Another engine on the same records, as in another process.
     fn on(store: Arc<dyn Store>) -> Self {
         let (faulty, faults) = FaultyStore::new(store.clone());
-        Self { engine: Engine::new(Arc::new(faulty)), store, faults }
+        Self { engine: Engine::new(faulty), store, faults }
     }
 
     fn charge(&self) -> Function {
@@ -119,7 +118,7 @@ where
             })
             .await
             .unwrap();
-        assert_eq!(ran.stored, Stored::Yes);
+        assert_eq!(ran.stored, StorageStatus::Stored);
         assert_eq!(ran.is_replayed(), last.is_some());
         last = Some(ran.value);
     }
@@ -172,7 +171,7 @@ async fn every_result_is_replayed_unchanged_even_if_it_looks_empty() {
 
 #[tokio::test(start_paused = true)]
 async fn a_result_that_json_cannot_represent_is_returned_once_and_never_replayed_or_rerun() {
-    async fn not_stored<T>(value: T, why: NotJson)
+    async fn not_stored<T>(value: T, why: JsonError)
     where
         T: Serialize + DeserializeOwned + Clone + Debug + Send + 'static,
     {
@@ -180,12 +179,12 @@ async fn a_result_that_json_cannot_represent_is_returned_once_and_never_replayed
         let executions = ExecutionCount::default();
         let call = || {
             let (executions, value) = (executions.clone(), value.clone());
-            world.charge().with_result_max(1000).unwrap().call("k", &1).run_detailed(async move |_| {
+            world.charge().with_max_result_bytes(1000).unwrap().call("k", &1).run_detailed(async move |_| {
                 executions.add();
                 Ok::<_, String>(value)
             })
         };
-        assert_eq!(call().await.unwrap().stored, Stored::No(why), "{value:?}");
+        assert_eq!(call().await.unwrap().stored, StorageStatus::NotStored(why), "{value:?}");
         assert!(matches!(call().await, Err(FunctionError::NotReplayable)), "{value:?}");
         assert_eq!(executions.count(), 1);
         assert_eq!(world.state(&world.charge()).await, Some(StateName::Tombstone));
@@ -202,13 +201,13 @@ async fn a_result_that_json_cannot_represent_is_returned_once_and_never_replayed
             panic!("while it is serialized")
         }
     }
-    not_stored(f64::NAN, NotJson::NotFinite).await;
-    not_stored(vec![Some(f32::INFINITY)], NotJson::NotFinite).await;
-    not_stored(Some(None::<u8>), NotJson::SomeOfNull).await;
-    not_stored(HashMap::from([((1, 2), 3)]), NotJson::NotSerialized).await;
-    not_stored(SkipsField { _needed: 1 }, NotJson::NotReadBack).await;
-    not_stored("x".repeat(1000), NotJson::TooLarge).await;
-    not_stored(Panics, NotJson::NotSerialized).await;
+    not_stored(f64::NAN, JsonError::NotFinite).await;
+    not_stored(vec![Some(f32::INFINITY)], JsonError::NotFinite).await;
+    not_stored(Some(None::<u8>), JsonError::SomeOfNull).await;
+    not_stored(HashMap::from([((1, 2), 3)]), JsonError::NotSerialized).await;
+    not_stored(SkipsField { _needed: 1 }, JsonError::NotReadBack).await;
+    not_stored("x".repeat(1000), JsonError::TooLarge).await;
+    not_stored(Panics, JsonError::NotSerialized).await;
 }
 
 #[tokio::test(start_paused = true)]
@@ -232,7 +231,7 @@ async fn a_stored_result_that_cannot_be_read_is_an_error_and_not_a_second_execut
     // A result of another type; and an error, although the type stores no errors.
     let result = world.charge().run("k", &1, async |_| Ok::<_, String>(7)).await;
     assert!(matches!(result, Err(FunctionError::Undecodable { .. })), "{result:?}");
-    let failing = world.charge().with_errors(StoredErrors);
+    let failing = world.charge().with_errors(|_: &_| ErrorFate::Store);
     failing.run("k2", &1, async |_| Err::<(), _>(PayError::NotSent)).await.unwrap_err();
     let result = world.charge().run("k2", &1, async |_| Ok::<_, PayError>(())).await;
     assert!(matches!(result, Err(FunctionError::Undecodable { .. })), "{result:?}");
@@ -240,11 +239,11 @@ async fn a_stored_result_that_cannot_be_read_is_an_error_and_not_a_second_execut
 
 #[tokio::test(start_paused = true)]
 async fn the_policy_decides_whether_an_error_is_stored_frees_the_key_or_is_unknown() {
-    let policy = FateOf(|error: &PayError| match error {
+    let policy = |error: &PayError| match error {
         PayError::Declined { .. } => ErrorFate::Store,
         PayError::NotSent => ErrorFate::Release,
         PayError::TimedOut => ErrorFate::Unknown,
-    });
+    };
     let world = World::new();
     let charge = world.charge().with_errors(policy);
     let declined = PayError::Declined { code: 51 };
@@ -289,11 +288,11 @@ async fn errors_without_serde_leave_the_outcome_unknown_unless_the_policy_decide
     world.resolve(201, "").await;
     assert!(world.charge().run("k", &(), fail).await.is_ok());
 
-    let released = world.charge().with_errors(ReleasedErrors);
+    let released = world.charge().with_errors(ReleaseIf(|_: &_| true));
     for _ in 0..2 {
         assert!(matches!(released.run("r", &(), fail).await, Err(FunctionError::Failed { .. })));
     }
-    let some = world.charge().with_errors(ReleasedIf(|error: &Opaque| error.0));
+    let some = world.charge().with_errors(ReleaseIf(|error: &Opaque| error.0));
     for free in [true, true, false] {
         let result = some.run("s", &(), async move |_| Err::<(), _>(Opaque(free))).await;
         assert!(matches!(result, Err(FunctionError::Failed { .. })));
@@ -364,10 +363,10 @@ async fn an_invalid_call_runs_nothing() {
     let long = "k".repeat(limits::MAX_KEY_BYTES + 1);
     assert!(matches!(never(&world, &long, 1.0).await, FunctionError::Key(KeyError::TooLong { .. })));
     // As JSON it would equal the input infinity.
-    assert!(matches!(never(&world, "k", f64::NAN).await, FunctionError::Input(NotJson::NotFinite)));
+    assert!(matches!(never(&world, "k", f64::NAN).await, FunctionError::Input(JsonError::NotFinite)));
     assert_eq!(world.faults.calls(Operation::Claim), 0);
-    assert!(world.charge().with_result_max(limits::MAX_RESPONSE_BYTES).is_ok());
-    assert!(world.charge().with_result_max(limits::MAX_RESPONSE_BYTES + 1).is_err());
+    assert!(world.charge().with_max_result_bytes(limits::MAX_RESPONSE_BYTES).is_ok());
+    assert!(world.charge().with_max_result_bytes(limits::MAX_RESPONSE_BYTES + 1).is_err());
 }
 
 #[tokio::test(start_paused = true)]
@@ -390,8 +389,7 @@ async fn a_panic_leaves_the_outcome_unknown_and_the_process_running() {
         .run_in_place("k", &(), |_| -> std::future::Ready<Result<(), String>> { panic!("before the future") })
         .await;
     assert!(matches!(result, Err(FunctionError::Panicked)), "{result:?}");
-    let policy =
-        world.engine.function("policy").with_errors(ReleasedIf(|_: &String| panic!("in the policy")));
+    let policy = world.engine.function("policy").with_errors(ReleaseIf(|_: &String| panic!("in the policy")));
     let fail = async |_| Err::<(), _>("no".to_owned());
     assert!(matches!(policy.run("k", &(), fail).await, Err(FunctionError::Failed { .. })));
     assert!(matches!(policy.run("k", &(), fail).await, Err(FunctionError::Unknown)));
@@ -514,7 +512,7 @@ async fn a_completion_delayed_beyond_its_lease_is_stored_when_the_store_accepts_
     let world = World::new();
     world.faults.always(Operation::Complete, Fault::Refuse);
     let ran = world.charge().call("k", &()).run_detailed(async |_| Ok::<_, String>(7)).await.unwrap();
-    assert_eq!((ran.value, ran.stored), (7, Stored::Deferred));
+    assert_eq!((ran.value, ran.stored), (7, StorageStatus::Deferred));
     sleep(LEASE * 2).await;
     let again = async |_: Attempt| -> Result<u8, String> { panic!("ran again") };
     // This process knows that the function ran, and does not report an unknown outcome.
@@ -548,7 +546,7 @@ async fn a_stale_owner_gets_its_value_and_the_notice_that_it_was_fenced() {
     assert_eq!(other.run("k", &(), async |_| Ok::<_, String>(2)).await.unwrap(), 2);
     gate.go_on.notify_one();
     let ran = first.await.unwrap().unwrap();
-    assert_eq!((ran.value, ran.stored), (1, Stored::Fenced));
+    assert_eq!((ran.value, ran.stored), (1, StorageStatus::Fenced));
     assert_eq!(charge.run("k", &(), async |_| Ok::<_, String>(3)).await.unwrap(), 2);
 }
 
@@ -609,10 +607,10 @@ async fn a_caller_that_does_not_wait_gets_the_remaining_lease_of_the_owner() {
 #[tokio::test]
 async fn an_error_after_an_abandoned_attempt_does_not_hide_that_attempt() {
     let clock = Arc::new(ManualClock::at_millis(1_700_000_000_000));
-    let engine = Engine::new(Arc::new(MemoryStore::new(clock.clone())));
+    let engine = Engine::new(MemoryStore::new(clock.clone()));
     let lease = Duration::from_secs(30);
     let policy = Policy::default().with_lease(lease).unwrap().with_on_abandoned(OnAbandoned::Reexecute);
-    let pay = engine.function("pay").with_policy(policy).with_errors(ReleasedErrors);
+    let pay = engine.function("pay").with_policy(policy).with_errors(ReleaseIf(|_: &_| true));
     {
         let dies = pay.run_in_place("k", "the input", async |_: Attempt| {
             std::future::pending::<Result<(), &str>>().await

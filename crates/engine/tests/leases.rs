@@ -18,7 +18,7 @@ use oncegate_core::{
 };
 use oncegate_engine::{
     AuditTextError, ClaimOutcome, ClaimRequest, Engine, Event, EventKind, FunctionError, LeaseError,
-    Observer, Permit, Policy, ResolveError, Settled,
+    Observer, Permit, Policy, ResolveError, SettleOutcome,
 };
 use oncegate_testkit::{Fault, Faults, FaultyStore, Latch, Operation};
 use support::{Events, TokioClock, settle};
@@ -41,7 +41,7 @@ impl Process {
     fn on(store: &Arc<dyn Store>) -> Self {
         let events = Events::default();
         let (faulty, faults) = FaultyStore::new(store.clone());
-        let engine = Engine::builder(Arc::new(faulty)).with_observer(events.clone()).build();
+        let engine = Engine::builder(faulty).with_observer(events.clone()).build();
         Self { engine, faults, events }
     }
 
@@ -129,7 +129,7 @@ async fn a_grant_that_arrives_after_its_lease_executes_nothing_if_another_proces
     let (one, two) = (Process::on(&store), Process::on(&store));
     let outcome = granted_late(&one, LEASE, async || {
         let permit = two.permit(reexecuting()).await;
-        assert!(matches!(permit.complete(answer("two")).await, Settled::Done));
+        assert!(matches!(permit.complete(answer("two")).await, SettleOutcome::Done));
     })
     .await;
     assert!(replays(&outcome, "two"), "{outcome:?}");
@@ -147,7 +147,7 @@ async fn a_grant_that_arrives_after_its_lease_waits_for_the_process_that_took_ov
     .await;
     assert!(in_progress(&outcome), "{outcome:?}");
     let permit = taken.lock().unwrap().take().unwrap();
-    assert!(matches!(permit.complete(answer("two")).await, Settled::Done));
+    assert!(matches!(permit.complete(answer("two")).await, SettleOutcome::Done));
 }
 
 #[tokio::test(start_paused = true)]
@@ -161,7 +161,7 @@ async fn a_grant_that_arrives_after_its_lease_is_renewed_if_the_key_is_unclaimed
     let two = Process::on(&store);
     assert!(in_progress(&two.claim(reexecuting()).await));
     // A grant that arrives in time is not renewed.
-    assert!(matches!(permit.complete(answer("one")).await, Settled::Done));
+    assert!(matches!(permit.complete(answer("one")).await, SettleOutcome::Done));
     assert_eq!(one.events.count(EventKind::Renewed), 1);
 }
 
@@ -230,7 +230,7 @@ async fn a_store_that_is_slower_than_the_lease_grants_nothing() {
             self.0.capabilities()
         }
     }
-    let engine = Engine::new(Arc::new(Slow(shared_store())));
+    let engine = Engine::new(Slow(shared_store()));
     let error = engine.claim(with(policy().with_lease(limits::MIN_LEASE).unwrap())).await.unwrap_err();
     assert!(error.to_string().contains("longer than the lease"), "{error}");
 }
@@ -325,8 +325,8 @@ async fn a_handler_that_checks_before_its_effect_is_renewed_or_told_to_stop() {
     let permit = two.permit(reexecuting()).await;
     one.faults.heal();
     assert!(matches!(handle.confirm_lease().await, Err(LeaseError::Fenced)));
-    assert!(matches!(permit.complete(answer("two")).await, Settled::Done));
-    assert!(matches!(attempt.complete(answer("one")).await, Settled::Fenced));
+    assert!(matches!(permit.complete(answer("two")).await, SettleOutcome::Done));
+    assert!(matches!(attempt.complete(answer("one")).await, SettleOutcome::Fenced));
 }
 
 #[tokio::test(start_paused = true)]
@@ -340,10 +340,10 @@ async fn a_handler_that_lost_its_record_no_longer_blocks_its_key() {
     let permit = one.permit(request()).await;
     assert!(permit.attempt().token() > hanging.attempt().token());
     // The fenced attempt ends; callers that wait for the new attempt do not notice.
-    assert!(matches!(hanging.complete(answer("late")).await, Settled::Fenced));
+    assert!(matches!(hanging.complete(answer("late")).await, SettleOutcome::Fenced));
     assert!(in_progress(&one.claim(request()).await));
     assert_eq!(one.engine.in_flight(), 1);
-    assert!(matches!(permit.complete(answer("new")).await, Settled::Done));
+    assert!(matches!(permit.complete(answer("new")).await, SettleOutcome::Done));
     assert!(replays(&one.claim(request()).await, "new"));
     assert_eq!(one.engine.in_flight(), 0);
 }
@@ -378,7 +378,7 @@ async fn waiters_of_a_handler_that_loses_its_record_get_the_answer_of_the_new_ow
     let permit = took_over.await;
     one.faults.heal();
     sleep(Duration::from_secs(2)).await;
-    assert!(matches!(permit.complete(answer("two")).await, Settled::Done));
+    assert!(matches!(permit.complete(answer("two")).await, SettleOutcome::Done));
     for waiter in waiters {
         let outcome = tokio::time::timeout(Duration::from_secs(2), waiter)
             .await
@@ -386,7 +386,7 @@ async fn waiters_of_a_handler_that_loses_its_record_get_the_answer_of_the_new_ow
             .unwrap();
         assert!(replays(&outcome, "two"), "{outcome:?}");
     }
-    assert!(matches!(fenced.complete(answer("one")).await, Settled::Fenced));
+    assert!(matches!(fenced.complete(answer("one")).await, SettleOutcome::Fenced));
 }
 
 #[tokio::test(start_paused = true)]
@@ -405,7 +405,7 @@ async fn while_a_handler_lives_its_ended_lease_is_renewed_and_its_key_stays_clai
         // The first caller asks the store. It does not claim the key, because a claim would park it or execute a second time.
         assert!(in_progress(&one.claim(request()).await));
         assert!(permit.attempt().is_owner());
-        assert!(matches!(permit.complete(answer("one")).await, Settled::Done));
+        assert!(matches!(permit.complete(answer("one")).await, SettleOutcome::Done));
         assert!(replays(&one.claim(request()).await, "one"));
     }
 }
@@ -434,7 +434,7 @@ async fn many_claims_after_the_end_of_a_lease_ask_the_store_once() {
     }
     // One of the callers asks, and the renewal in the background.
     assert!(one.faults.calls(Operation::Renew) - before <= 2);
-    assert!(matches!(permit.complete(answer("one")).await, Settled::Done));
+    assert!(matches!(permit.complete(answer("one")).await, SettleOutcome::Done));
 }
 
 #[tokio::test(start_paused = true)]
@@ -456,7 +456,7 @@ async fn a_refused_claim_gets_the_running_time_of_the_attempt() {
     // The lease was renewed after ten seconds: another process counts the time since then, and its own waiting time.
     assert_eq!((age(&one, Duration::ZERO).await, age(&two, Duration::ZERO).await), (11, 1));
     assert_eq!(age(&two, Duration::from_secs(3)).await, 4);
-    assert!(matches!(permit.complete(answer("one")).await, Settled::Done));
+    assert!(matches!(permit.complete(answer("one")).await, SettleOutcome::Done));
 }
 
 #[tokio::test(start_paused = true)]
@@ -473,8 +473,8 @@ async fn a_key_that_an_operator_releases_by_force_in_this_process_is_free_at_onc
         .await
         .expect("the attempt is notified at once");
     let permit = one.permit(request()).await;
-    assert!(matches!(hanging.complete(answer("late")).await, Settled::Fenced));
-    assert!(matches!(permit.complete(answer("new")).await, Settled::Done));
+    assert!(matches!(hanging.complete(answer("late")).await, SettleOutcome::Fenced));
+    assert!(matches!(permit.complete(answer("new")).await, SettleOutcome::Done));
     let audit = operator.audit(None, 10).await.unwrap();
     assert_eq!((audit.len(), &*audit[0].actor, &*audit[0].reason), (1, "ada", "it hangs"));
 }

@@ -12,8 +12,7 @@ use std::time::Duration;
 
 use oncegate_core::{MemoryStore, OnAbandoned, StateName};
 use oncegate_engine::{
-    Attempt, Engine, ErrorFate, Failure, FateOf, Function, FunctionError, Policy, ReleasedErrors, StepError,
-    StepErrors, StoredErrors,
+    Attempt, Engine, ErrorFate, Function, FunctionError, Policy, ReleaseIf, StepError, StepFailure,
 };
 use oncegate_testkit::ManualClock;
 use serde::{Deserialize, Serialize};
@@ -27,8 +26,8 @@ struct World {
     points: AtomicUsize,
     die_at: AtomicUsize,
     in_stock: AtomicBool,
-    refund: Mutex<Option<Failure<String>>>,
-    ship: Mutex<Option<Failure<String>>>,
+    refund: Mutex<Option<StepFailure<String>>>,
+    ship: Mutex<Option<StepFailure<String>>>,
 }
 
 impl World {
@@ -38,7 +37,7 @@ impl World {
         }
     }
 
-    async fn call(&self, what: &'static str, key: String) -> Result<String, Failure<String>> {
+    async fn call(&self, what: &'static str, key: String) -> Result<String, StepFailure<String>> {
         self.point().await;
         self.done.lock().unwrap().entry(what).or_default().insert(key);
         self.point().await;
@@ -127,7 +126,7 @@ struct Shop {
 impl Shop {
     fn new() -> Self {
         let clock = Arc::new(ManualClock::at_millis(1_700_000_000_000));
-        Self { engine: Engine::new(Arc::new(MemoryStore::new(clock.clone()))), clock }
+        Self { engine: Engine::new(MemoryStore::new(clock.clone())), clock }
     }
 
     fn function<P>(&self, errors: P) -> Function<P> {
@@ -141,7 +140,7 @@ impl Shop {
         world: &Arc<World>,
     ) -> impl Future<Output = Result<String, FunctionError<OrderError>>> + use<> {
         let world = world.clone();
-        self.function(FateOf(OrderError::fate)).run_in_place("k", "", move |attempt| order(world, attempt))
+        self.function(OrderError::fate).run_in_place("k", "", move |attempt| order(world, attempt))
     }
 
     fn failing(
@@ -149,7 +148,7 @@ impl Shop {
         world: &Arc<World>,
     ) -> impl Future<Output = Result<String, FunctionError<StepError<String>>>> + use<> {
         let world = world.clone();
-        self.function(StepErrors).run_in_place("k", "", move |attempt| failing(world, attempt))
+        self.function(StepError::fate).run_in_place("k", "", move |attempt| failing(world, attempt))
     }
 
     /// Calls until the operation ends, or dies at this point and its lease ends.
@@ -183,7 +182,7 @@ impl Shop {
 
     async fn state(&self) -> StateName {
         let key = oncegate_core::IdempotencyKey::try_from("k").unwrap();
-        let id = self.function(StoredErrors).record_id(&key);
+        let id = self.engine.function("order").record_id(&key);
         let record = self.engine.store().lookup(id).await.unwrap().unwrap();
         record.state_name(self.engine.store().now())
     }
@@ -253,7 +252,7 @@ async fn a_failed_attempt_compensates_finished_steps_wherever_it_dies() {
 async fn an_error_is_not_the_result_before_all_compensations_are_done() {
     let (shop, world) = (Shop::new(), Arc::new(World::default()));
     world.die_at.store(usize::MAX, Ordering::SeqCst);
-    *world.refund.lock().unwrap() = Some(Failure::Unsure("the bank does not answer".to_owned()));
+    *world.refund.lock().unwrap() = Some(StepFailure::Unsure("the bank does not answer".to_owned()));
     for _ in 0..2 {
         let said = shop.order(&world).await;
         let Err(FunctionError::NotTakenBack { error: OrderError::OutOfStock, reason }) = said else {
@@ -290,7 +289,7 @@ async fn an_error_is_not_the_result_before_all_compensations_are_done() {
 async fn a_compensation_that_fails_for_good_is_left_to_an_operator() {
     let (shop, world) = (Shop::new(), Arc::new(World::default()));
     world.die_at.store(usize::MAX, Ordering::SeqCst);
-    *world.refund.lock().unwrap() = Some(Failure::Final("the account is closed".to_owned()));
+    *world.refund.lock().unwrap() = Some(StepFailure::Final("the account is closed".to_owned()));
     let said = shop.order(&world).await;
     assert!(matches!(said, Err(FunctionError::NotTakenBack { .. })), "{said:?}");
     assert_eq!(shop.state().await, StateName::Unknown);
@@ -308,10 +307,10 @@ async fn an_error_made_from_an_unsure_step_is_not_the_result() {
     let (shop, world) = (Shop::new(), Arc::new(World::default()));
     world.die_at.store(usize::MAX, Ordering::SeqCst);
     world.in_stock.store(true, Ordering::SeqCst);
-    *world.ship.lock().unwrap() = Some(Failure::Unsure("timed out".to_owned()));
+    *world.ship.lock().unwrap() = Some(StepFailure::Unsure("timed out".to_owned()));
     let call = || {
         let world = world.clone();
-        shop.function(StoredErrors).run_in_place("k", "", async move |attempt| {
+        shop.function(|_: &_| ErrorFate::Store).run_in_place("k", "", async move |attempt| {
             order(world, attempt).await.map_err(|_| "declined".to_owned())
         })
     };
@@ -328,7 +327,7 @@ async fn an_error_that_frees_the_key_compensates_nothing() {
     world.die_at.store(usize::MAX, Ordering::SeqCst);
     let call = || {
         let world = world.clone();
-        shop.function(ReleasedErrors).run_in_place("k", "", move |attempt| order(world, attempt))
+        shop.function(ReleaseIf(|_: &_| true)).run_in_place("k", "", move |attempt| order(world, attempt))
     };
     let said = call().await;
     assert!(matches!(said, Err(FunctionError::Failed { error: OrderError::OutOfStock, .. })), "{said:?}");
@@ -341,11 +340,11 @@ async fn an_error_that_frees_the_key_compensates_nothing() {
 async fn an_error_without_finished_steps_needs_no_compensation_and_ends_the_steps() {
     let shop = Shop::new();
     let said = shop
-        .function(StepErrors)
+        .function(StepError::fate)
         .run_in_place("k", "", async |attempt: Attempt| {
             let error = attempt.fail("no".to_owned()).await;
             assert_eq!(error, StepError::Failed("no".to_owned()));
-            let late = attempt.step("late", async |_| Ok::<_, Failure<String>>(())).await;
+            let late = attempt.step("late", async |_| Ok::<_, StepFailure<String>>(())).await;
             assert!(matches!(late, Err(StepError::Refused { .. })), "{late:?}");
             Err::<(), _>(error)
         })

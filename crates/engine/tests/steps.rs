@@ -13,11 +13,11 @@ use oncegate_core::{
     RecordId, Store, StoreError, StoreFuture, Timestamp,
 };
 use oncegate_engine::{
-    Attempt, Engine, ErrorFate, Failure, FateOf, Function, FunctionError, Policy, ReleasedErrors, StepError,
+    Attempt, Engine, ErrorFate, Function, FunctionError, Policy, ReleaseIf, StepError, StepFailure,
 };
 use oncegate_testkit::ManualClock;
 
-type Fate = FateOf<fn(&StepError<String>) -> ErrorFate>;
+type Fate = fn(&StepError<String>) -> ErrorFate;
 
 /// The APIs of other parties, which honour keys, and the point at which the process dies.
 #[derive(Default)]
@@ -28,8 +28,8 @@ struct World {
     /// The number of points passed so far.
     points: AtomicUsize,
     die_at: AtomicUsize,
-    ship: Mutex<Option<Failure<String>>>,
-    refund: Mutex<Option<Failure<String>>>,
+    ship: Mutex<Option<StepFailure<String>>>,
+    refund: Mutex<Option<StepFailure<String>>>,
 }
 
 impl World {
@@ -55,15 +55,15 @@ impl World {
 async fn order(world: Arc<World>, attempt: Attempt) -> Result<Vec<String>, StepError<String>> {
     let (free, refund) = (world.clone(), world.clone());
     let hold = attempt
-        .step("reserve", |key| async { Ok::<_, Failure<String>>(world.call("reserve", key).await) })
+        .step("reserve", |key| async { Ok::<_, StepFailure<String>>(world.call("reserve", key).await) })
         .compensate(move |key, hold| async move {
             assert_eq!(hold, "reserve done");
             free.call("free", key).await;
-            Ok::<_, Failure<String>>(())
+            Ok::<_, StepFailure<String>>(())
         })
         .await?;
     let charge = attempt
-        .step("charge", |key| async { Ok::<_, Failure<String>>(world.call("charge", key).await) })
+        .step("charge", |key| async { Ok::<_, StepFailure<String>>(world.call("charge", key).await) })
         .compensate(move |key, charge| async move {
             assert_eq!(charge, "charge done");
             if let Some(failure) = refund.refund.lock().unwrap().take() {
@@ -108,7 +108,7 @@ fn two_shops() -> (Shop, Shop) {
 fn shop_on(store: Arc<dyn Store>, clock: Arc<ManualClock>) -> Shop {
     let engine = Engine::new(store);
     let policy = Policy::default().with_lease(LEASE).unwrap().with_on_abandoned(OnAbandoned::Reexecute);
-    let orders = engine.function("order").with_policy(policy).with_errors(FateOf(StepError::fate as _));
+    let orders = engine.function("order").with_policy(policy).with_errors(StepError::fate as fn(&_) -> _);
     Shop { clock, orders }
 }
 
@@ -196,7 +196,7 @@ async fn an_order_that_fails_for_good_and_dies_anywhere_is_compensated_once() {
         let mut second = 0;
         loop {
             let (shop, world) = (shop(), Arc::new(World::default()));
-            *world.ship.lock().unwrap() = Some(Failure::Final("no such street".to_owned()));
+            *world.ship.lock().unwrap() = Some(StepFailure::Final("no such street".to_owned()));
             let is_failed = |said: &CallResult| matches!(said, Err(FunctionError::Failed { error: StepError::Failed(why), .. }) if why == "no such street");
             if let Some(said) = shop.call_until_dead(&world, first).await {
                 assert!(is_failed(&said), "{said:?}");
@@ -231,7 +231,7 @@ async fn an_order_that_fails_for_good_and_dies_anywhere_is_compensated_once() {
 #[tokio::test]
 async fn an_unsure_step_is_retried_and_a_finished_step_is_not() {
     let (shop, world) = (shop(), world_alive(&Arc::default()));
-    *world.ship.lock().unwrap() = Some(Failure::Unsure("timed out".to_owned()));
+    *world.ship.lock().unwrap() = Some(StepFailure::Unsure("timed out".to_owned()));
     let said = shop.call(&world).await;
     assert!(
         matches!(said, Err(FunctionError::Failed { error: StepError::Unsure(_), replayed: false })),
@@ -244,7 +244,7 @@ async fn an_unsure_step_is_retried_and_a_finished_step_is_not() {
 
     // The key is not free for another request.
     let (shop, world) = (self::shop(), world_alive(&Arc::default()));
-    *world.ship.lock().unwrap() = Some(Failure::Unsure("timed out".to_owned()));
+    *world.ship.lock().unwrap() = Some(StepFailure::Unsure("timed out".to_owned()));
     assert!(shop.call(&world).await.is_err());
     let other =
         shop.orders.run_in_place("order-1", "another input", |attempt| order(world.clone(), attempt)).await;
@@ -254,8 +254,8 @@ async fn an_unsure_step_is_retried_and_a_finished_step_is_not() {
 #[tokio::test]
 async fn an_unsure_compensation_is_retried_and_one_that_fails_for_good_is_left_to_an_operator() {
     let (shop, world) = (shop(), world_alive(&Arc::default()));
-    *world.ship.lock().unwrap() = Some(Failure::Final("no such street".to_owned()));
-    *world.refund.lock().unwrap() = Some(Failure::Unsure("the bank does not answer".to_owned()));
+    *world.ship.lock().unwrap() = Some(StepFailure::Final("no such street".to_owned()));
+    *world.refund.lock().unwrap() = Some(StepFailure::Unsure("the bank does not answer".to_owned()));
     let said = shop.call(&world).await;
     let Err(FunctionError::Failed { error: StepError::NotTakenBack { step, reason }, .. }) = said else {
         panic!("{said:?}")
@@ -267,8 +267,8 @@ async fn an_unsure_compensation_is_retried_and_one_that_fails_for_good_is_left_t
     assert_eq!((world.effects("refund"), world.effects("free")), (1, 1));
 
     let (shop, world) = (self::shop(), world_alive(&Arc::default()));
-    *world.ship.lock().unwrap() = Some(Failure::Final("no such street".to_owned()));
-    *world.refund.lock().unwrap() = Some(Failure::Final("account closed".to_owned()));
+    *world.ship.lock().unwrap() = Some(StepFailure::Final("no such street".to_owned()));
+    *world.refund.lock().unwrap() = Some(StepFailure::Final("account closed".to_owned()));
     let said = shop.call(&world).await;
     assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Stuck { .. }, .. })), "{said:?}");
     assert_eq!(world.effects("free"), 1, "the other compensation runs");
@@ -284,7 +284,7 @@ async fn changed_code_is_refused_before_anything_runs() {
     let shop = shop();
     let key = "order-2";
     let ran = Arc::new(AtomicUsize::new(0));
-    let step = |attempt: Attempt, name: &'static str, answer: Result<u8, Failure<String>>| {
+    let step = |attempt: Attempt, name: &'static str, answer: Result<u8, StepFailure<String>>| {
         let ran = ran.clone();
         async move {
             attempt
@@ -295,7 +295,7 @@ async fn changed_code_is_refused_before_anything_runs() {
                 .await
         }
     };
-    let timed_out = || Err(Failure::Unsure("timed out".to_owned()));
+    let timed_out = || Err(StepFailure::Unsure("timed out".to_owned()));
     let said = shop
         .orders
         .run_in_place(key, "", async |attempt: Attempt| {
@@ -315,7 +315,7 @@ async fn changed_code_is_refused_before_anything_runs() {
     let said = shop
         .orders
         .run_in_place(key, "", async |attempt: Attempt| {
-            attempt.step("a", |_| async { Ok::<_, Failure<String>>("text".to_owned()) }).await
+            attempt.step("a", |_| async { Ok::<_, StepFailure<String>>("text".to_owned()) }).await
         })
         .await;
     assert!(
@@ -337,7 +337,7 @@ async fn changed_code_is_refused_before_anything_runs() {
 #[tokio::test]
 async fn a_step_is_refused_if_it_shares_a_key_or_follows_a_failed_step() {
     let shop = shop();
-    let ok = |_key: String| async { Ok::<_, Failure<String>>(1_u8) };
+    let ok = |_key: String| async { Ok::<_, StepFailure<String>>(1_u8) };
     let refused = |said: Result<u8, StepError<String>>| matches!(said, Err(StepError::Refused { .. }));
     for (key, name) in [("k1", "a"), ("k2", "~a"), ("k3", "")] {
         let said = shop
@@ -356,7 +356,7 @@ async fn a_step_is_refused_if_it_shares_a_key_or_follows_a_failed_step() {
             let (one, two) = tokio::join!(
                 attempt.step("a", |_| async {
                     tokio::task::yield_now().await;
-                    Ok::<_, Failure<String>>(1_u8)
+                    Ok::<_, StepFailure<String>>(1_u8)
                 }),
                 attempt.step("b", ok)
             );
@@ -371,7 +371,7 @@ async fn a_step_is_refused_if_it_shares_a_key_or_follows_a_failed_step() {
 #[tokio::test]
 async fn an_unsure_first_step_keeps_its_key_from_other_requests() {
     let (shop, world) = (shop(), world_alive(&Arc::default()));
-    let timed_out = |_: String| async { Err::<u8, _>(Failure::Unsure("timed out".to_owned())) };
+    let timed_out = |_: String| async { Err::<u8, _>(StepFailure::Unsure("timed out".to_owned())) };
     let first = async |attempt: Attempt| attempt.step("reserve", timed_out).await;
     let said = shop.orders.run_in_place("order-1", "the input", first).await;
     assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Unsure(_), .. })), "{said:?}");
@@ -390,11 +390,11 @@ async fn an_unsure_first_step_keeps_its_key_from_other_requests() {
 async fn a_step_whose_compensation_would_not_fit_into_the_record_is_not_run() {
     let shop = shop();
     let undone = Arc::new(AtomicUsize::new(0));
-    let step = |attempt: &Attempt, name: String, answer: Result<u8, Failure<String>>| {
+    let step = |attempt: &Attempt, name: String, answer: Result<u8, StepFailure<String>>| {
         let undone = undone.clone();
         attempt.step(name, async |_| answer).compensate(move |_, _: u8| async move {
             undone.fetch_add(1, Ordering::SeqCst);
-            Ok::<_, Failure<String>>(())
+            Ok::<_, StepFailure<String>>(())
         })
     };
     let said = shop
@@ -410,7 +410,7 @@ async fn a_step_whose_compensation_would_not_fit_into_the_record_is_not_run() {
             for n in 0..126 {
                 step(&attempt, n.to_string(), Ok(1)).await?;
             }
-            step(&attempt, "last".to_owned(), Err(Failure::Final("no".to_owned()))).await
+            step(&attempt, "last".to_owned(), Err(StepFailure::Final("no".to_owned()))).await
         })
         .await;
     assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Failed(_), .. })), "{said:?}");
@@ -422,7 +422,7 @@ async fn a_step_whose_compensation_would_not_fit_into_the_record_is_not_run() {
             for n in 0..127 {
                 step(&attempt, n.to_string(), Ok(1)).await?;
             }
-            step(&attempt, "last".to_owned(), Err(Failure::Final("no".to_owned()))).await
+            step(&attempt, "last".to_owned(), Err(StepFailure::Final("no".to_owned()))).await
         })
         .await;
     assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Refused { .. }, .. })), "{said:?}");
@@ -437,8 +437,8 @@ async fn a_result_that_leaves_no_space_for_compensations_is_not_recorded() {
         .orders
         .run_in_place("large", "", async |attempt: Attempt| {
             attempt
-                .step("a", async |_| Ok::<_, Failure<String>>("x".repeat(1024 * 1024 - 15)))
-                .compensate(async |_, _: String| Ok::<_, Failure<String>>(()))
+                .step("a", async |_| Ok::<_, StepFailure<String>>("x".repeat(1024 * 1024 - 15)))
+                .compensate(async |_, _: String| Ok::<_, StepFailure<String>>(()))
                 .await
         })
         .await;
@@ -490,7 +490,7 @@ impl Store for StoreWithoutSteps {
 
 #[tokio::test]
 async fn a_step_that_took_place_unrecorded_does_not_free_its_key() {
-    for failure in [None, Some(Failure::Unsure("timed out".to_owned()))] {
+    for failure in [None, Some(StepFailure::Unsure("timed out".to_owned()))] {
         let clock = Arc::new(ManualClock::at_millis(1_700_000_000_000));
         let shop = shop_on(Arc::new(StoreWithoutSteps(MemoryStore::new(clock.clone()))), clock);
         let world = world_alive(&Arc::default());
@@ -512,10 +512,10 @@ async fn a_step_that_took_place_unrecorded_does_not_free_its_key() {
 /// The key stays claimed, whatever error the function makes of the failed recording.
 #[tokio::test]
 async fn an_unrecorded_step_does_not_free_its_key_under_another_error() {
-    for failure in [None, Some(Failure::Unsure("timed out".to_owned()))] {
+    for failure in [None, Some(StepFailure::Unsure("timed out".to_owned()))] {
         let clock = Arc::new(ManualClock::at_millis(1_700_000_000_000));
-        let engine = Engine::new(Arc::new(StoreWithoutSteps(MemoryStore::new(clock))));
-        let pay = engine.function("pay").with_errors(ReleasedErrors);
+        let engine = Engine::new(StoreWithoutSteps(MemoryStore::new(clock)));
+        let pay = engine.function("pay").with_errors(ReleaseIf(|_: &_| true));
         let said = pay
             .run_in_place("k", "the input", async |attempt: Attempt| {
                 let answer = failure.clone().map_or(Ok(1_u8), Err);
@@ -532,8 +532,8 @@ async fn an_unrecorded_step_does_not_free_its_key_under_another_error() {
 /// By then another attempt may run, or the operation may be done.
 #[tokio::test]
 async fn no_step_begins_after_its_attempt_has_ended() {
-    let engine = Engine::new(Arc::new(MemoryStore::new(ManualClock::at_millis(1))));
-    let pay = engine.function("pay").with_errors(ReleasedErrors);
+    let engine = Engine::new(MemoryStore::new(ManualClock::at_millis(1)));
+    let pay = engine.function("pay").with_errors(ReleaseIf(|_: &_| true));
     for ends in [Ok(()), Err("no")] {
         let mut kept = None;
         let key = if ends.is_ok() { "done" } else { "free" };
@@ -547,7 +547,7 @@ async fn no_step_begins_after_its_attempt_has_ended() {
         let ran = AtomicUsize::new(0);
         let late = kept.unwrap().step("charge", async |_| {
             ran.fetch_add(1, Ordering::SeqCst);
-            Ok::<_, Failure<String>>(())
+            Ok::<_, StepFailure<String>>(())
         });
         let late = late.await;
         assert!(matches!(late, Err(StepError::Refused { .. })), "{late:?}");
@@ -558,11 +558,11 @@ async fn no_step_begins_after_its_attempt_has_ended() {
 /// A time-out around a step proves nothing about its effect, whatever error the function makes of it.
 #[tokio::test(start_paused = true)]
 async fn a_step_that_was_cut_off_does_not_free_its_key() {
-    let engine = Engine::new(Arc::new(MemoryStore::new(ManualClock::at_millis(1))));
-    let pay = engine.function("pay").with_errors(ReleasedErrors);
+    let engine = Engine::new(MemoryStore::new(ManualClock::at_millis(1)));
+    let pay = engine.function("pay").with_errors(ReleaseIf(|_: &_| true));
     let said = pay
         .run_in_place("k", "the input", async |attempt: Attempt| {
-            let step = attempt.step("charge", |_| std::future::pending::<Result<(), Failure<String>>>());
+            let step = attempt.step("charge", |_| std::future::pending::<Result<(), StepFailure<String>>>());
             match tokio::time::timeout(Duration::from_secs(1), step.into_future()).await {
                 Ok(charged) => charged.map_err(|error| error.to_string()),
                 Err(_) => Err("timed out".to_owned()),
@@ -579,15 +579,15 @@ async fn a_step_that_was_cut_off_does_not_free_its_key() {
 /// The same holds for a step that runs on next to the function that began it.
 #[tokio::test]
 async fn a_step_that_still_runs_does_not_free_its_key() {
-    let engine = Engine::new(Arc::new(MemoryStore::new(ManualClock::at_millis(1))));
-    let pay = engine.function("pay").with_errors(ReleasedErrors);
+    let engine = Engine::new(MemoryStore::new(ManualClock::at_millis(1)));
+    let pay = engine.function("pay").with_errors(ReleaseIf(|_: &_| true));
     let begun = Arc::new(tokio::sync::Notify::new());
     let is_begun = begun.clone();
     let said = pay
         .run_in_place("k", "the input", async move |attempt: Attempt| {
             let step = attempt.step("charge", async move |_| {
                 begun.notify_one();
-                std::future::pending::<Result<(), Failure<String>>>().await
+                std::future::pending::<Result<(), StepFailure<String>>>().await
             });
             tokio::spawn(step.into_future());
             is_begun.notified().await;
@@ -610,8 +610,8 @@ async fn an_attempt_after_one_that_died_in_its_first_step_keeps_the_key() {
         .orders
         .run_in_place("order-1", "the input", async |attempt: Attempt| {
             // Refused, because there is no room for its compensation's name.
-            let step = attempt.step("n".repeat(250), async |_| Ok::<_, Failure<String>>(1_u8));
-            step.compensate(async |_, _: u8| Ok::<_, Failure<String>>(())).await
+            let step = attempt.step("n".repeat(250), async |_| Ok::<_, StepFailure<String>>(1_u8));
+            step.compensate(async |_, _: u8| Ok::<_, StepFailure<String>>(())).await
         })
         .await;
     assert!(said.is_err());
@@ -633,12 +633,12 @@ async fn a_compensation_with_a_long_failure_text_leaves_space_for_the_others() {
             let undone = undone.clone();
             let undo = async move |_: String, _: u8| {
                 undone.fetch_add(1, Ordering::SeqCst);
-                Ok::<_, Failure<String>>(())
+                Ok::<_, StepFailure<String>>(())
             };
-            attempt.step("a", async |_| Ok::<_, Failure<String>>(1_u8)).compensate(undo).await?;
-            let much = async |_: String, _: u8| Err(Failure::Final("\u{1}".repeat(2 * 1024 * 1024)));
-            attempt.step("b", async |_| Ok::<_, Failure<String>>(2_u8)).compensate(much).await?;
-            attempt.step("c", async |_| Err::<u8, _>(Failure::Final("no".to_owned()))).await
+            attempt.step("a", async |_| Ok::<_, StepFailure<String>>(1_u8)).compensate(undo).await?;
+            let much = async |_: String, _: u8| Err(StepFailure::Final("\u{1}".repeat(2 * 1024 * 1024)));
+            attempt.step("b", async |_| Ok::<_, StepFailure<String>>(2_u8)).compensate(much).await?;
+            attempt.step("c", async |_| Err::<u8, _>(StepFailure::Final("no".to_owned()))).await
         })
         .await;
     let Err(FunctionError::Failed { error: StepError::Stuck { step, reason }, .. }) = said else {
@@ -661,7 +661,7 @@ async fn an_attempt_that_knows_its_record_is_lost_begins_no_step() {
             tokio::time::timeout(LEASE, attempt.lost()).await.expect("the attempt is notified");
             let late = attempt.step("late", async |_| {
                 ran.fetch_add(1, Ordering::SeqCst);
-                Ok::<_, Failure<String>>(())
+                Ok::<_, StepFailure<String>>(())
             });
             late.await
         })
@@ -673,7 +673,7 @@ async fn an_attempt_that_knows_its_record_is_lost_begins_no_step() {
 #[tokio::test]
 async fn a_stale_attempt_does_not_continue_the_steps_of_the_new_owner() {
     let ((one, two), world) = (two_shops(), world_alive(&Arc::default()));
-    let unsure = Some(Failure::Unsure("timed out".to_owned()));
+    let unsure = Some(StepFailure::Unsure("timed out".to_owned()));
     *world.ship.lock().unwrap() = unsure.clone();
     assert!(one.call(&world).await.is_err());
     let calls = world.calls.load(Ordering::SeqCst);

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use http::request::Parts;
 use oncegate_core::{Completion, IdempotencyKey, StoredResponse};
-use oncegate_engine::{Added, AnswerPermit, catch_panic};
+use oncegate_engine::{AddAnswerOutcome, AnswerPermit, catch_panic};
 
 use crate::context::IdempotencyContext;
 use crate::execute::NOT_STORED;
@@ -57,14 +57,16 @@ impl Question {
             }
         };
         match (self.permit.add(completion.clone()).await, completion) {
-            (Added::Taken, Completion::Replayable(stored)) | (Added::Recorded(stored), _) => {
-                Asked::Answer(stored, None)
-            }
+            (AddAnswerOutcome::Stored, Completion::Replayable(stored))
+            | (AddAnswerOutcome::Recorded(stored), _) => Asked::Answer(stored, None),
             // Right all the same, and asked for again next time.
-            (Added::NotStored(_), Completion::Replayable(stored)) => Asked::Answer(stored, Some(NOT_STORED)),
-            (Added::Taken | Added::Unreplayable | Added::NotStored(_), _) => {
-                Asked::Refused(Refusal::new(Condition::ReplayUnavailable))
+            (AddAnswerOutcome::NotStored(_), Completion::Replayable(stored)) => {
+                Asked::Answer(stored, Some(NOT_STORED))
             }
+            (
+                AddAnswerOutcome::Stored | AddAnswerOutcome::Unreplayable | AddAnswerOutcome::NotStored(_),
+                _,
+            ) => Asked::Refused(Refusal::new(Condition::ReplayUnavailable)),
             // Another request has the key by now; the retry is decided anew.
             _ => Asked::Refused(awaited()),
         }

@@ -29,7 +29,9 @@ pub(crate) fn locate(
     operation.extend([method, " ", path]);
     let label = Label::new(scope.caller_tag(), &operation).with_key(KeyTag::of(key));
     let id = match settings.profile.key_scope {
-        KeyScope::Endpoint => RecordId::derive(&scope.within(&[method.as_bytes(), path.as_bytes()]), key),
+        KeyScope::Endpoint => {
+            RecordId::derive(&scope.within_parts(&[method.as_bytes(), path.as_bytes()]), key)
+        }
         KeyScope::Caller => RecordId::derive(scope, key),
     };
     (id, label)

@@ -13,7 +13,7 @@ use http::response::Parts;
 use http::{Request, Response, StatusCode, Uri};
 use http_body::{Body, Frame};
 use oncegate_core::{Completion, ErrorChain, IdempotencyKey, OnAbandoned, StoredResponse};
-use oncegate_engine::{ErrorFate, Panicked, Permit, Settled, StepError, catch_panic};
+use oncegate_engine::{ErrorFate, PanicError, Permit, SettleOutcome, StepError, catch_panic};
 use tokio::sync::mpsc;
 use tower_service::Service;
 
@@ -99,7 +99,7 @@ impl Execution {
                     _ => Ended { answer: Err(error), rest: None },
                 }
             }
-            Err(Panicked) => Ended::with(Box::pin(execution.fail(None, PANICKED)).await),
+            Err(PanicError) => Ended::with(Box::pin(execution.fail(None, PANICKED)).await),
         }
     }
 
@@ -113,7 +113,7 @@ impl Execution {
         let asked = match &self.settings.reconcile {
             // A panic tells nothing about the attempt that was asked for.
             Some(reconcile) => catch_panic(reconcile.reconcile(&context, &parts)).await,
-            None => Err(Panicked),
+            None => Err(PanicError),
         };
         match asked.unwrap_or(Reconciled::CannotTell) {
             Reconciled::DidNotHappen => Ok((self, Request::from_parts(parts, body))),
@@ -193,7 +193,7 @@ impl Execution {
                 let status = parts.extensions.get::<Relayed>().map(|_| StatusCode::BAD_GATEWAY);
                 Ended::with(Box::pin(self.fail(status, "the body of the response broke off")).await)
             }
-            Err(Panicked) => Ended::with(Box::pin(self.fail(None, PANICKED)).await),
+            Err(PanicError) => Ended::with(Box::pin(self.fail(None, PANICKED)).await),
         }
     }
 
@@ -247,7 +247,7 @@ impl Execution {
     /// the client is to come again for.
     pub(crate) async fn not_begun<RB>(self) -> Executed<RB> {
         let condition = match self.permit.release().await {
-            Settled::Fenced => Condition::RequestInProgress,
+            SettleOutcome::Fenced => Condition::RequestInProgress,
             _ => Condition::StoreUnavailable,
         };
         Executed::Refused(Refusal::new(condition).with_retry_after(1))
@@ -361,10 +361,10 @@ pub(crate) const FENCED: &str = "fenced";
 pub(crate) const NOT_STORED: &str = "not-stored";
 
 /// What a client is told where the store did not take its answer.
-const fn status_of(settled: &Settled) -> Option<&'static str> {
+const fn status_of(settled: &SettleOutcome) -> Option<&'static str> {
     match settled {
-        Settled::Fenced => Some(FENCED),
-        Settled::Deferred(_) => Some(NOT_STORED),
+        SettleOutcome::Fenced => Some(FENCED),
+        SettleOutcome::Deferred(_) => Some(NOT_STORED),
         _ => None,
     }
 }

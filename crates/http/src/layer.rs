@@ -330,7 +330,7 @@ mod tests {
     }
 
     fn engine(service: Option<&str>) -> Engine {
-        let builder = Engine::builder(Arc::new(MemoryStore::new(Standstill))).with_purge_every(None);
+        let builder = Engine::builder(MemoryStore::new(Standstill)).with_purge_interval(None);
         match service {
             Some(name) => builder.with_service(ServiceName::new(name).unwrap()).build(),
             None => builder.build(),

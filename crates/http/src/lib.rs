@@ -37,14 +37,12 @@
 //! use bytes::Bytes;
 //! use http::{Request, Response, StatusCode};
 //! use http_body_util::{BodyExt, Full};
-//! use oncegate_core::{Clock, MemoryStore, Timestamp};
+//! use oncegate_core::MemoryStore;
 //! use oncegate_engine::Engine;
 //! use oncegate_http::{IdempotencyLayer, RequestBody};
 //! use tower_layer::Layer;
 //! use tower_service::Service;
 //!
-//! # struct Wall;
-//! # impl Clock for Wall { fn now(&self) -> Timestamp { Timestamp::from_millis(1_700_000_000_000) } }
 //! #[derive(Clone)]
 //! struct Payments;
 //!
@@ -61,7 +59,7 @@
 //! }
 //!
 //! # tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(async {
-//! let engine = Engine::new(Arc::new(MemoryStore::new(Wall)));
+//! let engine = Engine::new(MemoryStore::default());
 //! let mut payments = IdempotencyLayer::new(engine).layer(Payments);
 //! let pay = |body: &'static str| {
 //!     Request::post("/payments").header("Idempotency-Key", "order-123").body(Full::from(body)).unwrap()

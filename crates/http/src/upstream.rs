@@ -10,7 +10,7 @@ use http::response::Parts;
 use http::{Response, StatusCode};
 use http_body::Body;
 use oncegate_core::{Completion, ErrorChain, StoredResponse};
-use oncegate_engine::{Concluded, Panicked, Said, catch_panic};
+use oncegate_engine::{ConcludeOutcome, OperationReport, PanicError, catch_panic};
 
 use crate::answer::awaited;
 use crate::body::{BoxError, Read, ResponseBody, join, read_up_to};
@@ -42,14 +42,14 @@ impl Execution {
         let (parts, body) = response.into_parts();
         let settings = self.settings.clone();
         let mut held = Held::nothing(self.response_budget.clone());
-        let answer = |completion| Said::Answer { completion, success: parts.status.is_success() };
+        let answer = |completion| OperationReport::Answer { completion, success: parts.status.is_success() };
         if fate != Fate::Replay || cannot_be_stored(&parts) {
             let nothing = matches!(fate, Fate::Release | Fate::Unknown);
-            let said = if nothing { Said::Nothing } else { answer(Completion::Tombstone) };
+            let said = if nothing { OperationReport::NoAnswer } else { answer(Completion::Tombstone) };
             let concluded = self.permit.conclude(said).await;
             let status = status_of(&concluded).filter(|status| !nothing || *status == FENCED);
             return match concluded {
-                Concluded::Recorded(own) => Ended::with(instead(&settings, parts, &own, held)),
+                ConcludeOutcome::Recorded(own) => Ended::with(instead(&settings, parts, &own, held)),
                 // It stays an answer without a body: a client of gRPC reads the status of its call in the head of such a one.
                 _ if body.is_end_stream() => {
                     let body = ResponseBody::own(Bytes::new());
@@ -70,7 +70,7 @@ impl Execution {
                 let concluded = self.permit.conclude(said).await;
                 let status = status_of(&concluded);
                 Ended::with(match concluded {
-                    Concluded::Recorded(own) => instead(&settings, parts, &own, held),
+                    ConcludeOutcome::Recorded(own) => instead(&settings, parts, &own, held),
                     _ => {
                         let body = ResponseBody::whole(join(chunks), trailers, held);
                         Executed::Response(marked(parts, body, status))
@@ -81,7 +81,7 @@ impl Execution {
                 let concluded = self.permit.conclude(answer(Completion::Tombstone)).await;
                 let status = status_of(&concluded);
                 match concluded {
-                    Concluded::Recorded(own) => Ended::with(instead(&settings, parts, &own, held)),
+                    ConcludeOutcome::Recorded(own) => Ended::with(instead(&settings, parts, &own, held)),
                     _ => stream(&settings, parts, (chunks, held), rest, status),
                 }
             }
@@ -91,19 +91,21 @@ impl Execution {
                 let status = parts.extensions.get::<Relayed>().map(|_| StatusCode::BAD_GATEWAY);
                 Ended::with(self.fail_upstream(status).await)
             }
-            Err(Panicked) => Ended::with(self.fail_upstream(None).await),
+            Err(PanicError) => Ended::with(self.fail_upstream(None).await),
         }
     }
 
     /// The handler ended without an answer. Its transaction has committed, or has not, or is just at it: never is the
     /// outcome left unknown for that.
     pub(crate) async fn fail_upstream<RB>(self, status: Option<StatusCode>) -> Executed<RB> {
-        let refusal = match self.permit.conclude(Said::Nothing).await {
-            Concluded::Recorded(own) => return Executed::Recorded(own, None),
-            Concluded::Taken | Concluded::Unreplayable => Refusal::new(Condition::ReplayUnavailable),
+        let refusal = match self.permit.conclude(OperationReport::NoAnswer).await {
+            ConcludeOutcome::Recorded(own) => return Executed::Recorded(own, None),
+            ConcludeOutcome::Stored | ConcludeOutcome::Unreplayable => {
+                Refusal::new(Condition::ReplayUnavailable)
+            }
             // A retry asks for it.
-            Concluded::Awaited => awaited().with_status(status),
-            Concluded::Released => Refusal::new(Condition::HandlerFailed).with_status(status),
+            ConcludeOutcome::Awaited => awaited().with_status(status),
+            ConcludeOutcome::Released => Refusal::new(Condition::HandlerFailed).with_status(status),
             // Its transaction is still open, or somebody else executes: a retry gets what comes of it.
             _ => Refusal::new(Condition::RequestInProgress).with_status(status).with_retry_after(1),
         };
@@ -136,10 +138,10 @@ fn instead<RB>(settings: &Settings, mut parts: Parts, own: &StoredResponse, mut 
 }
 
 /// What a client is told where the record does not have what it gets.
-const fn status_of(concluded: &Concluded) -> Option<&'static str> {
+const fn status_of(concluded: &ConcludeOutcome) -> Option<&'static str> {
     match concluded {
-        Concluded::Fenced => Some(FENCED),
-        Concluded::Deferred(_) => Some(NOT_STORED),
+        ConcludeOutcome::Fenced => Some(FENCED),
+        ConcludeOutcome::Deferred(_) => Some(NOT_STORED),
         _ => None,
     }
 }

@@ -185,7 +185,7 @@ impl World {
         let store = Arc::new(Transactional(MemoryStore::new(clock.clone())));
         let (faulty, faults) = FaultyStore::new(store.clone());
         let events = Events::default();
-        let engine = Engine::builder(Arc::new(faulty)).with_observer(events.clone()).build();
+        let engine = Engine::builder(faulty).with_observer(events.clone()).build();
         let replies =
             Replies { replies: Arc::new(Mutex::new(replies.into_iter().collect())), ..Replies::default() };
         let policy = Policy::default().with_retention(RETENTION).unwrap();

@@ -13,7 +13,7 @@ use bytes::Bytes;
 use http::{Request, Response, StatusCode};
 use http_body_util::Full;
 use oncegate_core::{MemoryStore, OnAbandoned};
-use oncegate_engine::{Attempt, Engine, Failure, Policy, StepError};
+use oncegate_engine::{Attempt, Engine, Policy, StepError, StepFailure};
 use oncegate_http::{
     Idempotency, IdempotencyContext, IdempotencyLayer, RequestBody, Settings, StoreDirective,
 };
@@ -75,11 +75,11 @@ impl Shop {
             attempt
                 .step("charge", async |_| {
                     self.did("charge");
-                    Ok::<_, Failure<String>>(())
+                    Ok::<_, StepFailure<String>>(())
                 })
                 .compensate(async move |_, ()| {
                     if refund.0.lock().unwrap().no_refund {
-                        return Err(Failure::Final("the account is closed".to_owned()));
+                        return Err(StepFailure::Final("the account is closed".to_owned()));
                     }
                     refund.did("refund");
                     Ok(())
@@ -94,8 +94,8 @@ impl Shop {
                 self.did("ship");
                 Ok(())
             }
-            Ship::IsUnsure => Err(Failure::Unsure("timed out".to_owned())),
-            Ship::Fails => Err(Failure::Final("out of stock".to_owned())),
+            Ship::IsUnsure => Err(StepFailure::Unsure("timed out".to_owned())),
+            Ship::Fails => Err(StepFailure::Final("out of stock".to_owned())),
             Ship::Hangs | Ship::SoldOut => pending().await,
         });
         match ship {
@@ -136,7 +136,7 @@ impl Service<Request<RequestBody<Full<Bytes>>>> for Shop {
 fn layer(shop: &Shop, on_abandoned: OnAbandoned) -> (Idempotency<Shop>, Arc<ManualClock>) {
     let clock = Arc::new(ManualClock::at_millis(1));
     let policy = Policy::default().with_on_abandoned(on_abandoned);
-    let engine = Engine::new(Arc::new(MemoryStore::new(clock.clone())));
+    let engine = Engine::new(MemoryStore::new(clock.clone()));
     let layer = IdempotencyLayer::new(engine).with_settings(Settings::default().with_policy(policy)).unwrap();
     (layer.layer(shop.clone()), clock)
 }

@@ -51,7 +51,7 @@ impl Service<Request<RequestBody<Full<Bytes>>>> for Handler {
 }
 
 fn layer() -> IdempotencyLayer {
-    IdempotencyLayer::new(Engine::new(Arc::new(MemoryStore::new(ManualClock::at_millis(1)))))
+    IdempotencyLayer::new(Engine::new(MemoryStore::new(ManualClock::at_millis(1))))
 }
 
 type Answer = Response<ResponseBody<Full<Bytes>>>;

@@ -170,8 +170,7 @@ async fn commits_and_responses_end_as_the_table_says() {
 
 #[test]
 fn upstream_completion_refuses_a_store_without_transactions() {
-    let layer =
-        || IdempotencyLayer::new(Engine::new(Arc::new(MemoryStore::new(ManualClock::at_millis(1_000_000)))));
+    let layer = || IdempotencyLayer::new(Engine::new(MemoryStore::new(ManualClock::at_millis(1_000_000))));
     let upstream = || Settings::default().with_upstream_completion();
     let error = layer().with_settings(upstream()).unwrap_err().to_string();
     assert!(error.contains("the store memory cannot commit a completion together with an effect"), "{error}");

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use oncegate_core::ErrorChain;
-use oncegate_engine::{ConfigError, Panicked, catch_panic};
+use oncegate_engine::{ConfigError, PanicError, catch_panic};
 use tokio::task::{AbortHandle, Id, JoinSet};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until, timeout, timeout_at};
 use tokio_util::time::DelayQueue;
@@ -693,7 +693,7 @@ impl<S: Source, P: Processor> Run<S, P> {
                     debug!(error = %ErrorChain(&error), "the broker did not confirm a settlement; the message is delivered again");
                     EventKind::SettlementFailed
                 }
-                Err(Panicked) => EventKind::SettlementFailed,
+                Err(PanicError) => EventKind::SettlementFailed,
             };
             let consumer = processor.consumer().as_str();
             observer.observe(&Event::new(consumer, &message.topic, kind, began.elapsed()));

@@ -10,8 +10,8 @@ use oncegate_core::{
     StoredResponse,
 };
 use oncegate_engine::{
-    Attempt, ClaimOutcome, ClaimRequest, ConfigError, Engine, LeaseError, Panicked, Permit, Policy, Settled,
-    catch_panic,
+    Attempt, ClaimOutcome, ClaimRequest, ConfigError, Engine, LeaseError, PanicError, Permit, Policy,
+    SettleOutcome, catch_panic,
 };
 
 use crate::dead_letters::{DeadLetter, DeadLetterSink};
@@ -262,7 +262,7 @@ impl Inner {
                 return settled(permit.complete(processed()).await, ProcessOutcome::Processed { attempts });
             }
             Ok(Err(failure)) => failure,
-            Err(Panicked) => HandlerError::unsure("the handler panicked"),
+            Err(PanicError) => HandlerError::unsure("the handler panicked"),
         };
         // Compensate finished steps before the message is given up.
         let failure = match failure {
@@ -287,7 +287,7 @@ impl Inner {
             }
             failure => match permit.release().await {
                 // After an abandoned attempt the record stays until its lease ends. The message is tried again then.
-                Settled::Left => ProcessOutcome::Failed { attempts, failure },
+                SettleOutcome::LeftToLease => ProcessOutcome::Failed { attempts, failure },
                 ended => settled(ended, ProcessOutcome::Failed { attempts, failure }),
             },
         }
@@ -330,8 +330,8 @@ impl Inner {
     ) -> ProcessOutcome {
         let id = permit.attempt().record_id();
         match permit.complete(Completion::Unknown).await {
-            Settled::Done => {}
-            Settled::Deferred(error) => return ProcessOutcome::Unavailable(error),
+            SettleOutcome::Done => {}
+            SettleOutcome::Deferred(error) => return ProcessOutcome::Unavailable(error),
             _ => return ProcessOutcome::InFlight { retry_after: MIN_RETRY_AFTER },
         }
         let reason = DeadReason::OutcomeUnknown;
@@ -392,7 +392,7 @@ impl Inner {
             DeadLetter::new(id, self.consumer.clone(), message.clone(), reason, attempts, error);
         // A panic at this dead letter must not stop the consumer: the next one may succeed.
         let written = catch_panic(self.dead.put(&dead_letter)).await;
-        written.unwrap_or_else(|Panicked| Err(PublishError::refused("the sink of dead letters panicked")))
+        written.unwrap_or_else(|PanicError| Err(PublishError::refused("the sink of dead letters panicked")))
     }
 }
 
@@ -413,10 +413,10 @@ fn unwritten(error: PublishError, attempts: u32) -> ProcessOutcome {
 }
 
 /// The outcome of a message after its attempt was settled.
-fn settled(settled: Settled, handled: ProcessOutcome) -> ProcessOutcome {
+fn settled(settled: SettleOutcome, handled: ProcessOutcome) -> ProcessOutcome {
     match settled {
-        Settled::Done => handled,
-        Settled::Deferred(error) => ProcessOutcome::Unavailable(error),
+        SettleOutcome::Done => handled,
+        SettleOutcome::Deferred(error) => ProcessOutcome::Unavailable(error),
         // Another consumer has the message, because the lease ended.
         _ => ProcessOutcome::InFlight { retry_after: MIN_RETRY_AFTER },
     }

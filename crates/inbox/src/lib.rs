@@ -12,19 +12,11 @@
 //!
 //! ```
 //! use std::sync::Arc;
-//! use oncegate_core::{Clock, MemoryStore, OnAbandoned, Timestamp};
+//! use oncegate_core::{MemoryStore, OnAbandoned};
 //! use oncegate_engine::Engine;
 //! use oncegate_inbox::{
 //!     ConsumerName, DeadLetter, DeadLetterSink, HandlerError, ProcessOutcome, Identity, Inbox, Message, PutFuture,
 //! };
-//!
-//! struct Wall;
-//! impl Clock for Wall {
-//!     fn now(&self) -> Timestamp {
-//!         let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
-//!         Timestamp::from_millis(since.as_millis() as u64)
-//!     }
-//! }
 //!
 //! struct Nowhere;
 //! impl DeadLetterSink for Nowhere {
@@ -34,7 +26,7 @@
 //! }
 //!
 //! # tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(async {
-//! let engine = Engine::new(Arc::new(MemoryStore::new(Wall)));
+//! let engine = Engine::new(MemoryStore::default());
 //! let billing = ConsumerName::new("billing")?;
 //! // A handler that was cut off may run again: the provider takes a key.
 //! let inbox = Inbox::new(engine, billing, Identity::header("event-id"), OnAbandoned::Reexecute, Nowhere);

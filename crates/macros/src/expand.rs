@@ -345,16 +345,15 @@ impl Expansion<'_> {
         Some(quote!(.with_policy({ let policy: #krate::engine::Policy = #base; #set #on_abandoned policy })))
     }
 
-    fn errors(&self) -> TokenStream {
+    fn errors(&self) -> Option<TokenStream> {
         let krate = self.krate;
         let policy = match &self.options.errors {
-            ErrorPolicy::Store => quote!(#krate::engine::StoredErrors),
-            ErrorPolicy::Release => quote!(#krate::engine::ReleasedErrors),
-            ErrorPolicy::Unknown => quote!(#krate::engine::UnknownErrors),
-            ErrorPolicy::Fate(path) => quote_spanned!(path.span()=> #krate::engine::FateOf(#path)),
-            ErrorPolicy::Policy(policy) => quote!(#policy),
+            ErrorPolicy::Unknown => return None,
+            ErrorPolicy::Store => quote!(|_: &_| #krate::engine::ErrorFate::Store),
+            ErrorPolicy::Release => quote!(#krate::engine::ReleaseIf(|_: &_| true)),
+            ErrorPolicy::Custom(policy) => quote!(#policy),
         };
-        quote!(.with_errors(#policy))
+        Some(quote!(.with_errors(#policy)))
     }
 }
 

@@ -18,7 +18,7 @@ use proc_macro::TokenStream;
 ///
 /// ```
 /// # use std::sync::Arc;
-/// # use oncegate::{MemoryStore, SystemClock};
+/// # use oncegate::MemoryStore;
 /// use oncegate::{Engine, FunctionError, idempotent};
 ///
 /// #[derive(Clone, serde::Serialize)]
@@ -34,7 +34,7 @@ use proc_macro::TokenStream;
 /// }
 ///
 /// # tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
-/// let engine = Engine::new(Arc::new(MemoryStore::new(SystemClock::new())));
+/// let engine = Engine::new(MemoryStore::default());
 /// let order = Order { id: 7, cents: 500 };
 /// assert_eq!(charge(&engine, order.clone()).await.unwrap(), "paid 500");
 /// assert_eq!(charge(&engine, order.clone()).await.unwrap(), "paid 500"); // replayed
@@ -52,7 +52,7 @@ use proc_macro::TokenStream;
 /// - `errors = "store"`, `"release"` or `"unknown"`: the rule for the key when the body returns an error. `"store"`: every later
 ///   call gets the same error. `"release"`: the key becomes free and the next call runs again. **Use it only if an error means
 ///   that nothing took effect.** `"unknown"`: the body may have taken effect, so later calls are refused until an operator
-///   decides. Other values are the path of a `fn(&E) -> ErrorFate`, and a policy such as `ReleasedIf(…)` or `StepErrors {}`.
+///   decides. Other values are the path of a `fn(&E) -> ErrorFate`, such as `StepError::fate`, and `ReleaseIf(…)`.
 ///
 /// Engine, caller and comparison:
 /// - `engine = self.engine`: an expression for the engine. The default is the argument whose type is `Engine`, `&Engine`,

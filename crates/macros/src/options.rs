@@ -84,9 +84,8 @@ pub(crate) enum ErrorPolicy {
     Store,
     Release,
     Unknown,
-    /// A function from an error to its fate.
-    Fate(Expr),
-    Policy(Expr),
+    /// Any other policy, such as a function from an error to its fate.
+    Custom(Expr),
 }
 
 /// The options parsed so far.
@@ -292,8 +291,7 @@ fn errors(value: Expr) -> Result<ErrorPolicy> {
             "unknown" => Ok(ErrorPolicy::Unknown),
             other => Err(Error::new(text.span(), one_of("errors", other, &["store", "release", "unknown"]))),
         },
-        path @ Expr::Path(_) => Ok(ErrorPolicy::Fate(path)),
-        policy => Ok(ErrorPolicy::Policy(policy)),
+        policy => Ok(ErrorPolicy::Custom(policy)),
     }
 }
 

@@ -23,7 +23,6 @@
 //!
 //! # An axum service whose payments are made once
 //! ```
-//! use std::sync::Arc;
 //! use axum::{Router, body::Body, http::Request, routing::post};
 //! use oncegate::{EmbeddedOptions, EmbeddedStore, Engine, IdempotencyLayer};
 //! use tower::ServiceExt;
@@ -35,7 +34,7 @@
 //! let store = EmbeddedStore::open(EmbeddedOptions::new(directory))?;
 //! let service = Router::new()
 //!     .route("/payments", post(|| async { "paid" }))
-//!     .layer(IdempotencyLayer::new(Engine::new(Arc::new(store))));
+//!     .layer(IdempotencyLayer::new(Engine::new(store)));
 //!
 //! let pay = || Request::post("/payments").header("Idempotency-Key", "order-123").body(Body::from("5 EUR"));
 //! let first = service.clone().oneshot(pay()?).await?;
@@ -48,12 +47,11 @@
 //!
 //! # A function that takes effect once
 //! ```
-//! use std::sync::Arc;
-//! use oncegate::{Engine, FunctionError, MemoryStore, SystemClock};
+//! use oncegate::{Engine, FunctionError, MemoryStore};
 //!
 //! # #[tokio::main(flavor = "current_thread")]
 //! # async fn main() -> Result<(), FunctionError<String>> {
-//! let engine = Engine::new(Arc::new(MemoryStore::new(SystemClock::new())));
+//! let engine = Engine::new(MemoryStore::default());
 //! let charge = engine.function("charge");
 //! let pay = async |cents: u64| {
 //!     charge.run("order-123", &cents, async move |_attempt| Ok::<_, String>(format!("paid {cents}"))).await

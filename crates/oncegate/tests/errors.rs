@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use oncegate::client::{Client, Failure, FailureKind, Intent, IntentError, Key, RetryPolicy, Transport};
 use oncegate::core::{ConfigError, ErrorChain, IdempotencyKey, ResponseError, StoreError};
-use oncegate::embedded::OpenError;
-use oncegate::engine::{AuditTextError, FunctionError, LeaseError, NotJson, ResolveError};
+use oncegate::embedded::EmbeddedOpenError;
+use oncegate::engine::{AuditTextError, FunctionError, JsonError, LeaseError, ResolveError};
 use oncegate::inbox::{ConsumerError, PublishError, SourceError};
 use oncegate::postgres::{GuardError, InsertError, TransactError, sqlx};
 
@@ -36,13 +36,13 @@ fn key() -> oncegate::core::KeyError {
 fn with_sources() -> Vec<Boxed> {
     vec![
         Box::new(store()),
-        Box::new(OpenError::Io { what: "open the directory".to_owned(), source: cause() }),
+        Box::new(EmbeddedOpenError::Io { what: "open the directory".to_owned(), source: cause() }),
         Box::new(ResolveError::Store(store())),
         Box::new(ResolveError::Reason(AuditTextError::Empty)),
         Box::new(LeaseError::Store(store())),
         Box::new(FunctionError::<String>::Store(store())),
         Box::new(FunctionError::<String>::Key(key())),
-        Box::new(FunctionError::<String>::Input(NotJson::NotFinite)),
+        Box::new(FunctionError::<String>::Input(JsonError::NotFinite)),
         Box::new(InsertError::Database(sqlx::Error::Io(cause()))),
         Box::new(TransactError::Failed(Box::new(cause()))),
         Box::new(TransactError::Store(store())),

@@ -15,7 +15,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::post;
 use axum::{Router, body::Body};
 use oncegate::core::{KeyError, OnAbandoned, State};
-use oncegate::engine::{ErrorFate, ReleasedIf};
+use oncegate::engine::{ErrorFate, ReleaseIf};
 use oncegate::{
     Attempt, EmbeddedOptions, EmbeddedStore, Engine, FunctionError, IdempotencyKey, MemoryStore, Policy,
     SystemClock, idempotent,
@@ -72,7 +72,7 @@ impl Bank {
 }
 
 fn engine() -> Engine {
-    Engine::new(Arc::new(MemoryStore::new(SystemClock::new())))
+    Engine::new(MemoryStore::new(SystemClock::new()))
 }
 
 #[idempotent(key = "order-{order.id}-{order.version}", scope = "charge", errors = "unknown", skip(bank))]
@@ -151,7 +151,7 @@ impl<T: AsMut<[u32]> + Send> Shop<T> {
         engine = self.engine,
         caller = &self.tenant,
         fingerprint(order.id, order.version, count),
-        errors = ReleasedIf(|error: &ShopError| matches!(error, ShopError::SoldOut)),
+        errors = ReleaseIf(|error: &ShopError| matches!(error, ShopError::SoldOut)),
         attempt = attempt,
         lease = "1m",
         retain = "7d",
@@ -506,7 +506,7 @@ async fn payout(
 }
 
 fn embedded(directory: &Path) -> Engine {
-    Engine::new(Arc::new(EmbeddedStore::open(EmbeddedOptions::new(directory)).unwrap()))
+    Engine::new(EmbeddedStore::open(EmbeddedOptions::new(directory)).unwrap())
 }
 
 const DIRECTORY: &str = "ONCEGATE_TEST_PAYOUT";

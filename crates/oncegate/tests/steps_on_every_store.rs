@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use oncegate::core::OnAbandoned;
-use oncegate::engine::{Completer, ErrorFate, Failure, FateOf, Resumable, StepError};
+use oncegate::engine::{CompleterOptions, ErrorFate, Resumable, StepError, StepFailure};
 use oncegate::postgres::schema;
 use oncegate::{
     Attempt, Cache, CacheOptions, CachedStore, EmbeddedOptions, EmbeddedStore, Engine, MemoryStore, Policy,
@@ -15,7 +15,7 @@ use oncegate::{
 };
 use oncegate_servers::{PostgresServer, RedisCluster, RedisServer};
 
-type Orders = Resumable<String, Vec<String>, StepError<String>, FateOf<fn(&StepError<String>) -> ErrorFate>>;
+type Orders = Resumable<String, Vec<String>, StepError<String>, fn(&StepError<String>) -> ErrorFate>;
 
 /// The effects with their keys, and whether the first machine has stopped.
 #[derive(Default)]
@@ -30,7 +30,7 @@ fn orders(store: &Arc<dyn Store>, world: &Arc<World>, stops: bool) -> Orders {
     Engine::new(store.clone())
         .function("order")
         .with_policy(policy.with_on_abandoned(OnAbandoned::Reexecute))
-        .with_errors(FateOf(StepError::fate as _))
+        .with_errors(StepError::fate as fn(&_) -> _)
         .resumable(move |attempt, item| order(world.clone(), stops, attempt, item))
         .unwrap()
 }
@@ -51,14 +51,14 @@ async fn order(
                     std::future::pending::<()>().await;
                 }
                 if what == "ship" && item == "lamp" {
-                    return Err(Failure::Final("no lamps".to_owned()));
+                    return Err(StepFailure::Final("no lamps".to_owned()));
                 }
                 world.effects.lock().unwrap().push((what.to_owned(), key));
                 Ok(format!("{what} {item}"))
             })
             .compensate(async move |key, value: String| {
                 undone.effects.lock().unwrap().push((format!("undo {value}"), key));
-                Ok::<_, Failure<String>>(())
+                Ok::<_, StepFailure<String>>(())
             });
         done.push(step.await?);
     }
@@ -97,7 +97,7 @@ async fn is_finished_elsewhere(store: Arc<dyn Store>) {
     cut_off(&store, &world, "order-1", "book").await;
     let elsewhere = orders(&store, &world, false);
     tokio::time::timeout(Duration::from_secs(60), async {
-        while elsewhere.complete(Completer::default()).await.unwrap().executed == 0 {
+        while elsewhere.complete(CompleterOptions::default()).await.unwrap().executed == 0 {
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     })

@@ -114,7 +114,7 @@ fn size_of(record: &oncegate_core::Record) -> usize {
         }
         _ => 0,
     };
-    response + record.steps.octets()
+    response + record.steps.size()
 }
 
 /// The primaries in an order that stays while they are the same. One without a name, where there is no Cluster.

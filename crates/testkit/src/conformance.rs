@@ -172,7 +172,7 @@ pub fn check_concurrent_claims<S: Store>(store: &S, rounds: u8, threads: u8) {
     }
 }
 
-/// A record takes as many steps, and as many octets of them, as its limits say, and not one more; it goes on as before then. What
+/// A record takes as many steps, and as many bytes of them, as its limits say, and not one more; it goes on as before then. What
 /// was released with steps is another request's no more than before, and an operator may end it.
 ///
 /// # Panics
@@ -192,7 +192,7 @@ pub fn check_steps<S: Store>(store: &S) {
         };
         (id, granted(&apply(id, Command::Claim(claim))).expect("the record is free"))
     };
-    let step = |octets: usize| Step::new("s", Bytes::from(vec![7; octets])).expect("it is within the limits");
+    let step = |bytes: usize| Step::new("s", Bytes::from(vec![7; bytes])).expect("it is within the limits");
     let record = |(id, token), number, step| apply(id, Command::Step(RecordStep { token, number, step }));
     let many = owned(0xe0);
     for number in 0..limits::MAX_STEPS {
@@ -203,7 +203,7 @@ pub fn check_steps<S: Store>(store: &S) {
     let large = owned(0xe1);
     let half = limits::MAX_STEPS_BYTES / 2;
     assert_eq!(record(large, 0, step(half)), Outcome::StepRecorded);
-    assert_eq!(record(large, 1, step(half - 1)), Outcome::StepsFull, "with the octets of both names");
+    assert_eq!(record(large, 1, step(half - 1)), Outcome::StepsFull, "with the bytes of both names");
     assert_eq!(record(large, 1, step(half - 2)), Outcome::StepRecorded);
     assert_eq!(record(large, 2, step(0)), Outcome::StepsFull);
     // Released half-way: it is not free for another request, and an operator may say what came of it.

@@ -9,20 +9,17 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use oncegate_core::{
-    Advisory, AuditEntry, Capabilities, Command, Extent, ListPage, ListQuery, Outcome, Record, RecordId,
-    Store, StoreError, StoreFuture, Timestamp,
+    Advisory, AuditEntry, Capabilities, Command, Extent, IntoStore, ListPage, ListQuery, Outcome, Record,
+    RecordId, Store, StoreError, StoreFuture, Timestamp,
 };
 
 /// Any store, with faults on demand. Without a fault it is the store inside.
 ///
 /// ```
-/// use std::sync::Arc;
-/// use oncegate_core::{MemoryStore, Store, Timestamp};
-/// # struct Still;
-/// # impl oncegate_core::Clock for Still { fn now(&self) -> Timestamp { Timestamp::from_millis(1) } }
+/// use oncegate_core::{MemoryStore, Store};
 /// use oncegate_testkit::{Fault, FaultyStore, Operation};
 ///
-/// let (store, faults) = FaultyStore::new(Arc::new(MemoryStore::new(Still)));
+/// let (store, faults) = FaultyStore::new(MemoryStore::default());
 /// faults.always(Operation::Check, Fault::Refuse);
 /// # let mut context = std::task::Context::from_waker(std::task::Waker::noop());
 /// assert!(matches!(store.check().as_mut().poll(&mut context), std::task::Poll::Ready(Err(_))));
@@ -192,7 +189,8 @@ impl fmt::Debug for Faults {
 impl FaultyStore {
     /// The store, and the handle on its faults.
     #[must_use]
-    pub fn new(inner: Arc<dyn Store>) -> (Self, Faults) {
+    pub fn new(store: impl IntoStore) -> (Self, Faults) {
+        let inner = store.into_store();
         let faults = Faults::default();
         (Self { inner, faults: faults.clone() }, faults)
     }
@@ -371,7 +369,7 @@ mod tests {
 
     #[test]
     fn a_fault_strikes_its_own_operation_as_often_as_asked() {
-        let (store, faults) = FaultyStore::new(Arc::new(MemoryStore::new(Still)));
+        let (store, faults) = FaultyStore::new(MemoryStore::new(Still));
         faults.next(1, Operation::Check, Fault::Refuse);
         faults.next(1, Operation::Check, Fault::Corrupt);
         assert_eq!(now(store.purge(1)), Some(Ok(0)));
@@ -383,7 +381,7 @@ mod tests {
 
     #[test]
     fn a_lost_answer_was_given_all_the_same() {
-        let (store, faults) = FaultyStore::new(Arc::new(MemoryStore::new(Still)));
+        let (store, faults) = FaultyStore::new(MemoryStore::new(Still));
         let id = RecordId::from_bytes([1; 32]);
         let claim = Command::Claim(oncegate_core::Claim {
             attempt: oncegate_core::AttemptId::new(1),
@@ -400,7 +398,7 @@ mod tests {
 
     #[test]
     fn a_stall_lasts_until_the_latch_opens() {
-        let (store, faults) = FaultyStore::new(Arc::new(MemoryStore::new(Still)));
+        let (store, faults) = FaultyStore::new(MemoryStore::new(Still));
         let latch = Latch::new();
         faults.always(Operation::Check, Fault::StallBefore(latch.clone()));
         assert_eq!(now(store.check()), None);

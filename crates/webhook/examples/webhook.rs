@@ -91,7 +91,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     create_dir_all(directory.join("effects"))?;
     create_dir_all(directory.join("dead"))?;
     let data = Arc::new(Data { directory: directory.clone(), hang: std::env::var("HANG").ok() });
-    let engine = Engine::new(Arc::new(EmbeddedStore::open(EmbeddedOptions::new(directory.join("records")))?));
+    let engine = Engine::new(EmbeddedStore::open(EmbeddedOptions::new(directory.join("records")))?);
 
     // A name, the variable with the secret, and how the sender signs.
     type Sender = (&'static str, &'static str, fn(&str) -> Result<WebhookScheme, ConfigError>);

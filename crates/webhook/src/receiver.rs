@@ -13,7 +13,7 @@ use http::header::{self, HeaderValue};
 use http::{HeaderName, StatusCode};
 use http_body_util::{BodyExt as _, LengthLimitError, Limited};
 use oncegate_core::{Clock, ErrorChain, Timestamp};
-use oncegate_engine::{ConfigError, Panicked, catch_panic};
+use oncegate_engine::{ConfigError, PanicError, catch_panic};
 use oncegate_inbox::{Event, EventKind, Message, Observer, ProcessOutcome, Processor, SourceInfo};
 use tokio::sync::Semaphore;
 use tokio_util::task::TaskTracker;
@@ -353,7 +353,7 @@ impl<P: Processor> WebhookReceiver<P> {
                         // A processor returns an outcome for every message.
                         Outcome::Verified(handled.into_iter().next().unwrap_or(ProcessOutcome::NotBegun))
                     }
-                    Err(Panicked) => Outcome::Panicked,
+                    Err(PanicError) => Outcome::Panicked,
                 };
                 inner.note(&outcome, started);
                 outcome

@@ -88,7 +88,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let data = PathBuf::from(std::env::var_os("DATA").unwrap_or_else(|| "payments-data".into()));
     let port: u16 = std::env::var("PORT").unwrap_or_else(|_| "3000".into()).parse()?;
 
-    let engine = Engine::new(Arc::new(EmbeddedStore::open(EmbeddedOptions::new(data.join("records")))?));
+    let engine = Engine::new(EmbeddedStore::open(EmbeddedOptions::new(data.join("records")))?);
     let layer =
         IdempotencyLayer::new(engine.clone()).with_settings(Settings::default().with_required_key(true))?;
     let ledger = Arc::new(Ledger::open(data.join("ledger.jsonl"))?);

@@ -60,7 +60,7 @@ async fn place(
     if !order.is_well_formed() {
         return Err(StatusCode::BAD_REQUEST.into_response());
     }
-    let scope = Scope::caller("customer", order.customer.as_bytes()).within(&[b"POST /orders"]);
+    let scope = Scope::caller("customer", &order.customer).within("POST /orders");
 
     let placed = transactor.transact(&scope, &key, &order, async |connection| {
         // The customer's row is locked from here to the commit. So sequences have no gaps, and the messages of a customer are

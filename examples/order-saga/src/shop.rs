@@ -16,7 +16,7 @@ use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
 use oncegate::core::{ErrorChain, OnAbandoned};
 use oncegate::engine::{
-    Attempt, Completer, ErrorFate, Failure, FunctionError, Resumable, StepError, StepErrors,
+    Attempt, CompleterOptions, ErrorFate, FunctionError, Resumable, StepError, StepFailure,
 };
 use oncegate::http::KeyGrammar;
 use oncegate::{EmbeddedOptions, EmbeddedStore, Engine, Policy, RedisOptions, RedisStore, Store};
@@ -122,12 +122,12 @@ struct Other {
 
 impl Other {
     /// Gives the number of the effect.
-    async fn call(&self, action: &str, key: String, about: Value) -> Result<u64, Failure<String>> {
+    async fn call(&self, action: &str, key: String, about: Value) -> Result<u64, StepFailure<String>> {
         let answer = tokio::time::timeout(self.patience, self.send(action, key, about));
         let (status, body) = match answer.await {
             Ok(Ok(answer)) => answer,
-            Ok(Err(error)) => return Err(Failure::Unsure(format!("{action}: {}", ErrorChain(&*error)))),
-            Err(_) => return Err(Failure::Unsure(format!("{action}: no answer in time"))),
+            Ok(Err(error)) => return Err(StepFailure::Unsure(format!("{action}: {}", ErrorChain(&*error)))),
+            Err(_) => return Err(StepFailure::Unsure(format!("{action}: no answer in time"))),
         };
         let body: Value = serde_json::from_slice(&body).unwrap_or_default();
         match (status, body["id"].as_u64(), body["refused"].as_str()) {
@@ -135,9 +135,9 @@ impl Other {
             // Only a clear no says that nothing took place, and never will. An answer about this call, such as 401, 429 or
             // 500, says nothing of an earlier one.
             (StatusCode::UNPROCESSABLE_ENTITY, _, Some(reason)) => {
-                Err(Failure::Final(format!("{action}: {reason}")))
+                Err(StepFailure::Final(format!("{action}: {reason}")))
             }
-            _ => Err(Failure::Unsure(format!("{action}: status {status}"))),
+            _ => Err(StepFailure::Unsure(format!("{action}: status {status}"))),
         }
     }
 
@@ -159,7 +159,7 @@ impl Other {
     }
 }
 
-type Orders = Resumable<Order, Receipt, StepError<String>, StepErrors>;
+type Orders = Resumable<Order, Receipt, StepError<String>, fn(&StepError<String>) -> ErrorFate>;
 
 async fn order(State(orders): State<Orders>, headers: HeaderMap, Json(order): Json<Order>) -> Response {
     let field = KeyGrammar::default().read(&headers, &HeaderName::from_static("idempotency-key"));
@@ -225,12 +225,12 @@ pub(crate) async fn serve(options: Options) -> Result<(), Box<dyn Error>> {
     let orders: Orders = engine
         .function("order")
         .with_policy(policy)
-        .with_errors(StepErrors)
+        .with_errors(StepError::fate as fn(&_) -> _)
         .resumable(move |attempt, order| sell(others.clone(), attempt, order))?;
     if options.complete_every_ms > 0 {
         let every = Duration::from_millis(options.complete_every_ms);
         // What was released half-way is left to its client for as long.
-        orders.spawn_completer(Completer::default().with_every(every).with_after(every));
+        orders.spawn_completer(CompleterOptions::default().with_interval(every).with_first_pause(every));
     }
 
     let service = Router::new().route("/orders", post(order)).with_state(orders);

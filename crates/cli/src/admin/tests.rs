@@ -147,7 +147,7 @@ impl Sidecar {
         let metrics = Metrics::new(move || promises.capabilities());
         let store = metrics.measured(store);
         let breaker = Breaker::new(store);
-        let engine = Engine::builder(Arc::new(breaker.clone())).with_observer(metrics.clone());
+        let engine = Engine::builder(breaker.clone()).with_observer(metrics.clone());
         let engine = engine.with_service(ServiceName::new("orders").unwrap()).build();
         let strict = Settings::new(Profile::stripe()).with_key_syntax(KeySyntax::Strict);
         let tenant = Settings::default().with_caller(CallerScope::single_tenant());
@@ -740,7 +740,7 @@ async fn a_resolution_that_says_too_little_or_too_much_changes_nothing() {
         ),
         (
             json!({"outcome": "completed", "status": 201, "reason": "r".repeat(1001)}),
-            "reason: it has 1001 octets; at most 1000 are kept.",
+            "reason: it has 1001 bytes; at most 1000 are kept.",
         ),
         (
             json!({"outcome": "completed", "status": 201, "reason": "r", "actor": "\u{1b}[31m"}),

@@ -196,7 +196,8 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
     let control = tokio::runtime::Handle::current();
     let breaker = Breaker::builder(metrics.measured(opened.store)).with_runtime(control.clone());
     let breaker = if opened.is_there { breaker } else { breaker.opened() };
-    let breaker = breaker.with_patience(config.store_patience).map_err(|error| error.to_string())?.build();
+    let breaker =
+        breaker.with_probe_timeout(config.store_patience).map_err(|error| error.to_string())?.build();
     let (store, cached) = cached::before(Arc::new(breaker.clone()), tier);
     let left = LeftBehind::default();
     let builder = Engine::builder(store).with_runtime(control);

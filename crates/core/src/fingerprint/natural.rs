@@ -112,9 +112,9 @@ impl NaturalKey {
 
 const PREFIX: &str = "json-";
 
-fn part(hasher: &mut Sha256, octets: &[u8]) {
-    hasher.update((octets.len() as u64).to_be_bytes());
-    hasher.update(octets);
+fn part(hasher: &mut Sha256, bytes: &[u8]) {
+    hasher.update((bytes.len() as u64).to_be_bytes());
+    hasher.update(bytes);
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use oncegate_testkit::{ManualClock, block_on};
 
 use super::disk::Disk;
 use super::{Random, claim, complete, id, open, open_with, response, token};
-use crate::{EmbeddedOptions, EmbeddedStore, OpenError};
+use crate::{EmbeddedOpenError, EmbeddedOptions, EmbeddedStore};
 
 const RECORDS: u64 = 150;
 
@@ -45,7 +45,7 @@ impl ClaimCounts {
                 self.opened += 1;
                 self.claim_all(&store);
             }
-            Err(OpenError::Damaged { .. }) => self.refused_to_open += 1,
+            Err(EmbeddedOpenError::Damaged { .. }) => self.refused_to_open += 1,
             Err(other) => panic!("refused as {other}"),
         }
     }
@@ -178,7 +178,7 @@ fn a_file_that_is_not_a_store_is_refused_and_left_unchanged() {
     for bytes in [b"#!/bin/sh\n".repeat(1000), vec![0; 1 << 16], vec![0xff; 1 << 16]] {
         let disk = Disk::of(bytes.clone());
         let error = open(&disk, clock()).unwrap_err();
-        assert!(matches!(error, OpenError::Damaged { .. }), "{error}");
+        assert!(matches!(error, EmbeddedOpenError::Damaged { .. }), "{error}");
         assert!(error.to_string().contains("oncegate check"), "{error}");
         assert_eq!(disk.lock().live, bytes, "the file was changed");
     }

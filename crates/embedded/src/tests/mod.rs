@@ -20,7 +20,7 @@ use oncegate_core::{
 use oncegate_testkit::ManualClock;
 use oncegate_testkit::conformance::{Suite, check_concurrent_claims};
 
-use crate::{EmbeddedOptions, EmbeddedStore, OpenError};
+use crate::{EmbeddedOpenError, EmbeddedOptions, EmbeddedStore};
 use disk::{Disk, DiskMedium};
 
 #[test]
@@ -37,11 +37,11 @@ fn exactly_one_of_many_concurrent_claims_executes() {
     check_concurrent_claims(&store, 20, 8);
 }
 
-fn open(disk: &Disk, clock: Arc<dyn Clock>) -> Result<EmbeddedStore, OpenError> {
+fn open(disk: &Disk, clock: Arc<dyn Clock>) -> Result<EmbeddedStore, EmbeddedOpenError> {
     open_with(disk, EmbeddedOptions::new("not a directory").with_clock(clock))
 }
 
-fn open_with(disk: &Disk, options: EmbeddedOptions) -> Result<EmbeddedStore, OpenError> {
+fn open_with(disk: &Disk, options: EmbeddedOptions) -> Result<EmbeddedStore, EmbeddedOpenError> {
     EmbeddedStore::open_medium(Box::new(DiskMedium(disk.clone())), options)
 }
 

@@ -8,8 +8,7 @@ use oncegate_core::{KeyError, StoreError};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::value::{self, NotJson};
-use crate::step::StepError;
+use super::value::{self, JsonError};
 
 /// Why a function's caller has no value.
 ///
@@ -69,7 +68,7 @@ pub enum FunctionError<E> {
     /// The key is no key.
     Key(KeyError),
     /// The input has no JSON to compare it by.
-    Input(NotJson),
+    Input(JsonError),
 }
 
 impl<E> FunctionError<E> {
@@ -134,29 +133,28 @@ impl<E: fmt::Debug + fmt::Display> std::error::Error for FunctionError<E> {
     }
 }
 
-/// What becomes of the record where the function returned an error.
+/// The effect of a function's error on its record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ErrorFate {
-    /// The error is the result: every later call gets the same one, and nothing runs again.
+    /// Stores the error as the result: every later call gets the same error, and nothing runs again.
     Store,
-    /// The key is free, and the next call runs the function. **Only where it is certain that nothing took effect.**
+    /// Frees the key: the next call runs the function. **Only if it is certain that nothing took effect.**
     Release,
-    /// It is not known what took effect. Under [`park`](oncegate_core::OnAbandoned::Park) every later call hears
-    /// [`FunctionError::Unknown`] until an operator says; otherwise the function runs again after the lease, as after a
-    /// crash, and sees [`Attempt::is_after_abandoned`](crate::Attempt::is_after_abandoned).
+    /// Leaves the outcome unknown. Under [`park`](oncegate_core::OnAbandoned::Park), every later call gets
+    /// [`FunctionError::Unknown`] until an operator resolves the record. Otherwise the function runs again after the lease, as
+    /// after a crash, and sees [`Attempt::is_after_abandoned`](crate::Attempt::is_after_abandoned).
     Unknown,
-    /// Nothing may run again before an operator has looked, whatever the policy says of the abandoned: every later call hears
-    /// [`FunctionError::Unknown`].
+    /// Keeps the key until an operator resolves the record, whatever the policy says about abandoned attempts: every later
+    /// call gets [`FunctionError::Unknown`].
     Park,
 }
 
-/// What an [`ErrorPolicy`] has to say of an error.
+/// The fate of one error, with its JSON if it is to be stored.
 #[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
 pub enum ErrorEnd {
-    /// [`ErrorFate::Store`], with the octets to store.
-    Store(Result<Vec<u8>, NotJson>),
+    /// [`ErrorFate::Store`], with the bytes to store.
+    Store(Result<Vec<u8>, JsonError>),
     /// [`ErrorFate::Release`].
     Release,
     /// [`ErrorFate::Unknown`].
@@ -165,24 +163,66 @@ pub enum ErrorEnd {
     Park,
 }
 
-/// What becomes of the record where a function returns an error of type `E`.
+/// The effect of a function's errors of type `E` on its record. See [`Function::with_errors`](super::Function::with_errors).
 ///
-/// [`UnknownErrors`] is the default: an error says that the function failed, and not that nothing happened. A payment that
-/// ended with a time-out may have been made.
+/// Implemented by
+///
+/// - every closure or function `Fn(&E) -> ErrorFate`, if `E` can be stored as JSON, such as
+///   [`StepError::fate`](crate::StepError::fate) for functions in [steps](crate::step);
+/// - [`ReleaseIf`], for any error;
+/// - [`UnknownErrors`], the default.
+///
+/// ```
+/// # use oncegate_core::MemoryStore;
+/// use oncegate_engine::{Attempt, Engine, ErrorFate, StepError};
+///
+/// #[derive(serde::Serialize, serde::Deserialize)]
+/// enum PayError { CardDeclined, NotSent, TimedOut }
+///
+/// let engine = Engine::new(MemoryStore::default());
+/// let pay = engine.function("pay").with_errors(|error: &PayError| match error {
+///     PayError::CardDeclined => ErrorFate::Store,
+///     PayError::NotSent => ErrorFate::Release,
+///     PayError::TimedOut => ErrorFate::Unknown,
+/// });
+///
+/// async fn order(attempt: Attempt) -> Result<u64, StepError<String>> { Ok(1) }
+/// let orders = engine.function("order").with_errors(StepError::fate);
+/// # drop((orders.run("k", &(), order), pay.run("k", &(), async |_| Err::<(), _>(PayError::TimedOut))));
+/// ```
 pub trait ErrorPolicy<E> {
-    /// What becomes of this error. Its JSON, where it is stored, is `max` octets at the most.
+    /// Decides the fate of an error. Its JSON, if it is stored, has at most `max` bytes.
+    #[doc(hidden)]
     fn end(&self, error: &E, max: usize) -> ErrorEnd;
 
-    /// Reads an error that was stored.
+    /// Reads a stored error.
     ///
     /// # Errors
-    /// Why it cannot be read, in words that show nothing of it.
+    /// The reason why it cannot be read, without any part of its value.
+    #[doc(hidden)]
     fn read(&self, stored: &[u8]) -> Result<E, String>;
+}
+
+impl<E: Serialize + DeserializeOwned, F: Fn(&E) -> ErrorFate> ErrorPolicy<E> for F {
+    fn end(&self, error: &E, max: usize) -> ErrorEnd {
+        match self(error) {
+            ErrorFate::Store => ErrorEnd::Store(value::encode(error, max)),
+            ErrorFate::Release => ErrorEnd::Release,
+            ErrorFate::Unknown => ErrorEnd::Unknown,
+            ErrorFate::Park => ErrorEnd::Park,
+        }
+    }
+
+    fn read(&self, stored: &[u8]) -> Result<E, String> {
+        value::decode(stored)
+    }
 }
 
 const NOT_STORED: &str = "it holds an error, and errors of this function are not stored";
 
-/// After an error the outcome is unknown: [`ErrorFate::Unknown`].
+/// The default policy: after every error the outcome is unknown ([`ErrorFate::Unknown`]).
+///
+/// An error says that the function failed, not that nothing happened: a payment that timed out may have been made.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct UnknownErrors;
 
@@ -196,110 +236,25 @@ impl<E> ErrorPolicy<E> for UnknownErrors {
     }
 }
 
-/// An error frees the key: [`ErrorFate::Release`]. Only for functions that return an error where nothing took effect.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct ReleasedErrors;
-
-impl<E> ErrorPolicy<E> for ReleasedErrors {
-    fn end(&self, _: &E, _: usize) -> ErrorEnd {
-        ErrorEnd::Release
-    }
-
-    fn read(&self, _: &[u8]) -> Result<E, String> {
-        Err(NOT_STORED.to_owned())
-    }
-}
-
-/// An error of which this says that nothing took effect frees the key; after any other one the outcome is unknown. For errors
-/// that serde does not know.
+/// A policy for errors that serde does not know: the closure returns whether it is certain that nothing took effect.
+///
+/// If it returns true, the key is free ([`ErrorFate::Release`]). Otherwise the outcome is unknown ([`ErrorFate::Unknown`]).
 ///
 /// ```
-/// use oncegate_engine::ReleasedIf;
+/// use oncegate_engine::ReleaseIf;
 ///
 /// enum Declined { BeforeTheCall, TimedOut }
-/// let policy = ReleasedIf(|error: &Declined| matches!(error, Declined::BeforeTheCall));
+/// let policy = ReleaseIf(|error: &Declined| matches!(error, Declined::BeforeTheCall));
 /// ```
 #[derive(Clone, Copy, Debug)]
-pub struct ReleasedIf<F>(pub F);
+pub struct ReleaseIf<F>(pub F);
 
-impl<E, F: Fn(&E) -> bool> ErrorPolicy<E> for ReleasedIf<F> {
+impl<E, F: Fn(&E) -> bool> ErrorPolicy<E> for ReleaseIf<F> {
     fn end(&self, error: &E, _: usize) -> ErrorEnd {
         if (self.0)(error) { ErrorEnd::Release } else { ErrorEnd::Unknown }
     }
 
     fn read(&self, _: &[u8]) -> Result<E, String> {
         Err(NOT_STORED.to_owned())
-    }
-}
-
-/// An error is stored like a value: [`ErrorFate::Store`].
-#[derive(Clone, Copy, Debug, Default)]
-pub struct StoredErrors;
-
-impl<E: Serialize + DeserializeOwned> ErrorPolicy<E> for StoredErrors {
-    fn end(&self, error: &E, max: usize) -> ErrorEnd {
-        ErrorEnd::Store(value::encode(error, max))
-    }
-
-    fn read(&self, stored: &[u8]) -> Result<E, String> {
-        value::decode(stored)
-    }
-}
-
-/// This says for each error what becomes of it.
-///
-/// ```
-/// use oncegate_engine::{ErrorFate, FateOf};
-///
-/// #[derive(serde::Serialize, serde::Deserialize)]
-/// enum PayError { CardDeclined, NotSent, TimedOut }
-/// let policy = FateOf(|error: &PayError| match error {
-///     PayError::CardDeclined => ErrorFate::Store,
-///     PayError::NotSent => ErrorFate::Release,
-///     PayError::TimedOut => ErrorFate::Unknown,
-/// });
-/// ```
-#[derive(Clone, Copy, Debug)]
-pub struct FateOf<F>(pub F);
-
-impl<E: Serialize + DeserializeOwned, F: Fn(&E) -> ErrorFate> ErrorPolicy<E> for FateOf<F> {
-    fn end(&self, error: &E, max: usize) -> ErrorEnd {
-        match (self.0)(error) {
-            ErrorFate::Store => StoredErrors.end(error, max),
-            ErrorFate::Release => ErrorEnd::Release,
-            ErrorFate::Unknown => ErrorEnd::Unknown,
-            ErrorFate::Park => ErrorEnd::Park,
-        }
-    }
-
-    fn read(&self, stored: &[u8]) -> Result<E, String> {
-        value::decode(stored)
-    }
-}
-
-/// For functions in [steps](crate::step) that return [`StepError`]: the record goes on as [`StepError::fate`] says.
-///
-/// ```
-/// # use std::sync::Arc;
-/// # use oncegate_core::{Clock, MemoryStore, Timestamp};
-/// # struct Fixed;
-/// # impl Clock for Fixed { fn now(&self) -> Timestamp { Timestamp::from_millis(1) } }
-/// use oncegate_engine::{Attempt, Engine, StepError, StepErrors};
-///
-/// # let engine = Engine::new(Arc::new(MemoryStore::new(Fixed)));
-/// async fn order(attempt: Attempt) -> Result<u64, StepError<String>> { Ok(1) }
-/// let orders = engine.function("order").with_errors(StepErrors);
-/// # drop(orders.run("k", &(), order));
-/// ```
-#[derive(Clone, Copy, Debug, Default)]
-pub struct StepErrors;
-
-impl<E: Serialize + DeserializeOwned> ErrorPolicy<StepError<E>> for StepErrors {
-    fn end(&self, error: &StepError<E>, max: usize) -> ErrorEnd {
-        FateOf(StepError::fate).end(error, max)
-    }
-
-    fn read(&self, stored: &[u8]) -> Result<StepError<E>, String> {
-        value::decode(stored)
     }
 }

@@ -73,9 +73,9 @@ impl KeyText {
         let end = behind.unwrap_or(',');
         for character in value.chars() {
             if character == end || character == '%' {
-                for octet in character.encode_utf8(&mut [0; 4]).bytes() {
+                for byte in character.encode_utf8(&mut [0; 4]).bytes() {
                     // Writing to a string cannot fail.
-                    let _ = write!(self.text, "%{octet:02X}");
+                    let _ = write!(self.text, "%{byte:02X}");
                 }
             } else {
                 self.text.push(character);
@@ -133,6 +133,6 @@ mod tests {
         assert_eq!(KeyText::new("order-").value("").key(), Err(KeyError::EmptyValue));
         assert_eq!(KeyText::new("").key(), Err(KeyError::Empty));
         let long = "a".repeat(256);
-        assert_eq!(KeyText::new("").value(&long).key(), Err(KeyError::TooLong { octets: 256 }));
+        assert_eq!(KeyText::new("").value(&long).key(), Err(KeyError::TooLong { bytes: 256 }));
     }
 }

@@ -17,14 +17,13 @@ use oncegate_core::{
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-pub use self::errors::{
-    ErrorEnd, ErrorFate, ErrorPolicy, FateOf, FunctionError, ReleasedErrors, ReleasedIf, StepErrors,
-    StoredErrors, UnknownErrors,
-};
+#[doc(hidden)]
+pub use self::errors::ErrorEnd;
+pub use self::errors::{ErrorFate, ErrorPolicy, FunctionError, ReleaseIf, UnknownErrors};
 pub use self::key::KeyText;
-pub use self::resumable::{Completer, CompleterRound, Resumable};
-pub use self::run::{Ran, Stored};
-pub use self::value::NotJson;
+pub use self::resumable::{CompleterOptions, CompleterRound, Resumable};
+pub use self::run::{FunctionOutput, StorageStatus};
+pub use self::value::JsonError;
 
 use crate::attempt::Attempt;
 use crate::engine::Engine;
@@ -53,7 +52,7 @@ const RESULT_MAX: usize = 1024 * 1024;
 ///    the [policy](Self::with_policy) says.
 /// 3. The value is stored as JSON before the first caller gets it, and every later call gets it until the retention ends: also
 ///    `false`, `0`, `""`, `[]`, `None` and `()`.
-/// 4. What has no JSON that says the same ([`NotJson`]), or is too large, is not stored. The first caller gets it, the others
+/// 4. What has no JSON that says the same ([`JsonError`]), or is too large, is not stored. The first caller gets it, the others
 ///    [`FunctionError::NotReplayable`]. Nothing is run again for that.
 /// 5. An error is stored, frees the key or leaves the outcome unknown, as [`with_errors`](Self::with_errors) says. A panic
 ///    always leaves it unknown.
@@ -66,15 +65,11 @@ const RESULT_MAX: usize = 1024 * 1024;
 /// outcome is unknown, or the function runs again under `reexecute`: the same as after a crash. The key is never freed.
 ///
 /// ```
-/// use std::sync::Arc;
-/// # use oncegate_core::{Clock, MemoryStore, Timestamp};
+/// # use oncegate_core::MemoryStore;
 /// use oncegate_engine::{Engine, FunctionError};
-/// # struct Fixed;
-/// # impl Clock for Fixed { fn now(&self) -> Timestamp { Timestamp::from_millis(1) } }
-/// # let clock = Fixed;
 ///
 /// # tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(async {
-/// let engine = Engine::new(Arc::new(MemoryStore::new(clock)));
+/// let engine = Engine::new(MemoryStore::default());
 /// let charge = engine.function("charge");
 ///
 /// let pay = |cents: u64| charge.run("order-123", &cents, async move |attempt| {
@@ -102,7 +97,7 @@ struct Settings {
     label: Label,
     policy: Policy,
     rules: FingerprintRules,
-    result_max: usize,
+    max_result_bytes: usize,
 }
 
 impl Engine {
@@ -122,7 +117,7 @@ impl Engine {
                 has_caller: false,
                 policy: Policy::default(),
                 rules: FingerprintRules::new(),
-                result_max: RESULT_MAX,
+                max_result_bytes: RESULT_MAX,
             }),
             errors: UnknownErrors,
         }
@@ -165,7 +160,7 @@ impl<P> Function<P> {
     pub fn with_caller(self, kind: &str, identity: impl AsRef<[u8]>) -> Self {
         self.with(|settings| {
             settings.has_caller = true;
-            settings.scope = settings.engine.in_service(Scope::caller(kind, identity.as_ref()));
+            settings.scope = settings.engine.in_service(Scope::caller(kind, identity));
             settings.label = Label::new(settings.scope.caller_tag(), &settings.name);
         })
     }
@@ -177,23 +172,21 @@ impl<P> Function<P> {
         self.with(|settings| settings.rules = rules)
     }
 
-    /// How many octets the JSON of a result, or of an error that is stored, may have: 1 MiB by default. What is larger is not
+    /// How many bytes the JSON of a result, or of an error that is stored, may have: 1 MiB by default. What is larger is not
     /// stored.
     ///
     /// # Errors
     /// More than [`limits::MAX_RESPONSE_BYTES`].
-    pub fn with_result_max(self, octets: usize) -> Result<Self, ConfigError> {
-        if octets > limits::MAX_RESPONSE_BYTES {
+    pub fn with_max_result_bytes(self, bytes: usize) -> Result<Self, ConfigError> {
+        if bytes > limits::MAX_RESPONSE_BYTES {
             let max = limits::MAX_RESPONSE_BYTES;
-            return Err(ConfigError::new(format!(
-                "a result of {octets} octets; at most {max} can be stored"
-            )));
+            return Err(ConfigError::new(format!("a result of {bytes} bytes; at most {max} can be stored")));
         }
-        Ok(self.with(|settings| settings.result_max = octets))
+        Ok(self.with(|settings| settings.max_result_bytes = bytes))
     }
 
-    /// What becomes of the record where the function returns an error: [`UnknownErrors`] (the default), [`ReleasedErrors`],
-    /// [`ReleasedIf`], [`StoredErrors`], [`FateOf`], [`StepErrors`] for functions in steps, or a policy of your own.
+    /// Sets the effect of the function's errors on its record: a closure from the error to an [`ErrorFate`], or [`ReleaseIf`] for
+    /// errors that serde does not know. By default the outcome is unknown after every error. See [`ErrorPolicy`].
     #[must_use]
     pub fn with_errors<Q>(self, errors: Q) -> Function<Q> {
         Function { settings: self.settings, errors }
@@ -209,7 +202,7 @@ impl<P> Function<P> {
     #[must_use]
     pub fn record_id(&self, key: &IdempotencyKey) -> RecordId {
         let operation = [OPERATION, self.settings.name.as_bytes()];
-        RecordId::derive(&self.settings.scope.within(&operation), key)
+        RecordId::derive(&self.settings.scope.within_parts(&operation), key)
     }
 
     /// The answer with which an [operator](crate::Operator::complete) completes a record of this function, so that later calls
@@ -217,7 +210,7 @@ impl<P> Function<P> {
     ///
     /// # Errors
     /// JSON cannot say it, or it is too large.
-    pub fn answer<T: Serialize + ?Sized>(&self, value: &T) -> Result<StoredResponse, NotJson> {
+    pub fn answer<T: Serialize + ?Sized>(&self, value: &T) -> Result<StoredResponse, JsonError> {
         run::answer(run::VALUE, value::encode_input(value)?)
     }
 
@@ -326,7 +319,7 @@ pub struct Call<P = UnknownErrors> {
 #[derive(Clone, Copy)]
 enum NoCall {
     Key(KeyError),
-    Input(NotJson),
+    Input(JsonError),
 }
 
 impl<E> From<NoCall> for FunctionError<E> {

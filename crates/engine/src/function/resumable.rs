@@ -17,7 +17,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::{JoinHandle, JoinSet};
 
 use super::errors::{ErrorPolicy, FunctionError};
-use super::run::{Claimed, Ran, joined};
+use super::run::{Claimed, FunctionOutput, joined};
 use super::value;
 use super::{Function, NoCall};
 use crate::attempt::{Attempt, Permit};
@@ -81,14 +81,14 @@ impl UnderWay {
 
 /// How a [completer](Resumable::complete) goes about it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Completer {
+pub struct CompleterOptions {
     every: Duration,
     after: Duration,
     max_pause: Duration,
     max_age: Duration,
 }
 
-impl Default for Completer {
+impl Default for CompleterOptions {
     /// Every ten seconds; what was released a minute ago or earlier, then with pauses that double up to 15 minutes, until 23
     /// hours after the first attempt.
     fn default() -> Self {
@@ -101,18 +101,18 @@ impl Default for Completer {
     }
 }
 
-impl Completer {
+impl CompleterOptions {
     /// How long it rests after it has gone through all records. Each round reads every record of the store once, a page at a
     /// time.
     #[must_use]
-    pub const fn with_every(self, every: Duration) -> Self {
+    pub const fn with_interval(self, every: Duration) -> Self {
         Self { every, ..self }
     }
 
     /// How long a call that was released half-way is left to its caller's own retries. The pause before the next attempt at the
     /// same call, which doubles with each one.
     #[must_use]
-    pub const fn with_after(self, after: Duration) -> Self {
+    pub const fn with_first_pause(self, after: Duration) -> Self {
         Self { after, ..self }
     }
 
@@ -158,7 +158,7 @@ impl<P> Function<P> {
     ///
     /// # Errors
     /// Where the policy is `park`, or to reconcile: then it is not for the program to go on. Where the name has a NUL or more
-    /// than [`limits::MAX_OPERATION_BYTES`] octets: then the function's records cannot be told by it.
+    /// than [`limits::MAX_OPERATION_BYTES`] bytes: then the function's records cannot be told by it.
     pub fn resumable<I, T, E, F, Fut>(self, run: F) -> Result<Resumable<I, T, E, P>, ConfigError>
     where
         F: Fn(Attempt, I) -> Fut + Send + Sync + 'static,
@@ -173,7 +173,7 @@ impl<P> Function<P> {
         if self.settings.label.operation() != name || name.contains('\0') {
             let max = limits::MAX_OPERATION_BYTES;
             return Err(ConfigError::new(format!(
-                "a resumable function is found by its name: that has no NUL, and at most {max} octets"
+                "a resumable function is found by its name: that has no NUL, and at most {max} bytes"
             )));
         }
         let run: Run<I, T, E> = Arc::new(move |attempt, input| Box::pin(run(attempt, input)));
@@ -205,7 +205,7 @@ where
     ///
     /// # Errors
     /// [`FunctionError`].
-    pub async fn run_detailed<K>(&self, key: K, input: &I) -> Result<Ran<T>, FunctionError<E>>
+    pub async fn run_detailed<K>(&self, key: K, input: &I) -> Result<FunctionOutput<T>, FunctionError<E>>
     where
         K: TryInto<IdempotencyKey>,
         K::Error: Into<KeyError>,
@@ -218,12 +218,12 @@ where
     }
 
     /// Executes in a task of its own. Nothing is waited for between the claim and this.
-    fn spawn(&self, permit: Permit, json: Bytes) -> JoinHandle<Result<Ran<T>, FunctionError<E>>> {
+    fn spawn(&self, permit: Permit, json: Bytes) -> JoinHandle<Result<FunctionOutput<T>, FunctionError<E>>> {
         let this = self.clone();
         self.function.settings.engine.spawn(async move { this.execute(permit, json).await })
     }
 
-    async fn execute(&self, permit: Permit, json: Bytes) -> Result<Ran<T>, FunctionError<E>> {
+    async fn execute(&self, permit: Permit, json: Bytes) -> Result<FunctionOutput<T>, FunctionError<E>> {
         // Before anything takes effect: what nobody could go on with is not begun.
         let input = permit.attempt().begin(json).await.and_then(|json| {
             value::decode(&json)
@@ -252,7 +252,7 @@ where
     ///
     /// # Errors
     /// What the store said.
-    pub async fn complete(&self, how: Completer) -> Result<CompleterRound, StoreError> {
+    pub async fn complete(&self, how: CompleterOptions) -> Result<CompleterRound, StoreError> {
         let mut under_way = UnderWay::new();
         let round = self.round(how, &mut under_way).await?;
         while under_way.calls.join_next().await.is_some() {}
@@ -260,7 +260,11 @@ where
     }
 
     /// As [`complete`](Self::complete), and leaves behind what still runs. To drop what is under way stops none of it.
-    async fn round(&self, how: Completer, under_way: &mut UnderWay) -> Result<CompleterRound, StoreError> {
+    async fn round(
+        &self,
+        how: CompleterOptions,
+        under_way: &mut UnderWay,
+    ) -> Result<CompleterRound, StoreError> {
         let mut round = CompleterRound::default();
         for (state, min_age) in [(StateName::Abandoned, Duration::ZERO), (StateName::Released, how.after)] {
             let mut query = ListQuery::default();
@@ -309,7 +313,7 @@ where
 
     /// Completes again and again, in a task of its own, until the engine is [drained](crate::Engine::drain). What the store does
     /// not answer is logged and asked again in the next round.
-    pub fn spawn_completer(&self, how: Completer) -> JoinHandle<()> {
+    pub fn spawn_completer(&self, how: CompleterOptions) -> JoinHandle<()> {
         let this = self.clone();
         let engine = self.function.settings.engine.clone();
         self.function.settings.engine.spawn(async move {

@@ -12,9 +12,9 @@ use serde::de::DeserializeOwned;
 use tokio::task::JoinHandle;
 
 use super::errors::{ErrorEnd, ErrorFate, ErrorPolicy, FunctionError};
-use super::value::{self, NotJson, guarded};
+use super::value::{self, JsonError, guarded};
 use super::{Call, Function};
-use crate::attempt::{Attempt, Permit, Settled};
+use crate::attempt::{Attempt, Permit, SettleOutcome};
 use crate::engine::{ClaimOutcome, ClaimRequest};
 use crate::lease::LeaseError;
 use crate::panic::catch_panic;
@@ -28,16 +28,16 @@ const ERROR: u16 = 500;
 /// A value, and how it came about.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Ran<T> {
+pub struct FunctionOutput<T> {
     /// The value.
     pub value: T,
     /// Which attempt at the record gave it, from 1, where this call ran the function; `None` where it was replayed.
     pub attempt: Option<u32>,
     /// Whether later calls get it.
-    pub stored: Stored,
+    pub stored: StorageStatus,
 }
 
-impl<T> Ran<T> {
+impl<T> FunctionOutput<T> {
     /// Whether an earlier call ran the function, and this value comes from the record.
     #[must_use]
     pub const fn is_replayed(&self) -> bool {
@@ -48,11 +48,11 @@ impl<T> Ran<T> {
 /// Whether later calls get a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Stored {
+pub enum StorageStatus {
     /// They do.
-    Yes,
-    /// They hear [`FunctionError::NotReplayable`], for this reason. The function is not run again.
-    No(NotJson),
+    Stored,
+    /// They get [`FunctionError::NotReplayable`], for this reason. The function is not run again.
+    NotStored(JsonError),
     /// The store is out of reach. The engine goes on trying until the lease ends; if that fails, the record is left to what the
     /// policy says of the abandoned.
     Deferred,
@@ -80,7 +80,7 @@ impl<P> Call<P> {
     ///
     /// # Errors
     /// [`FunctionError`].
-    pub async fn run_detailed<F, Fut, T, E>(self, run: F) -> Result<Ran<T>, FunctionError<E>>
+    pub async fn run_detailed<F, Fut, T, E>(self, run: F) -> Result<FunctionOutput<T>, FunctionError<E>>
     where
         F: FnOnce(Attempt) -> Fut + Send + 'static,
         Fut: Future<Output = Result<T, E>> + Send + 'static,
@@ -117,7 +117,10 @@ impl<P> Call<P> {
     ///
     /// # Errors
     /// [`FunctionError`].
-    pub async fn run_in_place_detailed<F, Fut, T, E>(self, run: F) -> Result<Ran<T>, FunctionError<E>>
+    pub async fn run_in_place_detailed<F, Fut, T, E>(
+        self,
+        run: F,
+    ) -> Result<FunctionOutput<T>, FunctionError<E>>
     where
         F: FnOnce(Attempt) -> Fut,
         Fut: Future<Output = Result<T, E>>,
@@ -155,15 +158,15 @@ pub(super) enum Claimed {
 }
 
 /// A result as a record keeps it.
-pub(super) fn answer(status: u16, json: Vec<u8>) -> Result<StoredResponse, NotJson> {
+pub(super) fn answer(status: u16, json: Vec<u8>) -> Result<StoredResponse, JsonError> {
     let fields = [("content-type", &b"application/json"[..])];
-    StoredResponse::new(status, &fields, &[Bytes::from(json)], &[]).map_err(|_| NotJson::TooLarge)
+    StoredResponse::new(status, &fields, &[Bytes::from(json)], &[]).map_err(|_| JsonError::TooLarge)
 }
 
 /// What a task came to that runs a function.
 pub(super) async fn joined<T, E>(
-    task: JoinHandle<Result<Ran<T>, FunctionError<E>>>,
-) -> Result<Ran<T>, FunctionError<E>> {
+    task: JoinHandle<Result<FunctionOutput<T>, FunctionError<E>>>,
+) -> Result<FunctionOutput<T>, FunctionError<E>> {
     match task.await {
         Ok(result) => result,
         Err(error) if error.is_panic() => Err(FunctionError::Panicked),
@@ -178,7 +181,7 @@ impl<P> Function<P> {
         &self,
         permit: Permit,
         run: F,
-    ) -> Result<Ran<T>, FunctionError<E>>
+    ) -> Result<FunctionOutput<T>, FunctionError<E>>
     where
         F: FnOnce(Attempt) -> Fut,
         Fut: Future<Output = Result<T, E>>,
@@ -201,7 +204,7 @@ impl<P> Function<P> {
             self.end_unknown(permit).await;
             return Err(FunctionError::Panicked);
         };
-        let max = self.settings.result_max;
+        let max = self.settings.max_result_bytes;
         match result {
             // An earlier attempt ended with an error, and has begun to take back what was finished.
             Ok(_) if attempt.ends_with_error() => {
@@ -210,7 +213,7 @@ impl<P> Function<P> {
             }
             Ok(value) => {
                 let stored = self.store(permit, id, VALUE, value::encode(&value, max)).await;
-                Ok(Ran { value, attempt: Some(number), stored })
+                Ok(FunctionOutput { value, attempt: Some(number), stored })
             }
             Err(error) => {
                 // A policy that panics says nothing.
@@ -271,21 +274,21 @@ impl<P> Function<P> {
         permit: Permit,
         id: RecordId,
         status: u16,
-        json: Result<Vec<u8>, NotJson>,
-    ) -> Stored {
+        json: Result<Vec<u8>, JsonError>,
+    ) -> StorageStatus {
         let response = json.and_then(|json| answer(status, json));
         let (completion, stored) = match response {
-            Ok(response) => (Completion::Replayable(response), Stored::Yes),
+            Ok(response) => (Completion::Replayable(response), StorageStatus::Stored),
             Err(why) => {
                 let function = &*self.settings.name;
                 tracing::warn!(function, record = %id, %why, "a result was not stored and cannot be replayed");
-                (Completion::Tombstone, Stored::No(why))
+                (Completion::Tombstone, StorageStatus::NotStored(why))
             }
         };
         match self.settle(permit.complete(completion)).await {
-            Some(Settled::Done) => stored,
-            Some(Settled::Fenced) => Stored::Fenced,
-            Some(Settled::Deferred(_) | Settled::Left) | None => Stored::Deferred,
+            Some(SettleOutcome::Done) => stored,
+            Some(SettleOutcome::Fenced) => StorageStatus::Fenced,
+            Some(SettleOutcome::Deferred(_) | SettleOutcome::LeftToLease) | None => StorageStatus::Deferred,
         }
     }
 
@@ -298,8 +301,11 @@ impl<P> Function<P> {
     }
 
     /// Waits for the end of an attempt, which goes on where the caller goes away. `None` where the runtime ended first.
-    async fn settle(&self, end: impl Future<Output = Settled> + Send + 'static) -> Option<Settled> {
-        let mut end: Pin<Box<dyn Future<Output = Settled> + Send>> = Box::pin(end);
+    async fn settle(
+        &self,
+        end: impl Future<Output = SettleOutcome> + Send + 'static,
+    ) -> Option<SettleOutcome> {
+        let mut end: Pin<Box<dyn Future<Output = SettleOutcome> + Send>> = Box::pin(end);
         // Most stores in this process answer at once, and need no task.
         if let Poll::Ready(settled) = std::future::poll_fn(|cx| Poll::Ready(end.as_mut().poll(cx))).await {
             return Some(settled);
@@ -307,7 +313,10 @@ impl<P> Function<P> {
         self.settings.engine.spawn(end).await.ok()
     }
 
-    pub(super) fn replay<T, E>(&self, response: &StoredResponse) -> Result<Ran<T>, FunctionError<E>>
+    pub(super) fn replay<T, E>(
+        &self,
+        response: &StoredResponse,
+    ) -> Result<FunctionOutput<T>, FunctionError<E>>
     where
         T: DeserializeOwned,
         P: ErrorPolicy<E>,
@@ -317,7 +326,7 @@ impl<P> Function<P> {
         let body = response.body();
         if matches!(response.status(), 200..300) {
             let value = value::decode(&body).map_err(undecodable)?;
-            return Ok(Ran { value, attempt: None, stored: Stored::Yes });
+            return Ok(FunctionOutput { value, attempt: None, stored: StorageStatus::Stored });
         }
         let error = guarded(|| self.errors.read(&body))
             .unwrap_or_else(|| Err("reading the error panicked".to_owned()))

@@ -13,7 +13,7 @@ use serde::ser::{self, Serialize};
 /// What JSON cannot say is found before it is written down, because a replay must be what the first caller got.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum NotJson {
+pub enum JsonError {
     /// It holds a number that is not finite. JSON has none; serde writes `null`.
     NotFinite,
     /// It holds `Some` of something that is itself written as `null`, such as `Some(None)` or `Some(())`: it would be read
@@ -23,11 +23,11 @@ pub enum NotJson {
     NotSerialized,
     /// What was written cannot be read back as the same type: a field is left out that is needed, or it is nested too deeply.
     NotReadBack,
-    /// Its JSON is larger than [`Function::with_result_max`](super::Function::with_result_max) allows.
+    /// Its JSON is larger than [`Function::with_max_result_bytes`](super::Function::with_max_result_bytes) allows.
     TooLarge,
 }
 
-impl fmt::Display for NotJson {
+impl fmt::Display for JsonError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::NotFinite => "it holds a number that is not finite, and JSON has none",
@@ -39,26 +39,26 @@ impl fmt::Display for NotJson {
     }
 }
 
-impl std::error::Error for NotJson {}
+impl std::error::Error for JsonError {}
 
-/// The JSON of a result: at most `max` octets, and read back once, so that a type that cannot be is found now and not by a
+/// The JSON of a result: at most `max` bytes, and read back once, so that a type that cannot be is found now and not by a
 /// replay.
-pub(crate) fn encode<T: Serialize + DeserializeOwned>(value: &T, max: usize) -> Result<Vec<u8>, NotJson> {
+pub(crate) fn encode<T: Serialize + DeserializeOwned>(value: &T, max: usize) -> Result<Vec<u8>, JsonError> {
     // The value's own code runs here, after the effect took place: a panic in it must not hide that.
     guarded(|| {
         value.serialize(Check(&mut Seen::default())).map_err(|fault| fault.0)?;
         let mut to = Bounded { json: Vec::with_capacity(128), max, is_full: false };
         if serde_json::to_writer(&mut to, value).is_err() {
-            return Err(if to.is_full { NotJson::TooLarge } else { NotJson::NotSerialized });
+            return Err(if to.is_full { JsonError::TooLarge } else { JsonError::NotSerialized });
         }
         let reads_back = serde_json::from_slice::<T>(&to.json).is_ok();
-        reads_back.then_some(to.json).ok_or(NotJson::NotReadBack)
+        reads_back.then_some(to.json).ok_or(JsonError::NotReadBack)
     })
-    .unwrap_or(Err(NotJson::NotSerialized))
+    .unwrap_or(Err(JsonError::NotSerialized))
 }
 
 /// The JSON of an input.
-pub(crate) fn encode_input<T: Serialize + ?Sized>(value: &T) -> Result<Vec<u8>, NotJson> {
+pub(crate) fn encode_input<T: Serialize + ?Sized>(value: &T) -> Result<Vec<u8>, JsonError> {
     let mut seen = Seen::default();
     value.serialize(Check(&mut seen)).map_err(|fault| fault.0)?;
     // A hash map has another order each time. Where numbers keep the canonical form away, its order would count.
@@ -68,7 +68,7 @@ pub(crate) fn encode_input<T: Serialize + ?Sized>(value: &T) -> Result<Vec<u8>, 
     {
         return Ok(json);
     }
-    serde_json::to_vec(value).map_err(|_| NotJson::NotSerialized)
+    serde_json::to_vec(value).map_err(|_| JsonError::NotSerialized)
 }
 
 /// Reads a stored value. Nothing at all, which an operator may have given, is read as `null`.
@@ -102,7 +102,7 @@ pub(crate) fn guarded<R>(of: impl FnOnce() -> R) -> Option<R> {
     catch_unwind(AssertUnwindSafe(of)).ok()
 }
 
-/// Takes so many octets and no more.
+/// Takes so many bytes and no more.
 struct Bounded {
     json: Vec<u8>,
     max: usize,
@@ -110,13 +110,13 @@ struct Bounded {
 }
 
 impl io::Write for Bounded {
-    fn write(&mut self, octets: &[u8]) -> io::Result<usize> {
-        if octets.len() > self.max.saturating_sub(self.json.len()) {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if bytes.len() > self.max.saturating_sub(self.json.len()) {
             self.is_full = true;
             return Err(io::ErrorKind::FileTooLarge.into());
         }
-        self.json.extend_from_slice(octets);
-        Ok(octets.len())
+        self.json.extend_from_slice(bytes);
+        Ok(bytes.len())
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -141,7 +141,7 @@ enum Shape {
 struct Check<'a>(&'a mut Seen);
 
 #[derive(Debug)]
-struct Fault(NotJson);
+struct Fault(JsonError);
 
 impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -153,7 +153,7 @@ impl std::error::Error for Fault {}
 
 impl ser::Error for Fault {
     fn custom<T: fmt::Display>(_: T) -> Self {
-        Self(NotJson::NotSerialized)
+        Self(JsonError::NotSerialized)
     }
 }
 
@@ -190,7 +190,7 @@ impl ser::Serializer for Check<'_> {
     }
 
     fn serialize_f64(self, value: f64) -> Checked {
-        if value.is_finite() { Ok(Shape::Other) } else { Err(Fault(NotJson::NotFinite)) }
+        if value.is_finite() { Ok(Shape::Other) } else { Err(Fault(JsonError::NotFinite)) }
     }
 
     fn serialize_none(self) -> Checked {
@@ -199,7 +199,7 @@ impl ser::Serializer for Check<'_> {
 
     fn serialize_some<T: Serialize + ?Sized>(self, value: &T) -> Checked {
         match value.serialize(self)? {
-            Shape::Null => Err(Fault(NotJson::SomeOfNull)),
+            Shape::Null => Err(Fault(JsonError::SomeOfNull)),
             Shape::Other => Ok(Shape::Other),
         }
     }
@@ -328,18 +328,18 @@ mod tests {
     #[test]
     fn a_number_that_is_not_finite_and_a_some_of_null_are_found_wherever_they_are() {
         let max = 1 << 20;
-        assert_eq!(encode(&Some(f64::NAN), max), Err(NotJson::NotFinite));
-        assert_eq!(encode(&vec![1.0, f64::INFINITY], max), Err(NotJson::NotFinite));
-        assert_eq!(encode(&("a".to_owned(), f32::NEG_INFINITY), max), Err(NotJson::NotFinite));
-        assert_eq!(encode(&vec![Some(None::<u8>)], max), Err(NotJson::SomeOfNull));
-        assert_eq!(encode(&Some(()), max), Err(NotJson::SomeOfNull));
+        assert_eq!(encode(&Some(f64::NAN), max), Err(JsonError::NotFinite));
+        assert_eq!(encode(&vec![1.0, f64::INFINITY], max), Err(JsonError::NotFinite));
+        assert_eq!(encode(&("a".to_owned(), f32::NEG_INFINITY), max), Err(JsonError::NotFinite));
+        assert_eq!(encode(&vec![Some(None::<u8>)], max), Err(JsonError::SomeOfNull));
+        assert_eq!(encode(&Some(()), max), Err(JsonError::SomeOfNull));
         assert_eq!(encode(&Some(Some(0)), max).as_deref(), Ok(&b"0"[..]));
     }
 
     #[test]
     fn a_result_is_bounded_in_octets() {
         assert_eq!(encode(&"12345678".to_owned(), 10).map(|json| json.len()), Ok(10));
-        assert_eq!(encode(&"123456789".to_owned(), 10), Err(NotJson::TooLarge));
+        assert_eq!(encode(&"123456789".to_owned(), 10), Err(JsonError::TooLarge));
     }
 
     #[test]

@@ -16,7 +16,7 @@ use std::collections::HashSet;
 use std::time::Duration;
 
 use oncegate_core::StoreError;
-use oncegate_engine::{Panicked, catch_panic};
+use oncegate_engine::{PanicError, catch_panic};
 use oncegate_inbox::{HandlerError, Message};
 use oncegate_postgres::sqlx::postgres::{PgDatabaseError, PgSeverity};
 use oncegate_postgres::sqlx::{self, Connection as _};
@@ -260,7 +260,7 @@ impl<'a, W: Work> Transactions<'a, W> {
         match catch_panic(self.work.run(open.connection(), new)).await {
             Ok(Ok(())) => {}
             Ok(Err(failure)) => return Err(RunResult::Failed(failure)),
-            Err(Panicked) => return Err(failed("the handler panicked")),
+            Err(PanicError) => return Err(failed("the handler panicked")),
         }
         // After a failed statement, COMMIT reports success and rolls back. So check that the transaction is intact.
         match self.inbox.receipts.is_still(open, transaction).await {

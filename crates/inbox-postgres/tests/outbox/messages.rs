@@ -186,7 +186,7 @@ async fn dead_letters_go_through_the_outbox() {
     let dead = OutboxDeadLetters::new(database.pool(), "dead");
     let caught = Arc::default();
     let inbox = Inbox::new(
-        Engine::new(Arc::new(MemoryStore::new(ManualClock::at_millis(1)))),
+        Engine::new(MemoryStore::new(ManualClock::at_millis(1))),
         ConsumerName::new("billing").unwrap(),
         Identity::message_id(),
         OnAbandoned::Reexecute,

@@ -91,7 +91,7 @@ async fn order_holds_per_key_and_a_consumer_sees_each_message_once() {
     assert!(log.len() > 2400, "nothing came twice, so nothing was tried");
 
     // What is behind it sees each once, and in order.
-    let engine = Engine::new(Arc::new(MemoryStore::new(ManualClock::at_millis(1))));
+    let engine = Engine::new(MemoryStore::new(ManualClock::at_millis(1)));
     let name = ConsumerName::new("billing").unwrap();
     let inbox = Inbox::new(engine, name, Identity::message_id(), OnAbandoned::Reexecute, None_);
     let mut seen: BTreeMap<Option<String>, Vec<String>> = BTreeMap::new();

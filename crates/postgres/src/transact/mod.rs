@@ -283,7 +283,7 @@ impl Transactor {
     /// let transactor = Transactor::new(pool);
     ///
     /// let pay = async || {
-    ///     let scope = Scope::caller("customer", b"ada").within(&[b"POST /payments"]);
+    ///     let scope = Scope::caller("customer", "ada").within("POST /payments");
     ///     let key = IdempotencyKey::new(b"order-123")?;
     ///     let done = transactor.transact(&scope, &key, &("ada", 500), async |connection| {
     ///         let id: i64 = sqlx::query_scalar("INSERT INTO payments (customer, cents) VALUES ($1, $2) RETURNING id")

@@ -79,7 +79,7 @@ async fn steps_count_in_a_page_of_a_listing() {
     let mut seen = 0;
     loop {
         let page = store.list(query.clone()).await.unwrap();
-        let octets: usize = page.records.iter().map(|(_, record)| record.steps.octets()).sum();
+        let octets: usize = page.records.iter().map(|(_, record)| record.steps.size()).sum();
         assert!(octets <= 10 << 20, "{octets} octets in one page");
         seen += page.records.len();
         query.after = page.next;

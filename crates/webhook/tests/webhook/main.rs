@@ -95,7 +95,7 @@ impl World {
         Self {
             store,
             faults,
-            engine: Engine::new(Arc::new(faulty)),
+            engine: Engine::new(faulty),
             clock: Arc::new(ManualClock::at_millis(NOW * 1000)),
             counts: Counts::default(),
             state: Arc::new(state),

@@ -36,7 +36,7 @@ async fn pay(
 ) -> Result<Response, Response> {
     let field = KeyGrammar::default().read(&headers, &HeaderName::from_static("idempotency-key"));
     let Some(Ok((key, _))) = field else { return Err(StatusCode::BAD_REQUEST.into_response()) };
-    let scope = Scope::caller("customer", payment.customer.as_bytes()).within(&[b"POST /payments"]);
+    let scope = Scope::caller("customer", &payment.customer).within("POST /payments");
 
     let paid = transactor.transact(&scope, &key, &payment, async |connection| {
         let insert = "INSERT INTO payments (customer, cents) VALUES ($1, $2) RETURNING id";

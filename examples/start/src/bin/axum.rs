@@ -1,9 +1,7 @@
 //! An axum service: `POST /payments` charges once for each key.
 
-use std::sync::Arc;
-
 use axum::{Router, routing::post};
-use oncegate::{EmbeddedOptions, EmbeddedStore, Engine, IdempotencyContext, IdempotencyLayer};
+use oncegate::{EmbeddedStore, Engine, IdempotencyContext, IdempotencyLayer};
 
 async fn pay(context: IdempotencyContext, order: String) -> String {
     println!("charging for {order}, attempt {}", context.attempt().number());
@@ -13,8 +11,8 @@ async fn pay(context: IdempotencyContext, order: String) -> String {
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let address = std::env::args().nth(1).ok_or("give the address to listen on")?;
-    let store = EmbeddedStore::open(EmbeddedOptions::new("records"))?;
-    let layer = IdempotencyLayer::new(Engine::new(Arc::new(store)));
+    let store = EmbeddedStore::open("records")?;
+    let layer = IdempotencyLayer::new(Engine::new(store));
     let service = Router::new().route("/payments", post(pay)).layer(layer);
     axum::serve(tokio::net::TcpListener::bind(address).await?, service).await?;
     Ok(())

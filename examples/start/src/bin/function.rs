@@ -1,8 +1,6 @@
 //! A job: charges once for each order, however often it is started.
 
-use std::sync::Arc;
-
-use oncegate::{EmbeddedOptions, EmbeddedStore, Engine, FunctionError, idempotent};
+use oncegate::{EmbeddedStore, Engine, FunctionError, idempotent};
 
 #[idempotent(key = "{order}", scope = "charge", errors = "unknown")]
 async fn charge(engine: &Engine, order: String, cents: u64) -> Result<String, FunctionError<String>> {
@@ -12,8 +10,8 @@ async fn charge(engine: &Engine, order: String, cents: u64) -> Result<String, Fu
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let store = EmbeddedStore::open(EmbeddedOptions::new("records"))?;
-    let engine = Engine::new(Arc::new(store));
+    let store = EmbeddedStore::open("records")?;
+    let engine = Engine::new(store);
     println!("{}", charge(&engine, "order-123".to_owned(), 500).await?);
     Ok(())
 }

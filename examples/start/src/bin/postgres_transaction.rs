@@ -10,7 +10,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     sqlx::query("CREATE TABLE IF NOT EXISTS payments (id bigserial, cents bigint)").execute(&pool).await?;
 
     let transactor = Transactor::new(pool);
-    let scope = Scope::caller("customer", b"42").within(&[b"payment"]);
+    let scope = Scope::caller("customer", "42").within("payment");
     let key = IdempotencyKey::new(b"order-123")?;
     let cents: i64 = 500;
     let payment = transactor.transact(&scope, &key, &cents, async |connection| {
