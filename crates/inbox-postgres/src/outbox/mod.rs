@@ -1,8 +1,8 @@
 //! The outbox: messages that are written in the business transaction, and published after its commit.
 
 mod event;
-mod lines;
 mod relay;
+mod table;
 
 use oncegate_core::StoreErrorKind;
 use oncegate_inbox::{DeadLetter, DeadLetterSink, Outgoing, PublishError, PutFuture};

@@ -35,7 +35,9 @@ use tokio::time::{Instant, sleep_until, timeout};
 use tracing::{debug, info, warn};
 
 use super::event::{RelayEvent, RelayEventKind, RelayObserver};
-use super::lines::{CALL_PATIENCE, Ended, Lease, Lines, Most, Outcome, Run, Waiting};
+use super::table::{
+    CALL_TIMEOUT, FinishedRun, Lease, LineRun, OutboxRow, OutboxTable, RowOutcome, TakeLimits,
+};
 use crate::receipts;
 
 /// Publishes the messages of an [`Outbox`](super::Outbox) until each is confirmed, and then deletes them.
@@ -55,18 +57,18 @@ use crate::receipts;
 #[must_use = "a relay publishes only while `run` is polled"]
 pub struct Relay<P> {
     publisher: P,
-    lines: Lines,
+    table: OutboxTable,
     settings: Settings,
-    awake: Arc<Notify>,
+    wake: Arc<Notify>,
 }
 
 struct Settings {
-    most: Most,
+    limits: TakeLimits,
     concurrency: usize,
     poll: Duration,
     backoff: (Duration, Duration),
     publish_timeout: Duration,
-    patience: Duration,
+    shutdown_timeout: Duration,
     on_refused: OnRefused,
     observer: Arc<dyn RelayObserver>,
 }
@@ -96,28 +98,28 @@ impl<P> fmt::Debug for Relay<P> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Relay")
             .field("concurrency", &self.settings.concurrency)
-            .field("lease", &self.lines.lease)
+            .field("lease", &self.table.lease)
             .field("poll", &self.settings.poll)
             .finish_non_exhaustive()
     }
 }
 
 /// The number of failures in a row after which the whole relay pauses.
-const FAILURES_MAX: u32 = 8;
+const MAX_FAILURES: u32 = 8;
 
 /// The longest broker pause, and the number of messages that probe the broker after it.
-const AWAY_LAST: Duration = Duration::from_secs(5);
+const MAX_BROKER_PAUSE: Duration = Duration::from_secs(5);
 const PROBE_ROWS: usize = 16;
 
 /// The shortest and the longest pause while the database is out of reach.
-const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
+const DATABASE_PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
 
 /// The number of halvings of the byte limit after a slow call, and their maximum.
-const HALVED_BY: u32 = 4;
-const HALVED_MAX: u32 = 16;
+const HALVINGS_PER_SLOW_CALL: u32 = 4;
+const MAX_HALVINGS: u32 = 16;
 
 /// The time for the final call to the database after the shutdown timeout.
-const LAST_WORDS: Duration = Duration::from_secs(5);
+const FINAL_SETTLE_TIMEOUT: Duration = Duration::from_secs(5);
 
 impl<P: Publisher> Relay<P> {
     /// Creates a relay from a database to a broker.
@@ -127,18 +129,18 @@ impl<P: Publisher> Relay<P> {
     pub fn new(pool: PgPool, publisher: P) -> Self {
         Self {
             publisher,
-            lines: Lines { pool, transaction_pooler: false, lease: Duration::from_secs(30) },
+            table: OutboxTable { pool, transaction_pooler: false, lease: Duration::from_secs(30) },
             settings: Settings {
-                most: Most { rows: 1000, octets: 64 << 20, run: 50 },
+                limits: TakeLimits { rows: 1000, bytes: 64 << 20, run: 50 },
                 concurrency: 64,
                 poll: Duration::from_millis(200),
                 backoff: (Duration::from_millis(100), Duration::from_secs(30)),
                 publish_timeout: Duration::from_secs(20),
-                patience: Duration::from_secs(30),
+                shutdown_timeout: Duration::from_secs(30),
                 on_refused: OnRefused::Wait,
                 observer: Arc::new(()),
             },
-            awake: Arc::new(Notify::new()),
+            wake: Arc::new(Notify::new()),
         }
     }
 
@@ -147,13 +149,13 @@ impl<P: Publisher> Relay<P> {
     /// # Errors
     /// [`ConfigError`] if it is out of these bounds.
     pub fn with_max_held(mut self, messages: usize) -> Result<Self, ConfigError> {
-        self.settings.most.rows = ConfigError::check("the number of messages held", messages, 1..=10_000)?;
+        self.settings.limits.rows = ConfigError::check("the number of messages held", messages, 1..=10_000)?;
         Ok(self)
     }
 
     /// Sets how many bytes of messages are held. One message is always allowed, whatever its size.
-    pub fn with_max_bytes(mut self, octets: usize) -> Self {
-        self.settings.most.octets = octets;
+    pub fn with_max_bytes(mut self, bytes: usize) -> Self {
+        self.settings.limits.bytes = bytes;
         self
     }
 
@@ -164,7 +166,7 @@ impl<P: Publisher> Relay<P> {
     /// # Errors
     /// [`ConfigError`] if it is out of these bounds.
     pub fn with_max_run_length(mut self, messages: usize) -> Result<Self, ConfigError> {
-        self.settings.most.run =
+        self.settings.limits.run =
             ConfigError::check("the number of messages taken together", messages, 1..=10_000)?;
         Ok(self)
     }
@@ -187,7 +189,7 @@ impl<P: Publisher> Relay<P> {
     /// [`ConfigError`] if it is out of these bounds.
     pub fn with_lease(mut self, lease: Duration) -> Result<Self, ConfigError> {
         let hour = Duration::from_secs(60 * 60);
-        self.lines.lease = ConfigError::check("the lease", lease, Duration::from_secs(1)..=hour)?;
+        self.table.lease = ConfigError::check("the lease", lease, Duration::from_secs(1)..=hour)?;
         Ok(self)
     }
 
@@ -226,8 +228,8 @@ impl<P: Publisher> Relay<P> {
     }
 
     /// Sets how long a shutdown may take. Messages that are not confirmed by then are published again.
-    pub fn with_shutdown_timeout(mut self, patience: Duration) -> Self {
-        self.settings.patience = patience;
+    pub fn with_shutdown_timeout(mut self, timeout: Duration) -> Self {
+        self.settings.shutdown_timeout = timeout;
         self
     }
 
@@ -239,7 +241,7 @@ impl<P: Publisher> Relay<P> {
 
     /// Sets whether the pool goes through a pooler that gives each transaction another session.
     pub fn with_transaction_pooler(mut self, through_pooler: bool) -> Self {
-        self.lines.transaction_pooler = through_pooler;
+        self.table.transaction_pooler = through_pooler;
         self
     }
 
@@ -252,7 +254,7 @@ impl<P: Publisher> Relay<P> {
     /// Returns a handle that wakes this relay.
     #[must_use]
     pub fn waker(&self) -> RelayWaker {
-        RelayWaker(self.awake.clone())
+        RelayWaker(self.wake.clone())
     }
 
     /// Checks that the database has the schema and that the role may call the relay's functions. Call it when a program
@@ -264,8 +266,8 @@ impl<P: Publisher> Relay<P> {
     /// [`StoreError`] with the missing functions, or if the database is out of reach.
     pub async fn check(&self) -> Result<(), StoreError> {
         let names = vec!["outbox_take", "outbox_renew", "outbox_settle"];
-        let Lines { pool, transaction_pooler, .. } = &self.lines;
-        receipts::check(pool, CALL_PATIENCE, *transaction_pooler, names, "docs/reference/outbox.md").await
+        let OutboxTable { pool, transaction_pooler, .. } = &self.table;
+        receipts::check(pool, CALL_TIMEOUT, *transaction_pooler, names, "docs/reference/outbox.md").await
     }
 
     /// Publishes until `stop` is ready, and then shuts down.
@@ -274,12 +276,12 @@ impl<P: Publisher> Relay<P> {
     /// waits while the database or the broker is out of reach, also at the start. Dropping the future is like a crash:
     /// other relays take over its messages when their leases end.
     pub async fn run(self, stop: impl Future<Output = ()>) {
-        let Self { publisher, lines, settings, awake } = self;
-        let shared = Shared {
+        let Self { publisher, table, settings, wake } = self;
+        let shared = Publishing {
             publisher,
             slots: Semaphore::new(settings.concurrency),
             is_stopping: AtomicBool::new(false),
-            is_away: AtomicBool::new(false),
+            is_broker_down: AtomicBool::new(false),
             failures: AtomicU32::new(0),
             backoff: settings.backoff,
             publish_timeout: settings.publish_timeout,
@@ -287,35 +289,35 @@ impl<P: Publisher> Relay<P> {
             observer: settings.observer.clone(),
         };
         let now = Instant::now();
-        let running = Running {
+        let running = RelayLoop {
             shared: Arc::new(shared),
-            renew_at: now + lines.lease / 3,
-            lines,
+            next_renewal: now + table.lease / 3,
+            table,
             settings,
-            awake,
+            wake,
             tasks: JoinSet::new(),
             held: HashMap::new(),
             rows: 0,
-            octets: 0,
+            bytes: 0,
             ended: Vec::new(),
             after: None,
             is_pass_empty: true,
-            take_at: now,
-            halved: 0,
-            database: Pause::new(PAUSES.0, PAUSES.1),
-            broker: Pause::new(PAUSES.0, AWAY_LAST),
+            next_take: now,
+            halvings: 0,
+            database: Pause::new(DATABASE_PAUSES.0, DATABASE_PAUSES.1),
+            broker: Pause::new(DATABASE_PAUSES.0, MAX_BROKER_PAUSE),
         };
-        running.until(stop).await;
+        running.run_until(stop).await;
     }
 }
 
 /// The state that all publishing tasks share.
-struct Shared<P> {
+struct Publishing<P> {
     publisher: P,
     slots: Semaphore,
     is_stopping: AtomicBool,
     /// Several messages failed in a row, so no further message is started.
-    is_away: AtomicBool,
+    is_broker_down: AtomicBool,
     failures: AtomicU32,
     backoff: (Duration, Duration),
     publish_timeout: Duration,
@@ -324,21 +326,22 @@ struct Shared<P> {
 }
 
 /// The outcomes of a run so far. They are shared with the task, so that they survive its cancellation.
-type Outcomes = Arc<Mutex<Vec<(i64, Outcome)>>>;
+type SharedOutcomes = Arc<Mutex<Vec<(i64, RowOutcome)>>>;
 
-impl<P: Publisher> Shared<P> {
+impl<P: Publisher> Publishing<P> {
     /// Publishes the rows of a run, each after the one before it was confirmed.
-    async fn publish(self: Arc<Self>, rows: Vec<Waiting>, lease: Arc<Lease>, outcomes: Outcomes) {
+    async fn publish(self: Arc<Self>, rows: Vec<OutboxRow>, lease: Arc<Lease>, outcomes: SharedOutcomes) {
         for row in rows {
             // The semaphore is never closed.
             let Ok(_slot) = self.slots.acquire().await else { return };
-            let is_halted = self.is_stopping.load(Ordering::Relaxed) || self.is_away.load(Ordering::Relaxed);
+            let is_halted =
+                self.is_stopping.load(Ordering::Relaxed) || self.is_broker_down.load(Ordering::Relaxed);
             // Publishing after the lease would only cause copies, never a wrong order. Stopping avoids the copies.
             if is_halted || lease.is_over() {
                 return;
             }
             let outcome = self.publish_one(&row).await;
-            let goes_on = matches!(outcome, Outcome::Confirmed | Outcome::Aside(_));
+            let goes_on = matches!(outcome, RowOutcome::Confirmed | RowOutcome::SetAside(_));
             outcomes.lock().unwrap_or_else(PoisonError::into_inner).push((row.seq, outcome));
             if !goes_on {
                 return;
@@ -346,30 +349,30 @@ impl<P: Publisher> Shared<P> {
         }
     }
 
-    async fn publish_one(&self, row: &Waiting) -> Outcome {
+    async fn publish_one(&self, row: &OutboxRow) -> RowOutcome {
         let published = catch_panic(self.publisher.publish(&row.message));
         let failed = match timeout(self.publish_timeout, published).await {
             Ok(Ok(Ok(()))) => {
                 self.failures.store(0, Ordering::Relaxed);
-                self.is_away.store(false, Ordering::Relaxed);
-                self.tell(row, RelayEventKind::Confirmed);
-                return Outcome::Confirmed;
+                self.is_broker_down.store(false, Ordering::Relaxed);
+                self.emit(row, RelayEventKind::Confirmed);
+                return RowOutcome::Confirmed;
             }
             Ok(Ok(Err(PublishError::Refused(error)))) => {
-                let error = in_short(&ErrorChain(&*error).to_string());
+                let error = shorten(&ErrorChain(&*error).to_string());
                 warn!(
                     topic = row.message.topic,
                     seq = row.seq,
                     error,
                     "the broker refuses a message of the outbox"
                 );
-                self.tell(row, RelayEventKind::Refused);
+                self.emit(row, RelayEventKind::Refused);
                 return match self.on_refused {
-                    OnRefused::Wait => Outcome::Refused(error),
-                    OnRefused::Continue => Outcome::Aside(error),
+                    OnRefused::Wait => RowOutcome::Refused(error),
+                    OnRefused::Continue => RowOutcome::SetAside(error),
                 };
             }
-            Ok(Ok(Err(error))) => in_short(&ErrorChain(&error).to_string()),
+            Ok(Ok(Err(error))) => shorten(&ErrorChain(&error).to_string()),
             Ok(Err(_panicked)) => "the publisher panicked".to_owned(),
             Err(_) => "the broker did not confirm the message in time".to_owned(),
         };
@@ -379,30 +382,38 @@ impl<P: Publisher> Shared<P> {
             error = failed,
             "a message of the outbox was not confirmed"
         );
-        if self.failures.fetch_add(1, Ordering::Relaxed).saturating_add(1) >= FAILURES_MAX {
-            self.is_away.store(true, Ordering::Relaxed);
+        if self.failures.fetch_add(1, Ordering::Relaxed).saturating_add(1) >= MAX_FAILURES {
+            self.is_broker_down.store(true, Ordering::Relaxed);
         }
-        self.tell(row, RelayEventKind::Unconfirmed);
+        self.emit(row, RelayEventKind::Unconfirmed);
         let pause = self.backoff.0.saturating_mul(2_u32.saturating_pow(row.attempts.min(30)));
-        Outcome::Again(jittered(pause.min(self.backoff.1)), failed)
+        RowOutcome::Retry(with_jitter(pause.min(self.backoff.1)), failed)
     }
 
-    fn tell(&self, row: &Waiting, kind: RelayEventKind) {
+    fn emit(&self, row: &OutboxRow, kind: RelayEventKind) {
         self.observer.observe(&RelayEvent { topic: &row.message.topic, seq: Some(row.seq), kind });
     }
 }
 
+/// The claim of this relay to a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum HoldState {
+    /// The lease is this relay's, as far as it knows.
+    Held,
+    /// Another call took the line since. The outcomes of this run no longer count.
+    Lost,
+}
+
 /// A run that is being published.
-struct Held {
+struct HeldRun {
     token: i64,
     line: i64,
     first: i64,
     rows: usize,
-    octets: usize,
+    bytes: usize,
     lease: Arc<Lease>,
-    outcomes: Outcomes,
-    /// Another call took the line since, so this run no longer holds it.
-    is_lost: bool,
+    outcomes: SharedOutcomes,
+    state: HoldState,
 }
 
 /// A pause with exponential backoff, for a database or broker that is out of reach.
@@ -421,7 +432,7 @@ impl Pause {
     fn begin(&mut self) {
         let pause = self.first.saturating_mul(2_u32.saturating_pow(self.times.min(16))).min(self.last);
         self.times = self.times.saturating_add(1);
-        self.until = Some(Instant::now() + jittered(pause));
+        self.until = Some(Instant::now() + with_jitter(pause));
     }
 
     /// Returns `true` during the pause. The pause ends by itself.
@@ -436,31 +447,46 @@ impl Pause {
     }
 }
 
-struct Running<P> {
-    shared: Arc<Shared<P>>,
-    lines: Lines,
+/// The phase of the loop.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    /// Takes and publishes messages.
+    Running,
+    /// Finishes the messages that are being published, until this time at the latest.
+    Stopping { until: Instant },
+}
+
+impl Phase {
+    fn is_over(self) -> bool {
+        matches!(self, Self::Stopping { until } if Instant::now() >= until)
+    }
+}
+
+struct RelayLoop<P> {
+    shared: Arc<Publishing<P>>,
+    table: OutboxTable,
     settings: Settings,
-    awake: Arc<Notify>,
+    wake: Arc<Notify>,
     tasks: JoinSet<()>,
-    held: HashMap<Id, Held>,
+    held: HashMap<Id, HeldRun>,
     rows: usize,
-    octets: usize,
-    ended: Vec<Ended>,
+    bytes: usize,
+    ended: Vec<FinishedRun>,
     /// The position in the lines at which the next call goes on.
     after: Option<i64>,
     is_pass_empty: bool,
-    take_at: Instant,
+    next_take: Instant,
     /// The number of halvings of the byte limit. A call that took too long may have carried too many bytes.
-    halved: u32,
-    renew_at: Instant,
+    halvings: u32,
+    next_renewal: Instant,
     database: Pause,
     broker: Pause,
 }
 
-impl<P: Publisher> Running<P> {
-    async fn until(mut self, stop: impl Future<Output = ()>) {
+impl<P: Publisher> RelayLoop<P> {
+    async fn run_until(mut self, stop: impl Future<Output = ()>) {
         let mut stop = pin!(stop);
-        let mut give_up_at = None;
+        let mut phase = Phase::Running;
         loop {
             while let Some(ended) = self.tasks.try_join_next_with_id() {
                 self.end(ended);
@@ -468,64 +494,68 @@ impl<P: Publisher> Running<P> {
             if !self.database.is_on() {
                 self.settle().await;
                 self.renew().await;
-                if give_up_at.is_none() {
+                if phase == Phase::Running {
                     self.take().await;
                 }
             }
-            if give_up_at.is_some() && self.tasks.is_empty() && self.ended.is_empty() {
+            if phase != Phase::Running && self.tasks.is_empty() && self.ended.is_empty() {
                 return;
             }
-            let next = self.next_at(give_up_at);
+            let next = self.next_at(phase);
             tokio::select! {
                 biased;
-                () = &mut stop, if give_up_at.is_none() => {
+                () = &mut stop, if phase == Phase::Running => {
                     self.shared.is_stopping.store(true, Ordering::Relaxed);
-                    give_up_at = Some(Instant::now() + self.settings.patience);
+                    phase = Phase::Stopping { until: Instant::now() + self.settings.shutdown_timeout };
                 }
                 Some(ended) = self.tasks.join_next_with_id() => self.end(ended),
-                () = self.awake.notified() => self.take_at = Instant::now(),
+                () = self.wake.notified() => self.next_take = Instant::now(),
                 () = sleep_until(next) => {}
             }
-            if give_up_at.is_some_and(|at| Instant::now() >= at) {
+            if phase.is_over() {
                 return self.give_up().await;
             }
         }
     }
 
     /// Returns the time of the next action if no event comes before.
-    fn next_at(&mut self, give_up_at: Option<Instant>) -> Instant {
+    fn next_at(&self, phase: Phase) -> Instant {
         let database = self.database.until;
         let broker = self.broker.until;
-        let mut next = self.renew_at;
+        let mut next = self.next_renewal;
         if !self.ended.is_empty() {
             next = Instant::now();
         }
-        if give_up_at.is_none() && self.has_room() && (!self.is_away() || self.tasks.is_empty()) {
-            next = next.min(broker.map_or(self.take_at, |until| until.max(self.take_at)));
+        if phase == Phase::Running && self.has_space() && (!self.is_broker_down() || self.tasks.is_empty()) {
+            next = next.min(broker.map_or(self.next_take, |until| until.max(self.next_take)));
         }
         next = database.map_or(next, |until| until.max(next));
-        give_up_at.map_or(next, |at| at.min(next))
+        match phase {
+            Phase::Running => next,
+            Phase::Stopping { until } => until.min(next),
+        }
     }
 
-    fn has_room(&self) -> bool {
+    fn has_space(&self) -> bool {
         // Take more only when half is free, so that each call is worth its cost.
-        self.rows <= self.settings.most.rows / 2
-            && (self.rows == 0 || self.octets <= self.settings.most.octets / 2)
+        self.rows <= self.settings.limits.rows / 2
+            && (self.rows == 0 || self.bytes <= self.settings.limits.bytes / 2)
             && self.ended.is_empty()
     }
 
-    fn is_away(&self) -> bool {
-        self.shared.is_away.load(Ordering::Relaxed)
+    fn is_broker_down(&self) -> bool {
+        self.shared.is_broker_down.load(Ordering::Relaxed)
     }
 
-    async fn take(&mut self) {
-        if self.is_away() {
+    /// Begins or ends the broker pause. Returns `false` while tasks must end first.
+    fn update_broker_pause(&mut self) -> bool {
+        if self.is_broker_down() {
             if !self.tasks.is_empty() {
-                return;
+                return false;
             }
             // All tasks have ended. From here on one more failure starts the next pause.
-            self.shared.failures.store(FAILURES_MAX - 1, Ordering::Relaxed);
-            self.shared.is_away.store(false, Ordering::Relaxed);
+            self.shared.failures.store(MAX_FAILURES - 1, Ordering::Relaxed);
+            self.shared.is_broker_down.store(false, Ordering::Relaxed);
             if self.broker.times == 0 {
                 warn!("the broker does not confirm messages; the relay pauses");
             }
@@ -534,36 +564,47 @@ impl<P: Publisher> Running<P> {
             info!("the broker confirms messages again");
             self.broker.over();
         }
-        if self.broker.is_on() || !self.has_room() || Instant::now() < self.take_at {
+        true
+    }
+
+    async fn take(&mut self) {
+        if !self.update_broker_pause() {
             return;
         }
-        let mut most = Most {
-            rows: self.settings.most.rows - self.rows,
-            octets: (self.settings.most.octets.saturating_sub(self.octets) >> self.halved).max(1),
-            run: self.settings.most.run,
+        if self.broker.is_on() || !self.has_space() || Instant::now() < self.next_take {
+            return;
+        }
+        let mut limits = TakeLimits {
+            rows: self.settings.limits.rows - self.rows,
+            bytes: (self.settings.limits.bytes.saturating_sub(self.bytes) >> self.halvings).max(1),
+            run: self.settings.limits.run,
         };
         if self.broker.times > 0 {
-            most.rows = most.rows.min(PROBE_ROWS);
+            limits.rows = limits.rows.min(PROBE_ROWS);
         }
         let asked = Instant::now();
         // If even one message may be too large for the timeout, the call gets more time. The lease is then longer, too,
         // so that it has not ended when the answer comes. No other lease needs renewal meanwhile, because nothing else
         // is held.
-        let patience = CALL_PATIENCE * if self.held.is_empty() { 1 + self.halved / HALVED_BY } else { 1 };
-        let lease =
-            if patience > CALL_PATIENCE { self.lines.lease.max(patience * 2) } else { self.lines.lease };
-        let taken = match self.lines.take(self.after, &most, patience, lease).await {
+        let call_timeout =
+            CALL_TIMEOUT * if self.held.is_empty() { 1 + self.halvings / HALVINGS_PER_SLOW_CALL } else { 1 };
+        let lease = if call_timeout > CALL_TIMEOUT {
+            self.table.lease.max(call_timeout * 2)
+        } else {
+            self.table.lease
+        };
+        let taken = match self.table.take(self.after, &limits, call_timeout, lease).await {
             Ok(taken) => taken,
             Err(error) => {
-                if asked.elapsed() >= CALL_PATIENCE {
-                    self.halved = (self.halved + HALVED_BY).min(HALVED_MAX);
+                if asked.elapsed() >= CALL_TIMEOUT {
+                    self.halvings = (self.halvings + HALVINGS_PER_SLOW_CALL).min(MAX_HALVINGS);
                 }
                 return self.failed(&error);
             }
         };
         self.reached();
-        if asked.elapsed() < CALL_PATIENCE / 4 {
-            self.halved = self.halved.saturating_sub(1);
+        if asked.elapsed() < CALL_TIMEOUT / 4 {
+            self.halvings = self.halvings.saturating_sub(1);
         }
         self.is_pass_empty &= taken.runs.is_empty();
         self.after = taken.next;
@@ -571,7 +612,7 @@ impl<P: Publisher> Running<P> {
             if self.is_pass_empty {
                 // A long-running transaction keeps deleted rows visible, which makes this call slow. Poll less often
                 // then, to spare the database.
-                self.take_at = Instant::now() + self.settings.poll.max(asked.elapsed() * 4);
+                self.next_take = Instant::now() + self.settings.poll.max(asked.elapsed() * 4);
             }
             self.is_pass_empty = true;
         }
@@ -580,7 +621,7 @@ impl<P: Publisher> Running<P> {
             // A lease that was not renewed in time: the line was free, and was taken again. Rows that were committed in
             // front of a run do not make it lost.
             if firsts.get(&old.line).is_some_and(|first| *first >= old.first) {
-                old.is_lost = true;
+                old.state = HoldState::Lost;
                 old.lease.set(Instant::now());
             }
         }
@@ -589,23 +630,23 @@ impl<P: Publisher> Running<P> {
         }
     }
 
-    fn spawn(&mut self, run: Run, until: Instant) {
-        let Run { token, line, first, rows } = run;
-        let octets = rows.iter().map(|row| row.octets()).sum();
+    fn spawn(&mut self, run: LineRun, until: Instant) {
+        let LineRun { token, line, first, rows } = run;
+        let bytes = rows.iter().map(|row| row.bytes()).sum();
         let lease = Arc::new(Lease::new(until));
-        let outcomes = Outcomes::default();
-        let held = Held {
+        let outcomes = SharedOutcomes::default();
+        let held = HeldRun {
             token,
             line,
             first,
             rows: rows.len(),
-            octets,
+            bytes,
             lease: lease.clone(),
             outcomes: outcomes.clone(),
-            is_lost: false,
+            state: HoldState::Held,
         };
         self.rows += held.rows;
-        self.octets += octets;
+        self.bytes += bytes;
         let task = self.tasks.spawn(self.shared.clone().publish(rows, lease, outcomes));
         self.held.insert(task.id(), held);
     }
@@ -618,12 +659,12 @@ impl<P: Publisher> Running<P> {
         };
         let Some(held) = self.held.remove(&id) else { return };
         self.rows -= held.rows;
-        self.octets -= held.octets;
-        if held.is_lost {
-            return self.tell(RelayEventKind::Lost);
+        self.bytes -= held.bytes;
+        if held.state == HoldState::Lost {
+            return self.emit(RelayEventKind::Lost);
         }
         let outcomes = std::mem::take(&mut *held.outcomes.lock().unwrap_or_else(PoisonError::into_inner));
-        self.ended.push(Ended { token: held.token, line: held.line, first: held.first, outcomes });
+        self.ended.push(FinishedRun { token: held.token, line: held.line, first: held.first, outcomes });
     }
 
     async fn settle(&mut self) {
@@ -634,35 +675,35 @@ impl<P: Publisher> Running<P> {
         let mut lines = HashSet::new();
         let (ended, later): (Vec<_>, Vec<_>) =
             std::mem::take(&mut self.ended).into_iter().partition(|ended| lines.insert(ended.line));
-        let settled = self.lines.settle(&ended).await;
+        let settled = self.table.settle(&ended).await;
         self.ended = later;
-        let ours = match settled {
-            Ok(ours) => ours,
+        let held_lines = match settled {
+            Ok(held_lines) => held_lines,
             Err(error) => {
                 self.ended.splice(..0, ended);
                 return self.failed(&error);
             }
         };
         self.reached();
-        let ours: HashSet<_> = ours.into_iter().collect();
+        let held_lines: HashSet<_> = held_lines.into_iter().collect();
         for ended in ended {
-            if !ours.contains(&ended.line) {
-                self.tell(RelayEventKind::Lost);
-            } else if ended.line < 0 && matches!(ended.outcomes.last(), Some((_, Outcome::Confirmed))) {
+            if !held_lines.contains(&ended.line) {
+                self.emit(RelayEventKind::Lost);
+            } else if ended.line < 0 && matches!(ended.outcomes.last(), Some((_, RowOutcome::Confirmed))) {
                 // There may be more messages in this line.
-                self.take_at = Instant::now();
+                self.next_take = Instant::now();
             }
         }
     }
 
     async fn renew(&mut self) {
-        if Instant::now() < self.renew_at {
+        if Instant::now() < self.next_renewal {
             return;
         }
         // Renew one run of a line, the earlier one, because the reply names lines and not runs. The lease of the other
         // run ends.
         let mut firsts: HashMap<i64, (i64, i64)> = HashMap::new();
-        for held in self.held.values().filter(|held| !held.is_lost) {
+        for held in self.held.values().filter(|held| held.state == HoldState::Held) {
             let first = firsts.entry(held.line).or_insert((held.token, held.first));
             if held.first < first.1 {
                 *first = (held.token, held.first);
@@ -670,23 +711,23 @@ impl<P: Publisher> Running<P> {
         }
         let runs: Vec<_> = firsts.iter().map(|(line, (token, first))| (*token, *line, *first)).collect();
         let asked = Instant::now();
-        self.renew_at = asked + self.lines.lease / 3;
+        self.next_renewal = asked + self.table.lease / 3;
         if runs.is_empty() {
             return;
         }
-        let ours = match self.lines.renew(&runs).await {
-            Ok(ours) => ours,
+        let held_lines = match self.table.renew(&runs).await {
+            Ok(held_lines) => held_lines,
             Err(error) => {
-                self.renew_at = asked;
+                self.next_renewal = asked;
                 return self.failed(&error);
             }
         };
         self.reached();
-        let ours: HashSet<_> = ours.into_iter().collect();
-        for held in self.held.values().filter(|held| !held.is_lost) {
+        let held_lines: HashSet<_> = held_lines.into_iter().collect();
+        for held in self.held.values().filter(|held| held.state == HoldState::Held) {
             let is_asked = firsts.get(&held.line).is_some_and(|(token, _)| *token == held.token);
-            match (is_asked, ours.contains(&held.line)) {
-                (true, true) => held.lease.set(asked + self.lines.lease),
+            match (is_asked, held_lines.contains(&held.line)) {
+                (true, true) => held.lease.set(asked + self.table.lease),
                 (true, false) => held.lease.set(asked),
                 (false, _) => {}
             }
@@ -703,7 +744,7 @@ impl<P: Publisher> Running<P> {
         while let Some(ended) = self.tasks.join_next_with_id().await {
             self.end(ended);
         }
-        let settled = timeout(LAST_WORDS, async {
+        let settled = timeout(FINAL_SETTLE_TIMEOUT, async {
             // Runs of one line are settled one after the other.
             let mut left = usize::MAX;
             while self.ended.len() < left {
@@ -722,7 +763,7 @@ impl<P: Publisher> Running<P> {
         if self.database.times == 0 {
             warn!(error = %ErrorChain(&error), "the outbox cannot be read or written; the relay tries again");
         }
-        self.tell(RelayEventKind::DatabaseFailed);
+        self.emit(RelayEventKind::DatabaseFailed);
         self.database.begin();
     }
 
@@ -733,20 +774,20 @@ impl<P: Publisher> Running<P> {
         self.database.over();
     }
 
-    fn tell(&self, kind: RelayEventKind) {
+    fn emit(&self, kind: RelayEventKind) {
         self.settings.observer.observe(&RelayEvent { topic: "", seq: None, kind });
     }
 }
 
 /// Returns the error without control characters, at most as long as the error of a dead letter.
-fn in_short(error: &str) -> String {
+fn shorten(error: &str) -> String {
     let mut short: String = error.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
     short.truncate(short.floor_char_boundary(MAX_ERROR_BYTES));
     short
 }
 
 /// Returns a random duration between half of the pause and the whole.
-fn jittered(pause: Duration) -> Duration {
+fn with_jitter(pause: Duration) -> Duration {
     let mut bits = [0; 4];
     // Without random numbers the whole pause is used.
     let part =

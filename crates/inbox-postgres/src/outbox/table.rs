@@ -15,31 +15,31 @@ use tokio::time::Instant;
 use crate::receipts::{alone, refused};
 
 /// The timeout of a call. After a timeout it is unknown whether the call was carried out, and it need not be known.
-pub(crate) const CALL_PATIENCE: Duration = Duration::from_secs(15);
+pub(crate) const CALL_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// A message of the outbox.
 #[derive(Debug)]
-pub(crate) struct Waiting {
+pub(crate) struct OutboxRow {
     pub(crate) seq: i64,
     pub(crate) message: Outgoing,
     /// The number of failed attempts.
     pub(crate) attempts: u32,
 }
 
-impl Waiting {
+impl OutboxRow {
     /// The approximate size of the message.
-    pub(crate) fn octets(&self) -> usize {
+    pub(crate) fn bytes(&self) -> usize {
         let headers = self.message.headers.iter().map(|(name, value)| name.len() + value.len());
         self.message.payload.len() + headers.sum::<usize>()
     }
 }
 
 /// Consecutive rows of one line under one lease.
-pub(crate) struct Run {
+pub(crate) struct LineRun {
     pub(crate) token: i64,
     pub(crate) line: i64,
     pub(crate) first: i64,
-    pub(crate) rows: Vec<Waiting>,
+    pub(crate) rows: Vec<OutboxRow>,
 }
 
 /// The end of a lease by this process's clock.
@@ -62,64 +62,64 @@ impl Lease {
 }
 
 /// The outcome of a row.
-pub(crate) enum Outcome {
+pub(crate) enum RowOutcome {
     Confirmed,
-    Again(Duration, String),
+    Retry(Duration, String),
     Refused(String),
     /// Refused, and the rows behind it go on.
-    Aside(String),
+    SetAside(String),
 }
 
 /// A finished run and the outcomes of its rows.
-pub(crate) struct Ended {
+pub(crate) struct FinishedRun {
     pub(crate) token: i64,
     pub(crate) line: i64,
     pub(crate) first: i64,
-    pub(crate) outcomes: Vec<(i64, Outcome)>,
+    pub(crate) outcomes: Vec<(i64, RowOutcome)>,
 }
 
 /// The runs that a call returned.
-pub(crate) struct Taken {
-    pub(crate) runs: Vec<Run>,
+pub(crate) struct TakenRuns {
+    pub(crate) runs: Vec<LineRun>,
     /// The position at which the next call goes on; `None` at the end.
     pub(crate) next: Option<i64>,
 }
 
 /// The limits of one call.
-pub(crate) struct Most {
+pub(crate) struct TakeLimits {
     pub(crate) rows: usize,
-    pub(crate) octets: usize,
+    pub(crate) bytes: usize,
     pub(crate) run: usize,
 }
 
 /// The outbox of a database.
-pub(crate) struct Lines {
+pub(crate) struct OutboxTable {
     pub(crate) pool: PgPool,
     pub(crate) transaction_pooler: bool,
     pub(crate) lease: Duration,
 }
 
-impl Lines {
+impl OutboxTable {
     /// Takes runs of lines that no relay holds.
     pub(crate) async fn take(
         &self,
         after: Option<i64>,
-        most: &Most,
-        patience: Duration,
+        limits: &TakeLimits,
+        call_timeout: Duration,
         lease: Duration,
-    ) -> Result<Taken, StoreError> {
+    ) -> Result<TakenRuns, StoreError> {
         let call = async |connection: &mut PgConnection| {
             sqlx::query("SELECT * FROM oncegate.outbox_take($1, $2, $3, $4, $5)")
                 .persistent(!self.transaction_pooler)
                 .bind(after)
-                .bind(i32::try_from(most.rows).unwrap_or(i32::MAX))
-                .bind(i64::try_from(most.octets).unwrap_or(i64::MAX))
-                .bind(i32::try_from(most.run).unwrap_or(i32::MAX))
+                .bind(i32::try_from(limits.rows).unwrap_or(i32::MAX))
+                .bind(i64::try_from(limits.bytes).unwrap_or(i64::MAX))
+                .bind(i32::try_from(limits.run).unwrap_or(i32::MAX))
                 .bind(millis(lease))
                 .fetch_all(connection)
                 .await
         };
-        let rows = alone(&self.pool, patience, self.transaction_pooler, call).await?;
+        let rows = alone(&self.pool, call_timeout, self.transaction_pooler, call).await?;
         taken(&rows).map_err(refused)
     }
 
@@ -140,17 +140,17 @@ impl Lines {
     }
 
     /// Writes the outcomes of runs, and returns the lines that were held. Other lines are not changed.
-    pub(crate) async fn settle(&self, ended: &[Ended]) -> Result<Vec<i64>, StoreError> {
+    pub(crate) async fn settle(&self, ended: &[FinishedRun]) -> Result<Vec<i64>, StoreError> {
         let (tokens, lines, firsts) = split(ended.iter().map(|run| (run.token, run.line, run.first)));
         let (mut row_lines, mut seqs, mut outcomes) = (Vec::new(), Vec::new(), Vec::new());
         let (mut delays, mut errors) = (Vec::new(), Vec::new());
         for run in ended {
             for (seq, outcome) in &run.outcomes {
                 let (word, delay, error) = match outcome {
-                    Outcome::Confirmed => ("confirmed", Duration::ZERO, ""),
-                    Outcome::Again(delay, error) => ("retry", *delay, &**error),
-                    Outcome::Refused(error) => ("refused", Duration::ZERO, &**error),
-                    Outcome::Aside(error) => ("aside", Duration::ZERO, &**error),
+                    RowOutcome::Confirmed => ("confirmed", Duration::ZERO, ""),
+                    RowOutcome::Retry(delay, error) => ("retry", *delay, &**error),
+                    RowOutcome::Refused(error) => ("refused", Duration::ZERO, &**error),
+                    RowOutcome::SetAside(error) => ("aside", Duration::ZERO, &**error),
                 };
                 row_lines.push(run.line);
                 seqs.push(*seq);
@@ -180,12 +180,12 @@ impl Lines {
         &self,
         call: impl AsyncFnOnce(&mut PgConnection) -> Result<T, Error>,
     ) -> Result<T, StoreError> {
-        alone(&self.pool, CALL_PATIENCE, self.transaction_pooler, call).await
+        alone(&self.pool, CALL_TIMEOUT, self.transaction_pooler, call).await
     }
 }
 
-fn taken(rows: &[PgRow]) -> Result<Taken, Error> {
-    let mut taken = Taken { runs: Vec::new(), next: None };
+fn taken(rows: &[PgRow]) -> Result<TakenRuns, Error> {
+    let mut taken = TakenRuns { runs: Vec::new(), next: None };
     for row in rows {
         let line = row.try_get("line")?;
         let Some(seq) = row.try_get("seq")? else {
@@ -197,14 +197,14 @@ fn taken(rows: &[PgRow]) -> Result<Taken, Error> {
             Some(run) => run.rows.push(waiting),
             None => {
                 let token = row.try_get("token")?;
-                taken.runs.push(Run { token, line, first: seq, rows: vec![waiting] });
+                taken.runs.push(LineRun { token, line, first: seq, rows: vec![waiting] });
             }
         }
     }
     Ok(taken)
 }
 
-fn waiting(seq: i64, row: &PgRow) -> Result<Waiting, Error> {
+fn waiting(seq: i64, row: &PgRow) -> Result<OutboxRow, Error> {
     let names: Vec<String> = row.try_get("header_names")?;
     let values: Vec<Vec<u8>> = row.try_get("header_values")?;
     let mut message = Outgoing::new(
@@ -214,7 +214,7 @@ fn waiting(seq: i64, row: &PgRow) -> Result<Waiting, Error> {
     );
     message.order_key = row.try_get::<Option<Vec<u8>>, _>("order_key")?.map(Bytes::from);
     message.headers = names.into_iter().zip(values.into_iter().map(Bytes::from)).collect();
-    Ok(Waiting { seq, message, attempts: row.try_get::<i32, _>("attempts")?.unsigned_abs() })
+    Ok(OutboxRow { seq, message, attempts: row.try_get::<i32, _>("attempts")?.unsigned_abs() })
 }
 
 fn split(runs: impl Iterator<Item = (i64, i64, i64)>) -> (Vec<i64>, Vec<i64>, Vec<i64>) {
