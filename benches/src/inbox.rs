@@ -1,6 +1,6 @@
-//! Messages through the consumer's loop into PostgreSQL: the transactional inbox against the same consumer without it, and
-//! against a row of its own for each message in a transaction of its own. The source is in memory and costs next to nothing,
-//! so that what is measured is the database.
+//! Messages through the consumer's loop into PostgreSQL: the transactional inbox, compared with the same consumer
+//! without it, and with a row and a transaction for each message. The source is in memory and costs almost nothing, so
+//! the result is that of the database.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -62,7 +62,7 @@ pub(crate) async fn measure() -> Result<()> {
                 consume(Messages::new(count, again), how(if each { How::Each } else { How::Together }))
                     .await?;
             let rows = Messages::new(count.min(6_000), again);
-            // For as many messages as the others.
+            // Scaled to the number of messages of the others.
             let scale = count as f64 / count.min(6_000) as f64;
             let rows = consume(rows, how(How::RowForEach)).await? * scale;
             if round > 0 {
@@ -103,7 +103,7 @@ fn customer(message: &Message) -> String {
     String::from_utf8_lossy(&message.payload).into_owned()
 }
 
-/// Seconds until all of them are acknowledged.
+/// Returns the seconds until all messages are acknowledged.
 async fn consume(messages: Messages, processor: impl Processor) -> Result<f64> {
     let all = messages.0.clone();
     let start = Instant::now();
@@ -114,14 +114,14 @@ async fn consume(messages: Messages, processor: impl Processor) -> Result<f64> {
     Ok(start.elapsed().as_secs_f64())
 }
 
-/// A source that has them all.
+/// A source with all messages in memory.
 #[derive(Clone)]
 struct Messages(Arc<All>);
 
 struct All {
     from: u64,
     count: u64,
-    /// So many of a hundred come twice.
+    /// The percentage of messages that come twice.
     again: u64,
     next: AtomicU64,
     acknowledged: AtomicU64,
@@ -166,7 +166,7 @@ impl Source for Messages {
         if at >= self.0.count {
             return std::future::pending().await;
         }
-        // One that comes twice comes some batches later, in the place of a new one.
+        // A duplicate comes some batches later, in the place of a new message.
         let number = if at % 100 < self.0.again && at >= 1000 { at - 1000 + self.0.again } else { at };
         let id = format!("message-{}", self.0.from + number);
         let message =
@@ -202,7 +202,7 @@ impl Delivery for Taken {
     }
 }
 
-/// What anybody would write.
+/// The usual solution without an inbox.
 struct ByHand {
     name: ConsumerName,
     pool: PgPool,
@@ -211,10 +211,10 @@ struct ByHand {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum How {
-    /// A transaction for a batch, and nothing that knows duplicates.
+    /// One transaction per batch, without a check for duplicates.
     Each,
     Together,
-    /// A transaction for each message, with a row that says that it was processed.
+    /// One transaction per message, with a row that records that it was processed.
     RowForEach,
 }
 

@@ -36,7 +36,7 @@ const MIN_CONSUMER_TIMEOUT: Duration = Duration::from_secs(1);
 const MIN_PAUSE: Duration = Duration::from_millis(100);
 const MAX_PAUSE: Duration = Duration::from_secs(10);
 
-/// How long an ordered message is held that is given back without a delay: longer than the shutdown of a consumer.
+/// The hold time of an ordered message that is given back without a delay: longer than the shutdown of a consumer.
 const STOPPING: Duration = Duration::from_secs(60);
 
 /// A queue of RabbitMQ, read with acknowledgements.

@@ -393,7 +393,7 @@ pub async fn a_full_buffer<B: Broker>(broker: B) {
     };
     until("two are at it", || async { began.load(SeqCst) == 2 }).await;
     sleep(SOON * 3).await;
-    assert_eq!(began.load(SeqCst), 2, "nobody else was given them");
+    assert_eq!(began.load(SeqCst), 2, "no other handler got them");
     slow.store(false, SeqCst);
     all_acknowledged(&broker).await;
     running.stop().await;

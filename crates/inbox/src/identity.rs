@@ -224,7 +224,7 @@ fn cloud_event<'m>(
     message: &'m Message,
     header: impl Fn(&str) -> Result<Option<&'m Bytes>, IdentityError>,
 ) -> Result<Option<(String, Bytes)>, IdentityError> {
-    let text = |octets: &Bytes| String::from_utf8_lossy(octets).into_owned();
+    let text = |bytes: &Bytes| String::from_utf8_lossy(bytes).into_owned();
     for prefix in ["ce-", "ce_", "cloudEvents:", "cloudEvents_"] {
         match (header(&format!("{prefix}source"))?, header(&format!("{prefix}id"))?) {
             (Some(source), Some(id)) => return Ok(Some((text(source), id.clone()))),
@@ -488,6 +488,6 @@ mod tests {
         let digest = Identity::header("id").of(&Message::new("t", "").with_header("id", long)).unwrap();
         let digest = String::from_utf8(digest.key().as_bytes().to_vec()).unwrap();
         assert_eq!(digest.len(), 64);
-        assert_ne!(of(digest), of("x".repeat(300)), "nobody can pretend to be a digest");
+        assert_ne!(of(digest), of("x".repeat(300)), "an identifier cannot imitate a digest");
     }
 }

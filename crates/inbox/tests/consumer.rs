@@ -401,7 +401,7 @@ async fn fine(_: Attempt, _: String) -> Result<(), HandlerError> {
 // ---- tests
 
 #[tokio::test(start_paused = true)]
-async fn each_message_has_one_effect_however_often_it_comes_and_everything_is_acknowledged() {
+async fn each_message_takes_effect_once_and_every_delivery_is_acknowledged() {
     let world = World::new();
     for n in 0..200 {
         world.broker.send(&format!("m{n:03}"));
@@ -422,7 +422,7 @@ async fn each_message_has_one_effect_however_often_it_comes_and_everything_is_ac
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_duplicate_of_one_in_flight_is_not_acknowledged_and_comes_back() {
+async fn a_duplicate_of_a_message_in_flight_is_not_acknowledged() {
     let world = World::new();
     world.broker.send("a");
     world.broker.send("a");
@@ -451,7 +451,7 @@ async fn a_duplicate_of_one_in_flight_is_not_acknowledged_and_comes_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn two_consumers_do_not_silence_each_other() {
+async fn two_consumers_each_process_every_message() {
     let world = World::new();
     let other = Broker::default();
     for n in 0..20 {
@@ -508,7 +508,7 @@ async fn messages_of_one_key_stay_in_order_while_one_of_them_fails_and_others_go
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_message_that_fails_comes_back_later_and_after_the_last_attempt_is_one_dead_letter() {
+async fn a_failing_message_is_retried_later_and_becomes_one_dead_letter() {
     for (in_order, on_abandoned) in
         [(true, OnAbandoned::Park), (false, OnAbandoned::Park), (false, OnAbandoned::Reexecute)]
     {
@@ -537,7 +537,7 @@ async fn a_message_that_fails_comes_back_later_and_after_the_last_attempt_is_one
 }
 
 #[tokio::test(start_paused = true)]
-async fn pauses_grow_with_the_attempts_of_what_is_given_back_too() {
+async fn pauses_also_grow_for_messages_that_are_given_back() {
     for in_order in [true, false] {
         let world = World::new();
         let poison = message("poison");
@@ -555,7 +555,7 @@ async fn pauses_grow_with_the_attempts_of_what_is_given_back_too() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn attempts_are_counted_over_redeliveries_and_processes_and_an_attempt_that_died_counts() {
+async fn attempts_are_counted_over_redeliveries_processes_and_crashes() {
     let world = World::new();
     world.broker.send("kills");
     for attempt in 1..=3 {
@@ -583,7 +583,7 @@ async fn attempts_are_counted_over_redeliveries_and_processes_and_an_attempt_tha
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_was_cut_off_runs_again_under_its_downstream_key_or_is_a_letter_that_says_unknown() {
+async fn an_abandoned_attempt_is_reexecuted_or_becomes_a_dead_letter_with_unknown_outcome() {
     for on_abandoned in [OnAbandoned::Reexecute, OnAbandoned::Park] {
         let world = World::new();
         world.broker.send("a");
@@ -626,7 +626,7 @@ async fn what_was_cut_off_runs_again_under_its_downstream_key_or_is_a_letter_tha
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_a_handler_says_decides() {
+async fn the_error_of_a_handler_decides_the_outcome() {
     type Say = fn() -> Result<(), HandlerError>;
     let question_mark: Say = || {
         "x".parse::<i32>()?;
@@ -667,7 +667,7 @@ async fn what_a_handler_says_decides() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_message_without_an_identity_and_one_with_that_of_another_are_letters() {
+async fn a_missing_or_reused_identity_leads_to_a_dead_letter() {
     let world = World::new();
     let anonymous = || Message::new("orders", "who am I");
     world.broker.publish(anonymous());
@@ -694,7 +694,7 @@ async fn a_message_without_an_identity_and_one_with_that_of_another_are_letters(
 }
 
 #[tokio::test(start_paused = true)]
-async fn two_messages_without_an_identity_are_two_letters_where_the_broker_tells_them_apart() {
+async fn messages_without_identity_get_a_dead_letter_per_broker_id() {
     let world = World::new();
     for id in ["orders/0/1", "orders/0/2", "orders/0/1"] {
         world.broker.publish(Message::new("orders", "who am I").with_broker_id(id));
@@ -714,8 +714,7 @@ impl Broker {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_letter_that_cannot_be_written_holds_its_message_and_one_whose_confirmation_is_lost_has_one_identifier()
- {
+async fn a_message_is_kept_until_its_dead_letter_is_written_under_one_identifier() {
     for (refused, lost) in [(4, 0), (0, 2)] {
         let world = World::new();
         world.letters.refuse.store(refused, Ordering::SeqCst);
@@ -734,7 +733,7 @@ async fn a_letter_that_cannot_be_written_holds_its_message_and_one_whose_confirm
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_letter_that_waited_says_why_its_message_is_dead_and_nothing_runs_again_meanwhile() {
+async fn a_delayed_dead_letter_keeps_its_reason_and_the_handler_does_not_run_again() {
     let world = World::new();
     let inbox = || world.inbox(OnAbandoned::Reexecute).with_max_attempts(3).unwrap();
     for (id, after, attempts) in [("a", 0, 1), ("b", 1, 2)] {
@@ -766,7 +765,7 @@ async fn a_letter_that_waited_says_why_its_message_is_dead_and_nothing_runs_agai
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_letter_that_is_refused_holds_up_its_own_message_and_no_other() {
+async fn a_refused_dead_letter_blocks_only_its_own_message() {
     struct Refuses(Arc<AtomicUsize>);
     impl DeadLetterSink for Refuses {
         fn put<'a>(&'a self, _: &'a DeadLetter) -> PutFuture<'a> {
@@ -798,7 +797,7 @@ async fn a_letter_that_is_refused_holds_up_its_own_message_and_no_other() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_letter_that_somebody_else_has_still_to_write_for_a_reason_unknown_here_is_waited_for() {
+async fn a_dead_letter_of_a_newer_version_is_left_to_it() {
     let world = World::new();
     let inbox = world.inbox(OnAbandoned::Park);
     let message = Arc::new(message("a"));
@@ -821,7 +820,7 @@ async fn a_letter_that_somebody_else_has_still_to_write_for_a_reason_unknown_her
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_letter_says_what_happened_in_its_headers() {
+async fn dead_letter_headers_describe_the_failure() {
     #[derive(Clone, Default)]
     struct Topic(Arc<Mutex<Vec<Outgoing>>>);
     impl Publisher for Topic {
@@ -861,7 +860,7 @@ async fn a_letter_says_what_happened_in_its_headers() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_takes_long_is_extended_and_not_delivered_again() {
+async fn slow_messages_are_extended_and_not_delivered_again() {
     let world = World::new();
     world.broker.send("slow");
     world.broker.publish(message("behind").with_order_key("k"));
@@ -883,7 +882,7 @@ async fn what_takes_long_is_extended_and_not_delivered_again() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_stop_ends_what_runs_gives_back_the_rest_and_loses_nothing() {
+async fn a_shutdown_finishes_running_messages_and_gives_back_the_rest() {
     let world = World::new();
     for n in 0..20 {
         world.broker.send(&format!("m{n}"));
@@ -917,7 +916,7 @@ async fn a_stop_ends_what_runs_gives_back_the_rest_and_loses_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_does_not_end_in_time_is_cut_off_and_comes_again() {
+async fn messages_that_exceed_the_shutdown_timeout_are_cancelled_and_come_again() {
     let world = World::new();
     world.broker.send("hangs");
     let consumer = world.consumer(world.inbox(OnAbandoned::Reexecute), |_, _| std::future::pending());
@@ -934,7 +933,7 @@ async fn what_does_not_end_in_time_is_cut_off_and_comes_again() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_handler_that_blocks_its_thread_does_not_hold_up_the_end() {
+async fn a_handler_that_blocks_its_thread_does_not_delay_the_shutdown() {
     let world = World::new();
     world.broker.send("blocks");
     let (go_on, blocked) = std::sync::mpsc::channel::<()>();
@@ -954,7 +953,7 @@ async fn a_handler_that_blocks_its_thread_does_not_hold_up_the_end() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn while_the_store_is_away_messages_are_held_and_neither_given_back_nor_counted() {
+async fn while_the_store_is_down_messages_are_held_without_counting_attempts() {
     let mut world = World::new();
     let (faulty, faults) = FaultyStore::new(world.store.clone());
     world.store = Arc::new(faulty);
@@ -975,7 +974,7 @@ async fn while_the_store_is_away_messages_are_held_and_neither_given_back_nor_co
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_another_consumer_has_by_now_is_not_begun() {
+async fn a_lost_delivery_is_not_started() {
     let world = World::new();
     for n in 0..5 {
         world.broker.publish(message(&format!("m{n}")).with_order_key("k"));
@@ -997,7 +996,7 @@ async fn what_another_consumer_has_by_now_is_not_begun() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_log_that_takes_nothing_back_has_its_messages_tried_again_in_place() {
+async fn a_log_without_returns_has_its_messages_retried_in_place() {
     for order in [Order::PerKey, Order::None] {
         let world = World::new();
         for n in 0..5 {
@@ -1074,7 +1073,7 @@ async fn an_identity_that_the_source_cannot_have_is_refused_before_anything_is_c
 
 /// A name with a mistake, a table that is missing: nothing is processed, and not all of it becomes dead letters.
 #[tokio::test(start_paused = true)]
-async fn a_consumer_that_can_process_nothing_stops_and_says_why() {
+async fn a_consumer_that_produces_only_dead_letters_stops_with_the_reason() {
     let cases: [(&str, &str, DeadReason); 3] = [
         ("no-such-header", "no-identity", DeadReason::NoIdentity),
         ("id", "rejected", DeadReason::Rejected),
@@ -1110,7 +1109,7 @@ async fn a_consumer_that_can_process_nothing_stops_and_says_why() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn dead_letters_between_processed_messages_end_no_consumer_and_neither_do_known_ones() {
+async fn single_or_known_dead_letters_do_not_stop_a_consumer() {
     let world = World::new();
     let send = |numbers: std::ops::Range<usize>| {
         for number in numbers {
@@ -1153,7 +1152,7 @@ async fn dead_letters_between_processed_messages_end_no_consumer_and_neither_do_
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_source_that_fails_is_asked_again_and_one_that_is_gone_ends_the_consumer_in_good_order() {
+async fn a_transient_source_error_is_retried_and_a_fatal_one_ends_the_consumer() {
     let world = World::new();
     world.broker.with(|queue| {
         queue.errors.extend((0..5).map(|_| SourceError::transient("no connection")));
@@ -1175,7 +1174,7 @@ async fn a_source_that_fails_is_asked_again_and_one_that_is_gone_ends_the_consum
 }
 
 #[tokio::test(start_paused = true)]
-async fn octets_are_bounded_too_and_one_message_is_taken_whatever_its_size() {
+async fn bytes_are_limited_but_one_message_is_always_taken() {
     let world = World::new();
     for n in 0..6 {
         let large = Message::new("orders", Bytes::from(vec![b'x'; 1000])).with_header("id", format!("m{n}"));
@@ -1199,7 +1198,7 @@ async fn octets_are_bounded_too_and_one_message_is_taken_whatever_its_size() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn without_a_loop_the_inbox_says_what_to_do_with_a_message() {
+async fn the_inbox_works_without_the_loop() {
     let world = World::new();
     let inbox = world.inbox(OnAbandoned::Park);
     let message = Arc::new(message("a"));
@@ -1227,7 +1226,7 @@ async fn an_operator_finds_the_record_of_a_message_by_its_identifier() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_duplicate_of_a_dead_letter_is_told_so() {
+async fn a_duplicate_of_a_dead_message_is_reported_as_known() {
     let world = World::new();
     let inbox = world.inbox(OnAbandoned::Park);
     let message = Arc::new(message("a"));
@@ -1285,7 +1284,7 @@ impl oncegate_inbox::Processor for Batches {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_left_of_a_batch_keeps_its_order() {
+async fn the_rest_of_a_batch_keeps_its_order() {
     for gives_back in [true, false] {
         let (broker, ledger) = (Broker::default(), Ledger::default());
         for n in 0..20 {
@@ -1306,7 +1305,7 @@ async fn what_is_left_of_a_batch_keeps_its_order() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_fails_while_the_consumer_comes_to_rest_is_given_back() {
+async fn messages_that_fail_during_a_shutdown_are_given_back() {
     let world = World::new();
     world.broker.publish(message("a").with_order_key("k"));
     let consumer = run(world.consumer(world.inbox(OnAbandoned::Park), |_, _| async {

@@ -1,4 +1,4 @@
-//! Messages of a Kafka topic, each written into a table of PostgreSQL once, however often it comes.
+//! Writes each message of a Kafka topic to a table of PostgreSQL once.
 //!
 //! ```text
 //! psql "$DATABASE_URL" -c 'CREATE TABLE ledger (id text NOT NULL)'
@@ -6,7 +6,7 @@
 //!     cargo run -p oncegate-kafka --example kafka
 //! ```
 //!
-//! Messages are told apart by the header `oncegate-message-id`, as `KafkaPublisher` writes it. `KAFKA_CONFIG` has further
+//! The identity of a message is the header `oncegate-message-id`, as `KafkaPublisher` writes it. `KAFKA_CONFIG` has further
 //! settings of the client, `name=value` with commas between them. With `DIE=before-commit` or `DIE=before-ack` the process
 //! kills itself in the middle of the message whose number `DIE_AT` says: start it again, and count.
 

@@ -15,7 +15,7 @@ use rdkafka::producer::{DeliveryFuture, FutureProducer, FutureRecord, Producer a
 
 use super::{RECORD_KEY, TOMBSTONE, UNREADABLE, settings};
 
-/// How long a message waits for a place in the client's queue, and the interval of the checks.
+/// The time that a message waits for a place in the client's queue, and the interval of the checks.
 const QUEUE_TIMEOUT: Duration = Duration::from_secs(10);
 const QUEUE_LOOK: Duration = Duration::from_millis(20);
 

@@ -33,7 +33,7 @@ const POLL: Duration = Duration::from_millis(100);
 /// The longest wait of a poll while everything is paused.
 const POLL_PAUSED: Duration = Duration::from_millis(20);
 
-/// How long the thread waits for space before it pauses its partitions.
+/// The time that the thread waits for space before it pauses its partitions.
 ///
 /// A pause discards what the client has read ahead. So it is meant for consumers that stopped, not for those that are
 /// slower than the broker.

@@ -1,4 +1,4 @@
-//! Messages of a stream of NATS JetStream, each written into a table of PostgreSQL once, however often it comes.
+//! Writes each message of a NATS JetStream stream to a table of PostgreSQL once.
 //!
 //! ```text
 //! psql "$DATABASE_URL" -c 'CREATE TABLE ledger (id text NOT NULL)'
@@ -7,7 +7,7 @@
 //!     cargo run -p oncegate-nats --example nats
 //! ```
 //!
-//! Messages are told apart by the header `oncegate-message-id`, as `NatsPublisher` writes it. With `DIE=before-commit`
+//! The identity of a message is the header `oncegate-message-id`, as `NatsPublisher` writes it. With `DIE=before-commit`
 //! or `DIE=before-ack` the process kills itself in the middle of the message whose number `DIE_AT` says: start it
 //! again, and count.
 

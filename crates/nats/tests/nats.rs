@@ -137,7 +137,7 @@ async fn stopping_loses_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_full_buffer() {
+async fn a_slow_handler_behind_a_full_buffer_loses_nothing() {
     suite::a_full_buffer(Nats::start(SOON).await).await;
 }
 
@@ -173,7 +173,7 @@ async fn the_database_is_restarted() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_delivery_says_what_it_is() {
+async fn a_delivery_has_the_documented_fields() {
     let nats = Nats::start(SOON).await;
     let mut message = nats.outgoing("m-1", "k");
     message.order_key = Some(Bytes::from_static(b"customer 7"));
@@ -270,7 +270,7 @@ async fn without_options_one_poison_message_does_not_hold_its_subject() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_waits_too_long_is_left_to_others() {
+async fn an_expired_message_without_order_is_left_to_others() {
     let nats = Nats::start(SOON).await;
     nats.publish(&suite::ids(10), 10).await;
     let mut source = nats.source_with(NatsSourceOptions::new().without_order());
@@ -294,7 +294,7 @@ async fn what_waits_too_long_is_left_to_others() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_waited_too_long_is_not_overtaken_by_what_came_after_it() {
+async fn an_expired_ordered_message_is_not_overtaken() {
     let nats = Nats::start(SOON).await;
     let mut source = nats.source();
     let publish = async |id: &str| nats.publisher().publish(&nats.outgoing(id, "k")).await.unwrap();
@@ -325,7 +325,7 @@ async fn what_waited_too_long_is_not_overtaken_by_what_came_after_it() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_was_not_asked_for_is_given_back_at_the_end() {
+async fn unrequested_messages_are_given_back_at_the_close() {
     let nats = Nats::start(LATE).await;
     nats.publish(&suite::ids(50), 10).await;
     let mut source = nats.source();
@@ -521,7 +521,7 @@ mod processes {
     }
 
     #[tokio::test(flavor = "multi_thread")]
-    async fn a_process_stands_still() {
+    async fn a_process_is_suspended_and_resumed() {
         stands_still(Nats::start(SOON).await, 20_000).await;
     }
 

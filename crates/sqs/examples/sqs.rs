@@ -1,4 +1,4 @@
-//! Messages of an SQS queue, each written into a table of PostgreSQL once, however often it comes.
+//! Writes each message of an SQS queue to a table of PostgreSQL once.
 //!
 //! ```text
 //! psql "$DATABASE_URL" -c 'CREATE TABLE ledger (id text NOT NULL)'
@@ -6,10 +6,10 @@
 //!     cargo run -p oncegate-sqs --example sqs
 //! ```
 //!
-//! This speaks to a server on this machine, without TLS. For Amazon's, make the client of what `aws-config` loads;
+//! This connects to a server on this machine, without TLS. For the real service, create the client with `aws-config`;
 //! nothing else differs.
 //!
-//! Messages are told apart by the attribute `oncegate-message-id`, as `SqsPublisher` writes it. With
+//! The identity of a message is the attribute `oncegate-message-id`, as `SqsPublisher` writes it. With
 //! `DIE=before-commit` or `DIE=before-ack` the process kills itself in the middle of the message whose number `DIE_AT`
 //! says: start it again, and count.
 

@@ -16,7 +16,7 @@ use super::{ANSWER_TIMEOUT, said};
 /// The maximum number of entries of a request.
 const MAX_ENTRIES: usize = 10;
 
-/// How long a request waits for more entries.
+/// The time that a request waits for more entries.
 const LINGER: Duration = Duration::from_millis(5);
 
 /// The maximum number of concurrent requests of one kind.

@@ -152,7 +152,7 @@ async fn stopping_loses_nothing_in_a_fifo_queue() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_full_buffer() {
+async fn a_slow_handler_behind_a_full_buffer_loses_nothing() {
     suite::a_full_buffer(Sqs::standard(SOON).await).await;
 }
 
@@ -167,7 +167,7 @@ async fn one_of_two_dies_in_a_fifo_queue() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_server_stands_still() {
+async fn the_server_is_suspended_for_a_while() {
     let sqs = Sqs::standard(SOON).await;
     let stand_still = || async {
         let pid = sqs.server.pid();
@@ -187,7 +187,7 @@ async fn the_database_is_restarted() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_delivery_says_what_it_is() {
+async fn a_delivery_has_the_documented_fields() {
     let sqs = Sqs::fifo(SOON).await;
     let mut message = sqs.outgoing("m-1", "customer 7");
     message.headers =
@@ -232,7 +232,7 @@ async fn a_delivery_says_what_it_is() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_in_no_group_is_left_to_others_when_its_time_is_over() {
+async fn an_expired_message_without_group_is_left_to_others() {
     let sqs = Sqs::standard(SOON).await;
     sqs.publish(&suite::ids(1), 1).await;
     let mut source = sqs.open().await;
@@ -251,7 +251,7 @@ async fn what_is_in_no_group_is_left_to_others_when_its_time_is_over() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_was_not_asked_for_is_given_back_at_the_end() {
+async fn unrequested_messages_are_given_back_at_the_close() {
     let sqs = Sqs::standard(LATE).await;
     sqs.publish(&suite::ids(50), 10).await;
     let mut source = sqs.open().await;
@@ -269,7 +269,7 @@ async fn what_was_not_asked_for_is_given_back_at_the_end() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_queue_that_takes_messages_away_is_refused() {
+async fn a_queue_with_a_redrive_policy_is_refused() {
     let sqs = Sqs::standard(SOON).await;
     let dead = make(&sqs.client, "dead", &[]).await;
     let asked =
@@ -415,7 +415,7 @@ mod processes {
     }
 
     #[tokio::test(flavor = "multi_thread")]
-    async fn a_process_stands_still() {
+    async fn a_process_is_suspended_and_resumed() {
         stands_still(Sqs::standard(SOON).await, 5_000).await;
     }
 

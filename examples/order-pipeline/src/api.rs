@@ -1,5 +1,5 @@
-//! Takes orders. The order, its message and the answer to its key commit together, so a request that is repeated makes one order
-//! and one message.
+//! Accepts orders. The order, its message and the response for its key commit together. So a repeated request makes one
+//! order and one message.
 
 use axum::extract::State;
 use axum::http::{HeaderMap, HeaderName, StatusCode};
@@ -18,14 +18,14 @@ use crate::faults::{Faults, Point};
 use crate::order::{OrderPlaced, PLACED};
 use crate::{Database, Result, relay, serve};
 
-/// Where it serves.
+/// The options of the API.
 #[derive(clap::Args)]
 pub(crate) struct Options {
     #[command(flatten)]
     database: Database,
     #[command(flatten)]
     faults: Faults,
-    /// 0 takes a free one.
+    /// The port; 0 means a free one.
     #[arg(long, default_value_t = 3000)]
     port: u16,
 }
@@ -36,7 +36,7 @@ struct Api {
     faults: Faults,
 }
 
-/// What a client asks for.
+/// The request of a client.
 #[derive(Deserialize, Serialize)]
 struct Order {
     customer: String,
@@ -44,7 +44,7 @@ struct Order {
 }
 
 impl Order {
-    /// The customer's name is an order key, which brokers have in a header.
+    /// The customer's name is an order key, which brokers carry in a header.
     fn is_well_formed(&self) -> bool {
         (1..=100).contains(&self.customer.len()) && !self.customer.chars().any(char::is_control)
     }
@@ -63,8 +63,8 @@ async fn place(
     let scope = Scope::caller("customer", &order.customer).within("POST /orders");
 
     let placed = transactor.transact(&scope, &key, &order, async |connection| {
-        // The customer's row is locked from here to the commit. So sequences have no gaps, and the messages of a customer are
-        // published in their order.
+        // The customer's row is locked from here to the commit. So sequence numbers have no gaps, and the messages of a
+        // customer are published in their order.
         let count = "INSERT INTO customers VALUES ($1, 1)
             ON CONFLICT (customer) DO UPDATE SET orders = customers.orders + 1 RETURNING orders";
         let sequence: i64 =
@@ -77,7 +77,7 @@ async fn place(
             sequence: u64::try_from(sequence)?,
             cents: order.cents,
         };
-        // An empty identifier: a new one, which the message keeps however often it is published.
+        // An empty identifier means a new one, which stays the same each time the message is published.
         let mut message = Outgoing::new("", PLACED, serde_json::to_vec(&placed)?);
         message.order_key = Some(order.customer.clone().into());
         Outbox::new().send(connection, &message).await?;
@@ -95,11 +95,11 @@ fn refuse(error: TransactError) -> Response {
     match error {
         TransactError::InProgress { .. } => (StatusCode::CONFLICT, again_after_a_second).into_response(),
         TransactError::Mismatch => StatusCode::UNPROCESSABLE_ENTITY.into_response(),
-        // Nothing was committed, or the same request finds out what was.
+        // Nothing was committed, or a repeated request finds out what was.
         TransactError::Store(_) | TransactError::CommitUnknown { .. } => {
             (StatusCode::SERVICE_UNAVAILABLE, again_after_a_second).into_response()
         }
-        // Nor was anything where the database went away in the middle of it.
+        // The database went down in the middle, so nothing was committed.
         TransactError::Failed(error) if is_lost(error.downcast_ref()) => {
             (StatusCode::SERVICE_UNAVAILABLE, again_after_a_second).into_response()
         }
@@ -110,7 +110,7 @@ fn refuse(error: TransactError) -> Response {
     }
 }
 
-/// Whether the connection was lost, or the server is about to end it (class 57 of SQLSTATE).
+/// Returns `true` if the connection was lost, or the server is about to end it (class 57 of SQLSTATE).
 fn is_lost(error: Option<&sqlx::Error>) -> bool {
     match error {
         Some(sqlx::Error::Io(_) | sqlx::Error::Protocol(_)) => true,

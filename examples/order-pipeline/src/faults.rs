@@ -1,4 +1,4 @@
-//! Where a part kills itself, to show that it may die there. Nothing of this belongs into a service.
+//! The points at which a part kills itself, to show that it may crash there. Real services have nothing of this.
 
 use std::fs::{self, OpenOptions};
 use std::io::Write as _;
@@ -13,7 +13,7 @@ use oncegate::inbox::{
     SourceError, SourceInfo,
 };
 
-/// A place on the way of an order.
+/// A point on the way of an order.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Point {
     BeforeOrderCommit,
@@ -26,22 +26,22 @@ pub(crate) enum Point {
     AfterAck,
 }
 
-/// Whether this process kills itself somewhere.
+/// The configured self-destruction of this process.
 #[derive(Clone, clap::Args)]
 pub(crate) struct Faults {
-    /// Dies here, as by `kill -9`.
+    /// The point at which the process kills itself, as `kill -9` would.
     #[arg(long, env)]
     kill_at: Option<Point>,
-    /// How often, over all processes.
+    /// The number of kills, over all processes.
     #[arg(long, env, default_value_t = 1)]
     kill_times: u64,
-    /// The file that remembers how often: it has one octet for each time.
+    /// The file that counts the kills: one byte for each.
     #[arg(long, env, default_value = "kills")]
     kill_memory: PathBuf,
 }
 
 impl Faults {
-    /// The process is here.
+    /// Kills the process if this is the configured point.
     pub(crate) fn at(&self, point: Point) {
         if self.kill_at != Some(point) {
             return;
@@ -51,14 +51,14 @@ impl Faults {
             return;
         }
         let memory = OpenOptions::new().create(true).append(true).open(&self.kill_memory);
-        // Without a memory it would die for ever.
+        // Without the count it would crash forever.
         if memory.and_then(|mut memory| memory.write_all(b"x")).is_ok() {
             std::process::abort();
         }
     }
 }
 
-/// Something that may die around what it does.
+/// A wrapper that may crash before or after the wrapped call.
 pub(crate) struct Mortal<T> {
     inner: T,
     faults: Faults,

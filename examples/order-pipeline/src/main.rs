@@ -1,7 +1,8 @@
-//! An order's whole way: from a request that may be repeated, over a broker that delivers at least once, into a projection that
-//! counts it once. Each part is a process of its own, of which any number may run, and any may die at any moment.
+//! The whole way of an order: from a request that may be repeated, over a broker that delivers at least once, to a
+//! projection that counts it once. Each part is a process of its own. Any number of each may run, and any may crash at
+//! any moment.
 //!
-//! One program: `order-pipeline setup` once, then `api`, `relay` and `projector`; `retry` is for an operator.
+//! It is one program: run `order-pipeline setup` once, then `api`, `relay` and `projector`; `retry` is for an operator.
 
 mod api;
 mod faults;
@@ -23,23 +24,23 @@ use tokio::signal::unix::{SignalKind, signal};
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
-/// Which part this process is.
+/// The part that this process runs.
 #[derive(Parser)]
 #[command(name = "order-pipeline")]
 enum Role {
-    /// Makes tables, the stream and its consumer. Once, before the others.
+    /// Creates the tables, the stream and its consumer. Run it once, before the others.
     Setup(setup::Options),
-    /// Takes orders: `POST /orders`.
+    /// Accepts orders: `POST /orders`.
     Api(api::Options),
-    /// Publishes what was ordered.
+    /// Publishes the messages of orders.
     Relay(relay::Options),
-    /// Adds up what was published, for each customer.
+    /// Adds up the published orders of each customer.
     Projector(projector::Options),
-    /// Processes dead letters again: for an operator, when the projector was mended.
+    /// Processes dead letters again, for an operator after the projector was fixed.
     Retry(projector::RetryOptions),
 }
 
-/// Where the database is.
+/// The address of the database.
 #[derive(clap::Args)]
 struct Database {
     #[arg(long, env = "DATABASE_URL", hide_env_values = true)]
@@ -47,14 +48,14 @@ struct Database {
 }
 
 impl Database {
-    /// A pool that does not ask for the database before it is needed: what is started while that is away waits for it.
+    /// Creates a pool that connects on demand: a part that starts while the database is down waits for it.
     fn pool(&self) -> Result<PgPool> {
         let pool = PgPoolOptions::new().acquire_timeout(Duration::from_secs(5)).connect_lazy(&self.database);
         Ok(pool.map_err(|error| format!("DATABASE_URL is not one of PostgreSQL: {error}"))?)
     }
 }
 
-/// Where the broker is.
+/// The address of the broker.
 #[derive(clap::Args)]
 struct Broker {
     #[arg(long, env = "NATS_URL", hide_env_values = true, default_value = "nats://127.0.0.1:4222")]
@@ -89,7 +90,7 @@ async fn main() -> ExitCode {
     ExitCode::FAILURE
 }
 
-/// Ready when this process is told to end, by SIGTERM or SIGINT. It hears of it from now on.
+/// Returns a future that is ready after SIGTERM or SIGINT. Signals count from this call on.
 fn stopped() -> Result<impl Future<Output = ()>> {
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     Ok(async move {
@@ -100,7 +101,7 @@ fn stopped() -> Result<impl Future<Output = ()>> {
     })
 }
 
-/// Serves on this port of the loopback, 0 for a free one, until the process is told to end.
+/// Serves on a port of the loopback interface (0 for a free one) until the process gets a signal.
 async fn serve(port: u16, router: Router) -> Result<()> {
     let stop = stopped()?;
     let listener = tokio::net::TcpListener::bind(("127.0.0.1", port)).await;

@@ -1,5 +1,5 @@
-//! Adds up what every customer has ordered. The sum, the position in the customer's stream and the receipt of the message commit
-//! together.
+//! Adds up the orders of each customer. The sum, the position in the customer's stream and the receipt of the message
+//! commit together.
 
 use axum::Router;
 use axum::routing::get;
@@ -14,7 +14,7 @@ use crate::order::OrderPlaced;
 use crate::setup::{CONSUMER, STREAM};
 use crate::{Broker, Database, Result, serve, stopped};
 
-/// From where to where.
+/// The options of the projector.
 #[derive(clap::Args)]
 pub(crate) struct Options {
     #[command(flatten)]
@@ -25,12 +25,12 @@ pub(crate) struct Options {
     faults: Faults,
     #[command(flatten)]
     version: Version,
-    /// Where its metrics are; 0 takes a free one.
+    /// The port of its metrics; 0 means a free one.
     #[arg(long, default_value_t = 0)]
     port: u16,
 }
 
-/// Where dead letters are.
+/// The options of the retry.
 #[derive(clap::Args)]
 pub(crate) struct RetryOptions {
     #[command(flatten)]
@@ -39,10 +39,10 @@ pub(crate) struct RetryOptions {
     version: Version,
 }
 
-/// What a projector knows.
+/// The features of a projector version.
 #[derive(clap::Args, Clone, Copy)]
 struct Version {
-    /// It knows orders with a negative amount, which are refunds. Without, it is an older version, which rejects them.
+    /// Supports orders with a negative amount, which are refunds. An older version without it rejects them.
     #[arg(long)]
     refunds: bool,
 }
@@ -55,21 +55,21 @@ async fn project(
     version: Version,
 ) -> std::result::Result<ApplyOutcome, HandlerError> {
     let placed: OrderPlaced = serde_json::from_slice(&message.payload).map_err(HandlerError::reject)?;
-    // Before it is parked, because what is parked is acknowledged: it must not turn out later that it cannot be processed.
+    // Checked before the event is buffered, because a buffered event is acknowledged and can no longer be rejected.
     if placed.cents < 0 && !version.refunds {
         return Err(HandlerError::reject("a negative amount"));
     }
     let (customer, sequence) = (&placed.customer, placed.sequence);
-    // Two projectors, and a crash, may turn the order of the broker round.
+    // Two projectors, or a crash, may reverse the order of the broker.
     let applied =
         streams.apply_or_buffer(connection, customer, sequence, &message.payload, async |to, event| {
             add(to, &serde_json::from_slice(&event.event)?).await
         });
-    // ApplyOutcome now, applied before, or parked: all of it is as it should be.
+    // Applied now, applied before, or buffered: each is a success.
     applied.await
 }
 
-/// Adds an order: the next one of its customer.
+/// Adds the next order of its customer.
 async fn add(connection: &mut PgConnection, placed: &OrderPlaced) -> std::result::Result<(), HandlerError> {
     let add = "INSERT INTO totals VALUES ($1, 1, $2, $3) ON CONFLICT (customer) DO UPDATE
         SET orders = totals.orders + 1, cents = totals.cents + excluded.cents, last_sequence = excluded.last_sequence";
@@ -82,7 +82,7 @@ fn inbox(pool: &PgPool) -> Result<TransactionalInbox> {
     Ok(TransactionalInbox::new(pool.clone(), ConsumerName::new(CONSUMER)?, Identity::message_id()))
 }
 
-/// Consumes until it is told to end.
+/// Consumes until the process gets a signal.
 pub(crate) async fn run(options: Options) -> Result<()> {
     let Options { database, broker, faults, version, port } = options;
     let name = ConsumerName::new(CONSUMER)?;
@@ -108,7 +108,7 @@ pub(crate) async fn run(options: Options) -> Result<()> {
     let metrics = async move || counts.to_prometheus(&name);
     let router = Router::new().route("/metrics", get(metrics));
     tokio::select! {
-        // It ends by itself where nothing can be consumed any more.
+        // It ends by itself if the source cannot be used any more.
         ended = consumer.run(stopped()?) => Ok(ended?),
         Err(error) = serve(port, router) => Err(error),
     }
@@ -133,12 +133,12 @@ pub(crate) async fn retry(options: RetryOptions) -> Result<()> {
             });
             match done.await {
                 Ok(Some(ApplyOutcome::AlreadyApplied)) => {
-                    println!("letter {number}: it was skipped, and is not counted")
+                    println!("dead letter {number}: it was skipped, and is not counted")
                 }
-                Ok(Some(_)) => println!("letter {number}: processed"),
-                Ok(None) => println!("letter {number}: somebody else took it"),
+                Ok(Some(_)) => println!("dead letter {number}: processed"),
+                Ok(None) => println!("dead letter {number}: another process took it"),
                 Err(failure) => {
-                    println!("letter {number}: still dead: {}", ErrorChain(failure.error()));
+                    println!("dead letter {number}: still dead: {}", ErrorChain(failure.error()));
                 }
             }
         }

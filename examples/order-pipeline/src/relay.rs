@@ -1,4 +1,4 @@
-//! Publishes what was ordered: at least once each, and the messages of a customer in their order.
+//! Publishes orders: each at least once, and those of a customer in their order.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use oncegate::postgres::sqlx::postgres::PgPool;
 use crate::faults::{Faults, Mortal};
 use crate::{Broker, Database, Result, serve, stopped};
 
-/// From where to where.
+/// The options of the relay.
 #[derive(clap::Args)]
 pub(crate) struct Options {
     #[command(flatten)]
@@ -21,15 +21,15 @@ pub(crate) struct Options {
     broker: Broker,
     #[command(flatten)]
     faults: Faults,
-    /// Where its metrics are; 0 takes a free one.
+    /// The port of its metrics; 0 means a free one.
     #[arg(long, default_value_t = 0)]
     port: u16,
-    /// For how many milliseconds messages wait whose relay has died.
+    /// The lease in milliseconds: how long messages of a crashed relay wait.
     #[arg(long, default_value_t = 30_000)]
     lease_ms: u64,
 }
 
-/// How the outbox stands, for Prometheus.
+/// Returns the state of the outbox for Prometheus.
 pub(crate) async fn outbox_metrics(pool: &PgPool) -> std::result::Result<String, StatusCode> {
     let away = |_| StatusCode::SERVICE_UNAVAILABLE;
     let mut connection = pool.acquire().await.map_err(away)?;
@@ -43,7 +43,7 @@ pub(crate) async fn outbox_metrics(pool: &PgPool) -> std::result::Result<String,
     ))
 }
 
-/// Publishes until it is told to end.
+/// Publishes until the process gets a signal.
 pub(crate) async fn run(options: Options) -> Result<()> {
     let pool = options.database.pool()?;
     let publisher = NatsPublisher::new(options.broker.jetstream().await?);

@@ -1,4 +1,4 @@
-//! What has to be there before anything else: tables, a stream, a consumer.
+//! The setup: tables, a stream, a consumer.
 
 use std::time::Duration;
 
@@ -10,26 +10,26 @@ use oncegate::postgres::{schema, sqlx};
 use crate::order::PLACED;
 use crate::{Broker, Database, Result};
 
-/// Where to make it.
+/// The options of the setup.
 #[derive(clap::Args)]
 pub(crate) struct Options {
     #[command(flatten)]
     database: Database,
     #[command(flatten)]
     broker: Broker,
-    /// After how many milliseconds without a word from a projector the broker delivers a message again.
+    /// The time in milliseconds after which the broker delivers a message again without an answer of a projector.
     #[arg(long, default_value_t = 30_000)]
     ack_wait_ms: u64,
-    /// For how many milliseconds the broker itself knows a message that is published again.
+    /// The time in milliseconds for which the broker recognizes a message that is published again.
     #[arg(long, default_value_t = 120_000)]
     duplicate_window_ms: u64,
 }
 
-/// The stream, and the consumer of it that all projectors share.
+/// The stream, and its consumer that all projectors share.
 pub(crate) const STREAM: &str = "ORDERS";
 pub(crate) const CONSUMER: &str = "totals";
 
-/// `customers` and `orders` are the API's, `totals` is the projectors'; these could be in a database of their own.
+/// `customers` and `orders` belong to the API, `totals` to the projectors; they could be in different databases.
 const TABLES: &str = "
     CREATE TABLE IF NOT EXISTS customers (customer text PRIMARY KEY, orders bigint NOT NULL);
     CREATE TABLE IF NOT EXISTS orders (
@@ -40,7 +40,7 @@ const TABLES: &str = "
         customer text PRIMARY KEY, orders bigint NOT NULL, cents bigint NOT NULL, last_sequence bigint NOT NULL
     );";
 
-/// Makes what is not there yet.
+/// Creates what does not exist yet.
 pub(crate) async fn run(options: Options) -> Result<()> {
     schema::apply(&PostgresOptions::new(&options.database.database)?).await?;
     sqlx::raw_sql(TABLES).execute(&options.database.pool()?).await?;
@@ -53,7 +53,7 @@ pub(crate) async fn run(options: Options) -> Result<()> {
         ..stream::Config::default()
     };
     let orders = jetstream.get_or_create_stream(orders).await?;
-    // Without `max_deliver`: how often a message is tried is the inbox's to say, which writes a dead letter then.
+    // No `max_deliver`: the inbox counts attempts, and writes a dead letter after the last one.
     let totals = pull::Config {
         durable_name: Some(CONSUMER.to_owned()),
         ack_policy: AckPolicy::Explicit,

@@ -146,7 +146,7 @@ async fn stopping_loses_nothing() {
 
 /// Connections are given up after two seconds of silence.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_full_buffer() {
+async fn a_slow_handler_behind_a_full_buffer_loses_nothing() {
     let mut rabbit = Rabbit::queue("a_full_buffer", Kind::Quorum).await;
     rabbit.url += "?heartbeat=1";
     suite::a_full_buffer(rabbit).await;

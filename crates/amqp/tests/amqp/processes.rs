@@ -149,7 +149,7 @@ async fn a_process_that_dies_after_the_commit_has_done_it_once() {
 
 /// It stands still for longer than the broker waits for its heartbeats, and goes on with what it has.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_process_that_stood_still_does_nothing_again() {
+async fn a_resumed_process_repeats_nothing() {
     let world = World::start(Kind::Quorum).await;
     let mut standing = Consumer::start(&world, "");
     world.queue.send(orders(10)).await;

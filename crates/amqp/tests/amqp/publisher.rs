@@ -89,7 +89,7 @@ async fn each_message_that_no_queue_takes_is_refused_and_no_other() {
 }
 
 #[tokio::test]
-async fn what_never_will_be_taken_is_refused() {
+async fn permanently_unacceptable_messages_are_refused() {
     let server = shared();
     let queue = Queue::new(&server.url(), "refusing", Kind::Quorum).await;
     let publisher = queue.publisher().with_max_payload_bytes(1000);
@@ -150,7 +150,7 @@ async fn an_exchange_routes_by_the_topic() {
 }
 
 #[tokio::test]
-async fn without_the_brokers_word_nothing_is_published() {
+async fn without_a_confirm_a_message_is_not_published() {
     let mut server = RabbitServer::start().unwrap();
     let queue = Queue::new(&server.url(), "silent", Kind::Quorum).await;
     let publisher = queue.publisher().with_confirm_timeout(Duration::from_secs(2)).unwrap();
@@ -230,7 +230,7 @@ async fn a_connection_that_is_cut_is_made_again_and_nothing_confirmed_is_lost() 
 
 /// Who waits for a message may stop waiting; the next one on its channel is another one all the same.
 #[tokio::test]
-async fn publishing_that_is_dropped_confuses_nobody() {
+async fn a_dropped_publish_does_not_affect_the_next_message() {
     let server = shared();
     let queue = Queue::new(&server.url(), "impatient", Kind::Quorum).await;
     let publisher = queue.publisher().with_max_channels(1).unwrap();

@@ -76,7 +76,7 @@ async fn properties_and_headers_are_there_under_their_names() {
 }
 
 #[tokio::test]
-async fn what_is_given_back_comes_again_and_says_so() {
+async fn a_returned_message_comes_again_as_redelivered() {
     let server = shared();
     for kind in [Kind::Quorum, Kind::Classic] {
         let queue = Queue::new(&server.url(), &format!("back-{kind:?}"), kind).await;
@@ -101,7 +101,7 @@ async fn what_is_given_back_comes_again_and_says_so() {
 }
 
 #[tokio::test]
-async fn what_is_given_back_later_comes_later_and_holds_up_nobody() {
+async fn a_delayed_return_blocks_no_other_message() {
     let server = shared();
     let queue = Queue::new(&server.url(), "later", Kind::Quorum).await;
     queue.send(["poison", "other"]).await;
@@ -207,7 +207,7 @@ async fn after_a_cut_the_deliveries_are_lost_and_come_again() {
 }
 
 #[tokio::test]
-async fn a_broker_that_was_killed_or_stopped_is_come_back_to() {
+async fn the_source_reconnects_after_a_broker_restart() {
     let mut server = RabbitServer::start().unwrap();
     let url = server.url();
     for kind in [Kind::Quorum, Kind::Classic] {
@@ -258,7 +258,7 @@ async fn a_queue_that_is_deleted_and_made_again_is_consumed_again() {
 }
 
 #[tokio::test]
-async fn who_connects_first_is_told_what_is_wrong() {
+async fn an_explicit_connect_returns_the_error() {
     let server = shared();
     let mut source = AmqpSource::new(broker(&server.url()), "no-such-queue").unwrap();
     let error = ErrorChain(&source.connect().await.unwrap_err()).to_string();
@@ -271,7 +271,7 @@ async fn who_connects_first_is_told_what_is_wrong() {
 
 /// A client without TLS says nothing to a broker that is to be spoken to with it: no word of this may be in the clear.
 #[tokio::test]
-async fn what_is_to_be_encrypted_is_not_sent_in_the_clear() {
+async fn amqps_never_falls_back_to_plain_text() {
     let listener = TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
     let port = listener.local_addr().unwrap().port();
     let heard = tokio::spawn(async move {
@@ -316,7 +316,7 @@ async fn a_full_buffer_keeps_the_connection_alive() {
 
 /// The broker waits two seconds, and looks each second.
 #[tokio::test]
-async fn what_is_held_for_too_long_comes_again() {
+async fn a_message_held_beyond_the_consumer_timeout_comes_again() {
     let mut options = RabbitOptions::default();
     options.settings = vec!["consumer_timeout, 2000".to_owned(), "channel_tick_interval, 1000".to_owned()];
     let server = RabbitServer::start_with(options).unwrap();
@@ -336,7 +336,7 @@ async fn what_is_held_for_too_long_comes_again() {
 }
 
 #[tokio::test]
-async fn an_order_key_is_what_was_chosen() {
+async fn the_order_key_follows_the_options() {
     let server = shared();
     let queue = Queue::new(&server.url(), "keys", Kind::Classic).await;
     let mut headers = FieldTable::default();

@@ -33,7 +33,7 @@ use crate::inbox::Inner;
 use crate::receipts::{ClaimTransaction, Receipt, ReceiptState, ReceiptStatus, has_code};
 use crate::work::Work;
 
-/// How long the session of a broken connection may keep its locks.
+/// The time for which the session of a broken connection may keep its locks.
 const SESSION_END_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// The result of one run of a transaction.

@@ -15,7 +15,7 @@ use crate::support::{
 };
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_new_in_a_batch_is_one_transaction() {
+async fn the_new_messages_of_a_batch_share_one_transaction() {
     let database = Database::fresh().await;
     let inbox = database.inbox(2).await;
     let batch = [new("a"), again("b"), new("c"), new("a"), again("b")];
@@ -36,7 +36,7 @@ async fn what_is_new_in_a_batch_is_one_transaction() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn all_that_is_new_is_given_to_a_handler_at_once() {
+async fn a_batch_handler_gets_all_new_messages_at_once() {
     let database = Database::fresh().await;
     assert!(database.inbox(1).await.with_max_attempts(0).is_err());
     assert!(database.inbox(1).await.with_max_batch(0).is_err());
@@ -72,7 +72,7 @@ async fn all_that_is_new_is_given_to_a_handler_at_once() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn one_that_fails_holds_up_its_order_key_and_nothing_else() {
+async fn a_failing_message_blocks_only_its_order_key() {
     let database = Database::fresh().await;
     let inbox = database.inbox(2).await.with_max_attempts(3).unwrap().with_max_batch(4).unwrap();
     let batch = [
@@ -100,7 +100,7 @@ async fn one_that_fails_holds_up_its_order_key_and_nothing_else() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn one_that_somebody_else_has_holds_up_its_order_key_and_nothing_else() {
+async fn a_message_in_flight_blocks_only_its_order_key() {
     let database = Database::fresh().await;
     let inbox = database.inbox(2).await;
     let batch = [
@@ -132,7 +132,7 @@ async fn one_that_somebody_else_has_holds_up_its_order_key_and_nothing_else() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn one_that_failed_before_is_in_nobodys_way() {
+async fn a_message_that_failed_before_runs_separately() {
     let database = Database::fresh().await;
     let inbox = database.inbox(2).await.with_max_attempts(3).unwrap();
     let batch = [again("a"), again("poison"), again("b")];
@@ -184,7 +184,7 @@ async fn one_that_failed_before_is_in_nobodys_way() {
 
 /// Several consumers with overlapping batches in an order of their own, some of which fail now and then.
 #[tokio::test(flavor = "multi_thread")]
-async fn batches_that_overlap_are_one_effect_each() {
+async fn overlapping_batches_take_effect_once() {
     const MESSAGES: usize = 400;
     let database = Database::fresh().await;
     let pool = database.pool(8).await;

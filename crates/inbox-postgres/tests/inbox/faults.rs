@@ -48,7 +48,7 @@ async fn broken(how: Fault, is_late: bool, batch: &[Arc<Message>]) -> (Database,
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_commit_whose_answer_is_lost_is_found_out() {
+async fn the_result_of_a_commit_without_an_answer_is_found() {
     for batch in [vec![new("a")], vec![again("a")], vec![new("a"), again("b"), new("c"), new("a")]] {
         let different = batch.len().min(3);
         let cases = [
@@ -67,7 +67,7 @@ async fn a_commit_whose_answer_is_lost_is_found_out() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_commit_that_cannot_be_found_out_in_time_is_in_flight() {
+async fn a_commit_with_an_unknown_result_counts_as_in_flight() {
     let database = Database::fresh().await;
     let proxy = FaultProxy::start(database.server.port()).await.unwrap();
     let inbox = inbox(pool(&database.url(), proxy.port(), 2).await)
@@ -83,7 +83,7 @@ async fn a_commit_that_cannot_be_found_out_in_time_is_in_flight() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_connection_that_ends_in_the_handler_is_no_attempt() {
+async fn a_connection_lost_in_the_handler_is_not_a_failed_attempt() {
     let database = Database::fresh().await;
     let inbox = database.inbox(2).await.with_max_attempts(1).unwrap();
     let runs = Arc::new(AtomicU32::new(0));
@@ -111,7 +111,7 @@ async fn a_connection_that_ends_in_the_handler_is_no_attempt() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_that_goes_away_in_the_middle_loses_nothing_and_repeats_nothing() {
+async fn a_server_restart_loses_and_repeats_nothing() {
     const MESSAGES: usize = 3000;
     let mut server = tokio::task::spawn_blocking(|| PostgresServer::start().unwrap()).await.unwrap();
     let url = server.url();
@@ -181,7 +181,7 @@ async fn a_server_that_goes_away_in_the_middle_loses_nothing_and_repeats_nothing
 
 /// A number of a transaction that was lost with its server is given to another one, which commits: it says nothing of the first.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_crash_of_the_server_in_a_handler_makes_no_letters_of_what_took_its_number() {
+async fn a_reused_transaction_number_leads_to_no_dead_letters() {
     // Nothing is written of a transaction before its COMMIT, so that its number is forgotten with it.
     let settings = vec!["wal_writer_delay=10s".to_owned(), "autovacuum=off".to_owned()];
     let mut options = PostgresOptions::default();
@@ -263,7 +263,7 @@ async fn a_crash_of_the_server_in_a_handler_makes_no_letters_of_what_took_its_nu
 
 /// The handler's own COMMIT is under way while its connection ends: whoever asks hears that the transaction is in progress.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_commit_of_a_handler_that_comes_late_is_waited_for() {
+async fn a_late_commit_of_a_handler_is_waited_for() {
     for (how, expected) in [(Fault::Late, "dead outcome-unknown"), (Fault::LateEnd, "processed 1")] {
         let database = Database::fresh().await;
         let proxy = FaultProxy::start(database.server.port()).await.unwrap();
@@ -402,7 +402,7 @@ async fn a_process_that_is_killed_before_or_after_its_commit_loses_and_repeats_n
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_message_that_ends_its_process_is_a_dead_letter_in_the_end_and_takes_no_other_along() {
+async fn a_message_that_crashes_its_process_becomes_the_only_dead_letter() {
     let database = Database::fresh().await;
     let url = database.url();
     let (deaths, said) = tokio::task::spawn_blocking(move || {
@@ -434,7 +434,7 @@ async fn a_message_that_ends_its_process_is_a_dead_letter_in_the_end_and_takes_n
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_process_that_stands_still_holds_its_messages_until_the_server_ends_its_session() {
+async fn a_suspended_process_holds_its_messages_until_its_session_ends() {
     let database = Database::fresh().await;
     let url = database.url();
     let name = database.name.clone();
@@ -467,7 +467,7 @@ async fn a_process_that_stands_still_holds_its_messages_until_the_server_ends_it
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn it_works_through_a_pooler_that_gives_each_transaction_another_session() {
+async fn it_works_behind_a_transaction_pooler() {
     let database = Database::fresh().await;
     let server = database.server.clone();
     let bouncer = tokio::task::spawn_blocking(move || PgBouncer::start(&server, 3)).await.unwrap().unwrap();
@@ -522,7 +522,7 @@ async fn it_works_through_a_pooler_that_gives_each_transaction_another_session()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn receipts_whose_retention_is_over_go_away_beside_the_work() {
+async fn expired_receipts_are_removed_in_the_background() {
     let database = Database::fresh().await;
     let inbox = database.inbox(8).await.with_purge(false);
     let batch = |from: usize, to: usize| {
@@ -582,7 +582,7 @@ async fn receipts_whose_retention_is_over_go_away_beside_the_work() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_batch_that_finds_the_table_of_locks_full_is_processed_one_by_one() {
+async fn a_batch_is_processed_one_by_one_if_the_lock_table_is_full() {
     let mut options = oncegate_servers::PostgresOptions::default();
     options.settings.push("max_locks_per_transaction=10".to_owned());
     let server = tokio::task::spawn_blocking(|| PostgresServer::start_with(options).unwrap()).await.unwrap();

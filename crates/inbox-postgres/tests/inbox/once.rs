@@ -63,7 +63,7 @@ async fn a_hundred_duplicates_at_once_are_one_effect() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_message_that_another_transaction_has_is_in_flight_and_nobody_waits() {
+async fn a_message_of_another_transaction_is_in_flight_without_waiting() {
     let database = Database::fresh().await;
     let inbox = database.inbox(2).await;
     let id = "oncegate.message_record('billing', 'a', ARRAY['header', 'event-id'])";
@@ -86,7 +86,7 @@ async fn a_message_that_another_transaction_has_is_in_flight_and_nobody_waits() 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_fails_too_often_is_one_dead_letter() {
+async fn a_message_that_fails_too_often_becomes_one_dead_letter() {
     let database = Database::fresh().await;
     let pool = database.pool(2).await;
     let inbox = inbox(pool.clone()).with_max_attempts(3).unwrap();
@@ -150,7 +150,7 @@ async fn what_fails_too_often_is_one_dead_letter() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_letter_that_is_processed_in_place_leaves_its_receipt() {
+async fn a_dead_letter_that_is_processed_in_place_leaves_a_receipt() {
     let database = Database::fresh().await;
     let pool = database.pool(2).await;
     let inbox = inbox(pool.clone()).with_payloads_compared(true);
@@ -187,7 +187,7 @@ async fn a_letter_that_is_processed_in_place_leaves_its_receipt() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_rejected_or_has_no_identity_or_another_ones_is_a_dead_letter_at_once() {
+async fn rejected_and_unidentified_messages_become_dead_letters_at_once() {
     let database = Database::fresh().await;
     let pool = database.pool(2).await;
     let inbox = inbox(pool.clone()).with_payloads_compared(true);
@@ -221,7 +221,7 @@ async fn what_is_rejected_or_has_no_identity_or_another_ones_is_a_dead_letter_at
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_attempt_that_ends_its_process_is_counted_and_one_that_another_process_has_is_not() {
+async fn crashed_attempts_are_counted_and_running_ones_are_not() {
     let database = Database::fresh().await;
     let message = again("a");
     for crashes in 0..3 {
@@ -263,7 +263,7 @@ async fn an_attempt_that_ends_its_process_is_counted_and_one_that_another_proces
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn nothing_is_acknowledged_that_the_handler_undid_behind_our_back() {
+async fn a_message_whose_handler_rolled_back_is_not_acknowledged() {
     let database = Database::fresh().await;
     let inbox = database.inbox(2).await.with_max_attempts(100).unwrap();
     let (a, b) = (again("a"), again("b"));
@@ -302,7 +302,7 @@ async fn nothing_is_acknowledged_that_the_handler_undid_behind_our_back() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_handler_that_commits_the_receipts_of_a_batch_has_them_all_looked_at() {
+async fn a_handler_that_commits_a_batch_leads_to_dead_letters_for_all_of_it() {
     let gone = "COMMIT; SELECT pg_terminate_backend(pg_backend_pid())";
     for ends in ["COMMIT; BEGIN", "COMMIT", gone] {
         let database = Database::fresh().await;
@@ -335,7 +335,7 @@ async fn a_handler_that_commits_the_receipts_of_a_batch_has_them_all_looked_at()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn only_what_the_transaction_in_doubt_has_processed_is_given_up_for_it() {
+async fn only_messages_of_the_doubtful_transaction_are_given_up() {
     let database = Database::fresh().await;
     let mut connection = database.connect().await;
     let ids: Vec<_> = ["a", "b", "failed"].map(|id| vec![id.as_bytes()[0]; 32]).into();
@@ -363,7 +363,7 @@ async fn only_what_the_transaction_in_doubt_has_processed_is_given_up_for_it() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_letter_of_a_handler_that_commits_is_written_also_where_somebody_has_the_message_for_a_moment() {
+async fn dead_letters_of_a_committing_handler_wait_for_other_transactions() {
     let database = Arc::new(Database::fresh().await);
     let inbox = database.inbox(2).await;
     let batch: Vec<_> = ["a", "b"].map(new).into();
@@ -396,7 +396,7 @@ async fn a_letter_of_a_handler_that_commits_is_written_also_where_somebody_has_t
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_the_database_says_may_be_run_again_is_run_again_and_counts_once() {
+async fn conflicts_run_again_and_count_as_one_attempt() {
     let database = Database::fresh().await;
     let inbox = database.inbox(2).await.with_max_runs(3).unwrap();
     let conflict = "DO $$ BEGIN RAISE EXCEPTION 'busy' USING ERRCODE = '40001'; END $$";
@@ -434,7 +434,7 @@ async fn what_the_database_says_may_be_run_again_is_run_again_and_counts_once() 
 
 /// A snapshot that is older than somebody else's receipt never lets a message through.
 #[tokio::test(flavor = "multi_thread")]
-async fn an_old_snapshot_is_told_to_run_again() {
+async fn an_old_snapshot_fails_with_a_serialization_error() {
     let database = Database::fresh().await;
     let id = "oncegate.message_record('billing', 'a', ARRAY['header', 'event-id'])";
     for (level, before) in [("REPEATABLE READ", new("a")), ("SERIALIZABLE", new("a"))] {
@@ -450,7 +450,7 @@ async fn an_old_snapshot_is_told_to_run_again() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_role_needs_what_the_page_says_and_nothing_else() {
+async fn a_role_needs_exactly_the_documented_grants() {
     let database = Database::fresh().await;
     let page = include_str!("../../../../docs/reference/messages-postgres.md");
     let grants: String =
@@ -521,7 +521,7 @@ async fn a_role_needs_what_the_page_says_and_nothing_else() {
 
 /// SQL tells a message by the same octets as Rust does.
 #[tokio::test(flavor = "multi_thread")]
-async fn other_languages_have_the_same_receipts() {
+async fn other_languages_share_the_receipts() {
     let database = Database::fresh().await;
     let mut connection = database.connect().await;
     let consumer = ConsumerName::new("billing").unwrap();

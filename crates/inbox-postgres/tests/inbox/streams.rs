@@ -33,7 +33,7 @@ async fn park(database: &Database, streams: &Streams, sequence: u64) -> ApplyOut
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_event_is_applied_when_it_is_its_turn_and_never_again() {
+async fn an_event_is_applied_once_and_in_order() {
     for first in [0, 1, 17] {
         let database = Database::fresh().await;
         let streams = streams().with_first(first);
@@ -60,7 +60,7 @@ async fn an_event_is_applied_when_it_is_its_turn_and_never_again() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_comes_too_early_is_parked_and_applied_in_its_turn() {
+async fn an_early_event_is_buffered_and_applied_in_order() {
     let database = Database::fresh().await;
     assert!(streams().with_max_buffered(100_001).is_err());
     let streams = streams().with_max_buffered(3).unwrap();
@@ -96,7 +96,7 @@ async fn what_comes_too_early_is_parked_and_applied_in_its_turn() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_parked_behind_a_lost_event_goes_on_with_the_next_one() {
+async fn events_buffered_behind_a_skipped_one_are_applied_with_the_next_event() {
     let database = Database::fresh().await;
     let streams = streams().with_max_buffered(2).unwrap();
     let mut connection = database.connect().await;
@@ -122,7 +122,7 @@ async fn what_is_parked_behind_a_lost_event_goes_on_with_the_next_one() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_missing_is_fetched_and_applied_in_the_same_transaction() {
+async fn missing_events_are_fetched_and_applied_in_the_same_transaction() {
     let database = Database::fresh().await;
     let streams = streams().with_max_buffered(10).unwrap();
     assert_eq!(park(&database, &streams, 3).await, ApplyOutcome::Buffered { expected: 1 });
@@ -155,7 +155,7 @@ async fn what_is_missing_is_fetched_and_applied_in_the_same_transaction() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn one_transaction_at_a_time_is_at_a_stream_and_nobody_waits() {
+async fn only_one_transaction_works_on_a_stream_and_others_do_not_wait() {
     let database = Database::fresh().await;
     let streams = streams();
     let inbox = database.inbox(2).await;
@@ -186,7 +186,7 @@ async fn one_transaction_at_a_time_is_at_a_stream_and_nobody_waits() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_message_that_processes_hand_round_while_its_stream_is_busy_has_not_failed() {
+async fn a_message_of_a_busy_stream_has_no_failed_attempt() {
     let database = Database::fresh().await;
     let streams = streams();
     let inboxes = [database.inbox(2).await, database.inbox(2).await];
@@ -212,7 +212,7 @@ async fn a_message_that_processes_hand_round_while_its_stream_is_busy_has_not_fa
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_old_snapshot_of_a_stream_is_told_to_run_again() {
+async fn an_old_snapshot_of_a_stream_fails_with_a_serialization_error() {
     let database = Database::fresh().await;
     let streams = streams();
     for (sequence, level) in [(1, "REPEATABLE READ"), (2, "SERIALIZABLE"), (3, "REPEATABLE READ")] {
@@ -232,7 +232,7 @@ async fn an_old_snapshot_of_a_stream_is_told_to_run_again() {
 
 /// Several consumers get all events of several streams, each in an order of its own.
 #[tokio::test(flavor = "multi_thread")]
-async fn consumers_that_meet_apply_each_event_once_and_in_order() {
+async fn concurrent_consumers_apply_each_event_once_and_in_order() {
     const EVENTS: u64 = 60;
     const STREAMS: u64 = 3;
     let database = Database::fresh().await;

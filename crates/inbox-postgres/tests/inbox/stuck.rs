@@ -11,7 +11,7 @@ use tokio::time::{Instant, sleep, timeout};
 use crate::support::{Database, LONG, again, effect, inbox, new, pool, process_each, run, word, words};
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_handler_that_outlives_its_session_is_a_dead_letter_in_the_end() {
+async fn a_handler_that_outlives_its_session_leads_to_a_dead_letter() {
     let database = Database::fresh().await;
     run(
         &mut database.connect().await,
@@ -30,7 +30,7 @@ async fn a_handler_that_outlives_its_session_is_a_dead_letter_in_the_end() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_handler_that_leaves_a_statement_alone_which_fails_is_a_dead_letter_in_the_end() {
+async fn an_unawaited_statement_that_fails_leads_to_a_dead_letter() {
     let database = Database::fresh().await;
     let inbox = database.inbox(2).await.with_max_attempts(2).unwrap();
     let hasty = async |connection: &mut PgConnection, message: &Message| {
@@ -59,7 +59,7 @@ async fn commits_and_leaves(connection: &mut PgConnection, message: &Message) ->
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn letters_of_a_handler_that_commits_hold_up_nobody_where_they_cannot_be_written() {
+async fn unwritable_dead_letters_of_a_committing_handler_block_no_other_message() {
     let database = Database::fresh().await;
     let inbox = database.inbox(4).await;
     let mut operator = database.connect().await;
@@ -83,7 +83,7 @@ async fn letters_of_a_handler_that_commits_hold_up_nobody_where_they_cannot_be_w
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_a_trigger_refuses_at_commit_is_a_dead_letter_in_the_end_whatever_it_says() {
+async fn a_commit_refused_by_a_trigger_leads_to_a_dead_letter() {
     let database = Database::fresh().await;
     let inbox = database.inbox(2).await.with_max_attempts(2).unwrap();
     run(
@@ -105,7 +105,7 @@ async fn what_a_trigger_refuses_at_commit_is_a_dead_letter_in_the_end_whatever_i
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_was_not_begun_behind_another_has_not_failed_when_the_next_process_gets_it() {
+async fn a_message_that_did_not_run_has_no_crash_counted() {
     let database = Database::fresh().await;
     let ordered = |id| Arc::new(Message::clone(&again(id)).with_order_key("k"));
     let batch = ["a", "b", "c"].map(ordered);
@@ -123,7 +123,7 @@ async fn what_was_not_begun_behind_another_has_not_failed_when_the_next_process_
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_letter_that_the_database_refuses_holds_up_its_own_message_and_no_other() {
+async fn a_dead_letter_refused_by_the_database_blocks_only_its_own_message() {
     let database = Database::fresh().await;
     let inbox = database.inbox(2).await.with_max_attempts(1).unwrap();
     run(&mut database.connect().await, "ALTER TABLE oncegate.dead_letters ADD CHECK (payload <> 'poison')")

@@ -62,7 +62,7 @@ async fn after_the_lease(connection: &mut PgConnection) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_a_relay_says_of_a_line_that_another_took_changes_nothing() {
+async fn outcomes_of_a_line_that_another_relay_took_change_nothing() {
     let database = Database::fresh().await;
     let (mut slow, mut other) = (database.connect().await, database.connect().await);
     database.send(&[1, 2, 3].map(|n| message(Some("k"), n))).await;
@@ -94,7 +94,7 @@ async fn what_a_relay_says_of_a_line_that_another_took_changes_nothing() {
 
 /// The token decides, and not the time: what was published while the database was away counts.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_lease_that_nobody_took_over_is_as_good_as_new() {
+async fn an_ended_lease_can_be_renewed_if_no_relay_took_the_line() {
     let database = Database::fresh().await;
     let mut relay = database.connect().await;
     database.send(&[1, 2, 3].map(|n| message(Some("k"), n))).await;
@@ -108,7 +108,7 @@ async fn a_lease_that_nobody_took_over_is_as_good_as_new() {
 
 /// A clock that is set back by a day makes nobody wait for a day.
 #[tokio::test(flavor = "multi_thread")]
-async fn nothing_is_held_for_longer_than_an_hour() {
+async fn no_lease_is_longer_than_an_hour() {
     let database = Database::fresh().await;
     let mut relay = database.connect().await;
     database.send(&[message(Some("k"), 1), message(None, 1)]).await;
@@ -144,7 +144,7 @@ async fn a_run_ends_where_another_one_begins() {
 /// Between the look at a line and its lock a smaller seq is committed, and a message that comes after it: neither may be
 /// published as if the smaller one were not there. The moment in between is made long by a lock of the test's.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_row_that_is_committed_between_look_and_lock_is_seen() {
+async fn a_row_that_commits_during_a_take_is_seen() {
     let database = Database::fresh().await;
     let (mut gate, mut late, mut relay) =
         (database.connect().await, database.connect().await, database.connect().await);
@@ -183,7 +183,7 @@ async fn a_row_that_is_committed_between_look_and_lock_is_seen() {
 
 /// A row that somebody has locked holds up its line and nobody else.
 #[tokio::test(flavor = "multi_thread")]
-async fn locked_rows_are_left_out_with_all_behind_them() {
+async fn locked_rows_block_the_rows_behind_them() {
     let database = Database::fresh().await;
     let (mut other, mut relay) = (database.connect().await, database.connect().await);
     database.send(&[message(Some("a"), 1), message(Some("a"), 2), message(Some("b"), 1)]).await;
@@ -195,7 +195,7 @@ async fn locked_rows_are_left_out_with_all_behind_them() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_taken_is_bounded_and_the_looks_go_round() {
+async fn takes_are_limited_and_go_round_all_lines() {
     let database = Database::fresh().await;
     let mut relay = database.connect().await;
     for key in ["a", "b", "c"] {
@@ -266,7 +266,7 @@ async fn what_is_taken_is_bounded_and_the_looks_go_round() {
 
 /// Nobody waits for a sender: neither another sender of the key, nor a relay; and a sender waits for nobody.
 #[tokio::test(flavor = "multi_thread")]
-async fn senders_wait_for_nobody() {
+async fn senders_do_not_wait() {
     let database = Database::fresh().await;
     let (mut one, mut two, mut relay) =
         (database.connect().await, database.connect().await, database.connect().await);
@@ -286,7 +286,7 @@ async fn senders_wait_for_nobody() {
 
 /// A standby that was behind takes over: rows and numbers of the last moments are gone, and given again to others.
 #[tokio::test(flavor = "multi_thread")]
-async fn what_was_confirmed_before_a_failover_is_not_taken_for_what_came_after_it() {
+async fn confirmations_before_a_failover_do_not_apply_to_rows_after_it() {
     let database = Database::fresh().await;
     let (mut before, mut after) = (database.connect().await, database.connect().await);
     run(&mut before, "SELECT nextval('oncegate.outbox_seq'), nextval('oncegate.outbox_token')").await;
@@ -312,7 +312,7 @@ async fn what_was_confirmed_before_a_failover_is_not_taken_for_what_came_after_i
 
 /// What compresses well is as long as it was when a relay gets it.
 #[tokio::test(flavor = "multi_thread")]
-async fn headers_count_as_octets_however_well_they_compress() {
+async fn headers_count_uncompressed() {
     let database = Database::fresh().await;
     let mut relay = database.connect().await;
     let with_header = |key, n| {
@@ -341,7 +341,7 @@ async fn headers_count_as_octets_however_well_they_compress() {
 /// While an old snapshot is open, messages that were published stay in the table's index. A relay steps over them, but not for
 /// each line again.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_take_under_an_old_snapshot_steps_over_what_was_deleted_a_few_times_and_not_for_each_line() {
+async fn a_take_under_an_old_snapshot_skips_deleted_rows_once_not_per_line() {
     const DELETED: i64 = 10_000;
     let database = Database::fresh().await;
     let mut admin = database.connect().await;

@@ -13,7 +13,7 @@ use crate::database::{Database, Running, apply, message, pool, relay, run};
 
 /// What was confirmed is written down before a relay ends: nobody publishes it again.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_relay_that_stops_leaves_nothing_half_done() {
+async fn a_relay_settles_everything_before_it_stops() {
     let database = Database::fresh().await;
     let broker = Broker::new(|_, _| Fault::Late(Duration::from_millis(5)));
     let many: Vec<_> =
@@ -35,7 +35,7 @@ async fn a_relay_that_stops_leaves_nothing_half_done() {
 
 /// The patience of a relay is bounded, whatever hangs; what was confirmed by then counts.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_relay_stops_although_the_broker_hangs() {
+async fn a_relay_stops_even_if_the_broker_hangs() {
     let database = Database::fresh().await;
     let broker = Broker::new(
         |taken, times| if taken.payload == "2" && times == 0 { Fault::Hang } else { Fault::None },
@@ -58,7 +58,7 @@ async fn a_relay_stops_although_the_broker_hangs() {
 
 /// A broker that is away: the relay does not try everything that there is, and goes on when it is back.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_broker_that_is_away_is_not_overrun() {
+async fn a_broker_that_is_down_is_not_overloaded() {
     let database = Database::fresh().await;
     let is_back = Arc::new(AtomicBool::new(false));
     let back = is_back.clone();
@@ -79,7 +79,7 @@ async fn a_broker_that_is_away_is_not_overrun() {
 
 /// The server crashes and comes back, several times, in the middle of everything.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_database_that_is_started_again() {
+async fn a_database_restart_loses_nothing() {
     let mut server = tokio::task::spawn_blocking(PostgresServer::start).await.unwrap().unwrap();
     apply(&server.url()).await;
     let broker = Broker::new(|_, _| Fault::Late(Duration::from_millis(2)));
@@ -118,7 +118,7 @@ async fn a_database_that_is_started_again() {
 
 /// Behind PgBouncer in transaction mode, senders and relays.
 #[tokio::test(flavor = "multi_thread")]
-async fn through_a_pooler() {
+async fn a_relay_works_behind_a_transaction_pooler() {
     let database = Database::fresh().await;
     let server = database.server.clone();
     let pooler = tokio::task::spawn_blocking(move || PgBouncer::start(&server, 2)).await.unwrap().unwrap();
@@ -143,7 +143,7 @@ async fn through_a_pooler() {
 
 /// Connections that are cut while a call is away.
 #[tokio::test(flavor = "multi_thread")]
-async fn connections_that_are_cut() {
+async fn lost_connections_lose_nothing() {
     let database = Database::fresh().await;
     let broker = Broker::good();
     let relay =

@@ -29,7 +29,7 @@ impl Publisher for Keeper {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_commits_is_published_as_it_was_sent_and_what_rolls_back_is_not() {
+async fn committed_messages_are_published_and_rolled_back_ones_are_not() {
     let database = Database::fresh().await;
     let keeper = Keeper::default();
     let relay = Running::start(relay(database.pool(), keeper.clone()));
@@ -67,7 +67,7 @@ async fn what_commits_is_published_as_it_was_sent_and_what_rolls_back_is_not() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn sql_alone_sends() {
+async fn plain_sql_can_send() {
     let database = Database::fresh().await;
     let keeper = Keeper::default();
     let mut connection = database.connect().await;
@@ -92,7 +92,7 @@ async fn sql_alone_sends() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_no_message_is_refused_when_it_is_sent() {
+async fn an_invalid_message_is_refused_at_send() {
     let database = Database::fresh().await;
     let mut connection = database.connect().await;
     for arguments in [
@@ -134,7 +134,7 @@ async fn what_is_no_message_is_refused_when_it_is_sent() {
 
 /// A role that may send and nothing else, and one that may relay and nothing else.
 #[tokio::test(flavor = "multi_thread")]
-async fn each_role_may_do_what_is_its_own() {
+async fn each_role_needs_only_its_grants() {
     let database = Database::fresh().await;
     let mut owner = database.connect().await;
     run(

@@ -188,7 +188,7 @@ async fn transactions_that_lock_what_they_change_are_in_order_among_others_that_
 
 /// While a message is not confirmed nothing behind it is published, by whatever relay; other keys go on.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_message_that_is_not_confirmed_holds_up_its_key_and_no_other() {
+async fn an_unconfirmed_message_blocks_only_its_key() {
     let database = Database::fresh().await;
     let heals = Arc::new(AtomicBool::new(false));
     let healed = heals.clone();
@@ -215,7 +215,7 @@ async fn a_message_that_is_not_confirmed_holds_up_its_key_and_no_other() {
 
 /// A broker that takes longer than the lease: it is renewed, and no other relay publishes the message, too.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_lease_is_renewed_while_the_broker_takes_its_time() {
+async fn a_lease_is_renewed_while_the_broker_is_slow() {
     let database = Database::fresh().await;
     let counts = RelayCounts::default();
     let broker = Broker::new(|_, _| Fault::Late(Duration::from_secs(7)));
@@ -240,7 +240,7 @@ async fn a_lease_is_renewed_while_the_broker_takes_its_time() {
 
 /// A smaller seq that is committed while a run is published is a run of its own, and takes nothing away from the other.
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_committed_in_front_of_a_run_does_not_make_copies_of_it() {
+async fn rows_that_commit_in_front_of_a_run_cause_no_copies() {
     let database = Database::fresh().await;
     let broker = Broker::new(|taken, _| match &*taken.payload {
         "early" => Fault::Late(Duration::from_secs(2)),

@@ -115,7 +115,7 @@ async fn a_hundred_thousand_messages_and_relays_that_are_killed_and_stopped() {
 /// A relay stops where it stands, between what it published and what it would publish next; another one takes over, and then
 /// it goes on. What it says of what it held counts for nothing.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_relay_that_wakes_up_after_its_lease_changes_nothing() {
+async fn a_relay_that_resumes_after_its_lease_changes_nothing() {
     let database = Database::fresh().await;
     // The first attempt at `2` is never answered: by that time the process is stopped.
     let broker = Broker::new(|taken, times| {

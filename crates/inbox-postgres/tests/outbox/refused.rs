@@ -94,7 +94,7 @@ async fn a_key_waits_until_an_operator_has_decided() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_key_goes_on_where_it_may() {
+async fn a_key_continues_behind_a_refused_message_if_allowed() {
     let database = Database::fresh().await;
     let (broker, takes_all) = picky();
     let relay = Running::start(relay(database.pool(), broker.clone()).with_on_refused(OnRefused::Continue));

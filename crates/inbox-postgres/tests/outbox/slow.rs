@@ -59,7 +59,7 @@ async fn publishes(payloads: usize, octets: usize, lease: Duration) {
 
 /// What waits after an outage does not get through within the time that a call may take.
 #[tokio::test(flavor = "multi_thread")]
-async fn what_does_not_get_through_at_once_gets_through_bit_by_bit() {
+async fn a_slow_connection_gets_smaller_takes() {
     publishes(24, 1 << 20, Duration::from_secs(30)).await;
 }
 

@@ -114,7 +114,7 @@ async fn poison_without_order() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_full_buffer() {
+async fn a_slow_handler_behind_a_full_buffer_loses_nothing() {
     let cluster = cluster();
     suite::a_full_buffer(Group::on(&cluster)).await;
 }
@@ -126,7 +126,7 @@ async fn one_of_two_dies() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn brokers_are_away() {
+async fn brokers_are_down_for_a_while() {
     let cluster = cluster();
     let group = Group::on(&cluster);
     let breaks = async || {

@@ -69,7 +69,7 @@ async fn a_process_dies_before_it_acknowledges() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_process_stands_still_until_the_group_has_forgotten_it() {
+async fn a_process_is_suspended_beyond_its_session_timeout() {
     let ledger = Ledger::start().await;
     let cluster = Cluster::start(TOPIC, 4);
     let mut both = [named("one", &cluster, &ledger, &[]), named("other", &cluster, &ledger, &[])];

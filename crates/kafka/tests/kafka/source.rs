@@ -72,7 +72,7 @@ pub(crate) async fn committed(cluster: &Cluster, group: &str, expected: &[i64]) 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn nothing_is_committed_beyond_what_is_not_acknowledged() {
+async fn no_commit_goes_beyond_an_unsettled_message() {
     let cluster = Cluster::start(TOPIC, 1);
     cluster.produce_some(TOPIC, 10);
     let mut source = source(&cluster, "g");
@@ -105,7 +105,7 @@ async fn nothing_is_committed_beyond_what_is_not_acknowledged() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_dropped_or_given_back_comes_again() {
+async fn dropped_and_returned_messages_come_again() {
     let cluster = Cluster::start(TOPIC, 1);
     cluster.produce_some(TOPIC, 3);
     let mut source = source(&cluster, "g");
@@ -124,7 +124,7 @@ async fn what_is_dropped_or_given_back_comes_again() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_member_that_nobody_asks_stays_in_its_group() {
+async fn an_idle_member_stays_in_its_group() {
     let cluster = Cluster::start(TOPIC, 1);
     cluster.produce_some(TOPIC, 1000);
     let mut config = cluster.member("g");
@@ -145,7 +145,7 @@ async fn a_member_that_nobody_asks_stays_in_its_group() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_message_that_is_held_for_long_holds_its_partition_up_and_no_other() {
+async fn a_message_held_for_long_blocks_only_its_partition() {
     let cluster = Cluster::start(TOPIC, 2);
     cluster.produce_some(TOPIC, 400);
     let ends = cluster.ends(TOPIC, 2);
@@ -265,7 +265,7 @@ async fn a_partition_moves_cooperatively() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_group_begins_where_it_is_told_to() {
+async fn a_group_starts_at_the_configured_position() {
     let cluster = Cluster::start(TOPIC, 1);
     cluster.produce_some(TOPIC, 5);
     let begin = |group: &str, reset: &str| {
@@ -291,7 +291,7 @@ async fn a_group_begins_where_it_is_told_to() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_log_that_lost_messages_is_told_apart() {
+async fn lost_messages_of_a_log_are_reported() {
     let cluster = Cluster::start(TOPIC, 1);
     cluster.produce_some(TOPIC, 2);
     let mut first = source(&cluster, "g");
@@ -319,7 +319,7 @@ async fn a_log_that_lost_messages_is_told_apart() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_record_is_handed_over_as_it_is() {
+async fn a_record_is_delivered_unchanged() {
     let cluster = Cluster::start(TOPIC, 1);
     let publisher = KafkaPublisher::new(&cluster.config()).unwrap();
     let mut message = Outgoing::new("id-1", TOPIC, "");
@@ -371,7 +371,7 @@ async fn a_topic_may_be_compressed_in_any_way() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_publisher_says_only_what_it_knows() {
+async fn a_publisher_reports_only_known_results() {
     let cluster = Cluster::start(TOPIC, 1);
     let mut config = cluster.config();
     config.set("message.timeout.ms", "1500").set("message.max.bytes", "10000");
@@ -401,7 +401,7 @@ async fn a_publisher_says_only_what_it_knows() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn brokers_that_were_away_cost_nothing() {
+async fn a_broker_outage_loses_nothing() {
     let cluster = Cluster::start(TOPIC, 3);
     cluster.produce_some(TOPIC, 300);
     let mut source = source(&cluster, "g");

@@ -233,7 +233,7 @@ async fn webhooks_of_stripe_and_github_take_effect_once() {
 }
 
 #[tokio::test]
-async fn what_is_not_signed_as_it_should_be_is_never_recorded() {
+async fn an_invalid_signature_is_never_recorded() {
     let world = World::new();
     let options = world.options().with_max_body_bytes(100).unwrap();
     let (address, _receiver) = world.serve(options).await;
@@ -370,7 +370,7 @@ async fn a_hundred_at_once_take_effect_once() {
 }
 
 #[tokio::test]
-async fn what_was_begun_goes_on_when_the_sender_hangs_up() {
+async fn processing_goes_on_when_the_sender_hangs_up() {
     let world = World::with_closed_gate();
     let (address, receiver) = world.serve(world.options()).await;
     let sending = Sending::standard("msg_1", NOW, "{}");
@@ -389,7 +389,7 @@ async fn what_was_begun_goes_on_when_the_sender_hangs_up() {
 }
 
 #[tokio::test]
-async fn what_failed_comes_again_and_what_is_given_up_does_not() {
+async fn failed_webhooks_come_again_and_dead_ones_do_not() {
     let world = World::new();
     let (address, _receiver) = world.serve(world.options()).await;
     let sending = Sending::standard("msg_1", NOW, "{}");
@@ -425,7 +425,7 @@ async fn what_failed_comes_again_and_what_is_given_up_does_not() {
 }
 
 #[tokio::test]
-async fn while_the_store_is_away_nothing_is_acknowledged() {
+async fn while_the_store_is_down_nothing_is_acknowledged() {
     let world = World::new();
     let (address, _receiver) = world.serve(world.options()).await;
     let sending = Sending::standard("msg_1", NOW, "{}");
@@ -440,7 +440,7 @@ async fn while_the_store_is_away_nothing_is_acknowledged() {
 }
 
 #[tokio::test]
-async fn as_many_as_may_are_processed_at_a_time() {
+async fn the_number_of_running_webhooks_is_limited() {
     let world = World::with_closed_gate();
     let (address, receiver) = world.serve(world.options().with_max_running(2).unwrap()).await;
     let mut streams = Vec::new();
@@ -532,7 +532,7 @@ impl tracing::field::Visit for Traces {
 }
 
 #[tokio::test]
-async fn logs_tell_what_happened_and_no_secrets() {
+async fn logs_contain_outcomes_and_no_secrets() {
     let traces = Traces::default();
     let _guard = tracing::subscriber::set_default(traces.clone());
     let world = World::new();

@@ -146,7 +146,7 @@ fn github() -> (WebhookScheme, Sent) {
 }
 
 #[test]
-fn the_published_examples_are_taken() {
+fn the_published_examples_are_accepted() {
     let (scheme, sent) = standard();
     let message = sent.verify(&scheme).expect("taken");
     assert_eq!(message.broker_id.as_deref(), Some("msg_p5jXN8AQM9LWM0D4loKWxJek"));
@@ -164,7 +164,7 @@ fn the_published_examples_are_taken() {
 
 /// Another published one of Standard Webhooks.
 #[test]
-fn the_second_example_of_standard_webhooks_is_taken() {
+fn the_second_example_of_standard_webhooks_is_accepted() {
     let scheme = WebhookScheme::standard("whsec_C2FVsBQIhrscChlQIMV+b5sSYspob7oD").expect("a secret");
     let sent = Sent {
         headers: vec![
@@ -179,7 +179,7 @@ fn the_second_example_of_standard_webhooks_is_taken() {
 }
 
 #[test]
-fn what_a_handler_sees_has_no_signature_and_no_credentials() {
+fn a_handler_gets_no_signature_and_no_credentials() {
     let names = |message: Message| message.headers.into_iter().map(|(name, _)| name).collect::<Vec<_>>();
     let (scheme, sent) = standard();
     let sent = sent.with("authorization", "Bearer secret").with("cookie", "a=b");
@@ -192,7 +192,7 @@ fn what_a_handler_sees_has_no_signature_and_no_credentials() {
 }
 
 #[test]
-fn the_names_of_svix_are_taken_too_and_the_two_are_not_mixed() {
+fn the_header_names_of_svix_are_accepted_but_not_mixed() {
     let (scheme, sent) = standard();
     let svix = Sent {
         headers: vec![
@@ -215,7 +215,7 @@ fn the_names_of_svix_are_taken_too_and_the_two_are_not_mixed() {
 }
 
 #[test]
-fn a_header_that_is_missing_or_there_twice_is_refused() {
+fn missing_and_repeated_headers_are_refused() {
     type Case = fn() -> (WebhookScheme, Sent);
     let cases: [(Case, &[&'static str]); 3] = [
         (standard, &["webhook-id", "webhook-timestamp", "webhook-signature"]),
@@ -236,7 +236,7 @@ fn a_header_that_is_missing_or_there_twice_is_refused() {
 }
 
 #[test]
-fn a_header_that_is_not_what_the_scheme_says_is_refused() {
+fn malformed_headers_are_refused() {
     use WebhookRefusal::{HeaderMalformed, SignatureWrong};
     let (scheme, sent) = standard();
     let good = sent.value("webhook-signature").to_owned();
@@ -325,7 +325,7 @@ fn old_and_new_times_are_refused() {
 
 /// While a secret is changed, senders sign with both, or with the one that the receiver has or has not yet.
 #[test]
-fn a_secret_can_be_changed_without_a_pause() {
+fn a_secret_can_be_rotated_without_downtime() {
     let (old, sent) = standard();
     let secret = [7; 32];
     let new_text = format!("whsec_{}", STANDARD.encode(secret));
@@ -356,7 +356,7 @@ fn a_secret_can_be_changed_without_a_pause() {
 }
 
 #[test]
-fn secrets_that_are_none_are_refused_and_none_is_shown() {
+fn invalid_secrets_are_refused_and_no_secret_is_shown() {
     for text in ["", "whsec_", "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw\n", "whsec_!", "whsec_c2hvcnQ="] {
         assert!(WebhookScheme::standard(text).is_err(), "{text:?}");
     }
@@ -387,7 +387,7 @@ fn secrets_that_are_none_are_refused_and_none_is_shown() {
 
 /// What is signed runs on from the identifier into the time and the payload: where one of them ends must not be open.
 #[test]
-fn the_parts_of_what_is_signed_cannot_be_moved() {
+fn the_borders_of_the_signed_parts_cannot_be_moved() {
     let secret = [9; 24];
     let scheme = WebhookScheme::standard(&STANDARD.encode(secret)).expect("a secret");
     let signature = format!("v1,{}", STANDARD.encode(mac(&secret, "msg.100.100.1")));
@@ -410,7 +410,7 @@ proptest! {
 
     /// Whatever single octet is another one, of what is signed or of the signature: it is refused.
     #[test]
-    fn a_changed_octet_is_refused(which in 0_usize..3, at in any::<prop::sample::Index>(), flip in 1_u8..=255) {
+    fn a_changed_byte_is_refused(which in 0_usize..3, at in any::<prop::sample::Index>(), flip in 1_u8..=255) {
         let (scheme, mut sent) = [standard, stripe, github][which]();
         let signed: &[&'static str] = match which {
             0 => &["webhook-id", "webhook-timestamp", "webhook-signature"],
@@ -449,7 +449,7 @@ proptest! {
 
     /// Whatever stands in the header of the signature, it is refused and nothing panics.
     #[test]
-    fn no_signature_is_too_strange(which in 0_usize..3, value in "[ -~]{0,120}") {
+    fn arbitrary_signatures_never_panic(which in 0_usize..3, value in "[ -~]{0,120}") {
         let (scheme, sent) = [standard, stripe, github][which]();
         let name = ["webhook-signature", "stripe-signature", "x-hub-signature-256"][which];
         prop_assert!(sent.with(name, value).verify(&scheme).is_err());

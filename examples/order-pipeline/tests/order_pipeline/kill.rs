@@ -92,7 +92,7 @@ fn parts_that_are_stopped_leave_nothing_undone() {
 }
 
 #[test]
-fn orders_are_taken_while_the_broker_is_away() {
+fn orders_are_accepted_while_the_broker_is_down() {
     let mut world = World::start();
     let parts = PARTS.map(|role| Part::start(world.part(role)));
     parts.iter().for_each(|part| drop(part.address()));

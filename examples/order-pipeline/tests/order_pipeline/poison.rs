@@ -4,7 +4,7 @@ use crate::part::Part;
 use crate::world::{Order, World};
 
 #[test]
-fn what_is_rejected_is_one_dead_letter_and_holds_up_its_customer_alone() {
+fn a_rejected_order_is_one_dead_letter_and_blocks_only_its_customer() {
     let world = World::start();
     let parts = ["api", "relay", "projector"].map(|role| Part::start(world.part(role)));
     let mut orders = Vec::new();
@@ -31,11 +31,11 @@ fn what_is_rejected_is_one_dead_letter_and_holds_up_its_customer_alone() {
         assert!(output.status.success());
         String::from_utf8(output.stdout).unwrap()
     };
-    assert_eq!(retry(&[]), "letter 1: still dead: a negative amount\n");
+    assert_eq!(retry(&[]), "dead letter 1: still dead: a negative amount\n");
     assert_eq!(world.postgres.sql(letters).unwrap(), "totals|rejected|1|a negative amount");
 
     // A newer version knows refunds: the letter is processed, and what waited behind it.
-    assert_eq!(retry(&["--refunds"]), "letter 1: processed\n");
+    assert_eq!(retry(&["--refunds"]), "dead letter 1: processed\n");
     assert_eq!(retry(&["--refunds"]), "");
     assert_eq!(world.postgres.sql(totals).unwrap(), "ada|4|334|4\nbob|2|78|2");
     world.holds(&orders);
@@ -43,7 +43,7 @@ fn what_is_rejected_is_one_dead_letter_and_holds_up_its_customer_alone() {
 }
 
 #[test]
-fn an_operator_may_skip_what_is_rejected() {
+fn an_operator_can_skip_a_rejected_order() {
     let world = World::start();
     let parts = ["api", "relay", "projector"].map(|role| Part::start(world.part(role)));
     let place = |number: usize, cents| {

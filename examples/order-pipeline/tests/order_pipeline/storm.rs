@@ -35,7 +35,7 @@ fn orders(client: usize) -> Vec<Order> {
 }
 
 #[test]
-fn every_order_counts_once_whatever_dies() {
+fn every_order_counts_once_under_random_kills() {
     let mut world = World::start();
     let roles = ["api", "relay", "relay", "projector", "projector"];
     let parts = roles.map(|role| Part::start(world.part(role)));
