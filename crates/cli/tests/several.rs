@@ -233,7 +233,7 @@ async fn whoever_waits_gets_the_answer_also_where_nobody_is_told(store: Shared) 
     };
     assert_eq!((answer.has_status(201).text(), answer.is_replay()), ("receipt 1", true));
     two.process.signal(Signal::TERM);
-    assert!(two.process.errors().await.contains("those who wait ask now and then"));
+    assert!(two.process.errors().await.contains("waiting requests ask from time to time"));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -257,7 +257,7 @@ async fn where_redis_tells_nobody_whoever_waits_asks_and_is_warned_once() {
     }
     two.process.signal(Signal::TERM);
     let log = two.process.errors().await;
-    assert_eq!(log.matches("cannot tell what happens in other processes").count(), 1, "{log}");
+    assert_eq!(log.matches("sends no notifications from other processes").count(), 1, "{log}");
     assert!(!log.contains("hunter2"), "{log}");
 }
 

@@ -46,10 +46,12 @@ mod error_chain;
 pub mod fingerprint;
 mod id;
 pub mod limits;
+mod listener;
 mod map;
 mod memory;
 mod record;
 mod response;
+mod server_clock;
 mod step;
 mod store;
 mod watch;
@@ -69,10 +71,12 @@ pub use id::{
     AttemptId, CallerTag, FencingToken, IdempotencyKey, KeyError, KeyTag, RecordId, Scope, ServiceName,
     ServiceNameError,
 };
+pub use listener::{ChangeListener, ChangeSource, SessionEnd, listen};
 pub use map::{RecordHashState, RecordHasher, RecordMap, Sharded};
 pub use memory::MemoryStore;
 pub use record::{Answer, Label, Record, State, StateName, StateSet};
 pub use response::{ResponseError, StoredResponse};
+pub use server_clock::ServerClock;
 pub use step::{Step, StepLimitError, Steps};
 pub use store::{
     Advisory, AuditEntry, Capabilities, Durability, Extent, Fencing, IntoStore, ListPage, ListQuery, Store,

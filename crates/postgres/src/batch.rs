@@ -1,8 +1,8 @@
-//! Commands that are ready together, sent together: natural batching.
+//! Batching of commands that are ready at the same time.
 //!
-//! The first command goes out at once, alone. While it is on its way the next ones gather, and go out together when it is
-//! back; nothing is ever held back to wait for more. A batch is one statement and one commit, so under load many commands
-//! share one flush.
+//! The first command is sent at once, alone. The next ones gather while it is on its way, and are sent together when it is
+//! answered. No command waits for a batch to fill. A batch is one statement and one commit, so under load many commands share
+//! one flush.
 
 use std::collections::{HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,28 +13,28 @@ use tokio::sync::oneshot;
 
 use crate::batch_size::BatchSize;
 
-/// The most bytes of responses in one batch, but for one response that is larger. The answers to a batch of claims have the
-/// same bound, in the contract.
-const BATCH_OCTETS: usize = 8 * 1024 * 1024;
+/// The most bytes of responses in one batch, unless a single response is larger. In the contract, the answers to a batch of
+/// claims have the same bound.
+const MAX_BATCH_BYTES: usize = 8 * 1024 * 1024;
 
-/// Responses of so many bytes in one statement may take as long as the server allows: a slow network is no dead one.
-const LARGE_OCTETS: usize = 1024 * 1024;
+/// The size of responses from which a statement may take as long as the server allows: a slow network is not a dead one.
+const LARGE_BYTES: usize = 1024 * 1024;
 
-/// Whether the response of a completion is large.
+/// Tells if the response of a completion is large.
 pub(crate) fn is_large_end(complete: &Complete) -> bool {
-    matches!(&complete.completion, Completion::Replayable(response) if response.as_encoded().len() >= LARGE_OCTETS)
+    matches!(&complete.completion, Completion::Replayable(response) if response.as_encoded().len() >= LARGE_BYTES)
 }
 
-/// Whether the responses of a batch are large together.
+/// Tells if the responses of a batch are large together.
 pub(crate) fn is_large(batch: &[Job]) -> bool {
-    batch.iter().map(|job| weight(&job.command)).sum::<usize>() >= LARGE_OCTETS
+    batch.iter().map(|job| weight(&job.command)).sum::<usize>() >= LARGE_BYTES
 }
 
-/// How many full batches may wait, and how many jobs at the least, however small a batch is.
-const WAITING_BATCHES: usize = 16;
-const WAITING_LEAST: usize = 1024;
+/// The most full batches that may wait, and the least number of jobs that may wait, however small a batch is.
+const MAX_WAITING_BATCHES: usize = 16;
+const MIN_WAITING_JOBS: usize = 1024;
 
-/// A command, and who waits for its answer.
+/// A command, and the sender for its answer.
 pub(crate) struct Job {
     pub(crate) id: RecordId,
     pub(crate) command: Command,
@@ -42,7 +42,7 @@ pub(crate) struct Job {
     pub(crate) since: Instant,
 }
 
-/// Commands of one kind.
+/// The commands of one kind.
 pub(crate) struct Lane {
     inner: Mutex<Inner>,
     max_jobs: usize,
@@ -56,15 +56,15 @@ struct Inner {
     size: BatchSize,
 }
 
-/// Held by a sender for as long as it runs.
-pub(crate) struct Sending(Option<Arc<Lane>>);
+/// The role of a sender, which it holds as long as it runs.
+pub(crate) struct SenderRole(Option<Arc<Lane>>);
 
-impl Sending {
+impl SenderRole {
     pub(crate) const fn on(lane: Arc<Lane>) -> Self {
         Self(Some(lane))
     }
 
-    /// The next batch; after the last one it is done.
+    /// Takes the next batch. After the last one, the role ends.
     pub(crate) fn next(&mut self) -> Option<Vec<Job>> {
         let batch = self.0.as_ref()?.take();
         if batch.is_none() {
@@ -74,8 +74,8 @@ impl Sending {
     }
 }
 
-impl Sending {
-    /// Takes note of how long a batch of so many jobs took, for the size of the next ones.
+impl SenderRole {
+    /// Notes the time that a batch took, for the size of the next batches.
     pub(crate) fn took(&self, jobs: usize, took: Duration) {
         if let Some(lane) = &self.0 {
             lane.lock().size.took(jobs, took);
@@ -93,7 +93,7 @@ impl Sending {
     }
 }
 
-impl Drop for Sending {
+impl Drop for SenderRole {
     fn drop(&mut self) {
         if let Some(lane) = &self.0 {
             lane.abandon();
@@ -101,13 +101,13 @@ impl Drop for Sending {
     }
 }
 
-/// What became of a job that was put in.
+/// The result of adding a job.
 pub(crate) enum Admission {
     /// One more sender is needed.
     Start,
-    /// The senders that there are will come to it.
+    /// The running senders will send it.
     Wait,
-    /// There are too many.
+    /// Too many jobs wait.
     Full,
 }
 
@@ -127,7 +127,7 @@ impl Lane {
 
     pub(crate) fn put(&self, job: Job) -> Admission {
         let mut inner = self.lock();
-        if inner.jobs.len() >= self.max_jobs.saturating_mul(WAITING_BATCHES).max(WAITING_LEAST) {
+        if inner.jobs.len() >= self.max_jobs.saturating_mul(MAX_WAITING_BATCHES).max(MIN_WAITING_JOBS) {
             return Admission::Full;
         }
         inner.jobs.push_back(job);
@@ -138,22 +138,24 @@ impl Lane {
         Admission::Start
     }
 
-    /// The next batch, in which no record is twice. `None` where there is none: the sender ends.
+    /// Takes the next batch, in which each record occurs once. `None` if there is no job: the sender ends.
     fn take(&self) -> Option<Vec<Job>> {
         let mut inner = self.lock();
         let mut batch: Vec<Job> = Vec::new();
         let mut ids = HashSet::new();
         let mut left = VecDeque::new();
-        let mut octets = 0;
-        while batch.len() < inner.size.now() && octets < BATCH_OCTETS {
+        let mut bytes = 0;
+        while batch.len() < inner.size.now() && bytes < MAX_BATCH_BYTES {
             let Some(job) = inner.jobs.pop_front() else { break };
-            // Nobody waits for it any more: carried out, a claim would only leave a record without an owner.
+            // The caller does not wait any more. A claim that is sent now would leave a record without an owner.
             if job.reply.is_closed() {
                 continue;
             }
             if job.since.elapsed() > self.queue_timeout {
-                // Nobody may be there to be told.
-                let slow = StoreError::unavailable("PostgreSQL is too slow for what is asked of it");
+                // The caller may have gone meanwhile.
+                let slow = StoreError::unavailable(
+                    "PostgreSQL is too slow: the command was not sent within the queue timeout",
+                );
                 let _ = job.reply.send(Err(slow.with_nothing_sent()));
                 continue;
             }
@@ -161,10 +163,10 @@ impl Lane {
                 left.push_back(job);
                 continue;
             }
-            octets += weight(&job.command);
+            bytes += weight(&job.command);
             batch.push(job);
         }
-        // In their order, before those that came later.
+        // They go back in their order, before the later ones.
         while let Some(job) = left.pop_back() {
             inner.jobs.push_front(job);
         }
@@ -175,7 +177,7 @@ impl Lane {
         Some(batch)
     }
 
-    /// A sender ended without being told to: with its runtime. Where it was the last one, nobody is left waiting.
+    /// Handles a sender that ended early, with its runtime. If it was the last one, the waiting callers get an error.
     fn abandon(&self) {
         let mut inner = self.lock();
         inner.senders = inner.senders.saturating_sub(1);
@@ -184,7 +186,7 @@ impl Lane {
         }
     }
 
-    /// Whole after every panic: each change is one call.
+    /// The state is consistent after a panic, because each change is one call.
     fn lock(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -217,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn no_record_is_twice_in_a_batch_and_the_order_is_kept() {
+    fn each_record_is_once_in_a_batch_and_the_order_is_kept() {
         let lane = Lane::new(3, 1, Duration::from_secs(60), TIMEOUT);
         let mut answers = Vec::new();
         for id in [1, 2, 1, 3, 1, 2] {
@@ -232,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_waits_for_is_not_sent_and_what_waited_too_long_is_given_up() {
+    fn abandoned_jobs_are_not_sent_and_late_jobs_are_given_up() {
         let lane = Lane::new(3, 1, Duration::ZERO, TIMEOUT);
         let (first, answer) = job(1);
         drop(answer);
@@ -245,9 +247,9 @@ mod tests {
     }
 
     #[test]
-    fn so_many_may_wait_and_no_more() {
+    fn a_full_lane_takes_no_more_jobs() {
         let lane = Lane::new(1, 1, Duration::from_secs(60), TIMEOUT);
-        for number in 0..WAITING_LEAST {
+        for number in 0..MIN_WAITING_JOBS {
             assert!(!matches!(lane.put(job(1).0), Admission::Full), "{number}");
         }
         assert!(matches!(lane.put(job(1).0), Admission::Full));

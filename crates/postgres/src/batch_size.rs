@@ -1,19 +1,19 @@
 //! The number of commands in a batch, which falls while the server is slow.
 //!
-//! A batch that takes longer than the command time-out is lost for all of its commands, and the server goes on with it in vain.
+//! A batch that takes longer than the command timeout is lost for all of its commands, although the server goes on with it.
 //! Batches are largest under overload. With a fixed size, a server that needs 20 ms for each row would lose every batch of 128
-//! rows, and answer nothing at all, although it could answer 50 rows a second on each connection.
+//! rows and answer nothing, although it could answer 50 rows a second on each connection.
 //!
 //! ```text
-//! took less than a quarter of the time-out, and was full   grow by half
-//! took less than half of it                                 stay
-//! took more, and was at least half full                     halve
-//! took more, as one of another size did                     size is not what makes it slow: back to the larger one, and grow
+//! the batch took less than a quarter of the timeout and was full   grow by half
+//! it took less than half of the timeout                            keep the size
+//! it took longer and was at least half full                        halve the size
+//! it took longer, and so did a batch of another size               the size is not the reason: restore the larger one, and grow
 //! ```
 
 use std::time::Duration;
 
-/// Where it begins. It grows within a few batches.
+/// The first size. It grows within a few batches.
 const FIRST: usize = 16;
 
 /// The size of the batches of one kind of command.
@@ -21,9 +21,9 @@ const FIRST: usize = 16;
 pub(crate) struct BatchSize {
     now: usize,
     max: usize,
-    /// After it a batch is given up.
+    /// The time after which a batch is given up.
     timeout: Duration,
-    /// The size and the time of the last batch that was slow, if none was quick since.
+    /// The size and the time of the last slow batch, if no batch was quick since.
     last_slow: Option<(usize, Duration)>,
 }
 
@@ -37,7 +37,7 @@ impl BatchSize {
         self.now
     }
 
-    /// Takes note of a batch of so many commands that took so long.
+    /// Notes the time that a batch of this size took.
     pub(crate) fn took(&mut self, commands: usize, took: Duration) {
         if took <= self.timeout / 2 {
             self.last_slow = None;
@@ -46,12 +46,12 @@ impl BatchSize {
             }
             return;
         }
-        // A small batch that is slow tells nothing of large ones.
+        // A small batch that is slow says nothing about large ones.
         if commands < self.now.div_ceil(2) {
             return;
         }
         match self.last_slow.replace((commands, took)) {
-            // A size at which a batch was given up is not tried again before some were quick.
+            // A size at which a batch was given up is not tried again until some batches were quick.
             Some((before, took_before))
                 if took_before < self.timeout && commands * 4 <= before * 3 && took * 4 > took_before * 3 =>
             {
@@ -73,8 +73,8 @@ mod tests {
 
     const TIMEOUT: Duration = Duration::from_secs(2);
 
-    /// Batches that are always full, with a time for each batch and for each command in milliseconds: how many commands were
-    /// answered in this time, and how many batches were given up.
+    /// Runs batches that are always full, with a time for each batch and for each command in milliseconds. Returns the number
+    /// of commands that were answered in `time`, and of batches that were given up.
     fn answered(size: &mut BatchSize, batch: u64, command: u64, time: Duration) -> (usize, usize) {
         let (mut left, mut answered, mut lost) = (time, 0, 0);
         loop {
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_slow_whatever_its_size_stays_large() {
+    fn batches_that_are_slow_at_any_size_stay_large() {
         for batch in [400, 1100, 1700] {
             let mut size = BatchSize::new(128, TIMEOUT);
             answered(&mut size, batch, 0, Duration::from_secs(100));
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn batches_that_are_not_full_tell_nothing_of_full_ones() {
+    fn small_batches_say_nothing_about_full_ones() {
         let mut size = BatchSize::new(128, TIMEOUT);
         size.took(1, TIMEOUT);
         size.took(15, Duration::from_millis(1));

@@ -1,4 +1,4 @@
-//! One call of a function of the contract: as a prepared statement, or as one message that nothing needs to be prepared for.
+//! Calls of functions of the contract: as prepared statements, or as one message without preparation.
 
 use std::fmt::Write as _;
 
@@ -13,18 +13,18 @@ pub(crate) struct Call {
     args: Vec<Arg>,
 }
 
-/// What a statement can be given. Nothing but these, so that no text is ever part of a statement.
+/// The argument of a statement. There is no other kind, so text is never a part of a statement.
 #[derive(Clone)]
 pub(crate) enum Arg {
-    Octets(Bytes),
-    NoOctets,
+    Bytes(Bytes),
+    NoBytes,
     Big(i64),
     NoBig,
     Small(i32),
     Flag(bool),
     Text(String),
     NoText,
-    ManyOctets(Vec<Option<Vec<u8>>>),
+    ManyBytes(Vec<Option<Vec<u8>>>),
     ManyBig(Vec<i64>),
     ManyText(Vec<String>),
 }
@@ -34,13 +34,13 @@ impl Call {
         Self { sql, args: args.into_iter().collect() }
     }
 
-    /// Sends it in one round trip; the first time on a connection it takes one more to prepare it.
+    /// Sends the call in one round trip. The first call on a connection takes one more, to prepare the statement.
     pub(crate) async fn prepared(self, connection: &mut PgConnection) -> Result<Vec<PgRow>, Error> {
         self.in_transaction(connection, true).await
     }
 
-    /// As [`Call::prepared`]; where it is not to be kept, it is prepared without a name each time, which takes two round trips
-    /// and, behind a pooler, an open transaction.
+    /// As [`Call::prepared`]. If the statement is not `persistent`, it is prepared without a name each time, which takes two
+    /// round trips and, behind a pooler, an open transaction.
     pub(crate) async fn in_transaction(
         self,
         connection: &mut PgConnection,
@@ -49,15 +49,15 @@ impl Call {
         let mut query = sqlx::query(self.sql).persistent(persistent);
         for arg in self.args {
             query = match arg {
-                Arg::Octets(octets) => query.bind(octets.to_vec()),
-                Arg::NoOctets => query.bind(None::<Vec<u8>>),
+                Arg::Bytes(bytes) => query.bind(bytes.to_vec()),
+                Arg::NoBytes => query.bind(None::<Vec<u8>>),
                 Arg::Big(number) => query.bind(number),
                 Arg::NoBig => query.bind(None::<i64>),
                 Arg::Small(number) => query.bind(number),
                 Arg::Flag(flag) => query.bind(flag),
                 Arg::Text(text) => query.bind(text),
                 Arg::NoText => query.bind(None::<String>),
-                Arg::ManyOctets(list) => query.bind(list),
+                Arg::ManyBytes(list) => query.bind(list),
                 Arg::ManyBig(list) => query.bind(list),
                 Arg::ManyText(list) => query.bind(list),
             };
@@ -65,16 +65,17 @@ impl Call {
         query.fetch_all(connection).await
     }
 
-    /// Sends it as one message of the simple protocol, in one round trip, with nothing that outlives the transaction. All of
-    /// the message is one transaction, at READ COMMITTED whatever the default of the role or the database is: above it, a call
-    /// fails or sees what was there before others committed. Answers of this protocol are text, and octets in it are hexadecimal
-    /// whatever that default is.
+    /// Sends the call as one message of the simple protocol, in one round trip; nothing outlives the transaction.
+    ///
+    /// The whole message is one transaction at READ COMMITTED, whatever the default of the role or the database is: above that
+    /// level, a call fails or sees an old snapshot. Answers in this protocol are text, and bytes in them are hexadecimal,
+    /// whatever the default is.
     pub(crate) async fn in_one_message(self, connection: &mut PgConnection) -> Result<Vec<PgRow>, Error> {
         let sql = format!(
             "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; SET LOCAL bytea_output = hex; {}",
             self.written_out()
         );
-        // Whatever came from outside is in here as hexadecimal digits only.
+        // All input is in here as hexadecimal digits only.
         sqlx::raw_sql(AssertSqlSafe(sql)).fetch_all(connection).await
     }
 
@@ -98,17 +99,17 @@ impl Arg {
     fn write_out(&self, to: &mut String) {
         // Writing to a string cannot fail.
         let _ = match self {
-            Self::Octets(octets) => return write_octets(octets, to),
-            Self::NoOctets => write!(to, "null::bytea"),
+            Self::Bytes(bytes) => return write_bytes(bytes, to),
+            Self::NoBytes => write!(to, "null::bytea"),
             Self::Big(number) => write!(to, "({number}::bigint)"),
             Self::NoBig => write!(to, "null::bigint"),
             Self::Small(number) => write!(to, "({number}::integer)"),
             Self::Flag(flag) => write!(to, "{flag}"),
             Self::Text(text) => return write_text(text, to),
             Self::NoText => write!(to, "null::text"),
-            Self::ManyOctets(list) => {
-                return write_list(list, "bytea", to, |octets, to| match octets {
-                    Some(octets) => write_octets(octets, to),
+            Self::ManyBytes(list) => {
+                return write_list(list, "bytea", to, |bytes, to| match bytes {
+                    Some(bytes) => write_bytes(bytes, to),
                     None => to.push_str("null"),
                 });
             }
@@ -122,10 +123,10 @@ impl Arg {
     }
 }
 
-fn write_octets(octets: &[u8], to: &mut String) {
+fn write_bytes(bytes: &[u8], to: &mut String) {
     to.push_str("decode('");
-    for octet in octets {
-        for digit in [octet >> 4, octet & 15] {
+    for byte in bytes {
+        for digit in [byte >> 4, byte & 15] {
             to.push(char::from_digit(digit.into(), 16).unwrap_or('0'));
         }
     }
@@ -134,7 +135,7 @@ fn write_octets(octets: &[u8], to: &mut String) {
 
 fn write_text(text: &str, to: &mut String) {
     to.push_str("convert_from(");
-    write_octets(text.as_bytes(), to);
+    write_bytes(text.as_bytes(), to);
     to.push_str(",'UTF8')");
 }
 
@@ -156,14 +157,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_comes_from_outside_is_digits() {
+    fn input_is_written_as_digits() {
         let call = Call::new(
             "SELECT * FROM f($1, $2, $3, $4, $5)",
             [
-                Arg::Octets(Bytes::from_static(b"\x00'\xff")),
+                Arg::Bytes(Bytes::from_static(b"\x00'\xff")),
                 Arg::Text("'); DROP".to_owned()),
                 Arg::Big(-1),
-                Arg::ManyOctets(vec![None, Some(vec![1])]),
+                Arg::ManyBytes(vec![None, Some(vec![1])]),
                 Arg::ManyText(vec!["$1".to_owned()]),
             ],
         );

@@ -1,4 +1,4 @@
-//! Why a store does not open, and what an error of the database means to a caller.
+//! Errors of opening a store, and the meaning of database errors for callers.
 
 use std::fmt;
 use std::io::ErrorKind;
@@ -7,54 +7,55 @@ use oncegate_core::{ErrorChain, Extent, StoreError};
 use sqlx::Error;
 use sqlx::error::DatabaseError;
 
-/// Why a store does not open. Its `Display` is a sentence for whoever runs the program, without the URL's password.
+/// An error of opening a store. Its `Display` is a sentence for operators, without the password of the URL.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum PostgresOpenError {
-    /// The URL is not one, or has a part that is not known. Its text is not repeated: there may be a password in it.
+    /// The URL is invalid or has an unknown part. Its text is not repeated, because it may contain a password.
     Url(String),
-    /// The database cannot be reached, or does not answer. Trying again may help.
+    /// The database cannot be reached or does not answer. Trying again may help.
     Unreachable {
-        /// Which database.
+        /// The database, as [`PostgresOptions::database`](crate::PostgresOptions::database) names it.
         database: String,
-        /// Why, in words.
+        /// The reason.
         why: String,
     },
     /// The database refuses.
     Connect {
-        /// Which database.
+        /// The database.
         database: String,
-        /// Why, in words.
+        /// The reason.
         why: String,
     },
     /// The database has no contract, or an older one.
     NoContract {
-        /// Which database.
+        /// The database.
         database: String,
-        /// Its version, where there is one.
+        /// The version of the database, if it has one.
         found: Option<i32>,
         /// The version that this program needs.
         needed: i32,
     },
-    /// The database has a newer contract than this program knows.
+    /// The contract in the database is newer than this program.
     NewerContract {
-        /// Which database.
+        /// The database.
         database: String,
-        /// Its version.
+        /// The version of the database.
         found: i32,
         /// The version that this program knows.
         known: i32,
     },
-    /// Parts of the contract are bound to objects outside of it, whose owners act with the rights of the schema's owner.
+    /// Parts of the contract are bound to objects outside of it. The owners of these objects act with the rights of the
+    /// schema's owner.
     ForeignBindings {
-        /// Which database.
+        /// The database.
         database: String,
-        /// Which part is bound to which object, 20 at most.
+        /// The parts and the objects that they are bound to, at most 20.
         bindings: Vec<String>,
     },
-    /// It is a standby, which takes no writes.
+    /// The database is a standby, which takes no writes.
     Standby {
-        /// Which database.
+        /// The database.
         database: String,
     },
 }
@@ -68,29 +69,29 @@ impl fmt::Display for PostgresOpenError {
             }
             Self::NoContract { database, found: None, .. } => write!(
                 f,
-                "{database} has no Oncegate schema, or this role may not use it; run `oncegate schema apply postgres \
-                 --url URL` as the database's owner, and grant the role what docs/reference/store-contract-postgres.md says"
+                "{database} has no schema oncegate, or this role may not use it; run `oncegate schema apply postgres --url URL` as the \
+                 database's owner, and give the role the grants in docs/reference/store-contract-postgres.md"
             ),
             Self::NoContract { database, found: Some(found), needed } => write!(
                 f,
-                "{database} has version {found} of the contract, and this program needs {needed}; run `oncegate schema \
-                 apply postgres --url URL`"
+                "the schema of {database} is version {found}, and this program needs version {needed}; run `oncegate schema apply \
+                 postgres --url URL`"
             ),
             Self::NewerContract { database, found, known } => write!(
                 f,
-                "{database} has version {found} of the contract, and this program knows versions up to {known}; upgrade \
-                 this program"
+                "the schema of {database} is version {found}, and this program knows versions up to {known}; upgrade this \
+                 program"
             ),
             Self::ForeignBindings { database, bindings } => write!(
                 f,
                 "{database}: parts of the schema oncegate are bound to objects outside of it, whose owners act with the rights of \
-                 the schema's owner: {}. Find out who made these objects. `oncegate schema apply postgres` binds functions and \
-                 defaults to the server's own; what it names afterwards is mended by hand, as docs/reference/\
+                 the schema's owner: {}. Find out who created these objects. `oncegate schema apply postgres` binds functions \
+                 and defaults to the server's own; repair by hand what it names afterwards, as docs/reference/\
                  store-contract-postgres.md says under \"Search path and owner\"",
                 bindings.join("; ")
             ),
             Self::Standby { database } => {
-                write!(f, "{database} is a standby, which takes no writes; give the primary")
+                write!(f, "{database} is a standby, which takes no writes; use the URL of the primary")
             }
         }
     }
@@ -98,11 +99,11 @@ impl fmt::Display for PostgresOpenError {
 
 impl std::error::Error for PostgresOpenError {}
 
-/// Whether the connection is gone or at its end, so that another one is needed.
+/// Tells if the connection is gone or about to end, so that the store needs another one.
 pub(crate) fn is_lost(error: &Error) -> bool {
     match error {
         Error::Io(_) | Error::Tls(_) | Error::Protocol(_) => true,
-        // Admin shutdown, crash shutdown, idle session timed out, and the conflicts that SQL says to try again.
+        // Admin shutdown, crash shutdown, idle session timeout, and the conflicts after which SQL says to try again.
         Error::Database(error) => {
             matches!(code(&**error).as_str(), "57P01" | "57P02" | "57P05" | "25006" | "40001" | "40P01")
         }
@@ -110,9 +111,8 @@ pub(crate) fn is_lost(error: &Error) -> bool {
     }
 }
 
-/// Whether the server has certainly not carried out a statement for whose connection [`is_lost`] holds, so that it can be
-/// sent again whatever it was: it is a standby, the session was idle for too long, or the transaction was in conflict with
-/// another one.
+/// Tells if the server has certainly not carried out a statement whose connection [`is_lost`]: it is a standby, the session
+/// was idle for too long, or the transaction had a conflict. Such a statement can be sent again, whatever it was.
 pub(crate) fn is_undone(error: &Error) -> bool {
     matches!(error, Error::Database(error) if matches!(code(&**error).as_str(), "25006" | "57P05" | "40001" | "40P01"))
 }
@@ -121,34 +121,32 @@ fn code(error: &dyn DatabaseError) -> String {
     error.code().map(std::borrow::Cow::into_owned).unwrap_or_default()
 }
 
-/// In words that hold nothing of what was sent: the server's own may quote it.
+/// Describes an error without anything that was sent. The texts of the server may quote it.
 pub(crate) fn describe(error: &Error) -> String {
     match error {
         Error::Database(error) => {
             let code = code(&**error);
             if code == "08P01" && error.message().contains("startup parameter") {
-                return "a pooler between here and PostgreSQL takes no settings; add pooler=transaction to the URL"
+                return "a pooler before PostgreSQL takes no settings; add pooler=transaction to the URL"
                     .to_owned();
             }
             match code.get(..2) {
-                // About the connection, the role, the database and the server's resources; never about data.
+                // These are about the connection, the role, the database and the server's resources; never about data.
                 Some("08" | "28" | "3D" | "53" | "57" | "58") => {
                     format!("PostgreSQL says: {} (SQLSTATE {code})", error.message())
                 }
                 _ if code == "42501" => format!(
-                    "the role may not do this (SQLSTATE {code}): what it needs stands under \"Grants\" in docs/reference"
+                    "the role lacks a right (SQLSTATE {code}): see \"Grants\" in docs/reference/store-contract-postgres.md"
                 ),
                 _ if matches!(code.as_str(), "3F000" | "42883") => format!(
-                    "a schema or a function is missing (SQLSTATE {code}): is Oncegate's in this database, and new enough? \
-                     `oncegate schema` says so, and applies it"
+                    "a schema or a function is missing (SQLSTATE {code}): check the database with `oncegate schema status postgres`"
                 ),
                 _ => format!("PostgreSQL refuses with SQLSTATE {code}"),
             }
         }
-        // Only a file can be missing: of TLS, or the socket of a server on this machine.
+        // Only a file can be missing: one for TLS, or the socket of a local server.
         Error::Io(error) if error.kind() == ErrorKind::NotFound => format!(
-            "no connection to PostgreSQL: a file is missing, which is that of sslrootcert, sslcert or sslkey, or the server's \
-             socket: {}",
+            "no connection to PostgreSQL: the file of sslrootcert, sslcert or sslkey, or the server's socket, does not exist: {}",
             ErrorChain(&error)
         ),
         Error::Io(error) => format!("no connection to PostgreSQL: {}", ErrorChain(&error)),
@@ -159,26 +157,26 @@ pub(crate) fn describe(error: &Error) -> String {
         }
         Error::PoolClosed => "the store is closed".to_owned(),
         Error::Protocol(_) => "PostgreSQL answered out of order".to_owned(),
-        Error::Configuration(_) => "the settings of the connection do not fit".to_owned(),
+        Error::Configuration(_) => "the settings of the connection are invalid".to_owned(),
         Error::ColumnDecode { .. } | Error::ColumnNotFound(_) | Error::Decode(_) | Error::RowNotFound => {
-            "PostgreSQL gave an answer that is not that of the contract".to_owned()
+            "the answer of PostgreSQL is not one of the contract".to_owned()
         }
         _ => "the call of PostgreSQL failed".to_owned(),
     }
 }
 
-/// How much of the store does not work where the server says this.
+/// Returns the part of the store that this SQLSTATE concerns.
 fn extent(code: &str) -> Extent {
     match code {
-        // The disk is full; the transaction may only read. The contract answers what changes nothing all the same.
+        // The disk is full, or the transaction is read-only. The contract still answers calls that change nothing.
         "53100" | "25006" => Extent::Writes,
-        // Another transaction was in the way, or the session was ended: others were not.
+        // A conflict with another transaction, or the end of this session: other records are not affected.
         "40001" | "40P01" | "55P03" | "57P05" => Extent::Record,
         _ => Extent::Store,
     }
 }
 
-/// What a caller can do about an error, in words that hold nothing of what was sent.
+/// Converts an error for callers. The text contains nothing that was sent.
 #[must_use]
 pub fn store_error(error: &Error) -> StoreError {
     let words = describe(error);

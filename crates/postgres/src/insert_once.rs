@@ -1,4 +1,4 @@
-//! A row that is inserted once, by its own unique key: the last line of defence, and often the first.
+//! Rows that are inserted once, by their own unique key.
 
 use std::fmt;
 
@@ -6,18 +6,18 @@ use sqlx::postgres::{PgArguments, PgConnection, PgRow};
 use sqlx::query::QueryAs;
 use sqlx::{FromRow, Postgres};
 
-/// How often insert and look are tried where the row is deleted each time in between.
+/// The number of attempts if the row is deleted between insert and look each time.
 const TRIES: u32 = 8;
 
-/// A statement of the caller's with its values bound, whose rows are read as `R`.
+/// A statement with bound values, whose rows are read as `R`.
 pub type Statement<'q, R> = QueryAs<'q, Postgres, R, PgArguments>;
 
-/// A row, and whether it was there before. The same shape for both, so that a retry is answered like the first request.
+/// A row, inserted now or found. Both variants have one type, so that a retry is answered like the first request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum InsertOutcome<R> {
     /// This call inserted it.
     Created(R),
-    /// It was there.
+    /// The row existed already.
     Existing(R),
 }
 
@@ -29,19 +29,19 @@ impl<R> InsertOutcome<R> {
         }
     }
 
-    /// Whether this call inserted it.
+    /// Tells if this call inserted the row.
     #[must_use]
     pub const fn is_created(&self) -> bool {
         matches!(self, Self::Created(_))
     }
 }
 
-/// Why there is no row.
+/// An error of [`insert_once`].
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum InsertError {
-    /// The insert met a row, and the look did not find it, eight times: either somebody deletes it each time, or the two
-    /// statements do not speak of the same row.
+    /// The insert met a row, and the look did not find it, eight times. Either another transaction deletes it each time, or
+    /// the two statements are about different rows.
     Vanished,
     /// The database is out of reach, or refuses.
     Database(sqlx::Error),
@@ -51,8 +51,8 @@ impl fmt::Display for InsertError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Vanished => f.write_str(
-                "the insert met a row that the look did not find: it is deleted each time, or the two statements do not speak \
-                 of the same row",
+                "the insert met a row that the look did not find: another transaction deletes it each time, or the two statements \
+                 are about different rows",
             ),
             Self::Database(_) => f.write_str("the database did not insert or find the row"),
         }
@@ -74,10 +74,10 @@ impl From<sqlx::Error> for InsertError {
     }
 }
 
-/// Inserts a row, or gives the one that is there.
+/// Inserts a row, or returns the existing one.
 ///
-/// `insert` ends with `ON CONFLICT … DO NOTHING RETURNING …`, `existing` looks for the row by the same unique key and gives
-/// the same columns. Values are bound and never part of a statement.
+/// `insert` ends with `ON CONFLICT … DO NOTHING RETURNING …`. `existing` selects the row by the same unique key and returns the
+/// same columns. Values are bound and never part of a statement.
 ///
 /// ```
 /// # #[tokio::main] async fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -106,17 +106,17 @@ impl From<sqlx::Error> for InsertError {
 /// # Ok(()) }
 /// ```
 ///
-/// # What others do meanwhile
-/// Where another transaction has inserted the same key and is still open, the insert waits for its end: for as long as it takes
-/// and no longer. Whoever would rather give up says `SET LOCAL lock_timeout = '2s'` before, and gets SQLSTATE 55P03. (The claim
-/// of [`Transactor::transact`](crate::Transactor::transact) never waits; this is for tables that have no record beside them.)
+/// # Concurrent transactions
+/// If another open transaction has inserted the same key, the insert waits until that transaction ends. To bound the wait, run
+/// `SET LOCAL lock_timeout = '2s'` first; the insert then fails with SQLSTATE 55P03. (The claim of
+/// [`Transactor::transact`](crate::Transactor::transact) never waits; this function is for tables without records.)
 ///
-/// At READ COMMITTED the look sees what the insert met. Where it was deleted in between, both are tried again, eight times at
-/// the most. Above that level, a row that was committed after the snapshot of the transaction is SQLSTATE 40001: run the
-/// transaction again, as `transact` does.
+/// At READ COMMITTED the look sees the row that the insert met. If that row was deleted in between, both are tried again, at
+/// most eight times. Above that level, a row that was committed after the snapshot of the transaction is SQLSTATE 40001: run
+/// the transaction again, as `transact` does.
 ///
 /// # Errors
-/// [`InsertError`]. Without `ON CONFLICT` the database's own, for a key that is there.
+/// [`InsertError`]. An insert without `ON CONFLICT` fails with the database's own error if the key exists.
 pub async fn insert_once<'q, R>(
     connection: &mut PgConnection,
     insert: impl Fn() -> Statement<'q, R>,

@@ -32,46 +32,47 @@
 //!
 //! The contract, with every function, outcome and SQLSTATE, is `docs/reference/store-contract-postgres.md`.
 //!
-//! # Exactly-once effects in one's own tables
-//! [`Transactor::transact`] runs a business transaction once per key: claim, rows and result commit together. [`Guard`]
-//! completes a record in a transaction that the application keeps itself, be it claimed there, by the layer, or by a sidecar.
-//! `docs/reference/transactions.md` says which to take.
+//! # Exactly-once effects in your own tables
+//! [`Transactor::transact`] runs a business transaction once per key: claim, rows and result are committed together. [`Guard`]
+//! completes a record in a transaction that the application keeps itself. The application, the layer or a sidecar may have
+//! claimed that record. `docs/reference/transactions.md` says which to use.
 //!
-//! # What the store promises, and when
+//! # Promises of the store
 //!
-//! 1. Each command is one call of one function in one transaction; the functions translate
-//!    [`decide`](oncegate_core::decide()), and the suite of the testkit holds them to it. Any number of stores, and services
+//! 1. Each command is one call of one function in one transaction. The functions translate
+//!    [`decide`](oncegate_core::decide()), and the test suite of the testkit compares them. Any number of stores, and services
 //!    in other languages, share a database.
-//! 2. A command is answered after its commit. It is as durable as the server's commits are, which
-//!    [`capabilities`](oncegate_core::Store::capabilities) tell.
-//! 3. A call takes one round trip; the first of its kind on a connection one more. Claims that are ready together are
-//!    sent together, completions likewise: the first at once and alone, those that come while it is away as the next
-//!    batch. None is held back to wait for others, and no record is twice in a batch.
-//! 4. Nobody waits for somebody else's open transaction. Where one holds the record, a claim hears that it is in progress;
-//!    any other command is tried for an eighth of a second and is `Unavailable` then.
+//! 2. A command is answered after its commit. It is as durable as the server's commits; see
+//!    [`capabilities`](oncegate_core::Store::capabilities).
+//! 3. A call takes one round trip; the first of its kind on a connection takes one more. Claims that are ready at the same
+//!    time are sent together, and so are completions: the first one at once and alone, those that arrive meanwhile as the
+//!    next batch. No command waits for a batch to fill, and no record is twice in a batch.
+//! 4. No call waits for the open transaction of another session. If such a transaction holds the record, a claim is told that
+//!    it is in progress. Any other command is tried for an eighth of a second and is `Unavailable` after that.
 //! 5. Every call is bounded: by the connect timeout, and by the command timeout or, for listings and purges, the statement
-//!    timeout. A call that is sent and gets no answer is `Unavailable`: it may have been carried out. Its connection is given
-//!    up, and those that are idle with it.
-//! 6. The time is the server's. [`now`](oncegate_core::Store::now) is that time as it was last seen, and what has passed
-//!    here since.
-//! 7. A claim is never sent again by the store, unless the server has certainly not carried out the first one: while that one
-//!    commits, the answer to the second one would be that another attempt is in progress. An engine sends it again, and knows.
-//! 8. A claim or completion whose future is dropped before its turn, or before there is a connection for it, is not sent; every
-//!    other call runs to its end, on the store's own runtime, so that no connection is left in the middle of an answer.
+//!    timeout. A call without an answer is `Unavailable`: it may have been carried out. The store gives up its connection, and
+//!    idle connections with it.
+//! 6. The server's time counts. [`now`](oncegate_core::Store::now) is that time as it was last seen, plus the time since.
+//! 7. The store never sends a claim again by itself, unless the server has certainly not carried out the first one: while the
+//!    first one commits, the second one would be told that another attempt is in progress. The engine sends it again, and takes
+//!    that into account.
+//! 8. If the future of a claim or completion is dropped before its turn, or before it has a connection, the command is not
+//!    sent. Every other call runs to its end on the store's own runtime, so that no connection is left in the middle of an
+//!    answer.
 //!
-//! # What fails, and how
+//! # Failures
 //!
-//! | what happens | what callers hear | what an operator does |
+//! | failure | result for callers | action of an operator |
 //! |---|---|---|
-//! | the server is away, starting, or full | `Unavailable` | nothing: the store connects again by itself |
-//! | a connection died | a claim: `Unavailable`, and its sender sends it again; other commands: nothing | |
-//! | connections get no answer any more, and no end | as above, after the command timeout | |
-//! | no connection comes free in time | `Unavailable` | a larger pool, or a faster server |
-//! | the server became a standby | `Unavailable` | points the URL at the primary |
-//! | a record cannot be read | on that record: `Corrupt` | looks at it; it is never executed |
-//! | the role may not call a function, or the arguments do not fit | `Invalid` | the grants, the configuration |
+//! | the server is down, starting, or full | `Unavailable` | none: the store connects again by itself |
+//! | a connection died | a claim: `Unavailable`, and its sender sends it again; other commands: no effect | |
+//! | connections get neither an answer nor an end | as above, after the command timeout | |
+//! | no connection becomes free in time | `Unavailable` | a larger pool, or a faster server |
+//! | the server became a standby | `Unavailable` | point the URL at the primary |
+//! | a record cannot be read | on that record: `Corrupt` | look at it; it is never executed |
+//! | the role may not call a function, or an argument is invalid | `Invalid` | check the grants and the configuration |
 //!
-//! No error and no log line holds a key, a body, or a password.
+//! No error and no log line contains a key, a body, or a password.
 
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
 
@@ -101,5 +102,5 @@ pub use transact::{
     TransactFnWith, TransactOutcome, Transactor,
 };
 
-/// The library that connections and errors come from, in the version that this crate was built with.
+/// The library of connections and errors, in the version that this crate was built with.
 pub use sqlx;

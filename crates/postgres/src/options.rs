@@ -1,4 +1,4 @@
-//! How a store is opened.
+//! The options of a store.
 
 use std::env;
 use std::fmt;
@@ -12,7 +12,7 @@ use tokio::runtime::Handle;
 
 use crate::error::PostgresOpenError;
 
-/// What libpq calls them, as far as they are known here.
+/// The parameters of libpq that are supported.
 const PARAMETERS: [&str; 12] = [
     "sslmode",
     "sslrootcert",
@@ -28,7 +28,7 @@ const PARAMETERS: [&str; 12] = [
     "options",
 ];
 
-/// How a store is opened.
+/// The options of a store.
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct PostgresOptions {
@@ -43,15 +43,14 @@ pub struct PostgresOptions {
 }
 
 impl PostgresOptions {
-    /// The database at `postgres://USER:PASSWORD@HOST:PORT/DATABASE?sslmode=verify-full&sslrootcert=FILE`. What is left out
-    /// comes from the environment variables that libpq reads, and from its password file; a user that neither names is the
-    /// one of the operating system who runs this program, as with `psql`.
+    /// Reads `postgres://USER:PASSWORD@HOST:PORT/DATABASE?sslmode=verify-full&sslrootcert=FILE`.
     ///
-    /// Beside libpq's parameters there is `pooler=transaction`, for [`PostgresOptions::with_transaction_pooler`].
+    /// Missing parts come from the environment variables and the password file of libpq. If they name no user, it is the
+    /// operating system's user who runs this program, as with `psql`. In addition to the parameters of libpq there is
+    /// `pooler=transaction`, for [`PostgresOptions::with_transaction_pooler`].
     ///
     /// # Errors
-    /// [`PostgresOpenError::Url`], which does not repeat the URL: it is invalid, or names no user, and the one who runs this
-    /// program has no name either.
+    /// [`PostgresOpenError::Url`], which does not repeat the URL: the URL is invalid, or there is no name of a user.
     pub fn new(url: &str) -> Result<Self, PostgresOpenError> {
         let wrong = |what: &str| PostgresOpenError::Url(what.to_owned());
         if !url.starts_with("postgres://") && !url.starts_with("postgresql://") {
@@ -114,23 +113,25 @@ impl PostgresOptions {
         Ok(self)
     }
 
-    /// How long a command that a request waits for (a claim, a completion, a renewal, a lookup) may go without an answer.
-    /// Its connection is given up then, and those that are idle with it: a firewall may have forgotten them. What was sent
-    /// by then may have been carried out. Default: 2 s.
+    /// Sets the time for a command that a request waits for (a claim, a completion, a renewal, a lookup), at least 1 ms.
+    /// Default: 2 s.
+    ///
+    /// After that time the store gives up the connection, and idle connections with it, because a firewall may have forgotten
+    /// them. The command may have been carried out.
     ///
     /// # Errors
-    /// If it is out of these bounds.
+    /// If the time is out of bounds.
     pub fn with_command_timeout(mut self, timeout: Duration) -> Result<Self, ConfigError> {
         self.command_timeout =
             ConfigError::check("the command timeout", timeout, Duration::from_millis(1)..=Duration::MAX)?;
         Ok(self)
     }
 
-    /// How long a statement may take, here and on the server: the bound of listings and purges, and of the server's work.
-    /// Default: 5 s. What was sent by then may have been carried out.
+    /// Sets the time for a statement, in this program and on the server, at least 1 ms. It bounds listings and purges, and the
+    /// work of the server. Default: 5 s. A statement that takes longer may have been carried out.
     ///
     /// # Errors
-    /// If it is out of these bounds.
+    /// If the time is out of bounds.
     pub fn with_statement_timeout(mut self, timeout: Duration) -> Result<Self, ConfigError> {
         self.statement_timeout = ConfigError::check(
             "the time for a statement",
@@ -140,38 +141,40 @@ impl PostgresOptions {
         Ok(self)
     }
 
-    /// How long a call waits for a connection, be it a free one or a new one. Default: 3 s.
+    /// Sets the time that a call waits for a free or a new connection, at least 1 ms. Default: 3 s.
     ///
     /// # Errors
-    /// If it is out of these bounds.
+    /// If the time is out of bounds.
     pub fn with_connect_timeout(mut self, timeout: Duration) -> Result<Self, ConfigError> {
         self.connect_timeout =
             ConfigError::check("the time to connect", timeout, Duration::from_millis(1)..=Duration::MAX)?;
         Ok(self)
     }
 
-    /// What the server calls the connections in `pg_stat_activity`. Default: `oncegate`.
+    /// Sets the name of the connections in `pg_stat_activity`. Default: `oncegate`.
     #[must_use]
     pub fn with_application_name(mut self, name: &str) -> Self {
         self.connect = self.connect.application_name(name);
         self
     }
 
-    /// The connections go through a pooler that gives each transaction another session, such as PgBouncer in transaction
-    /// mode: no statement is prepared and no setting is sent, each call is one message. Costs some 10 % more time for a call
-    /// and twice the octets for a response.
+    /// Set it if the connections go through a pooler that gives each transaction another session, such as PgBouncer in
+    /// transaction mode.
+    ///
+    /// No statement is prepared, no setting is sent, and each call is one message. A call takes about 10 % longer, and a
+    /// response twice the bytes.
     #[must_use]
     pub const fn with_transaction_pooler(mut self, through_pooler: bool) -> Self {
         self.transaction_pooler = through_pooler;
         self
     }
 
-    /// The most commands that are sent as one statement, at least 1. Default: 128. Commands are never held back to fill one.
-    /// While the server is slow, fewer are sent, so that a statement takes no longer than the
-    /// [command time-out](Self::with_command_timeout).
+    /// Sets the most commands in one statement, from 1 to 1024. Default: 128. No command waits for a statement to fill. While
+    /// the server is slow, statements are smaller, so that they take no longer than the [command
+    /// timeout](Self::with_command_timeout).
     ///
     /// # Errors
-    /// If it is out of these bounds.
+    /// If the number is out of bounds.
     pub fn with_max_batch(mut self, commands: usize) -> Result<Self, ConfigError> {
         self.max_batch = ConfigError::check("the number of commands in one statement", commands, 1..=1024)?;
         Ok(self)
@@ -195,7 +198,7 @@ impl PostgresOptions {
         format!("postgres://{}@{host}:{}/{name}", connect.get_username(), connect.get_port())
     }
 
-    /// For whoever migrates: without any bound on a statement.
+    /// The options for upgrades, without a statement timeout.
     pub(crate) fn bare_connect_options(&self) -> PgConnectOptions {
         self.connect.clone()
     }
@@ -216,10 +219,10 @@ impl PostgresOptions {
             ("statement_timeout", millis.as_str()),
             ("default_transaction_isolation", "read committed"),
             ("default_transaction_read_only", "off"),
-            // What is sent names the contract's functions in full; the rest of it is the server's own.
+            // The statements qualify the contract's functions; everything else in them is the server's own.
             ("search_path", "pg_catalog,pg_temp"),
-            // The server asks now and then whether we are still there. That keeps firewalls from forgetting an idle connection,
-            // and ends a session, with what it holds, whose client is gone. Ignored on Unix sockets.
+            // The server checks if the client still exists. That keeps firewalls from forgetting an idle connection, and ends
+            // the session of a dead client, with its locks. Ignored on Unix sockets.
             ("tcp_keepalives_idle", "30"),
             ("tcp_keepalives_interval", "10"),
             ("tcp_keepalives_count", "3"),
@@ -228,7 +231,7 @@ impl PostgresOptions {
     }
 }
 
-/// Whether the URL says who connects. If it does not, sqlx takes `PGUSER` or the name of the operating system's user.
+/// Tells if the URL names a user. Otherwise sqlx takes `PGUSER` or the operating system's user.
 fn names_user(base: &str, parameters: &[&str]) -> bool {
     let authority =
         base.split_once("://").map_or(base, |(_, rest)| rest).split('/').next().unwrap_or_default();

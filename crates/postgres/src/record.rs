@@ -1,4 +1,4 @@
-//! Between rows of the contract and the vocabulary of the core.
+//! Conversions between rows of the contract and types of the core.
 
 use std::time::Duration;
 
@@ -14,18 +14,18 @@ use sqlx::{Decode, Postgres, Row as _, Type};
 use crate::call::Arg;
 use crate::error::store_error;
 
-/// What a function answered to a command.
+/// The result of a function, read from its row.
 pub(crate) enum Reply {
     Outcome(Outcome),
-    /// Somebody's open transaction holds the record.
+    /// Another open transaction holds the record.
     Locked,
-    /// The answers before it in its batch are as large as they may be together. Nothing was done.
+    /// The answers before it in its batch reached their limit. Nothing was done.
     Later,
-    /// There is an answer, which is too large to come along with others.
+    /// There is a response that is too large to be sent together with others.
     Large,
 }
 
-/// A column that may be null.
+/// Reads a column that may be null.
 pub(crate) fn optional<'r, T>(row: &'r PgRow, column: &str) -> Result<Option<T>, StoreError>
 where
     T: Decode<'r, Postgres> + Type<Postgres>,
@@ -33,7 +33,7 @@ where
     row.try_get(column).map_err(|error| store_error(&error))
 }
 
-/// A column that may not.
+/// Reads a column that must not be null.
 pub(crate) fn column<'r, T>(row: &'r PgRow, column: &str) -> Result<T, StoreError>
 where
     T: Decode<'r, Postgres> + Type<Postgres>,
@@ -42,10 +42,10 @@ where
 }
 
 pub(crate) fn unexpected_answer() -> StoreError {
-    StoreError::invalid("PostgreSQL gave an answer that is not that of the contract")
+    StoreError::invalid("the answer of PostgreSQL is not one of the contract")
 }
 
-/// Names the column and nothing that is in it.
+/// Names the column, but not its content.
 fn corrupt(column: &str) -> StoreError {
     StoreError::corrupt(format!(
         "the record in PostgreSQL is damaged, or was written by a newer program: its {column} cannot be read"
@@ -60,7 +60,7 @@ fn time(row: &PgRow, name: &str) -> Result<Timestamp, StoreError> {
     number(row, name).map(Timestamp::from_millis)
 }
 
-fn octets<const N: usize>(row: &PgRow, name: &str) -> Result<[u8; N], StoreError> {
+fn bytes<const N: usize>(row: &PgRow, name: &str) -> Result<[u8; N], StoreError> {
     column::<Vec<u8>>(row, name)?.try_into().map_err(|_| corrupt(name))
 }
 
@@ -68,12 +68,12 @@ fn response(row: &PgRow) -> Result<StoredResponse, StoreError> {
     decode(column::<Vec<u8>>(row, "response")?)
 }
 
-fn decode(octets: Vec<u8>) -> Result<StoredResponse, StoreError> {
-    StoredResponse::decode(Bytes::from(octets)).ok_or_else(|| corrupt("response"))
+fn decode(bytes: Vec<u8>) -> Result<StoredResponse, StoreError> {
+    StoredResponse::decode(Bytes::from(bytes)).ok_or_else(|| corrupt("response"))
 }
 
-/// What an outcome by this name is, with the rest of its row.
-pub(crate) fn said(row: &PgRow) -> Result<Reply, StoreError> {
+/// Reads a row by the word in `outcome`.
+pub(crate) fn reply(row: &PgRow) -> Result<Reply, StoreError> {
     let outcome = match column::<&str>(row, "outcome")? {
         "execute" => Outcome::Execute(Grant {
             token: FencingToken::new(number(row, "token")?),
@@ -82,7 +82,7 @@ pub(crate) fn said(row: &PgRow) -> Result<Reply, StoreError> {
             after_abandoned: column(row, "after_abandoned")?,
         }),
         "replay" => match optional::<Vec<u8>>(row, "response")? {
-            Some(octets) => Outcome::Replay(decode(octets)?),
+            Some(bytes) => Outcome::Replay(decode(bytes)?),
             None => return Ok(Reply::Large),
         },
         "in-progress" => {
@@ -119,7 +119,7 @@ fn state_before(row: &PgRow) -> Result<Option<StateName>, StoreError> {
 pub(crate) fn record(row: &PgRow) -> Result<Record, StoreError> {
     let state = match column::<&str>(row, "state")? {
         "in-progress" => State::InProgress {
-            attempt: AttemptId::new(u128::from_be_bytes(octets(row, "attempt")?)),
+            attempt: AttemptId::new(u128::from_be_bytes(bytes(row, "attempt")?)),
             lease_until: time(row, "lease_until")?,
             after_abandoned: column(row, "after_abandoned")?,
         },
@@ -130,8 +130,8 @@ pub(crate) fn record(row: &PgRow) -> Result<Record, StoreError> {
         "released" => State::Released,
         _ => return Err(corrupt("state")),
     };
-    let [version, digest @ ..] = octets::<33>(row, "fingerprint")?;
-    let label = Label::new(CallerTag::from_bytes(octets(row, "caller")?), column(row, "operation")?);
+    let [version, digest @ ..] = bytes::<33>(row, "fingerprint")?;
+    let label = Label::new(CallerTag::from_bytes(bytes(row, "caller")?), column(row, "operation")?);
     let fingerprint = Fingerprint::from_parts(version, digest).ok_or_else(|| corrupt("fingerprint"))?;
     let token = FencingToken::new(number(row, "token")?);
     let mut record = Record::new(fingerprint, token, state, label, time(row, "created_at")?);
@@ -155,7 +155,7 @@ pub(crate) fn record(row: &PgRow) -> Result<Record, StoreError> {
 }
 
 pub(crate) fn record_id(row: &PgRow) -> Result<RecordId, StoreError> {
-    octets(row, "id").map(RecordId::from_bytes)
+    bytes(row, "id").map(RecordId::from_bytes)
 }
 
 pub(crate) fn audit_entry(row: &PgRow) -> Result<AuditEntry, StoreError> {
@@ -175,12 +175,12 @@ pub(crate) fn audit_entry(row: &PgRow) -> Result<AuditEntry, StoreError> {
 
 /// The tag of the caller as an argument.
 pub(crate) fn caller(label: &Label) -> Arg {
-    Arg::Octets(label.caller().as_bytes().to_vec().into())
+    Arg::Bytes(label.caller().as_bytes().to_vec().into())
 }
 
 /// The tag of the key as an argument.
 pub(crate) fn key_tag(label: &Label) -> Arg {
-    label.key().map_or(Arg::NoOctets, |tag| Arg::Octets(tag.as_bytes().to_vec().into()))
+    label.key().map_or(Arg::NoBytes, |tag| Arg::Bytes(tag.as_bytes().to_vec().into()))
 }
 
 pub(crate) const fn on_abandoned(policy: OnAbandoned) -> Option<&'static str> {
@@ -192,7 +192,7 @@ pub(crate) const fn on_abandoned(policy: OnAbandoned) -> Option<&'static str> {
     }
 }
 
-/// The state that a completion ends in, and its response.
+/// Returns the state of a completed record, and its response.
 pub(crate) const fn end(completion: &Completion) -> Option<(&'static str, Option<&StoredResponse>)> {
     match completion {
         Completion::Replayable(response) => Some(("completed", Some(response))),
@@ -209,17 +209,16 @@ pub(crate) fn millis(duration: Duration) -> i64 {
 }
 
 pub(crate) fn fingerprint(fingerprint: &Fingerprint) -> Vec<u8> {
-    let mut octets = Vec::with_capacity(33);
-    octets.push(fingerprint.version());
-    octets.extend_from_slice(fingerprint.digest());
-    octets
+    let mut bytes = Vec::with_capacity(33);
+    bytes.push(fingerprint.version());
+    bytes.extend_from_slice(fingerprint.digest());
+    bytes
 }
 
-/// Text as PostgreSQL can keep it: without the one character that it cannot, and within its bound. What is kept as text is
-/// for eyes only.
-pub(crate) fn text(text: &str, most: usize) -> String {
+/// Converts text for a column: PostgreSQL cannot store NUL, and the length is bounded. Such text is for people only.
+pub(crate) fn text(text: &str, max: usize) -> String {
     let text = text.replace('\0', "\u{2400}");
-    let end = text.floor_char_boundary(most);
+    let end = text.floor_char_boundary(max);
     text.get(..end).unwrap_or_default().to_owned()
 }
 

@@ -1,4 +1,4 @@
-//! Rows that carry a version: changed only by whoever saw the latest one.
+//! Rows with a version, which an update has to match.
 
 use std::num::NonZeroU32;
 use std::time::Duration;
@@ -12,25 +12,25 @@ use crate::insert_once::Statement;
 /// The first and the longest pause between tries.
 const PAUSES: [Duration; 2] = [Duration::from_millis(2), Duration::from_millis(100)];
 
-/// What came of changing a row with a version.
+/// The result of changing a row with a version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use = "only `Updated` changed anything"]
 pub enum UpdateOutcome<R> {
     /// Changed; the row as it is now.
     Updated(R),
-    /// Nothing was to be changed; the row as it was read.
+    /// The caller wanted no change; the row as it was read.
     Unchanged(R),
-    /// Somebody else changed it first; the row as it was last read.
+    /// Another update was faster; the row as it was last read.
     Conflict(R),
     /// There is no such row.
     NotFound,
 }
 
-/// Changes a row if it still has the version that the caller saw, such as that of an `If-Match`. Tried once.
+/// Changes a row if it still has the version that the caller saw, such as that of an `If-Match`. It is tried once.
 ///
-/// `update` is `UPDATE … SET …, version = version + 1 WHERE id = … AND version = … RETURNING …`; `current` looks for the row
-/// by its identifier alone, and gives the same columns. What tells a conflict from a row that is not there is that
-/// second look, so under load a conflict may come with a row that is newer than the one that was in the way.
+/// `update` is `UPDATE … SET …, version = version + 1 WHERE id = … AND version = … RETURNING …`. `current` selects the row by
+/// its identifier alone, and returns the same columns. That second look tells a conflict from a missing row, so under load a
+/// conflict may come with a newer row than the one that caused it.
 ///
 /// ```
 /// # #[tokio::main] async fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -60,8 +60,8 @@ pub enum UpdateOutcome<R> {
 /// ```
 ///
 /// # Errors
-/// Those of the database. Above READ COMMITTED, a conflict with a transaction that committed after the snapshot is SQLSTATE
-/// 40001.
+/// The errors of the database. Above READ COMMITTED, a conflict with a transaction that committed after the snapshot is
+/// SQLSTATE 40001.
 pub async fn update_version<'q, R>(
     connection: &mut PgConnection,
     update: impl Fn() -> Statement<'q, R>,
@@ -76,14 +76,14 @@ where
     Ok(current().fetch_optional(connection).await?.map_or(UpdateOutcome::NotFound, UpdateOutcome::Conflict))
 }
 
-/// Reads a row and changes it, again where somebody else was faster: `tries` times at the most, from 1 to 100, with growing
-/// random pauses in between.
+/// Reads a row and changes it. If another update was faster, it tries again, at most `max_attempts` times in total, with
+/// growing random pauses.
 ///
-/// `read` looks for the row; `change` says, for the row as it was read, what the
-/// `UPDATE … WHERE id = … AND version = … RETURNING …` is, or `None` where nothing is to be changed.
+/// `read` selects the row. `change` returns the `UPDATE … WHERE id = … AND version = … RETURNING …` for the row as it was
+/// read, or `None` to change nothing.
 ///
-/// It works on a connection outside of a transaction, and inside one at READ COMMITTED; but there it holds what the transaction
-/// holds while it pauses. Above that level the database itself says 40001, and the transaction is to be run again.
+/// It works outside of a transaction, and inside one at READ COMMITTED, whose locks it then keeps while it pauses. Above that
+/// level the database itself fails with SQLSTATE 40001, and the transaction has to be run again.
 ///
 /// ```
 /// # #[tokio::main] async fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -109,7 +109,7 @@ where
 /// ```
 ///
 /// # Errors
-/// Those of the database.
+/// The errors of the database.
 pub async fn update_latest<'q, R>(
     connection: &mut PgConnection,
     max_attempts: NonZeroU32,

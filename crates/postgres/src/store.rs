@@ -1,15 +1,16 @@
-//! The store itself: what callers hold.
+//! The store.
 
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use oncegate_core::{
-    AuditEntry, Capabilities, Claim, Command, Complete, Durability, ErrorChain, Extent, Fencing,
-    FencingToken, ListPage, ListQuery, Outcome, Record, RecordId, RecordStep, Release, Renew, Resolution,
-    Resolve, StateName, StateSet, Store, StoreError, StoreErrorKind, StoreFuture, Timestamp, limits,
+    AuditEntry, Capabilities, ChangeListener, Claim, Command, Complete, Durability, ErrorChain, Extent,
+    Fencing, FencingToken, ListPage, ListQuery, Outcome, Record, RecordId, RecordStep, Release, Renew,
+    Resolution, Resolve, ServerClock, StateName, StateSet, Store, StoreError, StoreErrorKind, StoreFuture,
+    Timestamp, limits, listen,
 };
 use sqlx::pool::PoolConnection;
 use sqlx::postgres::{PgConnection, PgPool, PgPoolOptions, PgRow};
@@ -17,16 +18,16 @@ use sqlx::{Connection as _, Error, Postgres, Row as _};
 use tokio::runtime::Handle;
 use tokio::sync::{Semaphore, oneshot};
 
-use crate::batch::{Admission, Job, Lane, Sending, is_large, is_large_end};
+use crate::batch::{Admission, Job, Lane, SenderRole, is_large, is_large_end};
 use crate::call::{Arg, Call};
 use crate::error::{PostgresOpenError, describe, is_lost, is_undone, store_error};
 use crate::options::PostgresOptions;
 use crate::record::{self, Reply, optional, unexpected_answer};
 use crate::schema;
-use crate::watch::ChangeListener;
+use crate::watch::{Listener, max_watchers};
 
-/// How long a store goes on trying where somebody's open transaction holds the record: as long as a commit takes, and not as
-/// long as an application's transaction may.
+/// The pauses between attempts while another open transaction holds the record. Together they are as long as a commit takes,
+/// which is shorter than an application's transaction may be.
 const LOCKED_PAUSES: [Duration; 4] = [
     Duration::from_millis(3),
     Duration::from_millis(10),
@@ -34,11 +35,12 @@ const LOCKED_PAUSES: [Duration; 4] = [
     Duration::from_millis(80),
 ];
 
-/// The store on a PostgreSQL primary. See the [crate's page](crate).
+/// The store on a PostgreSQL primary. See the [crate's documentation](crate).
 pub struct PostgresStore {
     shared: Arc<Shared>,
     runtime: Handle,
-    listener: Option<ChangeListener>,
+    /// `None` behind a pooler that keeps no session.
+    listener: Option<(ChangeListener, Listener)>,
 }
 
 struct Shared {
@@ -50,38 +52,38 @@ struct Shared {
     durability: Durability,
     claims: Arc<Lane>,
     completions: Arc<Lane>,
-    /// Places for answers that are larger than a batch may be.
+    /// Permits for answers that are larger than a batch may be.
     large: Semaphore,
 }
 
 impl PostgresStore {
-    /// Connects, and sees that the database has the contract, takes writes, and flushes what it commits.
+    /// Connects, and checks that the database has the contract, takes writes, and flushes commits.
     ///
     /// # Errors
-    /// [`PostgresOpenError`]: it cannot be reached, has no contract, an older or a newer one, or is a standby.
+    /// [`PostgresOpenError`] if the database cannot be reached, has no contract or one of another version, or is a standby.
     ///
     /// # Panics
-    /// Outside of a Tokio runtime, where the options give none.
+    /// Outside of a Tokio runtime, if the options name none.
     pub async fn open(options: PostgresOptions) -> Result<Self, PostgresOpenError> {
         let runtime = options.runtime.clone().unwrap_or_else(Handle::current);
-        let listener = ChangeListener::new(&options);
+        let listener = max_watchers(&options).map(|max| (ChangeListener::new(max), Listener::new(&options)));
         let opened = runtime.spawn(Shared::open(options)).await;
         let shared = opened
             .unwrap_or_else(|_| Err(PostgresOpenError::Url("the runtime is shutting down".to_owned())))?;
         Ok(Self { shared: Arc::new(shared), runtime, listener })
     }
 
-    /// Waits for what runs, and closes every connection. Commands that come later are refused as unavailable.
+    /// Waits for running calls, and closes every connection. Later commands are refused as unavailable.
     pub async fn close(&self) {
-        if let Some(listener) = &self.listener {
+        if let Some((listener, _)) = &self.listener {
             listener.close();
         }
         let pool = self.shared.pool.clone();
-        // It ends early only with the runtime.
+        // The task fails only if the runtime ends.
         let _ = self.runtime.spawn(async move { pool.close().await }).await;
     }
 
-    /// Runs on the store's own runtime: a caller that goes away leaves no connection in the middle of an answer.
+    /// Runs on the store's own runtime, so that a caller that goes away leaves no connection in the middle of an answer.
     fn on_runtime<T, F>(&self, run: impl FnOnce(Arc<Shared>) -> F) -> StoreFuture<'_, T>
     where
         T: Send + 'static,
@@ -91,13 +93,13 @@ impl PostgresStore {
         Box::pin(async move { task.await.unwrap_or_else(|_| Err(shutting_down())) })
     }
 
-    /// Sends it with others of its kind, if there are any just now.
+    /// Sends the command together with waiting commands of its kind.
     fn in_lane(&self, lane: &Arc<Lane>, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
         let (reply, answer) = oneshot::channel();
         match lane.put(Job { id, command, reply, since: Instant::now() }) {
             Admission::Wait => {}
             Admission::Start => {
-                let mut sending = Sending::on(lane.clone());
+                let mut sending = SenderRole::on(lane.clone());
                 let shared = self.shared.clone();
                 self.runtime.spawn(async move {
                     while let Some(batch) = sending.next() {
@@ -176,7 +178,7 @@ impl Store for PostgresStore {
                 Some(version) if version >= schema::VERSION => {}
                 _ => {
                     return Err(StoreError::invalid(
-                        "the database has not the contract that this program needs",
+                        "the schema of the database is missing or too old: run `oncegate schema apply postgres`",
                     ));
                 }
             }
@@ -198,7 +200,9 @@ impl Store for PostgresStore {
 
     fn changed(&self, id: RecordId) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
         match &self.listener {
-            Some(listener) => listener.changed(id, &self.runtime),
+            Some((listener, source)) => listener.changed(id, |watchers| {
+                self.runtime.spawn(listen(watchers, source.clone()));
+            }),
             None => Box::pin(std::future::pending()),
         }
     }
@@ -226,17 +230,17 @@ impl Shared {
         let pool = PgPoolOptions::new()
             .max_connections(options.pool_size)
             .acquire_timeout(options.connect_timeout)
-            // That would be one more round trip for each call. A connection that died is found by the call itself.
+            // A test would be one more round trip for each call. The call itself finds a dead connection.
             .test_before_acquire(false)
             .connect_lazy_with(options.connect_options());
-        // A third of the connections for each kind, so that renewals find one free in between.
+        // A third of the connections for each kind of command, so that renewals find a free one.
         let senders = usize::try_from(options.pool_size / 3).unwrap_or(1).clamp(1, 4);
         let queue_timeout = options.connect_timeout + options.statement_timeout.max(options.command_timeout);
         let timeout = options.command_timeout.min(options.statement_timeout);
         let lane = || Lane::new(options.max_batch, senders, queue_timeout, timeout);
         let shared = Self {
             pool,
-            clock: ServerClock::default(),
+            clock: ServerClock::new(Timestamp::default()),
             command_timeout: options.command_timeout,
             statement_timeout: options.statement_timeout,
             transaction_pooler: options.transaction_pooler,
@@ -253,7 +257,7 @@ impl Shared {
             }
             Err(failure) => {
                 let why = match &failure {
-                    Failure::Unsent(Error::PoolTimedOut) => why_not_connected(&options).await,
+                    Failure::Unsent(Error::PoolTimedOut) => connect_error(&options).await,
                     _ => None,
                 };
                 let why = why.unwrap_or_else(|| failure.to_string());
@@ -266,7 +270,7 @@ impl Shared {
         };
         let standing = standing.ok_or_else(|| PostgresOpenError::Connect {
             database: database.clone(),
-            why: "its answer is not that of the contract".to_owned(),
+            why: "its answer is not one of the contract".to_owned(),
         })?;
         match standing.version {
             Some(found) if found > schema::VERSION => {
@@ -282,7 +286,7 @@ impl Shared {
         let missing = rights.map(|rows| rows.first().and_then(|row| row.try_get("missing").ok().flatten()));
         match missing {
             Ok(None::<String>) => {}
-            // Else a burst would be the first to find out, by requests whose completions are refused.
+            // Otherwise the first requests whose completions are refused would find out.
             Ok(Some(missing)) => {
                 let why = format!(
                     "the role may not call {missing}; as the owner of the schema: GRANT EXECUTE ON ALL FUNCTIONS IN \
@@ -298,8 +302,8 @@ impl Shared {
         if !standing.is_synced {
             tracing::warn!(
                 %database,
-                "the server does not flush what it commits (fsync or synchronous_commit is off): a crash may lose \
-                 records, and their requests would execute again"
+                "the server does not flush commits (fsync or synchronous_commit is off): a crash may lose records, and their \
+                 requests would execute again; turn both on"
             );
         }
         let durability = if standing.is_synced { Durability::Synced } else { Durability::Buffered };
@@ -309,11 +313,11 @@ impl Shared {
     async fn apply(&self, id: RecordId, command: Command, wanted: Wanted<'_>) -> Result<Outcome, StoreError> {
         let unknown = || StoreError::invalid("the PostgreSQL store does not know this command");
         let resend = match command {
-            // Its sender has to know that the first one may be granted later. See decision 0038.
+            // Its sender has to know that the first claim may be granted later. See decision 0038.
             Command::Claim(_) => Resend::IfUndone,
-            // An operator's word is taken once.
+            // An operator's decision must not be applied twice.
             Command::Resolve(_) | Command::Purge => Resend::IfUndone,
-            // Sent again, each of these gets the answer that it lost.
+            // Sent again, each of these gets the lost answer.
             _ => Resend::Always,
         };
         let is_large = matches!(&command, Command::Complete(complete) if is_large_end(complete));
@@ -329,7 +333,7 @@ impl Shared {
                     token_arg(*token),
                     Arg::Small(i32::try_from(*number).unwrap_or(i32::MAX)),
                     Arg::Text(step.name().to_owned()),
-                    Arg::Octets(step.result().clone()),
+                    Arg::Bytes(step.result().clone()),
                 ],
             ),
             Command::Complete(complete) => complete_call(&id, complete).ok_or_else(unknown)?,
@@ -340,7 +344,7 @@ impl Shared {
         };
         for pause in LOCKED_PAUSES.into_iter().map(Some).chain([None]) {
             let rows = self.call(call.clone(), terms).await?;
-            match (record::said(rows.first().ok_or_else(unexpected_answer)?)?, pause) {
+            match (record::reply(rows.first().ok_or_else(unexpected_answer)?)?, pause) {
                 (Reply::Outcome(outcome), _) => return Ok(outcome),
                 (Reply::Locked, Some(pause)) => tokio::time::sleep(pause).await,
                 (Reply::Locked, None) => break,
@@ -350,7 +354,7 @@ impl Shared {
         Err(StoreError::locked("another transaction holds the record"))
     }
 
-    /// A claim whose answer is so large that it may take as long as the server allows. Few at a time.
+    /// Sends a claim whose answer is large, which may take as long as the server allows. Few of them run at the same time.
     async fn claim_large(
         &self,
         id: &RecordId,
@@ -359,17 +363,17 @@ impl Shared {
     ) -> Result<Outcome, StoreError> {
         let Command::Claim(claim) = command else { return Err(unexpected_answer()) };
         let call = claim_call(CLAIM, id, claim).ok_or_else(unexpected_answer)?;
-        // It is never closed.
+        // The semaphore is never closed.
         let _place = self.large.acquire().await.map_err(|_| unexpected_answer())?;
         let rows = self.call(call, CallOptions { wanted, ..CallOptions::long(Resend::IfUndone) }).await?;
-        match record::said(rows.first().ok_or_else(unexpected_answer)?)? {
+        match record::reply(rows.first().ok_or_else(unexpected_answer)?)? {
             Reply::Outcome(outcome) => Ok(outcome),
             Reply::Locked => Err(StoreError::locked("another transaction holds the record")),
             Reply::Large | Reply::Later => Err(unexpected_answer()),
         }
     }
 
-    /// One statement for all of them, or for the one that there is. Returns those that are still to be sent.
+    /// Sends a batch as one statement, or its only command. Returns the jobs that are still to be sent.
     async fn send_batch(self: Arc<Self>, mut batch: Vec<Job>) -> Vec<Job> {
         let (rows, batch) = loop {
             let call = if batch.len() > 1 { many_call(&batch) } else { None };
@@ -378,13 +382,13 @@ impl Shared {
                 return Vec::new();
             };
             let wanted = || batch.iter().all(|job| !job.reply.is_closed());
-            // As one of them alone.
+            // The rules of a single command apply.
             let is_claims = matches!(batch.first(), Some(Job { command: Command::Claim(_), .. }));
             let resend = if is_claims { Resend::IfUndone } else { Resend::Always };
             let terms =
                 if is_large(&batch) { CallOptions::long(resend) } else { CallOptions::command(resend) };
             let rows = self.try_call(call, CallOptions { wanted: &wanted, ..terms }).await;
-            // Nothing was sent. The others go without those that nobody waits for.
+            // Nothing was sent. Send the others, without the jobs whose callers have gone.
             if matches!(rows, Err(Failure::Unwanted)) {
                 batch.retain(|job| !job.reply.is_closed());
                 continue;
@@ -395,13 +399,13 @@ impl Shared {
             Ok(rows) if rows.len() == batch.len() => {
                 let mut left = Vec::new();
                 for (job, row) in batch.into_iter().zip(&rows) {
-                    match record::said(row) {
+                    match record::reply(row) {
                         Ok(Reply::Later) => left.push(job),
-                        // Not before the others; it may take a while.
+                        // It may take a while, so it must not delay the others.
                         Ok(Reply::Locked | Reply::Large) => {
                             drop(tokio::spawn(self.clone().send_each(vec![job])))
                         }
-                        // Nobody may be waiting any more, here and below.
+                        // The caller may have gone, here and below.
                         Ok(Reply::Outcome(outcome)) => drop(job.reply.send(Ok(outcome))),
                         Err(error) => drop(job.reply.send(Err(error))),
                     }
@@ -412,7 +416,7 @@ impl Shared {
             Err(error) => error,
         };
         if error.kind() != StoreErrorKind::Unavailable {
-            // One of them was refused, and with it all were. Each is asked for by itself.
+            // The server refused one of them, and with it the whole statement. Send each by itself.
             self.send_each(batch).await;
             return Vec::new();
         }
@@ -431,8 +435,8 @@ impl Shared {
         }
     }
 
-    /// The function of the contract takes one state, or none for all. For several it is called once for each; all calls walk
-    /// in the order of the identifiers, so their pages are merged as far as all of them have come.
+    /// Lists records in several states. The contract's function takes one state or all, so it is called once for each state.
+    /// All calls return records in the order of their identifiers, so the pages are merged up to the shortest one.
     async fn list(&self, query: &ListQuery) -> Result<ListPage, StoreError> {
         if query.states == StateSet::ALL {
             return self.list_state(query, None).await;
@@ -447,7 +451,7 @@ impl Shared {
                 (one, other) => one.or(other),
             };
         }
-        // A record whose state changed between two calls is in both: the later call is right.
+        // A record whose state changed between two calls is in both pages: the later call is right.
         page.records.reverse();
         page.records.sort_by_key(|(id, _)| *id);
         page.records.dedup_by_key(|(id, _)| *id);
@@ -469,15 +473,15 @@ impl Shared {
         let text = |value: Option<&str>| {
             value.map_or(Arg::NoText, |value| Arg::Text(record::text(value, usize::MAX)))
         };
-        let octets =
-            |value: Option<&[u8]>| value.map_or(Arg::NoOctets, |value| Arg::Octets(value.to_vec().into()));
+        let bytes =
+            |value: Option<&[u8]>| value.map_or(Arg::NoBytes, |value| Arg::Bytes(value.to_vec().into()));
         let args = [
             text(state.map(|state| state.as_str())),
-            octets(query.caller.as_ref().map(|caller| &caller.as_bytes()[..])),
-            octets(query.key.as_ref().map(|key| &key.as_bytes()[..])),
+            bytes(query.caller.as_ref().map(|caller| &caller.as_bytes()[..])),
+            bytes(query.key.as_ref().map(|key| &key.as_bytes()[..])),
             text(query.operation.as_deref()),
             Arg::Big(record::millis(query.min_age)),
-            octets(query.after.as_ref().map(|id| &id.as_bytes()[..])),
+            bytes(query.after.as_ref().map(|id| &id.as_bytes()[..])),
             Arg::Small(i32::try_from(query.bounded_limit()).unwrap_or(i32::MAX)),
         ];
         let rows = self.call(Call::new(LIST, args), CallOptions::long(Resend::Always)).await?;
@@ -496,7 +500,6 @@ impl Shared {
         Ok(page)
     }
 
-    /// One call.
     async fn call(&self, call: Call, terms: CallOptions<'_>) -> Result<Vec<PgRow>, StoreError> {
         self.try_call(call, terms).await.map_err(Failure::into_store_error)
     }
@@ -512,34 +515,34 @@ impl Shared {
             return result;
         }
         match (self.send(call, terms).await, result) {
-            // This time it was not sent; but it may have been carried out the first time.
+            // The second call was not sent, but the first one may have been carried out.
             (Err(Failure::Unsent(error)), Err(Failure::Lost(_))) => Err(Failure::Lost(error)),
             (Err(Failure::Unwanted), first) => first,
             (sent, _) => sent,
         }
     }
 
-    /// Sends it once, and takes its server's time from the answer.
+    /// Sends a call once, and takes the server's time from the answer.
     async fn send(&self, call: Call, terms: CallOptions<'_>) -> Result<Vec<PgRow>, Failure> {
         let result = self.exchange(call, terms).await;
         if matches!(result, Err(Failure::Lost(_) | Failure::Undone(_) | Failure::TimedOut)) {
-            // Whatever ended this connection has likely ended those that are idle, too: a restart, a fail-over, a firewall
-            // that forgot them.
+            // The cause of this loss has likely ended the idle connections, too: a restart, a failover, a firewall that forgot
+            // them.
             while let Some(idle) = self.pool.try_acquire() {
                 drop(idle.detach());
             }
         }
         let rows = result?;
         if let Some(clock) = rows.first().and_then(|row| row.try_get::<i64, _>("clock").ok()) {
-            self.clock.saw(clock);
+            self.clock.saw(Timestamp::from_millis(clock.unsigned_abs()));
         }
         Ok(rows)
     }
 
     async fn exchange(&self, call: Call, terms: CallOptions<'_>) -> Result<Vec<PgRow>, Failure> {
         let mut connection = self.pool.acquire().await.map_err(Failure::Unsent)?;
-        // That may have taken as long as an outage. A claim whose caller was refused meanwhile, and has looked for a record to
-        // take back, would leave one without an owner now.
+        // Getting a connection may have taken as long as an outage. If the caller of a claim was refused meanwhile, and
+        // already looked for a record to release, this claim would leave a record without an owner.
         if !(terms.wanted)() {
             return Err(Failure::Unwanted);
         }
@@ -562,8 +565,8 @@ impl Shared {
                 Err(if is_undone(&error) { Failure::Undone(error) } else { Failure::Lost(error) })
             }
             Ok(Err(error)) => {
-                // The server tells of an error before it lets go of what the statement held: whoever asks again at once,
-                // on another connection, would find it held by ourselves. A connection that says so is through with it.
+                // The server reports an error before it releases the locks of the statement. A caller that asks again at once,
+                // on another connection, would meet our own lock. After this ping, the server has released it.
                 match tokio::time::timeout(ANSWER_MARGIN, connection.ping()).await {
                     Ok(Ok(())) => return_to_pool_within(connection, limit),
                     _ => drop(connection.detach()),
@@ -571,7 +574,7 @@ impl Shared {
                 Err(Failure::Refused(error))
             }
             Err(_) => {
-                // In the middle of an answer, or with nobody at its other end: of no use any more.
+                // The connection is in the middle of an answer, or its other end is dead: it cannot be used again.
                 drop(connection.detach());
                 Err(Failure::TimedOut)
             }
@@ -579,29 +582,29 @@ impl Shared {
     }
 }
 
-/// Gives a connection back to the pool. sqlx asks the server once more before it is free, and would wait for the answer without
-/// end: a few connections that a firewall forgot just then would use up the pool.
+/// Returns a connection to the pool. sqlx asks the server once more before the connection is free, without a timeout: a few
+/// connections that a firewall forgot just then would exhaust the pool.
 fn return_to_pool_within(mut connection: PoolConnection<Postgres>, limit: Duration) {
     tokio::spawn(async move {
-        // What is not answered in time is dropped, and makes room.
+        // A connection without an answer in time is dropped, which frees its place in the pool.
         let _ = tokio::time::timeout(limit, connection.return_to_pool()).await;
     });
 }
 
-/// When a call is sent a second time because its connection was lost.
+/// The rule for sending a call a second time because its connection was lost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Resend {
-    /// Only if the server has certainly not carried out the first one.
+    /// Only if the server has certainly not carried out the first call.
     IfUndone,
     /// Also if that is not known.
     Always,
 }
 
-/// How a call is sent.
+/// The conditions of a call.
 #[derive(Clone, Copy)]
 struct CallOptions<'a> {
     resend: Resend,
-    /// Whether it may take as long as the server allows. A request waits for all others.
+    /// True if the call may take as long as the server allows. Requests wait for all other calls.
     is_long: bool,
     wanted: Wanted<'a>,
 }
@@ -616,10 +619,10 @@ impl CallOptions<'static> {
     }
 }
 
-/// How much longer than the server we wait for its answer.
+/// The time that we wait for an answer after the server's own timeout.
 const ANSWER_MARGIN: Duration = Duration::from_millis(500);
 
-/// Whether somebody waits for the answer of a call.
+/// Returns true as long as a caller waits for the answer.
 type Wanted<'a> = &'a (dyn Fn() -> bool + Send + Sync);
 
 const fn always() -> bool {
@@ -628,7 +631,7 @@ const fn always() -> bool {
 
 pub(crate) const CLAIM: &str = "SELECT * FROM oncegate.claim($1, $2, $3, $4, $5, $6, $7, $8, $9)";
 
-/// As [`CLAIM`], but for the response where it is larger than those of a batch may be together.
+/// As [`CLAIM`], but without a response that is larger than the responses of a batch may be together.
 const CLAIM_BRIEFLY: &str = "SELECT c.outcome, c.token, c.attempts, c.lease_until, c.after_abandoned, c.lease_left_ms, \
      CASE WHEN pg_catalog.octet_length(c.response) <= 8388608 THEN c.response END AS response, c.clock \
      FROM oncegate.claim($1, $2, $3, $4, $5, $6, $7, $8, $9) AS c";
@@ -637,29 +640,28 @@ const CLAIM_MANY_BRIEFLY: &str = "SELECT c.outcome, c.token, c.attempts, c.lease
      CASE WHEN pg_catalog.octet_length(c.response) <= 8388608 THEN c.response END AS response, c.clock \
      FROM oncegate.claim_many($1, $2, $3, $4, $5, $6, $7, $8, $9) WITH ORDINALITY AS c ORDER BY c.ordinality";
 
-/// How many answers that are larger than a batch may be are received at a time.
+/// The number of large answers that are received at the same time.
 const LARGE_AT_ONCE: usize = 2;
 
-/// A record and its steps, in one look: an attempt that reads its own must not see those of another moment.
+/// Reads a record with its steps by one statement: an attempt must not see its steps of another moment.
 const LOOKUP: &str = "SELECT * FROM oncegate.lookup($1)";
 
-/// Records with their steps.
 const LIST: &str =
     "SELECT * FROM oncegate.list($1, $2, $3, $4, $5, $6, $7) WITH ORDINALITY AS r ORDER BY r.ordinality";
 
-/// What is asked when the store is opened, and to see whether it can be used.
+/// The state of the server, which is read when the store is opened and checked.
 const SERVER_STATE: &str = "SELECT oncegate.contract_version() AS version, pg_is_in_recovery() AS is_standby, \
      current_setting('synchronous_commit') <> 'off' AND current_setting('fsync') = 'on' AS is_synced, \
      oncegate.now_ms() AS clock";
 
-/// Which of the functions that a store calls its role may not call; null where there is none.
+/// The functions of a store that its role may not call; null if there is none.
 const MISSING_RIGHTS: &str = "SELECT string_agg(DISTINCT 'oncegate.' || p.proname::text, ', ') AS missing FROM pg_proc p \
      JOIN pg_namespace n ON n.oid = p.pronamespace WHERE n.nspname = 'oncegate' AND p.proname IN ('claim', 'claim_many', \
      'renew', 'step', 'complete_if_owner', 'complete_many', 'release', 'resolve', 'lookup', \
      'list', 'purge', 'purge_one', 'audit_trail', 'watch', 'unwatch') AND NOT has_function_privilege(p.oid, 'EXECUTE')";
 
-/// Whether a session of this role has waited for a standby for so long. Such a session stays, also when nobody waits for it any
-/// more, until the standby is back. So nothing has to be written to find out, and no further session is lost to it.
+/// Finds a session of this role whose commit has waited for a standby for this time. Such a session stays until the standby is
+/// back, even if its caller has gone. So this check has to write nothing, and loses no further session.
 const WAITING_COMMIT: &str = "SELECT 1 FROM pg_stat_activity WHERE usename = session_user AND wait_event = 'SyncRep' \
      AND query_start < clock_timestamp() - $1 * interval '1 millisecond' LIMIT 1";
 
@@ -679,13 +681,13 @@ impl ServerState {
     }
 }
 
-/// No such schema, no such function, or no right to look.
+/// Tells if the schema or the function does not exist, or the role has no right to it.
 fn is_missing(error: &dyn sqlx::error::DatabaseError) -> bool {
     matches!(error.code().as_deref(), Some("3F000" | "42883" | "42P01" | "42501"))
 }
 
-/// Why the server cannot be reached. A pool tries again until its time is up, and does not say why.
-async fn why_not_connected(options: &PostgresOptions) -> Option<String> {
+/// Returns the reason why the server cannot be reached. A pool tries again until its timeout, and does not report it.
+async fn connect_error(options: &PostgresOptions) -> Option<String> {
     let connect_options = options.connect_options();
     let connect = PgConnection::connect_with(&connect_options);
     match tokio::time::timeout(options.connect_timeout, connect).await {
@@ -697,19 +699,19 @@ async fn why_not_connected(options: &PostgresOptions) -> Option<String> {
     }
 }
 
-/// Why a call has no answer.
+/// A call without an answer.
 enum Failure {
-    /// Its connection is gone: it may have been carried out.
+    /// The connection is gone; the call may have been carried out.
     Lost(Error),
-    /// Its connection is of no use any more, and it was not carried out.
+    /// The connection cannot be used any more; the call was not carried out.
     Undone(Error),
-    /// The server did not answer in time: it may have been carried out.
+    /// The server did not answer in time; the call may have been carried out.
     TimedOut,
-    /// It was not carried out.
+    /// The server refused the call.
     Refused(Error),
-    /// There was no connection to send it on.
+    /// There was no connection to send the call on.
     Unsent(Error),
-    /// When there was one, nobody waited for the answer any more.
+    /// There was a connection, but the caller had gone. Nothing was sent.
     Unwanted,
 }
 
@@ -722,14 +724,16 @@ impl Failure {
             }
             Self::Refused(error) | Self::Undone(error) => store_error(&error),
             Self::Unsent(error) => store_error(&error).with_nothing_sent(),
-            Self::TimedOut => StoreError::unavailable("PostgreSQL did not answer in time"),
-            Self::Unwanted => StoreError::unavailable("nobody waits for the answer").with_nothing_sent(),
+            Self::TimedOut => StoreError::unavailable("PostgreSQL did not answer within the command timeout"),
+            Self::Unwanted => {
+                StoreError::unavailable("the caller no longer waits for the answer").with_nothing_sent()
+            }
         }
     }
 }
 
 impl Failure {
-    /// Whether it is about the way to the server, or a server that is starting or stopping, and not about what was asked.
+    /// Tells if the failure concerns the way to the server, or a server that starts or stops, and not the call itself.
     fn may_pass(&self) -> bool {
         match self {
             Self::Lost(_) | Self::Undone(_) | Self::TimedOut | Self::Unwanted => true,
@@ -750,21 +754,21 @@ impl fmt::Display for Failure {
             Self::Lost(error) | Self::Undone(error) | Self::Refused(error) | Self::Unsent(error) => {
                 f.write_str(&describe(error))
             }
-            Self::TimedOut => f.write_str("it did not answer in time"),
-            Self::Unwanted => f.write_str("nobody waits for the answer"),
+            Self::TimedOut => f.write_str("it did not answer within the timeout"),
+            Self::Unwanted => f.write_str("the caller no longer waits for the answer"),
         }
     }
 }
 
 fn id_arg(id: &RecordId) -> Arg {
-    Arg::Octets(id.as_bytes().to_vec().into())
+    Arg::Bytes(id.as_bytes().to_vec().into())
 }
 
 fn token_arg(token: FencingToken) -> Arg {
     Arg::Big(token_number(token))
 }
 
-/// No token that was ever given out is beyond the range; one that is made up is nobody's.
+/// A granted token is never beyond the range, so an invented one becomes a token that no attempt owns.
 fn token_number(token: FencingToken) -> i64 {
     i64::try_from(token.get()).unwrap_or(-1)
 }
@@ -773,12 +777,12 @@ fn duration_arg(duration: Duration) -> Arg {
     Arg::Big(record::millis(duration))
 }
 
-/// The same arguments, whatever claims by them.
+/// Builds a call with the arguments of a claim.
 pub(crate) fn claim_call(sql: &'static str, id: &RecordId, claim: &Claim) -> Option<Call> {
     let args = [
         id_arg(id),
-        Arg::Octets(claim.attempt.get().to_be_bytes().to_vec().into()),
-        Arg::Octets(record::fingerprint(&claim.fingerprint).into()),
+        Arg::Bytes(claim.attempt.get().to_be_bytes().to_vec().into()),
+        Arg::Bytes(record::fingerprint(&claim.fingerprint).into()),
         duration_arg(claim.lease),
         duration_arg(claim.retention),
         Arg::Text(record::on_abandoned(claim.on_abandoned)?.to_owned()),
@@ -789,7 +793,7 @@ pub(crate) fn claim_call(sql: &'static str, id: &RecordId, claim: &Claim) -> Opt
     Some(Call::new(sql, args))
 }
 
-/// Claims, or completions.
+/// Builds the statement of a batch: claims or completions.
 fn many_call(batch: &[Job]) -> Option<Call> {
     match batch.first()?.command {
         Command::Claim(_) => claim_many_call(batch),
@@ -814,15 +818,15 @@ fn claim_many_call(batch: &[Job]) -> Option<Call> {
         key_tags.push(claim.label.key().map(|tag| tag.as_bytes().to_vec()));
     }
     let args = [
-        Arg::ManyOctets(ids),
-        Arg::ManyOctets(attempts),
-        Arg::ManyOctets(fingerprints),
+        Arg::ManyBytes(ids),
+        Arg::ManyBytes(attempts),
+        Arg::ManyBytes(fingerprints),
         Arg::ManyBig(leases),
         Arg::ManyBig(retentions),
         Arg::ManyText(policies),
-        Arg::ManyOctets(callers),
+        Arg::ManyBytes(callers),
         Arg::ManyText(operations),
-        Arg::ManyOctets(key_tags),
+        Arg::ManyBytes(key_tags),
     ];
     Some(Call::new(CLAIM_MANY_BRIEFLY, args))
 }
@@ -840,10 +844,10 @@ fn complete_many_call(batch: &[Job]) -> Option<Call> {
         retentions.push(record::millis(complete.retention));
     }
     let args = [
-        Arg::ManyOctets(ids),
+        Arg::ManyBytes(ids),
         Arg::ManyBig(tokens),
         Arg::ManyText(states),
-        Arg::ManyOctets(responses),
+        Arg::ManyBytes(responses),
         Arg::ManyBig(retentions),
     ];
     Some(Call::new("SELECT * FROM oncegate.complete_many($1, $2, $3, $4, $5)", args))
@@ -860,7 +864,7 @@ fn complete_call(id: &RecordId, complete: &Complete) -> Option<Call> {
         id_arg(id),
         token_arg(complete.token),
         Arg::Text(state.to_owned()),
-        response.map_or(Arg::NoOctets, |response| Arg::Octets(response.as_encoded().clone())),
+        response.map_or(Arg::NoBytes, |response| Arg::Bytes(response.as_encoded().clone())),
         duration_arg(complete.retention),
     ];
     Some(Call::new("SELECT * FROM oncegate.complete_if_owner($1, $2, $3, $4, $5)", args))
@@ -881,7 +885,7 @@ fn resolve_call(id: &RecordId, resolve: &Resolve) -> Option<Call> {
     let args = [
         id_arg(id),
         Arg::Text(resolution.to_owned()),
-        response.map_or(Arg::NoOctets, |response| Arg::Octets(response.as_encoded().clone())),
+        response.map_or(Arg::NoBytes, |response| Arg::Bytes(response.as_encoded().clone())),
         duration_arg(resolve.retention),
         Arg::Flag(resolve.force),
         Arg::Flag(resolve.amend),
@@ -889,26 +893,4 @@ fn resolve_call(id: &RecordId, resolve: &Resolve) -> Option<Call> {
         Arg::Text(record::text(&resolve.reason, limits::MAX_AUDIT_TEXT_BYTES)),
     ];
     Some(Call::new("SELECT * FROM oncegate.resolve($1, $2, $3, $4, $5, $6, $7, $8)", args))
-}
-
-/// The server's time: as it was last seen, and what has passed here since.
-#[derive(Debug)]
-struct ServerClock(Mutex<(u64, Instant)>);
-
-impl Default for ServerClock {
-    fn default() -> Self {
-        Self(Mutex::new((0, Instant::now())))
-    }
-}
-
-impl ServerClock {
-    fn saw(&self, millis: i64) {
-        let seen = (u64::try_from(millis).unwrap_or_default(), Instant::now());
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = seen;
-    }
-
-    fn now(&self) -> Timestamp {
-        let (seen, at) = *self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        Timestamp::from_millis(seen).after(at.elapsed())
-    }
 }

@@ -1,9 +1,7 @@
-//! Transactions on connections of an application's pool, for those who keep one for somebody else: what they
-//! run, how they end, and
-//! what an error says about it.
+//! Transactions on connections of an application's pool: for crates that run a transaction on behalf of the application.
 //!
-//! A transaction that is dropped is rolled back, and a connection of which it is not known how its last transaction stands is
-//! closed and does not go back to the pool.
+//! A transaction that is dropped is rolled back. A connection whose last transaction may still be open is closed, and does not
+//! return to the pool.
 
 pub use crate::backoff::Backoff;
 pub use crate::error::store_error;

@@ -1,19 +1,15 @@
-//! The session that listens: those who wait for a record of another process are told by the database.
+//! The session for notifications: the database notifies of the end of an attempt in another process.
 //!
-//! There is one for all who wait, and only while somebody does. Nothing rests on it: where it is lost, those who wait ask
-//! the database now and then, as they do in any case.
+//! There is one session for all waiting callers, and only while a caller waits.
 
 use std::collections::HashSet;
-use std::future::{Future, pending};
+use std::future::Future;
 use std::io::ErrorKind;
-use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use oncegate_core::{RecordId, Watchers};
+use oncegate_core::{ChangeSource, RecordId, SessionEnd, Watchers};
 use sqlx::postgres::{PgConnectOptions, PgListener, PgPoolOptions};
 use sqlx::{Acquire as _, Connection as _, Error};
-use tokio::runtime::Handle;
 use tokio::time::{self, Instant, interval_at, sleep};
 
 use crate::call::{Arg, Call};
@@ -23,157 +19,111 @@ use crate::record;
 
 const CHANNEL: &str = "oncegate_1";
 
-/// The server has a place for 64 locks for each connection that it allows, all together. Half of what is ours in it.
+/// The server's lock table has 64 entries for each connection that it allows. This is half of the share of our connections.
 const WATCHED_PER_CONNECTION: u32 = 32;
-const WATCHED_MAX: usize = 1024;
+const MAX_WATCHED: usize = 1024;
 
 /// The most records in one call.
-const CALL_MAX: usize = 256;
+const MAX_IN_CALL: usize = 256;
 
-/// Pauses between attempts to connect.
-const PAUSE_FIRST: Duration = Duration::from_millis(100);
-const PAUSE_LAST: Duration = Duration::from_secs(5);
+/// The interval at which a silent session is checked: its connection may be dead without notice, or not needed any more.
+const CHECK_EVERY: Duration = Duration::from_secs(30);
 
-/// How often a silent session is looked at: a connection may be gone without a word, and one that nobody needs is closed.
-const LOOK_EVERY: Duration = Duration::from_secs(30);
+/// The time that an abandoned session may take to close.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// How long a session that is given up may take to close.
-const CLOSING: Duration = Duration::from_secs(1);
+/// The most callers that may wait for notifications. `None` behind a pooler that keeps no session.
+pub(crate) fn max_watchers(options: &PostgresOptions) -> Option<usize> {
+    if options.transaction_pooler {
+        return None;
+    }
+    let most = (options.pool_size.saturating_add(1)).saturating_mul(WATCHED_PER_CONNECTION);
+    Some(usize::try_from(most).unwrap_or(MAX_WATCHED).min(MAX_WATCHED))
+}
 
-/// Listens for a store, from the first one who waits until the store is gone.
-pub(crate) struct ChangeListener {
-    watchers: Watchers,
+/// The sessions of a store that listen for changed records.
+#[derive(Clone)]
+pub(crate) struct Listener {
     connect: PgConnectOptions,
     timeout: Duration,
-    is_started: AtomicBool,
 }
 
-impl ChangeListener {
-    /// `None` behind a pooler that keeps no session.
-    pub(crate) fn new(options: &PostgresOptions) -> Option<Self> {
-        if options.transaction_pooler {
-            return None;
-        }
-        let most = (options.pool_size.saturating_add(1)).saturating_mul(WATCHED_PER_CONNECTION);
-        Some(Self {
-            watchers: Watchers::new(usize::try_from(most).unwrap_or(WATCHED_MAX).min(WATCHED_MAX)),
+impl Listener {
+    pub(crate) fn new(options: &PostgresOptions) -> Self {
+        Self {
             connect: options.listen_options(),
             timeout: options.connect_timeout + options.statement_timeout,
-            is_started: AtomicBool::new(false),
-        })
-    }
-
-    /// Waits to be told of this record. Never told where too many wait already.
-    pub(crate) fn changed(&self, id: RecordId, runtime: &Handle) -> Pin<Box<dyn Future<Output = ()> + Send>> {
-        let Some(watcher) = self.watchers.watch(id) else { return Box::pin(pending()) };
-        if !self.is_started.swap(true, Ordering::Relaxed) {
-            runtime.spawn(listen(self.watchers.clone(), self.connect.clone(), self.timeout));
         }
-        Box::pin(watcher)
-    }
-
-    pub(crate) fn close(&self) {
-        self.watchers.close();
     }
 }
 
-impl Drop for ChangeListener {
-    fn drop(&mut self) {
-        self.close();
-    }
-}
+impl ChangeSource for Listener {
+    type Error = Error;
 
-/// Why a session ended, if it was not lost.
-enum SessionEnd {
-    /// Nobody waits.
-    Idle,
-    /// The store is gone.
-    Closed,
-}
-
-async fn listen(watchers: Watchers, connect: PgConnectOptions, timeout: Duration) {
-    let mut pause = PAUSE_FIRST;
-    let mut was_lost = false;
-    loop {
-        while watchers.is_empty() {
-            if watchers.changes().await.is_none() {
-                return;
+    async fn session(
+        &mut self,
+        watchers: &Watchers,
+        was_lost: bool,
+        is_connected: &mut bool,
+    ) -> Result<SessionEnd, Error> {
+        // Its own pool, so that it takes no connection from the commands.
+        let pool = PgPoolOptions::new()
+            .max_connections(1)
+            .acquire_timeout(self.timeout)
+            .test_before_acquire(false)
+            .idle_timeout(None)
+            .max_lifetime(None)
+            .connect_lazy_with(self.connect.clone());
+        let result = match PgListener::connect_with(&pool).await {
+            Ok(listener) => {
+                let session = Session { listener, watchers, timeout: self.timeout, watched: HashSet::new() };
+                session.run(was_lost, is_connected).await
             }
-        }
-        let mut heard = false;
-        match session(&watchers, &connect, timeout, was_lost, &mut heard).await {
-            Ok(SessionEnd::Closed) => return,
-            Ok(SessionEnd::Idle) => was_lost = false,
-            Err(error) => {
-                if heard || !was_lost {
-                    tracing::warn!(
-                        error = describe(&error),
-                        "PostgreSQL cannot tell what happens in other processes; those who wait ask now and then"
-                    );
-                    pause = PAUSE_FIRST;
-                }
-                was_lost = true;
-                sleep(pause).await;
-                pause = (pause * 2).min(PAUSE_LAST);
-            }
-        }
+            Err(error) => Err(error),
+        };
+        // The session has nothing to lose, and the server may not answer.
+        let _ = time::timeout(CLOSE_TIMEOUT, pool.close()).await;
+        result
     }
-}
 
-/// One session, until it is lost or nobody needs it. `heard` tells that it was there.
-async fn session(
-    watchers: &Watchers,
-    connect: &PgConnectOptions,
-    timeout: Duration,
-    was_lost: bool,
-    heard: &mut bool,
-) -> Result<SessionEnd, Error> {
-    // Of its own, so that the commands' connections stay what they are for.
-    let pool = PgPoolOptions::new()
-        .max_connections(1)
-        .acquire_timeout(timeout)
-        .test_before_acquire(false)
-        .idle_timeout(None)
-        .max_lifetime(None)
-        .connect_lazy_with(connect.clone());
-    let result = match PgListener::connect_with(&pool).await {
-        Ok(listener) => {
-            Session { listener, watchers, timeout, watched: HashSet::new() }.run(was_lost, heard).await
+    async fn lost(&mut self, error: Error, is_news: bool, pause: Duration) {
+        if is_news {
+            tracing::warn!(
+                error = describe(&error),
+                "PostgreSQL sends no notifications from other processes; waiting requests ask from time to time"
+            );
         }
-        Err(error) => Err(error),
-    };
-    // It has nothing to lose, and may not answer.
-    let _ = time::timeout(CLOSING, pool.close()).await;
-    result
+        sleep(pause).await;
+    }
 }
 
 struct Session<'a> {
     listener: PgListener,
     watchers: &'a Watchers,
     timeout: Duration,
-    /// What the server holds for us.
+    /// The records that the server watches for this session.
     watched: HashSet<RecordId>,
 }
 
 impl Session<'_> {
-    async fn run(mut self, was_lost: bool, heard: &mut bool) -> Result<SessionEnd, Error> {
+    async fn run(mut self, was_lost: bool, is_connected: &mut bool) -> Result<SessionEnd, Error> {
         self.listener.ignore_pool_close_event(true);
-        // What it watched is gone with it.
+        // A new connection would have lost its watches.
         self.listener.eager_reconnect(false);
         with_timeout(self.timeout, self.listener.listen(CHANNEL)).await?;
         let wanted = self.watchers.watched();
         self.watch(wanted).await?;
-        *heard = true;
+        *is_connected = true;
         if was_lost {
-            tracing::info!("PostgreSQL tells again what happens in other processes");
+            tracing::info!("PostgreSQL sends notifications from other processes again");
             self.watchers.tell_all();
         }
-        let mut looks = interval_at(Instant::now() + LOOK_EVERY, LOOK_EVERY);
+        let mut checks = interval_at(Instant::now() + CHECK_EVERY, CHECK_EVERY);
         loop {
             tokio::select! {
-                told = self.listener.try_recv() => match told? {
-                    Some(told) => {
-                        if let Some(id) = RecordId::from_hex(told.payload()) {
+                notification = self.listener.try_recv() => match notification? {
+                    Some(notification) => {
+                        if let Some(id) = RecordId::from_hex(notification.payload()) {
                             self.watchers.tell(&id);
                         }
                     }
@@ -183,7 +133,7 @@ impl Session<'_> {
                     Some(changes) => self.follow(changes).await?,
                     None => return Ok(SessionEnd::Closed),
                 },
-                _ = looks.tick() => {
+                _ = checks.tick() => {
                     if self.watched.is_empty() && self.watchers.is_empty() {
                         return Ok(SessionEnd::Idle);
                     }
@@ -197,8 +147,8 @@ impl Session<'_> {
         let (wanted, unwanted): (Vec<_>, Vec<_>) = changes.into_iter().partition(|(_, wanted)| *wanted);
         let ids = |list: Vec<(RecordId, bool)>| list.into_iter().map(|(id, _)| id);
         let gone: Vec<_> = ids(unwanted).filter(|id| self.watched.remove(id)).collect();
-        for some in gone.chunks(CALL_MAX) {
-            let call = Call::new("SELECT oncegate.unwatch($1)", [Arg::ManyOctets(octets(some))]);
+        for some in gone.chunks(MAX_IN_CALL) {
+            let call = Call::new("SELECT oncegate.unwatch($1)", [Arg::ManyBytes(bytes(some))]);
             self.call(call).await?;
         }
         let new = ids(wanted).filter(|id| !self.watched.contains(id)).collect();
@@ -206,12 +156,12 @@ impl Session<'_> {
     }
 
     async fn watch(&mut self, ids: Vec<RecordId>) -> Result<(), Error> {
-        for some in ids.chunks(CALL_MAX) {
-            let call = Call::new("SELECT oncegate.watch($1) AS id", [Arg::ManyOctets(octets(some))]);
+        for some in ids.chunks(MAX_IN_CALL) {
+            let call = Call::new("SELECT oncegate.watch($1) AS id", [Arg::ManyBytes(bytes(some))]);
             for row in self.call(call).await? {
                 self.watched.extend(record::record_id(&row).ok());
             }
-            // What could not be watched is changing just now.
+            // A record that cannot be watched is changing now.
             for id in some.iter().filter(|id| !self.watched.contains(*id)) {
                 self.watchers.tell(id);
             }
@@ -224,7 +174,7 @@ impl Session<'_> {
     }
 }
 
-fn octets(ids: &[RecordId]) -> Vec<Option<Vec<u8>>> {
+fn bytes(ids: &[RecordId]) -> Vec<Option<Vec<u8>>> {
     ids.iter().map(|id| Some(id.as_bytes().to_vec())).collect()
 }
 

@@ -54,7 +54,6 @@
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
 
 mod applied_check;
-mod clock;
 pub mod contract;
 mod disk;
 mod error;

@@ -8,16 +8,15 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use oncegate_core::{
-    AuditEntry, Capabilities, Claim, Command, Complete, Completion, Extent, ListPage, ListQuery, OnAbandoned,
-    Outcome, Record, RecordId, RecordStep, Resolution, Resolve, StateName, Store, StoreError, StoreFuture,
-    Timestamp, Write, decide, limits,
+    AuditEntry, Capabilities, ChangeListener, Claim, Command, Complete, Completion, Extent, ListPage,
+    ListQuery, OnAbandoned, Outcome, Record, RecordId, RecordStep, Resolution, Resolve, ServerClock,
+    StateName, Store, StoreError, StoreFuture, Timestamp, Write, decide, limits, listen,
 };
 use pin_project_lite::pin_project;
 use redis::{Cmd, Value, cmd};
 use tokio::runtime::Handle;
 
 use crate::applied_check::AppliedCheck;
-use crate::clock::ServerClock;
 use crate::contract::{AUDIT_KEY, Script, Scripts, record_key};
 use crate::error::{Failure, RedisOpenError};
 use crate::link::{Connection, Link};
@@ -26,7 +25,7 @@ use crate::options::RedisOptions;
 use crate::probe::Finding;
 use crate::replicas::Replicas;
 use crate::reply::{Reply, audit_entry, unexpected_reply};
-use crate::watch::ChangeListener;
+use crate::watch::{Listener, MAX_WATCHERS};
 
 /// The store on Redis or Valkey. See the [crate's page](crate).
 pub struct RedisStore {
@@ -77,7 +76,7 @@ impl RedisStore {
             #[cfg(test)]
             test_clock: None,
         };
-        Ok(Self { shared, listener: ChangeListener::new() })
+        Ok(Self { shared, listener: ChangeListener::new(MAX_WATCHERS) })
     }
 
     #[cfg(test)]
@@ -136,7 +135,7 @@ impl Shared {
             result = self.link.send_on(connection, &command("EVAL", script.code())).await;
         }
         let said = Reply::read(result?).ok_or(Failure::UnexpectedReply)?;
-        self.clock.seen(said.now);
+        self.clock.saw(said.now);
         Ok(said)
     }
 
@@ -433,7 +432,10 @@ impl Store for RedisStore {
     }
 
     fn changed(&self, id: RecordId) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
-        self.listener.changed(id, &self.shared.link)
+        let link = &self.shared.link;
+        self.listener.changed(id, |watchers| {
+            link.runtime().spawn(listen(watchers, Listener::new(link.clone())));
+        })
     }
 
     fn now(&self) -> Timestamp {

@@ -77,7 +77,8 @@ pub(crate) fn run(args: &SchemaArgs) -> Result<(), String> {
                 None => format!("{name} now has version {version}\n"),
             };
             for binding in &before.foreign_bindings {
-                text += &format!("repaired: {binding}, which is not Oncegate's; find out who made it\n");
+                text +=
+                    &format!("repaired: {binding}, an object of another owner; find out who created it\n");
             }
             say(&text)
         }

@@ -1,4 +1,4 @@
-//! A transaction on a connection of the application's pool, which never goes back to the pool open.
+//! A transaction on a connection of the application's pool, which never returns to the pool with an open transaction.
 
 use std::fmt;
 use std::future::Future;
@@ -11,7 +11,7 @@ use sqlx::{Connection as _, Error, PgTransaction, Postgres};
 
 use crate::error::store_error;
 
-/// A connection of the pool. Where it is not known how its last transaction stands it is closed, and does not go back.
+/// A connection of the pool. If its last transaction may still be open, it is closed and does not return to the pool.
 pub struct TransactionConnection {
     connection: PoolConnection<Postgres>,
     is_doubtful: bool,
@@ -23,12 +23,12 @@ pub struct OpenTransaction<'c> {
     is_doubtful: &'c mut bool,
 }
 
-/// Why a statement of a transaction has no answer.
+/// A statement of a transaction without a result.
 #[derive(Debug)]
 pub enum StatementError {
-    /// The server or the driver says so.
+    /// The server or the driver refused it.
     Refused(Error),
-    /// The server did not answer in time. The connection is given up.
+    /// The server did not answer in time. The connection is closed.
     TimedOut,
 }
 
@@ -36,7 +36,7 @@ impl From<StatementError> for StoreError {
     fn from(error: StatementError) -> Self {
         match error {
             StatementError::Refused(error) => store_error(&error),
-            StatementError::TimedOut => Self::unavailable("PostgreSQL did not answer in time"),
+            StatementError::TimedOut => Self::unavailable("PostgreSQL did not answer within the timeout"),
         }
     }
 }
@@ -56,26 +56,27 @@ impl fmt::Debug for OpenTransaction<'_> {
 }
 
 impl TransactionConnection {
-    /// Takes a connection, which waits for as long as the pool says.
+    /// Takes a connection. The pool bounds the wait.
     ///
     /// # Errors
-    /// [`StatementError::Refused`], of the pool or of the server.
+    /// [`StatementError::Refused`], by the pool or by the server.
     pub async fn acquire(pool: &PgPool) -> Result<Self, StatementError> {
         let connection = pool.acquire().await.map_err(StatementError::Refused)?;
         Ok(Self { connection, is_doubtful: false })
     }
 
-    /// Begins a transaction by this statement, which takes no longer than `timeout`.
+    /// Begins a transaction by the statement `begin`, within `timeout`.
     ///
     /// # Errors
-    /// [`StatementError`]; the connection is given up where it was not answered.
+    /// [`StatementError`]. If the server did not answer, the connection is closed.
     pub async fn begin(
         &mut self,
         begin: &'static str,
         timeout: Duration,
     ) -> Result<OpenTransaction<'_>, StatementError> {
         let Self { connection, is_doubtful } = self;
-        // Dropped in here, the driver would not roll back: it counts a transaction only when BEGIN is answered.
+        // If this future is dropped here, the driver does not roll back: it counts a transaction only after the answer to
+        // BEGIN.
         *is_doubtful = true;
         let transaction = with_timeout(timeout, connection.begin_with(begin)).await?;
         *is_doubtful = false;
@@ -84,9 +85,8 @@ impl TransactionConnection {
 }
 
 impl TransactionConnection {
-    /// One statement of ours outside of a transaction. Where the server does not answer with_timeout `timeout`, or this
-    /// is dropped, the
-    /// connection is given up.
+    /// Runs one statement outside of a transaction. If the server does not answer within `timeout`, or this future is dropped,
+    /// the connection is closed.
     ///
     /// # Errors
     /// [`StatementError`].
@@ -116,7 +116,7 @@ impl OpenTransaction<'_> {
         &mut self.transaction
     }
 
-    /// One statement of ours. Where the server does not answer with_timeout `timeout`, the connection is given up.
+    /// Runs one statement in the transaction. If the server does not answer within `timeout`, the connection is closed.
     ///
     /// # Errors
     /// [`StatementError`].
@@ -130,9 +130,8 @@ impl OpenTransaction<'_> {
         result
     }
 
-    /// Sends COMMIT. On an error it may have been carried out, unless
-    /// [`is_rolled_back`](super::error::is_rolled_back) says otherwise; the
-    /// connection is given up then.
+    /// Sends COMMIT. After an error it may have been carried out, unless [`is_rolled_back`](super::error::is_rolled_back) says
+    /// otherwise; the connection is closed then.
     ///
     /// # Errors
     /// [`StatementError`].
@@ -143,8 +142,8 @@ impl OpenTransaction<'_> {
         result
     }
 
-    /// Waits until everything that the transaction wrote and held is gone. Where that cannot be said, the connection is
-    /// given up, and the server finds that out by itself.
+    /// Rolls back, and waits until the server has released everything. If it does not confirm that within `timeout`, the
+    /// connection is closed, and the server notices it.
     pub async fn rollback(self, timeout: Duration) {
         let Self { transaction, is_doubtful } = self;
         if !*is_doubtful {

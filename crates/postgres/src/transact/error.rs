@@ -1,4 +1,4 @@
-//! Why a transaction did not take place, or is not known to have.
+//! Errors of transactions: refused, rolled back, or with an unknown outcome.
 
 use std::error::Error as StdError;
 use std::fmt;
@@ -9,10 +9,10 @@ use sqlx::postgres::{PgDatabaseError, PgSeverity};
 
 type Boxed = Box<dyn StdError + Send + Sync>;
 
-/// Why a run was not finished. Every error becomes one by `?`: of sqlx, of yours, or a plain text.
+/// An error of a run. `?` converts every error into it: those of sqlx, your own, and plain text.
 ///
-/// A run that ends with one is rolled back as if it had not been. What is to be remembered, such as that a card was declined,
-/// is no error but a value: return it in `Ok`.
+/// A run that ends with it is rolled back, as if it had not happened. If a retry has to get the same result, for example a
+/// declined card, return a value in `Ok` instead.
 pub struct RunError(Boxed);
 
 impl<E: Into<Boxed>> From<E> for RunError {
@@ -32,14 +32,14 @@ impl RunError {
         self.0
     }
 
-    /// Whether the database says that the same transaction may be run again: serialization failure, deadlock.
+    /// Tells if the database says that the same transaction may be run again: serialization failure or deadlock.
     pub(crate) fn is_conflict(&self) -> bool {
         is_conflict_in(&*self.0)
     }
 }
 
-/// Whether an error of a run is one by which the database says that the same transaction may be run again: a serialization
-/// failure (SQLSTATE 40001) or a deadlock (40P01). It is looked for behind whatever it was made into.
+/// Tells if an error of a run is a serialization failure (SQLSTATE 40001) or a deadlock (40P01), after which the same
+/// transaction may be run again. It searches the chain of sources.
 #[must_use]
 pub fn is_conflict_in(error: &(dyn StdError + 'static)) -> bool {
     let mut next = Some(error);
@@ -60,8 +60,7 @@ pub fn is_conflict_in(error: &(dyn StdError + 'static)) -> bool {
     false
 }
 
-/// Whether an error of a run says that its connection ended, or the server with it. It is looked for behind whatever it was
-/// made into.
+/// Tells if an error of a run says that its connection or the server ended. It searches the chain of sources.
 #[must_use]
 pub fn is_lost_in(error: &(dyn StdError + 'static)) -> bool {
     let mut next = Some(error);
@@ -74,7 +73,7 @@ pub fn is_lost_in(error: &(dyn StdError + 'static)) -> bool {
     false
 }
 
-/// Whether the database says that the same transaction may be run again.
+/// Tells if the database says that the same transaction may be run again.
 #[must_use]
 pub fn is_conflict(error: &sqlx::Error) -> bool {
     sqlstate(error).is_some_and(|code| is_conflict_code(&code))
@@ -88,8 +87,8 @@ pub(crate) fn sqlstate(error: &sqlx::Error) -> Option<String> {
     Some(error.as_database_error()?.code()?.into_owned())
 }
 
-/// Whether a COMMIT that was answered so has certainly been rolled back. Everything else may have been committed: a connection
-/// that ended, a server that shuts down, a pooler that lost its server.
+/// Tells if a COMMIT with this error has certainly been rolled back. After any other error it may have been committed: a lost
+/// connection, a server that shuts down, a pooler that lost its server.
 #[must_use]
 pub fn is_rolled_back(error: &sqlx::Error) -> bool {
     let Some(error) = error.as_database_error().and_then(|error| error.try_downcast_ref::<PgDatabaseError>())
@@ -97,68 +96,68 @@ pub fn is_rolled_back(error: &sqlx::Error) -> bool {
         return false;
     };
     match error.code().get(..2) {
-        // It says itself that it does not know.
+        // The server itself does not know.
         _ if error.code() == "40003" => false,
         Some("22" | "23" | "25" | "2D" | "40" | "42" | "OG" | "P0") => true,
-        // What poolers and servers say of connections, of their end and of themselves.
+        // Codes of poolers and servers about connections, their end, and the server itself.
         Some("08" | "53" | "57" | "58" | "F0" | "HV" | "XX") | None => false,
-        // Triggers that were put off raise what they like. PostgreSQL answers a COMMIT by an error only in front of it.
+        // Deferred triggers may raise any code. PostgreSQL answers COMMIT with an error only before the commit.
         Some(_) => error.severity() == PgSeverity::Error,
     }
 }
 
-/// Why [`Transactor::transact`](crate::Transactor::transact) has no value to give.
+/// An error of [`Transactor::transact`](crate::Transactor::transact).
 ///
-/// But for [`CommitUnknown`](Self::CommitUnknown), nothing was committed by this call.
+/// Except for [`CommitUnknown`](Self::CommitUnknown), this call committed nothing.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum TransactError {
-    /// Another transaction, or another attempt, is at it. Try again with the same key.
+    /// Another transaction or another attempt works on the key. Try again with the same key.
     InProgress {
-        /// What is left of its lease; zero where it is a transaction that is still open.
+        /// The rest of its lease; zero if it is an open transaction.
         lease_left: Duration,
     },
     /// The key was used with another input.
     Mismatch,
-    /// An earlier attempt, not one of `transact`, was abandoned, or a run had committed its transaction itself: whether the
-    /// effect took place is not known. An operator has to say.
+    /// The outcome is not known: an earlier attempt, not one of `transact`, was abandoned, or a run committed its transaction
+    /// itself. An operator has to decide.
     Unknown {
-        /// Which record.
+        /// The record.
         record: RecordId,
     },
-    /// Done before, without a result that could be given again.
+    /// The operation was completed before, without a result to return again.
     Unreplayable {
-        /// Which record.
+        /// The record.
         record: RecordId,
     },
-    /// Done before, and what is stored cannot be read as this type any more. It is never run again.
+    /// The operation was completed before, and its stored result cannot be read as this type. It is never run again.
     Undecodable {
-        /// Which record.
+        /// The record.
         record: RecordId,
-        /// What does not fit. Shows nothing of the value.
+        /// The mismatch, without the value.
         reason: String,
     },
-    /// The run ended with this error; it was rolled back and the key is free.
+    /// The run returned this error. It was rolled back, and the key is free.
     Failed(Box<dyn StdError + Send + Sync>),
-    /// The run ended the transaction itself, or somebody else owns the record by now; nothing more was committed. Where the run
-    /// committed, its record is unknown from now on.
+    /// The run ended the transaction itself, or another attempt owns the record. Nothing more was committed. If the run
+    /// committed, the outcome in its record is unknown.
     Fenced {
-        /// Which record.
+        /// The record.
         record: RecordId,
     },
-    /// COMMIT was sent, its answer was lost, and what came of it could not be found out in time. The same call with the same
-    /// key finds it out, within the retention.
+    /// The answer to COMMIT was lost, and its outcome could not be found out in time. The same call with the same key finds it
+    /// out, within the retention.
     CommitUnknown {
-        /// Which record.
+        /// The record.
         record: RecordId,
-        /// Of the attempt that may have committed.
+        /// The token of the attempt that may have committed.
         token: FencingToken,
     },
     /// The input or the value cannot be written as JSON.
     Unserializable(serde_json::Error),
-    /// The value is too large to be kept.
+    /// The value is too large to be stored.
     TooLarge(ResponseError),
-    /// The database is out of reach, refuses, or has no connection free.
+    /// The database is unavailable or refuses, or no connection is free.
     Store(StoreError),
 }
 
@@ -170,29 +169,29 @@ impl fmt::Display for TransactError {
             Self::Unknown { record } => {
                 write!(
                     f,
-                    "whether the operation of record {record} took place is not known; an operator has to say"
+                    "the outcome of record {record} is not known; an operator has to decide (`oncegate keys resolve`)"
                 )
             }
             Self::Unreplayable { record } => {
-                write!(f, "the operation of record {record} took place, and its result is not kept")
+                write!(f, "the operation of record {record} was completed, and its result is not stored")
             }
             Self::Undecodable { record, reason } => {
                 write!(f, "the result of record {record} cannot be read: {reason}")
             }
-            Self::Failed(_) => f.write_str("the transaction was rolled back"),
+            Self::Failed(_) => f.write_str("the run failed, and the transaction was rolled back"),
             Self::Fenced { record } => write!(
                 f,
-                "record {record} is not this attempt's any more; nothing more was committed, but the run may have committed \
-                 before, if it ended the transaction itself"
+                "this attempt no longer owns record {record}; nothing more was committed, unless the run itself ended the transaction \
+                 before"
             ),
             Self::CommitUnknown { record, token } => write!(
                 f,
-                "whether attempt {token} of record {record} was committed could not be found out in time; the same call \
-                 finds it out"
+                "the outcome of COMMIT for attempt {token} of record {record} could not be found out in time; the same call finds it \
+                 out"
             ),
             Self::Unserializable(_) => f.write_str("the input or the result cannot be written as JSON"),
             Self::TooLarge(_) => {
-                f.write_str("the result cannot be kept, and the transaction was rolled back")
+                f.write_str("the result cannot be stored, and the transaction was rolled back")
             }
             Self::Store(_) => f.write_str("the store did not carry out the transaction"),
         }

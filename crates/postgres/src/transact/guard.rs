@@ -1,4 +1,4 @@
-//! For those who keep their own transaction: the right to complete a record in it.
+//! The right to complete a record in a transaction that the application keeps itself.
 
 use std::fmt;
 
@@ -12,66 +12,65 @@ use super::json;
 use crate::call::{Arg, Call};
 use crate::error::store_error;
 
-/// The right to execute once, in a transaction of one's own.
+/// The right to execute once, in your own transaction.
 ///
-/// It comes from [`Transactor::claim`](crate::Transactor::claim), or stands for an attempt that was claimed elsewhere: by the
-/// sidecar in front of the service ([`Guard::from_headers`]) or by the layer inside it ([`Guard::of_attempt`]). It is used up
-/// by [`complete`](Self::complete). Dropped, it does nothing: what was claimed in the transaction goes when that is rolled
-/// back, and what was claimed elsewhere is still owned there.
+/// It comes from [`Transactor::claim`](crate::Transactor::claim), or stands for an attempt that another party claimed: the
+/// sidecar in front of the service ([`Guard::from_headers`]) or the layer inside it ([`Guard::of_attempt`]).
+/// [`complete`](Self::complete) consumes it. A dropped guard does nothing: a claim of this transaction is rolled back with it,
+/// and a claim of another party still stands.
 #[must_use = "a guard that is not completed leaves its record in progress"]
 pub struct Guard {
     record: RecordId,
     token: FencingToken,
-    /// `None` where it is that of the claim, which was made elsewhere.
+    /// `None`: the retention of the claim, which another party made.
     retention: Option<Duration>,
     persistent: bool,
 }
 
-/// What a claim in a transaction of one's own comes to.
+/// The result of a claim in your own transaction.
 #[derive(Debug)]
 #[must_use = "only `Execute` may execute"]
 #[non_exhaustive]
 pub enum GuardClaim {
     /// Execute in this transaction, complete the guard, commit.
     Execute(Guard),
-    /// Completed before: this is the answer.
+    /// The operation was completed before; this is its response.
     Replay(StoredResponse),
-    /// Another transaction or another attempt is at it.
+    /// Another transaction or another attempt works on the key.
     InProgress {
-        /// What is left of its lease; zero where it is a transaction that is still open.
+        /// The rest of its lease; zero if it is an open transaction.
         lease_left: Duration,
     },
     /// The key was used with another input.
     Mismatch,
-    /// It is not known whether the operation took place.
+    /// The outcome of the operation is not known.
     Unknown,
-    /// Completed before, but the answer cannot be replayed.
+    /// The operation was completed before, without a response to replay.
     Unreplayable,
 }
 
-/// Why a record was not completed. The transaction has failed then: roll back, or commit nothing.
+/// An error of completing a record. The transaction has failed: roll back, or commit nothing.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum GuardError {
-    /// Another attempt owns the record by now, or its outcome is settled. The effect must not take place.
+    /// Another attempt owns the record, or its outcome is settled. The effect must not take place.
     Fenced,
-    /// Another open transaction holds the record, and did not let go of it for a quarter of a second.
+    /// Another open transaction held the record for a quarter of a second.
     Locked,
-    /// The snapshot of the transaction is older than the record (`REPEATABLE READ`, `SERIALIZABLE`): run it again.
+    /// The snapshot of the transaction is older than the record (`REPEATABLE READ`, `SERIALIZABLE`): run the transaction again.
     Conflict,
-    /// The response cannot be kept.
+    /// The response cannot be stored.
     Response(StoreError),
-    /// The database is out of reach, or refuses. After a statement that failed, and whose error was passed over, it refuses
-    /// this one.
+    /// The database is unavailable, or refuses. It also refuses after an earlier statement failed and its error was ignored.
     Store(StoreError),
 }
 
 impl fmt::Display for GuardError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Fenced => f.write_str(
-                "the attempt does not own its record any more, and its effect must not take place",
-            ),
+            Self::Fenced => {
+                f.write_str("the attempt no longer owns its record, so its effect must not take place")
+            }
             Self::Locked => f.write_str("another transaction holds the record"),
             Self::Conflict => {
                 f.write_str("the transaction's snapshot is older than the record; run it again")
@@ -91,7 +90,7 @@ impl std::error::Error for GuardError {
     }
 }
 
-/// Why header fields are not those of a sidecar.
+/// Header fields that a sidecar did not write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum GuardHeaderError {
@@ -122,15 +121,17 @@ impl Guard {
         Self { record, token, retention, persistent }
     }
 
-    /// For an attempt that the layer in this process claimed: `attempt.record_id()` and `attempt.token()` of its context.
+    /// Creates the guard of an attempt that the layer in this process claimed: `attempt.record_id()` and `attempt.token()` of
+    /// its context.
     ///
     /// Complete it [without a response](Self::complete_without_response): the layer adds the one that it sees.
     pub const fn of_attempt(record: RecordId, token: FencingToken) -> Self {
         Self::new(record, token, None, true)
     }
 
-    /// For an attempt that the sidecar in front claimed: the values of the header fields `Oncegate-Record` and
-    /// `Oncegate-Token`. The sidecar takes them off what clients send; a service that is reached past the sidecar must not
+    /// Creates the guard of an attempt that the sidecar claimed, from the header fields `Oncegate-Record` and `Oncegate-Token`.
+    ///
+    /// The sidecar removes these fields from requests of clients. If clients can reach the service past the sidecar, do not
     /// trust them.
     ///
     /// ```
@@ -144,29 +145,30 @@ impl Guard {
     /// ```
     ///
     /// # Errors
-    /// [`GuardHeaderError`] where they are not what a sidecar writes.
+    /// [`GuardHeaderError`] if a sidecar did not write them.
     pub fn from_headers(record: impl AsRef<[u8]>, token: impl AsRef<[u8]>) -> Result<Self, GuardHeaderError> {
         let record = std::str::from_utf8(record.as_ref()).ok().and_then(RecordId::from_hex);
         let record = record.ok_or(GuardHeaderError::Record)?;
         let digits = std::str::from_utf8(token.as_ref()).ok().filter(|token| {
-            // `parse` takes a sign, too.
-            token.bytes().all(|octet| octet.is_ascii_digit())
+            // `parse` accepts a sign, too.
+            token.bytes().all(|byte| byte.is_ascii_digit())
         });
         let token = digits.and_then(|digits| digits.parse::<i64>().ok()).ok_or(GuardHeaderError::Token)?;
         Ok(Self::of_attempt(record, FencingToken::new(token.unsigned_abs())))
     }
 
-    /// How long the completed record is kept, within the bounds of [`limits`]. Default: for as long as its claim said.
+    /// Sets the retention of the completed record, within the bounds of [`limits`]. Default: the retention of the claim.
     ///
     /// # Errors
-    /// If it is out of these bounds.
+    /// If the retention is out of bounds.
     pub fn with_retention(self, retention: Duration) -> Result<Self, ConfigError> {
         let retention =
             ConfigError::check("the retention", retention, limits::MIN_RETENTION..=limits::MAX_RETENTION)?;
         Ok(Self { retention: Some(retention), ..self })
     }
 
-    /// The connection goes through a pooler that gives each transaction another session: no statement is prepared by name.
+    /// Set it if the connection goes through a pooler that gives each transaction another session: no statement is prepared by
+    /// name.
     pub fn with_transaction_pooler(self, through_pooler: bool) -> Self {
         Self { persistent: !through_pooler, ..self }
     }
@@ -183,17 +185,19 @@ impl Guard {
         self.token
     }
 
-    /// The key for a call to somebody else's API on behalf of this record; see [`RecordId::downstream_key`].
+    /// Derives the key for a call of another API on behalf of this record; see [`RecordId::downstream_key`].
     #[must_use]
     pub fn downstream_key(&self, step: &str) -> String {
         self.record.downstream_key(step)
     }
 
-    /// Completes the record in this transaction, last of all before `COMMIT`, with the response that retries get. Not inside of
-    /// a savepoint: one that is rolled back takes the completion or its refusal along, and the rest commits.
+    /// Completes the record in this transaction with the response that retries get. Call it last, before `COMMIT`.
+    ///
+    /// Do not call it inside of a savepoint: if the savepoint is rolled back, so is the completion or its refusal, and the
+    /// rest is committed.
     ///
     /// # Errors
-    /// [`GuardError`]. The transaction has failed then, so that a `COMMIT` that follows all the same commits nothing.
+    /// [`GuardError`]. The transaction has failed then, so a later `COMMIT` commits nothing.
     pub async fn complete(
         self,
         connection: &mut PgConnection,
@@ -202,11 +206,11 @@ impl Guard {
         self.end(connection, Some(response)).await
     }
 
-    /// Completes the record with a value as JSON, as [`Transactor::transact`](crate::Transactor::transact) keeps it.
+    /// Completes the record with a value as JSON, as [`Transactor::transact`](crate::Transactor::transact) does.
     ///
     /// # Errors
-    /// As [`Guard::complete`]; [`GuardError::Response`] where the value cannot be kept. Nothing was sent to the database
-    /// then, so roll back.
+    /// As [`Guard::complete`]; [`GuardError::Response`] if the value cannot be stored. Nothing was sent to the database then,
+    /// so roll back.
     pub async fn complete_json<T: Serialize>(
         self,
         connection: &mut PgConnection,
@@ -216,8 +220,10 @@ impl Guard {
         self.end(connection, Some(&response)).await
     }
 
-    /// Completes the record without a response. The sidecar or the layer that claimed it adds the one that it sees, once;
-    /// until then a retry hears that there is none, and is never executed.
+    /// Completes the record without a response.
+    ///
+    /// The sidecar or the layer that claimed it adds the response that it sees, once. Until then a retry is told that there is
+    /// no response, and is never executed.
     ///
     /// # Errors
     /// As [`Guard::complete`].
@@ -236,22 +242,22 @@ impl Guard {
             Some("OG002") => GuardError::Locked,
             Some("40001" | "40P01") => GuardError::Conflict,
             Some("25P02") => GuardError::Store(StoreError::invalid(
-                "a statement of the transaction had failed before, and its error was passed over",
+                "a statement of the transaction failed before, and its error was ignored",
             )),
             _ => GuardError::Store(store_error(&error)),
         })
     }
 
-    /// `oncegate.complete` raises where the record is somebody else's, so that nothing can be committed after it.
+    /// Calls `oncegate.complete`, which raises if another attempt owns the record, so that no later COMMIT can succeed.
     pub(crate) async fn try_end(
         self,
         connection: &mut PgConnection,
         response: Option<&StoredResponse>,
     ) -> Result<(), sqlx::Error> {
         let args = [
-            Arg::Octets(self.record.as_bytes().to_vec().into()),
+            Arg::Bytes(self.record.as_bytes().to_vec().into()),
             Arg::Big(i64::try_from(self.token.get()).unwrap_or(-1)),
-            response.map_or(Arg::NoOctets, |response| Arg::Octets(response.as_encoded().clone())),
+            response.map_or(Arg::NoBytes, |response| Arg::Bytes(response.as_encoded().clone())),
             self.retention.map_or(Arg::NoBig, |retention| Arg::Big(crate::record::millis(retention))),
         ];
         let call = Call::new("SELECT oncegate.complete($1, $2, $3, $4)", args);
@@ -273,7 +279,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_a_sidecar_writes_is_taken() {
+    fn only_fields_of_a_sidecar_are_accepted() {
         let record = "a5".repeat(32);
         let guard = Guard::from_headers(&record, "9223372036854775807").unwrap();
         assert_eq!(

@@ -1,4 +1,4 @@
-//! Values as records keep them, and inputs as they are compared.
+//! Values and inputs as JSON: stored in records, and compared by fingerprint.
 
 use bytes::Bytes;
 use oncegate_core::{
@@ -7,7 +7,7 @@ use oncegate_core::{
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// Why a value cannot be kept.
+/// A value that cannot be stored.
 pub(crate) enum EncodeError {
     Json(serde_json::Error),
     Response(ResponseError),
@@ -26,21 +26,21 @@ pub(crate) fn not_json(error: serde_json::Error) -> StoreError {
     StoreError::invalid("the value cannot be written as JSON").with_source(error)
 }
 
-/// As an answer of a service would be: 200, `application/json`.
+/// Encodes a value like a response of a service: 200, `application/json`.
 pub(crate) fn encode<T: Serialize>(value: &T) -> Result<StoredResponse, EncodeError> {
     let body = serde_json::to_vec(value).map_err(EncodeError::Json)?;
     let headers: [(&str, &[u8]); 1] = [("content-type", b"application/json")];
     StoredResponse::new(200, &headers, &[Bytes::from(body)], &[]).map_err(EncodeError::Response)
 }
 
-/// Reads a stored value. The reason of a failure shows nothing of the value, which serde's own text would.
+/// Reads a stored value. The error contains nothing of the value; serde's own text would.
 pub(crate) fn decode<T: DeserializeOwned>(response: &StoredResponse) -> Result<T, String> {
     serde_json::from_slice(&response.body()).map_err(|error| {
         format!("its JSON does not fit the type at line {} column {}", error.line(), error.column())
     })
 }
 
-/// Canonical where JSON has a canonical form: the order of a map's entries is no difference.
+/// The fingerprint of an input in canonical JSON: the order of the entries of a map does not matter.
 pub(crate) fn fingerprint<T: Serialize + ?Sized>(input: &T) -> serde_json::Result<Fingerprint> {
     let body = serde_json::to_vec(input)?;
     let input =

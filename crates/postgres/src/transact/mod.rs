@@ -1,4 +1,4 @@
-//! Claim, business rows and result in one transaction of the application's own.
+//! Claim, business rows and result in one transaction of the application.
 
 mod connection;
 mod error;
@@ -34,20 +34,20 @@ use crate::store::{CLAIM, claim_call};
 
 const RESERVE_OR_CLAIM: &str = "SELECT * FROM oncegate.reserve_or_claim($1, $2, $3, $4, $5, $6, $7, $8, $9)";
 
-/// How long a completed record is kept, unless told otherwise: as every door does it.
+/// The retention of a completed record by default, as in the layer and the sidecar.
 const RETENTION: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// Nobody sees the claim of a transaction before its end, and with its end it is completed or gone. The lease counts only
-/// where a guard's transaction commits without completing.
+/// The lease matters only if a guard's transaction commits without completing. Otherwise no other session sees the claim
+/// before the transaction ends, and then it is completed or gone.
 const LEASE: Duration = limits::MAX_LEASE;
 
 /// Runs business transactions once per key, each on one connection of the application's own pool. Cheap to clone.
 ///
-/// What [`transact`](Self::transact) does is one transaction: the claim of the key, the rows that the run writes, and the
-/// result that a retry gets commit together, or none of them does. So there is no lease to lose, nothing to clean up after a
-/// crash, and the key is as free as if nothing had been asked.
+/// [`transact`](Self::transact) is one transaction: the claim of the key, the rows of the run, and the result for retries are
+/// committed together, or none of them is. So there is no lease to lose and nothing to clean up after a crash, which leaves
+/// the key free.
 ///
-/// The database must have the contract ([`schema::apply`](crate::schema::apply)), and the role of the pool the right to
+/// The database must have the contract ([`schema::apply`](crate::schema::apply)). The role of the pool needs the right to
 /// execute `oncegate.reserve_or_claim`, `oncegate.complete_reserved`, `oncegate.claim`, `oncegate.complete` and
 /// `oncegate.lookup`.
 #[derive(Clone)]
@@ -61,11 +61,11 @@ pub struct Transactor {
     transaction_pooler: bool,
 }
 
-/// How far a transaction is kept apart from others, in PostgreSQL's words.
+/// The isolation level of a transaction, in PostgreSQL's terms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Isolation {
-    /// `READ COMMITTED`, what PostgreSQL does if it is not told otherwise.
+    /// `READ COMMITTED`, the default of PostgreSQL.
     ReadCommitted,
     /// `REPEATABLE READ`.
     RepeatableRead,
@@ -73,7 +73,7 @@ pub enum Isolation {
     Serializable,
 }
 
-/// A value, and where it comes from. The same type for both, so that a retry is answered like the first request.
+/// A value, executed now or replayed. Both variants have one type, so that a retry is answered like the first request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TransactOutcome<T> {
     /// This call ran and committed.
@@ -90,7 +90,7 @@ impl<T> TransactOutcome<T> {
         }
     }
 
-    /// Whether an earlier call made the value.
+    /// Tells if the value is that of an earlier call.
     #[must_use]
     pub const fn is_replayed(&self) -> bool {
         matches!(self, Self::Replayed(_))
@@ -131,39 +131,39 @@ impl Request {
     }
 }
 
-/// How a transaction begins.
+/// The start of a transaction.
 enum ClaimStart {
-    /// There is no record, and nobody else inserts one.
+    /// There is no record, and no other transaction inserts one.
     Reservation(Reservation),
-    /// What its claim came to.
-    GuardClaim(Reply),
+    /// The result of the claim.
+    Reply(Reply),
 }
 
-/// What a run may complete its record with.
+/// The right to complete a record.
 enum CompletionRight {
     /// There was no record.
     Reservation(Reservation),
     /// There was one, which was free.
-    GuardClaim(Guard, FencingToken),
+    Claim(Guard, FencingToken),
 }
 
-/// What one try came to.
+/// The result of one attempt.
 enum RunResult<T> {
     Done(TransactOutcome<T>),
-    /// Somebody else is at it.
+    /// Another transaction or attempt works on the key.
     Busy {
         lease_left: Duration,
     },
-    /// Rolled back, and worth another run.
+    /// Rolled back, and worth another attempt.
     Again(TransactError),
     /// Nothing was run.
     Unreached(StoreError),
-    /// COMMIT was sent, and its answer lost.
+    /// The answer to COMMIT was lost.
     LostCommit(SentCommit),
     Failed(TransactError),
 }
 
-/// What may have been committed.
+/// A COMMIT that may have been carried out.
 #[derive(Clone, Copy)]
 struct SentCommit {
     token: FencingToken,
@@ -179,7 +179,7 @@ struct LostCommit {
 }
 
 impl Transactor {
-    /// On the application's own pool: one retention of 24 hours, no waiting, five runs at the most.
+    /// Creates a transactor on the application's own pool, with a retention of 24 hours, no wait, and at most five attempts.
     #[must_use]
     pub const fn new(pool: PgPool) -> Self {
         Self {
@@ -199,10 +199,10 @@ impl Transactor {
         &self.pool
     }
 
-    /// How long a result is kept, counted from its commit, within the bounds of [`limits`]. Default: 24 h.
+    /// Sets the time that a result is kept, counted from its commit, within the bounds of [`limits`]. Default: 24 h.
     ///
     /// # Errors
-    /// If it is out of these bounds.
+    /// If the retention is out of bounds.
     pub fn with_retention(self, retention: Duration) -> Result<Self, ConfigError> {
         Ok(Self {
             retention: ConfigError::check(
@@ -214,21 +214,22 @@ impl Transactor {
         })
     }
 
-    /// How long a call waits for another one that is at it, before it says [`TransactError::InProgress`]; an hour at the most.
-    /// It holds no connection while it waits. Default: not at all.
+    /// Sets the time that a call waits for another call with the same key before it returns [`TransactError::InProgress`], at
+    /// most an hour. Default: no wait. It holds no connection while it waits.
     ///
     /// # Errors
-    /// If it is out of these bounds.
+    /// If the time is out of bounds.
     pub fn with_wait(self, wait: Duration) -> Result<Self, ConfigError> {
         Ok(Self { wait: ConfigError::check("the wait", wait, Duration::ZERO..=limits::MAX_LEASE)?, ..self })
     }
 
-    /// How long the database may take for a claim, for a completion and for `COMMIT`, and how long it is tried after that to
-    /// find out what became of a `COMMIT` whose answer was lost; from 100 ms to an hour. Default: 10 s. What the run itself
-    /// asks is bounded by the application's own `statement_timeout`.
+    /// Sets the time for a claim, for a completion and for `COMMIT`, from 100 ms to an hour. Default: 10 s.
+    ///
+    /// It also bounds the time to find out the outcome of a `COMMIT` whose answer was lost. The statements of the run are
+    /// bounded by the application's own `statement_timeout`.
     ///
     /// # Errors
-    /// If it is out of these bounds.
+    /// If the time is out of bounds.
     pub fn with_statement_timeout(self, statement_timeout: Duration) -> Result<Self, ConfigError> {
         Ok(Self {
             statement_timeout: ConfigError::check(
@@ -240,11 +241,11 @@ impl Transactor {
         })
     }
 
-    /// How often the transaction is tried at the most, from 1 to 100, where the database says that it may be tried again
-    /// (SQLSTATE 40001 and 40P01), or where a lost `COMMIT` turns out not to have been carried out. Default: 5.
+    /// Sets the most attempts at a transaction, from 1 to 100. Default: 5. It is tried again after a serialization failure
+    /// (SQLSTATE 40001) or a deadlock (40P01), and if a `COMMIT` without an answer was not carried out.
     ///
     /// # Errors
-    /// If it is out of these bounds.
+    /// If the number is out of bounds.
     pub fn with_max_attempts(self, max_attempts: u32) -> Result<Self, ConfigError> {
         Ok(Self {
             max_attempts: ConfigError::check("the number of attempts", max_attempts, 1..=100)?,
@@ -252,24 +253,25 @@ impl Transactor {
         })
     }
 
-    /// The isolation level of the transaction. Default: what the connection or the server says.
+    /// Sets the isolation level of the transaction. Default: that of the connection or the server.
     #[must_use]
     pub fn with_isolation(self, isolation: Isolation) -> Self {
         Self { isolation: Some(isolation), ..self }
     }
 
-    /// The pool goes through a pooler that gives each transaction another session, such as PgBouncer in transaction mode:
-    /// statements of ours are prepared without a name, in one more round trip each. Those of the run say `.persistent(false)`.
+    /// Set it if the pool goes through a pooler that gives each transaction another session, such as PgBouncer in transaction
+    /// mode. Statements of this crate are then prepared without a name, with one more round trip each. Use
+    /// `.persistent(false)` for your own statements.
     #[must_use]
     pub fn with_transaction_pooler(self, through_pooler: bool) -> Self {
         Self { transaction_pooler: through_pooler, ..self }
     }
 
-    /// Runs `run` in a transaction if this is the first call with this key in this scope, and gives the value that the first
-    /// one committed if it is not.
+    /// Runs `run` in a transaction if this is the first call with this key in this scope. Otherwise returns the value that the
+    /// first call committed.
     ///
-    /// `input` is what makes two calls the same call: another input under the same key is [`TransactError::Mismatch`]. The
-    /// value is kept as JSON.
+    /// Two calls with one key must have the same `input`: another input is [`TransactError::Mismatch`]. The value is stored as
+    /// JSON.
     ///
     /// ```
     /// use oncegate_core::{IdempotencyKey, Scope};
@@ -300,23 +302,22 @@ impl Transactor {
     /// # Ok(()) }
     /// ```
     ///
-    /// # What the run may do
-    /// - It is an async closure of this shape, `async |connection| { …; Ok(value) }`. It may refer to what is outside, and is
-    ///   cloned for each time that it runs.
-    /// - Anything in this transaction, savepoints (`connection.begin()`) too. It must not commit or roll back by statements of
-    ///   its own.
-    /// - An error that it returns rolls everything back and frees the key. What is to be remembered, such as that a card was
-    ///   declined, it returns as a value.
-    /// - It is run again where the database says so (see [`with_max_attempts`](Self::with_max_attempts)), so it has no effect
-    ///   outside of the transaction. Where it calls somebody else's API, that call takes a key of its own:
-    ///   [`RecordId::downstream_key`] of [`RecordId::derive`].
+    /// # The run
+    /// - It is an async closure of the shape `async |connection| { …; Ok(value) }`. It may borrow from outside, and is cloned
+    ///   for each attempt.
+    /// - It may do anything in this transaction, including savepoints (`connection.begin()`). It must not commit or roll back
+    ///   by its own statements.
+    /// - An error rolls everything back and frees the key. If a retry has to get the same result, for example a declined card,
+    ///   return a value.
+    /// - It may run several times (see [`with_max_attempts`](Self::with_max_attempts)), so it must have no effect outside of
+    ///   the transaction. If it calls another API, give that call a key of its own: [`RecordId::downstream_key`] of
+    ///   [`RecordId::derive`].
     ///
-    /// # What becomes of it when things break
-    /// - The future is dropped, or the run panics: rolled back. Dropped while `COMMIT` is under way it may have been
-    ///   committed; the next call with the key finds that out.
-    /// - The process dies: as above.
-    /// - The answer to `COMMIT` is lost: the key is claimed anew until the database says what became of it. If it was
-    ///   committed, its value is given; if it was not, the run is started again.
+    /// # Failures
+    /// - The future is dropped, the run panics, or the process dies: the transaction is rolled back. During `COMMIT` it may
+    ///   have been committed; the next call with the key finds that out.
+    /// - The answer to `COMMIT` is lost: the key is claimed again until the outcome is known. If the transaction was committed,
+    ///   its value is returned; otherwise the run starts again.
     ///
     /// # Errors
     /// [`TransactError`].
@@ -370,7 +371,7 @@ impl Transactor {
                 }
                 RunResult::LostCommit(sent) => {
                     attempts_left -= 1;
-                    tracing::warn!(%record, "the answer to COMMIT was lost; finding out what became of it");
+                    tracing::warn!(%record, "the answer to COMMIT was lost; asking the database if it was committed");
                     lost = Some(LostCommit { sent, until: Instant::now() + self.statement_timeout });
                     continue;
                 }
@@ -407,16 +408,17 @@ impl Transactor {
             Err(error) => return RunResult::Unreached(error.into()),
         };
         let record = request.record;
-        // To find out what became of a COMMIT takes a claim: above READ COMMITTED, what is not seen may be there.
+        // Only a claim finds out the outcome of a COMMIT: above READ COMMITTED, a record may exist although this snapshot does
+        // not show it.
         let claimed = match lost {
             None => self.reserve_or_claim_on(&mut open, request).await,
-            Some(_) => self.claim_on(&mut open, request).await.map(ClaimStart::GuardClaim),
+            Some(_) => self.claim_on(&mut open, request).await.map(ClaimStart::Reply),
         };
         let claimed = match claimed {
             Ok(ClaimStart::Reservation(reserved)) => {
                 return self.run_and_commit(open, request, run, CompletionRight::Reservation(reserved)).await;
             }
-            Ok(ClaimStart::GuardClaim(said)) => Ok(said),
+            Ok(ClaimStart::Reply(said)) => Ok(said),
             Err(tried) => Err(tried),
         };
         let claimed = match claimed {
@@ -429,7 +431,7 @@ impl Transactor {
         let grant = match claimed {
             Reply::Outcome(Outcome::Execute(grant)) => grant,
             Reply::Outcome(Outcome::Unknown) => {
-                // It may have been told apart just now; that is kept.
+                // The claim may have made the outcome unknown just now. Keep that.
                 let _ = open.commit(self.statement_timeout).await;
                 return RunResult::Failed(TransactError::Unknown { record });
             }
@@ -457,12 +459,12 @@ impl Transactor {
             }
         };
         if let Some(LostCommit { sent, .. }) = lost.take() {
-            // It may have been committed, and forgotten since then.
+            // It may have been committed, and its record removed since then.
             if Instant::now() >= sent.kept_until {
                 open.rollback(self.statement_timeout).await;
                 return RunResult::Failed(TransactError::CommitUnknown { record, token: sent.token });
             }
-            // It did not commit, or this claim would have found it.
+            // It was not committed, or this claim would have found the record.
             if !may_run {
                 open.rollback(self.statement_timeout).await;
                 return RunResult::Failed(TransactError::Store(StoreError::unavailable(
@@ -471,7 +473,7 @@ impl Transactor {
             }
         }
         let guard = Guard::new(record, grant.token, Some(self.retention), !self.transaction_pooler);
-        self.run_and_commit(open, request, run, CompletionRight::GuardClaim(guard, grant.token)).await
+        self.run_and_commit(open, request, run, CompletionRight::Claim(guard, grant.token)).await
     }
 
     async fn run_and_commit<T, F>(
@@ -491,7 +493,7 @@ impl Transactor {
                 self.commit(open, value, sent).await
             }
             Ok((_, CompletionResult::Unknown, _)) => {
-                // That it is not known is kept.
+                // Keep the unknown outcome.
                 let _ = open.commit(self.statement_timeout).await;
                 RunResult::Failed(TransactError::Fenced { record: request.record })
             }
@@ -502,7 +504,7 @@ impl Transactor {
         }
     }
 
-    /// The run, and the completion of its record, with a time before which the record did not end.
+    /// Runs, and completes the record. The time in the result is before the end of the record.
     async fn run_on<T, F>(
         &self,
         open: &mut OpenTransaction<'_>,
@@ -533,7 +535,7 @@ impl Transactor {
                 CompletionRight::Reservation(reserved) => {
                     reserved.complete(connection, request, &response, self.retention, persistent).await
                 }
-                CompletionRight::GuardClaim(guard, token) => {
+                CompletionRight::Claim(guard, token) => {
                     guard.try_end(connection, Some(&response)).await?;
                     Ok(CompletionResult::Completed(token))
                 }
@@ -544,7 +546,7 @@ impl Transactor {
             Err(StatementError::Refused(error)) => Err(match error::sqlstate(&error).as_deref() {
                 Some("OG001") => RunResult::Failed(TransactError::Fenced { record }),
                 Some("25P02") => RunResult::Failed(TransactError::Failed(
-                    "a statement of the run had failed, and the run passed over its error".into(),
+                    "a statement of the run failed, and the run ignored its error".into(),
                 )),
                 _ if is_conflict(&error) => RunResult::Again(TransactError::Store(store_error(&error))),
                 _ => RunResult::Failed(TransactError::Store(store_error(&error))),
@@ -559,7 +561,7 @@ impl Transactor {
             Err(StatementError::Refused(error)) if is_conflict(&error) => {
                 RunResult::Again(TransactError::Store(store_error(&error)))
             }
-            // Such as a constraint that is checked at the end.
+            // For example a deferred constraint.
             Err(StatementError::Refused(error)) if is_rolled_back(&error) => {
                 RunResult::Failed(TransactError::Failed(Box::new(error)))
             }
@@ -575,7 +577,7 @@ impl Transactor {
         let rows = self.ask_on(open, request, RESERVE_OR_CLAIM).await?;
         match rows.first().map(Reservation::of).transpose() {
             Ok(Some(Some(reserved))) => Ok(ClaimStart::Reservation(reserved)),
-            Ok(_) => first_reply(&rows).map(ClaimStart::GuardClaim),
+            Ok(_) => first_reply(&rows).map(ClaimStart::Reply),
             Err(_) => Err(RunResult::Failed(TransactError::Store(record::unexpected_answer()))),
         }
     }
@@ -603,25 +605,25 @@ impl Transactor {
         .map_err(unreached)
     }
 
-    /// Whether the record is that of the attempt with this token.
+    /// Tells if the record is that of the attempt with this token.
     async fn is_token(&self, open: &mut OpenTransaction<'_>, record: RecordId, token: FencingToken) -> bool {
         let call =
-            Call::new("SELECT * FROM oncegate.lookup($1)", [Arg::Octets(record.as_bytes().to_vec().into())]);
+            Call::new("SELECT * FROM oncegate.lookup($1)", [Arg::Bytes(record.as_bytes().to_vec().into())]);
         let persistent = !self.transaction_pooler;
         let rows = open
             .statement(self.statement_timeout, async |connection| {
                 call.in_transaction(connection, persistent).await
             })
             .await;
-        // Where it cannot be told, it is a replay: the value is the same.
+        // If the lookup fails, report a replay: the value is the same.
         let Ok(rows) = rows else { return false };
         rows.first()
             .and_then(|row| record::record(row).ok())
             .is_some_and(|record| record.token == token && matches!(record.state, State::Completed(_)))
     }
 
-    /// Claims in a transaction of one's own, on the connection that it is open on. [`GuardClaim::Execute`] comes with a
-    /// guard, to be completed last of all in the same transaction.
+    /// Claims in your own transaction, on its connection. [`GuardClaim::Execute`] has a guard, which you complete as the last
+    /// statement of the same transaction.
     ///
     /// ```
     /// # use oncegate_core::{IdempotencyKey, Scope};
@@ -648,12 +650,12 @@ impl Transactor {
     /// # Ok(()) }
     /// ```
     ///
-    /// Outside of a transaction the claim is committed at once, and has a lease of an hour that nobody renews: what dies in
-    /// between leaves a record whose outcome is unknown.
+    /// Outside of a transaction, the claim is committed at once, with a lease of an hour that is never renewed. If the process
+    /// dies before it completes the record, the outcome is unknown.
     ///
     /// # Errors
-    /// [`GuardError::Store`], [`GuardError::Conflict`]; the transaction has failed then. [`GuardError::Response`] where the
-    /// input cannot be written as JSON.
+    /// [`GuardError::Store`] and [`GuardError::Conflict`]: the transaction has failed. [`GuardError::Response`]: the input
+    /// cannot be written as JSON.
     pub async fn claim<I: Serialize + ?Sized>(
         &self,
         connection: &mut PgConnection,
@@ -689,7 +691,7 @@ impl Transactor {
     }
 }
 
-/// The statement that begins a transaction; `None` is what the connection or the server says.
+/// The statement that begins a transaction. `None` takes the isolation level of the connection or the server.
 #[must_use]
 pub const fn begin(isolation: Option<Isolation>) -> &'static str {
     match isolation {
@@ -700,7 +702,7 @@ pub const fn begin(isolation: Option<Isolation>) -> &'static str {
     }
 }
 
-/// Where nothing was run.
+/// Converts the error of an attempt that ran nothing.
 fn unreached<T>(error: StatementError) -> RunResult<T> {
     match error {
         StatementError::Refused(error) if is_conflict(&error) => {
@@ -715,7 +717,7 @@ fn first_reply<T>(rows: &[PgRow]) -> Result<Reply, RunResult<T>> {
 }
 
 fn said(row: Option<&PgRow>) -> Result<Reply, StoreError> {
-    record::said(row.ok_or_else(record::unexpected_answer)?)
+    record::reply(row.ok_or_else(record::unexpected_answer)?)
 }
 
 fn replay<T: DeserializeOwned>(record: RecordId, response: &StoredResponse, is_ours: bool) -> RunResult<T> {

@@ -1,4 +1,4 @@
-//! The way that most calls of `transact` take: nothing is written before the run, and the record once, after it.
+//! The common path of `transact`: nothing is written before the run, and the record once, after it.
 
 use std::time::Duration;
 
@@ -10,26 +10,26 @@ use super::Request;
 use crate::call::{Arg, Call};
 use crate::record;
 
-/// The right to insert a record, which nobody else has until the transaction with this number ends.
+/// The right to insert a record, which no other transaction has until the transaction with this number ends.
 #[derive(Clone, Copy)]
 pub(crate) struct Reservation(i64);
 
-/// What came of a completion.
+/// The result of a completion.
 pub(crate) enum CompletionResult {
-    /// Under this token, if the transaction commits.
+    /// The record is completed under this token, if the transaction commits.
     Completed(FencingToken),
-    /// The run had committed its transaction itself. The record is unknown now, if this is committed.
+    /// The run committed its transaction itself. If this is committed, the outcome in the record is unknown.
     Unknown,
 }
 
 impl Reservation {
-    /// The right that `oncegate.reserve_or_claim` gave. `None` where there is a record, or where somebody else is at it: then
-    /// the rest of the row is what a claim said.
+    /// Reads the right from a row of `oncegate.reserve_or_claim`. `None` if there is a record, or another transaction is about
+    /// to insert it: the rest of the row is the result of a claim.
     pub(crate) fn of(row: &PgRow) -> Result<Option<Self>, sqlx::Error> {
         Ok(row.try_get::<Option<i64>, _>("transaction")?.map(Self))
     }
 
-    /// Inserts the completed record. The server raises where it must not be, so that nothing can be committed after it.
+    /// Inserts the completed record. If it must not be inserted, the server raises, so that no later COMMIT can succeed.
     pub(crate) async fn complete(
         self,
         connection: &mut PgConnection,
@@ -39,10 +39,10 @@ impl Reservation {
         persistent: bool,
     ) -> Result<CompletionResult, sqlx::Error> {
         let args = [
-            Arg::Octets(request.record.as_bytes().to_vec().into()),
+            Arg::Bytes(request.record.as_bytes().to_vec().into()),
             Arg::Big(self.0),
-            Arg::Octets(record::fingerprint(&request.fingerprint).into()),
-            Arg::Octets(response.as_encoded().clone()),
+            Arg::Bytes(record::fingerprint(&request.fingerprint).into()),
+            Arg::Bytes(response.as_encoded().clone()),
             Arg::Big(record::millis(retention)),
             record::caller(&request.label),
             Arg::Text(record::operation(&request.label)),

@@ -1,10 +1,10 @@
-//! What `transact`, and others who keep a transaction for somebody, run.
+//! The shape of the closures that a transaction runs.
 
 use std::future::Future;
 
 use super::error::RunError;
 
-/// A trait that every async closure with these arguments has, and that says of its future that it can be sent.
+/// Declares a trait for every async closure with these arguments, whose future can be required to be `Send`.
 macro_rules! run {
     ($(#[$about:meta])* $name:ident($($arg:ident),+) -> $error:ty $(, for any $any:ident)?) => {
         $(#[$about])*
@@ -12,7 +12,7 @@ macro_rules! run {
             AsyncFnOnce($($arg),+) -> Result<T, $error>
             + FnOnce($($arg),+) -> <Self as $name<$($arg,)+ T $(, $any)?>>::Fut
         {
-            /// What it returns.
+            /// The future of the closure.
             type Fut: Future<Output = Result<T, $error>>;
         }
 
@@ -27,17 +27,16 @@ macro_rules! run {
 }
 
 run! {
-    /// A run: `async |connection| { …; Ok(value) }`, where every error becomes a [`RunError`] by `?`.
+    /// A run: `async |connection| { …; Ok(value) }`, in which `?` converts every error into a [`RunError`].
     ///
-    /// Every async closure of this shape is one; it is for nobody to implement. It stands here because the language
-    /// cannot yet say
-    /// of an `AsyncFnMut` that its futures can be sent between threads, as every service needs it.
+    /// Every async closure of this shape implements it; do not implement it yourself. It exists because the language cannot
+    /// yet require that the futures of an `AsyncFnMut` are `Send`, as every service needs it.
     TransactFn(C) -> RunError
 }
 
 run! {
-    /// A run with something to run on: `async |connection, message| { …; Ok(value) }`, with an error of the caller's own.
+    /// A run with an input: `async |connection, message| { …; Ok(value) }`, with an error type of the caller.
     ///
-    /// Every async closure of this shape is one, as with [`TransactFn`].
+    /// Every async closure of this shape implements it, as with [`TransactFn`].
     TransactFnWith(C, M) -> E, for any E
 }

@@ -1,30 +1,35 @@
-//! The server's clock, as far as it is known here.
+//! The clock of a database server, as far as a client knows it.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use oncegate_core::Timestamp;
+use crate::clock::Timestamp;
 
-/// The server's time as last seen, and what has passed since.
-pub(crate) struct ServerClock {
+/// The server's time as it was last seen, plus the time that has passed since.
+#[derive(Debug)]
+pub struct ServerClock {
     start: Instant,
-    /// What the server's clock showed at `start`.
+    /// The server's time at `start`.
     start_at: AtomicU64,
 }
 
 impl ServerClock {
-    pub(crate) fn new(now: Timestamp) -> Self {
+    /// Starts at the server's time `now`.
+    #[must_use]
+    pub fn new(now: Timestamp) -> Self {
         Self { start: Instant::now(), start_at: AtomicU64::new(now.as_millis()) }
     }
 
-    /// Every answer says the time. The newest word counts: the server's clock is the one that decides, also where it was
-    /// set back or another server has taken over.
-    pub(crate) fn seen(&self, now: Timestamp) {
+    /// Takes the server's time from an answer. The newest answer counts, because the server's clock decides, even if it was set
+    /// back or another server took over.
+    pub fn saw(&self, now: Timestamp) {
         let start_at = now.as_millis().saturating_sub(self.elapsed());
         self.start_at.store(start_at, Ordering::Relaxed);
     }
 
-    pub(crate) fn now(&self) -> Timestamp {
+    /// The server's time now.
+    #[must_use]
+    pub fn now(&self) -> Timestamp {
         Timestamp::from_millis(self.start_at.load(Ordering::Relaxed).saturating_add(self.elapsed()))
     }
 
@@ -44,7 +49,7 @@ mod tests {
         let clock = ServerClock::new(Timestamp::from_millis(1_000_000));
         for seen in [2_000_000, 500_000] {
             let seen = Timestamp::from_millis(seen);
-            clock.seen(seen);
+            clock.saw(seen);
             assert!(clock.now() >= seen && clock.now().since(seen) < Duration::from_secs(60));
         }
     }
