@@ -1,16 +1,16 @@
-//! What a record says where a command was applied.
+//! A check that a record shows a command as applied.
 //!
-//! Replicas and disks are waited for on another connection than the one that the command took. That this one leads to a
-//! server that has the command, and not to one that took its place without it, is seen by the record itself.
+//! Replicas and disks are waited for on another connection than that of the command. The record itself shows if this
+//! connection leads to a server that has applied the command, and not to one that took its place without it.
 
 use oncegate_core::{Command, Completion, Outcome, Resolution};
 use redis::Value;
 
-/// What [`AppliedCheck::is_met_by`] wants to read of the record, in this order.
+/// The fields of the record that [`AppliedCheck::is_met_by`] reads, in this order.
 pub(crate) const FIELDS: [&str; 8] =
     ["state", "token", "attempt", "lease_until", "resolved_to", "resolved_by", "resolved_reason", "steps"];
 
-/// What the record has to say, if the command was applied there.
+/// The state of the record that proves that the command was applied.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum AppliedCheck {
     Granted { attempt: String, token: u64, lease_until: u64 },
@@ -22,9 +22,10 @@ pub(crate) enum AppliedCheck {
 }
 
 impl AppliedCheck {
-    /// Of a command with its outcome, if that is one to wait for.
+    /// Creates the check for a command and its outcome, if that outcome has to be waited for.
     ///
-    /// An answer that is there is true, whoever else has it; and who renews may come too late, and hears of it then.
+    /// A returned response is true, whichever server has it. An owner whose renewal is lost may be too late, and gets
+    /// `Fenced`.
     pub(crate) fn of(command: &Command, outcome: &Outcome) -> Option<Self> {
         Some(match (command, outcome) {
             (Command::Claim(claim), Outcome::Execute(grant)) => Self::Granted {
@@ -60,8 +61,8 @@ impl AppliedCheck {
         })
     }
 
-    /// Whether the record says so. What somebody else did to it in the meantime may make it say something else; then it
-    /// is not known, and whoever asks may send the command again.
+    /// Tells if the record shows the command as applied. If another command has changed the record since, the result is
+    /// unknown, and the caller may send its command again.
     pub(crate) fn is_met_by(&self, fields: &Value) -> bool {
         let Value::Array(fields) = fields else { return false };
         let texts: Vec<_> = fields.iter().map(text).collect();
@@ -85,7 +86,7 @@ impl AppliedCheck {
             Self::Completed { token: ours, state: expected } => {
                 number(token) == Some(*ours) && (state == *expected || state == "completed")
             }
-            // Whoever waited for it may have it by now.
+            // A waiting caller may have claimed the record since.
             Self::Released { token: ours } => {
                 state == "released" && number(token) == Some(*ours) || number(token) > Some(*ours)
             }

@@ -13,7 +13,7 @@ pub const AUDIT_KEY: &str = "oncegate:{audit}";
 /// The prefix of every record's key.
 const PREFIX: &str = "oncegate:{";
 
-/// The key of a record. It is a hash tag as a whole, so that a service can put keys of its own into the same slot.
+/// The key of a record. The whole identifier is a hash tag, so that a service can put its own keys into the same slot.
 #[must_use]
 pub fn record_key(id: &RecordId) -> String {
     format!("{PREFIX}{id}}}")

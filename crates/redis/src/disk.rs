@@ -1,8 +1,8 @@
-//! Whether a server says the truth about its disk.
+//! A check that a server reports the truth about its disk.
 //!
-//! `WAITAOF` is to answer when what was written is flushed. Under `appendfsync everysec` many servers answer at once, and
-//! flush up to a second later: Redis before redis/redis#13793 (8.0), and Valkey, which does not have it. What they say is
-//! worth nothing there. Under `always` it is true, because they flush before they answer anything.
+//! `WAITAOF` should answer when a write is flushed. Under `appendfsync everysec`, many servers answer at once and flush up to
+//! a second later: Redis before redis/redis#13793 (8.0), and Valkey, which lacks that fix. Their answers are worthless. Under
+//! `always` the answers are true, because these servers flush before they answer anything.
 
 use std::collections::{HashMap, VecDeque};
 use std::time::Duration;
@@ -13,39 +13,39 @@ use tokio::time::Instant;
 use crate::error::Failure;
 use crate::link::{Wire, ask_one};
 
-/// Why a server is believed.
+/// The reason to trust a server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Proof {
-    /// It says that it flushes before it answers. It is asked again each time, because that may be changed.
+    /// The server says that it flushes before it answers. It is asked again each time, because the setting may change.
     Always,
-    /// It was seen to wait.
+    /// The server was observed to wait.
     Seen,
 }
 
-/// How long it is asked each time, in milliseconds.
+/// The time of each `WAITAOF`, in milliseconds.
 const GLANCE_MILLIS: u64 = 150;
 
-/// So many answers that something is on disk, each to a write after the one before, take two flushes at the least. Within so
-/// short a time there are not two of them, because they begin a second apart.
-const ANSWERS: usize = 3;
+/// This many answers, each for a later write, need at least two flushes. Flushes begin a second apart, so a shorter time has
+/// no two of them.
+const SAMPLES: usize = 3;
 const TOO_SHORT: Duration = Duration::from_millis(900);
 
-/// How long it is looked at. While a server flushes, one that says too early what it did does not answer either.
+/// The time of the check. While a server flushes, even one that answers too early does not answer.
 const LOOK: Duration = Duration::from_millis(1500);
 
-/// How long until one answer is there.
+/// The time until the first answer.
 const LOOK_MAX: Duration = Duration::from_secs(6);
 
-const LIES: &str = "the server says that something is on its disk before it is (redis/redis#13793 mended that in Redis 8.0): set \
-                    appendfsync always, or take a server that was mended, or leave wait-aof out";
+const LIES: &str = "the server reports writes as on its disk before they are (fixed by redis/redis#13793 in Redis 8.0): set appendfsync \
+                    always, use a fixed server, or leave wait-aof out";
 
-const SAYS_NOTHING: &str = "the server says at once that something is on its disk, which is true where appendfsync is always, \
-                            and that could not be read: allow CONFIG GET, or leave wait-aof out";
+const SAYS_NOTHING: &str = "the server reports writes as on its disk at once, which is true only if appendfsync is always, and that could not \
+                            be read: allow CONFIG GET, or leave wait-aof out";
 
-const NEVER: &str = "the server's appendfsync is no, and it does not know when something is on its disk: set everysec or \
-                     always, or leave wait-aof out";
+const NEVER: &str = "the server's appendfsync is no, so it does not know when writes are on its disk: set everysec or always, or leave \
+                     wait-aof out";
 
-/// Finds out whether `WAITAOF` can be believed here, by writing this key.
+/// Checks that `WAITAOF` can be trusted, by writing this key.
 pub(crate) async fn prove(wire: &Wire, key: &str, limit: Duration) -> Result<Proof, Failure> {
     let fsync = fsync(wire, limit).await?;
     match fsync.as_deref() {
@@ -54,10 +54,10 @@ pub(crate) async fn prove(wire: &Wire, key: &str, limit: Duration) -> Result<Pro
         _ => {}
     }
     let since = Instant::now();
-    let mut answers = VecDeque::with_capacity(ANSWERS);
+    let mut answers = VecDeque::with_capacity(SAMPLES);
     while since.elapsed() < LOOK || answers.is_empty() {
         if since.elapsed() > LOOK_MAX {
-            return Err(Failure::Lost("nothing that the server wrote was on its disk for seconds"));
+            return Err(Failure::Lost("no write got to the server's disk for seconds"));
         }
         let mut set = cmd("SET");
         set.arg(key).arg("").arg("PX").arg(1000);
@@ -70,7 +70,7 @@ pub(crate) async fn prove(wire: &Wire, key: &str, limit: Duration) -> Result<Pro
             continue;
         }
         answers.push_back(Instant::now());
-        if answers.len() == ANSWERS
+        if answers.len() == SAMPLES
             && answers.pop_front().is_some_and(|first: Instant| first.elapsed() < TOO_SHORT)
         {
             return Err(Failure::Unfit(if fsync.is_some() { LIES } else { SAYS_NOTHING }));
@@ -79,7 +79,7 @@ pub(crate) async fn prove(wire: &Wire, key: &str, limit: Duration) -> Result<Pro
     Ok(Proof::Seen)
 }
 
-/// When it flushes, where it says so.
+/// Reads `appendfsync`, if the server allows it.
 async fn fsync(wire: &Wire, limit: Duration) -> Result<Option<String>, Failure> {
     let mut config = cmd("CONFIG");
     config.arg("GET").arg(FSYNC);
@@ -90,10 +90,10 @@ async fn fsync(wire: &Wire, limit: Duration) -> Result<Option<String>, Failure> 
     }
 }
 
-/// What `CONFIG GET` is asked for.
+/// The setting that `CONFIG GET` reads.
 pub(crate) const FSYNC: &str = "appendfsync";
 
-/// What `CONFIG GET` says.
+/// Reads the answer of `CONFIG GET`.
 pub(crate) fn fsync_of(answer: redis::Value) -> Option<String> {
     redis::from_redis_value::<HashMap<String, String>>(answer).ok()?.remove(FSYNC)
 }

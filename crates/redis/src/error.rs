@@ -1,11 +1,11 @@
-//! What goes wrong, in words that hold no key, no answer and no password.
+//! Errors, in texts without keys, responses and passwords.
 
 use std::fmt;
 
 use oncegate_core::{Extent, StoreError};
 use redis::{ErrorKind, RedisError};
 
-/// Why a URL names no store.
+/// A URL that names no store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RedisUrlError(pub(crate) String);
 
@@ -17,13 +17,13 @@ impl fmt::Display for RedisUrlError {
 
 impl std::error::Error for RedisUrlError {}
 
-/// Why a store does not open. Its `Display` is a sentence for whoever runs the program.
+/// An error of opening a store. Its `Display` is a sentence for operators.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RedisOpenError {
-    /// It cannot be reached, or not yet used. Trying again may help.
+    /// The server cannot be reached or is not ready. Trying again may help.
     Unreachable(String),
-    /// Its configuration, or this one, does not fit. Trying again does not help.
+    /// The configuration of the server or of this program is wrong. Trying again does not help.
     Unfit(String),
 }
 
@@ -37,24 +37,24 @@ impl fmt::Display for RedisOpenError {
 
 impl std::error::Error for RedisOpenError {}
 
-/// Why a command has no answer. What the server writes beside its error code is never shown: it may repeat the arguments.
+/// A command without an answer. The server's text after its error code is never shown, because it may repeat the arguments.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Failure {
-    /// There was no connection to send it on. It was not applied.
+    /// There was no connection to send the command on. It was not applied.
     NotSent(String),
-    /// It is not known whether it was applied.
+    /// It is not known if the command was applied.
     Lost(&'static str),
-    /// The server said no, with this code.
+    /// The server refused it, with this code.
     Refused(String),
     /// A script found a record that cannot be read, for this reason.
     Corrupt(String),
-    /// The server said something that makes no sense.
+    /// The server's reply is not one of the contract.
     UnexpectedReply,
-    /// The server cannot do what it is there for.
+    /// The server cannot be used for its purpose.
     Unfit(&'static str),
 }
 
-/// Codes of the server with what they mean for whoever reads a log.
+/// Error codes of the server, with their meaning for operators.
 const CODES: [(&str, &str); 15] = [
     ("ASK", "the server is part of a Cluster; name it redis-cluster://"),
     ("BUSY", "the server is busy with a script"),
@@ -64,7 +64,7 @@ const CODES: [(&str, &str); 15] = [
     ("MASTERDOWN", "the server is a replica that lost its primary"),
     ("MISCONF", "the server cannot write to its disk and refuses writes"),
     ("MOVED", "the server is part of a Cluster; name it redis-cluster://"),
-    ("NOAUTH", "the server demands a user or a password"),
+    ("NOAUTH", "the server requires a user or a password"),
     ("NOPERM", "the server's ACL does not allow the command, the key or the channel"),
     ("NOREPLICAS", "too few replicas are connected to the server, which refuses writes"),
     ("OOM", "the server's memory is used up, and it refuses writes"),
@@ -79,7 +79,7 @@ impl Failure {
             ErrorKind::Server(_) | ErrorKind::Extension => {
                 let (code, words) = (error.code().unwrap_or_default(), error.detail().unwrap_or_default());
                 match code {
-                    // What a command of a script is refused with has no code of its own.
+                    // The refusal of a command in a script has no code of its own.
                     "ERR" if is_about_rights(words) => Self::Refused("NOPERM".to_owned()),
                     "CORRUPT" => Self::Corrupt(damage_of(words)),
                     _ => Self::Refused(code_of(code)),
@@ -95,7 +95,7 @@ impl Failure {
         }
     }
 
-    /// Whether another connection is needed: this one is gone, or leads to a server that takes no writes.
+    /// Tells if the store needs another connection: this one is gone, or leads to a server that takes no writes.
     pub(crate) fn spoils_connection(&self) -> bool {
         match self {
             Self::Lost(_) | Self::UnexpectedReply => true,
@@ -111,23 +111,24 @@ impl Failure {
     }
 }
 
-/// Redis 7.0 says the one, later ones and Valkey the other.
+/// Redis 7.0 uses the first text, later versions and Valkey the second.
 fn is_about_rights(words: &str) -> bool {
     words.contains("The user executing the script can't ") || words.contains("ACL failure in script")
 }
 
-/// What a script of the contract says of a record. It holds nothing of the record, but a server may say anything.
+/// The reason that a script of the contract gives for an unreadable record. It contains nothing of the record, but another
+/// server may send any text.
 fn damage_of(words: &str) -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || " ,-".contains(c);
     let words = words.trim();
     if !words.is_empty() && words.len() <= 100 && words.chars().all(is_plain) {
         words.to_owned()
     } else {
-        "the server does not say why".to_owned()
+        "the server gives no reason".to_owned()
     }
 }
 
-/// The code, if it is one: a server may say anything.
+/// The code, if it looks like one: a server may send any text.
 fn code_of(code: &str) -> String {
     let is_code = |c: char| c.is_ascii_uppercase() || c == '-' || c == '_';
     if !code.is_empty() && code.len() <= 32 && code.chars().all(is_code) {
@@ -147,7 +148,7 @@ impl fmt::Display for Failure {
                 None => write!(f, "the server refused the command ({code})"),
             },
             Self::Corrupt(why) => write!(f, "the record in Redis cannot be read: {why}"),
-            Self::UnexpectedReply => f.write_str("the server's answer makes no sense"),
+            Self::UnexpectedReply => f.write_str("the server's reply is not one of the contract"),
         }
     }
 }
@@ -160,10 +161,10 @@ impl From<Failure> for StoreError {
                 "the record in Redis cannot be read: its key holds no hash; nothing was changed",
             ),
             Failure::Refused(code) if code == "INVALID" => {
-                Self::invalid("an argument is beyond what the contract of the Redis store allows")
+                Self::invalid("an argument is out of the range of the Redis contract")
             }
             Failure::NotSent(_) => Self::unavailable(format!("Redis: {failure}")).with_nothing_sent(),
-            // Refused before anything begins, as what only reads is not.
+            // These refuse writes before a script begins; scripts that only read still run.
             Failure::Refused(code) if matches!(code.as_str(), "OOM" | "MISCONF" | "NOREPLICAS") => {
                 Self::unavailable(format!("Redis: {failure}")).with_extent(Extent::Writes)
             }

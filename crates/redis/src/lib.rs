@@ -1,8 +1,8 @@
 //! The store of Oncegate on Redis and Valkey, version 7 or newer: one server, Sentinel, or Cluster.
 //!
-//! Records are hashes that every client can read. Each command of the protocol is one Lua script on one key
-//! ([`contract`]), a translation of [`decide`](oncegate_core::decide()) by the server's own clock, so that services in any
-//! language can call the same scripts without this crate. `docs/reference/store-contract-redis.md` describes them.
+//! Records are hashes that every client can read. Each command of the protocol is one Lua script on one key ([`contract`]), a
+//! translation of [`decide`](oncegate_core::decide()) by the server's own clock. Services in any language can call the same
+//! scripts without this crate. `docs/reference/store-contract-redis.md` describes them.
 //!
 //! ```no_run
 //! use oncegate_redis::{RedisOptions, RedisStore};
@@ -15,34 +15,34 @@
 //! # Ok(()) }
 //! ```
 //!
-//! # What it promises, and when
+//! # Promises
 //!
-//! What Redis acknowledged survives as far as its configuration goes, and no further. The store reads that configuration
-//! each time it connects and once a minute, says in words what it can lose ([`RedisStore::findings`]), and promises accordingly
+//! An acknowledged write survives as far as the server's configuration allows. The store reads that configuration each time it
+//! connects and once a minute, describes what it can lose ([`RedisStore::findings`]), and promises accordingly
 //! ([`capabilities`](oncegate_core::Store::capabilities)):
 //!
 //! | server | durability | fencing |
 //! |---|---|---|
-//! | one, `appendonly yes`, `appendfsync always`, no replica | [`Synced`] | [`Monotonic`] |
-//! | any other: less persistence, replicas, Sentinel, Cluster, or not known | [`Buffered`] | [`Equality`] |
+//! | one server, `appendonly yes`, `appendfsync always`, no replica | [`Synced`] | [`Monotonic`] |
+//! | any other: less persistence, replicas, Sentinel, Cluster, or unknown | [`Buffered`] | [`Equality`] |
 //!
-//! A record that Redis lost is an absent one: its key executes again. The owner from before is fenced, because tokens take
-//! the server's clock and do not start again at one. A server that evicts keys is refused, because an evicted record
-//! executes again ([`RedisOptions::with_danger_allow_eviction`]).
+//! A record that Redis lost is absent: its key executes again. The earlier owner is fenced, because tokens start from the
+//! server's clock and not from one. A server that evicts keys is refused, because an evicted record executes again
+//! ([`RedisOptions::with_danger_allow_eviction`]).
 //!
-//! # What fails, and how
+//! # Failures
 //!
-//! | what happens | what callers hear |
+//! | failure | result for callers |
 //! |---|---|
-//! | no connection, no answer in time, an answer lost, a failover, a full memory | [`Unavailable`]: may be sent again |
-//! | the key of a record holds something else, fields are missing, an unknown version | on that record: [`Corrupt`] |
+//! | no connection, no answer in time, a lost answer, a failover, a full memory | [`Unavailable`]: may be sent again |
+//! | the key of a record has another type, missing fields, or an unknown version | on that record: [`Corrupt`] |
 //!
-//! A lost connection is made again by the next command; while that fails, commands are refused at once and the pauses
-//! between attempts grow from 50 ms to 2 s. No request waits longer than the time-outs.
+//! The next command after a lost connection connects again. While that fails, commands are refused at once, and the pauses
+//! between attempts grow from 50 ms to 2 s. No request waits longer than the timeouts.
 //!
-//! # What it costs
+//! # Costs
 //!
-//! One round trip for each command. All commands share one connection and are sent together as they come.
+//! One round trip for each command. All commands share one connection and are sent as they come.
 //!
 //! [`Synced`]: oncegate_core::Durability::Synced
 //! [`Buffered`]: oncegate_core::Durability::Buffered

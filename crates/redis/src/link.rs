@@ -1,4 +1,4 @@
-//! The connection, and how it is made again.
+//! The connection of a store, and connecting again.
 
 use std::fs;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -27,18 +27,18 @@ use crate::watch::Pushes;
 const PAUSE_FIRST: Duration = Duration::from_millis(50);
 const PAUSE_LAST: Duration = Duration::from_secs(2);
 
-/// How often the server's configuration is read again. It can be changed while the server runs.
+/// The interval at which the server's configuration is read again. It can change while the server runs.
 pub(crate) const INSPECT_EVERY: Duration = Duration::from_secs(60);
 
-const TOO_LATE: &str = "the server did not answer in time";
+const TOO_LATE: &str = "the server did not answer within the timeout";
 
-/// The connection of the whole process: made when it is needed, shared by all commands, and made again when it broke.
+/// The connection of a store: opened when it is needed, shared by all commands, and opened again after a loss.
 pub(crate) struct Link {
     options: RedisOptions,
-    /// The driver of a connection lives there, whoever makes it.
+    /// The runtime of the connection's driver, whichever task connects.
     runtime: Handle,
     state: Mutex<State>,
-    /// Held by the one who connects.
+    /// Held by the task that connects.
     connecting: tokio::sync::Mutex<()>,
 }
 
@@ -46,7 +46,7 @@ pub(crate) struct Link {
 struct State {
     connection: Option<Connection>,
     server: Server,
-    /// Why nothing new may be claimed, if the server's configuration would lose it.
+    /// The reason why no new key may be claimed, if the server's configuration would lose it.
     unfit: Option<String>,
     number: u64,
     failed: Option<FailedConnect>,
@@ -58,7 +58,7 @@ struct FailedConnect {
     why: String,
 }
 
-/// A connection, cheap to clone, and which one it is.
+/// A connection with its number, cheap to clone.
 #[derive(Clone)]
 pub(crate) struct Connection {
     number: u64,
@@ -88,7 +88,7 @@ impl Link {
         Ok(link)
     }
 
-    /// Reads the server's configuration again and again, for as long as the store is there.
+    /// Reads the server's configuration at an interval, as long as the store exists.
     pub(crate) fn inspect_every(self: &Arc<Self>, every: Duration) {
         let link = Arc::downgrade(self);
         self.runtime.spawn(async move {
@@ -103,10 +103,10 @@ impl Link {
         });
     }
 
-    /// Reads the server's configuration, and takes note of it.
+    /// Reads the server's configuration, and notes it.
     ///
     /// # Errors
-    /// [`RedisOpenError::Unfit`] if nothing new may be claimed there.
+    /// [`RedisOpenError::Unfit`] if no new key may be claimed on this server.
     pub(crate) async fn inspect(&self, connection: &Connection) -> Result<(), RedisOpenError> {
         let server = inspect(&connection.wire, &self.options).await?;
         let fit = check_fit(&connection.wire, &self.options, &server).await;
@@ -117,7 +117,7 @@ impl Link {
         fit
     }
 
-    /// Takes note of what was found out about the server, and logs what is new.
+    /// Notes the inspection of the server, and logs new findings.
     fn note(&self, server: Server, fit: &Result<(), RedisOpenError>) {
         let unfit = fit.as_ref().err().map(ToString::to_string);
         let mut state = self.state();
@@ -133,14 +133,16 @@ impl Link {
         }
         match (was_unfit, unfit) {
             (None, Some(why)) => {
-                warn!("store {shown}: {why}. Until then no new key is executed; stored answers are replayed")
+                warn!(
+                    "store {shown}: {why}. Until then no new key is executed; stored responses are replayed"
+                )
             }
             (Some(_), None) => info!("store {shown}: new keys are executed again"),
             _ => {}
         }
     }
 
-    /// Why nothing new may be claimed, if that is so.
+    /// The reason why no new key may be claimed, if there is one.
     pub(crate) fn unfit(&self) -> Option<String> {
         self.state().unfit.clone()
     }
@@ -153,7 +155,7 @@ impl Link {
         &self.options
     }
 
-    /// What was found out about the server when it was last asked.
+    /// The server as it was last inspected.
     pub(crate) fn server(&self) -> Server {
         self.state().server.clone()
     }
@@ -162,7 +164,7 @@ impl Link {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The connection, or why there is none. Waits for one attempt to connect at the longest.
+    /// Returns the connection, or the reason why there is none. Waits for at most one attempt to connect.
     pub(crate) async fn connection(self: &Arc<Self>) -> Result<Connection, Failure> {
         if let Some(known) = self.known() {
             return known;
@@ -174,8 +176,8 @@ impl Link {
             return known;
         }
         let link = self.clone();
-        // On the store's own runtime, because the connection's driver has to outlive the caller's; and to its end, whether
-        // the caller goes on waiting or not.
+        // It runs on the store's own runtime, because the connection's driver has to outlive the caller's runtime, and to its
+        // end, even if the caller goes away.
         let attempt = self.runtime.spawn(async move {
             let result = connect_within(&link.options).await;
             link.connected(result)
@@ -195,7 +197,7 @@ impl Link {
     fn connected(&self, result: Result<InspectedConnection, RedisOpenError>) -> Result<Connection, Failure> {
         match result {
             Ok(found) => {
-                // First of all, so that nothing is claimed on what is not fit.
+                // This comes first, so that no key is claimed on an unfit server.
                 self.note(found.server, &found.fit);
                 let mut state = self.state();
                 state.number += 1;
@@ -211,7 +213,7 @@ impl Link {
                     state.failed.as_ref().map_or(PAUSE_FIRST, |failed| (failed.pause * 2).min(PAUSE_LAST));
                 let why = format!("cannot connect: {error}");
                 if state.failed.is_none() {
-                    warn!(error = %ErrorChain(&error), "cannot connect to Redis; it is tried again");
+                    warn!(error = %ErrorChain(&error), "cannot connect to Redis; trying again");
                 } else {
                     debug!(error = %ErrorChain(&error), ?pause, "still cannot connect to Redis");
                 }
@@ -221,7 +223,7 @@ impl Link {
         }
     }
 
-    /// Sends a command on the connection, and waits for its answer for a bounded time.
+    /// Sends a command on the connection, and waits for its reply within the timeout.
     pub(crate) async fn send(self: &Arc<Self>, command: &Cmd) -> Result<Value, Failure> {
         self.send_on(&self.connection().await?, command).await
     }
@@ -248,14 +250,16 @@ impl Link {
         routed(cluster.clone(), command, RoutingInfo::SingleNode(node), self.options.timeout).await
     }
 
-    /// Another connection, on which the server says by itself what happens.
+    /// Opens another connection, on which the server sends notifications.
     pub(crate) async fn listening(&self, pushes: Pushes) -> Result<Wire, Failure> {
         let connecting = timeout(self.options.connect_timeout, wire(&self.options, Some(&pushes)));
-        let connected = connecting.await.map_err(|_| Failure::NotSent("no answer in time".to_owned()))?;
+        let connected = connecting
+            .await
+            .map_err(|_| Failure::NotSent("no answer within the connect timeout".to_owned()))?;
         connected.map_err(|error| Failure::NotSent(error.to_string()))
     }
 
-    /// Another connection: to this node of a Cluster, or else to where the store is.
+    /// Opens another connection: to this node of a Cluster, or to the server of the store.
     pub(crate) async fn beside(&self, node: Option<&Node>) -> Result<Wire, Failure> {
         let options = &self.options;
         let connecting = async {
@@ -268,11 +272,12 @@ impl Link {
             }
         };
         let connected = timeout(options.connect_timeout, connecting).await;
-        let connected = connected.map_err(|_| Failure::NotSent("no answer in time".to_owned()))?;
+        let connected =
+            connected.map_err(|_| Failure::NotSent("no answer within the connect timeout".to_owned()))?;
         connected.map_err(|error| Failure::NotSent(error.to_string()))
     }
 
-    /// Who has which part of the Cluster, as the node says that has this key.
+    /// Reads the slots of the Cluster from the node that has this key.
     pub(crate) async fn slots(&self, connection: &Connection, key: &str) -> Result<Slots, Failure> {
         let Wire::Cluster(cluster) = &connection.wire else { return Err(Failure::UnexpectedReply) };
         let node = SingleNodeRoutingInfo::SpecificNode(Route::with_key(key, SlotAddr::Master));
@@ -284,7 +289,8 @@ impl Link {
         Slots::read(answer, host).ok_or(Failure::UnexpectedReply)
     }
 
-    /// Gives the connection up, if it is still this one and no longer of use. A Cluster's mends itself.
+    /// Gives the connection up if the failure makes it useless and it is still the current one. The client repairs the
+    /// connection to a Cluster itself.
     pub(crate) fn judge(&self, connection: &Connection, failure: &Failure) {
         if !failure.spoils_connection() || connection.is_cluster() {
             return;
@@ -341,7 +347,7 @@ async fn query(wire: Wire, command: &Cmd, limit: Duration) -> Result<Value, Fail
     bounded(answer, limit).await
 }
 
-/// Sends several commands at once, and gives what became of each.
+/// Sends several commands at once, and returns the result of each.
 pub(crate) async fn pipelined(
     wire: &Wire,
     pipeline: &Pipeline,
@@ -380,7 +386,7 @@ async fn bounded(
     }
 }
 
-/// A connection, and what was found out about its server.
+/// A connection with the inspection of its server.
 struct InspectedConnection {
     wire: Wire,
     server: Server,
@@ -403,7 +409,7 @@ async fn connect(options: &RedisOptions) -> Result<InspectedConnection, RedisOpe
     }
 }
 
-/// A connection; with `pushes` one that listens.
+/// Connects; with `pushes`, for notifications.
 async fn wire(options: &RedisOptions, pushes: Option<&Pushes>) -> Result<Wire, RedisOpenError> {
     install_provider(options);
     Ok(match &options.topology {
@@ -418,7 +424,7 @@ async fn wire(options: &RedisOptions, pushes: Option<&Pushes>) -> Result<Wire, R
 
 fn install_provider(options: &RedisOptions) {
     if options.tls && rustls::crypto::CryptoProvider::get_default().is_none() {
-        // Where somebody is faster, theirs is as good.
+        // If another task installs its provider first, that one is as good.
         let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
     }
 }
@@ -439,7 +445,7 @@ async fn connect_one(
     connection.map_err(|error| connect_error(host, port, &error))
 }
 
-/// Asks one sentinel after the other for the primary, and takes nobody's word for it: the server itself has to say so.
+/// Asks one sentinel after the other for the primary. The server itself has to confirm its role.
 async fn connect_primary(
     options: &RedisOptions,
     service: &str,
@@ -456,7 +462,7 @@ async fn connect_primary(
                         Ok(connection)
                     }
                     _ => Err(RedisOpenError::Unreachable(format!(
-                        "{host}:{port}, which a sentinel names as the primary, is none (yet)"
+                        "{host}:{port}, which a sentinel names as the primary, is not one (yet)"
                     ))),
                 };
             }
@@ -472,9 +478,9 @@ async fn ask_sentinel(
     host: &str,
     port: u16,
 ) -> Result<(String, u16), RedisOpenError> {
-    // Sentinels have users of their own; what is in the URL is for the server.
+    // Sentinels have their own users; the user of the URL is for the server.
     let client = client(options, host, port, RedisConnectionInfo::default())?;
-    // A part of the time only, so that the others can be asked.
+    // Only a part of the time, so that the other sentinels can be asked, too.
     let part = options.connect_timeout / 4;
     let sentinel = timeout(part, client.get_multiplexed_async_connection_with_config(&config(options))).await;
     let sentinel = sentinel
@@ -548,7 +554,7 @@ fn client(
     let info = info(options, host, port, login)?;
     let client =
         if options.tls { Client::build_with_tls(info, certificates(options)?) } else { Client::open(info) };
-    // What it could say repeats what it was given.
+    // The error could repeat the arguments.
     client.map_err(|_| unfit("the TLS certificates or the address cannot be used"))
 }
 
@@ -559,7 +565,7 @@ fn certificates(options: &RedisOptions) -> Result<TlsCertificates, RedisOpenErro
     Ok(TlsCertificates { client_tls: None, root_cert: options.ca.as_ref().map(read).transpose()? })
 }
 
-/// The time-outs are ours.
+/// The store has its own timeouts.
 fn config(options: &RedisOptions) -> AsyncConnectionConfig {
     AsyncConnectionConfig::new()
         .set_connection_timeout(Some(options.connect_timeout))
@@ -569,13 +575,13 @@ fn config(options: &RedisOptions) -> AsyncConnectionConfig {
 
 fn connect_error(host: &str, port: u16, error: &RedisError) -> RedisOpenError {
     match Failure::of(error) {
-        // The client says this of SELECT. The server's own words are left out.
+        // The client reports this for SELECT. The server's own text is left out.
         Failure::Refused(_) if error.to_string().contains("switch database") => {
             RedisOpenError::Unfit(format!(
-                "{host}:{port}: the server refuses the database of the URL: it has none of this number, or the user may not use it"
+                "{host}:{port}: the server refuses the database of the URL: there is no such database, or the user may not use it"
             ))
         }
-        // The words of the operating system: refused, unknown host, a certificate that does not fit.
+        // Errors of the operating system and of TLS: refused, unknown host, invalid certificate.
         Failure::Lost(_) => RedisOpenError::Unreachable(format!("{host}:{port}: {}", ErrorChain(error))),
         failure => match RedisOpenError::from(failure) {
             RedisOpenError::Unreachable(what) => {

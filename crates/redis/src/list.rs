@@ -1,9 +1,9 @@
-//! Listings: a walk through the keys with `SCAN`, which knows no order but its own.
+//! Listings: a walk through the keys with `SCAN`, in the order of the server.
 //!
-//! A page's cursor is spelled as a record's identifier, because that is what callers keep: the number of the node (u16),
-//! where in its walk the node is (u64), whether a record was shown from there (u8), and the first 21 octets of the last
-//! one that was. `SCAN` gives its keys in portions; a page that is full in the middle of one asks for the same portion
-//! again, and goes on behind that record, in the order of identifiers.
+//! A cursor has the form of a record's identifier, because callers store identifiers: the number of the node (u16), the
+//! position of its walk (u64), a flag if a record of this portion was returned (u8), and the first 21 bytes of the last one.
+//! `SCAN` returns keys in portions. If a page is full within a portion, the next page asks for the same portion again and
+//! continues after that record, in the order of identifiers.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,22 +14,22 @@ use redis::{Value, cmd};
 use crate::contract::record_of;
 use crate::error::Failure;
 use crate::link::{Connection, Link, ask_all};
-use crate::reply::{number, octets, unexpected_reply};
+use crate::reply::{bytes, number, unexpected_reply};
 use crate::store::Shared;
 
-/// Most keys that one page looks at.
-const KEYS_MAX: usize = 10_000;
+/// The most keys that one page looks at.
+const MAX_KEYS: usize = 10_000;
 
-/// Largest sum of the responses in a page, but for the last one.
-const OCTETS_MAX: usize = 16 * 1024 * 1024;
+/// The largest sum of the responses in a page, except for the last one.
+const MAX_BYTES: usize = 16 * 1024 * 1024;
 
-/// After this time a page ends where it is.
-const TIME_MAX: Duration = Duration::from_secs(2);
+/// The time after which a page ends.
+const MAX_TIME: Duration = Duration::from_secs(2);
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Cursor {
     node: u16,
-    /// As the server gave it.
+    /// The cursor of the server.
     scan: u64,
     shown: Option<[u8; 21]>,
 }
@@ -37,12 +37,12 @@ struct Cursor {
 impl Cursor {
     fn read(after: Option<RecordId>) -> Self {
         let Some(after) = after else { return Self::default() };
-        let bytes = after.as_bytes();
-        let node = bytes.first_chunk().map_or(0, |node| u16::from_be_bytes(*node));
+        let id = after.as_bytes();
+        let node = id.first_chunk().map_or(0, |node| u16::from_be_bytes(*node));
         let scan =
-            bytes.get(2..).and_then(|rest| rest.first_chunk()).map_or(0, |scan| u64::from_be_bytes(*scan));
-        let shown = bytes.last_chunk().copied().filter(|_| bytes.get(10) == Some(&1));
-        // The server counts from the highest bit downwards: the other way round it grows, and so does the cursor.
+            id.get(2..).and_then(|rest| rest.first_chunk()).map_or(0, |scan| u64::from_be_bytes(*scan));
+        let shown = id.last_chunk().copied().filter(|_| id.get(10) == Some(&1));
+        // The server counts from the highest bit downwards. In reverse order the number grows, and so does the cursor.
         Self { node, scan: scan.reverse_bits(), shown }
     }
 
@@ -54,7 +54,7 @@ impl Cursor {
         RecordId::from_bytes(bytes)
     }
 
-    /// Whether the record was shown from this portion already.
+    /// Tells if the record was returned from this portion already.
     fn is_past(&self, id: &RecordId) -> bool {
         self.shown
             .is_some_and(|shown| id.as_bytes().first_chunk().is_some_and(|start: &[u8; 21]| *start <= shown))
@@ -68,7 +68,7 @@ pub(crate) async fn list(shared: &Shared, query: &ListQuery) -> Result<ListPage,
     let nodes = nodes(link, &connection).await?;
     let started = Instant::now();
     let limit = query.bounded_limit();
-    let (mut page, mut octets, mut looked_at) = (ListPage::default(), 0, 0);
+    let (mut page, mut size, mut looked_at) = (ListPage::default(), 0, 0);
     let mut cursor = Cursor::read(query.after);
     while let Some(node) = nodes.get(usize::from(cursor.node)) {
         let (next, ids) = scan(link, &connection, node, cursor.scan, limit.clamp(10, 1000)).await?;
@@ -80,13 +80,13 @@ pub(crate) async fn list(shared: &Shared, query: &ListQuery) -> Result<ListPage,
             match shared.listed(*id, query).await {
                 Ok(None) => {}
                 Ok(Some(record)) => {
-                    octets += size_of(&record);
+                    size += size_of(&record);
                     page.records.push((*id, record));
                 }
                 Err(error) if error.kind() == StoreErrorKind::Corrupt => page.unreadable.push(*id),
                 Err(error) => return Err(error),
             }
-            let full = page.records.len() + page.unreadable.len() >= limit || octets >= OCTETS_MAX;
+            let full = page.records.len() + page.unreadable.len() >= limit || size >= MAX_BYTES;
             if full && ids.last() != Some(id) {
                 let shown = id.as_bytes().first_chunk().copied();
                 page.next = Some(Cursor { shown, ..cursor }.write());
@@ -97,8 +97,8 @@ pub(crate) async fn list(shared: &Shared, query: &ListQuery) -> Result<ListPage,
             0 => Cursor { node: cursor.node.saturating_add(1), scan: 0, shown: None },
             scan => Cursor { scan, shown: None, ..cursor },
         };
-        let full = page.records.len() + page.unreadable.len() >= limit || octets >= OCTETS_MAX;
-        if full || looked_at >= KEYS_MAX || started.elapsed() >= TIME_MAX {
+        let full = page.records.len() + page.unreadable.len() >= limit || size >= MAX_BYTES;
+        if full || looked_at >= MAX_KEYS || started.elapsed() >= MAX_TIME {
             let more = usize::from(cursor.node) < nodes.len();
             page.next = more.then(|| cursor.write());
             return Ok(page);
@@ -117,12 +117,12 @@ fn size_of(record: &oncegate_core::Record) -> usize {
     response + record.steps.size()
 }
 
-/// The primaries in an order that stays while they are the same. One without a name, where there is no Cluster.
+/// The primaries, in an order that stays the same as long as they do. Without a Cluster, one without a name.
 async fn nodes(link: &Link, connection: &Connection) -> Result<Vec<(String, u16)>, StoreError> {
     if !connection.is_cluster() {
         return Ok(vec![(String::new(), 0)]);
     }
-    // Each primary knows itself: its own line says `myself`.
+    // The line of each primary about itself contains `myself`.
     let mut command = cmd("CLUSTER");
     command.arg("NODES");
     let said =
@@ -140,7 +140,8 @@ async fn nodes(link: &Link, connection: &Connection) -> Result<Vec<(String, u16)
     Ok(nodes)
 }
 
-/// A portion of a node's keys: the records among them in their order, and where the next one starts; 0 after the last.
+/// Reads a portion of a node's keys. Returns the records among them in their order, and the start of the next portion, or 0
+/// after the last one.
 async fn scan(
     link: &Arc<Link>,
     connection: &Connection,
@@ -155,9 +156,9 @@ async fn scan(
     };
     let mut parts = parts.into_iter();
     let next =
-        parts.next().and_then(octets).and_then(|digits| number(&digits)).ok_or_else(unexpected_reply)?;
+        parts.next().and_then(self::bytes).and_then(|digits| number(&digits)).ok_or_else(unexpected_reply)?;
     let Some(Value::Array(keys)) = parts.next() else { return Err(Failure::UnexpectedReply.into()) };
-    let mut ids: Vec<_> = keys.into_iter().filter_map(|key| record_of(&octets(key)?)).collect();
+    let mut ids: Vec<_> = keys.into_iter().filter_map(|key| record_of(&bytes(key)?)).collect();
     ids.sort_unstable();
     ids.dedup();
     Ok((next, ids))
@@ -187,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_shown_from_a_portion_is_not_shown_again() {
+    fn records_returned_from_a_portion_are_not_returned_again() {
         let cursor = Cursor { node: 0, scan: 0, shown: Some([7; 21]) };
         assert!(
             cursor.is_past(&RecordId::from_bytes([7; 32])) && cursor.is_past(&RecordId::from_bytes([6; 32]))

@@ -1,4 +1,4 @@
-//! Where the store is, and how patient one is with it.
+//! The options of a store.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::error::RedisUrlError;
 
-/// Where the store is, and how it is used. `Debug` and [`shown`](Self::shown) leave the password out.
+/// The address of a store, and its options. `Debug` and [`shown`](Self::shown) leave the password out.
 #[derive(Clone, PartialEq, Eq)]
 pub struct RedisOptions {
     pub(crate) topology: Topology,
@@ -22,12 +22,12 @@ pub struct RedisOptions {
     pub(crate) wait: Option<Wait>,
 }
 
-/// What a claim and a completion wait for before they count. One of the two is asked for.
+/// The condition under which a claim and a completion count. At least one of the two is set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Wait {
-    /// So many replicas have it.
+    /// The number of replicas that must have it.
     pub(crate) replicas: u32,
-    /// It is on the disk of the server itself.
+    /// True if it must be on the disk of the server itself.
     pub(crate) aof: bool,
     pub(crate) timeout: Duration,
 }
@@ -42,14 +42,14 @@ pub(crate) enum Topology {
     },
 }
 
-/// How long replicas are waited for, and how long disks: where the server flushes once a second, it takes a second.
+/// The times to wait for replicas and for disks by default. A server that flushes once a second takes a second.
 const WAIT_REPLICAS: Duration = Duration::from_secs(1);
 const WAIT_AOF: Duration = Duration::from_secs(3);
 
 const PORT: u16 = 6379;
 const SENTINEL_PORT: u16 = 26379;
 
-/// What a URL may start with: the topology, whether TLS is spoken, the port.
+/// The schemes of URLs, with the topology and TLS.
 const SCHEMES: [(&str, Scheme, bool); 6] = [
     ("redis", Scheme::Single, false),
     ("rediss", Scheme::Single, true),
@@ -67,7 +67,7 @@ enum Scheme {
 }
 
 impl RedisOptions {
-    /// Whether a text is a URL of this store, well written or not.
+    /// Tells if a text has the scheme of a URL of this store, valid or not.
     #[must_use]
     pub fn is_url(text: &str) -> bool {
         text.split_once("://").is_some_and(|(scheme, _)| SCHEMES.iter().any(|(name, ..)| *name == scheme))
@@ -81,18 +81,18 @@ impl RedisOptions {
     /// redis-sentinel://[user[:password]@]host[:26379][,host…]/service[/database]
     /// ```
     ///
-    /// `rediss…` speaks TLS. A password alone is `:password@`. User and password may be percent-encoded, and must be
-    /// where they have one of `:@/?#%`. Behind `?`, with `&` in between:
+    /// `rediss…` uses TLS. A password without a user is `:password@`. User and password may be percent-encoded, and must be if
+    /// they contain one of `:@/?#%`. Parameters follow `?`, separated by `&`:
     ///
     /// | | default | |
     /// |---|---|---|
-    /// | `timeout=2s` | 2s | how long a command may take |
-    /// | `connect-timeout=5s` | 5s | how long it may take to connect |
+    /// | `timeout=2s` | 2s | the time for a command, from 10 ms to 60 s |
+    /// | `connect-timeout=5s` | 5s | the time to connect |
     /// | `ca=FILE` | those of the system | the certificate authorities for TLS, in PEM |
-    /// | `wait-replicas=1` | 0 | a claim and a completion count once so many replicas have them |
-    /// | `wait-aof=local` | none | … once they are on the server's own disk; one that says so too early is refused |
-    /// | `wait-timeout=1s` | 1s; with `wait-aof` 3s | how long to wait for each of the two; twice that where others wait |
-    /// | `danger-allow-eviction=true` | false | also where the server evicts records, which then execute again |
+    /// | `wait-replicas=1` | 0 | a claim and a completion count once this many replicas have them |
+    /// | `wait-aof=local` | none | … once they are on the server's own disk; a server that reports it too early is refused |
+    /// | `wait-timeout=1s` | 1s; with `wait-aof` 3s | the time to wait for each of the two; twice that if other callers wait |
+    /// | `danger-allow-eviction=true` | false | accept a server that evicts records, which then execute again |
     ///
     /// # Errors
     /// [`RedisUrlError`], which does not repeat the password.
@@ -103,7 +103,7 @@ impl RedisOptions {
             bad("a Redis URL starts with redis://, rediss://, redis-cluster:// or redis-sentinel://")
         })?;
         if rest.contains('#') {
-            return Err(bad("a Redis URL has no part behind #; write %23 for it in a password"));
+            return Err(bad("a Redis URL has no part after #; write %23 for it in a password"));
         }
         let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
         let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
@@ -118,7 +118,7 @@ impl RedisOptions {
         let port = if matches!(scheme, Scheme::Sentinel) { SENTINEL_PORT } else { PORT };
         let hosts = hosts.split(',').map(|host| host_of(host, port)).collect::<Result<Vec<_>, _>>()?;
         if matches!(scheme, Scheme::Single) && hosts.len() > 1 {
-            return Err(bad("redis:// has one host; several are for redis-cluster:// and redis-sentinel://"));
+            return Err(bad("redis:// has one host; use redis-cluster:// or redis-sentinel:// for several"));
         }
         let database = |text: &str| match text {
             "" => Ok(0),
@@ -175,8 +175,8 @@ impl RedisOptions {
                 }
                 _ => {
                     return Err(RedisUrlError(
-                        "a Redis URL may say timeout, connect-timeout, ca, wait-replicas, wait-aof, wait-timeout and \
-                         danger-allow-eviction behind its ?, and nothing else"
+                        "the parameters of a Redis URL are timeout, connect-timeout, ca, wait-replicas, wait-aof, wait-timeout and \
+                         danger-allow-eviction"
                             .to_owned(),
                     ));
                 }
@@ -188,21 +188,21 @@ impl RedisOptions {
         Ok(())
     }
 
-    /// The certificate authorities for TLS: a file in PEM.
+    /// Sets the file of the certificate authorities for TLS, in PEM.
     #[must_use]
     pub fn with_ca(mut self, file: impl Into<PathBuf>) -> Self {
         self.ca = Some(file.into());
         self
     }
 
-    /// The file of the certificate authorities for TLS, if not those of the system are used.
+    /// The file of the certificate authorities for TLS; `None` for those of the system.
     #[must_use]
     pub fn ca(&self) -> Option<&Path> {
         self.ca.as_deref()
     }
 
-    /// Accepts a server that evicts records when its memory is used up. An evicted record is an absent one: **its key
-    /// executes again.**
+    /// Accepts a server that evicts records when its memory is used up. An evicted record is absent: **its key executes
+    /// again.**
     #[must_use]
     pub const fn with_danger_allow_eviction(mut self, allow: bool) -> Self {
         self.danger_allow_eviction = allow;
@@ -253,11 +253,11 @@ const DURATION: &str = "write a number and ms or s, such as 500ms or 2s, from 10
 const AOF: &str = "write local, for the server's own disk; those of replicas cannot be waited for (wait-replicas waits until \
                    they have it in memory)";
 
-/// No server has more replicas than this, and every version of it takes the number.
-const REPLICAS_MAX: u32 = 1000;
+/// No server has more replicas, and every version of it accepts this number.
+const MAX_REPLICAS: u32 = 1000;
 
 fn replicas_of(text: &str) -> Option<u32> {
-    text.parse().ok().filter(|count| *count <= REPLICAS_MAX)
+    text.parse().ok().filter(|count| *count <= MAX_REPLICAS)
 }
 
 fn duration_of(text: &str) -> Option<Duration> {
@@ -287,23 +287,25 @@ fn host_of(text: &str, port: u16) -> Result<(String, u16), RedisUrlError> {
     Ok((host.to_owned(), port))
 }
 
-/// What percent-encoding stands for; nothing where it is empty.
+/// Decodes percent-encoding. Empty text becomes `None`.
 fn decoded(text: &str) -> Result<Option<String>, RedisUrlError> {
     let bad = || {
-        RedisUrlError("a % in a Redis URL has two hexadecimal digits behind it; write %25 for it".to_owned())
+        RedisUrlError(
+            "a % in a Redis URL must be followed by two hexadecimal digits; write %25 for it".to_owned(),
+        )
     };
-    let mut octets = Vec::with_capacity(text.len());
+    let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.bytes();
-    while let Some(octet) = rest.next() {
-        let mut digit = || rest.next().and_then(|octet| char::from(octet).to_digit(16)).ok_or_else(bad);
-        octets.push(if octet == b'%' {
+    while let Some(byte) = rest.next() {
+        let mut digit = || rest.next().and_then(|byte| char::from(byte).to_digit(16)).ok_or_else(bad);
+        bytes.push(if byte == b'%' {
             let value = digit()? << 4 | digit()?;
             u8::try_from(value).map_err(|_| bad())?
         } else {
-            octet
+            byte
         });
     }
-    let text = String::from_utf8(octets).map_err(|_| bad())?;
+    let text = String::from_utf8(bytes).map_err(|_| bad())?;
     Ok((!text.is_empty()).then_some(text))
 }
 
@@ -355,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_what_is_none_and_never_repeats_the_password() {
+    fn an_invalid_url_is_refused_without_repeating_the_password() {
         let table = [
             "redis://u:hunter2@",
             "redis://u:hunter2@h:x",

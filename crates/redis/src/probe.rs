@@ -1,4 +1,4 @@
-//! What kind of server it is, and what its configuration can lose.
+//! The kind of the server, and the records that its configuration can lose.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -11,22 +11,22 @@ use crate::contract::AUDIT_KEY;
 use crate::error::{Failure, RedisOpenError};
 use crate::link::{Wire, ask_all};
 use crate::options::{RedisOptions, Topology, Wait};
-use crate::rights::{Refused, refused};
+use crate::rights::{MissingCommands, refused};
 
-/// How bad a [`Finding`] is.
+/// The severity of a [`Finding`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Severity {
-    /// As it should be.
+    /// The server is configured well.
     Fine,
-    /// Somebody should know.
+    /// An operator should know.
     Warning,
 }
 
-/// Something about the server, in a sentence.
+/// A finding about the server, as a sentence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
-    /// How bad it is.
+    /// The severity.
     pub severity: Severity,
     /// The sentence.
     pub text: String,
@@ -38,26 +38,26 @@ impl fmt::Display for Finding {
     }
 }
 
-/// What was found out about the server. Of several primaries the worst counts.
+/// The results of an inspection. Of several primaries the worst counts.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Server {
     pub(crate) name: String,
     pub(crate) policy: Option<String>,
     pub(crate) aof: Option<bool>,
     pub(crate) fsync: Option<String>,
-    /// Whether it does not flush while it rewrites its append-only file.
+    /// True if the server does not flush while it rewrites its append-only file.
     pub(crate) pauses: bool,
     pub(crate) replicas: Option<u64>,
-    /// How many replicas are connected and have acknowledged something lately: the fewest and the most of one primary.
+    /// The number of connected replicas that acknowledged something recently: the fewest and the most of one primary.
     pub(crate) live_replicas: Option<(u64, u64)>,
-    /// What the user of this store may not call.
-    pub(crate) refused: Refused,
-    /// Whether the default user may write records. Redis loads its append-only file in that user's name.
+    /// The commands that the user of this store may not call.
+    pub(crate) refused: MissingCommands,
+    /// True if the default user may write records. Redis loads its append-only file as that user.
     pub(crate) default_writes: Option<bool>,
     pub(crate) fails_over: bool,
     pub(crate) evicts: bool,
     pub(crate) wait: Option<Wait>,
-    /// Whether it may know `WAITAOF`.
+    /// True if the server may know `WAITAOF`.
     pub(crate) waitaof: bool,
 }
 
@@ -73,15 +73,15 @@ pub(crate) async fn inspect(wire: &Wire, options: &RedisOptions) -> Result<Serve
     }
     let mut worst =
         worst.ok_or_else(|| RedisOpenError::Unreachable("the Cluster has no primary".to_owned()))?;
-    // A part of a Cluster that is down says nothing about rights; other questions find that out.
+    // A part of a Cluster that is down says nothing about rights; other commands find that out.
     worst.refused = refused(wire, options.timeout).await.unwrap_or_default();
     Ok(worst)
 }
 
-/// A replica that has said nothing for longer is not counted. The same as the server's own `min-replicas-max-lag` by default.
+/// A replica that was silent for longer is not counted. The same as the server's own `min-replicas-max-lag` by default.
 const LAG_MAX: Duration = Duration::from_secs(10);
 
-/// How many replicas a primary has that could acknowledge a write in time. `None` if it does not say.
+/// The number of replicas of a primary that could acknowledge a write in time. `None` if the primary does not report it.
 fn live_replicas(node: &Node, wait: Option<Wait>) -> Option<u64> {
     node.get("connected_slaves")?;
     let most = wait.map_or(LAG_MAX, |wait| wait.timeout.max(LAG_MAX)).as_secs();
@@ -117,7 +117,7 @@ pub(crate) async fn check_fit(
     Ok(())
 }
 
-/// Whether replicas and disks can be waited for: what the server says of itself, and then itself.
+/// Checks that replicas and disks can be waited for: first by the server's report, then by trying it.
 async fn waits(
     wire: &Wire,
     options: &RedisOptions,
@@ -165,14 +165,14 @@ async fn waits(
 
 type Node = HashMap<String, String>;
 
-/// What each primary says of itself.
+/// The reports of all primaries about themselves.
 async fn nodes(wire: &Wire, options: &RedisOptions) -> Result<Vec<Node>, RedisOpenError> {
     let limit = options.timeout;
     let mut info = cmd("INFO");
     info.arg("everything");
     let infos = match ask_all(wire, &info, limit).await {
         Ok(infos) => infos,
-        // Forbidden, or renamed. What cannot be known is told.
+        // Forbidden or renamed. The findings name what cannot be known.
         Err(Failure::Refused(code)) if code == "NOPERM" || code == "ERR" => vec![Value::Nil],
         Err(failure) => return Err(failure.into()),
     };
@@ -184,7 +184,7 @@ async fn nodes(wire: &Wire, options: &RedisOptions) -> Result<Vec<Node>, RedisOp
         Err(failure) => return Err(failure.into()),
     };
     let default_writes = default_writes(wire, options).await?;
-    // In a Cluster, answers come in no order: what one of them says holds for the worst.
+    // The answers of a Cluster have no order, so the worst setting counts for all primaries.
     let mut nodes: Vec<Node> = infos.into_iter().map(info_of).collect();
     for config in configs {
         let pairs: HashMap<String, String> = redis::from_redis_value(config).unwrap_or_default();
@@ -213,11 +213,11 @@ async fn nodes(wire: &Wire, options: &RedisOptions) -> Result<Vec<Node>, RedisOp
 /// With `yes`, nothing is flushed while the append-only file is rewritten.
 const PAUSES: &str = "no-appendfsync-on-rewrite";
 
-/// Where what was found out about the default user stands beside what the server says of itself.
+/// The name under which the result for the default user is stored among the server's own reports.
 const DEFAULT_WRITES: &str = "oncegate:default";
 
-/// Whether the default user may do what the scripts do. Before redis/redis#14541 and valkey-io/valkey#3983 were mended,
-/// a server that loads its append-only file skips whatever the default user may not do, if it was done by a script.
+/// Tells if the default user may do what the scripts do. Without the fix of redis/redis#14541 and valkey-io/valkey#3983, a
+/// server that loads its append-only file skips every write of a script that the default user may not do.
 async fn default_writes(wire: &Wire, options: &RedisOptions) -> Result<Option<bool>, RedisOpenError> {
     if options.user.as_deref().is_none_or(|user| user == "default") {
         return Ok(Some(true));
@@ -293,7 +293,7 @@ fn read(node: &Node, options: &RedisOptions) -> Result<Server, RedisOpenError> {
         pauses: get(PAUSES).is_some(),
         replicas: get("connected_slaves").and_then(|count| count.parse().ok()),
         live_replicas: live_replicas(node, options.wait).map(|count| (count, count)),
-        refused: Refused::default(),
+        refused: MissingCommands::default(),
         default_writes: node.get(DEFAULT_WRITES).map(|writes| writes == "true"),
         fails_over: options.topology != Topology::Single,
         wait: options.wait,
@@ -332,14 +332,14 @@ impl Server {
             && self.policy.is_some()
     }
 
-    /// Why no request with a new key can be executed at the moment, if that is known.
+    /// The reason why no request with a new key can be executed now, if it is known.
     pub(crate) fn stopped(&self) -> Option<String> {
         let refused = &self.refused.of_requests;
         if !refused.is_empty() {
             let names = refused.join(", ");
             return Some(format!(
                 "the server's ACL does not allow the user {names} on oncegate:*, and no request with a key can be executed; \
-                 grant it (docs/reference/store-contract-redis.md has all that is needed)"
+                 grant it (docs/reference/store-contract-redis.md lists all commands)"
             ));
         }
         let wanted = self.wait.map_or(0, |wait| wait.replicas);
@@ -350,7 +350,7 @@ impl Server {
         ))
     }
 
-    /// What the store may promise on this server.
+    /// The promises of the store on this server.
     pub(crate) fn capabilities(&self) -> Capabilities {
         if self.is_synced() {
             Capabilities::new("redis", Durability::Synced, Fencing::Monotonic)
@@ -359,7 +359,7 @@ impl Server {
         }
     }
 
-    /// All of it in sentences.
+    /// The findings, as sentences.
     pub(crate) fn findings(&self) -> Vec<Finding> {
         let fine = |text: String| Finding { severity: Severity::Fine, text };
         let warning = |text: &str| Finding { severity: Severity::Warning, text: text.to_owned() };
@@ -379,7 +379,7 @@ impl Server {
         });
         found.push(match (self.aof, self.fsync.as_deref()) {
             (None, _) => warning(
-                "whether there is an append-only file could not be read (INFO is not allowed); count on losing every record \
+                "appendonly could not be read (INFO is not allowed); expect to lose every record \
                  when the server stops",
             ),
             (Some(false), _) => warning(
@@ -392,7 +392,7 @@ impl Server {
             (Some(true), Some("always")) => fine("appendonly yes, appendfsync always: on disk before it counts".to_owned()),
             (Some(true), Some("everysec")) if self.wait.is_some_and(|wait| wait.aof) => warning(
                 "appendfsync everysec, and wait-aof: a claim and a completion are on disk before they count; a machine that \
-                 fails loses about the last second of renewals, so that an owner's lease may end early, and answers \
+                 fails loses about the last second of renewals, so that an owner's lease may end early, and responses \
                  that were replayed before they counted",
             ),
             (Some(true), Some("everysec")) => warning(
@@ -411,13 +411,13 @@ impl Server {
         match (self.aof, self.default_writes) {
             (Some(false), _) | (_, Some(true)) => {}
             (_, Some(false)) => found.push(warning(
-                "the default user may not write: a server without the mending of redis/redis#14541 (valkey-io/valkey#3983) SKIPS \
+                "the default user may not write: a server without the fix of redis/redis#14541 (valkey-io/valkey#3983) SKIPS \
                  EVERY RECORD when it loads its append-only file, and their keys execute again; write \
-                 `user default off ~* &* +@all`, which lets nobody log in either",
+                 `user default off ~* &* +@all`, which does not allow a login either",
             )),
             (_, None) => found.push(warning(
-                "whether the default user may write could not be read (ACL DRYRUN is not allowed); where it may not, a server \
-                 without the mending of redis/redis#14541 (valkey-io/valkey#3983) skips every record when it loads its \
+                "the rights of the default user could not be read (ACL DRYRUN is not allowed); if it may not write, a server \
+                 without the fix of redis/redis#14541 (valkey-io/valkey#3983) skips every record when it loads its \
                  append-only file",
             )),
         }
@@ -448,7 +448,7 @@ impl Server {
             )));
         }
         if self.replicas.is_none() {
-            found.push(warning("whether there are replicas could not be read (INFO is not allowed)"));
+            found.push(warning("the number of replicas could not be read (INFO is not allowed)"));
         }
         found
     }
@@ -473,7 +473,7 @@ mod tests {
     }
 
     #[test]
-    fn promises_no_more_than_the_configuration_keeps() {
+    fn the_promise_follows_the_configuration() {
         let promise = |server: &Server| {
             let found = server.capabilities();
             (found.durability, found.fencing)
@@ -526,7 +526,7 @@ mod tests {
     }
 
     #[test]
-    fn of_several_primaries_the_worst_counts() {
+    fn the_worst_of_several_primaries_counts() {
         let worse = [
             Server { aof: Some(false), ..server() },
             Server { fsync: Some("no".to_owned()), ..server() },

@@ -1,9 +1,9 @@
-//! Waiting for replicas and disks, where that was asked for: on connections of their own, because a server answers nothing
-//! else on a connection that waits. One to each primary of a Cluster, one where there is no Cluster.
+//! Waiting for replicas and disks, on separate connections, because a server answers nothing else on a connection that waits:
+//! one to each primary of a Cluster, or a single one.
 //!
-//! A replica that has some write has every earlier one, whoever sent it, and so has a disk. So, after what is to be waited
-//! for was answered on the connection that all share, one sees on this one that the record says it, writes something,
-//! and waits for that. Those who come while somebody waits go together in the next round.
+//! A replica with some write has every earlier one, whichever client sent it, and so has a disk. So after the command was
+//! answered on the shared connection, this connection checks that the record shows it, writes something, and waits for that
+//! write. Callers that come while a round waits go together into the next round.
 
 use std::collections::VecDeque;
 use std::collections::hash_map::{Entry, HashMap};
@@ -24,33 +24,33 @@ use crate::link::{Connection, Link, Wire, pipelined};
 use crate::options::Wait;
 use crate::slots::{Node, Slots, slot_of};
 
-/// The hash tag of what is written where there is no Cluster.
+/// The hash tag of the written key without a Cluster.
 const TAG: &str = "wait";
 
-/// Written so that there is something to wait for.
+/// The key that is written to have something to wait for.
 fn wait_key(tag: &str) -> String {
     if tag == TAG { format!("oncegate:{{{tag}}}") } else { format!("oncegate:{{{tag}}}wait") }
 }
 
-/// How long it stays, in milliseconds.
+/// The lifetime of that key, in milliseconds.
 const WAIT_KEY_MILLIS: u64 = 1000;
 
-/// How many go in one round.
-const ROUND_MAX: usize = 1000;
+/// The most callers in one round.
+const MAX_ROUND: usize = 1000;
 
-/// Those who wait.
+/// The callers that wait for replicas and disks.
 #[derive(Default)]
 pub(crate) struct Replicas {
-    /// One for each primary; on one server, whichever that is, the one without an address.
+    /// A lane for each primary; without a Cluster, a single lane without an address.
     lanes: Mutex<HashMap<Option<Node>, Arc<Lane>>>,
-    /// Held by the one who asks.
+    /// Held by the task that asks.
     slots: tokio::sync::Mutex<Option<Arc<Slots>>>,
 }
 
 /// A primary whose replicas and disks are waited for.
 struct Lane {
     node: Option<Node>,
-    /// The hash tag of what is written there.
+    /// The hash tag of the key that is written there.
     tag: String,
     state: Mutex<Queue>,
 }
@@ -58,50 +58,48 @@ struct Lane {
 #[derive(Default)]
 struct Queue {
     waiting: VecDeque<Waiter>,
-    /// Whether somebody sees to them.
+    /// True if a task serves them.
     is_served: bool,
     place: Option<WaitConnection>,
 }
 
-/// Where one waits.
+/// A connection to wait on.
 #[derive(Clone)]
 struct WaitConnection {
     wire: Wire,
-    /// Beside which connection.
+    /// The number of the shared connection that it belongs to.
     connection: u64,
-    /// Why what it says of its disk is believed; nothing where it is not asked.
+    /// The reason to trust its reports about the disk; `None` if disks are not waited for.
     proof: Option<Proof>,
 }
 
 struct Waiter {
     key: String,
     applied_check: AppliedCheck,
-    /// Which connection the command was answered on.
+    /// The number of the connection on which the command was answered.
     connection: u64,
     tell: oneshot::Sender<Result<(), Shortfall>>,
 }
 
-/// Why it does not count.
+/// The reason why a write does not count.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Shortfall {
-    /// So many replicas have it, of so many.
+    /// This many replicas have it, of the demanded number.
     Replicas(i64, u32),
     /// It is not on the server's own disk.
     Disk,
     /// The server does not have it.
     Elsewhere,
-    /// Nobody could be asked.
+    /// No server could be asked.
     Failed(Failure),
 }
 
 impl fmt::Display for Shortfall {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Replicas(count, of) => write!(f, "{count} of {of} replicas have the record in time"),
-            Self::Disk => f.write_str("the record is not on the server's disk in time"),
-            Self::Elsewhere => {
-                f.write_str("another server stands in the place of the one that has the record")
-            }
+            Self::Replicas(count, of) => write!(f, "only {count} of {of} replicas got the record in time"),
+            Self::Disk => f.write_str("the record did not get to the server's disk in time"),
+            Self::Elsewhere => f.write_str("another server took the place of the one with the record"),
             Self::Failed(Failure::Refused(code)) if code == "MOVED" || code == "ASK" => {
                 write!(f, "the record moves to another part of the Cluster ({code})")
             }
@@ -112,7 +110,7 @@ impl fmt::Display for Shortfall {
 }
 
 impl Replicas {
-    /// Waits until what was answered on this connection is where it is to be.
+    /// Waits until a write that was answered on this connection is where it has to be.
     pub(crate) async fn wait(
         &self,
         wait: Wait,
@@ -126,16 +124,16 @@ impl Replicas {
         };
         let mut extent = Extent::Writes;
         if connection.is_cluster() {
-            // Of one primary. That it is still one is to be seen.
+            // Only this primary is affected; check if it still is one.
             extent = Extent::Record;
             if !matches!(short, Shortfall::Replicas(..) | Shortfall::Disk) {
                 *self.slots.lock().await = None;
             }
         } else if short == Shortfall::Elsewhere {
-            // Whichever of the two connections it is that leads there.
+            // Either of the two connections may lead to the wrong server.
             link.judge(connection, &Failure::Lost("another server has taken its place"));
         }
-        // Whatever became of this, the record was written: never as if nothing had been sent.
+        // Whatever the reason is, the record was written. So the error must not say that nothing was sent.
         Err(StoreError::unavailable(format!("Redis: {short}; it may be sent again")).with_extent(extent))
     }
 
@@ -151,13 +149,13 @@ impl Replicas {
         let (tell, told) = oneshot::channel();
         let waiter = Waiter { key: record_key(id), applied_check, connection: connection.number(), tell };
         if lane.join(waiter) {
-            // To its end, whether the caller goes on waiting or not.
+            // It runs to its end, even if the caller goes away.
             link.runtime().spawn(serve(LaneServer { lane, is_over: false }, wait, link.clone()));
         }
         told.await.unwrap_or(Err(Shortfall::Failed(Failure::Lost("the store is shutting down"))))
     }
 
-    /// Sees whether every server can be waited for, before anybody needs it.
+    /// Checks that every server can be waited for, before a caller needs it.
     pub(crate) async fn prove(
         &self,
         wait: Wait,
@@ -185,7 +183,7 @@ impl Replicas {
         Ok(())
     }
 
-    /// That of the primary that has the record.
+    /// The lane of the primary that has the record.
     async fn lane(&self, link: &Link, connection: &Connection, id: &RecordId) -> Result<Arc<Lane>, Failure> {
         if !connection.is_cluster() {
             return Ok(self.only_lane());
@@ -210,14 +208,14 @@ impl Replicas {
         }
     }
 
-    /// Who has which part of the Cluster, as was last heard or else as the node says that has this key.
+    /// Returns the known slots of the Cluster, or reads them from the node that has this key.
     async fn slots(&self, link: &Link, connection: &Connection, key: &str) -> Result<Arc<Slots>, Failure> {
         let mut known = self.slots.lock().await;
         if let Some(slots) = &*known {
             return Ok(slots.clone());
         }
         let slots = Arc::new(link.slots(connection, key).await?);
-        // One whose node no longer has what is written there is made anew. Who waits in it is seen to.
+        // A lane whose node lost the slot of its key is created again. Its waiting callers are still served.
         lock(&self.lanes).retain(|node, lane| slots.primary(slot_of(&lane.tag)) == node.as_ref());
         Ok(known.insert(slots).clone())
     }
@@ -228,22 +226,22 @@ impl Lane {
         Arc::new(Self { node, tag, state: Mutex::default() })
     }
 
-    /// Whether somebody has to see to them now.
+    /// Adds a caller. Returns true if a task has to serve the lane now.
     fn join(&self, waiter: Waiter) -> bool {
         let mut state = lock(&self.state);
         state.waiting.push_back(waiter);
         !std::mem::replace(&mut state.is_served, true)
     }
 
-    /// Those of the next round. Nobody: they are no longer seen to.
+    /// Takes the callers of the next round. If there are none, the lane is no longer served.
     fn next(&self) -> Vec<Waiter> {
         let mut state = lock(&self.state);
-        let count = state.waiting.len().min(ROUND_MAX);
+        let count = state.waiting.len().min(MAX_ROUND);
         state.is_served = count > 0;
         state.waiting.drain(..count).collect()
     }
 
-    /// One round: what became of each.
+    /// Runs one round, and returns the result of each caller.
     async fn round(&self, waiters: &[Waiter], wait: Wait, link: &Link) -> Vec<Result<(), Shortfall>> {
         let results = match self.ask(waiters, wait, link).await {
             Ok(results) => results,
@@ -252,7 +250,7 @@ impl Lane {
                 return waiters.iter().map(|_| Err(Shortfall::Failed(failure.clone()))).collect();
             }
         };
-        // What the server says of the records comes first.
+        // The replies about the records come first.
         let (records, waits) = results.split_at(waiters.len().min(results.len()));
         let whole = judge(waits, wait);
         if let Err(Shortfall::Failed(failure)) = &whole {
@@ -307,7 +305,7 @@ impl Lane {
         Ok(WaitConnection { wire, connection, proof })
     }
 
-    /// All in one, so that nothing comes in between; and how often the server waits in it.
+    /// One pipeline, so that no other command comes between. Returns it with the number of waits in it.
     fn pipeline(&self, waiters: &[Waiter], wait: Wait, proof: Option<Proof>) -> (Pipeline, u32) {
         let mut pipeline = Pipeline::new();
         for waiter in waiters {
@@ -331,7 +329,7 @@ impl Lane {
     }
 }
 
-/// What became of what was written and waited for: the answers to `SET`, and to `WAITAOF` and `WAIT` where they were sent.
+/// Reads the replies to `SET`, and to `WAITAOF` and `WAIT` if they were sent.
 fn judge(answers: &[Result<Value, Failure>], wait: Wait) -> Result<(), Shortfall> {
     let mut answers = answers.iter().cloned();
     let mut next = || answers.next().unwrap_or(Err(Failure::UnexpectedReply)).map_err(Shortfall::Failed);
@@ -359,7 +357,7 @@ fn judge(answers: &[Result<Value, Failure>], wait: Wait) -> Result<(), Shortfall
     Ok(())
 }
 
-/// The one who sees to a lane. Where that ends before its time, nobody waits for it in vain.
+/// The task that serves a lane. If it ends early, the waiting callers get an error.
 struct LaneServer {
     lane: Arc<Lane>,
     is_over: bool,
@@ -388,7 +386,7 @@ async fn serve(mut serving: LaneServer, wait: Wait, link: Arc<Link>) {
             lock(&lane.state).place = None;
         }
         for (waiter, result) in waiters.into_iter().zip(results) {
-            // Whoever is gone does not want to know.
+            // The caller may have gone.
             let _ = waiter.tell.send(result);
         }
     }

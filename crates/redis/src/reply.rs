@@ -1,4 +1,4 @@
-//! The scripts' answers, read strictly: what makes no sense is an error and never an outcome.
+//! The scripts' replies, read strictly: an unexpected reply is an error and never an outcome.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use redis::Value;
 
 use crate::contract::VERSION;
 
-/// What a script said: a word, the server's time, and the rest.
+/// The reply of a script: a word, the server's time, and the rest.
 pub(crate) struct Reply {
     word: String,
     pub(crate) now: Timestamp,
@@ -23,27 +23,27 @@ impl Reply {
     pub(crate) fn read(value: Value) -> Option<Self> {
         let Value::Array(parts) = value else { return None };
         let mut rest = parts.into_iter();
-        let word = String::from_utf8(octets(rest.next()?)?).ok()?;
-        let now = Timestamp::from_millis(number(&octets(rest.next()?)?)?);
+        let word = String::from_utf8(bytes(rest.next()?)?).ok()?;
+        let now = Timestamp::from_millis(number(&bytes(rest.next()?)?)?);
         Some(Self { word, now, rest })
     }
 
-    fn octets(&mut self) -> Option<Vec<u8>> {
-        octets(self.rest.next()?)
+    fn bytes(&mut self) -> Option<Vec<u8>> {
+        bytes(self.rest.next()?)
     }
 
     fn number(&mut self) -> Option<u64> {
-        number(&self.octets()?)
+        number(&self.bytes()?)
     }
 
     fn state(&mut self) -> Option<StateName> {
-        StateName::from_name(std::str::from_utf8(&self.octets()?).ok()?)
+        StateName::from_name(std::str::from_utf8(&self.bytes()?).ok()?)
     }
 
     /// The outcome of a command. A response that cannot be read is a record that cannot be read.
     pub(crate) fn outcome(mut self) -> Result<Outcome, StoreError> {
         if self.word == "replay" {
-            let response = self.octets().and_then(response);
+            let response = self.bytes().and_then(response);
             return response.map(Outcome::Replay).ok_or_else(unreadable);
         }
         self.other_outcome().ok_or_else(unexpected_reply)
@@ -55,7 +55,7 @@ impl Reply {
                 token: FencingToken::new(self.number()?),
                 attempts: u32::try_from(self.number()?).ok()?,
                 lease_until: Timestamp::from_millis(self.number()?),
-                after_abandoned: flag(&self.octets()?)?,
+                after_abandoned: flag(&self.bytes()?)?,
             }),
             "in-progress" => Outcome::InProgress { lease_left: Duration::from_millis(self.number()?) },
             "mismatch" => Outcome::Mismatch,
@@ -69,7 +69,7 @@ impl Reply {
             "released" => Outcome::Released,
             "fenced" => Outcome::Fenced,
             "resolved" => Outcome::Resolved { from: self.state()? },
-            "not-resolvable" => match self.octets()?.as_slice() {
+            "not-resolvable" => match self.bytes()?.as_slice() {
                 b"" => Outcome::NotResolvable { state: None },
                 name => {
                     let state = StateName::from_name(std::str::from_utf8(name).ok()?)?;
@@ -92,14 +92,14 @@ impl Reply {
         }
     }
 
-    /// The record that a lookup found, its response left out where the lookup left it out.
+    /// The record of a lookup, without its response if the lookup left it out.
     pub(crate) fn record(mut self) -> Result<Option<FoundRecord>, StoreError> {
         match self.word.as_str() {
             "absent" => Ok(None),
             "found" => {
                 let mut fields = HashMap::new();
                 while let Some(name) = self.rest.next() {
-                    let pair = octets(name).zip(self.octets());
+                    let pair = bytes(name).zip(self.bytes());
                     let (name, value) = pair.ok_or_else(unexpected_reply)?;
                     fields.insert(name, value);
                 }
@@ -110,7 +110,7 @@ impl Reply {
     }
 }
 
-/// A record, and whether its response is still to be read.
+/// A record, possibly without its response.
 pub(crate) struct FoundRecord {
     pub(crate) record: Record,
     pub(crate) is_head: bool,
@@ -133,7 +133,7 @@ impl FoundRecord {
             },
             b"unknown" => State::Unknown,
             b"completed" => match take("response") {
-                Some(octets) => State::Completed(Answer::Replayable(response(octets)?)),
+                Some(bytes) => State::Completed(Answer::Replayable(response(bytes)?)),
                 None => {
                     is_head = true;
                     State::Completed(Answer::Replayable(StoredResponse::new(200, &[], &[], &[]).ok()?))
@@ -150,7 +150,7 @@ impl FoundRecord {
         let (created_at, changed_at, expires_at) =
             (time("created_at")?, time("changed_at")?, time("expires_at")?);
         let caller = CallerTag::from_hex(std::str::from_utf8(&take("caller")?).ok()?)?;
-        // It is for eyes. Other clients may write there what they like.
+        // It is for people, and other clients may write any bytes.
         let operation = take("operation")?;
         let fingerprint = Fingerprint::from_parts(version, digest)?;
         let token = FencingToken::new(number(&take("token")?)?);
@@ -183,17 +183,17 @@ impl FoundRecord {
 pub(crate) fn audit_entry(entry: Value) -> Option<AuditEntry> {
     let Value::Array(parts) = entry else { return None };
     let mut parts = parts.into_iter();
-    let number_octets = octets(parts.next()?)?;
-    let number = number(number_octets.split(|octet| *octet == b'-').next()?)?;
+    let number_digits = bytes(parts.next()?)?;
+    let number = number(number_digits.split(|byte| *byte == b'-').next()?)?;
     let Value::Array(pairs) = parts.next()? else { return None };
     let mut fields = HashMap::new();
     let mut pairs = pairs.into_iter();
     while let Some(name) = pairs.next() {
-        fields.insert(octets(name)?, octets(pairs.next()?)?);
+        fields.insert(bytes(name)?, bytes(pairs.next()?)?);
     }
     let mut take = |name: &str| fields.remove(name.as_bytes());
-    let text = |octets: Vec<u8>| String::from_utf8_lossy(&octets).into_owned();
-    let state = |octets: Vec<u8>| StateName::from_name(std::str::from_utf8(&octets).ok()?);
+    let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
+    let state = |bytes: Vec<u8>| StateName::from_name(std::str::from_utf8(&bytes).ok()?);
     Some(AuditEntry {
         number,
         at: Timestamp::from_millis(self::number(&take("at")?)?),
@@ -209,14 +209,14 @@ pub(crate) fn unreadable() -> StoreError {
     StoreError::corrupt("the record in Redis cannot be read; nothing was changed")
 }
 
-/// The command may have been applied: its answer is as good as lost.
+/// The command may have been applied: its reply counts as lost.
 pub(crate) fn unexpected_reply() -> StoreError {
-    StoreError::unavailable("Redis: the server's answer makes no sense")
+    StoreError::unavailable("Redis: the server's reply is not one of the contract")
 }
 
-pub(crate) fn octets(value: Value) -> Option<Vec<u8>> {
+pub(crate) fn bytes(value: Value) -> Option<Vec<u8>> {
     match value {
-        Value::BulkString(octets) => Some(octets),
+        Value::BulkString(bytes) => Some(bytes),
         Value::SimpleString(text) => Some(text.into_bytes()),
         _ => None,
     }
@@ -234,11 +234,11 @@ fn flag(digit: &[u8]) -> Option<bool> {
     }
 }
 
-fn response(octets: Vec<u8>) -> Option<StoredResponse> {
-    StoredResponse::decode(Bytes::from(octets))
+fn response(bytes: Vec<u8>) -> Option<StoredResponse> {
+    StoredResponse::decode(Bytes::from(bytes))
 }
 
-/// 32 octets in hexadecimal digits, whatever they are.
+/// Reads 32 bytes in hexadecimal digits.
 fn id(digits: &[u8]) -> Option<RecordId> {
     RecordId::from_hex(std::str::from_utf8(digits).ok()?)
 }

@@ -1,7 +1,7 @@
-//! Whether the user may call what the scripts call.
+//! A check that the user may call the commands of the scripts.
 //!
-//! Asked of the server by a script that calls each command once, on keys that are gone at once. `ACL DRYRUN` would say the
-//! same of the user, if the user may call it, but not of commands that the server was told to rename.
+//! A script calls each command once, on keys that expire at once. `ACL DRYRUN` would answer the same for the user, if the user
+//! may call it, but not for commands that the server's configuration renamed.
 
 use std::time::Duration;
 
@@ -10,10 +10,10 @@ use redis::cmd;
 use crate::error::Failure;
 use crate::link::{Wire, ask_one};
 
-/// In one slot of a Cluster with what a check writes.
+/// The keys of the check, in one slot of a Cluster.
 const KEYS: [&str; 2] = ["oncegate:{check}hash", "oncegate:{check}stream"];
 
-/// Answers with the commands that are refused. The first ones are those of a request, the others those of the audit trail.
+/// Returns the refused commands: first those of requests, then those of the audit trail.
 const SCRIPT: &str = "\
 local refused = {}
 local function try(name, ...)
@@ -42,15 +42,15 @@ redis.pcall('DEL', stream)
 return refused
 ";
 
-/// Which of them only the audit trail needs.
+/// The commands that only the audit trail needs.
 const OF_OPERATORS: [&str; 2] = ["XADD", "XREVRANGE"];
 
-/// Commands that the server refuses to the user.
+/// The commands that the server refuses to the user.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Refused {
-    /// Those without which no request with a key can be executed.
+pub(crate) struct MissingCommands {
+    /// The commands without which no request with a key can be executed.
     pub(crate) of_requests: Vec<String>,
-    /// Those without which no operator can resolve a record.
+    /// The commands without which no operator can resolve a record.
     pub(crate) of_operators: Vec<String>,
 }
 
@@ -58,9 +58,9 @@ pub(crate) struct Refused {
 ///
 /// # Errors
 /// If the server does not answer, or cannot run a script now.
-pub(crate) async fn refused(wire: &Wire, limit: Duration) -> Result<Refused, Failure> {
+pub(crate) async fn refused(wire: &Wire, limit: Duration) -> Result<MissingCommands, Failure> {
     let mut command = cmd("EVAL");
-    // Long ago, so that the key is gone at once even if it cannot be deleted.
+    // A time in the past, so that the key is gone at once even if it cannot be deleted.
     command.arg(SCRIPT).arg(KEYS.len()).arg(&KEYS).arg(1);
     let names = match ask_one(wire, &command, limit).await {
         Ok(answer) => redis::from_redis_value::<Vec<String>>(answer).map_err(|_| Failure::UnexpectedReply)?,
@@ -69,5 +69,5 @@ pub(crate) async fn refused(wire: &Wire, limit: Duration) -> Result<Refused, Fai
     };
     let (of_operators, of_requests) =
         names.into_iter().partition(|name| OF_OPERATORS.contains(&name.as_str()));
-    Ok(Refused { of_requests, of_operators })
+    Ok(MissingCommands { of_requests, of_operators })
 }

@@ -1,27 +1,27 @@
-//! Which primary of a Cluster has which record, as the Cluster tells it.
+//! The slots of a Cluster and their primaries, as the Cluster reports them.
 
 use redis::Value;
 
 const SLOTS: u16 = 16_384;
 
-/// How many tags are tried. The numbers below it have every slot among them.
-const TAGS_MAX: u32 = 200_000;
+/// The number of tags to try. The numbers below it have every slot among them.
+const MAX_TAGS: u32 = 200_000;
 
 /// A node's address, as clients reach it.
 pub(crate) type Node = (String, u16);
 
-/// The parts of the key space, and who had them when it was asked.
+/// The parts of the key space, with their primaries at the time of the report.
 #[derive(Debug)]
 pub(crate) struct Slots(Vec<(u16, u16, Node)>);
 
 impl Slots {
-    /// Reads the answer of `CLUSTER SLOTS`. A node that does not know its own host is where the Cluster was reached: at `host`.
+    /// Reads the reply to `CLUSTER SLOTS`. A node that does not know its own host is reached at `host`.
     pub(crate) fn read(answer: Value, host: &str) -> Option<Self> {
         let Value::Array(parts) = answer else { return None };
         parts.into_iter().map(|part| read_part(part, host)).collect::<Option<_>>().map(Self)
     }
 
-    /// The primary of a slot, where there is one.
+    /// The primary of a slot, if there is one.
     pub(crate) fn primary(&self, slot: u16) -> Option<&Node> {
         self.0.iter().find(|(first, last, _)| (*first..=*last).contains(&slot)).map(|(_, _, node)| node)
     }
@@ -38,11 +38,11 @@ impl Slots {
 
     /// A short hash tag whose slot a primary has.
     pub(crate) fn tag_of(&self, node: &Node) -> Option<String> {
-        (0..TAGS_MAX).map(|n| n.to_string()).find(|tag| self.primary(slot_of(tag)) == Some(node))
+        (0..MAX_TAGS).map(|n| n.to_string()).find(|tag| self.primary(slot_of(tag)) == Some(node))
     }
 }
 
-/// First slot, last slot, the primary, its replicas. A node is its host, its port, and what is of no use here.
+/// A part: first slot, last slot, the primary, its replicas. A node: host, port, and unused fields.
 fn read_part(part: Value, host: &str) -> Option<(u16, u16, Node)> {
     let Value::Array(part) = part else { return None };
     let [first, last, Value::Array(primary), ..] = part.as_slice() else { return None };
@@ -53,9 +53,9 @@ fn read_part(part: Value, host: &str) -> Option<(u16, u16, Node)> {
     let [name, port, ..] = primary.as_slice() else { return None };
     let name = match name {
         Value::Nil => host,
-        Value::BulkString(octets) => match std::str::from_utf8(octets).ok()? {
+        Value::BulkString(bytes) => match std::str::from_utf8(bytes).ok()? {
             "" => host,
-            // The node that was asked does not know where it is.
+            // The node does not know its own address.
             "?" => return None,
             name => name,
         },
@@ -70,9 +70,9 @@ pub(crate) fn slot_of(tag: &str) -> u16 {
 }
 
 /// CRC-16/XMODEM, as the specification of Redis Cluster has it.
-fn crc16(octets: &[u8]) -> u16 {
-    octets.iter().fold(0, |sum, octet| {
-        (0..8).fold(sum ^ u16::from(*octet) << 8, |sum, _| sum << 1 ^ if sum >> 15 == 1 { 0x1021 } else { 0 })
+fn crc16(bytes: &[u8]) -> u16 {
+    bytes.iter().fold(0, |sum, byte| {
+        (0..8).fold(sum ^ u16::from(*byte) << 8, |sum, _| sum << 1 ^ if sum >> 15 == 1 { 0x1021 } else { 0 })
     })
 }
 
@@ -84,7 +84,7 @@ mod tests {
     use redis::cluster_routing::Slot;
 
     #[test]
-    fn a_slot_is_the_one_that_the_cluster_reckons() {
+    fn slots_are_computed_as_the_cluster_does() {
         assert_eq!(crc16(b"123456789"), 0x31c3);
         for n in 0..=255 {
             let id = RecordId::from_bytes([n; 32]);
@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn reads_what_the_cluster_says_and_nothing_else() {
+    fn malformed_replies_are_refused() {
         let node = |host: Value, port| {
             Value::Array(vec![host, Value::Int(port), Value::BulkString(b"name".to_vec())])
         };
@@ -120,7 +120,7 @@ mod tests {
         }
         assert_eq!(slots.tag_of(&("b".to_owned(), 2)), None);
         let mut seen = vec![false; usize::from(SLOTS)];
-        (0..TAGS_MAX).for_each(|n| seen[usize::from(slot_of(&n.to_string()))] = true);
+        (0..MAX_TAGS).for_each(|n| seen[usize::from(slot_of(&n.to_string()))] = true);
         assert!(seen.iter().all(|seen| *seen), "a primary with one slot has a tag, too");
         for unexpected_reply in [
             Value::Nil,

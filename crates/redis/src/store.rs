@@ -1,4 +1,4 @@
-//! The store itself: what callers hold.
+//! The store.
 
 use std::fmt;
 use std::future::Future;
@@ -27,7 +27,7 @@ use crate::replicas::Replicas;
 use crate::reply::{Reply, audit_entry, unexpected_reply};
 use crate::watch::{Listener, MAX_WATCHERS};
 
-/// The store on Redis or Valkey. See the [crate's page](crate).
+/// The store on Redis or Valkey. See the [crate's documentation](crate).
 pub struct RedisStore {
     pub(crate) shared: Shared,
     listener: ChangeListener,
@@ -42,18 +42,20 @@ pub(crate) struct Shared {
     pub(crate) test_clock: Option<Arc<dyn oncegate_core::Clock>>,
 }
 
-/// Written to see whether writes are taken.
+/// The key that a check writes.
 const CHECK_KEY: &str = "oncegate:{check}";
 
-/// How often an entry of a Cluster's audit trail is tried to be added.
-const AUDIT_TRIES: u32 = 3;
+/// The number of attempts to add an entry to a Cluster's audit trail.
+const AUDIT_ATTEMPTS: u32 = 3;
 
 impl RedisStore {
-    /// Connects, and looks at the server. Has to be called within a Tokio runtime with time and I/O, where the connection
-    /// then lives; the store may be used from any thread, with or without a runtime.
+    /// Connects, and inspects the server.
+    ///
+    /// Call it within a Tokio runtime with time and I/O, on which the connection then lives. The store may be used from any
+    /// thread, with or without a runtime.
     ///
     /// # Errors
-    /// [`RedisOpenError`] where the server cannot be reached, is older than 7.0, does not accept the login, or evicts records.
+    /// [`RedisOpenError`] if the server cannot be reached, is older than 7.0, refuses the login, or evicts records.
     pub async fn open(options: RedisOptions) -> Result<Self, RedisOpenError> {
         Self::open_with(options, Scripts::published()).await
     }
@@ -85,14 +87,15 @@ impl RedisStore {
         self
     }
 
-    /// What was found out about the server: what it is, and what its configuration can lose, each in a sentence. The server is
-    /// asked at each connection and check, and once a minute.
+    /// The findings about the server, each a sentence: its kind, and the records that its configuration can lose.
+    ///
+    /// The server is inspected at each connection and check, and once a minute.
     #[must_use]
     pub fn findings(&self) -> Vec<Finding> {
         self.shared.link.server().findings()
     }
 
-    /// Runs a future with the store's runtime at hand, whoever polls it.
+    /// Runs a future within the store's runtime, whichever thread polls it.
     fn run<'a, T: Send + 'a>(
         &'a self,
         future: impl Future<Output = Result<T, StoreError>> + Send + 'a,
@@ -100,7 +103,7 @@ impl RedisStore {
         let is_cluster = self.shared.link.options().is_cluster();
         let future = async move {
             future.await.map_err(|error| {
-                // Where a part of a Cluster is out of reach, the others are not.
+                // If a part of a Cluster is unavailable, the other parts are not.
                 let is_of_a_part = is_cluster && !error.is_unsent() && error.extent() == Extent::Store;
                 if is_of_a_part { error.with_extent(Extent::Record) } else { error }
             })
@@ -110,7 +113,7 @@ impl RedisStore {
 }
 
 impl Shared {
-    /// Calls a script: by its name, or as a whole where the server does not know it (any more).
+    /// Calls a script by its digest, or with its full text if the server does not know it.
     async fn call(
         &self,
         connection: &Connection,
@@ -134,13 +137,13 @@ impl Shared {
         if matches!(&result, Err(failure) if failure.is("NOSCRIPT")) {
             result = self.link.send_on(connection, &command("EVAL", script.code())).await;
         }
-        let said = Reply::read(result?).ok_or(Failure::UnexpectedReply)?;
-        self.clock.saw(said.now);
-        Ok(said)
+        let reply = Reply::read(result?).ok_or(Failure::UnexpectedReply)?;
+        self.clock.saw(reply.now);
+        Ok(reply)
     }
 
     #[cfg(not(test))]
-    #[allow(clippy::unused_self, reason = "tests say the time here")]
+    #[allow(clippy::unused_self, reason = "tests add the time here")]
     const fn end(&self, _: &mut Cmd) {}
 
     /// The scripts of the tests take the time as their last argument.
@@ -158,7 +161,7 @@ impl Shared {
             Command::Claim(claim) => self.claim(&connection, id, &key, claim, command).await?,
             Command::Renew(renew) => {
                 let arguments = [&text(renew.token), &millis(renew.lease), &millis(renew.retention)];
-                self.call(&connection, &self.scripts.renew, &[&key], &octets(&arguments)).await?.outcome()?
+                self.call(&connection, &self.scripts.renew, &[&key], &bytes(&arguments)).await?.outcome()?
             }
             Command::Step(RecordStep { token, number, step }) => {
                 let (token, number) = (text(*token), number.to_string());
@@ -168,9 +171,7 @@ impl Shared {
             Command::Complete(complete) => self.complete(&connection, &key, complete).await?,
             Command::Release(release) => {
                 let arguments = [&text(release.token), &millis(release.retention)];
-                self.call(&connection, &self.scripts.release, &[&key], &octets(&arguments))
-                    .await?
-                    .outcome()?
+                self.call(&connection, &self.scripts.release, &[&key], &bytes(&arguments)).await?.outcome()?
             }
             Command::Resolve(resolve) => self.resolve(&connection, id, &key, resolve).await?,
             Command::Purge => self.call(&connection, &self.scripts.purge, &[&key], &[]).await?.outcome()?,
@@ -200,7 +201,7 @@ impl Shared {
             OnAbandoned::Reconcile => "reconcile",
             _ => {
                 return Err(StoreError::invalid(
-                    "the Redis store does not know this way to treat what is abandoned",
+                    "the Redis store does not know this policy for abandoned attempts",
                 ));
             }
         };
@@ -227,11 +228,11 @@ impl Shared {
             Err(failure) if failure.is("OOM") => {
                 self.answer_unwritten(connection, id, command).await.ok_or_else(|| failure.into())
             }
-            said => said?.outcome(),
+            reply => reply?.outcome(),
         }
     }
 
-    /// The answer to a claim that needs no writing, such as a replay, when nothing can or must be written.
+    /// Answers a claim that needs no write, such as a replay, when the server takes no writes.
     async fn answer_unwritten(
         &self,
         connection: &Connection,
@@ -289,16 +290,16 @@ impl Shared {
         ];
         let both = [key, AUDIT_KEY];
         let keys = if connection.is_cluster() { &both[..1] } else { &both[..] };
-        let said = self.call(connection, &self.scripts.resolve, keys, &arguments).await?;
-        let (now, to) = (said.now, said.resolved_to());
-        let outcome = said.outcome()?;
+        let reply = self.call(connection, &self.scripts.resolve, keys, &arguments).await?;
+        let (now, to) = (reply.now, reply.resolved_to());
+        let outcome = reply.outcome()?;
         if let (true, Outcome::Resolved { from }, Some(to)) = (connection.is_cluster(), &outcome, to) {
             self.add_audit(connection, id, now, (*from, to), resolve).await?;
         }
         Ok(outcome)
     }
 
-    /// On a Cluster, where the audit trail is on another node than the record.
+    /// Adds an entry on a Cluster, where the audit trail is on another node than the record.
     async fn add_audit(
         &self,
         connection: &Connection,
@@ -308,11 +309,11 @@ impl Shared {
         resolve: &Resolve,
     ) -> Result<(), StoreError> {
         let (at, id) = (at.to_string(), id.to_string());
-        // Two acts on a record may be of one moment.
-        let mut act = [0; 16];
-        getrandom::fill(&mut act)
-            .map_err(|_| StoreError::unavailable("the system gives no random numbers"))?;
-        let act = format!("{:032x}", u128::from_ne_bytes(act));
+        // Two resolutions of a record may have the same time.
+        let mut resolution = [0; 16];
+        getrandom::fill(&mut resolution)
+            .map_err(|_| StoreError::unavailable("the operating system returned no random numbers"))?;
+        let resolution = format!("{:032x}", u128::from_ne_bytes(resolution));
         let arguments = [
             at.as_bytes(),
             id.as_bytes(),
@@ -320,14 +321,14 @@ impl Shared {
             to.as_str().as_bytes(),
             resolve.actor.as_bytes(),
             resolve.reason.as_bytes(),
-            act.as_bytes(),
+            resolution.as_bytes(),
         ];
         let mut tries = 1;
         loop {
-            let said = self.call(connection, &self.scripts.audit, &[AUDIT_KEY], &arguments).await;
-            match said {
+            let reply = self.call(connection, &self.scripts.audit, &[AUDIT_KEY], &arguments).await;
+            match reply {
                 Ok(_) => return Ok(()),
-                Err(_) if tries < AUDIT_TRIES => tries += 1,
+                Err(_) if tries < AUDIT_ATTEMPTS => tries += 1,
                 Err(failure) => return Err(failure.into()),
             }
         }
@@ -338,18 +339,18 @@ impl Shared {
         connection: &Connection,
         id: RecordId,
     ) -> Result<(Option<Record>, Timestamp), StoreError> {
-        let said = self.call(connection, &self.scripts.lookup, &[&record_key(&id)], &[]).await?;
-        let now = said.now;
-        Ok((said.record()?.map(|found| found.record), now))
+        let reply = self.call(connection, &self.scripts.lookup, &[&record_key(&id)], &[]).await?;
+        let now = reply.now;
+        Ok((reply.record()?.map(|found| found.record), now))
     }
 
-    /// The record, if it is one that a listing asked for. Its response is only read when that is clear.
+    /// Returns the record if it matches the query of a listing. Its response is read only then.
     pub(crate) async fn listed(&self, id: RecordId, query: &ListQuery) -> Result<Option<Record>, StoreError> {
         let connection = self.link.connection().await?;
         let key = record_key(&id);
-        let said = self.call(&connection, &self.scripts.lookup, &[&key], &[b"head"]).await?;
-        let now = said.now;
-        let Some(found) = said.record()?.filter(|found| query.matches(&found.record, now)) else {
+        let reply = self.call(&connection, &self.scripts.lookup, &[&key], &[b"head"]).await?;
+        let now = reply.now;
+        let Some(found) = reply.record()?.filter(|found| query.matches(&found.record, now)) else {
             return Ok(None);
         };
         if !found.is_head {
@@ -375,7 +376,7 @@ impl Shared {
         entries.into_iter().map(|entry| audit_entry(entry).ok_or_else(damaged)).collect()
     }
 
-    /// Whether a write would be taken, and whether the configuration is still one that may be used.
+    /// Checks that the server takes a write, and that its configuration may still be used.
     async fn check(&self) -> Result<(), StoreError> {
         let connection = self.link.connection().await?;
         let mut command = cmd("SET");
@@ -412,13 +413,13 @@ impl Store for RedisStore {
         })
     }
 
-    /// In the order of the server's walk through its keys; a record whose key the server moves meanwhile may be there
-    /// twice, and one that comes or goes meanwhile may be missing.
+    /// Lists records in the order of the server's walk through its keys. A record may occur twice if the server moves its key
+    /// meanwhile, and one that is created or removed meanwhile may be missing.
     fn list(&self, query: ListQuery) -> StoreFuture<'_, ListPage> {
         self.run(async move { list::list(&self.shared, &query).await })
     }
 
-    /// Nothing: the server removes what is past its retention by itself, ten minutes later.
+    /// Does nothing: the server itself removes a record ten minutes after its retention.
     fn purge(&self, _: usize) -> StoreFuture<'_, usize> {
         Box::pin(std::future::ready(Ok(0)))
     }
@@ -459,20 +460,20 @@ fn text(number: impl fmt::Display) -> String {
     number.to_string()
 }
 
-fn octets<'a, const N: usize>(texts: &[&'a String; N]) -> [&'a [u8]; N] {
+fn bytes<'a, const N: usize>(texts: &[&'a String; N]) -> [&'a [u8]; N] {
     texts.map(|text| text.as_bytes())
 }
 
-/// Longest duration of the contract, which no limit reaches.
-const MILLIS_MAX: u64 = 1 << 50;
+/// The longest duration of the contract, which no limit reaches.
+const MAX_MILLIS: u64 = 1 << 50;
 
-/// Whole milliseconds, so that no lease is shorter than was asked for.
+/// Whole milliseconds, rounded up, so that no lease is shorter than requested.
 fn millis(duration: Duration) -> String {
-    Timestamp::from_millis(0).after(duration).as_millis().min(MILLIS_MAX).to_string()
+    Timestamp::from_millis(0).after(duration).as_millis().min(MAX_MILLIS).to_string()
 }
 
 pin_project! {
-    /// A future that finds the store's runtime, wherever it is polled.
+    /// A future that runs within the store's runtime, wherever it is polled.
     struct OnRuntime<'a, F> {
         runtime: &'a Handle,
         #[pin]

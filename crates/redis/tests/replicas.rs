@@ -204,7 +204,7 @@ async fn the_replicas_of_another_server_do_not_count() {
     to.store(world.primary.port(), Ordering::SeqCst);
     let error = try_claim(&store, 1, 1).await.unwrap_err();
     too_few(&error);
-    assert!(error.to_string().contains("another server stands in the place"), "{error}");
+    assert!(error.to_string().contains("another server took the place"), "{error}");
     assert_eq!(
         world.primary.command(&["EXISTS", &oncegate_redis::contract::record_key(&id(1))]).unwrap().trim(),
         ":0"

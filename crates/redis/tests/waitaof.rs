@@ -264,7 +264,7 @@ async fn a_claim_waits_for_both_the_disk_and_the_replicas() {
     let hasty = open(&url(&primary, "wait-aof=local&wait-replicas=1&wait-timeout=300ms")).await;
     let stopped = Stopped::new(&replica);
     let why = does_not_count(try_claim(&hasty, 2, 2).await, Extent::Writes);
-    assert!(why.contains("0 of 1 replicas have the record in time"), "{why}");
+    assert!(why.contains("only 0 of 1 replicas got the record in time"), "{why}");
     drop(stopped);
     assert!(matches!(until_ok(|| try_claim(&store, 2, 2)).await, Outcome::Execute(_)));
 }

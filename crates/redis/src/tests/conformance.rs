@@ -63,7 +63,7 @@ fn the_redis_store_conforms() {
     conforms(128, &server.url(), || drop(server.command(&["FLUSHALL"]).unwrap()));
 }
 
-/// Its records are on several nodes, and an operator's word takes two steps there.
+/// The records are on several nodes, and an operator's decision takes two steps.
 #[test]
 fn the_redis_store_conforms_on_a_cluster() {
     let cluster = cluster();
@@ -74,7 +74,7 @@ fn the_redis_store_conforms_on_a_cluster() {
     });
 }
 
-/// What is waited for is the record that the command left, whatever came before.
+/// Each wait is for the record of its own command.
 #[test]
 fn the_redis_store_conforms_where_it_waits_for_the_disk() {
     let server = RedisServer::start(ServerOptions::new().recent().with_appendfsync("always")).unwrap();
@@ -92,7 +92,7 @@ fn the_redis_store_conforms_on_a_cluster_where_it_waits_for_replicas() {
     });
 }
 
-/// In which nobody is taken for dead because the machine is busy.
+/// A Cluster that declares no node dead because the machine is busy.
 fn cluster() -> RedisCluster {
     RedisCluster::start_with(&ServerOptions::new().with("cluster-node-timeout 60000")).unwrap()
 }
