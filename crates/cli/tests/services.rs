@@ -1,4 +1,4 @@
-//! The example services as they are, behind the real sidecar with a durable store: one table of checks for both.
+//! The example services behind the real sidecar with a durable store: one table of checks for both.
 
 mod support;
 
@@ -11,10 +11,10 @@ use tempfile::TempDir;
 use tokio::net::TcpSocket;
 use tokio::process::Command;
 
-/// What differs between the services.
+/// The differences between the services.
 #[derive(Clone, Copy)]
 struct Kind {
-    /// What an order that is none is answered with.
+    /// The status of the response to an invalid order.
     invalid: u16,
     command: fn() -> Command,
 }
@@ -30,7 +30,7 @@ const KEY: &str = r#"Idempotency-Key: "7f1d3c1e""#;
 /// A service, and the sidecar in front of it.
 struct World {
     kind: Kind,
-    /// Nobody else gets the service's port while the service is away.
+    /// Keeps the service's port while the service is away.
     _reserved: TcpSocket,
     service: Process,
     at: SocketAddr,
@@ -42,7 +42,7 @@ impl World {
     async fn start(kind: Kind, flags: &[&str]) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let reserved = TcpSocket::new_v4().unwrap();
-        // As the services' own sockets have it; so they may share the port, as long as only one of them listens.
+        // The services' own sockets set it as well; so both may bind the port, as long as only one listens.
         reserved.set_reuseaddr(true).unwrap();
         reserved.bind(([127, 0, 0, 1], 0).into()).unwrap();
         let port = reserved.local_addr().unwrap().port();
@@ -67,7 +67,7 @@ impl World {
         self.ask("POST", "/orders", &[&[JSON], fields].concat(), ORDER).await
     }
 
-    /// Sends an order that takes its time, and waits until it took effect.
+    /// Sends an order that takes a while, and waits until it took effect.
     async fn slow_order(&self, delay_ms: u32) -> Wire {
         let mut client = self.sidecar.connect().await;
         client.send(request("POST", &format!("/orders?delay_ms={delay_ms}"), &[JSON, KEY], ORDER)).await;
@@ -79,7 +79,7 @@ impl World {
         self.ask("POST", &format!("/orders?delay_ms={delay_ms}"), &[JSON, KEY], ORDER).await
     }
 
-    /// As [`Self::retry_slow_order`], until the first one is no longer in progress.
+    /// Like [`Self::retry_slow_order`], until the first request is no longer in progress.
     async fn retry_until_settled(&self, delay_ms: u32) -> Message {
         let mut answer = Message::default();
         until("the request is no longer in progress", async || {
@@ -90,7 +90,7 @@ impl World {
         answer
     }
 
-    /// What the service itself counts.
+    /// The service's own counts.
     async fn ledger(&self) -> Value {
         ask(self.at, &request("GET", "/ledger", &[], "")).await.has_status(200).json()
     }
@@ -114,7 +114,7 @@ async fn protect(at: SocketAddr, directory: &Path, flags: &[&str]) -> Sidecar {
     Sidecar::start(at, &[&[&*store], flags].concat()).await
 }
 
-/// The same answer, once made and once from the store.
+/// Asserts that the second response is the first one, replayed.
 fn assert_replayed(first: &Message, second: &Message) {
     assert!(!first.is_replay(), "{:?}", first.head);
     assert!(second.is_replay(), "{:?} {}", second.head, second.text());
@@ -133,12 +133,12 @@ async fn without_a_key_a_retry_is_another_order(kind: Kind) {
     world.holds(2, 0, 0).await;
 }
 
-async fn with_a_key_a_retry_gets_the_first_answer(kind: Kind) {
+async fn with_a_key_a_retry_gets_the_first_response(kind: Kind) {
     let world = World::start(kind, &[]).await;
     let (first, second) = (world.order(&[KEY]).await, world.order(&[KEY]).await);
     assert_replayed(first.has_status(201), &second);
     assert_eq!(second.get("location"), Some("/orders/1"));
-    // The spelling of the order is no part of what it is; its meaning is.
+    // The spelling of the JSON does not matter; its content does.
     let respelled = r#"{"items": [{"price_cents": 450, "quantity": 2.0, "sku": "tea"}], "customer": "Ada"}"#;
     assert_replayed(&first, &world.ask("POST", "/orders", &[JSON, KEY], respelled).await);
     let other = ORDER.replace("Ada", "Eve");
@@ -146,7 +146,7 @@ async fn with_a_key_a_retry_gets_the_first_answer(kind: Kind) {
     world.holds(1, 0, 0).await;
 }
 
-async fn fifty_at_once_are_one_order(kind: Kind) {
+async fn fifty_requests_at_once_make_one_order(kind: Kind) {
     let world = World::start(kind, &["--wait=20s"]).await;
     let text = request("POST", "/orders?delay_ms=300", &[JSON, KEY], ORDER);
     let asked = (0..50).map(|_| {
@@ -165,10 +165,10 @@ async fn fifty_at_once_are_one_order(kind: Kind) {
     world.holds(1, 0, 0).await;
 }
 
-/// How long an order takes that somebody has to ask for again before it is done, also on a busy machine.
+/// The duration of an order that must still run when it is requested again, even on a busy machine.
 const SLOW_MS: u32 = 6000;
 
-async fn whoever_hangs_up_gets_the_answer_later(kind: Kind) {
+async fn a_client_that_hangs_up_gets_the_response_later(kind: Kind) {
     let world = World::start(kind, &[]).await;
     drop(world.slow_order(SLOW_MS).await);
     world.retry_slow_order(SLOW_MS).await.is_problem(409, "request-in-progress");
@@ -184,7 +184,7 @@ async fn a_note_and_a_charge_are_added_once(kind: Kind) {
     let note = r#"{"add_note":"gift wrap"}"#;
     let first = world.ask("PATCH", "/orders/1", &[JSON, KEY], note).await;
     assert_replayed(first.has_status(200), &world.ask("PATCH", "/orders/1", &[JSON, KEY], note).await);
-    // The same key elsewhere is another key.
+    // The same key on another path is another key.
     let first = world.ask("POST", "/orders/1/pay", &[KEY], "").await;
     assert_replayed(first.has_status(201), &world.ask("POST", "/orders/1/pay", &[KEY], "").await);
     world.holds(1, 1, 1).await;
@@ -211,7 +211,7 @@ async fn a_refused_order_can_be_corrected_under_its_key(kind: Kind) {
 }
 
 /// The pages of the examples show a valid order.
-async fn the_order_that_the_pages_show_is_one(kind: Kind) {
+async fn the_pages_show_a_valid_order(kind: Kind) {
     let pages = [
         include_str!("../../../examples/express-orders/README.md"),
         include_str!("../../../examples/fastapi-orders/README.md"),
@@ -264,7 +264,7 @@ async fn an_export_streams(kind: Kind) {
     assert_eq!(ids, [1, 2, 3]);
 }
 
-async fn events_come_one_by_one_and_once(kind: Kind) {
+async fn events_arrive_one_by_one_and_only_once(kind: Kind) {
     let world = World::start(kind, &[]).await;
     world.order(&[]).await.has_status(201);
     let text = request("POST", "/orders/1/events", &[KEY], "");
@@ -273,7 +273,7 @@ async fn events_come_one_by_one_and_once(kind: Kind) {
     let head = client.head().await;
     assert_eq!(head.status(), 200);
     assert!(head.get("content-type").unwrap().starts_with("text/event-stream"), "{head:?}");
-    // The last event is made 200 ms after the first.
+    // The service makes the last event 200 ms after the first.
     let mut events = String::new();
     while !events.contains("accepted") {
         events.push_str(std::str::from_utf8(&client.chunk().await.0).unwrap());
@@ -299,7 +299,7 @@ async fn a_killed_sidecar_leaves_an_unknown_outcome(kind: Kind) {
     world.holds(1, 0, 0).await;
 }
 
-async fn an_answer_survives_a_killed_sidecar(kind: Kind) {
+async fn a_stored_response_survives_a_killed_sidecar(kind: Kind) {
     let mut world = World::start(kind, &[]).await;
     let first = world.order(&[KEY]).await;
     world.sidecar.process.kill().await;
@@ -313,7 +313,7 @@ async fn a_killed_service_leaves_an_unknown_outcome(kind: Kind) {
     let mut client = world.slow_order(30_000).await;
     world.service.kill().await;
     client.message().await.is_problem(502, "outcome-unknown");
-    // Nobody is there, and nobody is asked.
+    // The service is away, and the sidecar does not call it.
     world.retry_slow_order(30_000).await.is_problem(500, "outcome-unknown");
     world.restart_service().await;
     world.retry_slow_order(30_000).await.is_problem(500, "outcome-unknown");
@@ -344,7 +344,7 @@ async fn requests_without_a_key_pass(kind: Kind) {
     world.ask("GET", "/orders/2", &[], "").await.has_status(404);
     world.ask("GET", "/nowhere", &[], "").await.has_status(404);
     world.holds(1, 2, 2).await;
-    // A method that is not covered passes, with a key or without.
+    // A method that is not covered passes with and without a key.
     world.ask("DELETE", "/orders/1", &[KEY], "").await.has_status(204);
     world.ask("DELETE", "/orders/1", &[KEY], "").await.has_status(404);
     world.ask("GET", "/healthz", &[], "").await.has_status(200);
@@ -369,18 +369,18 @@ macro_rules! checks {
 
 checks! {
     without_a_key_a_retry_is_another_order
-    with_a_key_a_retry_gets_the_first_answer
-    fifty_at_once_are_one_order
-    whoever_hangs_up_gets_the_answer_later
+    with_a_key_a_retry_gets_the_first_response
+    fifty_requests_at_once_make_one_order
+    a_client_that_hangs_up_gets_the_response_later
     a_note_and_a_charge_are_added_once
     a_refusal_of_the_service_is_replayed
     a_refused_order_can_be_corrected_under_its_key
-    the_order_that_the_pages_show_is_one
+    the_pages_show_a_valid_order
     an_import_with_another_boundary_is_the_same_import
     an_export_streams
-    events_come_one_by_one_and_once
+    events_arrive_one_by_one_and_only_once
     a_killed_sidecar_leaves_an_unknown_outcome
-    an_answer_survives_a_killed_sidecar
+    a_stored_response_survives_a_killed_sidecar
     a_killed_service_leaves_an_unknown_outcome
     a_service_that_is_away_frees_the_key
     requests_without_a_key_pass

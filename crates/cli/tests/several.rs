@@ -1,4 +1,4 @@
-//! Two sidecars, one store: Redis and PostgreSQL. Who executes, who waits, who takes over.
+//! Two sidecars on one store, Redis or PostgreSQL: which one executes, which one waits, and which one takes over.
 
 mod support;
 
@@ -11,17 +11,17 @@ use support::{Message, Service, Sidecar, ask, request, sidecar, until};
 const LEASE_MILLIS: u64 = 4000;
 
 /// A store that sidecars share.
-enum Shared {
+enum SharedStore {
     Redis(RedisServer),
     Postgres(PostgresServer),
 }
 
-impl Shared {
+impl SharedStore {
     async fn redis() -> Self {
         Self::redis_for("~* &* +@all").await
     }
 
-    /// With a user who may do this and no more.
+    /// With a user that has these rights only.
     async fn redis_for(rules: &'static str) -> Self {
         let options = RedisOptions::new().with_appendfsync("always").with_user("app", "hunter2", rules);
         Self::Redis(blocking(|| RedisServer::start(options).unwrap()).await)
@@ -48,11 +48,11 @@ impl Shared {
         self.sidecar_at(service, flags, None).await
     }
 
-    /// One whose clock is off by so much.
+    /// A sidecar whose clock is off by this time.
     async fn sidecar_at(&self, service: &Service, flags: &[&str], off: Option<&str>) -> Sidecar {
         let mut command = self.command(service, flags);
         if let Some(off) = off {
-            // Only what the clock shows, not how fast time passes.
+            // The clock shows another time, but runs at the usual speed.
             command
                 .env("LD_PRELOAD", support::faketime())
                 .env("FAKETIME", off)
@@ -61,14 +61,14 @@ impl Shared {
         Sidecar::run(&mut command).await
     }
 
-    /// The command line of one.
+    /// The command line of a sidecar on this store.
     fn command(&self, service: &Service, flags: &[&str]) -> tokio::process::Command {
         let mut command = sidecar(&format!("http://{}", service.address));
         command.env("ONCEGATE_STORE", self.url()).args(["--upstream-timeout=10m"]).args(flags);
         command
     }
 
-    /// Until when this record is owned, by the store's clock.
+    /// The end of the record's lease by the store's clock.
     fn lease_until(&self, record: &str) -> Option<u64> {
         let text = match self {
             Self::Redis(server) => {
@@ -77,16 +77,16 @@ impl Shared {
                 answer.lines().last().unwrap_or_default().to_owned()
             }
             Self::Postgres(server) => {
-                let of =
+                let query =
                     format!("SELECT lease_until FROM oncegate.records WHERE id = decode('{record}', 'hex')");
-                server.sql(&of).unwrap()
+                server.sql(&query).unwrap()
             }
         };
         text.trim().parse().ok()
     }
 
-    /// How many connections there are on which sidecars are told. Ends them.
-    fn deafen(&self) -> usize {
+    /// Ends the connections on which sidecars receive notifications, and returns their number.
+    fn cut_notifications(&self) -> usize {
         match self {
             Self::Redis(server) => {
                 let ended = server.command(&["CLIENT", "KILL", "TYPE", "pubsub"]).unwrap();
@@ -100,7 +100,7 @@ impl Shared {
         }
     }
 
-    /// How many records somebody waits for.
+    /// The number of records that sidecars watch for a waiting client.
     fn watched(&self) -> usize {
         match self {
             Self::Redis(server) => {
@@ -126,7 +126,7 @@ fn receipt(text: &str) -> String {
     format!("HTTP/1.1 201 Created\r\nContent-Length: {}\r\n\r\n{text}", text.len())
 }
 
-/// The value of this line of a sidecar's metrics.
+/// The value of this line in a sidecar's metrics.
 async fn metric(sidecar: &Sidecar, line: &str) -> f64 {
     let metrics = ask(sidecar.admin, "GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n").await;
     let value = metrics.text().lines().find_map(|found| found.strip_prefix(line)?.trim().parse().ok());
@@ -137,7 +137,7 @@ fn number(message: &Message, field: &str) -> u64 {
     message.get(field).unwrap_or_else(|| panic!("no {field}: {:?}", message.head)).parse().unwrap()
 }
 
-/// The second of the day that a sidecar believes in.
+/// The second of the day by a sidecar's clock.
 async fn second_of_day(sidecar: &Sidecar) -> i64 {
     let answer = ask(sidecar.admin, "GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n").await;
     // Sat, 21 Nov 2026 19:20:16 GMT
@@ -151,30 +151,30 @@ macro_rules! on_each_store {
         mod redis {
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $test() {
-                super::$test(super::Shared::redis().await).await;
+                super::$test(super::SharedStore::redis().await).await;
             })+
         }
         mod postgres {
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $test() {
-                super::$test(super::Shared::postgres().await).await;
+                super::$test(super::SharedStore::postgres().await).await;
             })+
         }
     };
 }
 
 on_each_store! {
-    of_200_equal_requests_to_both_one_executes_and_all_get_its_answer
-    whoever_waits_gets_the_answer_also_where_nobody_is_told
-    a_client_that_goes_away_leaves_nobody_waiting
+    one_of_200_equal_requests_to_both_executes_and_all_get_its_response
+    a_waiting_client_gets_the_response_without_notifications
+    a_client_that_leaves_ends_its_wait
     after_the_owner_was_killed_the_outcome_is_unknown_under_park
-    after_the_owner_was_killed_the_other_one_executes_under_reexecute
-    an_owner_that_slept_through_its_lease_is_fenced
-    a_process_that_was_stopped_between_the_grant_and_the_send_sends_nothing
+    after_the_owner_was_killed_the_other_sidecar_executes_under_reexecute
+    an_owner_that_was_suspended_beyond_its_lease_is_fenced
+    a_sidecar_suspended_between_grant_and_send_sends_nothing
     clocks_an_hour_apart_change_nothing
 }
 
-async fn of_200_equal_requests_to_both_one_executes_and_all_get_its_answer(store: Shared) {
+async fn one_of_200_equal_requests_to_both_executes_and_all_get_its_response(store: SharedStore) {
     let service = Service::new().await;
     let one = store.sidecar(&service, &["--wait=5m"]).await;
     let two = store.sidecar(&service, &["--wait=5m"]).await;
@@ -184,8 +184,8 @@ async fn of_200_equal_requests_to_both_one_executes_and_all_get_its_answer(store
     let mut wire = service.accept().await;
     let executed = wire.message().await;
     assert_eq!(executed.text(), "{\"amount\":5}");
-    // One of them owns the record, and the other one waits to be told.
-    until("the other one waits", async || store.watched() == 1).await;
+    // One sidecar owns the record, and the other one waits for a notification.
+    until("the other sidecar waits", async || store.watched() == 1).await;
     wire.send(receipt("receipt 1")).await;
     let mut replays = 0;
     for answer in asked {
@@ -195,10 +195,10 @@ async fn of_200_equal_requests_to_both_one_executes_and_all_get_its_answer(store
     }
     assert_eq!(replays, 199);
     service.is_not_called().await;
-    until("nobody waits", async || store.watched() == 0).await;
+    until("no client waits", async || store.watched() == 0).await;
 }
 
-async fn whoever_waits_gets_the_answer_also_where_nobody_is_told(store: Shared) {
+async fn a_waiting_client_gets_the_response_without_notifications(store: SharedStore) {
     let service = Service::new().await;
     let one = store.sidecar(&service, &[]).await;
     let mut two = store.sidecar(&service, &["--wait=5m"]).await;
@@ -208,11 +208,11 @@ async fn whoever_waits_gets_the_answer_also_where_nobody_is_told(store: Shared) 
     wire.message().await;
     let mut waiting = two.connect().await;
     waiting.send(order("one")).await;
-    until("it waits", async || store.watched() == 1).await;
-    // From now on whoever listens is cut off at once.
+    until("the duplicate waits", async || store.watched() == 1).await;
+    // From now on every connection for notifications is cut at once.
     let mut cut = 0;
-    until("it was cut off a few times", async || {
-        cut += store.deafen();
+    until("notifications were cut off a few times", async || {
+        cut += store.cut_notifications();
         cut >= 3
     })
     .await;
@@ -223,13 +223,13 @@ async fn whoever_waits_gets_the_answer_also_where_nobody_is_told(store: Shared) 
     };
     let cutting = async {
         loop {
-            store.deafen();
+            store.cut_notifications();
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     };
     let answer = tokio::select! {
         answer = answer => answer,
-        () = cutting => unreachable!("it has no end"),
+        () = cutting => unreachable!("the cuts go on without end"),
     };
     assert_eq!((answer.has_status(201).text(), answer.is_replay()), ("receipt 1", true));
     two.process.signal(Signal::TERM);
@@ -237,8 +237,8 @@ async fn whoever_waits_gets_the_answer_also_where_nobody_is_told(store: Shared) 
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn where_redis_tells_nobody_whoever_waits_asks_and_is_warned_once() {
-    let store = Shared::redis_for("~* resetchannels +@all").await;
+async fn without_redis_notifications_waiters_poll_and_the_log_warns_once() {
+    let store = SharedStore::redis_for("~* resetchannels +@all").await;
     let service = Service::new().await;
     let one = store.sidecar(&service, &[]).await;
     let mut two = store.sidecar(&service, &["--wait=5m"]).await;
@@ -249,8 +249,8 @@ async fn where_redis_tells_nobody_whoever_waits_asks_and_is_warned_once() {
         wire.message().await;
         let mut waiting = two.connect().await;
         waiting.send(order(key)).await;
-        until("it waits", async || metric(&two, "oncegate_records_in_flight ").await > 0.0).await;
-        // Said to be the last, so that the next request comes on a connection of its own.
+        until("the duplicate waits", async || metric(&two, "oncegate_records_in_flight ").await > 0.0).await;
+        // The service closes the connection, so that the next request comes on a connection of its own.
         wire.send(receipt("receipt").replace("\r\n\r\n", "\r\nConnection: close\r\n\r\n")).await;
         assert_eq!(owner.message().await.status(), 201);
         assert!(waiting.message().await.has_status(201).is_replay());
@@ -261,7 +261,7 @@ async fn where_redis_tells_nobody_whoever_waits_asks_and_is_warned_once() {
     assert!(!log.contains("hunter2"), "{log}");
 }
 
-async fn a_client_that_goes_away_leaves_nobody_waiting(store: Shared) {
+async fn a_client_that_leaves_ends_its_wait(store: SharedStore) {
     let service = Service::new().await;
     let one = store.sidecar(&service, &[]).await;
     let two = store.sidecar(&service, &["--wait=5m"]).await;
@@ -269,20 +269,20 @@ async fn a_client_that_goes_away_leaves_nobody_waiting(store: Shared) {
     owner.send(order("one")).await;
     let mut wire = service.accept().await;
     wire.message().await;
-    // It goes away as one that was killed: a mere end of what it sends may be a client that still reads.
+    // The client disappears as a killed client does: a client that only closes its sending side may still read.
     let stream = tokio::net::TcpStream::connect(two.address).await.unwrap();
     stream.set_zero_linger().unwrap();
     let mut waiting = support::Wire::new(stream);
     waiting.send(order("one")).await;
-    until("it waits", async || store.watched() == 1).await;
+    until("the duplicate waits", async || store.watched() == 1).await;
     drop(waiting);
-    until("nobody waits", async || store.watched() == 0).await;
+    until("no client waits", async || store.watched() == 0).await;
     wire.send(receipt("receipt 1")).await;
     assert_eq!(owner.message().await.status(), 201);
 }
 
-/// The request that the owner executes, and who asks for it; the owner is killed.
-async fn killed(one: &mut Sidecar, service: &Service) -> Message {
+/// Sends a request to this sidecar, kills the sidecar when the service has it, and returns the request that the service received.
+async fn kill_owner(one: &mut Sidecar, service: &Service) -> Message {
     let mut owner = one.connect().await;
     owner.send(order("one")).await;
     let executed = service.accept().await.message().await;
@@ -295,22 +295,22 @@ fn lease() -> String {
     format!("--lease={LEASE_MILLIS}ms")
 }
 
-async fn after_the_owner_was_killed_the_outcome_is_unknown_under_park(store: Shared) {
+async fn after_the_owner_was_killed_the_outcome_is_unknown_under_park(store: SharedStore) {
     let service = Service::new().await;
     let flags = [&*lease(), "--wait=5m"];
     let (mut one, two) = (store.sidecar(&service, &flags).await, store.sidecar(&service, &flags).await);
-    killed(&mut one, &service).await;
-    // It waits for the lease to run out, and is then told what nobody knows.
+    kill_owner(&mut one, &service).await;
+    // The retry waits until the lease ends, and then gets the unknown outcome.
     two.ask(&order("one")).await.is_problem(500, "outcome-unknown");
     two.ask(&order("one")).await.is_problem(500, "outcome-unknown");
     service.is_not_called().await;
 }
 
-async fn after_the_owner_was_killed_the_other_one_executes_under_reexecute(store: Shared) {
+async fn after_the_owner_was_killed_the_other_sidecar_executes_under_reexecute(store: SharedStore) {
     let service = Service::new().await;
     let flags = [&*lease(), "--wait=5m", "--on-abandoned=reexecute"];
     let (mut one, two) = (store.sidecar(&service, &flags).await, store.sidecar(&service, &flags).await);
-    let first = killed(&mut one, &service).await;
+    let first = kill_owner(&mut one, &service).await;
     let lease_until = store.lease_until(first.get("oncegate-record").unwrap()).unwrap();
     let mut waiting = two.connect().await;
     waiting.send(order("one")).await;
@@ -318,14 +318,17 @@ async fn after_the_owner_was_killed_the_other_one_executes_under_reexecute(store
     let second = wire.message().await;
     assert_eq!(number(&second, "oncegate-attempt"), 2);
     // A token is the store's time at the claim.
-    assert!(number(&second, "oncegate-token") >= lease_until, "not before the lease ended");
+    assert!(
+        number(&second, "oncegate-token") >= lease_until,
+        "the takeover comes after the end of the lease"
+    );
     wire.send(receipt("receipt 2")).await;
     assert_eq!(waiting.message().await.has_status(201).text(), "receipt 2");
     assert_eq!(metric(&two, "oncegate_takeovers_total ").await, 1.0);
     assert!(two.ask(&order("one")).await.has_status(201).is_replay());
 }
 
-async fn an_owner_that_slept_through_its_lease_is_fenced(store: Shared) {
+async fn an_owner_that_was_suspended_beyond_its_lease_is_fenced(store: SharedStore) {
     let service = Service::new().await;
     let flags = [&*lease(), "--wait=5m", "--on-abandoned=reexecute"];
     let (one, two) = (store.sidecar(&service, &flags).await, store.sidecar(&service, &flags).await);
@@ -344,7 +347,7 @@ async fn an_owner_that_slept_through_its_lease_is_fenced(store: Shared) {
     let answer = other.message().await;
     assert_eq!((answer.has_status(201).text(), answer.get("idempotency-status")), ("receipt 2", None));
 
-    // It wakes, and hears its own answer from the service only now.
+    // The sidecar continues, and receives its own response from the service only now.
     one.process.signal(Signal::CONT);
     first.send(receipt("receipt 1")).await;
     let late = owner.message().await;
@@ -358,7 +361,7 @@ async fn an_owner_that_slept_through_its_lease_is_fenced(store: Shared) {
     service.is_not_called().await;
 }
 
-async fn a_process_that_was_stopped_between_the_grant_and_the_send_sends_nothing(store: Shared) {
+async fn a_sidecar_suspended_between_grant_and_send_sends_nothing(store: SharedStore) {
     let service = Service::new().await;
     let flags = [&*lease(), "--on-abandoned=reexecute"];
     let mut command = store.command(&service, &flags);
@@ -367,7 +370,7 @@ async fn a_process_that_was_stopped_between_the_grant_and_the_send_sends_nothing
     let mut first = one.connect().await;
     first.send(order("one")).await;
     one.process.logs("failpoint executing").await;
-    // The other one executes when the lease has ended, and its client has a definite answer.
+    // The other sidecar executes when the lease has ended, and its client gets a definite response.
     let mut other = two.connect().await;
     other.send(order("one")).await;
     let mut wire = service.accept().await;
@@ -381,7 +384,7 @@ async fn a_process_that_was_stopped_between_the_grant_and_the_send_sends_nothing
     assert_eq!((replay.has_status(201).text(), replay.is_replay()), ("receipt 2", true));
     service.is_not_called().await;
 
-    // Where nobody came meanwhile, its lease is renewed, and it executes.
+    // If no other sidecar claimed the key meanwhile, the lease is renewed, and the sidecar executes.
     let mut command = store.command(&service, &flags);
     let mut alone = Sidecar::run(command.env("ONCEGATE_FAILPOINT", "stop:executing")).await;
     let mut client = alone.connect().await;
@@ -395,7 +398,7 @@ async fn a_process_that_was_stopped_between_the_grant_and_the_send_sends_nothing
     assert_eq!(client.message().await.has_status(201).text(), "receipt 3");
 }
 
-async fn clocks_an_hour_apart_change_nothing(store: Shared) {
+async fn clocks_an_hour_apart_change_nothing(store: SharedStore) {
     for off in ["+1h", "-1h"] {
         let service = Service::new().await;
         let flags = [&*lease(), "--on-abandoned=reexecute"];
@@ -405,7 +408,7 @@ async fn clocks_an_hour_apart_change_nothing(store: Shared) {
         let hour = if off == "+1h" { 3600 } else { 86_400 - 3600 };
         assert!((apart - hour).abs() < 600, "the clocks are {apart} s apart");
 
-        // One executes, for longer than its lease; the other one knows.
+        // One sidecar executes for longer than its lease; the other one sees the record in progress.
         let key = format!("slow {off}");
         let mut owner = one.connect().await;
         owner.send(order(&key)).await;
@@ -427,7 +430,7 @@ async fn clocks_an_hour_apart_change_nothing(store: Shared) {
         }
         service.is_not_called().await;
 
-        // One dies, and the other one takes over when the lease has ended by the store's clock.
+        // One sidecar dies, and the other one takes over when the lease has ended by the store's clock.
         let key = format!("killed {off}");
         owner.send(order(&key)).await;
         let (_wire, executed) = service.next(wire).await;
@@ -446,7 +449,10 @@ async fn clocks_an_hour_apart_change_nothing(store: Shared) {
         let mut wire = service.accept().await;
         let again = wire.message().await;
         assert_eq!(number(&again, "oncegate-attempt"), 2);
-        assert!(number(&again, "oncegate-token") >= lease_until, "not before the lease ended");
+        assert!(
+            number(&again, "oncegate-token") >= lease_until,
+            "the takeover comes after the end of the lease"
+        );
         wire.send(receipt("receipt 2")).await;
         assert_eq!(retry.await.unwrap().has_status(201).text(), "receipt 2");
     }

@@ -7,7 +7,7 @@ use tempfile::TempDir;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 
-use crate::support::{Message, Sidecar, TIMEOUT, Wire, ask, request, sidecar, until};
+use crate::support::{Head, Message, Sidecar, TIMEOUT, Wire, ask, request, sidecar, until};
 
 const ASKED_AT: &str = "/oncegate/outcome";
 const KEY: &str = "Idempotency-Key: intent-1";
@@ -231,6 +231,18 @@ async fn settled(address: std::net::SocketAddr, request: String) -> Message {
         }
         assert!(Instant::now() < give_up, "the request is still in progress");
         tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+/// Like [`settled`], but only the head; `None` if a connection ends without one.
+async fn settled_head(address: std::net::SocketAddr) -> Option<Head> {
+    loop {
+        let mut wire = Wire::connect(address).await;
+        wire.send(keyed_order()).await;
+        match wire.try_head().await {
+            Some(head) if head.status() == 409 => {}
+            other => return other,
+        }
     }
 }
 
@@ -601,16 +613,7 @@ async fn a_sidecar_killed_during_a_question_asks_again_under_a_higher_token() {
     world.ledger.will_say([Reply::Nothing]);
     for killed in 1..3 {
         let address = world.sidecar.address;
-        let asking = tokio::spawn(async move {
-            loop {
-                let mut wire = Wire::connect(address).await;
-                wire.send(keyed_order()).await;
-                match wire.try_head().await {
-                    Some(head) if head.status() == 409 => {}
-                    other => return other,
-                }
-            }
-        });
+        let asking = tokio::spawn(settled_head(address));
         until("the service is asked", async || world.ledger.questions().len() == killed).await;
         world.restart(&["--reconcile-timeout=1m"]).await;
         assert!(asking.await.unwrap().is_none(), "a killed process sent a response");
@@ -639,16 +642,7 @@ async fn a_sidecar_killed_between_reply_and_record_asks_again() {
         command.arg(world.directory.path().join("store")).env("ONCEGATE_FAILPOINT", "executed");
         world.sidecar = Sidecar::run(&mut command).await;
         let address = world.sidecar.address;
-        let asking = tokio::spawn(async move {
-            loop {
-                let mut wire = Wire::connect(address).await;
-                wire.send(keyed_order()).await;
-                match wire.try_head().await {
-                    Some(head) if head.status() == 409 => {}
-                    other => return other,
-                }
-            }
-        });
+        let asking = tokio::spawn(settled_head(address));
         world.sidecar.process.logs("failpoint executed").await;
         // The service knows what it executed, and would report it.
         assert_eq!(world.ledger.executed().len(), 1 + usize::from(did_not));

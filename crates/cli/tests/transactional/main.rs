@@ -214,11 +214,7 @@ async fn service_and_sidecar_are_killed(kind: Kind) {
             drop(held);
             world.restart_service().await;
             world.restart_sidecar(&SHORT).await;
-            if is_done {
-                world.is_done(operation, &key, before + 1).await;
-            } else {
-                world.is_not_done(operation, &key, before).await;
-            }
+            world.has_ended(is_done, operation, &key, before).await;
         }
     }
 }
@@ -242,11 +238,7 @@ async fn service_and_sidecar_are_killed_around_the_commit(kind: Kind) {
             world.relay.cut().await;
             world.restart_service().await;
             world.restart_sidecar(&SHORT).await;
-            if is_done {
-                world.is_done(operation, &key, before + 1).await;
-            } else {
-                world.is_not_done(operation, &key, before).await;
-            }
+            world.has_ended(is_done, operation, &key, before).await;
         }
     }
 }

@@ -230,6 +230,15 @@ impl World {
         if operation == Operation::Order { count - 1 } else { count }
     }
 
+    /// Asserts that the operation is done after `before` earlier effects, or not done; see the two methods below.
+    pub(crate) async fn has_ended(&self, is_done: bool, operation: Operation, key: &str, before: i64) {
+        if is_done {
+            self.is_done(operation, key, before + 1).await;
+        } else {
+            self.is_not_done(operation, key, before).await;
+        }
+    }
+
     /// Asserts that the operation took effect this often, and that a retry is answered from the record.
     pub(crate) async fn is_done(&self, operation: Operation, key: &str, effects: i64) {
         let answer = self.retry(operation, key).await;
