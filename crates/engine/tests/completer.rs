@@ -5,14 +5,11 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use oncegate_core::{
-    AuditEntry, Capabilities, Command, ListPage, ListQuery, MemoryStore, OnAbandoned, Outcome, Record,
-    RecordId, Store, StoreFuture, Timestamp,
-};
+use oncegate_core::{ListPage, ListQuery, MemoryStore, OnAbandoned, Store, StoreFuture};
 use oncegate_engine::{
     Attempt, CompleterOptions, Engine, ErrorFate, FunctionError, Policy, Resumable, StepError, StepFailure,
 };
-use oncegate_testkit::ManualClock;
+use oncegate_testkit::{ManualClock, delegate_store};
 
 type Orders = Resumable<Vec<String>, Vec<String>, StepError<String>, fn(&StepError<String>) -> ErrorFate>;
 
@@ -347,14 +344,6 @@ struct SlowList {
 }
 
 impl Store for SlowList {
-    fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
-        self.inner.apply(id, command)
-    }
-
-    fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
-        self.inner.lookup(id)
-    }
-
     fn list(&self, query: ListQuery) -> StoreFuture<'_, ListPage> {
         Box::pin(async move {
             let page = self.inner.list(query).await?;
@@ -365,25 +354,7 @@ impl Store for SlowList {
         })
     }
 
-    fn purge(&self, limit: usize) -> StoreFuture<'_, usize> {
-        self.inner.purge(limit)
-    }
-
-    fn audit(&self, before: Option<u64>, limit: usize) -> StoreFuture<'_, Vec<AuditEntry>> {
-        self.inner.audit(before, limit)
-    }
-
-    fn check(&self) -> StoreFuture<'_, ()> {
-        self.inner.check()
-    }
-
-    fn now(&self) -> Timestamp {
-        self.inner.now()
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
-    }
+    delegate_store!(self, self.inner => apply lookup purge audit check now capabilities);
 }
 
 #[tokio::test]

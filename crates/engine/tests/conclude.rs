@@ -9,13 +9,13 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use oncegate_core::{
-    Answer, Capabilities, Command, Complete, Completion, FencingToken, Fingerprint, IdempotencyKey, Label,
-    ListPage, ListQuery, MemoryStore, OnAbandoned, Outcome, Record, RecordId, Release, Scope, State, Store,
-    StoreError, StoreFuture, StoredResponse, Timestamp,
+    Answer, Command, Complete, Completion, FencingToken, Fingerprint, IdempotencyKey, Label, MemoryStore,
+    OnAbandoned, Outcome, RecordId, Release, Scope, State, Store, StoreError, StoreFuture, StoredResponse,
 };
 use oncegate_engine::{
     ClaimOutcome, ClaimRequest, ConcludeOutcome, Engine, EventKind, OperationReport, Permit, Policy,
 };
+use oncegate_testkit::delegate_store;
 use support::{Events, TokioClock};
 
 const LEASE: Duration = Duration::from_secs(30);
@@ -56,33 +56,7 @@ impl Store for Transactional {
         })
     }
 
-    fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
-        self.records.lookup(id)
-    }
-
-    fn list(&self, query: ListQuery) -> StoreFuture<'_, ListPage> {
-        self.records.list(query)
-    }
-
-    fn purge(&self, limit: usize) -> StoreFuture<'_, usize> {
-        self.records.purge(limit)
-    }
-
-    fn audit(&self, before: Option<u64>, limit: usize) -> StoreFuture<'_, Vec<oncegate_core::AuditEntry>> {
-        self.records.audit(before, limit)
-    }
-
-    fn check(&self) -> StoreFuture<'_, ()> {
-        self.records.check()
-    }
-
-    fn now(&self) -> Timestamp {
-        self.records.now()
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        self.records.capabilities()
-    }
+    delegate_store!(self, self.records => lookup list purge audit check now capabilities);
 }
 
 impl Transactional {

@@ -13,12 +13,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use oncegate_core::{
-    AttemptId, AuditEntry, Capabilities, Claim, Command, Completion, Fingerprint, IdempotencyKey, Label,
-    ListPage, ListQuery, MemoryStore, OnAbandoned, Outcome, Record, RecordId, Scope, StateName, Store,
-    StoreErrorKind, StoreFuture, StoredResponse, Timestamp, limits,
+    AttemptId, Claim, Command, Completion, Fingerprint, IdempotencyKey, Label, MemoryStore, OnAbandoned,
+    RecordId, Scope, StateName, Store, StoreErrorKind, StoredResponse, limits,
 };
 use oncegate_engine::{ClaimOutcome, ClaimRequest, Engine, EventKind, Permit, Policy, SettleOutcome};
-use oncegate_testkit::{Fault, Faults, FaultyStore, Latch, Operation};
+use oncegate_testkit::{Fault, Faults, FaultyStore, Latch, Operation, delegate_store};
 use support::{Events, TokioClock, settle};
 use tokio::time::{Instant, sleep};
 
@@ -667,30 +666,6 @@ impl Drop for Waiting<'_> {
 struct NotifyingStoreHandle(Arc<NotifyingStore>);
 
 impl Store for NotifyingStoreHandle {
-    fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
-        self.0.inner.apply(id, command)
-    }
-
-    fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
-        self.0.inner.lookup(id)
-    }
-
-    fn list(&self, query: ListQuery) -> StoreFuture<'_, ListPage> {
-        self.0.inner.list(query)
-    }
-
-    fn purge(&self, limit: usize) -> StoreFuture<'_, usize> {
-        self.0.inner.purge(limit)
-    }
-
-    fn audit(&self, before: Option<u64>, limit: usize) -> StoreFuture<'_, Vec<AuditEntry>> {
-        self.0.inner.audit(before, limit)
-    }
-
-    fn check(&self) -> StoreFuture<'_, ()> {
-        self.0.inner.check()
-    }
-
     fn changed(&self, _: RecordId) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
         self.0.waiting.fetch_add(1, Ordering::SeqCst);
         let waiting = Waiting(&self.0.waiting);
@@ -702,13 +677,7 @@ impl Store for NotifyingStoreHandle {
         })
     }
 
-    fn now(&self) -> Timestamp {
-        self.0.inner.now()
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        self.0.inner.capabilities()
-    }
+    delegate_store!(self, self.0.inner => apply lookup list purge audit check now capabilities);
 }
 
 #[tokio::test(start_paused = true)]

@@ -14,8 +14,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use oncegate_core::{
-    Clock, Command, FingerprintRules, IdempotencyKey, JsonPointer, KeyError, MemoryStore, OnAbandoned,
-    Resolution, Resolve, ServiceName, StateName, Store, StoreErrorKind, StoredResponse, Timestamp, limits,
+    Command, FingerprintRules, IdempotencyKey, JsonPointer, KeyError, MemoryStore, OnAbandoned, Resolution,
+    Resolve, ServiceName, StateName, Store, StoreErrorKind, StoredResponse, SystemClock, limits,
 };
 use oncegate_engine::{
     Attempt, Engine, ErrorFate, Function, FunctionError, JsonError, Policy, ReleaseIf, StorageStatus,
@@ -552,14 +552,7 @@ async fn a_stale_owner_gets_its_value_and_the_notice_that_it_was_fenced() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn one_of_two_hundred_callers_in_two_processes_executes() {
-    struct Wall;
-    impl Clock for Wall {
-        fn now(&self) -> Timestamp {
-            let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
-            Timestamp::from_millis(u64::try_from(since.as_millis()).unwrap())
-        }
-    }
-    let store: Arc<dyn Store> = Arc::new(MemoryStore::new(Wall));
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::new(SystemClock::new()));
     let engines = [Engine::new(store.clone()), Engine::new(store)];
     let policy = Policy::default().with_wait(Duration::from_secs(60)).unwrap();
     let executions = ExecutionCount::default();

@@ -12,15 +12,15 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use oncegate_core::{
-    Clock, Command, Completion, Fingerprint, IdempotencyKey, KeyTag, Label, ListQuery, MemoryStore,
-    OnAbandoned, RecordId, Resolution, Resolve, Scope, StateName, Store, StoreErrorKind, StoredResponse,
-    Timestamp, limits,
+    Command, Completion, Fingerprint, IdempotencyKey, KeyTag, Label, ListQuery, MemoryStore, OnAbandoned,
+    RecordId, Resolution, Resolve, Scope, StateName, Store, StoreErrorKind, StoredResponse, SystemClock,
+    limits,
 };
 use oncegate_engine::{
     AuditTextError, ClaimOutcome, ClaimRequest, Engine, Event, EventKind, FunctionError, LeaseError,
     Observer, Permit, Policy, ResolveError, SettleOutcome,
 };
-use oncegate_testkit::{Fault, Faults, FaultyStore, Latch, Operation};
+use oncegate_testkit::{Fault, Faults, FaultyStore, Latch, Operation, delegate_store};
 use support::{Events, TokioClock, settle};
 use tokio::time::{advance, sleep};
 
@@ -201,34 +201,8 @@ async fn a_store_that_is_slower_than_the_lease_grants_nothing() {
                 outcome
             })
         }
-        fn lookup(&self, id: RecordId) -> oncegate_core::StoreFuture<'_, Option<oncegate_core::Record>> {
-            self.0.lookup(id)
-        }
-        fn list(
-            &self,
-            query: oncegate_core::ListQuery,
-        ) -> oncegate_core::StoreFuture<'_, oncegate_core::ListPage> {
-            self.0.list(query)
-        }
-        fn purge(&self, limit: usize) -> oncegate_core::StoreFuture<'_, usize> {
-            self.0.purge(limit)
-        }
-        fn audit(
-            &self,
-            before: Option<u64>,
-            limit: usize,
-        ) -> oncegate_core::StoreFuture<'_, Vec<oncegate_core::AuditEntry>> {
-            self.0.audit(before, limit)
-        }
-        fn check(&self) -> oncegate_core::StoreFuture<'_, ()> {
-            self.0.check()
-        }
-        fn now(&self) -> Timestamp {
-            self.0.now()
-        }
-        fn capabilities(&self) -> oncegate_core::Capabilities {
-            self.0.capabilities()
-        }
+
+        delegate_store!(self, self.0 => lookup list purge audit check now capabilities);
     }
     let engine = Engine::new(Slow(shared_store()));
     let error = engine.claim(with(policy().with_lease(limits::MIN_LEASE).unwrap())).await.unwrap_err();
@@ -279,14 +253,7 @@ impl Observer for StopBeforeStart {
 
 #[tokio::test]
 async fn a_process_that_was_stopped_between_grant_and_start_executes_nothing() {
-    struct Wall;
-    impl Clock for Wall {
-        fn now(&self) -> Timestamp {
-            let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
-            Timestamp::from_millis(u64::try_from(since.as_millis()).unwrap())
-        }
-    }
-    let store: Arc<dyn Store> = Arc::new(MemoryStore::new(Wall));
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::new(SystemClock::new()));
     let runs = Arc::new(AtomicUsize::new(0));
     let stops =
         StopBeforeStart { store: store.clone(), runs: runs.clone(), has_stopped: AtomicUsize::new(0) };

@@ -8,14 +8,11 @@ use std::sync::{Arc, Mutex};
 use std::task::Poll;
 use std::time::Duration;
 
-use oncegate_core::{
-    AuditEntry, Capabilities, Command, ListPage, ListQuery, MemoryStore, OnAbandoned, Outcome, Record,
-    RecordId, Store, StoreError, StoreFuture, Timestamp,
-};
+use oncegate_core::{Command, MemoryStore, OnAbandoned, Outcome, RecordId, Store, StoreError, StoreFuture};
 use oncegate_engine::{
     Attempt, Engine, ErrorFate, Function, FunctionError, Policy, ReleaseIf, StepError, StepFailure,
 };
-use oncegate_testkit::ManualClock;
+use oncegate_testkit::{ManualClock, delegate_store};
 
 type Fate = fn(&StepError<String>) -> ErrorFate;
 
@@ -459,33 +456,7 @@ impl Store for StoreWithoutSteps {
         self.0.apply(id, command)
     }
 
-    fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
-        self.0.lookup(id)
-    }
-
-    fn list(&self, query: ListQuery) -> StoreFuture<'_, ListPage> {
-        self.0.list(query)
-    }
-
-    fn purge(&self, limit: usize) -> StoreFuture<'_, usize> {
-        self.0.purge(limit)
-    }
-
-    fn audit(&self, before: Option<u64>, limit: usize) -> StoreFuture<'_, Vec<AuditEntry>> {
-        self.0.audit(before, limit)
-    }
-
-    fn check(&self) -> StoreFuture<'_, ()> {
-        self.0.check()
-    }
-
-    fn now(&self) -> Timestamp {
-        self.0.now()
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        self.0.capabilities()
-    }
+    delegate_store!(self, self.0 => lookup list purge audit check now capabilities);
 }
 
 #[tokio::test]

@@ -5,6 +5,7 @@
 //!   it can be.
 //! - [`ManualClock`]: a clock that moves only by hand.
 //! - [`FaultyStore`]: any store, with faults on demand: refused commands, lost answers, damaged records, stalls.
+//! - [`delegate_store!`]: the methods that a test's own store leaves to the store that it wraps.
 //! - [`block_on`]: waits for one future without a runtime.
 //!
 //! A store is held to the suite by one test:
@@ -19,6 +20,7 @@
 mod clock;
 mod clock_set_back;
 pub mod conformance;
+mod delegate;
 mod faulty;
 mod operators;
 
