@@ -17,7 +17,7 @@ use crate::attempt::Attempt;
 use crate::conclude::is_same;
 use crate::engine::{ClaimOutcome, ClaimRequest, Inner};
 use crate::event::{Event, EventKind};
-use crate::flight::{Elsewhere, Landing, Leader, Owner};
+use crate::single_flight::{Leader, Owner, RemoteOwner, SharedOutcome};
 
 /// The right to add the answer of an operation that completed its record without it.
 ///
@@ -73,7 +73,7 @@ impl AnswerPermit {
             Err(error) => {
                 let record = self.attempt.record_id();
                 tracing::warn!(%record, error = %ErrorChain(&error), "an answer that was found out is not stored; the next claim finds it out again");
-                self.leader.land(Landing::AskAgain);
+                self.leader.finish(SharedOutcome::AskAgain);
                 AddAnswerOutcome::NotStored(error)
             }
         }
@@ -82,13 +82,13 @@ impl AnswerPermit {
     /// The answer could not be found out now. Those who came along hear that it is awaited, and the next claim gets another
     /// permit.
     pub fn leave(self) {
-        self.leader.land(Landing::AnswerAwaited);
+        self.leader.finish(SharedOutcome::AnswerAwaited);
     }
 
     /// Whoever was asked says something that cannot be. Those who came along hear that there is no answer to replay; the
     /// record stays as it is, and the next claim gets another permit.
     pub fn refuse(self) {
-        self.leader.land(Landing::Unreplayable);
+        self.leader.finish(SharedOutcome::Unreplayable);
     }
 
     async fn try_add(&self, completion: &Completion) -> Result<AddAnswerOutcome, StoreError> {
@@ -120,19 +120,21 @@ impl AnswerPermit {
     fn added(self, completion: Completion, added: AddAnswerOutcome) -> AddAnswerOutcome {
         let (event, landing) = match (&added, completion) {
             (AddAnswerOutcome::Stored, Completion::Replayable(response)) => {
-                (Some(EventKind::AnswerAdded), Landing::Replay(response))
+                (Some(EventKind::AnswerAdded), SharedOutcome::Replay(response))
             }
-            (AddAnswerOutcome::Stored | AddAnswerOutcome::Unreplayable, _) => (None, Landing::Unreplayable),
+            (AddAnswerOutcome::Stored | AddAnswerOutcome::Unreplayable, _) => {
+                (None, SharedOutcome::Unreplayable)
+            }
             (AddAnswerOutcome::Recorded(own), completion) => {
                 let differs = matches!(completion, Completion::Replayable(found) if !is_same(&found, own));
-                (differs.then_some(EventKind::AnswerDiffers), Landing::Replay(own.clone()))
+                (differs.then_some(EventKind::AnswerDiffers), SharedOutcome::Replay(own.clone()))
             }
-            (AddAnswerOutcome::Gone | AddAnswerOutcome::NotStored(_), _) => (None, Landing::AskAgain),
+            (AddAnswerOutcome::Gone | AddAnswerOutcome::NotStored(_), _) => (None, SharedOutcome::AskAgain),
         };
         if let Some(event) = event {
             self.emit(event);
         }
-        self.leader.land(landing);
+        self.leader.finish(landing);
         added
     }
 
@@ -161,42 +163,42 @@ impl Inner {
             // where the store's outage is to be open.
             Err(error) if error.kind().may_pass() => {
                 tracing::warn!(record = %request.id, error = %ErrorChain(&error), "whether an answer is awaited could not be read");
-                leader.land(Landing::AnswerAwaited);
+                leader.finish(SharedOutcome::AnswerAwaited);
                 return Ok(ClaimOutcome::AnswerAwaited);
             }
             Err(error) => {
-                leader.land(Landing::Failed(error.kind()));
+                leader.finish(SharedOutcome::Failed(error.kind()));
                 return Err(error);
             }
         };
-        let (landing, outcome) = match record.map(|record| Seen::of(record, request.fingerprint)) {
-            Some(Seen::Awaited(record)) => {
+        let (landing, outcome) = match record.map(|record| FoundAnswer::of(record, request.fingerprint)) {
+            Some(FoundAnswer::Awaited(record)) => {
                 let attempt = Attempt::completed(&self, request.id, &record, request.policy, number);
                 let now = Instant::now();
-                leader.set_executing(Owner::Elsewhere(Elsewhere { lease_until: now, since: now }));
+                leader.set_executing(Owner::Remote(RemoteOwner { lease_until: now, since: now }));
                 return Ok(ClaimOutcome::AddAnswer(AnswerPermit { inner: self, attempt, leader }));
             }
-            Some(Seen::Answered(response)) => {
-                (Landing::Replay(response.clone()), ClaimOutcome::Replay(response))
+            Some(FoundAnswer::Answered(response)) => {
+                (SharedOutcome::Replay(response.clone()), ClaimOutcome::Replay(response))
             }
-            Some(Seen::Unreplayable) => (Landing::Unreplayable, ClaimOutcome::Unreplayable),
+            Some(FoundAnswer::Unreplayable) => (SharedOutcome::Unreplayable, ClaimOutcome::Unreplayable),
             // Its retention ended between the claim and the look. The next claim is decided anew.
-            Some(Seen::Another) | None => (Landing::AskAgain, ClaimOutcome::AnswerAwaited),
+            Some(FoundAnswer::Another) | None => (SharedOutcome::AskAgain, ClaimOutcome::AnswerAwaited),
         };
-        leader.land(landing);
+        leader.finish(landing);
         Ok(outcome)
     }
 }
 
 /// What the record of a completed request says on a second look.
-enum Seen {
+enum FoundAnswer {
     Awaited(Record),
     Answered(StoredResponse),
     Unreplayable,
     Another,
 }
 
-impl Seen {
+impl FoundAnswer {
     fn of(record: Record, fingerprint: Fingerprint) -> Self {
         if record.fingerprint != fingerprint {
             return Self::Another;

@@ -14,10 +14,10 @@ use tokio::time::{Duration, Instant};
 
 use crate::engine::{ClaimRequest, Inner};
 use crate::event::{Event, EventKind, Observer};
-use crate::flight::{Landing, Leader, Owner, lock, shared_failure};
 use crate::function::ErrorFate;
-use crate::lease::{LeaseEnd, LeaseError, Moment};
+use crate::lease::{ClockReading, LeaseEnd, LeaseError};
 use crate::policy::Policy;
+use crate::single_flight::{Leader, Owner, SharedOutcome, lock, shared_failure};
 use crate::step::Progress;
 
 /// One execution under one token, as its handler sees it. Cheap to clone.
@@ -31,7 +31,7 @@ pub(crate) struct AttemptInner {
     pub(crate) begun: Instant,
     pub(crate) grant: Grant,
     pub(crate) policy: Policy,
-    /// Tells attempts with the same due time apart in the keeper.
+    /// Tells attempts with the same due time apart in the renewer.
     pub(crate) number: u64,
     /// When the keeper looks at it next; `None` once it is settled. Guarded by the keeper's lock.
     pub(crate) due: Mutex<Option<Instant>>,
@@ -59,7 +59,7 @@ impl Attempt {
         grant: Grant,
         policy: Policy,
         number: u64,
-        claimed_at: Moment,
+        claimed_at: ClockReading,
     ) -> Self {
         Self(Arc::new(AttemptInner {
             id,
@@ -96,7 +96,7 @@ impl Attempt {
             lease_until: record.changed_at,
             after_abandoned: false,
         };
-        let now = Moment::now();
+        let now = ClockReading::now();
         let attempt = Self::new(inner, id, record.label.clone(), grant, policy, number, now);
         *lock(&attempt.0.lease) = LeaseEnd::after(now, Duration::ZERO);
         attempt
@@ -204,7 +204,7 @@ impl Attempt {
     /// Asks the store for another lease under the same token.
     pub(crate) async fn renew(&self) -> Result<Renewal, StoreError> {
         let Policy { lease, retention, .. } = self.0.policy;
-        let asked_at = Moment::now();
+        let asked_at = ClockReading::now();
         let command = Command::Renew(Renew { token: self.token(), lease, retention });
         let result = self.0.store.apply(self.record_id(), command).await;
         if self.has_ended() {
@@ -291,10 +291,10 @@ impl fmt::Debug for Attempt {
 /// record in progress until the lease ends, and then to its abandon policy: dropping never frees the key, because the
 /// effect may have happened.
 #[must_use = "a permit that is dropped leaves its record to the abandon policy"]
-pub struct Permit(pub(crate) Option<Held>);
+pub struct Permit(pub(crate) Option<HeldPermit>);
 
 /// A permit that was not used up yet.
-pub(crate) struct Held {
+pub(crate) struct HeldPermit {
     pub(crate) inner: Arc<Inner>,
     pub(crate) attempt: Attempt,
     pub(crate) leader: Leader,
@@ -320,9 +320,9 @@ pub enum SettleOutcome {
 
 impl Permit {
     pub(crate) fn new(inner: Arc<Inner>, attempt: Attempt, leader: Leader) -> Self {
-        inner.keeper.keep(&attempt);
-        leader.set_executing(Owner::Here(attempt.clone()));
-        Self(Some(Held { inner, attempt, leader, claim: None }))
+        inner.renewer.start(&attempt);
+        leader.set_executing(Owner::Local(attempt.clone()));
+        Self(Some(HeldPermit { inner, attempt, leader, claim: None }))
     }
 
     /// Says that an answer to the claim was lost before it was granted.
@@ -349,8 +349,8 @@ impl Permit {
             Some(held) => {
                 held.attempt.seal();
                 let ending = match completion {
-                    Completion::Unknown => Ending::park("the operation ended without an outcome"),
-                    completion => Ending::Complete(completion),
+                    Completion::Unknown => AttemptEnd::park("the operation ended without an outcome"),
+                    completion => AttemptEnd::Complete(completion),
                 };
                 held.settle(ending).await
             }
@@ -366,7 +366,7 @@ impl Permit {
         match self.0.take() {
             Some(held) => {
                 held.attempt.seal();
-                held.settle(Ending::park(reason)).await
+                held.settle(AttemptEnd::park(reason)).await
             }
             None => SettleOutcome::Fenced,
         }
@@ -384,9 +384,11 @@ impl Permit {
         let reexecutes = held.attempt.0.policy.on_abandoned == OnAbandoned::Reexecute;
         match standing.half_way {
             Some(ErrorFate::Park) => {
-                held.settle(Ending::park("a step failed that an operator has to see to")).await
+                held.settle(AttemptEnd::park("a step failed that an operator has to see to")).await
             }
-            Some(ErrorFate::Release) if reexecutes && !standing.is_open => held.settle(Ending::Release).await,
+            Some(ErrorFate::Release) if reexecutes && !standing.is_open => {
+                held.settle(AttemptEnd::Release).await
+            }
             _ => held.leave().await,
         }
     }
@@ -404,7 +406,7 @@ impl Permit {
     pub async fn release(mut self) -> SettleOutcome {
         match self.0.take() {
             Some(held) if held.attempt.seal().is_open => held.leave().await,
-            Some(held) => held.settle(Ending::Release).await,
+            Some(held) => held.settle(AttemptEnd::Release).await,
             None => SettleOutcome::Fenced,
         }
     }
@@ -420,14 +422,14 @@ impl Drop for Permit {
     fn drop(&mut self) {
         if let Some(held) = self.0.take() {
             held.attempt.seal();
-            held.inner.keeper.forget(&held.attempt);
+            held.inner.renewer.stop(&held.attempt);
             held.inner.unknown.log_abandoned(&held.attempt, "the attempt was dropped before it ended");
             held.emit(EventKind::Abandoned);
         }
     }
 }
 
-enum Ending {
+enum AttemptEnd {
     /// With an outcome that is known.
     Complete(Completion),
     /// Without one, for this reason.
@@ -435,7 +437,7 @@ enum Ending {
     Release,
 }
 
-impl Ending {
+impl AttemptEnd {
     /// Logs that this end came after another attempt or an operator had taken the record. What was released did nothing.
     fn log_fenced(&self, attempt: &Attempt) {
         if !matches!(self, Self::Release) {
@@ -473,17 +475,17 @@ impl Ending {
     }
 
     /// What those hear who came along with the same request.
-    fn landing(self) -> Landing {
+    fn landing(self) -> SharedOutcome {
         match self {
-            Self::Complete(Completion::Replayable(response)) => Landing::Replay(response),
-            Self::Park(_) | Self::Complete(Completion::Unknown) => Landing::Unknown,
-            Self::Complete(_) => Landing::Unreplayable,
-            Self::Release => Landing::AskAgain,
+            Self::Complete(Completion::Replayable(response)) => SharedOutcome::Replay(response),
+            Self::Park(_) | Self::Complete(Completion::Unknown) => SharedOutcome::Unknown,
+            Self::Complete(_) => SharedOutcome::Unreplayable,
+            Self::Release => SharedOutcome::AskAgain,
         }
     }
 }
 
-impl Held {
+impl HeldPermit {
     pub(crate) fn emit(&self, kind: EventKind) {
         self.inner.emit(Event::new(self.attempt.record_id(), Some(self.attempt.token()), kind));
     }
@@ -491,13 +493,13 @@ impl Held {
     async fn cancel(mut self) {
         if self.attempt.is_after_abandoned() {
             // Nothing was begun under this claim, but under an earlier one: to free the key would forget that.
-            self.inner.keeper.forget(&self.attempt);
+            self.inner.renewer.stop(&self.attempt);
             return self.emit(EventKind::Abandoned);
         }
-        match self.try_settle(&Ending::Release).await {
-            Err(Unsettled::Failed(_)) => self.defer(Ending::Release),
+        match self.try_settle(&AttemptEnd::Release).await {
+            Err(SettleError::Failed(_)) => self.defer(AttemptEnd::Release),
             _ => {
-                self.inner.keeper.forget(&self.attempt);
+                self.inner.renewer.stop(&self.attempt);
                 self.emit(EventKind::ClaimCancelled);
                 self.retract_late_claim();
             }
@@ -509,27 +511,27 @@ impl Held {
     async fn leave(self) -> SettleOutcome {
         if self.attempt.0.policy.on_abandoned == OnAbandoned::Park {
             return self
-                .settle(Ending::park("a step may have taken place of which nothing is recorded"))
+                .settle(AttemptEnd::park("a step may have taken place of which nothing is recorded"))
                 .await;
         }
-        self.inner.keeper.forget(&self.attempt);
+        self.inner.renewer.stop(&self.attempt);
         self.emit(EventKind::Abandoned);
         SettleOutcome::LeftToLease
     }
 
-    async fn settle(self, ending: Ending) -> SettleOutcome {
+    async fn settle(self, ending: AttemptEnd) -> SettleOutcome {
         self.emit(EventKind::Executed);
         match self.try_settle(&ending).await {
             Ok(()) => {
                 self.land(ending);
                 SettleOutcome::Done
             }
-            Err(Unsettled::Fenced) => {
+            Err(SettleError::Fenced) => {
                 self.log_fenced(&ending);
                 self.fenced();
                 SettleOutcome::Fenced
             }
-            Err(Unsettled::Failed(error)) => {
+            Err(SettleError::Failed(error)) => {
                 self.emit(EventKind::SettlementDeferred(error.kind()));
                 self.defer(ending);
                 SettleOutcome::Deferred(error)
@@ -537,20 +539,20 @@ impl Held {
         }
     }
 
-    async fn try_settle(&self, ending: &Ending) -> Result<(), Unsettled> {
+    async fn try_settle(&self, ending: &AttemptEnd) -> Result<(), SettleError> {
         self.inner.end(&self.attempt, ending).await
     }
 
-    fn land(mut self, ending: Ending) {
-        self.inner.keeper.forget(&self.attempt);
-        if let Ending::Park(reason) = &ending {
+    fn land(mut self, ending: AttemptEnd) {
+        self.inner.renewer.stop(&self.attempt);
+        if let AttemptEnd::Park(reason) = &ending {
             self.inner.unknown.log(&self.attempt, reason);
         }
         self.emit(ending.event());
-        if matches!(ending, Ending::Release) {
+        if matches!(ending, AttemptEnd::Release) {
             self.retract_late_claim();
         }
-        self.leader.land(ending.landing());
+        self.leader.finish(ending.landing());
     }
 
     /// After a release: if an answer to the claim was lost, what was sent first may still reach the store, which would
@@ -562,12 +564,12 @@ impl Held {
         }
     }
 
-    fn log_fenced(&self, ending: &Ending) {
+    fn log_fenced(&self, ending: &AttemptEnd) {
         ending.log_fenced(&self.attempt);
     }
 
     pub(crate) fn fenced(self) {
-        self.inner.keeper.forget(&self.attempt);
+        self.inner.renewer.stop(&self.attempt);
         self.attempt.set_lost();
         self.emit(EventKind::Fenced);
     }
@@ -575,8 +577,8 @@ impl Held {
     /// Goes on trying in the background until the record is past its retention. The lease is no longer renewed. Until it
     /// ends, every other claim of this process finds the request in progress; after it, each of them tries first to store
     /// this end. The store takes it under the current token, also of a record that was parked meanwhile.
-    fn defer(self, ending: Ending) {
-        self.inner.keeper.forget(&self.attempt);
+    fn defer(self, ending: AttemptEnd) {
+        self.inner.renewer.stop(&self.attempt);
         let Ok(place) = self.inner.deferred.clone().try_acquire_owned() else {
             let reason = "its end could not be stored, and too many others are tried again already";
             self.inner.unknown.log_abandoned(&self.attempt, reason);
@@ -592,26 +594,28 @@ impl Held {
                 tokio::time::sleep_until(again).await;
                 match self.try_settle(&ending).await {
                     Ok(()) => return self.land(ending),
-                    Err(Unsettled::Fenced) => {
+                    Err(SettleError::Fenced) => {
                         self.log_fenced(&ending);
                         return self.fenced();
                     }
-                    Err(Unsettled::Failed(error)) if !error.kind().may_pass() || again >= lease_until => {
+                    Err(SettleError::Failed(error)) if !error.kind().may_pass() || again >= lease_until => {
                         return self.outlast(ending, error).await;
                     }
-                    Err(Unsettled::Failed(error)) => pause = again_after((pause * 2).min(PAUSE_LAST), &error),
+                    Err(SettleError::Failed(error)) => {
+                        pause = again_after((pause * 2).min(PAUSE_LAST), &error)
+                    }
                 }
             }
         });
     }
 
     /// The lease is over. Those who came along ask for themselves.
-    async fn outlast(self, ending: Ending, mut error: StoreError) {
+    async fn outlast(self, ending: AttemptEnd, mut error: StoreError) {
         let Self { inner, attempt, leader, claim } = self;
         let record = attempt.record_id();
         let give_up = Instant::now() + attempt.0.policy.retention;
         let unstored =
-            Unstored { attempt, ending, claim: Mutex::new(claim), stored: tokio::sync::Mutex::default() };
+            UnstoredEnd { attempt, ending, claim: Mutex::new(claim), stored: tokio::sync::Mutex::default() };
         let unstored = inner.unstored.add(record, unstored);
         drop(leader);
         if error.kind().may_pass() {
@@ -636,15 +640,15 @@ impl Held {
 }
 
 /// The end of an attempt that the store did not take before the lease was over.
-pub(crate) struct Unstored {
+pub(crate) struct UnstoredEnd {
     attempt: Attempt,
-    ending: Ending,
+    ending: AttemptEnd,
     claim: Mutex<Option<Box<(ClaimRequest, AttemptId)>>>,
-    /// Whether the store has taken or refused it. Held while it is sent, so that it is sent once at a time.
+    /// Whether the store has taken or refused it. HeldPermit while it is sent, so that it is sent once at a time.
     stored: tokio::sync::Mutex<bool>,
 }
 
-impl Unstored {
+impl UnstoredEnd {
     /// The attempt that has ended.
     pub(crate) const fn attempt(&self) -> &Attempt {
         &self.attempt
@@ -652,7 +656,7 @@ impl Unstored {
 }
 
 /// Why the store did not take the end of an attempt.
-enum Unsettled {
+enum SettleError {
     /// Another attempt owns the record.
     Fenced,
     /// The store failed.
@@ -661,16 +665,16 @@ enum Unsettled {
 
 impl Inner {
     /// Asks the store once.
-    async fn end(&self, attempt: &Attempt, ending: &Ending) -> Result<(), Unsettled> {
+    async fn end(&self, attempt: &Attempt, ending: &AttemptEnd) -> Result<(), SettleError> {
         match self.store.apply(attempt.record_id(), ending.command(attempt)).await {
             Ok(Outcome::Completed | Outcome::Released) => Ok(()),
-            Ok(Outcome::Fenced) => Err(Unsettled::Fenced),
+            Ok(Outcome::Fenced) => Err(SettleError::Fenced),
             Ok(other) => {
                 let error =
                     StoreError::invalid(format!("the store answered {other:?} to the end of an attempt"));
-                Err(Unsettled::Failed(error))
+                Err(SettleError::Failed(error))
             }
-            Err(error) => Err(Unsettled::Failed(error)),
+            Err(error) => Err(SettleError::Failed(error)),
         }
     }
 
@@ -678,22 +682,22 @@ impl Inner {
     ///
     /// # Errors
     /// The store failed.
-    pub(crate) async fn store_end(self: &Arc<Self>, unstored: &Unstored) -> Result<(), StoreError> {
+    pub(crate) async fn store_end(self: &Arc<Self>, unstored: &UnstoredEnd) -> Result<(), StoreError> {
         let mut stored = unstored.stored.lock().await;
         if *stored {
             return Ok(());
         }
         let kind = match self.end(&unstored.attempt, &unstored.ending).await {
             Ok(()) => unstored.ending.event(),
-            Err(Unsettled::Fenced) => {
+            Err(SettleError::Fenced) => {
                 unstored.ending.log_fenced(&unstored.attempt);
                 unstored.attempt.set_lost();
                 EventKind::Fenced
             }
-            Err(Unsettled::Failed(error)) => return Err(error),
+            Err(SettleError::Failed(error)) => return Err(error),
         };
         *stored = true;
-        if let (EventKind::Parked, Ending::Park(reason)) = (kind, &unstored.ending) {
+        if let (EventKind::Parked, AttemptEnd::Park(reason)) = (kind, &unstored.ending) {
             self.unknown.log(&unstored.attempt, reason);
         }
         self.emit(Event::new(unstored.attempt.record_id(), Some(unstored.attempt.token()), kind));

@@ -32,7 +32,7 @@ use oncegate_core::{
 use tokio::runtime::Handle;
 use tokio::time::{Instant, sleep, timeout};
 
-use crate::flight::lock;
+use crate::single_flight::lock;
 use oncegate_core::ConfigError;
 
 /// Any store, behind a circuit breaker. Cheap to clone; all clones are one.
@@ -112,7 +112,7 @@ const PAUSE_LAST: Duration = Duration::from_secs(1);
 const CALM: Duration = Duration::from_secs(5);
 
 /// A record that nobody has, to see whether records can be read.
-const NOBODY: RecordId = RecordId::from_bytes([0; 32]);
+const UNUSED_RECORD: RecordId = RecordId::from_bytes([0; 32]);
 
 /// What a command does.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -522,7 +522,7 @@ impl Shared {
         watch.probing = true;
         self.is_suspected.store(true, Ordering::Relaxed);
         drop(watch);
-        let probing = Probing { shared: Arc::downgrade(self), is_done: false };
+        let probing = ProbeTask { shared: Arc::downgrade(self), is_done: false };
         runtime.spawn(async move { probing.run().await });
     }
 
@@ -531,7 +531,7 @@ impl Shared {
         let asked = async {
             self.store.check().await?;
             // It may be well and its records out of reach, as where somebody holds a lock on their table.
-            self.store.lookup(NOBODY).await.map(drop)
+            self.store.lookup(UNUSED_RECORD).await.map(drop)
         };
         match timeout(self.probe_timeout, asked).await {
             Ok(answer) => answer,
@@ -598,12 +598,12 @@ impl Drop for Trial<'_> {
 
 /// The task that asks the store, until there is nothing more to ask for or nobody has the breaker any more. Dropped before,
 /// with its runtime, it makes room for another one.
-struct Probing {
+struct ProbeTask {
     shared: Weak<Shared>,
     is_done: bool,
 }
 
-impl Probing {
+impl ProbeTask {
     async fn run(mut self) {
         let jitter = RandomState::new();
         let mut pause = PAUSE_FIRST;
@@ -627,7 +627,7 @@ impl Probing {
     }
 }
 
-impl Drop for Probing {
+impl Drop for ProbeTask {
     fn drop(&mut self) {
         if let (false, Some(shared)) = (self.is_done, self.shared.upgrade()) {
             lock(&shared.watch).probing = false;

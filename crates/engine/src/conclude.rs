@@ -11,9 +11,9 @@ use oncegate_core::{
 };
 use tokio::time::{Duration, Instant};
 
-use crate::attempt::{Held, Permit, again_after};
+use crate::attempt::{HeldPermit, Permit, again_after};
 use crate::event::EventKind;
-use crate::flight::Landing;
+use crate::single_flight::SharedOutcome;
 
 /// What an operation that completes its record itself ended with.
 #[derive(Clone, Debug)]
@@ -62,7 +62,7 @@ pub enum ConcludeOutcome {
 }
 
 /// One try: what it came to, and what there is to note beside it.
-type Tried = (ConcludeOutcome, Option<EventKind>);
+type Conclusion = (ConcludeOutcome, Option<EventKind>);
 
 impl Permit {
     /// Ends the attempt of an operation that completes its record itself. Answers after the store made durable what there
@@ -84,7 +84,7 @@ pub(crate) const COMPLETION_MISSING_INTERVAL: Duration = Duration::from_secs(10)
 /// completed, or to somebody else's.
 const TURNS: usize = 3;
 
-impl Held {
+impl HeldPermit {
     async fn conclude(self, said: OperationReport) -> ConcludeOutcome {
         self.emit(EventKind::Executed);
         match self.try_conclude(&said).await {
@@ -97,7 +97,7 @@ impl Held {
         }
     }
 
-    async fn try_conclude(&self, said: &OperationReport) -> Result<Tried, StoreError> {
+    async fn try_conclude(&self, said: &OperationReport) -> Result<Conclusion, StoreError> {
         let (id, token) = (self.attempt.record_id(), self.attempt.token());
         let retention = self.attempt.0.policy.retention;
         for _ in 0..TURNS {
@@ -105,15 +105,15 @@ impl Held {
             let Some(record) = record.filter(|record| record.token == token) else { break };
             let asks = self.attempt.0.policy.asks_for_answers;
             let (command, note) = match next(record, said) {
-                Next::Nothing((ConcludeOutcome::Awaited, note)) if !asks => {
+                NextWrite::Nothing((ConcludeOutcome::Awaited, note)) if !asks => {
                     return Ok((ConcludeOutcome::Unreplayable, note));
                 }
-                Next::Nothing(tried) => return Ok(tried),
-                Next::Complete(completion, note) => {
+                NextWrite::Nothing(tried) => return Ok(tried),
+                NextWrite::Complete(completion, note) => {
                     let completion = completion.clone();
                     (Command::Complete(Complete { token, completion, retention }), note)
                 }
-                Next::Release => {
+                NextWrite::Release => {
                     let retention = self.attempt.0.policy.released_retention();
                     (Command::Release(Release { token, retention }), None)
                 }
@@ -132,7 +132,7 @@ impl Held {
         Ok((ConcludeOutcome::Fenced, None))
     }
 
-    fn concluded(mut self, said: OperationReport, (concluded, note): Tried) -> ConcludeOutcome {
+    fn concluded(mut self, said: OperationReport, (concluded, note): Conclusion) -> ConcludeOutcome {
         let (event, landing) = match (&concluded, said) {
             (ConcludeOutcome::Fenced | ConcludeOutcome::Deferred(_), said) => {
                 // A service whose transaction could not commit reports no success.
@@ -143,19 +143,19 @@ impl Held {
                 return concluded;
             }
             (ConcludeOutcome::Recorded(response), _) => {
-                (EventKind::Completed, Landing::Replay(response.clone()))
+                (EventKind::Completed, SharedOutcome::Replay(response.clone()))
             }
             (
                 ConcludeOutcome::Stored,
                 OperationReport::Answer { completion: Completion::Replayable(response), .. },
-            ) => (EventKind::Completed, Landing::Replay(response)),
-            (ConcludeOutcome::Awaited, _) => (EventKind::Tombstoned, Landing::AskAgain),
+            ) => (EventKind::Completed, SharedOutcome::Replay(response)),
+            (ConcludeOutcome::Awaited, _) => (EventKind::Tombstoned, SharedOutcome::AskAgain),
             (ConcludeOutcome::Stored | ConcludeOutcome::Unreplayable, _) => {
-                (EventKind::Tombstoned, Landing::Unreplayable)
+                (EventKind::Tombstoned, SharedOutcome::Unreplayable)
             }
-            (ConcludeOutcome::Released, _) => (EventKind::Released, Landing::AskAgain),
+            (ConcludeOutcome::Released, _) => (EventKind::Released, SharedOutcome::AskAgain),
         };
-        self.inner.keeper.forget(&self.attempt);
+        self.inner.renewer.stop(&self.attempt);
         if let Some(note) = note {
             self.emit(note);
             if note == EventKind::CompletionMissing
@@ -174,14 +174,14 @@ impl Held {
         if matches!(concluded, ConcludeOutcome::Released) {
             self.retract_late_claim();
         }
-        self.leader.land(landing);
+        self.leader.finish(landing);
         concluded
     }
 
     /// Goes on trying in the background until the lease ends, which is no longer renewed. Until then everybody else in
     /// this process hears that the request is in progress.
     fn conclude_later(self, said: OperationReport) {
-        self.inner.keeper.forget(&self.attempt);
+        self.inner.renewer.stop(&self.attempt);
         let Ok(place) = self.inner.deferred.clone().try_acquire_owned() else {
             return self.emit(EventKind::SettlementLost);
         };
@@ -208,45 +208,47 @@ impl Held {
 }
 
 /// What there is to do about a record that the attempt owns.
-enum Next<'a> {
-    Nothing(Tried),
+enum NextWrite<'a> {
+    Nothing(Conclusion),
     Complete(&'a Completion, Option<EventKind>),
     Release,
 }
 
-fn next(record: Record, said: &OperationReport) -> Next<'_> {
+fn next(record: Record, said: &OperationReport) -> NextWrite<'_> {
     let upstream = Some(EventKind::CompletedUpstream);
     match (record.state, said) {
         (State::Completed(Answer::Replayable(own)), OperationReport::Answer { completion, .. }) => {
             match completion {
                 // Also what an earlier try wrote, whose answer was lost.
                 Completion::Replayable(response) if *response == own => {
-                    Next::Nothing((ConcludeOutcome::Stored, upstream))
+                    NextWrite::Nothing((ConcludeOutcome::Stored, upstream))
                 }
                 Completion::Replayable(response) if !is_same(response, &own) => {
-                    Next::Nothing((ConcludeOutcome::Recorded(own), Some(EventKind::AnswerDiffers)))
+                    NextWrite::Nothing((ConcludeOutcome::Recorded(own), Some(EventKind::AnswerDiffers)))
                 }
-                _ => Next::Nothing((ConcludeOutcome::Recorded(own), upstream)),
+                _ => NextWrite::Nothing((ConcludeOutcome::Recorded(own), upstream)),
             }
         }
         (State::Completed(Answer::Replayable(own)), OperationReport::NoAnswer) => {
-            Next::Nothing((ConcludeOutcome::Recorded(own), upstream))
+            NextWrite::Nothing((ConcludeOutcome::Recorded(own), upstream))
         }
         (State::Completed(Answer::Awaited), OperationReport::Answer { completion, .. }) => match completion {
-            Completion::Replayable(_) => Next::Complete(completion, Some(EventKind::AnswerAdded)),
-            _ => Next::Complete(completion, upstream),
+            Completion::Replayable(_) => NextWrite::Complete(completion, Some(EventKind::AnswerAdded)),
+            _ => NextWrite::Complete(completion, upstream),
         },
         (State::Completed(Answer::Awaited), OperationReport::NoAnswer) => {
-            Next::Nothing((ConcludeOutcome::Awaited, upstream))
+            NextWrite::Nothing((ConcludeOutcome::Awaited, upstream))
         }
-        (State::Completed(_), _) => Next::Nothing((ConcludeOutcome::Unreplayable, upstream)),
+        (State::Completed(_), _) => NextWrite::Nothing((ConcludeOutcome::Unreplayable, upstream)),
         // By an earlier try, whose answer was lost; or by an operator, who fenced the attempt with that.
-        (State::Released, OperationReport::NoAnswer) => Next::Nothing((ConcludeOutcome::Released, None)),
-        (State::Released, OperationReport::Answer { .. }) => Next::Nothing((ConcludeOutcome::Fenced, None)),
-        (_, OperationReport::Answer { completion, success }) => {
-            Next::Complete(completion, success.then_some(EventKind::CompletionMissing))
+        (State::Released, OperationReport::NoAnswer) => NextWrite::Nothing((ConcludeOutcome::Released, None)),
+        (State::Released, OperationReport::Answer { .. }) => {
+            NextWrite::Nothing((ConcludeOutcome::Fenced, None))
         }
-        (_, OperationReport::NoAnswer) => Next::Release,
+        (_, OperationReport::Answer { completion, success }) => {
+            NextWrite::Complete(completion, success.then_some(EventKind::CompletionMissing))
+        }
+        (_, OperationReport::NoAnswer) => NextWrite::Release,
     }
 }
 

@@ -14,12 +14,12 @@ use tokio::time::Instant;
 
 /// A moment by both clocks.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Moment {
+pub(crate) struct ClockReading {
     pub(crate) monotonic: Instant,
     wall: SystemTime,
 }
 
-impl Moment {
+impl ClockReading {
     pub(crate) fn now() -> Self {
         Self { monotonic: Instant::now(), wall: SystemTime::now() }
     }
@@ -35,7 +35,7 @@ pub(crate) struct LeaseEnd {
 
 impl LeaseEnd {
     /// The end of a lease that was asked for at this moment.
-    pub(crate) fn after(asked_at: Moment, lease: Duration) -> Self {
+    pub(crate) fn after(asked_at: ClockReading, lease: Duration) -> Self {
         Self { monotonic: asked_at.monotonic + lease, wall: asked_at.wall.checked_add(lease) }
     }
 
@@ -80,10 +80,10 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_lease_is_over_when_one_of_the_clocks_says_so() {
         let lease = Duration::from_secs(30);
-        let now = Moment::now();
+        let now = ClockReading::now();
         assert!(!LeaseEnd::after(now, lease).is_over());
         // The machine was suspended: only the wall clock went on.
-        let suspended = Moment { wall: now.wall - Duration::from_secs(31), ..now };
+        let suspended = ClockReading { wall: now.wall - Duration::from_secs(31), ..now };
         assert!(LeaseEnd::after(suspended, lease).is_over());
         tokio::time::advance(lease).await;
         assert!(LeaseEnd::after(now, lease).is_over());

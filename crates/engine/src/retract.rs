@@ -43,14 +43,14 @@ pub(crate) const LATE: usize = 1024;
 pub(crate) const VERY_LATE: usize = 4096;
 
 /// A claim in doubt.
-pub(crate) struct Doubt {
+pub(crate) struct DoubtfulClaim {
     request: ClaimRequest,
     attempt: AttemptId,
-    /// Whether it is settled. Held during a look, so that there is one at a time.
+    /// Whether it is settled. HeldPermit during a look, so that there is one at a time.
     settled: Mutex<bool>,
 }
 
-impl Doubt {
+impl DoubtfulClaim {
     /// Leaves it to the caller, if it is not settled. The look in the background ends.
     async fn take(&self) -> Option<AttemptId> {
         let was_settled = std::mem::replace(&mut *self.settled.lock().await, true);
@@ -74,7 +74,7 @@ enum Phase {
 }
 
 /// Why a record must not be claimed by this process now.
-pub(crate) enum NotSettled {
+pub(crate) enum EarlierClaimError {
     /// The store did not answer.
     Out(StoreError),
     /// This attempt has ended here, and the store does not take its end.
@@ -82,7 +82,7 @@ pub(crate) enum NotSettled {
 }
 
 /// The result of a look.
-enum Seen {
+enum LookResult {
     /// It was released, or it cannot be granted any more.
     Settled,
     /// It is not there; it may still be on its way.
@@ -96,7 +96,8 @@ impl Inner {
     /// nothing is executed.
     pub(crate) fn retract(self: &Arc<Self>, request: ClaimRequest, attempt: AttemptId) {
         let Ok(place) = self.deferred.clone().try_acquire_owned() else { return };
-        let doubt = self.doubts.add(request.id, Doubt { request, attempt, settled: Mutex::new(false) });
+        let doubt =
+            self.doubts.add(request.id, DoubtfulClaim { request, attempt, settled: Mutex::new(false) });
         let inner = self.clone();
         self.tasks.spawn(async move { inner.look_for(&doubt, place).await });
     }
@@ -113,12 +114,12 @@ impl Inner {
     pub(crate) async fn settle_earlier(
         self: &Arc<Self>,
         request: &ClaimRequest,
-    ) -> Result<Option<AttemptId>, NotSettled> {
+    ) -> Result<Option<AttemptId>, EarlierClaimError> {
         for end in self.unstored.of(&request.id) {
             match self.store_end(&end).await {
                 Err(error) if error.kind().may_pass() => {
                     // Whatever else the store says is decided, by this end or by another process.
-                    let record = self.store.lookup(request.id).await.map_err(NotSettled::Out)?;
+                    let record = self.store.lookup(request.id).await.map_err(EarlierClaimError::Out)?;
                     let attempt = end.attempt();
                     let is_open = record.is_some_and(|record| {
                         record.token == attempt.token()
@@ -126,7 +127,7 @@ impl Inner {
                             && matches!(record.state, State::InProgress { .. })
                     });
                     if is_open {
-                        return Err(NotSettled::Unstored(attempt.clone()));
+                        return Err(EarlierClaimError::Unstored(attempt.clone()));
                     }
                 }
                 _ => {}
@@ -135,9 +136,9 @@ impl Inner {
         let mut open = None;
         for doubt in self.doubts.of(&request.id) {
             match self.look(&doubt).await {
-                Seen::Settled => {}
-                Seen::NotThere => open = open.or(Some(doubt)),
-                Seen::Out(error) => return Err(NotSettled::Out(error)),
+                LookResult::Settled => {}
+                LookResult::NotThere => open = open.or(Some(doubt)),
+                LookResult::Out(error) => return Err(EarlierClaimError::Out(error)),
             }
         }
         match open {
@@ -146,7 +147,7 @@ impl Inner {
         }
     }
 
-    async fn look_for(&self, doubt: &Doubt, place: OwnedSemaphorePermit) {
+    async fn look_for(&self, doubt: &DoubtfulClaim, place: OwnedSemaphorePermit) {
         let policy = doubt.request.policy;
         let lease_over = Instant::now() + policy.lease;
         let give_up = lease_over + policy.retention;
@@ -162,10 +163,10 @@ impl Inner {
                 () = self.closing.cancelled(), if may_end => true,
             };
             let seen = self.look(doubt).await;
-            if matches!(seen, Seen::Settled) || is_closing || at == give_up {
+            if matches!(seen, LookResult::Settled) || is_closing || at == give_up {
                 return;
             }
-            if let Seen::Out(error) = seen {
+            if let LookResult::Out(error) = seen {
                 pause = again_after((pause * 2).min(PAUSE_OUT), &error);
                 continue;
             }
@@ -185,30 +186,30 @@ impl Inner {
     }
 
     /// One look, and the release of what it finds. One at a time for each doubt.
-    async fn look(&self, doubt: &Doubt) -> Seen {
+    async fn look(&self, doubt: &DoubtfulClaim) -> LookResult {
         let mut settled = doubt.settled.lock().await;
         if *settled {
-            return Seen::Settled;
+            return LookResult::Settled;
         }
         let seen = self.look_now(&doubt.request, doubt.attempt).await;
-        *settled = matches!(seen, Seen::Settled);
+        *settled = matches!(seen, LookResult::Settled);
         seen
     }
 
-    async fn look_now(&self, request: &ClaimRequest, attempt: AttemptId) -> Seen {
+    async fn look_now(&self, request: &ClaimRequest, attempt: AttemptId) -> LookResult {
         let token = match self.store.lookup(request.id).await {
-            Err(error) if error.kind().may_pass() => return Seen::Out(error),
-            Err(_) => return Seen::Settled,
-            Ok(None) => return Seen::NotThere,
+            Err(error) if error.kind().may_pass() => return LookResult::Out(error),
+            Err(_) => return LookResult::Settled,
+            Ok(None) => return LookResult::NotThere,
             Ok(Some(record)) => match record.state {
                 // Nothing was begun under this claim, but under an earlier one: the lease has to run out.
                 State::InProgress { attempt: holder, after_abandoned: true, .. } if holder == attempt => {
-                    return Seen::Settled;
+                    return LookResult::Settled;
                 }
                 State::InProgress { attempt: holder, .. } if holder == attempt => record.token,
                 // A claim that comes late does not change these.
-                State::Completed(_) | State::Unknown => return Seen::Settled,
-                _ => return Seen::NotThere,
+                State::Completed(_) | State::Unknown => return LookResult::Settled,
+                _ => return LookResult::NotThere,
             },
         };
         // By its token: to claim it again may fail for the same reason as before, such as a replica that is away.
@@ -216,10 +217,10 @@ impl Inner {
         match self.store.apply(request.id, Command::Release(release)).await {
             Ok(_) => {
                 self.emit(Event::new(request.id, Some(token), EventKind::ClaimCancelled));
-                Seen::Settled
+                LookResult::Settled
             }
-            Err(error) if error.kind().may_pass() => Seen::Out(error),
-            Err(_) => Seen::Settled,
+            Err(error) if error.kind().may_pass() => LookResult::Out(error),
+            Err(_) => LookResult::Settled,
         }
     }
 }

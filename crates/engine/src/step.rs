@@ -49,15 +49,15 @@ const OWN: char = '~';
 pub(crate) const INPUT: &str = "~input";
 
 /// How large it may be, in bytes of its JSON: half of what a record has room for.
-pub(crate) const INPUT_MAX: usize = limits::MAX_STEPS_BYTES / 2;
+pub(crate) const MAX_INPUT_BYTES: usize = limits::MAX_STEPS_BYTES / 2;
 
 /// What the name of a compensation starts with.
 const UNDO: &str = "~undo ";
 
 /// How much may be recorded of a compensation, in bytes: why it failed, in so many characters, none of which takes more than
 /// six bytes in JSON.
-const UNDONE_MAX: usize = 1024;
-const REASON_MAX: usize = 160;
+const MAX_UNDO_RESULT_BYTES: usize = 1024;
+const MAX_REASON_CHARS: usize = 160;
 
 /// What is recorded where a first step may have taken place, and nothing else is: a record that is released with steps is not
 /// free for another request.
@@ -222,7 +222,7 @@ pub(crate) struct Progress {
 
 /// How an attempt's steps stand when it ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Standing {
+pub(crate) struct StepsState {
     /// Something may have taken place that no record tells of: the key must not be free.
     pub(crate) is_open: bool,
     /// The operation is not at its end, and what there is to go on from would be lost with a completion: what becomes of the
@@ -347,18 +347,18 @@ impl Attempt {
     }
 
     /// How its steps stand. No other one begins after this.
-    pub(crate) fn seal(&self) -> Standing {
+    pub(crate) fn seal(&self) -> StepsState {
         self.standing(|progress| {
             progress.is_sealed = true;
             progress.standing(self)
         })
     }
 
-    fn standing(&self, look: impl FnOnce(&mut Progress) -> Standing) -> Standing {
+    fn standing(&self, look: impl FnOnce(&mut Progress) -> StepsState) -> StepsState {
         match self.0.progress.try_lock() {
             Ok(mut progress) => look(&mut progress),
             // A step runs, in a task of its own. It is the last one: none begins that is not asked for by then.
-            Err(_) => Standing { is_open: true, half_way: Some(ErrorFate::Unknown) },
+            Err(_) => StepsState { is_open: true, half_way: Some(ErrorFate::Unknown) },
         }
     }
 
@@ -464,7 +464,7 @@ impl Progress {
         result
     }
 
-    fn standing(&self, attempt: &Attempt) -> Standing {
+    fn standing(&self, attempt: &Attempt) -> StepsState {
         // What an earlier attempt began: recorded, or not to be told.
         let was_begun = match self.is_loaded {
             true => !self.recorded.is_empty(),
@@ -477,7 +477,7 @@ impl Progress {
             && attempt.0.policy.on_abandoned == OnAbandoned::Reexecute
             && self.recorded.is_empty();
         let stopped = self.stopped.filter(|fate| *fate != ErrorFate::Store);
-        Standing {
+        StepsState {
             is_open: self.is_open || follows_somebody,
             half_way: stopped.filter(|_| self.is_open || was_begun),
         }
@@ -670,7 +670,7 @@ impl Progress {
     /// How many bytes are recorded, and may come to it where all of this is taken back.
     fn size_with_undo(&self, own: Option<&str>) -> usize {
         self.recorded.iter().map(Step::size).sum::<usize>()
-            + self.undone(own).map(|step| UNDO.len() + step.len() + UNDONE_MAX).sum::<usize>()
+            + self.undone(own).map(|step| UNDO.len() + step.len() + MAX_UNDO_RESULT_BYTES).sum::<usize>()
     }
 
     /// How many bytes the result of the next step may have, so that all that was finished by then can still be taken back.
@@ -748,10 +748,10 @@ impl Progress {
                             return Err(StepError::NotTakenBack { step, reason });
                         }
                         Err(StepFailure::Final(reason)) => {
-                            Some(reason.chars().take(REASON_MAX).collect::<String>())
+                            Some(reason.chars().take(MAX_REASON_CHARS).collect::<String>())
                         }
                     };
-                    let bytes = value::encode(&failed, UNDONE_MAX).map(Bytes::from);
+                    let bytes = value::encode(&failed, MAX_UNDO_RESULT_BYTES).map(Bytes::from);
                     let bytes = bytes.map_err(not_recorded)?;
                     self.record(attempt, &name, bytes.clone()).await?;
                     bytes

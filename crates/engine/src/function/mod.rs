@@ -39,7 +39,7 @@ const DOMAIN: &str = "oncegate-function-1";
 /// The name of what is run without one.
 const UNNAMED: &str = "run";
 
-const RESULT_MAX: usize = 1024 * 1024;
+const DEFAULT_MAX_RESULT_BYTES: usize = 1024 * 1024;
 
 /// A function whose effect takes place once for each key: its name, what its keys are unique within, and how long things last.
 ///
@@ -117,7 +117,7 @@ impl Engine {
                 has_caller: false,
                 policy: Policy::default(),
                 rules: FingerprintRules::new(),
-                max_result_bytes: RESULT_MAX,
+                max_result_bytes: DEFAULT_MAX_RESULT_BYTES,
             }),
             errors: UnknownErrors,
         }
@@ -238,8 +238,8 @@ impl<P: Clone> Function<P> {
     {
         let asked = key
             .try_into()
-            .map_err(|error| NoCall::Key(error.into()))
-            .and_then(|key| Ok((key, value::encode_input(input).map_err(NoCall::Input)?)))
+            .map_err(|error| InvalidCall::Key(error.into()))
+            .and_then(|key| Ok((key, value::encode_input(input).map_err(InvalidCall::Input)?)))
             .map(|(key, json)| (self.record_id(&key), KeyTag::of(&key), self.fingerprint(&json)));
         Call { function: self.clone(), asked }
     }
@@ -312,21 +312,21 @@ pub const fn compared<T: Serialize + ?Sized>(argument: &T) -> &T {
 #[must_use = "a call runs when it is told how"]
 pub struct Call<P = UnknownErrors> {
     function: Function<P>,
-    asked: Result<(RecordId, KeyTag, Fingerprint), NoCall>,
+    asked: Result<(RecordId, KeyTag, Fingerprint), InvalidCall>,
 }
 
 /// Why a call is none.
 #[derive(Clone, Copy)]
-enum NoCall {
+enum InvalidCall {
     Key(KeyError),
     Input(JsonError),
 }
 
-impl<E> From<NoCall> for FunctionError<E> {
-    fn from(why: NoCall) -> Self {
+impl<E> From<InvalidCall> for FunctionError<E> {
+    fn from(why: InvalidCall) -> Self {
         match why {
-            NoCall::Key(error) => Self::Key(error),
-            NoCall::Input(error) => Self::Input(error),
+            InvalidCall::Key(error) => Self::Key(error),
+            InvalidCall::Input(error) => Self::Input(error),
         }
     }
 }

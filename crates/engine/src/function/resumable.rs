@@ -17,9 +17,9 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::{JoinHandle, JoinSet};
 
 use super::errors::{ErrorPolicy, FunctionError};
-use super::run::{Claimed, FunctionOutput, joined};
+use super::run::{CallClaim, FunctionOutput, joined};
 use super::value;
-use super::{Function, NoCall};
+use super::{Function, InvalidCall};
 use crate::attempt::{Attempt, Permit};
 use crate::engine::{ClaimOutcome, ClaimRequest};
 use crate::step::{self, StepError};
@@ -40,29 +40,29 @@ type Run<I, T, E> =
     Arc<dyn Fn(Attempt, I) -> Pin<Box<dyn Future<Output = Result<T, E>> + Send>> + Send + Sync>;
 
 /// How many calls a completer executes at a time.
-const AT_ONCE: usize = 16;
+const MAX_PLACES: usize = 16;
 
 /// For how long a call that it executes has one of these places. One that hangs does not keep others from being completed.
 const PLACE_FOR: Duration = Duration::from_secs(60);
 
 /// How many it has under way at the most, with those that take longer.
-const UNDER_WAY: usize = 1024;
+const MAX_RUNNING_CALLS: usize = 1024;
 
 /// What a completer has under way.
-struct UnderWay {
+struct RunningCalls {
     calls: JoinSet<()>,
     places: Arc<Semaphore>,
 }
 
-impl UnderWay {
+impl RunningCalls {
     fn new() -> Self {
-        Self { calls: JoinSet::new(), places: Arc::new(Semaphore::new(AT_ONCE)) }
+        Self { calls: JoinSet::new(), places: Arc::new(Semaphore::new(MAX_PLACES)) }
     }
 
     /// Waits for a place, and so long as there are too many calls in all.
     async fn place(&mut self) -> Option<OwnedSemaphorePermit> {
         while self.calls.try_join_next().is_some() {}
-        while self.calls.len() >= UNDER_WAY {
+        while self.calls.len() >= MAX_RUNNING_CALLS {
             self.calls.join_next().await;
         }
         self.places.clone().acquire_owned().await.ok() // nobody closes it
@@ -210,10 +210,10 @@ where
         K: TryInto<IdempotencyKey>,
         K::Error: Into<KeyError>,
     {
-        let json = value::encode(input, step::INPUT_MAX).map_err(NoCall::Input)?;
+        let json = value::encode(input, step::MAX_INPUT_BYTES).map_err(InvalidCall::Input)?;
         match self.function.call(key, input).claim().await? {
-            Claimed::Execute(permit) => joined(self.spawn(permit, json.into())).await,
-            Claimed::Replay(response) => self.function.replay(&response),
+            CallClaim::Execute(permit) => joined(self.spawn(permit, json.into())).await,
+            CallClaim::Replay(response) => self.function.replay(&response),
         }
     }
 
@@ -253,7 +253,7 @@ where
     /// # Errors
     /// What the store said.
     pub async fn complete(&self, how: CompleterOptions) -> Result<CompleterRound, StoreError> {
-        let mut under_way = UnderWay::new();
+        let mut under_way = RunningCalls::new();
         let round = self.round(how, &mut under_way).await?;
         while under_way.calls.join_next().await.is_some() {}
         Ok(round)
@@ -263,7 +263,7 @@ where
     async fn round(
         &self,
         how: CompleterOptions,
-        under_way: &mut UnderWay,
+        under_way: &mut RunningCalls,
     ) -> Result<CompleterRound, StoreError> {
         let mut round = CompleterRound::default();
         for (state, min_age) in [(StateName::Abandoned, Duration::ZERO), (StateName::Released, how.after)] {
@@ -319,7 +319,7 @@ where
         self.function.settings.engine.spawn(async move {
             let function = this.function.settings.name.clone();
             // One that takes long holds up no later round.
-            let mut under_way = UnderWay::new();
+            let mut under_way = RunningCalls::new();
             let mut left = 0;
             loop {
                 tokio::select! {

@@ -89,13 +89,13 @@ impl<P> Call<P> {
         P: ErrorPolicy<E> + Send + Sync + 'static,
     {
         match self.claim().await? {
-            Claimed::Execute(permit) => {
+            CallClaim::Execute(permit) => {
                 let engine = self.function.settings.engine.clone();
                 // Nothing is waited for between the claim and this, so that nobody's going away comes between them.
                 let task = engine.spawn(async move { self.function.execute(permit, run).await });
                 joined(task).await
             }
-            Claimed::Replay(response) => self.function.replay(&response),
+            CallClaim::Replay(response) => self.function.replay(&response),
         }
     }
 
@@ -128,19 +128,19 @@ impl<P> Call<P> {
         P: ErrorPolicy<E>,
     {
         match self.claim().await? {
-            Claimed::Execute(permit) => self.function.execute(permit, run).await,
-            Claimed::Replay(response) => self.function.replay(&response),
+            CallClaim::Execute(permit) => self.function.execute(permit, run).await,
+            CallClaim::Replay(response) => self.function.replay(&response),
         }
     }
 
-    pub(super) async fn claim<E>(&self) -> Result<Claimed, FunctionError<E>> {
+    pub(super) async fn claim<E>(&self) -> Result<CallClaim, FunctionError<E>> {
         let (id, key, fingerprint) = self.asked?;
         let settings = &self.function.settings;
         let label = settings.label.clone().with_key(key);
         let request = ClaimRequest { id, fingerprint, label, policy: settings.policy };
         match settings.engine.claim(request).await {
-            Ok(ClaimOutcome::Execute(permit)) => Ok(Claimed::Execute(permit)),
-            Ok(ClaimOutcome::Replay(response)) => Ok(Claimed::Replay(response)),
+            Ok(ClaimOutcome::Execute(permit)) => Ok(CallClaim::Execute(permit)),
+            Ok(ClaimOutcome::Replay(response)) => Ok(CallClaim::Replay(response)),
             Ok(ClaimOutcome::InProgress { lease_left, .. }) => Err(FunctionError::InProgress { lease_left }),
             Ok(ClaimOutcome::Mismatch) => Err(FunctionError::KeyReused),
             Ok(ClaimOutcome::Unknown) => Err(FunctionError::Unknown),
@@ -152,7 +152,7 @@ impl<P> Call<P> {
     }
 }
 
-pub(super) enum Claimed {
+pub(super) enum CallClaim {
     Execute(Permit),
     Replay(StoredResponse),
 }

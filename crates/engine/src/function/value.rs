@@ -46,7 +46,7 @@ impl std::error::Error for JsonError {}
 pub(crate) fn encode<T: Serialize + DeserializeOwned>(value: &T, max: usize) -> Result<Vec<u8>, JsonError> {
     // The value's own code runs here, after the effect took place: a panic in it must not hide that.
     guarded(|| {
-        value.serialize(Check(&mut Seen::default())).map_err(|fault| fault.0)?;
+        value.serialize(Check(&mut ValueInfo::default())).map_err(|fault| fault.0)?;
         let mut to = Bounded { json: Vec::with_capacity(128), max, is_full: false };
         if serde_json::to_writer(&mut to, value).is_err() {
             return Err(if to.is_full { JsonError::TooLarge } else { JsonError::NotSerialized });
@@ -59,7 +59,7 @@ pub(crate) fn encode<T: Serialize + DeserializeOwned>(value: &T, max: usize) -> 
 
 /// The JSON of an input.
 pub(crate) fn encode_input<T: Serialize + ?Sized>(value: &T) -> Result<Vec<u8>, JsonError> {
-    let mut seen = Seen::default();
+    let mut seen = ValueInfo::default();
     value.serialize(Check(&mut seen)).map_err(|fault| fault.0)?;
     // A hash map has another order each time. Where numbers keep the canonical form away, its order would count.
     if seen.has_map
@@ -126,7 +126,7 @@ impl io::Write for Bounded {
 
 /// What there is to know of a value beside whether JSON can say it.
 #[derive(Default)]
-struct Seen {
+struct ValueInfo {
     has_map: bool,
 }
 
@@ -138,31 +138,31 @@ enum Shape {
 }
 
 /// Goes through a value, writes nothing, and stops at what JSON cannot say.
-struct Check<'a>(&'a mut Seen);
+struct Check<'a>(&'a mut ValueInfo);
 
 #[derive(Debug)]
-struct Fault(JsonError);
+struct CheckError(JsonError);
 
-impl fmt::Display for Fault {
+impl fmt::Display for CheckError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.fmt(f)
     }
 }
 
-impl std::error::Error for Fault {}
+impl std::error::Error for CheckError {}
 
-impl ser::Error for Fault {
+impl ser::Error for CheckError {
     fn custom<T: fmt::Display>(_: T) -> Self {
         Self(JsonError::NotSerialized)
     }
 }
 
-type Checked = Result<Shape, Fault>;
+type CheckResult = Result<Shape, CheckError>;
 
 /// Serializes into [`Shape::Other`], whatever the value.
 macro_rules! other {
     ($($name:ident: $of:ty),* $(,)?) => {
-        $(fn $name(self, _: $of) -> Checked {
+        $(fn $name(self, _: $of) -> CheckResult {
             Ok(Shape::Other)
         })*
     };
@@ -170,7 +170,7 @@ macro_rules! other {
 
 impl ser::Serializer for Check<'_> {
     type Ok = Shape;
-    type Error = Fault;
+    type Error = CheckError;
     type SerializeSeq = Self;
     type SerializeTuple = Self;
     type SerializeTupleStruct = Self;
@@ -185,38 +185,38 @@ impl ser::Serializer for Check<'_> {
         serialize_u8: u8, serialize_u16: u16, serialize_u32: u32, serialize_u64: u64, serialize_u128: u128,
     }
 
-    fn serialize_f32(self, value: f32) -> Checked {
+    fn serialize_f32(self, value: f32) -> CheckResult {
         self.serialize_f64(value.into())
     }
 
-    fn serialize_f64(self, value: f64) -> Checked {
-        if value.is_finite() { Ok(Shape::Other) } else { Err(Fault(JsonError::NotFinite)) }
+    fn serialize_f64(self, value: f64) -> CheckResult {
+        if value.is_finite() { Ok(Shape::Other) } else { Err(CheckError(JsonError::NotFinite)) }
     }
 
-    fn serialize_none(self) -> Checked {
+    fn serialize_none(self) -> CheckResult {
         Ok(Shape::Null)
     }
 
-    fn serialize_some<T: Serialize + ?Sized>(self, value: &T) -> Checked {
+    fn serialize_some<T: Serialize + ?Sized>(self, value: &T) -> CheckResult {
         match value.serialize(self)? {
-            Shape::Null => Err(Fault(JsonError::SomeOfNull)),
+            Shape::Null => Err(CheckError(JsonError::SomeOfNull)),
             Shape::Other => Ok(Shape::Other),
         }
     }
 
-    fn serialize_unit(self) -> Checked {
+    fn serialize_unit(self) -> CheckResult {
         Ok(Shape::Null)
     }
 
-    fn serialize_unit_struct(self, _: &'static str) -> Checked {
+    fn serialize_unit_struct(self, _: &'static str) -> CheckResult {
         Ok(Shape::Null)
     }
 
-    fn serialize_unit_variant(self, _: &'static str, _: u32, _: &'static str) -> Checked {
+    fn serialize_unit_variant(self, _: &'static str, _: u32, _: &'static str) -> CheckResult {
         Ok(Shape::Other)
     }
 
-    fn serialize_newtype_struct<T: Serialize + ?Sized>(self, _: &'static str, value: &T) -> Checked {
+    fn serialize_newtype_struct<T: Serialize + ?Sized>(self, _: &'static str, value: &T) -> CheckResult {
         value.serialize(self)
     }
 
@@ -226,20 +226,20 @@ impl ser::Serializer for Check<'_> {
         _: u32,
         _: &'static str,
         value: &T,
-    ) -> Checked {
+    ) -> CheckResult {
         value.serialize(self)?;
         Ok(Shape::Other)
     }
 
-    fn serialize_seq(self, _: Option<usize>) -> Result<Self, Fault> {
+    fn serialize_seq(self, _: Option<usize>) -> Result<Self, CheckError> {
         Ok(self)
     }
 
-    fn serialize_tuple(self, _: usize) -> Result<Self, Fault> {
+    fn serialize_tuple(self, _: usize) -> Result<Self, CheckError> {
         Ok(self)
     }
 
-    fn serialize_tuple_struct(self, _: &'static str, _: usize) -> Result<Self, Fault> {
+    fn serialize_tuple_struct(self, _: &'static str, _: usize) -> Result<Self, CheckError> {
         Ok(self)
     }
 
@@ -249,16 +249,16 @@ impl ser::Serializer for Check<'_> {
         _: u32,
         _: &'static str,
         _: usize,
-    ) -> Result<Self, Fault> {
+    ) -> Result<Self, CheckError> {
         Ok(self)
     }
 
-    fn serialize_map(self, _: Option<usize>) -> Result<Self, Fault> {
+    fn serialize_map(self, _: Option<usize>) -> Result<Self, CheckError> {
         self.0.has_map = true;
         Ok(self)
     }
 
-    fn serialize_struct(self, _: &'static str, _: usize) -> Result<Self, Fault> {
+    fn serialize_struct(self, _: &'static str, _: usize) -> Result<Self, CheckError> {
         Ok(self)
     }
 
@@ -268,11 +268,11 @@ impl ser::Serializer for Check<'_> {
         _: u32,
         _: &'static str,
         _: usize,
-    ) -> Result<Self, Fault> {
+    ) -> Result<Self, CheckError> {
         Ok(self)
     }
 
-    fn collect_str<T: fmt::Display + ?Sized>(self, _: &T) -> Checked {
+    fn collect_str<T: fmt::Display + ?Sized>(self, _: &T) -> CheckResult {
         Ok(Shape::Other)
     }
 }
@@ -282,13 +282,13 @@ macro_rules! parts {
     ($($of:ident: $part:ident($($name:ident: $named:ty)?)),* $(,)?) => {
         $(impl ser::$of for Check<'_> {
             type Ok = Shape;
-            type Error = Fault;
+            type Error = CheckError;
 
-            fn $part<T: Serialize + ?Sized>(&mut self, $($name: $named,)? value: &T) -> Result<(), Fault> {
+            fn $part<T: Serialize + ?Sized>(&mut self, $($name: $named,)? value: &T) -> Result<(), CheckError> {
                 value.serialize(Check(self.0)).map(drop)
             }
 
-            fn end(self) -> Checked {
+            fn end(self) -> CheckResult {
                 Ok(Shape::Other)
             }
         })*
@@ -306,17 +306,17 @@ parts! {
 
 impl ser::SerializeMap for Check<'_> {
     type Ok = Shape;
-    type Error = Fault;
+    type Error = CheckError;
 
-    fn serialize_key<T: Serialize + ?Sized>(&mut self, key: &T) -> Result<(), Fault> {
+    fn serialize_key<T: Serialize + ?Sized>(&mut self, key: &T) -> Result<(), CheckError> {
         key.serialize(Check(self.0)).map(drop)
     }
 
-    fn serialize_value<T: Serialize + ?Sized>(&mut self, value: &T) -> Result<(), Fault> {
+    fn serialize_value<T: Serialize + ?Sized>(&mut self, value: &T) -> Result<(), CheckError> {
         value.serialize(Check(self.0)).map(drop)
     }
 
-    fn end(self) -> Checked {
+    fn end(self) -> CheckResult {
         Ok(Shape::Other)
     }
 }

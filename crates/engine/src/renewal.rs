@@ -15,9 +15,9 @@ use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
 use crate::attempt::{Attempt, Renewal, again_after};
-use crate::flight::lock;
+use crate::single_flight::lock;
 
-pub(crate) struct Keeper {
+pub(crate) struct LeaseRenewer {
     shared: Arc<Shared>,
     runtime: Option<Handle>,
     task: Mutex<Option<AbortHandle>>,
@@ -34,7 +34,7 @@ struct Shared {
     purge_every: Option<Duration>,
 }
 
-impl Keeper {
+impl LeaseRenewer {
     pub(crate) fn new(store: Arc<dyn Store>, purge_every: Option<Duration>, runtime: Option<Handle>) -> Self {
         let shared = Shared {
             store,
@@ -56,20 +56,20 @@ impl Keeper {
         }
         let mut task = lock(&self.task);
         if !self.shared.running.load(Ordering::Acquire) {
-            let running = Running::new(self.shared.clone());
+            let running = RunningGuard::new(self.shared.clone());
             let runtime = self.runtime.clone().unwrap_or_else(Handle::current);
             *task = Some(runtime.spawn(async move { running.0.run(&running.0).await }).abort_handle());
         }
     }
 
     /// Renews this attempt's lease until it is forgotten.
-    pub(crate) fn keep(&self, attempt: &Attempt) {
+    pub(crate) fn start(&self, attempt: &Attempt) {
         let lease_until = attempt.lease_until();
         // A third of the lease after the claim, so that two renewals may fail before it ends.
         self.shared.schedule(attempt, lease_until - attempt.0.policy.lease * 2 / 3, true);
     }
 
-    pub(crate) fn forget(&self, attempt: &Attempt) {
+    pub(crate) fn stop(&self, attempt: &Attempt) {
         attempt.set_ended();
         let mut due = self.shared.due.of(&attempt.0.id);
         if let Some(at) = lock(&attempt.0.due).take() {
@@ -78,7 +78,7 @@ impl Keeper {
     }
 }
 
-impl Drop for Keeper {
+impl Drop for LeaseRenewer {
     fn drop(&mut self) {
         if let Some(task) = lock(&self.task).take() {
             task.abort();
@@ -87,16 +87,16 @@ impl Drop for Keeper {
 }
 
 /// Says that the task runs, until it is dropped, which is also what a runtime that ends does with it.
-struct Running(Arc<Shared>);
+struct RunningGuard(Arc<Shared>);
 
-impl Running {
+impl RunningGuard {
     fn new(shared: Arc<Shared>) -> Self {
         shared.running.store(true, Ordering::Release);
         Self(shared)
     }
 }
 
-impl Drop for Running {
+impl Drop for RunningGuard {
     fn drop(&mut self) {
         self.0.running.store(false, Ordering::Release);
     }

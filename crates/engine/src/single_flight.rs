@@ -35,21 +35,21 @@ pub(crate) enum Phase {
     /// The record has an owner, who is executing.
     Executing(Owner),
     /// Over, with what there is to tell those who came along.
-    Landed(Landing),
+    Finished(SharedOutcome),
 }
 
 /// The owner of a record that is in progress.
 #[derive(Clone, Debug)]
 pub(crate) enum Owner {
     /// An attempt of this process.
-    Here(Attempt),
+    Local(Attempt),
     /// An attempt of another process.
-    Elsewhere(Elsewhere),
+    Remote(RemoteOwner),
 }
 
 /// What is known of an attempt of another process.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Elsewhere {
+pub(crate) struct RemoteOwner {
     /// The end of its lease, unless it is renewed.
     pub(crate) lease_until: Instant,
     /// The attempt has been running since then, at least.
@@ -60,16 +60,16 @@ impl Owner {
     /// What a claim is told that finds this owner.
     pub(crate) fn outcome(&self) -> ClaimOutcome {
         match self {
-            Self::Here(attempt) => {
-                let known = Elsewhere { lease_until: attempt.lease_until(), since: attempt.0.begun };
+            Self::Local(attempt) => {
+                let known = RemoteOwner { lease_until: attempt.lease_until(), since: attempt.0.begun };
                 known.outcome()
             }
-            Self::Elsewhere(elsewhere) => elsewhere.outcome(),
+            Self::Remote(remote) => remote.outcome(),
         }
     }
 }
 
-impl Elsewhere {
+impl RemoteOwner {
     /// What a claim is told that finds this owner.
     pub(crate) fn outcome(self) -> ClaimOutcome {
         let now = Instant::now();
@@ -82,7 +82,7 @@ impl Elsewhere {
 
 /// What a flight leaves behind for those who came along with the same request.
 #[derive(Clone, Debug)]
-pub(crate) enum Landing {
+pub(crate) enum SharedOutcome {
     /// The answer to replay.
     Replay(StoredResponse),
     /// Completed without an answer to replay.
@@ -92,7 +92,7 @@ pub(crate) enum Landing {
     /// Outcome unknown.
     Unknown,
     /// An attempt of another process owns the record.
-    InProgress(Elsewhere),
+    InProgress(RemoteOwner),
     /// The store failed.
     Failed(StoreErrorKind),
     /// Nothing to tell: ask the store.
@@ -101,7 +101,7 @@ pub(crate) enum Landing {
 
 /// What joining a record's flight comes to.
 #[derive(Debug)]
-pub(crate) enum Joined {
+pub(crate) enum JoinOutcome {
     /// Nobody was at it: go and ask the store, then land.
     Leader(Leader),
     /// Somebody is at it.
@@ -117,16 +117,16 @@ pub(crate) struct Leader {
 }
 
 impl Flights {
-    pub(crate) fn join(self: &Arc<Self>, id: RecordId, fingerprint: Fingerprint) -> Joined {
+    pub(crate) fn join(self: &Arc<Self>, id: RecordId, fingerprint: Fingerprint) -> JoinOutcome {
         let mut shard = self.0.of(&id);
         if let Some(flight) = shard.get(&id) {
-            return Joined::Follower(flight.clone());
+            return JoinOutcome::Follower(flight.clone());
         }
         let flight =
             Arc::new(Flight { fingerprint, phase: Mutex::new((Phase::Claiming, 0)), changed: Notify::new() });
         shard.insert(id, flight.clone());
         drop(shard);
-        Joined::Leader(Leader { flights: self.clone(), id, flight })
+        JoinOutcome::Leader(Leader { flights: self.clone(), id, flight })
     }
 
     /// Takes this flight off the map, if it is still there: the next claim asks the store.
@@ -142,7 +142,7 @@ impl Flights {
     pub(crate) fn running(&self, id: &RecordId) -> Option<Attempt> {
         let flight = self.0.of(id).get(id).cloned()?;
         match flight.phase() {
-            Phase::Executing(Owner::Here(attempt)) => Some(attempt),
+            Phase::Executing(Owner::Local(attempt)) => Some(attempt),
             _ => None,
         }
     }
@@ -157,8 +157,8 @@ impl Leader {
         self.flight.set(Phase::Executing(owner));
     }
 
-    pub(crate) fn land(self, landing: Landing) {
-        self.flight.set(Phase::Landed(landing));
+    pub(crate) fn finish(self, outcome: SharedOutcome) {
+        self.flight.set(Phase::Finished(outcome));
         // Dropping takes the flight off the map.
     }
 }
@@ -167,8 +167,8 @@ impl Drop for Leader {
     fn drop(&mut self) {
         self.flights.detach(&self.id, &self.flight);
         let mut phase = lock(&self.flight.phase);
-        if !matches!(phase.0, Phase::Landed(_)) {
-            phase.0 = Phase::Landed(Landing::AskAgain);
+        if !matches!(phase.0, Phase::Finished(_)) {
+            phase.0 = Phase::Finished(SharedOutcome::AskAgain);
         }
         drop(phase);
         self.flight.changed.notify_waiters();
