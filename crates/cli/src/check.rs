@@ -287,8 +287,8 @@ fn existing_store(dir: &Path, report: &mut Report) {
         Err(error @ EmbeddedOpenError::InUse { .. }) => {
             report.warn(format!("{}. Its content was not checked", ErrorChain(&error)));
         },
-        Err(EmbeddedOpenError::Damaged { what, .. }) => report.error(format!(
-            "store {shown}: damaged, and cannot be opened: {what}. Keep a copy, and restore a backup: what is missing would \
+        Err(EmbeddedOpenError::Damaged { damage, .. }) => report.error(format!(
+            "store {shown}: damaged, and cannot be opened: {damage}. Keep a copy, and restore a backup: what is missing would \
              execute again"
         )),
         Err(error) => report.error(format!("store {shown}: {}", ErrorChain(&error))),

@@ -87,9 +87,9 @@ impl<'txn> Batch<'txn> {
                     return Ok(Err(unreadable_error(&id, error)));
                 }
             },
-            Err(StorageError::Corrupted(what)) => {
+            Err(StorageError::Corrupted(damage)) => {
                 self.capacity.is_damaged = true;
-                return Ok(Err(damaged_page_error(&what)));
+                return Ok(Err(damaged_page_error(&damage)));
             }
             Err(error) => return Err(error.into()),
         };

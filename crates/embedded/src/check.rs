@@ -78,7 +78,7 @@ pub fn check(options: &EmbeddedOptions) -> Result<CheckReport, EmbeddedOpenError
 fn damage(result: Result<(), EmbeddedOpenError>) -> Result<Option<String>, EmbeddedOpenError> {
     match result {
         Ok(()) => Ok(None),
-        Err(EmbeddedOpenError::Damaged { what, .. }) => Ok(Some(what)),
+        Err(EmbeddedOpenError::Damaged { damage, .. }) => Ok(Some(damage)),
         Err(error) => Err(error),
     }
 }

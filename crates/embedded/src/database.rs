@@ -6,7 +6,7 @@
 //! 2. Open the file with redb. After an unclean stop, redb verifies every page on the way.
 //! 3. Read the format version again, now for certain.
 //! 4. After a clean stop, verify every page if the file is small enough.
-//! 5. Commit durably: that proves that the file can be written, and writes the header anew, which makes the file safe
+//! 5. Commit durably: that proves that the file can be written, and writes the header again, which makes the file safe
 //!    to use after a failed flush (see [`open`]).
 
 use std::cell::Cell;
@@ -229,11 +229,11 @@ impl Medium for FileMedium {
             Err(error) if error.kind() == io::ErrorKind::NotFound => ("was moved or removed", error.kind()),
             Err(error) => return Err(error),
         };
-        let why = format!(
+        let message = format!(
             "{} {change} while it was open: put it back, or stop this process before another store is used under this path",
             path.display()
         );
-        Err(io::Error::new(kind, why))
+        Err(io::Error::new(kind, message))
     }
 
     fn peek_format(&self) -> Option<u64> {
@@ -273,7 +273,7 @@ pub(crate) fn create(path: &Path, backend: Backend) -> Result<(), EmbeddedOpenEr
 ///   reader of the file. The next flush then succeeds without having written them.
 /// - With two-phase commits, every page that the header refers to was flushed by an earlier, successful flush. So only
 ///   the header itself can be shown without being on disk.
-/// - This commit writes the header anew.
+/// - This commit writes the header again.
 pub(crate) fn open(medium: &dyn Medium, settings: OpenSettings) -> Result<OpenFile, EmbeddedOpenError> {
     catch_panics(&medium.path(), || open_and_mark(medium, settings))
 }
@@ -344,7 +344,7 @@ pub(crate) fn open_unverified(
     let bytes = backend.storage.len().map_err(EmbeddedOpenError::io(format!("read {}", path.display())))?;
     if bytes == 0 {
         // redb would initialize it as a new file.
-        return Err(EmbeddedOpenError::Damaged { file: path, what: "it is empty".to_owned() });
+        return Err(EmbeddedOpenError::Damaged { file: path, damage: "it is empty".to_owned() });
     }
     let repaired = Rc::new(Cell::new(false));
     let on_repair = {
@@ -380,7 +380,7 @@ pub(crate) fn catch_panics<T>(
     catch_panics_quietly(run).unwrap_or_else(|_| {
         Err(EmbeddedOpenError::Damaged {
             file: path.to_owned(),
-            what: "the database panicked while it read the pages".to_owned(),
+            damage: "the database panicked while it read the pages".to_owned(),
         })
     })
 }
@@ -441,7 +441,7 @@ pub(crate) fn read_format(path: &Path, database: &Database) -> Result<u64, Embed
         Ok(Some(version)) => Ok(version),
         Ok(None) | Err(redb::Error::TableDoesNotExist(_)) => Err(EmbeddedOpenError::Damaged {
             file: path.to_owned(),
-            what: "it is a redb database, but not a store of this program".to_owned(),
+            damage: "it is a redb database, but not a store of this program".to_owned(),
         }),
         Err(error) => Err(error_of(path, error)),
     }
@@ -457,7 +457,7 @@ pub(crate) fn check_format(path: &Path, found: Option<u64>) -> Result<(), Embedd
         // No release wrote an older format, so there is no upgrade.
         Some(found) if found < FORMAT => Err(EmbeddedOpenError::Damaged {
             file: path.to_owned(),
-            what: format!(
+            damage: format!(
                 "it has format {found}, which only versions before the first release wrote; create a new store"
             ),
         }),
@@ -478,13 +478,13 @@ pub(crate) fn error_of(path: &Path, error: redb::Error) -> EmbeddedOpenError {
             EmbeddedOpenError::InUse { dir: path.parent().unwrap_or(path).to_owned(), pid: None }
         }
         redb::Error::Io(source) if !is_damage(&source) => {
-            EmbeddedOpenError::Io { what: format!("read or write {}", file.display()), source }
+            EmbeddedOpenError::Io { operation: format!("read or write {}", file.display()), source }
         }
         redb::Error::PreviousIo => EmbeddedOpenError::Io {
-            what: format!("read or write {}", file.display()),
+            operation: format!("read or write {}", file.display()),
             source: io::Error::other("an earlier read or write failed"),
         },
-        other => EmbeddedOpenError::Damaged { file, what: other.to_string() },
+        other => EmbeddedOpenError::Damaged { file, damage: other.to_string() },
     }
 }
 

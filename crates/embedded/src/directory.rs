@@ -37,7 +37,8 @@ impl Directory {
         create_dir(path)
             .map_err(EmbeddedOpenError::io(format!("create the directory {}", path.display())))?;
         let lock_path = path.join(LOCK);
-        let io = |source| EmbeddedOpenError::Io { what: format!("lock {}", lock_path.display()), source };
+        let io =
+            |source| EmbeddedOpenError::Io { operation: format!("lock {}", lock_path.display()), source };
         let mut lock = open_lock(path, &lock_path).map_err(io)?;
         match lock.try_lock() {
             Ok(()) => {}
@@ -79,7 +80,7 @@ impl Directory {
         match fs::remove_file(&new) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
                 return Err(EmbeddedOpenError::Io {
-                    what: format!("remove {}", new.display()),
+                    operation: format!("remove {}", new.display()),
                     source: error,
                 });
             }

@@ -31,12 +31,12 @@ pub enum EmbeddedOpenError {
         /// The file.
         file: PathBuf,
         /// The damage, in words.
-        what: String,
+        damage: String,
     },
     /// The directory or the file cannot be read or written.
     Io {
         /// The operation that failed, and the path.
-        what: String,
+        operation: String,
         /// The error of the operating system.
         source: io::Error,
     },
@@ -49,9 +49,9 @@ impl EmbeddedOpenError {
         matches!(self, Self::Io { source, .. } if is_full(source))
     }
 
-    pub(crate) fn io(what: impl Into<String>) -> impl FnOnce(io::Error) -> Self {
-        let what = what.into();
-        move |source| Self::Io { what, source }
+    pub(crate) fn io(operation: impl Into<String>) -> impl FnOnce(io::Error) -> Self {
+        let operation = operation.into();
+        move |source| Self::Io { operation, source }
     }
 }
 
@@ -75,14 +75,14 @@ impl fmt::Display for EmbeddedOpenError {
                  record was changed: start a newer version of the program",
                 dir.display()
             ),
-            Self::Damaged { file, what } => write!(
+            Self::Damaged { file, damage } => write!(
                 f,
-                "{} is damaged: {what}; nothing was changed: keep a copy, run `oncegate check` to see what can be \
+                "{} is damaged: {damage}; nothing was changed: keep a copy, run `oncegate check` to see what can be \
                  read, and restore the directory from a backup (a start without it would execute recorded requests \
                  again)",
                 file.display()
             ),
-            Self::Io { what, .. } => write!(f, "cannot {what}"),
+            Self::Io { operation, .. } => write!(f, "cannot {operation}"),
         }
     }
 }

@@ -21,16 +21,8 @@ pub(crate) struct StoreInner {
     pub(crate) scans: Queue<Scan>,
     /// Damage was found since the file was last verified as a whole.
     has_damage: AtomicBool,
-    advisories: [AtomicBool; 2],
-}
-
-/// A condition that an operator should know about although the store works.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum AdvisoryFlag {
-    /// The time of day and the store's time disagree.
-    Clock = 0,
     /// New keys are refused because a limit or the disk is exhausted.
-    Full = 1,
+    pub(crate) refuses_new_keys: AtomicBool,
 }
 
 /// The state of the file. Only the writer changes it.
@@ -86,7 +78,7 @@ impl StoreInner {
             jobs: Queue::new(max_batch.saturating_mul(16)),
             scans: Queue::new(64),
             has_damage: AtomicBool::new(false),
-            advisories: Default::default(),
+            refuses_new_keys: AtomicBool::new(false),
         }
     }
 
@@ -107,16 +99,6 @@ impl StoreInner {
 
     pub(crate) fn has_damage(&self) -> bool {
         self.has_damage.load(Ordering::SeqCst)
-    }
-
-    pub(crate) fn set_advisory(&self, advisories: AdvisoryFlag, holds: bool) {
-        if let Some(flag) = self.advisories.get(advisories as usize) {
-            flag.store(holds, Ordering::SeqCst);
-        }
-    }
-
-    pub(crate) fn has_advisory(&self, advisories: AdvisoryFlag) -> bool {
-        self.advisories.get(advisories as usize).is_some_and(|flag| flag.load(Ordering::SeqCst))
     }
 
     pub(crate) fn is_read_only(&self) -> bool {
@@ -146,9 +128,9 @@ impl StoreInner {
         let database = state.database()?;
         match catch_panics_quietly(|| read(database)) {
             Ok(Ok(value)) => Ok(value),
-            Ok(Err(redb::Error::Corrupted(what))) => {
+            Ok(Err(redb::Error::Corrupted(damage))) => {
                 self.report_damage();
-                Err(damaged_page_error(&what))
+                Err(damaged_page_error(&damage))
             }
             Ok(Err(error)) => {
                 self.request_recovery();
@@ -172,10 +154,10 @@ impl State {
     pub(crate) fn database(&self) -> Result<&Database, StoreError> {
         match self {
             Self::Open(database) | Self::ReadOnly(database, _) => Ok(database),
-            Self::Failing(what) => Err(StoreError::unavailable(format!(
-                "the embedded store cannot use its file and tries to open it again: {what}"
+            Self::Failing(reason) => Err(StoreError::unavailable(format!(
+                "the embedded store cannot use its file and tries to open it again: {reason}"
             ))),
-            Self::Damaged(what) => Err(StoreError::corrupt(&**what)),
+            Self::Damaged(reason) => Err(StoreError::corrupt(&**reason)),
             Self::Closed => Err(closed_error()),
         }
     }
@@ -183,7 +165,7 @@ impl State {
     /// Returns the error for a write, or `Ok` if the file can be written.
     pub(crate) fn writable(&self) -> Result<(), StoreError> {
         match self {
-            Self::ReadOnly(_, what) => Err(full_error(&format!("its file cannot be written to: {what}"))),
+            Self::ReadOnly(_, reason) => Err(full_error(&format!("its file cannot be written to: {reason}"))),
             state => state.database().map(drop),
         }
     }
@@ -236,8 +218,8 @@ pub(crate) fn push_error(error: PushError) -> StoreError {
 }
 
 /// The error for a claim that a limit or a full disk refuses. The claim was not applied. Other commands still work.
-pub(crate) fn full_error(why: &str) -> StoreError {
-    StoreError::unavailable(format!("the embedded store takes no new keys: {why}"))
+pub(crate) fn full_error(reason: &str) -> StoreError {
+    StoreError::unavailable(format!("the embedded store takes no new keys: {reason}"))
         .with_extent(Extent::Writes)
         .with_nothing_sent()
 }
@@ -269,8 +251,8 @@ pub(crate) fn closed_error() -> StoreError {
 }
 
 /// The error for damage that redb found while it looked for a record.
-pub(crate) fn damaged_page_error(what: &str) -> StoreError {
+pub(crate) fn damaged_page_error(damage: &str) -> StoreError {
     StoreError::corrupt(format!(
-        "the file of the embedded store is damaged; stop the program and run `oncegate check`: {what}"
+        "the file of the embedded store is damaged; stop the program and run `oncegate check`: {damage}"
     ))
 }

@@ -1,6 +1,7 @@
 //! The store itself: the type that callers use.
 
 use std::fmt;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
@@ -18,8 +19,8 @@ use crate::options::EmbeddedOptions;
 use crate::reader;
 use crate::schema::{CLOCK_STEP, RECORDS, decode};
 use crate::shared::{
-    AdvisoryFlag, Job, Reply, Scan, State, StoreInner, closed_error, hidden_record_error, is_damage,
-    push_error, unreadable_error,
+    Job, Reply, Scan, State, StoreInner, closed_error, hidden_record_error, is_damage, push_error,
+    unreadable_error,
 };
 use crate::writer::{FileMeta, Writer};
 
@@ -69,7 +70,7 @@ impl EmbeddedStore {
         };
         let file = FileMeta::of(&opened);
         let state = match &unwritable {
-            Some(why) => State::ReadOnly(opened.database, why.as_str().into()),
+            Some(reason) => State::ReadOnly(opened.database, reason.as_str().into()),
             None => State::Open(opened.database),
         };
         let inner = Arc::new(StoreInner::new(state, clock, options.max_batch));
@@ -83,6 +84,7 @@ impl EmbeddedStore {
             max_record_bytes: options.max_record_bytes,
             file,
             unwritable,
+            reports_skew: false,
             purges: std::collections::VecDeque::new(),
         };
         store.spawn("oncegate-writer", move || writer.run())?;
@@ -201,7 +203,7 @@ impl Store for EmbeddedStore {
         }
         if let Err(error) = self.inner.state().writable() {
             advisories.push(Advisory::new("not-writable", ErrorChain(&error).to_string()));
-        } else if self.inner.has_advisory(AdvisoryFlag::Full) {
+        } else if self.inner.refuses_new_keys.load(Ordering::SeqCst) {
             let text =
                 "the store has no room: new keys are refused until records are purged or the limit is raised";
             advisories.push(Advisory::new("full", text));

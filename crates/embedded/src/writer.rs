@@ -37,7 +37,7 @@ use crate::database::{self, Medium, OpenFile, OpenSettings, ReadOnlyMedium, catc
 use crate::error::EmbeddedOpenError;
 use crate::queue::TakeResult;
 use crate::schema::{CLOCK_STEP, META, META_BYTES, META_CLOCK, META_LAGGING, META_WALL};
-use crate::shared::{AdvisoryFlag, Job, Reply, State, StoreInner, closed_error, disk_low_error};
+use crate::shared::{Job, Reply, State, StoreInner, closed_error, disk_low_error};
 
 /// The most bytes of responses in one transaction. A single response may be larger.
 ///
@@ -60,6 +60,8 @@ pub(crate) struct Writer {
     pub(crate) file: FileMeta,
     /// The reason why the file could not be opened for writing at the start.
     pub(crate) unwritable: Option<String>,
+    /// The log has reported that the two clocks disagree, and not yet that they agree again.
+    pub(crate) reports_skew: bool,
     /// Purges that continue in the next transaction.
     pub(crate) purges: VecDeque<Job>,
 }
@@ -131,8 +133,8 @@ impl Writer {
     pub(crate) fn run(mut self) {
         // Runs even if this thread panics, so that no caller waits forever.
         let _close_on_drop = CloseOnDrop(self.inner.clone());
-        if let Some(why) = self.unwritable.take() {
-            self.recover(&why, Vec::new());
+        if let Some(reason) = self.unwritable.take() {
+            self.recover(&reason, Vec::new());
         }
         loop {
             let deadline = (!self.purges.is_empty()).then(Instant::now);
@@ -291,11 +293,11 @@ impl Writer {
 
     /// Logs once when new keys begin to be refused, and once when they are accepted again.
     fn report_capacity(&self, jobs: &[Job], is_full: bool) {
-        let claims = jobs.iter().any(Job::is_claim);
-        if !claims || is_full == self.inner.has_advisory(AdvisoryFlag::Full) {
+        if !jobs.iter().any(Job::is_claim)
+            || is_full == self.inner.refuses_new_keys.swap(is_full, Ordering::SeqCst)
+        {
             return;
         }
-        self.inner.set_advisory(AdvisoryFlag::Full, is_full);
         if is_full {
             warn!(
                 "the embedded store has no room: new keys are refused until records are purged or the limit is raised"
@@ -320,13 +322,13 @@ impl Writer {
                 );
                 self.commit(vec![Job::AcceptClock { reply }]);
             }
-            Some(skew) if !self.inner.has_advisory(AdvisoryFlag::Clock) => {
+            Some(skew) if !self.reports_skew => {
                 warn!(seconds = skew.by.as_secs(), "{skew}");
-                self.inner.set_advisory(AdvisoryFlag::Clock, true);
+                self.reports_skew = true;
             }
-            None if self.inner.has_advisory(AdvisoryFlag::Clock) => {
+            None if self.reports_skew => {
                 info!("the clock of this machine and the time of the store agree again");
-                self.inner.set_advisory(AdvisoryFlag::Clock, false);
+                self.reports_skew = false;
             }
             _ => {}
         }
@@ -355,13 +357,13 @@ impl Writer {
     /// While the disk is full, committed records are still read. After an error, redb refuses every further operation, and
     /// the operating system may have dropped pages that it could not write. [`database::open`] explains why the file is
     /// safe to use after that.
-    fn recover(&mut self, what: &str, jobs: Vec<Job>) {
+    fn recover(&mut self, reason: &str, jobs: Vec<Job>) {
         error!(
-            error = what,
+            error = reason,
             "the file of the embedded store failed; every write is refused until it can be used again"
         );
         if !self.inner.is_read_only() {
-            self.set_failing(what);
+            self.set_failing(reason);
         }
         jobs.into_iter().for_each(|job| self.refuse_job(job));
         let mut pause = Duration::ZERO;
@@ -391,7 +393,7 @@ impl Writer {
     /// Tries once to open the file again for writing.
     fn reopen(&self) -> Result<OpenFile, EmbeddedOpenError> {
         self.medium.check_in_place().map_err(EmbeddedOpenError::io("find the file of the store"))?;
-        let io = |source| EmbeddedOpenError::Io { what: "write to its directory".to_owned(), source };
+        let io = |source| EmbeddedOpenError::Io { operation: "write to its directory".to_owned(), source };
         self.medium.probe().map_err(io)?;
         // Closes the old handle, because only one handle at a time can have the file open.
         self.set_failing("it is being opened again");
@@ -422,8 +424,8 @@ impl Writer {
         }
     }
 
-    fn set_failing(&self, what: &str) {
-        self.inner.set_state(State::Failing(what.into()));
+    fn set_failing(&self, reason: &str) {
+        self.inner.set_state(State::Failing(reason.into()));
     }
 
     fn refuse_job(&self, job: Job) {

@@ -308,7 +308,7 @@ fn duration(name: &Ident, input: ParseStream<'_>, min: Duration, max: Duration) 
         "write a number and a unit (ms, s, m, h, d), such as \"500ms\", \"30s\", \"5m\", \"24h\", \"7d\"";
     let literal = text(name, input)?;
     let text = literal.value();
-    let fault = |what: String| Error::new(literal.span(), what);
+    let fault = |message: String| Error::new(literal.span(), message);
     let (number, unit) = text.split_at(text.bytes().take_while(u8::is_ascii_digit).count());
     let of = match unit {
         "ms" => 1,

@@ -18,7 +18,7 @@ impl Template {
     /// Parses a template such as `order-{order.id}`. A literal brace is doubled.
     pub(crate) fn read(literal: &LitStr) -> Result<Self> {
         let (text, span) = (literal.value(), literal.span());
-        let fault = |what: &str| Error::new(span, format!("the key {text:?} {what}"));
+        let fault = |problem: &str| Error::new(span, format!("the key {text:?} {problem}"));
         let mut pieces = Vec::new();
         let mut plain = String::new();
         let mut rest = text.as_str();
@@ -58,7 +58,7 @@ impl Template {
 
 /// Parses the text between braces: an argument, or a field or method of one.
 fn value(inside: &str, span: Span) -> Result<Expr> {
-    let fault = |what: String| Error::new(span, what);
+    let fault = |message: String| Error::new(span, message);
     if inside.trim().is_empty() {
         return Err(fault("the key has empty braces: write an argument between them".to_owned()));
     }

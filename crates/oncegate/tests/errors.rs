@@ -36,7 +36,7 @@ fn key() -> oncegate::core::KeyError {
 fn with_sources() -> Vec<Boxed> {
     vec![
         Box::new(store()),
-        Box::new(EmbeddedOpenError::Io { what: "open the directory".to_owned(), source: cause() }),
+        Box::new(EmbeddedOpenError::Io { operation: "open the directory".to_owned(), source: cause() }),
         Box::new(ResolveError::Store(store())),
         Box::new(ResolveError::Reason(AuditTextError::Empty)),
         Box::new(LeaseError::Store(store())),
