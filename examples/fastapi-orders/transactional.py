@@ -1,6 +1,6 @@
 """Orders and charges in PostgreSQL, each committed in one transaction with the record of its Idempotency-Key.
 
-For `oncegate proxy --completion upstream --reconcile /oncegate/outcome` on the same database. Environment: DATABASE_URL, PORT, HOST.
+For `oncegate proxy --completion upstream --reconcile-path /oncegate/outcome` on the same database. Environment: DATABASE_URL, PORT, HOST.
 """
 
 import os

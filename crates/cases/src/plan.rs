@@ -216,7 +216,7 @@ impl Plan {
         if let Some(marker) = self.replay_marker {
             return marker;
         }
-        if self.profile == "seed" { "x-idempotent-replayed" } else { "idempotent-replayed" }
+        if self.profile == "classic" { "x-idempotent-replayed" } else { "idempotent-replayed" }
     }
 
     /// For the layer.
@@ -365,14 +365,7 @@ impl Plan {
         if self.by_file {
             file.push_str(&self.toml());
         } else {
-            let flag = |(name, value): (&str, String)| {
-                let name = if name == "stored-headers" {
-                    "stored-header".to_owned()
-                } else {
-                    name.replace('.', "-")
-                };
-                format!("--{name}={value}")
-            };
+            let flag = |(name, value): (&str, String)| format!("--{}={value}", name.replace('.', "-"));
             flags.extend(self.options().into_iter().map(flag));
         }
         for route in &self.routes {
@@ -401,7 +394,7 @@ impl Plan {
             list if [
                 "methods",
                 "scope",
-                "key.json",
+                "key-members",
                 "release-statuses",
                 "stored-headers",
                 "fingerprint.headers",
@@ -440,7 +433,7 @@ impl Plan {
             ("require-key", self.require_key.then(|| "true".to_owned())),
             ("store-outage", self.fail_open.then(|| "open".to_owned())),
             ("key-header", self.key_header.map(str::to_owned)),
-            ("key.json", self.key_json.map(str::to_owned)),
+            ("key-members", self.key_json.map(str::to_owned)),
             ("key-syntax", self.key_syntax.map(|syntax| format!("{syntax:?}").to_lowercase())),
             ("key-format", self.key_format.map(str::to_owned)),
             ("stored-headers", self.stored_header.map(str::to_owned)),
@@ -467,7 +460,7 @@ impl Plan {
             ("retention", self.retention.map(millis)),
             ("wait", self.wait.map(millis)),
             ("on-abandoned", self.on_abandoned.map(|policy| format!("{policy:?}").to_lowercase())),
-            ("reconcile", self.reconcile.map(|_| ASKED_AT.to_owned())),
+            ("reconcile-path", self.reconcile.map(|_| ASKED_AT.to_owned())),
             ("reconcile-timeout", self.reconcile.map(|_| "300ms".to_owned())),
             ("server-errors", self.server_errors.map(|policy| format!("{policy:?}").to_lowercase())),
             ("max-request-body", self.max_request_body.map(|octets| octets.to_string())),

@@ -79,7 +79,7 @@ impl Sidecar {
             .arg(format!("--store={store}"))
             .arg("--service=cases")
             // The servers share this machine with everything else that is tested.
-            .arg("--store-patience=15s")
+            .arg("--store-timeout=15s")
             .args(plan.flags(dir))
             .env_remove("ONCEGATE_FAILPOINT")
             .envs(plan.failpoint.map(|point| ("ONCEGATE_FAILPOINT", point)))

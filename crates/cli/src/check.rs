@@ -135,7 +135,7 @@ fn check(draft: &Draft, is_online: bool) -> Report {
     report
 }
 
-/// Where the records are.
+/// Checks the store that holds the records.
 fn records(choice: &StoreChoice, must_exist: bool, report: &mut Report) {
     match choice {
         StoreChoice::Memory => report.ok("store memory:"),
@@ -151,7 +151,7 @@ fn records(choice: &StoreChoice, must_exist: bool, report: &mut Report) {
     }
 }
 
-/// What stands before them. Nothing is lost with it, so nothing about it is an error.
+/// Checks the cache before the store. Without the cache nothing is lost, so nothing about it is an error.
 fn cache(cached: &CachedChoice, report: &mut Report) {
     let keep = duration_text(cached.keep);
     match &cached.cache {
@@ -329,7 +329,7 @@ fn look(options: &RedisOptions) -> Result<Vec<Finding>, String> {
     })
 }
 
-/// Whether there is a store in this directory; otherwise why `store-must-exist` refuses it.
+/// Succeeds if there is a store in this directory; otherwise the reason why `store-must-exist` refuses it.
 pub(crate) fn existing(dir: &Path) -> Result<(), String> {
     let shown = dir.display();
     match fs::metadata(dir.join(RECORDS)) {
@@ -420,7 +420,7 @@ fn content(dir: &Path, found: &CheckReport, report: &mut Report) {
 /// Below this, records may fill the disk before somebody looks again.
 const FREE_MIN: u64 = 512 * 1024 * 1024;
 
-/// Whether a file can be made in the directory, and whether there is room for more.
+/// Checks that a file can be created in the directory, and that there is space left.
 fn writable(dir: &Path, what: &str, report: &mut Report) -> bool {
     // Has no name, or none for long, and goes with its handle.
     if let Err(error) = tempfile::tempfile_in(dir) {

@@ -9,7 +9,7 @@ use prometheus_client::metrics::counter::Counter;
 /// Most lines that wait to be written.
 const MAX_WAITING: usize = 8192;
 
-/// How long the end of the process waits for the last lines.
+/// Limits the time that the end of the process waits for the last lines.
 const CLOSING_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Writes lines in the order in which they come. If too many wait, further ones are dropped and counted. All clones write
@@ -51,7 +51,7 @@ impl LineWriter {
         }
     }
 
-    /// How many lines were dropped.
+    /// The number of lines that were dropped.
     pub(crate) fn dropped(&self) -> u64 {
         self.dropped.get()
     }

@@ -22,7 +22,7 @@ static DROPPED: LazyLock<Counter> = LazyLock::new(Counter::default);
 #[derive(Debug)]
 struct Log {
     lines: LineWriter,
-    /// How many dropped lines the log has told of.
+    /// The number of dropped lines that the log has reported.
     told: AtomicU64,
 }
 
@@ -60,8 +60,8 @@ pub(crate) fn dropped() -> Counter {
     DROPPED.clone()
 }
 
-/// What a value of `ONCEGATE_LOG` lets through: a level, or `PART=LEVEL`, or several of them with commas between. What is
-/// not named has the level `info`.
+/// Parses a value of `ONCEGATE_LOG`: a level, or `PART=LEVEL`, or several of them separated by commas. Parts that are
+/// not named have the level `info`.
 pub(crate) fn filter(value: &str) -> Result<EnvFilter, String> {
     let mut directives = vec!["info"];
     for directive in value.split(',').map(str::trim).filter(|directive| !directive.is_empty()) {

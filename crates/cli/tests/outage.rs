@@ -285,9 +285,9 @@ async fn start(to: SocketAddr, store: &str, flags: &[&str]) -> Sidecar {
     let mut command = sidecar(&format!("http://{to}"));
     let lease =
         if flags.iter().any(|flag| flag.starts_with("--lease=")) { &[][..] } else { &["--lease=2s"][..] };
-    let patience = match flags.iter().any(|flag| flag.starts_with("--store-patience=")) {
+    let patience = match flags.iter().any(|flag| flag.starts_with("--store-timeout=")) {
         true => &[][..],
-        false => &["--store-patience=500ms"][..],
+        false => &["--store-timeout=500ms"][..],
     };
     command.env("ONCEGATE_STORE", store).args(lease).args(patience).args(flags);
     Sidecar::run(&mut command).await
@@ -321,7 +321,7 @@ async fn postgres_that_stops_and_starts_executes_nothing_twice() {
     options.fsync = true;
     let mut server = block_in_place(|| prepared(options));
     let (ledger, to) = Ledger::start().await;
-    let sidecar = start(to, &server.url(), &["--store-patience=2s"]).await;
+    let sidecar = start(to, &server.url(), &["--store-timeout=2s"]).await;
     let load = Load::start(sidecar.address, &ledger, "stop");
     let mut before = 0.0;
     for _ in 0..2 {
@@ -376,7 +376,7 @@ async fn postgres_whose_standby_is_away_is_out_of_reach() {
     let server = block_in_place(|| prepared(PostgresOptions::default()));
     let (ledger, to) = Ledger::start().await;
     // The timeouts suit a busy machine: an outage opens the breaker once.
-    let sidecar = start(to, &server.url(), &["--store-patience=2s"]).await;
+    let sidecar = start(to, &server.url(), &["--store-timeout=2s"]).await;
     let load = Load::start(sidecar.address, &ledger, "standby");
     load.makes_payments(30).await;
     let mut operator = session(&server);
@@ -439,7 +439,7 @@ async fn a_response_is_stored_after_another_transaction_frees_its_record() {
     let server = block_in_place(|| prepared(PostgresOptions::default()));
     let service = Service::new().await;
     // Slow responses of a busy machine would open the breaker, too: the timeout is long enough for them.
-    let sidecar = start(service.address, &server.url(), &["--store-patience=20s"]).await;
+    let sidecar = start(service.address, &server.url(), &["--store-timeout=20s"]).await;
     let pay = request("POST", "/pay", &["Idempotency-Key: held"], "{}");
     let (address, first) = (sidecar.address, pay.clone());
     let first = tokio::spawn(async move { support::ask(address, &first).await });

@@ -20,35 +20,35 @@ use crate::service::PaymentRequest;
 use crate::story::{Story, Tale};
 use crate::tally::Tally;
 
-/// How long a client waits for an answer.
+/// The time that a client waits for a response.
 pub(crate) const TIMEOUT: Duration = Duration::from_millis(400);
 
-/// How many requests a client sends for one click before it gives up.
+/// The most requests that a client sends for one click.
 const ATTEMPTS_MAX: usize = 60;
 
 const BACKOFF_FIRST: Duration = Duration::from_millis(40);
 const BACKOFF_MAX: Duration = Duration::from_millis(600);
 
-/// What `Retry-After` says is divided by this, so that nobody who watches has to wait for whole seconds.
+/// The divisor of `Retry-After`, so that the audience does not wait for whole seconds.
 const HASTE: u32 = 4;
 
-/// How long a client that was told to stop waits to hear from the operator.
+/// The longest time that a stopped client waits for the operator.
 const OPERATOR_PATIENCE: Duration = Duration::from_secs(20);
 
-/// What every client needs.
+/// The state that all clients share.
 pub(crate) struct Clients {
     pub(crate) plan: Arc<Plan>,
     pub(crate) tally: Arc<Tally>,
     pub(crate) story: Arc<Story>,
     /// The network's address: the only one that clients know.
     pub(crate) network: SocketAddr,
-    /// Where payments are asked for.
+    /// The path of payments.
     pub(crate) path: String,
-    /// How many outcomes the operator has settled so far.
+    /// The number of outcomes that the operator has settled so far.
     pub(crate) settled: watch::Receiver<u64>,
 }
 
-/// How it ended for one click.
+/// The end of one click.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Ending {
     /// The customer was told of this charge.
@@ -59,7 +59,7 @@ pub(crate) enum Ending {
     GaveUp,
 }
 
-/// What a client does about an answer.
+/// The client's reaction to a response.
 #[derive(Debug, PartialEq, Eq)]
 enum Advice {
     Believe(Ending),

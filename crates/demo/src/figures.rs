@@ -9,7 +9,7 @@ use crate::plan::{FaultCounts, Plan, name};
 use crate::service::Charge;
 use crate::tally::Tally;
 
-/// What came of a run.
+/// The result of a run.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct Figures {
     pub(crate) intents: u64,
@@ -36,15 +36,15 @@ pub(crate) struct Figures {
     /// Records that the operator resolved: there was no charge.
     pub(crate) resolved_released: u64,
     pub(crate) sidecar_kills: u64,
-    /// How many payments were with the service when the sidecar was killed.
+    /// The number of payments at the service when the sidecar was killed.
     pub(crate) in_flight_at_kill: Option<usize>,
-    /// Where two sidecars share a store.
+    /// The figures of two sidecars that share a store.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) two_sidecars: Option<TwoSidecars>,
     pub(crate) milliseconds: u64,
 }
 
-/// What two sidecars that share a store did.
+/// The work of two sidecars that share a store.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct TwoSidecars {
     /// Requests that reached the one that was killed.
@@ -115,7 +115,7 @@ impl Figures {
         }
     }
 
-    /// Whether every intent has its one charge, of its own amount, and every customer was told of it.
+    /// Returns true if every intent has exactly one charge, of the right amount, and every customer was told of it.
     pub(crate) const fn is_clean(&self) -> bool {
         self.charges == self.intents
             && self.duplicates == 0

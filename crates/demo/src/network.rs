@@ -23,7 +23,7 @@ use crate::tally::Tally;
 /// Nothing in here takes longer on its own. Bounds what a connection that nobody ends can hold.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// How much later than its client's end a late request arrives.
+/// The delay of a late request after the end of its client.
 const LATER: Duration = Duration::from_millis(15);
 
 /// More than any request or reply here has.
@@ -39,7 +39,7 @@ pub(crate) struct Network {
 struct Wires {
     plan: Arc<Plan>,
     to: Vec<SocketAddr>,
-    /// Whose turn it is.
+    /// The next sidecar in turn.
     turn: AtomicUsize,
     /// Through which of them each key's request was executed, as far as its answer was seen.
     executed: Mutex<HashMap<String, usize>>,
@@ -263,7 +263,7 @@ async fn read_request(client: &mut TcpStream) -> io::Result<Vec<u8>> {
     }
 }
 
-/// How long the head is, once it is there.
+/// The length of the head, once it is complete.
 fn head_length(message: &[u8]) -> Option<usize> {
     message.windows(4).position(|octets| octets == b"\r\n\r\n").map(|at| at + 4)
 }

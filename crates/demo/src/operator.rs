@@ -21,7 +21,7 @@ use crate::service::{Charge, Finding, Ledger};
 use crate::story::Story;
 use crate::tally::Tally;
 
-/// How long there must be no charge in the ledger before the operator believes that there never will be one.
+/// The time without a charge in the ledger after which the operator concludes that there will be none.
 const SECOND_LOOK: Duration = Duration::from_millis(500);
 
 const ADMIN_PATIENCE: Duration = Duration::from_secs(5);
@@ -33,7 +33,7 @@ pub(crate) struct Operator {
     pub(crate) ledger: Arc<Ledger>,
     pub(crate) tally: Arc<Tally>,
     pub(crate) story: Arc<Story>,
-    /// How many outcomes are settled: clients that were told to stop listen to it.
+    /// The number of settled outcomes, which stopped clients watch.
     pub(crate) settled: watch::Sender<u64>,
     /// Since when a record is known to have no charge.
     pub(crate) nothing_since: HashMap<String, Instant>,

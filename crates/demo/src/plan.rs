@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-/// What the network, or the client itself, does to one request.
+/// A fault that the network, or the client itself, inflicts on one request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Fault {
     /// The connection is reset before the request reaches anybody.
@@ -35,7 +35,7 @@ impl Fault {
         Self::HangUp,
     ];
 
-    /// How often each is drawn: lost replies most of all, as they are what the demonstration is about.
+    /// The weights of the faults. Lost replies have the largest, because they are the subject of the demonstration.
     const WEIGHTS: [(Self, u64); 6] = [
         (Self::ReplyLost, 30),
         (Self::HangUp, 18),
@@ -58,7 +58,7 @@ impl Fault {
     }
 }
 
-/// How many of each fault.
+/// The number of faults of each kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct FaultCounts {
     pub(crate) request_lost: u64,
@@ -105,7 +105,7 @@ pub(crate) struct Intent {
 }
 
 impl Intent {
-    /// What the payments service calls it.
+    /// The name of the intent at the payments service.
     pub(crate) fn name(&self) -> String {
         name(self.number)
     }
@@ -116,7 +116,7 @@ impl Intent {
     }
 }
 
-/// What the payments service calls the intent of this number.
+/// The name of the intent with this number at the payments service.
 pub(crate) fn name(number: usize) -> String {
     format!("payment-{number}")
 }
@@ -124,11 +124,11 @@ pub(crate) fn name(number: usize) -> String {
 /// One press of the button.
 #[derive(Clone, Debug)]
 pub(crate) struct Click {
-    /// How long after the first one.
+    /// The delay after the first click.
     pub(crate) after: Duration,
-    /// What happens to its first requests, one each. Those that follow meet no fault.
+    /// The faults of its first requests, one each. The requests after them meet no fault.
     pub(crate) faults: Vec<Fault>,
-    /// How long the client stays on the line where the fault is that it hangs up.
+    /// The time after which the client hangs up, if that is the fault.
     pub(crate) patience: Duration,
 }
 
@@ -145,7 +145,7 @@ impl Plan {
         Self { seed, intents }
     }
 
-    /// What happens to the request with this label; `None` for nothing, and for labels of nobody.
+    /// The fault of the request with this label; `None` for no fault, and for unknown labels.
     pub(crate) fn fault(&self, request_id: &str) -> Option<Fault> {
         let mut parts = request_id.split('/').map(str::parse::<usize>);
         let (number, click, attempt) = (parts.next()?.ok()?, parts.next()?.ok()?, parts.next()?.ok()?);
@@ -153,13 +153,13 @@ impl Plan {
         intent.clicks.get(click)?.faults.get(attempt).copied()
     }
 
-    /// How long the service takes for the `nth` request that it executes for an intent: 5 to 60 milliseconds.
+    /// The time that the service takes for the `nth` request that it executes for an intent: 5 to 60 milliseconds.
     pub(crate) fn service_time(&self, intent: &str, nth: usize) -> Duration {
         let label = intent.bytes().fold(nth as u64, |hash, byte| hash.wrapping_mul(31) ^ u64::from(byte));
         Duration::from_micros(5_000 + SplitMix64::fork(self.seed, Stream::Service, label).below(55_000))
     }
 
-    /// What a client's own choices are drawn from: the jitter of its backoff.
+    /// The random stream of a client's own choices: the jitter of its backoff.
     pub(crate) fn jitter(&self, intent: usize, click: usize) -> SplitMix64 {
         SplitMix64::fork(self.seed, Stream::Jitter, (intent * 2 + click) as u64)
     }
@@ -211,7 +211,7 @@ fn uuid(random: &mut SplitMix64) -> String {
     )
 }
 
-/// What is drawn independently of what else is drawn.
+/// The independent random streams.
 #[derive(Clone, Copy)]
 enum Stream {
     Intent,

@@ -14,11 +14,11 @@ pub(crate) struct Report {
     without_oncegate: Figures,
     with_oncegate: Figures,
     conclusion: String,
-    /// Whether each intent has one charge with Oncegate, and its customer knows of it.
+    /// True if each intent has one charge with Oncegate, and its customer knows of it.
     clean: bool,
 }
 
-/// What the seed says, and what is therefore the same each time.
+/// The part of the report that depends on the seed only.
 #[derive(Clone, Copy, Debug, Serialize)]
 struct Planned {
     intents: usize,

@@ -21,29 +21,30 @@ use crate::sidecar::{Home, Sidecar, SidecarConfig};
 use crate::story::Story;
 use crate::tally::Tally;
 
-/// How many intents are pursued at the same time.
+/// The number of intents that are pursued at the same time.
 const CONCURRENCY: usize = 12;
 
-/// How many requests should be with the service when the sidecar is killed, and how long to wait for so many.
+/// The number of requests that should be at the service when the sidecar is killed, and the longest time to wait for
+/// them.
 const IN_FLIGHT_AT_KILL: usize = 3;
 const KILL_PATIENCE: Duration = Duration::from_millis(1_500);
 
-/// How long the sidecar is away.
+/// The length of the outage.
 const OUTAGE: Duration = Duration::from_millis(300);
 
-/// How often the operator looks.
+/// The interval between two rounds of the operator.
 const OPERATOR_ROUND: Duration = Duration::from_millis(100);
 
-/// Where payments are asked for, where nobody else's records could be met.
+/// The path of payments in a store of one's own.
 const PATH: &str = "/payments";
 
-/// What a run leaves behind.
+/// The result of a run.
 pub(crate) struct Outcome {
     pub(crate) figures: Figures,
     pub(crate) ledger: Vec<Charge>,
 }
 
-/// What all parts of a run share.
+/// The state that all parts of a run share.
 struct Stage {
     plan: Arc<Plan>,
     tally: Arc<Tally>,
@@ -269,7 +270,7 @@ fn bar(done: u64, of: u64) -> String {
     format!("▕{}{}▏", "█".repeat(filled), "░".repeat(20 - filled.min(20)))
 }
 
-/// How it ended for every click of every intent, in the order of the plan.
+/// Pursues all intents; returns the end of each click, in the order of the plan.
 async fn pursue_all(clients: Clients) -> Result<Vec<Vec<Ending>>, String> {
     let clients = Arc::new(clients);
     let next = Arc::new(AtomicUsize::new(0));

@@ -3,7 +3,7 @@
 use std::io::{self, IsTerminal, Write};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// How a piece of text stands out, on a terminal that has colours.
+/// The style of a text, on a terminal that has colours.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Style {
     Bold,
@@ -25,9 +25,9 @@ impl Style {
     }
 }
 
-/// Where lines go.
+/// The output for people.
 pub(crate) struct Screen {
-    /// Whether one line can be written over again and again.
+    /// True if the status line can be overwritten.
     live: bool,
     colours: bool,
     out: Mutex<Out>,

@@ -29,20 +29,20 @@ pub(crate) struct Charge {
     pub(crate) intent: String,
     pub(crate) customer: String,
     pub(crate) cents: u64,
-    /// Where the sidecar keeps what it knows of the request, as it says itself.
+    /// The sidecar's record of the request, as the sidecar reports it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) record: Option<String>,
 }
 
 impl Charge {
-    /// What the service answers, and would answer again.
+    /// The response of the service, equal at each repetition.
     pub(crate) fn receipt(&self) -> String {
         let Self { charge, intent, cents, .. } = self;
         serde_json::json!({ "charge": charge, "intent": intent, "cents": cents }).to_string()
     }
 }
 
-/// What the service is asked for.
+/// The body of a payment request.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct PaymentRequest {
     pub(crate) intent: String,
@@ -59,13 +59,13 @@ pub(crate) struct Ledger {
 #[derive(Default)]
 struct Entries {
     charges: Vec<Charge>,
-    /// How many requests for each intent have come in.
+    /// The number of requests for each intent that have arrived.
     begun: HashMap<String, usize>,
-    /// How many requests under each record are being executed.
+    /// The number of requests under each record that are being executed.
     running: HashMap<String, usize>,
 }
 
-/// What the ledger says of a record of the sidecar.
+/// The ledger's answer about a record of the sidecar.
 pub(crate) enum Finding {
     /// The customer was charged.
     Charged(Charge),
@@ -80,7 +80,7 @@ impl Ledger {
         self.lock().charges.clone()
     }
 
-    /// How many charges there are, and how many of them are second ones.
+    /// The number of charges, and of duplicates among them.
     pub(crate) fn count(&self) -> (usize, usize) {
         let entries = self.lock();
         let intents: std::collections::HashSet<_> = entries.charges.iter().map(|c| &c.intent).collect();
@@ -133,7 +133,7 @@ pub(crate) struct Service {
     accepting: AbortHandle,
 }
 
-/// What every request needs.
+/// The state that all requests share.
 struct Desk {
     plan: Arc<Plan>,
     story: Arc<Story>,
@@ -155,7 +155,7 @@ impl Service {
         Ok(Self { address, ledger, running, accepting })
     }
 
-    /// How many requests it is executing.
+    /// The number of requests that are being executed.
     pub(crate) fn running(&self) -> watch::Receiver<usize> {
         self.running.clone()
     }

@@ -15,16 +15,16 @@ use tokio::time::timeout;
 use crate::exchange::exchange;
 use crate::shared::{RETENTION, SERVICE, SharedStore};
 
-/// How long a process that died without an answer keeps its keys blocked. Short, so that nobody who watches has to wait.
+/// The time for which the keys of a killed process stay blocked. Short, so that the audience does not wait.
 pub(crate) const LEASE: &str = "2s";
 
-/// How long it may take until it listens. It checks its whole store after a crash.
+/// The longest start of a sidecar. After a crash it checks its whole store.
 const START_PATIENCE: Duration = Duration::from_secs(20);
 
-/// How long a store that is out of reach is waited for, before anything is shown.
+/// The longest wait for a store that cannot be reached, before anything is shown.
 const STORE_PATIENCE: Duration = Duration::from_secs(5);
 
-/// How much of what it wrote is shown where it failed.
+/// The number of log lines that are shown after a failure.
 const LOG_LINES: usize = 20;
 
 /// A running sidecar.
@@ -124,7 +124,7 @@ impl Sidecar {
     }
 }
 
-/// Whether a sidecar can have this store, before anybody is shown anything.
+/// Checks that a sidecar can use this store, before anything is shown.
 pub(crate) async fn try_store(home: &Home, shared: &SharedStore) -> Result<(), String> {
     let config = SidecarConfig { home: home.clone(), log: "store.log", shared: Some(shared.clone()) };
     // Nobody is there, and nobody is asked.
@@ -141,7 +141,7 @@ pub(crate) async fn try_store(home: &Home, shared: &SharedStore) -> Result<(), S
     sidecar.kill()
 }
 
-/// Whether the sidecar would take requests with a key; an error says why not.
+/// Checks that the sidecar would accept requests with a key; an error tells why not.
 async fn readiness(admin: SocketAddr) -> Result<(), String> {
     let ask = Request::get("/readyz").header(header::HOST, admin.to_string()).body(Full::new(Bytes::new()));
     let ask = ask.map_err(|error| error.to_string())?;
@@ -243,7 +243,7 @@ fn ended(status: ExitStatus, config: &SidecarConfig) -> String {
     failed(&format!("the sidecar ended by itself ({status})"), config)
 }
 
-/// What went wrong, and the last of what the sidecar wrote about it.
+/// The failure, with the last lines of the sidecar's log.
 fn failed(what: &str, config: &SidecarConfig) -> String {
     let log = std::fs::read_to_string(config.log()).unwrap_or_default();
     let lines: Vec<_> = log.lines().collect();

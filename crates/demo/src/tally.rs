@@ -45,7 +45,7 @@ impl Passages {
     }
 }
 
-/// What is counted while the traffic runs. What the ledger says is counted from the ledger, afterwards.
+/// The counts of one run. Figures of the ledger are counted from the ledger, afterwards.
 #[derive(Debug, Default)]
 pub(crate) struct Tally {
     /// Intents that a client has begun with.
@@ -68,7 +68,7 @@ pub(crate) struct Tally {
     pub(crate) through: [Passages; 2],
     /// Answers of one of two sidecars to what the other had executed.
     pub(crate) replayed_by_the_other: Count,
-    /// How often the sidecar was killed.
+    /// The number of times that the sidecar was killed.
     pub(crate) kills: Count,
     faults: [Count; Fault::ALL.len()],
 }

@@ -22,7 +22,7 @@ pub(crate) struct Question {
     pub(crate) key: IdempotencyKey,
 }
 
-/// What it comes to.
+/// The result of the question.
 pub(crate) enum Asked {
     /// The answer, and how the client is told where the record does not have it.
     Answer(StoredResponse, Option<&'static str>),

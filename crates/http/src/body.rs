@@ -64,7 +64,7 @@ pub(crate) struct Pumped {
     pub(crate) size: SizeHint,
     /// True where the frames end before the body does: the client took nothing for too long.
     pub(crate) is_cut: Arc<AtomicBool>,
-    /// What is held for the first frames, and how many of them the client has not taken.
+    /// The reservation for the first frames, and the number of them that the client has not taken yet.
     pub(crate) ahead: Option<(Held, usize)>,
 }
 
@@ -239,7 +239,7 @@ impl<B> fmt::Debug for ResponseBody<B> {
     }
 }
 
-/// What reading a body up to a limit comes to.
+/// The result of reading a body up to a limit.
 pub(crate) enum Read<B> {
     /// All of it.
     Whole { chunks: Vec<Bytes>, trailers: Option<HeaderMap> },

@@ -6,14 +6,17 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use bytes::Bytes;
 
-/// What may still be held.
+/// The bytes that are still free.
+///
+/// Invariant: the bytes in use, the bytes that each copy of the layer has drawn ahead, and the free bytes add up to
+/// the limit.
 ///
 /// What is held, what each copy of the layer has drawn ahead and what is left add up to the limit, always.
 #[derive(Debug)]
 pub(crate) struct Budget {
     limit: usize,
     shared: Arc<Shared>,
-    /// What this copy has drawn ahead, so that its small bodies meet no other thread's.
+    /// The bytes that this copy has drawn ahead, so that its small bodies do not contend with other threads.
     here: AtomicIsize,
 }
 
@@ -61,8 +64,8 @@ impl Budget {
         self.limit
     }
 
-    /// How many bytes are held now, over all copies: more than the limit where they had to be. While other threads take and
-    /// give back, it may be off by what they draw ahead.
+    /// The bytes in use now, over all copies. They exceed the limit after a reservation that could not be refused.
+    /// While other threads reserve and release, the value may be off by the bytes that they draw ahead.
     pub(crate) fn used(&self) -> usize {
         let copies: Vec<_> = self.shared.copies().iter().filter_map(Weak::upgrade).collect();
         let ahead: isize = copies.iter().map(|copy| copy.here.load(Ordering::Relaxed)).sum();
@@ -70,7 +73,7 @@ impl Budget {
         usize::try_from(signed(self.limit).saturating_sub(free)).unwrap_or(0)
     }
 
-    /// Whether there is room for anything at all.
+    /// Returns true if any byte is free.
     pub(crate) fn has_room(&self) -> bool {
         if !self.is_overdrawn() && self.here.load(Ordering::Relaxed) > 0 {
             return true;
@@ -79,8 +82,8 @@ impl Budget {
         self.shared.left.load(Ordering::Relaxed) > 0
     }
 
-    /// Whether more is held than the limit, as far as the copies have not drawn it ahead. Nothing may be taken then from what a
-    /// copy has drawn ahead: it belongs to what is missing.
+    /// Returns true if more than the limit is in use, apart from the bytes that copies have drawn ahead. Then no copy
+    /// may use its drawn bytes, because they belong to the shortfall.
     fn is_overdrawn(&self) -> bool {
         self.shared.left.load(Ordering::Relaxed) < 0
     }

@@ -17,7 +17,7 @@ use crate::overrides::overrides;
 use crate::profile::KeyScope;
 use crate::settings::{AuthorityRole, Settings};
 
-/// Where the record of this request is, and what an operator sees of it.
+/// The identifier of this request's record, and the label that operators see.
 pub(crate) fn locate(
     settings: &Settings,
     scope: &Scope<'_>,
@@ -80,17 +80,18 @@ pub(crate) fn natural_key(
     if body.coding.is_empty() { key.of(&content_type, &body.bytes) } else { Err(NaturalKeyError::NotJson) }
 }
 
-/// How many bytes at the end of a digest are those of the host alone, where the host is compared. So a request to another host
-/// is another request, and it can be told that nothing else differs. 22 and 10 bytes are far more than anybody can try out.
+/// The number of bytes at the end of a digest that hash the host alone, if the host is compared. A request to another
+/// host then has another fingerprint, and the layer can tell that nothing else differs. 22 and 10 bytes are far more
+/// than anyone can search by brute force.
 const HOST_BYTES: usize = 10;
 
-/// Whether a stored fingerprint and that of a request are equal in everything but the host.
+/// Returns true if a stored fingerprint and that of a request differ in the host only.
 pub(crate) fn differs_in_host_only(stored: &Fingerprint, own: &Fingerprint) -> bool {
     let rest = |fingerprint: &Fingerprint| fingerprint.digest().first_chunk::<{ 32 - HOST_BYTES }>().copied();
     stored != own && stored.version() == own.version() && rest(stored) == rest(own)
 }
 
-/// What makes this request the same as another.
+/// The fingerprint of a request: two requests with one key are the same if it is equal.
 pub(crate) fn fingerprint(settings: &Settings, parts: &Parts, body: &DecodedBody<'_>) -> Fingerprint {
     let target = target(settings, parts);
     let headers: Vec<(&str, &[u8])> = settings
@@ -140,12 +141,12 @@ pub(crate) struct DecodedBody<'a> {
     bytes: Cow<'a, [u8]>,
     /// The coding that could not be undone, or whose body would be too large then. Empty where there is none.
     coding: Cow<'a, str>,
-    /// Whether the body would be too large.
+    /// True if the decoded body would be too large.
     outgrows: bool,
 }
 
 impl DecodedBody<'_> {
-    /// Whether a content coding is left, because the body would be larger than it may be without it.
+    /// Returns true if the body is still encoded, because the decoded body would be larger than allowed.
     pub(crate) const fn outgrows(&self) -> bool {
         self.outgrows
     }
@@ -155,7 +156,7 @@ impl DecodedBody<'_> {
 /// [`limits::MAX_DECODED_RATIO`] times what was sent, stays as it is.
 ///
 /// # Errors
-/// Where the budget has no room for what comes of it.
+/// If the budget has no room for the result.
 pub(crate) fn decode<'a>(
     parts: &'a Parts,
     body: &'a [u8],

@@ -8,7 +8,8 @@ use oncegate_engine::Attempt;
 
 use crate::refusal::Condition;
 
-/// What a handler may know of the key it runs under: in the extensions of every request that is executed under a key.
+/// The key and the attempt under which a handler runs. It is in the extensions of every request that is executed
+/// under a key.
 ///
 /// With the feature `axum` it is an extractor: `IdempotencyContext` refuses a request that has no key,
 /// `Option<IdempotencyContext>` takes both.
@@ -49,8 +50,9 @@ impl fmt::Debug for IdempotencyContext {
     }
 }
 
-/// What a handler decides about its answer, over the policy of the route: put it into the extensions of the response, or
-/// name it in the header field `Idempotency-Store`, which is taken off before the client sees it.
+/// The handler's decision about its response, which overrides the policy of the route. Put it into the extensions of
+/// the response, or name it in the header field `Idempotency-Store`, which the layer removes before the client sees
+/// it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum StoreDirective {
@@ -78,31 +80,32 @@ impl StoreDirective {
     }
 }
 
-/// Put into the extensions of a response by a service that has no answer, though the operation may have taken place: a
-/// proxy whose upstream did not answer. The layer words the answer itself, with this status, and the outcome is unknown, or
-/// the key is free again where server errors release it.
+/// No response: the upstream did not respond, though the operation may have taken place. A proxy puts this into the
+/// extensions of its response. The layer writes the response itself, with this status. The outcome is unknown, or the
+/// key is free again if server errors release it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Unanswered(pub http::StatusCode);
+pub struct NoUpstreamResponse(pub http::StatusCode);
 
-/// Put into the extensions of a response by a service that did not begin, because the lease of its attempt was over and could
-/// not be [confirmed](Attempt::confirm_lease): a proxy that sent nothing. The layer words the answer itself.
+/// The operation did not start, because the lease of its attempt had run out and could not be
+/// [confirmed](Attempt::confirm_lease). A proxy that sent nothing puts this into the extensions of its response. The
+/// layer writes the response itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct NotBegun;
+pub struct LeaseExpired;
 
-/// Put into the extensions of a response by a proxy that did not send the request to its upstream: the response is the proxy's
-/// own refusal, for this reason. The request counts as refused and not as executed.
+/// The proxy refused the request itself, for this reason, and sent nothing to its upstream. A proxy puts this into
+/// the extensions of its response. The request counts as refused and not as executed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct NotForwarded(pub Condition);
+pub struct ProxyRefusal(pub Condition);
 
-/// Put into the extensions of a response by a proxy: its body ends where its connection does, so that half of it looks like the
-/// whole. It reaches the client and is not kept.
+/// The end of the connection ends the response body, so a truncated body looks complete. A proxy puts this into the
+/// extensions of its response. The response reaches the client and is not kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Unframed;
+pub struct CloseDelimited;
 
-/// Put into the extensions of a response by a proxy: the answer is somebody else's, so that one that breaks off is a 502
-/// and not a 500.
+/// The response comes from the proxy's upstream. If it breaks off, the client gets a 502 and not a 500. A proxy puts
+/// this into the extensions of its response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Relayed;
+pub struct UpstreamResponse;
 
 #[cfg(feature = "axum")]
 mod axum_extractor {

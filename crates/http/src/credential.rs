@@ -2,8 +2,8 @@
 
 use std::borrow::Cow;
 
-/// Whether a field of this name, in lower case, carries a credential, or says who a hop in front found the caller to be. Many
-/// services take `_` for `-`, so both are one here.
+/// Returns true if a field of this name, in lower case, carries a credential or names the caller that a proxy in
+/// front identified. `_` counts as `-`, because many services treat them alike.
 ///
 /// Names of credentials cannot be listed: each vendor invents one. So a name counts that contains what such names contain. A
 /// field that is wrongly taken for a credential costs a refusal that names it; one that is not known gives one caller the
@@ -16,13 +16,13 @@ pub(crate) fn is_credential(name: &str) -> bool {
     LISTED.contains(&&*name) || (looks_like_one(&name) && !is_known_as_none(&name))
 }
 
-/// Whether the value of a field of this name is another one each time that a request is sent.
+/// Returns true if the value of a field of this name changes each time that a request is sent.
 pub(crate) fn changes_each_time(name: &str) -> bool {
     ["signature", "dpop", "hmac"].iter().any(|part| name.contains(part))
 }
 
-/// Whether the credential in a field `Authorization` is another one each time that a request is sent: it signs the request, the
-/// time, or a number that counts. Then a retry has another one than the first request.
+/// Returns true if the credential in an `Authorization` field changes each time that a request is sent, because it
+/// signs the request, the time or a counter. A retry then has another credential than the first request.
 pub(crate) fn is_new_each_time(authorization: &[u8]) -> bool {
     const SCHEMES: [&str; 11] = [
         "digest",
@@ -47,7 +47,7 @@ pub(crate) fn is_new_each_time(authorization: &[u8]) -> bool {
         || (scheme == b"oauth" && contains(rest, b"oauth_nonce"))
 }
 
-/// Whether two names are one to a service that takes `_` for `-`, and are not equal.
+/// Returns true if two names differ, and are equal to a service that treats `_` as `-`.
 pub(crate) fn is_other_spelling(one: &str, other: &str) -> bool {
     one.len() == other.len() && one != other && hyphenated(one) == hyphenated(other)
 }
@@ -103,7 +103,7 @@ fn looks_like_one(name: &str) -> bool {
     })
 }
 
-/// What the names of such fields contain, by its first letter.
+/// The substrings of the names of such fields, by their first letter.
 const fn parts_from(letter: u8) -> &'static [&'static str] {
     match letter {
         b'a' => &["api-key", "apikey", "access-key", "accesskey", "app-key", "appkey", "assertion"],

@@ -52,7 +52,7 @@ pub struct RequestEvent<'a> {
     pub disposition: Disposition,
     /// The status, if the layer answered or the handler did. A request that only passes through has not been answered yet.
     pub status: Option<StatusCode>,
-    /// What is known of a request with a key, or without the key that it must have.
+    /// The details of a request that has a key, or that lacks the key that it must have.
     pub keyed: Option<KeyedEvent<'a>>,
 }
 
@@ -61,7 +61,7 @@ pub struct RequestEvent<'a> {
 #[non_exhaustive]
 pub struct KeyedEvent<'a> {
     /// Method and path, such as `POST /payments`, cut to
-    /// [`MAX_OPERATION_BYTES`](oncegate_core::limits::MAX_OPERATION_BYTES) octets.
+    /// [`MAX_OPERATION_BYTES`](oncegate_core::limits::MAX_OPERATION_BYTES) bytes.
     pub operation: &'a str,
     /// The mark of the caller, if the request says whose it is.
     pub caller: Option<CallerTag>,

@@ -19,7 +19,9 @@ use tower_service::Service;
 
 use crate::body::{BoxError, Pumped, Read, RequestBody, ResponseBody, join, next_frame, read_up_to};
 use crate::budget::{Budget, Held};
-use crate::context::{IdempotencyContext, NotBegun, Relayed, StoreDirective, Unanswered, Unframed};
+use crate::context::{
+    CloseDelimited, IdempotencyContext, LeaseExpired, NoUpstreamResponse, StoreDirective, UpstreamResponse,
+};
 use crate::headers::kept_trailers;
 use crate::profile::ServerErrors;
 use crate::reconcile::Reconciled;
@@ -32,13 +34,14 @@ pub(crate) struct Execution {
     pub(crate) settings: Arc<Settings>,
     pub(crate) permit: Permit,
     pub(crate) key: IdempotencyKey,
-    /// What all answers may hold together.
+    /// The memory for the bodies of all responses together.
     pub(crate) response_budget: Arc<Budget>,
     /// Of the request.
     pub(crate) target: Uri,
 }
 
-/// How an execution ends: the answer for the client, who may be gone, and what is left to do while it is read.
+/// The end of an execution: the response for the client, who may have left, and the work that remains while it is
+/// read.
 pub(crate) struct Ended<RB, E> {
     pub(crate) answer: Result<Executed<RB>, E>,
     pub(crate) rest: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
@@ -50,7 +53,7 @@ impl<RB, E> Ended<RB, E> {
     }
 }
 
-/// What is done with a handler's answer.
+/// The treatment of a handler's response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fate {
     Replay,
@@ -136,10 +139,10 @@ impl Execution {
     where
         RB: Body<Data: Send, Error: Into<BoxError>> + Send + 'static,
     {
-        if let Some(Unanswered(status)) = response.extensions_mut().remove() {
+        if let Some(NoUpstreamResponse(status)) = response.extensions_mut().remove() {
             return Ended::with(Box::pin(self.fail(Some(status), unanswered(status))).await);
         }
-        if response.extensions_mut().remove::<NotBegun>().is_some() {
+        if response.extensions_mut().remove::<LeaseExpired>().is_some() {
             return Ended::with(Box::pin(self.not_begun()).await);
         }
         let directive = take_directive(&mut response);
@@ -190,14 +193,14 @@ impl Execution {
             Ok(Read::Broken(error)) => {
                 let record = self.permit.attempt().record_id();
                 tracing::warn!(%record, error = %ErrorChain(&*error), "response body broke off");
-                let status = parts.extensions.get::<Relayed>().map(|_| StatusCode::BAD_GATEWAY);
+                let status = parts.extensions.get::<UpstreamResponse>().map(|_| StatusCode::BAD_GATEWAY);
                 Ended::with(Box::pin(self.fail(status, "the body of the response broke off")).await)
             }
             Err(PanicError) => Ended::with(Box::pin(self.fail(None, PANICKED)).await),
         }
     }
 
-    /// What is done with this answer.
+    /// Decides the treatment of this response.
     pub(crate) fn fate<RB>(&self, response: &Response<RB>, directive: Option<StoreDirective>) -> Fate {
         if directive.is_none() && self.redirects_to_itself(response) {
             return Fate::Release;
@@ -205,8 +208,9 @@ impl Execution {
         fate(&self.settings, response.status(), directive)
     }
 
-    /// Whether the answer sends the same request again, to another spelling of its path or to another host. Such a redirect is
-    /// not what the operation came to: if it were kept, the request that follows it would get the redirect again, for ever.
+    /// Returns true if the response redirects the client to another spelling of the same path, or to another host.
+    /// Such a redirect is not the outcome of the operation. If it were kept, the request that follows the redirect
+    /// would be redirected again, for ever.
     ///
     /// A 301 does so only if the spelling differs: routers that add or take off a slash say it, and a service that has executed
     /// something sends its client on with a 302 or 303.
@@ -295,7 +299,7 @@ const fn unanswered(status: StatusCode) -> &'static str {
     }
 }
 
-/// What the policy and the handler say together.
+/// Combines the policy of the route with the directive of the handler.
 pub(crate) fn fate(settings: &Settings, status: StatusCode, directive: Option<StoreDirective>) -> Fate {
     let releases_errors = settings.profile.server_errors == ServerErrors::Release
         || settings.completed_by == CompletedBy::Upstream;
@@ -315,7 +319,7 @@ pub(crate) fn fate(settings: &Settings, status: StatusCode, directive: Option<St
 
 /// Answers that have no end, or whose end cannot be told from a broken connection, or that are no answer but another protocol.
 pub(crate) fn cannot_be_stored(parts: &Parts) -> bool {
-    if parts.status == StatusCode::SWITCHING_PROTOCOLS || parts.extensions.get::<Unframed>().is_some() {
+    if parts.status == StatusCode::SWITCHING_PROTOCOLS || parts.extensions.get::<CloseDelimited>().is_some() {
         return true;
     }
     let Some(content_type) = parts.headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok()) else {
@@ -360,7 +364,7 @@ pub(crate) fn marked<RB>(
 pub(crate) const FENCED: &str = "fenced";
 pub(crate) const NOT_STORED: &str = "not-stored";
 
-/// What a client is told where the store did not take its answer.
+/// The `Idempotency-Status` of a response that the store did not take.
 const fn status_of(settled: &SettleOutcome) -> Option<&'static str> {
     match settled {
         SettleOutcome::Fenced => Some(FENCED),
@@ -402,7 +406,7 @@ where
     let is_cut = Arc::new(AtomicBool::new(false));
     let pumped = Pumped { frames, size, is_cut: is_cut.clone(), ahead };
     let response = marked(parts, ResponseBody::pumped(pumped), status);
-    let rest = pump(rest, sender, is_cut, settings.stream_patience);
+    let rest = pump(rest, sender, is_cut, settings.stream_timeout);
     Ended { answer: Ok(Executed::Response(response)), rest: Some(Box::pin(rest)) }
 }
 
@@ -449,7 +453,7 @@ async fn closed(client: Option<&mpsc::Sender<Result<Frame<Bytes>, BoxError>>>) {
     }
 }
 
-/// How many frames a client may lag behind before the handler's body waits for it.
+/// The number of frames by which a client may lag behind before the handler's body waits for it.
 const STREAM_FRAMES: usize = 16;
 
 async fn sleep_until(at: Option<tokio::time::Instant>) {
@@ -471,7 +475,7 @@ mod tests {
     #[test]
     fn the_table_of_fates() {
         let replay = Settings::new(Profile::ietf());
-        let release = Settings::new(Profile::seed());
+        let release = Settings::new(Profile::classic());
         for (status, in_replay, in_release) in [
             (200, Fate::Replay, Fate::Replay),
             (201, Fate::Replay, Fate::Replay),

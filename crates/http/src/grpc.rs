@@ -6,14 +6,14 @@ use bytes::Bytes;
 use http::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
 use http::{Response, StatusCode};
 
-use crate::refusal::{Condition, Retry};
+use crate::refusal::{Condition, RetryAdvice};
 
 /// The canonical status of a call, of those that refusals have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 #[repr(u16)]
 pub enum GrpcCode {
-    /// How the call ended is not known: it may have taken effect.
+    /// The outcome of the call is unknown: it may have taken effect.
     Unknown = 2,
     /// The call has to be corrected.
     InvalidArgument = 3,
@@ -31,8 +31,8 @@ pub enum GrpcCode {
     Unauthenticated = 16,
 }
 
-/// How a client that speaks gRPC is answered without its call having reached the service: a response without a body that
-/// has the status of the call among its header fields, as gRPC over HTTP/2 calls it, trailers only.
+/// The form of a refusal for a gRPC client: a response without a body that has the status of the call among its
+/// header fields ("trailers-only" in gRPC over HTTP/2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GrpcForm(&'static str);
 
@@ -66,7 +66,7 @@ impl GrpcForm {
         code: GrpcCode,
         slug: &str,
         detail: &str,
-        retry: Retry,
+        retry: RetryAdvice,
         retry_after: Option<u64>,
     ) -> Response<Bytes> {
         let mut response = Response::new(Bytes::new());
@@ -79,11 +79,11 @@ impl GrpcForm {
             headers.insert(GRPC_MESSAGE, message);
         }
         match retry_after {
-            Some(seconds) if retry == Retry::SameKey => {
+            Some(seconds) if retry == RetryAdvice::SameKey => {
                 headers.insert(PUSHBACK, HeaderValue::from(seconds.saturating_mul(1000)));
             }
             // When to come again is for the client to say.
-            None if retry == Retry::SameKey => {}
+            None if retry == RetryAdvice::SameKey => {}
             _ => {
                 headers.insert(PUSHBACK, HeaderValue::from_static("-1"));
             }
@@ -133,11 +133,11 @@ impl Condition {
 fn message(slug: &str, detail: &str) -> String {
     let text = format!("{}{slug}: {detail}", crate::profile::PROBLEM_TYPES);
     let mut encoded = String::with_capacity(text.len());
-    for octet in text.bytes() {
-        if matches!(octet, b' '..=b'~') && octet != b'%' {
-            encoded.push(char::from(octet));
+    for byte in text.bytes() {
+        if matches!(byte, b' '..=b'~') && byte != b'%' {
+            encoded.push(char::from(byte));
         } else {
-            let _infallible = write!(encoded, "%{octet:02X}");
+            let _infallible = write!(encoded, "%{byte:02X}");
         }
     }
     encoded
@@ -179,9 +179,9 @@ mod tests {
             let response = form.refusal(GrpcCode::Unknown, "a", "b", retry, after);
             response.headers().get(PUSHBACK).map(|value| value.to_str().unwrap().to_owned())
         };
-        assert_eq!(of(Retry::SameKey, Some(2)).as_deref(), Some("2000"));
-        assert_eq!(of(Retry::SameKey, None), None);
-        for retry in [Retry::NewKey, Retry::FixRequest, Retry::Stop] {
+        assert_eq!(of(RetryAdvice::SameKey, Some(2)).as_deref(), Some("2000"));
+        assert_eq!(of(RetryAdvice::SameKey, None), None);
+        for retry in [RetryAdvice::NewKey, RetryAdvice::FixRequest, RetryAdvice::Stop] {
             assert_eq!(of(retry, None).as_deref(), Some("-1"));
         }
     }

@@ -143,7 +143,7 @@ impl KeptHeaders {
         Ok(())
     }
 
-    /// Whether fields of this name are kept.
+    /// Returns true if fields of this name are kept.
     pub(crate) fn keeps(&self, name: &HeaderName) -> bool {
         KEPT.contains(name) || self.more.contains(name)
     }
@@ -183,7 +183,7 @@ pub(crate) fn restore<'a>(fields: impl Iterator<Item = (&'a str, &'a [u8])>) -> 
     headers
 }
 
-/// Whether answers have this field for a purpose that the layer knows.
+/// Returns true if the layer uses this response field for another purpose.
 pub(crate) fn is_reserved(name: &HeaderName) -> bool {
     KEPT.contains(name) || is_never_kept(name)
 }
@@ -195,7 +195,7 @@ fn is_never_kept(name: &HeaderName) -> bool {
         || NEVER_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
 }
 
-/// Whether a `Connection` field names this one as hop-by-hop.
+/// Returns true if a `Connection` field names this field as hop-by-hop.
 fn is_nominated(headers: &HeaderMap, name: &HeaderName) -> bool {
     headers.get_all(header::CONNECTION).iter().any(|value| {
         value

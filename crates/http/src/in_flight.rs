@@ -45,7 +45,7 @@ impl InFlight {
         self.max
     }
 
-    /// How many requests are under way now, of all callers.
+    /// The number of requests in flight now, of all callers.
     pub(crate) fn now(&self) -> usize {
         self.counts.all.load(Ordering::Relaxed)
     }

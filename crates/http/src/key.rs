@@ -9,10 +9,10 @@ use oncegate_core::{IdempotencyKey, limits};
 use oncegate_engine::ConfigError;
 use regex_lite::Regex;
 
-/// What a key may look like.
+/// The grammar of keys.
 ///
-/// A field that is present but is no such key is always an error, also where the key is optional: RFC 9651 would let it
-/// be ignored as if it were absent, and the request would run unprotected without anybody being told.
+/// A field that is present but invalid is always an error, even if the key is optional. RFC 9651 would allow to ignore the
+/// field; the request would then run unprotected and its client would not learn of it.
 #[derive(Clone, Debug)]
 pub struct KeyGrammar {
     pub(crate) syntax: KeySyntax,
@@ -21,18 +21,18 @@ pub struct KeyGrammar {
     pub(crate) max: usize,
 }
 
-/// How the field spells a key.
+/// The syntax of the key in its header field.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum KeySyntax {
-    /// A string of RFC 9651 in quotes, or the bare visible ASCII characters that nearly everybody sends, without quote and
+    /// A string of RFC 9651 in quotes, or the bare visible ASCII characters that most clients send, without quote and
     /// comma. `abc`, `"abc"` and `"abc";p=1` are one key.
     Lenient,
     /// A string of RFC 9651 only, as draft-ietf-httpapi-idempotency-key-header-07 demands.
     Strict,
 }
 
-/// What the key itself must be.
+/// The format of the key itself.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum KeyFormat {
@@ -42,7 +42,7 @@ pub enum KeyFormat {
     Uuid,
     /// A ULID of 26 characters; upper and lower case are one key.
     Ulid,
-    /// Whatever the pattern matches from end to end.
+    /// A key that the pattern matches from end to end.
     Pattern(Regex),
 }
 
@@ -50,7 +50,7 @@ impl KeyFormat {
     /// A format by a regular expression that the whole key must match.
     ///
     /// # Errors
-    /// Where it is no regular expression.
+    /// If the expression is not a regular expression.
     pub fn pattern(expression: &str) -> Result<Self, ConfigError> {
         Regex::new(&format!("^(?:{expression})$"))
             .map(Self::Pattern)
@@ -59,29 +59,29 @@ impl KeyFormat {
 }
 
 impl Default for KeyGrammar {
-    /// Lenient, any format, 1 to 255 octets.
+    /// Lenient syntax, any format, 1 to 255 bytes.
     fn default() -> Self {
         Self { syntax: KeySyntax::Lenient, format: KeyFormat::Any, min: 1, max: limits::MAX_KEY_BYTES }
     }
 }
 
 impl KeyGrammar {
-    /// How the field spells a key.
+    /// The syntax of the key in its header field.
     #[must_use]
     pub fn with_syntax(self, syntax: KeySyntax) -> Self {
         Self { syntax, ..self }
     }
 
-    /// What the key itself must be.
+    /// The format of the key itself.
     #[must_use]
     pub fn with_format(self, format: KeyFormat) -> Self {
         Self { format, ..self }
     }
 
-    /// How many octets a key has.
+    /// Limits the length of a key, in bytes.
     ///
     /// # Errors
-    /// Outside 1 to [`limits::MAX_KEY_BYTES`], or `min` above `max`.
+    /// If a bound is outside 1 to [`limits::MAX_KEY_BYTES`], or `min` is above `max`.
     pub fn with_length(self, min: usize, max: usize) -> Result<Self, ConfigError> {
         if min == 0 || min > max || max > limits::MAX_KEY_BYTES {
             let bound = limits::MAX_KEY_BYTES;
@@ -95,16 +95,16 @@ impl KeyGrammar {
     /// The key in these headers, with its field as it was received; `None` where there is no field of this name.
     ///
     /// # Errors
-    /// What is wrong with the field.
+    /// If the field is not a valid key.
     pub fn read<'a>(
         &self,
         headers: &'a HeaderMap,
         name: &HeaderName,
-    ) -> Option<Result<(IdempotencyKey, &'a HeaderValue), KeyProblem>> {
+    ) -> Option<Result<(IdempotencyKey, &'a HeaderValue), KeyHeaderError>> {
         let mut values = headers.get_all(name).iter();
         let value = values.next()?;
         if values.next().is_some() {
-            return Some(Err(KeyProblem::SeveralFields));
+            return Some(Err(KeyHeaderError::SeveralFields));
         }
         Some(self.parse(value.as_bytes()).map(|key| (key, value)))
     }
@@ -112,72 +112,72 @@ impl KeyGrammar {
     /// Reads the value of a field.
     ///
     /// # Errors
-    /// What is wrong with it.
-    pub fn parse(&self, field: &[u8]) -> Result<IdempotencyKey, KeyProblem> {
+    /// If the value is not a valid key.
+    pub fn parse(&self, field: &[u8]) -> Result<IdempotencyKey, KeyHeaderError> {
         let field = trim_ows(field);
         let key = match (field.first(), self.syntax) {
-            (None, _) => return Err(KeyProblem::Empty),
+            (None, _) => return Err(KeyHeaderError::Empty),
             (Some(b'"'), _) => Cow::Owned(quoted(field)?),
             (Some(_), KeySyntax::Lenient) => Cow::Borrowed(bare(field)?),
-            (Some(_), KeySyntax::Strict) => return Err(KeyProblem::NotQuoted),
+            (Some(_), KeySyntax::Strict) => return Err(KeyHeaderError::NotQuoted),
         };
         if key.is_empty() || key.bytes().all(|b| b == b' ') {
-            return Err(KeyProblem::Empty);
+            return Err(KeyHeaderError::Empty);
         }
         if key.len() < self.min {
-            return Err(KeyProblem::TooShort { octets: key.len(), min: self.min });
+            return Err(KeyHeaderError::TooShort { bytes: key.len(), min: self.min });
         }
         if key.len() > self.max {
-            return Err(KeyProblem::TooLong { octets: key.len(), max: self.max });
+            return Err(KeyHeaderError::TooLong { bytes: key.len(), max: self.max });
         }
         let key = match &self.format {
             KeyFormat::Any => key,
             KeyFormat::Uuid if is_uuid(&key) => key.to_ascii_lowercase().into(),
             KeyFormat::Ulid if is_ulid(&key) => key.to_ascii_uppercase().into(),
             KeyFormat::Pattern(pattern) if pattern.is_match(&key) => key,
-            KeyFormat::Uuid => return Err(KeyProblem::Format("a UUID")),
-            KeyFormat::Ulid => return Err(KeyProblem::Format("a ULID")),
-            KeyFormat::Pattern(_) => return Err(KeyProblem::Format("of the published format")),
+            KeyFormat::Uuid => return Err(KeyHeaderError::Format("a UUID")),
+            KeyFormat::Ulid => return Err(KeyHeaderError::Format("a ULID")),
+            KeyFormat::Pattern(_) => return Err(KeyHeaderError::Format("of the published format")),
         };
-        IdempotencyKey::new(key.as_bytes()).map_err(|_| KeyProblem::Empty)
+        IdempotencyKey::new(key.as_bytes()).map_err(|_| KeyHeaderError::Empty)
     }
 }
 
-/// What is wrong with a key's field. Its words are meant for the caller and repeat nothing of the field.
+/// The error in a key's header field. Its text is for the caller and repeats nothing of the field.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum KeyProblem {
+pub enum KeyHeaderError {
     /// More than one field line.
     SeveralFields,
-    /// No octet, or only spaces.
+    /// No byte, or only spaces.
     Empty,
-    /// A string was begun and does not end as RFC 9651 says.
+    /// A string that begins with a quote but is not valid by RFC 9651.
     BadString,
-    /// An octet that no bare key has.
-    BadOctet,
+    /// A byte that is not allowed in a bare key.
+    BadByte,
     /// A comma outside quotes: that is a list.
     Comma,
-    /// Not in quotes, where only strings are taken.
+    /// Not in quotes, although only strings are accepted.
     NotQuoted,
     /// Shorter than allowed.
     TooShort {
-        /// How long it is.
-        octets: usize,
-        /// How long it must be.
+        /// The length, in bytes.
+        bytes: usize,
+        /// The shortest length that is allowed.
         min: usize,
     },
     /// Longer than allowed.
     TooLong {
-        /// How long it is.
-        octets: usize,
-        /// How long it may be.
+        /// The length, in bytes.
+        bytes: usize,
+        /// The longest length that is allowed.
         max: usize,
     },
-    /// Not of the format that this service takes.
+    /// Not of the format that this service accepts.
     Format(&'static str),
 }
 
-impl fmt::Display for KeyProblem {
+impl fmt::Display for KeyHeaderError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::SeveralFields => f.write_str("the field was sent more than once; send one key"),
@@ -185,19 +185,19 @@ impl fmt::Display for KeyProblem {
             Self::BadString => f.write_str(
                 "the key starts with a quote but is no string of RFC 9651; send \"key\" or the key without quotes",
             ),
-            Self::BadOctet => f.write_str(
+            Self::BadByte => f.write_str(
                 "the key has a character that is not allowed; send visible ASCII characters without quote and comma",
             ),
             Self::Comma => f.write_str("the key has a comma; send one key, or put it in quotes"),
             Self::NotQuoted => f.write_str("the key must be in double quotes"),
-            Self::TooShort { octets, min } => write!(f, "the key has {octets} characters; at least {min} are needed"),
-            Self::TooLong { octets, max } => write!(f, "the key has {octets} characters; at most {max} are allowed"),
+            Self::TooShort { bytes, min } => write!(f, "the key has {bytes} characters; at least {min} are needed"),
+            Self::TooLong { bytes, max } => write!(f, "the key has {bytes} characters; at most {max} are allowed"),
             Self::Format(format) => write!(f, "the key is not {format}"),
         }
     }
 }
 
-impl std::error::Error for KeyProblem {}
+impl std::error::Error for KeyHeaderError {}
 
 fn trim_ows(field: &[u8]) -> &[u8] {
     let is_ows = |b: &u8| matches!(b, b' ' | b'\t');
@@ -207,23 +207,23 @@ fn trim_ows(field: &[u8]) -> &[u8] {
 }
 
 /// A string of RFC 9651 with any parameters, which are ignored.
-fn quoted(field: &[u8]) -> Result<String, KeyProblem> {
-    let item = sfv::Parser::new(field).parse::<sfv::Item>().map_err(|_| KeyProblem::BadString)?;
+fn quoted(field: &[u8]) -> Result<String, KeyHeaderError> {
+    let item = sfv::Parser::new(field).parse::<sfv::Item>().map_err(|_| KeyHeaderError::BadString)?;
     match item.bare_item {
         sfv::BareItem::String(string) => Ok(String::from(string)),
-        _ => Err(KeyProblem::BadString),
+        _ => Err(KeyHeaderError::BadString),
     }
 }
 
-fn bare(field: &[u8]) -> Result<&str, KeyProblem> {
+fn bare(field: &[u8]) -> Result<&str, KeyHeaderError> {
     for byte in field {
         match byte {
-            b',' => return Err(KeyProblem::Comma),
+            b',' => return Err(KeyHeaderError::Comma),
             b'!' | b'#'..=b'~' => {}
-            _ => return Err(KeyProblem::BadOctet),
+            _ => return Err(KeyHeaderError::BadByte),
         }
     }
-    std::str::from_utf8(field).map_err(|_| KeyProblem::BadOctet)
+    std::str::from_utf8(field).map_err(|_| KeyHeaderError::BadByte)
 }
 
 fn is_uuid(key: &str) -> bool {
@@ -243,8 +243,8 @@ fn is_ulid(key: &str) -> bool {
         })
 }
 
-/// Whether requests have this field for something else than a key: in the least harmful case, all requests of a caller would have
-/// the same one.
+/// Returns true if requests use this field for another purpose than a key. In the least harmful case, all requests of
+/// a caller would have the same key.
 pub(crate) fn has_other_purpose(name: &HeaderName) -> bool {
     let name = name.as_str();
     OTHER_FIELDS.contains(&name) || OTHER_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
@@ -311,19 +311,19 @@ const OTHER_PREFIXES: [&str; 9] = [
 mod tests {
     use super::*;
 
-    fn lenient(field: &[u8]) -> Result<Vec<u8>, KeyProblem> {
+    fn lenient(field: &[u8]) -> Result<Vec<u8>, KeyHeaderError> {
         KeyGrammar::default().parse(field).map(|key| key.as_bytes().to_vec())
     }
 
-    fn strict(field: &[u8]) -> Result<Vec<u8>, KeyProblem> {
+    fn strict(field: &[u8]) -> Result<Vec<u8>, KeyHeaderError> {
         let grammar = KeyGrammar::default().with_syntax(KeySyntax::Strict);
         grammar.parse(field).map(|key| key.as_bytes().to_vec())
     }
 
     #[test]
     fn the_table_of_fields() {
-        use KeyProblem::{BadOctet, BadString, Comma, Empty, NotQuoted};
-        type Read = Result<&'static [u8], KeyProblem>;
+        use KeyHeaderError::{BadByte, BadString, Comma, Empty, NotQuoted};
+        type Read = Result<&'static [u8], KeyHeaderError>;
         const UUID: &[u8] = b"8e03978e-40d5-43e8-bc93-6894a57f9324";
         let quoted_uuid = [b"\"", UUID, b"\""].concat();
         let table: &[(&[u8], Read, Read)] = &[
@@ -334,7 +334,7 @@ mod tests {
             (br#""a\"b\\c""#, Ok(br#"a"b\c"#), Ok(br#"a"b\c"#)),
             (br#""abc";v=1"#, Ok(b"abc"), Ok(b"abc")),
             (br#""abc"#, Err(BadString), Err(BadString)),
-            (br#"abc""#, Err(BadOctet), Err(NotQuoted)),
+            (br#"abc""#, Err(BadByte), Err(NotQuoted)),
             (br#""foo \,""#, Err(BadString), Err(BadString)),
             (b"'foo'", Ok(b"'foo'"), Err(NotQuoted)),
             (br#""a", "b""#, Err(BadString), Err(BadString)),
@@ -344,15 +344,15 @@ mod tests {
             (br#""""#, Err(Empty), Err(Empty)),
             (br#""   ""#, Err(Empty), Err(Empty)),
             (b"a, b", Err(Comma), Err(NotQuoted)),
-            (b"a b", Err(BadOctet), Err(NotQuoted)),
+            (b"a b", Err(BadByte), Err(NotQuoted)),
             ("\"fü\"".as_bytes(), Err(BadString), Err(BadString)),
-            ("fü".as_bytes(), Err(BadOctet), Err(NotQuoted)),
-            (b"\xff\xfe", Err(BadOctet), Err(NotQuoted)),
-            (b"a\tb", Err(BadOctet), Err(NotQuoted)),
+            ("fü".as_bytes(), Err(BadByte), Err(NotQuoted)),
+            (b"\xff\xfe", Err(BadByte), Err(NotQuoted)),
+            (b"a\tb", Err(BadByte), Err(NotQuoted)),
             (b"\"a\0b\"", Err(BadString), Err(BadString)),
             (b"  \"abc\"  ", Ok(b"abc"), Ok(b"abc")),
             (b"ABC", Ok(b"ABC"), Err(NotQuoted)),
-            (b"'; DROP TABLE keys;--", Err(BadOctet), Err(NotQuoted)),
+            (b"'; DROP TABLE keys;--", Err(BadByte), Err(NotQuoted)),
             (b"%0d%0aSet-Cookie:x", Ok(b"%0d%0aSet-Cookie:x"), Err(NotQuoted)),
         ];
         for (field, in_lenient, in_strict) in table {
@@ -363,13 +363,13 @@ mod tests {
     }
 
     #[test]
-    fn a_key_has_at_most_255_octets_after_unescaping() {
+    fn a_key_has_at_most_255_bytes_after_unescaping() {
         let max = limits::MAX_KEY_BYTES;
         assert!(lenient(&vec![b'k'; max]).is_ok());
-        assert_eq!(lenient(&vec![b'k'; max + 1]), Err(KeyProblem::TooLong { octets: 256, max }));
+        assert_eq!(lenient(&vec![b'k'; max + 1]), Err(KeyHeaderError::TooLong { bytes: 256, max }));
         let quoted = |n: usize| format!("\"{}\"", r"\\".repeat(n)).into_bytes();
         assert_eq!(lenient(&quoted(max)).unwrap().len(), max);
-        assert_eq!(lenient(&quoted(max + 1)), Err(KeyProblem::TooLong { octets: 256, max }));
+        assert_eq!(lenient(&quoted(max + 1)), Err(KeyHeaderError::TooLong { bytes: 256, max }));
     }
 
     #[test]
@@ -379,7 +379,7 @@ mod tests {
         assert_eq!(read(KeyFormat::Uuid, uuid), read(KeyFormat::Uuid, &uuid.to_ascii_lowercase()));
         assert_eq!(
             read(KeyFormat::Uuid, b"8e03978e40d543e8bc936894a57f9324"),
-            Err(KeyProblem::Format("a UUID"))
+            Err(KeyHeaderError::Format("a UUID"))
         );
         let ulid = b"01ARZ3NDEKTSV4RRFFQ69G5FAV";
         assert_eq!(read(KeyFormat::Ulid, ulid), read(KeyFormat::Ulid, &ulid.to_ascii_lowercase()));
@@ -392,7 +392,7 @@ mod tests {
         assert!(KeyGrammar::default().with_length(0, 5).is_err());
         assert!(KeyGrammar::default().with_length(1, 256).is_err());
         let short = KeyGrammar::default().with_length(20, 64).unwrap();
-        assert_eq!(short.parse(b"abc"), Err(KeyProblem::TooShort { octets: 3, min: 20 }));
+        assert_eq!(short.parse(b"abc"), Err(KeyHeaderError::TooShort { bytes: 3, min: 20 }));
     }
 
     #[test]
@@ -405,7 +405,7 @@ mod tests {
         headers.append(&name, HeaderValue::from_static("a"));
         assert_eq!(
             KeyGrammar::default().read(&headers, &name).unwrap().unwrap_err(),
-            KeyProblem::SeveralFields
+            KeyHeaderError::SeveralFields
         );
     }
 }

@@ -23,18 +23,16 @@ use crate::scope::{CallerDoubt, NoCaller};
 use crate::service::Idempotency;
 use crate::settings::{AuthorityRole, Settings};
 
-/// What request bodies may hold together by default: 128 of the largest that are taken by default, and no more than a
-/// small machine can spare.
+/// The default memory for request bodies: 128 bodies of the largest default size, which a small machine can spare.
 const REQUEST_BUDGET: usize = 256 * 1024 * 1024;
 
-/// What the bodies of answers may hold together by default: 256 of the largest that are stored by default.
+/// The default memory for response bodies: 256 bodies of the largest size that is stored by default.
 const RESPONSE_BUDGET: usize = 256 * 1024 * 1024;
 
-/// Most requests with a key that are under way at the same time by default. Each may hold a connection to the service and an
-/// answer.
+/// The default limit of requests with a key in flight. Each may hold a connection to the service and a response.
 const MAX_IN_FLIGHT: usize = 2048;
 
-/// Most of one caller by default: half of them, so that one caller does not keep all others away.
+/// The default limit for one caller: half of all, so that one caller does not keep out all others.
 const MAX_IN_FLIGHT_PER_CALLER: usize = 1024;
 /// Every refused request is a client that does not work, but one line in a minute tells an operator why.
 const SCOPE_WARNING_INTERVAL: Duration = Duration::from_secs(60);
@@ -52,28 +50,28 @@ pub(crate) struct Shared {
     pub(crate) request_budget: Arc<Budget>,
     pub(crate) response_budget: Arc<Budget>,
     pub(crate) in_flight: Arc<InFlight>,
-    /// How many large bodies are compared at the same time: no more than there are cores, so that small ones are not kept
-    /// waiting.
+    /// Limits the comparisons of large bodies that run at the same time to the number of cores, so that small bodies
+    /// do not wait.
     pub(crate) comparisons: Arc<Semaphore>,
     scope_warnings: Arc<LogThrottle>,
     default: Arc<Settings>,
     routes: Vec<Route>,
 }
 
-/// How much of its limits a layer uses at a moment, with all its copies. Made by [`IdempotencyLayer::limit_usage`].
+/// The use of a layer's limits at one moment, over all its copies. Made by [`IdempotencyLayer::limit_usage`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LimitUsage {
-    /// Requests with a key that are under way.
+    /// Requests with a key in flight.
     pub in_flight: usize,
-    /// Most of them at a time: [`IdempotencyLayer::with_max_in_flight`].
+    /// Their limit: [`IdempotencyLayer::with_max_in_flight`].
     pub max_in_flight: usize,
     /// Bytes that the bodies of requests with a key hold.
     pub request_bytes: usize,
-    /// Most of them: [`IdempotencyLayer::with_request_budget`].
+    /// The limit of these bytes: [`IdempotencyLayer::with_request_budget`].
     pub request_budget: usize,
-    /// Bytes that the bodies of answers to requests with a key hold. May be above the budget: the answer of an operation that
-    /// took place is always taken.
+    /// Bytes that the bodies of responses to requests with a key hold. They may exceed the budget, because the response of
+    /// an operation that took place is always sent.
     pub response_bytes: usize,
     /// The budget for them: [`IdempotencyLayer::with_response_budget`].
     pub response_budget: usize,
@@ -107,22 +105,23 @@ impl IdempotencyLayer {
         Self { shared: Arc::new(shared) }
     }
 
-    /// What is done on every route that has no settings of its own.
+    /// Sets the settings of all routes that have no settings of their own.
     ///
     /// # Errors
-    /// Where the settings contradict each other, or the store cannot do what they say.
+    /// If the settings contradict each other, or the store does not support them.
     pub fn with_settings(self, settings: Settings) -> Result<Self, ConfigError> {
         settings.check(&self.shared.engine.store().capabilities())?;
         Ok(self.change(|shared| shared.default = Arc::new(settings)))
     }
 
-    /// What is done on the routes that the pattern matches, such as `/payments/{id}` or `/v1/{*rest}`. The first route that
-    /// matches counts. With `methods`, only those are matched, and they are covered; without, the settings say which
-    /// methods are covered; a method is the same one in any case. Other spellings of a path match, too: see
-    /// [`Settings::with_trailing_slash`] and [`Settings::with_path_case`].
+    /// Sets the settings of the routes that the pattern matches, such as `/payments/{id}` or `/v1/{*rest}`.
+    ///
+    /// The first route that matches counts. With `methods`, the route matches only these, and covers them. Without,
+    /// the settings define the methods that are covered. Methods are compared without regard to case. Other spellings
+    /// of a path match, too: see [`Settings::with_trailing_slash`] and [`Settings::with_path_case`].
     ///
     /// # Errors
-    /// Where the pattern is malformed, the settings contradict each other, or the store cannot do what they say.
+    /// If the pattern is malformed, the settings contradict each other, or the store does not support them.
     pub fn with_route(
         self,
         methods: Vec<Method>,
@@ -147,46 +146,54 @@ impl IdempotencyLayer {
         })
     }
 
-    /// Who hears what became of each request.
+    /// Sets the observer, which is called with the outcome of each request.
     #[must_use]
     pub fn with_observer(self, observer: impl RequestObserver) -> Self {
         self.change(|shared| shared.observer = Arc::new(observer))
     }
 
-    /// How many octets the bodies of all requests with a key may hold together, on all routes and in all copies of the layer,
-    /// from when they come in until the handler has taken them. A body for which there is no room is refused with a 503,
-    /// and nothing is claimed. By default 256 MiB. It should be several times [`Settings::with_max_request_body`]: a body
-    /// that is larger than the whole of it is always refused.
+    /// Limits the memory for the bodies of all requests with a key, in bytes.
+    ///
+    /// The limit covers all routes and all copies of the layer. A body counts from its arrival until the handler has
+    /// taken it. A body that does not fit is refused with a 503, and nothing is claimed. The default is 256 MiB. It
+    /// should be several times [`Settings::with_max_request_body`]: a body that is larger than the whole budget is
+    /// always refused.
     #[must_use]
-    pub fn with_request_budget(self, octets: usize) -> Self {
-        self.change(|shared| shared.request_budget = Budget::new(octets))
+    pub fn with_request_budget(self, bytes: usize) -> Self {
+        self.change(|shared| shared.request_budget = Budget::new(bytes))
     }
 
-    /// How many bytes the bodies of answers to requests with a key may hold together, on all routes and in all copies of the
-    /// layer, until clients have taken them. A replay for which there is no room is refused with a 503. An answer of an
-    /// operation that took place is given anyway; while there is no room, no other request is executed. By default 256 MiB.
+    /// Limits the memory for the bodies of responses to requests with a key, in bytes.
+    ///
+    /// The limit covers all routes and all copies of the layer. A body counts until the client has taken it. A replay
+    /// that does not fit is refused with a 503. The response of an operation that took place is always sent; while
+    /// the budget is used up, no other request is executed. The default is 256 MiB.
     #[must_use]
     pub fn with_response_budget(self, bytes: usize) -> Self {
         self.change(|shared| shared.response_budget = Budget::new(bytes))
     }
 
-    /// Most requests with a key that are under way at the same time, on all routes and in all copies of the layer: from before
-    /// their claim until their handler has ended, also where the client has hung up. One more is refused with a 503, and
-    /// nothing is claimed. By default 2048.
+    /// Limits the requests with a key that are in flight at the same time.
+    ///
+    /// The limit covers all routes and all copies of the layer. A request counts from before its claim until its
+    /// handler has ended, even if the client hangs up. Further requests are refused with a 503, and nothing is
+    /// claimed. The default is 2048.
     ///
     /// # Errors
-    /// For 0, with which nothing would ever run.
+    /// If it is 0, because then every request would be refused.
     pub fn with_max_in_flight(self, max: usize) -> Result<Self, ConfigError> {
         check_max("max_in_flight", max)?;
         Ok(self
             .change(|shared| shared.in_flight = Arc::new(InFlight::clone(&shared.in_flight).with_max(max))))
     }
 
-    /// Most requests with a key of one caller that are under way at the same time. Requests without a credential are of one
-    /// caller. It does not count where there is [one caller only](crate::CallerScope::single_tenant). By default 1024.
+    /// Limits the requests with a key of one caller that are in flight at the same time.
+    ///
+    /// All requests without a credential count as one caller. The limit has no effect if there is [only one
+    /// caller](crate::CallerScope::single_tenant). The default is 1024.
     ///
     /// # Errors
-    /// For 0, with which nothing would ever run.
+    /// If it is 0, because then every request would be refused.
     pub fn with_max_in_flight_per_caller(self, max: usize) -> Result<Self, ConfigError> {
         check_max("max_in_flight_per_caller", max)?;
         Ok(self.change(|shared| {
@@ -209,7 +216,7 @@ impl IdempotencyLayer {
         Some(canonical::locate(settings, &scope, request, key).0)
     }
 
-    /// How much of the limits is used now, by this layer and all its copies. For gauges.
+    /// Returns the current use of the limits, over this layer and all its copies. For gauges.
     #[must_use]
     pub fn limit_usage(&self) -> LimitUsage {
         let Shared { in_flight, request_budget, response_budget, .. } = &*self.shared;

@@ -105,16 +105,17 @@ mod upstream;
 
 pub use body::{BoxError, RequestBody, ResponseBody};
 pub use context::{
-    IdempotencyContext, NotBegun, NotForwarded, Relayed, StoreDirective, Unanswered, Unframed,
+    CloseDelimited, IdempotencyContext, LeaseExpired, NoUpstreamResponse, ProxyRefusal, StoreDirective,
+    UpstreamResponse,
 };
 pub use event::{Disposition, KeyedEvent, RequestEvent, RequestObserver};
 pub use grpc::{GrpcCode, GrpcForm};
-pub use key::{KeyFormat, KeyGrammar, KeyProblem, KeySyntax};
+pub use key::{KeyFormat, KeyGrammar, KeyHeaderError, KeySyntax};
 pub use layer::{IdempotencyLayer, LimitUsage};
 pub use path::{PathCase, PathPattern, TrailingSlash};
-pub use profile::{KeyScope, Profile, Row, ServerErrors};
+pub use profile::{ErrorValues, KeyScope, Profile, ServerErrors};
 pub use reconcile::{Reconcile, Reconciled};
-pub use refusal::{Condition, Refusal, Retry};
+pub use refusal::{Condition, Refusal, RetryAdvice};
 pub use scope::{CallerPart, CallerScope};
 pub use service::{Idempotency, ResponseFuture};
 pub use settings::{AuthorityRole, CompletedBy, Settings, StoreOutage};

@@ -17,12 +17,12 @@ pub(crate) fn canonical(method: &Method) -> Cow<'_, str> {
     }
 }
 
-/// Whether one of these methods is this one, in any case.
+/// Returns true if one of these methods is this one, without regard to case.
 pub(crate) fn contains(methods: &[Method], method: &Method) -> bool {
     methods.iter().any(|other| other.as_str().eq_ignore_ascii_case(method.as_str()))
 }
 
-/// Whether a request with this method may have an effect on a service.
+/// Returns true if a request with this method may have an effect on a service.
 pub(crate) fn has_effect(method: &Method) -> bool {
     const WITHOUT: [Method; 5] = [Method::GET, Method::HEAD, Method::OPTIONS, Method::TRACE, Method::CONNECT];
     !contains(&WITHOUT, method)

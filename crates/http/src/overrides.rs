@@ -16,7 +16,8 @@ const OVERRIDES: [&str; 7] = [
     "x-rewrite-url",
 ];
 
-/// Whether a field of this name, in lower case, names another method or path. Many services take `_` for `-`.
+/// Returns true if a field of this name, in lower case, names another method or path. `_` counts as `-`, because many
+/// services treat them alike.
 pub(crate) fn is_override(name: &str) -> bool {
     // Most names are no longer than the shortest of them.
     name.len() >= "x-http-method".len() && name.starts_with('x') && OVERRIDES.contains(&&*hyphenated(name))

@@ -18,7 +18,7 @@ use std::sync::Arc;
 
 use oncegate_engine::ConfigError;
 
-/// Whether a slash at the end of a path makes it another path.
+/// The meaning of a slash at the end of a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum TrailingSlash {
@@ -29,7 +29,7 @@ pub enum TrailingSlash {
     Exact,
 }
 
-/// Whether upper and lower case make two paths of the fixed parts of a pattern.
+/// The meaning of upper and lower case in the fixed parts of a pattern.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum PathCase {
@@ -40,7 +40,7 @@ pub enum PathCase {
     Exact,
 }
 
-/// Which paths a route matches, such as `/payments/{id}` (one segment) or `/v1/{*rest}` (all that follow).
+/// The paths that a route matches, such as `/payments/{id}` (one segment) or `/v1/{*rest}` (the rest of the path).
 #[derive(Clone)]
 pub struct PathPattern {
     /// As it was written.
@@ -51,7 +51,7 @@ pub struct PathPattern {
     case: PathCase,
 }
 
-/// What one segment of a path must be.
+/// The pattern of one segment of a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Segment {
     /// This text. Empty: the path ends with a slash.
@@ -102,7 +102,7 @@ impl PathPattern {
         Ok(Self { text: pattern.into(), segments: segments.into(), slash, case })
     }
 
-    /// Which spellings of a path it matches.
+    /// Sets the spellings of a path that the pattern matches.
     #[must_use]
     pub const fn with_spelling(mut self, slash: TrailingSlash, case: PathCase) -> Self {
         self.slash = slash;
@@ -110,7 +110,7 @@ impl PathPattern {
         self
     }
 
-    /// Whether the pattern matches this path, in any of its spellings. The path has no query.
+    /// Returns true if the pattern matches this path, in any of its spellings. The path has no query.
     #[must_use]
     pub fn matches(&self, path: &str) -> bool {
         self.matches_canonical(&canonical(path, self.slash))
@@ -140,7 +140,8 @@ impl PathPattern {
         if spelled == path { path } else { Cow::Owned(spelled) }
     }
 
-    /// Whether it matches every path that the other one matches, so that a route after it with the other one is never used.
+    /// Returns true if it matches every path that the other pattern matches. A route with the other pattern is then
+    /// never used after it.
     #[must_use]
     pub fn covers(&self, other: &Self) -> bool {
         if (self.slash, other.slash) == (TrailingSlash::Exact, TrailingSlash::Ignore) {
@@ -273,7 +274,8 @@ impl Segment {
         })
     }
 
-    /// Whether one segment of a path is this one. Never for [`Rest`](Self::Rest), which is more than one.
+    /// Returns true if one segment of a path matches. [`Rest`](Self::Rest) never does, because it is more than one
+    /// segment.
     fn matches(&self, text: &str, case: PathCase) -> bool {
         let same = |one: &[u8], other: &str| match case {
             PathCase::Ignore => one.eq_ignore_ascii_case(other.as_bytes()),

@@ -10,9 +10,9 @@ use http::{Method, StatusCode};
 use oncegate_core::RecordId;
 
 use crate::key::KeySyntax;
-use crate::refusal::{Condition, Retry};
+use crate::refusal::{Condition, RetryAdvice};
 
-/// How one family of APIs spells the protocol.
+/// The dialect of one family of APIs.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Profile {
@@ -23,19 +23,19 @@ pub struct Profile {
     /// The members of a JSON body that carry the key instead, as JSON pointers; none where the header field does. See
     /// [`Settings::with_natural_key`](crate::Settings::with_natural_key).
     pub key_members: &'static [&'static str],
-    /// How the field spells a key.
+    /// The syntax of the key in its header field.
     pub key_syntax: KeySyntax,
     /// The methods that are covered; others pass through and their key is ignored.
     pub methods: &'static [Method],
-    /// Whether a covered request must have a key.
+    /// True if a covered request must have a key.
     pub require_key: bool,
-    /// What a key is unique within, beside the caller.
+    /// The scope within which a caller's key is unique.
     pub key_scope: KeyScope,
-    /// What is done with answers from 500 to 599.
+    /// The policy for responses from 500 to 599.
     pub server_errors: ServerErrors,
     /// Statuses of answers that free the key, besides those that always do (401, 403, 407, 408, 421, 425, 429).
     pub release_statuses: &'static [StatusCode],
-    /// How long completed records are kept.
+    /// The time for which completed records are kept.
     pub retention: Duration,
     /// The field that marks a replay, with the value `true`.
     pub replay_marker: HeaderName,
@@ -45,15 +45,15 @@ pub struct Profile {
     /// `code`, `kind`, `reason` (of the status) as the inside of a JSON string, `status` as a number. `instance` is replaced by
     /// a whole member with a comma in front, `,"instance":"urn:oncegate:record:…"`, or by nothing if no record is known.
     pub error_template: &'static str,
-    /// Rows that differ from the profile `ietf`.
-    pub rows: &'static [(Condition, Row)],
+    /// Conditions whose values differ from those of the profile `ietf`.
+    pub errors: &'static [(Condition, ErrorValues)],
     /// A field that tells a client whether to send the request again, with its values for yes and no.
     pub should_retry: Option<(HeaderName, &'static str, &'static str)>,
 }
 
-/// How a condition is told.
+/// The status, code and class of the error for one condition.
 #[derive(Clone, Copy, Debug)]
-pub struct Row {
+pub struct ErrorValues {
     /// The status.
     pub status: StatusCode,
     /// The code of the error, for shapes that have one.
@@ -62,7 +62,7 @@ pub struct Row {
     pub kind: &'static str,
 }
 
-/// What a key is unique within, beside the caller.
+/// The scope within which a caller's key is unique.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum KeyScope {
@@ -72,7 +72,7 @@ pub enum KeyScope {
     Caller,
 }
 
-/// What is done with answers from 500 to 599, panics and time-outs.
+/// The policy for responses from 500 to 599, panics and timeouts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ServerErrors {
@@ -84,29 +84,29 @@ pub enum ServerErrors {
 
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 
-const STRIPE_ROWS: &[(Condition, Row)] = {
-    const fn row(status: StatusCode, kind: &'static str, code: &'static str) -> Row {
-        Row { status, code, kind }
+const STRIPE_ERRORS: &[(Condition, ErrorValues)] = {
+    const fn values(status: StatusCode, kind: &'static str, code: &'static str) -> ErrorValues {
+        ErrorValues { status, code, kind }
     }
     const BAD: StatusCode = StatusCode::BAD_REQUEST;
     const INVALID: &str = "invalid_request_error";
     &[
-        (Condition::KeyMissing, row(BAD, INVALID, "idempotency_key_missing")),
-        (Condition::KeyInvalid, row(BAD, INVALID, "idempotency_key_invalid")),
-        (Condition::RequestTooLarge, row(StatusCode::PAYLOAD_TOO_LARGE, INVALID, "request_too_large")),
-        (Condition::RequestIncomplete, row(BAD, INVALID, "request_incomplete")),
-        (Condition::ScopeUnavailable, row(BAD, INVALID, "idempotency_scope_unavailable")),
-        (Condition::ScopeNotSet, row(BAD, INVALID, "idempotency_scope_not_set")),
-        (Condition::KeyReused, row(BAD, "idempotency_error", "idempotency_key_reused")),
-        (Condition::HostDiffers, row(BAD, "idempotency_error", "idempotency_host_differs")),
-        (Condition::RequestInProgress, row(StatusCode::CONFLICT, INVALID, "idempotency_key_in_use")),
-        (Condition::ReplayUnavailable, row(BAD, "idempotency_error", "idempotency_replay_unavailable")),
-        (Condition::RequestMalformed, row(BAD, INVALID, "request_malformed")),
+        (Condition::KeyMissing, values(BAD, INVALID, "idempotency_key_missing")),
+        (Condition::KeyInvalid, values(BAD, INVALID, "idempotency_key_invalid")),
+        (Condition::RequestTooLarge, values(StatusCode::PAYLOAD_TOO_LARGE, INVALID, "request_too_large")),
+        (Condition::RequestIncomplete, values(BAD, INVALID, "request_incomplete")),
+        (Condition::ScopeUnavailable, values(BAD, INVALID, "idempotency_scope_unavailable")),
+        (Condition::ScopeNotSet, values(BAD, INVALID, "idempotency_scope_not_set")),
+        (Condition::KeyReused, values(BAD, "idempotency_error", "idempotency_key_reused")),
+        (Condition::HostDiffers, values(BAD, "idempotency_error", "idempotency_host_differs")),
+        (Condition::RequestInProgress, values(StatusCode::CONFLICT, INVALID, "idempotency_key_in_use")),
+        (Condition::ReplayUnavailable, values(BAD, "idempotency_error", "idempotency_replay_unavailable")),
+        (Condition::RequestMalformed, values(BAD, INVALID, "request_malformed")),
         (
             Condition::RequestHeadTooLarge,
-            row(StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE, INVALID, "request_head_too_large"),
+            values(StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE, INVALID, "request_head_too_large"),
         ),
-        (Condition::RequestUnsupported, row(StatusCode::NOT_IMPLEMENTED, INVALID, "request_unsupported")),
+        (Condition::RequestUnsupported, values(StatusCode::NOT_IMPLEMENTED, INVALID, "request_unsupported")),
     ]
 };
 
@@ -130,7 +130,7 @@ impl Profile {
             replay_marker: HeaderName::from_static("idempotent-replayed"),
             error_content_type: "application/problem+json",
             error_template: PROBLEM,
-            rows: &[],
+            errors: &[],
             should_retry: None,
         }
     }
@@ -147,7 +147,7 @@ impl Profile {
             release_statuses: &[StatusCode::BAD_REQUEST],
             error_content_type: "application/json",
             error_template: r#"{"error":{"type":"{kind}","code":"{code}","message":"{detail}"}}"#,
-            rows: STRIPE_ROWS,
+            errors: STRIPE_ERRORS,
             should_retry: Some((HeaderName::from_static("stripe-should-retry"), "true", "false")),
             ..Self::ietf()
         }
@@ -155,9 +155,9 @@ impl Profile {
 
     /// As the common middleware does it: `X-Idempotent-Replayed`, PUT covered too, server errors free the key.
     #[must_use]
-    pub fn seed() -> Self {
+    pub fn classic() -> Self {
         Self {
-            name: "seed",
+            name: "classic",
             methods: &[Method::POST, Method::PUT, Method::PATCH],
             server_errors: ServerErrors::Release,
             replay_marker: HeaderName::from_static("x-idempotent-replayed"),
@@ -171,7 +171,7 @@ impl Profile {
     /// Every profile there is.
     #[must_use]
     pub fn all() -> [Self; 3] {
-        [Self::ietf(), Self::seed(), Self::stripe()]
+        [Self::ietf(), Self::classic(), Self::stripe()]
     }
 
     /// The profile of this name.
@@ -180,14 +180,14 @@ impl Profile {
         Self::all().into_iter().find(|profile| profile.name == name)
     }
 
-    pub(crate) fn row(&self, condition: Condition) -> Row {
-        let own = self.rows.iter().find(|(c, _)| *c == condition).map(|(_, row)| *row);
-        own.unwrap_or(Row { status: condition.status(), code: condition.slug(), kind: "api_error" })
+    pub(crate) fn error_values(&self, condition: Condition) -> ErrorValues {
+        let own = self.errors.iter().find(|(c, _)| *c == condition).map(|(_, values)| *values);
+        own.unwrap_or(ErrorValues { status: condition.status(), code: condition.slug(), kind: "api_error" })
     }
 
-    pub(crate) fn retry_headers(&self, retry: Retry) -> Option<(HeaderName, HeaderValue)> {
+    pub(crate) fn retry_headers(&self, retry: RetryAdvice) -> Option<(HeaderName, HeaderValue)> {
         let (name, yes, no) = self.should_retry.as_ref()?;
-        let value = if retry == Retry::SameKey { yes } else { no };
+        let value = if retry == RetryAdvice::SameKey { yes } else { no };
         Some((name.clone(), HeaderValue::from_static(value)))
     }
 
@@ -195,7 +195,7 @@ impl Profile {
     pub(crate) fn render(
         &self,
         condition: Condition,
-        row: &Row,
+        values: &ErrorValues,
         detail: &str,
         record: Option<RecordId>,
     ) -> String {
@@ -212,20 +212,20 @@ impl Profile {
                 continue;
             };
             match name {
-                "status" => body.push_str(row.status.as_str()),
+                "status" => body.push_str(values.status.as_str()),
                 "type" => push_escaped(&mut body, &format!("{PROBLEM_TYPES}{}", condition.slug())),
                 "title" => push_escaped(&mut body, condition.title()),
                 "detail" => push_escaped(&mut body, detail),
                 "retry" => push_escaped(&mut body, condition.retry().as_str()),
                 "slug" => push_escaped(&mut body, condition.slug()),
-                "code" => push_escaped(&mut body, &row.code.replace('-', "_")),
-                "kind" => push_escaped(&mut body, row.kind),
+                "code" => push_escaped(&mut body, &values.code.replace('-', "_")),
+                "kind" => push_escaped(&mut body, values.kind),
                 "instance" => {
                     if let Some(record) = record {
                         body.extend([",\"instance\":\"", RECORD_URN, &record.to_string(), "\""]);
                     }
                 }
-                "reason" => push_escaped(&mut body, row.status.canonical_reason().unwrap_or("Error")),
+                "reason" => push_escaped(&mut body, values.status.canonical_reason().unwrap_or("Error")),
                 _ => {}
             }
             rest = next;
@@ -235,10 +235,10 @@ impl Profile {
     }
 }
 
-/// What problem types start with. Not an address: nothing has to be looked up to tell them apart.
+/// The prefix of problem types. It is not an address: a client tells problems apart without a lookup.
 pub(crate) const PROBLEM_TYPES: &str = "urn:oncegate:problem:";
 
-/// What the names of records in problems start with.
+/// The prefix of the names of records in problems.
 const RECORD_URN: &str = "urn:oncegate:record:";
 
 fn push_escaped(body: &mut String, text: &str) {
@@ -252,8 +252,8 @@ mod tests {
     use serde_json::{Value, json};
 
     fn rendered(profile: &Profile, condition: Condition) -> Value {
-        let row = profile.row(condition);
-        serde_json::from_str(&profile.render(condition, &row, condition.detail(), None)).unwrap()
+        let values = profile.error_values(condition);
+        serde_json::from_str(&profile.render(condition, &values, condition.detail(), None)).unwrap()
     }
 
     #[test]
@@ -264,9 +264,9 @@ mod tests {
         assert_eq!(problem["type"], "urn:oncegate:problem:key-missing");
         assert_eq!(problem["retry"], "fix-request");
         assert!(problem["instance"].is_null());
-        let (row, record) =
-            (Profile::ietf().row(Condition::OutcomeUnknown), RecordId::from_bytes([0xab; 32]));
-        let text = Profile::ietf().render(Condition::OutcomeUnknown, &row, "why", Some(record));
+        let (values, record) =
+            (Profile::ietf().error_values(Condition::OutcomeUnknown), RecordId::from_bytes([0xab; 32]));
+        let text = Profile::ietf().render(Condition::OutcomeUnknown, &values, "why", Some(record));
         let problem: Value = serde_json::from_str(&text).unwrap();
         assert_eq!(problem["instance"], format!("urn:oncegate:record:{}", "ab".repeat(32)));
         assert_eq!(
@@ -303,7 +303,7 @@ mod tests {
     fn stripe_errors_have_stripes_shape() {
         let error = rendered(&Profile::stripe(), Condition::KeyReused);
         assert_eq!(error["error"]["type"], "idempotency_error");
-        assert_eq!(Profile::stripe().row(Condition::KeyReused).status, 400);
+        assert_eq!(Profile::stripe().error_values(Condition::KeyReused).status, 400);
         assert_eq!(
             rendered(&Profile::stripe(), Condition::RequestInProgress)["error"]["code"],
             "idempotency_key_in_use"
@@ -311,14 +311,14 @@ mod tests {
     }
 
     #[test]
-    fn seed_errors_have_the_seeds_shape() {
+    fn errors_of_classic_have_its_shape() {
         let expected = json!({
             "error": "Conflict",
             "message": Condition::RequestInProgress.detail(),
             "type": "urn:oncegate:problem:request-in-progress",
             "retry": "same-key",
         });
-        assert_eq!(rendered(&Profile::seed(), Condition::RequestInProgress), expected);
+        assert_eq!(rendered(&Profile::classic(), Condition::RequestInProgress), expected);
     }
 
     #[test]

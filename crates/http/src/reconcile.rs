@@ -11,7 +11,7 @@ use crate::context::IdempotencyContext;
 
 /// Somebody who can be asked what became of an attempt whose owner is gone.
 ///
-/// Where the operation completes its record itself
+/// If the operation completes its record itself
 /// ([`Settings::with_upstream_completion`](crate::Settings::with_upstream_completion)), it is known what became of it; there,
 /// the question is for the answer that the record has not got, and the attempt is the one that completed it. Nothing is
 /// executed after such a question, and it is asked under no lease: another process may ask at the same time, which the store
@@ -26,7 +26,7 @@ pub trait Reconcile: Send + Sync + 'static {
     ) -> Pin<Box<dyn Future<Output = Reconciled> + Send + 'a>>;
 }
 
-/// What was found out.
+/// The service's report about an attempt.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Reconciled {

@@ -8,10 +8,10 @@ use http::{Response, StatusCode};
 use oncegate_core::RecordId;
 
 use crate::grpc::{GrpcCode, GrpcForm};
-use crate::profile::{Profile, Row};
+use crate::profile::{ErrorValues, Profile};
 use crate::settings::Settings;
 
-/// Why the layer itself answers, and not the handler. Each has a row in `docs/reference/problems.md`.
+/// The reason why the layer responds instead of the handler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Condition {
@@ -39,7 +39,7 @@ pub enum Condition {
     ReplayUnavailable,
     /// Done, and the answer was not there yet.
     AnswerAwaited,
-    /// Whether it was done is not known.
+    /// The outcome is unknown: the operation may have taken place.
     OutcomeUnknown,
     /// The record cannot be read.
     RecordCorrupt,
@@ -64,10 +64,10 @@ pub enum Condition {
     HostDiffers,
 }
 
-/// What the caller should do next.
+/// The next step for the caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum Retry {
+pub enum RetryAdvice {
     /// Send the same request with the same key again, later.
     SameKey,
     /// Take a new key: this is another request.
@@ -80,7 +80,7 @@ pub enum Retry {
     Unprotected,
 }
 
-impl Retry {
+impl RetryAdvice {
     /// The word in the member `retry`.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
@@ -182,7 +182,7 @@ impl Condition {
         }
     }
 
-    /// What it means for this caller now.
+    /// The meaning of the condition for this caller now.
     pub(crate) const fn detail(self) -> &'static str {
         match self {
             Self::KeyMissing => {
@@ -245,9 +245,9 @@ impl Condition {
         }
     }
 
-    /// What the caller should do next.
+    /// The next step for the caller.
     #[must_use]
-    pub const fn retry(self) -> Retry {
+    pub const fn retry(self) -> RetryAdvice {
         match self {
             Self::KeyMissing
             | Self::KeyInvalid
@@ -256,22 +256,22 @@ impl Condition {
             | Self::RequestUnsupported
             | Self::ScopeUnavailable
             | Self::ScopeNotSet
-            | Self::RequestHeadTooLarge => Retry::FixRequest,
-            Self::KeyReused => Retry::NewKey,
-            Self::UpstreamUnanswered => Retry::Unprotected,
+            | Self::RequestHeadTooLarge => RetryAdvice::FixRequest,
+            Self::KeyReused => RetryAdvice::NewKey,
+            Self::UpstreamUnanswered => RetryAdvice::Unprotected,
             Self::RequestIncomplete
             | Self::Overloaded
             | Self::StoreUnavailable
             | Self::RequestInProgress
             | Self::AnswerAwaited
             | Self::HandlerFailed
-            | Self::UpstreamUnreachable => Retry::SameKey,
+            | Self::UpstreamUnreachable => RetryAdvice::SameKey,
             Self::ReplayUnavailable
             | Self::OutcomeUnknown
             | Self::RecordCorrupt
             | Self::UpstreamHeadTooLarge
             | Self::UpstreamUnsupported
-            | Self::HostDiffers => Retry::Stop,
+            | Self::HostDiffers => RetryAdvice::Stop,
         }
     }
 
@@ -357,8 +357,8 @@ impl Refusal {
     #[must_use]
     pub fn into_response(self, settings: &Settings, grpc: Option<GrpcForm>) -> Response<Bytes> {
         let (condition, profile) = (self.condition, &settings.profile);
-        let mut row = profile.row(condition);
-        row.status = self.status.unwrap_or(row.status);
+        let mut values = profile.error_values(condition);
+        values.status = self.status.unwrap_or(values.status);
         let detail = match (&self.detail, condition) {
             (Some(detail), Condition::KeyInvalid) => {
                 format!("{}: {detail}.", shown(&profile.key_header))
@@ -372,9 +372,9 @@ impl Refusal {
             (None, _) => condition.detail().to_owned(),
         };
         let mut response = match grpc {
-            None => Self::problem(settings, condition, &row, &detail, self.record),
+            None => Self::problem(settings, condition, &values, &detail, self.record),
             Some(form) => {
-                let code = match row.status {
+                let code = match values.status {
                     StatusCode::UNAUTHORIZED => GrpcCode::Unauthenticated,
                     _ => condition.grpc_code(),
                 };
@@ -382,7 +382,7 @@ impl Refusal {
             }
         };
         let headers = response.headers_mut();
-        if row.status == StatusCode::UNAUTHORIZED {
+        if values.status == StatusCode::UNAUTHORIZED {
             // RFC 9110, 11.6.1: a 401 names a scheme. Which one the service takes is not known here; this is the usual one.
             headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
@@ -399,14 +399,14 @@ impl Refusal {
     fn problem(
         settings: &Settings,
         condition: Condition,
-        row: &Row,
+        values: &ErrorValues,
         detail: &str,
         record: Option<RecordId>,
     ) -> Response<Bytes> {
         let profile: &Profile = &settings.profile;
-        let body = profile.render(condition, row, detail, record);
+        let body = profile.render(condition, values, detail, record);
         let mut response = Response::new(Bytes::from(body));
-        *response.status_mut() = row.status;
+        *response.status_mut() = values.status;
         let headers = response.headers_mut();
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(profile.error_content_type));
         headers.insert(header::CONTENT_LANGUAGE, HeaderValue::from_static("en"));

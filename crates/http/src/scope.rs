@@ -64,7 +64,7 @@ pub enum CallerPart<'a> {
     Header(&'a HeaderName),
     /// The value of the cookie with this name.
     Cookie(&'a str),
-    /// What a function makes of the request.
+    /// The value that a function derives from the request.
     Function,
 }
 
@@ -91,7 +91,7 @@ pub(crate) enum CallerDoubt {
 }
 
 impl CallerDoubt {
-    /// What requests have that are refused for it, because of this field.
+    /// Describes the requests that are refused for this reason, because of this field.
     pub(crate) fn describe(self, credential: &HeaderName) -> String {
         match self {
             Self::NoAuthorization => format!("the header field {credential} and no Authorization"),
@@ -184,26 +184,26 @@ impl CallerScope {
         })
     }
 
-    /// Whether it is the default, which nobody chose.
+    /// Returns true if it is the default, which was not chosen.
     #[must_use]
     pub const fn is_default(&self) -> bool {
         !self.chosen
     }
 
-    /// Whether all callers share one scope.
+    /// Returns true if all callers share one scope.
     #[must_use]
     pub fn is_single_tenant(&self) -> bool {
         self.parts.is_empty()
     }
 
-    /// Whether requests that do not identify their caller get through, and share a scope.
+    /// Returns true if requests that do not identify their caller are accepted and share a scope.
     #[must_use]
     pub fn allows_anonymous(&self) -> bool {
         !self.is_single_tenant() && self.parts.iter().all(|part| !part.required)
     }
 
-    /// Whether a header field of this name usually identifies a caller, by what the name contains: it carries a credential, or
-    /// says who a hop in front found the caller to be. `Authorization` is not among them.
+    /// Returns true if a header field of this name usually identifies a caller: its name suggests that it carries a
+    /// credential, or the caller that a proxy in front identified. `Authorization` is not among them.
     #[must_use]
     pub fn is_credential(name: &HeaderName) -> bool {
         name != header::AUTHORIZATION && credential::is_credential(name.as_str())
@@ -300,7 +300,7 @@ impl Part {
         }
     }
 
-    /// What the request has of this part; nothing if it is empty.
+    /// Returns the request's value of this part; `None` if it is empty.
     fn identity<'r>(&self, request: &'r Parts) -> Result<Option<Cow<'r, [u8]>>, NoCaller> {
         let repeated = || NoCaller::Repeated { part: self.shown() };
         let identity = match &self.source {

@@ -26,7 +26,7 @@ use crate::answer::{Asked, Question, awaited};
 use crate::body::{BoxError, Read, RequestBody, ResponseBody, join, read_up_to};
 use crate::budget::{Held, NoRoom, TIED_REQUEST, tie};
 use crate::canonical;
-use crate::context::NotForwarded;
+use crate::context::ProxyRefusal;
 use crate::event::{Disposition, KeyedEvent, RequestEvent};
 use crate::execute::{Ended, Execution, FENCED, take_directive};
 use crate::grpc::GrpcForm;
@@ -155,18 +155,18 @@ where
     }
 }
 
-/// What one request with a key, or without the key that it must have, is answered with.
+/// The response to one request that has a key, or that lacks the key that it must have.
 struct Keyed {
     shared: Arc<Shared>,
     settings: Arc<Settings>,
     /// The key's field as it was received, for the answer.
     echo: Option<HeaderValue>,
-    /// How the client is refused, where it speaks gRPC.
+    /// The form of refusals, if the client speaks gRPC.
     grpc: Option<GrpcForm>,
     begun: Instant,
     /// The operation, as an operator sees it.
     label: Label,
-    /// Whether the label has the caller's mark already.
+    /// True if the label already has the caller's tag.
     has_caller: bool,
     record: Option<RecordId>,
     attempt: Option<u32>,
@@ -307,7 +307,7 @@ impl Keyed {
         }
     }
 
-    /// Whose key it is, and which, unless the body carries it.
+    /// Returns the caller's scope and the key, unless the body carries the key.
     fn whose(&mut self, parts: &Parts) -> Result<(Scope<'static>, Option<IdempotencyKey>), Refusal> {
         let settings = &self.settings;
         if !has_path(&parts.uri) {
@@ -342,8 +342,8 @@ impl Keyed {
         self.shared.in_flight.enter(caller).filter(|_| self.shared.response_budget.has_room())
     }
 
-    /// What makes this request the same as another. A body that is large, or becomes large, is not compared on the thread that
-    /// serves: nothing else would be served meanwhile.
+    /// Computes the fingerprint of a request. A body that is large, or that becomes large when it is decoded, is
+    /// handled on another thread, because it would block all other requests on this one.
     async fn compare(
         &self,
         parts: Parts,
@@ -446,7 +446,7 @@ impl Keyed {
             // Most bodies are there with their heads, and need no timer.
             match poll_fn(|cx| Poll::Ready(reading.as_mut().poll(cx))).await {
                 Poll::Ready(read) => read,
-                Poll::Pending => tokio::time::timeout(self.settings.request_patience, reading)
+                Poll::Pending => tokio::time::timeout(self.settings.body_timeout, reading)
                     .await
                     .unwrap_or_else(|_| Read::Broken("it took too long".into())),
             }
@@ -458,7 +458,7 @@ impl Keyed {
             }
             Read::More { .. } => {
                 let detail =
-                    format!("{} At most {limit} octets are taken.", Condition::RequestTooLarge.detail());
+                    format!("{} At most {limit} bytes are accepted.", Condition::RequestTooLarge.detail());
                 Err(Refusal::new(Condition::RequestTooLarge).with_detail(detail))
             }
             Read::Broken(error) if error.is::<NoRoom>() => Err(overloaded(NO_ROOM)),
@@ -538,7 +538,8 @@ impl Keyed {
         }
     }
 
-    /// Whether somebody is asked for an answer that a record has not got. An answer to a call of gRPC is never kept.
+    /// Returns true if there is a service to ask for a response that is missing in its record. A response to a gRPC
+    /// call is never kept.
     fn asks_for_answers(&self) -> bool {
         self.settings.asks_for_answers() && self.grpc.is_none()
     }
@@ -590,7 +591,7 @@ impl Keyed {
         }
     }
 
-    /// What is held for an answer that is given whether there is room for it or not.
+    /// Reserves memory for a response that is sent even if the budget is used up.
     fn held_always(&self, stored: &StoredResponse) -> Held {
         let mut held = Held::nothing(self.shared.response_budget.clone());
         held.add_always(stored.body().len());
@@ -632,7 +633,7 @@ impl Keyed {
     }
 }
 
-/// What an execution comes to.
+/// The result of an execution.
 pub(crate) enum Executed<RB> {
     /// The handler's answer.
     Response(Response<ResponseBody<RB>>),
@@ -646,7 +647,7 @@ pub(crate) enum Executed<RB> {
 /// Larger bodies are compared on a thread of their own: this many bytes take a tenth of a millisecond.
 const COMPARED_HERE: usize = 64 * 1024;
 
-/// What is known of a request once its body was read.
+/// The properties of a request whose body was read.
 struct Compared {
     fingerprint: Fingerprint,
     /// The key that the body carries, where the route asks for it.
@@ -661,8 +662,8 @@ impl Compared {
     }
 }
 
-/// Whether the target of a request is a path. The forms `a.test` and `*` are not (RFC 9112, 3.2.3 and 3.2.4), and some services
-/// take them for `/`.
+/// Returns true if the target of a request is a path. The forms `a.test` and `*` are not (RFC 9112, 3.2.3 and 3.2.4),
+/// but some services treat them as `/`.
 fn has_path(uri: &http::Uri) -> bool {
     uri.path().starts_with('/')
 }
@@ -683,7 +684,7 @@ const TOO_MANY: &str = "Nothing was executed: too many requests with a key are u
 /// Why a key is refused where the store was reached and has no room for it.
 const STORE_FULL: &str = "The store of keys has no room for new ones at the moment; keys that it knows are still answered. Nothing was executed. Send the same request with the same key later.";
 
-/// What `key-reused` means where the key is built of the body.
+/// The meaning of `key-reused` if the key is built from the body.
 const REUSED_MEMBERS: &str = "The key of this operation is built of members of its JSON body, and another request had the \
      same ones and differed in something else. Nothing was executed. What is meant to be another operation has to differ \
      in these members.";
@@ -709,7 +710,7 @@ pub(crate) fn take_status<T>(response: &mut Response<T>) {
 fn disposition_of<T>(response: &Response<T>) -> Disposition {
     let is_fenced = || response.headers().get(IDEMPOTENCY_STATUS).is_some_and(|status| status == FENCED);
     match response.extensions().get() {
-        Some(NotForwarded(condition)) => Disposition::Refused(*condition),
+        Some(ProxyRefusal(condition)) => Disposition::Refused(*condition),
         None if is_fenced() => Disposition::Fenced,
         None => Disposition::Executed,
     }

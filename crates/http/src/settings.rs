@@ -21,7 +21,7 @@ use crate::profile::{KeyScope, Profile, ServerErrors};
 use crate::reconcile::Reconcile;
 use crate::scope::{CallerPart, CallerScope};
 
-/// What the layer does on one route. Starts from a [`Profile`]; everything can be changed.
+/// The settings of one route. They start from a [`Profile`], and every value can be changed.
 #[derive(Clone, Debug)]
 pub struct Settings {
     pub(crate) profile: Profile,
@@ -36,11 +36,11 @@ pub struct Settings {
     pub(crate) max_request_body: usize,
     pub(crate) max_response_body: usize,
     pub(crate) store_outage: StoreOutage,
-    pub(crate) stream_patience: Duration,
-    pub(crate) request_patience: Duration,
+    pub(crate) stream_timeout: Duration,
+    pub(crate) body_timeout: Duration,
     pub(crate) reconcile: Option<Arc<dyn Reconcile>>,
     pub(crate) completed_by: CompletedBy,
-    /// Where the body carries the key, and not the header field.
+    /// The members of the body that carry the key instead of the header field.
     pub(crate) natural_key: Option<NaturalKey>,
     pub(crate) trailing_slash: TrailingSlash,
     pub(crate) path_case: PathCase,
@@ -51,7 +51,7 @@ pub struct Settings {
     pub(crate) documentation: Option<HeaderValue>,
 }
 
-/// What the host that a request is for (`Host`, or the authority of its target) means for its key.
+/// The effect of a request's host (`Host`, or the authority of its target) on its key.
 ///
 /// Hosts are compared in lower case, with their port unless it is 80 or 443.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
@@ -66,7 +66,7 @@ pub enum AuthorityRole {
     Scope,
 }
 
-/// Who completes the record of an operation.
+/// The one that completes the record of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum CompletedBy {
@@ -78,7 +78,7 @@ pub enum CompletedBy {
     Upstream,
 }
 
-/// What becomes of a request with a key while the store is out of reach.
+/// The policy for requests with a key while the store cannot be reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum StoreOutage {
@@ -96,7 +96,8 @@ impl Default for Settings {
 }
 
 impl Settings {
-    /// What a profile says: bodies up to 2 MiB of requests and 1 MiB of responses, callers told apart by `Authorization`.
+    /// The settings of a profile: request bodies up to 2 MiB, response bodies up to 1 MiB, callers identified by
+    /// `Authorization`.
     #[must_use]
     pub fn new(profile: Profile) -> Self {
         let policy = Policy::default();
@@ -115,8 +116,8 @@ impl Settings {
             max_request_body: 2 * 1024 * 1024,
             max_response_body: 1024 * 1024,
             store_outage: StoreOutage::Closed,
-            stream_patience: Duration::from_secs(60),
-            request_patience: Duration::from_secs(60),
+            stream_timeout: Duration::from_secs(60),
+            body_timeout: Duration::from_secs(60),
             reconcile: None,
             completed_by: CompletedBy::Layer,
             trailing_slash: TrailingSlash::default(),
@@ -150,37 +151,37 @@ impl Settings {
         &self.profile.replay_marker
     }
 
-    /// How callers are told apart.
+    /// The identification of callers.
     #[must_use]
     pub const fn caller(&self) -> &CallerScope {
         &self.caller
     }
 
-    /// What a key may look like.
+    /// The grammar of keys.
     #[must_use]
     pub const fn key_grammar(&self) -> &KeyGrammar {
         &self.grammar
     }
 
-    /// How callers are told apart.
+    /// The identification of callers.
     #[must_use]
     pub fn with_caller(self, caller: CallerScope) -> Self {
         Self { caller, ..self }
     }
 
-    /// What the host that a request is for means for its key. By default the same key with another host is a mismatch.
+    /// Sets the effect of a request's host on its key. By default the same key with another host is a mismatch.
     #[must_use]
     pub fn with_authority(self, authority: AuthorityRole) -> Self {
         Self { authority, ..self }
     }
 
-    /// What the host that a request is for means for its key.
+    /// The effect of a request's host on its key.
     #[must_use]
     pub const fn authority(&self) -> AuthorityRole {
         self.authority
     }
 
-    /// Whether a header field of this name says whose request it is, which key it has, or what it is compared by. Such a
+    /// Returns true if a header field of this name identifies the caller, carries the key, or is compared. Such a
     /// field must reach the service as the layer saw it.
     #[must_use]
     pub fn goes_by(&self, name: &HeaderName) -> bool {
@@ -196,7 +197,7 @@ impl Settings {
             || [CONTENT_TYPE, CONTENT_ENCODING].contains(name)
     }
 
-    /// Whether a covered request must have a key.
+    /// Refuses covered requests that have no key, or accepts them.
     #[must_use]
     pub fn with_required_key(mut self, required: bool) -> Self {
         self.profile.require_key = required;
@@ -218,59 +219,59 @@ impl Settings {
         Ok(self)
     }
 
-    /// Builds the key of these members of JSON bodies, for all requests, in place of what the header field says: two requests of
-    /// one caller with the same values are one operation, whatever key they send, or none. A request whose body lacks one of
-    /// them has no key. See [`NaturalKey`].
+    /// Builds the key from these members of JSON bodies, for all requests, and ignores the header field. Two requests
+    /// of one caller with the same values are one operation, with any key or without one. A request whose body lacks
+    /// a member has no key. See [`NaturalKey`].
     #[must_use]
     pub fn with_natural_key(self, key: NaturalKey) -> Self {
         Self { natural_key: Some(key), ..self }
     }
 
-    /// The members that the key is built of, where the body carries it and not the header field.
+    /// The members that the key is built from, if the body carries it instead of the header field.
     #[must_use]
     pub const fn natural_key(&self) -> Option<&NaturalKey> {
         self.natural_key.as_ref()
     }
 
-    /// How the field spells a key.
+    /// Sets the syntax of the key in its header field.
     #[must_use]
     pub fn with_key_syntax(mut self, syntax: KeySyntax) -> Self {
         self.grammar.syntax = syntax;
         self
     }
 
-    /// What the key must be.
+    /// Sets the format of the key.
     #[must_use]
     pub fn with_key_format(mut self, format: KeyFormat) -> Self {
         self.grammar.format = format;
         self
     }
 
-    /// How many octets a key has.
+    /// Limits the length of a key, in bytes.
     ///
     /// # Errors
-    /// Outside 1 to [`limits::MAX_KEY_BYTES`].
+    /// If a bound is outside 1 to [`limits::MAX_KEY_BYTES`].
     pub fn with_key_length(mut self, min: usize, max: usize) -> Result<Self, ConfigError> {
         self.grammar = self.grammar.with_length(min, max)?;
         Ok(self)
     }
 
-    /// What a key is unique within, beside the caller.
+    /// Sets the scope within which a caller's key is unique.
     #[must_use]
     pub fn with_key_scope(mut self, scope: KeyScope) -> Self {
         self.profile.key_scope = scope;
         self
     }
 
-    /// Whether a slash at the end of a path makes it another path, for the choice of the route and of the record. By default
-    /// it does not.
+    /// Sets the meaning of a slash at the end of a path, for the choice of the route and of the record. By default it
+    /// makes no difference.
     #[must_use]
     pub fn with_trailing_slash(self, trailing_slash: TrailingSlash) -> Self {
         Self { trailing_slash, ..self }
     }
 
-    /// Whether upper and lower case make two paths of the fixed parts of a route's pattern, for the choice of the route and of
-    /// the record. By default they do not. Parameters keep their case.
+    /// Sets the meaning of upper and lower case in the fixed parts of a route's pattern, for the choice of the route
+    /// and of the record. By default it makes no difference. Parameters keep their case.
     #[must_use]
     pub fn with_path_case(self, path_case: PathCase) -> Self {
         Self { path_case, ..self }
@@ -292,8 +293,8 @@ impl Settings {
     /// The methods that are covered.
     ///
     /// # Errors
-    /// Where one is safe (GET, HEAD, OPTIONS, TRACE) or CONNECT: those have no effect to protect, or are no request to
-    /// the service.
+    /// If a method is safe (GET, HEAD, OPTIONS, TRACE), because it has no effect to protect, or CONNECT, because it is not a
+    /// request to the service.
     pub fn with_methods(self, methods: Vec<Method>) -> Result<Self, ConfigError> {
         match methods.iter().find(|method| !method::has_effect(method)) {
             Some(method) => Err(ConfigError::new(format!(
@@ -303,7 +304,7 @@ impl Settings {
         }
     }
 
-    /// What of a body makes two requests the same.
+    /// Sets the rules by which bodies are compared.
     #[must_use]
     pub fn with_fingerprint(self, fingerprint: FingerprintRules) -> Self {
         Self { fingerprint, ..self }
@@ -322,13 +323,13 @@ impl Settings {
     /// One more header field of the response that is stored and replayed.
     ///
     /// # Errors
-    /// Where the field must never be replayed (hop-by-hop, `Set-Cookie`, `Date` and others).
+    /// If the field must never be replayed (hop-by-hop, `Set-Cookie`, `Date` and others).
     pub fn with_stored_header(mut self, name: HeaderName) -> Result<Self, ConfigError> {
         self.kept.add(name)?;
         Ok(self)
     }
 
-    /// What is done with answers from 500 to 599, panics and time-outs.
+    /// Sets the policy for responses from 500 to 599, panics and timeouts.
     #[must_use]
     pub fn with_server_errors(mut self, server_errors: ServerErrors) -> Self {
         self.profile.server_errors = server_errors;
@@ -351,8 +352,8 @@ impl Settings {
         }
     }
 
-    /// Where the rules for keys are documented: an `http` or `https` URL, or a path that starts with a slash. Refusals link to
-    /// it (`Link: <…>; rel="describedby"`, draft-ietf-httpapi-idempotency-key-header-07, 2.7).
+    /// Sets the page that documents the rules for keys: an `http` or `https` URL, or a path that starts with a slash.
+    /// Refusals link to it (`Link: <…>; rel="describedby"`, draft-ietf-httpapi-idempotency-key-header-07, 2.7).
     ///
     /// # Errors
     /// If it is neither.
@@ -384,39 +385,40 @@ impl Settings {
         Ok(self)
     }
 
-    /// The largest body, in octets, of a request with a key. It is held in memory to be fingerprinted; a larger one is
+    /// Limits the body of a request with a key, in bytes. It is held in memory to be fingerprinted; a larger one is
     /// refused with a 413.
     #[must_use]
-    pub fn with_max_request_body(self, octets: usize) -> Self {
-        Self { max_request_body: octets, ..self }
+    pub fn with_max_request_body(self, bytes: usize) -> Self {
+        Self { max_request_body: bytes, ..self }
     }
 
-    /// The largest body, in octets, that is stored. A larger one goes to the first client whole and leaves a record that
-    /// cannot be replayed.
+    /// Limits the response body that is stored, in bytes. A larger one goes to the first client whole and leaves a
+    /// record that cannot be replayed.
     ///
     /// # Errors
-    /// Above what a record can hold, [`limits::MAX_RESPONSE_BYTES`].
-    pub fn with_max_response_body(self, octets: usize) -> Result<Self, ConfigError> {
-        if octets > limits::MAX_RESPONSE_BYTES {
+    /// If it is above [`limits::MAX_RESPONSE_BYTES`], which is the most that a record can hold.
+    pub fn with_max_response_body(self, bytes: usize) -> Result<Self, ConfigError> {
+        if bytes > limits::MAX_RESPONSE_BYTES {
             let max = limits::MAX_RESPONSE_BYTES;
             return Err(ConfigError::new(format!(
-                "a response body of {octets} octets; at most {max} can be stored"
+                "a response body of {bytes} bytes; at most {max} can be stored"
             )));
         }
-        Ok(Self { max_response_body: octets, ..self })
+        Ok(Self { max_response_body: bytes, ..self })
     }
 
-    /// How long a client may take to send the body of a request with a key, which is held in memory until it is whole. A
-    /// slower one is refused, and nothing is executed.
+    /// Limits the time that a client may take to send the body of a request with a key. The body is held in memory
+    /// until it is complete. A slower client is refused, and nothing is executed.
     #[must_use]
-    pub fn with_request_patience(self, request_patience: Duration) -> Self {
-        Self { request_patience, ..self }
+    pub fn with_body_timeout(self, body_timeout: Duration) -> Self {
+        Self { body_timeout, ..self }
     }
 
-    /// How long an answer that is streamed is read on after its client went away, before the handler's body is dropped.
+    /// Limits the time for which a streamed response is read on after its client left. Then the handler's body is
+    /// dropped.
     #[must_use]
-    pub fn with_stream_patience(self, stream_patience: Duration) -> Self {
-        Self { stream_patience, ..self }
+    pub fn with_stream_timeout(self, stream_timeout: Duration) -> Self {
+        Self { stream_timeout, ..self }
     }
 
     /// While the store is out of reach, executes requests with a key **without protection**: a retry may take effect
@@ -427,11 +429,12 @@ impl Settings {
         Self { store_outage: StoreOutage::Open, ..self }
     }
 
-    /// Who is asked what became of an abandoned attempt, under
-    /// [`OnAbandoned::Reconcile`](oncegate_core::OnAbandoned::Reconcile); or, with
-    /// [`with_upstream_completion`](Self::with_upstream_completion), for the answer of an operation whose record was
-    /// completed without it, where everybody died before the layer had added it. Without somebody to ask, a retry hears that
-    /// the answer cannot be replayed.
+    /// Sets the service that is asked for outcomes.
+    ///
+    /// Under [`OnAbandoned::Reconcile`](oncegate_core::OnAbandoned::Reconcile) it is asked for the outcome of an
+    /// abandoned attempt. With [`with_upstream_completion`](Self::with_upstream_completion) it is asked for the
+    /// response of an operation whose record was completed without one, because every process died before the layer
+    /// had added it. Without it, a retry is told that the response cannot be replayed.
     #[must_use]
     pub fn with_reconcile(self, reconcile: impl Reconcile) -> Self {
         Self { reconcile: Some(Arc::new(reconcile)), ..self }
@@ -451,25 +454,27 @@ impl Settings {
         Self { completed_by: CompletedBy::Upstream, policy, ..self }
     }
 
-    /// Whether somebody is asked for the answer of an operation that completed its record without it.
+    /// Returns true if there is a service to ask for the response of an operation that completed its record without
+    /// it.
     pub(crate) const fn asks_for_answers(&self) -> bool {
         matches!(self.completed_by, CompletedBy::Upstream) && self.reconcile.is_some()
     }
 
-    /// Who completes the record of an operation.
+    /// The one that completes the record of an operation.
     #[must_use]
     pub const fn completed_by(&self) -> CompletedBy {
         self.completed_by
     }
 
-    /// The largest body, in octets, that is stored.
+    /// Limits the response body that is stored, in bytes. A larger one goes to the first client whole and leaves a
+    /// record that cannot be replayed.
     #[must_use]
     pub const fn max_response_body(&self) -> usize {
         self.max_response_body
     }
 
-    /// What a record keeps of an answer: for a [`Reconcile`] that was given the answer of an earlier attempt. `None` where
-    /// it could not be replayed: it has no end, is another protocol, or is too large.
+    /// The part of a response that a record keeps, for a [`Reconcile`] that received the response of an earlier
+    /// attempt. `None` if the response cannot be replayed: it has no end, is another protocol, or is too large.
     #[must_use]
     pub fn stored(
         &self,
@@ -485,19 +490,20 @@ impl Settings {
         StoredResponse::new(head.status.as_u16(), &kept, body, &kept_trailers(trailers)).ok()
     }
 
-    /// Whether requests with this method are protected. A method is the same one in any case: frameworks turn `patch` into
-    /// `PATCH` and execute it.
+    /// Returns true if requests with this method are protected. Methods are compared without regard to case, because
+    /// frameworks turn `patch` into `PATCH` and execute it.
     #[must_use]
     pub fn covers(&self, method: &Method) -> bool {
         method::contains(&self.methods, method)
     }
 
-    /// Whether a request with these header fields may have a key: where the body carries it, only the body tells.
+    /// Returns true if a request with these header fields may have a key. If the body carries the key, only the body
+    /// tells.
     pub(crate) fn may_have_key(&self, headers: &HeaderMap) -> bool {
         self.natural_key.is_some() || headers.contains_key(&self.profile.key_header)
     }
 
-    /// Whether this can be run with, on a store that promises this.
+    /// Checks these settings against each other and against the guarantees of the store.
     pub(crate) fn check(&self, store: &Capabilities) -> Result<(), ConfigError> {
         if self.completed_by == CompletedBy::Upstream {
             if !store.atomic_with_effect {
@@ -531,7 +537,7 @@ impl Settings {
 }
 
 /// Nobody has to guess a key that is built of the body: two carts are enough.
-const ANONYMOUS_NATURAL_KEY: &str = "the key is built of members of the body (key.json), and callers that are not told apart would \
+const ANONYMOUS_NATURAL_KEY: &str = "the key is built of members of the body (key-members), and callers that are not told apart would \
      get each other's answers; demand what tells them apart (scope = \"required-header:NAME\" or \"required-cookie:NAME\"), or \
      say that there is only one (scope = \"single-tenant\")";
 

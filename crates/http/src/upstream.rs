@@ -15,7 +15,7 @@ use oncegate_engine::{ConcludeOutcome, OperationReport, PanicError, catch_panic}
 use crate::answer::awaited;
 use crate::body::{BoxError, Read, ResponseBody, join, read_up_to};
 use crate::budget::Held;
-use crate::context::{NotBegun, Relayed, Unanswered};
+use crate::context::{LeaseExpired, NoUpstreamResponse, UpstreamResponse};
 use crate::execute::{
     Ended, Execution, FENCED, Fate, NOT_STORED, cannot_be_stored, charging, marked, stream, take_directive,
 };
@@ -30,10 +30,10 @@ impl Execution {
     where
         RB: Body<Data: Send, Error: Into<BoxError>> + Send + 'static,
     {
-        if let Some(Unanswered(status)) = response.extensions_mut().remove() {
+        if let Some(NoUpstreamResponse(status)) = response.extensions_mut().remove() {
             return Ended::with(self.fail_upstream(Some(status)).await);
         }
-        if response.extensions_mut().remove::<NotBegun>().is_some() {
+        if response.extensions_mut().remove::<LeaseExpired>().is_some() {
             return Ended::with(self.not_begun().await);
         }
         let directive = take_directive(&mut response);
@@ -88,7 +88,7 @@ impl Execution {
             Ok(Read::Broken(error)) => {
                 let record = self.permit.attempt().record_id();
                 tracing::warn!(%record, error = %ErrorChain(&*error), "response body broke off");
-                let status = parts.extensions.get::<Relayed>().map(|_| StatusCode::BAD_GATEWAY);
+                let status = parts.extensions.get::<UpstreamResponse>().map(|_| StatusCode::BAD_GATEWAY);
                 Ended::with(self.fail_upstream(status).await)
             }
             Err(PanicError) => Ended::with(self.fail_upstream(None).await),
@@ -137,7 +137,7 @@ fn instead<RB>(settings: &Settings, mut parts: Parts, own: &StoredResponse, mut 
     Executed::Response(marked(parts, ResponseBody::whole(body, trailers, held), None))
 }
 
-/// What a client is told where the record does not have what it gets.
+/// The `Idempotency-Status` of a response that the record does not have.
 const fn status_of(concluded: &ConcludeOutcome) -> Option<&'static str> {
     match concluded {
         ConcludeOutcome::Fenced => Some(FENCED),

@@ -23,8 +23,8 @@ use oncegate_core::{
 };
 use oncegate_engine::{Engine, Event, EventKind, Observer, Policy};
 use oncegate_http::{
-    Idempotency, IdempotencyContext, IdempotencyLayer, Reconcile, Reconciled, RequestBody, Settings,
-    Unanswered,
+    Idempotency, IdempotencyContext, IdempotencyLayer, NoUpstreamResponse, Reconcile, Reconciled,
+    RequestBody, Settings,
 };
 use oncegate_testkit::{Fault, Faults, FaultyStore, Latch, ManualClock, Operation};
 use tower_layer::Layer as _;
@@ -64,7 +64,7 @@ impl Service<Request<RequestBody<Full<Bytes>>>> for Handler {
                 complete(&handler.store, attempt.record_id(), attempt.token(), handler.completion, RETENTION);
             assert_eq!(done.await, Outcome::Completed);
             let mut response = Response::new(Full::default());
-            response.extensions_mut().insert(Unanswered(StatusCode::GATEWAY_TIMEOUT));
+            response.extensions_mut().insert(NoUpstreamResponse(StatusCode::GATEWAY_TIMEOUT));
             Ok(response)
         })
     }

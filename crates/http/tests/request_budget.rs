@@ -92,7 +92,7 @@ impl World {
     fn new() -> Self {
         let store = Arc::new(MemoryStore::new(ManualClock::at_millis(1)));
         let layer = IdempotencyLayer::new(Engine::new(store))
-            .with_settings(Settings::default().with_request_patience(Duration::from_secs(5)))
+            .with_settings(Settings::default().with_body_timeout(Duration::from_secs(5)))
             .unwrap()
             .with_request_budget(BUDGET);
         Self { service: layer.layer(Handler), keys: 0 }

@@ -57,7 +57,7 @@ async fn a_request_whose_body_stalls_is_refused_in_time_and_not_executed() {
     let patience = Duration::from_secs(5);
     let store = Arc::new(MemoryStore::new(ManualClock::at_millis(1)));
     let layer = IdempotencyLayer::new(Engine::new(store.clone()))
-        .with_settings(Settings::default().with_request_patience(patience))
+        .with_settings(Settings::default().with_body_timeout(patience))
         .unwrap();
     let handler = Counting::default();
     let asked = tokio::time::Instant::now();

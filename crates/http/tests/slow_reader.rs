@@ -60,7 +60,7 @@ impl Service<Request<RequestBody<Full<Bytes>>>> for Handler {
 async fn a_client_that_does_not_read_blocks_no_handler_and_its_response_ends_with_an_error() {
     let taken = Arc::new(AtomicUsize::new(0));
     let store = Arc::new(MemoryStore::new(ManualClock::at_millis(1)));
-    let settings = Settings::default().with_stream_patience(Duration::from_secs(5));
+    let settings = Settings::default().with_stream_timeout(Duration::from_secs(5));
     let layer = IdempotencyLayer::new(Engine::new(store)).with_settings(settings).unwrap();
     let mut service = layer.layer(Handler(taken.clone()));
     let request = Request::post("/").header("idempotency-key", "k").body(Full::default()).unwrap();

@@ -16,8 +16,8 @@ use http_body_util::{BodyExt as _, Full};
 use oncegate_core::{Command, Complete, Completion, MemoryStore, Outcome, Store as _, StoredResponse};
 use oncegate_engine::Engine;
 use oncegate_http::{
-    Idempotency, IdempotencyContext, IdempotencyLayer, RequestBody, ResponseBody, Settings, StoreDirective,
-    Unanswered,
+    Idempotency, IdempotencyContext, IdempotencyLayer, NoUpstreamResponse, RequestBody, ResponseBody,
+    Settings, StoreDirective,
 };
 use oncegate_testkit::ManualClock;
 use tower_layer::Layer;
@@ -65,7 +65,7 @@ impl Service<Request<RequestBody<Full<Bytes>>>> for Handler {
                 "panics" => std::panic::resume_unwind(Box::new("as ordered")),
                 "fails" => return Err(io::Error::other("as ordered")),
                 "is-lost" => {
-                    response.extensions_mut().insert(Unanswered(StatusCode::GATEWAY_TIMEOUT));
+                    response.extensions_mut().insert(NoUpstreamResponse(StatusCode::GATEWAY_TIMEOUT));
                 }
                 "streams" => {
                     response.headers_mut().insert("content-type", "text/event-stream".parse().unwrap());

@@ -11,25 +11,29 @@ use crate::table::{Case, assert_echo, assert_fresh, assert_replay, executes, pas
 use crate::world::World;
 
 pub(super) fn cases() -> Vec<Case> {
-    let seed = Plan { profile: "seed", ..Plan::default() };
+    let classic = Plan { profile: "classic", ..Plan::default() };
     let stripe = Plan { profile: "stripe", ..Plan::default() };
     vec![
-        Case::steps("P-seed-replay", "seed: the marker is X-Idempotent-Replayed, and PUT is covered", || {
-            let put = || Request::new("PUT", "/payments/1").key("a").json(PAYMENT);
-            let patch = || Request::new("PATCH", "/payments/1").key("a").json(PAYMENT);
-            vec![
-                executes(pay_as("a")),
-                replays(0, pay_as("a")),
-                executes(put()),
-                replays(2, put()),
-                executes(patch()),
-                replays(4, patch()),
-                passes(Request::new("DELETE", "/payments/1").key("a")),
-                passes(pay()),
-            ]
-        })
-        .given(seed.clone()),
-        Case::steps("P-seed-server-errors", "seed: a 5xx frees the key", || {
+        Case::steps(
+            "P-classic-replay",
+            "classic: the marker is X-Idempotent-Replayed, and PUT is covered",
+            || {
+                let put = || Request::new("PUT", "/payments/1").key("a").json(PAYMENT);
+                let patch = || Request::new("PATCH", "/payments/1").key("a").json(PAYMENT);
+                vec![
+                    executes(pay_as("a")),
+                    replays(0, pay_as("a")),
+                    executes(put()),
+                    replays(2, put()),
+                    executes(patch()),
+                    replays(4, patch()),
+                    passes(Request::new("DELETE", "/payments/1").key("a")),
+                    passes(pay()),
+                ]
+            },
+        )
+        .given(classic.clone()),
+        Case::steps("P-classic-server-errors", "classic: a 5xx frees the key", || {
             vec![
                 executes(pay_as("a").script(Script::status(500))).status(500),
                 executes(pay_as("a").script(Script::status(503))).status(503),
@@ -37,9 +41,11 @@ pub(super) fn cases() -> Vec<Case> {
                 replays(2, pay_as("a")),
             ]
         })
-        .given(seed.clone()),
-        Case::code("P-seed-errors", "seed: errors have its shape", |world| Box::pin(seed_errors(world)))
-            .given(seed),
+        .given(classic.clone()),
+        Case::code("P-classic-errors", "classic: errors have its shape", |world| {
+            Box::pin(classic_errors(world))
+        })
+        .given(classic),
         Case::steps("P-stripe-replay", "stripe: POST only, 5xx and 4xx but 400 are replayed", || {
             vec![
                 executes(pay_as("a")),
@@ -71,28 +77,28 @@ pub(super) fn cases() -> Vec<Case> {
     ]
 }
 
-async fn seed_errors(world: World) {
+async fn classic_errors(world: World) {
     let done = Latch::new();
     let first = world.start_send(pay_as("a").script(Script::default().held(&done)));
     world.backend.until_effects(1).await;
     let conflict = world.send(pay_as("a")).await;
-    seed_error(&conflict, 409, "Conflict");
+    classic_error(&conflict, 409, "Conflict");
     assert!((1..=5).contains(&retry_after(&conflict)));
     // Nothing internal in a 409.
     assert_eq!(conflict.json().as_object().unwrap().len(), 4, "{conflict:?}");
     assert_eq!(conflict.json()["type"], "urn:oncegate:problem:request-in-progress", "{conflict:?}");
     let other = pay_as("a").json("{}");
     let mismatch = world.send(other.clone()).await;
-    seed_error(&mismatch, 422, "Unprocessable Entity");
+    classic_error(&mismatch, 422, "Unprocessable Entity");
     assert_echo(&world.plan, &other, &mismatch);
-    seed_error(&world.send(pay_as("a,b")).await, 400, "Bad Request");
+    classic_error(&world.send(pay_as("a,b")).await, 400, "Bad Request");
     done.open();
     let first = first.await.unwrap().expect("an answer");
     assert_fresh(&world.plan, &pay_as("a"), &first);
     assert_replay(&world.plan, &pay_as("a"), &first, &world.send(pay_as("a")).await);
 }
 
-fn seed_error(answer: &Answer, status: u16, error: &str) {
+fn classic_error(answer: &Answer, status: u16, error: &str) {
     assert_eq!(
         (answer.status(), answer.get("content-type")),
         (status, Some("application/json")),

@@ -22,8 +22,8 @@ pub(super) fn cases() -> Vec<Case> {
         },
         Route {
             methods: Vec::new(),
-            path: "/seed/{*rest}",
-            plan: Plan { profile: "seed", ..Plan::default() },
+            path: "/classic/{*rest}",
+            plan: Plan { profile: "classic", ..Plan::default() },
         },
     ];
     vec![
@@ -230,11 +230,11 @@ async fn route_profile(world: World) {
     let done = Latch::new();
     let at = |path: &str| Request::post(path).key("a").json(PAYMENT);
     let held = [
-        world.start_send(at("/seed/x/y").script(Script::default().held(&done))),
+        world.start_send(at("/classic/x/y").script(Script::default().held(&done))),
         world.start_send(at("/other").script(Script::default().held(&done))),
     ];
     world.backend.until_effects(2).await;
-    let conflict = world.send(at("/seed/x/y")).await;
+    let conflict = world.send(at("/classic/x/y")).await;
     assert_eq!(
         (conflict.status(), conflict.get("content-type")),
         (409, Some("application/json")),
@@ -245,7 +245,7 @@ async fn route_profile(world: World) {
     for one in held {
         assert_eq!(one.await.unwrap().expect("an answer").status(), 201);
     }
-    assert_eq!(world.send(at("/seed/x/y")).await.get("x-idempotent-replayed"), Some("true"));
+    assert_eq!(world.send(at("/classic/x/y")).await.get("x-idempotent-replayed"), Some("true"));
     assert_eq!(world.send(at("/other")).await.get("idempotent-replayed"), Some("true"));
     assert_eq!(world.backend.effects(), 2);
 }

@@ -35,7 +35,8 @@ const MAX_KNOWN: usize = 10_000;
 /// Most known records that are read again at a time.
 const MAX_REREAD: usize = 200;
 
-/// How long before the end of its retention the log tells of an unsettled record; at most a quarter of the time that it has.
+/// The time before the end of its retention at which the log reports an unsettled record; at most a quarter of the
+/// retention.
 const LAST_CALL: Duration = Duration::from_secs(24 * 3600);
 
 /// The records that this process left without an outcome. All clones are one.
@@ -63,7 +64,7 @@ impl Observer for LeftBehind {
     }
 }
 
-/// How many records are not settled.
+/// The number of unsettled records.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Counts {
     pub(crate) in_progress: u64,
@@ -71,7 +72,7 @@ pub(crate) struct Counts {
     pub(crate) unknown: u64,
     /// Since when the oldest unsettled record waits for an operator.
     pub(crate) oldest: Option<Timestamp>,
-    /// When the first retention of an unsettled record ends.
+    /// The earliest end of the retention of an unsettled record.
     pub(crate) first_end: Option<Timestamp>,
 }
 
@@ -94,15 +95,15 @@ impl Counts {
     }
 }
 
-/// What is remembered of a record.
+/// The remembered facts about a record.
 struct Counted {
     state: StateName,
     /// Since when it is in this state.
     since: Timestamp,
-    /// When its retention ends.
+    /// The end of its retention.
     end: Timestamp,
     label: Label,
-    /// Whether the log has told that its retention ends soon.
+    /// True if the log has reported that its retention ends soon.
     is_last_call_made: bool,
 }
 
@@ -170,11 +171,11 @@ struct Census {
     known: BTreeMap<RecordId, Counted>,
     /// The last known record that was read again.
     reread_after: Option<RecordId>,
-    /// Whether there are more unsettled records than are remembered.
+    /// True if there are more unsettled records than are remembered.
     is_partial: bool,
     /// As the last walk counted them.
     in_progress: Option<u64>,
-    /// How many unsettled records the log has.
+    /// The number of unsettled records that the log has reported.
     reported: u64,
 }
 

@@ -101,8 +101,8 @@ pub(super) async fn show(State(state): State<AdminState>, Path(id): Path<String>
     shown(&state, id, detail).await
 }
 
-/// What a request looked like whose record is sought; or its key alone. Key and credential are in a body and not in a URL,
-/// because URLs are written into logs.
+/// The request whose record is sought, or only its key. Key and credential are in a body and not in a URL, because
+/// URLs are written to logs.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Find {
@@ -153,7 +153,7 @@ pub(super) async fn find(State(state): State<AdminState>, body: Body) -> Answer 
     Ok(view::json(&view::record(id, &record, state.engine.store().now(), detail)))
 }
 
-/// What to try if the value of the caller has the name of its field or cookie before it.
+/// A hint for a caller value that begins with the name of its field or cookie.
 fn spelling_hint(settings: &Settings, caller: Option<&Caller>) -> String {
     let Some(Caller::Value(text)) = caller else { return String::new() };
     let parts: Vec<_> = settings.caller().parts().collect();
@@ -308,7 +308,7 @@ struct ResolveRequest {
     actor: Option<String>,
 }
 
-/// What is to be said of a record, and over what.
+/// The operator's decision about a record, and the state that it applies to.
 #[derive(Clone)]
 struct Verdict {
     resolution: Resolution,
@@ -591,7 +591,7 @@ fn actor(body: Option<&str>, headers: &HeaderMap) -> Result<String, Problem> {
     }
 }
 
-/// What is written into the audit trail, and shown on terminals.
+/// Checks a text that is written into the audit trail and shown on terminals.
 fn audit_text(name: &str, text: &str) -> Result<String, Problem> {
     let text = oncegate_engine::audit_text(text);
     text.map(str::to_owned).map_err(|error| Problem::bad_request(format!("{name}: {error}.")))

@@ -12,13 +12,13 @@ use super::AdminState;
 use super::problem::Problem;
 use super::view::{self, Detail};
 
-/// How long one request may walk through the store.
+/// Limits the time for which one request may walk through the store.
 const WALK_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Most records that cannot be read which one answer names.
 const MAX_UNREADABLE: usize = 100;
 
-/// What stands before a record where a problem names it.
+/// The prefix of a record in problems.
 const RECORD_URN: &str = "urn:oncegate:record:";
 
 /// Fewest digits of an identifier that stand for it.

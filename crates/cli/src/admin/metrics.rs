@@ -32,7 +32,7 @@ use super::AdminState;
 use super::census::Counts;
 use crate::proxy::{ConnectionLimit, RequestLimit};
 
-/// What the store promises at the moment: a server's configuration may change, and with it what can be relied on.
+/// The current guarantees of the store. They change with the configuration of its server.
 struct StorePromises(Box<dyn Fn() -> Capabilities + Send + Sync>);
 
 impl fmt::Debug for StorePromises {
@@ -55,7 +55,7 @@ impl Collector for StorePromises {
     }
 }
 
-/// What is counted. Cheap to clone; all clones count the same.
+/// The metrics. Cheap to clone; all clones share the counts.
 #[derive(Clone)]
 pub(crate) struct Metrics(Arc<Inner>);
 
@@ -88,7 +88,7 @@ struct Inner {
 
 type Label = (&'static str, &'static str);
 
-/// How a call to the service ended.
+/// The result of a call to the service.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum UpstreamResult {
     /// Its answer began.
@@ -114,7 +114,7 @@ impl UpstreamResult {
     }
 }
 
-/// What the service said of an abandoned attempt, or when it was asked for an answer that a record has not got.
+/// The service's report about an abandoned attempt, or about a response that is missing in its record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ReconcileResult {
     /// It took place, and its answer is replayed.
@@ -397,7 +397,7 @@ fn gauged(count: impl TryInto<i64>) -> i64 {
     count.try_into().unwrap_or(i64::MAX)
 }
 
-/// How near the sidecar is to each of its limits: what is used now, and the limit as a gauge of its own.
+/// The use of each limit: the current value, and the limit as a gauge of its own.
 struct LimitGauges([(Gauge, Gauge); 5]);
 
 impl LimitGauges {
@@ -458,7 +458,7 @@ impl LimitGauges {
     }
 }
 
-/// What is read again while the sidecar runs.
+/// The parts of the configuration that are read again while the sidecar runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ReloadSubject {
     Configuration,
@@ -509,7 +509,7 @@ impl ReloadMetrics {
     }
 }
 
-/// What waits for an operator.
+/// The records that wait for an operator.
 struct UnsettledMetrics {
     records: Family<[Label; 1], Gauge>,
     /// As they were counted last.
@@ -575,7 +575,7 @@ fn upstream_histogram() -> Histogram {
     Histogram::new(UPSTREAM_BUCKETS)
 }
 
-/// When the listener's certificate ends, in seconds since 1970. Without TLS there is no such series.
+/// The end of the listener's certificate, in seconds since 1970. Without TLS there is no such series.
 #[derive(Clone, Debug)]
 struct CertificateEnd(Arc<AtomicI64>);
 
@@ -627,8 +627,9 @@ const PLAIN: [Disposition; 6] = [
     Disposition::Replayed,
     Disposition::FailedOpen,
 ];
-/// What a client may read in an answer, and no request counts as: with a key these requests were executed, or their outcome is
-/// unknown, and without one they were passed on. A series that stays 0 would be an alert that never fires.
+/// Conditions that a client may receive but that no request counts as. With a key, these requests were executed or
+/// their outcome is unknown; without one, they were passed on. A series that stays 0 would be an alert that never
+/// fires.
 const NO_OUTCOMES: [Condition; 3] =
     [Condition::UpstreamUnanswered, Condition::UpstreamHeadTooLarge, Condition::UpstreamUnsupported];
 const DISPOSITIONS: usize = PLAIN.len() + Condition::ALL.len();

@@ -63,10 +63,10 @@ pub(crate) use self::keys::searched_key;
 pub(crate) use self::metrics::{Metrics, ReconcileResult, ReloadSubject, UpstreamResult};
 pub(crate) use self::view::{days_to, time};
 
-/// What the admin API speaks about.
+/// The state behind the admin API.
 #[derive(Clone, Debug)]
 pub(crate) struct AdminState {
-    /// Whose store is shown and resolved.
+    /// The engine whose store is shown and resolved.
     pub(crate) engine: Engine,
     /// Knows whether that store is out of reach.
     pub(crate) breaker: Breaker,
@@ -79,12 +79,12 @@ pub(crate) struct AdminState {
     pub(crate) live: watch::Receiver<AdminLive>,
 }
 
-/// What a reload replaces.
+/// The part of the state that a reload replaces.
 #[derive(Clone, Debug)]
 pub(crate) struct AdminLive {
     /// Says under which settings a request of some method and path runs.
     pub(crate) layer: IdempotencyLayer,
-    /// What an operator must show; `None` on loopback addresses only.
+    /// The token that an operator must send; `None` on loopback addresses only.
     pub(crate) token: Option<AdminToken>,
 }
 
@@ -100,7 +100,7 @@ impl AdminState {
     }
 }
 
-/// Whether the sidecar stops. All clones are one flag.
+/// The flag that the sidecar is stopping. All clones share it.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Draining(Arc<AtomicBool>);
 
@@ -118,7 +118,7 @@ impl Draining {
 /// The largest request, which is a resolution with a body of its own.
 const REQUEST_MAX: usize = 16 * 1024 * 1024;
 
-/// How long the store may take to say that it is ready. Orchestrators ask every few seconds.
+/// Limits the time in which the store must report that it is ready. Orchestrators ask every few seconds.
 const READY_PATIENCE: Duration = Duration::from_secs(2);
 
 /// A record that no request has.
@@ -127,10 +127,10 @@ const NO_RECORD: RecordId = RecordId::from_bytes([0; 32]);
 /// Most connections at a time.
 const CONNECTIONS_MAX: usize = 128;
 
-/// How long a client may take to send the head of a request.
+/// Limits the time that a client may take to send the head of a request.
 const HEAD_PATIENCE: Duration = Duration::from_secs(10);
 
-/// How long connections are waited for at the end.
+/// Limits the wait for open connections at the end.
 const CLOSING_PATIENCE: Duration = Duration::from_secs(2);
 
 /// The field of every answer of the admin API, and of no other. Its value is the version of the API.

@@ -8,7 +8,7 @@ use http::header::{self, HeaderValue};
 use oncegate_core::{Answer, AuditEntry, Record, RecordId, State, Step, StoredResponse, Timestamp};
 use serde_json::{Map, Value};
 
-/// How much of a record is shown.
+/// The extent to which a record is shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Detail {
     /// A line in a listing.

@@ -25,8 +25,8 @@ pub(crate) struct CallArgs {
     #[arg(required_unless_present = "work", conflicts_with = "work", value_parser = url)]
     pub(super) url: Option<Uri>,
 
-    /// What the request is about, such as order-123: its key is made of it, the same at every call and on every machine. A
-    /// corrected request is another intent, such as order-123-v2
+    /// The intent of the request, such as order-123. The key is derived from it, so it is the same in every call and
+    /// on every machine. A corrected request is another intent, such as order-123-v2
     #[arg(long, value_name = "TEXT", conflicts_with_all = ["key", "work"], value_parser = NonEmptyStringValueParser::new(), help_heading = "Key")]
     pub(super) intent: Option<String>,
     /// The key itself. Without --intent and --key a new one is made, and written to the standard error
@@ -38,7 +38,8 @@ pub(crate) struct CallArgs {
     /// Writes the key in quotes, as the draft of the header field demands; most services take it bare
     #[arg(long, help_heading = "Key")]
     pub(super) quoted: bool,
-    /// How long the service promises to know a key: what may have been sent is not sent again under an older one
+    /// The time for which the service remembers a key: a request that may have been sent is not sent again under an
+    /// older key
     #[arg(long, value_name = "DURATION", default_value = "24h", value_parser = duration, help_heading = "Key")]
     pub(super) key_lifetime: Duration,
     /// The service knows no keys: nothing is sent again that it may have processed
@@ -60,7 +61,7 @@ pub(crate) struct CallArgs {
     /// the credential for the caller, as Oncegate does by default, what was executed for the old one executes again
     #[arg(long, requires = "journal", help_heading = "Journal")]
     pub(super) other_credentials: bool,
-    /// How long the journal remembers that an intent was done: the same --intent is not done again
+    /// The time for which the journal remembers a finished intent: the same --intent is not sent again
     #[arg(long, value_name = "DURATION", default_value = "30d", value_parser = duration, help_heading = "Journal")]
     pub(super) keep_finished: Duration,
     /// Says what is in the journal, and sends nothing
@@ -99,19 +100,19 @@ pub(crate) struct CallArgs {
     #[arg(long, value_name = "FILE", help_heading = "Request")]
     pub(super) cacert: Option<PathBuf>,
 
-    /// How long one attempt may take, in seconds, such as 1.5, or with a unit, such as 30s or 2m
+    /// The longest time of one attempt, in seconds, such as 1.5, or with a unit, such as 30s or 2m
     #[arg(short = 'm', long, value_name = "DURATION", default_value = "30s", value_parser = time, help_heading = "Retries")]
     pub(super) max_time: Duration,
-    /// How long a connection may take to come about
+    /// The longest time that connecting may take
     #[arg(long, value_name = "DURATION", default_value = "10s", value_parser = time, help_heading = "Retries")]
     pub(super) connect_timeout: Duration,
-    /// How often it is sent at most [default: 6]
+    /// The most attempts [default: 6]
     #[arg(long, value_name = "N", conflicts_with = "retry", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Retries")]
     pub(super) attempts: Option<u32>,
     /// As in curl: how often it is sent again, which is one less than --attempts
     #[arg(long, value_name = "N", help_heading = "Retries")]
     pub(super) retry: Option<u32>,
-    /// How long all attempts and the pauses between them may take
+    /// The longest time of all attempts together, with the pauses between them
     #[arg(long, visible_alias = "retry-max-time", value_name = "DURATION", default_value = "2m", value_parser = time, help_heading = "Retries")]
     pub(super) deadline: Duration,
 

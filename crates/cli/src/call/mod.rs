@@ -153,7 +153,7 @@ fn resumed_line(args: &CallArgs, name: &str, answer: &Answer) -> End {
     end
 }
 
-/// What is in the journal, for a person: a line each.
+/// Lists the journal, one line for each intent.
 async fn list(journal: &JournalDir) -> End {
     let found = match journal.pending().await {
         Ok(found) => found,
@@ -193,7 +193,7 @@ async fn list(journal: &JournalDir) -> End {
     end
 }
 
-/// How a person finds one of several. A query may hold what is nobody's business.
+/// The description of a pending intent in a list. It leaves out the query, which may be confidential.
 fn name(pending: &Pending) -> String {
     let uri = &pending.uri;
     let at = time(pending.created_at);

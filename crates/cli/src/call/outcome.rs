@@ -12,7 +12,7 @@ use oncegate_core::{ErrorChain, Timestamp};
 use super::args::CallArgs;
 use crate::admin::time;
 
-/// How a call ended; of several the last in this order counts.
+/// The end of a call; of several, the last one in this order counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum End {
     Done,
@@ -72,7 +72,7 @@ pub(crate) fn exit_codes() -> String {
     text
 }
 
-/// What to do about an intent that had other credentials.
+/// Advice for an intent that was made with other credentials.
 pub(super) const OLD_CREDENTIALS: &str = " (give the old ones, or --other-credentials)";
 
 impl End {
@@ -109,7 +109,7 @@ impl From<End> for ExitCode {
     }
 }
 
-/// What a definite answer means to a script.
+/// The end of a call with a definite answer.
 pub(super) fn verdict(verdict: Verdict) -> End {
     match verdict {
         Verdict::Done => End::Done,
@@ -120,7 +120,7 @@ pub(super) fn verdict(verdict: Verdict) -> End {
     }
 }
 
-/// What it means to a script that there is none.
+/// The end of a call without a definite answer.
 pub(super) fn end_of(open: &Unfinished) -> End {
     if open.why() == Why::DoneBefore {
         return End::Output;
@@ -154,7 +154,7 @@ pub(super) fn why(open: &Unfinished) -> String {
     words
 }
 
-/// What is to be mended, as far as the status says it.
+/// The remedy that a status suggests.
 fn way(status: u16) -> &'static str {
     match status {
         401 | 403 | 407 | 511 => "; look at the credentials and at what they allow",
@@ -166,7 +166,8 @@ fn way(status: u16) -> &'static str {
     }
 }
 
-/// Where the body goes. It is opened before anything is sent: afterwards is too late to say that there is no such place.
+/// The destination of the body. It is opened before the request is sent, because an error after that would come too
+/// late.
 pub(super) struct Sink(Option<File>);
 
 impl Sink {

@@ -23,7 +23,7 @@ pub(super) struct Request {
     pub(super) is_new_key: bool,
 }
 
-/// What is to be sent.
+/// Reads the request from the arguments.
 pub(super) fn read(args: &CallArgs, stdin: &mut impl Read) -> Result<Request, String> {
     let (Some(method), Some(url)) = (&args.method, &args.url) else {
         return Err("give the method and the address".to_owned());

@@ -13,10 +13,10 @@ use super::Report;
 use crate::config::{Config, UpstreamProtocol, duration_text};
 use crate::proxy::{HEAD_MAX, LIBRARY_HEAD_MAX, LINES_MAX, connector};
 
-/// How long the service may take for one answer.
+/// Limits the time of one answer of the service.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What to do about a certificate that no authority of the system has signed.
+/// Advice for a certificate that no authority of the system has signed.
 const UNKNOWN_ISSUER: &str = "; if the service has a certificate authority of its own, name it in the environment: \
      SSL_CERT_FILE=ca.pem, for the sidecar, too";
 
@@ -47,7 +47,7 @@ pub(super) fn service(config: &Config, report: &mut Report) {
 
 async fn ask(config: &Config) -> Result<(http::StatusCode, Version), String> {
     let protocol = config.upstream_protocol;
-    let connector = connector(&config.to, protocol, config.connect_timeout)?;
+    let connector = connector(&config.to, protocol, config.upstream_connect_timeout)?;
     let client: Client<_, Empty<Bytes>> = Client::builder(TokioExecutor::new())
         .timer(TokioTimer::new())
         // The head of an answer may be as large as the sidecar takes it.

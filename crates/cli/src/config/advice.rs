@@ -10,7 +10,7 @@ use oncegate_http::StoreOutage;
 
 use super::assemble::{given, is_loopback};
 use super::problem::{Problem, Source, did_you_mean};
-use super::settings::{Given, Raw, Values};
+use super::settings::{Raw, Sourced, Values};
 use super::units::{StoreChoice, duration_text};
 use super::{Entry, Route, RouteConfig, TlsFiles};
 use crate::check::readable_by_everybody;
@@ -65,7 +65,7 @@ pub(super) fn on_readable_password(entry: &Entry) -> Option<Problem> {
     })
 }
 
-/// Whether a URL in this text has a password: before its host, or as a parameter.
+/// Returns true if a URL in this text has a password, before its host or as a parameter.
 fn has_password(text: &str) -> bool {
     text.split("://").skip(1).any(|rest| {
         let authority = rest.split(['/', '?', '#', ',']).next().unwrap_or_default();
@@ -139,18 +139,18 @@ pub(super) fn on_route(values: &Values, route: &RouteConfig) -> Vec<Problem> {
 /// On cross-origin settings that nothing comes of.
 fn on_cors(values: &Values) -> Option<Problem> {
     // An empty list switches them off, and what is said for the other routes stays.
-    if values.cors_origins.is_some() {
+    if values.cors_allowed_origins.is_some() {
         return None;
     }
     let others = [
-        said(&values.cors_expose),
-        said(&values.cors_headers),
-        said(&values.cors_methods),
-        said(&values.cors_credentials),
+        said(&values.cors_exposed_headers),
+        said(&values.cors_allowed_headers),
+        said(&values.cors_allowed_methods),
+        said(&values.cors_allow_credentials),
         said(&values.cors_max_age),
     ];
     let place = others.into_iter().flatten().next()?;
-    Some(Problem::warning(place, "not used: no origins are allowed; set cors.origins too"))
+    Some(Problem::warning(place, "not used: no origins are allowed; set cors.allowed-origins too"))
 }
 
 /// On a route that is never used, because earlier ones match all its requests.
@@ -220,11 +220,11 @@ const METHODS: &[&str] = &[
     "VERSION-CONTROL",
 ];
 
-fn source<T>(given: &Option<Given<T>>) -> Option<Source> {
+fn source<T>(given: &Option<Sourced<T>>) -> Option<Source> {
     given.as_ref().map(|given| given.source.clone())
 }
 
-/// Where it was said, if it was.
-fn said<T>(given: &Option<Given<T>>) -> Option<Source> {
+/// The source of a value that was given explicitly.
+fn said<T>(given: &Option<Sourced<T>>) -> Option<Source> {
     source(given).filter(|source| *source != Source::Default)
 }

@@ -14,7 +14,7 @@ use super::advice;
 use super::cors::Cors;
 use super::file::RouteTable;
 use super::problem::{Problem, Source};
-use super::settings::{Given, Setting, Values};
+use super::settings::{Setting, Sourced, Values};
 use super::units::{self, AdminToken, Origin, StoreChoice, Upstream};
 use super::{Config, Draft, FixedValues, Route, RouteConfig, TlsFiles, apply};
 
@@ -48,10 +48,10 @@ pub(super) fn draft(
             routes.push(route);
         }
     }
-    if let Some(path) = &values.reconcile
+    if let Some(path) = &values.reconcile_path
         && !std::iter::once(&default).chain(routes.iter().map(|route| &route.config)).any(RouteConfig::asks)
     {
-        let what = "nothing asks there: nowhere is on-abandoned reconcile or completion upstream";
+        let what = "set but never used: no route has on-abandoned = reconcile or completion = upstream";
         warnings.push(Problem::warning(path.source.clone(), what));
     }
     check_budgets(
@@ -83,7 +83,7 @@ pub(super) fn draft(
         admin_token,
         to: to.value.clone(),
         upstream_protocol: given(&values.upstream_protocol),
-        connect_timeout: given(&values.connect_timeout),
+        upstream_connect_timeout: given(&values.upstream_connect_timeout),
         upstream_idle_timeout: given(&values.upstream_idle_timeout),
         drain_timeout: given(&values.drain_timeout),
         shutdown_delay: given(&values.shutdown_delay),
@@ -95,10 +95,10 @@ pub(super) fn draft(
         max_in_flight: given(&values.max_in_flight),
         max_in_flight_per_caller: given(&values.max_in_flight_per_caller),
         max_in_flight_without_key: values.max_in_flight_without_key.as_ref().map(|given| given.value),
-        store_cache: given(&values.store_cache),
+        max_page_cache: given(&values.max_page_cache),
         max_records: values.max_records.as_ref().map(|given| given.value),
         max_store_bytes: values.max_store_bytes.as_ref().map(|given| given.value),
-        store_patience: given(&values.store_patience),
+        store_timeout: given(&values.store_timeout),
         access_log: given(&values.access_log),
         threads: values.threads.as_ref().map(|threads| threads.value),
         store: given(&values.store),
@@ -116,7 +116,7 @@ pub(super) fn draft(
     Draft { store, store_must_exist, tls, problems: std::mem::take(problems), config }
 }
 
-/// What all bodies may hold together has to be as much as one may have, or the largest would always be refused.
+/// Checks that each budget is at least as large as the largest body, which would otherwise always be refused.
 fn check_budgets<'a>(
     values: &Values,
     routes: impl Iterator<Item = &'a RouteConfig>,
@@ -161,7 +161,7 @@ fn check_room(values: &Values, problems: &mut Vec<Problem>) {
 }
 
 /// The value of a setting that has a default.
-pub(super) fn given<T: Clone>(given: &Option<Given<T>>) -> T {
+pub(super) fn given<T: Clone>(given: &Option<Sourced<T>>) -> T {
     match given {
         Some(given) => given.value.clone(),
         None => unreachable!("the setting has a default"),
@@ -217,9 +217,9 @@ fn route_config(
         push_once(problems, Problem::error(place.cloned(), error.to_string()));
         Settings::default()
     });
-    if settings.policy().on_abandoned() == OnAbandoned::Reconcile && values.reconcile.is_none() {
+    if settings.policy().on_abandoned() == OnAbandoned::Reconcile && values.reconcile_path.is_none() {
         let source = values.on_abandoned.as_ref().map(|given| given.source.clone());
-        let what = "nobody is told where to ask; set reconcile too, to a path of the service such as \"/oncegate/outcome\"";
+        let what = "no path of the service to ask; set reconcile-path, such as \"/oncegate/outcome\"";
         push_once(problems, Problem::error(source, what));
     }
     if settings.completed_by() == CompletedBy::Upstream {
@@ -232,21 +232,21 @@ fn route_config(
         cors,
         upstream_timeout: given(&values.upstream_timeout),
         max_request_body: given(&values.max_request_body),
-        reconcile: values.reconcile.as_ref().map(|path| path.value.clone()),
+        reconcile_path: values.reconcile_path.as_ref().map(|path| path.value.clone()),
         reconcile_timeout: given(&values.reconcile_timeout),
     }
 }
 
 fn cors(values: &Values, settings: &Settings, problems: &mut Vec<Problem>) -> Option<Arc<Cors>> {
-    let origins = values.cors_origins.as_ref().filter(|origins| !origins.value.is_empty())?;
+    let origins = values.cors_allowed_origins.as_ref().filter(|origins| !origins.value.is_empty())?;
     let cors = Cors::new(&origins.value)
-        .with_exposed(settings, values.cors_expose.as_ref().map_or(&[], |names| &names.value))
-        .with_headers(values.cors_headers.as_ref().map_or(&[], |names| &names.value))
-        .with_methods(values.cors_methods.as_ref().map_or(&[], |methods| &methods.value))
+        .with_exposed(settings, values.cors_exposed_headers.as_ref().map_or(&[], |names| &names.value))
+        .with_headers(values.cors_allowed_headers.as_ref().map_or(&[], |names| &names.value))
+        .with_methods(values.cors_allowed_methods.as_ref().map_or(&[], |methods| &methods.value))
         .with_max_age(given(&values.cors_max_age));
-    match &values.cors_credentials {
+    match &values.cors_allow_credentials {
         Some(credentials) if credentials.value && origins.value.contains(&Origin::Any) => {
-            let what = "pages of every origin (cors.origins = \"*\") cannot use the credentials of their visitors; name the origins";
+            let what = "pages of every origin (cors.allowed-origins = \"*\") cannot use the credentials of their visitors; name the origins";
             push_once(problems, Problem::error(credentials.source.clone(), what));
             None
         }
@@ -268,8 +268,8 @@ fn with_scope(settings: Settings, values: &Values, problems: &mut Vec<Problem>) 
     let is_doubtful = has_error_about("scope", problems);
     if settings.natural_key().is_some() && settings.caller().allows_anonymous() && !is_doubtful {
         let source = |given: Option<&Source>| given.cloned();
-        let source = source(values.source("scope")).or_else(|| source(values.source("key.json")));
-        let what = "the key is built of members of the body (key.json), and callers that are not told apart would get each \
+        let source = source(values.source("scope")).or_else(|| source(values.source("key-members")));
+        let what = "the key is built of members of the body (key-members), and callers that are not told apart would get each \
                     other's answers; set scope = \"required-header:NAME\" or \"required-cookie:NAME\", or \"single-tenant\" \
                     if there is one caller only";
         push_once(problems, Problem::error(source, what));
@@ -297,7 +297,7 @@ fn check_service(values: &Values, store_is_known: bool, problems: &mut Vec<Probl
     push_once(problems, Problem::error(values.store.as_ref().map(|store| store.source.clone()), what));
 }
 
-/// What a route that leaves completion to the service cannot go with. The layer asks the store itself once more.
+/// Checks the settings that exclude completion by the service. The layer checks the store itself once more.
 fn check_upstream_completion(values: &Values, narrows: bool, problems: &mut Vec<Problem>) {
     let abandoned = values.on_abandoned.as_ref().filter(|given| given.value != OnAbandoned::Reexecute);
     if let Some(given) = abandoned.filter(|given| is_said(&given.source) && !narrows) {
@@ -352,7 +352,7 @@ fn settings(values: &Values) -> Result<Settings, ConfigError> {
     if let Some(name) = &values.key_header {
         settings = settings.with_key_header(name.value.clone())?;
     }
-    if let Some(members) = &values.key_json {
+    if let Some(members) = &values.key_members {
         let key = NaturalKey::new(members.value.clone()).ok_or_else(|| {
             let most = limits::MAX_KEY_MEMBERS;
             ConfigError::new(format!(
@@ -451,7 +451,7 @@ fn token_in(path: &Path) -> Result<AdminToken, String> {
 
 fn check_addresses(values: &Values, problems: &mut Vec<Problem>) {
     let (listen, admin) = (given(&values.listen), given(&values.admin));
-    let source = |given: &Option<Given<SocketAddr>>| given.as_ref().map(|given| given.source.clone());
+    let source = |given: &Option<Sourced<SocketAddr>>| given.as_ref().map(|given| given.source.clone());
     let token_was_tried = values.admin_token.is_some()
         || values.admin_token_file.is_some()
         || problems.iter().any(|p| p.source == Some(Source::Env("ONCEGATE_ADMIN_TOKEN".to_owned())));
@@ -488,7 +488,7 @@ pub(super) fn is_loopback(ip: IpAddr) -> bool {
     ip.to_canonical().is_loopback()
 }
 
-/// Whether one cannot listen on both, or one reaches the other.
+/// Returns true if the sidecar cannot listen on both addresses, or one of them reaches the other.
 fn meet(a: SocketAddr, b: SocketAddr) -> bool {
     let same = a.ip().to_canonical() == b.ip().to_canonical();
     let reached =

@@ -22,13 +22,13 @@ use super::units::{self, StoreChoice, duration_text, size_text};
 pub(crate) struct CachedChoice {
     pub(crate) cache: CacheChoice,
     pub(crate) store: StoreChoice,
-    /// How long an answer stays in the cache at the longest.
+    /// The longest time that a response stays in the cache.
     pub(crate) keep: Duration,
-    /// How long a request waits for the cache.
+    /// The longest time that a request waits for the cache.
     pub(crate) timeout: Duration,
 }
 
-/// Where answers are kept in cache.
+/// The kinds of caches.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum CacheChoice {
     /// In memory, of so many octets.
@@ -49,7 +49,7 @@ const CACHE_MEMORY_MAX: usize = 1 << 40;
 const KEEP: Duration = Duration::from_secs(60 * 60);
 const PATIENCE: Duration = Duration::from_millis(25);
 
-/// Whether it is meant to be the name of a cached store.
+/// Returns true if the text is meant to be a cached store.
 pub(super) fn is_one(text: &str) -> bool {
     text.starts_with(OPEN)
 }

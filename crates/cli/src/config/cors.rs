@@ -8,7 +8,7 @@ use oncegate_http::Settings;
 
 use super::units::Origin;
 
-/// What pages of other origins may do.
+/// The rights of pages of other origins.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Cors {
     /// `None`: every origin.
@@ -113,7 +113,7 @@ impl Cors {
         Some(headers)
     }
 
-    /// How this origin is told that it may read the answer.
+    /// The `Access-Control-Allow-Origin` for this origin, if it may read the response.
     fn allowed(&self, origin: &HeaderValue) -> Option<HeaderValue> {
         match &self.origins {
             None => Some(HeaderValue::from_static("*")),
@@ -131,7 +131,7 @@ fn list(names: &[&str]) -> Option<HeaderValue> {
     HeaderValue::try_from(names.join(", ")).ok()
 }
 
-/// Whether a browser asks before it sends a request of this method.
+/// The method of a preflight request: the one that a browser asks for before it sends the request.
 pub(crate) fn asked_method<B>(request: &Request<B>) -> Option<Method> {
     if request.method() != Method::OPTIONS || !request.headers().contains_key(header::ORIGIN) {
         return None;

@@ -18,7 +18,7 @@ const OTHERS: &[&str] = &[
     "ONCEGATE_FAILPOINT",
 ];
 
-/// What the environment says.
+/// Reads the settings in the environment.
 pub(super) fn read(
     variables: impl IntoIterator<Item = (OsString, OsString)>,
     problems: &mut Vec<Problem>,
@@ -48,7 +48,8 @@ pub(super) fn read(
     entries
 }
 
-/// Which variable was meant. Only what follows the prefix is compared: the prefix makes all of them alike.
+/// Suggests a variable with a similar name. Only the part after the prefix is compared, because the prefix makes all
+/// names similar.
 fn hint(name: &str) -> String {
     let word = |name: &str| name.strip_prefix(PREFIX).unwrap_or(name).to_owned();
     let words: Vec<_> = SETTINGS.iter().map(|setting| word(&setting.variable())).collect();
@@ -59,9 +60,9 @@ fn hint(name: &str) -> String {
     }
 }
 
-/// Whether Kubernetes has made this variable: the addresses of a Service called `oncegate`, or `oncegate-admin`, are in the
-/// environment of every pod next to it, as `ONCEGATE_ADMIN_SERVICE_HOST`, `ONCEGATE_ADMIN_PORT` and
-/// `ONCEGATE_ADMIN_PORT_80_TCP_ADDR`.
+/// Returns true if Kubernetes made this variable. It puts the addresses of a Service called `oncegate` or
+/// `oncegate-admin` into the environment of every pod next to it, as `ONCEGATE_ADMIN_SERVICE_HOST`,
+/// `ONCEGATE_ADMIN_PORT` and `ONCEGATE_ADMIN_PORT_80_TCP_ADDR`.
 fn is_service_link(name: &str, value: &OsStr) -> bool {
     let (Some(rest), Some(value)) = (name.strip_prefix(PREFIX), value.to_str()) else { return false };
     // What stands behind the name of the Service.

@@ -8,9 +8,9 @@ use toml::de::{DeTable, DeValue};
 
 use super::Entry;
 use super::problem::{FilePlace, Problem, Source, did_you_mean};
-use super::settings::{Place, Raw, SETTINGS, Setting, Shape};
+use super::settings::{Raw, SETTINGS, SettableIn, Setting, Shape};
 
-/// What the file says.
+/// The content of the configuration file.
 #[derive(Default)]
 pub(super) struct FileContent {
     pub(super) entries: Vec<Entry>,
@@ -130,21 +130,21 @@ impl Reader<'_> {
             return;
         }
         match Setting::named(&name) {
-            Some(setting) if in_route && setting.place != Place::Route => {
+            Some(setting) if in_route && setting.settable_in != SettableIn::Route => {
                 self.error(
                     &key.span(),
                     None,
                     format!("`{name}` is one for the whole sidecar; write it above the first [[route]]"),
                 );
             }
-            Some(setting) if setting.place == Place::Start => {
+            Some(setting) if setting.settable_in == SettableIn::Start => {
                 self.error(
                     &key.span(),
                     None,
                     format!("`{name}` says where this file is; it cannot be in it"),
                 );
             }
-            Some(setting) if setting.place == Place::Secret => {
+            Some(setting) if setting.settable_in == SettableIn::Secret => {
                 let what = format!(
                     "a secret does not belong here; put it into {} or name a file with `{name}-file`",
                     setting.variable()
@@ -160,10 +160,10 @@ impl Reader<'_> {
         if !in_route && matches!(name, "path" | "method") {
             return self.error(&key.span(), None, format!("`{name}` belongs into a [[route]] table"));
         }
-        let settings = SETTINGS.iter().filter(|setting| match setting.place {
-            Place::Route => true,
-            Place::Service | Place::Live => !in_route,
-            Place::Start | Place::Secret => false,
+        let settings = SETTINGS.iter().filter(|setting| match setting.settable_in {
+            SettableIn::Route => true,
+            SettableIn::Service | SettableIn::Live => !in_route,
+            SettableIn::Start | SettableIn::Secret => false,
         });
         // Inside of a table only what follows its name is compared: the name makes all of them alike.
         let (table, word) = name.rsplit_once('.').map_or(("", name), |(table, word)| (table, word));

@@ -7,14 +7,14 @@ use super::Entry;
 use super::problem::Source;
 use super::settings::{Fallback, Raw, SETTINGS, Setting, Shape};
 
-/// What the command line says about the settings of the sidecar.
+/// The sidecar's settings on the command line.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ProxyArgs {
     entries: Vec<(&'static str, Raw)>,
 }
 
 impl ProxyArgs {
-    /// What was said, for the table.
+    /// The settings that are given, as entries of the table.
     pub(super) fn entries(&self) -> impl Iterator<Item = Entry> {
         self.entries.iter().filter_map(|(name, raw)| {
             let setting = Setting::named(name)?;

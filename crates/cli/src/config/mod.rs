@@ -38,7 +38,7 @@ use oncegate_http::{CompletedBy, IdempotencyLayer, PathPattern, Settings};
 use crate::access_log::AccessLogFormat;
 
 use self::file::FileContent;
-use self::settings::{Given, Place, Raw, SETTINGS, Setting, Values};
+use self::settings::{Raw, SETTINGS, SettableIn, Setting, Sourced, Values};
 
 pub(crate) use self::cached::{CacheChoice, CachedChoice};
 pub(crate) use self::cors::{Cors, asked_method};
@@ -55,69 +55,69 @@ pub(crate) use self::units::{
     without_login,
 };
 
-/// One value that somebody said.
+/// One setting as it was given.
 pub(crate) struct Entry {
     setting: &'static Setting,
     raw: Raw,
     source: Source,
 }
 
-/// What the sidecar does.
+/// The configuration of the sidecar.
 #[derive(Clone, Debug)]
 pub(crate) struct Config {
-    /// Where requests come in.
+    /// The address for requests.
     pub(crate) listen: SocketAddr,
-    /// Where operators come in.
+    /// The address for operators.
     pub(crate) admin: SocketAddr,
-    /// What operators must show.
+    /// The token that operators must send.
     pub(crate) admin_token: Option<AdminToken>,
-    /// The service behind.
+    /// The service to protect.
     pub(crate) to: Upstream,
     pub(crate) upstream_protocol: UpstreamProtocol,
-    pub(crate) connect_timeout: Duration,
-    /// How long a connection to the service is kept without a request.
+    pub(crate) upstream_connect_timeout: Duration,
+    /// The time for which an idle connection to the service is kept.
     pub(crate) upstream_idle_timeout: Duration,
     pub(crate) drain_timeout: Duration,
-    /// How long requests are still taken after the sidecar was told to stop.
+    /// The time for which requests are still accepted after the sidecar was told to stop.
     pub(crate) shutdown_delay: Duration,
-    /// What the bodies of requests with a key may hold together.
+    /// The memory for the bodies of all requests with a key.
     pub(crate) request_budget: usize,
-    /// What the bodies of their answers may hold together.
+    /// The memory for the bodies of all their responses.
     pub(crate) response_budget: usize,
-    /// How many requests with a key may be under way.
+    /// The limit of requests with a key in flight.
     pub(crate) max_in_flight: usize,
-    /// How many of one caller.
+    /// The limit for one caller.
     pub(crate) max_in_flight_per_caller: usize,
-    /// How many requests without a key may be under way; `None` is what the open files allow.
+    /// The limit of requests without a key in flight; `None` is as many as open files allow.
     pub(crate) max_in_flight_without_key: Option<usize>,
-    /// How many connections of clients may be open.
+    /// The limit of open client connections.
     pub(crate) max_connections: usize,
-    /// How long a client may take nothing of an answer.
+    /// The longest time that a client may accept no byte of a response.
     pub(crate) write_timeout: Duration,
-    /// Whose word on where a request comes from is passed on.
+    /// The proxies whose information about the origin of a request is passed on.
     trusted_proxies: Vec<TrustedProxies>,
-    /// What a store in a directory may keep of its file.
-    pub(crate) store_cache: usize,
-    /// What a store in this process holds at the most; `None` is its own limit.
+    /// The most memory for cached pages of a store in a directory.
+    pub(crate) max_page_cache: usize,
+    /// The most records of a store in this process; `None` is the store's own limit.
     pub(crate) max_records: Option<u64>,
     pub(crate) max_store_bytes: Option<u64>,
-    /// How long the store may take before it is asked whether it is well.
-    pub(crate) store_patience: Duration,
+    /// The longest time of a store command before the health of the store is checked.
+    pub(crate) store_timeout: Duration,
     /// The form of the access log; `None` is no log.
     pub(crate) access_log: Option<AccessLogFormat>,
-    /// How many threads serve; `None` is one per core.
+    /// The number of serving threads; `None` is one per core.
     pub(crate) threads: Option<usize>,
     pub(crate) store: StoreChoice,
-    /// Whether a store in a directory has to be there already.
+    /// True if a store in a directory must already exist.
     pub(crate) store_must_exist: bool,
     /// The service that keys belong to, if the store may have those of others.
     pub(crate) service: Option<ServiceName>,
     pub(crate) tls: Option<TlsFiles>,
-    /// What is done where no route matches.
+    /// The configuration of requests that match no route.
     pub(crate) default: RouteConfig,
     /// In the order in which they are tried.
     pub(crate) routes: Vec<Route>,
-    /// What somebody should know of, though Oncegate starts.
+    /// The warnings, with which the sidecar starts anyway.
     pub(crate) warnings: Vec<Problem>,
     summary: String,
     /// The settings that only a start can change, as they were written.
@@ -141,52 +141,54 @@ pub(crate) struct TlsFiles {
     pub(crate) key: PathBuf,
 }
 
-/// What is done on one route.
+/// The configuration of one route.
 #[derive(Clone, Debug)]
 pub(crate) struct RouteConfig {
-    /// What the layer does.
+    /// The settings of the layer.
     pub(crate) settings: Settings,
-    /// What pages of other origins may do.
+    /// The rights of pages of other origins.
     pub(crate) cors: Option<Arc<Cors>>,
-    /// How long the service may take until its answer begins; `None` is for ever.
+    /// The longest time that the service may stay silent; `None` is no limit.
     pub(crate) upstream_timeout: Option<Duration>,
     /// The largest body of a request with a key.
     pub(crate) max_request_body: usize,
-    /// Where the service is asked what became of an abandoned attempt, or for an answer that its record has not got.
-    pub(crate) reconcile: Option<PathAndQuery>,
-    /// For how long.
+    /// The path at which the service is asked for the outcome of an abandoned attempt, or for a response that is
+    /// missing in its record.
+    pub(crate) reconcile_path: Option<PathAndQuery>,
+    /// The longest time for which the question is repeated.
     pub(crate) reconcile_timeout: Duration,
 }
 
 impl RouteConfig {
-    /// Whether the service is asked what became of an abandoned attempt, or for an answer that its record has not got.
+    /// Returns true if the service is asked for outcomes of abandoned attempts, or for responses that are missing in
+    /// their records.
     pub(crate) fn asks(&self) -> bool {
         match self.settings.completed_by() {
-            CompletedBy::Upstream => self.reconcile.is_some(),
+            CompletedBy::Upstream => self.reconcile_path.is_some(),
             _ => self.settings.policy().on_abandoned() == OnAbandoned::Reconcile,
         }
     }
 }
 
-/// A route of its own.
+/// A route and its configuration.
 #[derive(Clone, Debug)]
 pub(crate) struct Route {
-    /// The methods that it matches; all where there is none.
+    /// The methods that it matches; empty matches all.
     pub(crate) methods: Vec<Method>,
     pub(crate) pattern: PathPattern,
     pub(crate) config: RouteConfig,
 }
 
-/// As much as could be made of what was said, for whoever wants to look at the parts of a configuration with errors.
+/// The parts of a configuration that could be read, for callers that also need them if there are errors.
 pub(crate) struct Draft {
-    /// `None` where an error leaves it open which store is meant.
+    /// `None` if an error leaves the store unclear.
     pub(crate) store: Option<StoreChoice>,
-    /// Whether a store in a directory has to be there already.
+    /// True if a store in a directory must already exist.
     pub(crate) store_must_exist: bool,
     pub(crate) tls: Option<TlsFiles>,
     /// Errors and warnings.
     pub(crate) problems: Vec<Problem>,
-    /// Where there is no error.
+    /// The configuration, if there is no error.
     pub(crate) config: Option<Config>,
 }
 
@@ -200,8 +202,8 @@ impl Config {
         config.ok_or_else(|| Problems(problems.into_iter().filter(Problem::is_error).collect()))
     }
 
-    /// The layer that does what is configured, on this engine. Add the observer to it. `settings` gives those of a route,
-    /// with what a configuration cannot hold: whoever asks the service what became of a request.
+    /// Builds the configured layer on this engine; the caller adds the observer. `settings` returns the settings of a
+    /// route together with its [`Reconcile`](oncegate_http::Reconcile), which a configuration cannot hold.
     ///
     /// # Errors
     /// None for a configuration that was loaded.
@@ -218,7 +220,7 @@ impl Config {
         self.routes_on(layer, settings)
     }
 
-    /// The same on a layer without routes, which keeps its budgets.
+    /// Applies the routes to a layer without routes, which keeps its budgets.
     ///
     /// # Errors
     /// As for [`layer`](Self::layer).
@@ -233,28 +235,29 @@ impl Config {
         })
     }
 
-    /// Whether there is a route on which nobody has said how callers are told apart.
+    /// Returns true if a route has no explicit `scope`.
     pub(crate) fn has_default_scope(&self) -> bool {
         self.route_configs().any(|route| route.settings.caller().is_default())
     }
 
-    /// Whether several sidecars may share keys, and the host of a request is compared.
+    /// Returns true if several sidecars may share keys while the host of a request is compared.
     pub(crate) fn compares_hosts_across_sidecars(&self) -> bool {
         let compares =
             |route: &RouteConfig| route.settings.authority() == oncegate_http::AuthorityRole::Compared;
         self.service.is_some() && self.route_configs().any(compares)
     }
 
-    /// What is done where no route matches, and on each route.
+    /// The configurations of all routes, and of requests that match no route.
     fn route_configs(&self) -> impl Iterator<Item = &RouteConfig> {
         std::iter::once(&self.default).chain(self.routes.iter().map(|route| &route.config))
     }
 
-    /// Where the service is asked what became of requests: each path once.
+    /// The paths at which the service is asked for outcomes, each once.
     pub(crate) fn asks_at(&self) -> Vec<&PathAndQuery> {
         let mut paths = Vec::new();
         for route in self.route_configs() {
-            if let Some(path) = route.reconcile.as_ref().filter(|path| route.asks() && !paths.contains(path))
+            if let Some(path) =
+                route.reconcile_path.as_ref().filter(|path| route.asks() && !paths.contains(path))
             {
                 paths.push(path);
             }
@@ -262,12 +265,12 @@ impl Config {
         paths
     }
 
-    /// Whether the hop with this address may say where a request comes from.
+    /// Returns true if the proxy with this address may declare the origin of a request.
     pub(crate) fn trusts(&self, address: IpAddr) -> bool {
         self.trusted_proxies.iter().any(|trusted| trusted.contains(address))
     }
 
-    /// Whether the service may be spoken to in HTTP/2: TLS may agree on it.
+    /// Returns true if HTTP/2 may be used towards the service, because TLS may negotiate it.
     pub(crate) fn may_speak_http2(&self) -> bool {
         match self.upstream_protocol {
             UpstreamProtocol::Http1 => false,
@@ -276,8 +279,8 @@ impl Config {
         }
     }
 
-    /// What is done with a request of this method and path (without a query): the first route that matches counts, as in
-    /// the layer.
+    /// The configuration of a request with this method and path (without a query). The first route that matches
+    /// counts, as in the layer.
     pub(crate) fn route(&self, method: &Method, path: &str) -> &RouteConfig {
         let matches = |route: &&Route| {
             (route.methods.is_empty() || route.config.settings.covers(method)) && route.pattern.matches(path)
@@ -285,16 +288,16 @@ impl Config {
         self.routes.iter().find(matches).map_or(&self.default, |route| &route.config)
     }
 
-    /// Whether some route lets pages of other origins read its answers.
+    /// Returns true if a route lets pages of other origins read its responses.
     pub(crate) fn has_cors(&self) -> bool {
         self.default.cors.is_some() || self.routes.iter().any(|route| route.config.cors.is_some())
     }
 
-    /// Whether the service is at the same address, and is spoken to in the same way.
+    /// Returns true if the service has the same address and is reached in the same way.
     pub(crate) fn reaches_the_same_upstream(&self, other: &Self) -> bool {
         self.to == other.to
             && self.upstream_protocol == other.upstream_protocol
-            && self.connect_timeout == other.connect_timeout
+            && self.upstream_connect_timeout == other.upstream_connect_timeout
             && self.upstream_idle_timeout == other.upstream_idle_timeout
     }
 
@@ -309,14 +312,14 @@ impl Config {
         names
     }
 
-    /// What is configured, for logs: one line, without secrets, and only what somebody said.
+    /// A summary for logs: one line, without secrets, with only the settings that are given.
     pub(crate) fn safe_summary(&self) -> &str {
         &self.summary
     }
 }
 
 impl Draft {
-    /// Reads what was said, and collects what is wrong with it.
+    /// Reads all settings, and collects all errors and warnings.
     pub(crate) fn read(args: &ProxyArgs, env: impl IntoIterator<Item = (OsString, OsString)>) -> Self {
         let mut problems = Vec::new();
         let from_env = env::read(env, &mut problems);
@@ -345,7 +348,7 @@ impl Draft {
     }
 }
 
-/// The value of each setting that only a start can change, as it was written where it counts.
+/// The effective value, as it was written, of each setting that only a restart can change.
 fn fixed(layers: &[&[Entry]; 3]) -> FixedValues {
     let in_force = |setting: &Setting| {
         let mut entries = layers
@@ -354,23 +357,23 @@ fn fixed(layers: &[&[Entry]; 3]) -> FixedValues {
             .filter_map(|entries| entries.iter().rev().find(|entry| entry.setting.name == setting.name));
         entries.next().map(|entry| entry.raw.clone())
     };
-    let fixed = SETTINGS.iter().filter(|setting| setting.place == Place::Service);
+    let fixed = SETTINGS.iter().filter(|setting| setting.settable_in == SettableIn::Service);
     FixedValues(fixed.map(|setting| (setting.name, in_force(setting))).collect())
 }
 
-/// What somebody said and what holds, with its place.
+/// The settings that are given and effective, each with its source.
 fn summary(layers: &[&[Entry]; 3], values: &Values, routes: usize) -> String {
     let mut words = Vec::new();
-    for setting in SETTINGS.iter().filter(|setting| setting.place != Place::Secret) {
+    for setting in SETTINGS.iter().filter(|setting| setting.settable_in != SettableIn::Secret) {
         let entries = layers.iter().rev().flat_map(|entries| entries.iter());
         let said = entries.filter(|entry| entry.setting.name == setting.name).find(|entry| {
-            setting.place == Place::Start || values.source(setting.name) == Some(&entry.source)
+            setting.settable_in == SettableIn::Start || values.source(setting.name) == Some(&entry.source)
         });
         if let Some(Entry { raw, source, .. }) = said {
             let text = match raw {
                 // The one value that is no secret and may hold one. A directory is shown with its whole path.
                 Raw::Text(text) if setting.name == "store" => match &values.store {
-                    Some(Given { value: StoreChoice::Directory(path), .. }) => path.display().to_string(),
+                    Some(Sourced { value: StoreChoice::Directory(path), .. }) => path.display().to_string(),
                     _ => units::safe_url(text),
                 },
                 Raw::Text(text) => text.clone(),

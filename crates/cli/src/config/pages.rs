@@ -18,12 +18,12 @@ const PAGES: [&str; 9] = [
     "README.md",
 ];
 
-/// What is wrong with a name that a page has between backticks, alone or as in `name = value`.
+/// The error in a name that a page has between backticks, alone or as in `name = value`.
 fn fault(span: &str) -> Option<String> {
     let end = span.find(|c: char| !(c.is_ascii_lowercase() || "-_.".contains(c))).unwrap_or(span.len());
     let (name, rest) = span.split_at(end);
     let is_known = |name: &str| {
-        // `key = { json = […] }` and a route's own keys.
+        // `cors = { … }` and a route's own keys.
         let is_group = SETTINGS.iter().any(|setting| setting.name.starts_with(&format!("{name}.")));
         Setting::named(name).is_some() || is_group || name == "path"
     };
@@ -41,7 +41,7 @@ fn pages_name_settings_as_they_are() {
         "`server_errors = replay`: the setting is server-errors"
     );
     assert_eq!(fault("leese = 1s").unwrap(), "`leese = 1s`: there is no setting leese");
-    for right in ["lease = \"10s\"", "key = { json = […] }", "on_abandoned", "oncegate_records{state}"] {
+    for right in ["lease = \"10s\"", "cors = { max-age = … }", "on_abandoned", "oncegate_records{state}"] {
         assert_eq!(fault(right), None);
     }
     let mut faults = Vec::new();

@@ -11,7 +11,7 @@ use oncegate_redis::RedisOptions;
 
 use super::cached::CacheChoice;
 use super::problem::{Problem, Source};
-use super::settings::{Given, Values};
+use super::settings::{Sourced, Values};
 use super::units::StoreChoice;
 
 /// Makes every path of `values` absolute. `file` is the configuration file, if there is one.
@@ -29,7 +29,7 @@ pub(super) fn make_absolute(values: &mut Values, file: Option<&Path>, problems: 
     {
         note(&given.source, base.apply(&mut given.value, &given.source));
     }
-    if let Some(Given { value, source }) = &mut values.store {
+    if let Some(Sourced { value, source }) = &mut values.store {
         note(source, base.apply_to_store(value, source));
         if let StoreChoice::Cached(choice) = value
             && let (CacheChoice::Directory(cache), StoreChoice::Directory(store)) =

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::settings::Setting;
 
-/// Where a value comes from.
+/// The source of a value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Source {
     /// Nobody said anything.
@@ -41,7 +41,7 @@ impl fmt::Display for Source {
     }
 }
 
-/// How bad it is.
+/// The severity of a problem.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Severity {
     /// Oncegate does not start with it.
@@ -77,7 +77,7 @@ impl Problem {
         }
     }
 
-    /// Whether it is about the value of this setting.
+    /// Returns true if it is about the value of this setting.
     pub(crate) fn is_about(&self, setting: &Setting) -> bool {
         match &self.source {
             Some(Source::Flag(name)) => {

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use super::cached;
 
-/// Where a database is. There may be a password in it, which is shown nowhere.
+/// The URL of a database. It may contain a password, so it is never shown.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct StoreUrl(String);
 

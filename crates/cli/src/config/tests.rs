@@ -101,7 +101,7 @@ const SAMPLES: &[(&str, &str)] = &[
     ("authority", "scope"),
     ("require-key", "true"),
     ("key-header", "X-Key"),
-    ("key.json", "/customer"),
+    ("key-members", "/customer"),
     ("key-scope", "caller"),
     ("key-syntax", "strict"),
     ("key-format", "uuid"),
@@ -117,7 +117,7 @@ const SAMPLES: &[(&str, &str)] = &[
     ("wait", "1s"),
     ("on-abandoned", "reexecute"),
     ("completion", "upstream"),
-    ("reconcile", "/outcomes"),
+    ("reconcile-path", "/outcomes"),
     ("reconcile-timeout", "3s"),
     ("server-errors", "release"),
     ("release-statuses", "422"),
@@ -127,11 +127,11 @@ const SAMPLES: &[(&str, &str)] = &[
     ("fingerprint.include", "/order"),
     ("fingerprint.raw", "true"),
     ("fingerprint.headers", "X-Version"),
-    ("cors.origins", "https://shop.example"),
-    ("cors.expose", "X-Order"),
-    ("cors.headers", "X-Version"),
-    ("cors.methods", "GET"),
-    ("cors.credentials", "true"),
+    ("cors.allowed-origins", "https://shop.example"),
+    ("cors.exposed-headers", "X-Order"),
+    ("cors.allowed-headers", "X-Version"),
+    ("cors.allowed-methods", "GET"),
+    ("cors.allow-credentials", "true"),
     ("cors.max-age", "5m"),
     ("max-request-body", "64KiB"),
     ("request-budget", "64MiB"),
@@ -142,13 +142,13 @@ const SAMPLES: &[(&str, &str)] = &[
     ("max-connections", "100"),
     ("write-timeout", "5s"),
     ("trusted-proxies", "10.0.0.0/8"),
-    ("store-cache", "1GiB"),
+    ("max-page-cache", "1GiB"),
     ("max-response-body", "64KiB"),
     ("upstream-timeout", "10s"),
-    ("connect-timeout", "1s"),
+    ("upstream-connect-timeout", "1s"),
     ("upstream-idle-timeout", "0s"),
     ("shutdown-delay", "5s"),
-    ("store-patience", "3s"),
+    ("store-timeout", "3s"),
     ("drain-timeout", "60s"),
 ];
 
@@ -169,10 +169,10 @@ fn every_setting_can_be_said_in_every_way_that_its_place_allows() {
             ways.push(("flag", flags::parse(&[flag]).unwrap().entries().collect()));
         }
         ways.push(("env", env::read([(setting.variable().into(), text.into())], &mut problems)));
-        if setting.place != Place::Secret {
+        if setting.settable_in != SettableIn::Secret {
             ways.push(("file", file::read("f", &in_file, &mut problems).unwrap().entries));
         }
-        if setting.place == Place::Route {
+        if setting.settable_in == SettableIn::Route {
             ways.push(("route", file::read("f", &in_route, &mut problems).unwrap().routes.remove(0).entries));
         }
         for (way, entries) in ways {
@@ -184,7 +184,7 @@ fn every_setting_can_be_said_in_every_way_that_its_place_allows() {
 
         let content = file::read("f", &in_route, &mut problems).unwrap();
         let refused = !problems.is_empty();
-        assert_eq!(refused, setting.place != Place::Route, "{}", setting.name);
+        assert_eq!(refused, setting.settable_in != SettableIn::Route, "{}", setting.name);
         assert_eq!(content.routes.len(), 1);
     }
 }
@@ -304,11 +304,11 @@ fn single_mistakes_have_single_answers() {
         ),
         (
             Given { env: &[TO], flags: &["--on-abandoned", "reconcile"], ..NOTHING },
-            "--on-abandoned: nobody is told where to ask; set reconcile too, to a path of the service such as \"/oncegate/outcome\"",
+            "--on-abandoned: no path of the service to ask; set reconcile-path, such as \"/oncegate/outcome\"",
         ),
         (
             Given { env: &[TO], file: "[[route]]\npath = \"/a\"\non-abandoned = \"reconcile\"\n", ..NOTHING },
-            "oncegate.toml:3:16: on-abandoned: nobody is told where to ask; set reconcile too, to a path of the service such as \"/oncegate/outcome\"",
+            "oncegate.toml:3:16: on-abandoned: no path of the service to ask; set reconcile-path, such as \"/oncegate/outcome\"",
         ),
         (
             Given { env: &[TO], flags: &["--completion", "upstream"], ..NOTHING },
@@ -404,19 +404,19 @@ fn single_mistakes_have_single_answers() {
              one only",
         ),
         (
-            Given { env: &[TO], flags: &["--key-json", "/cart"], ..NOTHING },
-            "--key-json: the key is built of members of the body (key.json), and callers that are not told apart would get each \
+            Given { env: &[TO], flags: &["--key-members", "/cart"], ..NOTHING },
+            "--key-members: the key is built of members of the body (key-members), and callers that are not told apart would get each \
              other's answers; set scope = \"required-header:NAME\" or \"required-cookie:NAME\", or \"single-tenant\" if there is \
              one caller only",
         ),
         (
             Given {
                 file: &format!(
-                    "{to}scope = \"cookie:sid\"\n[[route]]\npath = \"/a\"\nkey = {{ json = [\"/cart\"] }}"
+                    "{to}scope = \"cookie:sid\"\n[[route]]\npath = \"/a\"\nkey-members = [\"/cart\"]"
                 ),
                 ..NOTHING
             },
-            "oncegate.toml:2:9: scope: the key is built of members of the body (key.json), and callers that are not told apart would \
+            "oncegate.toml:2:9: scope: the key is built of members of the body (key-members), and callers that are not told apart would \
              get each other's answers; set scope = \"required-header:NAME\" or \"required-cookie:NAME\", or \"single-tenant\" if \
              there is one caller only",
         ),
@@ -477,12 +477,15 @@ fn single_mistakes_have_single_answers() {
             "oncegate.toml:3:8: path: path pattern \"/a?b=1\": it would match nothing, because a path has no query and no fragment; leave out \"?b=1\"",
         ),
         (
-            Given { file: &format!("{to}[cors]\norigins = [\"*\"]\ncredentials = true"), ..NOTHING },
-            "oncegate.toml:4:15: cors.credentials: pages of every origin (cors.origins = \"*\") cannot use the credentials of their visitors; name the origins",
+            Given {
+                file: &format!("{to}[cors]\nallowed-origins = [\"*\"]\nallow-credentials = true"),
+                ..NOTHING
+            },
+            "oncegate.toml:4:21: cors.allow-credentials: pages of every origin (cors.allowed-origins = \"*\") cannot use the credentials of their visitors; name the origins",
         ),
         (
-            Given { file: &format!("{to}[cors]\norigins = [\"https://shop.example/\"]"), ..NOTHING },
-            "oncegate.toml:3:11: cors.origins: \"https://shop.example/\" is not an origin such as \"https://shop.example\": leave out what follows the host; an origin has no path",
+            Given { file: &format!("{to}[cors]\nallowed-origins = [\"https://shop.example/\"]"), ..NOTHING },
+            "oncegate.toml:3:19: cors.allowed-origins: \"https://shop.example/\" is not an origin such as \"https://shop.example\": leave out what follows the host; an origin has no path",
         ),
     ];
     for (given, expected) in table {
@@ -522,8 +525,8 @@ fn what_works_but_should_be_known_is_a_warning() {
             "--upstream-timeout: the service may take 31s, but a stop waits for 30s only",
         ),
         (
-            Given { env: &[TO], flags: &["--reconcile", "/outcome"], ..NOTHING },
-            "--reconcile: nothing asks there: nowhere is on-abandoned reconcile or completion upstream",
+            Given { env: &[TO], flags: &["--reconcile-path", "/outcome"], ..NOTHING },
+            "--reconcile-path: set but never used: no route has on-abandoned = reconcile or completion = upstream",
         ),
         (
             Given { env: &[TO], flags: &["--drain-timeout", "5s"], ..NOTHING },
@@ -564,8 +567,8 @@ fn what_works_but_should_be_known_is_a_warning() {
             "oncegate.toml:3:11: methods: no registered method is called \"PSOT\"; did you mean `POST`?",
         ),
         (
-            Given { env: &[TO], file: "[cors]\nexpose = [\"X-Order\"]\n", ..NOTHING },
-            "oncegate.toml:2:10: cors.expose: not used: no origins are allowed; set cors.origins too",
+            Given { env: &[TO], file: "[cors]\nexposed-headers = [\"X-Order\"]\n", ..NOTHING },
+            "oncegate.toml:2:19: cors.exposed-headers: not used: no origins are allowed; set cors.allowed-origins too",
         ),
     ];
     for (given, expected) in table {
@@ -581,7 +584,7 @@ fn what_works_but_should_be_known_is_a_warning() {
 #[test]
 fn what_is_said_wins_over_the_profile_and_a_route_over_all() {
     let file = r#"
-profile = "seed"
+profile = "classic"
 retention = "48h"
 [[route]]
 path = "/stripe"
@@ -596,9 +599,9 @@ server-errors = "replay"
     let retention = |path: &str| config.route(&Method::POST, path).settings.policy().retention();
     let hours = |hours: u64| Duration::from_secs(hours * 3600);
     assert_eq!([retention("/"), retention("/stripe"), retention("/short")], [hours(72), hours(72), hours(2)]);
-    assert!(of("/").contains("server_errors: Release") && of("/").contains("name: \"seed\""));
+    assert!(of("/").contains("server_errors: Release") && of("/").contains("name: \"classic\""));
     assert!(of("/stripe").contains("server_errors: Replay") && of("/stripe").contains("key_scope: Caller"));
-    assert!(of("/short").contains("server_errors: Replay") && of("/short").contains("name: \"seed\""));
+    assert!(of("/short").contains("server_errors: Replay") && of("/short").contains("name: \"classic\""));
 }
 
 struct Frozen;
@@ -737,10 +740,10 @@ fn what_the_help_says_of_the_profile_is_what_it_says() {
 /// A store that can do everything.
 const TRANSACTIONS: (&str, &str) = ("ONCEGATE_STORE", "postgres://sidecar@db/shop");
 
-/// What a store on a server demands.
+/// The setting that a store on a server needs.
 const SERVICE: (&str, &str) = ("ONCEGATE_SERVICE", "shop");
 
-/// What each setting of a route does to what the layer and the proxy are told.
+/// Each setting of a route reaches the layer and the proxy.
 #[test]
 fn every_setting_of_a_route_arrives() {
     let expected: &[(&str, &str)] = &[
@@ -749,7 +752,7 @@ fn every_setting_of_a_route_arrives() {
         ("authority", "authority: Scope"),
         ("require-key", "require_key: true"),
         ("key-header", "key_header: \"x-key\""),
-        ("key.json", "natural_key: Some(NaturalKey { members: [JsonPointer(\"/customer\")] })"),
+        ("key-members", "natural_key: Some(NaturalKey { members: [JsonPointer(\"/customer\")] })"),
         ("key-scope", "key_scope: Caller"),
         ("key-syntax", "KeyGrammar { syntax: Strict"),
         ("key-format", "format: Uuid"),
@@ -767,13 +770,13 @@ fn every_setting_of_a_route_arrives() {
         ("trailing-slash", "trailing_slash: Exact"),
         ("path-case", "path_case: Exact"),
         ("release-statuses", "release_statuses: [422], documentation"),
-        ("cors.origins", "origins: Some([\"https://shop.example\"])"),
+        ("cors.allowed-origins", "origins: Some([\"https://shop.example\"])"),
         ("lease", "lease: 5s"),
         ("retention", "Policy { lease: 30s, retention: 172800s"),
         ("wait", "wait: 1s"),
         ("on-abandoned", "on_abandoned: Reexecute"),
         ("completion", "completed_by: Upstream"),
-        ("reconcile", "reconcile: Some(/outcomes)"),
+        ("reconcile-path", "reconcile_path: Some(/outcomes)"),
         ("reconcile-timeout", "reconcile_timeout: 3s"),
         ("server-errors", "server_errors: Release"),
         ("store-outage", "store_outage: Open"),
@@ -788,15 +791,16 @@ fn every_setting_of_a_route_arrives() {
     ];
     let default = format!("{:?}", Given { env: &[TO], ..NOTHING }.config().default);
     // The others of cors are nothing without origins: the next test has them.
-    let alone = |setting: &&Setting| setting.name == "cors.origins" || !setting.name.starts_with("cors.");
-    for setting in SETTINGS.iter().filter(|setting| setting.place == Place::Route).filter(alone) {
+    let alone =
+        |setting: &&Setting| setting.name == "cors.allowed-origins" || !setting.name.starts_with("cors.");
+    for setting in SETTINGS.iter().filter(|setting| setting.settable_in == SettableIn::Route).filter(alone) {
         let name = setting.name;
         let (_, text) = SAMPLES.iter().find(|(sample, _)| *sample == name).unwrap();
         let (_, arrives) = expected.iter().find(|(of, _)| *of == name).unwrap();
         assert!(!default.contains(arrives), "{name}: {default}");
         let variable = setting.variable();
         // A key that is built of the body needs callers that are told apart, or one only.
-        let scope = Some(("ONCEGATE_SCOPE", "single-tenant")).filter(|_| name == "key.json");
+        let scope = Some(("ONCEGATE_SCOPE", "single-tenant")).filter(|_| name == "key-members");
         let said: Vec<_> = [TO, TRANSACTIONS, SERVICE, (&variable, text)].into_iter().chain(scope).collect();
         let everywhere = format!("{:?}", Given { env: &said, ..NOTHING }.config().default);
         assert!(everywhere.contains(arrives), "{name}: {everywhere}");
@@ -815,18 +819,18 @@ fn every_setting_of_a_route_arrives() {
 fn what_pages_of_other_origins_may_do_arrives() {
     let file = r#"
 [cors]
-origins = ["https://shop.example", "http://localhost:5173"]
-expose = ["X-Order"]
-headers = ["Idempotency-Key"]
-methods = ["GET", "POST"]
-credentials = true
+allowed-origins = ["https://shop.example", "http://localhost:5173"]
+exposed-headers = ["X-Order"]
+allowed-headers = ["Idempotency-Key"]
+allowed-methods = ["GET", "POST"]
+allow-credentials = true
 max-age = "5m"
 [[route]]
 path = "/open"
-cors = { origins = "*", credentials = false }
+cors = { allowed-origins = "*", allow-credentials = false }
 [[route]]
 path = "/closed"
-cors = { origins = [] }
+cors = { allowed-origins = [] }
 "#;
     let config = Given { env: &[TO], file, ..NOTHING }.config();
     let of = |path: &str| format!("{:?}", config.route(&Method::POST, path).cors);
@@ -847,7 +851,7 @@ cors = { origins = [] }
     assert!(config.warnings.is_empty(), "{:?}", config.warnings);
 }
 
-/// What is done with abandoned requests elsewhere does not concern a route whose service completes its records.
+/// The global policy for abandoned requests does not apply to a route whose service completes its records.
 #[test]
 fn a_route_that_leaves_completion_to_the_service_executes_again() {
     let route = "[[route]]\npath = \"/a\"\ncompletion = \"upstream\"\n";
@@ -870,11 +874,11 @@ fn a_service_that_completes_its_records_is_asked_where_there_is_a_place_to_ask_a
     let route = "[[route]]\npath = \"/a\"\ncompletion = \"upstream\"\n";
     for (elsewhere, own, place) in [
         ("", "", None),
-        ("", "reconcile = \"/outcome\"\n", Some("/outcome")),
-        ("reconcile = \"/outcome\"\n", "", Some("/outcome")),
+        ("", "reconcile-path = \"/outcome\"\n", Some("/outcome")),
+        ("reconcile-path = \"/outcome\"\n", "", Some("/outcome")),
         (
-            "reconcile = \"/outcome\"\non-abandoned = \"reconcile\"\n",
-            "reconcile = \"/answer\"\n",
+            "reconcile-path = \"/outcome\"\non-abandoned = \"reconcile\"\n",
+            "reconcile-path = \"/answer\"\n",
             Some("/answer"),
         ),
     ] {
@@ -906,9 +910,9 @@ fn every_setting_of_the_service_arrives() {
         ("upstream-protocol", "http2", "upstream_protocol: Http2"),
         ("threads", "3", "threads: Some(3)"),
         ("access-log", "json", "access_log: Some(Json)"),
-        ("connect-timeout", "1s", "connect_timeout: 1s"),
+        ("upstream-connect-timeout", "1s", "upstream_connect_timeout: 1s"),
         ("upstream-idle-timeout", "0s", "upstream_idle_timeout: 0ns"),
-        ("store-patience", "3s", "store_patience: 3s"),
+        ("store-timeout", "3s", "store_timeout: 3s"),
         ("drain-timeout", "60s", "drain_timeout: 60s"),
         ("shutdown-delay", "5s", "shutdown_delay: 5s"),
         ("request-budget", "64MiB", "request_budget: 67108864"),
@@ -920,7 +924,7 @@ fn every_setting_of_the_service_arrives() {
         ("max-connections", "100", "max_connections: 100"),
         ("write-timeout", "5s", "write_timeout: 5s"),
         ("trusted-proxies", "private,10.0.0.0/8", "trusted_proxies: [Private, Network(10.0.0.0, 8)]"),
-        ("store-cache", "1GiB", "store_cache: 1073741824"),
+        ("max-page-cache", "1GiB", "max_page_cache: 1073741824"),
         ("max-records", "1000", "max_records: Some(1000)"),
         ("max-store-bytes", "1GiB", "max_store_bytes: Some(1073741824)"),
     ] {
@@ -1012,7 +1016,7 @@ fn a_route_without_methods_matches_all_whatever_is_covered() {
 fn the_reference_page_has_a_row_for_every_setting_as_it_is() {
     let page = include_str!("../../../../docs/reference/configuration.md");
     for setting in SETTINGS {
-        let mark = if setting.place == Place::Route { " †" } else { "" };
+        let mark = if setting.settable_in == SettableIn::Route { " †" } else { "" };
         let default = match setting.default {
             Fallback::Value(text) => format!("`{text}`"),
             Fallback::Profile(text) => format!("by profile, `{text}` in ietf"),

@@ -18,7 +18,7 @@ pub(crate) enum TrustedProxies {
 }
 
 impl TrustedProxies {
-    /// Whether this address is one of them.
+    /// Returns true if this address is one of them.
     pub(crate) fn contains(&self, address: IpAddr) -> bool {
         let address = address.to_canonical();
         match *self {
@@ -39,7 +39,7 @@ impl TrustedProxies {
     }
 }
 
-/// Whether two numbers are equal but for these lowest bits.
+/// Returns true if two numbers are equal except for these lowest bits.
 fn same_bits(a: u128, b: u128, lowest: u32) -> bool {
     (a ^ b).checked_shr(lowest).unwrap_or(0) == 0
 }

@@ -34,7 +34,7 @@ const MILLI: Duration = Duration::from_millis(1);
 const SECOND: Duration = Duration::from_secs(1);
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// Where records are kept.
+/// The kinds of stores.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum StoreChoice {
     /// In memory: nothing survives a restart.
@@ -50,12 +50,12 @@ pub(crate) enum StoreChoice {
 }
 
 impl StoreChoice {
-    /// Whether the store is on a server, which other services may use too.
+    /// Returns true if the store is on a server, which other services may use too.
     pub(crate) fn is_shared(&self) -> bool {
         matches!(self.store(), Self::Postgres(_) | Self::Redis(_))
     }
 
-    /// Where the records are: behind the cache, if there is one.
+    /// The store that holds the records: the one behind the cache, if there is a cache.
     pub(crate) fn store(&self) -> &Self {
         match self {
             Self::Cached(cached) => &cached.store,
@@ -89,7 +89,7 @@ impl fmt::Display for Upstream {
     }
 }
 
-/// How the service is spoken to.
+/// The protocol of requests to the service.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum UpstreamProtocol {
     /// HTTP/1.1 in the clear, whatever TLS agrees on otherwise.
@@ -204,7 +204,7 @@ pub(crate) fn wait(text: &str) -> Read<Duration> {
     bounded(text, Duration::ZERO, limits::MAX_LEASE)
 }
 
-pub(crate) fn connect_timeout(text: &str) -> Read<Duration> {
+pub(crate) fn upstream_connect_timeout(text: &str) -> Read<Duration> {
     bounded(text, MILLI, 600 * SECOND)
 }
 
@@ -212,7 +212,7 @@ pub(crate) fn upstream_idle_timeout(text: &str) -> Read<Duration> {
     bounded(text, Duration::ZERO, 600 * SECOND)
 }
 
-pub(crate) fn store_patience(text: &str) -> Read<Duration> {
+pub(crate) fn store_timeout(text: &str) -> Read<Duration> {
     bounded(text, 10 * MILLI, 60 * SECOND)
 }
 
@@ -304,10 +304,10 @@ pub(crate) fn write_timeout(text: &str) -> Read<Duration> {
 }
 
 /// Largest that may be configured for the store's pages: more than machines have.
-const STORE_CACHE_MAX: usize = 1 << 40;
+const MAX_PAGE_CACHE: usize = 1 << 40;
 
-pub(crate) fn store_cache(text: &str) -> Read<usize> {
-    at_most(text, STORE_CACHE_MAX, "all of it may be in memory at once")
+pub(crate) fn page_cache(text: &str) -> Read<usize> {
+    at_most(text, MAX_PAGE_CACHE, "all of it may be in memory at once")
 }
 
 pub(crate) fn max_records(text: &str) -> Read<u64> {
@@ -417,7 +417,7 @@ pub(crate) fn upstream(text: &str) -> Read<Upstream> {
     Ok(Upstream { scheme: scheme.clone(), authority: authority.clone() })
 }
 
-/// What URLs of stores begin with.
+/// The prefixes of store URLs.
 const SERVERS: [&str; 8] = [
     "postgres",
     "postgresql",
@@ -565,7 +565,7 @@ pub(crate) fn scope(text: &str) -> Read<CallerScope> {
     }
 }
 
-/// What callers are told apart by, of all its parts.
+/// Combines all parts of a scope.
 pub(super) fn whole_scope(parts: &[CallerScope]) -> Read<CallerScope> {
     let Some((first, rest)) = parts.split_first() else {
         return Err("an empty list does not say how callers are told apart; write \"single-tenant\" if there is one only"
@@ -651,7 +651,7 @@ pub(crate) fn path_case(text: &str) -> Read<PathCase> {
     one_of(text, &[("ignore", PathCase::Ignore), ("exact", PathCase::Exact)])
 }
 
-/// Whose pages may read answers.
+/// An origin whose pages may read responses.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Origin {
     /// Everybody's.
@@ -758,7 +758,7 @@ pub(crate) fn completion(text: &str) -> Read<CompletedBy> {
 }
 
 /// A path of the service, and of no other: the caller's credentials go there.
-pub(crate) fn reconcile(text: &str) -> Read<PathAndQuery> {
+pub(crate) fn reconcile_path(text: &str) -> Read<PathAndQuery> {
     const ALLOWED: &str = "write a path of the service, such as \"/oncegate/outcome\"";
     if text.contains(['{', '}']) {
         return Err(format!(
@@ -908,8 +908,8 @@ mod tests {
         assert!(write_timeout("99ms").is_err() && write_timeout("3601s").is_err());
         assert!(error(max_in_flight("0")).contains("from 1 to 1000000"));
         assert!(error(max_in_flight("1000001")).contains("from 1 to 1000000"));
-        assert!(store_cache("1024GiB").is_ok());
-        assert!(error(store_cache("1025GiB")).contains("at most 1024GiB"));
+        assert!(page_cache("1024GiB").is_ok());
+        assert!(error(page_cache("1025GiB")).contains("at most 1024GiB"));
         assert!(error(request_budget("1099511627777")).contains("at most 1024GiB"));
     }
 
@@ -969,7 +969,7 @@ mod tests {
     #[test]
     fn words_are_checked_and_the_nearest_is_suggested() {
         let table: [(&str, String); 15] = [
-            ("\"ietff\" is not one of ietf, seed, stripe; did you mean `ietf`?", error(profile("ietff"))),
+            ("\"ietff\" is not one of ietf, classic, stripe; did you mean `ietf`?", error(profile("ietff"))),
             (
                 "\"reexecut\" is not one of park, reexecute, reconcile; did you mean `reexecute`?",
                 error(on_abandoned("reexecut")),
@@ -1024,7 +1024,7 @@ mod tests {
 
     #[test]
     fn the_service_is_asked_at_a_path_of_its_own() {
-        assert_eq!(reconcile("/oncegate/outcome").unwrap(), "/oncegate/outcome");
+        assert_eq!(reconcile_path("/oncegate/outcome").unwrap(), "/oncegate/outcome");
         for (text, why) in [
             ("http://elsewhere/outcome", "is a URL, but only the service itself is asked"),
             ("//elsewhere/outcome", "is not a path"),
@@ -1034,7 +1034,7 @@ mod tests {
             ("/outcome?a=1", "has a query"),
             ("/out come", "is not a path: "),
         ] {
-            assert!(error(reconcile(text)).contains(why), "{text}: {}", error(reconcile(text)));
+            assert!(error(reconcile_path(text)).contains(why), "{text}: {}", error(reconcile_path(text)));
         }
         assert!(reconcile_timeout("10ms").is_ok() && reconcile_timeout("10m").is_ok());
         assert!(error(reconcile_timeout("9ms")).contains("from 10ms to 10m"));

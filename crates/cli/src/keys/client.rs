@@ -18,7 +18,7 @@ use tokio::sync::OnceCell;
 use super::Failure;
 use crate::admin::ADMIN_FIELD;
 
-/// How long the sidecar may take for an answer.
+/// Limits the time of one answer of the sidecar.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// The largest answer: a record holds 64 MiB at the most, and base64 makes four octets of three.
@@ -35,7 +35,7 @@ pub(super) struct Client {
 /// An answer, read to its end.
 struct Answer {
     status: StatusCode,
-    /// Whether it says that it is of an admin API.
+    /// True if the answer comes from an admin API.
     is_admin: bool,
     body: Bytes,
 }

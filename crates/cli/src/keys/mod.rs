@@ -91,7 +91,7 @@ struct Ls {
     /// Only records that came into their state before this time, which is written in the same way
     #[arg(long, value_name = "TIME")]
     until: Option<String>,
-    /// How many, from 1 to 1000
+    /// The most records to list, from 1 to 1000
     #[arg(long, value_name = "N", default_value_t = 100)]
     limit: u32,
     /// The newest first, with totals; or in the order of the store, page by page
@@ -210,13 +210,13 @@ struct Release {
     why: Why,
 }
 
-/// What the audit trail keeps.
+/// The actor and the reason, for the audit trail.
 #[derive(Args, Debug)]
 struct Why {
     /// Why; kept in the audit trail
     #[arg(long, value_name = "TEXT")]
     reason: String,
-    /// Who; kept in the audit trail [default: the user's name, or admin where the environment has none]
+    /// The actor for the audit trail [default: the user's name, or admin if the environment has none]
     #[arg(long, value_name = "NAME")]
     actor: Option<String>,
     /// Does not ask for confirmation, which is asked for on a terminal only
@@ -229,7 +229,7 @@ type Confirm<'a> = &'a dyn Fn(&str) -> io::Result<bool>;
 
 #[derive(Args, Debug)]
 struct Audit {
-    /// How many, from 1 to 1000
+    /// The most records to list, from 1 to 1000
     #[arg(long, value_name = "N", default_value_t = 100)]
     limit: u32,
     /// Goes on before the entry with this number
@@ -242,7 +242,7 @@ struct Audit {
 enum Failure {
     /// The sidecar said no.
     Refused(String),
-    /// What was asked for makes no sense.
+    /// The arguments are invalid.
     Usage(String),
     /// Nobody answered.
     Unreachable(String),
@@ -387,7 +387,7 @@ fn confirm_on_terminal(question: &str) -> io::Result<bool> {
 }
 
 impl Access {
-    /// How the same sidecar is asked again: the flags that were given.
+    /// The flags that were given, for another command to the same sidecar.
     fn flags(&self) -> String {
         let mut flags = String::new();
         if let Some(admin) = &self.admin {
@@ -533,7 +533,7 @@ impl Request {
 }
 
 impl Resolve {
-    /// What it does, as a question asks it.
+    /// The summary of the action, for a question to the operator.
     fn summary(&self) -> String {
         match self.status {
             Some(status) => {

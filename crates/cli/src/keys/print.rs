@@ -159,7 +159,7 @@ pub(super) fn record(view: &Value, flags: &str, as_json: bool, out: &mut impl Wr
     Ok(())
 }
 
-/// What can be done about a record that waits for an operator.
+/// Advice for a record that waits for an operator.
 fn advice(view: &Value, flags: &str) -> Option<String> {
     let record = text(&view["record"]);
     let (known, released) = if view["steps"].is_null() {
@@ -280,7 +280,7 @@ fn text(value: &Value) -> String {
     }
 }
 
-/// What a client or a service sent must not steer the terminal of who looks at it.
+/// Escapes control characters, so that text from clients and services cannot control the operator's terminal.
 fn printable(text: &str, with_lines: bool) -> String {
     let mut printable = String::with_capacity(text.len());
     for char in text.chars() {

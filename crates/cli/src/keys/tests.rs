@@ -12,7 +12,7 @@ struct Line {
     keys: KeysArgs,
 }
 
-/// What a command line comes to: what it prints, or how it fails.
+/// Runs a command line; returns its output or its failure.
 async fn keys(sidecar: &Sidecar, line: &[&str]) -> Result<String, Failure> {
     let admin = sidecar.address.to_string();
     let env = |name: &str| match name {

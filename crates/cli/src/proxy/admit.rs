@@ -129,7 +129,8 @@ fn check<B>(request: &Request<B>) -> Result<Option<HeaderValue>, Refused> {
     }
 }
 
-/// Whether a head has more lines or bytes than any may have. Library limits are not the same for all protocols.
+/// Returns true if a head has more lines or bytes than the sidecar accepts. The limits of the library differ between
+/// protocols.
 pub(super) fn is_too_large(headers: &HeaderMap) -> bool {
     let bytes = |(name, value): (&HeaderName, &HeaderValue)| name.as_str().len() + value.len();
     headers.len() > LINES_MAX || headers.iter().map(bytes).sum::<usize>() > HEAD_MAX

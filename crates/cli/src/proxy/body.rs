@@ -18,7 +18,7 @@ use tokio::time::{Instant, Sleep};
 use super::headers::HeadFields;
 use super::request_limit::RequestPermit;
 
-/// When something last moved towards the upstream.
+/// The time at which the last byte moved towards the upstream.
 #[derive(Clone, Debug)]
 pub(super) struct Activity {
     start: Instant,
@@ -42,7 +42,7 @@ impl Activity {
         self.start + Duration::from_millis(self.last.load(Ordering::Relaxed))
     }
 
-    /// Whether the client's body broke off, or was malformed.
+    /// Returns true if the client's body broke off or was malformed.
     pub(super) fn is_broken(&self) -> bool {
         self.broken.load(Ordering::Relaxed)
     }
@@ -55,14 +55,14 @@ impl Activity {
 #[derive(Debug)]
 pub(super) struct PatientTimer {
     sleep: Pin<Box<Sleep>>,
-    /// Whether the sockets had their last turn.
+    /// True if the sockets were polled once more.
     looked: bool,
 }
 
 /// A timer that fires so late was stopped, together with everything else in the process.
 const STOPPED: Duration = Duration::from_millis(100);
 
-/// What a service gets, at the most, for what it sent while this process was stopped to be read, and for the rest of it to come.
+/// The most time after a stop of this process, in which the service's earlier bytes are read and the rest arrives.
 const AFTER_STOP: Duration = Duration::from_secs(5);
 
 /// Sockets are looked at before timers, so that the shortest sleep is a turn for them.

@@ -29,7 +29,7 @@ pub(super) async fn open(config: &Config) -> Result<Option<Tier>, String> {
     let cache = match &choice.cache {
         CacheChoice::Memory(octets) => Cache::in_memory(*octets),
         CacheChoice::Directory(directory) => {
-            let options = EmbeddedOptions::new(directory).with_cache_bytes(config.store_cache);
+            let options = EmbeddedOptions::new(directory).with_cache_bytes(config.max_page_cache);
             let store = open_directory(directory, options).map_err(|error| error.to_string())?;
             Cache::on(Arc::new(store))
         }

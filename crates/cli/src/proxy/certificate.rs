@@ -33,12 +33,12 @@ impl Validity {
         Some(Self { not_before: date(&mut validity)?, not_after: date(&mut validity)? })
     }
 
-    /// Whether clients accept it at this moment.
+    /// Returns true if clients accept the certificate at this time.
     pub(crate) const fn includes(&self, now: i64) -> bool {
         self.not_before <= now && now <= self.not_after
     }
 
-    /// What an operator has to know of it at this moment.
+    /// The warning about the certificate at this time.
     pub(crate) fn warning(&self, now: i64) -> Option<String> {
         if now < self.not_before {
             let from = shown(self.not_before);

@@ -32,13 +32,13 @@ pub(super) struct ClientStream {
     timer: Option<Pin<Box<Sleep>>>,
     /// Runs while it is not known whether the client has gone.
     doubt: Option<Pin<Box<Sleep>>>,
-    /// Whether the end of what the client sends is looked for. Below TLS it cannot be seen.
+    /// True if the end of the client's side is watched. Below TLS it cannot be seen.
     watches_end: bool,
     /// As long as this is open, it counts as a connection: also after an upgrade.
     _permit: OwnedSemaphorePermit,
 }
 
-/// What a socket and the answers on it know of each other. HTTP/1.1 has one answer at a time.
+/// The state that a socket and the responses on it share. HTTP/1.1 has one response at a time.
 #[derive(Debug, Default)]
 pub(super) struct ConnectionState {
     phase: AtomicU8,
@@ -63,9 +63,9 @@ const EXECUTING: u8 = 2;
 /// The head of the answer is there, and not the end of its body.
 const ANSWERING: u8 = 3;
 
-/// How long a request that is not executed under a key goes on for a client that has said all that it has to say: one without
-/// a key, and one that waits for the answer of another. Nearly all services answer sooner, and nearly all clients that do this
-/// have gone.
+/// The time for which a request that is not executed under a key continues after its client has ended its side. Such
+/// a request has no key, or waits for the response of another one. Nearly all services respond sooner, and nearly all
+/// clients that do this have left.
 const DOUBT: Duration = Duration::from_secs(5);
 
 impl ClientStream {
@@ -318,7 +318,7 @@ tokio::task_local! {
     static PROGRESS: Arc<Progress>;
 }
 
-/// What becomes of the pieces of one answer.
+/// The progress of the pieces of one response.
 #[derive(Debug, Default)]
 struct Progress(Mutex<ProgressState>);
 

@@ -12,7 +12,7 @@ use http::{Request, Response, StatusCode};
 use super::body::ProxyBody;
 use crate::config::{Config, Cors, asked_method};
 
-/// What is to be written on the answer to one request.
+/// The fields to write on the response to one request.
 pub(super) struct CrossOrigin {
     cors: Arc<Cors>,
     origin: Option<HeaderValue>,

@@ -18,8 +18,8 @@ use hyper_util::rt::TokioIo;
 use oncegate_core::ErrorChain;
 use oncegate_engine::{Attempt, LeaseError, LogThrottle};
 use oncegate_http::{
-    Condition, GrpcForm, IdempotencyContext, NotBegun, NotForwarded, Refusal, Relayed, RequestBody, Settings,
-    StoreDirective, Unanswered, Unframed,
+    CloseDelimited, Condition, GrpcForm, IdempotencyContext, LeaseExpired, NoUpstreamResponse, ProxyRefusal,
+    Refusal, RequestBody, Settings, StoreDirective, UpstreamResponse,
 };
 use tower_service::Service;
 use tracing::field::display;
@@ -38,7 +38,7 @@ use crate::config::Config;
 
 pub(super) type UpstreamClient = Client<ToService, NotedBody<RequestBody<WholeBody>>>;
 
-/// What every connection of one thread shares.
+/// The state that all connections of one thread share.
 pub(super) struct Upstream {
     pub(super) client: UpstreamClient,
     /// For upgrades, which HTTP/2 does not have, where `client` may speak it.
@@ -60,7 +60,8 @@ static WITHOUT_RECORD: LazyLock<LogThrottle> = LazyLock::new(|| LogThrottle::new
 static TOO_MANY: LazyLock<LogThrottle> = LazyLock::new(|| LogThrottle::new(FULL_WARNING_INTERVAL));
 const WARNING_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Whether a warning about one request may be written: always if it has a record, which somebody may have to look for.
+/// Decides if a warning about one request may be written. It always may if the request has a record, because an
+/// operator may have to find it.
 fn may_warn(has_record: bool) -> Option<u64> {
     if has_record { Some(0) } else { WITHOUT_RECORD.pass() }
 }
@@ -241,7 +242,7 @@ impl Forward {
         }
         if is_unframed(&response) {
             tracing::debug!("upstream ends its answer by closing the connection");
-            response.extensions_mut().insert(Unframed);
+            response.extensions_mut().insert(CloseDelimited);
         }
         let protocol = remove_hop_by_hop(response.headers_mut(), |_| false);
         keep_one_length(response.headers_mut());
@@ -258,7 +259,7 @@ impl Forward {
         }
         // RFC 9110, 6.2: the version is that of this hop. In HTTP/1.0 the client could not tell a whole body from a cut one.
         let version = std::mem::replace(response.version_mut(), Version::HTTP_11);
-        response.extensions_mut().insert(Relayed);
+        response.extensions_mut().insert(UpstreamResponse);
         (
             UpstreamResult::Answered,
             response.map(|body| ProxyBody::upstream(WholeBody::new(body, version), timeout, permit)),
@@ -275,7 +276,7 @@ fn keep_one_length(headers: &mut http::HeaderMap) {
     }
 }
 
-/// Whether the library did not read the head of an answer because it is too large.
+/// Returns true if the library did not read the head of a response because it is too large.
 fn is_head_too_large(error: &(dyn std::error::Error + 'static)) -> bool {
     let mut source = Some(error);
     while let Some(error) = source {
@@ -338,7 +339,7 @@ async fn under_lease<T>(
 fn not_begun() -> Response<ProxyBody> {
     let mut response = Response::new(ProxyBody::own(bytes::Bytes::new()));
     *response.status_mut() = StatusCode::SERVICE_UNAVAILABLE;
-    response.extensions_mut().insert(NotBegun);
+    response.extensions_mut().insert(LeaseExpired);
     response
 }
 
@@ -380,7 +381,7 @@ fn request_broke_off(settings: &Settings, grpc: Option<GrpcForm>) -> Response<Pr
 fn unanswered(settings: &Settings, status: StatusCode, grpc: Option<GrpcForm>) -> Response<ProxyBody> {
     let refusal = Refusal::new(Condition::UpstreamUnanswered).with_status(Some(status));
     let mut response = refusal.into_response(settings, grpc).map(ProxyBody::own);
-    response.extensions_mut().insert(Unanswered(status));
+    response.extensions_mut().insert(NoUpstreamResponse(status));
     response
 }
 
@@ -406,7 +407,7 @@ fn not_forwarded(refusal: Refusal, settings: &Settings, grpc: Option<GrpcForm>) 
     let condition = refusal.condition;
     let mut response = refusal.into_response(settings, grpc).map(ProxyBody::own);
     response.extensions_mut().insert(StoreDirective::Release);
-    response.extensions_mut().insert(NotForwarded(condition));
+    response.extensions_mut().insert(ProxyRefusal(condition));
     response
 }
 

@@ -3,7 +3,7 @@
 use http::{HeaderMap, Response, StatusCode, Version, header};
 use hyper::body::{Body as _, Incoming};
 
-/// Whether the end of the body is the end of the connection: half of it looks like the whole.
+/// Returns true if the end of the connection ends the body, so that a truncated body looks complete.
 pub(super) fn is_unframed(response: &Response<Incoming>) -> bool {
     response.version() < Version::HTTP_2
         && !response.body().is_end_stream()
@@ -12,8 +12,8 @@ pub(super) fn is_unframed(response: &Response<Incoming>) -> bool {
         && response.status() != StatusCode::SWITCHING_PROTOCOLS
 }
 
-/// Whether the body is in a transfer coding that the library leaves in it (RFC 9112, 6.1 and 7): it undoes one `chunked`, which
-/// must be the last.
+/// Returns true if the body has a transfer coding that the library does not decode (RFC 9112, 6.1 and 7). The library
+/// decodes one `chunked`, which must be the last coding.
 pub(super) fn has_other_coding(response: &Response<Incoming>) -> bool {
     if response.body().is_end_stream() {
         return false;

@@ -25,14 +25,14 @@ pub(crate) const RECORD: HeaderName = HeaderName::from_static("oncegate-record")
 pub(crate) const TOKEN: HeaderName = HeaderName::from_static("oncegate-token");
 pub(crate) const ATTEMPT: HeaderName = HeaderName::from_static("oncegate-attempt");
 
-/// Who is at the other end of a connection, as the upstream is told.
+/// The client of a connection, as the upstream is told.
 #[derive(Debug)]
 pub(crate) struct Peer {
     address: HeaderValue,
     /// The beginning of a `Forwarded` element: all but the host.
     forwarded: String,
     scheme: HeaderValue,
-    /// Whether what it says of the hops in front of it is passed on.
+    /// True if its information about the proxies before it is passed on.
     is_trusted: bool,
     /// The host of the last request and the whole element for it: nearly always that of the next one too.
     last: Mutex<Option<(HeaderValue, HeaderValue)>>,
@@ -125,13 +125,13 @@ pub(crate) fn remove_hop_by_hop(
     upgrade
 }
 
-/// What may be upgraded to: not HTTP/2, in which requests would pass this proxy without being seen.
+/// The protocol to upgrade to. Never HTTP/2, because its requests would pass this proxy unseen.
 fn upgrade_of(headers: &HeaderMap) -> Option<HeaderValue> {
     let upgrade = headers.get(header::UPGRADE)?;
     (!has_token(headers, &header::UPGRADE, b"h2c")).then(|| upgrade.clone())
 }
 
-/// Whether a list field has this member, in any case.
+/// Returns true if a list field has this member, without regard to case.
 fn has_token(headers: &HeaderMap, name: &HeaderName, token: &[u8]) -> bool {
     let mut members = headers.get_all(name).iter().flat_map(|line| line.as_bytes().split(|b| *b == b','));
     members.any(|member| member.trim_ascii().eq_ignore_ascii_case(token))
@@ -194,7 +194,7 @@ pub(crate) fn prepare<B>(request: &mut Request<B>, peer: &Peer) -> Option<Header
     upgrade
 }
 
-/// Whether a field of this name is removed from every request before anything looks at it, whoever sent it.
+/// Returns true if a field of this name is removed from every request before it is processed, from any client.
 pub(crate) fn is_always_removed(name: &HeaderName) -> bool {
     HOP_BY_HOP.contains(name) || name == header::EXPECT || is_ours(name)
 }

@@ -13,9 +13,9 @@ use http::uri::Authority;
 /// The hosts that have a connection to the service, of one thread.
 pub(super) struct HostLimit {
     max: usize,
-    /// How long the connection of a host may stay after its last request.
+    /// The time for which the connection of a host may stay after its last request.
     kept_for: Duration,
-    /// When the last request to each began.
+    /// The start of the last request to each host.
     hosts: Mutex<HashMap<Authority, Instant>>,
 }
 
@@ -25,7 +25,7 @@ impl HostLimit {
         Self { max, kept_for: idle_timeout.saturating_mul(2), hosts: Mutex::default() }
     }
 
-    /// Whether a request to this host may be sent: it was asked for shortly before, or there are few enough others.
+    /// Decides if a request to this host may be sent: the host was used recently, or there are few enough others.
     pub(super) fn admit(&self, host: &Authority, now: Instant) -> bool {
         // Only one thread takes this lock.
         let mut hosts = self.hosts.lock().unwrap_or_else(PoisonError::into_inner);

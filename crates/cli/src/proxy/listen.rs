@@ -37,10 +37,10 @@ use super::live::{Live, ThreadLive};
 use super::{HEAD_MAX, HEAD_MAX_U32, LINES_MAX};
 use crate::admin::{ADMIN_FIELD, Metrics};
 
-/// How long a client may take for a TLS handshake, and for the head of a request.
+/// Limits the time of a TLS handshake, and of the head of a request.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// How long it may take when the process is told to stop: as long as what is on its way needs to arrive. Nothing of it has
+/// The same limit after the process was told to stop: time for bytes in transit to arrive. Such a request has not
 /// begun, so nothing is lost with it.
 const LAST_PATIENCE: Duration = Duration::from_secs(1);
 
@@ -97,7 +97,7 @@ fn bound(address: SocketAddr, shared: bool) -> io::Result<Socket> {
 /// Requests that one client of HTTP/2 may have under way on a connection.
 const STREAMS_MAX: u32 = 100;
 
-/// How many connections of clients may be open, of all threads together. All clones are one.
+/// The limit of open client connections, over all threads. All clones share it.
 #[derive(Clone, Debug)]
 pub(crate) struct ConnectionLimit {
     /// One for each connection that may be open.
@@ -114,13 +114,13 @@ impl ConnectionLimit {
         self.max
     }
 
-    /// How many are open now.
+    /// The number of open connections.
     pub(crate) fn used(&self) -> usize {
         self.max.saturating_sub(self.permits.available_permits())
     }
 }
 
-/// What one thread serves.
+/// The listener of one thread.
 pub(super) struct Front {
     pub(super) current: Arc<ThreadLive>,
     /// Tells of reloads.
@@ -131,12 +131,12 @@ pub(super) struct Front {
     pub(super) full_warnings: Arc<LogThrottle>,
 }
 
-/// How a thread stopped serving.
+/// The end of one thread's service.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Drained {
-    /// When the drain time-out is over.
+    /// The end of the drain timeout.
     pub(super) until: Instant,
-    /// Whether all its connections were closed before that.
+    /// True if all its connections were closed before that.
     pub(super) is_closed: bool,
 }
 
@@ -198,15 +198,15 @@ impl Front {
         Ok(Drained { until, is_closed })
     }
 
-    /// How connections are served in the clear and over TLS. In the clear an HTTP/1.1 client may end its side and still gets its
-    /// answer; below TLS that cannot be told from a client that goes away.
+    /// The connection builders for clear text and for TLS. In clear text, an HTTP/1.1 client may end its side and
+    /// still gets its response. Below TLS this cannot be distinguished from a client that leaves.
     fn builders(&self) -> (Arc<Builder>, Arc<Builder>) {
         let write_timeout = self.live.borrow().config.write_timeout;
         let builder = |half_close| Arc::new(builder(write_timeout, half_close));
         (builder(true), builder(false))
     }
 
-    /// What is done with the requests of one connection. `begun` turns true with the first.
+    /// The service for the requests of one connection. `begun` turns true with the first request.
     fn service(
         &self,
         peer: Peer,

@@ -28,7 +28,7 @@ pub(crate) struct Live {
     pub(crate) tls: Option<ListenerTls>,
 }
 
-/// What one thread serves with.
+/// The live configuration of one thread.
 pub(super) struct ThreadLive {
     /// Grows with each reload, so that a connection sees with one load whether it is up to date.
     generation: AtomicU64,
@@ -127,7 +127,7 @@ pub(super) struct ConnectionService {
     made: Made,
 }
 
-/// What is made of one configuration for one connection.
+/// The objects that are built from one configuration for one connection.
 struct Made {
     generation: u64,
     config: Arc<Config>,

@@ -53,12 +53,12 @@ pub(crate) const LINES_MAX: usize = 1000;
 pub(crate) const HEAD_MAX: usize = 128 * 1024;
 const HEAD_MAX_U32: u32 = HEAD_MAX as u32;
 
-/// Where the HTTP/2 library gives up on the head of an answer, and nothing is known of it: far beyond [`HEAD_MAX`], which is
-/// looked at afterwards.
+/// The size at which the HTTP/2 library rejects the head of a response and reports nothing about it. It is far beyond
+/// [`HEAD_MAX`], which is checked afterwards.
 pub(crate) const LIBRARY_HEAD_MAX: u32 = 8 * 1024 * 1024;
 
-/// How long a service that speaks HTTP/2 may be silent while it owes an answer before it is asked whether it is there, and
-/// how long it may take to say so. Otherwise a connection that was lost on the way would take all requests for a long time.
+/// The time after which a silent HTTP/2 service that owes a response gets a ping, and the time in which it must
+/// answer the ping. Without it, a lost connection would hold all requests for a long time.
 const UPSTREAM_PING: Duration = Duration::from_secs(10);
 
 /// At most one log line in this interval says that no more connections may be open.
@@ -77,7 +77,7 @@ pub(crate) struct DataPath {
 /// The threads that serve.
 pub(crate) struct Serving(Vec<JoinHandle<io::Result<Unfinished>>>);
 
-/// What was still running when the drain time-out was over.
+/// The requests that still ran at the end of the drain timeout.
 #[derive(Clone, Copy, Debug, Default)]
 struct Unfinished {
     /// Of all threads: each of them waits for the requests of all.
@@ -121,7 +121,7 @@ impl DataPath {
 }
 
 fn client_of(config: &Config, protocol: UpstreamProtocol) -> Result<UpstreamClient, String> {
-    let connector = tls::connector(&config.to, protocol, config.connect_timeout)?;
+    let connector = tls::connector(&config.to, protocol, config.upstream_connect_timeout)?;
     // None is the library's word for connections of which each takes one request.
     let max_idle = if config.upstream_idle_timeout.is_zero() { 0 } else { max_idle_connections(config) };
     Ok(Client::builder(TokioExecutor::new())

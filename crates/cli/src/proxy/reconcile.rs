@@ -33,7 +33,7 @@ use super::{HEAD_MAX, LIBRARY_HEAD_MAX, LINES_MAX};
 use crate::admin::{Metrics, ReconcileResult};
 use crate::config::{Config, RouteConfig};
 
-/// What an answer is, in its own words.
+/// The header field in which the service reports the outcome.
 const OUTCOME: HeaderName = HeaderName::from_static("oncegate-outcome");
 /// The method and the target of the request that is asked about.
 const METHOD: HeaderName = HeaderName::from_static("oncegate-method");
@@ -55,7 +55,7 @@ pub(super) struct Questions {
 impl Questions {
     pub(super) fn new(config: Arc<Config>, metrics: Metrics) -> Result<Self, String> {
         let protocol = config.upstream_protocol;
-        let connector = connector(&config.to, protocol, config.connect_timeout)?;
+        let connector = connector(&config.to, protocol, config.upstream_connect_timeout)?;
         let client = Client::builder(TokioExecutor::new())
             .timer(TokioTimer::new())
             .pool_max_idle_per_host(0)
@@ -67,10 +67,10 @@ impl Questions {
         Ok(Self { client, config, metrics })
     }
 
-    /// What the layer does on this route, with somebody to ask where the route has an address to ask at.
+    /// The layer's settings of this route, with the service to ask if the route has a path for it.
     pub(super) fn settings(&self, route: &RouteConfig) -> Settings {
         let settings = route.settings.clone();
-        let Some(path) = route.reconcile.clone() else { return settings };
+        let Some(path) = route.reconcile_path.clone() else { return settings };
         let asker = Asker {
             questions: self.clone(),
             path,
@@ -86,11 +86,11 @@ struct Asker {
     questions: Questions,
     path: PathAndQuery,
     patience: Duration,
-    /// What is kept of an answer.
+    /// The settings that define which part of a response is kept.
     settings: Settings,
 }
 
-/// What one question came to.
+/// The result of one question.
 enum Answer {
     Happened(Reconciled),
     DidNotHappen,
@@ -156,7 +156,7 @@ impl Asker {
         }
     }
 
-    /// What it is asked for.
+    /// The subject of the question.
     fn about(&self) -> &'static str {
         match self.settings.completed_by() {
             CompletedBy::Upstream => "an answer that its record has not got",

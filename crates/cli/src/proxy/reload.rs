@@ -20,10 +20,11 @@ use super::{server_config, tls};
 use crate::admin::{AdminLive, Metrics, ReloadSubject};
 use crate::config::{Config, ProxyArgs, TlsFiles};
 
-/// How often the certificate files are looked at.
+/// The interval in which the certificate files are checked.
 const CERTIFICATE_EVERY: Duration = Duration::from_secs(2);
 
-/// How often the dates of the certificate in use are looked at, and how often the log warns of the same one.
+/// The interval in which the dates of the certificate in use are checked, and in which the log repeats the same
+/// warning.
 const DATES_EVERY: Duration = Duration::from_secs(3600);
 const WARNING_INTERVAL: Duration = Duration::from_secs(24 * 3600);
 
@@ -47,7 +48,7 @@ struct Certificate {
     tried: Option<Content>,
     /// Seen once. It is tried when it is seen again, because a file may be half written.
     seen: Option<Content>,
-    /// When one that is not valid yet is tried again, in seconds since 1970.
+    /// The time at which a certificate that is not valid yet is tried again, in seconds since 1970.
     retry_at: Option<i64>,
 }
 
@@ -128,7 +129,7 @@ impl Reloader {
             tls.may_replace(self.live.borrow().tls.as_ref(), &files.cert).map_err(one)?;
         }
         // The threads make their own connectors and must not fail at it.
-        tls::connector(&config.to, config.upstream_protocol, config.connect_timeout).map_err(one)?;
+        tls::connector(&config.to, config.upstream_protocol, config.upstream_connect_timeout).map_err(one)?;
         let questions = Questions::new(config.clone(), self.metrics.clone()).map_err(one)?;
         let layer = config.routes_on(self.base.clone().without_routes(), |route| questions.settings(route));
         let layer = layer.map_err(|error| vec![error.to_string()])?;
@@ -185,7 +186,7 @@ impl Reloader {
         self.live.borrow().config.tls.clone()
     }
 
-    /// What is in the files; `None` without TLS.
+    /// Reads the files; `None` without TLS.
     async fn read_certificate(&self) -> Option<Content> {
         let files = self.files()?;
         let (cert, key) = tokio::join!(tokio::fs::read(&files.cert), tokio::fs::read(&files.key));

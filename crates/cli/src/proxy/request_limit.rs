@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// How many requests without a key, and upgraded connections, there may be, of all threads together. All clones are one.
+/// The limit of requests without a key, and of upgraded connections, over all threads. All clones share it.
 ///
 /// A counter, because each request takes it: giving back a permit of a semaphore takes a lock that all threads share.
 #[derive(Clone, Debug)]
@@ -25,7 +25,7 @@ impl RequestLimit {
         self.max
     }
 
-    /// How many there are now.
+    /// The number of them now.
     pub(crate) fn used(&self) -> usize {
         self.used.load(Ordering::Relaxed)
     }

@@ -58,12 +58,12 @@ pub(crate) fn run(args: &ProxyArgs) -> Result<(), String> {
     result
 }
 
-/// What holds while nobody has said how callers are told apart.
+/// The log line for a configuration without a scope.
 pub(crate) const DEFAULT_SCOPE: &str = "`scope` is not set: callers are told apart by Authorization, so a retry with a renewed token is \
      another caller's and executes again; requests without any credential share one scope (under one key they get each other's \
      answers); and requests with another credential, such as a cookie, are refused";
 
-/// What holds for sidecars that share keys while hosts are compared.
+/// The log line for sidecars that share keys while hosts are compared.
 pub(crate) const HOSTS_COMPARED: &str = "the host and port of a request are compared: if clients send one request to several names or ports \
      of the service, the second is refused (host-differs) until `authority` is ignore";
 
@@ -143,12 +143,12 @@ impl FileUse {
     }
 }
 
-/// How many connections to the service may be kept without a request if so many files may be open.
+/// The number of idle connections to the service if so many files may be open.
 fn idle_files(allowed: u64) -> u64 {
     IDLE_MAX.min(allowed / IDLE_PART)
 }
 
-/// How many connections to the service one thread may keep without a request.
+/// The number of idle connections to the service for one thread.
 pub(super) fn max_idle_connections(config: &Config) -> usize {
     let allowed = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
     let all = usize::try_from(idle_files(allowed)).unwrap_or(usize::MAX);
@@ -168,7 +168,7 @@ fn cannot_listen(flag: &str, address: SocketAddr, error: &std::io::Error) -> Str
     format!("{flag} {address}: cannot listen: {error}{hint}")
 }
 
-/// How long a stopping sidecar waits for what is just being put into the cache of its store.
+/// Limits the time that a stopping sidecar waits for responses that are being put into the cache.
 const CACHE_TIMEOUT: Duration = Duration::from_secs(1);
 
 async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), String> {
@@ -197,7 +197,7 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
     let breaker = Breaker::builder(metrics.measured(opened.store)).with_runtime(control.clone());
     let breaker = if opened.is_there { breaker } else { breaker.opened() };
     let breaker =
-        breaker.with_probe_timeout(config.store_patience).map_err(|error| error.to_string())?.build();
+        breaker.with_probe_timeout(config.store_timeout).map_err(|error| error.to_string())?.build();
     let (store, cached) = cached::before(Arc::new(breaker.clone()), tier);
     let left = LeftBehind::default();
     let builder = Engine::builder(store).with_runtime(control);
@@ -335,7 +335,7 @@ fn flatten(result: Result<Result<(), String>, tokio::task::JoinError>) -> Result
     result.unwrap_or_else(|error| Err(ErrorChain(&error).to_string()))
 }
 
-/// What a store in memory holds at the most, if nothing is configured. Its records are all in the memory of this process.
+/// The default limit of records in memory, all of which are in the memory of this process.
 const MEMORY_MAX_RECORDS: u64 = 10_000_000;
 const MEMORY_MAX_BYTES: u64 = 1 << 30;
 
@@ -353,7 +353,7 @@ pub(super) async fn open(config: &Config) -> Result<Arc<dyn Store>, NotOpened> {
                 found.clone().map_err(NotOpened::Unfit)?;
             }
             let options = EmbeddedOptions::new(directory)
-                .with_cache_bytes(config.store_cache)
+                .with_cache_bytes(config.max_page_cache)
                 .with_max_records(config.max_records.unwrap_or(u64::MAX))
                 .with_max_record_bytes(config.max_store_bytes.unwrap_or(u64::MAX));
             let store = open_directory(directory, options)?;
@@ -366,7 +366,7 @@ pub(super) async fn open(config: &Config) -> Result<Arc<dyn Store>, NotOpened> {
             }
             Arc::new(store)
         }
-        StoreChoice::Postgres(url) => Arc::new(open_postgres(url, config.store_patience).await?),
+        StoreChoice::Postgres(url) => Arc::new(open_postgres(url, config.store_timeout).await?),
         StoreChoice::Redis(options) => Arc::new(open_redis(options).await?),
         StoreChoice::Cached(_) => {
             return Err(NotOpened::Unfit("a cached store has no other one in it".to_owned()));

@@ -22,7 +22,7 @@ use super::certificate::{self, Validity};
 use super::headers::rewrite;
 use crate::config::{Upstream, UpstreamProtocol};
 
-/// What the listener speaks TLS with.
+/// The TLS configuration of the listener.
 #[derive(Clone)]
 pub(crate) struct ListenerTls {
     pub(crate) config: Arc<ServerConfig>,
@@ -31,7 +31,7 @@ pub(crate) struct ListenerTls {
 }
 
 impl ListenerTls {
-    /// Whether it may be used from now on in place of the one before.
+    /// Checks that it may replace the one in use.
     ///
     /// # Errors
     /// Clients would refuse its certificate, and accept the one before.
@@ -99,7 +99,7 @@ impl Service<Uri> for ToService {
         // The timeout of the inner connector does not count the handshake of TLS.
         Box::pin(async move {
             timeout(connect_timeout, connecting).await.unwrap_or_else(|_| {
-                let what = "the connection was not made within connect-timeout";
+                let what = "the connection was not made within upstream-connect-timeout";
                 Err(io::Error::new(io::ErrorKind::TimedOut, what).into())
             })
         })

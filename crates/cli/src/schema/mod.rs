@@ -121,7 +121,7 @@ fn print(contract: Contract, script: Option<&str>) -> Result<(), String> {
     }
 }
 
-/// Whether a sidecar can use the PostgreSQL database at this URL, and whether what it commits is flushed then.
+/// Checks if a sidecar can use the PostgreSQL database at this URL. Returns true if its commits are flushed to disk.
 pub(crate) fn usable(url: &str) -> Result<bool, String> {
     let options = options(url)?;
     let durability = block_on(async {

@@ -37,7 +37,10 @@ fn exposed(answer: &Message) -> Vec<String> {
 
 #[tokio::test]
 async fn allowed_pages_can_read_every_response() {
-    let flags = ["--cors-origins=https://shop.example,https://admin.example", "--cors-expose=X-Order"];
+    let flags = [
+        "--cors-allowed-origins=https://shop.example,https://admin.example",
+        "--cors-exposed-headers=X-Order",
+    ];
     let (service, sidecar) = start(OK, &flags).await;
     let first = sidecar.ask(&post_from(SHOP, "{}")).await;
     let replay = sidecar.ask(&post_from(SHOP, "{}")).await;
@@ -67,7 +70,7 @@ async fn allowed_pages_can_read_every_response() {
 
 #[tokio::test]
 async fn cors_headers_of_the_service_take_precedence() {
-    let (_service, sidecar) = start(OWN, &["--cors-origins=https://shop.example"]).await;
+    let (_service, sidecar) = start(OWN, &["--cors-allowed-origins=https://shop.example"]).await;
     let first = sidecar.ask(&post_from(SHOP, "{}")).await;
     assert_eq!(first.head.all("access-control-allow-origin"), ["*"]);
     assert_eq!(first.get("vary"), None);
@@ -82,13 +85,13 @@ async fn preflight_requests_of_allowed_pages_are_answered_and_others_are_forward
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("oncegate.toml");
     let routes = r#"
-        cors = { origins = ["https://shop.example"], credentials = true, max-age = "5m" }
+        cors = { allowed-origins = ["https://shop.example"], credentials = true, max-age = "5m" }
         [[route]]
         path = "/narrow"
-        cors = { headers = ["Idempotency-Key"], methods = ["POST", "GET"] }
+        cors = { allowed-headers = ["Idempotency-Key"], allowed-methods = ["POST", "GET"] }
         [[route]]
         path = "/none"
-        cors = { origins = [] }
+        cors = { allowed-origins = [] }
     "#;
     std::fs::write(&file, routes).unwrap();
     let (service, sidecar) = start(OWN, &[&format!("--config={}", file.display())]).await;
@@ -178,7 +181,9 @@ async fn serve_page(apis: &[SocketAddr]) -> (SocketAddr, mpsc::Receiver<String>)
 async fn a_page_in_a_browser_reads_replays_and_refusals() {
     let service = Service::new().await.answers(OWN);
     // The origin of the page is known only after the sidecars start, so all origins may read.
-    let open = Sidecar::start(service.address, &["--cors-origins=*", "--cors-expose=X-Order"]).await;
+    let open =
+        Sidecar::start(service.address, &["--cors-allowed-origins=*", "--cors-exposed-headers=X-Order"])
+            .await;
     let closed = Sidecar::start(service.address, &[]).await;
     let (page, mut told) = serve_page(&[open.address, closed.address]).await;
     let profile = tempfile::tempdir().unwrap();

@@ -288,7 +288,7 @@ async fn a_call_recognises_done_and_refused_in_every_profile() {
     // A streamed response is not stored.
     const STREAM: &str =
         "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 9\r\n\r\ndata: 1\n\n";
-    for profile in ["ietf", "seed", "stripe"] {
+    for profile in ["ietf", "classic", "stripe"] {
         let service = Service::new().await.answers(STREAM);
         let sidecar = Sidecar::start(service.address, &["--profile", profile]).await;
         let url = format!("http://{}/orders", sidecar.address);

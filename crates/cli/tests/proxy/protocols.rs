@@ -469,8 +469,8 @@ async fn a_service_that_does_not_speak_tls_counts_as_unreached() {
     let authority = Authority::new();
     let trusted = authority.file("ca.pem");
     for flags in [
-        ["--connect-timeout=300ms", "--upstream-timeout=1h"],
-        ["--connect-timeout=1m", "--upstream-timeout=300ms"],
+        ["--upstream-connect-timeout=300ms", "--upstream-timeout=1h"],
+        ["--upstream-connect-timeout=1m", "--upstream-timeout=300ms"],
     ] {
         let service = Service::new().await;
         let sidecar = before_tls(service.address.port(), Path::new(&trusted), &flags).await;

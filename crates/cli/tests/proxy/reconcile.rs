@@ -209,7 +209,7 @@ impl World {
 
 async fn start(directory: &TempDir, to: std::net::SocketAddr, flags: &[&str]) -> Sidecar {
     let store = format!("--store={}", directory.path().join("store").display());
-    let reconcile = format!("--reconcile={ASKED_AT}");
+    let reconcile = format!("--reconcile-path={ASKED_AT}");
     let all = ["--on-abandoned=reconcile", &reconcile, "--reconcile-timeout=700ms", "--lease=300ms", &store];
     let mut all = all.to_vec();
     // A later flag of a test takes precedence.
@@ -252,7 +252,7 @@ fn token(message: &Message) -> u64 {
 
 #[tokio::test]
 async fn a_reconciled_response_is_stored_and_replayed_byte_for_byte() {
-    let world = World::new(&["--stored-header=X-Order"]).await;
+    let world = World::new(&["--stored-headers=X-Order"]).await;
     let body: Vec<u8> = (0..=255).cycle().take(70_000).collect();
     let fields = "Content-Type: application/byte-stream\r\nLocation: /orders/7\r\nX-Order: 7\r\nX-Other: no\r\n\
                   Set-Cookie: a=b\r\nDate: Thu, 01 Jan 1970 00:00:00 GMT\r\n";
@@ -638,7 +638,7 @@ async fn a_sidecar_killed_between_reply_and_record_asks_again() {
         world.ledger.will_say([reply]);
         world.sidecar.process.kill().await;
         let mut command = sidecar(&format!("http://{}", world.to));
-        command.args(["--on-abandoned=reconcile", "--lease=300ms", "--reconcile", ASKED_AT, "--store"]);
+        command.args(["--on-abandoned=reconcile", "--lease=300ms", "--reconcile-path", ASKED_AT, "--store"]);
         command.arg(world.directory.path().join("store")).env("ONCEGATE_FAILPOINT", "executed");
         world.sidecar = Sidecar::run(&mut command).await;
         let address = world.sidecar.address;
@@ -691,11 +691,11 @@ async fn a_route_may_have_its_own_path_for_questions() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("oncegate.toml");
     let text = format!(
-        "[[route]]\npath = \"/orders\"\non-abandoned = \"reconcile\"\nreconcile = \"{ASKED_AT}/orders\"\n"
+        "[[route]]\npath = \"/orders\"\non-abandoned = \"reconcile\"\nreconcile-path = \"{ASKED_AT}/orders\"\n"
     );
     std::fs::write(&file, text).unwrap();
     let config = format!("--config={}", file.display());
-    let world = World::new(&[&config, "--on-abandoned=park", "--reconcile=/elsewhere"]).await;
+    let world = World::new(&[&config, "--on-abandoned=park", "--reconcile-path=/elsewhere"]).await;
     world.ledger.will_say([Reply::happened()]);
     world.settled().await.has_status(201);
     assert_eq!(world.ledger.questions()[0].head.line, format!("GET {ASKED_AT}/orders HTTP/1.1"));
@@ -708,5 +708,5 @@ async fn the_sidecar_does_not_start_without_a_path_for_questions() {
     let mut process = crate::support::Process::start(&mut command);
     assert_eq!(process.ended().await.code(), Some(1));
     let said = process.errors().await;
-    assert!(said.contains("--on-abandoned: nobody is told where to ask; set reconcile too"), "{said}");
+    assert!(said.contains("--on-abandoned: no path of the service to ask; set reconcile-path"), "{said}");
 }

@@ -3,7 +3,7 @@
 use crate::support::{Message, Service, Sidecar, request};
 use crate::{KEY, OK};
 
-const PROFILES: [&str; 2] = ["--profile=stripe", "--profile=seed"];
+const PROFILES: [&str; 2] = ["--profile=stripe", "--profile=classic"];
 
 /// Asserts that this is an error in the format of the profile.
 fn is_of_profile(answer: &Message, profile: &str, status: u16, should_retry: &str) {
@@ -33,7 +33,7 @@ async fn an_unreachable_service_is_reported_in_the_format_of_the_profile() {
 
 #[tokio::test]
 async fn a_service_time_out_is_reported_in_the_format_of_the_profile() {
-    for (profile, with_key) in [("--profile=stripe", "false"), ("--profile=seed", "")] {
+    for (profile, with_key) in [("--profile=stripe", "false"), ("--profile=classic", "")] {
         let service = Service::new().await;
         let sidecar = Sidecar::start(service.address, &[profile, "--upstream-timeout=50ms"]).await;
         for fields in [&[KEY][..], &[]] {

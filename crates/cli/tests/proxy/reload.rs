@@ -126,7 +126,7 @@ async fn an_invalid_configuration_changes_nothing() {
             "[[route]]\npath = \"/orders\"\nrequire-kye = true\n",
             "oncegate.toml:5:1: no such setting `require-kye`",
         ),
-        ("store-patience = \"1s\"\n", "store-patience: changed, and only a restart can change that"),
+        ("store-timeout = \"1s\"\n", "store-timeout: changed, and only a restart can change that"),
         ("tls-cert = \"none.pem\"\ntls-key = \"none.pem\"\n", "tls-cert: changed"),
     ] {
         world.reload(wrong, NOT_RELOADED).await;

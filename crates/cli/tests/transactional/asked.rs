@@ -6,7 +6,7 @@ use crate::world::{Database, Kind, Operation, World, run};
 use crate::{SHORT, counted, metrics};
 
 const PATH: &str = "/oncegate/outcome";
-const ASKING: [&str; 2] = [SHORT[0], "--reconcile=/oncegate/outcome"];
+const ASKING: [&str; 2] = [SHORT[0], "--reconcile-path=/oncegate/outcome"];
 
 /// The numbers of questions, by result.
 async fn questions(sidecar: &Sidecar) -> [u64; 4] {
