@@ -1,4 +1,4 @@
-//! `oncegate check`: what is wrong with a configuration and its store, said before somebody finds out.
+//! `oncegate check`: reports errors of a configuration and its store before they do harm.
 
 use std::fmt;
 use std::fs;
@@ -44,7 +44,7 @@ pub(crate) fn run(args: &CheckArgs) -> ExitCode {
     }
     for line in &report.0 {
         if writeln!(out, "{line}").is_err() {
-            break; // nobody reads on; the exit code tells all the same
+            break; // the reader is gone; the exit code still tells
         }
     }
     report.exit_code()
@@ -220,14 +220,14 @@ fn tls(files: &TlsFiles, report: &mut Report) {
     }
 }
 
-/// That it can be read was checked by whoever reads it; here it is checked that not everybody can.
+/// The code that reads it has checked that it is readable. This checks that other users cannot read it.
 fn secret(what: &str, file: &Path, report: &mut Report) {
     if let Some(warning) = readable_by_everybody(what, file) {
         report.warn(warning);
     }
 }
 
-/// A warning, if everybody on this machine can read the file.
+/// A warning, if every user of this machine can read the file.
 pub(crate) fn readable_by_everybody(what: &str, file: &Path) -> Option<String> {
     let is_readable = fs::metadata(file).is_ok_and(|about| about.permissions().mode() & 0o004 != 0);
     let file = file.display();
@@ -348,7 +348,7 @@ pub(crate) fn has_other_things(dir: &Path) -> Option<String> {
     if dir.join(RECORDS).exists() {
         return None;
     }
-    // The root of a file system has `lost+found`, and what begins with a dot is nobody's data. The lock is of a first start
+    // The root of a file system has `lost+found`, and files that begin with a dot are no data. The lock is of a first start
     // that went no further.
     let is_other = |name: &str| !name.starts_with('.') && !NOT_OTHERS.contains(&name);
     let names = fs::read_dir(dir).ok()?.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
@@ -406,7 +406,7 @@ fn content(dir: &Path, found: &CheckReport, report: &mut Report) {
         report
             .ok(format!("store {shown}: sound; {}; {records}; audit trail: {audit}", size_text(found.bytes)));
     }
-    // No process has the store open, so nobody is at those that are in progress.
+    // No process has the store open, so no request is executing those that are in progress.
     let waiting = [StateName::Unknown, StateName::Abandoned, StateName::InProgress];
     let waiting: u64 = waiting.iter().filter_map(|state| found.records.get(state)).sum();
     if waiting > 0 {
@@ -417,7 +417,7 @@ fn content(dir: &Path, found: &CheckReport, report: &mut Report) {
     }
 }
 
-/// Below this, records may fill the disk before somebody looks again.
+/// Below this, records may fill the disk before an operator looks again.
 const FREE_MIN: u64 = 512 * 1024 * 1024;
 
 /// Checks that a file can be created in the directory, and that there is space left.

@@ -2,7 +2,7 @@
 //! processes that were stopped.
 //!
 //! `ONCEGATE_FAILPOINT` names the point: `executing` (the claim is durable, the upstream was not asked yet), `executed` (the
-//! upstream's answer is there, nothing of it is written), `completed` (the completion is durable, nobody was answered). With
+//! upstream's answer is there, nothing of it is written), `completed` (the completion is durable, no response was sent). With
 //! `stop:` before it, the whole process is stopped there, once, by a signal, and goes on where it is continued.
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -35,7 +35,7 @@ impl Observer for Failpoint {
         if self.point.as_deref() == Some(point) {
             complain!("failpoint {point}");
             if self.stops.swap(false, Ordering::SeqCst) {
-                // It is continued by whoever waited until it stands still.
+                // The test that waits for the stop continues it.
                 let _sent =
                     rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::STOP);
                 // Any thread may take the signal, and this one must not go on before it has reached all of them.

@@ -55,7 +55,7 @@ pub(crate) fn flush() {
     }
 }
 
-/// Counts the lines that were dropped because nobody read the standard error.
+/// Counts the lines that were dropped because the standard error was not read.
 pub(crate) fn dropped() -> Counter {
     DROPPED.clone()
 }
@@ -97,9 +97,12 @@ impl Write for LogLine {
         let told = self.0.told.swap(dropped, Ordering::Relaxed);
         if dropped > told {
             let missing = dropped - told;
-            self.0
-                .lines
-                .write(format!("{missing} lines of the log were dropped here: nobody read them\n").into());
+            self.0.lines.write(
+                format!(
+                    "{missing} lines of the log were dropped here, because the standard error was not read\n"
+                )
+                .into(),
+            );
         }
         self.0.lines.write(line.to_vec());
         Ok(line.len())

@@ -24,7 +24,7 @@ use crate::tally::Tally;
 pub(crate) const TIMEOUT: Duration = Duration::from_millis(400);
 
 /// The most requests that a client sends for one click.
-const ATTEMPTS_MAX: usize = 60;
+const MAX_ATTEMPTS: usize = 60;
 
 const BACKOFF_FIRST: Duration = Duration::from_millis(40);
 const BACKOFF_MAX: Duration = Duration::from_millis(600);
@@ -33,7 +33,7 @@ const BACKOFF_MAX: Duration = Duration::from_millis(600);
 const HASTE: u32 = 4;
 
 /// The longest time that a stopped client waits for the operator.
-const OPERATOR_PATIENCE: Duration = Duration::from_secs(20);
+const OPERATOR_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The state that all clients share.
 pub(crate) struct Clients {
@@ -94,7 +94,7 @@ impl Clients {
         sleep(click.after).await;
         let mut jitter = self.plan.jitter(intent.number, number);
         let mut settled = self.settled.clone();
-        for attempt in 0..ATTEMPTS_MAX {
+        for attempt in 0..MAX_ATTEMPTS {
             self.tally.attempts.add();
             settled.mark_unchanged();
             let request = request(&self.path, intent, number, attempt);
@@ -102,8 +102,8 @@ impl Clients {
             let wait = match answer.map(|answer| self.judge(intent, &answer)) {
                 Some(Advice::Believe(ending)) => return ending,
                 Some(Advice::Stop) => {
-                    // Not to be retried before somebody has found out what happened, and has said so.
-                    let _in_vain = timeout(OPERATOR_PATIENCE, settled.changed()).await;
+                    // Not to be retried before the operator has resolved the outcome.
+                    let _in_vain = timeout(OPERATOR_TIMEOUT, settled.changed()).await;
                     Duration::ZERO
                 }
                 Some(Advice::Retry { after }) => after,
@@ -181,10 +181,10 @@ fn advice(answer: &Response<Bytes>) -> Advice {
     let retry = Advice::Retry { after: retry_after(answer.headers()) / HASTE };
     match text("retry") {
         Some("same-key") => retry,
-        // Of the server's errors, because nobody knows what happened; of the client's, because that is all there is to it.
+        // A server error leaves the outcome unknown; a client error is final.
         Some("stop") if status.is_server_error() => Advice::Stop,
         Some(_) => Advice::Believe(Ending::Refused(status)),
-        // Whoever answers does not say. Ordinary clients take these for passing.
+        // Without advice in the response. Ordinary clients treat these as temporary.
         None if matches!(status.as_u16(), 408 | 409 | 425 | 429 | 500..) => retry,
         None => Advice::Believe(Ending::Refused(status)),
     }
@@ -237,7 +237,7 @@ mod tests {
     #[test]
     fn backoff_grows_and_is_bounded() {
         let mut jitter = Plan::draw(1, 1).jitter(1, 0);
-        for attempt in 0..ATTEMPTS_MAX {
+        for attempt in 0..MAX_ATTEMPTS {
             let (wait, doubled) = (backoff(attempt, &mut jitter), BACKOFF_FIRST * (1 << attempt.min(10)));
             let whole = doubled.min(BACKOFF_MAX);
             assert!((whole / 2..=whole).contains(&wait), "{attempt}: {wait:?}");

@@ -1,4 +1,4 @@
-//! The hostile network between the clients and whoever serves them.
+//! The hostile network between the clients and their server.
 //!
 //! It takes one request per connection, looks up in the plan what happens to it, and does that. Both runs go through it.
 
@@ -20,8 +20,8 @@ use crate::plan::{Fault, Plan};
 use crate::story::{Story, Tale};
 use crate::tally::Tally;
 
-/// Nothing in here takes longer on its own. Bounds what a connection that nobody ends can hold.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// The longest time of a connection, so that one that is never closed does not stay for ever.
+const CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The delay of a late request after the end of its client.
 const LATER: Duration = Duration::from_millis(15);
@@ -89,8 +89,8 @@ async fn accept(listener: TcpListener, wires: Arc<Wires>) {
         wires.carrying.send_modify(|carrying| *carrying += 1);
         let wires = wires.clone();
         tokio::spawn(async move {
-            // A connection that breaks is what a client sees; there is nobody else to tell.
-            let _broken = timeout(PATIENCE, wires.carry(stream)).await;
+            // The client sees the broken connection; there is nothing else to report.
+            let _broken = timeout(CONNECTION_TIMEOUT, wires.carry(stream)).await;
             wires.carrying.send_modify(|carrying| *carrying -= 1);
         });
     }

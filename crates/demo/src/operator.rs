@@ -1,4 +1,4 @@
-//! The operator: finds out what became of the payments whose outcome nobody else knows, and says so to the sidecar.
+//! The operator: looks up the payments whose outcome is unknown in the ledger, and reports them to the sidecar.
 //!
 //! A record is resolved by what the ledger says, never by what is likely: where there is a charge, its receipt is the
 //! answer; where there is none, twice, with some time between, the key is free again.

@@ -11,7 +11,7 @@ use serde::Serialize;
 /// A fault that the network, or the client itself, inflicts on one request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Fault {
-    /// The connection is reset before the request reaches anybody.
+    /// The connection is reset before the request reaches a server.
     RequestLost,
     /// The request arrives after the client has given up waiting for its answer.
     RequestLate,

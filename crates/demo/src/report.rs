@@ -132,7 +132,7 @@ struct Row {
 
 fn conclude(without: &Figures, with: &Figures) -> String {
     let before = match without.duplicates {
-        0 => "Without Oncegate nobody was charged twice this time".to_owned(),
+        0 => "Without Oncegate no customer was charged twice this time".to_owned(),
         n => format!(
             "Without Oncegate, retries made {} that nobody meant, {} too much",
             counted(n, "charge"),
@@ -227,7 +227,8 @@ mod tests {
              unknown, which an operator settled from the ledger."
         );
         assert!(
-            conclude(&clean(), &clean()).starts_with("Without Oncegate nobody was charged twice this time;")
+            conclude(&clean(), &clean())
+                .starts_with("Without Oncegate no customer was charged twice this time;")
         );
     }
 

@@ -27,7 +27,7 @@ const CONCURRENCY: usize = 12;
 /// The number of requests that should be at the service when the sidecar is killed, and the longest time to wait for
 /// them.
 const IN_FLIGHT_AT_KILL: usize = 3;
-const KILL_PATIENCE: Duration = Duration::from_millis(1_500);
+const KILL_TIMEOUT: Duration = Duration::from_millis(1_500);
 
 /// The length of the outage.
 const OUTAGE: Duration = Duration::from_millis(300);
@@ -148,8 +148,7 @@ impl Stage {
         match &other {
             None => self.restart(sidecar).await?,
             Some(other) => {
-                let text =
-                    format!("nobody starts it again; the other one ({}) has the same records", other.pid());
+                let text = format!("it stays down; the other one ({}) has the same records", other.pid());
                 self.story.say("left alone", Style::Good, &text);
             }
         }
@@ -174,7 +173,7 @@ impl Stage {
         }
         let mut running = self.service.running();
         for wanted in [IN_FLIGHT_AT_KILL.min(self.plan.intents.len().div_ceil(4)), 1] {
-            if timeout(KILL_PATIENCE, running.wait_for(|running| *running >= wanted)).await.is_ok() {
+            if timeout(KILL_TIMEOUT, running.wait_for(|running| *running >= wanted)).await.is_ok() {
                 break;
             }
         }
@@ -186,7 +185,7 @@ impl Stage {
                     sleep(Duration::from_millis(1)).await;
                 }
             };
-            let _it_has_none = timeout(KILL_PATIENCE, some).await;
+            let _it_has_none = timeout(KILL_TIMEOUT, some).await;
         }
         let (its_own, in_flight) = (its_own.now(), *running.borrow());
         let pid = sidecar.pid();

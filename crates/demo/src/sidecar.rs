@@ -19,10 +19,10 @@ use crate::shared::{RETENTION, SERVICE, SharedStore};
 pub(crate) const LEASE: &str = "2s";
 
 /// The longest start of a sidecar. After a crash it checks its whole store.
-const START_PATIENCE: Duration = Duration::from_secs(20);
+const START_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The longest wait for a store that cannot be reached, before anything is shown.
-const STORE_PATIENCE: Duration = Duration::from_secs(5);
+const STORE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The number of log lines that are shown after a failure.
 const LOG_LINES: usize = 20;
@@ -127,12 +127,12 @@ impl Sidecar {
 /// Checks that a sidecar can use this store, before anything is shown.
 pub(crate) async fn try_store(home: &Home, shared: &SharedStore) -> Result<(), String> {
     let config = SidecarConfig { home: home.clone(), log: "store.log", shared: Some(shared.clone()) };
-    // Nobody is there, and nobody is asked.
+    // Nothing listens on port 9 (discard), and no request is sent there.
     let mut sidecar = Sidecar::start((Ipv4Addr::LOCALHOST, 9).into(), config).await?;
     // It starts without its server, too, and would wait for it.
-    let patience = tokio::time::Instant::now() + STORE_PATIENCE;
+    let deadline = tokio::time::Instant::now() + STORE_TIMEOUT;
     while let Err(why) = readiness(sidecar.admin).await {
-        if tokio::time::Instant::now() >= patience {
+        if tokio::time::Instant::now() >= deadline {
             let reason = first_error(&sidecar.config).map_or(String::new(), |reason| format!(" ({reason})"));
             return Err(format!("--store: {} cannot be used now: {why}{reason}", shared.shown));
         }
@@ -145,7 +145,7 @@ pub(crate) async fn try_store(home: &Home, shared: &SharedStore) -> Result<(), S
 async fn readiness(admin: SocketAddr) -> Result<(), String> {
     let ask = Request::get("/readyz").header(header::HOST, admin.to_string()).body(Full::new(Bytes::new()));
     let ask = ask.map_err(|error| error.to_string())?;
-    let answer = timeout(STORE_PATIENCE, exchange(admin, ask)).await.map_err(|_| "it does not answer")?;
+    let answer = timeout(STORE_TIMEOUT, exchange(admin, ask)).await.map_err(|_| "it does not answer")?;
     let answer = answer.map_err(|error| error.to_string())?;
     if answer.status().is_success() {
         return Ok(());
@@ -195,7 +195,7 @@ async fn launch(
     }
     match &config.shared {
         None => command.current_dir(dir).arg("--store").arg(dir.join("store")),
-        // Not as an argument, which everybody on this machine can read. Its URL may name files by relative paths, so the
+        // Not as an argument, which every user of this machine can read. Its URL may name files by relative paths, so the
         // sidecar has the same working directory as this process.
         Some(shared) => {
             let flags = ["--service", SERVICE, "--retention", RETENTION];
@@ -207,9 +207,9 @@ async fn launch(
     let stdout = process.child.stdout.take().ok_or("the sidecar has no standard output")?;
     // The task ends with the process at the latest, as that has the other end.
     let line = tokio::task::spawn_blocking(|| first_line(stdout));
-    let Ok(line) = timeout(START_PATIENCE, line).await else {
+    let Ok(line) = timeout(START_TIMEOUT, line).await else {
         return Err(failed(
-            &format!("the sidecar did not listen within {} s", START_PATIENCE.as_secs()),
+            &format!("the sidecar did not listen within {} s", START_TIMEOUT.as_secs()),
             config,
         ));
     };

@@ -80,7 +80,7 @@ impl Tale<'_> {
                 "the client gives up and retries; then the first request arrives after all".to_owned()
             }
             Self::Fault(Fault::ReplyLost) => {
-                "served, but nobody hears of it → the client retries with the same key".to_owned()
+                "served, but the reply gets lost → the client retries with the same key".to_owned()
             }
             Self::Fault(Fault::ReplyCut) => {
                 "it breaks off in the middle → the client retries with the same key".to_owned()

@@ -58,7 +58,7 @@ pub(crate) struct Tally {
     pub(crate) replays: Count,
     /// 409: the first request is still being executed.
     pub(crate) in_progress: Count,
-    /// Refusals because nobody knows whether the first request took effect.
+    /// Refusals because the outcome of the first request is unknown.
     pub(crate) outcome_unknown: Count,
     /// Records that the operator resolved with the answer found in the ledger.
     pub(crate) resolved_completed: Count,

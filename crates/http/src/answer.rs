@@ -1,4 +1,4 @@
-//! Asking for the answer of an operation that completed its record without it, where everybody died before it was added
+//! Asks for the response of an operation that completed its record without it, if every process died before it was added
 //! ([`Settings::with_upstream_completion`] with [`Settings::with_reconcile`]).
 //!
 //! The record says that the operation took place, so whatever is said here, nothing is executed.
@@ -23,7 +23,7 @@ pub(crate) struct Question {
 }
 
 /// The result of the question.
-pub(crate) enum Asked {
+pub(crate) enum QuestionResult {
     /// The answer, and how the client is told where the record does not have it.
     Answer(StoredResponse, Option<&'static str>),
     Refused(Refusal),
@@ -32,7 +32,7 @@ pub(crate) enum Asked {
 impl Question {
     /// Asks, and has the record keep what it hears. Run it where a client that hangs up does not end it: the next one gets
     /// the answer.
-    pub(crate) async fn ask(self, parts: Parts) -> Asked {
+    pub(crate) async fn ask(self, parts: Parts) -> QuestionResult {
         let context = IdempotencyContext::new(self.key, self.permit.attempt());
         let asked = match &self.settings.reconcile {
             // A panic tells nothing of the answer.
@@ -49,26 +49,26 @@ impl Question {
                     "the service says that a request did not happen whose record its own transaction has completed; nothing is executed"
                 );
                 self.permit.refuse();
-                return Asked::Refused(Refusal::new(Condition::ReplayUnavailable));
+                return QuestionResult::Refused(Refusal::new(Condition::ReplayUnavailable));
             }
             Reconciled::CannotTell => {
                 self.permit.leave();
-                return Asked::Refused(awaited());
+                return QuestionResult::Refused(awaited());
             }
         };
         match (self.permit.add(completion.clone()).await, completion) {
             (AddAnswerOutcome::Stored, Completion::Replayable(stored))
-            | (AddAnswerOutcome::Recorded(stored), _) => Asked::Answer(stored, None),
-            // Right all the same, and asked for again next time.
+            | (AddAnswerOutcome::Recorded(stored), _) => QuestionResult::Answer(stored, None),
+            // The response is right anyway, and the next retry asks again.
             (AddAnswerOutcome::NotStored(_), Completion::Replayable(stored)) => {
-                Asked::Answer(stored, Some(NOT_STORED))
+                QuestionResult::Answer(stored, Some(NOT_STORED))
             }
             (
                 AddAnswerOutcome::Stored | AddAnswerOutcome::Unreplayable | AddAnswerOutcome::NotStored(_),
                 _,
-            ) => Asked::Refused(Refusal::new(Condition::ReplayUnavailable)),
+            ) => QuestionResult::Refused(Refusal::new(Condition::ReplayUnavailable)),
             // Another request has the key by now; the retry is decided anew.
-            _ => Asked::Refused(awaited()),
+            _ => QuestionResult::Refused(awaited()),
         }
     }
 }

@@ -14,7 +14,7 @@ use http_body_util::BodyExt;
 use pin_project_lite::pin_project;
 use tokio::sync::mpsc;
 
-use crate::budget::{Held, NoRoom, TIED_RESPONSE, tie};
+use crate::budget::{BudgetExhausted, BudgetReservation, TIED_RESPONSE, tie};
 
 /// Any error of a body.
 pub type BoxError = Box<dyn StdError + Send + Sync>;
@@ -33,7 +33,7 @@ pin_project! {
         /// Untouched.
         Passing { #[pin] body: B },
         /// Read whole, with what is held of the budget for it.
-        Whole { body: Whole, held: Option<Held> },
+        Whole { body: Whole, held: Option<BudgetReservation> },
     }
 }
 
@@ -52,23 +52,23 @@ pin_project! {
         /// Untouched.
         Passing { #[pin] body: B },
         /// Read or stored whole, with what is held of the budget for it.
-        Whole { body: Whole, held: Option<Held> },
-        /// Pumped from the handler by a task of its own.
-        Pumped { pumped: Pumped },
+        Whole { body: Whole, held: Option<BudgetReservation> },
+        /// StreamedBody from the handler by a task of its own.
+        StreamedBody { pumped: StreamedBody },
     }
 }
 
 /// The client's end of a body that a task of its own pumps from the handler.
-pub(crate) struct Pumped {
+pub(crate) struct StreamedBody {
     pub(crate) frames: mpsc::Receiver<Result<Frame<Bytes>, BoxError>>,
     pub(crate) size: SizeHint,
     /// True where the frames end before the body does: the client took nothing for too long.
     pub(crate) is_cut: Arc<AtomicBool>,
     /// The reservation for the first frames, and the number of them that the client has not taken yet.
-    pub(crate) ahead: Option<(Held, usize)>,
+    pub(crate) ahead: Option<(BudgetReservation, usize)>,
 }
 
-impl Pumped {
+impl StreamedBody {
     fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         let frame = ready!(self.frames.poll_recv(cx));
         if let Some((_, left)) = &mut self.ahead {
@@ -83,10 +83,10 @@ impl Pumped {
     }
 }
 
-/// Octets and trailer fields that are there.
+/// A complete body: its bytes and trailer fields.
 struct Whole {
     data: Option<Bytes>,
-    /// Boxed, as they are seldom there, so that a body is small to move.
+    /// Boxed: trailers are rare, and boxing keeps a body small to move.
     trailers: Option<Box<HeaderMap>>,
 }
 
@@ -121,7 +121,7 @@ impl<B> RequestBody<B> {
         Self { inner: RequestInner::Passing { body } }
     }
 
-    pub(crate) fn whole(data: Bytes, trailers: Option<HeaderMap>, held: Option<Held>) -> Self {
+    pub(crate) fn whole(data: Bytes, trailers: Option<HeaderMap>, held: Option<BudgetReservation>) -> Self {
         Self { inner: RequestInner::Whole { body: Whole::new(data, trailers), held } }
     }
 }
@@ -137,13 +137,13 @@ impl<B> ResponseBody<B> {
     }
 
     /// An answer, and what is held for it.
-    pub(crate) fn whole(data: Bytes, trailers: Option<HeaderMap>, held: Held) -> Self {
+    pub(crate) fn whole(data: Bytes, trailers: Option<HeaderMap>, held: BudgetReservation) -> Self {
         let (data, held) = tie(data, held, TIED_RESPONSE);
         Self { inner: ResponseInner::Whole { body: Whole::new(data, trailers), held } }
     }
 
-    pub(crate) const fn pumped(pumped: Pumped) -> Self {
-        Self { inner: ResponseInner::Pumped { pumped } }
+    pub(crate) const fn pumped(pumped: StreamedBody) -> Self {
+        Self { inner: ResponseInner::StreamedBody { pumped } }
     }
 }
 
@@ -193,7 +193,7 @@ where
         match self.project().inner.project() {
             ResponseProj::Passing { body } => poll_passing(body, cx),
             ResponseProj::Whole { body, .. } => Poll::Ready(body.next().map(Ok)),
-            ResponseProj::Pumped { pumped } => pumped.poll_frame(cx),
+            ResponseProj::StreamedBody { pumped } => pumped.poll_frame(cx),
         }
     }
 
@@ -201,7 +201,7 @@ where
         match &self.inner {
             ResponseInner::Passing { body } => body.is_end_stream(),
             ResponseInner::Whole { body, .. } => body.is_end(),
-            ResponseInner::Pumped { .. } => false,
+            ResponseInner::StreamedBody { .. } => false,
         }
     }
 
@@ -209,7 +209,7 @@ where
         match &self.inner {
             ResponseInner::Passing { body } => body.size_hint(),
             ResponseInner::Whole { body, .. } => body.size(),
-            ResponseInner::Pumped { pumped } => pumped.size,
+            ResponseInner::StreamedBody { pumped } => pumped.size,
         }
     }
 }
@@ -277,7 +277,7 @@ where
                     continue;
                 }
                 if !charge(data.len()) {
-                    return Read::Broken(NoRoom.into());
+                    return Read::Broken(BudgetExhausted.into());
                 }
                 len = len.saturating_add(data.len());
                 chunks.push(data);

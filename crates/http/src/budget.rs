@@ -24,7 +24,7 @@ pub(crate) struct Budget {
 #[derive(Debug)]
 struct Shared {
     /// The bytes that no copy has drawn. Below zero while more is held than the limit, because
-    /// [it had to be](Held::add_always).
+    /// [it had to be](BudgetReservation::add_always).
     left: AtomicIsize,
     /// Every copy, to add up what they have drawn ahead.
     copies: Mutex<Vec<Weak<Budget>>>,
@@ -159,7 +159,7 @@ fn draw(from: &AtomicIsize, bytes: usize) -> bool {
 }
 
 /// Bytes that are held. Given back when this is dropped, whatever the reason.
-pub(crate) struct Held {
+pub(crate) struct BudgetReservation {
     budget: Arc<Budget>,
     bytes: usize,
     pieces: usize,
@@ -169,7 +169,7 @@ pub(crate) struct Held {
 const FREE_PIECES: usize = 64;
 const PIECE: usize = 64;
 
-impl Held {
+impl BudgetReservation {
     pub(crate) const fn nothing(budget: Arc<Budget>) -> Self {
         Self { budget, bytes: 0, pieces: 0 }
     }
@@ -215,15 +215,15 @@ impl Held {
     }
 }
 
-impl Drop for Held {
+impl Drop for BudgetReservation {
     fn drop(&mut self) {
         self.keep(0);
     }
 }
 
-impl fmt::Debug for Held {
+impl fmt::Debug for BudgetReservation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Held").field(&self.bytes).finish()
+        f.debug_tuple("BudgetReservation").field(&self.bytes).finish()
     }
 }
 
@@ -235,7 +235,11 @@ pub(crate) const TIED_REQUEST: usize = 64 * 1024;
 pub(crate) const TIED_RESPONSE: usize = 4 * 1024;
 
 /// The bytes, and what has to live as long as the body does. From `tied_from` bytes on, what is held lives as long as the bytes.
-pub(crate) fn tie(data: Bytes, mut held: Held, tied_from: usize) -> (Bytes, Option<Held>) {
+pub(crate) fn tie(
+    data: Bytes,
+    mut held: BudgetReservation,
+    tied_from: usize,
+) -> (Bytes, Option<BudgetReservation>) {
     held.keep(data.len());
     if data.is_empty() {
         return (data, None);
@@ -243,15 +247,15 @@ pub(crate) fn tie(data: Bytes, mut held: Held, tied_from: usize) -> (Bytes, Opti
     if data.len() < tied_from {
         return (data, Some(held));
     }
-    (Bytes::from_owner(Tied { data, _held: held }), None)
+    (Bytes::from_owner(ReservedBytes { data, _held: held }), None)
 }
 
-struct Tied {
+struct ReservedBytes {
     data: Bytes,
-    _held: Held,
+    _held: BudgetReservation,
 }
 
-impl AsRef<[u8]> for Tied {
+impl AsRef<[u8]> for ReservedBytes {
     fn as_ref(&self) -> &[u8] {
         &self.data
     }
@@ -259,15 +263,15 @@ impl AsRef<[u8]> for Tied {
 
 /// Why a body is not taken: there is no room for it.
 #[derive(Debug)]
-pub(crate) struct NoRoom;
+pub(crate) struct BudgetExhausted;
 
-impl fmt::Display for NoRoom {
+impl fmt::Display for BudgetExhausted {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("too much is held at the moment")
     }
 }
 
-impl std::error::Error for NoRoom {}
+impl std::error::Error for BudgetExhausted {}
 
 #[cfg(test)]
 mod tests {
@@ -275,8 +279,8 @@ mod tests {
 
     use super::*;
 
-    fn held(budget: &Arc<Budget>) -> Held {
-        Held::nothing(budget.clone())
+    fn held(budget: &Arc<Budget>) -> BudgetReservation {
+        BudgetReservation::nothing(budget.clone())
     }
 
     fn left(budget: &Budget) -> usize {

@@ -11,7 +11,7 @@ use oncegate_core::{
     Fingerprint, IdempotencyKey, KeyTag, Label, NaturalKey, NaturalKeyError, RecordId, Scope, limits,
 };
 
-use crate::budget::{Held, NoRoom};
+use crate::budget::{BudgetExhausted, BudgetReservation};
 use crate::method;
 use crate::overrides::overrides;
 use crate::profile::KeyScope;
@@ -161,8 +161,8 @@ pub(crate) fn decode<'a>(
     parts: &'a Parts,
     body: &'a [u8],
     max: usize,
-    held: &mut Held,
-) -> Result<DecodedBody<'a>, NoRoom> {
+    held: &mut BudgetReservation,
+) -> Result<DecodedBody<'a>, BudgetExhausted> {
     match field(parts, header::CONTENT_ENCODING) {
         Cow::Borrowed(coding) => decode_coding(coding, body, max, held),
         // Several lines: which of them the service goes by is not known.
@@ -177,8 +177,8 @@ fn decode_coding<'a>(
     coding: &'a [u8],
     body: &'a [u8],
     max: usize,
-    held: &mut Held,
-) -> Result<DecodedBody<'a>, NoRoom> {
+    held: &mut BudgetReservation,
+) -> Result<DecodedBody<'a>, BudgetExhausted> {
     let max = max.min(body.len().saturating_mul(limits::MAX_DECODED_RATIO).max(limits::DECODED_FREE));
     let name = String::from_utf8_lossy(coding.trim_ascii());
     let undone = match name.to_ascii_lowercase().as_str() {
@@ -189,22 +189,24 @@ fn decode_coding<'a>(
         "gzip" | "x-gzip" => read_limited(MultiGzDecoder::new(body), MultiGzDecoder::into_inner, max, held)?,
         // RFC 9110, 8.4.1.2: zlib; some clients send bare deflate anyway.
         "deflate" => match read_limited(ZlibDecoder::new(body), ZlibDecoder::into_inner, max, held)? {
-            Undone::Damaged => {
+            DecodeResult::Damaged => {
                 read_limited(DeflateDecoder::new(body), DeflateDecoder::into_inner, max, held)?
             }
             undone => undone,
         },
-        _ => Undone::Damaged,
+        _ => DecodeResult::Damaged,
     };
-    let outgrows = matches!(undone, Undone::TooLarge);
+    let outgrows = matches!(undone, DecodeResult::TooLarge);
     Ok(match undone {
-        Undone::Whole(bytes) => DecodedBody { bytes: Cow::Owned(bytes), coding: Cow::Borrowed(""), outgrows },
+        DecodeResult::Whole(bytes) => {
+            DecodedBody { bytes: Cow::Owned(bytes), coding: Cow::Borrowed(""), outgrows }
+        }
         _ => DecodedBody { bytes: Cow::Borrowed(body), coding: name, outgrows },
     })
 }
 
 /// A content coding, undone.
-enum Undone {
+enum DecodeResult {
     Whole(Vec<u8>),
     TooLarge,
     Damaged,
@@ -216,23 +218,23 @@ fn read_limited<'a, D: Read>(
     mut from: D,
     rest: impl Fn(D) -> &'a [u8],
     max: usize,
-    held: &mut Held,
-) -> Result<Undone, NoRoom> {
+    held: &mut BudgetReservation,
+) -> Result<DecodeResult, BudgetExhausted> {
     const STEP: usize = 16 * 1024;
     let mut to = Vec::new();
     loop {
         if !held.add(STEP) {
-            return Err(NoRoom);
+            return Err(BudgetExhausted);
         }
         let before = to.len();
         if from.by_ref().take(STEP as u64).read_to_end(&mut to).is_err() {
-            return Ok(Undone::Damaged);
+            return Ok(DecodeResult::Damaged);
         }
         if to.len() > max {
-            return Ok(Undone::TooLarge);
+            return Ok(DecodeResult::TooLarge);
         }
         if to.len() < before + STEP {
-            return Ok(if rest(from).is_empty() { Undone::Whole(to) } else { Undone::Damaged });
+            return Ok(if rest(from).is_empty() { DecodeResult::Whole(to) } else { DecodeResult::Damaged });
         }
     }
 }
@@ -250,7 +252,7 @@ mod tests {
 
     fn decoded<'a>(coding: &'a [u8], body: &'a [u8], max: usize) -> (Cow<'a, [u8]>, Cow<'a, str>) {
         let budget = Budget::new(1 << 30);
-        let body = decode_coding(coding, body, max, &mut Held::nothing(budget)).unwrap();
+        let body = decode_coding(coding, body, max, &mut BudgetReservation::nothing(budget)).unwrap();
         (body.bytes, body.coding)
     }
 
@@ -307,7 +309,7 @@ mod tests {
         let coded = gzip(&plain, 9);
         for (limit, fits) in [(plain.len() / 2, false), (2 * plain.len(), true)] {
             let budget = Budget::new(limit);
-            let mut held = Held::nothing(budget);
+            let mut held = BudgetReservation::nothing(budget);
             assert_eq!(decode_coding(b"gzip", &coded, 1 << 20, &mut held).is_ok(), fits);
         }
     }
@@ -346,7 +348,7 @@ mod tests {
     }
 
     fn undone(parts: &Parts) -> DecodedBody<'_> {
-        decode(parts, PLAIN, 100, &mut Held::nothing(Budget::new(1 << 20))).unwrap()
+        decode(parts, PLAIN, 100, &mut BudgetReservation::nothing(Budget::new(1 << 20))).unwrap()
     }
 
     #[test]

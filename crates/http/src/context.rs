@@ -30,7 +30,7 @@ impl IdempotencyContext {
         extensions.get()
     }
 
-    /// The caller's key. To call somebody else's API use [`Attempt::downstream_key`] and not this one: another API has
+    /// The caller's key. To call another API, use [`Attempt::downstream_key`] and not this key: another API has
     /// other callers.
     #[must_use]
     pub const fn key(&self) -> &IdempotencyKey {

@@ -131,7 +131,7 @@ fn is_of_authors(from_auth: &[u8]) -> bool {
     after.starts_with(b"or") && !after.starts_with(b"oriz") && !after.starts_with(b"oris")
 }
 
-/// Fields that look like credentials and identify nobody: tokens against forged requests and against robots, which belong to a
+/// Fields that look like credentials and identify no caller: tokens against forged requests and against robots, which belong to a
 /// form, the names of keys of requests, locks, what only a browser or the sidecar sets, and fields of answers.
 fn is_known_as_none(name: &str) -> bool {
     const PARTS: [&str; 7] =

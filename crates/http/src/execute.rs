@@ -17,8 +17,8 @@ use oncegate_engine::{ErrorFate, PanicError, Permit, SettleOutcome, StepError, c
 use tokio::sync::mpsc;
 use tower_service::Service;
 
-use crate::body::{BoxError, Pumped, Read, RequestBody, ResponseBody, join, next_frame, read_up_to};
-use crate::budget::{Budget, Held};
+use crate::body::{BoxError, Read, RequestBody, ResponseBody, StreamedBody, join, next_frame, read_up_to};
+use crate::budget::{Budget, BudgetReservation};
 use crate::context::{
     CloseDelimited, IdempotencyContext, LeaseExpired, NoUpstreamResponse, StoreDirective, UpstreamResponse,
 };
@@ -42,12 +42,12 @@ pub(crate) struct Execution {
 
 /// The end of an execution: the response for the client, who may have left, and the work that remains while it is
 /// read.
-pub(crate) struct Ended<RB, E> {
+pub(crate) struct ExecutionEnd<RB, E> {
     pub(crate) answer: Result<Executed<RB>, E>,
     pub(crate) rest: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
 }
 
-impl<RB, E> Ended<RB, E> {
+impl<RB, E> ExecutionEnd<RB, E> {
     pub(crate) const fn with(answer: Executed<RB>) -> Self {
         Self { answer: Ok(answer), rest: None }
     }
@@ -55,7 +55,7 @@ impl<RB, E> Ended<RB, E> {
 
 /// The treatment of a handler's response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Fate {
+pub(crate) enum ResponseTreatment {
     Replay,
     Release,
     Tombstone,
@@ -69,7 +69,7 @@ impl Execution {
         self,
         inner: S,
         mut request: Request<RequestBody<B>>,
-    ) -> Ended<RB, S::Error>
+    ) -> ExecutionEnd<RB, S::Error>
     where
         S: Service<Request<RequestBody<B>>, Response = Response<RB>, Future: Send> + Send + 'static,
         B: Send + 'static,
@@ -80,10 +80,10 @@ impl Execution {
         let asks = self.settings.policy.on_abandoned() == OnAbandoned::Reconcile
             && context.attempt().is_after_abandoned();
         let (execution, request) = if asks {
-            // Boxed, as all that seldom happens, so that what always happens is small.
+            // Boxed: this path is rare, and boxing keeps the common future small.
             match Box::pin(self.reconcile(context, request)).await {
                 Ok(goes_on) => goes_on,
-                Err(answer) => return Ended::with(answer),
+                Err(answer) => return ExecutionEnd::with(answer),
             }
         } else {
             (self, request)
@@ -91,18 +91,18 @@ impl Execution {
         let upstream = execution.settings.completed_by == CompletedBy::Upstream;
         // I4: between the claim and this the process may have been stopped for longer than the lease.
         if execution.permit.attempt().confirm_lease().await.is_err() {
-            return Ended::with(Box::pin(execution.not_begun()).await);
+            return ExecutionEnd::with(Box::pin(execution.not_begun()).await);
         }
         match catch_panic(call(inner, request)).await {
             Ok(Ok(response)) if upstream => Box::pin(execution.finish_upstream(response)).await,
             Ok(Ok(response)) => execution.finish(response).await,
             Ok(Err(error)) => {
                 match Box::pin(execution.fail::<RB>(None, "the handler returned an error")).await {
-                    recorded @ Executed::Recorded(..) => Ended::with(recorded),
-                    _ => Ended { answer: Err(error), rest: None },
+                    recorded @ Executed::Recorded(..) => ExecutionEnd::with(recorded),
+                    _ => ExecutionEnd { answer: Err(error), rest: None },
                 }
             }
-            Err(PanicError) => Ended::with(Box::pin(execution.fail(None, PANICKED)).await),
+            Err(PanicError) => ExecutionEnd::with(Box::pin(execution.fail(None, PANICKED)).await),
         }
     }
 
@@ -135,42 +135,46 @@ impl Execution {
         }
     }
 
-    async fn finish<RB, E>(self, mut response: Response<RB>) -> Ended<RB, E>
+    async fn finish<RB, E>(self, mut response: Response<RB>) -> ExecutionEnd<RB, E>
     where
         RB: Body<Data: Send, Error: Into<BoxError>> + Send + 'static,
     {
         if let Some(NoUpstreamResponse(status)) = response.extensions_mut().remove() {
-            return Ended::with(Box::pin(self.fail(Some(status), unanswered(status))).await);
+            return ExecutionEnd::with(Box::pin(self.fail(Some(status), unanswered(status))).await);
         }
         if response.extensions_mut().remove::<LeaseExpired>().is_some() {
-            return Ended::with(Box::pin(self.not_begun()).await);
+            return ExecutionEnd::with(Box::pin(self.not_begun()).await);
         }
         let directive = take_directive(&mut response);
         take_status(&mut response);
         let mut fate = self.fate(&response, directive);
         let is_error = response.status().is_client_error() || response.status().is_server_error();
         // Whatever error it was made of: kept as the answer, it would be the end of an operation that was begun.
-        if fate == Fate::Replay && directive.is_none() && is_error && self.permit.attempt().is_half_way() {
-            fate = Fate::Stop;
+        if fate == ResponseTreatment::Replay
+            && directive.is_none()
+            && is_error
+            && self.permit.attempt().is_half_way()
+        {
+            fate = ResponseTreatment::Stop;
         }
         // What its steps finished is taken back before an error is the answer.
-        if fate == Fate::Replay
+        if fate == ResponseTreatment::Replay
             && directive.is_none()
             && is_error
             && let Err(why) = self.permit.attempt().take_back().await
         {
-            return Ended::with(Box::pin(self.not_taken_back(&why)).await);
+            return ExecutionEnd::with(Box::pin(self.not_taken_back(&why)).await);
         }
         let (parts, body) = response.into_parts();
         // Only what will be replayed needs to be read before the client gets it.
-        if fate != Fate::Replay {
+        if fate != ResponseTreatment::Replay {
             return Box::pin(self.settle_and_pass(fate, parts, body)).await;
         }
         if cannot_be_stored(&parts) {
-            return Box::pin(self.settle_and_pass(Fate::Tombstone, parts, body)).await;
+            return Box::pin(self.settle_and_pass(ResponseTreatment::Tombstone, parts, body)).await;
         }
         let limit = self.settings.max_response_body;
-        let mut held = Held::nothing(self.response_budget.clone());
+        let mut held = BudgetReservation::nothing(self.response_budget.clone());
         match catch_panic(read_up_to(body, limit, charging(&mut held))).await {
             Ok(Read::Whole { chunks, trailers }) => {
                 let kept = self.settings.kept.of(&parts.headers);
@@ -183,7 +187,7 @@ impl Execution {
                 let completion = stored.map_or(Completion::Tombstone, Completion::Replayable);
                 let settled = self.permit.complete(completion).await;
                 let body = ResponseBody::whole(join(chunks), trailers, held);
-                Ended::with(Executed::Response(marked(parts, body, status_of(&settled))))
+                ExecutionEnd::with(Executed::Response(marked(parts, body, status_of(&settled))))
             }
             Ok(Read::More { chunks, rest }) => {
                 let settled = self.permit.complete(Completion::Tombstone).await;
@@ -194,16 +198,20 @@ impl Execution {
                 let record = self.permit.attempt().record_id();
                 tracing::warn!(%record, error = %ErrorChain(&*error), "response body broke off");
                 let status = parts.extensions.get::<UpstreamResponse>().map(|_| StatusCode::BAD_GATEWAY);
-                Ended::with(Box::pin(self.fail(status, "the body of the response broke off")).await)
+                ExecutionEnd::with(Box::pin(self.fail(status, "the body of the response broke off")).await)
             }
-            Err(PanicError) => Ended::with(Box::pin(self.fail(None, PANICKED)).await),
+            Err(PanicError) => ExecutionEnd::with(Box::pin(self.fail(None, PANICKED)).await),
         }
     }
 
     /// Decides the treatment of this response.
-    pub(crate) fn fate<RB>(&self, response: &Response<RB>, directive: Option<StoreDirective>) -> Fate {
+    pub(crate) fn fate<RB>(
+        &self,
+        response: &Response<RB>,
+        directive: Option<StoreDirective>,
+    ) -> ResponseTreatment {
         if directive.is_none() && self.redirects_to_itself(response) {
-            return Fate::Release;
+            return ResponseTreatment::Release;
         }
         fate(&self.settings, response.status(), directive)
     }
@@ -228,22 +236,31 @@ impl Execution {
     }
 
     /// An answer that will not be replayed: settled by its head, and its body passes through.
-    async fn settle_and_pass<RB, E>(self, fate: Fate, parts: Parts, body: RB) -> Ended<RB, E>
+    async fn settle_and_pass<RB, E>(
+        self,
+        fate: ResponseTreatment,
+        parts: Parts,
+        body: RB,
+    ) -> ExecutionEnd<RB, E>
     where
         RB: Body<Data: Send, Error: Into<BoxError>> + Send + 'static,
     {
         let settled = match fate {
-            Fate::Release => self.permit.release().await,
-            Fate::Unknown => self.permit.park("the handler said so (Idempotency-Store: unknown)").await,
-            Fate::Tombstone | Fate::Replay => self.permit.complete(Completion::Tombstone).await,
-            Fate::Stop => self.permit.stop().await,
+            ResponseTreatment::Release => self.permit.release().await,
+            ResponseTreatment::Unknown => {
+                self.permit.park("the handler said so (Idempotency-Store: unknown)").await
+            }
+            ResponseTreatment::Tombstone | ResponseTreatment::Replay => {
+                self.permit.complete(Completion::Tombstone).await
+            }
+            ResponseTreatment::Stop => self.permit.stop().await,
         };
         if body.is_end_stream() {
             // It stays an answer without a body: a client of gRPC reads the status of its call in the head of such a one only.
             let body = ResponseBody::own(Bytes::new());
-            return Ended::with(Executed::Response(marked(parts, body, status_of(&settled))));
+            return ExecutionEnd::with(Executed::Response(marked(parts, body, status_of(&settled))));
         }
-        let nothing = (Vec::new(), Held::nothing(self.response_budget));
+        let nothing = (Vec::new(), BudgetReservation::nothing(self.response_budget));
         stream(&self.settings, parts, nothing, Box::pin(body), status_of(&settled))
     }
 
@@ -300,20 +317,26 @@ const fn unanswered(status: StatusCode) -> &'static str {
 }
 
 /// Combines the policy of the route with the directive of the handler.
-pub(crate) fn fate(settings: &Settings, status: StatusCode, directive: Option<StoreDirective>) -> Fate {
+pub(crate) fn fate(
+    settings: &Settings,
+    status: StatusCode,
+    directive: Option<StoreDirective>,
+) -> ResponseTreatment {
     let releases_errors = settings.profile.server_errors == ServerErrors::Release
         || settings.completed_by == CompletedBy::Upstream;
     match directive {
-        Some(StoreDirective::Replay) => Fate::Replay,
-        Some(StoreDirective::Release) => Fate::Release,
-        Some(StoreDirective::Tombstone) => Fate::Tombstone,
-        Some(StoreDirective::Unknown) if releases_errors => Fate::Release,
-        Some(StoreDirective::Unknown) => Fate::Unknown,
+        Some(StoreDirective::Replay) => ResponseTreatment::Replay,
+        Some(StoreDirective::Release) => ResponseTreatment::Release,
+        Some(StoreDirective::Tombstone) => ResponseTreatment::Tombstone,
+        Some(StoreDirective::Unknown) if releases_errors => ResponseTreatment::Release,
+        Some(StoreDirective::Unknown) => ResponseTreatment::Unknown,
         // Nothing was decided about the operation.
-        None if matches!(status.as_u16(), 401 | 403 | 407 | 408 | 421 | 425 | 429) => Fate::Release,
-        None if settings.release_statuses.contains(&status) => Fate::Release,
-        None if status.is_server_error() && releases_errors => Fate::Release,
-        None => Fate::Replay,
+        None if matches!(status.as_u16(), 401 | 403 | 407 | 408 | 421 | 425 | 429) => {
+            ResponseTreatment::Release
+        }
+        None if settings.release_statuses.contains(&status) => ResponseTreatment::Release,
+        None if status.is_server_error() && releases_errors => ResponseTreatment::Release,
+        None => ResponseTreatment::Replay,
     }
 }
 
@@ -374,7 +397,7 @@ const fn status_of(settled: &SettleOutcome) -> Option<&'static str> {
 }
 
 /// Counts what is read of an answer. It is taken whether there is room for it or not: the operation took place.
-pub(crate) fn charging(held: &mut Held) -> impl FnMut(usize) -> bool {
+pub(crate) fn charging(held: &mut BudgetReservation) -> impl FnMut(usize) -> bool {
     |bytes| {
         held.add_piece_always(bytes);
         true
@@ -385,10 +408,10 @@ pub(crate) fn charging(held: &mut Held) -> impl FnMut(usize) -> bool {
 pub(crate) fn stream<RB, E>(
     settings: &Settings,
     parts: Parts,
-    (read, held): (Vec<Bytes>, Held),
+    (read, held): (Vec<Bytes>, BudgetReservation),
     rest: Pin<Box<RB>>,
     status: Option<&'static str>,
-) -> Ended<RB, E>
+) -> ExecutionEnd<RB, E>
 where
     RB: Body<Data: Send, Error: Into<BoxError>> + Send + 'static,
 {
@@ -404,14 +427,14 @@ where
         let _fits = sender.try_send(Ok(Frame::data(chunk)));
     }
     let is_cut = Arc::new(AtomicBool::new(false));
-    let pumped = Pumped { frames, size, is_cut: is_cut.clone(), ahead };
+    let pumped = StreamedBody { frames, size, is_cut: is_cut.clone(), ahead };
     let response = marked(parts, ResponseBody::pumped(pumped), status);
     let rest = pump(rest, sender, is_cut, settings.stream_timeout);
-    Ended { answer: Ok(Executed::Response(response)), rest: Some(Box::pin(rest)) }
+    ExecutionEnd { answer: Ok(Executed::Response(response)), rest: Some(Box::pin(rest)) }
 }
 
-/// Brings a handler's body to the client, at the client's pace. A client that goes away, or that takes nothing for `patience`,
-/// does not stop the body: it is read on for `patience`, so that the handler runs to its end.
+/// Sends a handler's body to the client, at the client's pace. A client that leaves, or that takes nothing for `timeout`,
+/// does not stop the body: it is read on for `timeout`, so that the handler runs to its end.
 async fn pump<RB>(
     mut body: Pin<Box<RB>>,
     frames: mpsc::Sender<Result<Frame<Bytes>, BoxError>>,
@@ -477,23 +500,23 @@ mod tests {
         let replay = Settings::new(Profile::ietf());
         let release = Settings::new(Profile::classic());
         for (status, in_replay, in_release) in [
-            (200, Fate::Replay, Fate::Replay),
-            (201, Fate::Replay, Fate::Replay),
-            (302, Fate::Replay, Fate::Replay),
-            (400, Fate::Replay, Fate::Replay),
-            (401, Fate::Release, Fate::Release),
-            (402, Fate::Replay, Fate::Replay),
-            (403, Fate::Release, Fate::Release),
-            (404, Fate::Replay, Fate::Replay),
-            (407, Fate::Release, Fate::Release),
-            (408, Fate::Release, Fate::Release),
-            (409, Fate::Replay, Fate::Replay),
-            (421, Fate::Release, Fate::Release),
-            (422, Fate::Replay, Fate::Replay),
-            (425, Fate::Release, Fate::Release),
-            (429, Fate::Release, Fate::Release),
-            (500, Fate::Replay, Fate::Release),
-            (503, Fate::Replay, Fate::Release),
+            (200, ResponseTreatment::Replay, ResponseTreatment::Replay),
+            (201, ResponseTreatment::Replay, ResponseTreatment::Replay),
+            (302, ResponseTreatment::Replay, ResponseTreatment::Replay),
+            (400, ResponseTreatment::Replay, ResponseTreatment::Replay),
+            (401, ResponseTreatment::Release, ResponseTreatment::Release),
+            (402, ResponseTreatment::Replay, ResponseTreatment::Replay),
+            (403, ResponseTreatment::Release, ResponseTreatment::Release),
+            (404, ResponseTreatment::Replay, ResponseTreatment::Replay),
+            (407, ResponseTreatment::Release, ResponseTreatment::Release),
+            (408, ResponseTreatment::Release, ResponseTreatment::Release),
+            (409, ResponseTreatment::Replay, ResponseTreatment::Replay),
+            (421, ResponseTreatment::Release, ResponseTreatment::Release),
+            (422, ResponseTreatment::Replay, ResponseTreatment::Replay),
+            (425, ResponseTreatment::Release, ResponseTreatment::Release),
+            (429, ResponseTreatment::Release, ResponseTreatment::Release),
+            (500, ResponseTreatment::Replay, ResponseTreatment::Release),
+            (503, ResponseTreatment::Replay, ResponseTreatment::Release),
         ] {
             let status = StatusCode::from_u16(status).unwrap();
             assert_eq!(fate(&replay, status, None), in_replay, "{status}");
@@ -505,24 +528,27 @@ mod tests {
     fn statuses_that_free_the_key_can_be_added_and_the_service_overrules_them() {
         let statuses = vec![StatusCode::BAD_REQUEST, StatusCode::SERVICE_UNAVAILABLE];
         let settings = Settings::default().with_release_statuses(statuses).unwrap();
-        assert_eq!(fate(&settings, StatusCode::BAD_REQUEST, None), Fate::Release);
-        assert_eq!(fate(&settings, StatusCode::SERVICE_UNAVAILABLE, None), Fate::Release);
-        assert_eq!(fate(&settings, StatusCode::UNPROCESSABLE_ENTITY, None), Fate::Replay);
-        assert_eq!(fate(&settings, StatusCode::BAD_REQUEST, Some(StoreDirective::Replay)), Fate::Replay);
+        assert_eq!(fate(&settings, StatusCode::BAD_REQUEST, None), ResponseTreatment::Release);
+        assert_eq!(fate(&settings, StatusCode::SERVICE_UNAVAILABLE, None), ResponseTreatment::Release);
+        assert_eq!(fate(&settings, StatusCode::UNPROCESSABLE_ENTITY, None), ResponseTreatment::Replay);
+        assert_eq!(
+            fate(&settings, StatusCode::BAD_REQUEST, Some(StoreDirective::Replay)),
+            ResponseTreatment::Replay
+        );
         let stripe = Settings::new(Profile::stripe());
-        assert_eq!(fate(&stripe, StatusCode::BAD_REQUEST, None), Fate::Release);
-        assert_eq!(fate(&stripe, StatusCode::PAYMENT_REQUIRED, None), Fate::Replay);
+        assert_eq!(fate(&stripe, StatusCode::BAD_REQUEST, None), ResponseTreatment::Release);
+        assert_eq!(fate(&stripe, StatusCode::PAYMENT_REQUIRED, None), ResponseTreatment::Replay);
     }
 
     #[test]
     fn the_handler_overrules_and_its_word_is_taken_off() {
         let settings = Settings::default();
         for (word, status, expected) in [
-            ("replay", 429, Fate::Replay),
-            ("release", 200, Fate::Release),
-            ("Tombstone", 200, Fate::Tombstone),
-            ("unknown", 200, Fate::Unknown),
-            ("nonsense", 200, Fate::Replay),
+            ("replay", 429, ResponseTreatment::Replay),
+            ("release", 200, ResponseTreatment::Release),
+            ("Tombstone", 200, ResponseTreatment::Tombstone),
+            ("unknown", 200, ResponseTreatment::Unknown),
+            ("nonsense", 200, ResponseTreatment::Replay),
         ] {
             let mut response =
                 Response::builder().status(status).header("Idempotency-Store", word).body(()).unwrap();

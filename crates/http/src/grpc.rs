@@ -19,7 +19,7 @@ pub enum GrpcCode {
     InvalidArgument = 3,
     /// The key belongs to another call.
     FailedPrecondition = 9,
-    /// Somebody is at it: come again.
+    /// Another request holds the key: try again.
     Aborted = 10,
     /// Asked for what is not done here.
     Unimplemented = 12,

@@ -25,7 +25,7 @@ const KEPT: [HeaderName; 16] = [
     HeaderName::from_static("sunset"),
 ];
 
-/// Never kept, even if somebody configures them: hop-by-hop (RFC 9110, 7.6.1), recomputed, secret, or of the moment.
+/// Never kept, even if they are configured: hop-by-hop (RFC 9110, 7.6.1), recomputed, secret, or of the moment.
 const NEVER: [&str; 39] = [
     "connection",
     "keep-alive",

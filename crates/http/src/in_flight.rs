@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use oncegate_core::CallerTag;
 
-/// Callers are spread over so many maps, so that threads seldom wait for each other.
+/// Callers are spread over so many maps, so that threads rarely wait for each other.
 const SHARDS: usize = 16;
 
 /// The requests that are under way. Copies count together.

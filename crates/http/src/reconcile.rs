@@ -9,7 +9,7 @@ use oncegate_core::StoredResponse;
 
 use crate::context::IdempotencyContext;
 
-/// Somebody who can be asked what became of an attempt whose owner is gone.
+/// A service that can be asked for the outcome of an attempt whose owner is gone.
 ///
 /// If the operation completes its record itself
 /// ([`Settings::with_upstream_completion`](crate::Settings::with_upstream_completion)), it is known what became of it; there,
@@ -17,7 +17,7 @@ use crate::context::IdempotencyContext;
 /// executed after such a question, and it is asked under no lease: another process may ask at the same time, which the store
 /// settles.
 pub trait Reconcile: Send + Sync + 'static {
-    /// Finds out. For an abandoned attempt the question is asked under a lease, so nobody else asks or executes at the same
+    /// Finds out. For an abandoned attempt the question is asked under a lease, so no other process asks or executes at the same
     /// time. How long it may take is for the implementation to bound.
     fn reconcile<'a>(
         &'a self,

@@ -33,7 +33,7 @@ pub enum Condition {
     StoreUnavailable,
     /// The key was used for another request.
     KeyReused,
-    /// Somebody is at it.
+    /// Another request with this key is in progress.
     RequestInProgress,
     /// Done, but the answer cannot be given again.
     ReplayUnavailable,

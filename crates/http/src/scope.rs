@@ -29,7 +29,7 @@ use crate::refusal::{Condition, Refusal};
 /// load balancers add cookies to everything; and signatures, which are new with each request. A request whose `Authorization`
 /// is itself new each time (`Digest`, AWS signatures and the like) is refused, because a retry would be another caller's.
 ///
-/// A scope that somebody chose refuses nothing of that kind: `CallerScope::header(AUTHORIZATION)` goes by `Authorization`
+/// An explicit scope refuses nothing of that kind: `CallerScope::header(AUTHORIZATION)` goes by `Authorization`
 /// whatever else is there, and lets all callers without the field share the anonymous scope.
 #[derive(Clone)]
 pub struct CallerScope {

@@ -22,13 +22,13 @@ use pin_project_lite::pin_project;
 use tokio::sync::oneshot;
 use tower_service::Service;
 
-use crate::answer::{Asked, Question, awaited};
+use crate::answer::{Question, QuestionResult, awaited};
 use crate::body::{BoxError, Read, RequestBody, ResponseBody, join, read_up_to};
-use crate::budget::{Held, NoRoom, TIED_REQUEST, tie};
+use crate::budget::{BudgetExhausted, BudgetReservation, TIED_REQUEST, tie};
 use crate::canonical;
 use crate::context::ProxyRefusal;
 use crate::event::{Disposition, KeyedEvent, RequestEvent};
-use crate::execute::{Ended, Execution, FENCED, take_directive};
+use crate::execute::{Execution, ExecutionEnd, FENCED, take_directive};
 use crate::grpc::GrpcForm;
 use crate::headers::restore;
 use crate::in_flight::Slot;
@@ -84,7 +84,7 @@ pin_project! {
     #[project = FutureProj]
     enum FutureInner<F, T> {
         Passing { #[pin] future: F },
-        Keyed { future: Pin<Box<dyn Future<Output = T> + Send>> },
+        KeyedResponse { future: Pin<Box<dyn Future<Output = T> + Send>> },
     }
 }
 
@@ -96,7 +96,7 @@ where
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         match self.project().inner.project() {
-            FutureProj::Keyed { future } => future.as_mut().poll(cx),
+            FutureProj::KeyedResponse { future } => future.as_mut().poll(cx),
             FutureProj::Passing { future } => {
                 let mut response = ready!(future.poll(cx))?;
                 take_directive(&mut response);
@@ -150,13 +150,15 @@ where
         // The one that is ready is called; the clone takes its place.
         let clone = self.inner.clone();
         let inner = mem::replace(&mut self.inner, clone);
-        let keyed = Keyed::new(self.shared.clone(), settings.clone());
-        ResponseFuture { inner: FutureInner::Keyed { future: Box::pin(keyed.answer(inner, request)) } }
+        let keyed = KeyedResponse::new(self.shared.clone(), settings.clone());
+        ResponseFuture {
+            inner: FutureInner::KeyedResponse { future: Box::pin(keyed.answer(inner, request)) },
+        }
     }
 }
 
 /// The response to one request that has a key, or that lacks the key that it must have.
-struct Keyed {
+struct KeyedResponse {
     shared: Arc<Shared>,
     settings: Arc<Settings>,
     /// The key's field as it was received, for the answer.
@@ -172,7 +174,7 @@ struct Keyed {
     attempt: Option<u32>,
 }
 
-impl Keyed {
+impl KeyedResponse {
     fn new(shared: Arc<Shared>, settings: Arc<Settings>) -> Self {
         Self {
             shared,
@@ -287,11 +289,11 @@ impl Keyed {
                 } else {
                     tracing::warn!(record = %id, error = %ErrorChain(&error), "claim failed");
                 }
-                // A store that is full was reached: whoever fills it must not switch the protection off.
+                // A full store was reached: a client that fills it must not be able to switch the protection off.
                 let is_away = error.kind() == StoreErrorKind::Unavailable && error.extent() == Extent::Store;
                 match (error.kind(), self.settings.store_outage) {
                     (StoreErrorKind::Corrupt, _) => Ok(self.refuse(Refusal::new(Condition::RecordCorrupt))),
-                    // Boxed, as all that seldom happens, so that what always happens is small.
+                    // Boxed: this path is rare, and boxing keeps the common future small.
                     (_, StoreOutage::Open) if is_away => Box::pin(self.fail_open(inner, request())).await,
                     _ => {
                         let refusal = Refusal::new(Condition::StoreUnavailable);
@@ -349,29 +351,29 @@ impl Keyed {
         parts: Parts,
         data: &Bytes,
         needs_key: bool,
-    ) -> Result<(Parts, Compared), Refusal> {
-        let held = || Held::nothing(self.shared.request_budget.clone());
-        let no_room = |NoRoom| overloaded(NO_ROOM);
+    ) -> Result<(Parts, FingerprintedRequest), Refusal> {
+        let held = || BudgetReservation::nothing(self.shared.request_budget.clone());
+        let no_room = |BudgetExhausted| overloaded(NO_ROOM);
         if data.len() <= COMPARED_HERE {
             let body = canonical::decode(&parts, data, COMPARED_HERE, &mut held());
             let body = body.map_err(no_room)?;
             if !body.outgrows() {
-                let compared = Compared::of(&self.settings, &parts, &body, needs_key);
+                let compared = FingerprintedRequest::of(&self.settings, &parts, &body, needs_key);
                 drop(body);
                 return Ok((parts, compared));
             }
         }
-        // Nobody closes it.
+        // The semaphore is never closed.
         let turn = self.shared.comparisons.clone().acquire_owned().await.ok();
         let (settings, data, mut held) = (self.settings.clone(), data.clone(), held());
         let compare = move || {
             let body = canonical::decode(&parts, &data, settings.max_request_body, &mut held)?;
-            let compared = Compared::of(&settings, &parts, &body, needs_key);
+            let compared = FingerprintedRequest::of(&settings, &parts, &body, needs_key);
             drop((body, turn));
             Ok((parts, compared))
         };
         match tokio::runtime::Handle::try_current() {
-            Ok(runtime) => runtime.spawn_blocking(compare).await.unwrap_or(Err(NoRoom)),
+            Ok(runtime) => runtime.spawn_blocking(compare).await.unwrap_or(Err(BudgetExhausted)),
             Err(_) => compare(),
         }
         .map_err(no_room)
@@ -435,12 +437,12 @@ impl Keyed {
     }
 
     /// The whole body, for the fingerprint.
-    async fn read<B>(&self, body: B) -> Result<(Bytes, Option<HeaderMap>, Option<Held>), Refusal>
+    async fn read<B>(&self, body: B) -> Result<(Bytes, Option<HeaderMap>, Option<BudgetReservation>), Refusal>
     where
         B: Body<Error: Into<BoxError>>,
     {
         let limit = self.settings.max_request_body;
-        let mut held = Held::nothing(self.shared.request_budget.clone());
+        let mut held = BudgetReservation::nothing(self.shared.request_budget.clone());
         let read = {
             let mut reading = pin!(read_up_to(body, limit, |bytes| held.add_piece(bytes)));
             // Most bodies are there with their heads, and need no timer.
@@ -461,7 +463,7 @@ impl Keyed {
                     format!("{} At most {limit} bytes are accepted.", Condition::RequestTooLarge.detail());
                 Err(Refusal::new(Condition::RequestTooLarge).with_detail(detail))
             }
-            Read::Broken(error) if error.is::<NoRoom>() => Err(overloaded(NO_ROOM)),
+            Read::Broken(error) if error.is::<BudgetExhausted>() => Err(overloaded(NO_ROOM)),
             Read::Broken(error) => {
                 tracing::debug!(error = %ErrorChain(&*error), "request body broke off");
                 Err(Refusal::new(Condition::RequestIncomplete))
@@ -489,10 +491,10 @@ impl Keyed {
         let response_budget = self.shared.response_budget.clone();
         let (settings, target) = (self.settings.clone(), request.uri().clone());
         let execution = Execution { settings, permit, key, response_budget, target };
-        let mut work: Pin<Box<dyn Future<Output = Ended<RB, S::Error>> + Send>> =
+        let mut work: Pin<Box<dyn Future<Output = ExecutionEnd<RB, S::Error>> + Send>> =
             Box::pin(execution.run(inner, request));
         let answer = match poll_fn(|cx| Poll::Ready(work.as_mut().poll(cx))).await {
-            Poll::Ready(Ended { answer, rest }) => {
+            Poll::Ready(ExecutionEnd { answer, rest }) => {
                 if let Some(rest) = rest {
                     self.shared.engine.spawn(async move {
                         rest.await;
@@ -504,7 +506,7 @@ impl Keyed {
             Poll::Pending => {
                 let (send, receive) = oneshot::channel();
                 self.shared.engine.spawn(async move {
-                    let Ended { answer, rest } = work.await;
+                    let ExecutionEnd { answer, rest } = work.await;
                     let _gone = send.send(answer);
                     if let Some(rest) = rest {
                         rest.await;
@@ -553,14 +555,14 @@ impl Keyed {
     ) -> Response<ResponseBody<RB>> {
         let question = Question { settings: self.settings.clone(), permit, key };
         match self.shared.engine.spawn(question.ask(parts)).await {
-            Ok(Asked::Answer(stored, status)) => {
+            Ok(QuestionResult::Answer(stored, status)) => {
                 let mut response = self.replay(&stored, self.held_always(&stored));
                 if let Some(status) = status {
                     set_status(&mut response, status);
                 }
                 response
             }
-            Ok(Asked::Refused(refusal)) => self.refuse(refusal),
+            Ok(QuestionResult::Refused(refusal)) => self.refuse(refusal),
             // The task was cut off with its runtime.
             Err(_) => self.refuse(awaited()),
         }
@@ -583,7 +585,7 @@ impl Keyed {
 
     /// The stored answer, where there is room for it: it can be had again.
     fn replay_if_room<RB>(&self, stored: &StoredResponse) -> Response<ResponseBody<RB>> {
-        let mut held = Held::nothing(self.shared.response_budget.clone());
+        let mut held = BudgetReservation::nothing(self.shared.response_budget.clone());
         if held.add(stored.body().len()) {
             self.replay(stored, held)
         } else {
@@ -592,13 +594,13 @@ impl Keyed {
     }
 
     /// Reserves memory for a response that is sent even if the budget is used up.
-    fn held_always(&self, stored: &StoredResponse) -> Held {
-        let mut held = Held::nothing(self.shared.response_budget.clone());
+    fn held_always(&self, stored: &StoredResponse) -> BudgetReservation {
+        let mut held = BudgetReservation::nothing(self.shared.response_budget.clone());
         held.add_always(stored.body().len());
         held
     }
 
-    fn replay<RB>(&self, stored: &StoredResponse, held: Held) -> Response<ResponseBody<RB>> {
+    fn replay<RB>(&self, stored: &StoredResponse, held: BudgetReservation) -> Response<ResponseBody<RB>> {
         let Ok(status) = http::StatusCode::from_u16(stored.status()) else {
             return self.refuse(Refusal::new(Condition::RecordCorrupt));
         };
@@ -648,13 +650,13 @@ pub(crate) enum Executed<RB> {
 const COMPARED_HERE: usize = 64 * 1024;
 
 /// The properties of a request whose body was read.
-struct Compared {
+struct FingerprintedRequest {
     fingerprint: Fingerprint,
     /// The key that the body carries, where the route asks for it.
     natural_key: Option<Result<IdempotencyKey, NaturalKeyError>>,
 }
 
-impl Compared {
+impl FingerprintedRequest {
     fn of(settings: &Settings, parts: &Parts, body: &canonical::DecodedBody<'_>, needs_key: bool) -> Self {
         let members = settings.natural_key.as_ref().filter(|_| needs_key);
         let natural_key = members.map(|members| canonical::natural_key(members, parts, body));

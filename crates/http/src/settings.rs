@@ -59,7 +59,7 @@ pub struct Settings {
 pub enum AuthorityRole {
     /// Nothing: a request to another host is the same request. For a service that has several names.
     Ignored,
-    /// The same key with another host is another request: a mismatch, and nobody gets the answer that another host gave.
+    /// The same key with another host is another request: a mismatch. No client gets the response of another host.
     #[default]
     Compared,
     /// Each host has keys of its own. For a service that tells tenants apart by their hosts.
@@ -530,13 +530,15 @@ impl Settings {
             return Err(ConfigError::new(ANONYMOUS_NATURAL_KEY));
         }
         if self.policy.on_abandoned() == OnAbandoned::Reconcile && self.reconcile.is_none() {
-            return Err(ConfigError::new("on_abandoned is reconcile, but nobody to ask was given"));
+            return Err(ConfigError::new(
+                "on_abandoned is reconcile, but there is no service to ask: call with_reconcile",
+            ));
         }
         Ok(())
     }
 }
 
-/// Nobody has to guess a key that is built of the body: two carts are enough.
+/// A key that is built from the body need not be guessed: two callers with the same cart have the same key.
 const ANONYMOUS_NATURAL_KEY: &str = "the key is built of members of the body (key-members), and callers that are not told apart would \
      get each other's answers; demand what tells them apart (scope = \"required-header:NAME\" or \"required-cookie:NAME\"), or \
      say that there is only one (scope = \"single-tenant\")";

@@ -14,10 +14,11 @@ use oncegate_engine::{ConcludeOutcome, OperationReport, PanicError, catch_panic}
 
 use crate::answer::awaited;
 use crate::body::{BoxError, Read, ResponseBody, join, read_up_to};
-use crate::budget::Held;
+use crate::budget::BudgetReservation;
 use crate::context::{LeaseExpired, NoUpstreamResponse, UpstreamResponse};
 use crate::execute::{
-    Ended, Execution, FENCED, Fate, NOT_STORED, cannot_be_stored, charging, marked, stream, take_directive,
+    Execution, ExecutionEnd, FENCED, NOT_STORED, ResponseTreatment, cannot_be_stored, charging, marked,
+    stream, take_directive,
 };
 use crate::headers::{kept_trailers, restore};
 use crate::refusal::{Condition, Refusal};
@@ -26,34 +27,34 @@ use crate::settings::Settings;
 
 impl Execution {
     /// The handler answered.
-    pub(crate) async fn finish_upstream<RB, E>(self, mut response: Response<RB>) -> Ended<RB, E>
+    pub(crate) async fn finish_upstream<RB, E>(self, mut response: Response<RB>) -> ExecutionEnd<RB, E>
     where
         RB: Body<Data: Send, Error: Into<BoxError>> + Send + 'static,
     {
         if let Some(NoUpstreamResponse(status)) = response.extensions_mut().remove() {
-            return Ended::with(self.fail_upstream(Some(status)).await);
+            return ExecutionEnd::with(self.fail_upstream(Some(status)).await);
         }
         if response.extensions_mut().remove::<LeaseExpired>().is_some() {
-            return Ended::with(self.not_begun().await);
+            return ExecutionEnd::with(self.not_begun().await);
         }
         let directive = take_directive(&mut response);
         take_status(&mut response);
         let fate = self.fate(&response, directive);
         let (parts, body) = response.into_parts();
         let settings = self.settings.clone();
-        let mut held = Held::nothing(self.response_budget.clone());
+        let mut held = BudgetReservation::nothing(self.response_budget.clone());
         let answer = |completion| OperationReport::Answer { completion, success: parts.status.is_success() };
-        if fate != Fate::Replay || cannot_be_stored(&parts) {
-            let nothing = matches!(fate, Fate::Release | Fate::Unknown);
+        if fate != ResponseTreatment::Replay || cannot_be_stored(&parts) {
+            let nothing = matches!(fate, ResponseTreatment::Release | ResponseTreatment::Unknown);
             let said = if nothing { OperationReport::NoAnswer } else { answer(Completion::Tombstone) };
             let concluded = self.permit.conclude(said).await;
             let status = status_of(&concluded).filter(|status| !nothing || *status == FENCED);
             return match concluded {
-                ConcludeOutcome::Recorded(own) => Ended::with(instead(&settings, parts, &own, held)),
+                ConcludeOutcome::Recorded(own) => ExecutionEnd::with(instead(&settings, parts, &own, held)),
                 // It stays an answer without a body: a client of gRPC reads the status of its call in the head of such a one.
                 _ if body.is_end_stream() => {
                     let body = ResponseBody::own(Bytes::new());
-                    Ended::with(Executed::Response(marked(parts, body, status)))
+                    ExecutionEnd::with(Executed::Response(marked(parts, body, status)))
                 }
                 _ => stream(&settings, parts, (Vec::new(), held), Box::pin(body), status),
             };
@@ -69,7 +70,7 @@ impl Execution {
                 let said = answer(stored.map_or(Completion::Tombstone, Completion::Replayable));
                 let concluded = self.permit.conclude(said).await;
                 let status = status_of(&concluded);
-                Ended::with(match concluded {
+                ExecutionEnd::with(match concluded {
                     ConcludeOutcome::Recorded(own) => instead(&settings, parts, &own, held),
                     _ => {
                         let body = ResponseBody::whole(join(chunks), trailers, held);
@@ -81,7 +82,9 @@ impl Execution {
                 let concluded = self.permit.conclude(answer(Completion::Tombstone)).await;
                 let status = status_of(&concluded);
                 match concluded {
-                    ConcludeOutcome::Recorded(own) => Ended::with(instead(&settings, parts, &own, held)),
+                    ConcludeOutcome::Recorded(own) => {
+                        ExecutionEnd::with(instead(&settings, parts, &own, held))
+                    }
                     _ => stream(&settings, parts, (chunks, held), rest, status),
                 }
             }
@@ -89,9 +92,9 @@ impl Execution {
                 let record = self.permit.attempt().record_id();
                 tracing::warn!(%record, error = %ErrorChain(&*error), "response body broke off");
                 let status = parts.extensions.get::<UpstreamResponse>().map(|_| StatusCode::BAD_GATEWAY);
-                Ended::with(self.fail_upstream(status).await)
+                ExecutionEnd::with(self.fail_upstream(status).await)
             }
-            Err(PanicError) => Ended::with(self.fail_upstream(None).await),
+            Err(PanicError) => ExecutionEnd::with(self.fail_upstream(None).await),
         }
     }
 
@@ -106,15 +109,20 @@ impl Execution {
             // A retry asks for it.
             ConcludeOutcome::Awaited => awaited().with_status(status),
             ConcludeOutcome::Released => Refusal::new(Condition::HandlerFailed).with_status(status),
-            // Its transaction is still open, or somebody else executes: a retry gets what comes of it.
+            // Its transaction is still open, or another attempt executes: a retry gets the outcome.
             _ => Refusal::new(Condition::RequestInProgress).with_status(status).with_retry_after(1),
         };
         Executed::Refused(refusal)
     }
 }
 
-/// The answer of the record, in place of the handler's. What a record never keeps (a cookie, the id of this request) stays.
-fn instead<RB>(settings: &Settings, mut parts: Parts, own: &StoredResponse, mut held: Held) -> Executed<RB> {
+/// The response of the record, instead of the handler's. Fields that a record never keeps (a cookie, the request id) stay.
+fn instead<RB>(
+    settings: &Settings,
+    mut parts: Parts,
+    own: &StoredResponse,
+    mut held: BudgetReservation,
+) -> Executed<RB> {
     let Ok(status) = StatusCode::from_u16(own.status()) else {
         return Executed::Refused(Refusal::new(Condition::RecordCorrupt));
     };

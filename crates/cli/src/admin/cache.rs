@@ -9,7 +9,7 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
 
-/// The numbers of a cache, read whenever somebody asks.
+/// The numbers of a cache, read at each scrape.
 #[derive(Debug)]
 pub(crate) struct CacheCollector(pub(crate) CacheStats);
 

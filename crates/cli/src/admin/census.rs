@@ -41,9 +41,9 @@ const LAST_CALL: Duration = Duration::from_secs(24 * 3600);
 
 /// The records that this process left without an outcome. All clones are one.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct LeftBehind(Arc<Mutex<BTreeSet<RecordId>>>);
+pub(crate) struct AbandonedRecords(Arc<Mutex<BTreeSet<RecordId>>>);
 
-impl LeftBehind {
+impl AbandonedRecords {
     fn lock(&self) -> MutexGuard<'_, BTreeSet<RecordId>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -56,7 +56,7 @@ impl LeftBehind {
     }
 }
 
-impl Observer for LeftBehind {
+impl Observer for AbandonedRecords {
     fn observe(&self, event: &Event) {
         if let EventKind::Parked | EventKind::SettlementLost | EventKind::Abandoned = event.kind {
             self.add(event.id);
@@ -77,7 +77,7 @@ pub(crate) struct Counts {
 }
 
 impl Counts {
-    fn add(&mut self, record: &Counted) {
+    fn add(&mut self, record: &CountedRecord) {
         match record.state {
             StateName::InProgress => self.in_progress += 1,
             StateName::Abandoned => self.abandoned += 1,
@@ -96,7 +96,7 @@ impl Counts {
 }
 
 /// The remembered facts about a record.
-struct Counted {
+struct CountedRecord {
     state: StateName,
     /// Since when it is in this state.
     since: Timestamp,
@@ -107,7 +107,7 @@ struct Counted {
     is_last_call_made: bool,
 }
 
-impl Counted {
+impl CountedRecord {
     fn of(record: &Record, now: Timestamp) -> Self {
         let since = match record.state {
             State::InProgress { lease_until, .. } if lease_until <= now => lease_until,
@@ -131,8 +131,8 @@ impl Counted {
     }
 }
 
-/// Says that nobody settled a record in time. The last line about it: it cannot be looked up any more.
-fn log_expired(id: RecordId, record: &Counted) {
+/// Logs that no operator settled a record in time. It is the last line about the record, which no longer exists.
+fn log_expired(id: RecordId, record: &CountedRecord) {
     tracing::warn!(
         record = %id,
         operation = record.label.operation(),
@@ -143,7 +143,7 @@ fn log_expired(id: RecordId, record: &Counted) {
 }
 
 /// Counts until it is dropped.
-pub(crate) async fn run(store: Arc<dyn Store>, left: LeftBehind, metrics: Metrics) {
+pub(crate) async fn run(store: Arc<dyn Store>, left: AbandonedRecords, metrics: Metrics) {
     let mut census = Census {
         store,
         left,
@@ -165,10 +165,10 @@ pub(crate) async fn run(store: Arc<dyn Store>, left: LeftBehind, metrics: Metric
 
 struct Census {
     store: Arc<dyn Store>,
-    left: LeftBehind,
+    left: AbandonedRecords,
     metrics: Metrics,
     /// The unsettled records that are known.
-    known: BTreeMap<RecordId, Counted>,
+    known: BTreeMap<RecordId, CountedRecord>,
     /// The last known record that was read again.
     reread_after: Option<RecordId>,
     /// True if there are more unsettled records than are remembered.
@@ -192,7 +192,7 @@ impl Census {
             let page = self.store.list(query.clone()).await?;
             let now = self.store.now();
             for (id, record) in &page.records {
-                let counted = Counted::of(record, now);
+                let counted = CountedRecord::of(record, now);
                 counts.add(&counted);
                 if counted.is_unsettled() {
                     is_partial |= found.len() >= MAX_KNOWN;
@@ -243,11 +243,11 @@ impl Census {
             // What cannot be read now is read again the next time.
             let Ok(record) = self.store.lookup(id).await else { return };
             let now = self.store.now();
-            let counted = record.as_ref().map(|record| Counted::of(record, now));
+            let counted = record.as_ref().map(|record| CountedRecord::of(record, now));
             if counted.as_ref().is_none_or(|record| record.state != StateName::InProgress) {
                 self.left.lock().remove(&id);
             }
-            match (counted.filter(Counted::is_unsettled), self.known.remove(&id)) {
+            match (counted.filter(CountedRecord::is_unsettled), self.known.remove(&id)) {
                 (Some(mut counted), known) => {
                     counted.is_last_call_made = known.is_some_and(|known| known.is_last_call_made);
                     self.known.insert(id, counted);
@@ -266,7 +266,7 @@ impl Census {
     }
 
     /// An unsettled record is not there any more.
-    fn is_gone(&self, id: RecordId, record: &Counted) {
+    fn is_gone(&self, id: RecordId, record: &CountedRecord) {
         if record.end <= self.store.now() {
             self.metrics.count_expired_unsettled();
             log_expired(id, record);

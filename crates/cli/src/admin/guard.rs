@@ -1,7 +1,7 @@
 //! Who may speak to the admin API.
 //!
 //! Without a token only this machine can reach it, and everything on this machine can, a browser included. So a page of
-//! somebody else must not get through: neither by a name of its own that it points at this machine (DNS rebinding, which
+//! another site must not get through: neither by a name of its own that it points at this machine (DNS rebinding, which
 //! the `Host` field shows), nor by a form or a fetch that a browser sends without asking (which its media type, `Origin`
 //! and `Sec-Fetch-Site` show).
 

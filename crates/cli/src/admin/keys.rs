@@ -495,7 +495,7 @@ fn why_not(state: StateName, by_operator: bool, verdict: &Verdict) -> String {
         StateName::InProgress if is_park => {
             "Its owner holds it by a lease and may be running. Wait until the request ends or its lease does.".to_owned()
         }
-        StateName::InProgress => "Somebody is at it, and holds it by a lease. Wait until the request ends or its lease does. \
+        StateName::InProgress => "Another request is in progress and holds a lease. Wait until the request ends or its lease does. \
              Or release it with force, if you know that its owner is gone: if it is not, its effect may happen all the \
              same, beside that of the next request."
             .to_owned(),

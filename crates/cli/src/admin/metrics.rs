@@ -347,7 +347,7 @@ impl Metrics {
         *self.0.unsettled.lock() = Some(counts);
     }
 
-    /// Counts a record that nobody settled before its retention ended.
+    /// Counts a record that no operator settled before its retention ended.
     pub(super) fn count_expired_unsettled(&self) {
         self.0.unsettled.expired.inc();
     }

@@ -58,7 +58,7 @@ use crate::config::AdminToken;
 use crate::proxy::{ConnectionLimit, RequestLimit};
 
 pub(crate) use self::cache::CacheCollector;
-pub(crate) use self::census::{LeftBehind, run as count_records};
+pub(crate) use self::census::{AbandonedRecords, run as count_records};
 pub(crate) use self::keys::searched_key;
 pub(crate) use self::metrics::{Metrics, ReconcileResult, ReloadSubject, UpstreamResult};
 pub(crate) use self::view::{days_to, time};
@@ -209,7 +209,7 @@ async fn readyz(State(state): State<AdminState>) -> Response {
     if state.draining.is_set() {
         return not_ready("stopping\n");
     }
-    // The log has a line for each change, from the breaker; not one for each time that somebody asks.
+    // The log has a line for each change, from the breaker; not one for each request for it.
     match state.breaker.state() {
         BreakerState::Open => return not_ready("the store is out of reach\n"),
         BreakerState::Closed => {}

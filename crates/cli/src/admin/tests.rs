@@ -1,4 +1,4 @@
-//! The admin API over a socket, with the layer beside it on the same engine.
+//! The admin API over a socket, with the layer next to it on the same engine.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -92,7 +92,7 @@ impl Store for TestStore {
     }
 }
 
-/// The admin API on a socket, and the layer beside it.
+/// The admin API on a socket, and the layer next to it.
 pub(crate) struct Sidecar {
     pub(crate) address: SocketAddr,
     client: Client<HttpConnector, Full<Bytes>>,
@@ -264,7 +264,7 @@ impl Sidecar {
         assert_eq!(self.engine.store().apply(id, command).await.unwrap(), Outcome::StepRecorded);
     }
 
-    /// A record whose owner is gone, after somebody asked for it.
+    /// A record whose owner is gone, after a retry looked at it.
     pub(crate) async fn unknown(&self, number: u8, operation: &str) -> RecordId {
         let (id, _) = self.in_progress(number, operation).await;
         self.clock.advance(Duration::from_secs(31));

@@ -83,7 +83,7 @@ pub(crate) struct CallArgs {
         help_heading = "Request"
     )]
     pub(super) data: Vec<String>,
-    /// A body, octet by octet as it is: the text itself, @FILE, or @- for the standard input
+    /// A body, byte for byte: the text itself, @FILE, or @- for the standard input
     #[arg(long, value_name = "TEXT|@FILE|-", allow_hyphen_values = true, help_heading = "Request")]
     pub(super) data_binary: Option<String>,
     /// User and password. Others see command lines: -H @FILE with the field Authorization is better, or the environment
@@ -146,7 +146,7 @@ impl std::fmt::Debug for CallArgs {
 fn method(text: &str) -> Result<Method, String> {
     let known = ["GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"];
     match Method::from_bytes(text.as_bytes()) {
-        // Methods have capitals and small letters, and nobody means `post`.
+        // Methods are case-sensitive, and `post` is always a mistake.
         Ok(method) if !known.contains(&text) && known.contains(&text.to_ascii_uppercase().as_str()) => {
             Err(format!("write {}", method.as_str().to_ascii_uppercase()))
         }

@@ -37,7 +37,7 @@ const EXIT_CODES: [(End, &str, &str); 8] = [
     (
         End::Refused,
         "refused, for good: nothing happened",
-        "tells somebody; a corrected request is another intent",
+        "alerts an operator; a corrected request is another intent",
     ),
     (
         End::Usage,
@@ -46,7 +46,7 @@ const EXIT_CODES: [(End, &str, &str); 8] = [
     ),
     (End::Nothing, "nothing happened, for certain", "the same call, later"),
     (End::Open, "it may have happened", "the same call, later: it brings certainty"),
-    (End::Unknown, "it may have happened, and no call brings certainty", "somebody has to find out"),
+    (End::Unknown, "it may have happened, and no further call can tell", "an operator has to find out"),
     (
         End::Output,
         "done, but there is no answer to hand on: it could not be written out, or the journal has it as done and the service \
@@ -96,7 +96,7 @@ impl End {
             Self::Nothing => "nothing happened; make the same call again later",
             Self::TurnedAway => "turned away before the operation; mend that, then make the same call again",
             Self::Open => "it may have happened; make the same call again later",
-            Self::Unknown => "it may have happened; somebody has to find out",
+            Self::Unknown => "it may have happened; an operator has to find out",
             Self::Output => "done, and its answer cannot be handed on",
             Self::Usage => "nothing was sent; mend that, then make the same call again",
         }
@@ -253,7 +253,7 @@ pub(super) fn say(args: &CallArgs, sink: &mut Sink, sent: Result<Answer, Unfinis
     let head = if args.include { head.as_slice() } else { &[] };
     if let Err(error) = sink.write(head, response.body()) {
         complain!("oncegate: {}, and the answer could not be written: {error}", end.words());
-        // Whoever reads the exit code alone must not believe that the answer was handed on.
+        // A script that reads only the exit code must not assume that it got the response.
         return if end == End::Done { End::Output } else { end };
     }
     end

@@ -11,7 +11,7 @@ use oncegate_client::{Carrier, Intent, Key};
 
 use super::args::CallArgs;
 
-/// Largest body of a request, in octets: it is held in memory, and a journal takes 16 MiB with all that belongs to it.
+/// The largest body of a request, in bytes. It is held in memory, and a journal entry has at most 16 MiB altogether.
 const BODY_MAX: usize = 15 * 1024 * 1024;
 
 /// Fields that say where a message ends, which is not the caller's business.

@@ -1,4 +1,4 @@
-//! What somebody should know of a configuration that works.
+//! Warnings about a configuration that works.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
@@ -21,7 +21,7 @@ const LEASE_SHORT: Duration = Duration::from_secs(2);
 /// Above this a key is blocked after a crash for longer than clients retry.
 const LEASE_LONG: Duration = Duration::from_secs(10 * 60);
 
-/// On the sidecar as a whole.
+/// Warnings about the sidecar as a whole.
 pub(super) fn on_service(values: &Values) -> Vec<Problem> {
     let mut advice = Vec::new();
     if given(&values.store) == StoreChoice::Memory {
@@ -38,7 +38,7 @@ pub(super) fn on_service(values: &Values) -> Vec<Problem> {
     advice
 }
 
-/// On files with secrets that everybody on this machine can read.
+/// Warnings about files with secrets that every user of this machine can read.
 pub(super) fn on_secrets(token: Option<&PathBuf>, tls: Option<&TlsFiles>) -> Vec<Problem> {
     let secrets = [("the admin token", token), ("the TLS key", tls.map(|files| &files.key))];
     let warning = |(what, file): (&str, Option<&PathBuf>)| {
@@ -47,7 +47,7 @@ pub(super) fn on_secrets(token: Option<&PathBuf>, tls: Option<&TlsFiles>) -> Vec
     secrets.into_iter().filter_map(warning).collect()
 }
 
-/// On a password in a file that everybody can read.
+/// A warning about a password in a file that every user can read.
 pub(super) fn on_readable_password(entry: &Entry) -> Option<Problem> {
     let (Source::File(place), Raw::Text(url)) = (&entry.source, &entry.raw) else { return None };
     if entry.setting.name != "store" || !has_password(url) {
@@ -74,7 +74,7 @@ fn has_password(text: &str) -> bool {
     }) || text.contains("password=")
 }
 
-/// On what is done on one route, or on all others.
+/// Warnings about one route, or about the requests that match no route.
 pub(super) fn on_route(values: &Values, route: &RouteConfig) -> Vec<Problem> {
     let mut advice = Vec::new();
     let mut warn = |source: Option<Source>, what: String| advice.push(Problem::warning(source, what));
@@ -136,7 +136,7 @@ pub(super) fn on_route(values: &Values, route: &RouteConfig) -> Vec<Problem> {
     advice
 }
 
-/// On cross-origin settings that nothing comes of.
+/// A warning about cross-origin settings without effect.
 fn on_cors(values: &Values) -> Option<Problem> {
     // An empty list switches them off, and what is said for the other routes stays.
     if values.cors_allowed_origins.is_some() {
@@ -153,7 +153,7 @@ fn on_cors(values: &Values) -> Option<Problem> {
     Some(Problem::warning(place, "not used: no origins are allowed; set cors.allowed-origins too"))
 }
 
-/// On a route that is never used, because earlier ones match all its requests.
+/// A warning about a route that is never used, because earlier ones match all its requests.
 pub(super) fn on_order(earlier: &[Route], route: &Route, place: &Source) -> Option<Problem> {
     let before: Vec<_> = earlier.iter().filter(|other| other.pattern.covers(&route.pattern)).collect();
     let hides: Vec<_> = match before.iter().find(|other| other.methods.is_empty()) {

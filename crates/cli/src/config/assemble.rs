@@ -142,7 +142,7 @@ fn check_budgets<'a>(
     }
 }
 
-/// A server has limits of its own, which nobody may think are set here.
+/// Refuses limits that do not apply to a store on a server, which has its own.
 fn check_room(values: &Values, problems: &mut Vec<Problem>) {
     let store = given(&values.store);
     let (is_memory, is_directory) = match store.store() {

@@ -31,7 +31,7 @@ pub(crate) struct CachedChoice {
 /// The kinds of caches.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum CacheChoice {
-    /// In memory, of so many octets.
+    /// In memory, with this many bytes.
     Memory(usize),
     /// In this directory.
     Directory(PathBuf),

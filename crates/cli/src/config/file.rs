@@ -27,7 +27,7 @@ pub(super) struct RouteTable {
 
 /// Reads the file; `None` where it is no TOML.
 pub(super) fn read(name: &str, text: &str, problems: &mut Vec<Problem>) -> Option<FileContent> {
-    let mut reader = Reader { name: name.into(), text, problems };
+    let mut reader = TomlReader { name: name.into(), text, problems };
     let (table, errors) = DeTable::parse_recoverable(text);
     if !errors.is_empty() {
         for error in errors {
@@ -53,7 +53,7 @@ pub(super) fn read(name: &str, text: &str, problems: &mut Vec<Problem>) -> Optio
     Some(content)
 }
 
-struct Reader<'a> {
+struct TomlReader<'a> {
     name: Arc<str>,
     text: &'a str,
     problems: &'a mut Vec<Problem>,
@@ -62,7 +62,7 @@ struct Reader<'a> {
 type Key<'i> = Spanned<std::borrow::Cow<'i, str>>;
 type Value<'i> = Spanned<DeValue<'i>>;
 
-impl Reader<'_> {
+impl TomlReader<'_> {
     fn route(&mut self, value: &Value<'_>) -> Option<RouteTable> {
         let DeValue::Table(table) = value.get_ref() else {
             self.error(&value.span(), Some("route"), "write [[route]] tables");

@@ -16,7 +16,7 @@ use super::units::StoreChoice;
 
 /// Makes every path of `values` absolute. `file` is the configuration file, if there is one.
 pub(super) fn make_absolute(values: &mut Values, file: Option<&Path>, problems: &mut Vec<Problem>) {
-    let base = Base { directory: file.and_then(Path::parent) };
+    let base = PathBase { directory: file.and_then(Path::parent) };
     let mut note = |source: &Source, result: io::Result<()>| {
         if let Err(error) = result {
             let what =
@@ -41,12 +41,12 @@ pub(super) fn make_absolute(values: &mut Values, file: Option<&Path>, problems: 
     }
 }
 
-struct Base<'a> {
+struct PathBase<'a> {
     /// The directory of the configuration file; empty for a file in the working directory.
     directory: Option<&'a Path>,
 }
 
-impl Base<'_> {
+impl PathBase<'_> {
     fn apply(&self, path: &mut PathBuf, source: &Source) -> io::Result<()> {
         let directory = match source {
             Source::File(_) | Source::Default => self.directory.unwrap_or(Path::new("")),

@@ -8,7 +8,7 @@ use super::settings::Setting;
 /// The source of a value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Source {
-    /// Nobody said anything.
+    /// The default.
     Default,
     /// The command line, by the flag's name with its dashes.
     Flag(String),
@@ -46,11 +46,11 @@ impl fmt::Display for Source {
 pub(crate) enum Severity {
     /// Oncegate does not start with it.
     Error,
-    /// Somebody should know of it.
+    /// The sidecar starts, but the operator should know of it.
     Warning,
 }
 
-/// One thing that is wrong, or that somebody should know of.
+/// One error or warning.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Problem {
     pub(crate) severity: Severity,

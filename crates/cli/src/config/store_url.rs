@@ -42,7 +42,7 @@ impl StoreUrl {
         Ok(())
     }
 
-    /// The whole of it, for whoever connects.
+    /// The whole URL, for connecting.
     pub(crate) fn reveal(&self) -> &str {
         &self.0
     }

@@ -654,7 +654,7 @@ pub(crate) fn path_case(text: &str) -> Read<PathCase> {
 /// An origin whose pages may read responses.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Origin {
-    /// Everybody's.
+    /// Every origin.
     Any,
     /// Those of this origin, as browsers write it.
     Named(HeaderValue),

@@ -21,7 +21,7 @@ use crate::admin::ADMIN_FIELD;
 /// Limits the time of one answer of the sidecar.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// The largest answer: a record holds 64 MiB at the most, and base64 makes four octets of three.
+/// The largest response: a record has at most 64 MiB, and base64 turns three bytes into four.
 const ANSWER_MAX: usize = 100 * 1024 * 1024;
 
 pub(super) struct Client {

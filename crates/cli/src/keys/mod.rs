@@ -75,13 +75,13 @@ struct Ls {
     /// Only records of this caller, by the mark that a listing shows
     #[arg(long, value_name = "MARK")]
     caller: Option<String>,
-    /// Only records of this key, whoever sent it and to which operation. It is not sent: its tag is, 8 bytes of a hash
+    /// Only records of this key, of any caller and operation. Only a tag of the key is sent: 8 bytes of a hash
     #[arg(long, value_name = "KEY", allow_hyphen_values = true)]
     key: Option<String>,
     /// Only records whose operation starts like this, such as "POST /payments"
     #[arg(long, value_name = "TEXT")]
     operation: Option<String>,
-    /// Only records that have been in their state for so long, such as 30s, 5m, 24h
+    /// Only records that have been in their state for at least this time, such as 30s, 5m, 24h
     #[arg(long, value_name = "DURATION")]
     min_age: Option<String>,
     /// Only records that came into their state at this time or later: in UTC, such as 2026-02-28T12:34 or 2026-02-28, or how
@@ -95,8 +95,8 @@ struct Ls {
     #[arg(long, value_name = "N", default_value_t = 100)]
     limit: u32,
     /// The newest first, with totals; or in the order of the store, page by page
-    #[arg(long, value_name = "ORDER", value_enum, default_value_t = Order::Newest)]
-    order: Order,
+    #[arg(long, value_name = "ORDER", value_enum, default_value_t = ListOrder::Newest)]
+    order: ListOrder,
     /// Goes on after a listing with --order record that says so
     #[arg(long, value_name = "CURSOR")]
     cursor: Option<String>,
@@ -104,7 +104,7 @@ struct Ls {
 
 /// The order of a listing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-enum Order {
+enum ListOrder {
     Newest,
     Record,
 }
@@ -187,7 +187,7 @@ struct Resolve {
     #[arg(long)]
     amend: bool,
     #[command(flatten)]
-    why: Why,
+    why: AuditArgs,
 }
 
 #[derive(Args, Debug)]
@@ -196,23 +196,23 @@ struct Park {
     /// released it, or its service released it, and no request with the key has come since
     record: String,
     #[command(flatten)]
-    why: Why,
+    why: AuditArgs,
 }
 
 #[derive(Args, Debug)]
 struct Release {
     /// The record, as a listing or the log shows it, or as much of its beginning as no other has
     record: String,
-    /// Also where its owner may be alive. Its effect may happen all the same, beside that of the next request
+    /// Also if its owner may be alive. Its effect may then happen in addition to that of the next request
     #[arg(long)]
     force: bool,
     #[command(flatten)]
-    why: Why,
+    why: AuditArgs,
 }
 
 /// The actor and the reason, for the audit trail.
 #[derive(Args, Debug)]
-struct Why {
+struct AuditArgs {
     /// Why; kept in the audit trail
     #[arg(long, value_name = "TEXT")]
     reason: String,
@@ -244,7 +244,7 @@ enum Failure {
     Refused(String),
     /// The arguments are invalid.
     Usage(String),
-    /// Nobody answered.
+    /// The sidecar did not answer.
     Unreachable(String),
     /// The answer could not be written out.
     Output(io::Error),
@@ -429,7 +429,7 @@ impl Ls {
             ("until", self.until.as_deref()),
         ];
         let limit = self.limit as usize;
-        if self.order == Order::Newest && self.cursor.is_none() {
+        if self.order == ListOrder::Newest && self.cursor.is_none() {
             let page = client.get(&format!("{}&order=newest", listing_path(&filters, limit, None))).await?;
             return print::newest(&page, as_json, out);
         }
@@ -601,7 +601,7 @@ impl Resolve {
     }
 }
 
-impl Why {
+impl AuditArgs {
     fn json(&self, env: impl Fn(&str) -> Option<String>) -> Map<String, Value> {
         let user =
             || ["USER", "LOGNAME", "USERNAME"].into_iter().find_map(&env).filter(|user| !user.is_empty());

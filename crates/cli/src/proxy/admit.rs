@@ -145,7 +145,7 @@ fn is_host(octets: &[u8]) -> bool {
         [] => true,
         [b':', port @ ..] if port.iter().all(u8::is_ascii_digit) => true,
         _ => Authority::try_from(octets).is_ok_and(|authority| {
-            // Whoever stands in front of the host is not part of it.
+            // User information before the host is not part of the host.
             let behind = authority.as_str().strip_prefix(authority.host());
             let port = behind.map(|behind| behind.strip_prefix(':').unwrap_or(behind));
             port.is_some_and(|port| port.bytes().all(|octet| octet.is_ascii_digit()))
@@ -153,7 +153,7 @@ fn is_host(octets: &[u8]) -> bool {
     }
 }
 
-/// RFC 9113, 8.2.3: HTTP/2 may split what everybody else expects in one line.
+/// RFC 9113, 8.2.3: HTTP/2 may split a field that other protocols expect in one line.
 fn join_cookies(headers: &mut HeaderMap) {
     let mut lines = headers.get_all(header::COOKIE).iter();
     if let (Some(_), Some(_)) = (lines.next(), lines.next()) {

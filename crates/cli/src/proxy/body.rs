@@ -51,9 +51,9 @@ impl Activity {
 /// A time that the service may take, which runs only while this process does.
 ///
 /// A process that was stopped, or whose machine was, wakes up to a time that is long over, and to answers that have been waiting
-/// in its sockets. They are read first: what came in time is not late because nobody looked.
+/// in its sockets. They are read first: a response that came in time is not late because the process was stopped.
 #[derive(Debug)]
-pub(super) struct PatientTimer {
+pub(super) struct RunningTimer {
     sleep: Pin<Box<Sleep>>,
     /// True if the sockets were polled once more.
     looked: bool,
@@ -68,18 +68,18 @@ const AFTER_STOP: Duration = Duration::from_secs(5);
 /// Sockets are looked at before timers, so that the shortest sleep is a turn for them.
 const LAST_TURN: Duration = Duration::from_millis(1);
 
-impl PatientTimer {
+impl RunningTimer {
     pub(super) fn until(deadline: Instant) -> Self {
         Self { sleep: Box::pin(tokio::time::sleep_until(deadline)), looked: false }
     }
 
-    /// Ready when the time is over. `patience` is the whole of it.
-    pub(super) fn poll(&mut self, cx: &mut Context<'_>, patience: Duration) -> Poll<()> {
+    /// Ready when the time is over. `timeout` is the whole time.
+    pub(super) fn poll(&mut self, cx: &mut Context<'_>, timeout: Duration) -> Poll<()> {
         loop {
             ready!(self.sleep.as_mut().poll(cx));
             let now = Instant::now();
             if now.saturating_duration_since(self.sleep.deadline()) > STOPPED {
-                self.sleep.as_mut().reset(now + patience.min(AFTER_STOP));
+                self.sleep.as_mut().reset(now + timeout.min(AFTER_STOP));
                 self.looked = false;
             } else if self.looked {
                 return Poll::Ready(());
@@ -145,7 +145,7 @@ impl Body for WholeBody {
 pin_project! {
     /// A request's body that notes when it moves, and whose trailers have no field that belongs into the head.
     #[derive(Debug)]
-    pub(super) struct NotedBody<B> {
+    pub(super) struct ObservedBody<B> {
         #[pin]
         body: B,
         activity: Activity,
@@ -153,13 +153,13 @@ pin_project! {
     }
 }
 
-impl<B> NotedBody<B> {
+impl<B> ObservedBody<B> {
     pub(super) const fn new(body: B, activity: Activity, head_fields: Arc<HeadFields>) -> Self {
         Self { body, activity, head_fields }
     }
 }
 
-impl<B: Body> Body for NotedBody<B> {
+impl<B: Body> Body for ObservedBody<B> {
     type Data = B::Data;
     type Error = B::Error;
 
@@ -206,7 +206,7 @@ pin_project! {
             #[pin]
             body: WholeBody,
             idle: Option<Duration>,
-            timer: Option<PatientTimer>,
+            timer: Option<RunningTimer>,
             _permit: Option<RequestPermit>,
         },
         Own { body: Option<Bytes> },
@@ -247,7 +247,7 @@ impl Body for ProxyBody {
                 }
                 // Only a body that keeps its reader waiting needs a timer.
                 let Some(idle) = *idle else { return Poll::Pending };
-                let timer = timer.get_or_insert_with(|| PatientTimer::until(Instant::now() + idle));
+                let timer = timer.get_or_insert_with(|| RunningTimer::until(Instant::now() + idle));
                 timer.poll(cx, idle).map(|()| Some(Err("the upstream sent nothing for too long".into())))
             }
         }

@@ -14,7 +14,7 @@ use crate::admin::{CacheCollector, Metrics};
 use crate::config::{CacheChoice, CachedChoice, Config, StoreChoice};
 
 /// A cache that is to be put before a store.
-pub(super) struct Tier {
+pub(super) struct PendingCache {
     cache: Cache,
     options: CacheOptions,
     stats: CacheStats,
@@ -24,10 +24,10 @@ pub(super) struct Tier {
 const AGAIN_AFTER: Duration = Duration::from_secs(2);
 
 /// The cache, where one is configured. One on a server that cannot be used yet is opened later.
-pub(super) async fn open(config: &Config) -> Result<Option<Tier>, String> {
+pub(super) async fn open(config: &Config) -> Result<Option<PendingCache>, String> {
     let StoreChoice::Cached(choice) = &config.store else { return Ok(None) };
     let cache = match &choice.cache {
-        CacheChoice::Memory(octets) => Cache::in_memory(*octets),
+        CacheChoice::Memory(bytes) => Cache::in_memory(*bytes),
         CacheChoice::Directory(directory) => {
             let options = EmbeddedOptions::new(directory).with_cache_bytes(config.max_page_cache);
             let store = open_directory(directory, options).map_err(|error| error.to_string())?;
@@ -37,7 +37,7 @@ pub(super) async fn open(config: &Config) -> Result<Option<Tier>, String> {
     };
     let stats = CacheStats::default();
     let options = options(choice).map_err(|error| error.to_string())?.with_stats(stats.clone());
-    Ok(Some(Tier { cache, options, stats }))
+    Ok(Some(PendingCache { cache, options, stats }))
 }
 
 fn options(choice: &CachedChoice) -> Result<CacheOptions, ConfigError> {
@@ -72,7 +72,7 @@ async fn open_redis(options: &RedisOptions) -> Cache {
 }
 
 /// The metrics of the store, and of what stands before it.
-pub(super) fn metrics(store: Arc<dyn Store>, tier: Option<&Tier>) -> Metrics {
+pub(super) fn metrics(store: Arc<dyn Store>, tier: Option<&PendingCache>) -> Metrics {
     let Some(tier) = tier else { return Metrics::new(move || store.capabilities()) };
     let capabilities = move || {
         let mut capabilities = store.capabilities();
@@ -87,9 +87,9 @@ pub(super) fn metrics(store: Arc<dyn Store>, tier: Option<&Tier>) -> Metrics {
 /// answered tells nothing of whether the store can be reached.
 pub(super) fn before(
     store: Arc<dyn Store>,
-    tier: Option<Tier>,
+    tier: Option<PendingCache>,
 ) -> (Arc<dyn Store>, Option<Arc<CachedStore>>) {
-    let Some(Tier { cache, options, .. }) = tier else { return (store, None) };
+    let Some(PendingCache { cache, options, .. }) = tier else { return (store, None) };
     let cached = Arc::new(CachedStore::new(cache, store, options));
     (cached.clone(), Some(cached))
 }

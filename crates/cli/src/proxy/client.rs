@@ -169,9 +169,9 @@ impl AsyncWrite for ClientStream {
 }
 
 /// An answer that an HTTP/1.1 client waits for or gets, until this is dropped.
-struct OwedAnswer(Arc<ConnectionState>);
+struct PendingResponse(Arc<ConnectionState>);
 
-impl OwedAnswer {
+impl PendingResponse {
     fn new(state: Arc<ConnectionState>) -> Self {
         state.half_closed.store(false, Ordering::Relaxed);
         state.phase.store(OWING, Ordering::Relaxed);
@@ -183,19 +183,19 @@ impl OwedAnswer {
     }
 }
 
-impl Drop for OwedAnswer {
+impl Drop for PendingResponse {
     fn drop(&mut self) {
         self.0.phase.store(IDLE, Ordering::Relaxed);
     }
 }
 
 /// The way of one answer to its client.
-pub(super) struct Delivery(Option<OwedAnswer>);
+pub(super) struct Delivery(Option<PendingResponse>);
 
 impl Delivery {
     /// For a request that was just received.
     pub(super) fn of(version: Version, state: &Arc<ConnectionState>) -> Self {
-        Self((version != Version::HTTP_2).then(|| OwedAnswer::new(state.clone())))
+        Self((version != Version::HTTP_2).then(|| PendingResponse::new(state.clone())))
     }
 
     /// The body of the answer, which is there now. To be called in the task of the request.
@@ -203,10 +203,10 @@ impl Delivery {
         let way = match (self.0, PROGRESS.try_with(Arc::clone)) {
             (Some(owed), _) => {
                 owed.begins();
-                Way::Http1 { _owed: owed }
+                DeliveryTracking::Http1 { _owed: owed }
             }
-            (None, Ok(progress)) => Way::Http2 { pieces: Pieces::new(progress) },
-            (None, Err(_)) => Way::Unwatched,
+            (None, Ok(progress)) => DeliveryTracking::Http2 { pieces: Pieces::new(progress) },
+            (None, Err(_)) => DeliveryTracking::Unwatched,
         };
         ClientBody { body, way }
     }
@@ -217,13 +217,13 @@ pin_project! {
     pub(super) struct ClientBody<B> {
         #[pin]
         body: B,
-        way: Way,
+        way: DeliveryTracking,
     }
 }
 
-enum Way {
+enum DeliveryTracking {
     Http1 {
-        _owed: OwedAnswer,
+        _owed: PendingResponse,
     },
     Http2 {
         pieces: Pieces,
@@ -242,8 +242,8 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>>> Body for ClientBody<B> {
     ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         let this = self.project();
         match this.way {
-            Way::Http2 { pieces } => pieces.poll_next(cx, this.body),
-            Way::Http1 { .. } | Way::Unwatched => {
+            DeliveryTracking::Http2 { pieces } => pieces.poll_next(cx, this.body),
+            DeliveryTracking::Http1 { .. } | DeliveryTracking::Unwatched => {
                 this.body.poll_frame(cx).map(|frame| frame.map(|frame| frame.map_err(Into::into)))
             }
         }
@@ -251,8 +251,8 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>>> Body for ClientBody<B> {
 
     fn is_end_stream(&self) -> bool {
         match &self.way {
-            Way::Http2 { pieces } => pieces.are_at_end(&self.body),
-            Way::Http1 { .. } | Way::Unwatched => self.body.is_end_stream(),
+            DeliveryTracking::Http2 { pieces } => pieces.are_at_end(&self.body),
+            DeliveryTracking::Http1 { .. } | DeliveryTracking::Unwatched => self.body.is_end_stream(),
         }
     }
 

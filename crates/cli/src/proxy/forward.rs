@@ -26,7 +26,7 @@ use tracing::field::display;
 
 use super::FULL_WARNING_INTERVAL;
 use super::admit::is_too_large;
-use super::body::{Activity, NotedBody, PatientTimer, ProxyBody, WholeBody};
+use super::body::{Activity, ObservedBody, ProxyBody, RunningTimer, WholeBody};
 use super::client::ConnectionState;
 use super::framing::{has_other_coding, is_unframed};
 use super::headers::{HeadFields, Peer, prepare, remove_hop_by_hop, rewrite};
@@ -36,7 +36,7 @@ use super::tls::ToService;
 use crate::admin::{Metrics, UpstreamResult};
 use crate::config::Config;
 
-pub(super) type UpstreamClient = Client<ToService, NotedBody<RequestBody<WholeBody>>>;
+pub(super) type UpstreamClient = Client<ToService, ObservedBody<RequestBody<WholeBody>>>;
 
 /// The state that all connections of one thread share.
 pub(super) struct Upstream {
@@ -124,7 +124,7 @@ impl Forward {
         };
         let activity = Activity::new();
         let head_fields = self.upstream.head_fields.clone();
-        let mut request = request.map(|body| NotedBody::new(body, activity.clone(), head_fields));
+        let mut request = request.map(|body| ObservedBody::new(body, activity.clone(), head_fields));
         let asked = Instant::now();
         let attempt = attempt.map(|attempt| (attempt, capture_connection(&mut request)));
         let sending = async {
@@ -300,7 +300,7 @@ fn ask_upgrade(headers: &mut http::HeaderMap, protocol: HeaderValue) {
     headers.insert(header::UPGRADE, protocol);
 }
 
-/// Carries octets both ways until both sides are done.
+/// Copies bytes both ways until both sides are done.
 async fn tunnel(client: OnUpgrade, upstream: OnUpgrade, _permit: Option<RequestPermit>) {
     match tokio::try_join!(client, upstream) {
         Ok((client, upstream)) => {
@@ -348,7 +348,7 @@ async fn silence(activity: &Activity, patience: Option<Duration>) {
     let Some(patience) = patience else { return std::future::pending().await };
     loop {
         let until = activity.last() + patience;
-        let mut timer = PatientTimer::until(until);
+        let mut timer = RunningTimer::until(until);
         poll_fn(|cx| timer.poll(cx, patience)).await;
         if activity.last() + patience <= until {
             return;
@@ -424,9 +424,9 @@ mod tests {
 
     use super::*;
 
-    struct Wall;
+    struct FixedClock;
 
-    impl Clock for Wall {
+    impl Clock for FixedClock {
         fn now(&self) -> Timestamp {
             let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap();
             Timestamp::from_millis(u64::try_from(since.as_millis()).unwrap())
@@ -476,7 +476,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_request_whose_lease_ended_while_a_connection_was_made_is_not_sent_where_another_took_over() {
-        let store: Arc<dyn Store> = Arc::new(MemoryStore::new(Wall));
+        let store: Arc<dyn Store> = Arc::new(MemoryStore::new(FixedClock));
         let other = Engine::new(store.clone());
         let result = sent_late(&store, async || {
             let permit = claim(&other, limits::MAX_LEASE).await.expect("the lease is over");
@@ -487,7 +487,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_request_whose_lease_ended_while_a_connection_was_made_is_sent_under_a_new_one() {
-        let store: Arc<dyn Store> = Arc::new(MemoryStore::new(Wall));
+        let store: Arc<dyn Store> = Arc::new(MemoryStore::new(FixedClock));
         assert_eq!(sent_late(&store, async || {}).await, (true, true));
     }
 }

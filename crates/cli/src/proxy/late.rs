@@ -1,6 +1,6 @@
 //! A store that is out of reach when the sidecar starts.
 //!
-//! The sidecar starts all the same, so that what needs no store passes: otherwise a restart during an outage would take the
+//! The sidecar starts anyway, so that requests that need no store pass: otherwise a restart during an outage would take the
 //! service down with it. What trying again does not mend, such as a wrong password, ends it instead.
 
 use std::fmt;
@@ -18,16 +18,16 @@ use tokio::task::JoinHandle;
 use super::run;
 use crate::config::{Config, StoreChoice};
 
-/// Why a store was not opened.
+/// The reason why a store was not opened.
 #[derive(Debug)]
-pub(super) enum NotOpened {
+pub(super) enum StoreOpenError {
     /// It cannot be reached. Trying again may help.
     Unreachable(String),
     /// It cannot be used. Trying again does not help.
     Unfit(String),
 }
 
-impl fmt::Display for NotOpened {
+impl fmt::Display for StoreOpenError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Unreachable(why) | Self::Unfit(why) => f.write_str(why),
@@ -35,30 +35,30 @@ impl fmt::Display for NotOpened {
     }
 }
 
-/// A store, and whether it is there already.
-pub(super) struct Opened {
+/// A store. `is_there` is true if it is open already.
+pub(super) struct OpenedStore {
     pub(super) store: Arc<dyn Store>,
     pub(super) is_there: bool,
 }
 
-/// Opens the store, now or, where it cannot be reached, when somebody asks whether it is well and it can.
+/// Opens the store now, or, if it cannot be reached, at the first health check at which it can.
 ///
 /// # Errors
-/// Where it cannot be used.
-pub(super) async fn open(config: &Arc<Config>) -> Result<Opened, String> {
+/// If it cannot be used.
+pub(super) async fn open(config: &Arc<Config>) -> Result<OpenedStore, String> {
     match run::open(config).await {
-        Ok(store) => Ok(Opened { store, is_there: true }),
-        Err(NotOpened::Unfit(why)) => Err(why),
-        Err(NotOpened::Unreachable(why)) => {
+        Ok(store) => Ok(OpenedStore { store, is_there: true }),
+        Err(StoreOpenError::Unfit(why)) => Err(why),
+        Err(StoreOpenError::Unreachable(why)) => {
             tracing::error!("{why}; starting without it: requests with a key are refused until it is there");
             let store = LateStore {
                 config: config.clone(),
                 opened: OnceLock::new(),
-                opening: Opening::default(),
+                opening: PendingOpen::default(),
                 said: Mutex::new(why),
                 clock: SystemClock::new(),
             };
-            Ok(Opened { store: Arc::new(store), is_there: false })
+            Ok(OpenedStore { store: Arc::new(store), is_there: false })
         }
     }
 }
@@ -67,20 +67,20 @@ pub(super) async fn open(config: &Arc<Config>) -> Result<Opened, String> {
 struct LateStore {
     config: Arc<Config>,
     opened: OnceLock<Arc<dyn Store>>,
-    opening: Opening,
-    /// Why it was not opened the last time.
+    opening: PendingOpen,
+    /// The reason why it was not opened the last time.
     said: Mutex<String>,
     clock: SystemClock,
 }
 
-/// The attempt to open it that runs. It goes on where the one who asked waits no longer: opening takes several answers of the
-/// server, and whoever asks has the patience for one.
+/// The running attempt to open it. It continues after its health check gave up: opening takes several answers of the
+/// server, and a health check waits for one.
 #[derive(Default)]
-struct Opening(tokio::sync::Mutex<Option<JoinHandle<Found>>>);
+struct PendingOpen(tokio::sync::Mutex<Option<JoinHandle<OpenResult>>>);
 
-type Found = Result<Arc<dyn Store>, NotOpened>;
+type OpenResult = Result<Arc<dyn Store>, StoreOpenError>;
 
-impl Drop for Opening {
+impl Drop for PendingOpen {
     fn drop(&mut self) {
         if let Some(running) = self.0.get_mut() {
             running.abort();
@@ -113,10 +113,10 @@ impl LateStore {
         });
         let ended = running.await;
         *opening = None;
-        match ended.unwrap_or_else(|error| Err(NotOpened::Unreachable(ErrorChain(&error).to_string()))) {
+        match ended.unwrap_or_else(|error| Err(StoreOpenError::Unreachable(ErrorChain(&error).to_string()))) {
             Ok(store) => {
                 tracing::info!("the store is there");
-                // Only whoever holds the lock sets it.
+                // Only the holder of the lock sets it.
                 let _first = self.opened.set(store);
                 Ok(())
             }
@@ -128,8 +128,8 @@ impl LateStore {
                     said.clone_from(&words);
                 }
                 Err(match why {
-                    NotOpened::Unreachable(_) => StoreError::unavailable(words).with_nothing_sent(),
-                    NotOpened::Unfit(_) => StoreError::invalid(words),
+                    StoreOpenError::Unreachable(_) => StoreError::unavailable(words).with_nothing_sent(),
+                    StoreOpenError::Unfit(_) => StoreError::invalid(words),
                 })
             }
         }

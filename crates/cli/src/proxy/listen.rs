@@ -121,7 +121,7 @@ impl ConnectionLimit {
 }
 
 /// The listener of one thread.
-pub(super) struct Front {
+pub(super) struct ThreadListener {
     pub(super) current: Arc<ThreadLive>,
     /// Tells of reloads.
     pub(super) live: watch::Receiver<Live>,
@@ -133,7 +133,7 @@ pub(super) struct Front {
 
 /// The end of one thread's service.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Drained {
+pub(super) struct DrainResult {
     /// The end of the drain timeout.
     pub(super) until: Instant,
     /// True if all its connections were closed before that.
@@ -142,13 +142,13 @@ pub(super) struct Drained {
 
 type Builder = auto::Builder<StreamExecutor>;
 
-impl Front {
+impl ThreadListener {
     /// Serves until `stop` turns true; then stops accepting and finishes what runs, for the drain time-out at the longest.
     pub(super) async fn serve(
         mut self,
         socket: std::net::TcpListener,
         mut stop: watch::Receiver<bool>,
-    ) -> io::Result<Drained> {
+    ) -> io::Result<DrainResult> {
         let listener = TcpListener::from_std(socket)?;
         let mut builders = self.builders();
         let graceful = GracefulShutdown::new();
@@ -195,7 +195,7 @@ impl Front {
         let drain = self.live.borrow().config.drain_timeout;
         let until = Instant::now() + drain;
         let is_closed = tokio::time::timeout_at(until.into(), graceful.shutdown()).await.is_ok();
-        Ok(Drained { until, is_closed })
+        Ok(DrainResult { until, is_closed })
     }
 
     /// The connection builders for clear text and for TLS. In clear text, an HTTP/1.1 client may end its side and
@@ -221,7 +221,7 @@ impl Front {
     + use<> {
         let peer = Arc::new(peer);
         let service = self.current.service(peer.clone(), state.clone());
-        // One connection's requests are taken by one thread: nobody ever waits for this lock.
+        // One thread takes the requests of one connection: no thread ever waits for this lock.
         let service = Mutex::new(service);
         let metrics = self.metrics.clone();
         service_fn(move |mut request: Request<Incoming>| {
@@ -305,7 +305,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// Serves a connection to its end, or until its first request has not come in time: before it is known which version a
-/// client speaks, nobody else looks at the clock. And a head of which a part has come is nothing idle to HTTP/1.1, which
+/// client speaks, nothing else looks at the clock. And a head of which a part has come is nothing idle to HTTP/1.1, which
 /// would wait for the rest of it although it was told to stop.
 async fn run(
     connection: impl Future<Output = Result<(), Box<dyn Error + Send + Sync>>>,

@@ -71,17 +71,17 @@ impl ThreadLive {
         ConnectionService { thread: self.clone(), peer, connection, made }
     }
 
-    fn make(&self, peer: &Arc<Peer>, connection: &Arc<ConnectionState>) -> Made {
+    fn make(&self, peer: &Arc<Peer>, connection: &Arc<ConnectionState>) -> ConnectionParts {
         let current = self.lock();
         let forward = Forward::new(current.upstream.clone(), peer.clone(), connection.clone());
-        Made {
+        ConnectionParts {
             generation: self.generation.load(Ordering::Relaxed),
             config: current.upstream.config.clone(),
             service: current.layer.layer(forward),
         }
     }
 
-    /// Only one thread takes this lock, so nobody ever waits for it.
+    /// Only one thread takes this lock, so no thread ever waits for it.
     fn lock(&self) -> MutexGuard<'_, Current> {
         self.current.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -124,11 +124,11 @@ pub(super) struct ConnectionService {
     thread: Arc<ThreadLive>,
     peer: Arc<Peer>,
     connection: Arc<ConnectionState>,
-    made: Made,
+    made: ConnectionParts,
 }
 
 /// The objects that are built from one configuration for one connection.
-struct Made {
+struct ConnectionParts {
     generation: u64,
     config: Arc<Config>,
     service: Idempotency<Forward>,

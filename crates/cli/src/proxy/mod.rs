@@ -42,7 +42,7 @@ pub(crate) use tls::{connector, server_config};
 use crate::admin::Metrics;
 use crate::config::{Config, UpstreamProtocol};
 use forward::UpstreamClient;
-use listen::{Drained, Front};
+use listen::{DrainResult, ThreadListener};
 use live::{Live, ThreadLive};
 
 /// Most field lines in the head of a request or an answer, whatever the protocol. Services that are verbose have a hundred.
@@ -97,7 +97,7 @@ impl DataPath {
         for (number, socket) in sockets.into_iter().enumerate() {
             let mut live = self.live.clone();
             let current = ThreadLive::new(&live.borrow_and_update(), &self.metrics, &self.without_key)?;
-            let front = Front {
+            let front = ThreadListener {
                 current: Arc::new(current),
                 live,
                 connections: self.connections.clone(),
@@ -108,7 +108,7 @@ impl DataPath {
             let thread = std::thread::Builder::new().name(format!("proxy-{number}")).spawn(move || {
                 let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
                 runtime.block_on(async {
-                    let Drained { until, is_closed } = front.serve(socket, stop).await?;
+                    let DrainResult { until, is_closed } = front.serve(socket, stop).await?;
                     // Handlers whose clients have gone run on the threads that took them.
                     let requests = engine.drain(until.saturating_duration_since(Instant::now())).await;
                     Ok(Unfinished { requests, has_connections: !is_closed })

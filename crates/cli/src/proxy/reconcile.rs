@@ -1,7 +1,7 @@
 //! Asks the service what became of an attempt whose owner is gone, or for the answer of one that it completed without it.
 //!
 //! Money depends on the answer, so nothing is read into it: only an answer that says what it is about, and what it says,
-//! in fields that nobody else sends, counts. Everything else is no answer.
+//! in fields that only it sends, counts. Everything else is not an answer.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -45,14 +45,14 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 
 /// Asks, on all routes.
 #[derive(Clone)]
-pub(super) struct Questions {
+pub(super) struct ReconcileClients {
     /// With a connection for each question: they are rare, and one that is kept could be one that is broken.
     client: Client<ToService, Empty<Bytes>>,
     config: Arc<Config>,
     metrics: Metrics,
 }
 
-impl Questions {
+impl ReconcileClients {
     pub(super) fn new(config: Arc<Config>, metrics: Metrics) -> Result<Self, String> {
         let protocol = config.upstream_protocol;
         let connector = connector(&config.to, protocol, config.upstream_connect_timeout)?;
@@ -71,7 +71,7 @@ impl Questions {
     pub(super) fn settings(&self, route: &RouteConfig) -> Settings {
         let settings = route.settings.clone();
         let Some(path) = route.reconcile_path.clone() else { return settings };
-        let asker = Asker {
+        let asker = ReconcileClient {
             questions: self.clone(),
             path,
             patience: route.reconcile_timeout,
@@ -82,8 +82,8 @@ impl Questions {
 }
 
 /// Asks, on one route.
-struct Asker {
-    questions: Questions,
+struct ReconcileClient {
+    questions: ReconcileClients,
     path: PathAndQuery,
     patience: Duration,
     /// The settings that define which part of a response is kept.
@@ -102,7 +102,7 @@ fn none(why: impl Into<String>) -> Answer {
     Answer::None(why.into(), false)
 }
 
-impl Reconcile for Asker {
+impl Reconcile for ReconcileClient {
     fn reconcile<'a>(
         &'a self,
         context: &'a IdempotencyContext,
@@ -125,7 +125,7 @@ impl Reconcile for Asker {
     }
 }
 
-impl Asker {
+impl ReconcileClient {
     /// Asks until there is an answer, or the time is over.
     async fn find_out(&self, context: &IdempotencyContext, request: &Parts) -> Reconciled {
         let deadline = Instant::now() + self.patience;
@@ -273,7 +273,7 @@ fn only<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Option<&'a HeaderValue
     values.next().filter(|_| values.next().is_none())
 }
 
-/// Statuses with which it may be said that nothing happened: nobody in front of the service says anything with them but
+/// Statuses with which the service may report that nothing happened: no proxy in front of it uses them but
 /// that it was asked.
 fn is_plain(status: StatusCode) -> bool {
     matches!(status.as_u16(), 200 | 204 | 404)

@@ -14,7 +14,7 @@ use tokio::sync::watch;
 
 use super::certificate;
 use super::live::Live;
-use super::reconcile::Questions;
+use super::reconcile::ReconcileClients;
 use super::run::allow_many_files;
 use super::{server_config, tls};
 use crate::admin::{AdminLive, Metrics, ReloadSubject};
@@ -130,7 +130,7 @@ impl Reloader {
         }
         // The threads make their own connectors and must not fail at it.
         tls::connector(&config.to, config.upstream_protocol, config.upstream_connect_timeout).map_err(one)?;
-        let questions = Questions::new(config.clone(), self.metrics.clone()).map_err(one)?;
+        let questions = ReconcileClients::new(config.clone(), self.metrics.clone()).map_err(one)?;
         let layer = config.routes_on(self.base.clone().without_routes(), |route| questions.settings(route));
         let layer = layer.map_err(|error| vec![error.to_string()])?;
         self.admin.send_replace(AdminLive { layer: layer.clone(), token: config.admin_token.clone() });

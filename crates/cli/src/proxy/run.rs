@@ -17,13 +17,13 @@ use rustix::process::{Resource, getrlimit, setrlimit};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{oneshot, watch};
 
-use super::late::{self, NotOpened};
+use super::late::{self, StoreOpenError};
 use super::live::Live;
-use super::reconcile::Questions;
+use super::reconcile::ReconcileClients;
 use super::reload::Reloader;
 use super::{BoundAddress, ConnectionLimit, DataPath, RequestLimit, cached, server_config};
 use crate::access_log::AccessLog;
-use crate::admin::{self, AdminLive, AdminState, Draining, LeftBehind, count_records};
+use crate::admin::{self, AbandonedRecords, AdminLive, AdminState, Draining, count_records};
 use crate::check::{existing, has_other_things};
 use crate::config::{Config, ProxyArgs, StoreChoice, StoreUrl};
 
@@ -199,7 +199,7 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
     let breaker =
         breaker.with_probe_timeout(config.store_timeout).map_err(|error| error.to_string())?.build();
     let (store, cached) = cached::before(Arc::new(breaker.clone()), tier);
-    let left = LeftBehind::default();
+    let left = AbandonedRecords::default();
     let builder = Engine::builder(store).with_runtime(control);
     let builder = match config.service.clone() {
         Some(service) => builder.with_service(service),
@@ -215,7 +215,7 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
     let access_log = config.access_log.map(|format| AccessLog::start(format, &metrics));
     let access_log =
         access_log.transpose().map_err(|error| format!("cannot start the access log: {error}"))?;
-    let questions = Questions::new(config.clone(), metrics.clone())?;
+    let questions = ReconcileClients::new(config.clone(), metrics.clone())?;
     let layer = config.layer(engine.clone(), |route| questions.settings(route));
     let layer =
         layer.map_err(|error| error.to_string())?.with_observer((metrics.clone(), access_log.clone()));
@@ -247,7 +247,7 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
     let path = DataPath { engine, metrics, connections, without_key, live: live_changes.clone() };
     let serving = path.serve(sockets, &stopped)?;
     tokio::spawn(reloader.run(hangup));
-    // The one line on the standard output; whoever does not read it loses nothing.
+    // The only line on the standard output; a caller that does not read it loses nothing.
     let _unread = writeln!(std::io::stdout(), "{line}");
 
     let mut ended = tokio::task::spawn_blocking(move || serving.join());
@@ -272,7 +272,7 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
     let _nobody_listens = stop.send(true);
     tokio::select! {
         result = ended => {
-            // Last, so that somebody can watch it drain.
+            // Last, so that an operator can watch it drain.
             drop(close);
             let _cancelled = admin.await;
             if let Some(access_log) = access_log {
@@ -340,7 +340,7 @@ const MEMORY_MAX_RECORDS: u64 = 10_000_000;
 const MEMORY_MAX_BYTES: u64 = 1 << 30;
 
 /// Opens the store, or the back of a cached one.
-pub(super) async fn open(config: &Config) -> Result<Arc<dyn Store>, NotOpened> {
+pub(super) async fn open(config: &Config) -> Result<Arc<dyn Store>, StoreOpenError> {
     Ok(match config.store.store() {
         StoreChoice::Memory => Arc::new(
             MemoryStore::new(SystemClock::new())
@@ -350,7 +350,7 @@ pub(super) async fn open(config: &Config) -> Result<Arc<dyn Store>, NotOpened> {
         StoreChoice::Directory(directory) => {
             let found = existing(directory);
             if config.store_must_exist {
-                found.clone().map_err(NotOpened::Unfit)?;
+                found.clone().map_err(StoreOpenError::Unfit)?;
             }
             let options = EmbeddedOptions::new(directory)
                 .with_cache_bytes(config.max_page_cache)
@@ -369,43 +369,46 @@ pub(super) async fn open(config: &Config) -> Result<Arc<dyn Store>, NotOpened> {
         StoreChoice::Postgres(url) => Arc::new(open_postgres(url, config.store_timeout).await?),
         StoreChoice::Redis(options) => Arc::new(open_redis(options).await?),
         StoreChoice::Cached(_) => {
-            return Err(NotOpened::Unfit("a cached store has no other one in it".to_owned()));
+            return Err(StoreOpenError::Unfit("a cached store has no other one in it".to_owned()));
         }
     })
 }
 
-pub(super) fn open_directory(directory: &Path, options: EmbeddedOptions) -> Result<EmbeddedStore, NotOpened> {
+pub(super) fn open_directory(
+    directory: &Path,
+    options: EmbeddedOptions,
+) -> Result<EmbeddedStore, StoreOpenError> {
     if let Some(what) = has_other_things(directory) {
-        return Err(NotOpened::Unfit(format!("--store {}: {what}", directory.display())));
+        return Err(StoreOpenError::Unfit(format!("--store {}: {what}", directory.display())));
     }
     EmbeddedStore::open(options).map_err(|error| {
         let what = format!("--store {}: {}", directory.display(), ErrorChain(&error));
-        if error.is_full() { NotOpened::Unreachable(what) } else { NotOpened::Unfit(what) }
+        if error.is_full() { StoreOpenError::Unreachable(what) } else { StoreOpenError::Unfit(what) }
     })
 }
 
-async fn open_postgres(url: &StoreUrl, patience: Duration) -> Result<PostgresStore, NotOpened> {
+async fn open_postgres(url: &StoreUrl, patience: Duration) -> Result<PostgresStore, StoreOpenError> {
     let options = PostgresOptions::new(url.reveal())
-        .map_err(|error| NotOpened::Unfit(ErrorChain(&error).to_string()))?;
+        .map_err(|error| StoreOpenError::Unfit(ErrorChain(&error).to_string()))?;
     // What takes longer is out of reach to the breaker, so its connection is of no use either.
     let options = options
         .with_command_timeout(patience)
-        .map_err(|error| NotOpened::Unfit(ErrorChain(&error).to_string()))?;
+        .map_err(|error| StoreOpenError::Unfit(ErrorChain(&error).to_string()))?;
     PostgresStore::open(options).await.map_err(|error| match error {
         oncegate_postgres::PostgresOpenError::Unreachable { .. } => {
-            NotOpened::Unreachable(ErrorChain(&error).to_string())
+            StoreOpenError::Unreachable(ErrorChain(&error).to_string())
         }
-        _ => NotOpened::Unfit(ErrorChain(&error).to_string()),
+        _ => StoreOpenError::Unfit(ErrorChain(&error).to_string()),
     })
 }
 
-async fn open_redis(options: &RedisOptions) -> Result<RedisStore, NotOpened> {
+async fn open_redis(options: &RedisOptions) -> Result<RedisStore, StoreOpenError> {
     let shown = options.shown();
     let store = RedisStore::open(options.clone()).await.map_err(|error| match error {
         oncegate_redis::RedisOpenError::Unreachable(what) => {
-            NotOpened::Unreachable(format!("store {shown}: {what}"))
+            StoreOpenError::Unreachable(format!("store {shown}: {what}"))
         }
-        error => NotOpened::Unfit(format!("store {shown}: {}", ErrorChain(&error))),
+        error => StoreOpenError::Unfit(format!("store {shown}: {}", ErrorChain(&error))),
     })?;
     for finding in store.findings() {
         match finding.severity {

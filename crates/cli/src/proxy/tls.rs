@@ -127,7 +127,7 @@ pub(crate) fn connector(
 }
 
 /// A client that trusts the system's certificates, which take milliseconds to read and need not be there: where no address
-/// needs them it trusts nobody.
+/// needs them, it trusts no certificate.
 pub(crate) fn trusting_system(is_https: bool) -> Result<ClientConfig, String> {
     if !is_https {
         return trusting(RootCertStore::empty());

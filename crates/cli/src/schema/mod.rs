@@ -35,7 +35,7 @@ enum SchemaCommand {
 #[derive(Args)]
 struct Database {
     /// The kind of database
-    kind: Kind,
+    kind: DatabaseKind,
     /// The database, such as postgres://OWNER@HOST/DATABASE; a password is better in the environment
     #[arg(long, env = "ONCEGATE_STORE", hide_env_values = true)]
     url: String,
@@ -57,7 +57,7 @@ enum Contract {
 
 /// A database with a schema.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Kind {
+enum DatabaseKind {
     Postgres,
 }
 
@@ -65,7 +65,7 @@ enum Kind {
 pub(crate) fn run(args: &SchemaArgs) -> Result<(), String> {
     match &args.command {
         SchemaCommand::Print { contract, script } => print(*contract, script.as_deref()),
-        SchemaCommand::Apply(database @ Database { kind: Kind::Postgres, .. }) => {
+        SchemaCommand::Apply(database @ Database { kind: DatabaseKind::Postgres, .. }) => {
             let options = options(&database.url)?;
             let before = block_on(schema::apply(&options))?;
             let (name, version) = (options.database(), schema::VERSION);
@@ -82,7 +82,7 @@ pub(crate) fn run(args: &SchemaArgs) -> Result<(), String> {
             }
             say(&text)
         }
-        SchemaCommand::Status(database @ Database { kind: Kind::Postgres, .. }) => {
+        SchemaCommand::Status(database @ Database { kind: DatabaseKind::Postgres, .. }) => {
             let options = options(&database.url)?;
             let status = block_on(schema::status(&options))?;
             let (name, needed) = (options.database(), status.needed);
