@@ -1,12 +1,12 @@
-//! A service that takes orders from a queue of RabbitMQ, and writes an invoice for each into PostgreSQL: once, however often a
-//! message comes and whoever dies when.
+//! A service that takes orders from a queue of RabbitMQ, and writes one invoice for each into PostgreSQL, over
+//! redeliveries and crashes.
 //!
-//! Configuration by environment: `AMQP_URL`, `QUEUE` (default `orders`), `DATABASE_URL`. The queue and the table
-//! `invoices (number text)` are there before, and the schema of Oncegate is (`oncegate schema apply`). Orders are told by the
-//! `message-id` that their producer gives them. What cannot be an order becomes a dead letter in the database.
+//! Configuration by environment: `AMQP_URL`, `QUEUE` (default `orders`), `DATABASE_URL`. The queue, the table `invoices
+//! (number text)` and the schema of Oncegate (`oncegate schema apply`) must exist. The identity of an order is the
+//! `message-id` of its producer. A message that cannot be an order becomes a dead letter in the database.
 //!
-//! `DIE=before-commit` and `DIE=after-commit` end the process there: the effect is written and not committed, or committed and
-//! not acknowledged.
+//! `DIE=before-commit` and `DIE=after-commit` end the process there: the effect is written and not committed, or
+//! committed and not acknowledged.
 
 use std::env;
 use std::error::Error;
@@ -27,7 +27,7 @@ use tokio::signal::unix::{SignalKind, signal};
 async fn main() -> Result<(), Box<dyn Error>> {
     let queue = env::var("QUEUE").unwrap_or_else(|_| "orders".to_owned());
     let mut source = AmqpSource::new(AmqpBroker::new(&env::var("AMQP_URL")?)?, queue)?;
-    // Here somebody sees what is wrong.
+    // At the start, an operator sees the error.
     source.connect().await?;
     let pool = PgPoolOptions::new().max_connections(4).connect(&env::var("DATABASE_URL")?).await?;
     let consumer = ConsumerName::new("billing")?;
@@ -42,7 +42,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// The effect of all messages that are new, in the transaction of their receipts.
+/// Writes the effects of all new messages, in the transaction of their receipts.
 async fn invoice(connection: &mut PgConnection, orders: &[&Message]) -> Result<(), HandlerError> {
     let mut numbers = Vec::with_capacity(orders.len());
     for order in orders {
@@ -59,7 +59,7 @@ fn die_at(place: &str) {
     }
 }
 
-/// What stands between the commit and the acknowledgement.
+/// Crashes between the commit and the acknowledgement.
 struct DiesAfterCommit<P>(P);
 
 impl<P: Processor> Processor for DiesAfterCommit<P> {

@@ -1,5 +1,5 @@
-//! The loop and the inbox behind it, against a broker in memory that delivers again what it does not hear of. Time is
-//! tokio's, and stands still unless all wait for it.
+//! The loop and the inbox, on a broker in memory that redelivers unacknowledged messages. The time is that of tokio,
+//! and stands still unless all tasks wait for it.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::future::Future;
@@ -101,7 +101,7 @@ fn message(id: &str) -> Message {
     Message::new("orders", format!("{{\"id\":\"{id}\"}}")).with_header("id", id.to_owned())
 }
 
-/// A queue whose messages are seen by nobody else for a time after they were delivered.
+/// A queue whose messages are invisible to others for a time after their delivery.
 struct Subscription {
     broker: Broker,
     redelivery: Option<Duration>,
@@ -223,7 +223,7 @@ impl<const GIVES_BACK: bool> Delivery for Delivered<GIVES_BACK> {
     }
 }
 
-// ---- effects and letters
+// ---- effects and dead letters
 
 #[derive(Clone, Default)]
 struct Ledger(Arc<Mutex<Vec<String>>>);
@@ -264,7 +264,7 @@ impl DeadLetterSink for Letters {
     fn put<'a>(&'a self, letter: &'a DeadLetter) -> PutFuture<'a> {
         Box::pin(async move {
             if count_down(&self.refuse) {
-                return Err(PublishError::unconfirmed("nobody is there"));
+                return Err(PublishError::unconfirmed("the destination is down"));
             }
             self.letters.lock().unwrap().push(letter.clone());
             if count_down(&self.lose) {
@@ -351,7 +351,7 @@ fn id_of(message: &Message) -> String {
     String::from_utf8(message.header("id").unwrap().cloned().unwrap_or_default().to_vec()).unwrap()
 }
 
-/// What a handler comes to.
+/// The result of a handler.
 type Said = Pin<Box<dyn Future<Output = Result<(), HandlerError>> + Send>>;
 
 fn noting<F, Fut>(ledger: &Ledger, and: F) -> impl Fn(Attempt, Arc<Message>) -> Said + use<F, Fut>
@@ -617,7 +617,7 @@ async fn an_abandoned_attempt_is_reexecuted_or_becomes_a_dead_letter_with_unknow
             assert_eq!(keys.all()[0], keys.all()[1]);
             assert_eq!(world.letters.reasons(), []);
         } else {
-            assert_eq!(keys.all().len(), 1, "nobody knows whether it charged, so nobody does it again");
+            assert_eq!(keys.all().len(), 1, "it may have charged, so it must not run again");
             let reasons = world.letters.reasons();
             assert_eq!(reasons.len(), 1, "one letter, however often the message comes: {reasons:?}");
             assert_eq!(reasons[0].1, DeadReason::OutcomeUnknown);
@@ -633,7 +633,7 @@ async fn the_error_of_a_handler_decides_the_outcome() {
         Ok(())
     };
     let panics: Say = || panic!("in the handler");
-    // Under which policy, what it says, how often it runs, the letter.
+    // The policy, the error, the number of runs, the dead letter.
     let cases: [(OnAbandoned, Say, usize, Option<DeadReason>); 9] = [
         (OnAbandoned::Park, || Ok(()), 1, None),
         (OnAbandoned::Park, || Err(HandlerError::retry("again")), 2, Some(DeadReason::AttemptsExhausted)),
@@ -754,7 +754,7 @@ async fn a_delayed_dead_letter_keeps_its_reason_and_the_handler_does_not_run_aga
         assert_eq!(world.letters.reasons(), [(payload, DeadReason::Rejected, attempts)]);
         assert_eq!(world.letters.letters.lock().unwrap()[0].error, "never");
         assert_eq!(world.ledger.count(id), attempts as usize, "where letters go costs no attempt");
-        // It is known what became of it, and its letter is not written again.
+        // The outcome is known, and the dead letter is not written again.
         let again = inbox().process(&Arc::new(message(id)), async |_, _| panic!("it is over")).await;
         assert!(
             matches!(again, ProcessOutcome::Dead { reason: DeadReason::Rejected, is_known: true }),
@@ -908,7 +908,7 @@ async fn a_shutdown_finishes_running_messages_and_gives_back_the_rest() {
     assert_eq!(world.ledger.all().len(), 4);
     let now = Instant::now();
     let left = world.broker.with(|queue| queue.messages.values().filter(|(_, at, _)| *at <= now).count());
-    assert_eq!(left, 16, "they can be delivered to somebody else at once");
+    assert_eq!(left, 16, "they are available to others at once");
     let next = run(world.consumer(world.inbox(OnAbandoned::Park), fine));
     world.broker.is_empty().await;
     next.stop().await;
@@ -1098,7 +1098,7 @@ async fn a_consumer_that_produces_only_dead_letters_stops_with_the_reason() {
         let ConsumerError::OnlyDeadLetters { in_a_row, reason, .. } = &ended else { panic!("{ended}") };
         assert_eq!((*reason, *in_a_row >= 100), (expected, true));
         assert!(ended.to_string().contains(said), "{ended}");
-        // What ran at the same time was ended; the rest is left as it was, and is there for whoever mends it.
+        // Concurrent messages were finished; the rest stays with the broker for an operator.
         let letters = world.letters.reasons().len();
         assert!((100..=110).contains(&letters), "{letters}");
         assert_eq!(world.broker.deliveries().len(), 500 - letters, "{expected}");
@@ -1139,7 +1139,7 @@ async fn single_or_known_dead_letters_do_not_stop_a_consumer() {
     world.broker.is_empty().await;
     consumer.stop().await;
     assert_eq!((world.letters.reasons().len(), world.seen(EventKind::Duplicate)), (200, 100));
-    // And where that is wanted, nothing ends it.
+    // Without a limit, nothing ends the consumer.
     for number in 0..150 {
         world.broker.send(&format!("m{}", number * 3 + 1000));
     }

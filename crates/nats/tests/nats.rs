@@ -198,7 +198,7 @@ async fn a_delivery_has_the_documented_fields() {
     while Instant::now() < until {
         first.extend().await.unwrap();
         assert!(!first.is_lost());
-        assert!(timeout(SOON / 6, source.next()).await.is_err(), "it is not given to anybody else");
+        assert!(timeout(SOON / 6, source.next()).await.is_err(), "no other consumer gets it");
     }
     // Given back it comes after that time, and not before.
     let began = Instant::now();
@@ -301,7 +301,7 @@ async fn an_expired_ordered_message_is_not_overtaken() {
     publish("first").await;
     next(&mut source).await.ack().await.unwrap();
     publish("second").await;
-    // The source has it, and nobody asks for it.
+    // The source holds it, and no consumer has taken it.
     until("it is delivered", || async {
         nats.consumer.get_info().await.unwrap().delivered.stream_sequence == 2
     })
@@ -317,7 +317,7 @@ async fn an_expired_ordered_message_is_not_overtaken() {
     let second = next(&mut source).await;
     assert_eq!(second.message().broker_id.as_deref(), Some("ORDERS/2"));
     assert!(!second.is_lost(), "it is begun before what came after it");
-    // Late is not never: the server takes the word of whoever had it first.
+    // A late acknowledgement is accepted: the server takes it from the first consumer, too.
     second.ack().await.unwrap();
     let third = next(&mut source).await;
     third.ack().await.unwrap();
@@ -330,7 +330,7 @@ async fn unrequested_messages_are_given_back_at_the_close() {
     nats.publish(&suite::ids(50), 10).await;
     let mut source = nats.source();
     let held = next(&mut source).await;
-    // Somebody else asks already. A server of version 2.9 that finds nobody but the one who went away keeps a message until
+    // Another consumer is already waiting. A server of version 2.9 that finds only the closed one keeps a message until
     // `ack_wait` is over.
     let mut other = nats.source();
     let asking = tokio::spawn(async move {
@@ -341,7 +341,7 @@ async fn unrequested_messages_are_given_back_at_the_close() {
     until("both ask", || async { nats.consumer.get_info().await.unwrap().num_waiting == 2 }).await;
     source.close().await.unwrap();
     assert!(timeout(PATIENCE, source.next()).await.unwrap().unwrap_err().is_fatal());
-    // One is still held; the others are there for somebody else at once.
+    // One is still held; the others are available to other consumers at once.
     asking.await.unwrap();
     assert_eq!(nats.left().await, 1);
     held.ack().await.unwrap();

@@ -60,7 +60,7 @@ impl Sqs {
         SqsSource::open(self.client.clone(), &self.queue, self.options.clone()).await.unwrap()
     }
 
-    /// A message that nobody can tell from others.
+    /// A message without an identity.
     fn unidentified(&self) -> impl Future<Output = ()> + use<> {
         let mut send = self.client.send_message().queue_url(&self.queue).message_body("nothing");
         if self.queue.ends_with(".fifo") {
@@ -202,7 +202,7 @@ async fn a_delivery_has_the_documented_fields() {
     assert_eq!(got.topic, "orders.fifo");
     assert_eq!(got.payload, message.payload);
     assert_eq!((got.deliveries, got.is_redelivered), (Some(1), true));
-    // A group has no blanks: it is told by a digest.
+    // A group cannot have spaces, so it is a digest.
     assert_eq!(got.order_key.as_ref().map(Bytes::len), Some(64));
     let headers: Vec<_> = got.headers.iter().map(|(name, value)| (name.as_str(), value.as_ref())).collect();
     assert_eq!(headers, [("bits", &b"\xff"[..]), (MESSAGE_ID, b"m-1"), ("trace", b"one")]);
@@ -212,7 +212,7 @@ async fn a_delivery_has_the_documented_fields() {
     while Instant::now() < until {
         first.extend().await.unwrap();
         assert!(!first.is_lost());
-        assert!(timeout(SOON / 6, source.next()).await.is_err(), "it is not given to anybody else");
+        assert!(timeout(SOON / 6, source.next()).await.is_err(), "no other consumer gets it");
     }
     // Given back it comes after that time, in whole seconds, and not before.
     let began = Instant::now();
@@ -226,7 +226,7 @@ async fn a_delivery_has_the_documented_fields() {
     assert_eq!(third.message().deliveries, Some(3));
     third.ack().await.unwrap();
     assert_eq!(sqs.left().await, 0);
-    // One of a group is begun in its turn, whatever SQS says: those behind it may not be lost.
+    // A message of a group is started in its turn, even if its time is over: later ones may not be lost.
     assert!(third.extend().await.is_err());
     assert!(!third.is_lost());
 }
@@ -258,7 +258,7 @@ async fn unrequested_messages_are_given_back_at_the_close() {
     let held = next(&mut source).await;
     source.close().await.unwrap();
     assert!(timeout(PATIENCE, source.next()).await.unwrap().unwrap_err().is_fatal());
-    // One is still held; the others are there for somebody else at once.
+    // One is still held; the others are available to other consumers at once.
     let mut other = sqs.open().await;
     for _ in 1..50 {
         next(&mut other).await.ack().await.unwrap();
@@ -284,7 +284,7 @@ async fn a_queue_with_a_redrive_policy_is_refused() {
     assert!(open(SqsSourceOptions::new().with_redrive_after(6)).await.unwrap_err().is_fatal());
     open(SqsSourceOptions::new().with_redrive_after(5)).await.unwrap();
 
-    // Where there is no queue, or none any more.
+    // A queue that never existed, and one that was deleted.
     let nowhere = format!("{queue}-not");
     let error = SqsSource::open(sqs.client.clone(), nowhere, SqsSourceOptions::new()).await.unwrap_err();
     assert!(error.is_fatal() && error.to_string().contains("no such"), "{error}");

@@ -1,10 +1,10 @@
 //! A service that receives webhooks, each of which takes effect once: over retries of its senders, crashes and restarts.
 //!
-//! Its effect is made under the downstream key, as with a bank that honours keys: a file in `DATA/effects` with that name.
+//! Its effect is a file in `DATA/effects` that is named by the downstream key, like a payment at a bank that takes keys.
 //!
 //! Configuration by environment: `PORT` (0 takes a free one), `DATA` (a directory, default `./webhook-data`), and a secret for
-//! each sender that there is: `STANDARD_SECRET`, `STRIPE_SECRET`, `GITHUB_SECRET`. `HANG=before-effect` and
-//! `HANG=after-effect` make handlers stop there for ever, so that somebody can kill the process at that point.
+//! each configured sender: `STANDARD_SECRET`, `STRIPE_SECRET`, `GITHUB_SECRET`. `HANG=before-effect` and
+//! `HANG=after-effect` make handlers stop there forever, so that a test can kill the process at that point.
 
 use std::error::Error;
 use std::fs::{File, OpenOptions, create_dir_all};
@@ -24,7 +24,7 @@ use oncegate_inbox::{
 use oncegate_webhook::{WebhookOptions, WebhookReceiver, WebhookScheme};
 use tokio::signal::unix::{SignalKind, signal};
 
-/// What one webhook does.
+/// The handler of one webhook.
 async fn handle(data: Arc<Data>, attempt: Attempt, message: Arc<Message>) -> Result<(), HandlerError> {
     data.note(&format!("{} attempt {}\n", message.topic, attempt.number()))?;
     if message.payload.is_empty() {
@@ -42,7 +42,7 @@ struct Data {
 }
 
 impl Data {
-    /// The bank: a payment under a key that it has is no other payment.
+    /// The bank: a second payment under the same key is ignored.
     fn pay(&self, key: &str, payload: &[u8]) -> std::io::Result<()> {
         create(&self.directory.join("effects").join(key), payload)
     }
@@ -71,7 +71,7 @@ impl DeadLetterSink for DeadFiles {
     }
 }
 
-/// A file that is whole and on disk when it has its name, and is left alone where it is there.
+/// Writes a file that is complete and on disk once it has its name. An existing file is left as it is.
 fn create(path: &Path, text: &[u8]) -> std::io::Result<()> {
     let new = path.with_extension("new");
     let mut file = File::create(&new)?;

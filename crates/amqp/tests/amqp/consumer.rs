@@ -19,7 +19,7 @@ use oncegate_broker_tests::suite::{self, Broker};
 struct Rabbit {
     server: Arc<Mutex<RabbitServer>>,
     name: String,
-    /// Where consumers find it.
+    /// The address for consumers.
     url: String,
     url_of_publisher: String,
     has_order: bool,
@@ -65,7 +65,7 @@ impl Rabbit {
         if self.has_order { source.with_order_by_header(ORDER_KEY) } else { source }
     }
 
-    /// Publishes a message that nothing can be told by.
+    /// Publishes a message without an identity.
     fn unidentified(&self) -> impl Future<Output = ()> + use<> {
         let (url, name) = (self.url.clone(), self.name.clone());
         async move {
@@ -196,7 +196,7 @@ async fn the_database_is_restarted() {
     suite::the_database_is_restarted(&Rabbit::queue("the_database_is_restarted", Kind::Quorum).await).await;
 }
 
-/// What fails is given back and comes again; a quorum queue counts it.
+/// A failed message is given back and comes again; a quorum queue counts it.
 #[tokio::test(flavor = "multi_thread")]
 async fn dead_letters_are_messages_of_a_queue() {
     let server = shared();

@@ -12,7 +12,7 @@ use tokio::time::{Instant, sleep};
 
 use crate::setting::{Kind, Queue, until};
 
-/// Beside this test, where the example is built.
+/// The path of the example, next to this test.
 fn example() -> PathBuf {
     let here = std::env::current_exe().unwrap();
     let program = here.parent().unwrap().parent().unwrap().join("examples/amqp");

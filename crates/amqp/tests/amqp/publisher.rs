@@ -1,4 +1,4 @@
-//! What a publisher promises: what it says was published was, and what is refused was not.
+//! The guarantees of a publisher: a published message is in the queue, and a refused one is not.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -34,9 +34,9 @@ async fn a_message_has_its_identifier_its_key_and_its_headers() {
         header("twice", "2"),
         header("amqp-content-type", "application/json"),
         header("amqp-timestamp", "1700000000"),
-        // Neither is one: they stay headers, which nobody is shown instead of a property.
+        // Neither fits its property: they stay headers, and no consumer gets them as a property.
         header("amqp-type", &"t".repeat(300)),
-        header("amqp-user-id", "somebody"),
+        header("amqp-user-id", "a-user"),
         // What another broker or an earlier way has said.
         header("amqp-message-id", "earlier"),
         header("Oncegate-Message-Id", "earlier"),
@@ -65,7 +65,7 @@ async fn a_message_has_its_identifier_its_key_and_its_headers() {
     source.close().await.unwrap();
 }
 
-/// The broker says of a message that comes back that it is in its hands, too. Nobody may mix them up.
+/// The broker also confirms a message that it returns. The publisher must not mix them up.
 #[tokio::test]
 async fn each_message_that_no_queue_takes_is_refused_and_no_other() {
     let server = shared();
@@ -99,7 +99,7 @@ async fn permanently_unacceptable_messages_are_refused() {
         change(&mut message);
         message
     };
-    let header = |name: &str, octets: usize| (name.to_owned(), Bytes::from(vec![b'v'; octets]));
+    let header = |name: &str, bytes: usize| (name.to_owned(), Bytes::from(vec![b'v'; bytes]));
     let refused = [
         with(&|m| m.id = String::new()),
         with(&|m| m.id = "i".repeat(256)),
@@ -217,7 +217,7 @@ async fn a_connection_that_is_cut_is_made_again_and_nothing_confirmed_is_lost() 
             line.cut();
         }
     }
-    assert!(attempts > 300 && line.connections() >= 2, "the cut hit nobody");
+    assert!(attempts > 300 && line.connections() >= 2, "no connection was cut");
     let mut source = queue.source();
     let mut seen = BTreeSet::new();
     while seen.len() < 300 {
@@ -228,7 +228,7 @@ async fn a_connection_that_is_cut_is_made_again_and_nothing_confirmed_is_lost() 
     source.close().await.unwrap();
 }
 
-/// Who waits for a message may stop waiting; the next one on its channel is another one all the same.
+/// A caller may stop waiting for a message. The next message on its channel is not affected.
 #[tokio::test]
 async fn a_dropped_publish_does_not_affect_the_next_message() {
     let server = shared();

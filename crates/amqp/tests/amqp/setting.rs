@@ -1,4 +1,4 @@
-//! What the tests have in common: a broker, queues, and waiting.
+//! The common parts of the tests: a broker, queues, and waiting.
 
 use std::future::Future;
 use std::sync::{Arc, Mutex, Weak};
@@ -103,7 +103,8 @@ impl Queue {
         sent.await.unwrap()
     }
 
-    /// How many messages are ready to be delivered. Those that are delivered and not acknowledged are not.
+    /// Returns the number of messages that are ready for delivery, without those that are delivered and not
+    /// acknowledged.
     pub(crate) async fn ready(&self) -> u32 {
         let options = QueueDeclareOptions { passive: true, ..QueueDeclareOptions::default() };
         let queue =
@@ -127,7 +128,7 @@ impl Queue {
     }
 }
 
-/// The next delivery, whatever goes wrong before.
+/// Returns the next delivery, after any errors.
 pub(crate) async fn next(source: &mut AmqpSource) -> AmqpDelivery {
     let waiting = async {
         loop {
@@ -151,7 +152,7 @@ pub(crate) async fn take(source: &mut AmqpSource, count: usize) -> Vec<AmqpDeliv
     taken
 }
 
-/// Whether nothing comes for a while.
+/// Returns `true` if no delivery comes for a while.
 pub(crate) async fn is_silent(source: &mut AmqpSource) -> bool {
     timeout(Duration::from_millis(300), source.next()).await.is_err()
 }

@@ -1,4 +1,4 @@
-//! What a source promises: nothing is lost, and nothing is acknowledged that was not said to be.
+//! The guarantees of a source: nothing is lost, and nothing is acknowledged without a call.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -33,7 +33,7 @@ async fn properties_and_headers_are_there_under_their_names() {
         .insert("price".into(), AMQPValue::DecimalValue(lapin::types::DecimalValue { scale: 2, value: 5 }));
     let both = vec![AMQPValue::LongString("a".into()), AMQPValue::LongInt(2)];
     headers.insert("both".into(), AMQPValue::FieldArray(FieldArray::from(both)));
-    // Nobody can say that he is another message.
+    // A producer cannot imitate another message.
     headers.insert("amqp-message-id".into(), AMQPValue::LongString("forged".into()));
     headers.insert("AMQP-Message-ID".into(), AMQPValue::LongString("forged".into()));
     let properties = BasicProperties::default()
@@ -116,7 +116,7 @@ async fn a_delayed_return_blocks_no_other_message() {
     let again = next(&mut source).await;
     assert_eq!(text(&again), "poison");
     assert!(began.elapsed() >= Duration::from_secs(2), "it came after {:?}", began.elapsed());
-    // It does not wait when nobody consumes any more.
+    // It does not wait after the consumer is gone.
     again.give_back(Duration::from_secs(3600)).await.unwrap();
     source.close().await.unwrap();
     queue.until_ready(1).await;
@@ -276,10 +276,10 @@ async fn amqps_never_falls_back_to_plain_text() {
     let port = listener.local_addr().unwrap().port();
     let heard = tokio::spawn(async move {
         let (mut stream, _) = listener.accept().await.unwrap();
-        let mut octets = Vec::new();
+        let mut bytes = Vec::new();
         // However the client ends it.
-        let _ = stream.read_to_end(&mut octets).await;
-        octets
+        let _ = stream.read_to_end(&mut bytes).await;
+        bytes
     });
     let mut source =
         AmqpSource::new(broker(&format!("amqps://guest:guest@127.0.0.1:{port}/%2f")), "q").unwrap();

@@ -117,7 +117,7 @@ async fn a_message_in_flight_blocks_only_its_order_key() {
     let handled = process_each(&inbox, &batch, effect).await;
     let expected = ["processed 1", "in-flight", "not begun", "processed 1", "processed 1", "duplicate"];
     assert_eq!(words(&handled), expected);
-    // Also where that is seen before the transaction.
+    // Also if this is known before the transaction.
     let batch: Vec<_> =
         batch.iter().map(|m| Arc::new(Message::clone(m).with_deliveries(Some(2), true))).collect();
     let handled = process_each(&inbox, &batch, effect).await;
@@ -155,7 +155,7 @@ async fn a_message_that_failed_before_runs_separately() {
     let handled = process_each(&inbox, &batch, counted).await;
     assert_eq!(words(&handled), ["duplicate", "dead attempts-exhausted", "duplicate", "duplicate"]);
     assert_eq!(runs.load(Ordering::SeqCst), 5);
-    // Also where it is the only one that may have been delivered before.
+    // Also if it is the only message that may have been delivered before.
     assert_eq!(word(&inbox.process(&again("poison2"), effect).await), "failed 1");
     let runs = Arc::new(AtomicU32::new(0));
     let counted = {

@@ -15,7 +15,8 @@ use crate::support::{
     Database, LONG, again, effect, inbox, new, ordered, pool, prepare, process_each, run, until, word, words,
 };
 
-/// How often the handler ran, and what came of a batch whose COMMIT was broken so. `late`: it is let go on after a while.
+/// Returns the number of handler runs and the outcomes of a batch with this fault at COMMIT. `is_late` releases it
+/// later.
 async fn broken(how: Fault, is_late: bool, batch: &[Arc<Message>]) -> (Database, u32, Vec<String>) {
     let database = Database::fresh().await;
     let proxy = FaultProxy::start(database.server.port()).await.unwrap();
@@ -130,7 +131,7 @@ async fn a_server_restart_loses_and_repeats_nothing() {
                 .unwrap();
             let (done, outages) = (done.clone(), outages.clone());
             tokio::spawn(async move {
-                // Every message comes to two of them.
+                // Every message goes to two of them.
                 let mut open: Vec<_> = (0..MESSAGES)
                     .filter(|n| n % 4 == worker || (n + 1) % 4 == worker)
                     .map(|n| if n % 2 == 0 { again(&format!("m{n}")) } else { new(&format!("m{n}")) })
@@ -173,7 +174,7 @@ async fn a_server_restart_loses_and_repeats_nothing() {
     for worker in workers {
         worker.await.unwrap();
     }
-    assert!(outages.load(Ordering::SeqCst) > 0, "nobody noticed");
+    assert!(outages.load(Ordering::SeqCst) > 0, "no outage was noticed");
     let counts = sqlx::query_as::<_, (i64, i64)>("SELECT count(*), count(DISTINCT message) FROM effects");
     let counts = counts.fetch_one(&pool).await.unwrap();
     assert_eq!(counts, (MESSAGES as i64, MESSAGES as i64));
@@ -192,9 +193,8 @@ async fn a_reused_transaction_number_leads_to_no_dead_letters() {
     prepare(&url).await;
     let inbox = inbox(pool(&url, url.parse::<PgConnectOptions>().unwrap().get_port(), 2).await);
     let server = Arc::new(Mutex::new(server));
-    for (whose, expected) in [("nobody", "processed 1"), ("another", "processed 1"), ("copies", "duplicate")]
-    {
-        // Somebody of the server may write in between, so not each turn comes to what is tested.
+    for (whose, expected) in [("none", "processed 1"), ("another", "processed 1"), ("copies", "duplicate")] {
+        // A background process of the server may write in between, so not every turn reaches the tested case.
         let mut turns = 0..20;
         loop {
             let turn = turns.next().expect("the number was never forgotten");
@@ -222,13 +222,13 @@ async fn a_reused_transaction_number_leads_to_no_dead_letters() {
                 let mut connection = PgConnection::connect(&there).await?;
                 let next = "SELECT txid_snapshot_xmax(txid_current_snapshot())";
                 while sqlx::query_scalar::<_, i64>(next).fetch_one(&mut connection).await? < lost
-                    && whose != "nobody"
+                    && whose != "none"
                 {
                     sqlx::query(number).execute(&mut connection).await?;
                 }
                 let taken = match whose {
                     // What is given next.
-                    "nobody" => next,
+                    "none" => next,
                     "another" => number,
                     _ => {
                         let copies = words(&process_each(&other, &copies, effect).await);
@@ -261,7 +261,7 @@ async fn a_reused_transaction_number_leads_to_no_dead_letters() {
     }
 }
 
-/// The handler's own COMMIT is under way while its connection ends: whoever asks hears that the transaction is in progress.
+/// The handler's own COMMIT is running while its connection ends: the server reports the transaction as in progress.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_late_commit_of_a_handler_is_waited_for() {
     for (how, expected) in [(Fault::Late, "dead outcome-unknown"), (Fault::LateEnd, "processed 1")] {
@@ -349,7 +349,7 @@ impl Running {
         writeln!(self.to, "{line}").unwrap();
     }
 
-    /// What it says next; `None` where it has ended.
+    /// Returns the next line of output; `None` after its end.
     fn line(&mut self) -> Option<String> {
         let mut line = String::new();
         (self.lines.read_line(&mut line).unwrap() > 0).then(|| line.trim_end().to_owned())
@@ -381,7 +381,7 @@ async fn a_process_that_is_killed_before_or_after_its_commit_loses_and_repeats_n
         // All of it is in the open transaction of the other one.
         assert_eq!(second.line().unwrap(), "in-flight, in-flight, in-flight, processed 1");
         first.kill();
-        // The server hears of it in its own time. The message that was begun counts as cut off, once.
+        // The server notices it after a while. The started message counts as crashed, once.
         let said = loop {
             second.send("a b");
             let said = second.line().unwrap();
@@ -543,7 +543,7 @@ async fn expired_receipts_are_removed_in_the_background() {
         "UPDATE oncegate.receipts SET expires_at = 1, purge_at = 1 WHERE ctid IN (SELECT ctid FROM oncegate.receipts LIMIT 2500); UPDATE oncegate.purge_marks SET place = 0",
     )
     .await;
-    // Somebody holds some of them, and nobody waits.
+    // Another transaction holds some of them, and no call waits.
     let mut elsewhere = database.connect().await;
     run(&mut elsewhere, "BEGIN; SELECT FROM oncegate.receipts WHERE expires_at = 1 LIMIT 10 FOR UPDATE")
         .await;

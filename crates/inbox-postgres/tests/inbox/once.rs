@@ -1,4 +1,4 @@
-//! One message: processed once, whatever happens to its attempts.
+//! One message is processed once, with any outcome of its attempts.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -22,7 +22,7 @@ async fn a_message_is_processed_once_by_each_consumer() {
         assert_eq!(word(&billing.process(&message, effect).await), "processed 1");
         assert_eq!(word(&billing.process(&message, effect).await), "duplicate");
         assert_eq!(word(&shipping.process(&message, effect).await), "processed 1");
-        // Somebody else's process.
+        // Another process.
         assert_eq!(word(&database.inbox(1).await.process(&message, effect).await), "duplicate");
     }
     assert_eq!(database.effects().await, ["a", "a", "b", "b"]);
@@ -320,12 +320,12 @@ async fn a_handler_that_commits_a_batch_leads_to_dead_letters_for_all_of_it() {
             });
             handled.await.iter().map(word).collect::<Vec<_>>()
         };
-        // The receipts of all are there, and nobody knows of which the effects are.
+        // All receipts are committed, and it is unknown which effects are.
         assert_eq!(handle().await, ["dead outcome-unknown"; 3], "{ends}");
         assert_eq!(database.number("SELECT count(*) FROM oncegate.dead_letters").await, 3);
         assert!(database.effects().await.contains(&"a".to_owned()));
         assert_eq!(handle().await, ["dead outcome-unknown known"; 3], "{ends}");
-        // Whoever finds that there is no effect has it processed.
+        // An operator who finds no effect has the message processed.
         let letters = DeadLetterTable::new(database.pool(1).await);
         let kept = letters.list(None, None, 10).await.unwrap();
         let last = kept.iter().find(|kept| kept.dead_letter.message.payload == batch[2].payload).unwrap();
@@ -385,7 +385,7 @@ async fn dead_letters_of_a_committing_handler_wait_for_other_transactions() {
              AND database = (SELECT oid FROM pg_database WHERE datname = current_database())";
         let deadline = Instant::now() + LONG;
         while shared.number(waits).await == 0 {
-            assert!(Instant::now() < deadline, "nobody waits");
+            assert!(Instant::now() < deadline, "no session waits");
             sleep(Duration::from_millis(20)).await;
         }
         sqlx::raw_sql("COMMIT").execute(&mut *connection).await?;
@@ -432,7 +432,7 @@ async fn conflicts_run_again_and_count_as_one_attempt() {
     assert_eq!(database.effects().await, ["a"]);
 }
 
-/// A snapshot that is older than somebody else's receipt never lets a message through.
+/// A snapshot that is older than another consumer's receipt never lets a message through.
 #[tokio::test(flavor = "multi_thread")]
 async fn an_old_snapshot_fails_with_a_serialization_error() {
     let database = Database::fresh().await;
@@ -519,7 +519,7 @@ async fn a_role_needs_exactly_the_documented_grants() {
     assert!(!letters.delete(kept.number).await.unwrap());
 }
 
-/// SQL tells a message by the same octets as Rust does.
+/// SQL and Rust compute the same record of a message.
 #[tokio::test(flavor = "multi_thread")]
 async fn other_languages_share_the_receipts() {
     let database = Database::fresh().await;

@@ -102,18 +102,18 @@ async fn events_buffered_behind_a_skipped_one_are_applied_with_the_next_event() 
     let mut connection = database.connect().await;
     assert_eq!(park(&database, &streams, 2).await, ApplyOutcome::Buffered { expected: 1 });
     run(&mut connection, "SELECT oncegate.set_stream('history', 's', 2)").await;
-    // The one that comes is parked itself, behind another gap.
+    // This event is buffered itself, behind another gap.
     assert_eq!(park(&database, &streams, 4).await, ApplyOutcome::Buffered { expected: 3 });
     assert_eq!(database.effects().await, ["2 x"]);
-    // As many are parked as may be, and the one that comes is the next one after them.
+    // The buffer is full, and this event is the next one after it.
     assert_eq!(park(&database, &streams, 5).await, ApplyOutcome::Buffered { expected: 3 });
     run(&mut connection, "SELECT oncegate.set_stream('history', 's', 4)").await;
     assert_eq!(park(&database, &streams, 6).await, ApplyOutcome::Applied { events: 3 });
-    // One that is parked comes again.
+    // A buffered event comes again.
     assert_eq!(park(&database, &streams, 8).await, ApplyOutcome::Buffered { expected: 7 });
     run(&mut connection, "SELECT oncegate.set_stream('history', 's', 8)").await;
     assert_eq!(park(&database, &streams, 8).await, ApplyOutcome::Applied { events: 1 });
-    // It is parked, and taken at once with those before it.
+    // It is buffered, and taken at once with those before it.
     assert_eq!(park(&database, &streams, 10).await, ApplyOutcome::Buffered { expected: 9 });
     run(&mut connection, "SELECT oncegate.set_stream('history', 's', 10)").await;
     assert_eq!(park(&database, &streams, 11).await, ApplyOutcome::Applied { events: 2 });
@@ -219,7 +219,8 @@ async fn an_old_snapshot_of_a_stream_fails_with_a_serialization_error() {
         let mut old = database.connect().await;
         run(&mut old, &format!("BEGIN ISOLATION LEVEL {level}; SELECT count(*) FROM effects")).await;
         assert_eq!(park(&database, &streams, sequence).await, ApplyOutcome::Applied { events: 1 });
-        // The next one, which the old snapshot would park although it is its turn; the same one, which it would apply again.
+        // The next event, which the old snapshot would buffer although it is due; and the same event, which it would
+        // apply again.
         let wrong = match sequence {
             3 => streams.apply(&mut old, "s", sequence, b"x", project).await.unwrap_err(),
             _ => streams.apply_or_buffer(&mut old, "s", sequence + 1, b"x", project).await.unwrap_err(),
@@ -241,7 +242,7 @@ async fn concurrent_consumers_apply_each_event_once_and_in_order() {
     let failures = Arc::new(AtomicU32::new(0));
     let tasks: Vec<_> = (0..6_u64)
         .map(|task| {
-            // Each is a consumer of its own as far as receipts go: every message comes to all of them.
+            // Each has a consumer name of its own, so every message goes to all of them.
             let inbox =
                 crate::support::inbox_of(pool.clone(), &format!("c{task}")).with_max_batch(7).unwrap();
             let (streams, failures) = (streams.clone(), failures.clone());

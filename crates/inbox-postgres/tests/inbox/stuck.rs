@@ -1,4 +1,4 @@
-//! What must not be tried for ever: failures that do not look like those of a handler, and are.
+//! Failures that do not look like those of a handler, and must not be retried forever.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -35,7 +35,7 @@ impl Database {
 
     pub(crate) async fn connect(&self) -> PgConnection {
         let mut connection = PgConnection::connect(&self.url()).await.unwrap();
-        // Whoever waits for a lock where nobody should is an error and no standstill.
+        // A wait for a lock that should be free must be an error, not a hang.
         run(&mut connection, "SET statement_timeout = '20s'").await;
         connection
     }
@@ -48,7 +48,7 @@ impl Database {
         inbox(self.pool(connections).await)
     }
 
-    /// What took effect, in order of commit as far as one consumer is concerned.
+    /// Returns the effects, in the order of their commits within one consumer.
     pub(crate) async fn effects(&self) -> Vec<String> {
         let effects = sqlx::query_scalar("SELECT message FROM effects ORDER BY number");
         effects.fetch_all(&mut self.connect().await).await.unwrap()
@@ -72,7 +72,7 @@ pub(crate) async fn prepare(url: &str) {
     run(&mut PgConnection::connect(url).await.unwrap(), table).await;
 }
 
-/// A pool such as an application has, perhaps through somebody in between.
+/// A pool as an application has it, perhaps through a proxy.
 pub(crate) async fn pool(url: &str, port: u16, connections: u32) -> PgPool {
     let options = PgConnectOptions::from_str(url).unwrap();
     let pool = PgPoolOptions::new().max_connections(connections).acquire_timeout(LONG);

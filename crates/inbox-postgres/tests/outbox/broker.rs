@@ -1,5 +1,4 @@
-//! A broker that writes down what reaches it, and fails as it is told to. Relays reach it in this process, and by TCP from
-//! others.
+//! A broker that records messages, and fails on command. Relays of this process call it, and others use TCP.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt::Write as _;
@@ -13,7 +12,7 @@ use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::{Instant, sleep};
 
-/// What happens to a message that comes.
+/// The treatment of a message.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Fault {
     None,
@@ -23,7 +22,7 @@ pub(crate) enum Fault {
     Unconfirmed,
     /// It is not taken.
     Lost,
-    /// It is not taken now, but a while after the relay was told that it is not confirmed.
+    /// It is not taken now, but a while after the relay got the error.
     Afterwards(Duration),
     /// It is taken, and nothing is ever said.
     Hang,
@@ -46,10 +45,10 @@ type Fails = dyn Fn(&Taken, usize) -> Fault + Send + Sync;
 pub(crate) struct Broker(Arc<Inner>);
 
 struct Inner {
-    /// Whether the message was there before counts here.
+    /// The received messages. The log itself also has copies.
     log: Mutex<Vec<Taken>>,
     tried: Mutex<HashMap<String, usize>>,
-    /// How messages fail, by what they are and how often they were tried before.
+    /// The fault for a message, from its content and the number of earlier tries.
     fault: Box<Fails>,
 }
 
@@ -70,17 +69,17 @@ impl Broker {
         self.0.log.lock().unwrap().len()
     }
 
-    /// How many different messages it has.
+    /// Returns the number of different messages.
     pub(crate) fn distinct(&self) -> usize {
         self.0.log.lock().unwrap().iter().map(|taken| &taken.id).collect::<HashSet<_>>().len()
     }
 
-    /// How often a message was tried, whatever came of it.
+    /// Returns how often a message was tried, with any result.
     pub(crate) fn tried(&self, id: &str) -> usize {
         self.0.tried.lock().unwrap().get(id).copied().unwrap_or_default()
     }
 
-    /// The payloads of a key, each where it came for the first time.
+    /// Returns the payloads of each key, at their first occurrence.
     pub(crate) fn firsts(&self) -> BTreeMap<Option<String>, Vec<String>> {
         let mut seen = HashSet::new();
         let mut firsts: BTreeMap<_, Vec<_>> = BTreeMap::new();
@@ -134,7 +133,7 @@ impl Broker {
         Ok(())
     }
 
-    /// Where processes reach it.
+    /// Starts a listener for other processes, and returns its address.
     pub(crate) async fn listen(&self) -> SocketAddr {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
@@ -164,8 +163,8 @@ impl Broker {
     }
 }
 
-fn text(octets: &[u8]) -> String {
-    String::from_utf8(octets.to_vec()).unwrap()
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).unwrap()
 }
 
 fn taken(message: &Outgoing) -> Taken {

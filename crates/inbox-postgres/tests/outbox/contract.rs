@@ -7,7 +7,7 @@ use oncegate_postgres::sqlx::{AssertSqlSafe, Connection as _, Row as _, query_sc
 use crate::broker::eventually;
 use crate::database::{Database, message, run, try_run};
 
-/// A row of a run, or the last one that says where to go on.
+/// A row of a run, or the last row with the position of the next call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Row {
     token: Option<i64>,
@@ -84,7 +84,7 @@ async fn outcomes_of_a_line_that_another_relay_took_change_nothing() {
         assert!(!renew(&mut slow, row, 1).await);
     }
     assert_eq!(table(&mut other).await, before);
-    // What is held is nobody else's.
+    // A held line is not taken by another relay.
     assert_eq!(take(&mut slow, "null, 100, 1000000, 2, 60000").await, []);
     assert!(renew(&mut other, &second[0], 60000).await);
     assert!(settle(&mut other, &second[..2], "confirmed").await);
@@ -106,7 +106,7 @@ async fn an_ended_lease_can_be_renewed_if_no_relay_took_the_line() {
     assert_eq!(ids(&take(&mut relay, "null, 100, 1000000, 100, 60000").await), ["k/3"]);
 }
 
-/// A clock that is set back by a day makes nobody wait for a day.
+/// A clock that is set back by a day delays no message by a day.
 #[tokio::test(flavor = "multi_thread")]
 async fn no_lease_is_longer_than_an_hour() {
     let database = Database::fresh().await;
@@ -119,8 +119,7 @@ async fn no_lease_is_longer_than_an_hour() {
     }
 }
 
-/// A row that was committed late, before a run that is held, is a run of its own: whoever gets it does not get what another
-/// one is publishing.
+/// A row that was committed late, before a held run, is a run of its own: its relay does not get rows of the held run.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_run_ends_where_another_one_begins() {
     let database = Database::fresh().await;
@@ -134,7 +133,7 @@ async fn a_run_ends_where_another_one_begins() {
     database.send(&[message(Some("k"), 3)]).await;
     let alone = take(&mut relay, "null, 100, 1000000, 100, 60000").await;
     assert_eq!(ids(&alone), ["k/late"]);
-    // As long as it is there, nothing behind it is taken, whatever became of that.
+    // As long as it is there, nothing behind it is taken, with any outcome of the held run.
     assert!(settle(&mut relay, &held, "confirmed").await);
     assert_eq!(take(&mut relay, "null, 100, 1000000, 100, 60000").await, []);
     assert!(settle(&mut relay, &alone, "retry").await);
@@ -181,7 +180,7 @@ async fn a_row_that_commits_during_a_take_is_seen() {
     assert_eq!(ids(&next), ["k/1", "k/at the same time", "k/2"]);
 }
 
-/// A row that somebody has locked holds up its line and nobody else.
+/// A locked row blocks only its own line.
 #[tokio::test(flavor = "multi_thread")]
 async fn locked_rows_block_the_rows_behind_them() {
     let database = Database::fresh().await;
@@ -226,7 +225,7 @@ async fn takes_are_limited_and_go_round_all_lines() {
     assert!((7..=9).contains(&a_run_each) && taken.len() == a_run_each + 3, "{taken:?}");
     assert!(["a/1", "b/1", "c/1"].iter().all(|first| taken.contains(first)), "{taken:?}");
 
-    // By octets: one row whatever its size, and no second one.
+    // By bytes: one row of any size, and no second one.
     let mut large = message(Some("large"), 1);
     large.payload = vec![7; 100_000].into();
     database.send(&[large.clone(), large]).await;
@@ -264,7 +263,7 @@ async fn takes_are_limited_and_go_round_all_lines() {
     assert_eq!((ids(&found), calls), (vec!["2999"], 3));
 }
 
-/// Nobody waits for a sender: neither another sender of the key, nor a relay; and a sender waits for nobody.
+/// A sender makes neither another sender of the key nor a relay wait; and it waits for neither.
 #[tokio::test(flavor = "multi_thread")]
 async fn senders_do_not_wait() {
     let database = Database::fresh().await;
@@ -310,7 +309,7 @@ async fn confirmations_before_a_failover_do_not_apply_to_rows_after_it() {
     }
 }
 
-/// What compresses well is as long as it was when a relay gets it.
+/// The size of well compressed data counts uncompressed, as a relay gets it.
 #[tokio::test(flavor = "multi_thread")]
 async fn headers_count_uncompressed() {
     let database = Database::fresh().await;
@@ -327,7 +326,7 @@ async fn headers_count_uncompressed() {
     database.send(&(0..10).map(|n| with_header(None, n)).collect::<Vec<_>>()).await;
     let taken = take(&mut relay, "null, 100, 350000, 100, 60000").await;
     assert_eq!((ids(&taken).len(), taken.last().unwrap().seq), (3, None));
-    // Not even when they are sent from where they are compressed.
+    // Not even if they come from a table that stores them compressed.
     let table = "CREATE TABLE kept (h bytea[]); INSERT INTO kept VALUES (ARRAY[convert_to(repeat('x', 2000000), 'UTF8')])";
     run(&mut relay, table).await;
     let send = "SELECT oncegate.send('t', 'x', header_names => ARRAY['h'], header_values => h) FROM kept";

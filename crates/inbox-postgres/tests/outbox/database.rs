@@ -35,7 +35,7 @@ impl Database {
 
     pub(crate) async fn connect(&self) -> PgConnection {
         let mut connection = PgConnection::connect(&self.url()).await.unwrap();
-        // Whoever waits for a lock where nobody should is an error and no standstill.
+        // A wait for a lock that should be free must be an error, not a hang.
         run(&mut connection, "SET statement_timeout = '30s'").await;
         connection
     }
@@ -105,7 +105,7 @@ pub(crate) fn relay<P: Publisher>(pool: PgPool, publisher: P) -> Relay<P> {
         .unwrap()
 }
 
-/// A relay that runs until it is told to stop, or until it is dropped, like a process that dies.
+/// A relay that runs until it is stopped, or dropped like a process that crashes.
 pub(crate) struct Running {
     stop: Option<oneshot::Sender<()>>,
     task: JoinHandle<()>,

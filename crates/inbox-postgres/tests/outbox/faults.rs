@@ -11,7 +11,7 @@ use tokio::time::sleep;
 use crate::broker::{Broker, Fault, eventually};
 use crate::database::{Database, Running, apply, message, pool, relay, run};
 
-/// What was confirmed is written down before a relay ends: nobody publishes it again.
+/// Confirmed messages are settled before a relay ends, so no relay publishes them again.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_relay_settles_everything_before_it_stops() {
     let database = Database::fresh().await;
@@ -33,7 +33,7 @@ async fn a_relay_settles_everything_before_it_stops() {
     assert_eq!((broker.len(), broker.distinct()), (600, 600));
 }
 
-/// The patience of a relay is bounded, whatever hangs; what was confirmed by then counts.
+/// A shutdown ends in time, even if the broker hangs; messages confirmed by then count.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_relay_stops_even_if_the_broker_hangs() {
     let database = Database::fresh().await;

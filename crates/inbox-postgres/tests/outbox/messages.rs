@@ -1,4 +1,4 @@
-//! What is sent, and what comes of it.
+//! Sent messages, and their way through the outbox.
 
 use std::sync::{Arc, Mutex};
 
@@ -170,7 +170,7 @@ async fn each_role_needs_only_its_grants() {
     assert_eq!(broker.firsts()[&Some("k".to_owned())], ["1", "x"]);
 }
 
-/// Keeps the letter that it hands on.
+/// Keeps the dead letter that it passes on.
 struct Catch(OutboxDeadLetters, Arc<Mutex<Option<DeadLetter>>>);
 
 impl DeadLetterSink for Catch {

@@ -1,4 +1,4 @@
-//! What stays in order, whatever fails, and that nothing is skipped.
+//! Order under failures, without gaps.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -19,11 +19,11 @@ use tokio::time::sleep;
 use crate::broker::{Broker, Fault, eventually};
 use crate::database::{Database, Running, message, relay, run};
 
-/// Fails in every way that passes: each message twice at the most, and which one how is told by what it is.
+/// Has every transient fault: each message at most twice, and its content decides which.
 fn faulty() -> Broker {
     Broker::new(|taken, times| {
         let number =
-            taken.id.bytes().fold(7_usize, |hash, octet| hash.wrapping_mul(31).wrapping_add(octet.into()));
+            taken.id.bytes().fold(7_usize, |hash, byte| hash.wrapping_mul(31).wrapping_add(byte.into()));
         match (number / 7 + times) % 10 {
             _ if times >= 2 => Fault::None,
             0 => Fault::Unconfirmed,
@@ -37,7 +37,7 @@ fn faulty() -> Broker {
     })
 }
 
-/// Nobody's letters.
+/// A sink that must not be used.
 struct None_;
 
 impl DeadLetterSink for None_ {
@@ -186,7 +186,7 @@ async fn transactions_that_lock_what_they_change_are_in_order_among_others_that_
     }
 }
 
-/// While a message is not confirmed nothing behind it is published, by whatever relay; other keys go on.
+/// While a message is not confirmed, no relay publishes anything behind it; other keys go on.
 #[tokio::test(flavor = "multi_thread")]
 async fn an_unconfirmed_message_blocks_only_its_key() {
     let database = Database::fresh().await;

@@ -1,4 +1,4 @@
-//! Relays that are processes of their own: killed, and stopped where they stand.
+//! Relays that are processes of their own: killed, and suspended.
 
 use std::net::SocketAddr;
 use std::process::{Child, Command, Stdio};
@@ -112,8 +112,8 @@ async fn a_hundred_thousand_messages_and_relays_that_are_killed_and_stopped() {
     }
 }
 
-/// A relay stops where it stands, between what it published and what it would publish next; another one takes over, and then
-/// it goes on. What it says of what it held counts for nothing.
+/// A relay is suspended between two messages, another one takes over, and the first one resumes. Its outcomes do not
+/// count.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_relay_that_resumes_after_its_lease_changes_nothing() {
     let database = Database::fresh().await;

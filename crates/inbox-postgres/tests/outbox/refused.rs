@@ -9,7 +9,7 @@ use oncegate_postgres::sqlx::Row as _;
 use crate::broker::{Broker, Fault, eventually};
 use crate::database::{Database, Running, message, relay, run};
 
-/// Refuses what is `bad`, until it is told otherwise.
+/// Refuses `bad` messages, until the switch is turned.
 fn picky() -> (Broker, Arc<AtomicBool>) {
     let takes_all = Arc::new(AtomicBool::new(false));
     let takes = takes_all.clone();

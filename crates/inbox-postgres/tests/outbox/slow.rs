@@ -12,8 +12,8 @@ use tokio::time::sleep;
 use crate::broker::Broker;
 use crate::database::{Database, Running, message, relay};
 
-/// A proxy to this port on which so many octets come back in a second.
-async fn slow_way(to: u16, octets: usize) -> SocketAddr {
+/// A proxy to this port that returns a limited number of bytes per second.
+async fn slow_proxy(to: u16, bytes: usize) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     tokio::spawn(async move {
@@ -23,13 +23,13 @@ async fn slow_way(to: u16, octets: usize) -> SocketAddr {
                 (near.into_split(), far.into_split());
             tokio::spawn(async move { copy(&mut from_near, &mut to_far).await });
             tokio::spawn(async move {
-                let mut piece = vec![0; octets / 50];
+                let mut piece = vec![0; bytes / 50];
                 while let Ok(1..) = from_far.read_exact(&mut piece[..1]).await {
                     let more = from_far.read(&mut piece[1..]).await.unwrap_or_default();
                     if to_near.write_all(&piece[..=more]).await.is_err() {
                         return;
                     }
-                    sleep(Duration::from_secs(1).mul_f64((more + 1) as f64 / octets as f64)).await;
+                    sleep(Duration::from_secs(1).mul_f64((more + 1) as f64 / bytes as f64)).await;
                 }
             });
         }
@@ -37,16 +37,16 @@ async fn slow_way(to: u16, octets: usize) -> SocketAddr {
     address
 }
 
-/// A relay that has so many octets a second for these messages, and publishes the first of them in the end.
-async fn publishes(payloads: usize, octets: usize, lease: Duration) {
+/// A relay that gets a limited number of bytes per second, and publishes the first message in the end.
+async fn publishes(payloads: usize, bytes: usize, lease: Duration) {
     let database = Database::fresh().await;
     let large = |n| {
         let mut message = message(None, n);
-        message.payload = vec![b'x'; octets].into();
+        message.payload = vec![b'x'; bytes].into();
         message
     };
     database.send(&(0..payloads).map(large).collect::<Vec<_>>()).await;
-    let proxy = slow_way(database.server.port(), 1 << 20).await;
+    let proxy = slow_proxy(database.server.port(), 1 << 20).await;
     let options = PgConnectOptions::from_str(&database.url()).unwrap();
     let options = options.port(proxy.port()).ssl_mode(PgSslMode::Disable);
     let pool = PgPoolOptions::new().max_connections(2).connect_lazy_with(options);
@@ -57,7 +57,7 @@ async fn publishes(payloads: usize, octets: usize, lease: Duration) {
     drop(relay);
 }
 
-/// What waits after an outage does not get through within the time that a call may take.
+/// The backlog after an outage does not fit into the timeout of one call.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_slow_connection_gets_smaller_takes() {
     publishes(24, 1 << 20, Duration::from_secs(30)).await;

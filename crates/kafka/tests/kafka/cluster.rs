@@ -30,8 +30,8 @@ impl Cluster {
         config(&self.mock.bootstrap_servers())
     }
 
-    /// A member of a group. It is thrown out after 4.5 s without a heartbeat, which is little more than the 3 s for which
-    /// the cluster waits for further members of a new group: one that is thrown out meanwhile hears nothing any more.
+    /// A member of a group, with a session timeout of 4.5 s. That is little more than the 3 s for which the cluster
+    /// waits for further members of a new group. A member whose session ends meanwhile gets no more answers.
     pub(crate) fn member(&self, group: &str) -> ClientConfig {
         member(&self.mock.bootstrap_servers(), group)
     }
@@ -58,7 +58,7 @@ impl Cluster {
     pub(crate) fn produce_without_id(&self, topic: &str) {
         let producer = self.producer();
         producer
-            .send(BaseRecord::to(topic).key("nobody").payload("nothing"))
+            .send(BaseRecord::to(topic).key("unknown").payload("nothing"))
             .map_err(|(error, _)| error)
             .unwrap();
         producer.flush(oncegate_broker_tests::PATIENCE).unwrap();
@@ -75,7 +75,7 @@ impl Cluster {
         self.produce(topic, (0..count).map(|n| (format!("m{n}"), format!("m{n}"), format!("m{n}"))));
     }
 
-    /// What the group has committed in each partition of the topic; -1 where nothing.
+    /// The committed offsets of the group in each partition of the topic; -1 if there is none.
     pub(crate) fn committed(&self, group: &str, topic: &str, partitions: i32) -> Vec<i64> {
         let mut config = self.config();
         config.set("group.id", group);
@@ -89,7 +89,7 @@ impl Cluster {
         list.elements().iter().map(|element| offset(&element.offset())).collect()
     }
 
-    /// Where the logs of the topic end.
+    /// The ends of the topic's logs.
     pub(crate) fn ends(&self, topic: &str, partitions: i32) -> Vec<i64> {
         let consumer: BaseConsumer = self.config().create().unwrap();
         let end = |partition| {

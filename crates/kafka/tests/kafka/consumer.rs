@@ -142,7 +142,7 @@ async fn brokers_are_down_for_a_while() {
     effects.assert_once(&ids);
 }
 
-/// What was done is committed up to the lowest that was not, and nothing else.
+/// Commits go up to the lowest unsettled message, and no further.
 #[tokio::test(flavor = "multi_thread")]
 async fn stopping_loses_nothing() {
     let cluster = cluster();

@@ -1,21 +1,21 @@
-//! Records that no client writes: sent to a broker octet by octet.
+//! Records that no client writes, sent to a broker byte by byte.
 
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
 
-/// Which part of a record is not as it should be.
+/// The invalid part of a record.
 #[derive(Clone, Copy)]
 pub(crate) enum Wrong {
     /// The checksum.
     Checksum,
-    /// How it is compressed: in a way that nobody has heard of.
+    /// Its compression: an unknown one.
     Compression,
 }
 
 /// Appends one such record to partition 0 of a topic, at the broker that leads it.
 pub(crate) fn produce(broker: &str, topic: &str, wrong: Wrong) {
     let mut request = Vec::new();
-    // Produce, version 7; the answer's number; nobody's name; no transaction; all replicas; ten seconds.
+    // Produce, version 7; the correlation id; no client id; no transaction; all replicas; ten seconds.
     request.extend([0, 0, 0, 7, 0, 0, 0, 1, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff]);
     request.extend(10_000_i32.to_be_bytes());
     request.extend(1_i32.to_be_bytes());
@@ -46,7 +46,7 @@ fn batch(wrong: Wrong) -> Vec<u8> {
     checked.extend(compression.to_be_bytes());
     // The last offset in it; the first and the last time.
     checked.extend([0; 4 + 8 + 8]);
-    // Nobody's number, epoch and sequence.
+    // No producer id, epoch and sequence.
     checked.extend([0xff; 8 + 2 + 4]);
     checked.extend(1_i32.to_be_bytes());
     checked.extend([14, 0, 0, 0, 1, 2, b'x', 0]);
@@ -59,10 +59,10 @@ fn batch(wrong: Wrong) -> Vec<u8> {
     batch
 }
 
-fn crc32c(octets: &[u8]) -> u32 {
+fn crc32c(bytes: &[u8]) -> u32 {
     let mut crc = u32::MAX;
-    for octet in octets {
-        crc ^= u32::from(*octet);
+    for byte in bytes {
+        crc ^= u32::from(*byte);
         for _ in 0..8 {
             crc = (crc >> 1) ^ (0x82f6_3b78 * (crc & 1));
         }

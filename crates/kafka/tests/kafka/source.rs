@@ -208,7 +208,7 @@ async fn a_partition_that_moves(strategy: &str) -> bool {
     for delivery in &taken {
         if delivery.partition() == moved {
             assert!(delivery.is_lost());
-            // Nobody listens any more.
+            // The reader is gone.
             delivery.ack().await.unwrap();
         }
     }
@@ -279,13 +279,13 @@ async fn a_group_starts_at_the_configured_position() {
     assert_eq!(next(&mut earliest).await.offset(), 0);
     let error = error(&mut refused).await;
     assert!(error.is_fatal() && error.to_string().contains("auto.offset.reset"), "{error}");
-    // The beginning is written down, so that what comes while nobody reads is not skipped.
+    // The start is committed, so that messages that come before the next reader are not skipped.
     committed(&cluster, "latest", &[5]).await;
     latest.close().await.unwrap();
     cluster.produce_some(TOPIC, 2);
     let mut latest = begin("latest", "latest");
     assert_eq!(next(&mut latest).await.offset(), 5);
-    // It is sticky, and closes all the same.
+    // The error persists, and the source can still be closed.
     assert!(refused.next().await.unwrap_err().is_fatal());
     refused.close().await.unwrap();
 }

@@ -38,7 +38,7 @@ async fn a_record_whose_checksum_is_wrong_is_neither_delivered_nor_skipped() {
     source.close().await.unwrap();
     assert!(cluster.committed("g", TOPIC, 1)[0] <= 2);
 
-    // Whoever does not want them to be looked at gets what is there.
+    // A member with the check turned off gets the record.
     let mut config = cluster.member("unchecked");
     config.set("check.crcs", "false");
     let mut source = KafkaSource::new(&config, &[TOPIC], options()).unwrap();

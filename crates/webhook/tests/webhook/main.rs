@@ -30,7 +30,7 @@ use self::sender::{Answer, PATIENCE, SECRET, Sending, now};
 
 // ---- a receiver in this process
 
-/// What a handler is to do.
+/// The behaviour of a handler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Act {
     Succeed,
@@ -57,7 +57,7 @@ struct World {
 
 struct State {
     act: Mutex<Act>,
-    /// How many handlers may go on.
+    /// The number of handlers that may go on.
     gate: Semaphore,
     begun: AtomicUsize,
     effects: Mutex<Vec<Arc<Message>>>,
@@ -176,7 +176,7 @@ async fn a_webhook_takes_effect_once_also_when_it_is_sent_again_at_another_time(
     let (address, _receiver) = world.serve(world.options()).await;
     let answer = Sending::standard("msg_1", NOW, "{}").send(address, PATH).await.unwrap();
     assert_eq!((answer.status, answer.body.as_str()), (200, ""));
-    // The same octets once more, and then with the time of another attempt: five seconds, days later.
+    // The same bytes again, and then with the time of another attempt: five seconds later, and days later.
     assert_eq!(Sending::standard("msg_1", NOW, "{}").send(address, PATH).await.unwrap(), answer);
     for after in [5, 5 * 60 + 5, 75 * 3600 + 35 * 60] {
         world.clock.advance(Duration::from_secs(after));
@@ -201,7 +201,7 @@ async fn webhooks_of_stripe_and_github_take_effect_once() {
     let mut mac = Hmac::<Sha256>::new_from_slice(b"webhook_secret").unwrap();
     let payload = r#"{"id":"evt_1","pending_webhooks":1}"#;
     mac.update(format!("1533204620.{payload}").as_bytes());
-    let signature: String = mac.finalize().into_bytes().iter().map(|octet| format!("{octet:02x}")).collect();
+    let signature: String = mac.finalize().into_bytes().iter().map(|byte| format!("{byte:02x}")).collect();
     let stripe = Sending::of(&[("Stripe-Signature", &format!("t=1533204620,v1={signature},v0=00"))], payload);
     let options = world.options_of(WebhookScheme::stripe("webhook_secret").unwrap()).with_clock(clock);
     let (address, _receiver) = world.serve(options).await;
@@ -258,7 +258,7 @@ async fn an_invalid_signature_is_never_recorded() {
         let headers: Vec<_> = answer.headers.into_iter().filter(|(name, _)| name != "date").collect();
         said.push((answer.body, headers));
     }
-    // Nobody learns how far he came.
+    // The response does not show how far the verification came.
     assert_eq!(said[0].0, r#"{"type":"urn:oncegate:problem:webhook-refused","status":400}"#);
     assert!(said.iter().all(|one| *one == said[0]), "{said:?}");
 
@@ -297,7 +297,7 @@ async fn a_payload_that_does_not_arrive_is_never_recorded() {
     stream.write_all(b"{").await.unwrap();
     let answer = Answer::read(stream).await.unwrap();
     assert_eq!((answer.status, answer.problem()), (400, "request-incomplete"));
-    // It breaks off: nobody is there to be answered.
+    // The connection breaks, so there is no response.
     let mut stream = TcpStream::connect(address).await.unwrap();
     stream.write_all(good.head(PATH, 2).as_bytes()).await.unwrap();
     stream.write_all(b"{").await.unwrap();
@@ -307,7 +307,7 @@ async fn a_payload_that_does_not_arrive_is_never_recorded() {
     assert_eq!((world.begun(), world.store.len()), (1, 1));
 }
 
-/// The octets are verified and handed on as they came, whatever they are.
+/// The payload is verified and passed on unchanged, also if it is not text.
 #[tokio::test]
 async fn payloads_need_not_be_text() {
     let world = World::new();
@@ -347,7 +347,7 @@ async fn a_hundred_at_once_take_effect_once() {
             tokio::spawn(async move { sending.send(address, PATH).await.unwrap() })
         })
         .collect();
-    // 99 are told to come again, while the first one is being processed.
+    // 99 of them get a 503 while the first one is being processed.
     eventually("the others are answered", || world.counts.get(EventKind::InFlight) == 99).await;
     assert_eq!(world.begun(), 1);
     world.state.gate.add_permits(1_000_000);
@@ -362,7 +362,7 @@ async fn a_hundred_at_once_take_effect_once() {
         assert!((1..=60).contains(&after), "{after}");
         sent_away += 1;
     }
-    // Now that all are answered, the first one is done, and the others hear so.
+    // After all are answered, the first one ends, and the others get a 200.
     for _ in 0..sent_away {
         assert_eq!(sending.send(address, PATH).await.unwrap().status, 200);
     }
@@ -377,7 +377,7 @@ async fn processing_goes_on_when_the_sender_hangs_up() {
     let stream = sending.begin(address, PATH).await;
     eventually("it is begun", || world.begun() == 1).await;
     drop(stream);
-    // Its server knows of nobody any more, and it is waited for all the same.
+    // All senders have hung up, and `drain` still waits for the handlers.
     assert!(!receiver.drain(Duration::from_millis(200)).await);
     assert_eq!(sending.send(address, PATH).await.unwrap().status, 503);
     world.state.gate.add_permits(1);
@@ -403,7 +403,7 @@ async fn failed_webhooks_come_again_and_dead_ones_do_not() {
     assert_eq!(sending.send(address, PATH).await.unwrap().status, 200);
     assert_eq!((world.begun(), world.effects()), (3, 1));
 
-    // Rejected, and failed for the fifth time: one letter each, and the sender is done.
+    // Rejected, and failed for the fifth time: one dead letter each, and the sender is done.
     for (id, act, attempts) in [("msg_2", Act::Reject, 1), ("msg_3", Act::Retry, 10)] {
         world.act(act);
         let sending = Sending::standard(id, NOW, "{}");
@@ -456,7 +456,7 @@ async fn the_number_of_running_webhooks_is_limited() {
     streams.pop();
     assert_eq!(third.send(address, PATH).await.unwrap().status, 503);
     assert_eq!((world.counts.get(EventKind::Overloaded), world.begun()), (2, 2));
-    // And nobody without a good signature is told how busy we are.
+    // A sender without a valid signature does not learn that the receiver is busy.
     let bad = third.clone().with("webhook-id", "msg_4");
     assert_eq!(bad.send(address, PATH).await.unwrap().status, 400);
     world.state.gate.add_permits(3);
@@ -603,7 +603,7 @@ impl Drop for Service {
     }
 }
 
-/// How many payments the bank has, and how many attempts there were.
+/// Returns the number of payments in the bank, and the number of attempts.
 fn ledger(data: &Path) -> (usize, usize) {
     let effects = std::fs::read_dir(data.join("effects")).unwrap();
     let effects = effects.filter(|entry| entry.as_ref().unwrap().path().extension().is_none()).count();
@@ -611,7 +611,7 @@ fn ledger(data: &Path) -> (usize, usize) {
     (effects, attempts.lines().count())
 }
 
-/// Sends it as senders do: until it hears that it is done.
+/// Sends as real senders do, until it gets a 200.
 async fn send_until_done(id: &str, to: SocketAddr) {
     let deadline = Instant::now() + PATIENCE;
     loop {

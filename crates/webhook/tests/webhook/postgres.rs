@@ -24,7 +24,7 @@ const SENDERS: usize = 16;
 
 const PATH: &str = "/webhooks/standard";
 
-/// Sends an event until it is done, as senders do. Some hang up before they hear so, and come again.
+/// Sends an event as real senders do, until it is done. Some hang up before the response, and send again.
 async fn send_until_done(number: usize, to: SocketAddr, hangs_up: bool) {
     let (id, payload) = (format!("msg_{number}"), number.to_string());
     if hangs_up {

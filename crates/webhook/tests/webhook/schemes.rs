@@ -1,4 +1,4 @@
-//! How webhooks are signed: the examples that the senders publish, and everything that is not quite like them.
+//! Signature schemes: the published examples of the senders, and requests with small errors.
 
 use std::time::Duration;
 
@@ -62,13 +62,13 @@ fn mac(secret: &[u8], signed: &str) -> Vec<u8> {
     mac.finalize().into_bytes().to_vec()
 }
 
-fn hex(octets: &[u8]) -> String {
-    octets.iter().map(|octet| format!("{octet:02x}")).collect()
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 const STANDARD_SECRET: &str = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
 
-/// What the libraries of Standard Webhooks are tested with.
+/// The test data of the libraries of Standard Webhooks.
 fn standard() -> (WebhookScheme, Sent) {
     let sent = Sent {
         headers: vec![
@@ -83,7 +83,7 @@ fn standard() -> (WebhookScheme, Sent) {
     (WebhookScheme::standard(STANDARD_SECRET).expect("a secret"), sent)
 }
 
-/// What the libraries of Stripe are tested with.
+/// The test data of the libraries of Stripe.
 fn stripe() -> (WebhookScheme, Sent) {
     let signature = "t=1533204620,v1=f0bdba6d4eacbd8ad8a3bbadd7248e633ec1477f7899c124c51b39405fa36613,\
                      v0=63f3a72374a733066c4be69ed7f8e5ac85c22c9f0a6a612ab9a025a9e4ee7eef";
@@ -130,7 +130,7 @@ fn stripe() -> (WebhookScheme, Sent) {
     (WebhookScheme::stripe("webhook_secret").expect("a secret"), sent)
 }
 
-/// What GitHub's documentation gives to test with.
+/// The test data in GitHub's documentation.
 fn github() -> (WebhookScheme, Sent) {
     let signature = "sha256=757107ea0eb2509fc211221cce984b8a37570b6d7586c22c46f4379c8b043e17";
     let sent = Sent {
@@ -205,7 +205,7 @@ fn the_header_names_of_svix_are_accepted_but_not_mixed() {
     let message = svix.verify(&scheme).expect("taken");
     assert_eq!(message.broker_id.as_deref(), Some("msg_p5jXN8AQM9LWM0D4loKWxJek"));
 
-    // Somebody who has recorded it gives it another name in the other family.
+    // An attacker who has recorded it adds an identifier of the other family.
     let renamed = svix.with("webhook-id", "msg_other");
     assert_eq!(renamed.verify(&scheme), Err(WebhookRefusal::HeaderMissing));
     let renamed = sent.with("svix-id", "msg_other");
@@ -349,7 +349,7 @@ fn a_secret_can_be_rotated_without_downtime() {
     let by_both = sent.with("stripe-signature", format!("{time},v1={},{rest}", hex(&[1; 32])));
     assert!(by_both.verify(&scheme).is_ok());
 
-    // What is signed otherwise beside it, as with `v1a`, does not disturb.
+    // Other signatures next to a valid one, such as `v1a`, do no harm.
     let (scheme, sent) = standard();
     let value = format!("v1a,hnO3f9T8 {} v9,x", sent.value("webhook-signature"));
     assert!(sent.with("webhook-signature", value).verify(&scheme).is_ok());
@@ -385,7 +385,7 @@ fn invalid_secrets_are_refused_and_no_secret_is_shown() {
     assert_eq!(message.broker_id, None, "an event without an identifier has none");
 }
 
-/// What is signed runs on from the identifier into the time and the payload: where one of them ends must not be open.
+/// The signed text joins the identifier, the time and the payload: their borders must be unambiguous.
 #[test]
 fn the_borders_of_the_signed_parts_cannot_be_moved() {
     let secret = [9; 24];
@@ -408,7 +408,7 @@ fn the_borders_of_the_signed_parts_cannot_be_moved() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 1024, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Whatever single octet is another one, of what is signed or of the signature: it is refused.
+    /// Any single changed byte of the signed text or of the signature leads to a refusal.
     #[test]
     fn a_changed_byte_is_refused(which in 0_usize..3, at in any::<prop::sample::Index>(), flip in 1_u8..=255) {
         let (scheme, mut sent) = [standard, stripe, github][which]();
@@ -427,14 +427,14 @@ proptest! {
         let in_headers: usize = signed.iter().map(|name| sent.value(name).len()).sum();
         let mut at = at.index(sent.payload.len() + in_headers);
         let mut changed = sent.clone();
-        if let Some(octet) = changed.payload.get_mut(at) {
-            *octet ^= flip;
+        if let Some(byte) = changed.payload.get_mut(at) {
+            *byte ^= flip;
         } else {
             at -= sent.payload.len();
             for name in signed {
                 let mut value = sent.value(name).as_bytes().to_vec();
-                if let Some(octet) = value.get_mut(at) {
-                    *octet ^= flip;
+                if let Some(byte) = value.get_mut(at) {
+                    *byte ^= flip;
                     let value = String::from_utf8(value).ok();
                     let value = value.filter(|value| http::HeaderValue::from_str(value).is_ok());
                     prop_assume!(value.is_some());
@@ -447,7 +447,7 @@ proptest! {
         prop_assert!(changed.verify(&scheme).is_err(), "{changed:?}");
     }
 
-    /// Whatever stands in the header of the signature, it is refused and nothing panics.
+    /// Any value of the signature header is refused without a panic.
     #[test]
     fn arbitrary_signatures_never_panic(which in 0_usize..3, value in "[ -~]{0,120}") {
         let (scheme, sent) = [standard, stripe, github][which]();

@@ -1,4 +1,4 @@
-//! Somebody who sends webhooks, signed as Standard Webhooks has it, over sockets of his own.
+//! A sender of webhooks in the format of Standard Webhooks, over sockets of its own.
 
 use std::net::SocketAddr;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -72,7 +72,7 @@ impl Sending {
         stream
     }
 
-    /// Sends it and reads the answer; `None` where the connection ended without one.
+    /// Sends it and reads the response; `None` if the connection ended without one.
     pub(crate) async fn send(&self, to: SocketAddr, path: &str) -> Option<Answer> {
         Answer::read(self.begin(to, path).await).await
     }
@@ -87,11 +87,11 @@ pub(crate) struct Answer {
 
 impl Answer {
     pub(crate) async fn read(mut stream: TcpStream) -> Option<Self> {
-        let mut octets = Vec::new();
+        let mut bytes = Vec::new();
         // A reset behind a whole answer does not take it away.
-        let end = tokio::time::timeout(PATIENCE, stream.read_to_end(&mut octets)).await;
+        let end = tokio::time::timeout(PATIENCE, stream.read_to_end(&mut bytes)).await;
         let _end = end.expect("an answer in time");
-        let text = String::from_utf8(octets).unwrap();
+        let text = String::from_utf8(bytes).unwrap();
         let (head, body) = text.split_once("\r\n\r\n")?;
         let mut lines = head.lines();
         let status = lines.next()?.split(' ').nth(1)?.parse().ok()?;

@@ -5,7 +5,7 @@ use std::fs;
 use crate::part::Part;
 use crate::world::{Order, World, counted, until};
 
-/// How often each part dies at its point.
+/// The number of crashes of each part at its point.
 const TIMES: u64 = 2;
 
 const CONFIRMED: &str = "oncegate_outbox_events_total{event=\"confirmed\"}";

@@ -16,7 +16,7 @@ pub(crate) struct Part {
 
 struct Shared {
     child: Child,
-    /// Where it listens, as soon as it does.
+    /// The address, after the part has started.
     address: Option<String>,
     is_stopping: bool,
 }
@@ -45,7 +45,7 @@ impl Part {
         Self { shared, keeper: Some(keeper) }
     }
 
-    /// Where it listens now.
+    /// Returns the current address.
     pub(crate) fn address(&self) -> String {
         until("it listens", || self.shared.lock().unwrap().address.clone())
     }
@@ -70,7 +70,7 @@ impl Part {
     }
 }
 
-/// Reads where a process that was just started listens.
+/// Reads the address of a process that was just started.
 fn listen(shared: &Arc<Mutex<Shared>>) {
     let (pid, stdout) = {
         let mut shared = shared.lock().unwrap();
@@ -98,7 +98,7 @@ impl Drop for Part {
             shared.is_stopping = true;
             shared.child.kill().unwrap();
         }
-        // A panic of it is told already.
+        // A panic of the thread is already reported.
         let _status = keeper.join();
     }
 }

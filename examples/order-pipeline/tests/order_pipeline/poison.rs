@@ -34,7 +34,7 @@ fn a_rejected_order_is_one_dead_letter_and_blocks_only_its_customer() {
     assert_eq!(retry(&[]), "dead letter 1: still dead: a negative amount\n");
     assert_eq!(world.postgres.sql(letters).unwrap(), "totals|rejected|1|a negative amount");
 
-    // A newer version knows refunds: the letter is processed, and what waited behind it.
+    // A newer version supports refunds: it processes the dead letter, and the orders behind it.
     assert_eq!(retry(&["--refunds"]), "dead letter 1: processed\n");
     assert_eq!(retry(&["--refunds"]), "");
     assert_eq!(world.postgres.sql(totals).unwrap(), "ada|4|334|4\nbob|2|78|2");

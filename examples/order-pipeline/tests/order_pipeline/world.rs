@@ -13,10 +13,11 @@ use serde_json::{Value, json};
 
 use crate::part::Part;
 
-/// How long anything may take on a machine that is busy.
+/// The bound on everything, on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// How long a dead relay holds messages up, and a dead projector. Short, so that what died is soon taken over.
+/// The lease of a relay, and the redelivery time of a projector. Short, so that their work is soon taken over after a
+/// crash.
 const LEASE_MS: &str = "1000";
 const ACK_WAIT_MS: &str = "1500";
 
@@ -35,7 +36,7 @@ pub(crate) fn until<T>(what: &str, mut it_is: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-/// What a service said.
+/// The response of a service.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Answer {
     pub(crate) status: u16,
@@ -43,7 +44,7 @@ pub(crate) struct Answer {
     pub(crate) body: String,
 }
 
-/// Sends a request. `None` where there is no whole answer.
+/// Sends a request. `None` if there is no complete response.
 fn send(address: &str, line: &str, fields: &str, body: &str) -> Option<Answer> {
     let mut stream = TcpStream::connect(address).ok()?;
     stream.set_read_timeout(Some(Duration::from_secs(20))).ok()?;
@@ -60,20 +61,20 @@ fn send(address: &str, line: &str, fields: &str, body: &str) -> Option<Answer> {
     })
 }
 
-/// What a part says of itself.
+/// Returns the metrics of a part.
 fn metrics(part: &Part) -> String {
     until("metrics", || send(&part.address(), "GET /metrics", "", "").filter(|answer| answer.status == 200))
         .body
 }
 
-/// What it has counted of this.
+/// Returns one counter of a part.
 pub(crate) fn counted(part: &Part, name: &str) -> u64 {
     let metrics = metrics(part);
     let number = metrics.lines().find_map(|line| line.strip_prefix(name)?.trim().parse().ok());
     number.unwrap_or_else(|| panic!("no {name} in {metrics}"))
 }
 
-/// What a client wants, once.
+/// An order of a client, to be placed once.
 #[derive(Clone, Debug)]
 pub(crate) struct Order {
     pub(crate) key: String,
@@ -82,7 +83,7 @@ pub(crate) struct Order {
 }
 
 impl Order {
-    /// Asks until there is an answer to be told of, as a client does that must not give up.
+    /// Sends the order until there is a final response, like a client that must not give up.
     pub(crate) fn place(&self, address: &str) -> Answer {
         let body = json!({ "customer": self.customer, "cents": self.cents }).to_string();
         let key = format!("idempotency-key: {}\r\n", self.key);
@@ -102,7 +103,7 @@ pub(crate) struct World {
     pub(crate) dir: tempfile::TempDir,
     pub(crate) postgres: PostgresServer,
     pub(crate) nats: NatsServer,
-    /// Where the API listens, whenever there is one.
+    /// The address of the API, while it runs.
     pub(crate) api: String,
 }
 
@@ -144,7 +145,7 @@ impl World {
         command
     }
 
-    /// What was said while it ran.
+    /// Returns the log so far.
     pub(crate) fn log(&self) -> String {
         std::fs::read_to_string(self.dir.path().join("log")).unwrap_or_default()
     }
@@ -153,7 +154,7 @@ impl World {
         self.dir.path().join(name)
     }
 
-    /// How many messages the stream has, and how many of them are not acknowledged.
+    /// Returns the number of messages in the stream, and the number of those that are not acknowledged.
     pub(crate) fn stream(&self) -> (u64, u64) {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let ask = async {
@@ -190,7 +191,7 @@ impl World {
         let mut ordered: Vec<_> = ordered.lines().map(str::to_owned).collect();
         ordered.sort();
         assert!(wanted == ordered, "wanted {}, ordered {}", wanted.len(), ordered.len());
-        // Whatever the sequences say, the sums are those of the orders.
+        // Independent of the sequence numbers, the sums equal those of the orders.
         let differs = "SELECT coalesce(o.customer, t.customer), o.*, t.* FROM
             (SELECT customer, count(*) AS orders, sum(cents) AS cents, max(sequence) AS last, min(sequence) AS first
                 FROM orders GROUP BY customer) AS o
