@@ -67,8 +67,9 @@
 //! | anywhere else, under [`Park`] | the effect, or a dead letter with an unknown outcome |
 //! | anywhere else, under [`Reexecute`] | nothing: after a crash in the middle the effect is repeated |
 //!
-//! [downstream key]: oncegate_engine::Attempt::downstream_key [`Park`]: oncegate_core::OnAbandoned::Park [`Reexecute`]:
-//! oncegate_core::OnAbandoned::Reexecute
+//! [downstream key]: oncegate_engine::Attempt::downstream_key
+//! [`Park`]: oncegate_core::OnAbandoned::Park
+//! [`Reexecute`]: oncegate_core::OnAbandoned::Reexecute
 //!
 //! Duplicates are recognized as long as the receipt is kept ([`Inbox::with_retention`]). A message that is delivered
 //! after that is processed again. Dead letters are written at least once, under one identifier.
