@@ -116,7 +116,7 @@ async fn foreign_record(store: &dyn Store) -> RecordId {
         attempt += 1;
         let claim = Claim {
             attempt: AttemptId::new(attempt),
-            fingerprint: Fingerprint::of_parts("somebody else", &[b"pay 5"]),
+            fingerprint: Fingerprint::of_parts("another user", &[b"pay 5"]),
             lease: Duration::from_millis(1),
             retention: Duration::from_secs(3600),
             on_abandoned: OnAbandoned::Park,

@@ -192,19 +192,19 @@ async fn a_note_and_a_charge_are_added_once(kind: Kind) {
 
 async fn a_refusal_of_the_service_is_replayed(kind: Kind) {
     let world = World::start(kind, &[]).await;
-    let nobody = r#"{"customer":"","items":[]}"#;
-    let first = world.ask("POST", "/orders", &[JSON, KEY], nobody).await;
+    let without_customer = r#"{"customer":"","items":[]}"#;
+    let first = world.ask("POST", "/orders", &[JSON, KEY], without_customer).await;
     assert_replayed(
         first.has_status(kind.invalid),
-        &world.ask("POST", "/orders", &[JSON, KEY], nobody).await,
+        &world.ask("POST", "/orders", &[JSON, KEY], without_customer).await,
     );
     world.holds(0, 0, 0).await;
 }
 
 async fn a_refused_order_can_be_corrected_under_its_key(kind: Kind) {
     let world = World::start(kind, &[&format!("--release-statuses={}", kind.invalid)]).await;
-    let nobody = ORDER.replace("Ada", "");
-    world.ask("POST", "/orders", &[JSON, KEY], &nobody).await.has_status(kind.invalid);
+    let without_customer = ORDER.replace("Ada", "");
+    world.ask("POST", "/orders", &[JSON, KEY], &without_customer).await.has_status(kind.invalid);
     let first = world.order(&[KEY]).await;
     assert_replayed(first.has_status(201), &world.order(&[KEY]).await);
     world.holds(1, 0, 0).await;

@@ -4,7 +4,7 @@ use crate::support::{Message, Service, Sidecar, request, within};
 use crate::{KEY, OK};
 
 #[tokio::test]
-async fn what_could_be_read_in_two_ways_is_refused_and_never_forwarded() {
+async fn ambiguous_messages_are_refused_and_never_forwarded() {
     let service = Service::new().await;
     let sidecar = Sidecar::start(service.address, &[]).await;
     for (fields, body) in [
@@ -36,7 +36,7 @@ async fn what_could_be_read_in_two_ways_is_refused_and_never_forwarded() {
     ] {
         for key in ["", "Idempotency-Key: k\r\n"] {
             let mut client = sidecar.connect().await;
-            // What follows must not be taken for a request of its own.
+            // The bytes after the message must not be read as another request.
             let inner = "GET /smuggled HTTP/1.1\r\nHost: orders.test\r\n\r\n";
             let head = format!("POST / HTTP/1.1\r\nHost: orders.test\r\n{key}{fields}\r\n");
             client.send(head + body + inner).await;

@@ -7,6 +7,7 @@ mod budget;
 mod cached;
 mod callers;
 mod config;
+mod corrections;
 mod cors;
 mod exposition;
 mod fields;
@@ -26,7 +27,6 @@ mod reload;
 mod resets;
 mod store;
 mod streams;
-mod taken_back;
 
 /// The service's response where its content does not matter.
 const OK: &str = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";

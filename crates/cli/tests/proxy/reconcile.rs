@@ -422,11 +422,8 @@ fn unclear() -> Vec<(&'static str, Reply)> {
         ("a login", bare("302 Found", "Location: /login\r\n")),
         ("a proxy's error page", bare("502 Bad Gateway", "")),
         ("a service in trouble", bare("500 Internal Server Error", "")),
-        (
-            "a service in trouble that says all the same that it did not happen",
-            marked("500 Oops", "did-not-happen"),
-        ),
-        ("a service in trouble that says all the same that it happened", marked("503 Oops", "happened")),
+        ("a service error that reports did-not-happen anyway", marked("500 Oops", "did-not-happen")),
+        ("a service error that reports happened anyway", marked("503 Oops", "happened")),
         ("a caller who is not known", marked("401 Unauthorized", "did-not-happen")),
         ("a caller who may not ask", marked("403 Forbidden", "happened")),
         ("too many questions", marked("429 Slow", "did-not-happen")),
@@ -465,7 +462,7 @@ fn unclear() -> Vec<(&'static str, Reply)> {
             "a body that is cut short",
             cut(format!("HTTP/1.1 200 OK\r\n{happened}Content-Length: 5\r\n\r\nab")),
         ),
-        ("a body of which nobody knows where it ends", cut(format!("HTTP/1.1 200 OK\r\n{happened}\r\nab"))),
+        ("a body without a known end", cut(format!("HTTP/1.1 200 OK\r\n{happened}\r\nab"))),
         (
             "a body that never ends",
             Reply::says(format!("HTTP/1.1 200 OK\r\n{happened}Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n")),

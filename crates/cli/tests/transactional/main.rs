@@ -5,11 +5,11 @@
 mod support;
 
 mod answers;
-mod asked;
+mod lost_responses;
 mod relay;
 mod world;
 
-use asked::{
+use lost_responses::{
     a_service_killed_after_its_commit_is_asked_when_it_is_back,
     a_sidecar_killed_before_it_adds_the_response_asks_for_it,
     both_are_killed_after_the_commit_and_the_response_is_asked_for,
