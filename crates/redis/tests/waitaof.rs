@@ -198,7 +198,7 @@ async fn a_claim_that_a_rewrite_keeps_from_the_disk_is_an_error() {
     server.command(&["BGREWRITEAOF"]).unwrap();
     server.wait_for(&["INFO", "persistence"], "aof_rewrite_in_progress:1").unwrap();
     let why = does_not_count(try_claim(&store, 1, 1).await, Extent::Writes);
-    assert!(why.contains("not on the server's disk in time"), "{why}");
+    assert!(why.contains("did not get to the server's disk in time"), "{why}");
     assert!(server.command(&["INFO", "persistence"]).unwrap().contains("aof_rewrite_in_progress:1"));
     server.command(&["CONFIG", "SET", "no-appendfsync-on-rewrite", "no"]).unwrap();
     assert!(matches!(until_ok(|| try_claim(&store, 1, 1)).await, Outcome::Execute(_)));
@@ -213,7 +213,7 @@ async fn a_claim_that_is_not_flushed_in_time_is_an_error() {
     let store = open(&proxy.url("wait-aof=local&wait-timeout=2s")).await;
     proxy.disk_stands_still.store(true, Ordering::SeqCst);
     let why = does_not_count(try_claim(&store, 1, 1).await, Extent::Writes);
-    assert!(why.contains("not on the server's disk in time"), "{why}");
+    assert!(why.contains("did not get to the server's disk in time"), "{why}");
     proxy.disk_stands_still.store(false, Ordering::SeqCst);
     let Outcome::Execute(grant) = until_ok(|| try_claim(&store, 1, 1)).await else { panic!() };
     assert_eq!(grant.attempts, 1, "it is the same claim");
