@@ -9,8 +9,8 @@ use http_body_util::{BodyExt as _, Full};
 use hyper_util::client::legacy::{Client as HyperClient, connect::HttpConnector};
 use hyper_util::rt::TokioExecutor;
 use oncegate_client::reqwest::ReqwestTransport;
-use oncegate_client::tower::Over;
-use oncegate_client::{Client, Intent, Key, Transport};
+use oncegate_client::tower::TowerTransport;
+use oncegate_client::{Client, Intent, Transport, uuid_v7_key};
 use tokio::net::TcpListener;
 
 use crate::records::Result;
@@ -26,7 +26,7 @@ pub(crate) async fn measure() -> Result<()> {
     let url = format!("http://{}/pay", listener.local_addr()?);
     tokio::spawn(async move { axum::serve(listener, service()).await });
     let hyper: Hyper = HyperClient::builder(TokioExecutor::new()).build_http();
-    let over_hyper = Client::new(Over::<_, Full<Bytes>>::new(hyper.clone()));
+    let over_hyper = Client::new(TowerTransport::<_, Full<Bytes>>::new(hyper.clone()));
     let reqwest = reqwest::Client::builder().no_proxy().build()?;
     let over_reqwest = Client::new(ReqwestTransport::build(reqwest::Client::builder().no_proxy())?);
     for (in_flight, calls) in [(1, 10_000), (64, 40_000)] {
@@ -99,8 +99,8 @@ async fn bare_reqwest(client: reqwest::Client, url: String) -> std::result::Resu
 
 /// A new key costs the same everywhere.
 fn key() -> std::result::Result<HeaderValue, String> {
-    let key = Key::uuid_v7().map_err(|error| error.to_string())?;
-    HeaderValue::from_str(key.as_str()).map_err(|error| error.to_string())
+    let key = uuid_v7_key().map_err(|error| error.to_string())?;
+    HeaderValue::from_bytes(key.as_bytes()).map_err(|error| error.to_string())
 }
 
 fn expect(body: &[u8]) -> std::result::Result<(), String> {

@@ -11,7 +11,7 @@ use bytes::Bytes;
 use http_body_util::Full;
 use hyper_util::client::legacy::Client as HyperClient;
 use hyper_util::rt::TokioExecutor;
-use oncegate_client::tower::Over;
+use oncegate_client::tower::TowerTransport;
 use oncegate_client::{Client, Intent, JournalDir, Transport};
 use tokio::net::TcpListener;
 
@@ -28,7 +28,7 @@ pub(crate) async fn measure(directory: &Path) -> Result<()> {
     let url = format!("http://{}/pay", listener.local_addr()?);
     tokio::spawn(async move { axum::serve(listener, service()).await });
     let hyper = HyperClient::builder(TokioExecutor::new()).build_http();
-    let client = Client::new(Over::<_, Full<Bytes>>::new(hyper));
+    let client = Client::new(TowerTransport::<_, Full<Bytes>>::new(hyper));
     let journal = JournalDir::open(directory.join("journal"))?;
     let with_journal = client.clone().with_journal(Arc::new(journal));
     let bare = directory.join("bare");

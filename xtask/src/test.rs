@@ -31,10 +31,9 @@ pub(crate) fn run(arguments: &[&str]) -> Result<()> {
     let programs = crate::suites::run();
     let examples = cmd(cargo().args(["test", "--workspace", "--all-features", "--doc"]));
     programs.and(examples)?;
-    for script in ["check_fingerprints.py", "check_record_ids.py"] {
+    for script in ["check_fingerprints.py", "check_record_ids.py", "check_intent_keys.py"] {
         cmd(Command::new("python3").arg(root().join("crates/core/vectors").join(script)))?;
     }
-    cmd(Command::new("python3").arg(root().join("crates/client/vectors/check_intent_keys.py")))?;
     Ok(())
 }
 

@@ -14,9 +14,9 @@ use bytes::Bytes;
 use http_body_util::Full;
 use hyper_util::client::legacy::{Client as HyperClient, Error as HyperError, connect::HttpConnector};
 use hyper_util::rt::TokioExecutor;
-use oncegate_client::tower::Over;
+use oncegate_client::tower::TowerTransport;
 use oncegate_client::{
-    Advice, Answer, Client, FailureKind, Intent, Key, RetryPolicy, Unfinished, Verdict, Why,
+    Advice, Answer, AttemptFailureKind, Client, Intent, RetryPolicy, SendError, SendErrorKind, Verdict,
 };
 use support::{Service, Sidecar, Wire, sidecar, until, within};
 use tokio::net::{TcpListener, TcpSocket};
@@ -66,19 +66,20 @@ async fn ledger() -> (Ledger, SocketAddr) {
     (ledger, address)
 }
 
-type Hyper = Over<HyperClient<HttpConnector, Full<Bytes>>, Full<Bytes>>;
+type Hyper = TowerTransport<HyperClient<HttpConnector, Full<Bytes>>, Full<Bytes>>;
 
 /// A client that keeps trying for as long as a test may take.
 fn client() -> Client<Hyper> {
     let hyper = HyperClient::builder(TokioExecutor::new()).build_http();
-    let over = Over::new(hyper).with_failures(|error| match error.downcast_ref::<HyperError>() {
-        Some(error) if error.is_connect() => FailureKind::NotSent,
-        _ => FailureKind::Doubtful,
-    });
+    let over =
+        TowerTransport::new(hyper).with_error_classifier(|error| match error.downcast_ref::<HyperError>() {
+            Some(error) if error.is_connect() => AttemptFailureKind::NotSent,
+            _ => AttemptFailureKind::Doubtful,
+        });
     let policy = RetryPolicy::default()
         .with_attempts(10_000)
         .unwrap()
-        .with_pauses(Duration::from_millis(5), Duration::from_millis(100))
+        .with_backoff(Duration::from_millis(5), Duration::from_millis(100))
         .unwrap()
         .with_deadline(Duration::from_secs(120));
     let budget = Arc::new(oncegate_client::RetryBudget::new(1_000_000, 1));
@@ -87,10 +88,10 @@ fn client() -> Client<Hyper> {
 
 fn pay(to: SocketAddr, key: &str) -> Intent {
     let intent = Intent::post(format!("http://{to}/payments")).unwrap();
-    intent.with_key(Key::new(key).unwrap()).with_json(r#"{"amount":5}"#)
+    intent.with_key(key).unwrap().with_json(r#"{"amount":5}"#)
 }
 
-async fn send(to: SocketAddr, key: &str) -> Result<Answer, Unfinished> {
+async fn send(to: SocketAddr, key: &str) -> Result<Answer, SendError> {
     within(format!("an end of {key}"), client().send(&pay(to, key))).await
 }
 
@@ -105,7 +106,7 @@ async fn start(store: &Path, to: SocketAddr, port: u16, failpoint: Option<&str>,
 
 /// Kills the sidecar at this point of a payment and starts it again while the client keeps trying. Returns the client's result
 /// and the number of payments.
-async fn killed_at(point: &str, flags: &[&str]) -> (Result<Answer, Unfinished>, usize) {
+async fn killed_at(point: &str, flags: &[&str]) -> (Result<Answer, SendError>, usize) {
     let directory = tempfile::tempdir().unwrap();
     let store = directory.path().join("store");
     let (ledger, service) = ledger().await;
@@ -123,7 +124,7 @@ async fn killed_at(point: &str, flags: &[&str]) -> (Result<Answer, Unfinished>, 
 async fn a_sidecar_that_dies_before_it_forwards_leaves_an_unknown_outcome() {
     let (sent, effects) = killed_at("executing", &[]).await;
     let open = sent.unwrap_err();
-    assert_eq!((open.why(), effects), (Why::Unknown, 0), "{open:?}");
+    assert_eq!((open.kind(), effects), (SendErrorKind::Unknown, 0), "{open:?}");
     assert!(open.attempts() > 1 && open.may_have_taken_effect());
 }
 
@@ -137,7 +138,7 @@ async fn under_reexecute_a_sidecar_that_dies_before_it_forwards_executes_the_ret
 #[tokio::test(flavor = "multi_thread")]
 async fn a_sidecar_that_dies_with_the_response_leaves_an_unknown_outcome() {
     let (sent, effects) = killed_at("executed", &[]).await;
-    assert_eq!((sent.unwrap_err().why(), effects), (Why::Unknown, 1));
+    assert_eq!((sent.unwrap_err().kind(), effects), (SendErrorKind::Unknown, 1));
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -154,10 +155,10 @@ async fn a_service_that_dies_after_its_effect_is_not_called_again() {
     let (ledger, service) = ledger().await;
     let sidecar = Sidecar::start(service, &[]).await;
     let open = send(sidecar.address, "dies-1").await.unwrap_err();
-    assert_eq!((open.why(), open.attempts(), ledger.payments("dies-1")), (Why::Unknown, 1, 1));
+    assert_eq!((open.kind(), open.attempts(), ledger.payments("dies-1")), (SendErrorKind::Unknown, 1, 1));
     // Another call for the same intent pays nothing either.
     let open = send(sidecar.address, "dies-1").await.unwrap_err();
-    assert_eq!((open.why(), ledger.payments("dies-1")), (Why::Unknown, 1));
+    assert_eq!((open.kind(), ledger.payments("dies-1")), (SendErrorKind::Unknown, 1));
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -2,7 +2,7 @@
 
 /// The meaning of a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Says {
+pub(crate) enum Signal {
     /// The answer was given before, to the first request with this key. It is final, also a refusal or a failure.
     Replayed,
     /// The service took the request under this key, and this is its answer. A refusal is final.
@@ -40,8 +40,8 @@ pub(crate) enum At {
 /// One way of saying it.
 #[derive(Clone, Copy, Debug)]
 #[cfg_attr(not(test), allow(dead_code, reason = "a test compares the whole row with its page"))]
-pub(crate) struct Row {
-    pub(crate) says: Says,
+pub(crate) struct SignalRule {
+    pub(crate) signal: Signal,
     pub(crate) at: At,
     /// The API or the specification.
     pub(crate) api: &'static str,
@@ -49,8 +49,8 @@ pub(crate) struct Row {
     pub(crate) source: &'static str,
 }
 
-const fn row(says: Says, at: At, api: &'static str, source: &'static str) -> Row {
-    Row { says, at, api, source }
+const fn row(signal: Signal, at: At, api: &'static str, source: &'static str) -> SignalRule {
+    SignalRule { signal, at, api, source }
 }
 
 const ACP: &str = "https://developers.openai.com/commerce/specs/checkout";
@@ -80,9 +80,9 @@ const WORLDLINE: &str =
     "https://docs.direct.worldline-solutions.com/en/integration/api-developer-guide/idempotent-requests";
 
 /// Every row; the first one that applies counts.
-pub(crate) const ROWS: &[Row] = {
+pub(crate) const SIGNAL_RULES: &[SignalRule] = {
     use At::{Field, FieldUnless, Member, Name};
-    use Says::{
+    use Signal::{
         Accepted, Again, InProgress, KeyReused, NotExecuted, OutcomeUnknown, ReplayUnavailable, Replayed,
         ScopeUnavailable,
     };
@@ -171,28 +171,28 @@ mod tests {
     use super::*;
 
     /// The row as a line of the page.
-    fn line(row: &Row) -> String {
+    fn line(row: &SignalRule) -> String {
         let at = match row.at {
             At::Field(name, value) => format!("field `{name}: {value}`"),
             At::FieldUnless(name, status) => format!("field `{name}`, status not {status}"),
             At::Member(path, text) => format!("`{path}` = `{text}`"),
             At::Name(text) => format!("name `{text}`"),
         };
-        format!("| {} | {at} | {:?} | [source]({}) |", row.api, row.says, row.source)
+        format!("| {} | {at} | {:?} | [source]({}) |", row.api, row.signal, row.source)
     }
 
     #[test]
     fn the_page_has_every_row_and_no_other() {
         let page = include_str!("../../../docs/reference/answers.md");
         let rows: Vec<&str> = page.lines().filter(|line| line.contains("[source](")).collect();
-        let expected: Vec<String> = ROWS.iter().map(line).collect();
+        let expected: Vec<String> = SIGNAL_RULES.iter().map(line).collect();
         assert_eq!(rows, expected, "the page should have:\n{}", expected.join("\n"));
     }
 
     #[test]
     fn no_row_is_hidden_by_an_earlier_one() {
         let mut seen = std::collections::HashSet::new();
-        for row in ROWS {
+        for row in SIGNAL_RULES {
             assert!(seen.insert(format!("{:?}", row.at)), "{row:?}");
         }
     }

@@ -12,14 +12,14 @@ use oncegate_core::{Clock, ErrorChain};
 
 use crate::backoff::Random;
 use crate::budget::RetryBudget;
-use crate::failure::{BoxError, Failure};
-use crate::intent::Intent;
-use crate::journal::{Journal, Opened};
+use crate::failure::{AttemptFailure, BoxError};
+use crate::intent::{Intent, IntentError};
+use crate::journal::{Journal, JournaledIntent};
 use crate::key::Carrier;
 use crate::policy::{Api, RetryPolicy};
-use crate::report::{Answer, Unfinished, Why};
-use crate::send::{Ask, Shared, Tries, is_repeatable, is_safe};
-use crate::verdict::{Standing, Verdict};
+use crate::report::{Answer, SendError, SendErrorKind};
+use crate::send::{AttemptSender, RequestInfo, RequestRunner, is_repeatable, is_safe};
+use crate::verdict::{Protection, Verdict};
 
 /// Sends one request once. What goes on the wire is its business; what comes back, and whether to go on, is the
 /// [`Client`]'s.
@@ -32,11 +32,11 @@ pub trait Transport: Send + Sync {
     /// Sends the request, and comes back when the head of the answer is there.
     ///
     /// # Errors
-    /// [`Failure`], which says what is known of a request that has no answer.
+    /// [`AttemptFailure`], which says what is known of a request that has no answer.
     fn send(
         &self,
         request: Request<Bytes>,
-    ) -> impl Future<Output = Result<Response<Self::Body>, Failure>> + Send;
+    ) -> impl Future<Output = Result<Response<Self::Body>, AttemptFailure>> + Send;
 }
 
 /// Sends intents: each under its own key, as often as it takes and the policy allows.
@@ -46,7 +46,7 @@ pub trait Transport: Send + Sync {
 pub struct Client<T> {
     transport: T,
     carrier: Carrier,
-    shared: Shared,
+    runner: RequestRunner,
     journal: Option<Arc<dyn Journal>>,
 }
 
@@ -56,7 +56,7 @@ impl<T: Transport> Client<T> {
         Self {
             transport,
             carrier: Carrier::default(),
-            shared: Shared::new(RetryPolicy::default()),
+            runner: RequestRunner::new(RetryPolicy::default()),
             journal: None,
         }
     }
@@ -64,7 +64,7 @@ impl<T: Transport> Client<T> {
     /// When to send again, and when to stop.
     #[must_use]
     pub fn with_policy(mut self, policy: RetryPolicy) -> Self {
-        self.shared.policy = policy;
+        self.runner.policy = policy;
         self
     }
 
@@ -77,7 +77,7 @@ impl<T: Transport> Client<T> {
     /// A retry budget that is shared with other clients of the same service.
     #[must_use]
     pub fn with_budget(mut self, budget: Arc<RetryBudget>) -> Self {
-        self.shared.budget = budget;
+        self.runner.budget = budget;
         self
     }
 
@@ -90,21 +90,21 @@ impl<T: Transport> Client<T> {
     /// Another clock than the system's, for dates and the age of keys. Pauses and deadlines are tokio's.
     #[must_use]
     pub fn with_clock(mut self, clock: Arc<dyn Clock>) -> Self {
-        self.shared.clock = clock;
+        self.runner.clock = clock;
         self
     }
 
     /// Other chances than the system's, for the pauses.
     #[must_use]
     pub fn with_random(mut self, random: Arc<dyn Random>) -> Self {
-        self.shared.random = random;
+        self.runner.random = random;
         self
     }
 
     /// Sends the intent until there is a definite answer, or a reason to stop.
     ///
     /// The answer is read whole before it counts: one that breaks off is none. Where it is larger than
-    /// [the limit](RetryPolicy::with_answer_limit), the intent ends as [`Why::AnswerTooLarge`] with the head of the
+    /// [the limit](RetryPolicy::with_max_answer_bytes), the intent ends as [`SendErrorKind::AnswerTooLarge`] with the head of the
     /// answer; under the same key and with a higher limit the service gives it again. Trailer fields are not kept.
     ///
     /// Dropping the future stops the sending. What was on its way may still take effect: such an intent goes on with
@@ -113,22 +113,22 @@ impl<T: Transport> Client<T> {
     /// Needs a tokio runtime with its timer.
     ///
     /// # Errors
-    /// [`Unfinished`], which says whether the request may have taken effect.
-    pub async fn send(&self, intent: &Intent) -> Result<Answer, Unfinished> {
+    /// [`SendError`], which says whether the request may have taken effect.
+    pub async fn send(&self, intent: &Intent) -> Result<Answer, SendError> {
         let Some(journal) = &self.journal else { return self.send_opened(intent, None).await };
         let intent = self.for_journal(intent);
         match journal.open(&intent).await {
             Ok(opened) => self.send_opened(&intent, Some(opened)).await,
-            Err(why) => Err(why.unfinished(intent.was_sent_before())),
+            Err(why) => Err(why.send_error(intent.was_sent_before())),
         }
     }
 
     /// The intent with all that makes its key protect it, so that whoever sends it later does it the same way.
     fn for_journal(&self, intent: &Intent) -> Intent {
-        let lifetime = match self.shared.policy.api {
+        let lifetime = match self.runner.policy.api {
             // No key is looked at: none is good for any time.
             Api::Plain => Duration::ZERO,
-            Api::Idempotent => self.shared.policy.key_lifetime,
+            Api::Idempotent => self.runner.policy.key_lifetime,
         };
         let lifetime = intent.key_lifetime().map_or(lifetime, |shorter| shorter.min(lifetime));
         let carrier = intent.carrier().unwrap_or(&self.carrier).clone();
@@ -139,8 +139,8 @@ impl<T: Transport> Client<T> {
     pub(crate) async fn send_opened(
         &self,
         intent: &Intent,
-        opened: Option<Opened>,
-    ) -> Result<Answer, Unfinished> {
+        opened: Option<JournaledIntent>,
+    ) -> Result<Answer, SendError> {
         let sent = self.send_until(intent, opened.as_ref()).await;
         let noted = match (&sent, opened) {
             // It can be sent under the same key when what turned it away is mended.
@@ -160,16 +160,20 @@ impl<T: Transport> Client<T> {
         sent
     }
 
-    async fn send_until(&self, intent: &Intent, opened: Option<&Opened>) -> Result<Answer, Unfinished> {
-        let standing = match self.shared.policy.api {
-            _ if is_safe(intent.method()) => Standing::Safe,
-            Api::Idempotent => Standing::Keyed,
-            _ if is_repeatable(intent.method()) => Standing::Repeatable,
-            _ => Standing::Once,
+    async fn send_until(
+        &self,
+        intent: &Intent,
+        opened: Option<&JournaledIntent>,
+    ) -> Result<Answer, SendError> {
+        let protection = match self.runner.policy.api {
+            _ if is_safe(intent.method()) => Protection::Safe,
+            Api::Idempotent => Protection::Keyed,
+            _ if is_repeatable(intent.method()) => Protection::Repeatable,
+            _ => Protection::Once,
         };
-        let ask = Ask {
+        let ask = RequestInfo {
             method: intent.method().clone(),
-            standing,
+            protection,
             sent_before: intent.was_sent_before() || opened.is_some_and(|opened| opened.sent_before),
             created_at: opened.and_then(|opened| opened.created_at).or(Some(intent.created_at())),
             key_lifetime: [intent.key_lifetime(), opened.and_then(|opened| opened.key_lifetime)]
@@ -178,16 +182,19 @@ impl<T: Transport> Client<T> {
                 .min(),
             done_before: opened.is_some_and(|opened| opened.done_before),
         };
-        if ask.standing == Standing::Once && ask.sent_before {
-            let why = if ask.done_before { Why::DoneBefore } else { Why::Unknown };
-            return Err(Unfinished::new(why, 0, true));
+        if ask.protection == Protection::Once && ask.sent_before {
+            let why = if ask.done_before { SendErrorKind::DoneBefore } else { SendErrorKind::Unknown };
+            return Err(SendError::new(why, 0, true));
         }
-        let headers = self.headers(intent, standing);
-        let mut tries = IntentTries { transport: &self.transport, intent, headers };
-        let (response, report) = self.shared.run(&ask, &mut tries).await?;
+        let headers = self.headers(intent, protection).map_err(|error| {
+            SendError::new(SendErrorKind::Unsendable, 0, false).with_source(Some(error.into()))
+        })?;
+        let mut tries = IntentSender { transport: &self.transport, intent, headers };
+        let (response, report) = self.runner.run(&ask, &mut tries).await?;
         let Some(whole) = response.body().whole().cloned() else {
             let head = response.map(|_| Bytes::new());
-            return Err(Unfinished::new(Why::AnswerTooLarge, report.attempts, true).with_response(Some(head)));
+            return Err(SendError::new(SendErrorKind::AnswerTooLarge, report.attempts, true)
+                .with_response(Some(head)));
         };
         Ok(Answer {
             response: response.map(|_| whole),
@@ -197,29 +204,27 @@ impl<T: Transport> Client<T> {
         })
     }
 
-    fn headers(&self, intent: &Intent, standing: Standing) -> HeaderMap {
+    fn headers(&self, intent: &Intent, protection: Protection) -> Result<HeaderMap, IntentError> {
         let carrier = intent.carrier().unwrap_or(&self.carrier);
         let mut headers = intent.headers().clone();
         headers.remove(carrier.name());
-        if standing == Standing::Keyed
-            && let Some(value) = carrier.value(intent.key())
-        {
-            headers.insert(carrier.name().clone(), value);
+        if protection == Protection::Keyed {
+            headers.insert(carrier.name().clone(), carrier.value(intent.key())?);
         }
-        headers
+        Ok(headers)
     }
 }
 
-struct IntentTries<'a, T> {
+struct IntentSender<'a, T> {
     transport: &'a T,
     intent: &'a Intent,
     headers: HeaderMap,
 }
 
-impl<T: Transport> Tries for IntentTries<'_, T> {
+impl<T: Transport> AttemptSender for IntentSender<'_, T> {
     type Body = T::Body;
 
-    async fn send(&mut self) -> Result<Response<T::Body>, Failure> {
+    async fn send(&mut self) -> Result<Response<T::Body>, AttemptFailure> {
         let mut request = Request::new(self.intent.body().clone());
         *request.method_mut() = self.intent.method().clone();
         *request.uri_mut() = self.intent.uri().clone();
@@ -236,7 +241,7 @@ impl<T> fmt::Debug for Client<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Client")
             .field("carrier", &self.carrier)
-            .field("policy", &self.shared.policy)
+            .field("policy", &self.runner.policy)
             .finish_non_exhaustive()
     }
 }

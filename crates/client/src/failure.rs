@@ -8,15 +8,15 @@ pub type BoxError = Box<dyn Error + Send + Sync>;
 
 /// An attempt that has no answer: what is known about it, and the error of the transport.
 #[derive(Debug)]
-pub struct Failure {
-    kind: FailureKind,
+pub struct AttemptFailure {
+    kind: AttemptFailureKind,
     source: BoxError,
 }
 
 /// What is known of an attempt that has no answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum FailureKind {
+pub enum AttemptFailureKind {
     /// Not an octet of it reached the service: there was no connection. Trying again may help.
     NotSent,
     /// The service says that it did not process it, as HTTP/2 does with REFUSED_STREAM and GOAWAY.
@@ -27,15 +27,15 @@ pub enum FailureKind {
     Doubtful,
 }
 
-impl Failure {
+impl AttemptFailure {
     /// An attempt of which this is known.
-    pub fn new(kind: FailureKind, source: impl Into<BoxError>) -> Self {
+    pub fn new(kind: AttemptFailureKind, source: impl Into<BoxError>) -> Self {
         Self { kind, source: source.into() }
     }
 
     /// What is known of it.
     #[must_use]
-    pub const fn kind(&self) -> FailureKind {
+    pub const fn kind(&self) -> AttemptFailureKind {
         self.kind
     }
 
@@ -46,18 +46,18 @@ impl Failure {
     }
 }
 
-impl fmt::Display for Failure {
+impl fmt::Display for AttemptFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self.kind {
-            FailureKind::NotSent => "the request was not sent",
-            FailureKind::NotProcessed => "the service did not process the request",
-            FailureKind::Unsendable => "the request cannot be sent",
-            FailureKind::Doubtful => "the request has no answer",
+            AttemptFailureKind::NotSent => "the request was not sent",
+            AttemptFailureKind::NotProcessed => "the service did not process the request",
+            AttemptFailureKind::Unsendable => "the request cannot be sent",
+            AttemptFailureKind::Doubtful => "the request has no answer",
         })
     }
 }
 
-impl Error for Failure {
+impl Error for AttemptFailure {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
         Some(&*self.source)
     }

@@ -4,11 +4,11 @@ use http::header::CONTENT_TYPE;
 use http::{HeaderMap, StatusCode};
 use serde_json::Value;
 
-use crate::answers::{At, ROWS, Row, Says};
+use crate::answers::{At, SIGNAL_RULES, Signal, SignalRule};
 use crate::verdict::Advice;
 
 /// Most bytes of an answer that are looked at for a problem. Real ones have some hundred.
-const PROBLEM_MAX: usize = 64 * 1024;
+const MAX_PROBLEM_BYTES: usize = 64 * 1024;
 
 /// The members that name an error, in most services.
 const NAMES: [&str; 5] = ["type", "code", "name", "error.code", "error.type"];
@@ -17,7 +17,7 @@ const NAMES: [&str; 5] = ["type", "code", "name", "error.code", "error.type"];
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Hint {
     /// The first row of the table that applies.
-    pub(crate) says: Option<Says>,
+    pub(crate) signal: Option<Signal>,
     /// The member `retry` of a problem: send the same again (`Ok`), or do not, and do this.
     pub(crate) retry: Option<Result<(), Advice>>,
     /// Whether the answer names its error, in whatever words.
@@ -26,7 +26,7 @@ pub(crate) struct Hint {
 
 /// Whether the answer is marked as one that was given before.
 pub(crate) fn is_replay(status: StatusCode, headers: &HeaderMap) -> bool {
-    ROWS.iter().any(|row| row.says == Says::Replayed && row.applies(status, headers, None))
+    SIGNAL_RULES.iter().any(|row| row.signal == Signal::Replayed && row.applies(status, headers, None))
 }
 
 /// The field `Stripe-Should-Retry`.
@@ -41,7 +41,7 @@ pub(crate) fn should_retry(headers: &HeaderMap) -> Option<bool> {
 /// Reads the fields of an answer, and a body of problem details (RFC 9457) or of an error in the shape of a service.
 pub(crate) fn read(status: StatusCode, headers: &HeaderMap, body: &[u8]) -> Hint {
     let is_json = headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok()).is_some_and(is_json);
-    let body = if is_json && body.len() <= PROBLEM_MAX {
+    let body = if is_json && body.len() <= MAX_PROBLEM_BYTES {
         serde_json::from_slice::<Value>(body).ok().filter(Value::is_object)
     } else {
         None
@@ -54,10 +54,10 @@ pub(crate) fn read(status: StatusCode, headers: &HeaderMap, body: &[u8]) -> Hint
         "stop" => Some(Err(Advice::Stop)),
         _ => None,
     });
-    let says = ROWS.iter().find(|row| row.applies(status, headers, body)).map(|row| row.says);
+    let signal = SIGNAL_RULES.iter().find(|row| row.applies(status, headers, body)).map(|row| row.signal);
     let is_name = |name: &str| !name.is_empty() && name != "about:blank";
     let is_named = body.is_some_and(|body| NAMES.iter().any(|path| any(body, path, &is_name)));
-    Hint { says, retry, is_named }
+    Hint { signal, retry, is_named }
 }
 
 fn is_json(media_type: &str) -> bool {
@@ -65,7 +65,7 @@ fn is_json(media_type: &str) -> bool {
     essence == "application/json" || essence.ends_with("+json")
 }
 
-impl Row {
+impl SignalRule {
     fn applies(&self, status: StatusCode, headers: &HeaderMap, body: Option<&Value>) -> bool {
         match self.at {
             At::Field(name, value) => {

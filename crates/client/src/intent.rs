@@ -6,9 +6,9 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::header::{HeaderMap, HeaderName, HeaderValue};
 use http::{Method, Uri};
-use oncegate_core::Timestamp;
+use oncegate_core::{IdempotencyKey, KeyError, Timestamp};
 
-use crate::key::{Carrier, Key, KeyError, millis_now};
+use crate::key::{Carrier, check_key, now, uuid_v7_key};
 
 /// One thing that is to happen once: the request that asks for it, and the key under which it is asked for, however often.
 ///
@@ -19,7 +19,7 @@ use crate::key::{Carrier, Key, KeyError, millis_now};
 /// `Debug` shows neither key nor headers nor body, and of the address only the host.
 #[derive(Clone)]
 pub struct Intent {
-    key: Key,
+    key: IdempotencyKey,
     method: Method,
     uri: Uri,
     headers: HeaderMap,
@@ -27,7 +27,7 @@ pub struct Intent {
     created_at: Timestamp,
     sent_before: bool,
     key_lifetime: Option<Duration>,
-    replaces: Option<Key>,
+    replaces: Option<IdempotencyKey>,
     carrier: Option<Carrier>,
 }
 
@@ -35,8 +35,12 @@ pub struct Intent {
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum IntentError {
-    /// There is no key for it.
+    /// The key is empty or too long.
     Key(KeyError),
+    /// The key has a character that is not visible ASCII, or a quote or a comma: not every header syntax can carry it.
+    KeyCharacter,
+    /// The system has no random bits. A key made without them could equal the key of another intent.
+    NoRandomness,
     /// Its address is no URI with a scheme and a host.
     Uri,
     /// A header field that cannot be sent.
@@ -47,6 +51,10 @@ impl fmt::Display for IntentError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Key(error) => error.fmt(f),
+            Self::KeyCharacter => {
+                f.write_str("the key has a character that is not visible ASCII, or a quote or a comma")
+            }
+            Self::NoRandomness => f.write_str("the system has no random bits to make a key of"),
             Self::Uri => f.write_str("the address is no URI with a scheme and a host"),
             Self::Header => f.write_str("the name or the value of a header field cannot be sent"),
         }
@@ -57,7 +65,7 @@ impl std::error::Error for IntentError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         match self {
             Self::Key(error) => error.source(),
-            Self::Uri | Self::Header => None,
+            Self::KeyCharacter | Self::NoRandomness | Self::Uri | Self::Header => None,
         }
     }
 }
@@ -79,12 +87,12 @@ impl Intent {
             return Err(IntentError::Uri);
         }
         Ok(Self {
-            key: Key::uuid_v7()?,
+            key: uuid_v7_key()?,
             method,
             uri,
             headers: HeaderMap::new(),
             body: Bytes::new(),
-            created_at: Timestamp::from_millis(millis_now()),
+            created_at: now(),
             sent_before: false,
             key_lifetime: None,
             replaces: None,
@@ -119,10 +127,19 @@ impl Intent {
         Self::new(Method::POST, uri)
     }
 
-    /// The key that it keeps, instead of a new one.
-    #[must_use]
-    pub fn with_key(self, key: Key) -> Self {
-        Self { key, ..self }
+    /// The key of the intent, instead of a new one: an [`IdempotencyKey`], or text.
+    ///
+    /// # Errors
+    /// [`IntentError::Key`] and [`IntentError::KeyCharacter`]: a key of an intent is 1 to 255 visible ASCII characters without
+    /// quote and comma.
+    pub fn with_key<K>(self, key: K) -> Result<Self, IntentError>
+    where
+        K: TryInto<IdempotencyKey>,
+        K::Error: Into<KeyError>,
+    {
+        let key = key.try_into().map_err(|error| IntentError::Key(error.into()))?;
+        check_key(&key)?;
+        Ok(Self { key, ..self })
     }
 
     /// The body, whole, because it may have to be sent again.
@@ -180,7 +197,7 @@ impl Intent {
         Self { carrier: Some(carrier), ..self }
     }
 
-    /// Says that the request may have been sent before, by this process or by another one, and that no definite answer is
+    /// Signal that the request may have been sent before, by this process or by another one, and that no definite answer is
     /// known. So nothing but an answer about the operation itself ends it as refused.
     #[must_use]
     pub fn sent_before(self) -> Self {
@@ -189,7 +206,7 @@ impl Intent {
 
     /// Its key.
     #[must_use]
-    pub const fn key(&self) -> &Key {
+    pub const fn key(&self) -> &IdempotencyKey {
         &self.key
     }
 
@@ -237,7 +254,7 @@ impl Intent {
 
     /// The key of the intent that this one [corrects](Intent::corrected).
     #[must_use]
-    pub const fn replaces(&self) -> Option<&Key> {
+    pub const fn replaces(&self) -> Option<&IdempotencyKey> {
         self.replaces.as_ref()
     }
 

@@ -21,12 +21,12 @@ use std::time::Duration;
 use oncegate_core::Timestamp;
 
 #[cfg(all(unix, feature = "journal"))]
-pub use self::directory::{Damaged, JournalDir, Pending};
+pub use self::directory::{DamagedFile, JournalDir, PendingIntent};
 #[cfg(all(unix, feature = "journal"))]
-pub use self::resume::{NotResumed, Resume, Resumed};
+pub use self::resume::{Resume, ResumeError, ResumedIntent};
 use crate::failure::BoxError;
 use crate::intent::Intent;
-use crate::report::{Answer, Unfinished, Why};
+use crate::report::{Answer, SendError, SendErrorKind};
 
 /// What a [`Journal`] returns.
 pub type JournalFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
@@ -39,16 +39,18 @@ pub trait Journal: Send + Sync + 'static {
     /// [`JournalEntry`] is dropped.
     ///
     /// # Errors
-    /// [`NotOpened`]. Then it is not sent.
-    fn open<'a>(&'a self, intent: &'a Intent) -> JournalFuture<'a, Result<Opened, NotOpened>>;
+    /// [`JournalOpenError`]. Then it is not sent.
+    fn open<'a>(&'a self, intent: &'a Intent)
+    -> JournalFuture<'a, Result<JournaledIntent, JournalOpenError>>;
 }
 
 /// An intent in a [`Journal`] that is being sent. Dropping it leaves the intent there, for whoever takes it up: so ends an
 /// intent without a definite answer, and one whose future was dropped.
 pub trait JournalEntry: Send + Sync {
-    /// The intent has a definite answer and need not be sent again. A journal should remember for some time that it was done
-    /// ([`Opened::done_before`]): a caller that makes the same intent again, after the service has forgotten the key, would
-    /// have it done twice.
+    /// Notes that the intent has a definite answer and need not be sent again.
+    ///
+    /// A journal should remember for some time that the intent was done ([`JournaledIntent::done_before`]). Otherwise a caller
+    /// that makes the same intent again, after the service has forgotten the key, would have it done twice.
     ///
     /// # Errors
     /// If it could not be noted. The answer counts anyway.
@@ -66,7 +68,7 @@ pub trait JournalEntry: Send + Sync {
 }
 
 /// An intent that a [`Journal`] has.
-pub struct Opened {
+pub struct JournaledIntent {
     pub(crate) entry: Box<dyn JournalEntry>,
     pub(crate) sent_before: bool,
     pub(crate) created_at: Option<Timestamp>,
@@ -74,7 +76,7 @@ pub struct Opened {
     pub(crate) done_before: bool,
 }
 
-impl Opened {
+impl JournaledIntent {
     /// An intent that was not there.
     #[must_use]
     pub fn new(entry: Box<dyn JournalEntry>) -> Self {
@@ -95,7 +97,7 @@ impl Opened {
 
     /// An intent that was done before, and whose answer is not there any more: when it came to be, and for how long its key
     /// was said to be good. Within that time it is sent again, for the same answer; after it, it is not sent
-    /// ([`Why::DoneBefore`]).
+    /// ([`SendErrorKind::DoneBefore`]).
     #[must_use]
     pub fn done_before(
         entry: Box<dyn JournalEntry>,
@@ -106,16 +108,16 @@ impl Opened {
     }
 }
 
-impl fmt::Debug for Opened {
+impl fmt::Debug for JournaledIntent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Opened").field("sent_before", &self.sent_before).finish_non_exhaustive()
+        f.debug_struct("JournaledIntent").field("sent_before", &self.sent_before).finish_non_exhaustive()
     }
 }
 
 /// Why a [`Journal`] has not opened an intent. Nothing was sent by this call.
 #[derive(Debug)]
 #[non_exhaustive]
-pub enum NotOpened {
+pub enum JournalOpenError {
     /// It could not be written down: no room, no permission. Nothing is known of an earlier sending.
     NotWritten(BoxError),
     /// It is being sent just now, by another process or by another task of this one.
@@ -130,17 +132,21 @@ pub enum NotOpened {
     Unreadable(BoxError),
 }
 
-impl NotOpened {
-    pub(crate) fn unfinished(self, sent_before: bool) -> Unfinished {
+impl JournalOpenError {
+    pub(crate) fn send_error(self, sent_before: bool) -> SendError {
         match self {
-            Self::NotWritten(error) => Unfinished::new(Why::Journal, 0, sent_before).with_source(Some(error)),
-            Self::InFlight => Unfinished::new(Why::InFlight, 0, true),
-            Self::Conflict(error) => Unfinished::new(Why::JournalConflict, 0, true).with_source(Some(error)),
+            Self::NotWritten(error) => {
+                SendError::new(SendErrorKind::Journal, 0, sent_before).with_source(Some(error))
+            }
+            Self::InFlight => SendError::new(SendErrorKind::InFlight, 0, true),
+            Self::Conflict(error) => {
+                SendError::new(SendErrorKind::JournalConflict, 0, true).with_source(Some(error))
+            }
             Self::OtherCredentials(error) => {
-                Unfinished::new(Why::OtherCredentials, 0, true).with_source(Some(error))
+                SendError::new(SendErrorKind::OtherCredentials, 0, true).with_source(Some(error))
             }
             Self::Unreadable(error) => {
-                Unfinished::new(Why::JournalUnreadable, 0, true).with_source(Some(error))
+                SendError::new(SendErrorKind::JournalUnreadable, 0, true).with_source(Some(error))
             }
         }
     }

@@ -2,10 +2,10 @@
 //!
 //! A caller that got no reply must retry, and a retry of `POST /payments` charges twice, unless the service can tell that
 //! it is the same payment. The unit here is therefore not the request but the **[`Intent`]**: what is to happen once. It has
-//! one [`Key`], made once, and keeps it over every retry, restart and process. A corrected request is another intent.
+//! one [`IdempotencyKey`], made once, and keeps it over every retry, restart and process. A corrected request is another intent.
 //!
 //! ```
-//! use oncegate_client::{Client, Intent, Key, Verdict};
+//! use oncegate_client::{Client, IdempotencyKey, Intent, Verdict};
 //! use oncegate_core::ErrorChain;
 //! # use bytes::Bytes;
 //! # use http_body_util::Full;
@@ -15,7 +15,7 @@
 //! #     async fn send(
 //! #         &self,
 //! #         request: http::Request<Bytes>,
-//! #     ) -> Result<http::Response<Full<Bytes>>, oncegate_client::Failure> {
+//! #     ) -> Result<http::Response<Full<Bytes>>, oncegate_client::AttemptFailure> {
 //! #         assert!(request.headers().contains_key("idempotency-key"));
 //! #         Ok(http::Response::builder().status(201).body(Full::from(r#"{"paid":5}"#)).unwrap())
 //! #     }
@@ -26,7 +26,7 @@
 //! // With the feature `reqwest`: let transport = ReqwestTransport::build(reqwest::Client::builder())?;
 //! let client = Client::new(transport);
 //! let intent = Intent::post("https://shop.example/payments")?
-//!     .with_key(Key::derived("payment", ["order-123", "v2"]))
+//!     .with_key(IdempotencyKey::derived("payment", ["order-123", "v2"]))?
 //!     .with_json(r#"{"order":"order-123","amount":5}"#);
 //!
 //! match client.send(&intent).await {
@@ -47,11 +47,11 @@
 //! ```
 //!
 //! # Which key
-//! - [`Key::uuid_v7`] (what [`Intent::new`] takes) and [`Key::ulid`] are new with each call. Make one where the intent
+//! - [`uuid_v7_key`] (what [`Intent::new`] takes) and [`ulid_key`] are new with each call. Make one where the intent
 //!   is born, and keep it with the intent.
-//! - [`Key::derived`] is made of what the intent is about (`"payment"`, order 123, version 2), and is the same wherever
+//! - [`IdempotencyKey::derived`] is made of what the intent is about (`"payment"`, order 123, version 2), and is the same wherever
 //!   and whenever it is asked for: nothing has to be kept.
-//! - [`Key::new`] takes one that came along.
+//! - [`IdempotencyKey::new`] takes one that came along.
 //!
 //! It goes into `Idempotency-Key`, bare; [`Carrier`] has other names, and quotes.
 //!
@@ -67,7 +67,7 @@
 //! | marked as a replay (`Idempotent-Replayed: true`) | final: 4xx [`Verdict::Refused`], 5xx [`Verdict::Failed`] |
 //! | problem member `retry` = `same-key` | again |
 //! | … `new-key`, `fix-request` | [`Verdict::Refused`] with that [`Advice`]; turned away if the status is one of those below |
-//! | … `stop`, with `outcome-unknown` | [`Why::Unknown`] |
+//! | … `stop`, with `outcome-unknown` | [`SendErrorKind::Unknown`] |
 //! | … `stop`, with `replay-unavailable` | [`Verdict::Processed`] |
 //! | … `stop`, else | 4xx refused, 5xx unknown |
 //! | an error that names a request in progress, a key of another request, an unknown outcome | again, refused, unknown |
@@ -85,11 +85,11 @@
 //! after a time-out does not say that nobody was charged, and neither does a 422 with which a service refuses a duplicate of a
 //! request that still runs. A refusal by the operation is asked about again under the same key, because a service that marks
 //! replays then marks it; if it stays unmarked, and with a refusal before the operation, the intent ends as
-//! [`Why::TurnedAway`].
+//! [`SendErrorKind::TurnedAway`].
 //!
 //! # When it sends again, and when it stops
 //! [`RetryPolicy`] has the limits; all hold together. Pauses have full jitter. `Retry-After`, in seconds or as a date, is a
-//! minimum; one that is longer than is waited for ends the sending with [`Unfinished::come_back_at`]. A [`RetryBudget`]
+//! minimum; one that is longer than is waited for ends the sending with [`SendError::come_back_at`]. A [`RetryBudget`]
 //! that all intents of a client share stops retries, and not first attempts, while most of them fail.
 //!
 //! A `POST` or `PATCH` without a key is never sent again, because nothing protects it. For services that know no keys there is
@@ -113,13 +113,13 @@ mod answers;
 mod backoff;
 mod budget;
 mod client;
-#[cfg(any(feature = "reqwest", feature = "tower"))]
-mod door;
 mod failure;
 mod hint;
 mod intent;
 mod journal;
 mod key;
+#[cfg(any(feature = "reqwest", feature = "tower"))]
+mod middleware;
 mod policy;
 mod received;
 mod report;
@@ -136,14 +136,14 @@ pub use budget::RetryBudget;
 pub use client::{Client, Transport};
 #[cfg(feature = "http2")]
 pub use failure::was_refused_by_http2;
-pub use failure::{BoxError, Failure, FailureKind};
+pub use failure::{AttemptFailure, AttemptFailureKind, BoxError};
 pub use intent::{Intent, IntentError};
 #[cfg(all(unix, feature = "journal"))]
-pub use journal::{Damaged, JournalDir, NotResumed, Pending, Resume, Resumed};
-pub use journal::{Journal, JournalEntry, JournalFuture, NotOpened, Opened};
-pub use key::{Carrier, Key, KeyError};
-pub use oncegate_core::ConfigError;
+pub use journal::{DamagedFile, JournalDir, PendingIntent, Resume, ResumeError, ResumedIntent};
+pub use journal::{Journal, JournalEntry, JournalFuture, JournalOpenError, JournaledIntent};
+pub use key::{Carrier, ulid_key, uuid_v7_key};
+pub use oncegate_core::{ConfigError, IdempotencyKey, KeyError};
 pub use policy::{Api, RetryPolicy, ServerErrors};
-pub use received::Received;
-pub use report::{Answer, Report, Unfinished, Why};
+pub use received::ReceivedBody;
+pub use report::{Answer, Report, SendError, SendErrorKind};
 pub use verdict::{Advice, Verdict};

@@ -43,9 +43,9 @@ pub struct RetryPolicy {
     pub(crate) cap: Duration,
     pub(crate) attempt_timeout: Duration,
     pub(crate) deadline: Duration,
-    pub(crate) longest_wait: Duration,
+    pub(crate) max_retry_after: Duration,
     pub(crate) key_lifetime: Duration,
-    pub(crate) answer_limit: usize,
+    pub(crate) max_answer_bytes: usize,
 }
 
 impl Default for RetryPolicy {
@@ -61,9 +61,9 @@ impl Default for RetryPolicy {
             cap: Duration::from_secs(20),
             attempt_timeout: Duration::from_secs(30),
             deadline: Duration::from_secs(120),
-            longest_wait: Duration::from_secs(60),
+            max_retry_after: Duration::from_secs(60),
             key_lifetime: Duration::from_secs(24 * 60 * 60),
-            answer_limit: 8 * 1024 * 1024,
+            max_answer_bytes: 8 * 1024 * 1024,
         }
     }
 }
@@ -99,7 +99,7 @@ impl RetryPolicy {
     ///
     /// # Errors
     /// If it is out of these bounds.
-    pub fn with_pauses(self, base: Duration, cap: Duration) -> Result<Self, ConfigError> {
+    pub fn with_backoff(self, base: Duration, cap: Duration) -> Result<Self, ConfigError> {
         Ok(Self { base, cap: ConfigError::check("the longest pause", cap, base..=Duration::MAX)?, ..self })
     }
 
@@ -117,8 +117,8 @@ impl RetryPolicy {
 
     /// The longest `Retry-After` that is waited for. A longer one ends the sending, and says when to come back.
     #[must_use]
-    pub fn with_longest_wait(self, longest_wait: Duration) -> Self {
-        Self { longest_wait, ..self }
+    pub fn with_max_retry_after(self, max_retry_after: Duration) -> Self {
+        Self { max_retry_after, ..self }
     }
 
     /// How long the API promises to know a key. A request that may have been sent is not sent again under a key that is
@@ -130,7 +130,7 @@ impl RetryPolicy {
 
     /// Most octets of an answer that are read before it is judged. See [`Client::send`](crate::Client::send).
     #[must_use]
-    pub fn with_answer_limit(self, octets: usize) -> Self {
-        Self { answer_limit: octets, ..self }
+    pub fn with_max_answer_bytes(self, octets: usize) -> Self {
+        Self { max_answer_bytes: octets, ..self }
     }
 }

@@ -11,13 +11,13 @@ use http_body_util::BodyExt;
 /// The body of an answer: what was read of it, and the rest where it is larger than the policy's limit. It hands on what
 /// came, octet for octet.
 #[derive(Debug)]
-pub struct Received<B> {
+pub struct ReceivedBody<B> {
     read: Bytes,
     trailers: Option<HeaderMap>,
     rest: Option<Pin<Box<B>>>,
 }
 
-impl<B: Body<Data = Bytes>> Received<B> {
+impl<B: Body<Data = Bytes>> ReceivedBody<B> {
     /// Reads a body to its end, or until there is more of it than `limit`.
     pub(crate) async fn read(body: B, limit: usize) -> Result<Self, B::Error> {
         let mut body = Box::pin(body);
@@ -53,7 +53,7 @@ impl<B: Body<Data = Bytes>> Received<B> {
     }
 }
 
-impl<B: Body<Data = Bytes>> Body for Received<B> {
+impl<B: Body<Data = Bytes>> Body for ReceivedBody<B> {
     type Data = Bytes;
     type Error = B::Error;
 

@@ -38,13 +38,13 @@ pub struct Answer {
     pub replayed: bool,
 }
 
-/// There is no definite answer. [`Unfinished::may_have_taken_effect`] is the first thing to look at.
+/// There is no definite answer. [`SendError::may_have_taken_effect`] is the first thing to look at.
 ///
 /// Neither `Display` nor `Debug` hold the key, the address, or more of the answer than its status.
-pub struct Unfinished(Box<Inner>);
+pub struct SendError(Box<Inner>);
 
 struct Inner {
-    why: Why,
+    kind: SendErrorKind,
     attempts: u32,
     may_have_taken_effect: bool,
     come_back_at: Option<SystemTime>,
@@ -55,7 +55,7 @@ struct Inner {
 /// Why there is no definite answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum Why {
+pub enum SendErrorKind {
     /// It may have taken effect, and sending it again brings no certainty: the service says so (`outcome-unknown`), or
     /// nothing protects the request from taking effect twice. Somebody has to find out.
     Unknown,
@@ -70,7 +70,7 @@ pub enum Why {
     Deadline,
     /// Too many retries fail: [`RetryBudget`](crate::RetryBudget).
     Budget,
-    /// The service wants to be left alone for longer than is waited for: see [`Unfinished::come_back_at`].
+    /// The service wants to be left alone for longer than is waited for: see [`SendError::come_back_at`].
     ComeBackLater,
     /// The body was a stream, which cannot be sent again.
     Body,
@@ -99,10 +99,10 @@ pub enum Why {
     DoneBefore,
 }
 
-impl Unfinished {
-    pub(crate) fn new(why: Why, attempts: u32, may_have_taken_effect: bool) -> Self {
+impl SendError {
+    pub(crate) fn new(kind: SendErrorKind, attempts: u32, may_have_taken_effect: bool) -> Self {
         Self(Box::new(Inner {
-            why,
+            kind,
             attempts,
             may_have_taken_effect,
             come_back_at: None,
@@ -128,8 +128,8 @@ impl Unfinished {
 
     /// Why it ended.
     #[must_use]
-    pub fn why(&self) -> Why {
-        self.0.why
+    pub fn kind(&self) -> SendErrorKind {
+        self.0.kind
     }
 
     /// Whether the request may have taken effect. `false` is certain: no attempt was processed, and no earlier one is known
@@ -143,21 +143,23 @@ impl Unfinished {
     /// what happened; a service may answer under the same key when that is done.
     #[must_use]
     pub fn is_resumable(&self) -> bool {
-        match self.0.why {
-            Why::Attempts
-            | Why::Deadline
-            | Why::Budget
-            | Why::ComeBackLater
-            | Why::Journal
-            | Why::InFlight => true,
-            Why::JournalUnreadable => true, // when its file can be read
-            Why::OtherCredentials => true,  // with those that it had
-            Why::TurnedAway => true,        // with other credentials, or another way there
-            Why::AnswerTooLarge => true,    // with a higher limit
-            Why::Body => true,              // with the body from its beginning
-            Why::Unknown | Why::KeyLifetime | Why::Unsendable | Why::JournalConflict | Why::DoneBefore => {
-                false
-            }
+        match self.0.kind {
+            SendErrorKind::Attempts
+            | SendErrorKind::Deadline
+            | SendErrorKind::Budget
+            | SendErrorKind::ComeBackLater
+            | SendErrorKind::Journal
+            | SendErrorKind::InFlight => true,
+            SendErrorKind::JournalUnreadable => true, // when its file can be read
+            SendErrorKind::OtherCredentials => true,  // with those that it had
+            SendErrorKind::TurnedAway => true,        // with other credentials, or another way there
+            SendErrorKind::AnswerTooLarge => true,    // with a higher limit
+            SendErrorKind::Body => true,              // with the body from its beginning
+            SendErrorKind::Unknown
+            | SendErrorKind::KeyLifetime
+            | SendErrorKind::Unsendable
+            | SendErrorKind::JournalConflict
+            | SendErrorKind::DoneBefore => false,
         }
     }
 
@@ -186,47 +188,51 @@ impl Unfinished {
     }
 }
 
-impl fmt::Display for Unfinished {
+impl fmt::Display for SendError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let inner = &self.0;
-        f.write_str(match inner.why {
-            Why::Unknown => {
+        f.write_str(match inner.kind {
+            SendErrorKind::Unknown => {
                 "it is not known whether the request took effect, and sending it again does not tell"
             }
-            Why::TurnedAway => "refused, while an earlier attempt has no definite answer",
-            Why::Attempts => "no definite answer after as many attempts as are allowed",
-            Why::Deadline => "no definite answer within the deadline",
-            Why::Budget => "no definite answer, and too many retries fail to go on",
-            Why::ComeBackLater => "the service wants to be asked again later than is waited for",
-            Why::Body => "no definite answer, and the body cannot be sent again",
-            Why::KeyLifetime => "no definite answer, and the service may have forgotten the key",
-            Why::AnswerTooLarge => "the answer is larger than is allowed",
-            Why::Unsendable => "the request cannot be sent",
-            Why::Journal => "the journal did not take the intent down, so it was not sent",
-            Why::InFlight => "somebody else is sending it just now",
-            Why::JournalConflict => "the journal has something else under this key, so it was not sent",
-            Why::JournalUnreadable => {
+            SendErrorKind::TurnedAway => "refused, while an earlier attempt has no definite answer",
+            SendErrorKind::Attempts => "no definite answer after as many attempts as are allowed",
+            SendErrorKind::Deadline => "no definite answer within the deadline",
+            SendErrorKind::Budget => "no definite answer, and too many retries fail to go on",
+            SendErrorKind::ComeBackLater => "the service wants to be asked again later than is waited for",
+            SendErrorKind::Body => "no definite answer, and the body cannot be sent again",
+            SendErrorKind::KeyLifetime => "no definite answer, and the service may have forgotten the key",
+            SendErrorKind::AnswerTooLarge => "the answer is larger than is allowed",
+            SendErrorKind::Unsendable => "the request cannot be sent",
+            SendErrorKind::Journal => "the journal did not take the intent down, so it was not sent",
+            SendErrorKind::InFlight => "somebody else is sending it just now",
+            SendErrorKind::JournalConflict => {
+                "the journal has something else under this key, so it was not sent"
+            }
+            SendErrorKind::JournalUnreadable => {
                 "what the journal has under this key cannot be read, so it was not sent"
             }
-            Why::OtherCredentials => "not sent, because its credentials are not those that it had before",
-            Why::DoneBefore => "it was done before, and to send it again could do it once more",
+            SendErrorKind::OtherCredentials => {
+                "not sent, because its credentials are not those that it had before"
+            }
+            SendErrorKind::DoneBefore => "it was done before, and to send it again could do it once more",
         })?;
         write!(f, " (attempts: {}", inner.attempts)?;
         if let Some(response) = &inner.response {
             write!(f, ", last status: {}", response.status().as_u16())?;
         }
-        f.write_str(match inner.why {
-            Why::DoneBefore => "; it took effect)",
+        f.write_str(match inner.kind {
+            SendErrorKind::DoneBefore => "; it took effect)",
             _ if inner.may_have_taken_effect => "; it may have taken effect)",
             _ => "; it took no effect)",
         })
     }
 }
 
-impl fmt::Debug for Unfinished {
+impl fmt::Debug for SendError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Unfinished")
-            .field("why", &self.0.why)
+        f.debug_struct("SendError")
+            .field("kind", &self.0.kind)
             .field("attempts", &self.0.attempts)
             .field("may_have_taken_effect", &self.0.may_have_taken_effect)
             .field("status", &self.0.response.as_ref().map(Response::status))
@@ -246,7 +252,7 @@ impl fmt::Debug for Answer {
     }
 }
 
-impl Error for Unfinished {
+impl Error for SendError {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
         self.0.source.as_deref().map(|error| error as &(dyn Error + 'static))
     }

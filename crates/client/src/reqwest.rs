@@ -13,12 +13,13 @@ use http::{Extensions, Request, Response};
 use reqwest::{ResponseBuilderExt, Url};
 use reqwest_middleware::{Middleware, Next};
 
+use oncegate_core::IdempotencyKey;
+
 use crate::client::Transport;
-use crate::door::{Door, Way, settings};
-use crate::failure::{BoxError, Failure, FailureKind};
-use crate::key::Key;
-use crate::report::{Unfinished, Why};
-use crate::send::{Elsewhere, Tries};
+use crate::failure::{AttemptFailure, AttemptFailureKind, BoxError};
+use crate::middleware::{MiddlewareCore, RequestPlan, settings};
+use crate::report::{SendError, SendErrorKind};
+use crate::send::{AttemptSender, Redirected};
 
 /// Most field lines in the head of an answer. The usual 100 of reqwest are too few for verbose services: the head of an answer
 /// that is not read leaves an operation that took place in doubt.
@@ -55,7 +56,7 @@ impl ReqwestTransport {
 impl Transport for ReqwestTransport {
     type Body = reqwest::Body;
 
-    async fn send(&self, request: Request<Bytes>) -> Result<Response<reqwest::Body>, Failure> {
+    async fn send(&self, request: Request<Bytes>) -> Result<Response<reqwest::Body>, AttemptFailure> {
         let request = reqwest::Request::try_from(request).map_err(|error| failure(error, false))?;
         let response = self.client.execute(request).await.map_err(|error| failure(error, false))?;
         Ok(response.into())
@@ -64,20 +65,20 @@ impl Transport for ReqwestTransport {
 
 /// What is known of a request that reqwest has no answer to. Nothing in its errors says at which of several addresses it
 /// happened: where redirections are followed, the first one may have done what was asked for.
-fn failure(error: reqwest::Error, redirects: bool) -> Failure {
+fn failure(error: reqwest::Error, redirects: bool) -> AttemptFailure {
     let kind = if redirects {
-        FailureKind::Doubtful
+        AttemptFailureKind::Doubtful
     } else if error.is_builder() {
-        FailureKind::Unsendable
+        AttemptFailureKind::Unsendable
     } else if error.is_connect() {
-        FailureKind::NotSent
+        AttemptFailureKind::NotSent
     } else if was_refused(&error) {
-        FailureKind::NotProcessed
+        AttemptFailureKind::NotProcessed
     } else {
-        FailureKind::Doubtful
+        AttemptFailureKind::Doubtful
     };
     // Addresses have credentials in them.
-    Failure::new(kind, error.without_url())
+    AttemptFailure::new(kind, error.without_url())
 }
 
 fn was_refused(error: &(dyn Error + 'static)) -> bool {
@@ -92,12 +93,12 @@ fn was_refused(error: &(dyn Error + 'static)) -> bool {
 
 /// Sends what comes by until there is a definite answer.
 ///
-/// What a request's key is, it is told by the request: by its header field, or by a [`Key`] among the extensions
+/// What a request's key is, it is told by the request: by its header field, or by a [`IdempotencyKey`] among the extensions
 /// (`RequestBuilder::with_extension`). A request without one goes by once, and its answer is handed on as it streams,
 /// unless [`with_keyless_retries`](Self::with_keyless_retries) says otherwise.
 ///
 /// A definite answer has a [`Report`](crate::Report) among its extensions. Everything else is an error in which
-/// [`unfinished`] finds the [`Unfinished`]; the last answer, such as a 503, is in there.
+/// [`send_error`] finds the [`SendError`]; the last answer, such as a 503, is in there.
 ///
 /// Turn redirections off in the client (`redirect::Policy::none()`) and say so here. A client that follows them may have
 /// been refused a connection by the second address after the first one did what was asked for.
@@ -106,7 +107,7 @@ fn was_refused(error: &(dyn Error + 'static)) -> bool {
 /// head of an answer, or 16 KiB over HTTP/2. A larger head ends the attempt without an answer ("message head is too large"),
 /// so the request is sent again under its key until its attempts are used up, and what became of it stays in doubt.
 pub struct IntentMiddleware {
-    door: Door,
+    core: MiddlewareCore,
     redirects: bool,
 }
 
@@ -120,7 +121,7 @@ impl IntentMiddleware {
     /// The default policy, for an API that honours `Idempotency-Key`, on a client that may follow redirections.
     #[must_use]
     pub fn new() -> Self {
-        Self { door: Door::new(), redirects: true }
+        Self { core: MiddlewareCore::new(), redirects: true }
     }
 
     settings!();
@@ -134,13 +135,13 @@ impl IntentMiddleware {
 
 impl fmt::Debug for IntentMiddleware {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("IntentMiddleware").field("policy", &self.door.shared.policy).finish_non_exhaustive()
+        f.debug_struct("IntentMiddleware").field("policy", &self.core.runner.policy).finish_non_exhaustive()
     }
 }
 
-/// The [`Unfinished`] in an error of the middleware.
+/// The [`SendError`] in an error of the middleware.
 #[must_use]
-pub fn unfinished(error: &reqwest_middleware::Error) -> Option<&Unfinished> {
+pub fn send_error(error: &reqwest_middleware::Error) -> Option<&SendError> {
     match error {
         reqwest_middleware::Error::Middleware(error) => error.downcast_ref(),
         reqwest_middleware::Error::Reqwest(_) => None,
@@ -155,20 +156,20 @@ impl Middleware for IntentMiddleware {
         extensions: &mut Extensions,
         next: Next<'_>,
     ) -> reqwest_middleware::Result<reqwest::Response> {
-        let key = extensions.get::<Key>().cloned();
+        let key = extensions.get::<IdempotencyKey>().cloned();
         let method = request.method().clone();
-        let way = self.door.plan(&method, request.headers_mut(), key.as_ref()).map_err(|error| {
+        let way = self.core.plan(&method, request.headers_mut(), key.as_ref()).map_err(|error| {
             let error: BoxError = error.into();
-            let unfinished = Unfinished::new(Why::Unsendable, 0, false).with_source(Some(error));
-            reqwest_middleware::Error::middleware(unfinished)
+            let send_error = SendError::new(SendErrorKind::Unsendable, 0, false).with_source(Some(error));
+            reqwest_middleware::Error::middleware(send_error)
         })?;
         let ask = match way {
-            Way::Until(ask) => ask,
-            Way::Past => return next.run(request, extensions).await,
+            RequestPlan::UntilDefinite(ask) => ask,
+            RequestPlan::PassThrough => return next.run(request, extensions).await,
         };
         let url = request.url().clone();
         let redirects = self.redirects;
-        let mut tries = NextTries {
+        let mut tries = MiddlewareSender {
             resendable: true,
             request: Some(request),
             url: url.clone(),
@@ -176,7 +177,7 @@ impl Middleware for IntentMiddleware {
             next,
             redirects,
         };
-        let sent = self.door.shared.run(&ask, &mut tries).await;
+        let sent = self.core.runner.run(&ask, &mut tries).await;
         let (response, report) = sent.map_err(reqwest_middleware::Error::middleware)?;
         let url = tries.url;
         let mut response = response.map(reqwest::Body::wrap);
@@ -189,7 +190,7 @@ impl Middleware for IntentMiddleware {
     }
 }
 
-struct NextTries<'a, 'n> {
+struct MiddlewareSender<'a, 'n> {
     request: Option<reqwest::Request>,
     resendable: bool,
     /// The address of the request, then that of the last answer.
@@ -199,15 +200,16 @@ struct NextTries<'a, 'n> {
     redirects: bool,
 }
 
-impl Tries for NextTries<'_, '_> {
+impl AttemptSender for MiddlewareSender<'_, '_> {
     type Body = reqwest::Body;
 
-    async fn send(&mut self) -> Result<Response<reqwest::Body>, Failure> {
+    async fn send(&mut self) -> Result<Response<reqwest::Body>, AttemptFailure> {
         let request = match self.request.as_ref().and_then(reqwest::Request::try_clone) {
             Some(clone) => clone,
             None => {
                 self.resendable = false;
-                let body_is_gone = || Failure::new(FailureKind::Unsendable, "the body was sent before");
+                let body_is_gone =
+                    || AttemptFailure::new(AttemptFailureKind::Unsendable, "the body was sent before");
                 self.request.take().ok_or_else(body_is_gone)?
             }
         };
@@ -216,7 +218,7 @@ impl Tries for NextTries<'_, '_> {
             Ok(response) => response,
             Err(reqwest_middleware::Error::Reqwest(error)) => return Err(failure(error, self.redirects)),
             Err(reqwest_middleware::Error::Middleware(error)) => {
-                return Err(Failure::new(FailureKind::Doubtful, error));
+                return Err(AttemptFailure::new(AttemptFailureKind::Doubtful, error));
             }
         };
         let is_elsewhere = {
@@ -228,7 +230,7 @@ impl Tries for NextTries<'_, '_> {
         self.url = response.url().clone();
         let mut response = Response::from(response);
         if is_elsewhere {
-            response.extensions_mut().insert(Elsewhere);
+            response.extensions_mut().insert(Redirected);
         }
         Ok(response)
     }

@@ -6,27 +6,26 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use bytes::Bytes;
 use http::{Method, Response};
 use http_body::Body;
-use oncegate_core::{Clock, Timestamp};
+use oncegate_core::{Clock, SystemClock, Timestamp};
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::backoff::{Backoff, Random, SystemRandom};
 use crate::budget::{Pressure, RetryBudget};
-use crate::failure::{BoxError, Failure, FailureKind};
+use crate::failure::{AttemptFailure, AttemptFailureKind, BoxError};
 use crate::hint;
-use crate::key::millis_now;
 use crate::policy::RetryPolicy;
-use crate::received::Received;
-use crate::report::{Report, Unfinished, Why};
+use crate::received::ReceivedBody;
+use crate::report::{Report, SendError, SendErrorKind};
 use crate::retry_after::retry_after;
-use crate::verdict::{Asked, Doubt, Meaning, Standing, Verdict, judge};
+use crate::verdict::{AttemptContext, Doubt, Meaning, Protection, Verdict, judge};
 
 /// How one request is sent, once or several times.
-pub(crate) trait Tries: Send {
+pub(crate) trait AttemptSender: Send {
     /// The body of an answer.
     type Body: Body<Data = Bytes, Error: Into<BoxError>> + Send;
 
     /// Sends it.
-    fn send(&mut self) -> impl Future<Output = Result<Response<Self::Body>, Failure>> + Send;
+    fn send(&mut self) -> impl Future<Output = Result<Response<Self::Body>, AttemptFailure>> + Send;
 
     /// Whether it can be sent once more.
     fn can_send_again(&self) -> bool;
@@ -34,13 +33,13 @@ pub(crate) trait Tries: Send {
 
 /// Marks an answer that came from another address than the request went to: the transport followed a redirection.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Elsewhere;
+pub(crate) struct Redirected;
 
 /// The request, as far as the sending goes.
 #[derive(Clone, Debug)]
-pub(crate) struct Ask {
+pub(crate) struct RequestInfo {
     pub(crate) method: Method,
-    pub(crate) standing: Standing,
+    pub(crate) protection: Protection,
     pub(crate) sent_before: bool,
     pub(crate) created_at: Option<Timestamp>,
     /// How long its key is good, where that is less than the policy says.
@@ -50,23 +49,15 @@ pub(crate) struct Ask {
 }
 
 /// How far the clocks of two processes may differ before nothing is told of the age of a key.
-const CLOCKS_APART: Duration = Duration::from_secs(60);
+const MAX_CLOCK_DIFFERENCE: Duration = Duration::from_secs(60);
 
 /// What all requests of a client share.
 #[derive(Clone)]
-pub(crate) struct Shared {
+pub(crate) struct RequestRunner {
     pub(crate) policy: RetryPolicy,
     pub(crate) budget: Arc<RetryBudget>,
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) random: Arc<dyn Random>,
-}
-
-struct SystemClock;
-
-impl Clock for SystemClock {
-    fn now(&self) -> Timestamp {
-        Timestamp::from_millis(millis_now())
-    }
 }
 
 /// Safe and idempotent methods, by RFC 9110, 9.2.2.
@@ -80,7 +71,7 @@ pub(crate) fn is_safe(method: &Method) -> bool {
 }
 
 /// An attempt without a definite answer.
-struct Step {
+struct IndefiniteAttempt {
     meaning: Meaning,
     pressure: Pressure,
     retry_after: Option<Duration>,
@@ -89,22 +80,27 @@ struct Step {
     unsendable: bool,
 }
 
-enum Attempted<B> {
-    Definite(Response<Received<B>>, Report),
-    Open(Step),
+enum AttemptOutcome<B> {
+    Definite(Response<ReceivedBody<B>>, Report),
+    Open(IndefiniteAttempt),
 }
 
-impl Shared {
+impl RequestRunner {
     pub(crate) fn new(policy: RetryPolicy) -> Self {
-        Self { policy, budget: Arc::default(), clock: Arc::new(SystemClock), random: Arc::new(SystemRandom) }
+        Self {
+            policy,
+            budget: Arc::default(),
+            clock: Arc::new(SystemClock::new()),
+            random: Arc::new(SystemRandom),
+        }
     }
 
     /// Sends until there is a definite answer, or a reason to stop.
-    pub(crate) async fn run<T: Tries>(
+    pub(crate) async fn run<T: AttemptSender>(
         &self,
-        ask: &Ask,
+        ask: &RequestInfo,
         tries: &mut T,
-    ) -> Result<(Response<Received<T::Body>>, Report), Unfinished> {
+    ) -> Result<(Response<ReceivedBody<T::Body>>, Report), SendError> {
         let policy = &self.policy;
         let deadline = Instant::now().checked_add(policy.deadline);
         let created_at = ask.created_at.unwrap_or_else(|| self.clock.now());
@@ -113,8 +109,8 @@ impl Shared {
         let mut attempts = 0;
         let mut paid = None;
         if doubt && self.is_too_old(ask, created_at) {
-            let why = if ask.done_before { Why::DoneBefore } else { Why::KeyLifetime };
-            return Err(Unfinished::new(why, attempts, doubt));
+            let why = if ask.done_before { SendErrorKind::DoneBefore } else { SendErrorKind::KeyLifetime };
+            return Err(SendError::new(why, attempts, doubt));
         }
         loop {
             attempts += 1;
@@ -122,7 +118,7 @@ impl Shared {
             let limit = policy.attempt_timeout.min(left);
             let attempted = timeout(limit, self.attempt(ask, tries, attempts, doubt)).await;
             let step = match attempted {
-                Ok(Attempted::Definite(response, report)) => {
+                Ok(AttemptOutcome::Definite(response, report)) => {
                     if report.verdict != Verdict::Failed {
                         self.budget.give(paid);
                     }
@@ -132,11 +128,11 @@ impl Shared {
                     );
                     return Ok((response, report));
                 }
-                Ok(Attempted::Open(step)) => step,
-                Err(elapsed) => Step {
+                Ok(AttemptOutcome::Open(step)) => step,
+                Err(elapsed) => IndefiniteAttempt {
                     pressure: Pressure::Timeout,
                     source: Some(elapsed.into()),
-                    ..Step::of(Meaning::Again(Doubt::May))
+                    ..IndefiniteAttempt::of(Meaning::Again(Doubt::May))
                 },
             };
             // Refusals that leave a doubt had one before them.
@@ -155,16 +151,16 @@ impl Shared {
                             sleep(pause).await;
                             continue;
                         }
-                        None => Why::Budget,
+                        None => SendErrorKind::Budget,
                     }
                 }
-                Ok(_) => Why::KeyLifetime,
+                Ok(_) => SendErrorKind::KeyLifetime,
                 Err(why) => why,
             };
             tracing::debug!(method = %ask.method, attempts, doubt, ?why, "no definite answer");
             let now = self.wall();
             let come_back_at = step.retry_after.and_then(|after| now.checked_add(after));
-            return Err(Unfinished::new(why, attempts, doubt)
+            return Err(SendError::new(why, attempts, doubt)
                 .with_come_back_at(come_back_at)
                 .with_response(step.response)
                 .with_source(step.source));
@@ -173,34 +169,34 @@ impl Shared {
 
     /// How long to wait before the next attempt, or why there is none.
     #[allow(clippy::too_many_arguments, reason = "the state of the loop")]
-    fn next<T: Tries>(
+    fn next<T: AttemptSender>(
         &self,
-        ask: &Ask,
+        ask: &RequestInfo,
         tries: &T,
-        step: &Step,
+        step: &IndefiniteAttempt,
         attempts: u32,
         doubt: bool,
         deadline: Option<Instant>,
         backoff: &mut Backoff,
-    ) -> Result<Duration, Why> {
+    ) -> Result<Duration, SendErrorKind> {
         let policy = &self.policy;
         match step.meaning {
-            _ if step.unsendable => return Err(Why::Unsendable),
-            Meaning::Unknown => return Err(Why::Unknown),
-            Meaning::TurnedAway => return Err(Why::TurnedAway),
+            _ if step.unsendable => return Err(SendErrorKind::Unsendable),
+            Meaning::Unknown => return Err(SendErrorKind::Unknown),
+            Meaning::TurnedAway => return Err(SendErrorKind::TurnedAway),
             // Twice could be twice too many.
-            _ if ask.standing == Standing::Once && doubt => return Err(Why::Unknown),
+            _ if ask.protection == Protection::Once && doubt => return Err(SendErrorKind::Unknown),
             Meaning::Contested if !tries.can_send_again() || attempts >= policy.attempts => {
-                return Err(Why::TurnedAway);
+                return Err(SendErrorKind::TurnedAway);
             }
-            _ if !tries.can_send_again() => return Err(Why::Body),
-            _ if attempts >= policy.attempts => return Err(Why::Attempts),
+            _ if !tries.can_send_again() => return Err(SendErrorKind::Body),
+            _ if attempts >= policy.attempts => return Err(SendErrorKind::Attempts),
             _ => {}
         }
         let mut pause = backoff.next(&*self.random);
         if let Some(after) = step.retry_after {
-            if after > policy.longest_wait {
-                return Err(Why::ComeBackLater);
+            if after > policy.max_retry_after {
+                return Err(SendErrorKind::ComeBackLater);
             }
             // On top of it, so that those who were told the same time do not all come at once.
             pause = pause.saturating_add(after);
@@ -208,40 +204,43 @@ impl Shared {
         match (deadline, Instant::now().checked_add(pause)) {
             (Some(deadline), Some(then)) if then < deadline => Ok(pause),
             (None, Some(_)) => Ok(pause),
-            _ if step.retry_after.is_some() => Err(Why::ComeBackLater),
-            _ => Err(Why::Deadline),
+            _ if step.retry_after.is_some() => Err(SendErrorKind::ComeBackLater),
+            _ => Err(SendErrorKind::Deadline),
         }
     }
 
-    async fn attempt<T: Tries>(
+    async fn attempt<T: AttemptSender>(
         &self,
-        ask: &Ask,
+        ask: &RequestInfo,
         tries: &mut T,
         attempts: u32,
         doubt: bool,
-    ) -> Attempted<T::Body> {
+    ) -> AttemptOutcome<T::Body> {
         let response = match tries.send().await {
             Ok(response) => response,
-            Err(failure) => return Attempted::Open(Step::failed(failure)),
+            Err(failure) => return AttemptOutcome::Open(IndefiniteAttempt::failed(failure)),
         };
         let (head, body) = response.into_parts();
         let after = retry_after(&head.headers, self.wall());
-        let body = match Received::read(body, self.policy.answer_limit).await {
+        let body = match ReceivedBody::read(body, self.policy.max_answer_bytes).await {
             Ok(body) => body,
             // A status whose body broke off is no answer: the same key brings it whole.
             Err(error) => {
-                return Attempted::Open(Step {
+                return AttemptOutcome::Open(IndefiniteAttempt {
                     retry_after: after,
                     source: Some(error.into()),
-                    ..Step::of(Meaning::Again(Doubt::May))
+                    ..IndefiniteAttempt::of(Meaning::Again(Doubt::May))
                 });
             }
         };
         let whole = body.whole().cloned().unwrap_or_default();
-        let asked =
-            Asked { standing: ask.standing, server_errors: self.policy.server_errors, in_doubt: doubt };
+        let asked = AttemptContext {
+            protection: ask.protection,
+            server_errors: self.policy.server_errors,
+            in_doubt: doubt,
+        };
         let mut meaning = judge(asked, head.status, &head.headers, &whole);
-        if head.extensions.get::<Elsewhere>().is_some() && meaning != Meaning::Definite(Verdict::Done) {
+        if head.extensions.get::<Redirected>().is_some() && meaning != Meaning::Definite(Verdict::Done) {
             // It is the answer of another address to another request. What came of this one, its key tells.
             meaning = Meaning::Again(Doubt::May);
         }
@@ -254,26 +253,31 @@ impl Shared {
                     _ => Pressure::Failure,
                 };
                 let response = Some(Response::from_parts(head, whole));
-                return Attempted::Open(Step { pressure, retry_after: after, response, ..Step::of(meaning) });
+                return AttemptOutcome::Open(IndefiniteAttempt {
+                    pressure,
+                    retry_after: after,
+                    response,
+                    ..IndefiniteAttempt::of(meaning)
+                });
             }
         };
-        let replayed = ask.standing == Standing::Keyed && hint::is_replay(head.status, &head.headers);
-        Attempted::Definite(Response::from_parts(head, body), Report { verdict, attempts, replayed })
+        let replayed = ask.protection == Protection::Keyed && hint::is_replay(head.status, &head.headers);
+        AttemptOutcome::Definite(Response::from_parts(head, body), Report { verdict, attempts, replayed })
     }
 
-    fn is_too_old(&self, ask: &Ask, created_at: Timestamp) -> bool {
+    fn is_too_old(&self, ask: &RequestInfo, created_at: Timestamp) -> bool {
         self.expires(ask, created_at, true, Duration::ZERO)
     }
 
     /// Whether the key is older than it may be when it is sent after this pause.
-    fn expires(&self, ask: &Ask, created_at: Timestamp, doubt: bool, pause: Duration) -> bool {
+    fn expires(&self, ask: &RequestInfo, created_at: Timestamp, doubt: bool, pause: Duration) -> bool {
         let now = self.clock.now();
         let lifetime = self.policy.key_lifetime;
         let lifetime = ask.key_lifetime.map_or(lifetime, |shorter| shorter.min(lifetime));
         // A key of the future: the clock was put back, and nobody knows how old the key is.
-        let is_of_the_future = created_at.since(now) > CLOCKS_APART;
+        let is_of_the_future = created_at.since(now) > MAX_CLOCK_DIFFERENCE;
         let is_too_old = is_of_the_future || now.after(pause).since(created_at) >= lifetime;
-        doubt && ask.standing == Standing::Keyed && is_too_old
+        doubt && ask.protection == Protection::Keyed && is_too_old
     }
 
     fn wall(&self) -> SystemTime {
@@ -282,7 +286,7 @@ impl Shared {
     }
 }
 
-impl Step {
+impl IndefiniteAttempt {
     fn of(meaning: Meaning) -> Self {
         Self {
             meaning,
@@ -294,12 +298,12 @@ impl Step {
         }
     }
 
-    fn failed(failure: Failure) -> Self {
+    fn failed(failure: AttemptFailure) -> Self {
         let kind = failure.kind();
-        let doubt = if kind == FailureKind::Doubtful { Doubt::May } else { Doubt::None };
+        let doubt = if kind == AttemptFailureKind::Doubtful { Doubt::May } else { Doubt::None };
         Self {
             source: Some(failure.into_source()),
-            unsendable: kind == FailureKind::Unsendable,
+            unsendable: kind == AttemptFailureKind::Unsendable,
             ..Self::of(Meaning::Again(doubt))
         }
     }

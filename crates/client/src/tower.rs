@@ -1,8 +1,9 @@
-//! Over any Tower service of HTTP requests: a [layer](IntentLayer), and a [transport](Over) for [`Client`](crate::Client).
+//! Retries over any Tower service of HTTP requests: a [layer](IntentLayer), and a [transport](TowerTransport) for
+//! [`Client`](crate::Client).
 //!
-//! What a request's key is, the layer is told by the request: by its header field, or by a [`Key`] among its
-//! extensions. A request without one goes by once, and its answer is handed on as it streams, unless
-//! [`IntentLayer::with_keyless_retries`] says otherwise.
+//! The layer takes the key of a request from its header, or from an [`IdempotencyKey`] among its extensions. A request
+//! without a key is sent once, and its answer is passed on as it streams, unless
+//! [`IntentLayer::with_keyless_retries`] is set.
 //!
 //! ```
 //! use std::convert::Infallible;
@@ -10,7 +11,7 @@
 //! use bytes::Bytes;
 //! use http::{Request, Response};
 //! use http_body_util::Full;
-//! use oncegate_client::{Key, Report, Verdict, tower::IntentLayer};
+//! use oncegate_client::{IdempotencyKey, Report, Verdict, tower::IntentLayer};
 //! use tower::{Layer, ServiceExt, service_fn};
 //!
 //! # #[tokio::main(flavor = "current_thread")]
@@ -24,7 +25,7 @@
 //! });
 //!
 //! let request = Request::post("https://shop.example/orders")
-//!     .extension(Key::new("order-123")?)
+//!     .extension(IdempotencyKey::new("order-123")?)
 //!     .body(Full::from("{}"))?;
 //! let response = IntentLayer::new().layer(service).oneshot(request).await?;
 //! let report = response.extensions().get::<Report>().unwrap();
@@ -47,26 +48,27 @@ use http_body::Body;
 use tower_layer::Layer;
 use tower_service::Service;
 
+use oncegate_core::IdempotencyKey;
+
 use crate::client::Transport;
-use crate::door::{Door, Way, settings};
-use crate::failure::{BoxError, Failure, FailureKind};
-use crate::key::Key;
-use crate::received::Received;
-use crate::report::{Unfinished, Why};
-use crate::send::{Ask, Tries};
+use crate::failure::{AttemptFailure, AttemptFailureKind, BoxError};
+use crate::middleware::{MiddlewareCore, RequestPlan, settings};
+use crate::received::ReceivedBody;
+use crate::report::{SendError, SendErrorKind};
+use crate::send::{AttemptSender, RequestInfo};
 
-/// Says of an error of the service below what is known of the request.
-type Classify = Arc<dyn Fn(&(dyn Error + 'static)) -> FailureKind + Send + Sync>;
+/// Signal of an error of the service below what is known of the request.
+type Classify = Arc<dyn Fn(&(dyn Error + 'static)) -> AttemptFailureKind + Send + Sync>;
 
-/// Largest body of a request that is read so that it can be sent again. See [`IntentLayer::with_body_limit`].
-const BODY_LIMIT: u64 = 1024 * 1024;
+/// Largest body of a request that is read so that it can be sent again. See [`IntentLayer::with_max_body_bytes`].
+const MAX_BODY_BYTES: u64 = 1024 * 1024;
 
 /// Sends what comes by until there is a definite answer. See the [module](self).
 #[derive(Clone)]
 pub struct IntentLayer {
-    door: Door,
+    core: MiddlewareCore,
     classify: Classify,
-    body_limit: u64,
+    max_body_bytes: u64,
 }
 
 impl Default for IntentLayer {
@@ -79,18 +81,18 @@ impl IntentLayer {
     /// The default policy, for an API that honours `Idempotency-Key`.
     #[must_use]
     pub fn new() -> Self {
-        Self { door: Door::new(), classify: Arc::new(classify), body_limit: BODY_LIMIT }
+        Self { core: MiddlewareCore::new(), classify: Arc::new(classify), max_body_bytes: MAX_BODY_BYTES }
     }
 
     settings!();
 
     /// How errors of the service below are told apart. The default knows what HTTP/2 says (with the feature `http2`) and
     /// takes everything else for doubtful. A client that knows that there was no connection should say
-    /// [`FailureKind::NotSent`]; one that follows redirections does not know it.
+    /// [`AttemptFailureKind::NotSent`]; one that follows redirections does not know it.
     #[must_use]
-    pub fn with_failures(
+    pub fn with_error_classifier(
         mut self,
-        classify: impl Fn(&(dyn Error + 'static)) -> FailureKind + Send + Sync + 'static,
+        classify: impl Fn(&(dyn Error + 'static)) -> AttemptFailureKind + Send + Sync + 'static,
     ) -> Self {
         self.classify = Arc::new(classify);
         self
@@ -98,8 +100,8 @@ impl IntentLayer {
 
     /// A request whose body is not known to fit in so many octets is sent once, as it streams; 1 MiB is the default.
     #[must_use]
-    pub fn with_body_limit(self, octets: u64) -> Self {
-        Self { body_limit: octets, ..self }
+    pub fn with_max_body_bytes(self, octets: u64) -> Self {
+        Self { max_body_bytes: octets, ..self }
     }
 }
 
@@ -113,7 +115,7 @@ impl<S> Layer<S> for IntentLayer {
 
 impl fmt::Debug for IntentLayer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("IntentLayer").field("policy", &self.door.shared.policy).finish_non_exhaustive()
+        f.debug_struct("IntentLayer").field("policy", &self.core.runner.policy).finish_non_exhaustive()
     }
 }
 
@@ -133,12 +135,12 @@ where
     B: Body<Data = Bytes, Error: Into<BoxError>> + From<Bytes> + Send + 'static,
     R: Body<Data = Bytes, Error: Into<BoxError>> + Send + 'static,
 {
-    type Response = Response<Received<R>>;
-    type Error = Unfinished;
-    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Unfinished>> + Send>>;
+    type Response = Response<ReceivedBody<R>>;
+    type Error = SendError;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, SendError>> + Send>>;
 
     /// Always ready: each attempt waits for the service below by itself.
-    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Unfinished>> {
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), SendError>> {
         Poll::Ready(Ok(()))
     }
 
@@ -146,22 +148,25 @@ where
         let Self { inner, layer } = self.clone();
         Box::pin(async move {
             let (mut head, body) = request.into_parts();
-            let key = head.extensions.remove::<Key>();
-            let unsendable =
-                |error: BoxError| Unfinished::new(Why::Unsendable, 0, false).with_source(Some(error));
-            let way = layer.door.plan(&head.method, &mut head.headers, key.as_ref());
-            let ask = match way.map_err(|error| unsendable(error.into()))? {
-                Way::Until(ask) => ask,
-                Way::Past => return past(inner, &layer, Request::from_parts(head, body)).await,
+            let key = head.extensions.remove::<IdempotencyKey>();
+            let unsendable = |error: BoxError| {
+                SendError::new(SendErrorKind::Unsendable, 0, false).with_source(Some(error))
             };
-            let body = if body.size_hint().upper().is_some_and(|upper| upper <= layer.body_limit) {
+            let way = layer.core.plan(&head.method, &mut head.headers, key.as_ref());
+            let ask = match way.map_err(|error| unsendable(error.into()))? {
+                RequestPlan::UntilDefinite(ask) => ask,
+                RequestPlan::PassThrough => {
+                    return past(inner, &layer, Request::from_parts(head, body)).await;
+                }
+            };
+            let body = if body.size_hint().upper().is_some_and(|upper| upper <= layer.max_body_bytes) {
                 let read =
-                    Received::read(body, usize::MAX).await.map_err(|error| unsendable(error.into()))?;
+                    ReceivedBody::read(body, usize::MAX).await.map_err(|error| unsendable(error.into()))?;
                 RequestBody::Whole(read.whole().cloned().unwrap_or_default())
             } else {
                 RequestBody::Once(Some(body))
             };
-            let mut tries = ServiceTries { inner, layer: &layer, head, body };
+            let mut tries = ServiceSender { inner, layer: &layer, head, body };
             until(&layer, &ask, &mut tries).await
         })
     }
@@ -169,15 +174,15 @@ where
 
 async fn until<S, B, R>(
     layer: &IntentLayer,
-    ask: &Ask,
-    tries: &mut ServiceTries<'_, S, B>,
-) -> Result<Response<Received<R>>, Unfinished>
+    ask: &RequestInfo,
+    tries: &mut ServiceSender<'_, S, B>,
+) -> Result<Response<ReceivedBody<R>>, SendError>
 where
     S: Service<Request<B>, Response = Response<R>, Error: Into<BoxError>, Future: Send> + Clone + Send,
     B: From<Bytes> + Send,
     R: Body<Data = Bytes, Error: Into<BoxError>> + Send,
 {
-    let (mut response, report) = layer.door.shared.run(ask, tries).await?;
+    let (mut response, report) = layer.core.runner.run(ask, tries).await?;
     response.extensions_mut().insert(report);
     Ok(response)
 }
@@ -187,17 +192,17 @@ async fn past<S, B, R>(
     mut inner: S,
     layer: &IntentLayer,
     request: Request<B>,
-) -> Result<Response<Received<R>>, Unfinished>
+) -> Result<Response<ReceivedBody<R>>, SendError>
 where
     S: Service<Request<B>, Response = Response<R>, Error: Into<BoxError>>,
     R: Body<Data = Bytes>,
 {
     match call(&mut inner, layer, request).await {
-        Ok(response) => Ok(response.map(Received::unread)),
+        Ok(response) => Ok(response.map(ReceivedBody::unread)),
         Err(failure) => {
-            let may = failure.kind() == FailureKind::Doubtful;
-            let why = if may { Why::Unknown } else { Why::Attempts };
-            Err(Unfinished::new(why, 1, may).with_source(Some(failure.into_source())))
+            let may = failure.kind() == AttemptFailureKind::Doubtful;
+            let why = if may { SendErrorKind::Unknown } else { SendErrorKind::Attempts };
+            Err(SendError::new(why, 1, may).with_source(Some(failure.into_source())))
         }
     }
 }
@@ -206,16 +211,16 @@ async fn call<S, B, R>(
     inner: &mut S,
     layer: &IntentLayer,
     request: Request<B>,
-) -> Result<Response<R>, Failure>
+) -> Result<Response<R>, AttemptFailure>
 where
     S: Service<Request<B>, Response = Response<R>, Error: Into<BoxError>>,
 {
     if let Err(error) = poll_fn(|cx| inner.poll_ready(cx)).await {
-        return Err(Failure::new(FailureKind::NotSent, error)); // it was not even taken
+        return Err(AttemptFailure::new(AttemptFailureKind::NotSent, error)); // it was not even taken
     }
     inner.call(request).await.map_err(|error| {
         let error = error.into();
-        Failure::new((layer.classify)(&*error), error)
+        AttemptFailure::new((layer.classify)(&*error), error)
     })
 }
 
@@ -224,14 +229,14 @@ enum RequestBody<B> {
     Once(Option<B>),
 }
 
-struct ServiceTries<'a, S, B> {
+struct ServiceSender<'a, S, B> {
     inner: S,
     layer: &'a IntentLayer,
     head: http::request::Parts,
     body: RequestBody<B>,
 }
 
-impl<S, B, R> Tries for ServiceTries<'_, S, B>
+impl<S, B, R> AttemptSender for ServiceSender<'_, S, B>
 where
     S: Service<Request<B>, Response = Response<R>, Error: Into<BoxError>, Future: Send> + Clone + Send,
     B: From<Bytes> + Send,
@@ -239,12 +244,17 @@ where
 {
     type Body = R;
 
-    async fn send(&mut self) -> Result<Response<R>, Failure> {
+    async fn send(&mut self) -> Result<Response<R>, AttemptFailure> {
         let body = match &mut self.body {
             RequestBody::Whole(bytes) => B::from(bytes.clone()),
             RequestBody::Once(body) => match body.take() {
                 Some(body) => body,
-                None => return Err(Failure::new(FailureKind::Unsendable, "the body was sent before")),
+                None => {
+                    return Err(AttemptFailure::new(
+                        AttemptFailureKind::Unsendable,
+                        "the body was sent before",
+                    ));
+                }
             },
         };
         let request = Request::from_parts(self.head.clone(), body);
@@ -258,53 +268,53 @@ where
 }
 
 /// What every error of a service means of which nothing better is known.
-fn classify(error: &(dyn Error + 'static)) -> FailureKind {
+fn classify(error: &(dyn Error + 'static)) -> AttemptFailureKind {
     #[cfg(feature = "http2")]
     if crate::was_refused_by_http2(error) {
-        return FailureKind::NotProcessed;
+        return AttemptFailureKind::NotProcessed;
     }
     let _ = error;
-    FailureKind::Doubtful
+    AttemptFailureKind::Doubtful
 }
 
 /// A [`Transport`] over a Tower service, such as a client of hyper, whose requests have bodies of type `B`.
-pub struct Over<S, B> {
+pub struct TowerTransport<S, B> {
     inner: S,
     layer: IntentLayer,
     body: PhantomData<fn(B)>,
 }
 
-impl<S, B> Over<S, B> {
+impl<S, B> TowerTransport<S, B> {
     /// Over this service.
     #[must_use]
     pub fn new(inner: S) -> Self {
         Self { inner, layer: IntentLayer::new(), body: PhantomData }
     }
 
-    /// See [`IntentLayer::with_failures`].
+    /// See [`IntentLayer::with_error_classifier`].
     #[must_use]
-    pub fn with_failures(
+    pub fn with_error_classifier(
         mut self,
-        classify: impl Fn(&(dyn Error + 'static)) -> FailureKind + Send + Sync + 'static,
+        classify: impl Fn(&(dyn Error + 'static)) -> AttemptFailureKind + Send + Sync + 'static,
     ) -> Self {
         self.layer.classify = Arc::new(classify);
         self
     }
 }
 
-impl<S: Clone, B> Clone for Over<S, B> {
+impl<S: Clone, B> Clone for TowerTransport<S, B> {
     fn clone(&self) -> Self {
         Self { inner: self.inner.clone(), layer: self.layer.clone(), body: PhantomData }
     }
 }
 
-impl<S, B> fmt::Debug for Over<S, B> {
+impl<S, B> fmt::Debug for TowerTransport<S, B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Over").finish_non_exhaustive()
+        f.debug_struct("TowerTransport").finish_non_exhaustive()
     }
 }
 
-impl<S, B, R> Transport for Over<S, B>
+impl<S, B, R> Transport for TowerTransport<S, B>
 where
     S: Service<Request<B>, Response = Response<R>, Error: Into<BoxError>, Future: Send> + Clone + Send + Sync,
     B: From<Bytes> + Send,
@@ -312,7 +322,7 @@ where
 {
     type Body = R;
 
-    async fn send(&self, request: Request<Bytes>) -> Result<Response<R>, Failure> {
+    async fn send(&self, request: Request<Bytes>) -> Result<Response<R>, AttemptFailure> {
         call(&mut self.inner.clone(), &self.layer, request.map(B::from)).await
     }
 }

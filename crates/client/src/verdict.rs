@@ -4,7 +4,7 @@ use std::fmt;
 
 use http::{HeaderMap, StatusCode};
 
-use crate::answers::Says;
+use crate::answers::Signal;
 use crate::hint;
 use crate::policy::ServerErrors;
 
@@ -81,7 +81,7 @@ pub(crate) enum Doubt {
 
 /// What protects a request that is sent more than once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Standing {
+pub(crate) enum Protection {
     /// It carries a key, to an API that honours it.
     Keyed,
     /// Its method asks for no effect (RFC 9110, 9.2.1).
@@ -94,8 +94,8 @@ pub(crate) enum Standing {
 
 /// What is known of a request when its answer comes.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Asked {
-    pub(crate) standing: Standing,
+pub(crate) struct AttemptContext {
+    pub(crate) protection: Protection,
     pub(crate) server_errors: ServerErrors,
     /// Whether an earlier attempt may have taken effect.
     pub(crate) in_doubt: bool,
@@ -112,30 +112,30 @@ enum Reading {
 }
 
 /// The meaning of this answer. The only place where a status is judged.
-pub(crate) fn judge(asked: Asked, status: StatusCode, headers: &HeaderMap, body: &[u8]) -> Meaning {
+pub(crate) fn judge(asked: AttemptContext, status: StatusCode, headers: &HeaderMap, body: &[u8]) -> Meaning {
     // What is safe has no effect that a refusal could be silent about.
-    let in_doubt = asked.in_doubt && asked.standing != Standing::Safe;
+    let in_doubt = asked.in_doubt && asked.protection != Protection::Safe;
     match read(asked, status, headers, body) {
         Reading::Plain(meaning) => meaning,
         Reading::Refused(advice) if !in_doubt => Meaning::Definite(Verdict::Refused(advice)),
         // A service that marks replays marks this one when it is asked again, and one that is still at work has its answer
         // then. Without a key there is nothing to ask again under.
-        Reading::Refused(_) if asked.standing == Standing::Keyed => Meaning::Contested,
+        Reading::Refused(_) if asked.protection == Protection::Keyed => Meaning::Contested,
         Reading::Before(verdict) if !in_doubt => Meaning::Definite(verdict),
         Reading::Refused(_) | Reading::Before(_) => Meaning::TurnedAway,
     }
 }
 
-fn read(asked: Asked, status: StatusCode, headers: &HeaderMap, body: &[u8]) -> Reading {
+fn read(asked: AttemptContext, status: StatusCode, headers: &HeaderMap, body: &[u8]) -> Reading {
     use Meaning::{Again, Definite};
     use Reading::{Before, Plain, Refused};
     use Verdict::{Done, Failed};
-    let Asked { standing, server_errors, .. } = asked;
+    let AttemptContext { protection, server_errors, .. } = asked;
     let code = status.as_u16();
-    let keyed = standing == Standing::Keyed;
+    let keyed = protection == Protection::Keyed;
     match code {
         100..=299 | 303 => return Plain(Definite(Done)),
-        301 | 302 | 304 if standing == Standing::Safe => return Plain(Definite(Done)),
+        301 | 302 | 304 if protection == Protection::Safe => return Plain(Definite(Done)),
         // Old services say it after they did it, and gateways instead of it: another scheme, another host, a page to sign in.
         // A replay says that it was the first answer, and not which of the two it was.
         301 | 302 | 304 => return Plain(Meaning::Unknown),
@@ -143,29 +143,29 @@ fn read(asked: Asked, status: StatusCode, headers: &HeaderMap, body: &[u8]) -> R
         _ => {}
     }
     let hint = hint::read(status, headers, body);
-    match hint.says {
+    match hint.signal {
         // Whatever it says: every further attempt would get the same.
-        Some(Says::Replayed) if keyed && code >= 500 => return Plain(Definite(Failed)),
-        Some(Says::Replayed) if keyed => return Plain(Definite(Verdict::Refused(Advice::FixRequest))),
-        Some(Says::Accepted) if keyed && code < 500 => {
+        Some(Signal::Replayed) if keyed && code >= 500 => return Plain(Definite(Failed)),
+        Some(Signal::Replayed) if keyed => return Plain(Definite(Verdict::Refused(Advice::FixRequest))),
+        Some(Signal::Accepted) if keyed && code < 500 => {
             return Plain(Definite(Verdict::Refused(Advice::FixRequest)));
         }
         _ => {}
     }
-    let doubt = match (hint.says, code) {
+    let doubt = match (hint.signal, code) {
         // Also with a 429: this attempt did nothing, and the one that it speaks of may.
-        (Some(Says::InProgress), _) => Doubt::InProgress,
-        (Some(Says::NotExecuted), _) | (_, 425 | 429) => Doubt::None,
+        (Some(Signal::InProgress), _) => Doubt::InProgress,
+        (Some(Signal::NotExecuted), _) | (_, 425 | 429) => Doubt::None,
         _ => Doubt::May,
     };
     match hint.retry {
         Some(Ok(())) => return Plain(Again(doubt)),
         // What tells callers apart is missing, or not configured: the operation was not asked.
-        Some(Err(_)) if hint.says == Some(Says::ScopeUnavailable) => return Before(Verdict::TurnedAway),
+        Some(Err(_)) if hint.signal == Some(Signal::ScopeUnavailable) => return Before(Verdict::TurnedAway),
         Some(Err(Advice::Stop)) => {
-            return match hint.says {
-                Some(Says::ReplayUnavailable) => Plain(Definite(Verdict::Processed)),
-                Some(Says::OutcomeUnknown) => Plain(Meaning::Unknown),
+            return match hint.signal {
+                Some(Signal::ReplayUnavailable) => Plain(Definite(Verdict::Processed)),
+                Some(Signal::OutcomeUnknown) => Plain(Meaning::Unknown),
                 _ if code >= 500 => Plain(Meaning::Unknown),
                 // It does not want to be asked again.
                 _ => Before(Verdict::Refused(Advice::Stop)),
@@ -175,12 +175,12 @@ fn read(asked: Asked, status: StatusCode, headers: &HeaderMap, body: &[u8]) -> R
         Some(Err(advice)) => return Before(Verdict::Refused(advice)),
         None => {}
     }
-    match hint.says {
-        Some(Says::InProgress | Says::Again) if keyed => return Plain(Again(doubt)),
-        Some(Says::ReplayUnavailable) if keyed => return Plain(Definite(Verdict::Processed)),
-        Some(Says::KeyReused) if keyed && code < 500 => return Before(Verdict::Refused(Advice::NewKey)),
-        Some(Says::ScopeUnavailable) if keyed && code < 500 => return Before(Verdict::TurnedAway),
-        Some(Says::OutcomeUnknown) => return Plain(Meaning::Unknown),
+    match hint.signal {
+        Some(Signal::InProgress | Signal::Again) if keyed => return Plain(Again(doubt)),
+        Some(Signal::ReplayUnavailable) if keyed => return Plain(Definite(Verdict::Processed)),
+        Some(Signal::KeyReused) if keyed && code < 500 => return Before(Verdict::Refused(Advice::NewKey)),
+        Some(Signal::ScopeUnavailable) if keyed && code < 500 => return Before(Verdict::TurnedAway),
+        Some(Signal::OutcomeUnknown) => return Plain(Meaning::Unknown),
         _ => {}
     }
     match hint::should_retry(headers) {
@@ -202,9 +202,9 @@ fn read(asked: Asked, status: StatusCode, headers: &HeaderMap, body: &[u8]) -> R
         414 | 415 => Before(Verdict::Refused(Advice::FixRequest)),
         400..=499 => Refused(Advice::FixRequest),
         502..=504 => Plain(Again(doubt)),
-        _ => Plain(match (standing, server_errors) {
+        _ => Plain(match (protection, server_errors) {
             (_, ServerErrors::Final) => Definite(Failed),
-            (Standing::Once, _) | (_, ServerErrors::Unknown) => Meaning::Unknown,
+            (Protection::Once, _) | (_, ServerErrors::Unknown) => Meaning::Unknown,
             (_, ServerErrors::Again) => Again(doubt),
         }),
     }
@@ -222,10 +222,10 @@ mod tests {
     use super::*;
     use Doubt::InProgress;
     use Meaning::{Again, Contested, Definite, Unknown};
-    use Standing::{Keyed, Once, Repeatable, Safe};
+    use Protection::{Keyed, Once, Repeatable, Safe};
     use Verdict::{Done, Failed, Processed, Refused, TurnedAway};
 
-    const STANDINGS: [Standing; 4] = [Keyed, Safe, Repeatable, Once];
+    const STANDINGS: [Protection; 4] = [Keyed, Safe, Repeatable, Once];
     const POLICIES: [ServerErrors; 3] = [ServerErrors::Again, ServerErrors::Final, ServerErrors::Unknown];
     const FIX: Advice = Advice::FixRequest;
 
@@ -238,16 +238,17 @@ mod tests {
         headers
     }
 
-    const FIRST: Asked = Asked { standing: Keyed, server_errors: ServerErrors::Again, in_doubt: false };
+    const FIRST: AttemptContext =
+        AttemptContext { protection: Keyed, server_errors: ServerErrors::Again, in_doubt: false };
 
-    fn meaning(standing: Standing, status: u16, headers: &HeaderMap, body: &str) -> Meaning {
+    fn meaning(protection: Protection, status: u16, headers: &HeaderMap, body: &str) -> Meaning {
         let status = StatusCode::from_u16(status).unwrap();
-        judge(Asked { standing, ..FIRST }, status, headers, body.as_bytes())
+        judge(AttemptContext { protection, ..FIRST }, status, headers, body.as_bytes())
     }
 
     fn meaning_in_doubt(status: u16, headers: &HeaderMap, body: &str) -> Meaning {
         let status = StatusCode::from_u16(status).unwrap();
-        judge(Asked { in_doubt: true, ..FIRST }, status, headers, body.as_bytes())
+        judge(AttemptContext { in_doubt: true, ..FIRST }, status, headers, body.as_bytes())
     }
 
     /// The statuses of an answer that says nothing else, in words that the code does not share.
@@ -255,24 +256,24 @@ mod tests {
     fn the_table_of_bare_statuses() {
         let turned_away = [401, 403, 404, 405, 407, 411, 413, 417, 421, 426, 431, 501, 505, 511];
         for status in 100..=999 {
-            for standing in STANDINGS {
+            for protection in STANDINGS {
                 for server_errors in POLICIES {
                     let expected = match status {
                         100..300 | 303 => Definite(Done),
-                        301 | 302 | 304 if standing == Safe => Definite(Done),
+                        301 | 302 | 304 if protection == Safe => Definite(Done),
                         301 | 302 | 304 => Unknown,
                         300..400 => Definite(TurnedAway),
                         425 | 429 => Again(Doubt::None),
                         408 | 502 | 503 | 504 => Again(Doubt::May),
-                        409 | 423 if standing == Keyed => Again(InProgress),
+                        409 | 423 if protection == Keyed => Again(InProgress),
                         _ if turned_away.contains(&status) => Definite(TurnedAway),
                         400..500 => Definite(Refused(FIX)),
                         _ if server_errors == ServerErrors::Final => Definite(Failed),
-                        _ if server_errors == ServerErrors::Unknown || standing == Once => Unknown,
+                        _ if server_errors == ServerErrors::Unknown || protection == Once => Unknown,
                         _ => Again(Doubt::May),
                     };
                     let code = StatusCode::from_u16(status).unwrap();
-                    let asked = Asked { standing, server_errors, in_doubt: false };
+                    let asked = AttemptContext { protection, server_errors, in_doubt: false };
                     assert_eq!(judge(asked, code, &HeaderMap::new(), b""), expected, "{status} {asked:?}");
                 }
             }
@@ -299,17 +300,17 @@ mod tests {
             &[("idempotent-replayed", "false")],
         ];
         for status in (300..=599).filter(|status| ![301, 302, 303, 304].contains(status)) {
-            for standing in [Keyed, Repeatable, Once] {
+            for protection in [Keyed, Repeatable, Once] {
                 for (body, fields) in bodies.iter().flat_map(|body| fields.map(|fields| (body, fields))) {
-                    let asked = Asked { standing, in_doubt: true, ..FIRST };
+                    let asked = AttemptContext { protection, in_doubt: true, ..FIRST };
                     let code = StatusCode::from_u16(status).unwrap();
                     let judged = judge(asked, code, &json(fields), body.as_bytes());
-                    assert!(!matches!(judged, Definite(_)), "{status} {standing:?} {body}: {judged:?}");
+                    assert!(!matches!(judged, Definite(_)), "{status} {protection:?} {body}: {judged:?}");
                 }
             }
             let code = StatusCode::from_u16(status).unwrap();
-            let safe = Asked { standing: Safe, in_doubt: true, ..FIRST };
-            let first = Asked { standing: Safe, ..FIRST };
+            let safe = AttemptContext { protection: Safe, in_doubt: true, ..FIRST };
+            let first = AttemptContext { protection: Safe, ..FIRST };
             let judged = judge(safe, code, &HeaderMap::new(), b"");
             assert_eq!(judged, judge(first, code, &HeaderMap::new(), b""), "{status}: it has no effect");
         }
@@ -537,7 +538,7 @@ mod tests {
         }
         let no = json(&[("stripe-should-retry", "false")]);
         let status = StatusCode::INTERNAL_SERVER_ERROR;
-        let last = Asked { server_errors: ServerErrors::Final, ..FIRST };
+        let last = AttemptContext { server_errors: ServerErrors::Final, ..FIRST };
         assert_eq!(judge(last, status, &no, b""), Definite(Failed));
     }
 }

@@ -13,10 +13,11 @@ use bytes::Bytes;
 use http_body_util::Full;
 use hyper_util::client::legacy::{Client as HyperClient, Error as HyperError, connect::HttpConnector};
 use hyper_util::rt::TokioExecutor;
-use oncegate_client::reqwest::{IntentMiddleware, ReqwestTransport, unfinished};
-use oncegate_client::tower::Over;
+use oncegate_client::reqwest::{IntentMiddleware, ReqwestTransport, send_error};
+use oncegate_client::tower::TowerTransport;
 use oncegate_client::{
-    Api, Client, FailureKind, Intent, Key, Report, RetryBudget, ServerErrors, Transport, Verdict, Why,
+    Api, AttemptFailureKind, Client, IdempotencyKey, Intent, Report, RetryBudget, SendErrorKind,
+    ServerErrors, Transport, Verdict,
 };
 use support::{End, Hostile, Reply, answer, quick};
 use tokio::net::TcpSocket;
@@ -26,14 +27,15 @@ fn reqwest_client() -> Client<ReqwestTransport> {
     Client::new(transport).with_policy(quick())
 }
 
-type Hyper = Over<HyperClient<HttpConnector, Full<Bytes>>, Full<Bytes>>;
+type Hyper = TowerTransport<HyperClient<HttpConnector, Full<Bytes>>, Full<Bytes>>;
 
 fn hyper_client() -> Client<Hyper> {
     let client = HyperClient::builder(TokioExecutor::new()).build_http();
-    let over = Over::new(client).with_failures(|error| match error.downcast_ref::<HyperError>() {
-        Some(error) if error.is_connect() => FailureKind::NotSent,
-        _ => FailureKind::Doubtful,
-    });
+    let over =
+        TowerTransport::new(client).with_error_classifier(|error| match error.downcast_ref::<HyperError>() {
+            Some(error) if error.is_connect() => AttemptFailureKind::NotSent,
+            _ => AttemptFailureKind::Doubtful,
+        });
     Client::new(over).with_policy(quick())
 }
 
@@ -90,7 +92,7 @@ async fn cut_everywhere<T: Transport>(client: Client<T>) {
                 assert_eq!((answer.attempts, answer.replayed), (2, true), "cut at {cut} of {whole:?}");
                 assert_eq!(answer.verdict, Verdict::Done);
                 assert_eq!(answer.response.body(), r#"{"paid":5}"#);
-                assert_eq!(service.take(), vec![Some(intent.key().as_str().to_owned()); 2]);
+                assert_eq!(service.take(), vec![Some(intent.key().as_str().unwrap().to_owned()); 2]);
             }
             cut_at.store(whole.len(), Ordering::SeqCst);
             if end == End::Close {
@@ -147,7 +149,7 @@ async fn an_answer_with_too_many_field_lines_is_a_doubt_that_says_why() {
         match sent {
             Ok(answer) => assert!(is_done && answer.status() == 201),
             Err(error) => {
-                assert!(!is_done && unfinished(&error).unwrap().may_have_taken_effect());
+                assert!(!is_done && send_error(&error).unwrap().may_have_taken_effect());
                 assert!(chain(&error).contains("message head is too large"), "{}", chain(&error));
             }
         }
@@ -177,7 +179,7 @@ async fn a_plain_api_whose_answer_is_cut_is_asked_once() {
     for cut in 0..whole.len() {
         let intent = Intent::post(service.url(&format!("/{cut}"))).unwrap();
         let open = client.send(&intent).await.unwrap_err();
-        assert_eq!((open.why(), open.attempts()), (Why::Unknown, 1));
+        assert_eq!((open.kind(), open.attempts()), (SendErrorKind::Unknown, 1));
         assert!(open.may_have_taken_effect());
         assert_eq!(service.take(), [None], "cut at {cut}");
     }
@@ -199,7 +201,7 @@ async fn every_status_ends_or_goes_on_as_the_table_says() {
         let again = matches!(status, 408 | 409 | 423 | 425 | 429 | 500 | 502..=504 | 506..=510 | 512..);
         assert_eq!(
             service.take(),
-            vec![Some(intent.key().as_str().to_owned()); 1 + usize::from(again)],
+            vec![Some(intent.key().as_str().unwrap().to_owned()); 1 + usize::from(again)],
             "{status}"
         );
         match sent {
@@ -212,11 +214,18 @@ async fn every_status_ends_or_goes_on_as_the_table_says() {
                 assert_eq!(answer.response.body(), body, "{status}");
             }
             Err(open) if matches!(status, 301 | 302 | 304) => {
-                assert_eq!((open.why(), open.may_have_taken_effect()), (Why::Unknown, true), "{status}");
+                assert_eq!(
+                    (open.kind(), open.may_have_taken_effect()),
+                    (SendErrorKind::Unknown, true),
+                    "{status}"
+                );
             }
             Err(open) => {
                 assert!(again, "{status}");
-                assert_eq!((open.why(), open.response().unwrap().status().as_u16()), (Why::Attempts, status));
+                assert_eq!(
+                    (open.kind(), open.response().unwrap().status().as_u16()),
+                    (SendErrorKind::Attempts, status)
+                );
                 assert_eq!(open.may_have_taken_effect(), !matches!(status, 425 | 429), "{status}");
             }
         }
@@ -249,14 +258,14 @@ async fn a_service_that_nobody_listens_for_took_no_effect_and_is_tried_again_als
             reqwest_client().with_policy(policy.clone()).send(&intent).await.unwrap_err(),
             hyper_client().with_policy(policy).send(&intent).await.unwrap_err(),
         ] {
-            assert_eq!((open.why(), open.attempts()), (Why::Attempts, 3));
+            assert_eq!((open.kind(), open.attempts()), (SendErrorKind::Attempts, 3));
             assert!(!open.may_have_taken_effect());
             assert!(!format!("{open:?}").contains(&format!("http://{address}")), "{open:?}");
         }
     }
     let nothing_speaks_this = Intent::post("gopher://127.0.0.1/").unwrap();
     let open = reqwest_client().send(&nothing_speaks_this).await.unwrap_err();
-    assert_eq!((open.why(), open.may_have_taken_effect()), (Why::Unsendable, false));
+    assert_eq!((open.kind(), open.may_have_taken_effect()), (SendErrorKind::Unsendable, false));
 }
 
 #[tokio::test]
@@ -265,7 +274,7 @@ async fn lies_about_the_time_to_come_back_end_the_sending_at_once() {
         let field = format!("retry-after: {value}\r\n");
         let service = Hostile::new(move |_, _| answer(503, &field, "")).await;
         let open = reqwest_client().send(&pay(&service)).await.unwrap_err();
-        assert_eq!((open.why(), service.attempts()), (Why::ComeBackLater, 1), "{value}");
+        assert_eq!((open.kind(), service.attempts()), (SendErrorKind::ComeBackLater, 1), "{value}");
     }
     for value in ["-1", "soon", "1e3", "Fri, 99 Dec 2026 00:00:00 GMT", "Sun, 06 Nov 1994 08:49:37 GMT"] {
         let field = format!("retry-after: {value}\r\n");
@@ -299,7 +308,7 @@ async fn a_refusal_that_an_earlier_attempt_may_have_brought_about_is_none() {
         let intent = Intent::new(method.parse().unwrap(), service.url("/")).unwrap();
         let plain = reqwest_client().with_policy(quick().with_api(Api::Plain));
         let open = plain.send(&intent).await.unwrap_err();
-        assert_eq!((open.why(), open.attempts()), (Why::TurnedAway, 2), "{method} {status}");
+        assert_eq!((open.kind(), open.attempts()), (SendErrorKind::TurnedAway, 2), "{method} {status}");
         assert!(open.may_have_taken_effect());
         // As the first answer it is one.
         let again = plain.send(&intent).await.unwrap();
@@ -339,9 +348,9 @@ async fn the_middleware_sends_requests_with_a_key_again_and_hands_the_answer_on(
     assert_eq!(response.bytes().await.unwrap(), r#"{"paid":5}"#);
     assert_eq!(service.take(), vec![Some("order-1".to_owned()); 3]);
 
-    let key = Key::derived("order", ["2"]);
+    let key = IdempotencyKey::derived("order", ["2"]);
     client.post(&url).with_extension(key.clone()).body("5").send().await.unwrap();
-    assert_eq!(service.take().last().unwrap().as_deref(), Some(key.as_str()));
+    assert_eq!(service.take().last().unwrap().as_deref(), key.as_str());
 }
 
 #[tokio::test]
@@ -431,8 +440,8 @@ async fn a_streamed_body_is_sent_once() {
     let stream = reqwest::Body::wrap(Full::new(Bytes::from("5")));
     let request = client.post(service.url("/")).header("idempotency-key", "k").body(stream);
     let error = request.send().await.unwrap_err();
-    let open = unfinished(&error).unwrap();
-    assert_eq!((open.why(), service.attempts()), (Why::Body, 1));
+    let open = send_error(&error).unwrap();
+    assert_eq!((open.kind(), service.attempts()), (SendErrorKind::Body, 1));
     assert!(open.may_have_taken_effect() && open.is_resumable());
     assert_eq!(open.response().unwrap().status(), 503);
 }
@@ -454,8 +463,8 @@ async fn a_redirection_is_an_answer_to_a_question_and_to_nothing_else() {
             for method in [reqwest::Method::POST, reqwest::Method::DELETE] {
                 let act = client.request(method.clone(), service.url("/")).header("idempotency-key", "k");
                 let error = act.body("5").send().await.unwrap_err();
-                let open = unfinished(&error).unwrap();
-                assert_eq!((open.why(), open.attempts()), (Why::Unknown, 1), "{method} {status}");
+                let open = send_error(&error).unwrap();
+                assert_eq!((open.kind(), open.attempts()), (SendErrorKind::Unknown, 1), "{method} {status}");
                 assert!(open.may_have_taken_effect());
             }
         }
@@ -471,8 +480,8 @@ async fn a_redirection_to_nowhere_does_not_make_the_first_request_undone() {
     let plain = IntentMiddleware::new().with_policy(quick().with_api(Api::Plain)).with_keyless_retries();
     let client = reqwest_middleware::ClientBuilder::new(client).with(plain).build();
     let error = client.post(service.url("/")).body("5").send().await.unwrap_err();
-    let open = unfinished(&error).unwrap();
-    assert_eq!((open.why(), service.attempts()), (Why::Unknown, 1));
+    let open = send_error(&error).unwrap();
+    assert_eq!((open.kind(), service.attempts()), (SendErrorKind::Unknown, 1));
     assert!(open.may_have_taken_effect());
 }
 
@@ -497,7 +506,7 @@ async fn an_answer_beyond_the_limit_streams_through_the_middleware_whole() {
     let body = long.clone();
     let service = Hostile::new(move |_, _| answer(200, "", &body)).await;
     let client = reqwest::Client::builder().no_proxy().build().unwrap();
-    let policy = quick().with_answer_limit(10).with_server_errors(ServerErrors::Final);
+    let policy = quick().with_max_answer_bytes(10).with_server_errors(ServerErrors::Final);
     let middleware = IntentMiddleware::new().with_policy(policy);
     let client = reqwest_middleware::ClientBuilder::new(client).with(middleware).build();
     let response = client.post(service.url("/")).header("idempotency-key", "k").send().await.unwrap();

@@ -12,8 +12,8 @@ use http_body_util::Full;
 use hyper_util::client::legacy::Client as HyperClient;
 use hyper_util::rt::TokioExecutor;
 use oncegate_client::reqwest::ReqwestTransport;
-use oncegate_client::tower::Over;
-use oncegate_client::{Api, Client, Intent, Transport, Unfinished, Verdict, Why};
+use oncegate_client::tower::TowerTransport;
+use oncegate_client::{Api, Client, Intent, SendError, SendErrorKind, Transport, Verdict};
 use support::quick;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -114,11 +114,11 @@ fn with_reqwest(api: Api) -> Client<ReqwestTransport> {
 
 fn with_hyper(api: Api) -> Client<impl Transport> {
     let client = HyperClient::builder(TokioExecutor::new()).http2_only(true).build_http::<Full<Bytes>>();
-    Client::new(Over::<_, Full<Bytes>>::new(client)).with_policy(quick().with_api(api))
+    Client::new(TowerTransport::<_, Full<Bytes>>::new(client)).with_policy(quick().with_api(api))
 }
 
 /// How often the request was made, as the client says and as the server counted, and how it ended.
-async fn send<T: Transport>(client: Client<T>, first: Act) -> (usize, Result<Verdict, Unfinished>) {
+async fn send<T: Transport>(client: Client<T>, first: Act) -> (usize, Result<Verdict, SendError>) {
     let server = Server::new(first).await;
     let intent = Intent::post(format!("http://{}/payments", server.address)).unwrap().with_body("5");
     let sent = client.send(&intent).await;
@@ -159,7 +159,7 @@ async fn a_request_that_http2_may_have_processed_is_sent_again_under_a_key_only(
             [send(with_reqwest(Api::Plain), act).await, send(with_hyper(Api::Plain), act).await]
         {
             let open = sent.unwrap_err();
-            assert_eq!((requests, open.why()), (1, Why::Unknown), "{act:?}");
+            assert_eq!((requests, open.kind()), (1, SendErrorKind::Unknown), "{act:?}");
             assert!(open.may_have_taken_effect(), "{act:?}");
         }
         let keyed = Api::Idempotent;

@@ -17,8 +17,8 @@ use http::header::{AUTHORIZATION, HeaderMap, HeaderName, HeaderValue};
 use http::{Request, Response};
 use http_body_util::Full;
 use oncegate_client::{
-    Api, Carrier, Client, Failure, FailureKind, Intent, JournalDir, Key, NotResumed, RetryPolicy, Transport,
-    Unfinished, Verdict, Why,
+    Api, AttemptFailure, AttemptFailureKind, Carrier, Client, IdempotencyKey, Intent, JournalDir,
+    ResumeError, RetryPolicy, SendError, SendErrorKind, Transport, Verdict,
 };
 use oncegate_core::{Clock, Timestamp};
 
@@ -63,11 +63,11 @@ impl Service {
 impl Transport for Service {
     type Body = Full<Bytes>;
 
-    async fn send(&self, request: Request<Bytes>) -> Result<Response<Full<Bytes>>, Failure> {
+    async fn send(&self, request: Request<Bytes>) -> Result<Response<Full<Bytes>>, AttemptFailure> {
         let mut played = self.0.lock().unwrap();
         let act = played.act;
         if let Act::Away = act {
-            return Err(Failure::new(FailureKind::NotSent, "away"));
+            return Err(AttemptFailure::new(AttemptFailureKind::NotSent, "away"));
         }
         played.seen.push(request);
         match act {
@@ -76,7 +76,7 @@ impl Transport for Service {
                 let response = Response::builder().status(status).header("idempotent-replayed", "true");
                 Ok(response.body(Full::default()).unwrap())
             }
-            _ => Err(Failure::new(FailureKind::Doubtful, "lost")),
+            _ => Err(AttemptFailure::new(AttemptFailureKind::Doubtful, "lost")),
         }
     }
 }
@@ -91,7 +91,10 @@ fn client(service: &Service, journal: &JournalDir) -> Client<Service> {
 
 fn payout(number: &str) -> Intent {
     let intent = Intent::post("http://bank.test/payouts").unwrap();
-    intent.with_key(Key::derived("payout", [number])).with_json(format!(r#"{{"payout":"{number}"}}"#))
+    intent
+        .with_key(IdempotencyKey::derived("payout", [number]))
+        .unwrap()
+        .with_json(format!(r#"{{"payout":"{number}"}}"#))
 }
 
 /// How many files there are, but for what is remembered of finished intents.
@@ -104,7 +107,7 @@ fn open_journal(dir: &Path) -> JournalDir {
     JournalDir::open(dir.join("journal")).unwrap()
 }
 
-async fn ends(journal: &JournalDir, client: &Client<Service>) -> Vec<Result<Verdict, NotResumed>> {
+async fn ends(journal: &JournalDir, client: &Client<Service>) -> Vec<Result<Verdict, ResumeError>> {
     let mut resume = journal.resume_pending(client).await.unwrap();
     let mut ends = Vec::new();
     while let Some(end) = resume.next().await {
@@ -113,9 +116,9 @@ async fn ends(journal: &JournalDir, client: &Client<Service>) -> Vec<Result<Verd
     ends
 }
 
-fn why(end: &Result<Verdict, NotResumed>) -> Why {
+fn why(end: &Result<Verdict, ResumeError>) -> SendErrorKind {
     match end {
-        Err(NotResumed::Unfinished(open)) => open.why(),
+        Err(ResumeError::SendError(open)) => open.kind(),
         other => panic!("{other:?}"),
     }
 }
@@ -147,7 +150,7 @@ async fn what_has_no_answer_is_sent_again_oldest_first_as_it_was() {
     // Another process: nothing but the directory.
     let journal = open_journal(dir.path());
     let keys: Vec<_> = journal.pending().await.unwrap().into_iter().map(|one| one.unwrap().key).collect();
-    assert_eq!(keys, ["a", "b", "c"].map(|number| Key::derived("payout", [number])));
+    assert_eq!(keys, ["a", "b", "c"].map(|number| IdempotencyKey::derived("payout", [number])));
     service.now(Act::Answers(201));
     let ends = ends(&journal, &client(&service, &journal)).await;
     assert!(ends.iter().all(|end| matches!(end, Ok(Verdict::Done))), "{ends:?}");
@@ -184,16 +187,18 @@ async fn the_same_intent_again_goes_on_and_another_request_under_its_key_is_refu
         Intent::new(http::Method::PUT, "http://bank.test/payouts")
             .unwrap()
             .with_key(payout("7").key().clone())
+            .unwrap()
             .with_body(payout("7").body().clone()),
         Intent::post("http://bank.test/other")
             .unwrap()
             .with_key(payout("7").key().clone())
+            .unwrap()
             .with_body(payout("7").body().clone()),
         payout("7").with_carrier(Carrier::default().quoted()),
     ];
     for other in others {
         let open = client(&service, &journal).send(&other).await.unwrap_err();
-        assert_eq!(open.why(), Why::JournalConflict);
+        assert_eq!(open.kind(), SendErrorKind::JournalConflict);
         assert!(open.may_have_taken_effect() && !open.is_resumable(), "{open}");
         assert_eq!((service.times(), fs::read(&file).unwrap()), (1, before.clone()));
     }
@@ -201,7 +206,7 @@ async fn the_same_intent_again_goes_on_and_another_request_under_its_key_is_refu
     // A 401 says nothing of the first sending, which nobody but the journal remembers.
     service.now(Act::Answers(401));
     let open = client(&service, &journal).send(&payout("7")).await.unwrap_err();
-    assert_eq!((open.why(), open.may_have_taken_effect()), (Why::TurnedAway, true));
+    assert_eq!((open.kind(), open.may_have_taken_effect()), (SendErrorKind::TurnedAway, true));
     service.now(Act::Answers(201));
     client(&service, &journal).send(&payout("7")).await.unwrap();
     assert_eq!(journal.pending().await.unwrap().len(), 0);
@@ -259,7 +264,7 @@ async fn nothing_is_sent_under_a_key_that_may_be_forgotten_whatever_the_clock_do
     for at in refused {
         *hands.0.lock().unwrap() = Timestamp::from_millis(at);
         let ends = ends(&journal, &resuming).await;
-        assert_eq!(why(&ends[0]), Why::KeyLifetime, "{at}");
+        assert_eq!(why(&ends[0]), SendErrorKind::KeyLifetime, "{at}");
         assert_eq!(service.times(), 1, "{at}");
     }
     for at in [now - 60_000, now + HOUR - 1] {
@@ -278,12 +283,12 @@ async fn what_a_service_without_keys_got_is_not_sent_to_it_again_by_anybody() {
     let service = Service::new(Act::Loses);
     let journal = open_journal(dir.path());
     let plain = client(&service, &journal).with_policy(once().with_api(Api::Plain));
-    assert_eq!(plain.send(&payout("7")).await.unwrap_err().why(), Why::Unknown);
+    assert_eq!(plain.send(&payout("7")).await.unwrap_err().kind(), SendErrorKind::Unknown);
     assert!(!service.seen()[0].headers().contains_key("idempotency-key"));
     service.now(Act::Answers(201));
-    assert_eq!(why(&ends(&journal, &plain).await[0]), Why::Unknown);
+    assert_eq!(why(&ends(&journal, &plain).await[0]), SendErrorKind::Unknown);
     // Somebody who believes that the service knows keys.
-    assert_eq!(why(&ends(&journal, &client(&service, &journal)).await[0]), Why::KeyLifetime);
+    assert_eq!(why(&ends(&journal, &client(&service, &journal)).await[0]), SendErrorKind::KeyLifetime);
     assert_eq!((service.times(), journal.pending().await.unwrap().len()), (1, 1));
 }
 
@@ -333,13 +338,13 @@ async fn secrets_are_not_written_down_and_nothing_is_sent_without_them() {
 
     service.now(Act::Answers(201));
     let end = ends(&journal, &client(&service, &journal)).await.remove(0).unwrap_err();
-    let NotResumed::Fields(names) = &end else { panic!("{end:?}") };
+    let ResumeError::Fields(names) = &end else { panic!("{end:?}") };
     assert_eq!(
         names.iter().map(HeaderName::as_str).collect::<Vec<_>>(),
         ["authorization", "cookie", "x-mine", "x-api-key", "x-amz-security-token", "private-token"]
     );
     let open = client(&service, &journal).send(&payout("7")).await.unwrap_err();
-    assert_eq!((open.why(), service.times()), (Why::OtherCredentials, 1));
+    assert_eq!((open.kind(), service.times()), (SendErrorKind::OtherCredentials, 1));
 
     let brought: HeaderMap = [
         (AUTHORIZATION, HeaderValue::from_static("Bearer hush")),
@@ -355,7 +360,7 @@ async fn secrets_are_not_written_down_and_nothing_is_sent_without_them() {
     other.insert("private-token", HeaderValue::from_static("hush-another"));
     let resume = journal.resume_pending(&client(&service, &journal)).await.unwrap();
     let end = resume.with_fields(move |_| Ok(other.clone())).next().await.unwrap().unwrap().end;
-    assert!(matches!(end, Err(NotResumed::OtherCredentials)), "{end:?}");
+    assert!(matches!(end, Err(ResumeError::OtherCredentials)), "{end:?}");
     assert_eq!(service.times(), 1);
     let resume = journal.resume_pending(&client(&service, &journal)).await.unwrap();
     let mut resume = resume.with_fields(move |_| Ok(brought.clone()));
@@ -375,7 +380,7 @@ async fn what_may_have_been_sent_is_not_sent_under_other_credentials() {
     service.now(Act::Answers(201));
 
     let open = client(&service, &journal).send(&with("Bearer new")).await.unwrap_err();
-    assert_eq!((open.why(), service.times()), (Why::OtherCredentials, 1));
+    assert_eq!((open.kind(), service.times()), (SendErrorKind::OtherCredentials, 1));
     assert!(open.may_have_taken_effect() && open.is_resumable());
     let resumed = async |journal: &JournalDir, token: &'static str| {
         let resume = journal.resume_pending(&client(&service, journal)).await.unwrap();
@@ -383,7 +388,7 @@ async fn what_may_have_been_sent_is_not_sent_under_other_credentials() {
         resume.with_fields(move |_| Ok(brought.clone())).next().await.unwrap().unwrap().end
     };
     let end = resumed(&journal, "Bearer new").await.unwrap_err();
-    assert!(matches!(end, NotResumed::OtherCredentials) && !end.to_string().contains("Bearer"), "{end:?}");
+    assert!(matches!(end, ResumeError::OtherCredentials) && !end.to_string().contains("Bearer"), "{end:?}");
     assert_eq!(service.times(), 1);
     // Where the service knows its callers by something else.
     let renewed = journal.with_other_credentials();
@@ -415,7 +420,7 @@ async fn what_another_caller_took_up_is_that_callers_from_then_on() {
             let brought: HeaderMap =
                 [(AUTHORIZATION, HeaderValue::from_static("Bearer new"))].into_iter().collect();
             let end = resume.with_fields(move |_| Ok(brought.clone())).next().await.unwrap().unwrap().end;
-            assert_eq!(why(&end.map(|answer| answer.verdict)), Why::Attempts);
+            assert_eq!(why(&end.map(|answer| answer.verdict)), SendErrorKind::Attempts);
         } else {
             client(&service, &journal).send(&with("Bearer new")).await.unwrap_err();
         }
@@ -424,7 +429,11 @@ async fn what_another_caller_took_up_is_that_callers_from_then_on() {
         // It would be executed for the old one, too.
         let times = service.times();
         let open = client(&service, &journal).send(&with("Bearer old")).await.unwrap_err();
-        assert_eq!((open.why(), service.times()), (Why::OtherCredentials, times), "resumes: {resumes}");
+        assert_eq!(
+            (open.kind(), service.times()),
+            (SendErrorKind::OtherCredentials, times),
+            "resumes: {resumes}"
+        );
         let answer = client(&service, &journal).send(&with("Bearer new")).await.unwrap();
         assert_eq!(answer.verdict, Verdict::Done);
         assert!(journal.pending().await.unwrap().is_empty());
@@ -443,7 +452,7 @@ async fn what_may_have_been_sent_without_credentials_is_not_sent_with_some() {
     for name in ["authorization", "cookie", "x-api-key", "x-auth-token"] {
         let known = payout("7").with_header(name, "secret").unwrap();
         let open = client(&service, &journal).send(&known).await.unwrap_err();
-        assert_eq!((open.why(), service.times()), (Why::OtherCredentials, 1), "{name}");
+        assert_eq!((open.kind(), service.times()), (SendErrorKind::OtherCredentials, 1), "{name}");
     }
     assert_eq!(client(&service, &journal).send(&payout("7")).await.unwrap().verdict, Verdict::Done);
 }
@@ -470,9 +479,12 @@ async fn what_was_done_is_not_done_again_after_its_key_is_forgotten() {
     }
     // For another caller it may take effect once more, and another request under its key is none of it.
     let open = client.send(&with("Bearer b")).await.unwrap_err();
-    assert_eq!((open.why(), service.times()), (Why::DoneBefore, 3));
+    assert_eq!((open.kind(), service.times()), (SendErrorKind::DoneBefore, 3));
     let other = with("Bearer a").with_json(r#"{"payout":"70"}"#);
-    assert_eq!((client.send(&other).await.unwrap_err().why(), service.times()), (Why::JournalConflict, 3));
+    assert_eq!(
+        (client.send(&other).await.unwrap_err().kind(), service.times()),
+        (SendErrorKind::JournalConflict, 3)
+    );
     // Later nobody sends it, from any process.
     for at in [now + 25 * HOUR, now + 700 * HOUR] {
         *hands.0.lock().unwrap() = Timestamp::from_millis(at);
@@ -480,8 +492,8 @@ async fn what_was_done_is_not_done_again_after_its_key_is_forgotten() {
         let client = client.clone().with_journal(Arc::new(journal.clone()));
         let open = client.send(&with("Bearer a")).await.unwrap_err();
         assert_eq!(
-            (open.why(), open.may_have_taken_effect(), open.is_resumable()),
-            (Why::DoneBefore, true, false)
+            (open.kind(), open.may_have_taken_effect(), open.is_resumable()),
+            (SendErrorKind::DoneBefore, true, false)
         );
         assert_eq!((service.times(), journal.pending().await.unwrap().len()), (3, 0));
     }
@@ -491,7 +503,7 @@ async fn what_was_done_is_not_done_again_after_its_key_is_forgotten() {
     let files: Vec<_> = fs::read_dir(days[0].path()).unwrap().map(Result::unwrap).collect();
     assert_eq!((days.len(), files.len()), (1, 1));
     let text = fs::read_to_string(files[0].path()).unwrap();
-    for hidden in ["bank.test", "payouts", "Bearer", payout("7").key().as_str()] {
+    for hidden in ["bank.test", "payouts", "Bearer", payout("7").key().as_str().unwrap()] {
         assert!(!text.contains(hidden), "{text}");
     }
     // Damaged, it stops the intent; and it goes when its day is over.
@@ -499,7 +511,7 @@ async fn what_was_done_is_not_done_again_after_its_key_is_forgotten() {
         let mut damaged = text.clone().into_bytes();
         damaged[bit / 8] ^= 1 << (bit % 8);
         fs::write(files[0].path(), damaged).unwrap();
-        assert_eq!(client.send(&with("Bearer a")).await.unwrap_err().why(), Why::JournalConflict);
+        assert_eq!(client.send(&with("Bearer a")).await.unwrap_err().kind(), SendErrorKind::JournalConflict);
     }
     assert_eq!(service.times(), 3);
     fs::rename(days[0].path(), journal.path().join("finished/20000")).unwrap();
@@ -515,19 +527,19 @@ async fn what_was_refused_or_asks_for_no_effect_is_not_remembered_and_limits_hol
     client(&service, &journal).send(&payout("7")).await.unwrap();
     service.now(Act::Answers(200));
     let get = Intent::new(http::Method::GET, "http://bank.test/payouts").unwrap();
-    client(&service, &journal).send(&get.with_key(payout("8").key().clone())).await.unwrap();
+    client(&service, &journal).send(&get.with_key(payout("8").key().clone()).unwrap()).await.unwrap();
     assert!(!journal.path().join("finished").exists());
 
     let remembered = || -> usize {
         let days = fs::read_dir(journal.path().join("finished")).unwrap().map(Result::unwrap);
         days.map(|day| fs::read_dir(day.path()).unwrap().count()).sum()
     };
-    let two = journal.clone().with_finished_max(2);
+    let two = journal.clone().with_max_finished_per_day(2);
     for number in ["1", "2", "3", "4"] {
         client(&service, &two).send(&payout(number)).await.unwrap();
     }
     assert_eq!((remembered(), files(&journal)), (2, 0));
-    let none = journal.clone().with_finished_kept(Duration::ZERO);
+    let none = journal.clone().with_finished_retention(Duration::ZERO);
     client(&service, &none).send(&payout("5")).await.unwrap();
     assert_eq!((remembered(), files(&journal)), (2, 0));
 }
@@ -550,13 +562,13 @@ async fn what_was_turned_away_may_go_elsewhere_and_later() {
         let moved = Intent::post("https://new.bank.test/payouts")
             .unwrap()
             .with_created_at(Timestamp::from_millis(at));
-        moved.with_key(payout("7").key().clone()).with_body(payout("7").body().clone())
+        moved.with_key(payout("7").key().clone()).unwrap().with_body(payout("7").body().clone())
     };
     service.now(Act::Loses);
-    assert_eq!(client.send(&moved(now + 30 * HOUR)).await.unwrap_err().why(), Why::Attempts);
+    assert_eq!(client.send(&moved(now + 30 * HOUR)).await.unwrap_err().kind(), SendErrorKind::Attempts);
     // From now on that counts.
     let old = client.send(&before).await.unwrap_err();
-    assert_eq!((old.why(), service.times()), (Why::JournalConflict, 2));
+    assert_eq!((old.kind(), service.times()), (SendErrorKind::JournalConflict, 2));
     *hands.0.lock().unwrap() = Timestamp::from_millis(now + 53 * HOUR);
     service.now(Act::Replays(201));
     assert_eq!(client.send(&moved(now + 53 * HOUR)).await.unwrap().verdict, Verdict::Done);
@@ -593,7 +605,7 @@ async fn what_cannot_be_read_is_neither_sent_nor_called_a_conflict() {
     fs::remove_file(&file).unwrap();
     fs::create_dir(&file).unwrap();
     let open = client(&service, &journal).send(&payout("7")).await.unwrap_err();
-    assert_eq!((open.why(), service.times()), (Why::JournalUnreadable, 1));
+    assert_eq!((open.kind(), service.times()), (SendErrorKind::JournalUnreadable, 1));
     assert!(open.may_have_taken_effect() && open.is_resumable());
     assert!(journal.pending().await.unwrap().remove(0).unwrap_err().is_unreadable);
     fs::remove_dir(&file).unwrap();
@@ -611,19 +623,19 @@ async fn a_corrected_request_waits_for_what_becomes_of_the_first_one() {
     client(&service, &journal).send(&first).await.unwrap_err();
     let corrected = first.corrected().unwrap().with_json(r#"{"payout":"7","iban":"right"}"#);
     assert_ne!(corrected.key(), first.key());
-    let same_key = first.corrected().unwrap().with_key(first.key().clone());
+    let same_key = first.corrected().unwrap().with_key(first.key().clone()).unwrap();
     for refused in [&corrected, &same_key] {
         let open = client(&service, &journal).send(refused).await.unwrap_err();
-        assert_eq!(open.why(), Why::JournalConflict);
+        assert_eq!(open.kind(), SendErrorKind::JournalConflict);
     }
     assert_eq!(service.times(), 1);
 
     // A refusal that may be of a second request while the first one runs says nothing of the first one.
     service.now(Act::Answers(400));
     let open = client(&service, &journal).send(&first).await.unwrap_err();
-    assert_eq!((open.why(), open.may_have_taken_effect()), (Why::TurnedAway, true));
+    assert_eq!((open.kind(), open.may_have_taken_effect()), (SendErrorKind::TurnedAway, true));
     let open = client(&service, &journal).send(&corrected).await.unwrap_err();
-    assert_eq!(open.why(), Why::JournalConflict);
+    assert_eq!(open.kind(), SendErrorKind::JournalConflict);
 
     service.now(Act::Replays(400));
     assert!(matches!(client(&service, &journal).send(&first).await.unwrap().verdict, Verdict::Refused(_)));
@@ -638,12 +650,15 @@ async fn a_corrected_request_waits_for_what_becomes_of_the_first_one() {
 async fn a_journal_has_its_limits() {
     let dir = tempfile::tempdir().unwrap();
     let service = Service::new(Act::Loses);
-    let journal = open_journal(dir.path()).with_intents_max(2);
+    let journal = open_journal(dir.path()).with_max_intents(2);
     for number in ["1", "2"] {
         client(&service, &journal).send(&payout(number)).await.unwrap_err();
     }
     let open = client(&service, &journal).send(&payout("3")).await.unwrap_err();
-    assert_eq!((open.why(), open.may_have_taken_effect(), service.times()), (Why::Journal, false, 2));
+    assert_eq!(
+        (open.kind(), open.may_have_taken_effect(), service.times()),
+        (SendErrorKind::Journal, false, 2)
+    );
     // What is there goes on.
     service.now(Act::Answers(201));
     client(&service, &journal).send(&payout("1")).await.unwrap();
@@ -653,9 +668,9 @@ async fn a_journal_has_its_limits() {
     service.now(Act::Loses);
     let times = service.times();
     let open = client(&service, &journal).send(&large(16 * 1024 * 1024)).await.unwrap_err();
-    assert_eq!((open.why(), service.times()), (Why::Journal, times));
+    assert_eq!((open.kind(), service.times()), (SendErrorKind::Journal, times));
     let open = client(&service, &journal).send(&large(16 * 1024 * 1024 - 1024)).await.unwrap_err();
-    assert_eq!((open.why(), service.times()), (Why::Attempts, times + 1));
+    assert_eq!((open.kind(), service.times()), (SendErrorKind::Attempts, times + 1));
     assert_eq!(journal.pending().await.unwrap()[1].as_ref().unwrap().octets, 16 * 1024 * 1024 - 1024);
 }
 
@@ -666,7 +681,7 @@ async fn nobody_sends_what_somebody_else_is_sending() {
     struct Alone(Arc<Mutex<HashMap<String, (usize, usize)>>>);
     impl Transport for Alone {
         type Body = Full<Bytes>;
-        async fn send(&self, request: Request<Bytes>) -> Result<Response<Full<Bytes>>, Failure> {
+        async fn send(&self, request: Request<Bytes>) -> Result<Response<Full<Bytes>>, AttemptFailure> {
             let key = request.headers()["idempotency-key"].to_str().unwrap().to_owned();
             let times = {
                 let mut all = self.0.lock().unwrap();
@@ -679,7 +694,7 @@ async fn nobody_sends_what_somebody_else_is_sending() {
             tokio::time::sleep(Duration::from_millis(1)).await;
             self.0.lock().unwrap().get_mut(&key).unwrap().0 -= 1;
             if times % 3 == 0 {
-                return Err(Failure::new(FailureKind::Doubtful, "lost"));
+                return Err(AttemptFailure::new(AttemptFailureKind::Doubtful, "lost"));
             }
             Ok(Response::new(Full::default()))
         }
@@ -706,7 +721,10 @@ async fn nobody_sends_what_somebody_else_is_sending() {
                 match client.send(&payout(&(round % 5).to_string())).await {
                     Ok(_) => {}
                     Err(open) => {
-                        assert!(matches!(open.why(), Why::Attempts | Why::InFlight), "{open:?}");
+                        assert!(
+                            matches!(open.kind(), SendErrorKind::Attempts | SendErrorKind::InFlight),
+                            "{open:?}"
+                        );
                     }
                 }
             }
@@ -730,12 +748,12 @@ async fn a_process_that_is_killed_while_it_sends() {
     struct Silent;
     impl Transport for Silent {
         type Body = Full<Bytes>;
-        async fn send(&self, _: Request<Bytes>) -> Result<Response<Full<Bytes>>, Failure> {
+        async fn send(&self, _: Request<Bytes>) -> Result<Response<Full<Bytes>>, AttemptFailure> {
             println!("\nsent");
             std::future::pending().await
         }
     }
-    let journal = open_journal(Path::new(&dir)).with_finished_kept(Duration::ZERO);
+    let journal = open_journal(Path::new(&dir)).with_finished_retention(Duration::ZERO);
     let _never = Client::new(Silent).with_journal(Arc::new(journal)).send(&payout("7")).await;
 }
 
@@ -770,16 +788,16 @@ impl Drop for Other {
 async fn what_another_process_is_sending_is_left_to_it_until_it_is_killed() {
     let dir = tempfile::tempdir().unwrap();
     let service = Service::new(Act::Answers(201));
-    let journal = open_journal(dir.path()).with_finished_kept(Duration::ZERO);
+    let journal = open_journal(dir.path()).with_finished_retention(Duration::ZERO);
     for _ in 0..3 {
         let mut other = Other::that_sends(dir.path());
         assert!(journal.pending().await.unwrap()[0].as_ref().unwrap().in_flight);
-        let open: Unfinished = client(&service, &journal).send(&payout("7")).await.unwrap_err();
+        let open: SendError = client(&service, &journal).send(&payout("7")).await.unwrap_err();
         assert_eq!(
-            (open.why(), open.may_have_taken_effect(), open.is_resumable()),
-            (Why::InFlight, true, true)
+            (open.kind(), open.may_have_taken_effect(), open.is_resumable()),
+            (SendErrorKind::InFlight, true, true)
         );
-        assert_eq!(why(&ends(&journal, &client(&service, &journal)).await[0]), Why::InFlight);
+        assert_eq!(why(&ends(&journal, &client(&service, &journal)).await[0]), SendErrorKind::InFlight);
         // Another intent is none of its business.
         client(&service, &journal).send(&payout("8")).await.unwrap();
         let times = service.times();
@@ -820,7 +838,7 @@ async fn on_a_full_disk_nothing_is_sent_and_with_room_again_all_goes_on() {
     let mut sent = 0;
     let full = loop {
         let open = client(&service, &journal).send(&big(sent)).await.unwrap_err();
-        if open.why() == Why::Journal {
+        if open.kind() == SendErrorKind::Journal {
             break open;
         }
         sent += 1;

@@ -13,7 +13,7 @@ use http::{HeaderMap, Method, Request, Response};
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::{BodyExt, Full};
 use oncegate_client::tower::IntentLayer;
-use oncegate_client::{Api, FailureKind, Key, Report, Verdict, Why};
+use oncegate_client::{Api, AttemptFailureKind, IdempotencyKey, Report, SendErrorKind, Verdict};
 use support::quick;
 use tower::{Layer, Service, ServiceExt, service_fn};
 
@@ -97,7 +97,7 @@ fn request(method: Method, key: Option<&str>) -> Request<Octets> {
     let mut request = Request::new(Octets::from(Bytes::from("5")));
     *request.method_mut() = method;
     if let Some(key) = key {
-        request.extensions_mut().insert(Key::new(key).unwrap());
+        request.extensions_mut().insert(IdempotencyKey::new(key).unwrap());
     }
     request
 }
@@ -125,9 +125,9 @@ async fn a_request_without_a_key_goes_by_once() {
         assert!(response.extensions().get::<Report>().is_none());
         assert_eq!(response.into_body().collect().await.unwrap().to_bytes(), "done");
 
-        for (kind, may) in [(FailureKind::NotSent, false), (FailureKind::Doubtful, true)] {
+        for (kind, may) in [(AttemptFailureKind::NotSent, false), (AttemptFailureKind::Doubtful, true)] {
             let (seen, failing) = service(0, 9);
-            let failing = layer().with_failures(move |_| kind).layer(failing);
+            let failing = layer().with_error_classifier(move |_| kind).layer(failing);
             let open = failing.oneshot(request(method.clone(), None)).await.unwrap_err();
             assert_eq!((open.may_have_taken_effect(), seen.lock().unwrap().len()), (may, 1));
         }
@@ -148,12 +148,13 @@ async fn a_body_that_streams_is_sent_once_and_one_at_the_limit_again() {
     };
     for (octets, says_length, again) in [(16, true, true), (17, true, false), (1, false, false)] {
         let (seen, failing) = service(503, 1);
-        let sent = layer().with_body_limit(16).layer(failing).oneshot(with_body(octets, says_length)).await;
+        let sent =
+            layer().with_max_body_bytes(16).layer(failing).oneshot(with_body(octets, says_length)).await;
         if again {
             assert_eq!(sent.unwrap().status(), 201);
         } else {
             let open = sent.map(|_| ()).unwrap_err();
-            assert_eq!((open.why(), open.may_have_taken_effect()), (Why::Body, true));
+            assert_eq!((open.kind(), open.may_have_taken_effect()), (SendErrorKind::Body, true));
         }
         let seen = seen.lock().unwrap();
         assert_eq!(seen.len(), 1 + usize::from(again));
@@ -163,11 +164,14 @@ async fn a_body_that_streams_is_sent_once_and_one_at_the_limit_again() {
 
 #[tokio::test]
 async fn a_plain_api_gets_again_what_the_service_says_was_not_sent() {
-    for (kind, attempts) in
-        [(FailureKind::NotSent, 2), (FailureKind::NotProcessed, 2), (FailureKind::Doubtful, 1)]
-    {
+    for (kind, attempts) in [
+        (AttemptFailureKind::NotSent, 2),
+        (AttemptFailureKind::NotProcessed, 2),
+        (AttemptFailureKind::Doubtful, 1),
+    ] {
         let (seen, failing) = service(0, 1);
-        let plain = IntentLayer::new().with_policy(quick().with_api(Api::Plain)).with_failures(move |_| kind);
+        let plain =
+            IntentLayer::new().with_policy(quick().with_api(Api::Plain)).with_error_classifier(move |_| kind);
         let plain = plain.with_keyless_retries();
         let sent = plain.layer(failing).oneshot(request(Method::POST, None)).await;
         assert_eq!((sent.is_ok(), seen.lock().unwrap().len()), (attempts == 2, attempts), "{kind:?}");

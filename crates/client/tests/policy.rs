@@ -8,9 +8,9 @@ use bytes::Bytes;
 use http::{HeaderMap, Method, Request, Response};
 use http_body_util::Full;
 use oncegate_client::{
-    Advice, Answer, Api, BoxError, Client, Failure, FailureKind, Intent, Jitter, Journal, JournalEntry,
-    JournalFuture, Key, NotOpened, Opened, Random, RetryBudget, RetryPolicy, ServerErrors, Transport,
-    Unfinished, Verdict, Why,
+    Advice, Answer, Api, AttemptFailure, AttemptFailureKind, BoxError, Client, IdempotencyKey, Intent,
+    Jitter, Journal, JournalEntry, JournalFuture, JournalOpenError, JournaledIntent, Random, RetryBudget,
+    RetryPolicy, SendError, SendErrorKind, ServerErrors, Transport, Verdict,
 };
 use oncegate_core::{Clock, Timestamp};
 use tokio::time::Instant;
@@ -18,7 +18,7 @@ use tokio::time::Instant;
 /// What the service does with one attempt.
 #[derive(Clone)]
 enum Act {
-    Fails(FailureKind),
+    Fails(AttemptFailureKind),
     Hangs,
     Answers(u16, Vec<(&'static str, String)>, &'static str),
 }
@@ -68,7 +68,7 @@ impl Service {
 impl Transport for Service {
     type Body = Full<Bytes>;
 
-    async fn send(&self, request: Request<Bytes>) -> Result<Response<Full<Bytes>>, Failure> {
+    async fn send(&self, request: Request<Bytes>) -> Result<Response<Full<Bytes>>, AttemptFailure> {
         let act = {
             let mut scripted = self.0.lock().unwrap();
             scripted.seen.push((request, Instant::now()));
@@ -79,7 +79,7 @@ impl Transport for Service {
             next
         };
         match act {
-            Act::Fails(kind) => Err(Failure::new(kind, "scripted")),
+            Act::Fails(kind) => Err(AttemptFailure::new(kind, "scripted")),
             Act::Hangs => std::future::pending().await,
             Act::Answers(status, headers, body) => {
                 let mut response = Response::builder().status(status);
@@ -131,7 +131,7 @@ fn pay() -> Intent {
     intent.with_json(r#"{"amount":5}"#).with_created_at(Timestamp::from_millis(START))
 }
 
-async fn open(service: &Service, policy: RetryPolicy, intent: &Intent) -> Unfinished {
+async fn open(service: &Service, policy: RetryPolicy, intent: &Intent) -> SendError {
     client(service, policy).send(intent).await.expect_err("no definite answer")
 }
 
@@ -142,7 +142,7 @@ async fn answer(service: &Service, policy: RetryPolicy, intent: &Intent) -> Answ
 #[tokio::test(start_paused = true)]
 async fn every_attempt_is_the_same_request_under_the_same_key() {
     let service = Service::new([
-        Act::Fails(FailureKind::Doubtful),
+        Act::Fails(AttemptFailureKind::Doubtful),
         answers(503),
         answers(409),
         answers(500),
@@ -151,7 +151,7 @@ async fn every_attempt_is_the_same_request_under_the_same_key() {
     let intent = pay().with_header("x-shop", "7").unwrap();
     let answer = answer(&service, policy(), &intent).await;
     assert_eq!((answer.verdict, answer.attempts, answer.replayed), (Verdict::Done, 5, true));
-    assert_eq!(service.keys(), vec![Some(intent.key().as_str().to_owned()); 5]);
+    assert_eq!(service.keys(), vec![Some(intent.key().as_str().unwrap().to_owned()); 5]);
     for (request, _) in &service.0.lock().unwrap().seen {
         assert_eq!(request.method(), Method::POST);
         assert_eq!(request.uri(), "https://bank.example/payments");
@@ -171,14 +171,14 @@ async fn another_intent_has_another_key_and_one_that_is_sent_twice_keeps_its_own
     let keys = service.keys();
     assert_eq!(keys[0], keys[1]);
     assert_ne!(keys[0], keys[2]);
-    let derived = || pay().with_key(Key::derived("payment", ["7"]));
+    let derived = || pay().with_key(IdempotencyKey::derived("payment", ["7"])).unwrap();
     assert_eq!(derived().key(), derived().key());
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_key_among_the_callers_own_headers_gives_way() {
     let service = Service::new([answers(201)]);
-    let intent = pay().with_header("Idempotency-Key", "mine").unwrap().with_key(Key::new("the-one").unwrap());
+    let intent = pay().with_header("Idempotency-Key", "mine").unwrap().with_key("the-one").unwrap();
     answer(&service, policy(), &intent).await;
     assert_eq!(service.keys(), [Some("the-one".to_owned())]);
 }
@@ -186,10 +186,10 @@ async fn a_key_among_the_callers_own_headers_gives_way() {
 #[tokio::test(start_paused = true)]
 async fn pauses_double_up_to_the_cap_and_attempts_end() {
     let service = Service::new([answers(503)]);
-    let short = policy().with_pauses(Duration::from_millis(100), Duration::from_millis(500)).unwrap();
+    let short = policy().with_backoff(Duration::from_millis(100), Duration::from_millis(500)).unwrap();
     let open = open(&service, short.clone(), &pay()).await;
     assert_eq!(service.pauses(), [100, 200, 400, 500, 500]);
-    assert_eq!((open.why(), open.attempts()), (Why::Attempts, 6));
+    assert_eq!((open.kind(), open.attempts()), (SendErrorKind::Attempts, 6));
     assert!(open.may_have_taken_effect() && open.is_resumable());
     assert_eq!(open.response().unwrap().status(), 503);
 
@@ -207,7 +207,10 @@ async fn pauses_double_up_to_the_cap_and_attempts_end() {
 #[tokio::test(start_paused = true)]
 async fn one_attempt_is_one_attempt() {
     let service = Service::new([answers(503)]);
-    assert_eq!(open(&service, policy().with_attempts(1).unwrap(), &pay()).await.why(), Why::Attempts);
+    assert_eq!(
+        open(&service, policy().with_attempts(1).unwrap(), &pay()).await.kind(),
+        SendErrorKind::Attempts
+    );
     assert_eq!(service.attempts(), 1);
 }
 
@@ -216,8 +219,8 @@ fn a_policy_that_cannot_be_kept_is_refused() {
     let error = policy().with_attempts(0).unwrap_err().to_string();
     assert_eq!(error, "the number of attempts is 0; it must be from 1 to 4294967295");
     let (short, long) = (Duration::from_millis(1), Duration::from_millis(2));
-    assert!(policy().with_pauses(long, short).is_err());
-    assert!(policy().with_pauses(long, long).is_ok());
+    assert!(policy().with_backoff(long, short).is_err());
+    assert!(policy().with_backoff(long, long).is_ok());
 }
 
 #[tokio::test(start_paused = true)]
@@ -226,7 +229,7 @@ async fn retry_after_is_the_least_pause() {
         httpdate::fmt_http_date(UNIX_EPOCH + Duration::from_millis(START) + Duration::from_secs(20));
     for (value, seconds) in [("7", 7), ("0", 0), (&*in_20_s, 20), ("rubbish", 0), ("-3", 0)] {
         let service = Service::new([with(429, "retry-after", value), answers(201)]);
-        let policy = policy().with_pauses(Duration::from_millis(100), Duration::from_millis(500)).unwrap();
+        let policy = policy().with_backoff(Duration::from_millis(100), Duration::from_millis(500)).unwrap();
         answer(&service, policy, &pay()).await;
         assert_eq!(service.pauses(), [seconds * 1000 + 100], "{value}");
     }
@@ -238,7 +241,7 @@ async fn a_retry_after_beyond_what_is_waited_for_says_when_to_come_back() {
         let service = Service::new([with(503, "retry-after", value), answers(201)]);
         let before = Instant::now();
         let open = open(&service, policy(), &pay()).await;
-        assert_eq!((open.why(), service.attempts()), (Why::ComeBackLater, 1), "{value}");
+        assert_eq!((open.kind(), service.attempts()), (SendErrorKind::ComeBackLater, 1), "{value}");
         assert_eq!(before.elapsed(), Duration::ZERO, "nobody slept");
         assert!(open.is_resumable());
         let wait = open.come_back_at().map(|at| at.duration_since(UNIX_EPOCH).unwrap());
@@ -249,7 +252,7 @@ async fn a_retry_after_beyond_what_is_waited_for_says_when_to_come_back() {
     // Waited for, but for the deadline.
     let service = Service::new([with(503, "retry-after", "50"), answers(201)]);
     let open = open(&service, policy().with_deadline(Duration::from_secs(40)), &pay()).await;
-    assert_eq!((open.why(), service.attempts()), (Why::ComeBackLater, 1));
+    assert_eq!((open.kind(), service.attempts()), (SendErrorKind::ComeBackLater, 1));
 }
 
 #[tokio::test(start_paused = true)]
@@ -258,7 +261,7 @@ async fn nothing_outlasts_the_deadline() {
     let before = Instant::now();
     let policy = policy().with_deadline(Duration::from_secs(70)).with_attempts(100).unwrap();
     let open = open(&service, policy, &pay()).await;
-    assert_eq!(open.why(), Why::Deadline);
+    assert_eq!(open.kind(), SendErrorKind::Deadline);
     assert!(open.may_have_taken_effect());
     assert!(before.elapsed() <= Duration::from_secs(71), "{:?}", before.elapsed());
     assert_eq!(service.attempts(), 3); // 30 s, 30 s, and what was left of 70 s
@@ -280,10 +283,10 @@ async fn the_longest_durations_are_no_trouble() {
         .with_deadline(Duration::MAX)
         .with_attempt_timeout(Duration::MAX)
         .with_key_lifetime(Duration::MAX)
-        .with_longest_wait(Duration::MAX);
+        .with_max_retry_after(Duration::MAX);
     answer(&service, forever.clone(), &pay()).await;
     let service = Service::new([with(503, "retry-after", "99999999999999999999999")]);
-    assert_eq!(open(&service, forever, &pay()).await.why(), Why::ComeBackLater);
+    assert_eq!(open(&service, forever, &pay()).await.kind(), SendErrorKind::ComeBackLater);
 }
 
 #[tokio::test(start_paused = true)]
@@ -291,10 +294,10 @@ async fn all_intents_draw_on_one_budget() {
     let service = Service::new([answers(503)]);
     let budget = Arc::new(RetryBudget::new(20, 5));
     let client = client(&service, policy()).with_budget(Arc::clone(&budget));
-    assert_eq!(client.send(&pay()).await.unwrap_err().why(), Why::Budget);
+    assert_eq!(client.send(&pay()).await.unwrap_err().kind(), SendErrorKind::Budget);
     assert_eq!(service.attempts(), 5); // the first one, and four retries for 20 tokens
     for _ in 0..10 {
-        assert_eq!(client.clone().send(&pay()).await.unwrap_err().why(), Why::Budget);
+        assert_eq!(client.clone().send(&pay()).await.unwrap_err().kind(), SendErrorKind::Budget);
     }
     assert_eq!(service.attempts(), 15, "an outage gets first attempts only");
 
@@ -324,20 +327,26 @@ async fn a_timeout_costs_twice_and_a_request_in_progress_nothing() {
 #[tokio::test(start_paused = true)]
 async fn what_was_never_processed_took_no_effect_and_the_rest_may_have() {
     let open_by = async |act: Act| open(&Service::new([act]), policy(), &pay()).await;
-    for act in
-        [Act::Fails(FailureKind::NotSent), Act::Fails(FailureKind::NotProcessed), answers(429), answers(425)]
-    {
+    for act in [
+        Act::Fails(AttemptFailureKind::NotSent),
+        Act::Fails(AttemptFailureKind::NotProcessed),
+        answers(429),
+        answers(425),
+    ] {
         assert!(!open_by(act).await.may_have_taken_effect());
     }
-    for act in [Act::Fails(FailureKind::Doubtful), Act::Hangs, answers(503), answers(409), answers(500)] {
+    for act in
+        [Act::Fails(AttemptFailureKind::Doubtful), Act::Hangs, answers(503), answers(409), answers(500)]
+    {
         assert!(open_by(act).await.may_have_taken_effect());
     }
-    let service = Service::new([Act::Fails(FailureKind::Unsendable)]);
+    let service = Service::new([Act::Fails(AttemptFailureKind::Unsendable)]);
     let never = open(&service, policy(), &pay()).await;
-    assert_eq!((never.why(), service.attempts()), (Why::Unsendable, 1));
+    assert_eq!((never.kind(), service.attempts()), (SendErrorKind::Unsendable, 1));
     assert!(!never.may_have_taken_effect() && !never.is_resumable());
     // A doubt does not go away.
-    let service = Service::new([Act::Fails(FailureKind::Doubtful), Act::Fails(FailureKind::NotSent)]);
+    let service =
+        Service::new([Act::Fails(AttemptFailureKind::Doubtful), Act::Fails(AttemptFailureKind::NotSent)]);
     assert!(open(&service, policy(), &pay()).await.may_have_taken_effect());
 }
 
@@ -346,18 +355,18 @@ async fn a_refusal_before_the_operation_says_nothing_of_an_earlier_attempt() {
     for status in [401, 403, 404, 413] {
         let first = answer(&Service::new([answers(status)]), policy(), &pay()).await;
         assert_eq!(first.verdict, Verdict::TurnedAway);
-        let certain = Service::new([Act::Fails(FailureKind::NotSent), answers(429), answers(status)]);
+        let certain = Service::new([Act::Fails(AttemptFailureKind::NotSent), answers(429), answers(status)]);
         assert_eq!(answer(&certain, policy(), &pay()).await.attempts, 3);
 
-        let service = Service::new([Act::Fails(FailureKind::Doubtful), answers(status)]);
+        let service = Service::new([Act::Fails(AttemptFailureKind::Doubtful), answers(status)]);
         let doubtful = open(&service, policy(), &pay()).await;
-        assert_eq!((doubtful.why(), doubtful.attempts()), (Why::TurnedAway, 2), "{status}");
+        assert_eq!((doubtful.kind(), doubtful.attempts()), (SendErrorKind::TurnedAway, 2), "{status}");
         assert!(doubtful.may_have_taken_effect() && doubtful.is_resumable());
         assert_eq!(doubtful.response().unwrap().status(), status);
         let resumed = open(&Service::new([answers(status)]), policy(), &pay().sent_before()).await;
-        assert_eq!(resumed.why(), Why::TurnedAway);
+        assert_eq!(resumed.kind(), SendErrorKind::TurnedAway);
         // A question has no effect that an answer could be silent about.
-        let service = Service::new([Act::Fails(FailureKind::Doubtful), answers(status)]);
+        let service = Service::new([Act::Fails(AttemptFailureKind::Doubtful), answers(status)]);
         let get = Intent::new(Method::GET, "https://bank.example/payments/7").unwrap();
         assert_eq!(answer(&service, policy(), &get).await.verdict, Verdict::TurnedAway);
     }
@@ -396,7 +405,7 @@ async fn in_doubt_a_refusal_is_asked_about_until_it_is_the_answer_to_the_key() {
             assert_eq!((done.verdict, done.attempts), (Verdict::Done, 4), "{method}");
             // It was refused, and a service that marks replays says so when it is asked again.
             let replay = with(422, "idempotent-replayed", "true");
-            let service = Service::new([Act::Fails(FailureKind::Doubtful), refusal.clone(), replay]);
+            let service = Service::new([Act::Fails(AttemptFailureKind::Doubtful), refusal.clone(), replay]);
             let refused = answer(&service, policy(), &intent()).await;
             assert_eq!(
                 (refused.verdict, refused.attempts),
@@ -404,9 +413,12 @@ async fn in_doubt_a_refusal_is_asked_about_until_it_is_the_answer_to_the_key() {
                 "{method}"
             );
             // It never says more: nobody knows.
-            let service = Service::new([Act::Fails(FailureKind::Doubtful), refusal.clone()]);
+            let service = Service::new([Act::Fails(AttemptFailureKind::Doubtful), refusal.clone()]);
             let open = open(&service, policy(), &intent()).await;
-            assert!(matches!(open.why(), Why::TurnedAway | Why::Attempts), "{method} {open}");
+            assert!(
+                matches!(open.kind(), SendErrorKind::TurnedAway | SendErrorKind::Attempts),
+                "{method} {open}"
+            );
             assert_eq!(open.attempts(), 6, "{method} {open}");
             assert!(open.may_have_taken_effect() && open.is_resumable());
             assert!(service.keys().iter().all(|key| *key == service.keys()[0] && key.is_some()));
@@ -423,12 +435,15 @@ async fn in_doubt_a_refusal_is_asked_about_until_it_is_the_answer_to_the_key() {
     let reused = Act::Answers(422, json(), r#"{"name":"DUPLICATE_REQUEST_ID"}"#);
     let service = Service::new([Act::Hangs, reused.clone()]);
     let open = open(&service, policy(), &pay()).await;
-    assert_eq!((open.why(), open.attempts(), open.may_have_taken_effect()), (Why::TurnedAway, 2, true));
+    assert_eq!(
+        (open.kind(), open.attempts(), open.may_have_taken_effect()),
+        (SendErrorKind::TurnedAway, 2, true)
+    );
     let first = answer(&Service::new([reused]), policy(), &pay()).await;
     assert_eq!(first.verdict, Verdict::Refused(Advice::NewKey));
 }
 
-async fn open_resumed(refusal: &Act, intent: &Intent) -> Unfinished {
+async fn open_resumed(refusal: &Act, intent: &Intent) -> SendError {
     open(&Service::new([refusal.clone()]), policy().with_attempts(1).unwrap(), &intent.clone().sent_before())
         .await
 }
@@ -439,7 +454,7 @@ async fn an_unknown_outcome_is_an_error_of_its_own() {
     let json = vec![("content-type", "application/problem+json".to_owned())];
     let service = Service::new([Act::Answers(500, json, problem)]);
     let open = open(&service, policy(), &pay()).await;
-    assert_eq!((open.why(), service.attempts()), (Why::Unknown, 1));
+    assert_eq!((open.kind(), service.attempts()), (SendErrorKind::Unknown, 1));
     assert!(open.may_have_taken_effect() && !open.is_resumable());
     assert_eq!(open.response().unwrap().body(), problem);
     assert!(open.to_string().contains("not known") && !open.to_string().contains("urn"));
@@ -455,14 +470,14 @@ async fn an_unexplained_server_error_is_asked_about_until_it_is_a_replay() {
     let last = answer(&service, policy().with_server_errors(ServerErrors::Final), &pay()).await;
     assert_eq!((last.verdict, last.attempts), (Verdict::Failed, 1));
     let unknown = open(&service, policy().with_server_errors(ServerErrors::Unknown), &pay()).await;
-    assert_eq!((unknown.why(), unknown.attempts()), (Why::Unknown, 1));
+    assert_eq!((unknown.kind(), unknown.attempts()), (SendErrorKind::Unknown, 1));
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_plain_api_gets_no_key_and_nothing_twice_that_it_may_have_processed() {
     let plain = || policy().with_api(Api::Plain);
     let doubtful = [
-        Act::Fails(FailureKind::Doubtful),
+        Act::Fails(AttemptFailureKind::Doubtful),
         Act::Hangs,
         answers(408),
         answers(500),
@@ -476,12 +491,16 @@ async fn a_plain_api_gets_no_key_and_nothing_twice_that_it_may_have_processed() 
     for act in doubtful {
         let service = Service::new([act]);
         let open = open(&service, plain(), &pay()).await;
-        assert_eq!((open.why(), service.attempts()), (Why::Unknown, 1));
+        assert_eq!((open.kind(), service.attempts()), (SendErrorKind::Unknown, 1));
         assert!(open.may_have_taken_effect());
         assert_eq!(service.keys(), [None]);
     }
-    let certain =
-        [Act::Fails(FailureKind::NotSent), Act::Fails(FailureKind::NotProcessed), answers(425), answers(429)];
+    let certain = [
+        Act::Fails(AttemptFailureKind::NotSent),
+        Act::Fails(AttemptFailureKind::NotProcessed),
+        answers(425),
+        answers(429),
+    ];
     for act in certain {
         let service = Service::new([act, answers(201)]);
         assert_eq!(answer(&service, plain(), &pay()).await.attempts, 2);
@@ -493,11 +512,11 @@ async fn a_plain_api_gets_no_key_and_nothing_twice_that_it_may_have_processed() 
     }
     // What may have been sent before is not sent at all.
     let service = Service::new([answers(201)]);
-    assert_eq!(open(&service, plain(), &pay().sent_before()).await.why(), Why::Unknown);
+    assert_eq!(open(&service, plain(), &pay().sent_before()).await.kind(), SendErrorKind::Unknown);
     assert_eq!(service.attempts(), 0);
     // Methods that repeat by themselves do so here, too.
     for method in [Method::GET, Method::PUT, Method::DELETE] {
-        let service = Service::new([Act::Fails(FailureKind::Doubtful), answers(503), answers(200)]);
+        let service = Service::new([Act::Fails(AttemptFailureKind::Doubtful), answers(503), answers(200)]);
         let intent = Intent::new(method, "https://bank.example/payments/7").unwrap();
         assert_eq!(answer(&service, plain(), &intent).await.attempts, 3);
     }
@@ -523,13 +542,13 @@ async fn nothing_is_sent_again_under_a_key_that_may_be_forgotten() {
     let service = Service::new([answers(201)]);
     let old = pay().with_created_at(yesterday).sent_before();
     let open_old = open(&service, policy(), &old).await;
-    assert_eq!((open_old.why(), service.attempts()), (Why::KeyLifetime, 0));
+    assert_eq!((open_old.kind(), service.attempts()), (SendErrorKind::KeyLifetime, 0));
     assert!(open_old.may_have_taken_effect());
     // Never sent, it can be sent for the first time; and a second time only where the first was not processed.
     answer(&service, policy(), &pay().with_created_at(yesterday)).await;
-    let service = Service::new([Act::Fails(FailureKind::NotSent), answers(503), answers(201)]);
+    let service = Service::new([Act::Fails(AttemptFailureKind::NotSent), answers(503), answers(201)]);
     let fresh = open(&service, policy(), &pay().with_created_at(yesterday)).await;
-    assert_eq!((fresh.why(), service.attempts()), (Why::KeyLifetime, 2));
+    assert_eq!((fresh.kind(), service.attempts()), (SendErrorKind::KeyLifetime, 2));
     // A millisecond younger it still goes, if it goes at once.
     let service = Service::new([answers(201)]);
     let young = pay().with_created_at(Timestamp::from_millis(yesterday.as_millis() + 1)).sent_before();
@@ -539,9 +558,12 @@ async fn nothing_is_sent_again_under_a_key_that_may_be_forgotten() {
 #[tokio::test(start_paused = true)]
 async fn an_answer_beyond_the_limit_is_told_by_its_head() {
     let service = Service::new([Act::Answers(201, Vec::new(), "0123456789")]);
-    assert_eq!(answer(&service, policy().with_answer_limit(10), &pay()).await.response.body(), "0123456789");
-    let open = open(&service, policy().with_answer_limit(9), &pay()).await;
-    assert_eq!(open.why(), Why::AnswerTooLarge);
+    assert_eq!(
+        answer(&service, policy().with_max_answer_bytes(10), &pay()).await.response.body(),
+        "0123456789"
+    );
+    let open = open(&service, policy().with_max_answer_bytes(9), &pay()).await;
+    assert_eq!(open.kind(), SendErrorKind::AnswerTooLarge);
     assert_eq!(open.response().unwrap().status(), 201);
     assert!(open.may_have_taken_effect() && open.is_resumable());
 }
@@ -553,14 +575,17 @@ struct Pages(Arc<Mutex<Vec<String>>>, bool);
 struct Page(Pages, String);
 
 impl Journal for Pages {
-    fn open<'a>(&'a self, intent: &'a Intent) -> JournalFuture<'a, Result<Opened, NotOpened>> {
+    fn open<'a>(
+        &'a self,
+        intent: &'a Intent,
+    ) -> JournalFuture<'a, Result<JournaledIntent, JournalOpenError>> {
         Box::pin(async move {
-            let key = intent.key().as_str().to_owned();
+            let key = intent.key().as_str().unwrap().to_owned();
             self.0.lock().unwrap().push(format!("open {key}"));
             if self.1 {
-                return Err(NotOpened::NotWritten("the disk is full".into()));
+                return Err(JournalOpenError::NotWritten("the disk is full".into()));
             }
-            Ok(Opened::new(Box::new(Page(self.clone(), key))))
+            Ok(JournaledIntent::new(Box::new(Page(self.clone(), key))))
         })
     }
 }
@@ -582,7 +607,7 @@ impl JournalEntry for Page {
 async fn a_journal_hears_before_the_first_sending_and_of_definite_answers_only() {
     let pages = Arc::new(Pages::default());
     let service = Service::new([answers(503), with(402, "idempotent-replayed", "true")]);
-    let intent = pay().with_key(Key::new("k").unwrap());
+    let intent = pay().with_key("k").unwrap();
     client(&service, policy()).with_journal(pages.clone()).send(&intent).await.unwrap();
     assert_eq!(*pages.0.lock().unwrap(), ["open k", "close k refused"]);
 
@@ -603,14 +628,14 @@ async fn a_journal_hears_before_the_first_sending_and_of_definite_answers_only()
     assert_eq!(*pages.0.lock().unwrap(), ["open k"]);
 
     let pages = Arc::new(Pages::default());
-    let service = Service::new([Act::Fails(FailureKind::NotSent)]);
+    let service = Service::new([Act::Fails(AttemptFailureKind::NotSent)]);
     client(&service, policy()).with_journal(pages.clone()).send(&intent).await.unwrap_err();
     assert_eq!(*pages.0.lock().unwrap(), ["open k", "never sent k"]);
 
     let full = Arc::new(Pages(Arc::default(), true));
     let service = Service::new([answers(201)]);
     let open = client(&service, policy()).with_journal(full).send(&intent).await.unwrap_err();
-    assert_eq!((open.why(), service.attempts()), (Why::Journal, 0));
+    assert_eq!((open.kind(), service.attempts()), (SendErrorKind::Journal, 0));
     assert!(!open.may_have_taken_effect());
 }
 
@@ -618,8 +643,7 @@ async fn a_journal_hears_before_the_first_sending_and_of_definite_answers_only()
 async fn no_output_shows_keys_bodies_or_addresses() {
     let service = Service::new([with(503, "x-secret", "hush")]);
     let answered = Service::new([Act::Answers(201, vec![("x-secret", "hush".to_owned())], "hush")]);
-    let intent =
-        pay().with_key(Key::new("hush-key").unwrap()).with_body("hush").with_header("a", "hush").unwrap();
+    let intent = pay().with_key("hush-key").unwrap().with_body("hush").with_header("a", "hush").unwrap();
     let open = open(&service, policy(), &intent).await;
     let client = client(&service, policy());
     let answer = answer(&answered, policy(), &intent).await;

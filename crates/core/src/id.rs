@@ -72,6 +72,17 @@ impl IdempotencyKey {
     pub fn as_bytes(&self) -> &[u8] {
         &self.0
     }
+
+    /// The key as text; `None` if it is not UTF-8.
+    #[must_use]
+    pub fn as_str(&self) -> Option<&str> {
+        std::str::from_utf8(&self.0).ok()
+    }
+
+    /// A key of bytes that are known to be 1 to 255.
+    pub(crate) fn from_valid(bytes: &[u8]) -> Self {
+        Self(bytes.into())
+    }
 }
 
 impl TryFrom<&str> for IdempotencyKey {

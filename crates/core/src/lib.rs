@@ -42,6 +42,7 @@ mod clock;
 pub mod codec;
 mod config;
 mod decide;
+mod derived_key;
 mod error_chain;
 pub mod fingerprint;
 mod id;

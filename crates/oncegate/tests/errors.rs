@@ -4,7 +4,9 @@ use std::error::Error;
 use std::io;
 use std::time::Duration;
 
-use oncegate::client::{Client, Failure, FailureKind, Intent, IntentError, Key, RetryPolicy, Transport};
+use oncegate::client::{
+    AttemptFailure, AttemptFailureKind, Client, Intent, IntentError, RetryPolicy, Transport,
+};
 use oncegate::core::{ConfigError, ErrorChain, IdempotencyKey, ResponseError, StoreError};
 use oncegate::embedded::EmbeddedOpenError;
 use oncegate::engine::{AuditTextError, FunctionError, JsonError, LeaseError, ResolveError};
@@ -55,7 +57,7 @@ fn with_sources() -> Vec<Boxed> {
         Box::new(PublishError::unconfirmed(cause())),
         Box::new(ConsumerError::Config(ConfigError::new("no identity"))),
         Box::new(ConsumerError::Source(SourceError::fatal("the queue is gone").with_source(cause()))),
-        Box::new(Failure::new(FailureKind::NotSent, cause())),
+        Box::new(AttemptFailure::new(AttemptFailureKind::NotSent, cause())),
     ]
 }
 
@@ -87,9 +89,9 @@ fn no_error_displays_its_source() {
 /// An error that has nothing to add to its cause displays the cause, and does not return it as its source as well.
 #[test]
 fn a_transparent_error_has_the_source_of_its_cause() {
-    let key = Key::new("").unwrap_err();
+    let key = IdempotencyKey::new("").unwrap_err();
     let error = IntentError::Key(key);
-    assert_eq!(error.to_string(), Key::new("").unwrap_err().to_string());
+    assert_eq!(error.to_string(), IdempotencyKey::new("").unwrap_err().to_string());
     assert!(error.source().is_none());
 }
 
@@ -98,15 +100,18 @@ struct Refusing;
 impl Transport for Refusing {
     type Body = http_body_util::Full<bytes::Bytes>;
 
-    async fn send(&self, _: http::Request<bytes::Bytes>) -> Result<http::Response<Self::Body>, Failure> {
-        Err(Failure::new(FailureKind::NotSent, store()))
+    async fn send(
+        &self,
+        _: http::Request<bytes::Bytes>,
+    ) -> Result<http::Response<Self::Body>, AttemptFailure> {
+        Err(AttemptFailure::new(AttemptFailureKind::NotSent, store()))
     }
 }
 
 #[tokio::test]
 async fn an_unfinished_call_has_the_errors_of_its_transport_once() {
     let policy = RetryPolicy::default().with_attempts(2).unwrap();
-    let policy = policy.with_pauses(Duration::from_millis(1), Duration::from_millis(1)).unwrap();
+    let policy = policy.with_backoff(Duration::from_millis(1), Duration::from_millis(1)).unwrap();
     let client = Client::new(Refusing).with_policy(policy);
     let open = client.send(&Intent::post("http://localhost/pay").unwrap()).await.unwrap_err();
     displays_only_itself(&open);

@@ -11,7 +11,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use oncegate_client::{Answer, Api, Client, JournalDir, NotResumed, Pending, RetryPolicy};
+use oncegate_client::{Answer, Api, Client, JournalDir, PendingIntent, ResumeError, RetryPolicy};
 use oncegate_core::ErrorChain;
 
 pub(crate) use self::args::CallArgs;
@@ -67,7 +67,7 @@ async fn execute(args: &CallArgs) -> Result<End, String> {
 fn journal(args: &CallArgs, path: &Path) -> Result<JournalDir, String> {
     let opened = JournalDir::open(path);
     let opened = opened.map_err(|error| format!("--journal {}: {}", path.display(), ErrorChain(&error)))?;
-    let opened = opened.with_finished_kept(args.keep_finished);
+    let opened = opened.with_finished_retention(args.keep_finished);
     Ok(if args.other_credentials { opened.with_other_credentials() } else { opened })
 }
 
@@ -80,7 +80,7 @@ async fn call(args: &CallArgs) -> Result<End, String> {
     if let Some(path) = &args.journal {
         client = client.with_journal(Arc::new(journal(args, path)?));
     }
-    let key = request.intent.key().as_str().to_owned();
+    let key = request.intent.key().as_str().unwrap_or_default().to_owned();
     let say_key = || {
         let keeps = if has_journal { "; the journal keeps it" } else { ", to give it again with --key" };
         complain!("key: {key}{keeps}");
@@ -122,15 +122,15 @@ async fn resume(args: &CallArgs, path: &Path) -> Result<End, String> {
                 let name = name(&resumed.pending);
                 match resumed.end {
                     Ok(answer) => resumed_line(args, &name, &answer),
-                    Err(NotResumed::Gone) => End::Done,
-                    Err(NotResumed::Unfinished(open)) => {
+                    Err(ResumeError::Gone) => End::Done,
+                    Err(ResumeError::SendError(open)) => {
                         let end = outcome::end_of(&open);
                         complain!("{name}: {}{}", end.words(), outcome::why(&open));
                         end
                     }
                     Err(error) => {
                         let hint = match error {
-                            NotResumed::OtherCredentials => outcome::OLD_CREDENTIALS,
+                            ResumeError::OtherCredentials => outcome::OLD_CREDENTIALS,
                             _ => "",
                         };
                         complain!("{name}: {}{hint}", ErrorChain(&error));
@@ -194,12 +194,12 @@ async fn list(journal: &JournalDir) -> End {
 }
 
 /// The description of a pending intent in a list. It leaves out the query, which may be confidential.
-fn name(pending: &Pending) -> String {
+fn name(pending: &PendingIntent) -> String {
     let uri = &pending.uri;
     let at = time(pending.created_at);
     let host = uri.authority().map_or("", |authority| authority.as_str());
     let host = host.rsplit_once('@').map_or(host, |(_, host)| host);
-    format!("{at} {} {host}{} key {}", pending.method, uri.path(), pending.key.as_str())
+    format!("{at} {} {host}{} key {}", pending.method, uri.path(), pending.key.as_str().unwrap_or_default())
 }
 
 fn client(args: &CallArgs) -> Result<Client<Wire>, String> {

@@ -6,7 +6,7 @@ use std::io::{self, Write};
 use std::process::ExitCode;
 use std::time::UNIX_EPOCH;
 
-use oncegate_client::{Advice, Answer, Unfinished, Verdict, Why};
+use oncegate_client::{Advice, Answer, SendError, SendErrorKind, Verdict};
 use oncegate_core::{ErrorChain, Timestamp};
 
 use super::args::CallArgs;
@@ -121,14 +121,14 @@ pub(super) fn verdict(verdict: Verdict) -> End {
 }
 
 /// The end of a call without a definite answer.
-pub(super) fn end_of(open: &Unfinished) -> End {
-    if open.why() == Why::DoneBefore {
+pub(super) fn end_of(open: &SendError) -> End {
+    if open.kind() == SendErrorKind::DoneBefore {
         return End::Output;
     }
     // As a directory that cannot be opened; a full disk passes.
     let source = open.source().and_then(|source| source.downcast_ref::<io::Error>());
     let denied = [io::ErrorKind::PermissionDenied, io::ErrorKind::ReadOnlyFilesystem];
-    if open.why() == Why::Journal && source.is_some_and(|error| denied.contains(&error.kind())) {
+    if open.kind() == SendErrorKind::Journal && source.is_some_and(|error| denied.contains(&error.kind())) {
         return End::Usage;
     }
     match (open.may_have_taken_effect(), open.is_resumable()) {
@@ -136,15 +136,15 @@ pub(super) fn end_of(open: &Unfinished) -> End {
         (true, true) => End::Open,
         (true, false) => End::Unknown,
         // It cannot be sent at all.
-        (false, false) if open.why() == Why::Unsendable => End::Usage,
+        (false, false) if open.kind() == SendErrorKind::Unsendable => End::Usage,
         (false, false) => End::Nothing,
     }
 }
 
 /// Why, with its causes.
-pub(super) fn why(open: &Unfinished) -> String {
+pub(super) fn why(open: &SendError) -> String {
     let mut words = format!(": {}", ErrorChain(open));
-    if open.why() == Why::OtherCredentials {
+    if open.kind() == SendErrorKind::OtherCredentials {
         words.push_str(OLD_CREDENTIALS);
     }
     if let Some(Ok(since)) = open.come_back_at().map(|at| at.duration_since(UNIX_EPOCH)) {
@@ -197,7 +197,7 @@ impl Sink {
 }
 
 /// Hands the answer on and says how it ended.
-pub(super) fn say(args: &CallArgs, sink: &mut Sink, sent: Result<Answer, Unfinished>) -> End {
+pub(super) fn say(args: &CallArgs, sink: &mut Sink, sent: Result<Answer, SendError>) -> End {
     let (end, words, response) = match sent {
         Ok(answer) => {
             let end = verdict(answer.verdict);

@@ -7,7 +7,7 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use http::Method;
 use http::header::{self, HeaderMap, HeaderName, HeaderValue};
-use oncegate_client::{Carrier, Intent, Key};
+use oncegate_client::{Carrier, IdempotencyKey, Intent};
 
 use super::args::CallArgs;
 
@@ -30,8 +30,11 @@ pub(super) fn read(args: &CallArgs, stdin: &mut impl Read) -> Result<Request, St
     };
     let intent = Intent::new(method.clone(), url.clone()).map_err(|error| error.to_string())?;
     let intent = match (&args.intent, &args.key) {
-        (Some(identity), _) => intent.with_key(Key::derived("oncegate call", [identity])),
-        (None, Some(key)) => intent.with_key(Key::new(key).map_err(|error| format!("--key: {error}"))?),
+        (Some(identity), _) => {
+            let key = IdempotencyKey::derived("oncegate call", [identity]);
+            intent.with_key(key).map_err(|error| error.to_string())?
+        }
+        (None, Some(key)) => intent.with_key(key).map_err(|error| format!("--key: {error}"))?,
         (None, None) => intent,
     };
     let is_safe = matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS | Method::TRACE);

@@ -9,8 +9,8 @@ use http_body_util::Full;
 use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
 use hyper_util::client::legacy::{self, connect::HttpConnector};
 use hyper_util::rt::TokioExecutor;
-use oncegate_client::tower::Over;
-use oncegate_client::{FailureKind, was_refused_by_http2};
+use oncegate_client::tower::TowerTransport;
+use oncegate_client::{AttemptFailureKind, was_refused_by_http2};
 use oncegate_core::ErrorChain;
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject as _;
@@ -18,7 +18,8 @@ use rustls::{ClientConfig, RootCertStore};
 
 use crate::proxy::{LIBRARY_HEAD_MAX, LINES_MAX, tls};
 
-pub(super) type Wire = Over<legacy::Client<HttpsConnector<HttpConnector>, Full<Bytes>>, Full<Bytes>>;
+pub(super) type Wire =
+    TowerTransport<legacy::Client<HttpsConnector<HttpConnector>, Full<Bytes>>, Full<Bytes>>;
 
 /// Trusts the certificates in this file, or those of the system, which are not read where no address needs them.
 pub(super) fn wire(cacert: Option<&Path>, is_https: bool, connect_timeout: Duration) -> Result<Wire, String> {
@@ -38,7 +39,7 @@ pub(super) fn wire(cacert: Option<&Path>, is_https: bool, connect_timeout: Durat
         .http1_max_headers(LINES_MAX)
         .http2_max_header_list_size(LIBRARY_HEAD_MAX)
         .build(connector);
-    Ok(Over::new(client).with_failures(classify))
+    Ok(TowerTransport::new(client).with_error_classifier(classify))
 }
 
 fn trusting_file(file: &Path) -> Result<ClientConfig, String> {
@@ -55,12 +56,12 @@ fn trusting_file(file: &Path) -> Result<ClientConfig, String> {
     tls::trusting(roots)
 }
 
-fn classify(error: &(dyn Error + 'static)) -> FailureKind {
+fn classify(error: &(dyn Error + 'static)) -> AttemptFailureKind {
     if error.downcast_ref::<legacy::Error>().is_some_and(legacy::Error::is_connect) {
-        FailureKind::NotSent
+        AttemptFailureKind::NotSent
     } else if was_refused_by_http2(error) {
-        FailureKind::NotProcessed
+        AttemptFailureKind::NotProcessed
     } else {
-        FailureKind::Doubtful
+        AttemptFailureKind::Doubtful
     }
 }

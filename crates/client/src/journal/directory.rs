@@ -12,16 +12,18 @@ use std::time::{Duration, Instant};
 
 use http::header::{HeaderMap, HeaderName};
 use http::{Method, Uri};
-use oncegate_core::Timestamp;
+use oncegate_core::{IdempotencyKey, Timestamp};
 
-use super::entry::{self, ENTRY_MAX, Entry, MAYBE_SENT, NEVER_SENT, STATE_AT, decode, encode, file_name};
+use super::entry::{
+    self, Entry, MAX_ENTRY_BYTES, MAYBE_SENT, NEVER_SENT, STATE_AT, decode, encode, file_name,
+};
 use super::files::Files;
-use super::finished::{DIRECTORY as FINISHED, Finished, FinishedIntents, Found};
-use super::{Journal, JournalEntry, JournalFuture, NotOpened, Opened};
+use super::finished::{DIRECTORY as FINISHED, Finished, FinishedFile, FinishedIntents};
+use super::{Journal, JournalEntry, JournalFuture, JournalOpenError, JournaledIntent};
 use crate::client::Transport;
 use crate::failure::BoxError;
 use crate::intent::Intent;
-use crate::key::{Key, millis_now, random_bits};
+use crate::key::{now, random_bits};
 use crate::report::Answer;
 use crate::send::is_safe;
 use crate::verdict::Verdict;
@@ -30,58 +32,59 @@ use crate::verdict::Verdict;
 const NEW: &str = ".new-";
 
 /// How long an entry may be locked before somebody sends it. Whoever only looks holds the lock for less.
-const PATIENCE: Duration = Duration::from_millis(500);
+const LOCK_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// How often a race with another process is run again.
-const ROUNDS: usize = 32;
+const MAX_LOCK_ROUNDS: usize = 32;
 
 /// Intents that are open in one directory, at most, where nothing else is said.
-const INTENTS_MAX: usize = 10_000;
+const MAX_INTENTS: usize = 10_000;
 
 /// How long a journal remembers that an intent was done, where nothing else is said.
-const FINISHED_KEPT: Duration = Duration::from_secs(30 * 24 * 60 * 60);
+const FINISHED_RETENTION: Duration = Duration::from_secs(30 * 24 * 60 * 60);
 
 /// How many finished intents of one day it remembers, where nothing else is said.
-const FINISHED_MAX: usize = 10_000;
+const MAX_FINISHED_PER_DAY: usize = 10_000;
 
 /// An intent that was certainly never sent is as old as its next sending. Within this time the difference does not matter.
 const FRESH: Duration = Duration::from_secs(60);
 
 /// A [`Journal`] in a directory of a local file system: one file for each intent that has no definite answer.
 ///
-/// - **Before the first sending** the file is written under a name that is none of an intent's, synced, given its name, and
-///   the directory synced. A crash before it has its name leaves a file that never was an intent, and is removed by
-///   [`JournalDir::pending`]; nothing was sent for it. Where a step fails, as on a full disk, nothing is sent.
-/// - **The name** comes from the key. There is one intent for a key: the same request goes on with what is there, however
-///   long ago it came to be; another one is refused ([`NotOpened::Conflict`]). Keys of different services must differ, or
-///   take a directory each.
-/// - **While it is sent** its file is locked, and the system frees the lock with the process, however that ends. Any number
-///   of processes and tasks use one directory; none sends what another is sending.
+/// - **Before the first sending** the file is written under a temporary name and synced. Then it gets its name, and the
+///   directory is synced. After a crash before that, only the temporary file is left: nothing was sent for it, and
+///   [`JournalDir::pending`] removes it. If a step fails, as on a full disk, nothing is sent.
+/// - **The name** is derived from the key, so a key has one intent. If the same request is sent again, at any later time, it
+///   continues the intent that is there. Another request under the key is refused ([`JournalOpenError::Conflict`]). If keys of
+///   two services may be equal, give each service its own directory.
+/// - **While it is sent** the file is locked. The system frees the lock when the process ends, however it ends. Any number of
+///   processes and tasks may use one directory; none sends an intent that another one is sending.
 /// - **With a definite answer** the file is removed. A power cut may bring it back; then the intent is sent again, under its
-///   key. That the intent was done is remembered in the directory `finished`, for 30 days
-///   ([`with_finished_kept`](Self::with_finished_kept)): the same intent again is sent only as long as the service knows its
-///   key ([`Why::DoneBefore`](crate::Why::DoneBefore)), and another request under its key is refused.
-/// - **Turned away** ([`Verdict::TurnedAway`](crate::Verdict::TurnedAway)) it stays, as one that was never sent.
-/// - **What cannot be read** is neither sent nor removed nor written over, and [`JournalDir::pending`] says where it is.
-/// - **Secrets.** `Authorization`, `Cookie`, `X-Api-Key` and other usual fields for credentials are left out, and so are
-///   fields whose value is marked as sensitive. Key, address, other fields and body are there as they are, for the owner of
-///   the directory alone.
+///   key. The directory `finished` remembers for 30 days ([`with_finished_retention`](Self::with_finished_retention)) that the
+///   intent was done: the same intent is sent again only while the service knows its key
+///   ([`SendErrorKind::DoneBefore`](crate::SendErrorKind::DoneBefore)), and another request under its key is refused.
+/// - **If it is turned away** ([`Verdict::TurnedAway`](crate::Verdict::TurnedAway)) it stays, as an intent that was never
+///   sent.
+/// - **A file that cannot be read** is not sent, not removed and not overwritten. [`JournalDir::pending`] reports it.
+/// - **Secrets.** `Authorization`, `Cookie`, `X-Api-Key` and other usual headers for credentials are left out, and so are
+///   headers whose value is marked as sensitive. Key, address, other headers and body are stored in plain text. Only the
+///   owner of the directory can read them.
 ///
 /// Cheap to clone.
 ///
 /// ```
 /// use std::sync::Arc;
-/// use oncegate_client::{Client, Intent, JournalDir, Key};
+/// use oncegate_client::{Client, IdempotencyKey, Intent, JournalDir};
 /// # use bytes::Bytes;
 /// # use http_body_util::Full;
-/// # use oncegate_client::{Failure, FailureKind, RetryPolicy};
+/// # use oncegate_client::{AttemptFailure, AttemptFailureKind, RetryPolicy};
 /// # #[derive(Clone)]
 /// # struct Bank(bool);
 /// # impl oncegate_client::Transport for Bank {
 /// #     type Body = Full<Bytes>;
-/// #     async fn send(&self, _: http::Request<Bytes>) -> Result<http::Response<Full<Bytes>>, Failure> {
+/// #     async fn send(&self, _: http::Request<Bytes>) -> Result<http::Response<Full<Bytes>>, AttemptFailure> {
 /// #         if self.0 { Ok(http::Response::new(Full::default())) }
-/// #         else { Err(Failure::new(FailureKind::Doubtful, "no answer")) }
+/// #         else { Err(AttemptFailure::new(AttemptFailureKind::Doubtful, "no answer")) }
 /// #     }
 /// # }
 /// # #[tokio::main(flavor = "current_thread")]
@@ -92,7 +95,7 @@ const FRESH: Duration = Duration::from_secs(60);
 /// # let policy = RetryPolicy::default().with_attempts(1)?;
 /// let client = Client::new(transport).with_journal(Arc::new(journal.clone()));
 /// # let client = client.with_policy(policy);
-/// let payout = Intent::post("https://bank.example/payouts")?.with_key(Key::derived("payout", ["7"]));
+/// let payout = Intent::post("https://bank.example/payouts")?.with_key(IdempotencyKey::derived("payout", ["7"]))?;
 /// let end = client.send(&payout).await; // no answer, or the process dies here
 /// # assert!(end.is_err());
 ///
@@ -119,21 +122,21 @@ pub(super) const OTHER_CREDENTIALS: &str = "it may have been sent under other cr
 struct Inner {
     path: PathBuf,
     files: Files,
-    intents_max: usize,
-    patience: Duration,
+    max_intents: usize,
+    lock_timeout: Duration,
     other_credentials: bool,
     finished: FinishedIntents,
     count: AtomicU64,
 }
 
-/// An intent that has no definite answer, as a listing shows it: without fields and body. [`Pending::key`] and
-/// [`Pending::uri`] may be confidential.
+/// An intent that has no definite answer, as a listing shows it: without fields and body. [`PendingIntent::key`] and
+/// [`PendingIntent::uri`] may be confidential.
 #[non_exhaustive]
-pub struct Pending {
+pub struct PendingIntent {
     /// Its file.
     pub path: PathBuf,
     /// Its key.
-    pub key: Key,
+    pub key: IdempotencyKey,
     /// The method.
     pub method: Method,
     /// The address.
@@ -153,7 +156,7 @@ pub struct Pending {
 /// A file that should hold an intent, and does not, or cannot be read. It stays where it is.
 #[derive(Debug)]
 #[non_exhaustive]
-pub struct Damaged {
+pub struct DamagedFile {
     /// Where it is.
     pub path: PathBuf,
     /// What is wrong with it.
@@ -163,9 +166,9 @@ pub struct Damaged {
     pub is_unreadable: bool,
 }
 
-impl fmt::Debug for Pending {
+impl fmt::Debug for PendingIntent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Pending")
+        f.debug_struct("PendingIntent")
             .field("path", &self.path)
             .field("created_at", &self.created_at)
             .field("maybe_sent", &self.maybe_sent)
@@ -174,13 +177,13 @@ impl fmt::Debug for Pending {
     }
 }
 
-impl fmt::Display for Damaged {
+impl fmt::Display for DamagedFile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: {}", self.path.display(), self.what)
     }
 }
 
-impl std::error::Error for Damaged {}
+impl std::error::Error for DamagedFile {}
 
 impl fmt::Debug for JournalDir {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -189,24 +192,24 @@ impl fmt::Debug for JournalDir {
 }
 
 /// Why an intent of a listing is not sent.
-pub(super) enum NotTaken {
+pub(super) enum TakeError {
     /// It is not there any more.
     Gone,
     /// These fields are missing.
     Fields(Vec<HeaderName>),
     /// It may have been sent under other credentials.
     OtherCredentials,
-    NotOpened(NotOpened),
+    JournalOpenError(JournalOpenError),
 }
 
-impl From<NotOpened> for NotTaken {
-    fn from(why: NotOpened) -> Self {
-        Self::NotOpened(why)
+impl From<JournalOpenError> for TakeError {
+    fn from(why: JournalOpenError) -> Self {
+        Self::JournalOpenError(why)
     }
 }
 
 /// An entry under its lock.
-struct Locked {
+struct LockedEntry {
     inner: Arc<Inner>,
     path: PathBuf,
     file: File,
@@ -242,11 +245,11 @@ impl JournalDir {
         // A directory that cannot be listed is of no use, and says nothing of what may be in it.
         fs::read_dir(&path)?;
         let inner = Inner {
-            finished: FinishedIntents::new(&path, FINISHED_KEPT, FINISHED_MAX),
+            finished: FinishedIntents::new(&path, FINISHED_RETENTION, MAX_FINISHED_PER_DAY),
             path,
             files,
-            intents_max: INTENTS_MAX,
-            patience: PATIENCE,
+            max_intents: MAX_INTENTS,
+            lock_timeout: LOCK_TIMEOUT,
             other_credentials: false,
             count: AtomicU64::new(0),
         };
@@ -256,8 +259,8 @@ impl JournalDir {
     /// How many intents may be open in the directory; one more is not sent. 10 000 is the default. Several processes that
     /// come to the limit at once may exceed it by one each.
     #[must_use]
-    pub fn with_intents_max(self, intents_max: usize) -> Self {
-        self.with(|inner| inner.intents_max = intents_max)
+    pub fn with_max_intents(self, max_intents: usize) -> Self {
+        self.with(|inner| inner.max_intents = max_intents)
     }
 
     /// Takes intents up that may have been sent, also under other credentials than before. By default they are refused: a
@@ -270,9 +273,9 @@ impl JournalDir {
     }
 
     /// For how long is remembered that an intent was done: 30 days, unless said otherwise; zero for not at all. It should be
-    /// longer than a caller may make the same intent again, such as one with a [derived key](Key::derived).
+    /// longer than a caller may make the same intent again, such as one with a [derived key](IdempotencyKey::derived).
     #[must_use]
-    pub fn with_finished_kept(self, kept: Duration) -> Self {
+    pub fn with_finished_retention(self, kept: Duration) -> Self {
         let finished = self.0.finished.with_kept(kept);
         self.with(|inner| inner.finished = finished)
     }
@@ -280,19 +283,19 @@ impl JournalDir {
     /// How many finished intents of one day are remembered, in a small file each: 10 000, unless said otherwise. Of those
     /// beyond it nothing is remembered, and the log says so.
     #[must_use]
-    pub fn with_finished_max(self, max_per_day: usize) -> Self {
+    pub fn with_max_finished_per_day(self, max_per_day: usize) -> Self {
         let finished = self.0.finished.with_max_per_day(max_per_day);
         self.with(|inner| inner.finished = finished)
     }
 
     fn with(self, change: impl FnOnce(&mut Inner)) -> Self {
-        let Inner { path, files, intents_max, patience, other_credentials, finished, .. } = &*self.0;
+        let Inner { path, files, max_intents, lock_timeout, other_credentials, finished, .. } = &*self.0;
         let mut inner = Inner {
             finished: finished.copied(),
             path: path.clone(),
             files: files.clone(),
-            intents_max: *intents_max,
-            patience: *patience,
+            max_intents: *max_intents,
+            lock_timeout: *lock_timeout,
             other_credentials: *other_credentials,
             count: AtomicU64::new(0),
         };
@@ -311,16 +314,20 @@ impl JournalDir {
     ///
     /// # Errors
     /// Where the directory cannot be read.
-    pub async fn pending(&self) -> io::Result<Vec<Result<Pending, Damaged>>> {
+    pub async fn pending(&self) -> io::Result<Vec<Result<PendingIntent, DamagedFile>>> {
         let inner = Arc::clone(&self.0);
         blocking(move || inner.pending()).await.unwrap_or_else(|error| Err(io::Error::other(error)))
     }
 
     /// The intent in this file with the fields that it lacks, locked, to be sent.
-    pub(super) async fn take(&self, path: PathBuf, brought: HeaderMap) -> Result<(Intent, Opened), NotTaken> {
+    pub(super) async fn take(
+        &self,
+        path: PathBuf,
+        brought: HeaderMap,
+    ) -> Result<(Intent, JournaledIntent), TakeError> {
         let inner = Arc::clone(&self.0);
         let taken = blocking(move || inner.take(&path, &brought)).await;
-        taken.unwrap_or_else(|error| Err(NotTaken::NotOpened(NotOpened::Conflict(error))))
+        taken.unwrap_or_else(|error| Err(TakeError::JournalOpenError(JournalOpenError::Conflict(error))))
     }
 
     /// Sends again what has no definite answer, under its keys: what a program does when it starts, before anything new.
@@ -340,18 +347,21 @@ impl JournalDir {
 }
 
 impl Journal for JournalDir {
-    fn open<'a>(&'a self, intent: &'a Intent) -> JournalFuture<'a, Result<Opened, NotOpened>> {
+    fn open<'a>(
+        &'a self,
+        intent: &'a Intent,
+    ) -> JournalFuture<'a, Result<JournaledIntent, JournalOpenError>> {
         let inner = Arc::clone(&self.0);
         let intent = intent.clone();
         Box::pin(async move {
             blocking(move || inner.open(&intent))
                 .await
-                .unwrap_or_else(|error| Err(NotOpened::Conflict(error)))
+                .unwrap_or_else(|error| Err(JournalOpenError::Conflict(error)))
         })
     }
 }
 
-impl JournalEntry for Locked {
+impl JournalEntry for LockedEntry {
     fn close<'a>(self: Box<Self>, answer: &'a Answer) -> JournalFuture<'a, Result<(), BoxError>> {
         let verdict = answer.verdict;
         Box::pin(async move { Ok(blocking(move || self.finish(verdict)).await??) })
@@ -371,7 +381,7 @@ impl JournalEntry for Again {
     }
 }
 
-impl Locked {
+impl LockedEntry {
     /// Removes the intent. What took effect, or may have, is remembered first: in between, both are there, and the intent is
     /// sent again and replayed.
     fn finish(self, verdict: Verdict) -> io::Result<()> {
@@ -413,11 +423,15 @@ impl Inner {
         entry.maybe_sent && !self.other_credentials && !entry.is_of(headers)
     }
 
-    fn take(self: &Arc<Self>, path: &Path, brought: &HeaderMap) -> Result<(Intent, Opened), NotTaken> {
-        let Some((entry, file)) = self.take_up(path)? else { return Err(NotTaken::Gone) };
+    fn take(
+        self: &Arc<Self>,
+        path: &Path,
+        brought: &HeaderMap,
+    ) -> Result<(Intent, JournaledIntent), TakeError> {
+        let Some((entry, file)) = self.take_up(path)? else { return Err(TakeError::Gone) };
         let missing: Vec<HeaderName> = entry.caller.missing_in(brought).cloned().collect();
         if !missing.is_empty() {
-            return Err(NotTaken::Fields(missing));
+            return Err(TakeError::Fields(missing));
         }
         let mut headers = entry.intent.headers().clone();
         // Nothing but what is missing: the others of the directory may go elsewhere, and what is brought may be a credential.
@@ -430,15 +444,15 @@ impl Inner {
             }
         }
         if self.is_another_caller(&entry, &headers) {
-            return Err(NotTaken::OtherCredentials);
+            return Err(TakeError::OtherCredentials);
         }
         let intent = entry.intent.clone().with_headers(headers);
-        let now = Timestamp::from_millis(millis_now());
+        let now = now();
         let opened = self.to_be_sent(path, file, &entry, &intent.clone().with_created_at(now))?;
         Ok((intent, opened))
     }
 
-    fn open(self: &Arc<Self>, intent: &Intent) -> Result<Opened, NotOpened> {
+    fn open(self: &Arc<Self>, intent: &Intent) -> Result<JournaledIntent, JournalOpenError> {
         if let Some(replaced) = intent.replaces() {
             let path = self.path.join(file_name(replaced));
             if replaced == intent.key() {
@@ -456,7 +470,7 @@ impl Inner {
             }
         }
         let path = self.path.join(file_name(intent.key()));
-        for _ in 0..ROUNDS {
+        for _ in 0..MAX_LOCK_ROUNDS {
             if let Some((entry, file)) = self.take_up(&path)? {
                 if let Some(part) = difference(&entry, intent) {
                     return Err(conflict(format!(
@@ -470,7 +484,7 @@ impl Inner {
                     // Without it, it may be another caller's, and take effect once more.
                     let path = path.display();
                     let missing = format!("{path}: it was sent with the field {name}, which is missing");
-                    return Err(NotOpened::OtherCredentials(missing.into()));
+                    return Err(JournalOpenError::OtherCredentials(missing.into()));
                 }
                 if self.is_another_caller(&entry, intent.headers()) {
                     return Err(other_credentials(&path));
@@ -483,22 +497,22 @@ impl Inner {
             if let Some(locked) = self.write_down(intent, &path).map_err(not_written)? {
                 // Between the look at what is finished and the new file, somebody may have sent it and have its answer.
                 match self.finished.find(&self.files, intent.key()) {
-                    Ok(None) => return Ok(Opened::new(Box::new(locked))),
+                    Ok(None) => return Ok(JournaledIntent::new(Box::new(locked))),
                     _ => self.remove(&path, &locked.file).map_err(|error| at(&path, &error))?,
                 }
             }
         }
-        Err(NotOpened::InFlight)
+        Err(JournalOpenError::InFlight)
     }
 
     /// An intent that has its answer already.
-    fn finished_before(&self, intent: &Intent) -> Result<Option<Opened>, NotOpened> {
+    fn finished_before(&self, intent: &Intent) -> Result<Option<JournaledIntent>, JournalOpenError> {
         let found = self.finished.find(&self.files, intent.key());
         let found = found.map_err(|damaged| match damaged.is_unreadable {
-            true => NotOpened::Unreadable(damaged.into()),
+            true => JournalOpenError::Unreadable(damaged.into()),
             false => conflict(damaged),
         })?;
-        let Some(Found { finished, path, file }) = found else { return Ok(None) };
+        let Some(FinishedFile { finished, path, file }) = found else { return Ok(None) };
         if !finished.is_request(intent) {
             return Err(conflict(format!(
                 "{}: another request under the same key has its answer already",
@@ -506,23 +520,23 @@ impl Inner {
             )));
         }
         if !self.lock(&file).map_err(|error| at(&path, &error))? {
-            return Err(NotOpened::InFlight);
+            return Err(JournalOpenError::InFlight);
         }
         let entry = Box::new(Again { _file: file });
         let is_same_caller = self.other_credentials || finished.is_caller(intent.headers());
         let Finished { created_at, key_lifetime, is_done, .. } = finished;
         Ok(Some(match (is_done, is_same_caller) {
-            (true, true) => Opened::done_before(entry, created_at, key_lifetime),
+            (true, true) => JournaledIntent::done_before(entry, created_at, key_lifetime),
             // For another caller the service may do it again.
-            (true, false) => Opened::done_before(entry, created_at, Some(Duration::ZERO)),
-            (false, true) => Opened::again(entry, true, created_at, key_lifetime),
+            (true, false) => JournaledIntent::done_before(entry, created_at, Some(Duration::ZERO)),
+            (false, true) => JournaledIntent::again(entry, true, created_at, key_lifetime),
             (false, false) => return Err(other_credentials(&path)),
         }))
     }
 
     /// Locks the file. `false`: another process or task has it for longer than it takes to look at it.
     fn lock(&self, file: &File) -> io::Result<bool> {
-        let give_up = Instant::now() + self.patience;
+        let give_up = Instant::now() + self.lock_timeout;
         while !self.files.lock(file)? {
             if Instant::now() >= give_up {
                 return Ok(false);
@@ -533,27 +547,28 @@ impl Inner {
     }
 
     /// The entry of this name, locked and read, if there is one.
-    fn take_up(&self, path: &Path) -> Result<Option<(Entry, File)>, NotOpened> {
-        for _ in 0..ROUNDS {
+    fn take_up(&self, path: &Path) -> Result<Option<(Entry, File)>, JournalOpenError> {
+        for _ in 0..MAX_LOCK_ROUNDS {
             let file = match self.files.open(path) {
                 Ok(file) => file,
                 Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
                 Err(error) => return Err(at(path, &error)),
             };
             if !self.lock(&file).map_err(|error| at(path, &error))? {
-                return Err(NotOpened::InFlight);
+                return Err(JournalOpenError::InFlight);
             }
             // Its owner may have closed it while the lock was waited for.
             if !self.files.is_named(&file, path).map_err(|error| at(path, &error))? {
                 continue;
             }
-            let octets = self.files.read(&file, ENTRY_MAX).map_err(|error| at(path, &error))?;
+            let octets = self.files.read(&file, MAX_ENTRY_BYTES).map_err(|error| at(path, &error))?;
             let entry = decode(&octets).and_then(|entry| named(path, entry));
-            let entry = entry
-                .map_err(|what| conflict(Damaged { path: path.to_owned(), what, is_unreadable: false }))?;
+            let entry = entry.map_err(|what| {
+                conflict(DamagedFile { path: path.to_owned(), what, is_unreadable: false })
+            })?;
             return Ok(Some((entry, file)));
         }
-        Err(NotOpened::InFlight)
+        Err(JournalOpenError::InFlight)
     }
 
     /// The entry, as the intent that is sent now.
@@ -563,7 +578,7 @@ impl Inner {
         file: File,
         entry: &Entry,
         intent: &Intent,
-    ) -> Result<Opened, NotOpened> {
+    ) -> Result<JournaledIntent, JournalOpenError> {
         let written = &entry.intent;
         let is_as_written = entry.is_of(intent.headers())
             && written.uri() == intent.uri()
@@ -578,8 +593,8 @@ impl Inner {
         self.note_sending(path, &file, entry)?;
         let lifetime = written.key_lifetime().into_iter().chain(intent.key_lifetime()).min();
         let intent = Intent::clone(intent).with_created_at(created_at);
-        let locked = Locked { inner: Arc::clone(self), path: path.to_owned(), file, intent };
-        Ok(Opened::again(Box::new(locked), entry.maybe_sent, created_at, lifetime))
+        let locked = LockedEntry { inner: Arc::clone(self), path: path.to_owned(), file, intent };
+        Ok(JournaledIntent::again(Box::new(locked), entry.maybe_sent, created_at, lifetime))
     }
 
     /// Puts a file with this intent in the place of one that was never sent.
@@ -604,7 +619,7 @@ impl Inner {
 
     /// A file for these octets, under a name that is none of an intent's.
     fn create_new(&self, octets: &[u8]) -> io::Result<(PathBuf, File)> {
-        if octets.len() as u64 > ENTRY_MAX {
+        if octets.len() as u64 > MAX_ENTRY_BYTES {
             return Err(io::Error::new(io::ErrorKind::FileTooLarge, "the intent is too large for a journal"));
         }
         let random = random_bits().map_err(io::Error::other)?;
@@ -618,7 +633,7 @@ impl Inner {
 
     /// From now on it may have been sent, and it is there after a crash: who wrote it down may have died before its name
     /// was durable.
-    fn note_sending(&self, path: &Path, file: &File, entry: &Entry) -> Result<(), NotOpened> {
+    fn note_sending(&self, path: &Path, file: &File, entry: &Entry) -> Result<(), JournalOpenError> {
         let noted = || {
             if !entry.maybe_sent {
                 self.files.write(file, STATE_AT, MAYBE_SENT)?;
@@ -630,13 +645,13 @@ impl Inner {
     }
 
     /// Writes the intent down. `None` where somebody else was faster.
-    fn write_down(self: &Arc<Self>, intent: &Intent, path: &Path) -> io::Result<Option<Locked>> {
+    fn write_down(self: &Arc<Self>, intent: &Intent, path: &Path) -> io::Result<Option<LockedEntry>> {
         let octets = encode(intent);
         let is_intent = |file: &io::Result<fs::DirEntry>| {
             file.as_ref().map_or(true, |file| file.file_name().to_str() != Some(FINISHED))
         };
-        if fs::read_dir(&self.path)?.filter(is_intent).count() >= self.intents_max {
-            let many = format!("there are {} intents without a definite answer", self.intents_max);
+        if fs::read_dir(&self.path)?.filter(is_intent).count() >= self.max_intents {
+            let many = format!("there are {} intents without a definite answer", self.max_intents);
             return Err(io::Error::new(io::ErrorKind::QuotaExceeded, many));
         }
         let (new, file) = self.create_new(&octets)?;
@@ -645,7 +660,7 @@ impl Inner {
             let _left_behind = self.files.remove(&new); // it never was an intent
         }
         let intent = intent.clone();
-        Ok(written?.then(|| Locked { inner: Arc::clone(self), path: path.to_owned(), file, intent }))
+        Ok(written?.then(|| LockedEntry { inner: Arc::clone(self), path: path.to_owned(), file, intent }))
     }
 
     /// From a new file to an intent. `false` where the name is taken, or where somebody took the file for a dead one's.
@@ -670,7 +685,7 @@ impl Inner {
         Ok(true)
     }
 
-    fn pending(&self) -> io::Result<Vec<Result<Pending, Damaged>>> {
+    fn pending(&self) -> io::Result<Vec<Result<PendingIntent, DamagedFile>>> {
         let mut damaged = Vec::new();
         let mut pending = Vec::new();
         for file in fs::read_dir(&self.path)? {
@@ -694,24 +709,24 @@ impl Inner {
     }
 
     /// What is in this file; nothing where its intent was closed meanwhile.
-    fn look(&self, path: &Path) -> Result<Option<Pending>, Damaged> {
-        let damaged = |what, is_unreadable| Damaged { path: path.to_owned(), what, is_unreadable };
+    fn look(&self, path: &Path) -> Result<Option<PendingIntent>, DamagedFile> {
+        let damaged = |what, is_unreadable| DamagedFile { path: path.to_owned(), what, is_unreadable };
         let unreadable = |error: io::Error| damaged(error.to_string(), true);
-        for _ in 0..ROUNDS {
+        for _ in 0..MAX_LOCK_ROUNDS {
             let file = match self.files.open(path) {
                 Ok(file) => file,
                 Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
                 Err(error) => return Err(unreadable(error)),
             };
             let in_flight = !self.files.lock(&file).map_err(unreadable)?;
-            let octets = self.files.read(&file, ENTRY_MAX).map_err(unreadable)?;
+            let octets = self.files.read(&file, MAX_ENTRY_BYTES).map_err(unreadable)?;
             if !self.files.is_named(&file, path).map_err(unreadable)? {
                 continue;
             }
             drop(file);
             let entry = decode(&octets).and_then(|entry| named(path, entry));
             let Entry { intent, maybe_sent, caller } = entry.map_err(|what| damaged(what, false))?;
-            return Ok(Some(Pending {
+            return Ok(Some(PendingIntent {
                 path: path.to_owned(),
                 key: intent.key().clone(),
                 method: intent.method().clone(),
@@ -766,25 +781,25 @@ fn difference(entry: &Entry, here: &Intent) -> Option<&'static str> {
     }
 }
 
-fn conflict(error: impl Into<BoxError>) -> NotOpened {
-    NotOpened::Conflict(error.into())
+fn conflict(error: impl Into<BoxError>) -> JournalOpenError {
+    JournalOpenError::Conflict(error.into())
 }
 
 /// What is there cannot be looked into: it may have been sent.
-fn at(path: &Path, error: &io::Error) -> NotOpened {
+fn at(path: &Path, error: &io::Error) -> JournalOpenError {
     let what = format!("{}: {error}", path.display()).into();
     match error.kind() {
-        io::ErrorKind::FileTooLarge => NotOpened::Conflict(what),
-        _ => NotOpened::Unreadable(what),
+        io::ErrorKind::FileTooLarge => JournalOpenError::Conflict(what),
+        _ => JournalOpenError::Unreadable(what),
     }
 }
 
-fn other_credentials(path: &Path) -> NotOpened {
-    NotOpened::OtherCredentials(format!("{}: {OTHER_CREDENTIALS}", path.display()).into())
+fn other_credentials(path: &Path) -> JournalOpenError {
+    JournalOpenError::OtherCredentials(format!("{}: {OTHER_CREDENTIALS}", path.display()).into())
 }
 
-fn not_written(error: io::Error) -> NotOpened {
-    NotOpened::NotWritten(error.into())
+fn not_written(error: io::Error) -> JournalOpenError {
+    JournalOpenError::NotWritten(error.into())
 }
 
 /// Runs this where it may wait for a disk. It is carried through even where nobody waits for it any more.

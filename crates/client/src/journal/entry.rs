@@ -14,15 +14,15 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::header::{HeaderMap, HeaderName, HeaderValue};
 use http::{Method, Uri};
-use oncegate_core::Timestamp;
+use oncegate_core::{IdempotencyKey, Timestamp};
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
 use crate::intent::Intent;
-use crate::key::{Carrier, Key};
+use crate::key::Carrier;
 
 /// Largest entry in octets: an intent is held in memory to be sent, and its body has to be in one piece.
-pub(super) const ENTRY_MAX: u64 = 16 * 1024 * 1024;
+pub(super) const MAX_ENTRY_BYTES: u64 = 16 * 1024 * 1024;
 
 const MAGIC: &[u8] = b"oncegate-intent ";
 const VERSION: &[u8] = b"1";
@@ -192,7 +192,7 @@ pub(super) fn encode(intent: &Intent) -> Vec<u8> {
     }
     let (left_out, credentials) = caller.to_json();
     let about = json!({
-        "key": intent.key().as_str(),
+        "key": intent.key().as_str().unwrap_or_default(),
         "method": intent.method().as_str(),
         "uri": intent.uri().to_string(),
         "created_at": intent.created_at().as_millis(),
@@ -257,7 +257,8 @@ fn read(about: &Map<String, Value>, body: &[u8]) -> Option<(Intent, Caller)> {
     }
     let mut intent = Intent::new(method, uri)
         .ok()?
-        .with_key(Key::new(text("key")?).ok()?)
+        .with_key(text("key")?)
+        .ok()?
         .with_headers(headers)
         .with_created_at(Timestamp::from_millis(number("created_at")?))
         .with_body(Bytes::copy_from_slice(body));
@@ -278,10 +279,10 @@ fn read(about: &Map<String, Value>, body: &[u8]) -> Option<(Intent, Caller)> {
 }
 
 /// What the file of this key is called.
-pub(super) fn file_name(key: &Key) -> String {
+pub(super) fn file_name(key: &IdempotencyKey) -> String {
     let mut hash = Sha256::new();
     hash.update(b"oncegate-intent-file-1\n");
-    hash.update(key.as_str());
+    hash.update(key.as_bytes());
     let hex = hex(&hash.finalize());
     format!("{}.intent", hex.get(..32).unwrap_or(&hex))
 }

@@ -10,15 +10,15 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use http::header::HeaderMap;
-use oncegate_core::Timestamp;
+use oncegate_core::{IdempotencyKey, Timestamp};
 use serde_json::{Map, Value, json};
 use sha2::{Digest as _, Sha256};
 
-use super::directory::Damaged;
+use super::directory::DamagedFile;
 use super::entry::{Caller, file_name, hex};
 use super::files::Files;
 use crate::intent::Intent;
-use crate::key::{Key, millis_now};
+use crate::key::now;
 
 /// The directory within a journal's directory.
 pub(super) const DIRECTORY: &str = "finished";
@@ -104,7 +104,7 @@ fn request(intent: &Intent) -> String {
     hash.update(b"oncegate-intent-request-1\n");
     let (carrier, uri) = (intent.carrier(), intent.uri().to_string());
     let parts: [&[u8]; 6] = [
-        intent.key().as_str().as_bytes(),
+        intent.key().as_bytes(),
         intent.method().as_str().as_bytes(),
         uri.as_bytes(),
         carrier.map_or("", |carrier| carrier.name().as_str()).as_bytes(),
@@ -119,7 +119,7 @@ fn request(intent: &Intent) -> String {
 }
 
 /// A finished intent, and its file, which is not locked.
-pub(super) struct Found {
+pub(super) struct FinishedFile {
     pub(super) finished: Finished,
     pub(super) path: PathBuf,
     pub(super) file: File,
@@ -163,8 +163,12 @@ impl FinishedIntents {
     ///
     /// # Errors
     /// With the file that cannot be read, or is damaged.
-    pub(super) fn find(&self, files: &Files, key: &Key) -> Result<Option<Found>, Damaged> {
-        let unreadable = |path: &Path, error: io::Error| Damaged {
+    pub(super) fn find(
+        &self,
+        files: &Files,
+        key: &IdempotencyKey,
+    ) -> Result<Option<FinishedFile>, DamagedFile> {
+        let unreadable = |path: &Path, error: io::Error| DamagedFile {
             path: path.to_owned(),
             what: error.to_string(),
             is_unreadable: true,
@@ -180,8 +184,8 @@ impl FinishedIntents {
             };
             let bytes = files.read(&file, MAX).map_err(|error| unreadable(&path, error))?;
             return match Finished::decode(&bytes) {
-                Some(finished) => Ok(Some(Found { finished, path, file })),
-                None => Err(Damaged { path, what: "it is damaged".to_owned(), is_unreadable: false }),
+                Some(finished) => Ok(Some(FinishedFile { finished, path, file })),
+                None => Err(DamagedFile { path, what: "it is damaged".to_owned(), is_unreadable: false }),
             };
         }
         Ok(None)
@@ -193,7 +197,7 @@ impl FinishedIntents {
     pub(super) fn add(
         &self,
         files: &Files,
-        key: &Key,
+        key: &IdempotencyKey,
         finished: &Finished,
         create: impl FnOnce(&[u8]) -> io::Result<(PathBuf, File)>,
     ) -> io::Result<()> {
@@ -201,7 +205,7 @@ impl FinishedIntents {
             return Ok(());
         }
         self.sweep();
-        let until = Timestamp::from_millis(millis_now()).after(self.kept);
+        let until = now().after(self.kept);
         let day = until.as_millis() / DAY + 1;
         let directory = self.directory.join(day.to_string());
         files.create_dir(&directory)?;
@@ -246,7 +250,7 @@ impl FinishedIntents {
 
     /// Removes what need not be remembered any more.
     pub(super) fn sweep(&self) {
-        let today = millis_now() / DAY;
+        let today = now().as_millis() / DAY;
         for day in self.days().unwrap_or_default() {
             if day <= today {
                 let _tried_again_next_time = fs::remove_dir_all(self.directory.join(day.to_string()));
@@ -268,6 +272,6 @@ impl FinishedIntents {
     }
 }
 
-fn name(key: &Key) -> String {
+fn name(key: &IdempotencyKey) -> String {
     file_name(key).replace(".intent", ".done")
 }

@@ -8,22 +8,22 @@ use http::header::{HeaderMap, HeaderName};
 use oncegate_core::{ConfigError, ErrorChain};
 use tokio::task::JoinSet;
 
-use super::directory::{Damaged, JournalDir, NotTaken, OTHER_CREDENTIALS, Pending};
+use super::directory::{DamagedFile, JournalDir, OTHER_CREDENTIALS, PendingIntent, TakeError};
 use crate::client::{Client, Transport};
 use crate::failure::BoxError;
-use crate::report::{Answer, Unfinished};
+use crate::report::{Answer, SendError};
 
 /// How many are sent at once, where nothing else is said: one, because a later one may need an earlier one.
 const AT_ONCE: usize = 1;
 
-type Fields = Arc<dyn Fn(&Pending) -> Result<HeaderMap, BoxError> + Send + Sync>;
+type Fields = Arc<dyn Fn(&PendingIntent) -> Result<HeaderMap, BoxError> + Send + Sync>;
 
 /// Intents that are sent again, oldest first. Dropping it stops the sending; what has no answer then stays in the journal.
 pub struct Resume<T> {
     journal: JournalDir,
     client: Client<T>,
-    left: VecDeque<Result<Pending, Damaged>>,
-    running: JoinSet<Resumed>,
+    left: VecDeque<Result<PendingIntent, DamagedFile>>,
+    running: JoinSet<ResumedIntent>,
     at_once: usize,
     fields: Option<Fields>,
 }
@@ -31,19 +31,19 @@ pub struct Resume<T> {
 /// How one of them ended.
 #[derive(Debug)]
 #[non_exhaustive]
-pub struct Resumed {
+pub struct ResumedIntent {
     /// Which one.
-    pub pending: Pending,
+    pub pending: PendingIntent,
     /// Its definite answer, if there is one; then it is no longer in the journal.
-    pub end: Result<Answer, NotResumed>,
+    pub end: Result<Answer, ResumeError>,
 }
 
 /// Why an intent of the journal has no definite answer.
 #[derive(Debug)]
 #[non_exhaustive]
-pub enum NotResumed {
-    /// As for any other intent. [`Why::InFlight`](crate::Why::InFlight): somebody else is sending it.
-    Unfinished(Unfinished),
+pub enum ResumeError {
+    /// As for any other intent. [`SendErrorKind::InFlight`](crate::SendErrorKind::InFlight): somebody else is sending it.
+    SendError(SendError),
     /// It is no longer in the journal: somebody else has its answer.
     Gone,
     /// It was not sent, because these fields are missing. They were left out of the journal, and
@@ -56,10 +56,10 @@ pub enum NotResumed {
     NoFields(BoxError),
 }
 
-impl fmt::Display for NotResumed {
+impl fmt::Display for ResumeError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Unfinished(open) => open.fmt(f),
+            Self::SendError(open) => open.fmt(f),
             Self::Gone => f.write_str("somebody else has its answer"),
             Self::Fields(names) => {
                 f.write_str("not sent: the journal does not hold its credentials; give these fields again:")?;
@@ -71,10 +71,10 @@ impl fmt::Display for NotResumed {
     }
 }
 
-impl std::error::Error for NotResumed {
+impl std::error::Error for ResumeError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         match self {
-            Self::Unfinished(open) => open.source(),
+            Self::SendError(open) => open.source(),
             Self::NoFields(error) => Some(&**error),
             Self::Gone | Self::Fields(_) | Self::OtherCredentials => None,
         }
@@ -82,7 +82,11 @@ impl std::error::Error for NotResumed {
 }
 
 impl<T: Transport + Clone + 'static> Resume<T> {
-    pub(super) fn new(journal: JournalDir, client: Client<T>, found: Vec<Result<Pending, Damaged>>) -> Self {
+    pub(super) fn new(
+        journal: JournalDir,
+        client: Client<T>,
+        found: Vec<Result<PendingIntent, DamagedFile>>,
+    ) -> Self {
         Self { journal, client, left: found.into(), running: JoinSet::new(), at_once: AT_ONCE, fields: None }
     }
 
@@ -102,13 +106,13 @@ impl<T: Transport + Clone + 'static> Resume<T> {
     #[must_use]
     pub fn with_fields(
         self,
-        fields: impl Fn(&Pending) -> Result<HeaderMap, BoxError> + Send + Sync + 'static,
+        fields: impl Fn(&PendingIntent) -> Result<HeaderMap, BoxError> + Send + Sync + 'static,
     ) -> Self {
         Self { fields: Some(Arc::new(fields)), ..self }
     }
 
     /// The next one that ended, or that cannot be read; `None` after the last.
-    pub async fn next(&mut self) -> Option<Result<Resumed, Damaged>> {
+    pub async fn next(&mut self) -> Option<Result<ResumedIntent, DamagedFile>> {
         loop {
             while self.running.len() < self.at_once {
                 match self.left.pop_front() {
@@ -117,7 +121,7 @@ impl<T: Transport + Clone + 'static> Resume<T> {
                         let fields = self.fields.clone();
                         self.running.spawn(async move {
                             let end = send(&journal, &client, &pending, fields).await;
-                            Resumed { pending, end }
+                            ResumedIntent { pending, end }
                         });
                     }
                     Some(Err(damaged)) => return Some(Err(damaged)),
@@ -138,22 +142,22 @@ impl<T: Transport + Clone + 'static> Resume<T> {
 async fn send<T: Transport>(
     journal: &JournalDir,
     client: &Client<T>,
-    pending: &Pending,
+    pending: &PendingIntent,
     fields: Option<Fields>,
-) -> Result<Answer, NotResumed> {
+) -> Result<Answer, ResumeError> {
     let brought = match fields {
-        Some(fields) => fields(pending).map_err(NotResumed::NoFields)?,
+        Some(fields) => fields(pending).map_err(ResumeError::NoFields)?,
         None => HeaderMap::new(),
     };
     // What is there, and nothing new: since it was listed somebody else may have closed it, or sent it.
     let taken = journal.take(pending.path.clone(), brought).await;
     let (intent, opened) = taken.map_err(|why| match why {
-        NotTaken::Gone => NotResumed::Gone,
-        NotTaken::Fields(names) => NotResumed::Fields(names),
-        NotTaken::OtherCredentials => NotResumed::OtherCredentials,
-        NotTaken::NotOpened(why) => NotResumed::Unfinished(why.unfinished(pending.maybe_sent)),
+        TakeError::Gone => ResumeError::Gone,
+        TakeError::Fields(names) => ResumeError::Fields(names),
+        TakeError::OtherCredentials => ResumeError::OtherCredentials,
+        TakeError::JournalOpenError(why) => ResumeError::SendError(why.send_error(pending.maybe_sent)),
     })?;
-    client.send_opened(&intent, Some(opened)).await.map_err(NotResumed::Unfinished)
+    client.send_opened(&intent, Some(opened)).await.map_err(ResumeError::SendError)
 }
 
 impl<T> fmt::Debug for Resume<T> {

@@ -18,9 +18,9 @@ use super::entry::{decode, encode, file_name};
 use super::files::{Files, Hook, Step};
 use super::*;
 use crate::client::{Client, Transport};
-use crate::failure::{Failure, FailureKind};
-use crate::key::Key;
+use crate::failure::{AttemptFailure, AttemptFailureKind};
 use crate::policy::RetryPolicy;
+use oncegate_core::IdempotencyKey;
 
 /// A service in a file: a line for each request that reached it. It can be out of reach for the first times.
 #[derive(Clone)]
@@ -42,10 +42,10 @@ impl Ledger {
 impl Transport for Ledger {
     type Body = Full<Bytes>;
 
-    async fn send(&self, request: Request<Bytes>) -> Result<Response<Full<Bytes>>, Failure> {
+    async fn send(&self, request: Request<Bytes>) -> Result<Response<Full<Bytes>>, AttemptFailure> {
         let less = |times: usize| times.checked_sub(1);
         if self.away.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less).is_ok() {
-            return Err(Failure::new(FailureKind::NotSent, "out of reach"));
+            return Err(AttemptFailure::new(AttemptFailureKind::NotSent, "out of reach"));
         }
         let key = request.headers()["idempotency-key"].to_str().unwrap();
         let line = format!("{key} {}\n", String::from_utf8(request.body().to_vec()).unwrap());
@@ -58,7 +58,7 @@ impl Transport for Ledger {
 fn intent() -> Intent {
     let intent = Intent::post("http://bank.test/payouts?x=1").unwrap();
     let intent = intent.with_header("x-note", &b"caf\xe9 \xff"[..]).unwrap();
-    intent.with_key(Key::derived("payout", ["7"])).with_json(r#"{"amount":5}"#)
+    intent.with_key(IdempotencyKey::derived("payout", ["7"])).unwrap().with_json(r#"{"amount":5}"#)
 }
 
 fn client(ledger: &Ledger, journal: &JournalDir) -> Client<Ledger> {
@@ -120,7 +120,7 @@ async fn nothing_is_sent_before_all_is_where_a_power_cut_does_not_reach_it() {
     struct Checks(Ledger, Arc<Mutex<Volatile>>);
     impl Transport for Checks {
         type Body = Full<Bytes>;
-        async fn send(&self, request: Request<Bytes>) -> Result<Response<Full<Bytes>>, Failure> {
+        async fn send(&self, request: Request<Bytes>) -> Result<Response<Full<Bytes>>, AttemptFailure> {
             {
                 let state = self.1.lock().unwrap();
                 assert!(!state.data && !state.names, "sent, and not durable");
@@ -176,16 +176,21 @@ async fn whichever_step_fails(intent: impl Fn(usize) -> Intent) {
             match client(&ledger, &broken).send(&intent(number)).await {
                 Ok(_) => assert_eq!(ledger.lines().len(), before + 1),
                 // Another caller's, after it was done.
-                Err(open) if matches!(open.why(), Why::Attempts | Why::DoneBefore) => {
+                Err(open) if matches!(open.kind(), SendErrorKind::Attempts | SendErrorKind::DoneBefore) => {
                     assert_eq!(ledger.lines().len(), before);
                 }
                 Err(open) => {
                     assert!(
-                        matches!(open.why(), Why::Journal | Why::JournalUnreadable | Why::OtherCredentials),
+                        matches!(
+                            open.kind(),
+                            SendErrorKind::Journal
+                                | SendErrorKind::JournalUnreadable
+                                | SendErrorKind::OtherCredentials
+                        ),
                         "{open}"
                     );
                     assert_eq!(ledger.lines().len(), before, "sent, and not written down");
-                    if open.why() == Why::Journal {
+                    if open.kind() == SendErrorKind::Journal {
                         // Its caller takes it for not sent, and so may nobody send it later.
                         assert_eq!(self::intents(broken.path()), intents, "step {fails}");
                         assert!(!open.may_have_taken_effect(), "{open}");
@@ -337,7 +342,7 @@ async fn a_damaged_entry_is_reported_and_stays_as_it_is() {
         assert_eq!(found.len(), 1);
         assert_eq!(found[0].as_ref().unwrap_err().path, path);
         let open = client(&ledger, &journal).send(&intent()).await.unwrap_err();
-        assert_eq!((open.why(), open.may_have_taken_effect()), (Why::JournalConflict, true));
+        assert_eq!((open.kind(), open.may_have_taken_effect()), (SendErrorKind::JournalConflict, true));
         let mut resume = journal.resume_pending(&client(&ledger, &journal)).await.unwrap();
         resume.next().await.unwrap().unwrap_err();
         assert!(resume.next().await.is_none());

@@ -30,7 +30,7 @@ pub(crate) enum End {
 
 /// A request, as it was received.
 #[derive(Clone, Debug)]
-pub(crate) struct Received {
+pub(crate) struct ReceivedBody {
     pub(crate) method: String,
     pub(crate) path: String,
     pub(crate) key: Option<String>,
@@ -39,7 +39,7 @@ pub(crate) struct Received {
 
 pub(crate) struct Hostile {
     pub(crate) address: SocketAddr,
-    pub(crate) seen: Arc<Mutex<Vec<Received>>>,
+    pub(crate) seen: Arc<Mutex<Vec<ReceivedBody>>>,
     accepts: tokio::task::JoinHandle<()>,
 }
 
@@ -51,7 +51,7 @@ impl Drop for Hostile {
 
 impl Hostile {
     /// Answers the request of this number, from zero.
-    pub(crate) async fn new(script: impl Fn(usize, &Received) -> Reply + Send + Sync + 'static) -> Self {
+    pub(crate) async fn new(script: impl Fn(usize, &ReceivedBody) -> Reply + Send + Sync + 'static) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let seen = Arc::new(Mutex::new(Vec::new()));
@@ -82,8 +82,8 @@ impl Hostile {
 
 async fn serve(
     mut stream: TcpStream,
-    script: &(impl Fn(usize, &Received) -> Reply + Send + Sync),
-    log: &Mutex<Vec<Received>>,
+    script: &(impl Fn(usize, &ReceivedBody) -> Reply + Send + Sync),
+    log: &Mutex<Vec<ReceivedBody>>,
 ) {
     let Some(request) = read(&mut stream).await else { return };
     let number = {
@@ -102,7 +102,7 @@ async fn serve(
     }
 }
 
-async fn read(stream: &mut TcpStream) -> Option<Received> {
+async fn read(stream: &mut TcpStream) -> Option<ReceivedBody> {
     let mut octets = Vec::new();
     let head = loop {
         if let Some(at) = octets.windows(4).position(|four| four == b"\r\n\r\n") {
@@ -128,7 +128,7 @@ async fn read(stream: &mut TcpStream) -> Option<Received> {
         }
     }
     let mut line = text.split_whitespace();
-    Some(Received {
+    Some(ReceivedBody {
         method: line.next().unwrap().to_owned(),
         path: line.next().unwrap().to_owned(),
         key: field("idempotency-key"),
@@ -146,10 +146,10 @@ pub(crate) fn answer(status: u16, fields: &str, body: &str) -> Reply {
     Reply { octets: octets.into_bytes(), end: End::Close }
 }
 
-/// A policy for real time: no pauses to speak of, and patience with a busy machine.
+/// A policy for real time: no pauses to speak of, and lock_timeout with a busy machine.
 pub(crate) fn quick() -> RetryPolicy {
     RetryPolicy::default()
-        .with_pauses(Duration::from_millis(1), Duration::from_millis(5))
+        .with_backoff(Duration::from_millis(1), Duration::from_millis(5))
         .unwrap()
         .with_attempt_timeout(Duration::from_secs(60))
         .with_deadline(Duration::from_secs(120))

@@ -1,13 +1,13 @@
 //! A caller: asks under one key until the answer is definite.
 
-use oncegate::client::{Client, Intent, Key, reqwest::ReqwestTransport};
+use oncegate::client::{Client, IdempotencyKey, Intent, reqwest::ReqwestTransport};
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let service = std::env::args().nth(1).ok_or("give the address of the service")?;
     let client = Client::new(ReqwestTransport::build(reqwest::Client::builder())?);
     let intent = Intent::post(format!("{service}/payments"))?
-        .with_key(Key::derived("payment", ["order-123"]))
+        .with_key(IdempotencyKey::derived("payment", ["order-123"]))?
         .with_body("order-123");
     let answer = client.send(&intent).await?;
     let body = String::from_utf8_lossy(answer.response.body());

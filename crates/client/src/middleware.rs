@@ -4,36 +4,37 @@ use std::sync::Arc;
 
 use http::Method;
 use http::header::{HeaderMap, HeaderValue};
-use oncegate_core::Clock;
+use oncegate_core::{Clock, IdempotencyKey};
 
 use crate::backoff::Random;
 use crate::budget::RetryBudget;
-use crate::key::{Carrier, Key, KeyError};
+use crate::intent::IntentError;
+use crate::key::{Carrier, uuid_v7_key};
 use crate::policy::{Api, RetryPolicy};
-use crate::send::{Ask, Shared, is_repeatable, is_safe};
-use crate::verdict::Standing;
+use crate::send::{RequestInfo, RequestRunner, is_repeatable, is_safe};
+use crate::verdict::Protection;
 
 /// How requests that come by are sent.
 #[derive(Clone)]
-pub(crate) struct Door {
-    pub(crate) shared: Shared,
+pub(crate) struct MiddlewareCore {
+    pub(crate) runner: RequestRunner,
     pub(crate) carrier: Carrier,
     pub(crate) makes_keys: bool,
     pub(crate) retries_keyless: bool,
 }
 
 /// What is done with one of them.
-pub(crate) enum Way {
+pub(crate) enum RequestPlan {
     /// It has no key: it goes by once, and what comes back is neither read nor judged.
-    Past,
+    PassThrough,
     /// It is sent until there is a definite answer.
-    Until(Ask),
+    UntilDefinite(RequestInfo),
 }
 
-impl Door {
+impl MiddlewareCore {
     pub(crate) fn new() -> Self {
         Self {
-            shared: Shared::new(RetryPolicy::default()),
+            runner: RequestRunner::new(RetryPolicy::default()),
             carrier: Carrier::default(),
             makes_keys: false,
             retries_keyless: false,
@@ -45,36 +46,38 @@ impl Door {
         &self,
         method: &Method,
         headers: &mut HeaderMap,
-        key: Option<&Key>,
-    ) -> Result<Way, KeyError> {
-        let standing = match self.shared.policy.api {
+        key: Option<&IdempotencyKey>,
+    ) -> Result<RequestPlan, IntentError> {
+        let protection = match self.runner.policy.api {
             Api::Idempotent => {
                 let value = match key {
-                    Some(key) => self.carrier.value(key),
-                    None if self.needs_key(method, headers) => self.carrier.value(&Key::uuid_v7()?),
+                    Some(key) => Some(self.carrier.value(key)?),
+                    None if self.needs_key(method, headers) => Some(self.carrier.value(&uuid_v7_key()?)?),
                     None => None,
                 };
                 if let Some(value) = value {
                     headers.insert(self.carrier.name().clone(), value);
                 }
                 match has_one_value(headers, &self.carrier) && !is_safe(method) {
-                    true => Standing::Keyed,
+                    true => Protection::Keyed,
                     false => keyless(method),
                 }
             }
             Api::Plain => keyless(method),
         };
-        match standing {
-            Standing::Keyed => {}
+        match protection {
+            Protection::Keyed => {}
             // A request that asks for a stream of events looks like any other `GET`. To read its answer would hold it back
             // until its end, and to send it again would begin it once more.
-            _ if !self.retries_keyless => return Ok(Way::Past),
-            Standing::Once if self.shared.policy.api == Api::Idempotent => return Ok(Way::Past),
-            Standing::Safe | Standing::Repeatable | Standing::Once => {}
+            _ if !self.retries_keyless => return Ok(RequestPlan::PassThrough),
+            Protection::Once if self.runner.policy.api == Api::Idempotent => {
+                return Ok(RequestPlan::PassThrough);
+            }
+            Protection::Safe | Protection::Repeatable | Protection::Once => {}
         }
-        Ok(Way::Until(Ask {
+        Ok(RequestPlan::UntilDefinite(RequestInfo {
             method: method.clone(),
-            standing,
+            protection,
             sent_before: false,
             created_at: None,
             key_lifetime: None,
@@ -88,13 +91,13 @@ impl Door {
 }
 
 /// What protects a request without a key: its method.
-fn keyless(method: &Method) -> Standing {
+fn keyless(method: &Method) -> Protection {
     if is_safe(method) {
-        Standing::Safe
+        Protection::Safe
     } else if is_repeatable(method) {
-        Standing::Repeatable
+        Protection::Repeatable
     } else {
-        Standing::Once
+        Protection::Once
     }
 }
 
@@ -111,14 +114,14 @@ macro_rules! settings {
         /// When to send again, and when to stop.
         #[must_use]
         pub fn with_policy(mut self, policy: crate::RetryPolicy) -> Self {
-            self.door.shared.policy = policy;
+            self.core.runner.policy = policy;
             self
         }
 
         /// The field that carries the key.
         #[must_use]
         pub fn with_carrier(mut self, carrier: crate::Carrier) -> Self {
-            self.door.carrier = carrier;
+            self.core.carrier = carrier;
             self
         }
 
@@ -126,7 +129,7 @@ macro_rules! settings {
         /// with each call, so it protects the retries within, and not those of whoever calls again.
         #[must_use]
         pub fn with_new_keys(mut self) -> Self {
-            self.door.makes_keys = true;
+            self.core.makes_keys = true;
             self
         }
 
@@ -135,44 +138,44 @@ macro_rules! settings {
         /// then read whole before they are handed on, so leave this off for a client that reads streams of events.
         #[must_use]
         pub fn with_keyless_retries(mut self) -> Self {
-            self.door.retries_keyless = true;
+            self.core.retries_keyless = true;
             self
         }
 
         /// A retry budget that is shared with other clients of the same service.
         #[must_use]
         pub fn with_budget(mut self, budget: std::sync::Arc<crate::RetryBudget>) -> Self {
-            self.door.set_budget(budget);
+            self.core.set_budget(budget);
             self
         }
 
         /// Another clock than the system's, for dates and the age of keys. Pauses and deadlines are tokio's.
         #[must_use]
         pub fn with_clock(mut self, clock: std::sync::Arc<dyn oncegate_core::Clock>) -> Self {
-            self.door.set_clock(clock);
+            self.core.set_clock(clock);
             self
         }
 
         /// Other chances than the system's, for the pauses.
         #[must_use]
         pub fn with_random(mut self, random: std::sync::Arc<dyn crate::Random>) -> Self {
-            self.door.set_random(random);
+            self.core.set_random(random);
             self
         }
     };
 }
 pub(crate) use settings;
 
-impl Door {
+impl MiddlewareCore {
     pub(crate) fn set_budget(&mut self, budget: Arc<RetryBudget>) {
-        self.shared.budget = budget;
+        self.runner.budget = budget;
     }
 
     pub(crate) fn set_clock(&mut self, clock: Arc<dyn Clock>) {
-        self.shared.clock = clock;
+        self.runner.clock = clock;
     }
 
     pub(crate) fn set_random(&mut self, random: Arc<dyn Random>) {
-        self.shared.random = random;
+        self.runner.random = random;
     }
 }
