@@ -32,7 +32,7 @@ impl Timestamp {
         Self(self.0.saturating_add(u64::try_from(millis).unwrap_or(u64::MAX)))
     }
 
-    /// How long it is from `earlier` to this time; zero where `earlier` is later.
+    /// The time from `earlier` to this time; zero if `earlier` is later.
     #[must_use]
     pub const fn since(self, earlier: Self) -> Duration {
         Duration::from_millis(self.0.saturating_sub(earlier.0))
@@ -118,12 +118,12 @@ pub struct StoreClock<C> {
     clock: C,
     /// The store's time when `elapsed` was zero, in milliseconds. It only grows.
     base: AtomicU64,
-    /// Whether the time of day is, or was when last seen, too far ahead to be followed.
+    /// True if the time of day is, or was when last seen, too far ahead to be followed.
     is_ahead: AtomicBool,
     ahead: Mutex<Ahead>,
 }
 
-/// What is remembered while the time of day is too far ahead.
+/// The state while the time of day is too far ahead.
 #[derive(Debug, Default)]
 struct Ahead {
     /// The store's time from which on it may lag: records that were written later are younger than the time of day says.
@@ -148,7 +148,7 @@ pub struct LastWrite {
 pub struct ClockSkew {
     /// The difference.
     pub by: Duration,
-    /// Whether the time of day is ahead of the store's time; behind it otherwise.
+    /// True if the time of day is ahead of the store's time; false if it is behind.
     pub is_ahead: bool,
     /// If it is ahead: the store's time from which on the two disagree.
     pub since: Timestamp,

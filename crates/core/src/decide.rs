@@ -47,7 +47,7 @@ use crate::record::{Answer, Label, Record, State, StateName};
 use crate::response::StoredResponse;
 use crate::step::{Step, Steps};
 
-/// What a store can be told to do to one record.
+/// A command to a store about one record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Command {
@@ -72,15 +72,15 @@ pub enum Command {
 pub struct Claim {
     /// Random, new for each claim that is not sent again.
     pub attempt: AttemptId,
-    /// What makes two requests the same request.
+    /// The fingerprint of the request: equal fingerprints mean the same request.
     pub fingerprint: Fingerprint,
-    /// How long the ownership lasts without a renewal.
+    /// The length of the lease: the ownership ends after it unless it is renewed.
     pub lease: Duration,
-    /// How long a record is kept after its lease, or after it turned unknown.
+    /// The time that a record is kept after its lease, or after it turned unknown.
     pub retention: Duration,
-    /// What to do where an earlier owner's lease ran out.
+    /// The action if an earlier owner's lease ran out.
     pub on_abandoned: OnAbandoned,
-    /// What an operator sees of the record.
+    /// The part of the record that an operator sees.
     pub label: Label,
 }
 
@@ -102,9 +102,9 @@ pub enum OnAbandoned {
 pub struct Renew {
     /// The owner's token.
     pub token: FencingToken,
-    /// How long the ownership lasts from now.
+    /// The length of the lease from now.
     pub lease: Duration,
-    /// How long the record is kept after the lease.
+    /// The time that the record is kept after the lease.
     pub retention: Duration,
 }
 
@@ -113,9 +113,9 @@ pub struct Renew {
 pub struct RecordStep {
     /// The owner's token.
     pub token: FencingToken,
-    /// Which one it is, counted from 0: as many as there are before it.
+    /// The number of the step, counted from 0: the number of steps before it.
     pub number: usize,
-    /// What was finished.
+    /// The finished step.
     pub step: Step,
 }
 
@@ -124,13 +124,13 @@ pub struct RecordStep {
 pub struct Complete {
     /// The owner's token.
     pub token: FencingToken,
-    /// What came of the attempt.
+    /// The result of the attempt.
     pub completion: Completion,
-    /// How long the record is kept from now.
+    /// The time that the record is kept from now.
     pub retention: Duration,
 }
 
-/// What came of an attempt.
+/// The result of an attempt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Completion {
@@ -157,22 +157,22 @@ pub struct Release {
 /// An operator's word on a record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Resolve {
-    /// What became of the operation.
+    /// The outcome of the operation.
     pub resolution: Resolution,
-    /// How long the record is kept from now.
+    /// The time that the record is kept from now.
     pub retention: Duration,
     /// Also release a record whose owner may be alive. The owner is fenced; its effect may have happened all the same.
     pub force: bool,
     /// Replace what an operator said before, and change nothing else. Clients may have got the earlier answer. Without it, a
     /// resolution that another operator's overtook is refused. [`Resolution::Park`] needs no such word.
     pub amend: bool,
-    /// Who says so.
+    /// The operator's name.
     pub actor: String,
     /// Why. Kept in the audit trail.
     pub reason: String,
 }
 
-/// What an operator found out.
+/// The decision of an operator about a record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Resolution {
@@ -185,7 +185,7 @@ pub enum Resolution {
     Park,
 }
 
-/// What a store answers.
+/// The answer of a store to a command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Outcome {
@@ -195,7 +195,7 @@ pub enum Outcome {
     Replay(StoredResponse),
     /// Somebody else owns the record.
     InProgress {
-        /// What is left of the owner's lease.
+        /// The rest of the owner's lease.
         lease_left: Duration,
     },
     /// The key was used for another request.
@@ -206,7 +206,7 @@ pub enum Outcome {
     Unreplayable,
     /// The lease was renewed.
     Renewed {
-        /// When it ends now.
+        /// The new end of the lease.
         lease_until: Timestamp,
     },
     /// The step is noted.
@@ -242,15 +242,15 @@ pub enum Outcome {
 pub struct Grant {
     /// The number to show with every write.
     pub token: FencingToken,
-    /// How many attempts this record has seen, this one included.
+    /// The number of attempts at this record, this one included.
     pub attempts: u32,
-    /// When the ownership ends by the store's clock.
+    /// The end of the lease by the store's clock.
     pub lease_until: Timestamp,
-    /// Whether an earlier attempt was abandoned, so that its effect may have happened.
+    /// True if an earlier attempt was abandoned, so that its effect may have happened.
     pub after_abandoned: bool,
 }
 
-/// What a store writes.
+/// The write that a decision asks for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Write {
     /// Nothing.
@@ -261,12 +261,12 @@ pub enum Write {
     Delete,
 }
 
-/// What [`decide`] says: the answer, and what to write before it is given.
+/// The result of [`decide`]: the answer, and the write that must come before it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Decision {
     /// The answer.
     pub outcome: Outcome,
-    /// What to write first.
+    /// The write that must be durable before the answer is given.
     pub write: Write,
 }
 

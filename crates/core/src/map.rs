@@ -25,7 +25,7 @@ impl<T: Default> Default for Sharded<T> {
 }
 
 impl<T> Sharded<T> {
-    /// How many shards there are.
+    /// The number of shards.
     pub const COUNT: usize = SHARDS;
 
     /// The shard that this record belongs to, locked.

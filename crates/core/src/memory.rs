@@ -26,7 +26,7 @@ pub struct MemoryStore<C = SystemClock> {
     capacity: Capacity,
 }
 
-/// How much there is in all shards, and may be.
+/// The use and the limits of all shards together.
 struct Capacity {
     records: AtomicU64,
     max_records: u64,
@@ -34,7 +34,7 @@ struct Capacity {
     max_bytes: u64,
 }
 
-/// When a record is looked at for the first time to see whether it is to be purged.
+/// The time until a record is first checked for purging.
 const FIRST_LOOK: Duration = Duration::from_secs(600);
 
 #[derive(Default)]
@@ -87,12 +87,12 @@ impl<C: Clock> MemoryStore<C> {
         self
     }
 
-    /// How many records there are, expired ones included.
+    /// The number of records, expired ones included.
     pub fn len(&self) -> usize {
         self.shards.each().map(|shard| shard.records.len()).sum()
     }
 
-    /// Whether there is no record.
+    /// Returns true if there is no record.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }

@@ -1,4 +1,4 @@
-//! What a store holds for a [`RecordId`](crate::RecordId).
+//! The record that a store holds for a [`RecordId`](crate::RecordId).
 
 use std::fmt;
 use std::sync::Arc;
@@ -11,23 +11,23 @@ use crate::limits;
 use crate::response::StoredResponse;
 use crate::step::Steps;
 
-/// What a store holds for a [`RecordId`](crate::RecordId).
+/// The record that a store holds for a [`RecordId`](crate::RecordId).
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Record {
-    /// What made two requests the same request when this record was claimed.
+    /// The fingerprint of the request that claimed this record.
     pub fingerprint: Fingerprint,
     /// The token of the newest claim.
     pub token: FencingToken,
-    /// How many attempts were granted, the newest included.
+    /// The number of granted attempts, the newest included.
     pub attempts: u32,
-    /// Where the record is in its life.
+    /// The state of the record.
     pub state: State,
-    /// What an operator sees of it in a listing.
+    /// The part that an operator sees in a listing.
     pub label: Label,
-    /// When the record was first claimed.
+    /// The time of the first claim.
     pub created_at: Timestamp,
-    /// When it entered its state.
+    /// The time at which the record entered its state.
     pub changed_at: Timestamp,
     /// From when on it counts as absent and may be purged. Moves ahead with each renewal; counts from the completion
     /// once it is completed.
@@ -35,7 +35,7 @@ pub struct Record {
     /// What attempts at it have finished on their way, for the next one to go on after. None once its owner completed it; an
     /// operator's answer keeps them, because it may be taken back.
     pub steps: Steps,
-    /// Whether an operator put the record into its present state. Only such a completion may be amended or parked.
+    /// True if an operator put the record into its present state. Only such a completion may be amended or parked.
     pub by_operator: bool,
 }
 
@@ -47,9 +47,9 @@ pub enum State {
     InProgress {
         /// The attempt that owns it.
         attempt: AttemptId,
-        /// When the ownership ends.
+        /// The end of the lease.
         lease_until: Timestamp,
-        /// Whether an earlier attempt was abandoned, so that its effect may have happened.
+        /// True if an earlier attempt was abandoned, so that its effect may have happened.
         after_abandoned: bool,
     },
     /// Whether the effect took place is not known, and an operator has to say.
@@ -60,7 +60,7 @@ pub enum State {
     Released,
 }
 
-/// What a completed record can say.
+/// The answer of a completed record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Answer {
@@ -140,7 +140,7 @@ impl StateSet {
         Self(bits)
     }
 
-    /// Whether the state is in the set.
+    /// Returns true if the state is in the set.
     #[must_use]
     pub const fn contains(self, state: StateName) -> bool {
         self.0 & (1 << (state as u8)) != 0
@@ -195,7 +195,7 @@ impl Record {
         }
     }
 
-    /// Whether the record is past its retention and counts as absent.
+    /// Returns true if the record is past its retention and counts as absent.
     #[must_use]
     pub fn is_expired(&self, now: Timestamp) -> bool {
         now >= self.expires_at

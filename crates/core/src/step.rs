@@ -14,7 +14,7 @@ pub struct Step {
     result: Bytes,
 }
 
-/// Why a step cannot be recorded.
+/// The reason why a step cannot be recorded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum StepLimitError {
@@ -22,7 +22,7 @@ pub enum StepLimitError {
     Name,
     /// Its result alone has more than [`limits::MAX_STEPS_BYTES`] bytes.
     TooLarge {
-        /// How many it has.
+        /// The length of the result.
         bytes: usize,
     },
 }
@@ -65,7 +65,7 @@ impl Step {
         &self.name
     }
 
-    /// What came of it.
+    /// The result.
     #[must_use]
     pub const fn result(&self) -> &Bytes {
         &self.result
@@ -98,13 +98,13 @@ impl Steps {
         self.0.as_ref().map_or(&[], |steps| steps.as_slice())
     }
 
-    /// How many there are.
+    /// The number of steps.
     #[must_use]
     pub fn len(&self) -> usize {
         self.as_slice().len()
     }
 
-    /// Whether there are none.
+    /// Returns true if there are no steps.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.is_none()
@@ -116,7 +116,7 @@ impl Steps {
         self.as_slice().iter().map(Step::size).sum()
     }
 
-    /// Whether one more has room: [`limits::MAX_STEPS`], [`limits::MAX_STEPS_BYTES`].
+    /// Returns true if one more step fits: [`limits::MAX_STEPS`], [`limits::MAX_STEPS_BYTES`].
     #[must_use]
     pub fn has_room_for(&self, step: &Step) -> bool {
         self.len() < limits::MAX_STEPS && self.size() + step.size() <= limits::MAX_STEPS_BYTES

@@ -1,4 +1,4 @@
-//! What a store must do.
+//! The interface of a store.
 
 use std::error::Error as StdError;
 use std::fmt;
@@ -13,10 +13,10 @@ use crate::id::{CallerTag, KeyTag, RecordId};
 use crate::limits;
 use crate::record::{Record, StateName, StateSet};
 
-/// What a store method returns: boxed, so that a store can be chosen when the program starts.
+/// The future of a store method. Boxed, so that a store can be chosen when the program starts.
 pub type StoreFuture<'a, T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send + 'a>>;
 
-/// Where records live.
+/// A store of records.
 ///
 /// A store applies [`decide`](crate::decide()) to one record at a time, atomically, by its own clock, and answers only
 /// after what it wrote is as durable as [`Capabilities::durability`] says. Everything else that keeps the promises
@@ -94,7 +94,7 @@ pub trait Store: Send + Sync + 'static {
         Box::pin(std::future::ready(Err(StoreError::invalid(error))))
     }
 
-    /// What the store promises.
+    /// The promises of the store.
     fn capabilities(&self) -> Capabilities;
 }
 
@@ -127,7 +127,7 @@ impl IntoStore for Arc<dyn Store> {
 pub struct Advisory {
     /// A short name that does not change, for metrics and alerts.
     pub name: &'static str,
-    /// What is the matter, and what to do.
+    /// The problem, and what to do about it.
     pub text: String,
 }
 
@@ -138,19 +138,19 @@ impl Advisory {
     }
 }
 
-/// What a store promises, as the table in GUARANTEES.md spells it.
+/// The promises of a store, as in the table of GUARANTEES.md.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Capabilities {
     /// The store's name in messages and metrics.
     pub name: &'static str,
-    /// What survives.
+    /// The durability of acknowledged writes.
     pub durability: Durability,
-    /// How far tokens can be trusted.
+    /// The guarantee of fencing tokens.
     pub fencing: Fencing,
-    /// Whether a completion can commit together with the effect.
+    /// True if a completion can commit together with the effect.
     pub atomic_with_effect: bool,
-    /// Whether a listing is in the order of the identifiers.
+    /// True if a listing is in the order of the identifiers.
     pub lists_in_order: bool,
 }
 
@@ -162,7 +162,7 @@ impl Capabilities {
     }
 }
 
-/// What survives of an acknowledged write.
+/// The durability of an acknowledged write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Durability {
@@ -174,7 +174,7 @@ pub enum Durability {
     Synced,
 }
 
-/// How far tokens can be trusted.
+/// The guarantee of fencing tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Fencing {
@@ -184,7 +184,7 @@ pub enum Fencing {
     Monotonic,
 }
 
-/// What to list.
+/// A query for a listing of records.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ListQuery {
@@ -200,7 +200,7 @@ pub struct ListQuery {
     pub min_age: Duration,
     /// Only records after this one: the cursor of the page before. Where the store's order is its own, it is no record.
     pub after: Option<RecordId>,
-    /// How many, [`limits::MAX_PAGE_RECORDS`] at most.
+    /// The number of records, [`limits::MAX_PAGE_RECORDS`] at most.
     pub limit: usize,
 }
 
@@ -219,7 +219,7 @@ impl Default for ListQuery {
 }
 
 impl ListQuery {
-    /// Whether the record is one of those asked for.
+    /// Returns true if the record matches the query.
     #[must_use]
     pub fn matches(&self, record: &Record, now: Timestamp) -> bool {
         !record.is_expired(now)
@@ -244,7 +244,7 @@ pub struct ListPage {
     pub records: Vec<(RecordId, Record)>,
     /// Records that cannot be read.
     pub unreadable: Vec<RecordId>,
-    /// Where the next page starts; `None` after the last one.
+    /// The cursor of the next page; `None` after the last one.
     pub next: Option<RecordId>,
 }
 
@@ -253,7 +253,7 @@ pub struct ListPage {
 pub struct AuditEntry {
     /// Grows by one with each entry.
     pub number: u64,
-    /// When, by the store's clock.
+    /// The time, by the store's clock.
     pub at: Timestamp,
     /// On which record.
     pub id: RecordId,
@@ -261,9 +261,9 @@ pub struct AuditEntry {
     pub from: StateName,
     /// The state after.
     pub to: StateName,
-    /// Who.
+    /// The operator.
     pub actor: String,
-    /// Why.
+    /// The operator's reason.
     pub reason: String,
 }
 
@@ -277,7 +277,7 @@ pub struct StoreError {
     source: Option<Box<dyn StdError + Send + Sync>>,
 }
 
-/// What a caller can do about a [`StoreError`].
+/// The kind of a [`StoreError`]: what a caller can do about it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum StoreErrorKind {
@@ -293,14 +293,14 @@ pub enum StoreErrorKind {
 }
 
 impl StoreErrorKind {
-    /// Whether the same command, sent again later, may get an answer.
+    /// Returns true if the same command, sent again later, may get an answer.
     #[must_use]
     pub const fn may_pass(self) -> bool {
         matches!(self, Self::Unavailable | Self::Locked)
     }
 }
 
-/// How much of a store an error is about.
+/// The part of a store that an error is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Extent {
@@ -361,13 +361,13 @@ impl StoreError {
         Self { unsent: true, ..self }
     }
 
-    /// What a caller can do about it.
+    /// The kind of the error: what a caller can do about it.
     #[must_use]
     pub const fn kind(&self) -> StoreErrorKind {
         self.kind
     }
 
-    /// How much of the store it is about.
+    /// The part of the store that the error is about.
     #[must_use]
     pub const fn extent(&self) -> Extent {
         self.extent

@@ -126,7 +126,7 @@ impl Watchers {
         state.watched.keys().copied().collect()
     }
 
-    /// Whether nobody watches anything.
+    /// Returns true if there is no watcher.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.lock().watched.is_empty()

@@ -32,7 +32,7 @@ pub struct AnswerPermit {
     leader: Leader,
 }
 
-/// What became of an answer that was found out.
+/// The outcome of [`AnswerPermit::add`].
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum AddAnswerOutcome {
@@ -190,7 +190,7 @@ impl Inner {
     }
 }
 
-/// What the record of a completed request says on a second look.
+/// The answer of a completed record on a second look.
 enum FoundAnswer {
     Awaited(Record),
     Answered(StoredResponse),

@@ -27,27 +27,28 @@ pub struct Attempt(pub(crate) Arc<AttemptInner>);
 pub(crate) struct AttemptInner {
     pub(crate) id: RecordId,
     pub(crate) label: Label,
-    /// When its claim was sent.
+    /// The time at which its claim was sent.
     pub(crate) begun: Instant,
     pub(crate) grant: Grant,
     pub(crate) policy: Policy,
     /// Tells attempts with the same due time apart in the renewer.
     pub(crate) number: u64,
-    /// When the keeper looks at it next; `None` once it is settled. Guarded by the keeper's lock.
+    /// The time of the next renewal; `None` once the attempt has ended. Guarded by the lock of the
+    /// `LeaseRenewer`.
     pub(crate) due: Mutex<Option<Instant>>,
     lease: Mutex<LeaseEnd>,
-    /// How often a renewal that [`Attempt::confirm_lease`] asked for failed.
+    /// The number of failed renewals that [`Attempt::confirm_lease`] asked for.
     failures: AtomicU64,
-    /// How the last one failed. One asks at a time.
+    /// The kind of the last such failure. Held during the renewal, so that one asks at a time.
     last_failure: tokio::sync::Mutex<StoreErrorKind>,
     ended: AtomicBool,
     lost: AtomicBool,
     lost_notify: Notify,
     pub(crate) store: Arc<dyn Store>,
     observer: Arc<dyn Observer>,
-    /// How far its steps have come.
+    /// The progress of its steps.
     pub(crate) progress: tokio::sync::Mutex<Progress>,
-    /// Whether the log says already that the lease ran out.
+    /// True if the log already has a line that the lease ran out.
     pub(crate) warned: AtomicBool,
 }
 
@@ -114,13 +115,13 @@ impl Attempt {
         self.0.grant.token
     }
 
-    /// Which attempt this is, from 1.
+    /// The number of this attempt at the record, from 1.
     #[must_use]
     pub fn number(&self) -> u32 {
         self.0.grant.attempts
     }
 
-    /// Whether an earlier attempt was abandoned, so that its effect may have happened.
+    /// Returns true if an earlier attempt was abandoned, so that its effect may have happened.
     #[must_use]
     pub fn is_after_abandoned(&self) -> bool {
         self.0.grant.after_abandoned
@@ -243,12 +244,12 @@ impl Attempt {
         lock(&self.0.lease).is_over()
     }
 
-    /// Whether another attempt is known to own the record.
+    /// Returns true if another attempt is known to own the record.
     pub(crate) fn is_lost(&self) -> bool {
         self.0.lost.load(Ordering::Acquire)
     }
 
-    /// Whether its handler has ended, so that its lease is not renewed any more.
+    /// Returns true if its handler has ended, so that its lease is not renewed any more.
     pub(crate) fn has_ended(&self) -> bool {
         self.0.ended.load(Ordering::Acquire)
     }
@@ -302,13 +303,13 @@ pub(crate) struct HeldPermit {
     claim: Option<Box<(ClaimRequest, AttemptId)>>,
 }
 
-/// What became of the end of an attempt.
+/// The outcome of storing the end of an attempt.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum SettleOutcome {
     /// The store has it.
     Done,
-    /// Somebody else owns the record; nothing was changed. The effect of this attempt may stand beside the other's.
+    /// Another attempt owns the record; nothing was changed. The effect of this attempt may exist next to the other's.
     Fenced,
     /// The store is out of reach. The engine goes on trying until the record's retention ends. From the end of the lease
     /// on, the next claim of another process finds an abandoned record; under `park` this end is still taken after that.
@@ -332,7 +333,7 @@ impl Permit {
         }
     }
 
-    /// What the handler may know. `None` never, except after a panic inside this type.
+    /// The attempt, as its handler sees it.
     #[must_use]
     pub fn attempt(&self) -> Attempt {
         match &self.0 {
@@ -474,7 +475,7 @@ impl AttemptEnd {
         }
     }
 
-    /// What those hear who came along with the same request.
+    /// The outcome for claims of the same request that wait in this process.
     fn landing(self) -> SharedOutcome {
         match self {
             Self::Complete(Completion::Replayable(response)) => SharedOutcome::Replay(response),
@@ -644,7 +645,7 @@ pub(crate) struct UnstoredEnd {
     attempt: Attempt,
     ending: AttemptEnd,
     claim: Mutex<Option<Box<(ClaimRequest, AttemptId)>>>,
-    /// Whether the store has taken or refused it. HeldPermit while it is sent, so that it is sent once at a time.
+    /// True once the store has accepted or refused the end. Locked while it is sent, so that it is sent once at a time.
     stored: tokio::sync::Mutex<bool>,
 }
 
@@ -722,8 +723,8 @@ pub(crate) fn again_after(pause: Duration, error: &StoreError) -> Duration {
     if error.is_unsent() { pause.min(SOON) } else { pause }
 }
 
-/// How often [`Attempt::confirm_lease`] asks for a lease that is over again before it could be used.
+/// The number of renewals in [`Attempt::confirm_lease`] if each lease is over before it could be used.
 const RENEWALS: usize = 3;
 
-/// How many completions may be tried again in the background at a time.
+/// The limit on completions that are tried again in the background at a time.
 pub(crate) const DEFERRED: usize = limits::MAX_DEFERRED;

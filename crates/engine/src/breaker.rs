@@ -56,7 +56,7 @@ use oncegate_core::ConfigError;
 #[derive(Clone)]
 pub struct Breaker(Arc<Shared>);
 
-/// How a [`Breaker`] is put together.
+/// The builder of a [`Breaker`].
 pub struct BreakerBuilder {
     store: Arc<dyn Store>,
     probe_timeout: Duration,
@@ -64,7 +64,7 @@ pub struct BreakerBuilder {
     is_open: bool,
 }
 
-/// Where a [`Breaker`] is.
+/// The state of a [`Breaker`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum BreakerState {
@@ -114,7 +114,7 @@ const CALM: Duration = Duration::from_secs(5);
 /// A record that nobody has, to see whether records can be read.
 const UNUSED_RECORD: RecordId = RecordId::from_bytes([0; 32]);
 
-/// What a command does.
+/// The kind of a command.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Reads,
@@ -123,7 +123,7 @@ enum Kind {
     Purges,
 }
 
-/// Whether what was answered had to be written first.
+/// Returns true if the answer had to be written first.
 const fn is_written(outcome: &Outcome) -> bool {
     matches!(
         outcome,
@@ -143,30 +143,30 @@ struct Shared {
     runtime: Option<Handle>,
     /// Read by every command; changed under the lock of `watch`.
     state: AtomicU8,
-    /// Whether a success is worth the lock.
+    /// True if a success must take the lock.
     is_suspected: AtomicBool,
     is_degraded: AtomicBool,
     openings: AtomicU64,
     watch: Mutex<Watch>,
 }
 
-/// What is remembered while something is wrong.
+/// The state while something is wrong.
 #[derive(Default)]
 struct Watch {
-    /// Whether the task that asks the store runs.
+    /// True while the task that probes the store runs.
     probing: bool,
-    /// Whether there was reason to ask again since it last began to.
+    /// True if there was a reason for another probe since the last one began.
     again: bool,
-    /// Whether the store said that it is well, and no command failed since.
+    /// True if a probe succeeded, and no command failed since.
     excused: bool,
     strikes: u32,
-    /// Whether a write failed, and none succeeded since.
+    /// True if a write failed, and none succeeded since.
     writes_fail: bool,
-    /// Whether the one command that passes while half-open is on its way.
+    /// True while the one command that passes while half-open is on its way.
     trying: bool,
-    /// When a command failed last.
+    /// The time of the last failed command.
     failed_at: Option<Instant>,
-    /// When a write was refused last.
+    /// The time of the last refused write.
     refused_at: Option<Instant>,
     /// Since when it is degraded.
     since: Option<Instant>,
@@ -244,19 +244,19 @@ impl Breaker {
         }
     }
 
-    /// Where it is.
+    /// The state.
     #[must_use]
     pub fn state(&self) -> BreakerState {
         self.0.state()
     }
 
-    /// How often it opened.
+    /// The number of times that it opened.
     #[must_use]
     pub fn openings(&self) -> u64 {
         self.0.openings.load(Ordering::Relaxed)
     }
 
-    /// Whether the store is out of reach, or takes no writes, as far as is known.
+    /// Returns true if the store is out of reach, or takes no writes, as far as is known.
     #[must_use]
     pub fn is_degraded(&self) -> bool {
         self.0.is_degraded.load(Ordering::Relaxed)

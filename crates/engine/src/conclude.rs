@@ -15,15 +15,15 @@ use crate::attempt::{HeldPermit, Permit, again_after};
 use crate::event::EventKind;
 use crate::single_flight::SharedOutcome;
 
-/// What an operation that completes its record itself ended with.
+/// The result that an operation reports if it completes its record itself.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum OperationReport {
     /// An answer that decides: it is to be replayed, or it cannot be ([`Completion::Tombstone`]).
     Answer {
-        /// What the record gets, unless the operation's own transaction has given it more.
+        /// The completion for the record, unless the operation's own transaction has already stored a response.
         completion: Completion,
-        /// Whether the answer reports a success. Then the operation's own transaction should have completed the record.
+        /// True if the response reports a success. Then the operation's own transaction should have completed the record.
         success: bool,
     },
     /// Nothing: no answer came, or one that decides nothing (a server error). Whether the effect took place, only the record
@@ -39,7 +39,7 @@ impl OperationReport {
     }
 }
 
-/// What came of it.
+/// The outcome of [`Permit::conclude`].
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum ConcludeOutcome {
@@ -54,7 +54,7 @@ pub enum ConcludeOutcome {
     Awaited,
     /// The operation did not take place and cannot any more; the key is free.
     Released,
-    /// Somebody else owns the record. A transaction of this attempt that has not committed cannot any more.
+    /// Another attempt owns the record. A transaction of this attempt that has not committed cannot commit any more.
     Fenced,
     /// It is not known yet: an open transaction holds the record, or the store is out of reach. The engine goes on trying
     /// until the lease ends; after that the record is decided by the next claim.
@@ -207,7 +207,7 @@ impl HeldPermit {
     }
 }
 
-/// What there is to do about a record that the attempt owns.
+/// The next write to a record that the attempt owns.
 enum NextWrite<'a> {
     Nothing(Conclusion),
     Complete(&'a Completion, Option<EventKind>),

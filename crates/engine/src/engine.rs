@@ -62,7 +62,7 @@ pub(crate) struct Inner {
     flights: Arc<Flights>,
     /// Random, drawn once: the upper half of every attempt's identifier.
     pub(crate) origin: u64,
-    /// How many claims were made: the lower half.
+    /// The number of claims so far: the lower half.
     pub(crate) claims: AtomicU64,
 }
 
@@ -71,15 +71,15 @@ pub(crate) struct Inner {
 pub struct ClaimRequest {
     /// The record to own.
     pub id: RecordId,
-    /// What makes two requests the same request.
+    /// The fingerprint of the request: equal fingerprints mean the same request.
     pub fingerprint: Fingerprint,
-    /// What an operator sees of the record.
+    /// The part of the record that an operator sees.
     pub label: Label,
-    /// How long things last.
+    /// The lease, the retention and the other rules of the claim.
     pub policy: Policy,
 }
 
-/// What a claim comes to.
+/// The outcome of a claim.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum ClaimOutcome {
@@ -89,7 +89,7 @@ pub enum ClaimOutcome {
     Replay(StoredResponse),
     /// Another attempt owns the record.
     InProgress {
-        /// What is left of the owner's lease, unless the owner renews it.
+        /// The rest of the owner's lease, unless the owner renews it.
         lease_left: Duration,
         /// How long that attempt has been running, as far as this process can tell. An attempt of another process may have been
         /// running longer.
@@ -109,7 +109,7 @@ pub enum ClaimOutcome {
     AnswerAwaited,
 }
 
-/// How an engine is put together.
+/// The builder of an [`Engine`].
 pub struct EngineBuilder {
     store: Arc<dyn Store>,
     observer: Arc<dyn Observer>,
@@ -126,7 +126,7 @@ impl EngineBuilder {
         Self { runtime: Some(runtime), ..self }
     }
 
-    /// Who hears of everything that happens.
+    /// Sets the observer that gets every [`Event`].
     #[must_use]
     pub fn with_observer(self, observer: impl Observer) -> Self {
         Self { observer: Arc::new(observer), ..self }
@@ -140,7 +140,7 @@ impl EngineBuilder {
         Self { service: Some(service), ..self }
     }
 
-    /// How often records past their retention are removed; `None` leaves that to somebody else. Every second by default.
+    /// Sets the interval of removing records past their retention: a second by default. `None` leaves that to another process.
     #[must_use]
     pub fn with_purge_interval(self, purge_every: Option<Duration>) -> Self {
         Self { purge_every, ..self }
@@ -172,7 +172,7 @@ impl EngineBuilder {
     }
 }
 
-/// How long a claim waits for another claim of the same process that is asking the store. A store answers sooner.
+/// The bound on the wait for another claim of the same process that is asking the store. A store answers sooner.
 const CLAIM_TIMEOUT: Duration = Duration::from_secs(30);
 
 impl Engine {
@@ -209,7 +209,7 @@ impl Engine {
         }
     }
 
-    /// How many records somebody in this process is at.
+    /// The number of records that this process is claiming, executing or waiting for.
     #[must_use]
     pub fn in_flight(&self) -> usize {
         self.inner.flights.len()
@@ -220,7 +220,7 @@ impl Engine {
     /// Dropping the future is safe: a claim that was under way is carried to its end, and released if it was granted.
     ///
     /// # Errors
-    /// What the store said. Nothing may be executed then.
+    /// The error of the store. Nothing may be executed then.
     pub async fn claim(&self, request: ClaimRequest) -> Result<ClaimOutcome, StoreError> {
         let inner = &self.inner;
         inner.renewer.ensure_running();

@@ -1,4 +1,4 @@
-//! What happened, for metrics, logs and histories.
+//! Events for metrics, logs and histories.
 
 use oncegate_core::{FencingToken, RecordId, StoreErrorKind};
 
@@ -6,11 +6,11 @@ use oncegate_core::{FencingToken, RecordId, StoreErrorKind};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Event {
-    /// Which record.
+    /// The record.
     pub id: RecordId,
-    /// Under which token, where there is one.
+    /// The token of the attempt, if there is one.
     pub token: Option<FencingToken>,
-    /// What.
+    /// The kind of event.
     pub kind: EventKind,
 }
 
@@ -20,7 +20,7 @@ impl Event {
     }
 }
 
-/// What happened.
+/// The kind of an [`Event`].
 ///
 /// Every claim that is waited for ends in exactly one of the first seven, so that they add up to the number of claims.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -28,17 +28,17 @@ impl Event {
 pub enum EventKind {
     /// A claim was granted: an execution begins.
     Executing {
-        /// How many attempts the record has seen.
+        /// The number of attempts at the record.
         attempts: u32,
-        /// Whether an earlier attempt was abandoned.
+        /// True if an earlier attempt was abandoned.
         after_abandoned: bool,
     },
     /// A claim got the stored answer.
     Replayed {
-        /// Whether it waited for the owner first.
+        /// True if the claim waited for the owner first.
         waited: bool,
     },
-    /// A claim heard that somebody else is at it.
+    /// A claim found the record in progress.
     InProgress,
     /// A claim came with another request.
     Mismatch,
@@ -69,7 +69,7 @@ pub enum EventKind {
     Renewed,
     /// A renewal failed in the store and is tried again.
     RenewalFailed(StoreErrorKind),
-    /// Somebody else owns the record of a running attempt.
+    /// Another attempt owns the record of a running attempt.
     LeaseLost,
     /// A completion or release failed in the store and is tried again in the background.
     SettlementDeferred(StoreErrorKind),

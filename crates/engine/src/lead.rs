@@ -53,7 +53,7 @@ pub(crate) struct WaitLimit {
     pub(crate) deadline: Instant,
     /// Notified when the caller is gone.
     pub(crate) gone: Notify,
-    /// Whether the claim has waited.
+    /// True once the claim has waited.
     waited: AtomicBool,
 }
 
@@ -359,7 +359,7 @@ fn remote_owner(policy: &Policy, asked_at: Instant, lease_left: Duration, began_
 /// A claim without an answer.
 struct AskError {
     error: StoreError,
-    /// Whether the store may have granted it, so that it has to be taken back.
+    /// True if the store may have granted the claim, so that it has to be released.
     maybe_applied: bool,
 }
 

@@ -25,7 +25,7 @@ impl ClockReading {
     }
 }
 
-/// When a lease ends.
+/// The end of a lease.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LeaseEnd {
     pub(crate) monotonic: Instant,
@@ -39,7 +39,7 @@ impl LeaseEnd {
         Self { monotonic: asked_at.monotonic + lease, wall: asked_at.wall.checked_add(lease) }
     }
 
-    /// Whether one of the clocks says that the lease is over.
+    /// Returns true if the lease is over by one of the clocks.
     pub(crate) fn is_over(&self) -> bool {
         Instant::now() >= self.monotonic || self.wall.is_some_and(|wall| SystemTime::now() >= wall)
     }

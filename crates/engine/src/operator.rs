@@ -1,4 +1,4 @@
-//! What an operator may do with the records of a store, from inside of the program that has it open.
+//! The actions of an operator on the records of a store, inside the program that has it open.
 
 use std::error::Error as StdError;
 use std::fmt;
@@ -97,7 +97,7 @@ pub enum AuditTextError {
     Empty,
     /// It has more than [`limits::MAX_AUDIT_TEXT_BYTES`] bytes.
     TooLong {
-        /// How many it has.
+        /// The length of the text.
         bytes: usize,
     },
     /// It has control characters, which terminals obey.
@@ -150,7 +150,7 @@ impl Engine {
     /// it still owns the record, so that a key that was released by force is free in this process, too.
     ///
     /// # Errors
-    /// What the store said.
+    /// The error of the store.
     pub async fn resolve(&self, id: RecordId, command: Resolve) -> Result<Outcome, StoreError> {
         let outcome = self.store().apply(id, Command::Resolve(command)).await?;
         if matches!(outcome, Outcome::Resolved { .. })
@@ -163,7 +163,7 @@ impl Engine {
     }
 }
 
-/// How far an operator's word goes.
+/// The reach of an operator's decision.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mode {
     /// The first word on the record.
@@ -175,7 +175,7 @@ enum Mode {
 }
 
 impl Operator {
-    /// How long a record is kept after it was resolved: 24 hours by default.
+    /// Sets the time that a record is kept after it was resolved: 24 hours by default.
     ///
     /// # Errors
     /// As [`Policy::with_retention`].
@@ -187,7 +187,7 @@ impl Operator {
     /// A page of records.
     ///
     /// # Errors
-    /// What the store said.
+    /// The error of the store.
     pub async fn list(&self, query: ListQuery) -> Result<ListPage, StoreError> {
         self.engine.store().list(query).await
     }
@@ -196,7 +196,7 @@ impl Operator {
     /// is gone and nobody has come again. At most [`limits::MAX_PAGE_RECORDS`].
     ///
     /// # Errors
-    /// What the store said.
+    /// The error of the store.
     pub async fn unsettled(&self, operation: &str) -> Result<Vec<(RecordId, Record)>, StoreError> {
         let mut found = Vec::new();
         let mut query = ListQuery::default();
@@ -217,7 +217,7 @@ impl Operator {
     /// One record.
     ///
     /// # Errors
-    /// What the store said.
+    /// The error of the store.
     pub async fn look_up(&self, id: RecordId) -> Result<Option<Record>, StoreError> {
         self.engine.store().lookup(id).await
     }
@@ -279,7 +279,7 @@ impl Operator {
     /// The audit trail, newest first: at most `limit` entries from before the entry number `before`.
     ///
     /// # Errors
-    /// What the store said.
+    /// The error of the store.
     pub async fn audit(&self, before: Option<u64>, limit: usize) -> Result<Vec<AuditEntry>, StoreError> {
         self.engine.store().audit(before, limit).await
     }

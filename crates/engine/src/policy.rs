@@ -1,4 +1,4 @@
-//! How long things last, and what happens when they don't.
+//! The lease, the retention, the wait and the rule for abandoned attempts.
 
 use std::time::Duration;
 
@@ -42,7 +42,7 @@ impl Policy {
         Ok(Self { lease, ..self })
     }
 
-    /// How long a completed record is kept, counted from its completion.
+    /// Sets the time that a completed record is kept, counted from its completion.
     ///
     /// # Errors
     /// Outside [`limits::MIN_RETENTION`] to [`limits::MAX_RETENTION`].
@@ -61,7 +61,7 @@ impl Policy {
         Ok(Self { wait, ..self })
     }
 
-    /// What a claim does where an earlier owner's lease ran out.
+    /// The action of a claim if an earlier owner's lease ran out.
     #[must_use]
     pub const fn with_on_abandoned(self, on_abandoned: OnAbandoned) -> Self {
         Self { on_abandoned, ..self }
@@ -75,13 +75,13 @@ impl Policy {
         Self { asks_for_answers, ..self }
     }
 
-    /// How long a claim owns its record without a renewal.
+    /// The length of the lease.
     #[must_use]
     pub const fn lease(&self) -> Duration {
         self.lease
     }
 
-    /// How long a completed record is kept.
+    /// The time that a completed record is kept.
     #[must_use]
     pub const fn retention(&self) -> Duration {
         self.retention
@@ -94,19 +94,19 @@ impl Policy {
         (self.lease * RELEASED_LEASES).clamp(limits::MIN_RETENTION, self.retention.max(limits::MIN_RETENTION))
     }
 
-    /// How long a duplicate waits.
+    /// The time that a duplicate waits.
     #[must_use]
     pub const fn wait(&self) -> Duration {
         self.wait
     }
 
-    /// Whether a claim may get the right to add the answer that a completed record has not got.
+    /// Returns true if a claim may get the right to add the missing answer of a completed record.
     #[must_use]
     pub const fn asks_for_answers(&self) -> bool {
         self.asks_for_answers
     }
 
-    /// What a claim does where an earlier owner's lease ran out.
+    /// The action of a claim if an earlier owner's lease ran out.
     #[must_use]
     pub const fn on_abandoned(&self) -> OnAbandoned {
         self.on_abandoned

@@ -33,10 +33,10 @@ const PAUSE_OUT: Duration = Duration::from_secs(2);
 /// claim that arrives late is released before its own lease ends.
 const PAUSE_LATE: Duration = Duration::from_secs(30);
 
-/// How long a claim that is not there is looked for often.
+/// The time for which a claim that is not there is looked for often.
 const LATE_OFTEN: Duration = Duration::from_secs(5 * 60);
 
-/// How many claims may be looked for at a time while the store answers. A further one is left to its lease.
+/// The limit on claims that are looked for at a time while the store answers. A further one is left to its lease.
 pub(crate) const LATE: usize = 1024;
 
 /// How many claims may still be looked for after [`LATE_OFTEN`], until their records would be past the retention.
@@ -46,7 +46,7 @@ pub(crate) const VERY_LATE: usize = 4096;
 pub(crate) struct DoubtfulClaim {
     request: ClaimRequest,
     attempt: AttemptId,
-    /// Whether it is settled. HeldPermit during a look, so that there is one at a time.
+    /// True once the claim is settled. Locked during a look, so that there is one at a time.
     settled: Mutex<bool>,
 }
 

@@ -27,7 +27,7 @@ pub(crate) struct Flight {
     changed: Notify,
 }
 
-/// How far a flight is.
+/// The phase of a flight.
 #[derive(Clone, Debug)]
 pub(crate) enum Phase {
     /// The store was asked and has not answered.
@@ -47,7 +47,7 @@ pub(crate) enum Owner {
     Remote(RemoteOwner),
 }
 
-/// What is known of an attempt of another process.
+/// The known facts about an attempt of another process.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RemoteOwner {
     /// The end of its lease, unless it is renewed.
@@ -57,7 +57,7 @@ pub(crate) struct RemoteOwner {
 }
 
 impl Owner {
-    /// What a claim is told that finds this owner.
+    /// The outcome of a claim that finds this owner.
     pub(crate) fn outcome(&self) -> ClaimOutcome {
         match self {
             Self::Local(attempt) => {
@@ -70,7 +70,7 @@ impl Owner {
 }
 
 impl RemoteOwner {
-    /// What a claim is told that finds this owner.
+    /// The outcome of a claim that finds this owner.
     pub(crate) fn outcome(self) -> ClaimOutcome {
         let now = Instant::now();
         ClaimOutcome::InProgress {
@@ -80,7 +80,7 @@ impl RemoteOwner {
     }
 }
 
-/// What a flight leaves behind for those who came along with the same request.
+/// The outcome that a flight shares with the claims that waited for it with the same request.
 #[derive(Clone, Debug)]
 pub(crate) enum SharedOutcome {
     /// The answer to replay.
@@ -99,7 +99,7 @@ pub(crate) enum SharedOutcome {
     AskAgain,
 }
 
-/// What joining a record's flight comes to.
+/// The role of a claim in a record's flight.
 #[derive(Debug)]
 pub(crate) enum JoinOutcome {
     /// Nobody was at it: go and ask the store, then land.

@@ -42,16 +42,16 @@ use crate::attempt::{Attempt, again_after};
 use crate::function::ErrorFate;
 use crate::function::value;
 
-/// What the names of the engine's own steps start with.
+/// The prefix of the engine's own step names.
 const OWN: char = '~';
 
-/// Where the input of a resumable function is kept.
+/// The name of the step that keeps the input of a resumable function.
 pub(crate) const INPUT: &str = "~input";
 
 /// How large it may be, in bytes of its JSON: half of what a record has room for.
 pub(crate) const MAX_INPUT_BYTES: usize = limits::MAX_STEPS_BYTES / 2;
 
-/// What the name of a compensation starts with.
+/// The prefix of the name of a compensation.
 const UNDO: &str = "~undo ";
 
 /// How much may be recorded of a compensation, in bytes: why it failed, in so many characters, none of which takes more than
@@ -71,7 +71,7 @@ const ERROR: &str = "~error";
 /// What is recorded of such an error that finds no room, or that nobody could read.
 const NO_ERROR: &[u8] = b"null";
 
-/// How a step failed.
+/// The failure of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StepFailure<E> {
     /// It did not take place and never will: declined, out of stock. What was finished before is taken back.
@@ -88,7 +88,7 @@ impl<E> From<E> for StepFailure<E> {
     }
 }
 
-/// Why a step has no value.
+/// The error of a step: the reason why it has no value.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum StepError<E> {
@@ -100,7 +100,7 @@ pub enum StepError<E> {
     NotTakenBack {
         /// The step that it takes back.
         step: String,
-        /// What it said.
+        /// The error text.
         reason: String,
     },
     /// A compensation failed for good; the others were done. An operator has to take the step back, and to say what came of
@@ -108,24 +108,24 @@ pub enum StepError<E> {
     Stuck {
         /// The step that it takes back.
         step: String,
-        /// What it said.
+        /// The error text.
         reason: String,
     },
-    /// Somebody else owns the record. Stop: what was begun here goes on there.
+    /// Another attempt owns the record. Stop: it continues the operation.
     Fenced,
     /// Another step was recorded in this place: the code has changed since. Nothing was run. With the code that fits, the
     /// operation goes on.
     Differs {
-        /// Which one, from 0.
+        /// The number of the step, from 0.
         number: usize,
         /// The step that is recorded.
         recorded: String,
     },
     /// What is recorded cannot be read as the type that is asked for. Nothing was run.
     Undecodable {
-        /// Which step.
+        /// The step.
         step: String,
-        /// What does not fit. Shows nothing of the value.
+        /// The mismatch, without any part of the value.
         reason: String,
     },
     /// The step took place, and its result could not be recorded.
@@ -141,7 +141,7 @@ pub enum StepError<E> {
     },
     /// The store did not answer, before the step or after it.
     Store {
-        /// What it said.
+        /// The error text.
         reason: String,
     },
 }
@@ -195,15 +195,15 @@ impl<E: fmt::Debug + fmt::Display> StdError for StepError<E> {}
 
 type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 
-/// What takes a step back: it gets its key.
+/// The compensation of a step. It gets its key.
 type Undo = Box<dyn FnOnce(String) -> BoxFuture<'static, Result<(), StepFailure<String>>> + Send>;
 
-/// How far an attempt has come.
+/// The progress of an attempt through its steps.
 #[derive(Default)]
 pub(crate) struct Progress {
     is_loaded: bool,
     recorded: Vec<Step>,
-    /// How many of them the code has passed.
+    /// The number of recorded steps that the code has passed.
     passed: usize,
     undo: Vec<(String, Undo)>,
     /// Nothing more runs under this attempt.
@@ -220,7 +220,7 @@ pub(crate) struct Progress {
     is_taken_back: bool,
 }
 
-/// How an attempt's steps stand when it ends.
+/// The state of an attempt's steps when it ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct StepsState {
     /// Something may have taken place that no record tells of: the key must not be free.
@@ -567,7 +567,7 @@ impl Progress {
         }
     }
 
-    /// What earlier attempts recorded, once.
+    /// Loads the steps that earlier attempts recorded, once.
     async fn load<E>(&mut self, attempt: &Attempt) -> Result<(), StepError<E>> {
         if self.is_loaded {
             return Ok(());

@@ -33,7 +33,7 @@ use crate::clock::ManualClock;
 pub use crate::clock_set_back::check_clock_set_back;
 pub use crate::operators::check_operators;
 
-/// How a store is held to the protocol.
+/// The suite that holds a store to the protocol.
 #[derive(Clone, Debug)]
 pub struct Suite {
     cases: u32,
@@ -133,7 +133,7 @@ impl Suite {
 /// all of them hear its answer.
 ///
 /// # Panics
-/// Where that is not so.
+/// If that is not so.
 pub fn check_concurrent_claims<S: Store>(store: &S, rounds: u8, threads: u8) {
     for round in 0..rounds {
         let id = RecordId::from_bytes([round; 32]);
@@ -176,7 +176,7 @@ pub fn check_concurrent_claims<S: Store>(store: &S, rounds: u8, threads: u8) {
 /// was released with steps is another request's no more than before, and an operator may end it.
 ///
 /// # Panics
-/// Where that is not so.
+/// If that is not so.
 pub fn check_steps<S: Store>(store: &S) {
     let minute = Duration::from_secs(60);
     let apply = |id, command| block_on(store.apply(id, command)).expect("the store answers");

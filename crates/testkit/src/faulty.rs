@@ -31,7 +31,7 @@ pub struct FaultyStore {
     faults: Faults,
 }
 
-/// What a store is asked to do: the commands one by one, then its other methods.
+/// An operation of a store: the commands one by one, then the other methods.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Operation {
@@ -83,7 +83,7 @@ impl Operation {
     }
 }
 
-/// What goes wrong with one operation.
+/// A fault of one operation.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Fault {
@@ -105,7 +105,7 @@ pub enum Fault {
     Delay,
 }
 
-/// What goes wrong with the operations of a [`FaultyStore`]. All clones are one.
+/// The faults of a [`FaultyStore`]. All clones share them.
 #[derive(Clone, Default)]
 pub struct Faults {
     state: Arc<Mutex<State>>,
@@ -121,7 +121,7 @@ struct State {
 struct Rule {
     operation: Operation,
     fault: Fault,
-    /// How often it is still to happen; `None` until it is healed.
+    /// The number of times that it is still to happen; `None` until it is healed.
     left: Option<usize>,
 }
 
@@ -159,7 +159,7 @@ impl Faults {
         outcomes
     }
 
-    /// How often the operation was asked for, whatever became of it.
+    /// The number of calls of the operation, whatever their result.
     #[must_use]
     pub fn calls(&self, operation: Operation) -> usize {
         self.lock().calls.get(&operation).copied().unwrap_or(0)

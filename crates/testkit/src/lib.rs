@@ -1,4 +1,4 @@
-//! What holds every Oncegate store to the protocol.
+//! Tools that hold every Oncegate store to the protocol.
 //!
 //! - [`conformance`]: random command sequences, run against a store and against [`decide`](oncegate_core::decide()) over
 //!   a plain map, with everything that can be seen compared after each step. A sequence that fails is made as short as

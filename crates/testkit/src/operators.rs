@@ -1,4 +1,4 @@
-//! What an operator may take back, on a store with a clock of its own.
+//! Checks of what an operator may take back, on a store with a clock of its own.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ const MINUTE: Duration = Duration::from_secs(60);
 /// fenced stays fenced after a park. Records are found by the tag of their key. The store holds no record yet.
 ///
 /// # Panics
-/// Where that is not so.
+/// If that is not so.
 pub fn check_operators<S: Store>(store: &S) {
     let mut desk = Desk { store, attempts: 0 };
     desk.takes_back_an_answer();

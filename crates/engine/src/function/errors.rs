@@ -1,4 +1,4 @@
-//! What is not a value: errors of the function, and why it did not run.
+//! Errors of a function, and the reasons why it did not run.
 
 use std::fmt;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use serde::de::DeserializeOwned;
 
 use super::value::{self, JsonError};
 
-/// Why a function's caller has no value.
+/// The error of a function call: the reason why there is no value.
 ///
 /// | variant | the function | what to do |
 /// |---|---|---|
@@ -31,12 +31,12 @@ pub enum FunctionError<E> {
     Failed {
         /// The error.
         error: E,
-        /// Whether an earlier call got it, and this one from the record.
+        /// True if an earlier call got the error, and this one gets it from the record.
         replayed: bool,
     },
-    /// Somebody else is at it.
+    /// Another call with this key is in progress.
     InProgress {
-        /// What is left of the owner's lease, which it renews as long as it lives.
+        /// The rest of the owner's lease, which the owner renews while it lives.
         lease_left: Duration,
     },
     /// The key was used with another input.
@@ -50,7 +50,7 @@ pub enum FunctionError<E> {
     Undecodable {
         /// The function's name.
         function: Arc<str>,
-        /// What does not fit. Shows nothing of the value.
+        /// The mismatch, without any part of the value.
         reason: String,
     },
     /// The function returned an error to be stored, after [steps](crate::step), and one of these is not taken back yet, or did

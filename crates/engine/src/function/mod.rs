@@ -33,7 +33,7 @@ use oncegate_core::ConfigError;
 /// The first part of a function's operation. The operation of an HTTP request begins with its method, which has no colon.
 const OPERATION: &[u8] = b"function:";
 
-/// What keeps the fingerprint of an input apart from that of every request.
+/// The domain that keeps the fingerprint of an input apart from that of every request.
 const DOMAIN: &str = "oncegate-function-1";
 
 /// The name of what is run without one.
@@ -87,7 +87,7 @@ pub struct Function<P = UnknownErrors> {
     errors: P,
 }
 
-/// What all calls of a function have in common.
+/// The settings that all calls of a function share.
 #[derive(Clone)]
 struct Settings {
     engine: Engine,
@@ -148,7 +148,7 @@ impl Engine {
 }
 
 impl<P> Function<P> {
-    /// How long things last, and what a call does where an earlier one was abandoned.
+    /// Sets the lease, the retention and the action if an earlier call was abandoned.
     #[must_use]
     pub fn with_policy(self, policy: Policy) -> Self {
         self.with(|settings| settings.policy = policy)
@@ -198,7 +198,7 @@ impl<P> Function<P> {
         &self.settings.name
     }
 
-    /// Where the record of a key is found.
+    /// The identifier of the record of a key.
     #[must_use]
     pub fn record_id(&self, key: &IdempotencyKey) -> RecordId {
         let operation = [OPERATION, self.settings.name.as_bytes()];
@@ -214,7 +214,7 @@ impl<P> Function<P> {
         run::answer(run::VALUE, value::encode_input(value)?)
     }
 
-    /// What two calls are compared by.
+    /// The fingerprint by which two calls are compared.
     fn fingerprint(&self, json: &[u8]) -> Fingerprint {
         let input =
             FingerprintInput { content_type: b"application/json", body: json, ..FingerprintInput::default() };

@@ -39,16 +39,16 @@ pub struct Resumable<I, T, E, P> {
 type Run<I, T, E> =
     Arc<dyn Fn(Attempt, I) -> Pin<Box<dyn Future<Output = Result<T, E>> + Send>> + Send + Sync>;
 
-/// How many calls a completer executes at a time.
+/// The limit on calls that a completer executes at a time.
 const MAX_PLACES: usize = 16;
 
 /// For how long a call that it executes has one of these places. One that hangs does not keep others from being completed.
 const PLACE_FOR: Duration = Duration::from_secs(60);
 
-/// How many it has under way at the most, with those that take longer.
+/// The limit on calls under way, with those that take longer.
 const MAX_RUNNING_CALLS: usize = 1024;
 
-/// What a completer has under way.
+/// The calls that a completer has under way.
 struct RunningCalls {
     calls: JoinSet<()>,
     places: Arc<Semaphore>,
@@ -79,7 +79,7 @@ impl RunningCalls {
     }
 }
 
-/// How a [completer](Resumable::complete) goes about it.
+/// The settings of a [completer](Resumable::complete).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CompleterOptions {
     every: Duration,
@@ -143,13 +143,13 @@ impl CompleterOptions {
     }
 }
 
-/// What a round of a completer came to.
+/// The result of a completer's round.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CompleterRound {
-    /// How many calls were executed again.
+    /// The number of calls that were executed again.
     pub executed: usize,
-    /// How many were given up, because they are too old, or their input cannot be read any more.
+    /// The number of calls that were given up: too old, or their input cannot be read any more.
     pub left: usize,
 }
 
@@ -251,7 +251,7 @@ where
     /// Several may run at once, in one process or in many: each record is claimed first.
     ///
     /// # Errors
-    /// What the store said.
+    /// The error of the store.
     pub async fn complete(&self, how: CompleterOptions) -> Result<CompleterRound, StoreError> {
         let mut under_way = RunningCalls::new();
         let round = self.round(how, &mut under_way).await?;

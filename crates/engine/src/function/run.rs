@@ -1,4 +1,4 @@
-//! What one call comes to.
+//! The run of one call.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -31,21 +31,21 @@ const ERROR: u16 = 500;
 pub struct FunctionOutput<T> {
     /// The value.
     pub value: T,
-    /// Which attempt at the record gave it, from 1, where this call ran the function; `None` where it was replayed.
+    /// The number of the attempt that gave the value, from 1, if this call ran the function; `None` if the value was replayed.
     pub attempt: Option<u32>,
-    /// Whether later calls get it.
+    /// The storage of the value: later calls may or may not get it.
     pub stored: StorageStatus,
 }
 
 impl<T> FunctionOutput<T> {
-    /// Whether an earlier call ran the function, and this value comes from the record.
+    /// Returns true if an earlier call ran the function, and this value comes from the record.
     #[must_use]
     pub const fn is_replayed(&self) -> bool {
         self.attempt.is_none()
     }
 }
 
-/// Whether later calls get a value.
+/// The storage of a value: later calls may or may not get it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum StorageStatus {
@@ -163,7 +163,7 @@ pub(super) fn answer(status: u16, json: Vec<u8>) -> Result<StoredResponse, JsonE
     StoredResponse::new(status, &fields, &[Bytes::from(json)], &[]).map_err(|_| JsonError::TooLarge)
 }
 
-/// What a task came to that runs a function.
+/// The result of a task that runs a function.
 pub(super) async fn joined<T, E>(
     task: JoinHandle<Result<FunctionOutput<T>, FunctionError<E>>>,
 ) -> Result<FunctionOutput<T>, FunctionError<E>> {
