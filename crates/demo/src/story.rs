@@ -58,7 +58,7 @@ impl Tale<'_> {
             Self::Replayed { .. } => "replayed",
             Self::ReplayedByTheOther => "the other one",
             Self::InProgress { .. } => "in progress",
-            Self::OutcomeUnknown { .. } => "outcome unknown",
+            Self::OutcomeUnknown { .. } => "unknown",
         }
     }
 
