@@ -85,7 +85,7 @@ pub(crate) enum ErrorPolicy {
     Release,
     Unknown,
     /// Any other policy, such as a function from an error to its fate.
-    Custom(Expr),
+    Custom(Box<Expr>),
 }
 
 /// The options parsed so far.
@@ -291,7 +291,7 @@ fn errors(value: Expr) -> Result<ErrorPolicy> {
             "unknown" => Ok(ErrorPolicy::Unknown),
             other => Err(Error::new(text.span(), one_of("errors", other, &["store", "release", "unknown"]))),
         },
-        policy => Ok(ErrorPolicy::Custom(policy)),
+        policy => Ok(ErrorPolicy::Custom(Box::new(policy))),
     }
 }
 
