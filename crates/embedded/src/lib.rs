@@ -68,12 +68,13 @@
 //!
 //! A record that cannot be read is never treated as absent and never purged. The other records stay available.
 //!
-//! The store does not open in three cases:
+//! The store does not open in these cases:
 //! - [Another process has it open](EmbeddedOpenError::InUse). The error names its pid. The lock ends with that process, however
 //!   the process ends.
 //! - The file [has a newer format](EmbeddedOpenError::NewerFormat).
 //! - The file is [damaged](EmbeddedOpenError::Damaged): incomplete, empty, or not a store at all. The store creates a new file
 //!   only if there is none, and gives it its name only when it is complete.
+//! - The operating system [refuses an operation](EmbeddedOpenError::Io), for example on a full disk.
 //!
 //! The comments in `database.rs` explain why the store survives a failed flush without trusting the data that the
 //! operating system shows afterwards.

@@ -10,7 +10,8 @@ use std::task::Poll;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use oncegate_core::{
-    Fingerprint, IntoStore, Label, RecordId, Scope, ServiceName, Store, StoreError, StoredResponse,
+    ConfigError, Fingerprint, IntoStore, Label, RecordId, Scope, ServiceName, Store, StoreError,
+    StoredResponse,
 };
 use tokio::runtime::Handle;
 use tokio::sync::{Semaphore, oneshot};
@@ -140,10 +141,15 @@ impl EngineBuilder {
         Self { service: Some(service), ..self }
     }
 
-    /// Sets the interval of removing records past their retention: a second by default. `None` leaves that to another process.
-    #[must_use]
-    pub fn with_purge_interval(self, purge_every: Option<Duration>) -> Self {
-        Self { purge_every, ..self }
+    /// Sets the interval at which records past their retention are removed: a second by default, from 1 ms to a day. `None`
+    /// leaves that to another process.
+    ///
+    /// # Errors
+    /// If the interval is out of these bounds.
+    pub fn with_purge_interval(self, interval: Option<Duration>) -> Result<Self, ConfigError> {
+        let bounds = Duration::from_millis(1)..=Duration::from_secs(24 * 60 * 60);
+        let check = |interval| ConfigError::check("the interval of purges", interval, bounds);
+        Ok(Self { purge_every: interval.map(check).transpose()?, ..self })
     }
 
     /// The engine.

@@ -16,7 +16,9 @@ use oncegate_core::{
     AttemptId, Claim, Command, Completion, Fingerprint, IdempotencyKey, Label, MemoryStore, OnAbandoned,
     RecordId, Scope, StateName, Store, StoreErrorKind, StoredResponse, limits,
 };
-use oncegate_engine::{ClaimOutcome, ClaimRequest, Engine, EventKind, Permit, Policy, SettleOutcome};
+use oncegate_engine::{
+    ClaimOutcome, ClaimRequest, CompleterOptions, Engine, EventKind, Permit, Policy, SettleOutcome,
+};
 use oncegate_testkit::{Fault, Faults, FaultyStore, Latch, Operation, delegate_store};
 use support::{Events, TokioClock, settle};
 use tokio::time::{Instant, sleep};
@@ -792,7 +794,7 @@ async fn expired_records_are_purged_in_the_background() {
 #[tokio::test(start_paused = true)]
 async fn a_lease_is_renewed_when_nothing_else_wakes_the_renewer() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::new(TokioClock::new()));
-    let engine = Engine::builder(store.clone()).with_purge_interval(None).build();
+    let engine = Engine::builder(store.clone()).with_purge_interval(None).unwrap().build();
     let world = World { engine, ..World::on(store) };
     world.permit(request()).await.release().await;
     // By now the renewer has nothing to do and sleeps.
@@ -904,4 +906,15 @@ async fn a_completion_beyond_the_retry_limit_is_lost_at_once() {
         assert!(matches!(permit.complete(answer("one")).await, SettleOutcome::Deferred(_)));
     }
     assert_eq!(world.events.count_if(|kind| *kind == EventKind::SettlementLost), 1);
+}
+
+#[test]
+fn an_interval_that_would_never_rest_is_refused() {
+    let builder = || Engine::builder(MemoryStore::default());
+    for interval in [Duration::ZERO, Duration::from_secs(2 * 24 * 60 * 60)] {
+        assert!(builder().with_purge_interval(Some(interval)).is_err(), "{interval:?}");
+        assert!(CompleterOptions::default().with_interval(interval).is_err(), "{interval:?}");
+    }
+    assert!(builder().with_purge_interval(Some(Duration::from_millis(1))).is_ok());
+    assert!(CompleterOptions::default().with_interval(Duration::from_millis(1)).is_ok());
 }

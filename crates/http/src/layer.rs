@@ -337,7 +337,7 @@ mod tests {
     }
 
     fn engine(service: Option<&str>) -> Engine {
-        let builder = Engine::builder(MemoryStore::new(Standstill)).with_purge_interval(None);
+        let builder = Engine::builder(MemoryStore::new(Standstill)).with_purge_interval(None).unwrap();
         match service {
             Some(name) => builder.with_service(ServiceName::new(name).unwrap()).build(),
             None => builder.build(),

@@ -230,7 +230,7 @@ pub(crate) async fn serve(options: Options) -> Result<(), Box<dyn Error>> {
     if options.complete_every_ms > 0 {
         let every = Duration::from_millis(options.complete_every_ms);
         // What was released half-way is left to its client for as long.
-        orders.spawn_completer(CompleterOptions::default().with_interval(every).with_first_pause(every));
+        orders.spawn_completer(CompleterOptions::default().with_interval(every)?.with_first_pause(every));
     }
 
     let service = Router::new().route("/orders", post(order)).with_state(orders);

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use oncegate_core::{
-    ErrorChain, IdempotencyKey, KeyError, ListQuery, OnAbandoned, Record, RecordId, State, StateName,
-    StoreError, Timestamp, limits,
+    ConfigError, ErrorChain, IdempotencyKey, KeyError, ListQuery, OnAbandoned, Record, RecordId, State,
+    StateName, StoreError, Timestamp, limits,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -23,7 +23,6 @@ use super::{Function, InvalidCall};
 use crate::attempt::{Attempt, Permit};
 use crate::engine::{ClaimOutcome, ClaimRequest};
 use crate::step::{self, StepError};
-use oncegate_core::ConfigError;
 
 /// A function with its code, whose calls are finished by a completer where their owner is gone: so that no order hangs half-way
 /// until somebody retries. Made by [`Function::resumable`]. Cheap to clone.
@@ -102,42 +101,47 @@ impl Default for CompleterOptions {
 }
 
 impl CompleterOptions {
-    /// How long it rests after it has gone through all records. Each round reads every record of the store once, a page at a
-    /// time.
-    #[must_use]
-    pub const fn with_interval(self, every: Duration) -> Self {
-        Self { every, ..self }
+    /// Sets the pause between two rounds: 10 s by default, from 1 ms to a day. Each round reads every record of the store once,
+    /// a page at a time.
+    ///
+    /// # Errors
+    /// If the interval is out of these bounds.
+    pub fn with_interval(self, interval: Duration) -> Result<Self, ConfigError> {
+        let bounds = Duration::from_millis(1)..=Duration::from_secs(24 * 60 * 60);
+        let every = ConfigError::check("the interval of a completer", interval, bounds)?;
+        Ok(Self { every, ..self })
     }
 
-    /// How long a call that was released half-way is left to its caller's own retries. The pause before the next attempt at the
-    /// same call, which doubles with each one.
+    /// Sets the time for which a call that was released half-way is left to the retries of its caller: a minute by default. It is
+    /// also the pause before the next attempt at the same call, and doubles with each attempt.
     #[must_use]
     pub const fn with_first_pause(self, after: Duration) -> Self {
         Self { after, ..self }
     }
 
-    /// The longest pause between two attempts at a call: how late a call is finished after an outage of what its steps need.
+    /// Sets the longest pause between two attempts at a call: 15 minutes by default. After an outage of an API that the steps
+    /// call, a call is finished at most this much later.
     #[must_use]
     pub const fn with_max_pause(self, max_pause: Duration) -> Self {
         Self { max_pause, ..self }
     }
 
-    /// How long after its first attempt it gives a record up, however many attempts there were, and an operator has to look.
-    /// Steps go out under the same keys again, and others remember keys for a day or so: after that, what was finished and not
-    /// recorded would take effect twice.
+    /// Sets the age, counted from its first attempt, at which the completer gives a record up and leaves it to an operator: 23
+    /// hours by default. Steps are sent under the same keys again, and most APIs remember keys for a day. After that, a step that
+    /// took effect and was not recorded would take effect twice.
     #[must_use]
     pub const fn with_max_age(self, max_age: Duration) -> Self {
         Self { max_age, ..self }
     }
 
-    /// How long a record in this state is left alone after so many attempts. One that was abandoned has waited for its lease.
+    /// The pause before the next attempt at a record in this state. An abandoned record has already waited for its lease to end.
     fn pause(&self, state: StateName, attempts: u32) -> Duration {
         let doubled = match (state, attempts) {
             (StateName::Abandoned, 0 | 1) => return Duration::ZERO,
             (StateName::Abandoned, attempts) => attempts - 2,
             (_, attempts) => attempts.saturating_sub(1),
         };
-        // What is released is left to its caller for `after`, also where that is longer than the longest pause.
+        // A released record is left to its caller for `after`, even if that is longer than the longest pause.
         let longest = self.max_pause.max(self.after);
         self.after.saturating_mul(2u32.saturating_pow(doubled.min(31))).min(longest)
     }
