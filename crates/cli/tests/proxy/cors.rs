@@ -85,7 +85,7 @@ async fn preflight_requests_of_allowed_pages_are_answered_and_others_are_forward
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("oncegate.toml");
     let routes = r#"
-        cors = { allowed-origins = ["https://shop.example"], credentials = true, max-age = "5m" }
+        cors = { allowed-origins = ["https://shop.example"], allow-credentials = true, max-age = "5m" }
         [[route]]
         path = "/narrow"
         cors = { allowed-headers = ["Idempotency-Key"], allowed-methods = ["POST", "GET"] }
