@@ -15,7 +15,7 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep};
 
 /// The bound on everything that is certain to happen. Test machines are busy.
-pub const PATIENCE: Duration = Duration::from_secs(90);
+pub const PATIENCE: Duration = Duration::from_secs(180);
 
 /// Waits until a condition holds.
 pub async fn until(what: impl fmt::Display, mut holds: impl AsyncFnMut() -> bool) {
