@@ -187,7 +187,7 @@ impl<T: Transport> Client<T> {
             return Err(SendError::new(why, 0, true));
         }
         let headers = self.headers(intent, protection).map_err(|error| {
-            SendError::new(SendErrorKind::Unsendable, 0, false).with_source(Some(error.into()))
+            SendError::new(SendErrorKind::Unsendable, 0, ask.sent_before).with_source(Some(error.into()))
         })?;
         let mut tries = IntentSender { transport: &self.transport, intent, headers };
         let (response, report) = self.runner.run(&ask, &mut tries).await?;

@@ -389,21 +389,31 @@ async fn a_late_claim_is_taken_back_after_another_attempt_has_failed() {
 
 #[tokio::test(start_paused = true)]
 async fn a_late_claim_is_taken_back_although_its_second_try_found_another_owner() {
-    let world = World::new();
-    let other = World::on(world.store.clone());
-    let permit = other.permit(request()).await;
-    world.faults.next(1, Operation::Claim, Fault::Delay);
-    let outcome = world.engine.claim(request()).await.unwrap();
-    assert!(matches!(outcome, ClaimOutcome::InProgress { .. }), "{outcome:?}");
-    permit.release().await;
-    world.faults.arrive().await;
-    assert_eq!(
-        world.state().await,
-        Some(StateName::InProgress),
-        "the claim arrived, and no attempt executes under it"
-    );
-    sleep(LEASE).await;
-    assert_eq!(world.state().await, Some(StateName::Released));
+    let another = ClaimRequest { fingerprint: Fingerprint::of_parts("test", &[b"b"]), ..request() };
+    for (owned, is_same) in [(request(), true), (another, false)] {
+        let world = World::new();
+        let other = World::on(world.store.clone());
+        let permit = other.permit(owned).await;
+        world.faults.next(1, Operation::Claim, Fault::Delay);
+        match world.engine.claim(request()).await.unwrap() {
+            ClaimOutcome::InProgress { .. } => assert!(is_same),
+            ClaimOutcome::Mismatch => assert!(!is_same),
+            outcome => panic!("{outcome:?}"),
+        }
+        permit.release().await;
+        world.faults.arrive().await;
+        assert_eq!(
+            world.state().await,
+            Some(StateName::InProgress),
+            "the claim arrived, and no attempt executes under it"
+        );
+        sleep(LEASE).await;
+        assert_eq!(
+            world.state().await,
+            Some(StateName::Released),
+            "the owner's request is the same: {is_same}"
+        );
+    }
 }
 
 /// For example a claim whose commit waits for a standby that is away.

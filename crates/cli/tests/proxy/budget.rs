@@ -126,7 +126,7 @@ async fn a_body_uses_the_budget_until_a_slow_service_has_read_it() {
     let sidecar = Sidecar::start(service.address, &[&budget, &body, "--threads=1"]).await;
     let mut client = sidecar.connect().await;
     client.send(post(LARGE)).await;
-    // The service reads the head, and for now nothing more: what the sockets cannot hold stays in the sidecar.
+    // The service reads only the head at first. The sidecar keeps what the sockets cannot hold.
     let mut wire = service.accept().await;
     let head = wire.head().await;
     let small = post(1024 * 1024);
