@@ -1,5 +1,5 @@
-//! What the client adds to a call that succeeds at once: against the bare HTTP client below it, with the same field in the
-//! same request, and the answer read whole.
+//! The overhead of the client for a call that succeeds at once, compared with the bare HTTP client below it, with the same
+//! field in the same request, and the answer read whole.
 
 use std::time::{Duration, Instant};
 
@@ -54,7 +54,7 @@ pub(crate) async fn measure() -> Result<()> {
     Ok(())
 }
 
-/// How long so many calls take, where so many are under way at a time.
+/// The time for a number of calls with a number of calls at once.
 async fn spread<F>(in_flight: u64, calls: u64, call: impl Fn() -> F) -> Result<Duration>
 where
     F: Future<Output = std::result::Result<(), String>> + Send + 'static,

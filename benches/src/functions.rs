@@ -1,4 +1,4 @@
-//! What a wrapped function costs with the memory store, against calling it bare.
+//! The overhead of a wrapped function with the memory store, compared with a direct call.
 
 use std::fmt::Display;
 use std::future::Future;
@@ -14,7 +14,7 @@ use crate::records::Result;
 const ROUNDS: usize = 5;
 const CALLS: u64 = 100_000;
 
-/// What is asked for: a dozen values, about 200 octets of JSON.
+/// The input: a dozen values, about 200 bytes of JSON.
 #[derive(Clone, Serialize)]
 struct Order {
     id: String,
@@ -24,7 +24,7 @@ struct Order {
     lines: Vec<(String, u32)>,
 }
 
-/// What comes of it: about 100 octets of JSON.
+/// The result: about 100 bytes of JSON.
 #[derive(Serialize, Deserialize)]
 struct Receipt {
     id: String,

@@ -1,4 +1,4 @@
-//! What a store's operations cost when it holds many records, against the same when it holds few.
+//! The cost of the operations of a store with many records, compared with a store with few.
 //!
 //! Two stores, a small and a large one, take turns. A turn claims and completes some new records, replays old ones, moves the
 //! clock ahead until the new ones have expired, and purges them: so each store has the same size again for its next turn.
@@ -22,12 +22,12 @@ use crate::records::{LEASE, Result, claim, complete, replay, resident, scatter};
 /// Commands in flight while something is measured, and while a store is filled.
 const IN_FLIGHT: usize = 64;
 const IN_FLIGHT_FILL: usize = 4096;
-/// How many records a turn adds and purges, and how many it replays.
+/// The number of records that a turn adds and purges, and the number that it replays.
 const ADDED: u64 = 4096;
 const REPLAYED: u64 = 65_536;
 const ROUNDS: usize = 9;
 
-/// How long the records stay that were there before, and those that a turn adds.
+/// The retention of the records that are there before, and of those that a turn adds.
 const LONG: Duration = Duration::from_secs(300 * 24 * 60 * 60);
 const SHORT: Duration = Duration::from_secs(60);
 
@@ -69,15 +69,15 @@ pub(crate) async fn fill(directory: &Path, records: u64) -> Result<()> {
     drop(population);
     let file = std::fs::metadata(directory.join("records.redb"))?;
     // What is on the disk: the file has holes.
-    let octets = file.blocks() * 512;
+    let bytes = file.blocks() * 512;
     println!(
-        "{{\"records\":{records},\"seconds\":{seconds:.1},\"disk_octets\":{octets},\"per_record\":{}}}",
-        octets / records
+        "{{\"records\":{records},\"seconds\":{seconds:.1},\"disk_bytes\":{bytes},\"per_record\":{}}}",
+        bytes / records
     );
     Ok(())
 }
 
-/// How much memory this process takes with the store that holds so many records: opened, and after some turns.
+/// The memory of this process with a store of this many records: after opening, and after some turns.
 pub(crate) async fn memory_of(directory: &Path, records: u64) -> Result<()> {
     let begun = Instant::now();
     let mut population = Population::embedded(directory, records, |options, _| options)?;
@@ -88,7 +88,7 @@ pub(crate) async fn memory_of(directory: &Path, records: u64) -> Result<()> {
         population.turn().await?;
     }
     println!(
-        "{{\"records\":{records},\"open_seconds\":{seconds:.2},\"opened_octets\":{opened},\"worked_octets\":{},\"peak_octets\":{}}}",
+        "{{\"records\":{records},\"open_seconds\":{seconds:.2},\"opened_bytes\":{opened},\"worked_bytes\":{},\"peak_bytes\":{}}}",
         resident("VmRSS")?,
         resident("VmHWM")?
     );

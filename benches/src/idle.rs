@@ -11,10 +11,10 @@ use tokio::task::JoinSet;
 
 use crate::records::Result;
 
-/// How many connections are busy at once, so that no listener's queue overflows.
+/// The number of connections that are busy at once, so that the queue of no listener overflows.
 const AT_ONCE: usize = 128;
 
-/// How often a connection has a request: servers close those that are idle for longer than a while.
+/// The interval between requests of a connection: servers close connections that are idle for longer.
 const EVERY: Duration = Duration::from_secs(20);
 
 /// Opens so many connections, each with a request now and then, and keeps them until the standard input ends. Says how many

@@ -1,5 +1,5 @@
-//! What a journal adds to a call that succeeds at once: against the same call without one, and with nothing but the two syncs
-//! that no journal on a disk can do without.
+//! The overhead of a journal for a call that succeeds at once, compared with the same call without one, and with nothing but
+//! the two syncs that no journal on a disk can do without.
 
 use std::fs::{self, File};
 use std::io::Write as _;

@@ -4,7 +4,7 @@
 //! oncegate-benches bare PORT              an axum echo with nothing around it
 //! oncegate-benches memory PORT            the same, with the layer on the memory store
 //! oncegate-benches embedded PORT DIR      the same, with the layer on the durable store
-//! oncegate-benches record-size            octets of memory that a record takes beyond its response
+//! oncegate-benches record-size            bytes of memory that a record takes beyond its response
 //! oncegate-benches touch GIB              writes to so much memory once, and ends
 //! oncegate-benches fill DIR RECORDS       makes an embedded store with so many records
 //! oncegate-benches memory-of DIR RECORDS  what memory a process takes with that store
@@ -110,6 +110,6 @@ async fn record_size() -> Result<()> {
         complete(&*store, number, token, &Bytes::from(body.clone()), retention).await?;
     }
     let per_record = (resident("VmRSS")? - before) / RECORDS;
-    println!("{{\"record_octets\":{per_record},\"beyond_response\":{}}}", per_record - 1024);
+    println!("{{\"record_bytes\":{per_record},\"beyond_response\":{}}}", per_record - 1024);
     Ok(())
 }

@@ -9,10 +9,10 @@ use oncegate_core::{
     OnAbandoned, Outcome, RecordId, Store, StoredResponse,
 };
 
-/// What goes wrong here ends the benchmark.
+/// An error. It ends the benchmark.
 pub(crate) type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
 
-/// How long a claim holds without a sign of life.
+/// The lease of a claim.
 pub(crate) const LEASE: Duration = Duration::from_secs(30);
 
 /// Claims record `number`, which has to be a new one.
@@ -64,11 +64,11 @@ pub(crate) fn claim_of(number: u64, fingerprint: Fingerprint, retention: Duratio
 
 /// As scattered as the digests that identifiers are, and different for every number.
 pub(crate) fn id(number: u64) -> RecordId {
-    let mut octets = [0; 32];
-    for (at, chunk) in (0_u64..).zip(octets.chunks_mut(8)) {
+    let mut bytes = [0; 32];
+    for (at, chunk) in (0_u64..).zip(bytes.chunks_mut(8)) {
         chunk.copy_from_slice(&scatter(number ^ at << 60).to_be_bytes());
     }
-    RecordId::from_bytes(octets)
+    RecordId::from_bytes(bytes)
 }
 
 /// Another number for every number (SplitMix64).
@@ -79,7 +79,7 @@ pub(crate) fn scatter(number: u64) -> u64 {
     mixed ^ mixed >> 31
 }
 
-/// Octets of this process in memory, now (`VmRSS`) or at the most so far (`VmHWM`).
+/// Bytes of this process in memory, now (`VmRSS`) or at the most so far (`VmHWM`).
 pub(crate) fn resident(line: &str) -> Result<u64> {
     let status = std::fs::read_to_string("/proc/self/status")?;
     let found = status.lines().find_map(|text| text.strip_prefix(line)?.strip_prefix(':'));

@@ -64,7 +64,7 @@ impl Rounds {
 }
 
 /// Redis, without a file and with one that is flushed for every write: the store against two bare scripts that carry the same
-/// octets over the same client.
+/// bytes over the same client.
 pub(crate) async fn on_redis() -> Result<()> {
     let plain = || oncegate_servers::RedisOptions::new();
     for (title, options, in_flight, records) in [
@@ -121,8 +121,8 @@ async fn cycle(store: &Arc<dyn Store>, in_flight: usize, records: u64) -> Result
     Ok((claimed, completed, replayed))
 }
 
-/// Two scripts with the fewest commands that claim a key and complete it: no lease is looked at, no argument checked, nobody
-/// told.
+/// Two scripts with the fewest commands that claim a key and complete it: they check no lease and no argument, and
+/// publish no notification.
 struct Bare {
     connection: MultiplexedConnection,
     claim: String,
@@ -320,7 +320,7 @@ pub(crate) async fn same_transaction() -> Result<()> {
     Ok(())
 }
 
-/// What anybody would write.
+/// The usual code without a library.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum ByHand {
     Key,
@@ -376,9 +376,9 @@ pub(crate) async fn growth_on_postgres(few: u64, many: u64) -> Result<()> {
         let pool = PgPoolOptions::new().max_connections(1).connect(&server.url_of(name)).await?;
         let begun = std::time::Instant::now();
         fill(&pool, records).await?;
-        let octets: i64 =
+        let bytes: i64 =
             sqlx::query_scalar("SELECT pg_total_relation_size('oncegate.records')").fetch_one(&pool).await?;
-        println!("{records} records: {octets} octets, {:.0} s to fill", begun.elapsed().as_secs_f64());
+        println!("{records} records: {bytes} bytes, {:.0} s to fill", begun.elapsed().as_secs_f64());
         stores.push((Arc::new(PostgresStore::open(options).await?), pool, records));
     }
     println!();

@@ -1,8 +1,9 @@
-//! What continuous integration and people run.
+//! The commands of developers and of continuous integration.
 //!
 //! ```text
 //! cargo xtask test     every test; installs what it needs. Arguments go to `cargo test`, one program after the other
-//! cargo xtask tidy     what no compiler checks: who may depend on whom, words, links, limits
+//! cargo xtask test --quick   the tests that need no server: units, and every case on the stores of one process
+//! cargo xtask tidy     the rules that no compiler checks: dependencies between crates, words, links, limits
 //! cargo xtask bench    the benchmarks; prints a table of ratios
 //! cargo xtask book     the documentation as a book in the target directory
 //! cargo xtask picture  the picture in the README, from a run of the demo
@@ -10,6 +11,7 @@
 
 mod bench;
 mod book;
+mod language;
 mod picture;
 mod run;
 mod suites;
@@ -27,7 +29,7 @@ fn main() -> ExitCode {
         ["book"] => book::run(),
         ["picture"] => picture::run(),
         ["bench", rest @ ..] => bench::run(rest),
-        _ => Err("usage: cargo xtask test [FILTER] | tidy | book | picture | bench [NAME]".into()),
+        _ => Err("usage: cargo xtask test [--quick | FILTER] | tidy | book | picture | bench [NAME]".into()),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// What went wrong, in words.
+/// The text of an error.
 pub(crate) type Result<T> = std::result::Result<T, String>;
 
 /// The root of the workspace.
@@ -11,7 +11,7 @@ pub(crate) fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().map_or_else(|| PathBuf::from("."), Path::to_path_buf)
 }
 
-/// Where builds go.
+/// The target directory.
 pub(crate) fn target() -> PathBuf {
     std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), PathBuf::from)
 }
@@ -41,7 +41,7 @@ pub(crate) fn output(command: &mut Command) -> Result<String> {
     String::from_utf8(output.stdout).map_err(|_| format!("{name}: printed something that is no text"))
 }
 
-/// Whether a program runs here, asked for its version.
+/// `true` if a program runs with these arguments.
 pub(crate) fn has(program: &str, version: &[&str]) -> bool {
     let mut command = Command::new(program);
     command.args(version).stdout(Stdio::null()).stderr(Stdio::null());

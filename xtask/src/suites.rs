@@ -15,22 +15,67 @@ use crate::run::{Result, cargo, output};
 /// Test programs that run at once. Each has as many threads as the machine has processors.
 const AT_ONCE: usize = 3;
 
-/// Those that take longest begin first, so that no processor waits for them at the end.
+/// The programs that take longest start first, so that no processor idles at the end.
 const LONGEST: [&str; 9] =
-    ["sqs", "amqp", "doors", "kafka", "postgres", "transactional", "proxy", "outbox", "nats"];
+    ["sqs", "amqp", "behaviour", "kafka", "postgres", "transactional", "proxy", "outbox", "nats"];
+
+/// The tests to run.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Selection {
+    All,
+    /// Tests that need no server: unit tests, [`QUICK`], and the cases on stores of one process.
+    Quick,
+}
+
+/// Integration tests that need no server.
+const QUICK: [&str; 26] = [
+    "awaited_answers",
+    "behaviour",
+    "breaker",
+    "clock_set_back",
+    "completer",
+    "conclude",
+    "conformance",
+    "consumer",
+    "directory",
+    "engine",
+    "errors",
+    "fingerprint_vectors",
+    "function",
+    "golden_vectors",
+    "half_way",
+    "hostile",
+    "http2",
+    "journal",
+    "layer",
+    "leases",
+    "memory",
+    "own_errors",
+    "policy",
+    "slow_body",
+    "steps",
+    "upstream_completion",
+];
+
+/// Packages whose unit tests need a server.
+const NEED_A_SERVER: [&str; 3] = ["postgres ", "redis ", "cache conformance"];
+
+/// Stores that need a server, in the names of cases.
+const STORES_WITH_A_SERVER: [&str; 4] = ["/redis/", "/redis-cluster/", "/postgres/", "/cached/"];
 
 /// A program with tests.
 struct Suite {
-    /// Its package, and its name there.
+    /// The directory of its package, and its name there.
     name: String,
+    arguments: Vec<&'static str>,
     program: PathBuf,
-    /// Where its package is, which is where it runs.
+    /// The directory of its package, in which it runs.
     package: PathBuf,
 }
 
-/// Builds every test program and runs them all, whatever becomes of one.
-pub(crate) fn run() -> Result<()> {
-    let mut suites = build()?;
+/// Builds the test programs and runs them all, also after one has failed.
+pub(crate) fn run(selection: Selection) -> Result<()> {
+    let mut suites = build(selection)?;
     suites.sort_by_key(|suite| {
         let place = LONGEST.iter().position(|name| suite.name.ends_with(&format!(" {name}")));
         (place.unwrap_or(LONGEST.len()), suite.name.clone())
@@ -62,7 +107,7 @@ fn next(waiting: &Mutex<VecDeque<Suite>>) -> Option<Suite> {
     waiting.lock().unwrap_or_else(PoisonError::into_inner).pop_front()
 }
 
-fn build() -> Result<Vec<Suite>> {
+fn build(selection: Selection) -> Result<Vec<Suite>> {
     let mut command = cargo();
     command.args([
         "test",
@@ -71,10 +116,18 @@ fn build() -> Result<Vec<Suite>> {
         "--no-run",
         "--message-format=json-render-diagnostics",
     ]);
-    let said = output(&mut command)?;
+    let is_quick = selection == Selection::Quick;
+    if is_quick {
+        command.args(["--lib", "--bins"]);
+        QUICK.iter().for_each(|name| {
+            command.args(["--test", name]);
+        });
+    }
+    let messages = output(&mut command)?;
     let mut suites = Vec::new();
-    for line in said.lines() {
-        let line: Value = serde_json::from_str(line).map_err(|error| format!("what cargo says: {error}"))?;
+    for line in messages.lines() {
+        let line: Value = serde_json::from_str(line)
+            .map_err(|error| format!("the output of cargo is not JSON: {error}"))?;
         let is_test = line.pointer("/profile/test").and_then(Value::as_bool) == Some(true);
         let text = |pointer: &str| line.pointer(pointer).and_then(Value::as_str);
         let (Some(program), Some(manifest), Some(name), true) =
@@ -85,20 +138,28 @@ fn build() -> Result<Vec<Suite>> {
         let package =
             PathBuf::from(manifest).parent().map(PathBuf::from).ok_or("a manifest without a directory")?;
         let directory = package.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        suites.push(Suite { name: format!("{directory} {name}"), program: program.into(), package });
+        let name = format!("{directory} {name}");
+        if is_quick && NEED_A_SERVER.iter().any(|start| name.starts_with(start)) {
+            continue;
+        }
+        let is_table = is_quick && name == "cases behaviour";
+        let skipped = STORES_WITH_A_SERVER.iter().filter(|_| is_table);
+        let arguments = skipped.flat_map(|store| ["--skip", store]).collect();
+        suites.push(Suite { name, arguments, program: program.into(), package });
     }
     if suites.is_empty() { Err("cargo built no test programs".into()) } else { Ok(suites) }
 }
 
 impl Suite {
-    /// Runs it to its end, and then prints what it printed.
+    /// Runs the program, and prints its output at the end.
     fn run(&self) -> Result<()> {
         let began = Instant::now();
         let say = |error: &dyn std::fmt::Display| format!("{}: {error}", self.name);
-        // Into a file: a pipe is open for as long as any process has it that a test left behind.
+        // Into a file: a process that a test left behind would keep a pipe open.
         let log = self.program.with_extension("log");
         let output = File::create(&log).map_err(|error| say(&error))?;
         let ended = Command::new(&self.program)
+            .args(&self.arguments)
             .current_dir(&self.package)
             .env("CARGO_MANIFEST_DIR", &self.package)
             .stdin(Stdio::null())
@@ -106,13 +167,13 @@ impl Suite {
             .stderr(output)
             .status()
             .map_err(|error| say(&error))?;
-        let said = fs::read(&log).map_err(|error| say(&error))?;
-        // One piece, so that no other suite's words come in between.
+        let printed = fs::read(&log).map_err(|error| say(&error))?;
+        // In one call, so that the output of another suite does not come in between.
         print!(
             "\n== {} ({} s)\n{}",
             self.name,
             began.elapsed().as_secs(),
-            String::from_utf8_lossy(&said).trim_start()
+            String::from_utf8_lossy(&printed).trim_start()
         );
         if ended.success() { Ok(()) } else { Err(say(&ended)) }
     }

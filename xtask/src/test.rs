@@ -3,10 +3,17 @@
 use std::process::Command;
 
 use crate::run::{Result, cargo, has, install, root, target};
+use crate::suites::Selection;
 
-/// Builds and runs every test of the workspace, its documentation's examples, and the vectors in their second
-/// implementation, or what these arguments of `cargo test` choose. Installs the services' own languages and libraries first.
+/// Installs the programs that tests need, then builds and runs the tests that the arguments choose.
+///
+/// Without an argument these are all tests of the workspace, the examples of its documentation, and the second
+/// implementation of the vectors. `--quick` installs nothing and runs the tests that need no server. Other arguments are
+/// those of `cargo test`.
 pub(crate) fn run(arguments: &[&str]) -> Result<()> {
+    if arguments == ["--quick"] {
+        return crate::suites::run(Selection::Quick);
+    }
     prepare_compiler()?;
     prepare_node("examples/express-orders")?;
     prepare_node("crates/postgres/tests/node")?;
@@ -28,7 +35,7 @@ pub(crate) fn run(arguments: &[&str]) -> Result<()> {
             .args(["test", "--workspace", "--all-features", "--no-fail-fast"])
             .args(arguments));
     }
-    let programs = crate::suites::run();
+    let programs = crate::suites::run(Selection::All);
     let examples = cmd(cargo().args(["test", "--workspace", "--all-features", "--doc"]));
     programs.and(examples)?;
     for script in ["check_fingerprints.py", "check_record_ids.py", "check_intent_keys.py"] {
@@ -41,7 +48,7 @@ fn cmd(command: &mut Command) -> Result<()> {
     crate::run::run(command)
 }
 
-/// What librdkafka is built with, from its sources in a crate.
+/// Installs the compiler that builds librdkafka.
 fn prepare_compiler() -> Result<()> {
     let is_there = ["cc", "c++", "make"].iter().all(|program| has(program, &["--version"]));
     if is_there { Ok(()) } else { install(&["build-essential"]) }
@@ -58,7 +65,7 @@ fn prepare_postgres() -> Result<()> {
     if is_there || has("initdb", &["--version"]) { Ok(()) } else { install(&["postgresql"]) }
 }
 
-/// A program in Node: its packages beside it.
+/// Installs the packages of a Node program, next to it.
 fn prepare_node(directory: &str) -> Result<()> {
     if !has("node", &["--version"]) || !has("npm", &["--version"]) {
         install(&["nodejs", "npm"])?;
@@ -93,7 +100,7 @@ fn prepare_python(name: &str, requirements: &str) -> Result<()> {
         install(&["python3", "python3-venv"])?;
     }
     cmd(Command::new("python3").args(["-m", "venv"]).arg(&environment))?;
-    // Not `bin/pip`, which names the place where the environment was made, should somebody have copied it.
+    // Not `bin/pip`: it names the directory in which the environment was created, which is wrong after a copy.
     let python = environment.join("bin/python3");
     cmd(Command::new(python)
         .args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r"])
@@ -119,7 +126,7 @@ fn prepare_rabbitmq() -> Result<()> {
     if is_there { Ok(()) } else { install(&["rabbitmq-server"]) }
 }
 
-/// What makes a process believe in another time: for sidecars whose clocks differ.
+/// Installs libfaketime, for sidecars with different clocks.
 fn prepare_faketime() -> Result<()> {
     if has("faketime", &["--version"]) { Ok(()) } else { install(&["faketime"]) }
 }

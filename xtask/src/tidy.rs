@@ -1,4 +1,4 @@
-//! What no compiler checks.
+//! Rules that no compiler checks.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -7,8 +7,8 @@ use serde_json::Value;
 
 use crate::run::{Result, cargo, output, root};
 
-/// Who may depend on whom inside the workspace, as ARCHITECTURE.md draws it. What only tests use may point anywhere but
-/// at the binary.
+/// The allowed dependencies between the crates of the workspace, as ARCHITECTURE.md draws them. Dependencies of tests may
+/// point to any crate but the binary.
 const ARROWS: &[(&str, &[&str])] = &[
     ("oncegate-core", &[]),
     ("oncegate-client", &["oncegate-core"]),
@@ -112,7 +112,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("xtask", &[]),
 ];
 
-/// What a room must be provably free of: its dependencies must not reach these.
+/// Packages that the dependencies of a crate must not reach.
 const FREE_OF: &[(&str, &[&str])] = &[
     ("oncegate-core", &["tokio", "http", "hyper", "getrandom", "redb", "tracing"]),
     ("oncegate-client", &["redb", "redis", "axum", "sqlx"]),
@@ -184,6 +184,7 @@ pub(crate) fn run() -> Result<()> {
     let files = tracked()?;
     for file in &files {
         let Ok(text) = std::fs::read_to_string(root().join(file)) else { continue };
+        crate::language::check(file, &text, &mut faults);
         match file.extension().and_then(|extension| extension.to_str()) {
             Some("rs") => rust(file, &text, &mut faults),
             Some("md") => links(file, &text, &mut faults),
@@ -231,7 +232,7 @@ fn arrows(faults: &mut Vec<String>) -> Result<()> {
     let name = |id: &String| names.get(id).cloned().unwrap_or_default();
     for member in &members {
         let from = name(member);
-        let Some((_, allowed)) = ARROWS.iter().find(|(room, _)| *room == from) else {
+        let Some((_, allowed)) = ARROWS.iter().find(|(crate_name, _)| *crate_name == from) else {
             faults.push(format!("{from}: not in the table of arrows (xtask/src/tidy.rs, ARCHITECTURE.md)"));
             continue;
         };
@@ -240,7 +241,8 @@ fn arrows(faults: &mut Vec<String>) -> Result<()> {
                 faults.push(format!("{from} depends on {to}: ARCHITECTURE.md does not draw that arrow"));
             }
         }
-        let free_of = FREE_OF.iter().find(|(room, _)| *room == from).map_or(&[][..], |(_, list)| *list);
+        let free_of =
+            FREE_OF.iter().find(|(crate_name, _)| *crate_name == from).map_or(&[][..], |(_, list)| *list);
         let mut reached = BTreeSet::new();
         let mut todo = vec![member.clone()];
         while let Some(id) = todo.pop() {

@@ -6,7 +6,7 @@ use std::process::Command;
 
 use crate::run::{Result, has, output, run, target};
 
-/// What holds the server, and the libraries' program that it is a link to.
+/// The packages of the server, and of the program that it links to.
 const PACKAGES: [&str; 2] = ["valkey-server", "valkey-tools"];
 
 /// Gets one into the target directory, from the backports of the system's own Debian, and installs nothing: the system's
@@ -52,7 +52,7 @@ pub(crate) fn prepare() -> Result<()> {
     }
 }
 
-/// Whether the system has one.
+/// `true` if the system has one.
 fn is_there() -> bool {
     let redis = || output(Command::new("redis-server").arg("--version")).unwrap_or_default();
     has("valkey-server", &["--version"]) || is_recent(&redis())
@@ -64,7 +64,7 @@ fn is_recent(text: &str) -> bool {
     matches!((numbers.next(), numbers.next()), (Some(Ok(major)), Some(Ok(minor))) if (major, minor) >= (7, 2))
 }
 
-/// The system's own source of packages, with its backports in place of its release: the same host, the same key.
+/// The system's own source of packages, with its backports instead of its release: the same host, the same key.
 fn backports() -> Option<String> {
     let release = fs::read_to_string("/etc/os-release").ok()?;
     let of = |name: &str| {

@@ -1,4 +1,4 @@
-//! The service behind the door: it counts what it does, and does what a case tells it.
+//! The service behind the deployment: it counts its executions, and follows the script of a request.
 
 use std::collections::VecDeque;
 use std::io;
@@ -19,15 +19,15 @@ use tokio::task::JoinSet;
 use tower_service::Service;
 
 use crate::client::within;
-use crate::plan::{FOUND, Word};
+use crate::plan::{FOUND, ReconcileReply};
 
-/// The field that names a script. The doors know nothing of it.
+/// The header that names a script. No deployment interprets it.
 const SCRIPT: &str = "x-script";
 
-/// Where the sidecar asks what became of an attempt.
+/// The path at which the sidecar asks for the outcome of an attempt.
 pub(crate) const ASKED_AT: &str = "/oncegate/outcome";
 
-/// What one execution does. By default it answers 201 with a receipt that no other execution gives.
+/// The behaviour of one execution. By default it answers 201 with a unique receipt.
 #[derive(Clone)]
 pub struct Script {
     status: u16,
@@ -43,17 +43,17 @@ pub struct Script {
 enum Content {
     Receipt,
     Whole(Bytes),
-    Pieces(Vec<Piece>),
+    Pieces(Vec<BodyPart>),
 }
 
-/// A piece of a body that is not known whole.
+/// A part of a body of unknown length.
 #[derive(Clone)]
-pub enum Piece {
-    /// Octets.
+pub enum BodyPart {
+    /// Bytes.
     Data(Bytes),
-    /// What follows comes after the latch opens.
+    /// Waits until the latch opens.
     Wait(Latch),
-    /// The body breaks off.
+    /// Ends the body with an error.
     Break,
 }
 
@@ -79,66 +79,66 @@ impl Default for Script {
 }
 
 impl Script {
-    /// A receipt under this status.
+    /// Answers with a receipt and this status.
     #[must_use]
     pub fn status(status: u16) -> Self {
         Self { status, ..Self::default() }
     }
 
-    /// An answer with exactly these octets and `Content-Length`.
+    /// Answers with exactly these bytes and `Content-Length`.
     #[must_use]
     pub fn whole(status: u16, content_type: &str, body: impl Into<Bytes>) -> Self {
         let script = Self { status, answer: Content::Whole(body.into()), ..Self::default() };
         if content_type.is_empty() { script } else { script.field("content-type", content_type) }
     }
 
-    /// An answer with no body and no fields of its own.
+    /// Answers without a body and without headers.
     #[must_use]
     pub fn empty(status: u16) -> Self {
         Self::whole(status, "", Bytes::new())
     }
 
-    /// An answer in pieces, of a length that is not told.
+    /// Answers in parts, without a length.
     #[must_use]
-    pub fn pieces(status: u16, content_type: &str, pieces: Vec<Piece>) -> Self {
+    pub fn pieces(status: u16, content_type: &str, pieces: Vec<BodyPart>) -> Self {
         Self { status, answer: Content::Pieces(pieces), ..Self::default() }
             .field("content-type", content_type)
     }
 
-    /// With one more field line in the answer.
+    /// Adds a header line to the answer.
     #[must_use]
     pub fn field(mut self, name: &str, value: impl AsRef<[u8]>) -> Self {
         self.fields.push((name.to_owned(), value.as_ref().to_vec()));
         self
     }
 
-    /// With a trailer field; only after pieces.
+    /// Adds a trailer field; only for an answer in parts.
     #[must_use]
     pub fn trailer(mut self, name: &str, value: &str) -> Self {
         self.trailers.push((name.to_owned(), value.to_owned()));
         self
     }
 
-    /// Takes effect, and then waits for the latch before it answers.
+    /// Waits for the latch after the effect, before the answer.
     #[must_use]
     pub fn held(mut self, latch: &Latch) -> Self {
         self.held = Some(latch.clone());
         self
     }
 
-    /// Takes effect, and then panics (or after the latch, where it is held).
+    /// Panics after the effect, and after the latch if it is held.
     #[must_use]
     pub fn panics() -> Self {
         Self { end: End::Panic, ..Self::default() }
     }
 
-    /// Takes effect, and then ends with an error: on a socket, the connection is closed without an answer.
+    /// Ends with an error after the effect: on a socket, the connection is closed without an answer.
     #[must_use]
     pub fn fails() -> Self {
         Self { end: End::Fail, ..Self::default() }
     }
 
-    /// Does not wait for the request's body.
+    /// Does not wait for the body of the request.
     #[must_use]
     pub fn early(mut self) -> Self {
         self.early = true;
@@ -146,21 +146,21 @@ impl Script {
     }
 }
 
-/// One execution, as the backend saw it.
+/// A request as the backend received it.
 #[derive(Clone, Debug)]
-pub struct Seen {
+pub struct ReceivedRequest {
     /// The method.
     pub method: String,
     /// Path and query.
     pub target: String,
-    /// The field lines.
+    /// The headers.
     pub fields: HeaderMap,
     /// The body.
     pub body: Bytes,
 }
 
-impl Seen {
-    /// The value of the one field line of this name, if there is one.
+impl ReceivedRequest {
+    /// The value of the header of this name, if there is one.
     #[must_use]
     pub fn get(&self, name: &str) -> Option<&str> {
         let values: Vec<_> = self.fields.get_all(name).iter().collect();
@@ -169,7 +169,7 @@ impl Seen {
     }
 }
 
-/// The service, and its ledger. All clones are one.
+/// The service and its ledger. All clones share them.
 #[derive(Clone)]
 pub struct Backend {
     shared: Arc<Shared>,
@@ -177,10 +177,10 @@ pub struct Backend {
 
 struct Shared {
     scripts: Mutex<Vec<Script>>,
-    seen: Mutex<Vec<Seen>>,
+    seen: Mutex<Vec<ReceivedRequest>>,
     begun: watch::Sender<usize>,
     ended: watch::Sender<usize>,
-    word: Mutex<Option<Word>>,
+    word: Mutex<Option<ReconcileReply>>,
 }
 
 impl Default for Backend {
@@ -197,25 +197,25 @@ impl Default for Backend {
 }
 
 impl Backend {
-    /// The field line that orders this script.
+    /// Registers a script, and returns the header that requests it.
     pub(crate) fn order(&self, script: Script) -> (Vec<u8>, Vec<u8>) {
         let mut scripts = lock(&self.shared.scripts);
         scripts.push(script);
         (SCRIPT.into(), (scripts.len() - 1).to_string().into())
     }
 
-    /// What is said to whoever asks what became of an attempt.
-    pub(crate) fn will_say(&self, word: Option<Word>) {
+    /// Sets the reply to questions about the outcome of an attempt.
+    pub(crate) fn set_reconcile_reply(&self, word: Option<ReconcileReply>) {
         *lock(&self.shared.word) = word;
     }
 
-    /// How many executions took effect.
+    /// The number of executions that took effect.
     #[must_use]
     pub fn effects(&self) -> usize {
         *self.shared.begun.borrow()
     }
 
-    /// How many executions came to their end, rather than being dropped.
+    /// The number of executions that were not dropped before their end.
     #[must_use]
     pub fn ended(&self) -> usize {
         *self.shared.ended.borrow()
@@ -223,33 +223,33 @@ impl Backend {
 
     /// Every execution, in the order of the effects.
     #[must_use]
-    pub fn seen(&self) -> Vec<Seen> {
+    pub fn seen(&self) -> Vec<ReceivedRequest> {
         lock(&self.shared.seen).clone()
     }
 
-    /// Waits until so many executions took effect.
+    /// Waits until this many executions took effect.
     pub async fn until_effects(&self, count: usize) {
         let mut begun = self.shared.begun.subscribe();
         let in_time = within(begun.wait_for(|&n| n >= count)).await.is_some();
         assert!(in_time, "waited in vain for effect {count}; there are {}", self.effects());
     }
 
-    /// Waits until so many executions came to their end.
+    /// Waits until this many executions ended.
     pub async fn until_ended(&self, count: usize) {
         let mut ended = self.shared.ended.subscribe();
         let in_time = within(ended.wait_for(|&n| n >= count)).await.is_some();
         assert!(in_time, "waited in vain for end {count}; there are {}", self.ended());
     }
 
-    /// Serves on a socket of its own.
-    pub async fn serve(&self) -> Served {
-        Served::start(self.clone()).await
+    /// Serves on a new socket.
+    pub async fn serve(&self) -> HttpServer {
+        HttpServer::start(self.clone()).await
     }
 
     /// Serves on this socket.
     #[must_use]
-    pub fn serve_on(&self, listener: TcpListener) -> Served {
-        Served::on(self.clone(), listener)
+    pub fn serve_on(&self, listener: TcpListener) -> HttpServer {
+        HttpServer::on(self.clone(), listener)
     }
 
     async fn execute<B>(self, request: Request<B>) -> io::Result<Response<Answer>>
@@ -271,7 +271,7 @@ impl Backend {
             read.to_bytes()
         };
         let target = parts.uri.path_and_query().map_or("/", |target| target.as_str()).to_owned();
-        let seen = Seen { method: parts.method.to_string(), target, fields: parts.headers, body };
+        let seen = ReceivedRequest { method: parts.method.to_string(), target, fields: parts.headers, body };
         let effect = {
             let mut all = lock(&self.shared.seen);
             all.push(seen);
@@ -283,7 +283,7 @@ impl Backend {
         }
         self.shared.ended.send_modify(|n| *n += 1);
         match script.end {
-            // A panic that the hook does not print: it is no news.
+            // Without the panic hook, which would print a message.
             End::Panic => std::panic::resume_unwind(Box::new("as ordered")),
             End::Fail => return Err(io::Error::other("as ordered")),
             End::Answer => {}
@@ -304,7 +304,7 @@ impl Script {
         match self.answer {
             Content::Receipt => {
                 let receipt = format!(r#"{{"effect":{effect},"mark":"{MARK}"}}"#);
-                answer.pieces = [Piece::Data(receipt.into())].into();
+                answer.pieces = [BodyPart::Data(receipt.into())].into();
                 answer.sized = true;
                 let json = HeaderValue::from_static("application/json");
                 response.headers_mut().entry("content-type").or_insert(json);
@@ -312,7 +312,7 @@ impl Script {
             Content::Whole(body) => {
                 answer.sized = true;
                 if !body.is_empty() {
-                    answer.pieces = [Piece::Data(body)].into();
+                    answer.pieces = [BodyPart::Data(body)].into();
                 }
             }
             Content::Pieces(pieces) => {
@@ -332,8 +332,8 @@ impl Script {
     }
 }
 
-impl Word {
-    /// The answer to the question what became of an attempt.
+impl ReconcileReply {
+    /// The answer to a question about the outcome of an attempt.
     fn told(self, asked: &HeaderMap) -> Response<Answer> {
         let (outcome, script) = match self {
             Self::Found => ("happened", Script::whole(202, "text/plain", FOUND)),
@@ -346,7 +346,7 @@ impl Word {
     }
 }
 
-/// What no refusal may ever contain: it is in every receipt.
+/// A text in every receipt, which no refusal may contain.
 pub const MARK: &str = "what-the-first-one-got";
 
 impl<B> Service<Request<B>> for Backend
@@ -366,10 +366,10 @@ where
     }
 }
 
-/// The body of an answer, piece by piece.
+/// The body of an answer, part by part.
 #[derive(Default)]
 pub struct Answer {
-    pieces: VecDeque<Piece>,
+    pieces: VecDeque<BodyPart>,
     waiting: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
     trailers: Option<HeaderMap>,
     sized: bool,
@@ -389,11 +389,11 @@ impl Body for Answer {
                 self.waiting = None;
             }
             match self.pieces.pop_front() {
-                Some(Piece::Data(data)) => return Poll::Ready(Some(Ok(Frame::data(data)))),
-                Some(Piece::Wait(latch)) => {
+                Some(BodyPart::Data(data)) => return Poll::Ready(Some(Ok(Frame::data(data)))),
+                Some(BodyPart::Wait(latch)) => {
                     self.waiting = Some(Box::pin(async move { latch.opened().await }));
                 }
-                Some(Piece::Break) => return Poll::Ready(Some(Err(io::Error::other("as ordered")))),
+                Some(BodyPart::Break) => return Poll::Ready(Some(Err(io::Error::other("as ordered")))),
                 None => return Poll::Ready(self.trailers.take().map(|fields| Ok(Frame::trailers(fields)))),
             }
         }
@@ -407,21 +407,23 @@ impl Body for Answer {
         if !self.sized {
             return SizeHint::default();
         }
-        let left =
-            self.pieces.iter().map(|piece| if let Piece::Data(data) = piece { data.len() as u64 } else { 0 });
+        let left = self
+            .pieces
+            .iter()
+            .map(|piece| if let BodyPart::Data(data) = piece { data.len() as u64 } else { 0 });
         SizeHint::with_exact(left.sum())
     }
 }
 
-/// A service on a loopback socket, for as long as this lives.
-pub struct Served {
-    /// Where.
+/// An HTTP server on a loopback socket. Dropping it stops the server.
+pub struct HttpServer {
+    /// The address of the server.
     pub address: SocketAddr,
     accepting: tokio::task::JoinHandle<()>,
 }
 
-impl Served {
-    /// Serves HTTP/1.1, and HTTP/2 for clients that know, on a port of its own.
+impl HttpServer {
+    /// Serves HTTP/1.1 and HTTP/2 (with prior knowledge) on a free port.
     pub async fn start<S, RB>(service: S) -> Self
     where
         S: Service<Request<hyper::body::Incoming>, Response = Response<RB>, Future: Send>
@@ -431,7 +433,7 @@ impl Served {
         S::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
         RB: Body<Data: Send, Error: Into<Box<dyn std::error::Error + Send + Sync>>> + Send + 'static,
     {
-        // As many may wait to be accepted as at the sidecar: a case brings hundreds at once, to a machine that may be busy.
+        // The same backlog as the sidecar has: a case opens hundreds of connections at once on a busy machine.
         let socket = TcpSocket::new_v4().expect("a socket");
         socket.bind(([127, 0, 0, 1], 0).into()).expect("a free port");
         Self::on(service, socket.listen(4096).expect("a socket that listens"))
@@ -448,14 +450,14 @@ impl Served {
     {
         let address = listener.local_addr().expect("an address");
         let accepting = tokio::spawn(async move {
-            // The connections end with the one who accepts them.
+            // The connections end with the listener.
             let mut connections = JoinSet::new();
             while let Ok((stream, _)) = listener.accept().await {
                 let _ = stream.set_nodelay(true);
                 let service = hyper_util::service::TowerToHyperService::new(service.clone());
                 connections.spawn(async move {
                     let server = hyper_util::server::conn::auto::Builder::new(TokioExecutor::new());
-                    // A connection that ends badly is what many cases are about.
+                    // Many cases break the connection on purpose.
                     let _ = server.serve_connection(TokioIo::new(stream), service).await;
                 });
             }
@@ -464,7 +466,7 @@ impl Served {
     }
 }
 
-impl Drop for Served {
+impl Drop for HttpServer {
     fn drop(&mut self) {
         self.accepting.abort();
     }

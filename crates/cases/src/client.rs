@@ -1,6 +1,6 @@
-//! A client that writes what it is told, octet by octet, and reads answers strictly.
+//! A client that writes exactly the bytes of a case, and reads answers strictly.
 //!
-//! A library would refuse to send half of what these cases have to send, and would hide how an answer was framed.
+//! A library would refuse to send many of these requests, and would hide the framing of an answer.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -12,8 +12,8 @@ use tokio::net::TcpStream;
 
 use crate::backend::Script;
 
-/// How long anything is waited for. Far longer than everything takes, so that a case that fails has a reason.
-pub const PATIENCE: Duration = Duration::from_secs(20);
+/// The bound on every wait. It is far longer than anything takes, so that only a real failure reaches it.
+pub const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// A request, not yet sent.
 #[derive(Clone)]
@@ -22,11 +22,11 @@ pub struct Request {
     pub method: String,
     /// Path and query.
     pub target: String,
-    /// The field lines after `Host`, in their order.
+    /// The header lines after `Host`, in their order.
     pub fields: Vec<(Vec<u8>, Vec<u8>)>,
     payload: Payload,
     host: &'static str,
-    /// What the backend does about it.
+    /// The script for the backend.
     pub script: Option<Script>,
 }
 
@@ -57,46 +57,46 @@ impl Request {
         Self::new("POST", target)
     }
 
-    /// With this field line `Host`.
+    /// Sets the header `Host`.
     #[must_use]
     pub fn host(self, host: &'static str) -> Self {
         Self { host, ..self }
     }
 
-    /// With this field line `Idempotency-Key`, as it is.
+    /// Adds the header `Idempotency-Key` with exactly this value.
     #[must_use]
     pub fn key(self, value: impl AsRef<[u8]>) -> Self {
         self.field("Idempotency-Key", value)
     }
 
-    /// With one more field line.
+    /// Adds a header line.
     #[must_use]
     pub fn field(mut self, name: impl AsRef<[u8]>, value: impl AsRef<[u8]>) -> Self {
         self.fields.push((name.as_ref().to_vec(), value.as_ref().to_vec()));
         self
     }
 
-    /// With this JSON text as its body.
+    /// Sets a JSON body.
     #[must_use]
     pub fn json(self, text: impl Into<String>) -> Self {
         self.body("application/json", text.into())
     }
 
-    /// With this body, and `Content-Length`.
+    /// Sets the body, with `Content-Length`.
     #[must_use]
     pub fn body(mut self, content_type: &str, body: impl Into<Bytes>) -> Self {
         self.payload = Payload::Whole(body.into());
         self.retyped(content_type)
     }
 
-    /// With this body and no `Content-Type`.
+    /// Sets the body, without `Content-Type`.
     #[must_use]
     pub fn untyped(mut self, body: impl Into<Bytes>) -> Self {
         self.payload = Payload::Whole(body.into());
         self
     }
 
-    /// With this body, sent in these chunks.
+    /// Sets the body, sent in these chunks.
     #[must_use]
     pub fn chunked(mut self, content_type: &str, chunks: Vec<Bytes>) -> Self {
         self.payload = Payload::Chunked(chunks);
@@ -107,97 +107,97 @@ impl Request {
         self.drop_field("Content-Type").field("Content-Type", content_type)
     }
 
-    /// Without the field lines of this name.
+    /// Removes the header lines of this name.
     #[must_use]
     pub fn drop_field(mut self, name: &str) -> Self {
         self.fields.retain(|(n, _)| !n.eq_ignore_ascii_case(name.as_bytes()));
         self
     }
 
-    /// Without a body; what was said of its type stays.
+    /// Removes the body; its `Content-Type` stays.
     #[must_use]
     pub fn drop_body(mut self) -> Self {
         self.payload = Payload::None;
         self
     }
 
-    /// With these orders for the backend. They travel beside the request and are no part of what it is.
+    /// Sets the script for the backend. It does not change the identity of the request.
     #[must_use]
     pub fn script(mut self, script: Script) -> Self {
         self.script = Some(script);
         self
     }
 
-    /// The value of the first field line `Idempotency-Key` or of the given carrier.
+    /// The value of the first header line of this name.
     #[must_use]
     pub fn sent(&self, name: &str) -> Option<&[u8]> {
         let line = self.fields.iter().find(|(n, _)| n.eq_ignore_ascii_case(name.as_bytes()))?;
         Some(&line.1)
     }
 
-    /// The head, up to and with the empty line.
+    /// The head, with the empty line at its end.
     #[must_use]
     pub fn head(&self) -> Vec<u8> {
-        let mut octets =
+        let mut bytes =
             format!("{} {} HTTP/1.1\r\nHost: {}\r\n", self.method, self.target, self.host).into_bytes();
         for (name, value) in &self.fields {
-            octets.extend_from_slice(name);
-            octets.extend_from_slice(b": ");
-            octets.extend_from_slice(value);
-            octets.extend_from_slice(b"\r\n");
+            bytes.extend_from_slice(name);
+            bytes.extend_from_slice(b": ");
+            bytes.extend_from_slice(value);
+            bytes.extend_from_slice(b"\r\n");
         }
         match &self.payload {
             Payload::None => {}
             Payload::Whole(body) => {
-                octets.extend_from_slice(format!("Content-Length: {}\r\n", body.len()).as_bytes());
+                bytes.extend_from_slice(format!("Content-Length: {}\r\n", body.len()).as_bytes());
             }
-            Payload::Chunked(_) => octets.extend_from_slice(b"Transfer-Encoding: chunked\r\n"),
+            Payload::Chunked(_) => bytes.extend_from_slice(b"Transfer-Encoding: chunked\r\n"),
         }
-        octets.extend_from_slice(b"\r\n");
-        octets
+        bytes.extend_from_slice(b"\r\n");
+        bytes
     }
 
-    /// The body as it is framed.
+    /// The body with its framing.
     #[must_use]
     pub fn framed_body(&self) -> Vec<u8> {
         match &self.payload {
             Payload::None => Vec::new(),
             Payload::Whole(body) => body.to_vec(),
             Payload::Chunked(chunks) => {
-                let mut octets = Vec::new();
+                let mut bytes = Vec::new();
                 for chunk in chunks.iter().filter(|chunk| !chunk.is_empty()) {
-                    octets.extend_from_slice(format!("{:x}\r\n", chunk.len()).as_bytes());
-                    octets.extend_from_slice(chunk);
-                    octets.extend_from_slice(b"\r\n");
+                    bytes.extend_from_slice(format!("{:x}\r\n", chunk.len()).as_bytes());
+                    bytes.extend_from_slice(chunk);
+                    bytes.extend_from_slice(b"\r\n");
                 }
-                octets.extend_from_slice(b"0\r\n\r\n");
-                octets
+                bytes.extend_from_slice(b"0\r\n\r\n");
+                bytes
             }
         }
     }
 
     /// Head and body.
     #[must_use]
-    pub fn octets(&self) -> Vec<u8> {
-        let mut octets = self.head();
-        octets.extend(self.framed_body());
-        octets
+    pub fn bytes(&self) -> Vec<u8> {
+        let mut bytes = self.head();
+        bytes.extend(self.framed_body());
+        bytes
     }
 }
 
-/// Why there is no whole answer.
+/// The reason why there is no complete answer.
 #[derive(Debug)]
-pub enum Broken {
-    /// The connection ended or was reset, after so many octets of the body where a head was read.
+pub enum AnswerError {
+    /// The connection ended or was reset.
     Cut {
-        /// The head, where one was read.
+        /// The head, if it was read.
         head: Option<Head>,
-        /// What of the body was read.
+        /// The part of the body that was read.
         body: Bytes,
     },
-    /// Nothing came in time.
+    /// The answer did not arrive in time.
     Late,
-    /// What came is no HTTP.
+    /// The answer is not valid HTTP.
     Garbage(String),
 }
 
@@ -206,32 +206,32 @@ pub enum Broken {
 pub struct Head {
     /// The status.
     pub status: u16,
-    /// The field lines, in their order, names as they came.
+    /// The header lines in their order, with the names as they were sent.
     pub fields: Vec<(String, Vec<u8>)>,
-    /// The statuses of the interim answers before it.
+    /// The statuses of the interim answers before this one.
     pub interim: Vec<u16>,
 }
 
-/// A whole answer.
+/// A complete answer.
 #[derive(Clone)]
 pub struct Answer {
-    /// Its head.
+    /// The head.
     pub head: Head,
-    /// Its body, without the framing.
+    /// The body, without the framing.
     pub body: Bytes,
-    /// Its trailer fields.
+    /// The trailer fields.
     pub trailers: Vec<(String, Vec<u8>)>,
 }
 
 impl Head {
-    /// The values of the field lines of this name.
+    /// The values of the header lines of this name.
     #[must_use]
     pub fn all(&self, name: &str) -> Vec<&[u8]> {
         let lines = self.fields.iter().filter(|(n, _)| n.eq_ignore_ascii_case(name));
         lines.map(|(_, value)| value.as_slice()).collect()
     }
 
-    /// The value of the one field line of this name, if there is one.
+    /// The value of the header of this name, if there is one.
     #[must_use]
     pub fn get(&self, name: &str) -> Option<&str> {
         let values = self.all(name);
@@ -247,13 +247,13 @@ impl Answer {
         self.head.status
     }
 
-    /// The value of the one field line of this name, if there is one.
+    /// The value of the header of this name, if there is one.
     #[must_use]
     pub fn get(&self, name: &str) -> Option<&str> {
         self.head.get(name)
     }
 
-    /// The values of the field lines of this name.
+    /// The values of the header lines of this name.
     #[must_use]
     pub fn all(&self, name: &str) -> Vec<&[u8]> {
         self.head.all(name)
@@ -273,7 +273,7 @@ impl fmt::Debug for Answer {
             write!(f, " | {name}: {}", value.escape_ascii())?;
         }
         let shown = &self.body[..self.body.len().min(300)];
-        write!(f, " | {} octets: {}", self.body.len(), shown.escape_ascii())
+        write!(f, " | {} bytes: {}", self.body.len(), shown.escape_ascii())
     }
 }
 
@@ -283,23 +283,23 @@ pub struct Connection {
     buffer: BytesMut,
 }
 
-/// How the body of an answer is framed.
+/// The framing of the body of an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Framing {
-    /// There is none.
+    /// There is no body.
     None,
-    /// So many octets are still to come.
+    /// This many bytes are still to come.
     Sized(u64),
-    /// Chunks; so many octets of the present one are still to come.
+    /// Chunks; this many bytes of the current one are still to come.
     Chunked(u64),
     /// The last chunk was read.
     Ended,
-    /// Up to the end of the connection.
+    /// The body ends with the connection.
     Close,
 }
 
 impl Connection {
-    /// Opens one.
+    /// Opens a connection.
     pub async fn open(address: SocketAddr) -> Self {
         let stream =
             within(TcpStream::connect(address)).await.expect("a connection in time").expect("a connection");
@@ -307,30 +307,30 @@ impl Connection {
         Self { stream, buffer: BytesMut::new() }
     }
 
-    /// Sends these octets. An error is none here: the answer tells what became of them.
-    pub async fn write(&mut self, octets: &[u8]) {
-        let _ = within(self.stream.write_all(octets)).await;
+    /// Sends these bytes. An error is ignored here, because the answer shows it.
+    pub async fn write(&mut self, bytes: &[u8]) {
+        let _ = within(self.stream.write_all(bytes)).await;
     }
 
-    /// Says that nothing more will be sent, and goes on listening.
+    /// Closes the sending side of the connection.
     pub async fn half_close(&mut self) {
         let _ = self.stream.shutdown().await;
     }
 
-    /// Goes away so that the other side notices at once, whatever is under way.
+    /// Resets the connection, so that the other side notices at once.
     pub fn reset(self) {
         let _ = self.stream.set_zero_linger();
         drop(self.stream);
     }
 
     /// Sends a request and reads its answer.
-    pub async fn exchange(&mut self, request: &Request) -> Result<Answer, Broken> {
-        self.write(&request.octets()).await;
+    pub async fn exchange(&mut self, request: &Request) -> Result<Answer, AnswerError> {
+        self.write(&request.bytes()).await;
         self.answer(&request.method).await
     }
 
     /// Reads the answer to a request with this method.
-    pub async fn answer(&mut self, method: &str) -> Result<Answer, Broken> {
+    pub async fn answer(&mut self, method: &str) -> Result<Answer, AnswerError> {
         let head = self.head().await?;
         let mut framing = framing(method, &head)?;
         let mut body = BytesMut::new();
@@ -338,8 +338,8 @@ impl Connection {
             match self.data(&mut framing).await {
                 Ok(Some(data)) => body.extend_from_slice(&data),
                 Ok(None) => break,
-                Err(Broken::Cut { .. }) => {
-                    return Err(Broken::Cut { head: Some(head), body: body.freeze() });
+                Err(AnswerError::Cut { .. }) => {
+                    return Err(AnswerError::Cut { head: Some(head), body: body.freeze() });
                 }
                 Err(other) => return Err(other),
             }
@@ -348,19 +348,19 @@ impl Connection {
         Ok(Answer { head, body: body.freeze(), trailers })
     }
 
-    /// Reads one interim answer, and says its status.
-    pub async fn interim(&mut self) -> Result<u16, Broken> {
+    /// Reads one interim answer and returns its status.
+    pub async fn interim(&mut self) -> Result<u16, AnswerError> {
         let line = self.line().await?;
         let status = std::str::from_utf8(&line).ok().and_then(|line| line.split(' ').nth(1)?.parse().ok());
         self.trailers().await?;
         match status {
             Some(status @ 100..200) => Ok(status),
-            _ => Err(Broken::Garbage(line.escape_ascii().to_string())),
+            _ => Err(AnswerError::Garbage(line.escape_ascii().to_string())),
         }
     }
 
     /// Reads the head of an answer, and the interim ones before it.
-    pub async fn head(&mut self) -> Result<Head, Broken> {
+    pub async fn head(&mut self) -> Result<Head, AnswerError> {
         let mut interim = Vec::new();
         loop {
             let line = self.line().await?;
@@ -368,7 +368,7 @@ impl Connection {
             let (version, status) = (words.next().unwrap_or_default(), words.next().unwrap_or_default());
             let status = std::str::from_utf8(status).ok().and_then(|s| s.parse::<u16>().ok());
             let (true, Some(status)) = (version.starts_with(b"HTTP/1."), status) else {
-                return Err(Broken::Garbage(line.escape_ascii().to_string()));
+                return Err(AnswerError::Garbage(line.escape_ascii().to_string()));
             };
             let fields = self.trailers().await?;
             if (100..200).contains(&status) && status != 101 {
@@ -379,15 +379,15 @@ impl Connection {
         }
     }
 
-    /// Reads some of a body; `None` at its end.
-    pub async fn data(&mut self, framing: &mut Framing) -> Result<Option<Bytes>, Broken> {
+    /// Reads a part of a body; `None` at its end.
+    pub async fn data(&mut self, framing: &mut Framing) -> Result<Option<Bytes>, AnswerError> {
         let left = match *framing {
             Framing::None | Framing::Ended | Framing::Sized(0) => return Ok(None),
             Framing::Sized(left) => left,
             Framing::Close => {
                 return match self.fill().await {
                     Ok(()) => Ok(Some(self.buffer.split().freeze())),
-                    Err(Broken::Cut { .. }) => Ok(None),
+                    Err(AnswerError::Cut { .. }) => Ok(None),
                     Err(other) => Err(other),
                 };
             }
@@ -401,7 +401,7 @@ impl Connection {
                         return Ok(None);
                     }
                     Ok(size) => size,
-                    Err(_) => return Err(Broken::Garbage(format!("chunk size {text:?}"))),
+                    Err(_) => return Err(AnswerError::Garbage(format!("chunk size {text:?}"))),
                 }
             }
             Framing::Chunked(left) => left,
@@ -417,7 +417,7 @@ impl Connection {
             Framing::Chunked(rest) => {
                 *rest = left;
                 if left == 0 && !self.line().await?.is_empty() {
-                    return Err(Broken::Garbage("a chunk that does not end where it says".to_owned()));
+                    return Err(AnswerError::Garbage("a chunk that does not end where it says".to_owned()));
                 }
             }
             _ => {}
@@ -425,8 +425,8 @@ impl Connection {
         Ok(Some(data))
     }
 
-    /// Reads field lines up to the empty one.
-    async fn trailers(&mut self) -> Result<Vec<(String, Vec<u8>)>, Broken> {
+    /// Reads header lines up to the empty line.
+    async fn trailers(&mut self) -> Result<Vec<(String, Vec<u8>)>, AnswerError> {
         let mut fields = Vec::new();
         loop {
             let line = self.line().await?;
@@ -434,14 +434,14 @@ impl Connection {
                 return Ok(fields);
             }
             let Some(colon) = line.iter().position(|&b| b == b':') else {
-                return Err(Broken::Garbage(line.escape_ascii().to_string()));
+                return Err(AnswerError::Garbage(line.escape_ascii().to_string()));
             };
             let name = String::from_utf8_lossy(&line[..colon]).into_owned();
             fields.push((name, line[colon + 1..].trim_ascii().to_vec()));
         }
     }
 
-    async fn line(&mut self) -> Result<Bytes, Broken> {
+    async fn line(&mut self) -> Result<Bytes, AnswerError> {
         loop {
             if let Some(end) = self.buffer.windows(2).position(|two| two == b"\r\n") {
                 let line = self.buffer.split_to(end).freeze();
@@ -452,24 +452,24 @@ impl Connection {
         }
     }
 
-    async fn fill(&mut self) -> Result<(), Broken> {
+    async fn fill(&mut self) -> Result<(), AnswerError> {
         match within(self.stream.read_buf(&mut self.buffer)).await {
-            None => Err(Broken::Late),
-            Some(Ok(0) | Err(_)) => Err(Broken::Cut { head: None, body: Bytes::new() }),
+            None => Err(AnswerError::Late),
+            Some(Ok(0) | Err(_)) => Err(AnswerError::Cut { head: None, body: Bytes::new() }),
             Some(Ok(_)) => Ok(()),
         }
     }
 }
 
-/// How the body after this head is framed (RFC 9112, 6.3).
-pub fn framing(method: &str, head: &Head) -> Result<Framing, Broken> {
+/// The framing of the body after this head (RFC 9112, 6.3).
+pub fn framing(method: &str, head: &Head) -> Result<Framing, AnswerError> {
     let lengths = head.all("content-length");
     let codings = head.all("transfer-encoding");
     if lengths.len() > 1 || codings.len() > 1 || (!lengths.is_empty() && !codings.is_empty()) {
-        return Err(Broken::Garbage(format!("framed twice: {head:?}")));
+        return Err(AnswerError::Garbage(format!("framed twice: {head:?}")));
     }
     if head.status == 204 && !(lengths.is_empty() && codings.is_empty()) {
-        return Err(Broken::Garbage(format!("a 204 with a framed body: {head:?}")));
+        return Err(AnswerError::Garbage(format!("a 204 with a framed body: {head:?}")));
     }
     if method == "HEAD" || head.status == 204 || head.status == 304 {
         return Ok(Framing::None);
@@ -483,18 +483,21 @@ pub fn framing(method: &str, head: &Head) -> Result<Framing, Broken> {
             .ok()
             .and_then(|text| text.parse().ok())
             .map(Framing::Sized)
-            .ok_or_else(|| Broken::Garbage(format!("Content-Length {}", text.escape_ascii()))),
+            .ok_or_else(|| AnswerError::Garbage(format!("Content-Length {}", text.escape_ascii()))),
     }
 }
 
-/// The output of a future, if it comes in time.
+/// The output of a future; `None` if it is not ready in time.
 pub async fn within<F: Future>(future: F) -> Option<F::Output> {
-    tokio::time::timeout(PATIENCE, future).await.ok()
+    tokio::time::timeout(TIMEOUT, future).await.ok()
 }
 
-/// Waits for a condition; panics with `what` where it does not come true in time.
+/// Waits for a condition.
+///
+/// # Panics
+/// With `what`, if the condition is not true in time.
 pub async fn until(what: &str, mut condition: impl AsyncFnMut() -> bool) {
-    let deadline = tokio::time::Instant::now() + PATIENCE;
+    let deadline = tokio::time::Instant::now() + TIMEOUT;
     while !condition().await {
         assert!(tokio::time::Instant::now() < deadline, "waited in vain until {what}");
         tokio::time::sleep(Duration::from_millis(5)).await;

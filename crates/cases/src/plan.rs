@@ -1,4 +1,4 @@
-//! What a case is given: settings told once, and translated for each door.
+//! The settings of a case, written once and translated for each deployment.
 
 use std::fmt::Write;
 use std::path::Path;
@@ -17,94 +17,94 @@ use oncegate_http::{
 
 use crate::backend::ASKED_AT;
 
-/// The settings of a door. What is not said is left to the door's own default.
+/// The settings of a deployment. `None` is the default of the deployment.
 #[derive(Clone, Debug)]
 pub struct Plan {
     /// The profile.
     pub profile: &'static str,
-    /// How callers are told apart.
+    /// The identification of callers.
     pub scope: Callers,
-    /// What the host means.
+    /// The role of the host.
     pub authority: Option<AuthorityRole>,
-    /// Whether a key is required.
+    /// Requires a key.
     pub require_key: bool,
-    /// The field that carries the key.
+    /// The header that carries the key.
     pub key_header: Option<&'static str>,
-    /// The members of JSON bodies that the key is built of, with commas.
+    /// The members of JSON bodies from which the key is built, separated by commas.
     pub key_json: Option<&'static str>,
-    /// How the field spells a key.
+    /// The syntax of the key in its header.
     pub key_syntax: Option<KeySyntax>,
-    /// What the key must be: `uuid`, `ulid` or `pattern:REGEX`.
+    /// The format of keys: `uuid`, `ulid` or `pattern:REGEX`.
     pub key_format: Option<&'static str>,
-    /// What a key is unique within, beside the caller.
+    /// The scope in which a key is unique, in addition to the caller.
     pub key_scope: Option<KeyScope>,
     /// The lengths that a key may have.
     pub key_length: Option<(usize, usize)>,
-    /// The field that marks a replay.
+    /// The header that marks a replay.
     pub replay_marker: Option<&'static str>,
-    /// Where the rules for keys are documented.
+    /// The URL of the documentation of keys.
     pub documentation: Option<&'static str>,
-    /// Whether every spelling of a path counts as it is: slashes at the end, and case.
+    /// Makes slashes at the end and case of a path count.
     pub exact_paths: bool,
     /// Statuses that free the key.
     pub release_statuses: Option<&'static [u16]>,
     /// The covered methods.
     pub methods: Option<Vec<Method>>,
-    /// One more field that is stored.
+    /// One more header that is stored.
     pub stored_header: Option<&'static str>,
-    /// A field that makes two requests different.
+    /// A header that makes two requests different.
     pub fingerprint_header: Option<&'static str>,
     /// A member of JSON bodies that does not count.
     pub fingerprint_exclude: Option<&'static str>,
     /// The one member of JSON bodies that counts.
     pub fingerprint_include: Option<&'static str>,
-    /// Whether bodies are compared octet by octet.
+    /// Compares bodies byte by byte.
     pub fingerprint_raw: bool,
     /// The lease.
     pub lease: Option<Duration>,
     /// The retention.
     pub retention: Option<Duration>,
-    /// How long a duplicate waits.
+    /// The time for which a duplicate waits.
     pub wait: Option<Duration>,
-    /// What follows an abandoned attempt.
+    /// The policy for abandoned attempts.
     pub on_abandoned: Option<OnAbandoned>,
-    /// What somebody who is asked about an abandoned attempt says.
-    pub reconcile: Option<Word>,
-    /// What is done with answers from 500 to 599.
+    /// The reply to questions about an abandoned attempt.
+    pub reconcile: Option<ReconcileReply>,
+    /// The policy for answers from 500 to 599.
     pub server_errors: Option<ServerErrors>,
     /// The largest body of a request.
     pub max_request_body: Option<usize>,
-    /// What the bodies of requests may hold together.
+    /// The budget for all request bodies together.
     pub request_budget: Option<usize>,
     /// The largest body that is stored.
     pub max_response_body: Option<usize>,
-    /// How long the sidecar waits for an answer.
+    /// The time for which the sidecar waits for an answer.
     pub upstream_timeout: Option<Duration>,
-    /// Whether to execute without protection while the store is out of reach.
+    /// Executes without protection while the store is unavailable.
     pub fail_open: bool,
-    /// Paths with settings of their own. What these plans say of routes is not looked at.
+    /// Paths with their own settings. Routes within these plans are ignored.
     pub routes: Vec<Route>,
-    /// Whether the sidecar reads all this from a file, rather than from flags.
+    /// Gives the settings to the sidecar in a file instead of flags.
     pub by_file: bool,
-    /// Where the sidecar stops and waits to be killed.
+    /// The failpoint at which the sidecar stops and waits to be killed.
     pub failpoint: Option<&'static str>,
 }
 
-/// What is said about an abandoned attempt.
+/// A reply to a question about an abandoned attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Word {
+pub enum ReconcileReply {
     /// It happened, and [`FOUND`] was its answer.
     Found,
     /// It did not happen.
     NotFound,
-    /// Nobody can tell.
+    /// The outcome cannot be determined.
     Unclear,
 }
 
-/// The answer of an attempt that was asked about.
+/// The answer of an attempt that happened.
 pub const FOUND: &str = "found when asked";
 
-impl Reconcile for Word {
+impl Reconcile for ReconcileReply {
     fn reconcile<'a>(
         &'a self,
         _: &'a IdempotencyContext,
@@ -123,18 +123,18 @@ impl Reconcile for Word {
     }
 }
 
-/// A path with settings of its own.
+/// A path with its own settings.
 #[derive(Clone, Debug)]
 pub struct Route {
-    /// The methods it is about; none: all that the settings cover.
+    /// The methods of the route; if empty, all that the settings cover.
     pub methods: Vec<Method>,
     /// The pattern of the path, such as `/payments/{id}`.
     pub path: &'static str,
-    /// The settings, over nothing but the profile's.
+    /// The settings, on top of the profile only.
     pub plan: Plan,
 }
 
-/// What the sidecar makes of one part of its setting `scope`.
+/// Translates one part of the setting `scope`.
 fn scope_of(part: &'static str) -> CallerScope {
     let (kind, name) = part.split_once(':').expect("a kind and a name");
     match kind {
@@ -146,18 +146,18 @@ fn scope_of(part: &'static str) -> CallerScope {
     }
 }
 
-/// How callers are told apart.
+/// The identification of callers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Callers {
-    /// Nobody says.
+    /// The setting is absent.
     NotSet,
-    /// By all of these, as the sidecar's flag has them, such as `cookie:sid`.
+    /// By all of these parts, in the syntax of the flag, such as `cookie:sid`.
     Parts(&'static [&'static str]),
-    /// They are not.
+    /// All requests are of one caller.
     SingleTenant,
-    /// By this field.
+    /// By this header.
     Header(&'static str),
-    /// By this field, and a request without it is refused.
+    /// By this header. A request without it is refused.
     RequiredHeader(&'static str),
 }
 
@@ -186,7 +186,7 @@ impl Default for Plan {
             fingerprint_raw: false,
             lease: None,
             retention: None,
-            // Most cases look at what is answered while the first request runs.
+            // Most cases check the answer while the first request runs.
             wait: Some(Duration::ZERO),
             on_abandoned: None,
             reconcile: None,
@@ -204,13 +204,13 @@ impl Default for Plan {
 }
 
 impl Plan {
-    /// The field that carries the key.
+    /// The header that carries the key.
     #[must_use]
     pub fn carrier(&self) -> &str {
         self.key_header.unwrap_or("idempotency-key")
     }
 
-    /// The field that marks a replay.
+    /// The header that marks a replay.
     #[must_use]
     pub fn marker(&self) -> &'static str {
         if let Some(marker) = self.replay_marker {
@@ -219,7 +219,7 @@ impl Plan {
         if self.profile == "classic" { "x-idempotent-replayed" } else { "idempotent-replayed" }
     }
 
-    /// For the layer.
+    /// The settings of the layer.
     #[must_use]
     pub fn settings(&self) -> Settings {
         let name = |name: &'static str| HeaderName::from_static(name);
@@ -288,11 +288,11 @@ impl Plan {
         if let Some(server_errors) = self.server_errors {
             settings = settings.with_server_errors(server_errors);
         }
-        if let Some(octets) = self.max_request_body {
-            settings = settings.with_max_request_body(octets);
+        if let Some(bytes) = self.max_request_body {
+            settings = settings.with_max_request_body(bytes);
         }
-        if let Some(octets) = self.max_response_body {
-            settings = settings.with_max_response_body(octets).expect("a size that a record can hold");
+        if let Some(bytes) = self.max_response_body {
+            settings = settings.with_max_response_body(bytes).expect("a size that a record can hold");
         }
         if self.fail_open {
             settings = settings.danger_fail_open();
@@ -304,7 +304,7 @@ impl Plan {
         settings.with_policy(policy)
     }
 
-    /// What clients see of the layer besides keys.
+    /// Applies the settings that clients see besides keys.
     fn surface(&self, mut settings: Settings) -> Settings {
         if let Some((min, max)) = self.key_length {
             settings = settings.with_key_length(min, max).expect("lengths that a key may have");
@@ -342,13 +342,13 @@ impl Plan {
         policy
     }
 
-    /// For the layer, routes and all.
+    /// The layer with its routes.
     #[must_use]
     pub fn layer(&self, engine: Engine) -> IdempotencyLayer {
         let mut layer =
             IdempotencyLayer::new(engine).with_settings(self.settings()).expect("settings that fit");
-        if let Some(octets) = self.request_budget {
-            layer = layer.with_request_budget(octets);
+        if let Some(bytes) = self.request_budget {
+            layer = layer.with_request_budget(bytes);
         }
         for route in &self.routes {
             let settings = route.plan.settings();
@@ -357,7 +357,7 @@ impl Plan {
         layer
     }
 
-    /// For the sidecar, as flags; `dir` is where a file may be written.
+    /// The flags of the sidecar. A file of settings is written into `dir`.
     #[must_use]
     pub fn flags(&self, dir: &Path) -> Vec<String> {
         let mut file = String::new();
@@ -411,7 +411,7 @@ impl Plan {
         self.options().into_iter().map(line).collect()
     }
 
-    /// By the names that they have in a file.
+    /// The settings by their names in a file.
     fn options(&self) -> Vec<(&'static str, String)> {
         let millis = |time: Duration| format!("{}ms", time.as_millis());
         let scope = match self.scope {
@@ -463,9 +463,9 @@ impl Plan {
             ("reconcile-path", self.reconcile.map(|_| ASKED_AT.to_owned())),
             ("reconcile-timeout", self.reconcile.map(|_| "300ms".to_owned())),
             ("server-errors", self.server_errors.map(|policy| format!("{policy:?}").to_lowercase())),
-            ("max-request-body", self.max_request_body.map(|octets| octets.to_string())),
-            ("request-budget", self.request_budget.map(|octets| octets.to_string())),
-            ("max-response-body", self.max_response_body.map(|octets| octets.to_string())),
+            ("max-request-body", self.max_request_body.map(|bytes| bytes.to_string())),
+            ("request-budget", self.request_budget.map(|bytes| bytes.to_string())),
+            ("max-response-body", self.max_response_body.map(|bytes| bytes.to_string())),
             ("upstream-timeout", self.upstream_timeout.map(millis)),
         ];
         options.into_iter().filter_map(|(name, value)| Some((name, value?))).collect()

@@ -1,7 +1,7 @@
-//! One store for several processes: it is served on a loopback socket, and each process has a [`Store`] that asks there.
+//! One store for several processes: it is served on a loopback socket, and each process has a [`Store`] that calls it.
 //!
-//! For tests only: so that two engines in two processes, of which one can be stopped or killed, share one store that
-//! cannot be shared otherwise.
+//! It lets two engines in two processes, one of which may be stopped or killed, share a store that only one process can
+//! open.
 
 use std::io::{BufRead, BufReader, Read};
 use std::net::SocketAddr;
@@ -18,7 +18,7 @@ use oncegate_core::{
     AttemptId, AuditEntry, CallerTag, Capabilities, Claim, Clock, Command, Complete, Completion, Durability,
     ErrorChain, Fencing, FencingToken, Fingerprint, Grant, Label, ListPage, ListQuery, OnAbandoned, Outcome,
     Record, RecordId, Release, Renew, Store, StoreError, StoreErrorKind, StoreFuture, StoredResponse,
-    Timestamp, codec,
+    SystemClock, Timestamp, codec,
 };
 use oncegate_engine::Engine;
 use oncegate_http::{IdempotencyContext, RequestBody};
@@ -29,11 +29,11 @@ use tokio::net::{TcpListener, TcpStream};
 use tower_layer::Layer;
 use tower_service::Service;
 
-use crate::backend::Served;
+use crate::backend::HttpServer;
 use crate::client::{Connection, Request as Outgoing, within};
 use crate::plan::Plan;
 use crate::sidecar::signal_child;
-use crate::world::{Wall, open_shared};
+use crate::world::open_shared;
 
 /// Set in the environment of this program, it makes it a child that serves: the address or URL of the store, the
 /// backend's address, the lease in milliseconds, and the policy for abandoned records.
@@ -58,7 +58,7 @@ impl StoreServer {
                         return send(&mut stream, &look_up(&*store, &asked).await).await;
                     }
                     let Some((id, command)) = read_asked(&asked) else { return };
-                    // Whoever asked may be gone by now; what was asked for is done all the same.
+                    // The caller may have left by now; its command is executed anyway.
                     let answer = store.apply(id, command).await;
                     send(&mut stream, &write_answer(&answer)).await;
                 });
@@ -74,7 +74,7 @@ impl Drop for StoreServer {
     }
 }
 
-/// The store on the other side.
+/// A store in another process.
 struct RemoteStore {
     address: SocketAddr,
 }
@@ -112,8 +112,8 @@ impl Store for RemoteStore {
             match &answer[0] {
                 Value::Null => Ok(None),
                 record => {
-                    let octets = record.as_str().and_then(unhex).ok_or_else(broken)?;
-                    codec::decode(&id, &octets).map(Some).map_err(|_| broken())
+                    let bytes = record.as_str().and_then(unhex).ok_or_else(broken)?;
+                    codec::decode(&id, &bytes).map(Some).map_err(|_| broken())
                 }
             }
         })
@@ -136,7 +136,7 @@ impl Store for RemoteStore {
     }
 
     fn now(&self) -> Timestamp {
-        Wall.now()
+        SystemClock::new().now()
     }
 
     fn capabilities(&self) -> Capabilities {
@@ -161,8 +161,8 @@ async fn receive(stream: &mut TcpStream) -> Option<Value> {
     serde_json::from_slice(&text).ok()
 }
 
-fn hex(octets: &[u8]) -> String {
-    octets.iter().map(|octet| format!("{octet:02x}")).collect()
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 fn unhex(text: &str) -> Option<Vec<u8>> {
@@ -211,11 +211,11 @@ fn read_asked(asked: &Value) -> Option<(RecordId, Command)> {
     let (name, fields) = (asked[1][0].as_str()?, &asked[1][1]);
     let time = |name: &str| fields[name].as_u64().map(Duration::from_millis);
     let token = || fields["token"].as_u64().map(FencingToken::new);
-    let octets = |value: &Value| unhex(value.as_str()?);
+    let bytes = |value: &Value| unhex(value.as_str()?);
     let command = match name {
         "claim" => {
-            let digest = octets(&fields["digest"])?.try_into().ok()?;
-            let caller = CallerTag::from_bytes(octets(&fields["caller"])?.try_into().ok()?);
+            let digest = bytes(&fields["digest"])?.try_into().ok()?;
+            let caller = CallerTag::from_bytes(bytes(&fields["caller"])?.try_into().ok()?);
             Command::Claim(Claim {
                 attempt: AttemptId::new(fields["attempt"].as_str()?.parse().ok()?),
                 fingerprint: Fingerprint::from_parts(
@@ -239,7 +239,7 @@ fn read_asked(asked: &Value) -> Option<(RecordId, Command)> {
             let completion = match &fields["as"] {
                 Value::String(name) if name == "tombstone" => Completion::Tombstone,
                 Value::String(_) => Completion::Unknown,
-                other => Completion::Replayable(StoredResponse::decode(octets(&other["response"])?.into())?),
+                other => Completion::Replayable(StoredResponse::decode(bytes(&other["response"])?.into())?),
             };
             Command::Complete(Complete { token: token()?, completion, retention: time("retention")? })
         }
@@ -279,8 +279,8 @@ fn read_answer(answer: &Value) -> Result<Outcome, StoreError> {
             after_abandoned: detail["after_abandoned"] == true,
         }),
         "replay" => {
-            let octets = detail.as_str().and_then(unhex).ok_or_else(broken)?;
-            Outcome::Replay(StoredResponse::decode(octets.into()).ok_or_else(broken)?)
+            let bytes = detail.as_str().and_then(unhex).ok_or_else(broken)?;
+            Outcome::Replay(StoredResponse::decode(bytes.into()).ok_or_else(broken)?)
         }
         "in progress" => Outcome::InProgress { lease_left: Duration::from_millis(number(detail)?) },
         "renewed" => Outcome::Renewed { lease_until: Timestamp::from_millis(number(detail)?) },
@@ -295,13 +295,13 @@ fn read_answer(answer: &Value) -> Result<Outcome, StoreError> {
     })
 }
 
-/// This program again, as a process that serves the layer on somebody else's store. It is killed when this is dropped.
-pub(crate) struct Child {
+/// A process of this program that serves the layer on a shared store. It is killed when this is dropped.
+pub(crate) struct LayerProcess {
     pub(crate) address: SocketAddr,
     child: std::process::Child,
 }
 
-impl Child {
+impl LayerProcess {
     pub(crate) async fn start(plan: &Plan, store: &str, backend: SocketAddr) -> Self {
         let lease = plan.lease.map_or(30_000, millis);
         let reexecute = plan.on_abandoned == Some(OnAbandoned::Reexecute);
@@ -335,13 +335,13 @@ impl Child {
     }
 }
 
-impl Drop for Child {
+impl Drop for LayerProcess {
     fn drop(&mut self) {
         self.kill();
     }
 }
 
-/// What a child does instead of testing.
+/// The main function of a child process.
 pub fn child_main() {
     let orders = std::env::var(CHILD).expect("orders");
     let mut orders = orders.split(' ');
@@ -363,13 +363,13 @@ pub fn child_main() {
             Err(_) => open_shared(store).await,
         };
         let engine = Engine::new(store);
-        let served = Served::start(plan.layer(engine).layer(Forward { backend })).await;
-        println!("{}", served.address);
+        let server = HttpServer::start(plan.layer(engine).layer(Forward { backend })).await;
+        println!("{}", server.address);
         std::future::pending::<()>().await;
     });
 }
 
-/// Hands requests on to the backend in the parent, with the attempt that the layer tells.
+/// Forwards requests to the backend in the parent, with the attempt from the layer.
 #[derive(Clone)]
 struct Forward {
     backend: SocketAddr,

@@ -13,15 +13,15 @@ use crate::plan::Plan;
 
 /// `oncegate proxy`, running. It is killed when this is dropped.
 pub struct Sidecar {
-    /// Where it listens.
+    /// The address on which it listens.
     pub address: SocketAddr,
-    /// Where its operators come in.
+    /// The admin address.
     pub admin: SocketAddr,
     child: Child,
     output: Output,
 }
 
-/// Everything that a process printed.
+/// The output of a process.
 #[derive(Clone)]
 pub(crate) struct Output {
     lines: watch::Sender<Vec<String>>,
@@ -32,7 +32,7 @@ impl Output {
         Self { lines: watch::Sender::new(Vec::new()) }
     }
 
-    /// Reads one of a process's pipes to its end.
+    /// Reads a pipe of a process to its end.
     fn read(&self, pipe: impl Read + Send + 'static) {
         let lines = self.lines.clone();
         std::thread::spawn(move || {
@@ -56,7 +56,7 @@ impl Output {
     }
 }
 
-/// Where the binary is: beside the tests, in the directory that they were built into.
+/// The path of the binary, in the directory into which the tests were built.
 fn binary() -> PathBuf {
     let tests = std::env::current_exe().expect("the path of this program");
     let dir = tests.ancestors().nth(2).expect("a target directory");
@@ -78,7 +78,7 @@ impl Sidecar {
             .arg(format!("--to=http://{upstream}"))
             .arg(format!("--store={store}"))
             .arg("--service=cases")
-            // The servers share this machine with everything else that is tested.
+            // The servers share this machine with all other tests.
             .arg("--store-timeout=15s")
             .args(plan.flags(dir))
             .env_remove("ONCEGATE_FAILPOINT")
@@ -99,7 +99,7 @@ impl Sidecar {
         .await;
         let all = sidecar.output.text();
         let Some(line) = all.lines().find_map(|line| line.strip_prefix(listening)) else {
-            panic!("the sidecar does not listen; it says: {all}");
+            panic!("the sidecar does not listen; its output: {all}");
         };
         let mut parts = line.split(", ");
         let mut address = |prefix: &str| {
@@ -111,7 +111,7 @@ impl Sidecar {
         sidecar
     }
 
-    /// Waits until it stands at the point that was named to it.
+    /// Waits until it stops at the failpoint.
     pub async fn at_failpoint(&self, point: &str) {
         let line = self.output.line(&format!("failpoint {point}")).await;
         assert!(
@@ -121,34 +121,34 @@ impl Sidecar {
         );
     }
 
-    /// What it printed so far.
+    /// The output so far.
     #[must_use]
     pub fn printed(&self) -> String {
         self.output.text()
     }
 
-    /// Ends it as a power cut would.
+    /// Kills the process, as a power cut would.
     pub fn kill(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 
-    /// Stops it where it stands.
+    /// Suspends the process.
     pub fn stop(&self) {
         oncegate_servers::freeze(self.child.id()).expect("it stands still");
     }
 
-    /// Lets it go on.
+    /// Resumes the process.
     pub fn resume(&self) {
         self.signal(Signal::CONT);
     }
 
-    /// Asks it to end.
+    /// Asks the process to end.
     pub fn terminate(&self) {
         self.signal(Signal::TERM);
     }
 
-    /// How it ended, if it did.
+    /// The exit status, if the process ended.
     pub fn exited(&mut self) -> Option<ExitStatus> {
         self.child.try_wait().expect("a child of this process")
     }

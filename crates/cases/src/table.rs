@@ -1,4 +1,4 @@
-//! What a case is, and how it is run.
+//! Cases and the code that runs them.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -6,203 +6,214 @@ use std::sync::Arc;
 
 use crate::backend::MARK;
 use crate::client::{Answer, Request};
-use crate::places;
+use crate::databases;
 use crate::plan::Plan;
-use crate::world::{Door, Kind, World};
+use crate::world::{Deployment, StoreKind, World};
 
 pub use crate::cases::cases;
 
-/// One case: what is given, and what then happens.
+/// One case: settings, and actions with their expected results.
 pub struct Case {
-    /// Its identifier. `C..` are those of the published list of black-box cases, `S3-..` the rows of the protocol's table.
-    pub id: &'static str,
-    /// What it says, in one line.
+    /// The name of the behaviour, in the names of tests.
+    pub name: &'static str,
+    /// The expected behaviour, in one line.
     pub title: &'static str,
-    /// What is given.
+    /// The settings.
     pub given: Plan,
-    /// What then happens.
-    pub then: Then,
-    /// Where it makes no sense, and why.
-    pub not_at: Vec<(Place, &'static str)>,
+    /// The requests, or the function that runs.
+    pub action: Action,
+    /// The targets on which the case is not run, each with the reason.
+    pub excluded: Vec<(Target, &'static str)>,
 }
 
-/// Where a case may make no sense.
+/// A deployment, a store, or a combination of both.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
-    /// At a door.
-    Door(Door),
-    /// On a store.
-    Store(Kind),
-    /// At a door on a store.
-    Both(Door, Kind),
+pub enum Target {
+    /// The deployment, on every store.
+    Deployment(Deployment),
+    /// The store, with every deployment.
+    Store(StoreKind),
+    /// The deployment on the store.
+    Both(Deployment, StoreKind),
 }
 
-/// What happens in a case.
-pub enum Then {
-    /// Requests, one after the other, each with what it must come to.
+impl Target {
+    fn includes(self, deployment: Deployment, store: StoreKind) -> bool {
+        // Two sidecars are sidecars.
+        let is_deployment = |named| {
+            named == deployment || named == Deployment::Sidecar && deployment == Deployment::TwoSidecars
+        };
+        match self {
+            Self::Deployment(named) => is_deployment(named),
+            Self::Store(named) => named == store,
+            Self::Both(named, kind) => is_deployment(named) && kind == store,
+        }
+    }
+}
+
+/// The actions of a case.
+pub enum Action {
+    /// Requests, one after the other, each with its expected result.
     Steps(fn() -> Vec<Step>),
-    /// Whatever the function does.
-    Code(fn(World) -> Running),
-    /// The same, but the function opens the door itself.
-    Closed(fn(World) -> Running),
+    /// A function that runs while the deployment runs.
+    Run(fn(World) -> Running),
+    /// A function that starts the deployment itself.
+    Start(fn(World) -> Running),
 }
 
 /// A case that runs.
 pub type Running = Pin<Box<dyn Future<Output = ()>>>;
 
+/// The stores of cases at two sidecars: one of each kind that several processes share. More would only take longer.
+const STORES_OF_TWO_SIDECARS: [StoreKind; 2] = [StoreKind::Redis, StoreKind::Postgres];
+
 impl Case {
-    /// A case that is a list of requests.
+    /// A case that runs these actions, with default settings, on every target.
     #[must_use]
-    pub fn steps(id: &'static str, title: &'static str, steps: fn() -> Vec<Step>) -> Self {
-        Self { id, title, given: Plan::default(), then: Then::Steps(steps), not_at: Vec::new() }
+    pub fn new(name: &'static str, title: &'static str, action: Action) -> Self {
+        Self { name, title, given: Plan::default(), action, excluded: Vec::new() }
     }
 
-    /// A case that is a function, which finds the door open.
-    #[must_use]
-    pub fn code(id: &'static str, title: &'static str, run: fn(World) -> Running) -> Self {
-        Self { id, title, given: Plan::default(), then: Then::Code(run), not_at: Vec::new() }
-    }
-
-    /// A case that is a function, which opens the door itself.
-    #[must_use]
-    pub fn closed(id: &'static str, title: &'static str, run: fn(World) -> Running) -> Self {
-        Self { id, title, given: Plan::default(), then: Then::Closed(run), not_at: Vec::new() }
-    }
-
-    /// With these settings.
+    /// Sets the settings.
     #[must_use]
     pub fn given(mut self, given: Plan) -> Self {
         self.given = given;
         self
     }
 
-    /// Not at the sidecar.
+    /// Excludes the sidecar.
     #[must_use]
-    pub fn only_layer(mut self, why: &'static str) -> Self {
-        self.not_at.push((Place::Door(Door::Sidecar), why));
-        self
+    pub fn only_layer(self, why: &'static str) -> Self {
+        self.not(Target::Deployment(Deployment::Sidecar), why)
     }
 
-    /// Not at the layer.
+    /// Excludes the layer.
     #[must_use]
-    pub fn only_sidecar(mut self, why: &'static str) -> Self {
-        self.not_at.push((Place::Door(Door::Layer), why));
-        self
+    pub fn only_sidecar(self, why: &'static str) -> Self {
+        self.not(Target::Deployment(Deployment::Layer), why)
     }
 
-    /// Not on the store in memory.
+    /// Excludes the store in memory.
     #[must_use]
-    pub fn only_durable(mut self, why: &'static str) -> Self {
-        self.not_at.push((Place::Store(Kind::Memory), why));
-        self
+    pub fn only_durable(self, why: &'static str) -> Self {
+        self.not(Target::Store(StoreKind::Memory), why)
     }
 
-    /// Not at the sidecar on a store that only one process can have.
+    /// Excludes the sidecar on a store that only one process can open.
     #[must_use]
     pub fn two_processes(mut self) -> Self {
-        for kind in Kind::OF_ONE_PROCESS {
-            self.not_at.push((Place::Both(Door::Sidecar, kind), "only one process can have this store"));
+        for kind in StoreKind::OF_ONE_PROCESS {
+            self = self.not(Target::Both(Deployment::Sidecar, kind), "only one process can open this store");
         }
         self
     }
 
-    /// Not there.
+    /// Excludes a target.
     #[must_use]
-    pub fn not(mut self, place: Place, why: &'static str) -> Self {
-        self.not_at.push((place, why));
+    pub fn not(mut self, target: Target, why: &'static str) -> Self {
+        self.excluded.push((target, why));
         self
     }
 
-    /// Why it makes no sense there, if it does not.
+    /// The reason why the case is not run on a target; `None` if it is run.
     #[must_use]
-    pub fn reason_against(&self, door: Door, kind: Kind) -> Option<&'static str> {
-        let named = self.not_at.iter().find(|(place, _)| match *place {
-            Place::Door(d) => d == door,
-            Place::Store(k) => k == kind,
-            Place::Both(d, k) => d == door && k == kind,
-        });
+    pub fn reason_against(&self, deployment: Deployment, store: StoreKind) -> Option<&'static str> {
+        if deployment == Deployment::TwoSidecars {
+            if !matches!(self.action, Action::Steps(_)) {
+                return Some("a function chooses its instances itself");
+            }
+            if !STORES_OF_TWO_SIDECARS.contains(&store) {
+                return Some("two processes cannot share this store, or one of its kind is enough");
+            }
+        }
+        let named = self.excluded.iter().find(|(target, _)| target.includes(deployment, store));
         named.map(|(_, why)| *why)
     }
 
-    /// The name of its test there.
+    /// The name of the test of this case on a target.
     #[must_use]
-    pub fn name(&self, door: Door, kind: Kind) -> String {
-        format!("{}/{}/{}", door.name(), kind.name(), self.id)
+    pub fn test_name(&self, deployment: Deployment, store: StoreKind) -> String {
+        format!("{}/{}/{}", deployment.name(), store.name(), self.name)
     }
 
-    /// Runs it there; panics where it comes to something else than it must.
-    pub fn run(&self, door: Door, kind: Kind) {
-        // It outlives the runtime: nobody else gets it while something of this case may still be running.
-        let place = Arc::new(places::Place::take(kind));
+    /// Runs the case on a target.
+    ///
+    /// # Panics
+    /// If a result differs from the expected one.
+    pub fn run(&self, deployment: Deployment, store: StoreKind) {
+        // It outlives the runtime: no other case gets the database while something of this case may still be running.
+        let database = Arc::new(databases::TestDatabase::take(store));
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
         runtime.expect("a runtime").block_on(async {
-            let (given, place) = (self.given.clone(), place.clone());
-            match self.then {
-                Then::Steps(steps) => run_steps(World::open(door, place, given).await, steps()).await,
-                Then::Code(run) => run(World::open(door, place, given).await).await,
-                Then::Closed(run) => run(World::closed(door, place, given)).await,
+            let (given, database) = (self.given.clone(), database.clone());
+            match self.action {
+                Action::Steps(steps) => {
+                    run_steps(World::started(deployment, database, given).await, steps()).await;
+                }
+                Action::Run(run) => run(World::started(deployment, database, given).await).await,
+                Action::Start(run) => run(World::new(deployment, database, given)).await,
             }
         });
     }
 }
 
-/// One request and what it must come to.
+/// One request and its expected result.
 pub struct Step {
     request: Request,
     expect: Expect,
     status: Option<u16>,
 }
 
-/// What a request must come to.
+/// The expected result of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Expect {
-    /// It takes effect, and gets the answer of that.
+    /// The request takes effect and gets the answer of that execution.
     Executes,
-    /// It takes effect as if there were no layer.
+    /// The request takes effect as if there were no layer.
     Passes,
-    /// It gets the answer of the step with this number, counted from 0.
+    /// The request gets the answer of the step with this number, counted from 0.
     Replays(usize),
-    /// It is refused under this slug.
+    /// The request is refused with this slug.
     Refused(&'static str),
-    /// The server itself refuses it before any layer sees it, or the layer does.
+    /// The HTTP server or the layer refuses the request.
     Rejected,
-    /// It is refused or takes effect, but gets nobody's earlier answer.
+    /// The request is refused or takes effect, but gets no earlier answer.
     NotReplayed,
 }
 
-/// It takes effect, and gets the answer of that.
+/// Expects that the request takes effect and gets the answer of that execution.
 pub fn executes(request: Request) -> Step {
     Step { request, expect: Expect::Executes, status: None }
 }
 
-/// It takes effect as if there were no layer.
+/// Expects that the request takes effect as if there were no layer.
 pub fn passes(request: Request) -> Step {
     Step { request, expect: Expect::Passes, status: None }
 }
 
-/// It gets the answer of the step with this number, counted from 0.
+/// Expects the answer of the step with this number, counted from 0.
 pub fn replays(of: usize, request: Request) -> Step {
     Step { request, expect: Expect::Replays(of), status: None }
 }
 
-/// It is refused under this slug.
+/// Expects a refusal with this slug.
 pub fn refused(slug: &'static str, request: Request) -> Step {
     Step { request, expect: Expect::Refused(slug), status: None }
 }
 
-/// It is refused by whoever sees it first, and does not take effect.
+/// Expects that the HTTP server or the layer refuses the request, and that it takes no effect.
 pub fn rejected(request: Request) -> Step {
     Step { request, expect: Expect::Rejected, status: None }
 }
 
 impl Step {
-    /// It is refused or takes effect, but gets nobody's earlier answer.
+    /// Expects that the request is refused or takes effect, but gets no earlier answer.
     #[must_use]
     pub fn not_replayed(request: Request) -> Self {
         Self { request, expect: Expect::NotReplayed, status: None }
     }
 
-    /// Under this status, where it is not 201.
+    /// Expects this status instead of 201.
     #[must_use]
     pub fn status(mut self, status: u16) -> Self {
         self.status = Some(status);
@@ -247,13 +258,13 @@ async fn run_steps(world: World, steps: Vec<Step>) {
     }
 }
 
-/// The answer is the first one under its key: no marker, and the key as it was sent.
+/// Asserts that the answer is the first one under its key: no marker, and the key as it was sent.
 pub fn assert_fresh(plan: &Plan, request: &Request, answer: &Answer) {
     assert_eq!(answer.get(plan.marker()), None, "marked as a replay: {answer:?}");
     assert_echo(plan, request, answer);
 }
 
-/// The answer is the earlier one again, marked, with the key as it was sent this time.
+/// Asserts that the answer is a marked copy of the earlier one, with the key as it was sent this time.
 pub fn assert_replay(plan: &Plan, request: &Request, first: &Answer, again: &Answer) {
     assert_eq!(again.status(), first.status(), "{again:?}\nfirst {first:?}");
     assert_eq!(again.body, first.body, "{again:?}\nfirst {first:?}");
@@ -263,7 +274,7 @@ pub fn assert_replay(plan: &Plan, request: &Request, first: &Answer, again: &Ans
     assert!(plan.key_json.is_none() || again.all(plan.carrier()) == first.all(plan.carrier()), "{again:?}");
 }
 
-/// The answer has the key's field as it was sent, once; or the key that was built of the body.
+/// Asserts that the answer has the key as it was sent, once, or the key that was built from the body.
 pub fn assert_echo(plan: &Plan, request: &Request, answer: &Answer) {
     if plan.key_json.is_some() {
         let [key] = answer.all(plan.carrier())[..] else { panic!("no key, or several: {answer:?}") };
@@ -274,7 +285,7 @@ pub fn assert_echo(plan: &Plan, request: &Request, answer: &Answer) {
     assert_eq!(answer.all(plan.carrier()), [sent], "the key as it was sent: {answer:?}");
 }
 
-/// Status; what the caller should do next and the title where the protocol names them.
+/// Slug, status, and the members `retry` and `title` if the protocol defines them.
 const REFUSALS: &[(&str, u16, Option<&str>, Option<&str>)] = &[
     ("key-missing", 400, Some("fix-request"), Some("Idempotency-Key is missing")),
     ("key-invalid", 400, Some("fix-request"), None),
@@ -295,13 +306,13 @@ const REFUSALS: &[(&str, u16, Option<&str>, Option<&str>)] = &[
     ("upstream-unreachable", 502, Some("same-key"), None),
 ];
 
-/// The answer is a refusal under this slug, with the status of the protocol's table.
+/// Asserts that the answer is a refusal with this slug and the status of the protocol's table.
 pub fn assert_refusal(slug: &str, answer: &Answer) {
     let row = REFUSALS.iter().find(|row| row.0 == slug).expect("a slug of the protocol");
     assert_problem(slug, row.1, answer);
 }
 
-/// The answer is a refusal under this slug and status.
+/// Asserts that the answer is a refusal with this slug and status.
 pub fn assert_problem(slug: &str, status: u16, answer: &Answer) {
     let &(_, _, retry, title) = REFUSALS.iter().find(|row| row.0 == slug).expect("a slug of the protocol");
     assert_eq!(answer.status(), status, "{slug}: {answer:?}");
@@ -320,10 +331,7 @@ pub fn assert_problem(slug: &str, status: u16, answer: &Answer) {
         Some(title) => assert_eq!(problem["title"], title, "{answer:?}"),
         None => assert!(problem["title"].as_str().is_some_and(|title| !title.is_empty()), "{answer:?}"),
     }
-    assert!(
-        !String::from_utf8_lossy(&answer.body).contains(MARK),
-        "tells what the first one got: {answer:?}"
-    );
+    assert!(!String::from_utf8_lossy(&answer.body).contains(MARK), "reveals the first answer: {answer:?}");
     if matches!(slug, "request-in-progress" | "store-unavailable" | "overloaded") {
         retry_after(answer);
     }

@@ -1,13 +1,14 @@
-//! A door, a store behind it and the service in front of which it stands.
+//! A deployment of Oncegate, its store, and the service behind it.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use oncegate_cache::{Cache, CacheOptions, CachedStore};
 use oncegate_core::{
-    Clock, Command, ListQuery, MemoryStore, Outcome, Record, RecordId, Resolution, Resolve, Store,
-    StoredResponse, Timestamp,
+    Command, ListQuery, MemoryStore, Outcome, Record, RecordId, Resolution, Resolve, Store, StoredResponse,
+    SystemClock,
 };
 use oncegate_embedded::{EmbeddedOptions, EmbeddedStore};
 use oncegate_engine::Engine;
@@ -18,38 +19,41 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 use tower_layer::Layer;
 
-use crate::backend::{Backend, Served};
-use crate::client::{Answer, Broken, Connection, Request, until};
-use crate::places::{CACHE_TIMEOUT, Place};
+use crate::backend::{Backend, HttpServer};
+use crate::client::{Answer, AnswerError, Connection, Request, until};
+use crate::databases::{CACHE_TIMEOUT, TestDatabase};
 use crate::plan::Plan;
 use crate::sidecar::Sidecar;
 
-/// Where a request enters.
+/// A way to deploy Oncegate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Door {
-    /// The Tower layer, in front of a service in this process.
+pub enum Deployment {
+    /// The Tower layer around a service in this process.
     Layer,
-    /// `oncegate proxy`, a process of its own.
+    /// `oncegate proxy`, in its own process.
     Sidecar,
+    /// Two sidecars on one store; requests go to them in turn.
+    TwoSidecars,
 }
 
-impl Door {
-    /// Every door.
-    pub const ALL: [Self; 2] = [Self::Layer, Self::Sidecar];
+impl Deployment {
+    /// Every deployment.
+    pub const ALL: [Self; 3] = [Self::Layer, Self::Sidecar, Self::TwoSidecars];
 
-    /// Its name in the names of tests.
+    /// The name in the names of tests.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
             Self::Layer => "layer",
             Self::Sidecar => "sidecar",
+            Self::TwoSidecars => "two-sidecars",
         }
     }
 }
 
-/// Where the records are.
+/// A kind of store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Kind {
+pub enum StoreKind {
     /// In memory.
     Memory,
     /// In a directory.
@@ -60,25 +64,25 @@ pub enum Kind {
     RedisCluster,
     /// In PostgreSQL.
     Postgres,
-    /// In PostgreSQL, with Redis in front of it for answers.
+    /// In PostgreSQL, with Redis as a cache of answers.
     Cached,
 }
 
-impl Kind {
-    /// Every store.
+impl StoreKind {
+    /// Every kind.
     pub const ALL: [Self; 6] =
         [Self::Memory, Self::Embedded, Self::Redis, Self::RedisCluster, Self::Postgres, Self::Cached];
 
-    /// Those that only one process can have open.
+    /// The kinds that only one process can open.
     pub const OF_ONE_PROCESS: [Self; 2] = [Self::Memory, Self::Embedded];
 
-    /// Whether several processes can have it open.
+    /// `true` if several processes can open the store.
     #[must_use]
     pub fn is_shared(self) -> bool {
         !Self::OF_ONE_PROCESS.contains(&self)
     }
 
-    /// Its name in the names of tests.
+    /// The name in the names of tests.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -92,67 +96,69 @@ impl Kind {
     }
 }
 
-/// What an operator says of an operation.
+/// The decision of an operator about an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verdict {
-    /// It happened, and [`RESOLVED`] under 202 is its answer.
+pub enum OperatorDecision {
+    /// It happened, and its answer is [`RESOLVED`] with status 202.
     Happened,
-    /// It happened, and there is no answer to give.
-    HappenedSomehow,
+    /// It happened, and its answer is unknown.
+    HappenedWithoutAnswer,
     /// It did not happen.
     DidNotHappen,
-    /// Its key is to be free, though its owner may be alive.
+    /// The key is released, although the owner may be alive.
     ForceRelease,
-    /// Nobody knows after all.
+    /// The outcome is unknown again.
     Park,
-    /// It happened, in place of what an operator said before.
-    HappenedAfterAll,
-    /// It did not happen, in place of what an operator said before.
-    DidNotHappenAfterAll,
+    /// It happened; this amends an earlier decision.
+    AmendedToHappened,
+    /// It did not happen; this amends an earlier decision.
+    AmendedToDidNotHappen,
 }
 
 /// The answer that an operator gives.
 pub const RESOLVED: &str = "what the ledger says";
 
-/// What a case runs in. Everything it started ends with it.
+/// The environment of one case. Everything that it started ends when it is dropped.
 pub struct World {
-    /// The door.
-    pub door: Door,
-    /// What was given.
+    /// The deployment.
+    pub deployment: Deployment,
+    /// The settings of the case.
     pub plan: Plan,
-    /// The service behind the door.
+    /// The service behind the deployment.
     pub backend: Backend,
-    /// What goes wrong with the store; only the layer's can be told.
+    /// Faults of the store; only the layer's store can have them.
     pub faults: Faults,
     store: Option<Arc<dyn Store>>,
     embedded: Option<Arc<EmbeddedStore>>,
     instance: Option<Instance>,
-    upstream: Option<Served>,
+    upstream: Option<HttpServer>,
     dir: TempDir,
-    place: Arc<Place>,
+    database: Arc<TestDatabase>,
+    turn: AtomicUsize,
 }
 
 enum Instance {
-    Layer { served: Served, engine: Engine },
+    Layer { server: HttpServer, engine: Engine },
     Sidecar(Box<Sidecar>),
+    TwoSidecars(Box<[Sidecar; 2]>),
 }
 
 /// A second instance. It ends when this is dropped.
-pub struct Second {
-    /// Where it listens.
+pub struct SecondInstance {
+    /// The address on which it listens.
     pub address: SocketAddr,
     _running: Running,
 }
 
 enum Running {
-    Layer(Served),
+    Layer(HttpServer),
     Sidecar(Box<Sidecar>),
 }
 
-/// The store at this URL. Busy machines are given more time than the defaults are.
+/// Opens the store at this URL. Its time-outs are longer than the defaults, for busy machines.
 pub(crate) async fn open_shared(url: &str) -> Arc<dyn Store> {
     if let Some(tiers) = url.strip_prefix("cached(cache=") {
-        // As places write it.
+        // The format of `TestDatabase::url`.
         let (cache, rest) = tiers.split_once(",store=").expect("a store");
         let (store, _) = rest.split_once(",timeout=").expect("a timeout");
         let (cache, store) = (open_one(cache).await, open_one(store).await);
@@ -179,31 +185,21 @@ async fn open_one(url: &str) -> Arc<dyn Store> {
     Arc::new(PostgresStore::open(options).await.expect("a store in PostgreSQL"))
 }
 
-/// The clock of this machine.
-pub(crate) struct Wall;
-
-impl Clock for Wall {
-    fn now(&self) -> Timestamp {
-        let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).expect("a clock after 1970");
-        Timestamp::from_millis(u64::try_from(since.as_millis()).expect("a clock before the end of time"))
-    }
-}
-
 impl World {
-    /// Opens the door.
-    pub async fn open(door: Door, place: Arc<Place>, plan: Plan) -> Self {
-        let mut world = Self::closed(door, place, plan);
+    /// Creates the environment and starts the deployment.
+    pub async fn started(deployment: Deployment, database: Arc<TestDatabase>, plan: Plan) -> Self {
+        let mut world = Self::new(deployment, database, plan);
         world.start().await;
         world
     }
 
-    /// A world whose door is not open yet.
+    /// Creates the environment. The deployment is not started.
     #[must_use]
-    pub fn closed(door: Door, place: Arc<Place>, plan: Plan) -> Self {
+    pub fn new(deployment: Deployment, database: Arc<TestDatabase>, plan: Plan) -> Self {
         let backend = Backend::default();
-        backend.will_say(plan.reconcile);
+        backend.set_reconcile_reply(plan.reconcile);
         Self {
-            door,
+            deployment,
             plan,
             backend,
             faults: Faults::default(),
@@ -212,35 +208,42 @@ impl World {
             instance: None,
             upstream: None,
             dir: TempDir::with_prefix("oncegate-cases-").expect("a temporary directory"),
-            place,
+            database,
+            turn: AtomicUsize::new(0),
         }
     }
 
-    /// Opens the door that is closed, on what the store holds.
+    /// Starts the deployment on the present content of the store.
     pub async fn start(&mut self) {
-        assert!(self.instance.is_none(), "the door is open");
-        self.instance = Some(match self.door {
-            Door::Layer => {
+        assert!(self.instance.is_none(), "the deployment runs");
+        self.instance = Some(match self.deployment {
+            Deployment::Layer => {
                 let (store, faults) = FaultyStore::new(self.open_store().await);
                 let store: Arc<dyn Store> = Arc::new(store);
                 self.faults = faults;
                 let engine = Engine::new(store);
-                Instance::Layer { served: self.serve_layer(&self.plan, &engine).await, engine }
+                Instance::Layer { server: self.serve_layer(&self.plan, &engine).await, engine }
             }
-            Door::Sidecar => {
+            Deployment::Sidecar => {
                 let upstream = self.serve_backend().await;
                 Instance::Sidecar(Box::new(self.start_sidecar(&self.plan, upstream).await))
+            }
+            Deployment::TwoSidecars => {
+                let upstream = self.serve_backend().await;
+                let first = self.start_sidecar(&self.plan, upstream).await;
+                let second = self.start_sidecar(&self.plan, upstream).await;
+                Instance::TwoSidecars(Box::new([first, second]))
             }
         });
     }
 
-    /// Opens the sidecar in front of somebody else.
+    /// Starts the sidecar in front of another service.
     pub async fn start_in_front_of(&mut self, upstream: SocketAddr) {
-        assert_eq!(self.door, Door::Sidecar);
+        assert_eq!(self.deployment, Deployment::Sidecar);
         self.instance = Some(Instance::Sidecar(Box::new(self.start_sidecar(&self.plan, upstream).await)));
     }
 
-    /// Where the backend is served for processes.
+    /// Serves the backend on a socket, for other processes, and returns its address.
     pub(crate) async fn serve_backend(&mut self) -> SocketAddr {
         if self.upstream.is_none() {
             self.upstream = Some(self.backend.serve().await);
@@ -248,61 +251,62 @@ impl World {
         self.upstream.as_ref().expect("it was set").address
     }
 
-    /// A sidecar on the store of this world.
+    /// Starts a sidecar on the store of this environment.
     pub(crate) async fn start_sidecar(&self, plan: &Plan, upstream: SocketAddr) -> Sidecar {
-        let store = match (self.place.url(), self.place.kind()) {
+        let store = match (self.database.url(), self.database.kind()) {
             (Some(url), _) => url,
-            (None, Kind::Memory) => "memory:".to_owned(),
+            (None, StoreKind::Memory) => "memory:".to_owned(),
             (None, _) => self.dir.path().join("records").display().to_string(),
         };
         Sidecar::start(plan, upstream, &store, self.dir.path()).await
     }
 
-    /// A second instance on the same store: in another process at the sidecar; at the layer with an engine of its own, and
-    /// with a store of its own where there can be two.
-    pub async fn second(&self) -> Second {
+    /// Starts a second instance on the same store.
+    ///
+    /// For the sidecar it is another process. For the layer it has its own engine, and its own store if two can be open.
+    pub async fn second(&self) -> SecondInstance {
         self.second_given(&self.plan).await
     }
 
-    /// As [`Self::second`], with settings of its own.
-    pub async fn second_given(&self, plan: &Plan) -> Second {
-        let running = match self.door {
-            Door::Layer => {
-                let store = match self.place.url() {
+    /// Starts a second instance with other settings. See [`Self::second`].
+    pub async fn second_given(&self, plan: &Plan) -> SecondInstance {
+        let running = match self.deployment {
+            Deployment::Layer => {
+                let store = match self.database.url() {
                     Some(url) => open_shared(&url).await,
                     None => self.store.clone().expect("an open store"),
                 };
                 Running::Layer(self.serve_layer(plan, &Engine::new(store)).await)
             }
-            Door::Sidecar => {
-                let upstream = self.upstream.as_ref().expect("an open door").address;
+            Deployment::Sidecar | Deployment::TwoSidecars => {
+                let upstream = self.upstream.as_ref().expect("a running deployment").address;
                 Running::Sidecar(Box::new(self.start_sidecar(plan, upstream).await))
             }
         };
         let address = match &running {
-            Running::Layer(served) => served.address,
+            Running::Layer(server) => server.address,
             Running::Sidecar(sidecar) => sidecar.address,
         };
-        Second { address, _running: running }
+        SecondInstance { address, _running: running }
     }
 
-    /// Where the store is, if several processes can have it open.
+    /// The URL of the store, if several processes can open it.
     pub(crate) fn store_url(&self) -> Option<String> {
-        self.place.url()
+        self.database.url()
     }
 
-    async fn serve_layer(&self, plan: &Plan, engine: &Engine) -> Served {
-        Served::start(plan.layer(engine.clone()).layer(self.backend.clone())).await
+    async fn serve_layer(&self, plan: &Plan, engine: &Engine) -> HttpServer {
+        HttpServer::start(plan.layer(engine.clone()).layer(self.backend.clone())).await
     }
 
-    /// The store, for others than the door.
+    /// Opens the store, for other users than the deployment.
     pub async fn open_store(&mut self) -> Arc<dyn Store> {
         if let Some(store) = &self.store {
             return store.clone();
         }
-        let store: Arc<dyn Store> = match (self.place.url(), self.place.kind()) {
+        let store: Arc<dyn Store> = match (self.database.url(), self.database.kind()) {
             (Some(url), _) => open_shared(&url).await,
-            (None, Kind::Memory) => Arc::new(MemoryStore::new(Wall)),
+            (None, StoreKind::Memory) => Arc::new(MemoryStore::new(SystemClock::new())),
             (None, _) => {
                 let options = EmbeddedOptions::new(self.dir.path().join("records"));
                 let embedded = Arc::new(EmbeddedStore::open(options).expect("a store that can be opened"));
@@ -314,7 +318,7 @@ impl World {
         store
     }
 
-    /// The sidecar.
+    /// The running sidecar.
     #[must_use]
     pub fn sidecar(&mut self) -> &mut Sidecar {
         match &mut self.instance {
@@ -323,17 +327,18 @@ impl World {
         }
     }
 
-    /// Closes the door: the sidecar is killed, the layer and its store are dropped.
-    pub async fn close(&mut self) {
+    /// Ends the deployment: kills the sidecar, or drops the layer and its store.
+    pub async fn end(&mut self) {
         match self.instance.take() {
             Some(Instance::Sidecar(mut sidecar)) => sidecar.kill(),
-            Some(Instance::Layer { served, engine }) => {
-                drop(served);
+            Some(Instance::TwoSidecars(mut both)) => both.iter_mut().for_each(Sidecar::kill),
+            Some(Instance::Layer { server, engine }) => {
+                drop(server);
                 engine.drain(Duration::from_secs(5)).await;
                 drop(engine);
                 self.store = None;
                 if let Some(embedded) = self.embedded.take() {
-                    // The directory is free when this is done, whoever still holds the store.
+                    // Closing frees the directory even if a reference to the store is left.
                     tokio::task::spawn_blocking(move || embedded.close()).await.expect("a closed store");
                 }
             }
@@ -341,25 +346,26 @@ impl World {
         }
     }
 
-    /// Forgets all records; the door is closed.
+    /// Removes all records. The deployment must not run.
     pub async fn forget(&mut self) {
-        assert!(self.instance.is_none(), "the door is open");
+        assert!(self.instance.is_none(), "the deployment runs");
         self.store = None;
         let _ = std::fs::remove_dir_all(self.dir.path().join("records"));
-        let place = self.place.clone();
-        tokio::task::spawn_blocking(move || place.clear()).await.expect("an empty place");
+        let database = self.database.clone();
+        tokio::task::spawn_blocking(move || database.clear()).await.expect("an empty database");
     }
 
-    /// Where the door is.
+    /// The address of the deployment. Two sidecars are used in turn.
     #[must_use]
     pub fn address(&self) -> SocketAddr {
-        match self.instance.as_ref().expect("an open door") {
-            Instance::Layer { served, .. } => served.address,
+        match self.instance.as_ref().expect("a running deployment") {
+            Instance::Layer { server, .. } => server.address,
             Instance::Sidecar(sidecar) => sidecar.address,
+            Instance::TwoSidecars(both) => both[self.turn.fetch_add(1, Ordering::Relaxed) % 2].address,
         }
     }
 
-    /// Every record, with the name of its state, as an operator sees them.
+    /// The identifier and the name of the state of every record, as an operator sees them.
     pub async fn records(&self) -> Vec<(String, String)> {
         if let Some(Instance::Layer { engine, .. }) = &self.instance {
             let page = engine.store().list(ListQuery::default()).await.expect("a list");
@@ -376,23 +382,28 @@ impl World {
         records.iter().map(|record| (text(&record["record"]), text(&record["state"]))).collect()
     }
 
-    /// An operator says what became of an operation. Whether that was taken.
-    pub async fn resolve(&self, record: &str, verdict: Verdict) -> bool {
+    /// Submits the decision of an operator about an operation. Returns `true` if it was accepted.
+    pub async fn resolve(&self, record: &str, verdict: OperatorDecision) -> bool {
         if let Some(Instance::Layer { engine, .. }) = &self.instance {
             let fields = [("content-type", &b"text/plain"[..])];
             let answer = StoredResponse::new(202, &fields, &[RESOLVED.into()], &[]).expect("a small answer");
             let command = Command::Resolve(Resolve {
                 resolution: match verdict {
-                    Verdict::Happened | Verdict::HappenedAfterAll => Resolution::Complete(Some(answer)),
-                    Verdict::HappenedSomehow => Resolution::Complete(None),
-                    Verdict::DidNotHappen | Verdict::ForceRelease | Verdict::DidNotHappenAfterAll => {
-                        Resolution::Release
+                    OperatorDecision::Happened | OperatorDecision::AmendedToHappened => {
+                        Resolution::Complete(Some(answer))
                     }
-                    Verdict::Park => Resolution::Park,
+                    OperatorDecision::HappenedWithoutAnswer => Resolution::Complete(None),
+                    OperatorDecision::DidNotHappen
+                    | OperatorDecision::ForceRelease
+                    | OperatorDecision::AmendedToDidNotHappen => Resolution::Release,
+                    OperatorDecision::Park => Resolution::Park,
                 },
                 retention: self.plan.settings().policy().retention(),
-                force: verdict == Verdict::ForceRelease,
-                amend: matches!(verdict, Verdict::HappenedAfterAll | Verdict::DidNotHappenAfterAll),
+                force: verdict == OperatorDecision::ForceRelease,
+                amend: matches!(
+                    verdict,
+                    OperatorDecision::AmendedToHappened | OperatorDecision::AmendedToDidNotHappen
+                ),
                 actor: "cases".to_owned(),
                 reason: "in the ledger".to_owned(),
             });
@@ -401,22 +412,24 @@ impl World {
             return matches!(outcome, Outcome::Resolved { .. });
         }
         let (path, body) = match verdict {
-            Verdict::Happened | Verdict::HappenedAfterAll => {
+            OperatorDecision::Happened | OperatorDecision::AmendedToHappened => {
                 let fields = json!({ "Content-Type": "text/plain" });
                 (
                     "resolve",
                     json!({ "outcome": "completed", "status": 202, "headers": fields, "body": RESOLVED }),
                 )
             }
-            Verdict::HappenedSomehow => ("resolve", json!({ "outcome": "completed", "tombstone": true })),
-            Verdict::DidNotHappen | Verdict::DidNotHappenAfterAll => {
+            OperatorDecision::HappenedWithoutAnswer => {
+                ("resolve", json!({ "outcome": "completed", "tombstone": true }))
+            }
+            OperatorDecision::DidNotHappen | OperatorDecision::AmendedToDidNotHappen => {
                 ("resolve", json!({ "outcome": "released" }))
             }
-            Verdict::Park => ("park", json!({})),
-            Verdict::ForceRelease => ("release", json!({ "force": true })),
+            OperatorDecision::Park => ("park", json!({})),
+            OperatorDecision::ForceRelease => ("release", json!({ "force": true })),
         };
         let mut body = body;
-        if matches!(verdict, Verdict::HappenedAfterAll | Verdict::DidNotHappenAfterAll) {
+        if matches!(verdict, OperatorDecision::AmendedToHappened | OperatorDecision::AmendedToDidNotHappen) {
             body["amend"] = true.into();
         }
         body["reason"] = "in the ledger".into();
@@ -439,19 +452,19 @@ impl World {
         Some(["from", "to", "actor", "reason"].map(|name| entry[name].as_str().expect("a text").to_owned()))
     }
 
-    /// Asks at the sidecar's admin address.
+    /// Sends a request to the admin address of the sidecar.
     pub async fn admin(&self, request: Request) -> Answer {
         let Some(Instance::Sidecar(sidecar)) = &self.instance else { panic!("there is no sidecar") };
         let answer = Connection::open(sidecar.admin).await.exchange(&request.host("127.0.0.1")).await;
         answer.unwrap_or_else(|broken| panic!("no answer: {broken:?}"))
     }
 
-    /// A connection to the door.
+    /// Opens a connection to the deployment.
     pub async fn connect(&self) -> Connection {
         Connection::open(self.address()).await
     }
 
-    /// The request as it goes out: with the order for the backend.
+    /// Adds the script of a request, as an order for the backend.
     #[must_use]
     pub fn ready(&self, mut request: Request) -> Request {
         if let Some(script) = request.script.take() {
@@ -460,19 +473,22 @@ impl World {
         request
     }
 
-    /// Sends a request on a connection of its own, which must be answered.
+    /// Sends a request on a new connection and returns its answer.
+    ///
+    /// # Panics
+    /// If there is no answer.
     pub async fn send(&self, request: Request) -> Answer {
         self.try_send(request).await.unwrap_or_else(|broken| panic!("no answer: {broken:?}"))
     }
 
-    /// Sends a request on a connection of its own.
-    pub async fn try_send(&self, request: Request) -> Result<Answer, Broken> {
+    /// Sends a request on a new connection.
+    pub async fn try_send(&self, request: Request) -> Result<Answer, AnswerError> {
         self.connect().await.exchange(&self.ready(request)).await
     }
 
     /// Sends a request in the background.
     #[must_use]
-    pub fn start_send(&self, request: Request) -> tokio::task::JoinHandle<Result<Answer, Broken>> {
+    pub fn start_send(&self, request: Request) -> tokio::task::JoinHandle<Result<Answer, AnswerError>> {
         let (address, request) = (self.address(), self.ready(request));
         tokio::spawn(async move { Connection::open(address).await.exchange(&request).await })
     }

@@ -77,7 +77,7 @@ fn client() -> Client<Hyper> {
             _ => AttemptFailureKind::Doubtful,
         });
     let policy = RetryPolicy::default()
-        .with_attempts(10_000)
+        .with_max_attempts(10_000)
         .unwrap()
         .with_backoff(Duration::from_millis(5), Duration::from_millis(100))
         .unwrap()

@@ -1,43 +1,43 @@
-//! How services say what became of a key, as data. The page docs/reference/answers.md has the same rows.
+//! The signals of services about a key, as data. The page docs/reference/answers.md has the same rows.
 
-/// The meaning of a row.
+/// The meaning of a signal in an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Signal {
-    /// The answer was given before, to the first request with this key. It is final, also a refusal or a failure.
+    /// The answer is that of the first request with this key. It is final, also if it is a refusal or a failure.
     Replayed,
     /// The service took the request under this key, and this is its answer. A refusal is final.
     Accepted,
     /// A request with this key is being processed. Its effect may follow.
     InProgress,
-    /// The same request under the same key later may bring more.
+    /// The same request under the same key may get another answer later.
     Again,
     /// The key was used before, for another request or for this one.
     KeyReused,
     /// Nothing was executed, and the same request may be sent again.
     NotExecuted,
-    /// Nobody knows whether the operation took effect.
+    /// It is unknown if the operation took effect.
     OutcomeUnknown,
     /// The operation was processed, and its answer cannot be given again.
     ReplayUnavailable,
-    /// The service cannot tell whose request it is. Nothing was executed.
+    /// The service cannot identify the caller. Nothing was executed.
     ScopeUnavailable,
 }
 
-/// The place in an answer where a row applies.
+/// The part of an answer in which a signal is found.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum At {
-    /// A header field with this value; without case.
+    /// A header with this value, in any case.
     Field(&'static str, &'static str),
-    /// A header field with any value, in an answer of another status than this one.
+    /// A header with any value, in an answer whose status is not this one.
     FieldUnless(&'static str, u16),
-    /// A member of a JSON body with this text or number. `[]` after a name stands for each element of a list.
+    /// A member of a JSON body with this text or number. `[]` after a name means each element of a list.
     Member(&'static str, &'static str),
-    /// The name of the error, where most services have it: the members `type`, `code`, `name`, `error.code`, `error.type`.
-    /// Of a `type` that is a URI, what follows its last `:`, `/` or `#` is enough.
+    /// The name of the error in one of the usual members: `type`, `code`, `name`, `error.code`, `error.type`. If `type` is a
+    /// URI, the part after its last `:`, `/` or `#` is enough.
     Name(&'static str),
 }
 
-/// One way of saying it.
+/// A signal, and the part of an answer in which it is found.
 #[derive(Clone, Copy, Debug)]
 #[cfg_attr(not(test), allow(dead_code, reason = "a test compares the whole row with its page"))]
 pub(crate) struct SignalRule {
@@ -45,7 +45,7 @@ pub(crate) struct SignalRule {
     pub(crate) at: At,
     /// The API or the specification.
     pub(crate) api: &'static str,
-    /// Where it is documented.
+    /// The URL of its documentation.
     pub(crate) source: &'static str,
 }
 
@@ -79,7 +79,7 @@ const TRUELAYER: &str = "https://docs.truelayer.com/docs/error-types-for-payment
 const WORLDLINE: &str =
     "https://docs.direct.worldline-solutions.com/en/integration/api-developer-guide/idempotent-requests";
 
-/// Every row; the first one that applies counts.
+/// All rules. The first rule that applies counts.
 pub(crate) const SIGNAL_RULES: &[SignalRule] = {
     use At::{Field, FieldUnless, Member, Name};
     use Signal::{
@@ -112,7 +112,7 @@ pub(crate) const SIGNAL_RULES: &[SignalRule] = {
         row(InProgress, Name(SINCH), "Sinch", SINCH),
         row(Again, Field("transient-error", "true"), "Adyen", ADYEN),
         row(OutcomeUnknown, Name("outcome-unknown"), "Oncegate", ONCEGATE),
-        // A record that cannot be read may be the one of this request.
+        // The unreadable record may belong to this request.
         row(OutcomeUnknown, Name("record-corrupt"), "Oncegate", ONCEGATE),
         // The request may have taken effect under the other host.
         row(OutcomeUnknown, Name("host-differs"), "Oncegate", ONCEGATE),

@@ -4,30 +4,30 @@ use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};
 use std::time::Duration;
 
-/// How pauses are spread, so that clients that failed together do not come back together.
+/// The distribution of pauses. It prevents clients that failed together from retrying together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum Jitter {
-    /// Between nothing and `min(cap, base · 2^n)`. The least load for the service, by the simulations of AWS.
+    /// From zero to `min(cap, base · 2^n)`. By the simulations of AWS this is the least load for the service.
     #[default]
     Full,
-    /// Between `base` and three times the pause before, at most `cap`: never shorter than `base`.
+    /// From `base` to three times the previous pause, at most `cap`.
     Decorrelated,
 }
 
-/// Where the client draws its chances. For tests that have to come out the same each time; keys are not made of it.
+/// A source of random bits for the pauses. Tests replace it to be repeatable. Keys do not use it.
 pub trait Random: Send + Sync + 'static {
     /// 64 random bits.
     fn bits(&self) -> u64;
 }
 
-/// The randomness of the system.
+/// The random bits of the system.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct SystemRandom;
 
 impl Random for SystemRandom {
     fn bits(&self) -> u64 {
-        // Each of these states is seeded another way. Pauses need no more than that.
+        // Each state has another seed, which is random enough for pauses.
         RandomState::new().build_hasher().finish()
     }
 }
@@ -61,7 +61,7 @@ impl Backoff {
     }
 }
 
-/// A duration from `low` to `high`, each as likely.
+/// A duration from `low` to `high`, evenly distributed.
 fn between(low: Duration, high: Duration, random: &dyn Random) -> Duration {
     let range = high.saturating_sub(low);
     let fraction = random.bits() as f64 / u64::MAX as f64;

@@ -1,13 +1,13 @@
-//! What retries may cost all intents of a client together.
+//! The shared budget for the retries of all intents of a client.
 
 use std::sync::{Mutex, PoisonError};
 
-/// A bucket of tokens that all intents of a client draw on, so that an outage is not made worse: when most requests fail,
-/// the retries stop, and first attempts go on.
+/// A bucket of tokens that all intents of a client share. It keeps retries from making an outage worse: when most requests
+/// fail, retries stop and first attempts go on.
 ///
-/// The bucket is full at first. A retry takes tokens, twice as many after a time-out; an intent that ends with an answer
-/// from the service gives back what its last retry took, and one token where it needed no retry. Waiting for a request in
-/// progress costs nothing. These are the rules of the AWS SDKs.
+/// The bucket starts full. A retry takes tokens, twice as many after a time-out. An intent that ends with an answer from the
+/// service returns the tokens of its last retry, or one token if it needed no retry. Waiting for a request in progress costs
+/// nothing. These are the rules of the AWS SDKs.
 #[derive(Debug)]
 pub struct RetryBudget {
     capacity: u32,
@@ -29,13 +29,13 @@ impl RetryBudget {
         Self { capacity, cost, tokens: Mutex::new(capacity) }
     }
 
-    /// How many tokens there are.
+    /// The number of tokens in the bucket.
     #[must_use]
     pub fn tokens(&self) -> u32 {
         *self.tokens.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes what a retry costs; `None` where there is not enough.
+    /// Takes the cost of a retry; `None` if there are not enough tokens.
     pub(crate) fn take(&self, pressure: Pressure) -> Option<u32> {
         let cost = match pressure {
             Pressure::None => 0,
@@ -47,21 +47,21 @@ impl RetryBudget {
         Some(cost)
     }
 
-    /// An intent has its answer: gives back what its last retry took, or one where there was none.
+    /// Returns the cost of the last retry of an intent that has its answer, or one token if there was no retry.
     pub(crate) fn give(&self, last: Option<u32>) {
         let mut tokens = self.tokens.lock().unwrap_or_else(PoisonError::into_inner);
         *tokens = tokens.saturating_add(last.unwrap_or(1)).min(self.capacity);
     }
 }
 
-/// What a failed attempt says of the state of the service.
+/// The sign of overload in a failed attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Pressure {
-    /// It works, on this very request.
+    /// The service works, on this very request.
     None,
-    /// It failed, or refuses to take more.
+    /// The service failed, or refuses more requests.
     Failure,
-    /// It did not answer in time.
+    /// The service did not answer in time.
     Timeout,
 }
 

@@ -1,4 +1,4 @@
-//! The client: intents in, definite answers out.
+//! The client: sends intents until there is a definite answer.
 
 use std::fmt;
 use std::sync::Arc;
@@ -21,27 +21,26 @@ use crate::report::{Answer, SendError, SendErrorKind};
 use crate::send::{AttemptSender, RequestInfo, RequestRunner, is_repeatable, is_safe};
 use crate::verdict::{Protection, Verdict};
 
-/// Sends one request once. What goes on the wire is its business; what comes back, and whether to go on, is the
-/// [`Client`]'s.
+/// Sends one request once. The [`Client`] judges the answer and decides about retries.
 ///
-/// A transport follows no redirections and retries nothing by itself.
+/// A transport must not follow redirects, and must not retry by itself.
 pub trait Transport: Send + Sync {
     /// The body of an answer.
     type Body: Body<Data = Bytes, Error: Into<BoxError>> + Send;
 
-    /// Sends the request, and comes back when the head of the answer is there.
+    /// Sends the request, and returns when the head of the answer has arrived.
     ///
     /// # Errors
-    /// [`AttemptFailure`], which says what is known of a request that has no answer.
+    /// [`AttemptFailure`], which tells if the request may have been processed.
     fn send(
         &self,
         request: Request<Bytes>,
     ) -> impl Future<Output = Result<Response<Self::Body>, AttemptFailure>> + Send;
 }
 
-/// Sends intents: each under its own key, as often as it takes and the policy allows.
+/// Sends each intent under its own key until there is a definite answer or the policy ends it.
 ///
-/// Cheap to clone where the transport is; clones share the retry budget.
+/// Cheap to clone if the transport is. Clones share the retry budget.
 #[derive(Clone)]
 pub struct Client<T> {
     transport: T,
@@ -61,59 +60,59 @@ impl<T: Transport> Client<T> {
         }
     }
 
-    /// When to send again, and when to stop.
+    /// Sets the limits of retries.
     #[must_use]
     pub fn with_policy(mut self, policy: RetryPolicy) -> Self {
         self.runner.policy = policy;
         self
     }
 
-    /// The field that carries the key.
+    /// Sets the header that carries the key.
     #[must_use]
     pub fn with_carrier(self, carrier: Carrier) -> Self {
         Self { carrier, ..self }
     }
 
-    /// A retry budget that is shared with other clients of the same service.
+    /// Sets a retry budget that other clients of the same service share.
     #[must_use]
     pub fn with_budget(mut self, budget: Arc<RetryBudget>) -> Self {
         self.runner.budget = budget;
         self
     }
 
-    /// Where intents are written down before they are sent.
+    /// Sets the journal that stores intents before they are sent.
     #[must_use]
     pub fn with_journal(self, journal: Arc<dyn Journal>) -> Self {
         Self { journal: Some(journal), ..self }
     }
 
-    /// Another clock than the system's, for dates and the age of keys. Pauses and deadlines are tokio's.
+    /// Replaces the clock of the system for dates and the age of keys. Pauses and deadlines use the clock of tokio.
     #[must_use]
     pub fn with_clock(mut self, clock: Arc<dyn Clock>) -> Self {
         self.runner.clock = clock;
         self
     }
 
-    /// Other chances than the system's, for the pauses.
+    /// Replaces the random bits of the system for the pauses.
     #[must_use]
     pub fn with_random(mut self, random: Arc<dyn Random>) -> Self {
         self.runner.random = random;
         self
     }
 
-    /// Sends the intent until there is a definite answer, or a reason to stop.
+    /// Sends the intent until there is a definite answer or a reason to stop.
     ///
-    /// The answer is read whole before it counts: one that breaks off is none. Where it is larger than
+    /// An answer counts only when it was read to its end. If it is larger than
     /// [the limit](RetryPolicy::with_max_answer_bytes), the intent ends as [`SendErrorKind::AnswerTooLarge`] with the head of the
-    /// answer; under the same key and with a higher limit the service gives it again. Trailer fields are not kept.
+    /// answer. With a higher limit the same intent gets the answer again. Trailers are dropped.
     ///
-    /// Dropping the future stops the sending. What was on its way may still take effect: such an intent goes on with
-    /// [`Intent::sent_before`].
+    /// Dropping the future stops the sending. A request that was already sent may still take effect: mark such an intent with
+    /// [`Intent::sent_before`] when you send it again.
     ///
     /// Needs a tokio runtime with its timer.
     ///
     /// # Errors
-    /// [`SendError`], which says whether the request may have taken effect.
+    /// [`SendError`], which tells if the request may have taken effect.
     pub async fn send(&self, intent: &Intent) -> Result<Answer, SendError> {
         let Some(journal) = &self.journal else { return self.send_opened(intent, None).await };
         let intent = self.for_journal(intent);
@@ -123,10 +122,10 @@ impl<T: Transport> Client<T> {
         }
     }
 
-    /// The intent with all that makes its key protect it, so that whoever sends it later does it the same way.
+    /// The intent with carrier and key lifetime, so that a later process sends it with the same protection.
     fn for_journal(&self, intent: &Intent) -> Intent {
         let lifetime = match self.runner.policy.api {
-            // No key is looked at: none is good for any time.
+            // The API ignores keys, so no key is valid for any time.
             Api::Plain => Duration::ZERO,
             Api::Idempotent => self.runner.policy.key_lifetime,
         };
@@ -135,7 +134,7 @@ impl<T: Transport> Client<T> {
         intent.clone().with_key_lifetime(lifetime).with_carrier(carrier)
     }
 
-    /// Sends an intent that the journal has, if there is a journal.
+    /// Sends an intent that is open in the journal, if there is a journal.
     pub(crate) async fn send_opened(
         &self,
         intent: &Intent,
@@ -143,7 +142,7 @@ impl<T: Transport> Client<T> {
     ) -> Result<Answer, SendError> {
         let sent = self.send_until(intent, opened.as_ref()).await;
         let noted = match (&sent, opened) {
-            // It can be sent under the same key when what turned it away is mended.
+            // It can be sent under the same key when the reason is fixed.
             (Ok(answer), Some(opened))
                 if answer.verdict == Verdict::TurnedAway && !is_safe(intent.method()) =>
             {
@@ -154,7 +153,7 @@ impl<T: Transport> Client<T> {
             _ => Ok(()),
         };
         if let Err(error) = noted {
-            // What is known counts all the same; the intent is sent once more after a restart, and replayed.
+            // The result counts anyway. After a restart the intent is sent once more, and replayed.
             tracing::warn!(error = %ErrorChain(&*error), "the journal could not note how the sending of an intent ended");
         }
         sent

@@ -1,4 +1,4 @@
-//! Why an attempt has no answer.
+//! Failures of attempts.
 
 use std::error::Error;
 use std::fmt;
@@ -6,34 +6,34 @@ use std::fmt;
 /// Any error of a transport.
 pub type BoxError = Box<dyn Error + Send + Sync>;
 
-/// An attempt that has no answer: what is known about it, and the error of the transport.
+/// The failure of an attempt: its kind, and the error of the transport.
 #[derive(Debug)]
 pub struct AttemptFailure {
     kind: AttemptFailureKind,
     source: BoxError,
 }
 
-/// What is known of an attempt that has no answer.
+/// The kind of failure of an attempt without an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum AttemptFailureKind {
-    /// Not an octet of it reached the service: there was no connection. Trying again may help.
+    /// No byte of the request reached the service: there was no connection. A retry may help.
     NotSent,
-    /// The service says that it did not process it, as HTTP/2 does with REFUSED_STREAM and GOAWAY.
+    /// The service reported that it did not process the request, as HTTP/2 does with REFUSED_STREAM and GOAWAY.
     NotProcessed,
-    /// It cannot be sent at all, now or later. Nothing was sent.
+    /// The request cannot be sent, now or later. Nothing was sent.
     Unsendable,
-    /// It may have been processed. What every error means of which nothing better is known.
+    /// The request may have been processed. This is the kind of all other errors.
     Doubtful,
 }
 
 impl AttemptFailure {
-    /// An attempt of which this is known.
+    /// A failure of this kind.
     pub fn new(kind: AttemptFailureKind, source: impl Into<BoxError>) -> Self {
         Self { kind, source: source.into() }
     }
 
-    /// What is known of it.
+    /// The kind of failure.
     #[must_use]
     pub const fn kind(&self) -> AttemptFailureKind {
         self.kind
@@ -63,8 +63,10 @@ impl Error for AttemptFailure {
     }
 }
 
-/// Whether HTTP/2 itself says that the request was not processed: a stream that the peer refused, or one above the last
-/// stream of the peer's GOAWAY (RFC 9113, 6.8 and 8.7). It has to be an error of the request, before any answer.
+/// Returns `true` if HTTP/2 guarantees that the request was not processed.
+///
+/// That is a stream that the peer refused, or a stream above the last one of the peer's GOAWAY (RFC 9113, 6.8 and 8.7). The
+/// error must be that of a request without an answer.
 #[cfg(feature = "http2")]
 #[must_use]
 pub fn was_refused_by_http2(error: &(dyn Error + 'static)) -> bool {
@@ -72,8 +74,8 @@ pub fn was_refused_by_http2(error: &(dyn Error + 'static)) -> bool {
     while let Some(error) = next {
         if let Some(error) = error.downcast_ref::<h2::Error>() {
             let refused = error.is_reset() && error.reason() == Some(h2::Reason::REFUSED_STREAM);
-            // The library gives this error to none but the streams that GOAWAY leaves out; the others end with the
-            // connection, as an error of input and output.
+            // The library returns this error only for streams that GOAWAY excludes. Other streams end with the connection,
+            // as an I/O error.
             return error.is_remote() && (refused || error.is_go_away());
         }
         next = error.source();

@@ -1,4 +1,4 @@
-//! What an answer says itself of what to do next, beyond its status.
+//! Hints in an answer, beyond its status, about the next step.
 
 use http::header::CONTENT_TYPE;
 use http::{HeaderMap, StatusCode};
@@ -7,29 +7,29 @@ use serde_json::Value;
 use crate::answers::{At, SIGNAL_RULES, Signal, SignalRule};
 use crate::verdict::Advice;
 
-/// Most bytes of an answer that are looked at for a problem. Real ones have some hundred.
+/// The largest body that is searched for a problem. Real problems have some hundred bytes.
 const MAX_PROBLEM_BYTES: usize = 64 * 1024;
 
-/// The members that name an error, in most services.
+/// The usual members for the name of an error.
 const NAMES: [&str; 5] = ["type", "code", "name", "error.code", "error.type"];
 
-/// What an answer says beyond its status.
+/// The hints in an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Hint {
-    /// The first row of the table that applies.
+    /// The signal of the first rule that applies.
     pub(crate) signal: Option<Signal>,
-    /// The member `retry` of a problem: send the same again (`Ok`), or do not, and do this.
+    /// The member `retry` of a problem: `Ok` is to send the same request again, `Err` is other advice.
     pub(crate) retry: Option<Result<(), Advice>>,
-    /// Whether the answer names its error, in whatever words.
+    /// The answer names its error.
     pub(crate) is_named: bool,
 }
 
-/// Whether the answer is marked as one that was given before.
+/// Returns `true` if the answer is marked as a replay.
 pub(crate) fn is_replay(status: StatusCode, headers: &HeaderMap) -> bool {
     SIGNAL_RULES.iter().any(|row| row.signal == Signal::Replayed && row.applies(status, headers, None))
 }
 
-/// The field `Stripe-Should-Retry`.
+/// The value of the header `Stripe-Should-Retry`.
 pub(crate) fn should_retry(headers: &HeaderMap) -> Option<bool> {
     match headers.get("stripe-should-retry")?.as_bytes() {
         b"true" => Some(true),
@@ -38,7 +38,7 @@ pub(crate) fn should_retry(headers: &HeaderMap) -> Option<bool> {
     }
 }
 
-/// Reads the fields of an answer, and a body of problem details (RFC 9457) or of an error in the shape of a service.
+/// Reads the hints from the headers of an answer and from a JSON body: problem details (RFC 9457), or a service's own format.
 pub(crate) fn read(status: StatusCode, headers: &HeaderMap, body: &[u8]) -> Hint {
     let is_json = headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok()).is_some_and(is_json);
     let body = if is_json && body.len() <= MAX_PROBLEM_BYTES {
@@ -80,12 +80,12 @@ impl SignalRule {
     }
 }
 
-/// What tells the URIs of problems apart.
+/// The last part of the URI of a problem, which is its name.
 fn end(uri: &str) -> &str {
     uri.rsplit([':', '/', '#']).next().unwrap_or_default()
 }
 
-/// Whether one of the texts or numbers at this path passes.
+/// Returns `true` if a text or number at this path passes.
 fn any(value: &Value, path: &str, passes: &dyn Fn(&str) -> bool) -> bool {
     let (first, rest) = path.split_once('.').unwrap_or((path, ""));
     if first.is_empty() {

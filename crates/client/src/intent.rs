@@ -1,4 +1,4 @@
-//! What is to happen once: a request, and the key that it keeps.
+//! Intents: a request that must take effect once, and its key.
 
 use std::fmt;
 use std::time::Duration;
@@ -10,11 +10,11 @@ use oncegate_core::{IdempotencyKey, KeyError, Timestamp};
 
 use crate::key::{Carrier, check_key, now, uuid_v7_key};
 
-/// One thing that is to happen once: the request that asks for it, and the key under which it is asked for, however often.
+/// A request that must take effect once, and the key that every attempt carries.
 ///
-/// Everything that a process needs to ask again after a restart is in here, and nothing of how often or how fast: a journal
-/// writes down these parts and builds the intent again with [`Intent::with_key`], [`Intent::with_created_at`] and
-/// [`Intent::sent_before`]. A corrected request is another intent, with a key of its own.
+/// An intent holds everything that a process needs to send the request again after a restart, but no retry limits. A journal
+/// stores its parts and builds it again with [`Intent::with_key`], [`Intent::with_created_at`] and
+/// [`Intent::sent_before`]. A corrected request is another intent with its own key.
 ///
 /// `Debug` shows neither key nor headers nor body, and of the address only the host.
 #[derive(Clone)]
@@ -31,7 +31,7 @@ pub struct Intent {
     carrier: Option<Carrier>,
 }
 
-/// Why there is no [`Intent`].
+/// An [`Intent`] could not be made.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum IntentError {
@@ -41,9 +41,9 @@ pub enum IntentError {
     KeyCharacter,
     /// The system has no random bits. A key made without them could equal the key of another intent.
     NoRandomness,
-    /// Its address is no URI with a scheme and a host.
+    /// The address is not a URI with a scheme and a host.
     Uri,
-    /// A header field that cannot be sent.
+    /// The name or the value of a header cannot be sent.
     Header,
 }
 
@@ -55,8 +55,10 @@ impl fmt::Display for IntentError {
                 f.write_str("the key has a character that is not visible ASCII, or a quote or a comma")
             }
             Self::NoRandomness => f.write_str("the system has no random bits to make a key of"),
-            Self::Uri => f.write_str("the address is no URI with a scheme and a host"),
-            Self::Header => f.write_str("the name or the value of a header field cannot be sent"),
+            Self::Uri => f.write_str(
+                "the address is not a URI with a scheme and a host, such as https://shop.example/payments",
+            ),
+            Self::Header => f.write_str("the name or the value of a header cannot be sent"),
         }
     }
 }
@@ -77,10 +79,10 @@ impl From<KeyError> for IntentError {
 }
 
 impl Intent {
-    /// An intent with a new key, a UUID of version 7, and no body.
+    /// Creates an intent with a new key, a UUID of version 7, and no body.
     ///
     /// # Errors
-    /// Where the address is not absolute, or the system has no random bits.
+    /// If the address is not absolute, or the system has no random bits.
     pub fn new(method: Method, uri: impl TryInto<Uri>) -> Result<Self, IntentError> {
         let uri = uri.try_into().map_err(|_| IntentError::Uri)?;
         if uri.scheme().is_none() || uri.host().is_none() {
@@ -100,10 +102,10 @@ impl Intent {
         })
     }
 
-    /// The intent that takes the place of this one, with a new key: what was refused is corrected with it. Give it the
-    /// corrected body, and its own derived key where this one has such a key.
+    /// Creates a corrected intent, with a new key, that replaces this one after a refusal.
     ///
-    /// A [`Journal`](crate::Journal) does not let it be sent while this one has no definite answer: both could take effect.
+    /// Give it the corrected body. If this intent has a derived key, derive another one. A [`Journal`](crate::Journal) does not
+    /// send the corrected intent while this one has no definite answer, because both could take effect.
     ///
     /// # Errors
     /// As [`Intent::new`].
@@ -119,7 +121,7 @@ impl Intent {
         })
     }
 
-    /// An intent to `POST`. See [`Intent::new`].
+    /// Creates an intent with the method `POST`. See [`Intent::new`].
     ///
     /// # Errors
     /// As [`Intent::new`].
@@ -127,7 +129,7 @@ impl Intent {
         Self::new(Method::POST, uri)
     }
 
-    /// The key of the intent, instead of a new one: an [`IdempotencyKey`], or text.
+    /// Sets the key, instead of a new one: an [`IdempotencyKey`], or text.
     ///
     /// # Errors
     /// [`IntentError::Key`] and [`IntentError::KeyCharacter`]: a key of an intent is 1 to 255 visible ASCII characters without
@@ -142,13 +144,13 @@ impl Intent {
         Ok(Self { key, ..self })
     }
 
-    /// The body, whole, because it may have to be sent again.
+    /// Sets the body. It is held in memory, because it may be sent again.
     #[must_use]
     pub fn with_body(self, body: impl Into<Bytes>) -> Self {
         Self { body: body.into(), ..self }
     }
 
-    /// A body of the media type `application/json`.
+    /// Sets a body of the media type `application/json`.
     #[must_use]
     pub fn with_json(mut self, json: impl Into<Bytes>) -> Self {
         let json_type = HeaderValue::from_static("application/json");
@@ -156,10 +158,10 @@ impl Intent {
         self.with_body(json)
     }
 
-    /// One more header field.
+    /// Adds a header.
     ///
     /// # Errors
-    /// [`IntentError::Header`] where the name or the value cannot be sent.
+    /// [`IntentError::Header`] if the name or the value cannot be sent.
     pub fn with_header(
         mut self,
         name: impl TryInto<HeaderName>,
@@ -171,40 +173,40 @@ impl Intent {
         Ok(self)
     }
 
-    /// These header fields, instead of those that it has. A field of the carrier's name gives way to the key.
+    /// Replaces all headers. A header with the name of the carrier is replaced by the key.
     #[must_use]
     pub fn with_headers(self, headers: HeaderMap) -> Self {
         Self { headers, ..self }
     }
 
-    /// When the intent came to be, by the clock of whoever had it. The lifetime of its key is counted from here.
+    /// Sets the time at which the intent was created. The lifetime of the key starts there.
     #[must_use]
     pub fn with_created_at(self, created_at: Timestamp) -> Self {
         Self { created_at, ..self }
     }
 
-    /// How long the service promises to know the key, where that is less than
-    /// [the policy](crate::RetryPolicy::with_key_lifetime) says.
+    /// Sets the time for which the service keeps the key, if it is shorter than
+    /// [that of the policy](crate::RetryPolicy::with_key_lifetime).
     #[must_use]
     pub fn with_key_lifetime(self, key_lifetime: Duration) -> Self {
         Self { key_lifetime: Some(key_lifetime), ..self }
     }
 
-    /// The field that carries its key, instead of the [client's](crate::Client::with_carrier): an intent that was sent in one
-    /// field is not protected in another.
+    /// Sets the header that carries the key, instead of [that of the client](crate::Client::with_carrier). An intent that was
+    /// sent with its key in one header is not protected with its key in another one.
     #[must_use]
     pub fn with_carrier(self, carrier: Carrier) -> Self {
         Self { carrier: Some(carrier), ..self }
     }
 
-    /// Signal that the request may have been sent before, by this process or by another one, and that no definite answer is
-    /// known. So nothing but an answer about the operation itself ends it as refused.
+    /// Marks the request as possibly sent before, by any process, without a definite answer. A refusal is then definite only if
+    /// it is an answer about the operation itself.
     #[must_use]
     pub fn sent_before(self) -> Self {
         Self { sent_before: true, ..self }
     }
 
-    /// Its key.
+    /// The key.
     #[must_use]
     pub const fn key(&self) -> &IdempotencyKey {
         &self.key
@@ -222,7 +224,7 @@ impl Intent {
         &self.uri
     }
 
-    /// The header fields, without the key.
+    /// The headers, without the key.
     #[must_use]
     pub const fn headers(&self) -> &HeaderMap {
         &self.headers
@@ -234,19 +236,19 @@ impl Intent {
         &self.body
     }
 
-    /// When it came to be.
+    /// The time at which the intent was created.
     #[must_use]
     pub const fn created_at(&self) -> Timestamp {
         self.created_at
     }
 
-    /// How long the service promises to know the key, where this intent says so.
+    /// The time for which the service keeps the key, if the intent sets it.
     #[must_use]
     pub const fn key_lifetime(&self) -> Option<Duration> {
         self.key_lifetime
     }
 
-    /// The field that carries its key, where this intent says so.
+    /// The header that carries the key, if the intent sets it.
     #[must_use]
     pub const fn carrier(&self) -> Option<&Carrier> {
         self.carrier.as_ref()
@@ -258,7 +260,7 @@ impl Intent {
         self.replaces.as_ref()
     }
 
-    /// Whether it may have been sent before.
+    /// `true` if the request may have been sent before.
     #[must_use]
     pub const fn was_sent_before(&self) -> bool {
         self.sent_before

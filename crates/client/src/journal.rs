@@ -1,4 +1,4 @@
-//! Where intents survive their process.
+//! Journals, in which intents survive their process.
 
 #[cfg(all(unix, feature = "journal"))]
 mod directory;
@@ -28,24 +28,27 @@ use crate::failure::BoxError;
 use crate::intent::Intent;
 use crate::report::{Answer, SendError, SendErrorKind};
 
-/// What a [`Journal`] returns.
+/// The future of a call of a [`Journal`].
 pub type JournalFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 
-/// Keeps intents over the end of their process: whoever starts again finds those that have no definite answer, and sends
-/// them again. `JournalDir`, with the feature `journal`, keeps them in a directory.
+/// Keeps intents beyond the end of their process. The next process finds the intents without a definite answer and sends them
+/// again. `JournalDir`, with the feature `journal`, keeps them in a directory.
 pub trait Journal: Send + Sync + 'static {
-    /// Writes the intent down, before it is sent for the first time, or takes up the one that is there under its key. When
-    /// this returns, the intent has to be where a crash does not reach it, and nobody else may have it open until the
+    /// Stores the intent before it is sent for the first time, or opens the stored intent of its key.
+    ///
+    /// When this returns, the intent must survive a crash. No other task or process may have it open until the
     /// [`JournalEntry`] is dropped.
     ///
     /// # Errors
-    /// [`JournalOpenError`]. Then it is not sent.
+    /// [`JournalOpenError`]. The intent is then not sent.
     fn open<'a>(&'a self, intent: &'a Intent)
     -> JournalFuture<'a, Result<JournaledIntent, JournalOpenError>>;
 }
 
-/// An intent in a [`Journal`] that is being sent. Dropping it leaves the intent there, for whoever takes it up: so ends an
-/// intent without a definite answer, and one whose future was dropped.
+/// An intent in a [`Journal`] that is being sent.
+///
+/// Dropping the entry leaves the intent in the journal for a later process. That happens to an intent without a definite
+/// answer, and to one whose future was dropped.
 pub trait JournalEntry: Send + Sync {
     /// Notes that the intent has a definite answer and need not be sent again.
     ///
@@ -53,21 +56,22 @@ pub trait JournalEntry: Send + Sync {
     /// that makes the same intent again, after the service has forgotten the key, would have it done twice.
     ///
     /// # Errors
-    /// If it could not be noted. The answer counts anyway.
+    /// If the journal could not store this. The answer counts anyway.
     fn close<'a>(self: Box<Self>, answer: &'a Answer) -> JournalFuture<'a, Result<(), BoxError>>;
 
-    /// It is certain that the intent was never processed, by this process or by an earlier one: no attempt arrived, or the
-    /// service turned it away ([`Verdict::TurnedAway`](crate::Verdict::TurnedAway)). It stays, and may be noted as one that
-    /// was never sent.
+    /// Notes that no attempt of the intent was ever processed, by this process or an earlier one: no attempt arrived, or the
+    /// service turned it away ([`Verdict::TurnedAway`](crate::Verdict::TurnedAway)).
+    ///
+    /// The intent stays in the journal, and may be marked as never sent.
     ///
     /// # Errors
-    /// Where it could not be noted.
+    /// If the journal could not store this.
     fn never_sent<'a>(self: Box<Self>) -> JournalFuture<'a, Result<(), BoxError>> {
         Box::pin(async { Ok(()) })
     }
 }
 
-/// An intent that a [`Journal`] has.
+/// An intent that is open in a [`Journal`].
 pub struct JournaledIntent {
     pub(crate) entry: Box<dyn JournalEntry>,
     pub(crate) sent_before: bool,
@@ -77,14 +81,14 @@ pub struct JournaledIntent {
 }
 
 impl JournaledIntent {
-    /// An intent that was not there.
+    /// An intent that was not in the journal before.
     #[must_use]
     pub fn new(entry: Box<dyn JournalEntry>) -> Self {
         Self { entry, sent_before: false, created_at: None, key_lifetime: None, done_before: false }
     }
 
-    /// An intent that was there, of a process that ended or gave up: whether it may have been sent, when it came to be, and
-    /// for how long its key was said to be good.
+    /// An intent that was in the journal, from a process that ended or gave up: if it may have been sent, the time of its
+    /// creation, and the lifetime of its key.
     #[must_use]
     pub fn again(
         entry: Box<dyn JournalEntry>,
@@ -95,9 +99,8 @@ impl JournaledIntent {
         Self { entry, sent_before, created_at: Some(created_at), key_lifetime, done_before: false }
     }
 
-    /// An intent that was done before, and whose answer is not there any more: when it came to be, and for how long its key
-    /// was said to be good. Within that time it is sent again, for the same answer; after it, it is not sent
-    /// ([`SendErrorKind::DoneBefore`]).
+    /// An intent that was done before, without its answer: the time of its creation, and the lifetime of its key. Within that
+    /// lifetime it is sent again for the same answer. After it, it is not sent ([`SendErrorKind::DoneBefore`]).
     #[must_use]
     pub fn done_before(
         entry: Box<dyn JournalEntry>,
@@ -114,21 +117,21 @@ impl fmt::Debug for JournaledIntent {
     }
 }
 
-/// Why a [`Journal`] has not opened an intent. Nothing was sent by this call.
+/// A [`Journal`] could not open an intent. Nothing was sent by this call.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum JournalOpenError {
-    /// It could not be written down: no room, no permission. Nothing is known of an earlier sending.
+    /// The intent could not be stored, as on a full disk or without a permission. It is not known if it was sent earlier.
     NotWritten(BoxError),
-    /// It is being sent just now, by another process or by another task of this one.
+    /// Another process, or another task of this one, is sending the intent now.
     InFlight,
-    /// What the journal has under the key is another request, or is damaged; or the intent that this one replaces has no
-    /// definite answer. A person has to look.
+    /// The journal has another request or a damaged file under this key, or the intent that this one replaces has no definite
+    /// answer. A person must look at it.
     Conflict(BoxError),
-    /// The intent may have been sent with other credentials than these. It can be sent with those.
+    /// The intent may have been sent with other credentials. It can be sent with those.
     OtherCredentials(BoxError),
-    /// The journal may have the intent, and its file could not be opened, locked or read: no permission, an error of the disk.
-    /// It can be sent when that is mended.
+    /// The file of the intent could not be opened, locked or read: a missing permission, or an error of the disk. The intent
+    /// can be sent when that is fixed.
     Unreadable(BoxError),
 }
 

@@ -1,8 +1,8 @@
-//! The caller's side of *one key, one effect*: sends a request until there is a definite answer, under one key.
+//! The client side of *one key, one effect*: sends a request under one key until there is a definite answer.
 //!
-//! A caller that got no reply must retry, and a retry of `POST /payments` charges twice, unless the service can tell that
-//! it is the same payment. The unit here is therefore not the request but the **[`Intent`]**: what is to happen once. It has
-//! one [`IdempotencyKey`], made once, and keeps it over every retry, restart and process. A corrected request is another intent.
+//! A client that got no reply must retry, and a retry of `POST /payments` charges twice unless the service recognizes the
+//! same payment. The unit here is therefore not the request but the **[`Intent`]**: an operation that must happen once. It has
+//! one [`IdempotencyKey`] over all retries, restarts and processes. A corrected request is another intent.
 //!
 //! ```
 //! use oncegate_client::{Client, IdempotencyKey, Intent, Verdict};
@@ -36,7 +36,7 @@
 //!         assert_eq!((answer.attempts, answer.replayed), (1, false));
 //!     }
 //!     Ok(answer) => println!("refused: {}", answer.response.status()),
-//!     // Not definite. The same intent can be sent again, or somebody has to find out what happened.
+//!     // Not definite. Send the same intent again, or let a person find out what happened.
 //!     Err(open) if !open.may_have_taken_effect() => {
 //!         println!("nothing happened: {}", ErrorChain(&open));
 //!     }
@@ -47,13 +47,13 @@
 //! ```
 //!
 //! # Which key
-//! - [`uuid_v7_key`] (what [`Intent::new`] takes) and [`ulid_key`] are new with each call. Make one where the intent
-//!   is born, and keep it with the intent.
-//! - [`IdempotencyKey::derived`] is made of what the intent is about (`"payment"`, order 123, version 2), and is the same wherever
-//!   and whenever it is asked for: nothing has to be kept.
-//! - [`IdempotencyKey::new`] takes one that came along.
+//! - [`uuid_v7_key`] (the default of [`Intent::new`]) and [`ulid_key`] make a new key with each call. Keep the key with the
+//!   intent.
+//! - [`IdempotencyKey::derived`] makes the key from the business identity (`"payment"`, order 123, version 2). It is the same
+//!   in every process and at any time, so it need not be stored.
+//! - [`IdempotencyKey::new`] takes an existing key.
 //!
-//! It goes into `Idempotency-Key`, bare; [`Carrier`] has other names, and quotes.
+//! The key is sent in `Idempotency-Key`, without quotes. [`Carrier`] sets another header, or quotes.
 //!
 //! # What an answer means
 //! In this order; the first row that fits counts. *Again* is the same request under the same key.
@@ -79,12 +79,12 @@
 //! | other 5xx | as [`ServerErrors`] says; again by default |
 //!
 //! *Turned away* ([`Verdict::TurnedAway`]) is about the way to the operation and not about the operation: nothing took effect,
-//! and the same intent can be sent under the same key when that is mended.
+//! and the same intent can be sent under the same key when the reason is fixed.
 //!
-//! **After an attempt that may have taken effect, no refusal is definite** unless it is marked as the answer to the key: a 401
-//! after a time-out does not say that nobody was charged, and neither does a 422 with which a service refuses a duplicate of a
-//! request that still runs. A refusal by the operation is asked about again under the same key, because a service that marks
-//! replays then marks it; if it stays unmarked, and with a refusal before the operation, the intent ends as
+//! **After an attempt that may have taken effect, no refusal is definite** unless it is marked as the answer to the key. A 401
+//! after a time-out does not prove that the card was not charged. Neither does a 422: services refuse a duplicate of a running
+//! request with it. After a refusal by the operation the client sends again under the same key, because a service that marks
+//! replays then marks it. If it stays unmarked, or if the request was refused before the operation, the intent ends as
 //! [`SendErrorKind::TurnedAway`].
 //!
 //! # When it sends again, and when it stops
@@ -97,15 +97,14 @@
 //!
 //! # Where it ends
 //! - A key protects as long as the service knows it, and a service that ignores it protects nothing.
-//! - An answer of HTTP/1 with neither length nor chunks ends where its connection ends. Nobody can tell whether it is whole.
+//! - An answer of HTTP/1 with neither length nor chunks ends where its connection ends. It is unknown if it is whole.
 //! - One layer of retries is enough. Turn those of the HTTP client off, as `ReqwestTransport` does.
-//! - Intents live in memory, unless a [`Journal`] writes them down: with the feature `journal`, `JournalDir` does, and
-//!   whoever starts after a crash goes on with them.
+//! - Intents live in memory, unless there is a [`Journal`]. With the feature `journal`, `JournalDir` stores them, and the next
+//!   process after a crash continues them.
 //!
-//! # Doors
-//! [`Client`] over any [`Transport`]; `reqwest`, with the feature of this name, has one, and middleware; `tower`, with the
-//! feature of this name, has one over any service, and a layer. With `http2`, REFUSED_STREAM and GOAWAY are known to mean
-//! that a request was not processed.
+//! # Features
+//! [`Client`] works over any [`Transport`]. The feature `reqwest` has a transport and middleware. The feature `tower` has a
+//! transport over any service, and a layer. With `http2`, REFUSED_STREAM and GOAWAY prove that a request was not processed.
 
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
 

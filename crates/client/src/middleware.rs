@@ -1,4 +1,4 @@
-//! What the middleware and the layer have in common: other people's requests.
+//! The common core of the reqwest middleware and the Tower layer.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use crate::policy::{Api, RetryPolicy};
 use crate::send::{RequestInfo, RequestRunner, is_repeatable, is_safe};
 use crate::verdict::Protection;
 
-/// How requests that come by are sent.
+/// The settings with which requests are sent.
 #[derive(Clone)]
 pub(crate) struct MiddlewareCore {
     pub(crate) runner: RequestRunner,
@@ -23,11 +23,11 @@ pub(crate) struct MiddlewareCore {
     pub(crate) retries_keyless: bool,
 }
 
-/// What is done with one of them.
+/// The treatment of one request.
 pub(crate) enum RequestPlan {
-    /// It has no key: it goes by once, and what comes back is neither read nor judged.
+    /// The request has no key: it is sent once, and its answer is neither read nor judged.
     PassThrough,
-    /// It is sent until there is a definite answer.
+    /// The request is sent until there is a definite answer.
     UntilDefinite(RequestInfo),
 }
 
@@ -41,7 +41,7 @@ impl MiddlewareCore {
         }
     }
 
-    /// Gives the request the key that it is to have, and says what protects it.
+    /// Sets the key of the request, and determines its protection.
     pub(crate) fn plan(
         &self,
         method: &Method,
@@ -67,8 +67,8 @@ impl MiddlewareCore {
         };
         match protection {
             Protection::Keyed => {}
-            // A request that asks for a stream of events looks like any other `GET`. To read its answer would hold it back
-            // until its end, and to send it again would begin it once more.
+            // A request for a stream of events looks like any other `GET`. Reading its answer would withhold the events until
+            // the end, and sending it again would begin the stream once more.
             _ if !self.retries_keyless => return Ok(RequestPlan::PassThrough),
             Protection::Once if self.runner.policy.api == Api::Idempotent => {
                 return Ok(RequestPlan::PassThrough);
@@ -90,7 +90,7 @@ impl MiddlewareCore {
     }
 }
 
-/// What protects a request without a key: its method.
+/// The protection of a request without a key, by its method.
 fn keyless(method: &Method) -> Protection {
     if is_safe(method) {
         Protection::Safe
@@ -101,62 +101,64 @@ fn keyless(method: &Method) -> Protection {
     }
 }
 
-/// Two fields are two keys, and none has no say: neither protects anything.
+/// Returns `true` if there is exactly one key. Two headers are two keys, which protect nothing.
 fn has_one_value(headers: &HeaderMap, carrier: &Carrier) -> bool {
     let mut values = headers.get_all(carrier.name()).iter();
     let is_key = |value: &HeaderValue| !value.as_bytes().trim_ascii().is_empty();
     values.next().is_some_and(is_key) && values.next().is_none()
 }
 
-/// The settings that both doors have, by the same names.
+/// The setters that the middleware and the layer share.
 macro_rules! settings {
     () => {
-        /// When to send again, and when to stop.
+        /// Sets the limits of retries.
         #[must_use]
         pub fn with_policy(mut self, policy: crate::RetryPolicy) -> Self {
             self.core.runner.policy = policy;
             self
         }
 
-        /// The field that carries the key.
+        /// Sets the header that carries the key.
         #[must_use]
         pub fn with_carrier(mut self, carrier: crate::Carrier) -> Self {
             self.core.carrier = carrier;
             self
         }
 
-        /// Gives each request that has no key, and whose method does not repeat by itself, a new one. It is another one
-        /// with each call, so it protects the retries within, and not those of whoever calls again.
+        /// Gives a new key to each request that has none and whose method is not idempotent.
+        ///
+        /// The key differs for each call. It protects the retries within the call, not a second call by the application.
         #[must_use]
         pub fn with_new_keys(mut self) -> Self {
             self.core.makes_keys = true;
             self
         }
 
-        /// Sends requests without a key again, too, where their method allows it: `GET`, `HEAD`, `OPTIONS`, `TRACE`, `PUT` and
-        /// `DELETE`; for [`Api::Plain`](crate::Api::Plain) every request that was certainly not processed. Their answers are
-        /// then read whole before they are handed on, so leave this off for a client that reads streams of events.
+        /// Also retries requests without a key if their method allows it: `GET`, `HEAD`, `OPTIONS`, `TRACE`, `PUT` and `DELETE`.
+        /// For [`Api::Plain`](crate::Api::Plain) it retries every request that was certainly not processed.
+        ///
+        /// The whole answer is then read before it is passed on, so leave this off for a client that reads streams of events.
         #[must_use]
         pub fn with_keyless_retries(mut self) -> Self {
             self.core.retries_keyless = true;
             self
         }
 
-        /// A retry budget that is shared with other clients of the same service.
+        /// Sets a retry budget that other clients of the same service share.
         #[must_use]
         pub fn with_budget(mut self, budget: std::sync::Arc<crate::RetryBudget>) -> Self {
             self.core.set_budget(budget);
             self
         }
 
-        /// Another clock than the system's, for dates and the age of keys. Pauses and deadlines are tokio's.
+        /// Replaces the clock of the system for dates and the age of keys. Pauses and deadlines use the clock of tokio.
         #[must_use]
         pub fn with_clock(mut self, clock: std::sync::Arc<dyn oncegate_core::Clock>) -> Self {
             self.core.set_clock(clock);
             self
         }
 
-        /// Other chances than the system's, for the pauses.
+        /// Replaces the random bits of the system for the pauses.
         #[must_use]
         pub fn with_random(mut self, random: std::sync::Arc<dyn crate::Random>) -> Self {
             self.core.set_random(random);

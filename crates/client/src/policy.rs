@@ -1,4 +1,4 @@
-//! How long, how often and how far a client goes on.
+//! The limits of retries.
 
 use std::time::Duration;
 
@@ -6,33 +6,32 @@ use oncegate_core::ConfigError;
 
 use crate::backoff::Jitter;
 
-/// What the API at the other end does with keys.
+/// The treatment of keys by the API.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum Api {
-    /// It honours the key: the same request under the same key takes effect once.
+    /// The API honours keys: the same request under the same key takes effect once.
     #[default]
     Idempotent,
-    /// It knows no keys. None is sent, and a request that does not repeat by its method is sent again only where it is
-    /// certain that it was not processed: no connection, REFUSED_STREAM or GOAWAY of HTTP/2, 425, 429. Everything else
-    /// ends as unknown.
+    /// The API knows no keys, so none is sent. A request whose method is not idempotent is sent again only if it was certainly
+    /// not processed: no connection, REFUSED_STREAM or GOAWAY of HTTP/2, 425, 429. Everything else ends as unknown.
     Plain,
 }
 
-/// What an answer from 500 to 599 means that says nothing more: not 501 to 505, 511, and no replay.
+/// The meaning of an answer from 500 to 599 without further signals: not 501 to 505, not 511, no replay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ServerErrors {
-    /// Ask again under the same key. A service that keeps such answers replays it, and a replay is final; one that undid
-    /// everything executes the request. The default, wherever a request can be repeated.
+    /// Send again under the same key. A service that keeps such answers replays it, and a replay is final. A service that
+    /// undid everything executes the request. This is the default for requests that can be repeated.
     Again,
-    /// The answer is final, as for an API that documents that it keeps them but does not mark replays.
+    /// The answer is final. For an API that keeps such answers but does not mark replays.
     Final,
-    /// Nobody knows whether it took effect: stop. What a request that cannot be repeated always gets.
+    /// The outcome is unknown, and the client stops. Requests that cannot be repeated are always treated so.
     Unknown,
 }
 
-/// When to send again, and when to stop. All limits hold together: whichever is reached first ends it.
+/// The limits of retries. All hold together: the first limit that is reached ends the sending.
 #[derive(Clone, Debug)]
 pub struct RetryPolicy {
     pub(crate) api: Api,
@@ -49,8 +48,8 @@ pub struct RetryPolicy {
 }
 
 impl Default for RetryPolicy {
-    /// Six attempts of at most 30 s within 2 min, pauses with full jitter from 200 ms doubling up to 20 s, `Retry-After` up
-    /// to 1 min, keys that are good for 24 h, answers up to 8 MiB.
+    /// Six attempts of at most 30 s within 2 min; pauses with full jitter from 200 ms, doubling up to 20 s; `Retry-After` up
+    /// to 1 min; keys valid for 24 h; answers up to 8 MiB.
     fn default() -> Self {
         Self {
             api: Api::Idempotent,
@@ -69,68 +68,69 @@ impl Default for RetryPolicy {
 }
 
 impl RetryPolicy {
-    /// What the API does with keys.
+    /// Sets the treatment of keys by the API.
     #[must_use]
     pub fn with_api(self, api: Api) -> Self {
         Self { api, ..self }
     }
 
-    /// What an unexplained answer from 500 to 599 means.
+    /// Sets the meaning of an answer from 500 to 599 without further signals.
     #[must_use]
     pub fn with_server_errors(self, server_errors: ServerErrors) -> Self {
         Self { server_errors, ..self }
     }
 
-    /// Most attempts in all, the first one included. Zero counts as one.
+    /// Sets the largest number of attempts, including the first one.
     ///
     /// # Errors
-    /// If it is out of these bounds.
-    pub fn with_attempts(self, attempts: u32) -> Result<Self, ConfigError> {
+    /// If it is zero.
+    pub fn with_max_attempts(self, attempts: u32) -> Result<Self, ConfigError> {
         Ok(Self { attempts: ConfigError::check("the number of attempts", attempts, 1..=u32::MAX)?, ..self })
     }
 
-    /// How pauses are spread.
+    /// Sets the distribution of pauses.
     #[must_use]
     pub fn with_jitter(self, jitter: Jitter) -> Self {
         Self { jitter, ..self }
     }
 
-    /// The pause that doubling starts from, and the longest one.
+    /// Sets the first pause, which doubles, and the longest pause.
     ///
     /// # Errors
-    /// If it is out of these bounds.
+    /// If the longest pause is shorter than the first one.
     pub fn with_backoff(self, base: Duration, cap: Duration) -> Result<Self, ConfigError> {
         Ok(Self { base, cap: ConfigError::check("the longest pause", cap, base..=Duration::MAX)?, ..self })
     }
 
-    /// How long one attempt may take, until its answer is there whole.
+    /// Sets the time-out of one attempt, to the end of its answer.
     #[must_use]
     pub fn with_attempt_timeout(self, attempt_timeout: Duration) -> Self {
         Self { attempt_timeout, ..self }
     }
 
-    /// How long all attempts and pauses may take together. No attempt outlasts it, and no pause is begun that would.
+    /// Sets the time-out for all attempts and pauses together. No attempt lasts longer, and no pause starts that would end later.
     #[must_use]
     pub fn with_deadline(self, deadline: Duration) -> Self {
         Self { deadline, ..self }
     }
 
-    /// The longest `Retry-After` that is waited for. A longer one ends the sending, and says when to come back.
+    /// Sets the longest `Retry-After` for which the client waits. A longer one ends the sending as
+    /// [`SendErrorKind::ComeBackLater`](crate::SendErrorKind::ComeBackLater).
     #[must_use]
     pub fn with_max_retry_after(self, max_retry_after: Duration) -> Self {
         Self { max_retry_after, ..self }
     }
 
-    /// How long the API promises to know a key. A request that may have been sent is not sent again under a key that is
-    /// older: the service might have forgotten it, and would execute it once more.
+    /// Sets the time for which the API keeps a key. A request that may have been sent is not sent again under an older key,
+    /// because a service that has forgotten the key would execute it once more.
     #[must_use]
     pub fn with_key_lifetime(self, key_lifetime: Duration) -> Self {
         Self { key_lifetime, ..self }
     }
 
-    /// Most octets of an answer that are read before it is judged. See [`Client::send`](crate::Client::send).
+    /// Sets the largest answer that is read. See [`Client::send`](crate::Client::send).
     #[must_use]
-    pub fn with_max_answer_bytes(self, octets: usize) -> Self {
-        Self { max_answer_bytes: octets, ..self }
+    pub fn with_max_answer_bytes(self, bytes: usize) -> Self {
+        Self { max_answer_bytes: bytes, ..self }
     }
 }

@@ -1,4 +1,4 @@
-//! Answers that were read before they are handed on.
+//! Bodies of answers that were read before they are passed on.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -8,8 +8,8 @@ use http::HeaderMap;
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::BodyExt;
 
-/// The body of an answer: what was read of it, and the rest where it is larger than the policy's limit. It hands on what
-/// came, octet for octet.
+/// The body of an answer: the part that was read, and the rest if it is larger than the limit of the policy. It is passed on
+/// byte for byte.
 #[derive(Debug)]
 pub struct ReceivedBody<B> {
     read: Bytes,
@@ -18,7 +18,7 @@ pub struct ReceivedBody<B> {
 }
 
 impl<B: Body<Data = Bytes>> ReceivedBody<B> {
-    /// Reads a body to its end, or until there is more of it than `limit`.
+    /// Reads a body to its end, or until more than `limit` bytes were read.
     pub(crate) async fn read(body: B, limit: usize) -> Result<Self, B::Error> {
         let mut body = Box::pin(body);
         let mut read = Bytes::new();
@@ -41,13 +41,13 @@ impl<B: Body<Data = Bytes>> ReceivedBody<B> {
         Ok(Self { read: joined.map_or(read, BytesMut::freeze), trailers, rest: None })
     }
 
-    /// A body of which nothing was read.
+    /// A body that was not read yet.
     #[cfg(feature = "tower")]
     pub(crate) fn unread(body: B) -> Self {
         Self { read: Bytes::new(), trailers: None, rest: Some(Box::pin(body)) }
     }
 
-    /// The whole body; `None` where there is more than was read.
+    /// The whole body; `None` if a part was not read.
     pub(crate) fn whole(&self) -> Option<&Bytes> {
         self.rest.is_none().then_some(&self.read)
     }

@@ -1,4 +1,4 @@
-//! How it ended.
+//! Definite answers, and the error without one.
 
 use std::error::Error;
 use std::fmt;
@@ -10,37 +10,37 @@ use http::Response;
 use crate::failure::BoxError;
 use crate::verdict::Verdict;
 
-/// What is known of a definite answer, beside the answer. The middleware and the layer put it into the extensions of the
-/// response.
+/// The client's report about a definite answer. The middleware and the layer put it into the extensions of the response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Report {
-    /// What the answer says.
+    /// The meaning of the answer.
     pub verdict: Verdict,
-    /// How often the request was sent, by this call.
+    /// The number of attempts of this call.
     pub attempts: u32,
-    /// Whether the service marked the answer as one that it had given before.
+    /// The service marked the answer as a replay.
     pub replayed: bool,
 }
 
-/// A definite answer: whatever the verdict, sending the same request under the same key again would bring nothing else.
+/// A definite answer: the same request under the same key would get no other answer, except after
+/// [`Verdict::TurnedAway`].
 ///
-/// `Debug` shows neither fields nor body of the response.
+/// `Debug` shows neither headers nor body of the response.
 #[non_exhaustive]
 pub struct Answer {
-    /// The service's answer, as it came.
+    /// The response of the service.
     pub response: Response<Bytes>,
-    /// What it says.
+    /// The meaning of the answer.
     pub verdict: Verdict,
-    /// How often the request was sent, by this call.
+    /// The number of attempts of this call.
     pub attempts: u32,
-    /// Whether the service marked the answer as one that it had given before.
+    /// The service marked the answer as a replay.
     pub replayed: bool,
 }
 
-/// There is no definite answer. [`SendError::may_have_taken_effect`] is the first thing to look at.
+/// The intent has no definite answer. Check [`SendError::may_have_taken_effect`] first.
 ///
-/// Neither `Display` nor `Debug` hold the key, the address, or more of the answer than its status.
+/// `Display` and `Debug` show neither the key nor the address, and only the status of the answer.
 pub struct SendError(Box<Inner>);
 
 struct Inner {
@@ -52,50 +52,54 @@ struct Inner {
     source: Option<BoxError>,
 }
 
-/// Why there is no definite answer.
+/// The reason why there is no definite answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum SendErrorKind {
-    /// It may have taken effect, and sending it again brings no certainty: the service says so (`outcome-unknown`), or
-    /// nothing protects the request from taking effect twice. Somebody has to find out.
+    /// The request may have taken effect, and sending it again gives no certainty: the service reports that
+    /// (`outcome-unknown`), or the request has no protection against a second effect. A person must find out.
     Unknown,
-    /// The last attempt was refused, or turned away before the operation, without a mark that this is the answer to the key;
-    /// and an earlier attempt may have taken effect, or may be under way. A refusal then says nothing of that one: many
-    /// services refuse a duplicate of a request that still runs with a 4xx of their own. The same intent can be sent again,
-    /// later or when what turned it away is mended.
+    /// The last attempt was refused, or turned away before the operation, while an earlier attempt may have taken effect or may
+    /// still run.
+    ///
+    /// The answer was not marked as the answer to the key, so it tells nothing about the earlier attempt: many services refuse
+    /// a duplicate of a running request with a 4xx of their own. The same intent can be sent again later, or when the reason
+    /// is fixed.
     TurnedAway,
-    /// It was sent as often as it may be.
+    /// The largest number of attempts was reached.
     Attempts,
-    /// The time is up, or would be before the next attempt.
+    /// The deadline has passed, or would pass before the next attempt.
     Deadline,
-    /// Too many retries fail: [`RetryBudget`](crate::RetryBudget).
+    /// The [`RetryBudget`](crate::RetryBudget) is empty, because too many retries fail.
     Budget,
-    /// The service wants to be left alone for longer than is waited for: see [`SendError::come_back_at`].
+    /// The `Retry-After` of the service is longer than the policy allows. See [`SendError::come_back_at`].
     ComeBackLater,
-    /// The body was a stream, which cannot be sent again.
+    /// The body is a stream, which cannot be sent again.
     Body,
-    /// The key is older than the service promises to know it, and the request may have been sent.
+    /// The key is older than its lifetime, and the request may have been sent.
     KeyLifetime,
-    /// The answer is larger than the policy allows. The head of the response is there.
+    /// The answer is larger than the policy allows. [`SendError::response`] has its head.
     AnswerTooLarge,
-    /// The request cannot be sent at all: a malformed address, a scheme that the transport does not speak.
+    /// The request cannot be sent: its address is malformed, or the transport does not support its scheme.
     Unsendable,
-    /// The journal could not take the intent down, so nothing was sent.
+    /// The journal could not store the intent, so nothing was sent.
     Journal,
-    /// Another process, or another task of this one, is sending the intent just now. Nothing was sent by this call.
+    /// Another process, or another task of this one, is sending the intent now. Nothing was sent by this call.
     InFlight,
-    /// What the journal has under this key is another request or is damaged, or the intent that this one replaces has
-    /// no definite answer. Nothing was sent by this call, and somebody has to look.
+    /// The journal has another request or a damaged file under this key, or the intent that this one replaces has no definite
+    /// answer. Nothing was sent by this call. A person must look at it.
     JournalConflict,
-    /// The journal may have the intent, and its file could not be opened, locked or read. Nothing was sent by this call. The
-    /// same intent can be sent when that is mended.
+    /// The file of the intent in the journal could not be opened, locked or read. Nothing was sent by this call. The same intent
+    /// can be sent when that is fixed.
     JournalUnreadable,
-    /// The intent may have been sent before, with other credentials than these; a service that takes the credential for the
-    /// caller would execute it again. Nothing was sent by this call. It can be sent with the credentials that it had, or with
+    /// The intent may have been sent before with other credentials, and a service that identifies callers by their credential
+    /// would execute it again. Nothing was sent by this call.
+    ///
+    /// It can be sent with its earlier credentials, or with
     /// [`JournalDir::with_other_credentials`](crate::JournalDir::with_other_credentials).
     OtherCredentials,
-    /// The journal has the intent as done, and its key is older than the service promises to know it: sent again, it could
-    /// take effect once more. Nothing was sent by this call. The answer of that time is not in the journal.
+    /// The intent was done before, and its key is older than its lifetime: sent again, it could take effect once more. Nothing
+    /// was sent by this call. The journal does not have the earlier answer.
     DoneBefore,
 }
 
@@ -126,21 +130,21 @@ impl SendError {
         self
     }
 
-    /// Why it ended.
+    /// The reason.
     #[must_use]
     pub fn kind(&self) -> SendErrorKind {
         self.0.kind
     }
 
-    /// Whether the request may have taken effect. `false` is certain: no attempt was processed, and no earlier one is known
-    /// of.
+    /// `true` if the request may have taken effect. `false` is certain: no attempt was processed, and no earlier attempt is
+    /// known.
     #[must_use]
     pub fn may_have_taken_effect(&self) -> bool {
         self.0.may_have_taken_effect
     }
 
-    /// Whether sending the same intent again, later, can bring a definite answer. Where it cannot, somebody has to find out
-    /// what happened; a service may answer under the same key when that is done.
+    /// `true` if the same intent, sent again later, can get a definite answer. Otherwise a person must find out what happened;
+    /// after that the service may have an answer under the same key.
     #[must_use]
     pub fn is_resumable(&self) -> bool {
         match self.0.kind {
@@ -151,7 +155,7 @@ impl SendError {
             | SendErrorKind::Journal
             | SendErrorKind::InFlight => true,
             SendErrorKind::JournalUnreadable => true, // when its file can be read
-            SendErrorKind::OtherCredentials => true,  // with those that it had
+            SendErrorKind::OtherCredentials => true,  // with its earlier credentials
             SendErrorKind::TurnedAway => true,        // with other credentials, or another way there
             SendErrorKind::AnswerTooLarge => true,    // with a higher limit
             SendErrorKind::Body => true,              // with the body from its beginning
@@ -163,19 +167,19 @@ impl SendError {
         }
     }
 
-    /// How often the request was sent, by this call.
+    /// The number of attempts of this call.
     #[must_use]
     pub fn attempts(&self) -> u32 {
         self.0.attempts
     }
 
-    /// When the service wants to be asked again, where it said so with its last answer.
+    /// The earliest time for the next attempt, if the last answer had a `Retry-After`.
     #[must_use]
     pub fn come_back_at(&self) -> Option<SystemTime> {
         self.0.come_back_at
     }
 
-    /// The last answer, where the last attempt had one. It is not definite.
+    /// The answer to the last attempt, if there was one. It is not definite.
     #[must_use]
     pub fn response(&self) -> Option<&Response<Bytes>> {
         self.0.response.as_ref()
@@ -193,27 +197,27 @@ impl fmt::Display for SendError {
         let inner = &self.0;
         f.write_str(match inner.kind {
             SendErrorKind::Unknown => {
-                "it is not known whether the request took effect, and sending it again does not tell"
+                "it is not known if the request took effect, and sending it again does not tell"
             }
             SendErrorKind::TurnedAway => "refused, while an earlier attempt has no definite answer",
             SendErrorKind::Attempts => "no definite answer after as many attempts as are allowed",
             SendErrorKind::Deadline => "no definite answer within the deadline",
             SendErrorKind::Budget => "no definite answer, and too many retries fail to go on",
-            SendErrorKind::ComeBackLater => "the service wants to be asked again later than is waited for",
+            SendErrorKind::ComeBackLater => "the Retry-After of the service is longer than the policy allows",
             SendErrorKind::Body => "no definite answer, and the body cannot be sent again",
             SendErrorKind::KeyLifetime => "no definite answer, and the service may have forgotten the key",
-            SendErrorKind::AnswerTooLarge => "the answer is larger than is allowed",
+            SendErrorKind::AnswerTooLarge => "the answer is larger than the policy allows",
             SendErrorKind::Unsendable => "the request cannot be sent",
-            SendErrorKind::Journal => "the journal did not take the intent down, so it was not sent",
-            SendErrorKind::InFlight => "somebody else is sending it just now",
+            SendErrorKind::Journal => "the journal could not store the intent, so it was not sent",
+            SendErrorKind::InFlight => "another process or task is sending it now",
             SendErrorKind::JournalConflict => {
-                "the journal has something else under this key, so it was not sent"
+                "the journal has another or a damaged request under this key, so it was not sent"
             }
             SendErrorKind::JournalUnreadable => {
-                "what the journal has under this key cannot be read, so it was not sent"
+                "the file of this key in the journal cannot be read, so it was not sent"
             }
             SendErrorKind::OtherCredentials => {
-                "not sent, because its credentials are not those that it had before"
+                "not sent, because it may have been sent before with other credentials"
             }
             SendErrorKind::DoneBefore => "it was done before, and to send it again could do it once more",
         })?;

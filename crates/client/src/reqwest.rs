@@ -1,8 +1,8 @@
-//! Over reqwest: a [transport](ReqwestTransport) for [`Client`](crate::Client), and [middleware](IntentMiddleware) for
+//! Retries over reqwest: a [transport](ReqwestTransport) for [`Client`](crate::Client), and [middleware](IntentMiddleware) for
 //! `reqwest-middleware`.
 //!
-//! TLS and everything else about connections is the application's: this crate turns on no feature of reqwest but HTTP/2, with
-//! its own feature `http2`.
+//! The application configures TLS and connections. This crate enables only the feature `http2` of reqwest, with its own
+//! feature `http2`.
 
 use std::error::Error;
 use std::fmt;
@@ -21,27 +21,28 @@ use crate::middleware::{MiddlewareCore, RequestPlan, settings};
 use crate::report::{SendError, SendErrorKind};
 use crate::send::{AttemptSender, Redirected};
 
-/// Most field lines in the head of an answer. The usual 100 of reqwest are too few for verbose services: the head of an answer
-/// that is not read leaves an operation that took place in doubt.
+/// The largest number of header lines of an answer. The default of reqwest, 100, is too small for some services. If the head
+/// of an answer cannot be read, the outcome of the operation stays in doubt.
 const MAX_HEADER_LINES: usize = 1000;
 
-/// Largest head of an answer over HTTP/2, in bytes, for the same reason; usually it is 16 KiB.
+/// The largest head of an answer over HTTP/2, in bytes, for the same reason. The default is 16 KiB.
 #[cfg(feature = "http2")]
 const MAX_HEAD: u32 = 8 * 1024 * 1024;
 
-/// Sends with a client of reqwest that follows no redirections and repeats nothing by itself.
+/// Sends with a client of reqwest that follows no redirects and retries nothing by itself.
 #[derive(Clone, Debug)]
 pub struct ReqwestTransport {
     client: reqwest::Client,
 }
 
 impl ReqwestTransport {
-    /// Builds the client, with redirections and retries of its own turned off: an intent that is redirected has its answer,
-    /// and a connection that fails is known to have carried nothing only where it is the first one. The head of an answer may
-    /// have 1000 field lines, and 8 MiB over HTTP/2, whatever the builder says.
+    /// Builds the client, and turns its redirects and retries off. A redirect is the answer of the intent. After a redirect, a
+    /// failed connection would no longer prove that nothing was sent.
+    ///
+    /// The head of an answer may have 1000 header lines, and 8 MiB over HTTP/2. These settings override those of the builder.
     ///
     /// # Errors
-    /// As [`reqwest::ClientBuilder::build`].
+    /// The errors of [`reqwest::ClientBuilder::build`].
     pub fn build(builder: reqwest::ClientBuilder) -> reqwest::Result<Self> {
         let builder = builder
             .redirect(reqwest::redirect::Policy::none())
@@ -63,8 +64,8 @@ impl Transport for ReqwestTransport {
     }
 }
 
-/// What is known of a request that reqwest has no answer to. Nothing in its errors says at which of several addresses it
-/// happened: where redirections are followed, the first one may have done what was asked for.
+/// Classifies an error of reqwest. It does not tell at which of several addresses it happened: if the client follows
+/// redirects, the first address may have done the operation.
 fn failure(error: reqwest::Error, redirects: bool) -> AttemptFailure {
     let kind = if redirects {
         AttemptFailureKind::Doubtful
@@ -77,7 +78,7 @@ fn failure(error: reqwest::Error, redirects: bool) -> AttemptFailure {
     } else {
         AttemptFailureKind::Doubtful
     };
-    // Addresses have credentials in them.
+    // A URL may contain credentials.
     AttemptFailure::new(kind, error.without_url())
 }
 
@@ -91,21 +92,21 @@ fn was_refused(error: &(dyn Error + 'static)) -> bool {
     }
 }
 
-/// Sends what comes by until there is a definite answer.
+/// Sends requests until there is a definite answer.
 ///
-/// What a request's key is, it is told by the request: by its header field, or by a [`IdempotencyKey`] among the extensions
-/// (`RequestBuilder::with_extension`). A request without one goes by once, and its answer is handed on as it streams,
-/// unless [`with_keyless_retries`](Self::with_keyless_retries) says otherwise.
+/// It takes the key of a request from its header, or from an [`IdempotencyKey`] among the extensions
+/// (`RequestBuilder::with_extension`). A request without a key is sent once, and its answer is passed on as it streams,
+/// unless [`with_keyless_retries`](Self::with_keyless_retries) is set.
 ///
-/// A definite answer has a [`Report`](crate::Report) among its extensions. Everything else is an error in which
-/// [`send_error`] finds the [`SendError`]; the last answer, such as a 503, is in there.
+/// A definite answer has a [`Report`](crate::Report) among its extensions. Everything else is an error, in which
+/// [`send_error`] finds the [`SendError`] with the last answer, such as a 503.
 ///
-/// Turn redirections off in the client (`redirect::Policy::none()`) and say so here. A client that follows them may have
-/// been refused a connection by the second address after the first one did what was asked for.
+/// Turn redirects off in the client (`redirect::Policy::none()`) and set [`with_redirects_off`](Self::with_redirects_off).
+/// If a client follows redirects, the second address may refuse the connection after the first one did the operation.
 ///
-/// Set `http1_max_headers(1000)` and `http2_max_header_list_size` there, too. Without them reqwest reads 100 field lines of the
-/// head of an answer, or 16 KiB over HTTP/2. A larger head ends the attempt without an answer ("message head is too large"),
-/// so the request is sent again under its key until its attempts are used up, and what became of it stays in doubt.
+/// Set `http1_max_headers(1000)` and `http2_max_header_list_size` in the client, too. Without them reqwest reads 100 header
+/// lines of an answer, or 16 KiB over HTTP/2. A larger head ends the attempt without an answer ("message head is too large").
+/// The request is then sent again under its key until no attempts are left, and its outcome stays in doubt.
 pub struct IntentMiddleware {
     core: MiddlewareCore,
     redirects: bool,
@@ -118,7 +119,7 @@ impl Default for IntentMiddleware {
 }
 
 impl IntentMiddleware {
-    /// The default policy, for an API that honours `Idempotency-Key`, on a client that may follow redirections.
+    /// The default policy, for an API that honours `Idempotency-Key`, on a client that may follow redirects.
     #[must_use]
     pub fn new() -> Self {
         Self { core: MiddlewareCore::new(), redirects: true }
@@ -126,7 +127,7 @@ impl IntentMiddleware {
 
     settings!();
 
-    /// Promises that the client follows no redirections, so that a connection that fails is known to have carried nothing.
+    /// Declares that the client follows no redirects, so that a failed connection proves that nothing was sent.
     #[must_use]
     pub fn with_redirects_off(self) -> Self {
         Self { redirects: false, ..self }
@@ -182,7 +183,7 @@ impl Middleware for IntentMiddleware {
         let url = tries.url;
         let mut response = response.map(reqwest::Body::wrap);
         response.extensions_mut().insert(report);
-        // The address travels in an extension that only a builder makes.
+        // The address is in an extension that only a builder can create.
         if let Ok(addressed) = Response::builder().url(url).body(()) {
             response.extensions_mut().extend(addressed.into_parts().0.extensions);
         }

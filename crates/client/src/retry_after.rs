@@ -1,14 +1,14 @@
-//! When the service wants to be asked again.
+//! The header `Retry-After`.
 
 use std::time::{Duration, SystemTime};
 
 use http::HeaderMap;
 use http::header::{DATE, HeaderValue, RETRY_AFTER};
 
-/// How long to wait, as the field `Retry-After` says (RFC 9110, 10.2.3): seconds, or a date, which is taken from the
-/// response's own `Date` where it has one, because the two clocks need not agree, and from `now` where it has none.
+/// The pause in the header `Retry-After` (RFC 9110, 10.2.3): seconds, or a date.
 ///
-/// `None` where there is no such field, or none that can be read. Of several the longest counts. A date in the past is zero.
+/// A date counts from the response's own `Date`, because the clocks of service and client may differ, or from `now` without
+/// one. `None` if there is no readable header. Of several, the longest counts. A date in the past is zero.
 pub(crate) fn retry_after(headers: &HeaderMap, now: SystemTime) -> Option<Duration> {
     let fields = headers.get_all(RETRY_AFTER).iter();
     fields.filter_map(|field| read(field, headers, now)).max()

@@ -19,39 +19,39 @@ use crate::report::{Report, SendError, SendErrorKind};
 use crate::retry_after::retry_after;
 use crate::verdict::{AttemptContext, Doubt, Meaning, Protection, Verdict, judge};
 
-/// How one request is sent, once or several times.
+/// Sends the attempts of one request.
 pub(crate) trait AttemptSender: Send {
     /// The body of an answer.
     type Body: Body<Data = Bytes, Error: Into<BoxError>> + Send;
 
-    /// Sends it.
+    /// Sends one attempt.
     fn send(&mut self) -> impl Future<Output = Result<Response<Self::Body>, AttemptFailure>> + Send;
 
-    /// Whether it can be sent once more.
+    /// `true` if the request can be sent once more.
     fn can_send_again(&self) -> bool;
 }
 
-/// Marks an answer that came from another address than the request went to: the transport followed a redirection.
+/// Marks an answer from another address than that of the request: the transport followed a redirect.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Redirected;
 
-/// The request, as far as the sending goes.
+/// The properties of a request that decide about retries.
 #[derive(Clone, Debug)]
 pub(crate) struct RequestInfo {
     pub(crate) method: Method,
     pub(crate) protection: Protection,
     pub(crate) sent_before: bool,
     pub(crate) created_at: Option<Timestamp>,
-    /// How long its key is good, where that is less than the policy says.
+    /// The lifetime of the key, if it is shorter than that of the policy.
     pub(crate) key_lifetime: Option<Duration>,
-    /// The journal has it as done.
+    /// The journal has the intent as done.
     pub(crate) done_before: bool,
 }
 
-/// How far the clocks of two processes may differ before nothing is told of the age of a key.
+/// The largest accepted difference between the clocks of two processes. Beyond it the age of a key is unknown.
 const MAX_CLOCK_DIFFERENCE: Duration = Duration::from_secs(60);
 
-/// What all requests of a client share.
+/// The retry loop, and the state that all requests of a client share.
 #[derive(Clone)]
 pub(crate) struct RequestRunner {
     pub(crate) policy: RetryPolicy,
@@ -135,7 +135,7 @@ impl RequestRunner {
                     ..IndefiniteAttempt::of(Meaning::Again(Doubt::May))
                 },
             };
-            // Refusals that leave a doubt had one before them.
+            // A refusal leaves a doubt only if there was one before it.
             doubt |=
                 matches!(step.meaning, Meaning::Again(Doubt::May | Doubt::InProgress) | Meaning::Unknown);
             let why = match self.next(ask, tries, &step, attempts, doubt, deadline, &mut backoff) {
@@ -167,7 +167,7 @@ impl RequestRunner {
         }
     }
 
-    /// How long to wait before the next attempt, or why there is none.
+    /// The pause before the next attempt, or the reason why there is none.
     #[allow(clippy::too_many_arguments, reason = "the state of the loop")]
     fn next<T: AttemptSender>(
         &self,
@@ -184,7 +184,7 @@ impl RequestRunner {
             _ if step.unsendable => return Err(SendErrorKind::Unsendable),
             Meaning::Unknown => return Err(SendErrorKind::Unknown),
             Meaning::TurnedAway => return Err(SendErrorKind::TurnedAway),
-            // Twice could be twice too many.
+            // A second effect would be one too many.
             _ if ask.protection == Protection::Once && doubt => return Err(SendErrorKind::Unknown),
             Meaning::Contested if !tries.can_send_again() || attempts >= policy.attempts => {
                 return Err(SendErrorKind::TurnedAway);
@@ -198,7 +198,7 @@ impl RequestRunner {
             if after > policy.max_retry_after {
                 return Err(SendErrorKind::ComeBackLater);
             }
-            // On top of it, so that those who were told the same time do not all come at once.
+            // In addition to the jitter, so that clients with the same `Retry-After` do not all return at once.
             pause = pause.saturating_add(after);
         }
         match (deadline, Instant::now().checked_add(pause)) {
@@ -224,7 +224,7 @@ impl RequestRunner {
         let after = retry_after(&head.headers, self.wall());
         let body = match ReceivedBody::read(body, self.policy.max_answer_bytes).await {
             Ok(body) => body,
-            // A status whose body broke off is no answer: the same key brings it whole.
+            // A status with an incomplete body is not an answer. The same key gets it whole.
             Err(error) => {
                 return AttemptOutcome::Open(IndefiniteAttempt {
                     retry_after: after,
@@ -241,14 +241,14 @@ impl RequestRunner {
         };
         let mut meaning = judge(asked, head.status, &head.headers, &whole);
         if head.extensions.get::<Redirected>().is_some() && meaning != Meaning::Definite(Verdict::Done) {
-            // It is the answer of another address to another request. What came of this one, its key tells.
+            // It is the answer of another address to another request. Only the key can tell the outcome of this one.
             meaning = Meaning::Again(Doubt::May);
         }
         let verdict = match meaning {
             Meaning::Definite(verdict) => verdict,
             _ => {
                 let pressure = match meaning {
-                    // It works, on this very request.
+                    // The service works on this very request.
                     Meaning::Again(Doubt::InProgress) | Meaning::Contested => Pressure::None,
                     _ => Pressure::Failure,
                 };
@@ -269,12 +269,12 @@ impl RequestRunner {
         self.expires(ask, created_at, true, Duration::ZERO)
     }
 
-    /// Whether the key is older than it may be when it is sent after this pause.
+    /// `true` if the key is too old to be sent after this pause.
     fn expires(&self, ask: &RequestInfo, created_at: Timestamp, doubt: bool, pause: Duration) -> bool {
         let now = self.clock.now();
         let lifetime = self.policy.key_lifetime;
         let lifetime = ask.key_lifetime.map_or(lifetime, |shorter| shorter.min(lifetime));
-        // A key of the future: the clock was put back, and nobody knows how old the key is.
+        // The key is from the future: the clock was set back, and the age of the key is unknown.
         let is_of_the_future = created_at.since(now) > MAX_CLOCK_DIFFERENCE;
         let is_too_old = is_of_the_future || now.after(pause).since(created_at) >= lifetime;
         doubt && ask.protection == Protection::Keyed && is_too_old

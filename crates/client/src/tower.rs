@@ -16,7 +16,7 @@
 //!
 //! # #[tokio::main(flavor = "current_thread")]
 //! # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! // In place of a real connection: a service that is overloaded at first.
+//! // Instead of a real connection: a service that is overloaded at first.
 //! static CALLS: AtomicU32 = AtomicU32::new(0);
 //! let service = service_fn(async |request: Request<Full<Bytes>>| {
 //!     assert_eq!(request.headers()["idempotency-key"], "order-123");
@@ -57,13 +57,13 @@ use crate::received::ReceivedBody;
 use crate::report::{SendError, SendErrorKind};
 use crate::send::{AttemptSender, RequestInfo};
 
-/// Signal of an error of the service below what is known of the request.
+/// Classifies an error of the inner service.
 type Classify = Arc<dyn Fn(&(dyn Error + 'static)) -> AttemptFailureKind + Send + Sync>;
 
-/// Largest body of a request that is read so that it can be sent again. See [`IntentLayer::with_max_body_bytes`].
+/// The largest body of a request that is read so that it can be sent again. See [`IntentLayer::with_max_body_bytes`].
 const MAX_BODY_BYTES: u64 = 1024 * 1024;
 
-/// Sends what comes by until there is a definite answer. See the [module](self).
+/// Sends requests until there is a definite answer. See the [module](self).
 #[derive(Clone)]
 pub struct IntentLayer {
     core: MiddlewareCore,
@@ -86,9 +86,10 @@ impl IntentLayer {
 
     settings!();
 
-    /// How errors of the service below are told apart. The default knows what HTTP/2 says (with the feature `http2`) and
-    /// takes everything else for doubtful. A client that knows that there was no connection should say
-    /// [`AttemptFailureKind::NotSent`]; one that follows redirections does not know it.
+    /// Sets the function that classifies errors of the inner service.
+    ///
+    /// The default recognizes refused streams of HTTP/2 (with the feature `http2`); all other errors are doubtful. If there was
+    /// no connection, the function should return [`AttemptFailureKind::NotSent`], unless the client follows redirects.
     #[must_use]
     pub fn with_error_classifier(
         mut self,
@@ -98,10 +99,11 @@ impl IntentLayer {
         self
     }
 
-    /// A request whose body is not known to fit in so many octets is sent once, as it streams; 1 MiB is the default.
+    /// Sets the largest body that is read to be sent again: 1 MiB by default. A request with a larger body, or a body of unknown
+    /// length, is sent once, as it streams.
     #[must_use]
-    pub fn with_max_body_bytes(self, octets: u64) -> Self {
-        Self { max_body_bytes: octets, ..self }
+    pub fn with_max_body_bytes(self, bytes: u64) -> Self {
+        Self { max_body_bytes: bytes, ..self }
     }
 }
 
@@ -139,7 +141,7 @@ where
     type Error = SendError;
     type Future = Pin<Box<dyn Future<Output = Result<Self::Response, SendError>> + Send>>;
 
-    /// Always ready: each attempt waits for the service below by itself.
+    /// Always ready: each attempt waits for the inner service.
     fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), SendError>> {
         Poll::Ready(Ok(()))
     }
@@ -187,7 +189,7 @@ where
     Ok(response)
 }
 
-/// A request that nothing protects: once, and nothing is judged.
+/// Sends a request without protection once. Its answer is not judged.
 async fn past<S, B, R>(
     mut inner: S,
     layer: &IntentLayer,
@@ -216,7 +218,7 @@ where
     S: Service<Request<B>, Response = Response<R>, Error: Into<BoxError>>,
 {
     if let Err(error) = poll_fn(|cx| inner.poll_ready(cx)).await {
-        return Err(AttemptFailure::new(AttemptFailureKind::NotSent, error)); // it was not even taken
+        return Err(AttemptFailure::new(AttemptFailureKind::NotSent, error)); // the service did not accept it
     }
     inner.call(request).await.map_err(|error| {
         let error = error.into();
@@ -258,7 +260,7 @@ where
             },
         };
         let request = Request::from_parts(self.head.clone(), body);
-        // A clone for each attempt: one that is given up leaves nothing behind for the next.
+        // A clone for each attempt: an abandoned attempt must not affect the next one.
         call(&mut self.inner.clone(), self.layer, request).await
     }
 
@@ -267,7 +269,7 @@ where
     }
 }
 
-/// What every error of a service means of which nothing better is known.
+/// The default classification of errors.
 fn classify(error: &(dyn Error + 'static)) -> AttemptFailureKind {
     #[cfg(feature = "http2")]
     if crate::was_refused_by_http2(error) {
@@ -285,7 +287,7 @@ pub struct TowerTransport<S, B> {
 }
 
 impl<S, B> TowerTransport<S, B> {
-    /// Over this service.
+    /// A transport over this service.
     #[must_use]
     pub fn new(inner: S) -> Self {
         Self { inner, layer: IntentLayer::new(), body: PhantomData }

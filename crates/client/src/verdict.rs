@@ -1,4 +1,4 @@
-//! The meaning of an answer: one table.
+//! The meaning of an answer, in one table.
 
 use std::fmt;
 
@@ -8,34 +8,36 @@ use crate::answers::Signal;
 use crate::hint;
 use crate::policy::ServerErrors;
 
-/// What a definite answer says. None of these but [`TurnedAway`](Self::TurnedAway) changes when the same request is sent
-/// again under the same key.
+/// The meaning of a definite answer. Only [`TurnedAway`](Self::TurnedAway) can change when the same request is sent again
+/// under the same key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Verdict {
-    /// The service did it: 2xx, and the redirection that comes after something was done (303).
+    /// The service did the operation: 2xx, and the redirect after it (303).
     Done,
-    /// The service did not do it, and says what the caller may do.
+    /// The service did not do the operation, and advises the caller.
     Refused(Advice),
-    /// The request was turned away before the operation, and nothing took effect: credentials (401, 403, 407), an address or
-    /// a method that is not there (404, 405, 421), a limit on the way (411, 413, 417, 431), a version (426, 505), a gateway
-    /// (501, 511), another address (300, 305 to 308). When that is mended, the same intent can be sent under the same key.
+    /// The request was turned away before the operation, and nothing took effect.
+    ///
+    /// Reasons are credentials (401, 403, 407), a missing address or method (404, 405, 421), a limit (411, 413, 417, 431), a
+    /// version (426, 505), a gateway (501, 511), another address (300, 305 to 308). When the reason is fixed, the same intent
+    /// can be sent under the same key.
     TurnedAway,
-    /// The service failed, and this is the answer that it keeps. It does not say what took effect before it failed.
+    /// The service failed, and keeps this answer. It does not tell what took effect before the failure.
     Failed,
-    /// It was processed, and the answer of that time cannot be given again: `replay-unavailable`.
+    /// The request was processed, and its answer cannot be replayed: `replay-unavailable`.
     Processed,
 }
 
-/// What the caller may do after a refusal.
+/// Advice to the caller after a refusal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Advice {
-    /// Correct the request. That is another intent, with a key of its own.
+    /// Correct the request. The corrected request is another intent with its own key.
     FixRequest,
-    /// The key belongs to another request. If this is another intent, it takes a new one.
+    /// The key belongs to another request. If this is another intent, it needs a new key.
     NewKey,
-    /// Not to send it again.
+    /// Do not send the request again.
     Stop,
 }
 
@@ -54,72 +56,72 @@ impl fmt::Display for Verdict {
 /// The meaning of one answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Meaning {
-    /// It is definite.
+    /// The answer is definite.
     Definite(Verdict),
-    /// This attempt was turned away or refused. An earlier attempt may have taken effect, and this answer says nothing of
-    /// that one. To ask again brings the same.
+    /// This attempt was turned away or refused. An earlier attempt may have taken effect, and this answer tells nothing about
+    /// it. Sending again gets the same answer.
     TurnedAway,
-    /// This attempt was refused by the operation. An earlier attempt may have taken effect or be under way, and the refusal
-    /// may be because of it. To ask again under the same key may bring its answer.
+    /// This attempt was refused by the operation. An earlier attempt may have taken effect or may still run, and may be the
+    /// reason of the refusal. Sending again under the same key may get its answer.
     Contested,
-    /// The same request under the same key may bring more.
+    /// The same request under the same key may get another answer.
     Again(Doubt),
-    /// Nobody knows, and asking again does not help.
+    /// The outcome is unknown, and sending again does not help.
     Unknown,
 }
 
-/// Whether an attempt that ended without a definite answer may have taken effect.
+/// The possible effect of an attempt without a definite answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Doubt {
-    /// It did not: it was not processed.
+    /// None: it was not processed.
     None,
-    /// It may have.
+    /// It may have taken effect.
     May,
     /// It is being processed.
     InProgress,
 }
 
-/// What protects a request that is sent more than once.
+/// The protection of a request that is sent more than once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Protection {
-    /// It carries a key, to an API that honours it.
+    /// It carries a key, and the API honours keys.
     Keyed,
-    /// Its method asks for no effect (RFC 9110, 9.2.1).
+    /// Its method is safe: it asks for no effect (RFC 9110, 9.2.1).
     Safe,
-    /// Its method says that twice is as good as once (RFC 9110, 9.2.2).
+    /// Its method is idempotent (RFC 9110, 9.2.2).
     Repeatable,
-    /// Nothing.
+    /// It has no protection.
     Once,
 }
 
-/// What is known of a request when its answer comes.
+/// The knowledge about a request when its answer arrives.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AttemptContext {
     pub(crate) protection: Protection,
     pub(crate) server_errors: ServerErrors,
-    /// Whether an earlier attempt may have taken effect.
+    /// An earlier attempt may have taken effect.
     pub(crate) in_doubt: bool,
 }
 
-/// The meaning of an answer by itself, as if it were the first one.
+/// The meaning of an answer without its context, as if it were the first one.
 enum Reading {
-    /// It does not depend on what was before.
+    /// The meaning does not depend on earlier attempts.
     Plain(Meaning),
-    /// The operation refused the request, and nothing says that this is its final answer.
+    /// The operation refused the request, and the answer is not marked as final.
     Refused(Advice),
     /// The request was turned away or refused before the operation.
     Before(Verdict),
 }
 
-/// The meaning of this answer. The only place where a status is judged.
+/// The meaning of an answer. No other function judges a status.
 pub(crate) fn judge(asked: AttemptContext, status: StatusCode, headers: &HeaderMap, body: &[u8]) -> Meaning {
-    // What is safe has no effect that a refusal could be silent about.
+    // A safe request has no effect, so it is never in doubt.
     let in_doubt = asked.in_doubt && asked.protection != Protection::Safe;
     match read(asked, status, headers, body) {
         Reading::Plain(meaning) => meaning,
         Reading::Refused(advice) if !in_doubt => Meaning::Definite(Verdict::Refused(advice)),
-        // A service that marks replays marks this one when it is asked again, and one that is still at work has its answer
-        // then. Without a key there is nothing to ask again under.
+        // A service that marks replays will mark this refusal when the request is sent again, and a service that still works
+        // will have its answer then. Without a key there is no replay.
         Reading::Refused(_) if asked.protection == Protection::Keyed => Meaning::Contested,
         Reading::Before(verdict) if !in_doubt => Meaning::Definite(verdict),
         Reading::Refused(_) | Reading::Before(_) => Meaning::TurnedAway,
@@ -136,15 +138,15 @@ fn read(asked: AttemptContext, status: StatusCode, headers: &HeaderMap, body: &[
     match code {
         100..=299 | 303 => return Plain(Definite(Done)),
         301 | 302 | 304 if protection == Protection::Safe => return Plain(Definite(Done)),
-        // Old services say it after they did it, and gateways instead of it: another scheme, another host, a page to sign in.
-        // A replay says that it was the first answer, and not which of the two it was.
+        // Old services redirect after the operation. Gateways redirect instead of it: to another scheme, another host, a page
+        // to sign in. A replay does not tell which of the two it was.
         301 | 302 | 304 => return Plain(Meaning::Unknown),
         300 | 305..=399 => return Before(Verdict::TurnedAway),
         _ => {}
     }
     let hint = hint::read(status, headers, body);
     match hint.signal {
-        // Whatever it says: every further attempt would get the same.
+        // Every further attempt would get the same answer.
         Some(Signal::Replayed) if keyed && code >= 500 => return Plain(Definite(Failed)),
         Some(Signal::Replayed) if keyed => return Plain(Definite(Verdict::Refused(Advice::FixRequest))),
         Some(Signal::Accepted) if keyed && code < 500 => {
@@ -153,21 +155,21 @@ fn read(asked: AttemptContext, status: StatusCode, headers: &HeaderMap, body: &[
         _ => {}
     }
     let doubt = match (hint.signal, code) {
-        // Also with a 429: this attempt did nothing, and the one that it speaks of may.
+        // Also with a 429: this attempt did nothing, but the attempt in progress may.
         (Some(Signal::InProgress), _) => Doubt::InProgress,
         (Some(Signal::NotExecuted), _) | (_, 425 | 429) => Doubt::None,
         _ => Doubt::May,
     };
     match hint.retry {
         Some(Ok(())) => return Plain(Again(doubt)),
-        // What tells callers apart is missing, or not configured: the operation was not asked.
+        // The service cannot identify the caller, so the operation was not called.
         Some(Err(_)) if hint.signal == Some(Signal::ScopeUnavailable) => return Before(Verdict::TurnedAway),
         Some(Err(Advice::Stop)) => {
             return match hint.signal {
                 Some(Signal::ReplayUnavailable) => Plain(Definite(Verdict::Processed)),
                 Some(Signal::OutcomeUnknown) => Plain(Meaning::Unknown),
                 _ if code >= 500 => Plain(Meaning::Unknown),
-                // It does not want to be asked again.
+                // The service asks not to retry.
                 _ => Before(Verdict::Refused(Advice::Stop)),
             };
         }
@@ -193,8 +195,8 @@ fn read(asked: AttemptContext, status: StatusCode, headers: &HeaderMap, body: &[
     }
     match code {
         408 => Plain(Again(Doubt::May)),
-        // Without a name, a conflict or a lock under a key may be a request in progress, and a caller that is told of a
-        // refusal takes a new key.
+        // Without a name, a conflict or a lock under a key may mean a request in progress. If the client reported a refusal,
+        // the caller would send the request under a new key.
         409 | 423 if keyed && !hint.is_named => Plain(Again(Doubt::InProgress)),
         425 | 429 => Plain(Again(Doubt::None)),
         _ if is_about_the_way(code) => Before(Verdict::TurnedAway),
@@ -210,7 +212,7 @@ fn read(asked: AttemptContext, status: StatusCode, headers: &HeaderMap, body: &[
     }
 }
 
-/// Statuses about the way to the operation and not about the operation: credentials, routes, gateways, versions, limits.
+/// Statuses about the path to the operation, not about the operation: credentials, routes, gateways, versions, limits.
 const fn is_about_the_way(code: u16) -> bool {
     matches!(code, 401 | 403 | 404 | 405 | 407 | 411 | 413 | 417 | 421 | 426 | 431 | 501 | 505 | 511)
 }
@@ -379,7 +381,7 @@ mod tests {
         for status in [200, 201, 303] {
             assert_eq!(meaning(Keyed, status, &plain, r#"{"retry":"same-key"}"#), Definite(Done));
         }
-        // A word that nobody knows, another type of value, another media type, no object.
+        // An unknown word, another type of value, another media type, no object.
         assert_eq!(meaning(Keyed, 503, &plain, r#"{"retry":"unprotected"}"#), Again(Doubt::May));
         assert_eq!(meaning(Keyed, 400, &plain, r#"{"retry":true}"#), Definite(Refused(FIX)));
         assert_eq!(meaning(Keyed, 400, &HeaderMap::new(), r#"{"retry":"same-key"}"#), Definite(Refused(FIX)));

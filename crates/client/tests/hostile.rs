@@ -133,7 +133,7 @@ async fn an_answer_may_have_many_field_lines() {
 #[tokio::test]
 async fn an_answer_with_too_many_field_lines_is_a_doubt_that_says_why() {
     let service = Hostile::new(|_, _| many_lines(1001)).await;
-    let policy = quick().with_attempts(2).unwrap();
+    let policy = quick().with_max_attempts(2).unwrap();
     let open = reqwest_client().with_policy(policy.clone()).send(&pay(&service)).await.unwrap_err();
     assert!(open.may_have_taken_effect() && service.take().len() == 2);
     assert!(chain(&open).contains("message head is too large"), "{}", chain(&open));
@@ -192,7 +192,7 @@ async fn every_status_ends_or_goes_on_as_the_table_says() {
         answer(status, "content-type: application/json\r\n", "{}")
     })
     .await;
-    let policy = quick().with_attempts(2).unwrap();
+    let policy = quick().with_max_attempts(2).unwrap();
     let budget = Arc::new(RetryBudget::new(u32::MAX, 1));
     let client = reqwest_client().with_policy(policy).with_budget(budget);
     for status in 200..=599_u16 {
@@ -253,7 +253,7 @@ async fn a_service_that_nobody_listens_for_took_no_effect_and_is_tried_again_als
     let (_held, address) = nobody();
     for api in [Api::Idempotent, Api::Plain] {
         let intent = Intent::post(format!("http://{address}/")).unwrap();
-        let policy = quick().with_api(api).with_attempts(3).unwrap();
+        let policy = quick().with_api(api).with_max_attempts(3).unwrap();
         for open in [
             reqwest_client().with_policy(policy.clone()).send(&intent).await.unwrap_err(),
             hyper_client().with_policy(policy).send(&intent).await.unwrap_err(),

@@ -82,7 +82,7 @@ impl Transport for Service {
 }
 
 fn once() -> RetryPolicy {
-    RetryPolicy::default().with_attempts(1).unwrap()
+    RetryPolicy::default().with_max_attempts(1).unwrap()
 }
 
 fn client(service: &Service, journal: &JournalDir) -> Client<Service> {

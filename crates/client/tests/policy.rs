@@ -194,7 +194,7 @@ async fn pauses_double_up_to_the_cap_and_attempts_end() {
     assert_eq!(open.response().unwrap().status(), 503);
 
     let service = Service::new([answers(503)]);
-    let short = short.with_jitter(Jitter::Decorrelated).with_attempts(4).unwrap();
+    let short = short.with_jitter(Jitter::Decorrelated).with_max_attempts(4).unwrap();
     client(&service, short).send(&pay()).await.unwrap_err();
     assert_eq!(service.pauses(), [300, 500, 500]);
 
@@ -208,7 +208,7 @@ async fn pauses_double_up_to_the_cap_and_attempts_end() {
 async fn one_attempt_is_one_attempt() {
     let service = Service::new([answers(503)]);
     assert_eq!(
-        open(&service, policy().with_attempts(1).unwrap(), &pay()).await.kind(),
+        open(&service, policy().with_max_attempts(1).unwrap(), &pay()).await.kind(),
         SendErrorKind::Attempts
     );
     assert_eq!(service.attempts(), 1);
@@ -216,7 +216,7 @@ async fn one_attempt_is_one_attempt() {
 
 #[test]
 fn a_policy_that_cannot_be_kept_is_refused() {
-    let error = policy().with_attempts(0).unwrap_err().to_string();
+    let error = policy().with_max_attempts(0).unwrap_err().to_string();
     assert_eq!(error, "the number of attempts is 0; it must be from 1 to 4294967295");
     let (short, long) = (Duration::from_millis(1), Duration::from_millis(2));
     assert!(policy().with_backoff(long, short).is_err());
@@ -259,7 +259,7 @@ async fn a_retry_after_beyond_what_is_waited_for_says_when_to_come_back() {
 async fn nothing_outlasts_the_deadline() {
     let service = Service::new([Act::Hangs]);
     let before = Instant::now();
-    let policy = policy().with_deadline(Duration::from_secs(70)).with_attempts(100).unwrap();
+    let policy = policy().with_deadline(Duration::from_secs(70)).with_max_attempts(100).unwrap();
     let open = open(&service, policy, &pay()).await;
     assert_eq!(open.kind(), SendErrorKind::Deadline);
     assert!(open.may_have_taken_effect());
@@ -315,7 +315,7 @@ async fn all_intents_draw_on_one_budget() {
 #[tokio::test(start_paused = true)]
 async fn a_timeout_costs_twice_and_a_request_in_progress_nothing() {
     let budget = Arc::new(RetryBudget::new(100, 5));
-    let two = policy().with_attempts(2).unwrap();
+    let two = policy().with_max_attempts(2).unwrap();
     let service = Service::new([Act::Hangs]);
     client(&service, two.clone()).with_budget(Arc::clone(&budget)).send(&pay()).await.unwrap_err();
     assert_eq!(budget.tokens(), 90);
@@ -444,8 +444,12 @@ async fn in_doubt_a_refusal_is_asked_about_until_it_is_the_answer_to_the_key() {
 }
 
 async fn open_resumed(refusal: &Act, intent: &Intent) -> SendError {
-    open(&Service::new([refusal.clone()]), policy().with_attempts(1).unwrap(), &intent.clone().sent_before())
-        .await
+    open(
+        &Service::new([refusal.clone()]),
+        policy().with_max_attempts(1).unwrap(),
+        &intent.clone().sent_before(),
+    )
+    .await
 }
 
 #[tokio::test(start_paused = true)]

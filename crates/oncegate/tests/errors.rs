@@ -110,7 +110,7 @@ impl Transport for Refusing {
 
 #[tokio::test]
 async fn an_unfinished_call_has_the_errors_of_its_transport_once() {
-    let policy = RetryPolicy::default().with_attempts(2).unwrap();
+    let policy = RetryPolicy::default().with_max_attempts(2).unwrap();
     let policy = policy.with_backoff(Duration::from_millis(1), Duration::from_millis(1)).unwrap();
     let client = Client::new(Refusing).with_policy(policy);
     let open = client.send(&Intent::post("http://localhost/pay").unwrap()).await.unwrap_err();

@@ -14,7 +14,7 @@ static NUMBER: AtomicU32 = AtomicU32::new(0);
 pub struct PostgresDatabase {
     /// The server.
     pub server: Arc<PostgresServer>,
-    /// What it is called there.
+    /// The name of the database.
     pub name: String,
 }
 
@@ -30,7 +30,7 @@ impl PostgresDatabase {
         Ok(Self { server, name })
     }
 
-    /// How to reach it.
+    /// The URL of the database.
     #[must_use]
     pub fn url(&self) -> String {
         self.server.url_of(&self.name)

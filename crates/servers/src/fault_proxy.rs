@@ -122,8 +122,8 @@ impl FaultProxy {
 impl Shared {
     fn breaks_at(&self, message: &[u8]) -> Option<Fault> {
         let mut armed = self.armed.lock().unwrap_or_else(PoisonError::into_inner);
-        let (octets, how) = (*armed)?;
-        message.windows(octets.len()).any(|part| part == octets).then(|| {
+        let (bytes, how) = (*armed)?;
+        message.windows(bytes.len()).any(|part| part == bytes).then(|| {
             *armed = None;
             how
         })
@@ -277,14 +277,14 @@ async fn copy(
     shared: Arc<Shared>,
     number: u64,
 ) -> io::Result<(OwnedReadHalf, OwnedWriteHalf)> {
-    let mut octets = vec![0; 16 * 1024];
+    let mut bytes = vec![0; 16 * 1024];
     loop {
         tokio::select! {
             () = stop.notified() => return Ok((from, to)),
-            read = from.read(&mut octets) => match read? {
+            read = from.read(&mut bytes) => match read? {
                 0 => return Ok((from, to)),
                 _ if shared.is_swallowed(number) => {}
-                length => to.write_all(octets.get(..length).unwrap_or_default()).await?,
+                length => to.write_all(bytes.get(..length).unwrap_or_default()).await?,
             },
         }
     }

@@ -11,8 +11,8 @@ use tempfile::TempDir;
 
 use crate::port::free_port;
 
-/// How long a server may take until it answers.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// The bound on the start of a server.
+const WAIT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A server with JetStream in a directory of its own.
 #[derive(Debug)]
@@ -30,7 +30,7 @@ impl NatsServer {
     pub fn start() -> io::Result<Self> {
         let dir = tempfile::Builder::new().prefix("oncegate-nats-").tempdir()?;
         let mut server = Self { child: None, port: 0, dir };
-        // Between the moment that a port is found free and the one that the server takes it, somebody else may.
+        // Another process may take the port between the search for a free one and the start of the server.
         let mut last = io::Error::other("not tried");
         for _ in 0..5 {
             server.port = free_port()?;
@@ -53,7 +53,7 @@ impl NatsServer {
         command.arg(self.dir.path()).stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(&log)?);
         let child = command.spawn().map_err(|error| io::Error::other(format!("nats-server: {error}")))?;
         self.child = Some(child);
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + WAIT_TIMEOUT;
         while !self.answers() {
             let ended = self.child.as_mut().map(Child::try_wait).transpose()?.flatten();
             if ended.is_some() || Instant::now() > deadline {
@@ -86,13 +86,13 @@ impl NatsServer {
         }
     }
 
-    /// Whose process it is.
+    /// The process id of the server.
     #[must_use]
     pub fn pid(&self) -> Option<u32> {
         self.child.as_ref().map(Child::id)
     }
 
-    /// Where it is: `nats://127.0.0.1:PORT`.
+    /// The URL of the server: `nats://127.0.0.1:PORT`.
     #[must_use]
     pub fn url(&self) -> String {
         format!("nats://127.0.0.1:{}", self.port)

@@ -14,7 +14,7 @@ use rustix::process::geteuid;
 use tempfile::TempDir;
 
 use crate::port::free_port;
-use crate::postgres::{Owner, PATIENCE, PostgresServer};
+use crate::postgres::{Owner, PostgresServer, WAIT_TIMEOUT};
 
 /// Gives each transaction another session of the server, on a loopback port. Stopped and removed when dropped.
 #[derive(Debug)]
@@ -33,7 +33,7 @@ impl PgBouncer {
     pub fn start(server: &PostgresServer, sessions: u16) -> io::Result<Self> {
         let owner = if geteuid().is_root() { Some(Owner::find()?) } else { None };
         let program = program()?;
-        // Between finding a free port and taking it, somebody else may take it.
+        // Another process may take the port between the search for a free one and the start of the server.
         for _ in 0..3 {
             if let Ok(bouncer) = Self::try_start(&program, server, sessions, owner) {
                 return Ok(bouncer);
@@ -51,7 +51,7 @@ impl PgBouncer {
         let dir = tempfile::Builder::new().prefix("oncegate-pgbouncer-").tempdir()?;
         let port = free_port()?;
         let settings = dir.path().join("pgbouncer.ini");
-        // Whoever reaches it on the loopback is let in, and known to the server as its one user.
+        // Every client on the loopback may connect, and is the same user to the server.
         let text = format!(
             "[databases]\n* = host=127.0.0.1 port={} user={} password={}\n[pgbouncer]\nlisten_addr = 127.0.0.1\n\
              listen_port = {port}\nunix_socket_dir =\nauth_type = any\npool_mode = transaction\n\
@@ -73,7 +73,7 @@ impl PgBouncer {
         let output = File::create(&log)?;
         let child = command.stdout(output.try_clone()?).stderr(output).spawn()?;
         let mut bouncer = Self { dir, port, user: server.user().to_owned(), child };
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + WAIT_TIMEOUT;
         while TcpStream::connect(("127.0.0.1", port)).is_err() {
             if bouncer.child.try_wait()?.is_some() || Instant::now() > deadline {
                 let said = fs::read_to_string(bouncer.dir.path().join("log")).unwrap_or_default();
@@ -84,7 +84,7 @@ impl PgBouncer {
         Ok(bouncer)
     }
 
-    /// How to reach this database through it.
+    /// The URL of this database through the pool.
     #[must_use]
     pub fn url_of(&self, database: &str) -> String {
         format!("postgres://{}@127.0.0.1:{}/{database}?sslmode=disable", self.user, self.port)
@@ -93,7 +93,7 @@ impl PgBouncer {
 
 impl Drop for PgBouncer {
     fn drop(&mut self) {
-        // Nobody is left to be told.
+        // A destructor cannot report an error.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

@@ -4,16 +4,18 @@ use std::hash::{BuildHasher as _, RandomState};
 use std::io;
 use std::net::TcpListener;
 
-/// Where to look: below the ports that a system gives to outgoing connections and to those who ask for any port, which
-/// otherwise take one in the moment before a server listens there, or while it is restarted.
+/// The first port of the range. The range is below the ports that a system gives to outgoing connections and to programs
+/// that ask for any port. Those could otherwise take a port before the server listens on it, or while it restarts.
 const FIRST: u16 = 20_000;
 const COUNT: u64 = 12_000;
 
-/// A port of 127.0.0.1 where nobody listens, and which nobody gets who does not ask for it by number. Somebody who asks
-/// here may get the same one until it is listened on: whose server does not start asks again.
+/// Finds a port of 127.0.0.1 on which no program listens, outside of the range that a system assigns by itself.
+///
+/// Another caller of this function may get the same port until a server listens on it. If the server of a caller does not
+/// start, the caller must ask again.
 ///
 /// # Errors
-/// Where there is none.
+/// If no free port was found.
 pub fn free_port() -> io::Result<u16> {
     let random = RandomState::new();
     for turn in 0..100 {

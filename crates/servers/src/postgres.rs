@@ -15,8 +15,8 @@ use tempfile::TempDir;
 use crate::port::free_port;
 use crate::process;
 
-/// How long a server may take to start or to stop. Test machines are busy.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
+/// The bound on the start or the stop of a server. Test machines are busy.
+pub(crate) const WAIT_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The one user.
 const USER: &str = "oncegate";
@@ -24,16 +24,16 @@ const USER: &str = "oncegate";
 /// The password of the one user, so that tests see where one gets to.
 const PASSWORD: &str = "pw-4f1c";
 
-/// How a server is started.
+/// The options of a server.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct PostgresOptions {
-    /// Whether commits are flushed to the disk. Without, a crash of the machine loses them, a crash of the server does not.
+    /// Flushes commits to the disk. Without it, a crash of the machine loses them; a crash of the server does not.
     pub fsync: bool,
     /// Further settings, such as `max_connections=10`.
     pub settings: Vec<String>,
-    /// Whether everybody on this machine gets in without being asked for the password. To check one takes a client that is
-    /// not optimized a tenth of a second.
+    /// Accepts every user of this machine without a password. A client that is built without optimization needs a tenth of
+    /// a second to check a password.
     pub trust: bool,
 }
 
@@ -48,7 +48,7 @@ pub struct PostgresServer {
     child: Option<Child>,
 }
 
-/// Whom the server runs as where this process is root, as whom it refuses to run.
+/// The user as which the server runs if this process is root: the server refuses to run as root.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Owner {
     pub(crate) uid: u32,
@@ -76,7 +76,7 @@ impl PostgresServer {
         }
         let mut server = Self { bin: binaries()?, dir, owner, port: 0, options, child: None };
         server.init()?;
-        // Between finding a free port and taking it, somebody else may take it.
+        // Another process may take the port between the search for a free one and the start of the server.
         for attempt in 0.. {
             server.port = free_port()?;
             match server.start_again() {
@@ -88,13 +88,13 @@ impl PostgresServer {
         Ok(server)
     }
 
-    /// How to reach the database that every cluster has.
+    /// The URL of the database that every cluster has.
     #[must_use]
     pub fn url(&self) -> String {
         self.url_of("postgres")
     }
 
-    /// How to reach this database.
+    /// The URL of this database.
     #[must_use]
     pub fn url_of(&self, database: &str) -> String {
         format!("postgres://{USER}:{PASSWORD}@127.0.0.1:{}/{database}", self.port)
@@ -182,7 +182,7 @@ impl PostgresServer {
         if let Some(pid) = i32::try_from(child.id()).ok().and_then(Pid::from_raw) {
             kill_process(pid, Signal::QUIT)?;
         }
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + WAIT_TIMEOUT;
         while child.try_wait()?.is_none() {
             if Instant::now() > deadline {
                 child.kill()?;
@@ -210,7 +210,7 @@ impl PostgresServer {
             command.args(["-c", setting]);
         }
         let mut child = command.stdout(log.try_clone()?).stderr(log).spawn()?;
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + WAIT_TIMEOUT;
         loop {
             if child.try_wait()?.is_some() {
                 return Err(self.failed("ended while it started"));
@@ -319,7 +319,7 @@ impl PostgresSession {
 
 impl Drop for PostgresSession {
     fn drop(&mut self) {
-        // Without its input it comes to its end; nobody is left to be told if not.
+        // It ends when its input ends. A destructor cannot report an error.
         drop(self.to.take());
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -328,7 +328,7 @@ impl Drop for PostgresSession {
 
 impl Drop for PostgresServer {
     fn drop(&mut self) {
-        // Nobody is left to be told.
+        // A destructor cannot report an error.
         let _ = self.stop_immediately();
     }
 }
@@ -348,12 +348,12 @@ impl Owner {
             })
         };
         named("postgres").or_else(|| named("nobody")).ok_or_else(|| {
-            io::Error::other("PostgreSQL does not run as root, and there is no user postgres or nobody")
+            io::Error::other("PostgreSQL does not run as root, and there is no user for it, such as postgres")
         })
     }
 }
 
-/// Where the newest installed version has its programs.
+/// The directory of the programs of the newest installed version.
 fn binaries() -> io::Result<PathBuf> {
     let mut found = Vec::new();
     for entry in fs::read_dir("/usr/lib/postgresql").into_iter().flatten().flatten() {

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-/// How long a process may take to stop. It is at most in the middle of a call of the system.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// The bound on the suspension of a process. It may be in the middle of a system call.
+const WAIT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Stops a process, and waits until every one of its threads stands still: a signal that was sent has not arrived yet, and
 /// meanwhile another thread may go on.
@@ -17,7 +17,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// Where there is no such process, or it does not stop in time.
 pub fn freeze(pid: u32) -> io::Result<()> {
     send(pid, Signal::STOP)?;
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + WAIT_TIMEOUT;
     while !is_stopped(pid)? {
         if Instant::now() > deadline {
             return Err(io::Error::new(io::ErrorKind::TimedOut, format!("process {pid} does not stop")));

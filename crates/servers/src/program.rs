@@ -1,4 +1,4 @@
-//! Which program is the Redis of a test.
+//! The Redis or Valkey program that tests start.
 
 use std::env;
 use std::ffi::OsStr;
@@ -6,7 +6,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Where `cargo xtask test` puts a Valkey, in the target directory, when the system's Redis is too old.
+/// The directory into which `cargo xtask test` puts a Valkey, in the target directory, when the system's Redis is too old.
 const FETCHED: &str = "valkey/usr/bin/valkey-server";
 
 /// Redis 7.2, and every Valkey.
@@ -31,7 +31,7 @@ pub(crate) fn recent() -> io::Result<PathBuf> {
     })
 }
 
-/// What it says of itself: `Redis server v=7.0.15 …`, `Valkey server v=8.0.1 …`.
+/// The version line of the program: `Redis server v=7.0.15 …`, `Valkey server v=8.0.1 …`.
 fn version(program: &OsStr) -> Option<(u32, u32)> {
     let output = Command::new(program).arg("--version").output().ok()?;
     let text = String::from_utf8(output.stdout).ok()?;

@@ -13,10 +13,10 @@ use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
 use crate::port::free_port;
-use crate::postgres::PATIENCE;
+use crate::postgres::WAIT_TIMEOUT;
 use crate::process;
 
-/// How a broker is started.
+/// The options of a broker.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct RabbitOptions {
@@ -35,7 +35,7 @@ pub struct RabbitServer {
     options: RabbitOptions,
     daemon: Option<Child>,
     child: Option<Child>,
-    /// Who is asked how many messages there are.
+    /// The process that counts messages.
     counter: Mutex<Option<Counter>>,
 }
 
@@ -47,7 +47,7 @@ struct Counter {
     from: BufReader<ChildStdout>,
 }
 
-/// What the counter does: for each line a queue's name, how many messages it holds, delivered or not.
+/// The program of the counter: for each line with the name of a queue it prints the number of its messages, delivered or not.
 const COUNT: &str = r#"
     Ask = fun(M, F, A) -> rpc:call(Node, M, F, A) end,
     Count = fun(Name) ->
@@ -99,7 +99,7 @@ impl RabbitServer {
         let ports = Ports::default();
         let mut server =
             Self { home: home()?, dir, ports, options, daemon: None, child: None, counter: Mutex::new(None) };
-        // Between finding a free port and taking it, somebody else may take it.
+        // Another process may take the port between the search for a free one and the start of the server.
         for attempt in 0.. {
             server.ports = Ports { amqp: free_port()?, nodes: free_port()?, daemon: free_port()? };
             match server.start_again() {
@@ -111,7 +111,7 @@ impl RabbitServer {
         Ok(server)
     }
 
-    /// How to reach its virtual host `/`.
+    /// The URL of its virtual host `/`.
     #[must_use]
     pub fn url(&self) -> String {
         self.url_at(self.ports.amqp)
@@ -153,7 +153,7 @@ impl RabbitServer {
     pub fn until_queues_are_written(&self, queues: &[&str]) -> io::Result<()> {
         let tables = self.path("data").join(self.node());
         let directory = tables.join("quorum").join(self.node());
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + WAIT_TIMEOUT;
         loop {
             let names = fs::read(directory.join("names.dets"))?;
             let mut on_disk = fs::read_dir(&directory)?.flatten().filter(|entry| entry.path().is_dir());
@@ -188,7 +188,7 @@ impl RabbitServer {
         if let Some(pid) = i32::try_from(child.id()).ok().and_then(Pid::from_raw) {
             kill_process(pid, Signal::TERM)?;
         }
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + WAIT_TIMEOUT;
         while child.try_wait()?.is_none() {
             if Instant::now() > deadline {
                 self.kill();
@@ -211,7 +211,7 @@ impl RabbitServer {
         let log = File::options().create(true).append(true).open(self.log())?;
         let mut command = self.command(self.home.join("sbin/rabbitmq-server"));
         let mut child = command.stdout(log.try_clone()?).stderr(log).spawn()?;
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + WAIT_TIMEOUT;
         while !self.is_ready() {
             let ended = child.try_wait()?.is_some();
             if ended || Instant::now() > deadline {
@@ -228,7 +228,7 @@ impl RabbitServer {
         Ok(())
     }
 
-    /// How many messages a queue of the virtual host `/` holds: those that are ready, and those that are delivered and not
+    /// The number of messages in a queue of the virtual host `/`: those that are ready, and those that are delivered and not
     /// acknowledged, of which clients of AMQP are not told.
     ///
     /// # Errors
@@ -243,7 +243,7 @@ impl RabbitServer {
         let mut said = String::new();
         asked.from.read_line(&mut said)?;
         *counter = Some(asked);
-        let unknown = || io::Error::other(format!("nobody knows how many messages {queue} holds"));
+        let unknown = || io::Error::other(format!("the number of messages in {queue} is unknown"));
         said.trim().parse().map_err(|_| unknown())
     }
 
@@ -271,7 +271,7 @@ impl RabbitServer {
         command.args(["-port", &self.ports.daemon.to_string(), "-address", "127.0.0.1"]);
         let daemon = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn();
         self.daemon = Some(daemon.map_err(|error| io::Error::other(format!("epmd: {error}")))?);
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + WAIT_TIMEOUT;
         while TcpStream::connect(("127.0.0.1", self.ports.daemon)).is_err() {
             if Instant::now() > deadline {
                 return Err(self.failed("has no epmd"));
@@ -314,7 +314,7 @@ impl RabbitServer {
         command
     }
 
-    /// It answers a client's first octets when it has started all the rest.
+    /// It answers the first bytes of a client when everything else has started.
     fn is_ready(&self) -> bool {
         let ask = || -> io::Result<bool> {
             let mut stream = TcpStream::connect(("127.0.0.1", self.ports.amqp))?;
@@ -367,7 +367,7 @@ fn end(child: &mut Option<Child>) {
     }
 }
 
-/// Where the newest installed version is. The scripts on the path insist on the directories of the system's own broker.
+/// The directory of the newest installed version. The scripts on the path insist on the directories of the system's own broker.
 fn home() -> io::Result<PathBuf> {
     let versions = fs::read_dir("/usr/lib/rabbitmq/lib").into_iter().flatten().flatten();
     let homes = versions.map(|version| version.path()).filter(|home| is_home(home));
@@ -380,6 +380,6 @@ fn is_home(path: &Path) -> bool {
     path.join("sbin/rabbitmq-server").exists()
 }
 
-fn has(octets: &[u8], part: &[u8]) -> bool {
-    octets.windows(part.len().max(1)).any(|octets| octets == part)
+fn has(bytes: &[u8], part: &[u8]) -> bool {
+    bytes.windows(part.len().max(1)).any(|bytes| bytes == part)
 }

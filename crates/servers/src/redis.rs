@@ -12,10 +12,10 @@ use tempfile::TempDir;
 use crate::port::free_port;
 use crate::program;
 
-/// How long a server may take until it does what it is waited for.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// The bound on every wait for a server.
+const WAIT_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// How a server is started. By default without persistence, and open to everybody on this machine.
+/// The options of a server. By default it has no persistence, and every user of this machine may connect.
 #[derive(Clone, Debug, Default)]
 pub struct RedisOptions {
     lines: Vec<String>,
@@ -44,8 +44,9 @@ impl RedisOptions {
         self.with("appendonly yes").with(format!("appendfsync {when}"))
     }
 
-    /// Nobody else than this user can log in, and this one may do what `rules` say, such as `~* &* +@all`. The default user
-    /// keeps its rights, because Redis loads its append-only file in its name.
+    /// Allows only this user to log in, with the rights of `rules`, such as `~* &* +@all`.
+    ///
+    /// The default user keeps its rights, because Redis loads its append-only file in its name.
     #[must_use]
     pub fn with_user(mut self, name: &str, password: &str, rules: &str) -> Self {
         self.login = Some((name.to_owned(), password.to_owned()));
@@ -68,7 +69,7 @@ impl RedisOptions {
     }
 }
 
-/// What a server with TLS shows, in PEM.
+/// The certificate and the key of a server with TLS, in PEM.
 #[derive(Clone, Debug)]
 pub struct Certificates {
     /// The authority.
@@ -106,7 +107,7 @@ impl RedisServer {
                 fs::write(server.dir.path().join(name), text)?;
             }
         }
-        // Between the moment that a port is found free and the one that the server takes it, somebody else may.
+        // Another process may take the port between the search for a free one and the start of the server.
         let mut last = io::Error::other("not tried");
         for _ in 0..5 {
             server.port = free_port()?;
@@ -155,7 +156,7 @@ impl RedisServer {
         let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
         let child = child.map_err(|error| io::Error::other(format!("{}: {error}", program.display())))?;
         self.child = Some(child);
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + WAIT_TIMEOUT;
         while !self.answers() {
             let ended = self.child.as_mut().map(Child::try_wait).transpose()?.flatten();
             if ended.is_some() || Instant::now() > deadline {
@@ -183,7 +184,7 @@ impl RedisServer {
         }
     }
 
-    /// Whose process it is.
+    /// The process id of the server.
     #[must_use]
     pub fn pid(&self) -> Option<u32> {
         self.child.as_ref().map(Child::id)
@@ -238,7 +239,7 @@ impl RedisServer {
     /// # Errors
     /// Where it does not in time.
     pub fn wait_for(&self, parts: &[&str], text: &str) -> io::Result<()> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + WAIT_TIMEOUT;
         loop {
             let answer = self.command(parts);
             if answer.as_ref().is_ok_and(|answer| answer.contains(text)) {
@@ -259,11 +260,11 @@ impl Drop for RedisServer {
 }
 
 fn exchange(mut to: &TcpStream, from: &mut impl io::BufRead, parts: &[&str]) -> io::Result<String> {
-    let mut octets = format!("*{}\r\n", parts.len());
+    let mut bytes = format!("*{}\r\n", parts.len());
     for part in parts {
-        octets += &format!("${}\r\n{part}\r\n", part.len());
+        bytes += &format!("${}\r\n{part}\r\n", part.len());
     }
-    to.write_all(octets.as_bytes())?;
+    to.write_all(bytes.as_bytes())?;
     let mut answer = String::new();
     read_value(from, &mut answer)?;
     if answer.starts_with('-') { Err(io::Error::other(answer)) } else { Ok(answer) }
@@ -278,9 +279,9 @@ fn read_value(from: &mut impl io::BufRead, to: &mut String) -> io::Result<()> {
     let count = line.get(1..).and_then(|digits| digits.trim().parse::<i64>().ok()).unwrap_or(-1);
     match line.as_bytes().first() {
         Some(b'$') if count >= 0 => {
-            let mut octets = vec![0; usize::try_from(count).unwrap_or(0) + 2];
-            from.read_exact(&mut octets)?;
-            to.push_str(&String::from_utf8_lossy(&octets));
+            let mut bytes = vec![0; usize::try_from(count).unwrap_or(0) + 2];
+            from.read_exact(&mut bytes)?;
+            to.push_str(&String::from_utf8_lossy(&bytes));
         }
         Some(b'*') => {
             for _ in 0..count {
@@ -364,7 +365,7 @@ impl RedisCluster {
 pub struct RedisSentinel {
     /// The first was made the primary.
     pub servers: Vec<RedisServer>,
-    /// Who watches them.
+    /// The sentinels.
     pub sentinels: Vec<RedisServer>,
 }
 

@@ -12,11 +12,11 @@ use tempfile::TempDir;
 
 use crate::port::free_port;
 
-/// How long a server may take until it answers.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// The bound on the start of a server.
+const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A server in Node, which keeps its queues in memory: they are gone when it ends. Its packages are those that `cargo
-/// xtask test` puts beside it.
+/// xtask test` puts next to it.
 #[derive(Debug)]
 pub struct SqsServer {
     child: Child,
@@ -34,7 +34,7 @@ impl SqsServer {
         if !place.join("node_modules").exists() {
             return Err(io::Error::other("run `cargo xtask test`, or `npm ci` in crates/servers/sqs"));
         }
-        // Between the moment that a port is found free and the one that the server takes it, somebody else may.
+        // Another process may take the port between the search for a free one and the start of the server.
         let mut last = io::Error::other("not tried");
         for _ in 0..5 {
             let port = free_port()?;
@@ -56,7 +56,7 @@ impl SqsServer {
     }
 
     fn answering(mut self) -> io::Result<Self> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + WAIT_TIMEOUT;
         while TcpStream::connect(("127.0.0.1", self.port)).is_err() {
             if self.child.try_wait()?.is_some() || Instant::now() > deadline {
                 let log = fs::read_to_string(self.dir.path().join("log")).unwrap_or_default();
@@ -64,20 +64,20 @@ impl SqsServer {
             }
             thread::sleep(Duration::from_millis(20));
         }
-        // Somebody else's, on the same port, while ours has just failed.
+        // The server of another process, on the same port, after ours has failed.
         match self.child.try_wait()? {
             Some(status) => Err(io::Error::other(format!("the SQS server has ended: {status}"))),
             None => Ok(self),
         }
     }
 
-    /// Whose process it is.
+    /// The process id of the server.
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Where it is: `http://127.0.0.1:PORT`.
+    /// The URL of the server: `http://127.0.0.1:PORT`.
     #[must_use]
     pub fn url(&self) -> String {
         format!("http://127.0.0.1:{}", self.port)

@@ -28,11 +28,11 @@ struct Charge {
     cents: u64,
     /// The key that the card network was called with: the same for every attempt at this payment.
     network_key: String,
-    /// Which attempt charged.
+    /// The attempt that charged.
     attempt: u32,
 }
 
-/// What was charged, one line of JSON each, on disk before it is answered.
+/// The charges, one line of JSON each, on disk before the response.
 struct Ledger {
     path: PathBuf,
     file: Mutex<File>,

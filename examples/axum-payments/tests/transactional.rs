@@ -47,14 +47,14 @@ fn a_payment_is_made_once_and_its_answer_given_again() {
     assert_eq!(body(&again), body(&first));
     let other = service.pay(KEY, r#"{"customer":"ada","cents":900}"#);
     assert!(other.starts_with("HTTP/1.1 422"), "{other}");
-    let somebody_else = service.pay(KEY, r#"{"customer":"eve","cents":500}"#);
-    assert!(somebody_else.starts_with("HTTP/1.1 201"), "{somebody_else}");
+    let other_customer = service.pay(KEY, r#"{"customer":"eve","cents":500}"#);
+    assert!(other_customer.starts_with("HTTP/1.1 201"), "{other_customer}");
     let without = service.pay("", ADA);
     assert!(without.starts_with("HTTP/1.1 400"), "{without}");
     assert_eq!(service.charges(), r#"{"charges":2}"#);
 }
 
-/// Where the service is killed: at which message to the database, what becomes of that, and whether the payment is made.
+/// A moment to kill the service: the message to the database, its fate, and whether the payment is made.
 const POINTS: [(&[u8], Fault, bool); 6] = [
     // Before the lock, after it, after the row, after the completion.
     (b"oncegate.reserve", Fault::Hold, false),

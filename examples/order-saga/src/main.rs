@@ -11,7 +11,7 @@ use std::error::Error;
 use axum::Router;
 use clap::Parser;
 
-/// Which of the four this process is.
+/// The role of this process.
 #[derive(Parser)]
 #[command(name = "order-saga")]
 enum Role {

@@ -16,7 +16,7 @@ use axum::{Json, Router};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-/// Where it serves, and where it keeps its ledger.
+/// The address and the ledger of the service.
 #[derive(clap::Args)]
 pub(crate) struct Options {
     /// 0 takes a free one.
@@ -27,7 +27,7 @@ pub(crate) struct Options {
     ledger: PathBuf,
 }
 
-/// What happens to the next call of an action.
+/// The fate of the next call of an action.
 #[derive(Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 enum Fault {
@@ -52,7 +52,7 @@ struct Effect {
     about: Value,
 }
 
-/// What took place, on disk before it is answered. An effect and its key are one line, so that no crash comes between them.
+/// The effects, on disk before the response. An effect and its key are one line, so that no crash can separate them.
 struct Ledger {
     file: File,
     effects: Vec<Effect>,
@@ -96,7 +96,7 @@ struct Faults {
     armed: BTreeMap<String, Fault>,
     /// The actions that one happened to.
     caught: Vec<String>,
-    /// How often each action was called since the service was started.
+    /// The number of calls of each action since the service started.
     calls: BTreeMap<String, u64>,
 }
 
@@ -104,14 +104,14 @@ fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
     of.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What is never done, however often it is asked for.
+/// The reason why an action is never done; `None` if it can be done.
 fn refusal(action: &str, about: &Value) -> Option<&'static str> {
     let is = |member: &str, value| about[member] == value;
     match action {
         "reserve" if is("item", "unicorn") => Some("there are none"),
         "charge" if is("customer", "mallory") => Some("the card was declined"),
         "refund" if is("customer", "closed") => Some("the account is closed"),
-        "ship" if is("address", "Atlantis") => Some("nobody can go there"),
+        "ship" if is("address", "Atlantis") => Some("no carrier can go there"),
         _ => None,
     }
 }
@@ -164,7 +164,7 @@ impl Service {
         }
     }
 
-    /// What was armed for this action, once.
+    /// Takes the fault that was armed for this action.
     fn fault(&self, action: &str) -> Option<Fault> {
         let mut faults = lock(&self.faults);
         *faults.calls.entry(action.to_owned()).or_default() += 1;

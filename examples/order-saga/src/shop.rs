@@ -23,7 +23,7 @@ use oncegate::{EmbeddedOptions, EmbeddedStore, Engine, Policy, RedisOptions, Red
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-/// Where it serves, whom it calls, and how long things take.
+/// The address of the shop, the services that it calls, and its time-outs.
 #[derive(clap::Args)]
 pub(crate) struct Options {
     /// 0 takes a free one.
@@ -32,21 +32,21 @@ pub(crate) struct Options {
     /// A directory for this shop alone, or a redis:// URL that several share.
     #[arg(long, default_value = "shop-records")]
     store: String,
-    /// Where the stock is, such as http://127.0.0.1:3001.
+    /// The URL of the stock, such as http://127.0.0.1:3001.
     #[arg(long)]
     stock: String,
-    /// Where the bank is.
+    /// The URL of the bank.
     #[arg(long)]
     bank: String,
-    /// Where the carrier is.
+    /// The URL of the carrier.
     #[arg(long)]
     carrier: String,
     /// After how many milliseconds without a sign of life an order counts as abandoned.
     #[arg(long, default_value_t = 5000)]
     lease_ms: u64,
-    /// How many milliseconds an answer of the others may take.
+    /// The time-out for an answer of another service, in milliseconds.
     #[arg(long, default_value_t = 10_000)]
-    patience_ms: u64,
+    answer_timeout_ms: u64,
     /// Every how many milliseconds it looks for orders to go on with; 0 for never.
     #[arg(long, default_value_t = 1000)]
     complete_every_ms: u64,
@@ -117,13 +117,13 @@ struct Others {
 struct Other {
     client: Client<HttpConnector, Full<Bytes>>,
     url: Arc<str>,
-    patience: Duration,
+    answer_timeout: Duration,
 }
 
 impl Other {
     /// Gives the number of the effect.
     async fn call(&self, action: &str, key: String, about: Value) -> Result<u64, StepFailure<String>> {
-        let answer = tokio::time::timeout(self.patience, self.send(action, key, about));
+        let answer = tokio::time::timeout(self.answer_timeout, self.send(action, key, about));
         let (status, body) = match answer.await {
             Ok(Ok(answer)) => answer,
             Ok(Err(error)) => return Err(StepFailure::Unsure(format!("{action}: {}", ErrorChain(&*error)))),
@@ -213,8 +213,9 @@ async fn open(store: &str) -> Result<Arc<dyn Store>, Box<dyn Error>> {
 /// Serves `POST /orders`, and goes on with what was left half-way.
 pub(crate) async fn serve(options: Options) -> Result<(), Box<dyn Error>> {
     let client = Client::builder(TokioExecutor::new()).build_http();
-    let patience = Duration::from_millis(options.patience_ms);
-    let other = |url: &str| Other { client: client.clone(), url: url.trim_end_matches('/').into(), patience };
+    let answer_timeout = Duration::from_millis(options.answer_timeout_ms);
+    let other =
+        |url: &str| Other { client: client.clone(), url: url.trim_end_matches('/').into(), answer_timeout };
     let others =
         Others { stock: other(&options.stock), bank: other(&options.bank), carrier: other(&options.carrier) };
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::run::Result;
 
-/// What a server answered.
+/// The answer of a server.
 pub(super) struct Answer {
     pub(super) status: u16,
     pub(super) header: String,

@@ -7,7 +7,7 @@ use crate::run::{Result, output, target};
 
 const FEW: u64 = 10_000;
 
-/// What a record takes at the most while stores are filled: on the disk, and in the memory store. Measured, and a
+/// The largest size of a record while stores are filled: on the disk, and in the memory store. Measured, and a
 /// margin.
 const DISK_PER_RECORD: u64 = 1500;
 const MEMORY_PER_RECORD: u64 = 800;

@@ -31,7 +31,7 @@ pub(super) fn run() -> Result<String> {
     let seconds = begun.elapsed().as_secs();
     let loaded = [resident(without.process())?, resident(with.process())?];
     let open = idle.release()?;
-    let mebibytes = |octets: u64| octets as f64 / f64::from(1 << 20);
+    let mebibytes = |bytes: u64| bytes as f64 / f64::from(1 << 20);
     text.push_str(&format!(
         "\nMiB of memory: just started {:.1}; with {IDLE} connections, each of which had one request, {:.1} ({:.1} KiB \
          each); after the load {:.1}, the other sidecar {:.1}. {open} of {IDLE} were still open after {seconds} s.\n",

@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use super::SECONDS;
 use crate::run::{Result, output, root};
 
-/// What one measurement came to.
+/// The result of one measurement.
 pub(super) struct Figure {
     pub(super) per_second: f64,
     pub(super) p50_micros: f64,
@@ -54,7 +54,7 @@ pub(super) fn median(mut values: Vec<f64>) -> f64 {
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
-/// Octets of a process in memory.
+/// The bytes of a process in memory.
 pub(super) fn resident(process: u32) -> Result<u64> {
     let path = format!("/proc/{process}/status");
     let status = std::fs::read_to_string(&path).map_err(|error| format!("{path}: {error}"))?;

@@ -18,7 +18,7 @@ use std::fs;
 
 use crate::run::{Result, cargo, has, install, run as command, target};
 
-/// How long one measurement takes, how many rounds there are, how many connections.
+/// The duration of one measurement, the number of rounds, and the number of connections.
 const SECONDS: u32 = 3;
 const ROUNDS: usize = 5;
 const CONNECTIONS: u32 = 64;
@@ -85,7 +85,7 @@ fn prepare() -> Result<()> {
     command(cargo().args(["build", "--release", "--package", "oncegate-embedded", "--example", "measure"]))
 }
 
-/// Whoever else works on this machine shows in this.
+/// The load of other processes on this machine.
 fn load_average() -> String {
     let text = fs::read_to_string("/proc/loadavg").unwrap_or_default();
     text.split(' ').next().unwrap_or_default().to_owned()

@@ -42,7 +42,7 @@ pub(super) struct Server {
     child: Child,
     pub(super) address: String,
     pub(super) scheme: &'static str,
-    /// Where it would say more; nobody reads it.
+    /// Its further output, which is not read.
     _said: Option<BufReader<ChildStdout>>,
 }
 

@@ -1,4 +1,4 @@
-//! The sidecar beside nginx.
+//! The sidecar compared with nginx.
 
 use super::servers::{Server, scratch};
 use super::table::{Contender, table};

@@ -11,7 +11,7 @@ use crate::run::{Result, output, run as command};
 /// One thing that is measured.
 pub(super) struct Contender {
     name: String,
-    /// Whether those that follow, up to the next such one, are compared with this one.
+    /// `true` if the following rows, up to the next such row, are compared with this one.
     reference: bool,
     measure: Box<dyn Fn(usize) -> Result<Figure>>,
 }
@@ -22,7 +22,7 @@ impl Contender {
         Self::with_cookies(name, url, load, String::new())
     }
 
-    /// What others are compared with.
+    /// The value with which others are compared.
     pub(super) fn reference(name: &str, url: String, load: &'static str) -> Result<Self> {
         Ok(Self { reference: true, ..Self::new(name, url, load)? })
     }

@@ -8,13 +8,13 @@ use oncegate_core::OnAbandoned;
 use oncegate_testkit::Latch;
 
 use super::{PAYMENT, pay_as};
-use crate::backend::{Backend, Script, Seen};
-use crate::client::{Answer, Connection, PATIENCE, Request, until};
-use crate::plan::{FOUND, Plan, Word};
-use crate::remote::{Child, StoreServer};
+use crate::backend::{Backend, ReceivedRequest, Script};
+use crate::client::{Answer, Connection, Request, TIMEOUT, until};
+use crate::plan::{FOUND, Plan, ReconcileReply};
+use crate::remote::{LayerProcess, StoreServer};
 use crate::sidecar::Sidecar;
-use crate::table::{Case, Place, assert_echo, assert_fresh, assert_refusal, assert_replay};
-use crate::world::{Door, Kind, World};
+use crate::table::{Case, Target, assert_echo, assert_fresh, assert_refusal, assert_replay};
+use crate::world::{Deployment, StoreKind, World};
 
 const UNKNOWN: &str = "outcome-unknown";
 const MEMORY: &str = "nothing in memory survives";
@@ -23,7 +23,7 @@ const IN_PROCESS: &str = "the layer cannot be killed without its client";
 /// Long enough that a restart fits into it, short enough to wait for.
 const LEASE: Duration = Duration::from_millis(1500);
 
-/// What two clocks of one machine may differ by.
+/// The largest difference between two clocks of one machine.
 const TICK: Duration = Duration::from_millis(100);
 
 pub(super) fn cases() -> Vec<Case> {
@@ -32,149 +32,102 @@ pub(super) fn cases() -> Vec<Case> {
     let asking =
         |word| Plan { on_abandoned: Some(OnAbandoned::Reconcile), reconcile: Some(word), ..park.clone() };
     let at = |plan: &Plan, failpoint| Plan { failpoint: Some(failpoint), ..plan.clone() };
-    let mut all = vec![
-        Case::closed(
-            "C90-killed-before-the-call",
-            "park: killed between claim and call, the outcome is unknown, and nothing is called",
-            |world| Box::pin(killed_at(world, 0)),
-        )
-        .given(at(&park, "executing")),
-        Case::closed(
-            "C91-killed-after-the-call",
-            "park: killed between answer and completion, the outcome is unknown, and nothing is called again",
-            |world| Box::pin(killed_at(world, 1)),
-        )
-        .given(at(&park, "executed")),
-        Case::closed(
-            "C90-killed-before-the-call-reexecute",
-            "reexecute: killed between claim and call, it is called once, as the second attempt",
-            |world| Box::pin(killed_at(world, 0)),
-        )
-        .given(at(&reexecute, "executing")),
-        Case::closed(
-            "C91-killed-after-the-call-reexecute",
-            "reexecute: killed between answer and completion, it is called again under a higher token",
-            |world| Box::pin(killed_at(world, 1)),
-        )
-        .given(at(&reexecute, "executed")),
-        Case::closed(
-            "C91-killed-after-the-completion",
-            "killed between completion and answer, the retry gets the answer",
-            |world| Box::pin(killed_after_the_completion(world)),
-        )
-        .given(at(&park, "completed")),
-        Case::closed(
-            "C91-killed-after-the-completion-reexecute",
-            "and that does not depend on the policy",
-            |world| Box::pin(killed_after_the_completion(world)),
-        )
-        .given(at(&reexecute, "completed")),
-        Case::closed(
-            "C90-killed-during-the-call",
-            "park: killed while the service works, the outcome is unknown",
-            |world| Box::pin(killed_during_the_call(world)),
-        )
-        .given(park.clone()),
-        Case::closed(
-            "C90-killed-during-the-call-reexecute",
-            "reexecute: killed while the service works, it is called again",
-            |world| Box::pin(killed_during_the_call(world)),
-        )
-        .given(reexecute.clone()),
-        Case::closed(
-            "C90-killed-during-the-call-reconcile-found",
-            "reconcile: killed while the service works, what the service says of it is replayed",
-            |world| Box::pin(killed_during_the_call(world)),
-        )
-        .given(asking(Word::Found)),
-        Case::closed(
-            "C90-killed-during-the-call-reconcile-not-found",
-            "reconcile: and what it says did not happen is called again",
-            |world| Box::pin(killed_during_the_call(world)),
-        )
-        .given(asking(Word::NotFound)),
-        Case::closed(
-            "C90-killed-during-the-call-reconcile-unclear",
-            "reconcile: and where it does not know, the outcome is unknown",
-            |world| Box::pin(killed_during_the_call(world)),
-        )
-        .given(asking(Word::Unclear)),
-        Case::closed(
-            "C90-killed-twice",
-            "reexecute: each attempt that dies is followed by one with a higher token",
-            |world| Box::pin(killed_twice(world)),
-        )
-        .given(Plan { lease: Some(Duration::from_millis(300)), ..reexecute.clone() }),
-        Case::closed(
-            "I14-killed-under-load",
-            "killed under load, everything that was answered is answered the same, and nothing ran twice",
-            |world| Box::pin(killed_under_load(world)),
-        )
-        // Longer than a claim takes under this load: nothing is begun under a lease that is over.
-        .given(Plan { lease: Some(Duration::from_secs(4)), ..Plan::default() }),
-        Case::closed(
-            "I6-tokens-over-restarts",
-            "tokens grow over releases, restarts and attempts",
-            |world| Box::pin(tokens_over_restarts(world)),
-        )
-        .given(park.clone()),
-        Case::closed(
-            "I7-lease-over-a-restart",
-            "a lease lasts as long as it was given for, also over a restart",
-            |world| Box::pin(lease_over_restarts(world, 1)),
-        )
-        .given(Plan { lease: Some(Duration::from_secs(3)), ..park.clone() }),
-        Case::closed("I7-lease-over-restarts", "and over three of them", |world| {
-            Box::pin(lease_over_restarts(world, 3))
-        })
-        .given(Plan { lease: Some(Duration::from_secs(4)), ..reexecute.clone() }),
-        Case::closed("I10-retention-over-restarts", "and so does a retention", |world| {
-            Box::pin(retention_over_restarts(world))
-        })
-        .given(Plan { retention: Some(Duration::from_secs(4)), ..park.clone() }),
-        Case::closed(
-            "S5-terminated",
-            "asked to end, it answers what it has begun, and all is found again",
-            |world| Box::pin(terminated(world)),
-        )
-        .given(park.clone()),
-    ];
+    let mut all = cases! {
+        "killed-before-the-call": "park: killed between claim and call, the outcome is unknown, and nothing is called"
+            .given(at(&park, "executing"))
+            => start (killed_at, 0);
+        "killed-after-the-call":
+            "park: killed between answer and completion, the outcome is unknown, and nothing is called again"
+            .given(at(&park, "executed"))
+            => start (killed_at, 1);
+        "killed-before-the-call-reexecute": "reexecute: killed between claim and call, it is called once, as the second attempt"
+            .given(at(&reexecute, "executing"))
+            => start (killed_at, 0);
+        "killed-after-the-call-reexecute":
+            "reexecute: killed between answer and completion, it is called again under a higher token"
+            .given(at(&reexecute, "executed"))
+            => start (killed_at, 1);
+        "killed-after-the-completion": "killed between completion and answer, the retry gets the answer"
+            .given(at(&park, "completed"))
+            => start (killed_after_the_completion);
+        "killed-after-the-completion-reexecute":
+            "killed between completion and answer, the retry gets the answer, also under reexecute"
+            .given(at(&reexecute, "completed"))
+            => start (killed_after_the_completion);
+        "killed-during-the-call": "park: killed while the service works, the outcome is unknown"
+            .given(park.clone())
+            => start (killed_during_the_call);
+        "killed-during-the-call-reexecute": "reexecute: killed while the service works, it is called again"
+            .given(reexecute.clone())
+            => start (killed_during_the_call);
+        "killed-during-the-call-reconcile-found":
+            "reconcile: killed while the service works, the answer of the service about it is replayed"
+            .given(asking(ReconcileReply::Found))
+            => start (killed_during_the_call);
+        "killed-during-the-call-reconcile-not-found":
+            "reconcile: killed while the service works, an attempt that did not happen is called again"
+            .given(asking(ReconcileReply::NotFound))
+            => start (killed_during_the_call);
+        "killed-during-the-call-reconcile-unclear": "reconcile: killed while the service works, an unclear outcome is unknown"
+            .given(asking(ReconcileReply::Unclear))
+            => start (killed_during_the_call);
+        "killed-twice": "reexecute: each attempt that dies is followed by one with a higher token"
+            .given(Plan { lease: Some(Duration::from_millis(300)), ..reexecute.clone() })
+            => start (killed_twice);
+        "killed-under-load": "killed under load, everything that was answered is answered the same, and nothing ran twice"
+            // Longer than a claim takes under this load: nothing is begun under a lease that is over.
+            .given(Plan { lease: Some(Duration::from_secs(4)), ..Plan::default() })
+            => start (killed_under_load);
+        "tokens-grow-over-restarts": "tokens grow over releases, restarts and attempts"
+            .given(park.clone())
+            => start (tokens_over_restarts);
+        "lease-lasts-over-a-restart": "a lease lasts as long as it was given for, also over a restart"
+            .given(Plan { lease: Some(Duration::from_secs(3)), ..park.clone() })
+            => start (lease_over_restarts, 1);
+        "lease-lasts-over-three-restarts": "a lease lasts as long as it was given for, also over three restarts"
+            .given(Plan { lease: Some(Duration::from_secs(4)), ..reexecute.clone() })
+            => start (lease_over_restarts, 3);
+        "retention-lasts-over-restarts": "a retention lasts as long as it was given for, also over restarts"
+            .given(Plan { retention: Some(Duration::from_secs(4)), ..park.clone() })
+            => start (retention_over_restarts);
+        "terminated-under-load-loses-nothing": "asked to end, it answers what it has begun, and all is found again"
+            .given(park.clone())
+            => start (terminated);
+    };
     for case in &mut all {
-        case.not_at.push((Place::Door(Door::Layer), IN_PROCESS));
-        case.not_at.push((Place::Both(Door::Sidecar, Kind::Memory), MEMORY));
+        case.excluded.push((Target::Deployment(Deployment::Layer), IN_PROCESS));
+        case.excluded.push((Target::Both(Deployment::Sidecar, StoreKind::Memory), MEMORY));
     }
-    all.extend([
-        Case::code("I7-stopped-beyond-the-lease", "stopped beyond its lease and let go on, an owner whom nobody replaced completes", |world| {
-            Box::pin(stopped_beyond_the_lease(world))
-        })
-        .given(Plan { lease: Some(Duration::from_millis(300)), ..Plan::default() })
-        .only_sidecar(IN_PROCESS),
-        Case::closed("C92-stopped-and-replaced", "stopped beyond its lease and replaced by another process, an owner is fenced", |world| {
-            Box::pin(stopped_and_replaced(world))
-        })
-        // Long enough that the first one, on a busy machine, does not lose its key before it is stopped.
-        .given(Plan { lease: Some(Duration::from_secs(2)), ..reexecute.clone() })
-        .two_processes(),
-        Case::closed("C92-stopped-and-parked", "stopped beyond its lease and found so by another process, the outcome is unknown until it is known", |world| {
-            Box::pin(stopped_and_parked(world))
-        })
-        .given(Plan { lease: Some(Duration::from_millis(500)), ..park.clone() })
-        .two_processes(),
-        Case::closed("C92-killed-and-replaced", "killed, an owner is replaced by another process once its lease is over, and not before", |world| {
-            Box::pin(killed_and_replaced(world))
-        })
-        .given(reexecute)
-        .two_processes(),
-        Case::closed("C85-hundred-on-two-processes", "a hundred equal requests on two processes execute once", |world| {
-            Box::pin(hundred_on_two(world))
-        })
-        .two_processes(),
-    ]);
+    all.extend(cases! {
+        "stopped-beyond-the-lease-and-not-replaced":
+            "stopped beyond its lease and resumed, an owner that was not replaced completes"
+            .given(Plan { lease: Some(Duration::from_millis(300)), ..Plan::default() })
+            .only_sidecar(IN_PROCESS)
+            => run (stopped_beyond_the_lease);
+        "stopped-and-replaced-owner-is-fenced": "stopped beyond its lease and replaced by another process, an owner is fenced"
+            // Long enough that the first one, on a busy machine, does not lose its key before it is stopped.
+            .given(Plan { lease: Some(Duration::from_secs(2)), ..reexecute.clone() })
+            .two_processes()
+            => start (stopped_and_replaced);
+        "stopped-owner-is-parked-until-it-completes":
+            "stopped beyond its lease, an owner leaves the outcome unknown until it completes"
+            .given(Plan { lease: Some(Duration::from_millis(500)), ..park.clone() })
+            .two_processes()
+            => start (stopped_and_parked);
+        "killed-owner-is-replaced-after-its-lease":
+            "killed, an owner is replaced by another process once its lease is over, and not before"
+            .given(reexecute)
+            .two_processes()
+            => start (killed_and_replaced);
+        "hundred-equal-requests-on-two-processes": "a hundred equal requests on two processes execute once"
+            .two_processes()
+            => start (hundred_on_two);
+    });
     all
 }
 
 async fn start_cleanly(world: &mut World) {
-    world.close().await;
+    world.end().await;
     world.plan.failpoint = None;
     world.start().await;
 }
@@ -204,7 +157,7 @@ async fn killed_during_the_call(mut world: World) {
     never.open();
 }
 
-/// What a retry comes to: in progress as long as the lease lasts, and then as the policy says.
+/// Checks a retry: in progress while the lease lasts, then as the policy demands.
 async fn after_the_kill(world: &World, asked: Instant, calls: usize) {
     let mut again = world.send(pay_as("a")).await;
     if asked.elapsed() < LEASE {
@@ -215,14 +168,14 @@ async fn after_the_kill(world: &World, asked: Instant, calls: usize) {
     if again.status() == 409 {
         again = world.settled(&pay_as("a")).await;
     }
-    if world.plan.reconcile == Some(Word::Found) {
+    if world.plan.reconcile == Some(ReconcileReply::Found) {
         assert_eq!((again.status(), &again.body[..]), (202, FOUND.as_bytes()), "{again:?}");
         assert_eq!(again.get("content-type"), Some("text/plain"), "{again:?}");
         assert_replay(&world.plan, &pay_as("a"), &again, &world.send(pay_as("a")).await);
         assert_refusal("key-reused", &world.send(pay_as("a").json("{}")).await);
         assert_eq!(world.backend.effects(), calls);
     } else if world.plan.on_abandoned == Some(OnAbandoned::Reexecute)
-        || world.plan.reconcile == Some(Word::NotFound)
+        || world.plan.reconcile == Some(ReconcileReply::NotFound)
     {
         assert_fresh(&world.plan, &pay_as("a"), &again);
         assert_eq!((again.status(), world.backend.effects()), (201, calls + 1), "{again:?}");
@@ -246,13 +199,13 @@ async fn after_the_kill(world: &World, asked: Instant, calls: usize) {
     }
 }
 
-fn token(seen: &Seen) -> u64 {
+fn token(seen: &ReceivedRequest) -> u64 {
     seen.get("oncegate-token")
         .and_then(|text| text.parse().ok())
         .unwrap_or_else(|| panic!("no token: {seen:?}"))
 }
 
-fn attempt(seen: &Seen) -> u64 {
+fn attempt(seen: &ReceivedRequest) -> u64 {
     seen.get("oncegate-attempt")
         .and_then(|text| text.parse().ok())
         .unwrap_or_else(|| panic!("no attempt: {seen:?}"))
@@ -264,13 +217,13 @@ async fn lease_over_restarts(mut world: World, restarts: usize) {
     let mut lease = world.plan.lease.expect("a lease");
     while !lease_lasts_over_restarts(&mut world, lease, restarts).await {
         lease *= 2;
-        assert!(lease < PATIENCE, "{restarts} restarts take longer than {:?}", lease / 2);
+        assert!(lease < TIMEOUT, "{restarts} restarts take longer than {:?}", lease / 2);
     }
 }
 
-/// Whether that could be seen: `false` where the lease was over before the last restart.
+/// Returns `false` if the lease ended before the last restart, so that nothing could be observed.
 async fn lease_lasts_over_restarts(world: &mut World, lease: Duration, restarts: usize) -> bool {
-    world.close().await;
+    world.end().await;
     world.plan.lease = Some(lease);
     world.start().await;
     let key = format!("a-{}", lease.as_secs());
@@ -308,7 +261,7 @@ async fn lease_lasts_over_restarts(world: &mut World, lease: Duration, restarts:
     .await;
     // It may have been renewed before the first kill, so it ends at this time or later.
     assert!(asked.elapsed() >= lease, "over after {:?}, the lease is {lease:?}: {after:?}", asked.elapsed());
-    // Whoever was blocked asked before it ended.
+    // A request that was blocked was sent before the lease ended.
     let blocked = killed.map_or(Duration::ZERO, |killed| last_blocked.saturating_duration_since(killed));
     assert!(blocked < lease + TICK, "blocked for {blocked:?} after the kill, the lease is {lease:?}");
     never.open();
@@ -380,7 +333,7 @@ async fn killed_twice(mut world: World) {
             }
         });
         world.backend.until_effects(calls).await;
-        world.close().await;
+        world.end().await;
         assert!(asking.await.unwrap().is_err());
         world.start().await;
     }
@@ -413,7 +366,7 @@ async fn killed_under_load(mut world: World) {
         let enough = 30 + 40 * round;
         until("enough is answered", async || all.iter().filter(|one| one.is_finished()).count() >= enough)
             .await;
-        world.close().await;
+        world.end().await;
         for one in all {
             // A store that is too slow for the load says that nothing was executed, and to come again: no answer.
             let answer = one.await.unwrap().ok();
@@ -450,11 +403,11 @@ async fn tokens_over_restarts(mut world: World) {
             assert_eq!(world.send(free).await.status(), 429);
         }
         if round % 2 == 0 {
-            world.close().await;
+            world.end().await;
         } else {
             world.sidecar().terminate();
             until("it ends", async || world.sidecar().exited().is_some()).await;
-            world.close().await;
+            world.end().await;
         }
         world.start().await;
     }
@@ -469,7 +422,7 @@ async fn terminated(mut world: World) {
     let first = world.start_send(pay_as("a").script(Script::default().held(&done)));
     world.backend.until_effects(1).await;
     world.sidecar().terminate();
-    // It takes nobody in any more, but still has what it has begun.
+    // It accepts no new requests, but completes those that it has begun.
     tokio::time::sleep(Duration::from_millis(200)).await;
     assert!(world.sidecar().exited().is_none(), "it left a request behind");
     done.open();
@@ -478,7 +431,7 @@ async fn terminated(mut world: World) {
     until("it ends", async || world.sidecar().exited().is_some()).await;
     let ended = world.sidecar().exited().expect("an end");
     assert!(ended.success(), "{ended}: {}", world.sidecar().printed());
-    world.close().await;
+    world.end().await;
     world.start().await;
     assert_replay(&world.plan, &pay_as("a"), &first, &world.send(pay_as("a")).await);
     assert_eq!(world.backend.effects(), 1);
@@ -510,15 +463,17 @@ struct Pair {
 }
 
 enum Process {
-    Layer(Child),
+    Layer(LayerProcess),
     Sidecar(Box<Sidecar>),
 }
 
 impl Process {
     async fn start(world: &World, store: &str, upstream: SocketAddr) -> Self {
-        match world.door {
-            Door::Layer => Self::Layer(Child::start(&world.plan, store, upstream).await),
-            Door::Sidecar => Self::Sidecar(Box::new(world.start_sidecar(&world.plan, upstream).await)),
+        match world.deployment {
+            Deployment::Layer => Self::Layer(LayerProcess::start(&world.plan, store, upstream).await),
+            Deployment::Sidecar | Deployment::TwoSidecars => {
+                Self::Sidecar(Box::new(world.start_sidecar(&world.plan, upstream).await))
+            }
         }
     }
 
@@ -552,17 +507,17 @@ impl Process {
 }
 
 async fn pair(world: &mut World) -> Pair {
-    let (store, served) = match world.store_url() {
+    let (store, server) = match world.store_url() {
         Some(url) => (url, None),
         None => {
-            let served = StoreServer::start(world.open_store().await).await;
-            (served.address.to_string(), Some(served))
+            let server = StoreServer::start(world.open_store().await).await;
+            (server.address.to_string(), Some(server))
         }
     };
     let upstream = world.serve_backend().await;
     let first = Process::start(world, &store, upstream).await;
     let second = Process::start(world, &store, upstream).await;
-    Pair { first, second, backend: world.backend.clone(), _store: served }
+    Pair { first, second, backend: world.backend.clone(), _store: server }
 }
 
 async fn ask(child: &Process, request: &Request) -> Answer {
@@ -585,7 +540,7 @@ async fn ask_until_settled(child: &Process, request: &Request) -> Answer {
 fn start_ask(
     child: &Process,
     request: Request,
-) -> tokio::task::JoinHandle<Result<Answer, crate::client::Broken>> {
+) -> tokio::task::JoinHandle<Result<Answer, crate::client::AnswerError>> {
     let address = child.address();
     tokio::spawn(async move { Connection::open(address).await.exchange(&request).await })
 }
@@ -629,7 +584,7 @@ async fn stopped_and_parked(mut world: World) {
     let first = first.await.unwrap().expect("an answer");
     assert_fresh(&world.plan, &pay_as("a"), &first);
     assert_eq!(first.status(), 201, "{first:?}");
-    // Nobody executed in its place: what it says now is known, or it is unknown for ever. It never runs again.
+    // No other owner executed. Its completion makes the outcome known, or the outcome stays unknown. It never runs again.
     for child in [&pair.first, &pair.second] {
         let again = ask_until_settled(child, &pay_as("a")).await;
         match again.status() {

@@ -1,4 +1,4 @@
-//! How long things are kept.
+//! The retention of records.
 
 use std::time::{Duration, Instant};
 
@@ -6,7 +6,7 @@ use oncegate_testkit::Latch;
 
 use super::pay_as;
 use crate::backend::Script;
-use crate::client::{PATIENCE, until};
+use crate::client::{TIMEOUT, until};
 use crate::plan::Plan;
 use crate::table::{Case, assert_fresh, assert_replay};
 use crate::world::World;
@@ -18,48 +18,32 @@ const MILLISECOND: Duration = Duration::from_millis(1);
 
 pub(super) fn cases() -> Vec<Case> {
     let brief = Plan { retention: Some(RETENTION), ..Plan::default() };
-    vec![
-        Case::code(
-            "C114-expiry",
-            "an answer is there for all of the retention, and the key is new after it",
-            |world| Box::pin(expiry(world)),
-        )
-        .given(brief.clone()),
-        Case::code(
-            "C115-replays-do-not-extend",
-            "replays, conflicts and mismatches do not make it last longer",
-            |world| Box::pin(replays_do_not_extend(world)),
-        )
-        .given(brief.clone()),
-        Case::code(
-            "C114-from-completion",
-            "retention counts from the completion, not from the claim",
-            |world| Box::pin(from_completion(world)),
-        )
-        .given(Plan { lease: Some(Duration::from_millis(300)), ..brief.clone() }),
-        Case::code(
-            "C114-tombstones",
-            "a record that cannot be replayed is kept as long as one that can",
-            |world| Box::pin(tombstones(world)),
-        )
-        .given(Plan { max_response_body: Some(1), ..brief }),
-        Case::code(
-            "C99-expiry-races",
-            "at the end of the retention, a crowd executes once and not more",
-            |world| Box::pin(expiry_races(world)),
-        )
-        .given(Plan { retention: Some(Duration::from_secs(1)), ..Plan::default() }),
-        Case::closed("S5-restart", "what was answered is answered the same after a restart", |world| {
-            Box::pin(restart(world))
-        })
-        .only_durable("nothing in memory survives"),
-    ]
+    cases! {
+        "answer-is-kept-for-the-retention": "an answer is there for all of the retention, and the key is new after it"
+            .given(brief.clone())
+            => run (expiry);
+        "replays-do-not-extend-the-retention": "replays, conflicts and mismatches do not make it last longer"
+            .given(brief.clone())
+            => run (replays_do_not_extend);
+        "retention-counts-from-the-completion": "retention counts from the completion, not from the claim"
+            .given(Plan { lease: Some(Duration::from_millis(300)), ..brief.clone() })
+            => run (from_completion);
+        "tombstones-are-kept-as-long": "a record that cannot be replayed is kept as long as one that can"
+            .given(Plan { max_response_body: Some(1), ..brief })
+            => run (tombstones);
+        "crowd-at-expiry-executes-once": "at the end of the retention, a crowd executes once and not more"
+            .given(Plan { retention: Some(Duration::from_secs(1)), ..Plan::default() })
+            => run (expiry_races);
+        "answers-survive-a-restart": "what was answered is answered the same after a restart"
+            .only_durable("nothing in memory survives")
+            => start (restart);
+    }
 }
 
 async fn expiry(world: World) {
     let asked = Instant::now();
     let first = world.send(pay_as("a")).await;
-    // Nobody else asks, so that there is a second effect if this was the request that had it.
+    // No other request is sent, so a second effect would come from this request.
     until("the key is new", async || {
         let answer = world.send(pay_as("a")).await;
         let new = world.backend.effects() == 2;
@@ -76,7 +60,7 @@ async fn expiry(world: World) {
 
 async fn replays_do_not_extend(world: World) {
     world.send(pay_as("a")).await;
-    // It was kept from a time before this on, and whoever was told so asked before it ended.
+    // The retention began before this time, and a request that got a replay was sent before it ended.
     let answered = Instant::now();
     let mut last_kept = answered;
     until("the key is new though it was asked for all the time", async || {
@@ -95,7 +79,7 @@ async fn replays_do_not_extend(world: World) {
 
 async fn expiry_races(world: World) {
     let retention = world.plan.retention.expect("a retention");
-    let give_up = Instant::now() + PATIENCE;
+    let give_up = Instant::now() + TIMEOUT;
     // Of each execution, between which times it was.
     let mut executions: Vec<(Instant, Instant)> = Vec::new();
     while executions.len() < 4 {
@@ -163,7 +147,7 @@ async fn restart(mut world: World) {
         answers.push(world.send(pay_as(&number.to_string()).script(script)).await);
     }
     for _ in 0..2 {
-        world.close().await;
+        world.end().await;
         world.start().await;
         for (number, first) in answers.iter().enumerate() {
             let request = pay_as(&number.to_string());

@@ -1,4 +1,4 @@
-//! What breaks, and what is then known.
+//! Failures, and the outcomes that follow.
 
 use std::time::{Duration, Instant};
 
@@ -9,9 +9,9 @@ use oncegate_testkit::{Fault, Latch, Operation};
 use tokio::net::{TcpListener, TcpSocket};
 
 use super::{PAYMENT, pay, pay_as};
-use crate::backend::{Piece, Script};
-use crate::client::{Answer, Broken, Request, until};
-use crate::plan::{FOUND, Plan, Word};
+use crate::backend::{BodyPart, Script};
+use crate::client::{Answer, AnswerError, Request, until};
+use crate::plan::{FOUND, Plan, ReconcileReply};
 use crate::table::{
     Case, assert_echo, assert_fresh, assert_problem, assert_refusal, assert_replay, retry_after,
 };
@@ -33,273 +33,195 @@ pub(super) fn cases() -> Vec<Case> {
     let reexecute = Plan { on_abandoned: Some(OnAbandoned::Reexecute), ..short.clone() };
     let open = Plan { fail_open: true, ..Plan::default() };
     let impatient = Plan { upstream_timeout: Some(UPSTREAM_TIMEOUT), ..Plan::default() };
-    let mut all = vec![
+    let mut all = cases! {
         // The client.
-        Case::code(
-            "C93-hang-up",
-            "a client that hangs up does not end the handler, and its answer is kept",
-            |world| Box::pin(hang_up(world, true)),
-        ),
-        Case::code("C93-hang-up-politely", "nor does one that closes its side", |world| {
-            Box::pin(hang_up(world, false))
-        }),
-        Case::code(
-            "C93-hang-up-while-reading",
-            "a client that goes away in the middle of its answer finds it whole later",
-            |world| Box::pin(hang_up_while_reading(world)),
-        ),
-        Case::code(
-            "C93-hang-up-of-a-stream",
-            "a stream whose client goes away leaves a record that is never run again",
-            |world| Box::pin(hang_up_of_a_stream(world)),
-        ),
-        Case::code("C94-request-cut-short", "a body that is cut short claims nothing", |world| {
-            Box::pin(cut_short(world))
-        }),
-        Case::code("C94-broken-chunks", "a body that breaks its own framing claims nothing", |world| {
-            Box::pin(broken_chunks(world))
-        }),
+        "client-hangs-up": "a client that hangs up does not end the handler, and its answer is kept"
+            => run (hang_up, true);
+        "client-half-closes": "a client that closes its side does not end the handler, and its answer is kept"
+            => run (hang_up, false);
+        "client-hangs-up-while-reading": "a client that goes away in the middle of its answer finds it whole later"
+            => run (hang_up_while_reading);
+        "client-of-a-stream-hangs-up": "a stream whose client goes away leaves a record that is never run again"
+            => run (hang_up_of_a_stream);
+        "request-body-cut-short": "a body that is cut short claims nothing"
+            => run (cut_short);
+        "request-with-broken-chunks": "a body that breaks its own framing claims nothing"
+            => run (broken_chunks);
         // The handler.
-        Case::code("C95-panic", "a panic leaves the outcome unknown, and nothing runs again", |world| {
-            Box::pin(unknown_ever_after(world, Script::panics()))
-        })
-        .only_layer(PANIC),
-        Case::code("C95-panic-released", "a panic frees the key where server errors do", |world| {
-            Box::pin(handler_failed(world, Script::panics()))
-        })
-        .given(release.clone())
-        .only_layer(PANIC),
-        Case::code(
-            "C95-panic-while-others-wait",
-            "those who wait hear that the outcome is unknown",
-            |world| Box::pin(panic_while_others_wait(world)),
-        )
-        .given(Plan { wait: Some(Duration::from_secs(10)), ..Plan::default() })
-        .only_layer(PANIC),
-        Case::code("C95-error", "a handler that ends with an error is like one that panics", |world| {
-            Box::pin(handler_error(world))
-        })
-        .only_layer("the sidecar sees a closed connection, which has a case of its own"),
-        Case::code(
-            "C95-body-breaks-off",
-            "an answer that breaks off before it is whole is not known",
-            |world| Box::pin(body_breaks_off(world)),
-        )
-        .only_layer("the sidecar sees a closed connection, which has a case of its own"),
+        "handler-panics": "a panic leaves the outcome unknown, and nothing runs again"
+            .only_layer(PANIC)
+            => run (unknown_ever_after, Script::panics());
+        "handler-panics-and-the-key-is-released": "a panic frees the key where server errors do"
+            .given(release.clone())
+            .only_layer(PANIC)
+            => run (handler_failed, Script::panics());
+        "handler-panics-while-others-wait": "waiting requests get an unknown outcome"
+            .given(Plan { wait: Some(Duration::from_secs(10)), ..Plan::default() })
+            .only_layer(PANIC)
+            => run (panic_while_others_wait);
+        "handler-returns-an-error": "a handler that ends with an error is like one that panics"
+            .only_layer("the sidecar sees a closed connection, which has a case of its own")
+            => run (handler_error);
+        "response-body-breaks-off": "an answer that breaks off before it is whole is not known"
+            .only_layer("the sidecar sees a closed connection, which has a case of its own")
+            => run (body_breaks_off);
         // The service behind the sidecar.
-        Case::closed(
-            "S3-refused",
-            "a service that cannot be reached was not asked: 502, and the key is free",
-            |world| Box::pin(refused_connection(world)),
-        )
-        .only_sidecar(PROCESS),
-        Case::closed(
-            "S3-refused-under-release",
-            "and that does not depend on the policy for server errors",
-            |world| Box::pin(refused_connection(world)),
-        )
-        .given(release.clone())
-        .only_sidecar(PROCESS),
-        Case::closed(
-            "S3-refused-while-parked-keys-stay",
-            "a retry under its key while the service is away stays executable",
-            |world| Box::pin(refused_ten_times(world)),
-        )
-        .only_sidecar(PROCESS),
-        Case::code(
-            "S3-hangs",
-            "a service that does not answer in time leaves the outcome unknown: 504, then 500",
-            |world| Box::pin(hangs(world)),
-        )
-        .given(impatient.clone())
-        .only_sidecar(PROCESS),
-        Case::code("S3-hangs-released", "and frees the key where server errors do", |world| {
-            Box::pin(hangs_released(world))
-        })
-        .given(Plan { server_errors: Some(ServerErrors::Release), ..impatient.clone() })
-        .only_sidecar(PROCESS),
-        Case::code("S3-hangs-then-answers", "an answer that comes too late changes nothing", |world| {
-            Box::pin(answers_late(world))
-        })
-        .given(impatient)
-        .only_sidecar(PROCESS),
-        Case::code(
-            "S3-closes",
-            "a service that hangs up without an answer leaves the outcome unknown: 502, then 500",
-            |world| Box::pin(closes(world, Script::fails())),
-        )
-        .only_sidecar(PROCESS),
-        Case::code(
-            "S3-closes-on-a-kept-connection",
-            "and also where the connection had served before: nothing is sent twice",
-            |world| Box::pin(closes_on_a_kept_connection(world)),
-        )
-        .only_sidecar(PROCESS),
-        Case::code(
-            "S3-cuts",
-            "a service that cuts its answer leaves the outcome unknown: 502, then 500",
-            |world| {
-                let pieces = vec![Piece::Data(Bytes::from_static(b"half of ")), Piece::Break];
-                Box::pin(closes(world, Script::pieces(200, "text/plain", pieces)))
-            },
-        )
-        .only_sidecar(PROCESS),
-        Case::closed("S3-cuts-raw", "wherever in its answer the service cuts", |world| {
-            Box::pin(cuts_raw(world))
-        })
-        .only_sidecar(PROCESS),
-        Case::closed(
-            "S3-garbage",
-            "a service that does not speak HTTP leaves the outcome unknown",
-            |world| Box::pin(garbage(world)),
-        )
-        .only_sidecar(PROCESS),
-        Case::closed(
-            "S3-refused-without-a-key",
-            "without a key, a service that cannot be reached is a 502 too",
-            |world| Box::pin(refused_without_a_key(world)),
-        )
-        .only_sidecar(PROCESS),
-    ];
-    all.extend([
+        "upstream-unreachable": "a service that cannot be reached was not asked: 502, and the key is free"
+            .only_sidecar(PROCESS)
+            => start (refused_connection);
+        "upstream-unreachable-with-release":
+            "a service that cannot be reached was not called, also where server errors release the key"
+            .given(release.clone())
+            .only_sidecar(PROCESS)
+            => start (refused_connection);
+        "upstream-unreachable-keeps-the-key-executable": "a retry under its key while the service is away stays executable"
+            .only_sidecar(PROCESS)
+            => start (refused_ten_times);
+        "upstream-times-out": "a service that does not answer in time leaves the outcome unknown: 504, then 500"
+            .given(impatient.clone())
+            .only_sidecar(PROCESS)
+            => run (hangs);
+        "upstream-times-out-and-the-key-is-released":
+            "a service that does not answer in time releases the key where server errors do"
+            .given(Plan { server_errors: Some(ServerErrors::Release), ..impatient.clone() })
+            .only_sidecar(PROCESS)
+            => run (hangs_released);
+        "upstream-answers-too-late": "an answer that comes too late changes nothing"
+            .given(impatient)
+            .only_sidecar(PROCESS)
+            => run (answers_late);
+        "upstream-closes-without-an-answer":
+            "a service that closes the connection without an answer leaves the outcome unknown: 502, then 500"
+            .only_sidecar(PROCESS)
+            => run (closes, Script::fails());
+        "upstream-closes-a-kept-connection": "a service that closes a kept connection without an answer gets nothing twice"
+            .only_sidecar(PROCESS)
+            => run (closes_on_a_kept_connection);
+        "upstream-cuts-its-answer": "a service that cuts its answer leaves the outcome unknown: 502, then 500"
+            .only_sidecar(PROCESS)
+            => run {
+                |world| {
+                    let pieces = vec![BodyPart::Data(Bytes::from_static(b"half of ")), BodyPart::Break];
+                    Box::pin(closes(world, Script::pieces(200, "text/plain", pieces)))
+                }
+            };
+        "upstream-cuts-its-answer-anywhere": "an answer that the service cuts at any byte leaves the outcome unknown"
+            .only_sidecar(PROCESS)
+            => start (cuts_raw);
+        "upstream-sends-no-http": "a service that does not speak HTTP leaves the outcome unknown"
+            .only_sidecar(PROCESS)
+            => start (garbage);
+        "upstream-unreachable-without-a-key": "without a key, a service that cannot be reached is a 502 too"
+            .only_sidecar(PROCESS)
+            => start (refused_without_a_key);
+    };
+    all.extend(cases! {
         // The store.
-        Case::code("C96-store-down", "no store, no execution: 503, and after it is back, once", |world| {
-            Box::pin(store_down(world))
-        })
-        .only_layer(STORE),
-        Case::code(
-            "C96-store-down-replay",
-            "while the store is down, what was answered before is a 503 too",
-            |world| Box::pin(store_down_replay(world)),
-        )
-        .only_layer(STORE),
-        Case::code("C96-store-down-without-a-key", "requests without a key need no store", |world| {
-            Box::pin(store_down_without_a_key(world))
-        })
-        .only_layer(STORE),
-        Case::code(
-            "C96-claim-lost",
-            "a claim whose answer is lost never executes twice, and ends in a definite answer",
-            |world| Box::pin(claim_lost(world)),
-        )
-        .given(short.clone())
-        .only_layer(STORE),
-        Case::code("C96-claim-stalls", "who goes away while the claim stalls leaves the key free", |world| {
-            Box::pin(claim_stalls(world))
-        })
-        .only_layer(STORE),
-        Case::code(
-            "C96-hundred-with-store-down",
-            "a hundred at once while the store is down: none executes",
-            |world| Box::pin(hundred_with_store_down(world)),
-        )
-        .only_layer(STORE),
-        Case::code(
-            "S3-renewal-fails",
-            "a handler whose renewals fail, and whose key nobody took, completes",
-            |world| Box::pin(renewal_fails(world, false)),
-        )
-        .given(short.clone())
-        .only_layer(STORE),
-        Case::code("S3-renewal-fails-once", "one renewal that fails is made up for", |world| {
-            Box::pin(renewal_fails(world, true))
-        })
-        .given(short.clone())
-        .only_layer(STORE),
-        Case::code(
-            "C97-completion-fails",
-            "a completion that fails: the first one has its answer, and so have the others once the store takes it",
-            |world| Box::pin(completion_fails(world)),
-        )
-        .given(short.clone())
-        .only_layer(STORE),
-        Case::code(
-            "C97-completion-fails-reexecute",
-            "nor is it executed again, where that is the policy: the process knows better",
-            |world| Box::pin(completion_fails_reexecute(world)),
-        )
-        .given(reexecute.clone())
-        .only_layer(STORE),
-        Case::code(
-            "C97-completion-fails-once",
-            "a store that is back within the lease has the completion",
-            |world| Box::pin(completion_fails_once(world)),
-        )
-        .given(Plan { lease: Some(Duration::from_secs(10)), ..Plan::default() })
-        .only_layer(STORE),
-        Case::code("C97-completion-lost", "a completion whose answer is lost is a completion", |world| {
-            Box::pin(completion_lost(world))
-        })
-        .given(short.clone())
-        .only_layer(STORE),
-        Case::code("C97-release-fails", "a release that fails never frees the key for two", |world| {
-            Box::pin(release_fails(world))
-        })
-        .given(short.clone())
-        .only_layer(STORE),
-        Case::code(
-            "C98-fail-open",
-            "where that was chosen, an execution without protection is marked",
-            |world| Box::pin(fail_open(world)),
-        )
-        .given(open.clone())
-        .only_layer(STORE),
-        Case::code(
-            "C98-fail-open-is-not-for-corruption",
-            "a damaged record is not executed, whatever was chosen",
-            |world| Box::pin(corrupt(world)),
-        )
-        .given(open.clone())
-        .only_layer(STORE),
-        Case::code("C98-fail-open-still-refuses", "nor is a malformed key", |world| {
-            Box::pin(fail_open_refuses(world))
-        })
-        .given(open)
-        .only_layer(STORE),
-        Case::code("C100-corrupt", "a damaged record is a 500, and is never executed", |world| {
-            Box::pin(corrupt(world))
-        })
-        .only_layer(STORE),
-        Case::code(
-            "C100-corrupt-reexecute",
-            "and that does not depend on the policy for abandoned ones",
-            |world| Box::pin(corrupt(world)),
-        )
-        .given(reexecute.clone())
-        .only_layer(STORE),
+        "store-down": "no store, no execution: 503, and after it is back, once"
+            .only_layer(STORE)
+            => run (store_down);
+        "store-down-for-a-replay": "while the store is down, what was answered before is a 503 too"
+            .only_layer(STORE)
+            => run (store_down_replay);
+        "store-down-without-a-key": "requests without a key need no store"
+            .only_layer(STORE)
+            => run (store_down_without_a_key);
+        "answer-to-the-claim-is-lost": "a claim whose answer is lost never executes twice, and ends in a definite answer"
+            .given(short.clone())
+            .only_layer(STORE)
+            => run (claim_lost);
+        "client-leaves-while-the-claim-stalls": "a client that leaves while the claim stalls leaves the key free"
+            .only_layer(STORE)
+            => run (claim_stalls);
+        "store-down-for-a-hundred-requests": "a hundred at once while the store is down: none executes"
+            .only_layer(STORE)
+            => run (hundred_with_store_down);
+        "renewals-fail": "a handler whose renewals fail completes if no other owner took the key"
+            .given(short.clone())
+            .only_layer(STORE)
+            => run (renewal_fails, false);
+        "one-renewal-fails": "one renewal that fails is made up for"
+            .given(short.clone())
+            .only_layer(STORE)
+            => run (renewal_fails, true);
+        "completion-fails":
+            "a completion that fails: the first one has its answer, and so have the others once the store takes it"
+            .given(short.clone())
+            .only_layer(STORE)
+            => run (completion_fails);
+        "completion-fails-reexecute":
+            "a completion that fails: under reexecute it is not executed again either, because the process has the answer"
+            .given(reexecute.clone())
+            .only_layer(STORE)
+            => run (completion_fails_reexecute);
+        "completion-fails-once": "a store that is back within the lease has the completion"
+            .given(Plan { lease: Some(Duration::from_secs(10)), ..Plan::default() })
+            .only_layer(STORE)
+            => run (completion_fails_once);
+        "answer-to-the-completion-is-lost": "a completion whose answer is lost is a completion"
+            .given(short.clone())
+            .only_layer(STORE)
+            => run (completion_lost);
+        "release-fails": "a release that fails never frees the key for two"
+            .given(short.clone())
+            .only_layer(STORE)
+            => run (release_fails);
+        "fail-open": "fail-open: an execution without protection is marked"
+            .given(open.clone())
+            .only_layer(STORE)
+            => run (fail_open);
+        "fail-open-is-not-for-corruption": "fail-open: a damaged record is not executed anyway"
+            .given(open.clone())
+            .only_layer(STORE)
+            => run (corrupt);
+        "fail-open-still-refuses": "fail-open: a malformed key is refused anyway"
+            .given(open)
+            .only_layer(STORE)
+            => run (fail_open_refuses);
+        "corrupt-record": "a damaged record is a 500, and is never executed"
+            .only_layer(STORE)
+            => run (corrupt);
+        "corrupt-record-reexecute": "a damaged record is never executed, also under reexecute"
+            .given(reexecute.clone())
+            .only_layer(STORE)
+            => run (corrupt);
         // The owner.
-        Case::code(
-            "C92-stale-owner",
-            "a stale owner is fenced: its client has its answer, marked, and the store the other one's",
-            |world| Box::pin(stale_owner(world)),
-        )
-        .given(reexecute)
-        .only_layer("two instances on one store are needed"),
-        Case::code(
-            "C92-stale-owner-while-replaced",
-            "nor does a stale owner end the attempt of the one who is at it now",
-            |world| Box::pin(stale_owner_while_replaced(world)),
-        )
-        .given(Plan { on_abandoned: Some(OnAbandoned::Reexecute), ..short.clone() })
-        .only_layer("two instances on one store are needed"),
-        Case::code(
-            "S3-abandoned-park",
-            "an owner that is gone leaves the outcome unknown, until retention ends",
-            |world| Box::pin(abandoned_park(world)),
-        )
-        .given(Plan { retention: Some(Duration::from_millis(1500)), ..short.clone() })
-        .only_layer("two instances on one store are needed"),
-    ]);
-    for (id, title, word) in [
-        ("S3-reconcile-found", "reconcile: an attempt that happened is stored and replayed", Word::Found),
-        ("S3-reconcile-not-found", "reconcile: one that did not is executed", Word::NotFound),
-        ("S3-reconcile-unclear", "reconcile: one that nobody can tell of is unknown", Word::Unclear),
+        "stale-owner-is-fenced": "a stale owner is fenced: its client has its answer, marked, and the store the other one's"
+            .given(reexecute)
+            .only_layer("two instances on one store are needed")
+            => run (stale_owner);
+        "stale-owner-leaves-its-successor-alone": "a stale owner does not end the attempt of its successor"
+            .given(Plan { on_abandoned: Some(OnAbandoned::Reexecute), ..short.clone() })
+            .only_layer("two instances on one store are needed")
+            => run (stale_owner_while_replaced);
+        "abandoned-park": "an owner that died leaves the outcome unknown until the retention ends"
+            .given(Plan { retention: Some(Duration::from_millis(1500)), ..short.clone() })
+            .only_layer("two instances on one store are needed")
+            => run (abandoned_park);
+    });
+    for (name, title, reply) in [
+        (
+            "reconcile-found",
+            "reconcile: an attempt that happened is stored and replayed",
+            ReconcileReply::Found,
+        ),
+        (
+            "reconcile-not-found",
+            "reconcile: an attempt that did not happen is executed",
+            ReconcileReply::NotFound,
+        ),
+        (
+            "reconcile-unclear",
+            "reconcile: an attempt with an unclear outcome is unknown",
+            ReconcileReply::Unclear,
+        ),
     ] {
         let plan =
-            Plan { on_abandoned: Some(OnAbandoned::Reconcile), reconcile: Some(word), ..short.clone() };
-        let case = Case::code(id, title, |world| Box::pin(reconcile(world))).given(plan);
+            Plan { on_abandoned: Some(OnAbandoned::Reconcile), reconcile: Some(reply), ..short.clone() };
+        let case =
+            Case::new(name, title, crate::table::Action::Run(|world| Box::pin(reconcile(world)))).given(plan);
         all.push(
-            case.only_layer("two instances on one store are needed; the sidecar is killed for it in C90"),
+            case.only_layer("two instances on one store are needed; the sidecar is covered by killed-during-the-call-reconcile"),
         );
     }
     all
@@ -308,7 +230,7 @@ pub(super) fn cases() -> Vec<Case> {
 async fn hang_up(world: World, rudely: bool) {
     let done = Latch::new();
     let mut connection = world.connect().await;
-    connection.write(&world.ready(pay_as("a").script(Script::default().held(&done))).octets()).await;
+    connection.write(&world.ready(pay_as("a").script(Script::default().held(&done))).bytes()).await;
     world.backend.until_effects(1).await;
     if rudely {
         connection.reset();
@@ -331,10 +253,10 @@ async fn hang_up_while_reading(world: World) {
     let large: Vec<u8> = (0..=255).cycle().take(900_000).collect();
     let mut connection = world.connect().await;
     let request = world.ready(pay_as("a").script(Script::whole(200, "image/png", large.clone())));
-    connection.write(&request.octets()).await;
+    connection.write(&request.bytes()).await;
     let head = connection.head().await.expect("a head");
     let mut framing = crate::client::framing("POST", &head).expect("a framed body");
-    connection.data(&mut framing).await.expect("some octets");
+    connection.data(&mut framing).await.expect("some bytes");
     connection.reset();
     let again = world.settled(&pay_as("a")).await;
     assert_eq!((again.status(), again.get("idempotent-replayed")), (200, Some("true")), "{again:?}");
@@ -344,10 +266,10 @@ async fn hang_up_while_reading(world: World) {
 
 async fn hang_up_of_a_stream(world: World) {
     let never = Latch::new();
-    let pieces = vec![Piece::Data(Bytes::from_static(b"data: one\n\n")), Piece::Wait(never.clone())];
+    let pieces = vec![BodyPart::Data(Bytes::from_static(b"data: one\n\n")), BodyPart::Wait(never.clone())];
     let mut connection = world.connect().await;
     let script = Script::pieces(200, "text/event-stream", pieces);
-    connection.write(&world.ready(pay_as("a").script(script)).octets()).await;
+    connection.write(&world.ready(pay_as("a").script(script)).bytes()).await;
     connection.head().await.expect("a head");
     connection.reset();
     let again = world.send(pay_as("a")).await;
@@ -367,7 +289,7 @@ async fn cut_short(world: World) {
             // A server may say what it thinks of it, or just hang up.
             match connection.answer("POST").await {
                 Ok(answer) => assert_eq!(answer.status(), 400, "{answer:?}"),
-                Err(Broken::Cut { head: None, .. }) => {}
+                Err(AnswerError::Cut { head: None, .. }) => {}
                 Err(other) => panic!("{other:?}"),
             }
         } else {
@@ -441,21 +363,21 @@ async fn panic_while_others_wait(world: World) {
 async fn handler_error(world: World) {
     match world.try_send(pay_as("a").script(Script::fails())).await {
         Ok(answer) => assert_refusal(UNKNOWN, &answer),
-        Err(Broken::Cut { head: None, .. }) => {}
+        Err(AnswerError::Cut { head: None, .. }) => {}
         Err(other) => panic!("{other:?}"),
     }
     stays_unknown(&world).await;
 }
 
 async fn body_breaks_off(world: World) {
-    let pieces = vec![Piece::Data(Bytes::from_static(b"half of ")), Piece::Break];
+    let pieces = vec![BodyPart::Data(Bytes::from_static(b"half of ")), BodyPart::Break];
     let first = world.send(pay_as("a").script(Script::pieces(200, "text/plain", pieces))).await;
     assert_refusal(UNKNOWN, &first);
     stays_unknown(&world).await;
 }
 
-/// A port where nobody listens before the socket is told to, and that nobody else can get meanwhile.
-pub(super) fn nobody() -> (TcpSocket, std::net::SocketAddr) {
+/// A bound port on which no process listens yet, and which no other process can take meanwhile.
+pub(super) fn unused_port() -> (TcpSocket, std::net::SocketAddr) {
     let socket = TcpSocket::new_v4().expect("a socket");
     socket.bind(([127, 0, 0, 1], 0).into()).expect("a port");
     let address = socket.local_addr().expect("an address");
@@ -463,7 +385,7 @@ pub(super) fn nobody() -> (TcpSocket, std::net::SocketAddr) {
 }
 
 async fn refused_connection(mut world: World) {
-    let (socket, address) = nobody();
+    let (socket, address) = unused_port();
     world.start_in_front_of(address).await;
     for key in ["a", "a", "b"] {
         let answer = world.send(pay_as(key)).await;
@@ -472,15 +394,15 @@ async fn refused_connection(mut world: World) {
     }
     // Another request may use the key: it is free.
     assert_refusal("upstream-unreachable", &world.send(pay_as("a").json("{}")).await);
-    let served = world.backend.serve_on(socket.listen(16).expect("a listener"));
+    let server = world.backend.serve_on(socket.listen(16).expect("a listener"));
     let first = world.send(pay_as("a")).await;
     assert_fresh(&world.plan, &pay_as("a"), &first);
     assert_eq!((first.status(), world.backend.effects()), (201, 1), "{first:?}");
-    drop(served);
+    drop(server);
 }
 
 async fn refused_ten_times(mut world: World) {
-    let (socket, address) = nobody();
+    let (socket, address) = unused_port();
     world.start_in_front_of(address).await;
     for _ in 0..10 {
         assert_refusal("upstream-unreachable", &world.send(pay_as("a")).await);
@@ -493,7 +415,7 @@ async fn refused_ten_times(mut world: World) {
 }
 
 async fn refused_without_a_key(mut world: World) {
-    let (_socket, address) = nobody();
+    let (_socket, address) = unused_port();
     world.start_in_front_of(address).await;
     let answer = world.send(pay()).await;
     assert_problem("upstream-unreachable", 502, &answer);
@@ -546,7 +468,7 @@ async fn closes_on_a_kept_connection(world: World) {
     assert_eq!(world.backend.effects(), before + 1);
 }
 
-/// A service that reads a request, writes these octets and hangs up; it counts the requests.
+/// A service that reads a request, writes these bytes and closes the connection. It counts the requests.
 async fn raw_service(
     answer: &'static [u8],
 ) -> (std::net::SocketAddr, std::sync::Arc<std::sync::atomic::AtomicUsize>) {
@@ -586,7 +508,7 @@ async fn cuts_raw(mut world: World) {
     ];
     for cut in cuts {
         let (address, requests) = raw_service(cut).await;
-        world.close().await;
+        world.end().await;
         world.forget().await;
         world.start_in_front_of(address).await;
         let first = world.send(pay_as("a")).await;
@@ -676,7 +598,7 @@ async fn claim_stalls(world: World) {
         world.faults.next(1, Operation::Claim, fault(stall.clone()));
         let key = format!("k{round}");
         let mut connection = world.connect().await;
-        connection.write(&pay_as(&key).octets()).await;
+        connection.write(&pay_as(&key).bytes()).await;
         until("the claim is under way", async || world.faults.calls(Operation::Claim) > calls).await;
         connection.reset();
         stall.open();
@@ -730,7 +652,7 @@ async fn completion_fails(world: World) {
     assert_eq!(world.backend.effects(), 1);
 }
 
-/// The process that has the answer neither executes nor says that nobody knows, while and after the lease lasts.
+/// The process that has the answer neither executes again nor reports an unknown outcome, during and after the lease.
 async fn stays_in_progress(world: &World) {
     let asked = Instant::now();
     while asked.elapsed() < SHORT * 3 {
@@ -873,7 +795,7 @@ async fn stale_owner_while_replaced(world: World) {
         for operation in [Operation::Renew, Operation::Complete, Operation::Release] {
             world.faults.always(operation, Fault::Refuse);
         }
-        // Whoever replaces it has all the time in the world.
+        // Its successor has a long lease.
         let other = world.second_given(&Plan { lease: None, ..world.plan.clone() }).await;
         let request = world.ready(pay_as(&key).script(Script::status(202).held(&done_second)));
         let address = other.address;
@@ -895,7 +817,7 @@ async fn stale_owner_while_replaced(world: World) {
         if round < 2 {
             assert_eq!(first.get("idempotency-status"), Some("fenced"), "round {round}: {first:?}");
         }
-        // The other one is still at it, and nobody else gets in.
+        // The other owner still works, and the key stays claimed.
         assert_refusal("request-in-progress", &world.send(pay_as(&key)).await);
         done_second.open();
         let second = second.await.unwrap();
@@ -936,13 +858,13 @@ async fn reconcile(world: World) {
     .await;
     let again = there().await;
     match world.plan.reconcile.expect("a word") {
-        Word::Found => {
+        ReconcileReply::Found => {
             assert_eq!((answer.status(), &answer.body[..]), (202, FOUND.as_bytes()), "{answer:?}");
             assert_eq!(answer.get("idempotent-replayed"), Some("true"), "{answer:?}");
             assert_replay(&world.plan, &pay_as("a"), &answer, &again);
             assert_eq!(world.backend.effects(), 1);
         }
-        Word::NotFound => {
+        ReconcileReply::NotFound => {
             assert_fresh(&world.plan, &pay_as("a"), &answer);
             assert_replay(&world.plan, &pay_as("a"), &answer, &again);
             assert_eq!(
@@ -951,7 +873,7 @@ async fn reconcile(world: World) {
                 "{answer:?}"
             );
         }
-        Word::Unclear => {
+        ReconcileReply::Unclear => {
             assert_refusal(UNKNOWN, &answer);
             assert_refusal(UNKNOWN, &again);
             assert_eq!(world.backend.effects(), 1);
@@ -988,7 +910,7 @@ async fn abandoned_park(world: World) {
     })
     .await;
     assert_refusal(UNKNOWN, &answer);
-    // When retention ends, nobody remembers.
+    // After the retention the key is new.
     until("retention is over", async || {
         answer = there().await;
         let effects = world.backend.effects();

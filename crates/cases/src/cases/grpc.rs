@@ -8,56 +8,46 @@ use hyper_util::rt::{TokioExecutor, TokioIo};
 use oncegate_testkit::{Latch, Operation};
 use tokio::net::TcpStream;
 
-use super::failure::nobody;
-use crate::backend::{MARK, Piece, Script};
+use super::failure::unused_port;
+use crate::backend::{BodyPart, MARK, Script};
 use crate::client::{until, within};
 use crate::plan::Plan;
 use crate::table::Case;
-use crate::world::{Door, World};
+use crate::world::{Deployment, World};
 
 pub(super) fn cases() -> Vec<Case> {
     let required = Plan { require_key: true, max_request_body: Some(64), ..Plan::default() };
-    vec![
-        Case::code("S3-grpc-refusals", "a call is refused with a status of gRPC and nothing else", |world| {
-            Box::pin(refusals(world))
-        })
-        .given(required.clone()),
-        Case::code("S3-grpc-refusals-stripe", "and that does not depend on the profile", |world| {
-            Box::pin(refusals(world))
-        })
-        .given(Plan { profile: "stripe", ..required }),
-        Case::code("S3-grpc-failed", "a service's own trailers-only answer stays one", |world| {
-            Box::pin(failed(world))
-        }),
-        Case::code("S3-grpc-in-progress", "a call that is being processed: come again, and when", |world| {
-            Box::pin(in_progress(world))
-        }),
-        Case::code("S3-grpc-unknown", "a call of which nobody knows how it ended is UNKNOWN", |world| {
-            Box::pin(unknown(world))
-        }),
-        Case::code("S3-grpc-store-down", "no store: UNAVAILABLE, and when to come again", |world| {
-            Box::pin(store_down(world))
-        })
-        .only_layer("the sidecar's store cannot be told to fail"),
-        Case::closed(
-            "S3-grpc-unreachable",
-            "a call that did not reach the service is UNAVAILABLE",
-            |world| Box::pin(unreachable(world)),
-        )
-        .only_sidecar("the service behind the layer is in its process"),
-        Case::code("S3-grpc-not-json", "other requests over HTTP/2 get problem details", |world| {
-            Box::pin(not_json(world))
-        })
-        .given(Plan { require_key: true, ..Plan::default() }),
-    ]
+    cases! {
+        "grpc-refusals": "a call is refused with a status of gRPC and nothing else"
+            .given(required.clone())
+            => run (refusals);
+        "grpc-refusals-stripe": "gRPC: a refusal does not depend on the profile"
+            .given(Plan { profile: "stripe", ..required })
+            => run (refusals);
+        "grpc-failed": "a service's own trailers-only answer stays one"
+            => run (failed);
+        "grpc-in-progress": "a call that is being processed: come again, and when"
+            => run (in_progress);
+        "grpc-unknown": "a call with an unknown outcome is UNKNOWN"
+            => run (unknown);
+        "grpc-store-unavailable": "no store: UNAVAILABLE, and when to come again"
+            .only_layer("the sidecar's store cannot be told to fail")
+            => run (store_down);
+        "grpc-unreachable": "a call that did not reach the service is UNAVAILABLE"
+            .only_sidecar("the service behind the layer is in its process")
+            => start (unreachable);
+        "grpc-not-json": "other requests over HTTP/2 get problem details"
+            .given(Plan { require_key: true, ..Plan::default() })
+            => run (not_json);
+    }
 }
 
-/// What a call came to.
+/// The result of a call.
 #[derive(Debug)]
 struct Answer {
     status: StatusCode,
     fields: HeaderMap,
-    /// Whether the stream ended with the header fields.
+    /// `true` if the stream ended with the headers.
     trailers_only: bool,
     body: Bytes,
     trailers: HeaderMap,
@@ -100,7 +90,7 @@ async fn pay(world: &World, key: Option<&str>, body: &str) -> Answer {
 /// A service's own answer to a call.
 fn paid() -> Script {
     let message = [&b"\0\0\0\0\x16"[..], MARK.as_bytes()].concat();
-    Script::pieces(200, GRPC, vec![Piece::Data(message.into())])
+    Script::pieces(200, GRPC, vec![BodyPart::Data(message.into())])
         .trailer("grpc-status", "0")
         .field("trailer", "grpc-status")
 }
@@ -171,13 +161,13 @@ async fn in_progress(world: World) {
 }
 
 async fn unknown(world: World) {
-    let script = if world.door == Door::Layer { Script::panics() } else { Script::fails() };
+    let script = if world.deployment == Deployment::Layer { Script::panics() } else { Script::fails() };
     for script in [script, paid()] {
         let answer = call(&world, GRPC, Some("a"), "1", script).await;
         assert_refused(&answer, "outcome-unknown", 2, Some("-1"));
     }
     assert_eq!(world.backend.effects(), 1);
-    if world.door == Door::Sidecar {
+    if world.deployment == Deployment::Sidecar {
         // Without a key it may have taken effect as well, and a retry would not be safe.
         let answer = call(&world, GRPC, None, "1", Script::fails()).await;
         assert_refused(&answer, "upstream-unanswered", 2, Some("-1"));
@@ -196,7 +186,7 @@ async fn store_down(world: World) {
 }
 
 async fn unreachable(mut world: World) {
-    let (_socket, address) = nobody();
+    let (_socket, address) = unused_port();
     world.start_in_front_of(address).await;
     for key in [Some("a"), Some("a"), None] {
         assert_refused(&pay(&world, key, "1").await, "upstream-unreachable", 14, None);

@@ -1,4 +1,4 @@
-//! Which header fields are kept, and which never are.
+//! Headers that are stored, and headers that never are.
 
 use std::time::{Duration, SystemTime};
 
@@ -9,7 +9,7 @@ use crate::plan::Plan;
 use crate::table::{Case, assert_replay};
 use crate::world::World;
 
-/// What the protocol's list has, with a value that an answer to a POST could have.
+/// The headers of the protocol's list, each with a possible value.
 const KEPT: [(&str, &str); 13] = [
     ("content-type", "application/vnd.test+json; charset=utf-8"),
     ("content-language", "en"),
@@ -26,7 +26,7 @@ const KEPT: [(&str, &str); 13] = [
     ("sunset", "Sat, 31 Dec 2033 23:59:59 GMT"),
 ];
 
-/// What is never kept. `Trailer`, `Upgrade` and the framing have cases of their own.
+/// Headers that are never stored. `Trailer`, `Upgrade` and the framing have their own cases.
 const DROPPED: [(&str, &str); 29] = [
     ("keep-alive", "timeout=5"),
     ("proxy-connection", "keep-alive"),
@@ -53,62 +53,46 @@ const DROPPED: [(&str, &str); 29] = [
     ("x-ratelimit-remaining", "1"),
     ("retry-after", "7"),
     ("server-timing", "db;dur=1"),
-    ("x-powered-by", "somebody"),
+    ("x-powered-by", "a-framework"),
     ("x-anything", "at all"),
     ("alt-svc", "h3=\":443\""),
     ("strict-transport-security", "max-age=1"),
 ];
 
 pub(super) fn cases() -> Vec<Case> {
-    vec![
-        Case::code("C32-kept", "the listed fields are replayed as they were", |world| Box::pin(kept(world))),
-        Case::code(
-            "C50-dropped",
-            "all others are not: hop-by-hop, credentials, cookies, tracing, limits, unlisted ones",
-            |world| Box::pin(dropped(world)),
-        ),
-        Case::code(
-            "C50-connection-nominated",
-            "a field that Connection names is not replayed, listed or not",
-            |world| Box::pin(nominated(world)),
-        ),
-        Case::code("C51-date", "the date of a replay is that of the replay", |world| Box::pin(date(world))),
-        Case::code(
-            "C44-retry-after",
-            "a replayed 503 has no Retry-After, which was about another moment",
-            |world| Box::pin(retry_after_is_not_kept(world)),
-        ),
-        Case::code(
-            "C56-uncached",
-            "a replay has no Age, and only the service's own Cache-Control",
-            |world| Box::pin(uncached(world)),
-        ),
-        Case::code("C32-several-lines", "several lines of one field are replayed in their order", |world| {
-            Box::pin(several_lines(world))
-        }),
-        Case::code("C32-odd-values", "a value that is not ASCII is replayed as it was", |world| {
-            Box::pin(odd_values(world))
-        }),
-        Case::code("S3-configured-field", "a configured field is kept beside the listed ones", |world| {
-            Box::pin(configured(world))
-        })
-        .given(Plan { stored_header: Some("x-anything"), ..Plan::default() }),
-        Case::closed("S3-never-configured", "what must never be replayed cannot be configured", |_| {
-            Box::pin(async { never_configured() })
-        })
-        .only_layer("the sidecar reads its settings before it has any store or service"),
-        Case::code(
-            "S3-configured-and-nominated",
-            "a configured field that Connection names is not kept",
-            |world| Box::pin(configured_and_nominated(world)),
-        )
-        .given(Plan { stored_header: Some("x-anything"), ..Plan::default() }),
-        Case::code(
-            "S3-no-marker-from-inside",
-            "a handler cannot pass its answer off as a replay or as another key's",
-            |world| Box::pin(no_marker_from_inside(world)),
-        ),
-    ]
+    cases! {
+        "stored-headers-are-replayed": "the listed fields are replayed as they were"
+            => run (kept);
+        "other-headers-are-not-replayed": "all others are not: hop-by-hop, credentials, cookies, tracing, limits, unlisted ones"
+            => run (dropped);
+        "header-named-by-connection-is-not-replayed": "a field that Connection names is not replayed, listed or not"
+            => run (nominated);
+        "replay-has-its-own-date": "the date of a replay is that of the replay"
+            => run (date);
+        "replay-has-no-retry-after": "a replayed 503 has no Retry-After, which was about another moment"
+            => run (retry_after_is_not_kept);
+        "replay-has-no-age": "a replay has no Age, and only the service's own Cache-Control"
+            => run (uncached);
+        "several-header-lines-are-replayed-in-order": "several lines of one field are replayed in their order"
+            => run (several_lines);
+        "header-value-that-is-not-ascii": "a value that is not ASCII is replayed as it was"
+            => run (odd_values);
+        "configured-header-is-stored": "a configured header is stored in addition to the listed ones"
+            .given(Plan { stored_header: Some("x-anything"), ..Plan::default() })
+            => run (configured);
+        "unsafe-header-cannot-be-configured": "a header that must never be replayed cannot be configured"
+            .only_layer("the sidecar reads its settings before it has any store or service")
+            => start {
+                |_| {
+                    Box::pin(async { never_configured() })
+                }
+            };
+        "configured-header-named-by-connection-is-not-stored": "a configured field that Connection names is not kept"
+            .given(Plan { stored_header: Some("x-anything"), ..Plan::default() })
+            => run (configured_and_nominated);
+        "handler-cannot-forge-the-replay-marker": "a handler cannot pass its answer off as a replay or as another key's"
+            => run (no_marker_from_inside);
+    }
 }
 
 fn with_all(mut script: Script, fields: &[(&str, &str)]) -> Script {
@@ -255,7 +239,7 @@ async fn no_marker_from_inside(world: World) {
     let script = || {
         Script::status(201)
             .field("idempotent-replayed", "true")
-            .field("idempotency-key", "\"somebody-elses\"")
+            .field("idempotency-key", "\"of-another-caller\"")
             .field("idempotency-status", "fenced")
     };
     let request = pay_as("abc").script(script());

@@ -1,4 +1,4 @@
-//! What makes two requests the same request.
+//! Requests that are equal, and requests that are not.
 
 use std::io::Write;
 
@@ -22,24 +22,22 @@ const REUSED: &str = "key-reused";
 
 pub(super) fn cases() -> Vec<Case> {
     let caller = Plan { key_scope: Some(KeyScope::Caller), ..Plan::default() };
-    vec![
-        Case::code(
-            "C60-tells-nothing",
-            "another request under the key is a 422 that tells nothing of the first",
-            |world| Box::pin(tells_nothing(world)),
-        ),
-        Case::steps("C61-changes-nothing", "after a mismatch the first request is still replayed", || {
-            let other = || Request::post("/payments").key("a").json(r#"{"amount":1}"#);
-            vec![
-                executes(pay_as("a")),
-                refused(REUSED, other()),
-                refused(REUSED, other()),
-                replays(0, pay_as("a")),
-                refused(REUSED, other()),
-            ]
-        }),
-        Case::steps("C62-endpoints-are-apart", "by default a key belongs to method and path", || {
-            vec![
+    cases! {
+        "mismatch-tells-nothing-of-the-first": "another request under the key is a 422 that tells nothing of the first"
+            => run (tells_nothing);
+        "mismatch-changes-nothing": "after a mismatch the first request is still replayed"
+            => steps {
+                let other = || Request::post("/payments").key("a").json(r#"{"amount":1}"#);
+                vec![
+                    executes(pay_as("a")),
+                    refused(REUSED, other()),
+                    refused(REUSED, other()),
+                    replays(0, pay_as("a")),
+                    refused(REUSED, other()),
+                ]
+            };
+        "key-belongs-to-method-and-path": "by default a key belongs to method and path"
+            => steps [
                 executes(pay_as("a")),
                 executes(Request::post("/refunds").key("a").json(PAYMENT)),
                 executes(Request::new("PATCH", "/payments").key("a").json(PAYMENT)),
@@ -47,44 +45,36 @@ pub(super) fn cases() -> Vec<Case> {
                 executes(Request::post("/Payments").key("a").json(PAYMENT)),
                 replays(0, pay_as("a")),
                 replays(1, Request::post("/refunds").key("a").json(PAYMENT)),
-            ]
-        }),
-        Case::steps("C62-query", "the query is a part of the request", || {
-            let to = |target: &str| Request::post(target).key("a").json(PAYMENT);
-            vec![
-                executes(to("/payments?currency=usd")),
-                replays(0, to("/payments?currency=usd")),
-                refused(REUSED, to("/payments?currency=eur")),
-                refused(REUSED, to("/payments")),
-                replays(0, to("/payments?currency=usd")),
-            ]
-        }),
-        Case::steps(
-            "C62-caller-scope",
-            "where a key belongs to the caller, reuse elsewhere is a mismatch",
-            || {
+            ];
+        "query-counts": "the query is a part of the request"
+            => steps {
+                let to = |target: &str| Request::post(target).key("a").json(PAYMENT);
                 vec![
-                    executes(pay_as("a")),
-                    refused(REUSED, Request::post("/refunds").key("a").json(PAYMENT)),
-                    refused(REUSED, Request::new("PATCH", "/payments").key("a").json(PAYMENT)),
-                    refused(REUSED, Request::post("/payments?x=1").key("a").json(PAYMENT)),
-                    replays(0, pay_as("a")),
+                    executes(to("/payments?currency=usd")),
+                    replays(0, to("/payments?currency=usd")),
+                    refused(REUSED, to("/payments?currency=eur")),
+                    refused(REUSED, to("/payments")),
+                    replays(0, to("/payments?currency=usd")),
                 ]
-            },
-        )
-        .given(caller.clone()),
-        Case::steps("C62-caller-scope-methods", "and that holds for every covered method", || {
-            vec![
+            };
+        "mismatch-elsewhere-with-keys-of-the-caller": "keys of the caller: reuse on another path is a mismatch"
+            .given(caller.clone())
+            => steps [
+                executes(pay_as("a")),
+                refused(REUSED, Request::post("/refunds").key("a").json(PAYMENT)),
+                refused(REUSED, Request::new("PATCH", "/payments").key("a").json(PAYMENT)),
+                refused(REUSED, Request::post("/payments?x=1").key("a").json(PAYMENT)),
+                replays(0, pay_as("a")),
+            ];
+        "mismatch-by-method-with-keys-of-the-caller": "keys of the caller: reuse with another covered method is a mismatch"
+            .given(Plan { methods: Some(vec![Method::PUT, Method::DELETE]), ..caller })
+            => steps [
                 executes(Request::new("PUT", "/payments/1").key("a").json(PAYMENT)),
                 refused(REUSED, Request::new("DELETE", "/payments/1").key("a").json(PAYMENT)),
                 passes(pay_as("a")),
-            ]
-        })
-        .given(Plan { methods: Some(vec![Method::PUT, Method::DELETE]), ..caller }),
-        Case::steps(
-            "C63-json-order-and-space",
-            "JSON is compared by what it means: order of members and space do not count",
-            || {
+            ];
+        "json-order-and-space": "JSON is compared by what it means: order of members and space do not count"
+            => steps {
                 json(
                     r#"{"amount":1000,"currency":"usd","meta":{"a":1,"b":[1,2]}}"#,
                     &[
@@ -102,46 +92,39 @@ pub(super) fn cases() -> Vec<Case> {
                         "",
                     ],
                 )
-            },
-        ),
-        Case::steps(
-            "include-matches-nothing",
-            "a chosen member that is misspelt does not make all bodies equal",
-            || {
+            };
+        "included-member-that-matches-nothing": "a chosen member that is misspelt does not make all bodies equal"
+            .given(Plan { fingerprint_include: Some("/Amount"), ..Plan::default() })
+            => steps {
                 let pay = |body: &str| Request::post("/payments").key("a").json(body);
                 vec![
                     executes(pay(r#"{"amount":500,"currency":"gbp"}"#)),
                     refused(REUSED, pay(r#"{"amount":999999,"currency":"usd"}"#)),
                     replays(0, pay(r#"{"currency":"gbp","amount":500.0}"#)),
                 ]
-            },
-        )
-        .given(Plan { fingerprint_include: Some("/Amount"), ..Plan::default() }),
-        Case::steps("exclude-leaves-nothing", "nor does the exclusion of all there is", || {
-            let pay = |body: &str| Request::post("/payments").key("a").json(body);
-            vec![
-                executes(pay(r#"{"amount":500}"#)),
-                refused(REUSED, pay(r#"{"amount":999999}"#)),
-                replays(0, pay(r#"{ "amount": 500 }"#)),
-            ]
-        })
-        .given(Plan { fingerprint_exclude: Some("/amount"), ..Plan::default() }),
-        Case::steps(
-            "json-names-that-fold",
-            "members whose names differ only in case keep their order: some frameworks take them for one",
-            || {
+            };
+        "exclusion-of-every-member": "the exclusion of every member does not make all bodies equal"
+            .given(Plan { fingerprint_exclude: Some("/amount"), ..Plan::default() })
+            => steps {
+                let pay = |body: &str| Request::post("/payments").key("a").json(body);
+                vec![
+                    executes(pay(r#"{"amount":500}"#)),
+                    refused(REUSED, pay(r#"{"amount":999999}"#)),
+                    replays(0, pay(r#"{ "amount": 500 }"#)),
+                ]
+            };
+        "json-names-that-fold": "members whose names differ only in case keep their order: some frameworks take them for one"
+            => steps {
                 let pay = |body: &str| Request::post("/payments").key("a").json(body);
                 vec![
                     executes(pay(r#"{"amount":1,"Amount":2,"to":"a"}"#)),
                     refused(REUSED, pay(r#"{"Amount":2,"amount":1,"to":"a"}"#)),
                     replays(0, pay(r#"{"amount":1,"Amount":2,"to":"a"}"#)),
                 ]
-            },
-        ),
-        Case::steps(
-            "fields-that-rewrite-the-request",
-            "a field that names another method or path makes another request, because many services go by it",
-            || {
+            };
+        "fields-that-rewrite-the-request":
+            "a field that names another method or path makes another request, because many services go by it"
+            => steps {
                 let with = |name: &str, value: &str| pay_as("a").field(name, value);
                 vec![
                     executes(pay_as("a")),
@@ -156,58 +139,62 @@ pub(super) fn cases() -> Vec<Case> {
                     refused(REUSED, pay_as("b").field("X-HTTP-Method-Override", "PUT")),
                     refused(REUSED, pay_as("b")),
                 ]
-            },
-        ),
-        Case::steps("form-names-that-fold", "pairs whose names a framework folds keep their order", || {
-            let form = |body: &'static str| {
-                Request::post("/payments").key("a").body("application/x-www-form-urlencoded", body)
             };
-            vec![
-                executes(form("a.b=1&a_b=2&c=3")),
-                refused(REUSED, form("a_b=2&a.b=1&c=3")),
-                replays(0, form("c=3&a.b=1&a_b=2")),
-            ]
-        }),
-        Case::steps("two-content-types", "both lines of a doubled Content-Type count", || {
-            let pay = || pay_as("a");
-            vec![
-                executes(pay()),
-                refused(REUSED, pay().field("Content-Type", "text/plain")),
-                refused(REUSED, pay().field("Content-Encoding", "identity").field("Content-Encoding", "br")),
-                replays(0, pay()),
-            ]
-        }),
-        Case::steps("C64-numbers", "1.0, 1 and 1e0 are one number", || {
-            json(
-                r#"{"n":1}"#,
-                &[r#"{"n":1.0}"#, r#"{"n":1e0}"#, r#"{"n":10e-1}"#],
-                &[r#"{"n":1.1}"#, r#"{"n":-1}"#, r#"{"n":true}"#, r#"{"n":"1"}"#],
-            )
-        }),
-        Case::steps("C65-null-and-absent", "null is not absent", || {
-            json(r#"{"a":1}"#, &[r#"{ "a":1}"#], &[r#"{"a":1,"note":null}"#, r#"{"a":1,"note":""}"#])
-        }),
-        Case::steps("C66-arrays", "arrays are ordered", || {
-            json("[1,2,3]", &["[ 1, 2.0, 3 ]"], &["[3,2,1]", "[1,2]", "[1,2,3,3]"])
-        }),
-        Case::steps("C70-large-integers", "integers that floating point makes equal are not equal", || {
-            json(
-                r#"{"id":9007199254740993}"#,
-                &[r#"{"id":9007199254740993}"#],
-                &[r#"{"id":9007199254740992}"#, r#"{"id":9007199254740994}"#, r#"{"id":9007199254740993.0}"#],
-            )
-        }),
-        Case::steps("C70-duplicate-members", "a body with a member twice is compared as it is", || {
-            json(
-                r#"{"a":1,"a":2}"#,
-                &[r#"{"a":1,"a":2}"#],
-                &[r#"{"a":2}"#, r#"{"a":1}"#, r#"{"a":2,"a":1}"#, r#"{"a":1, "a":2}"#],
-            )
-        }),
-        Case::steps(
-            "C70-no-json",
-            "what only claims to be JSON is compared as it is, and is no error of ours",
-            || {
+        "form-names-that-fold": "pairs whose names a framework folds keep their order"
+            => steps {
+                let form = |body: &'static str| {
+                    Request::post("/payments").key("a").body("application/x-www-form-urlencoded", body)
+                };
+                vec![
+                    executes(form("a.b=1&a_b=2&c=3")),
+                    refused(REUSED, form("a_b=2&a.b=1&c=3")),
+                    replays(0, form("c=3&a.b=1&a_b=2")),
+                ]
+            };
+        "two-content-types": "both lines of a doubled Content-Type count"
+            => steps {
+                let pay = || pay_as("a");
+                vec![
+                    executes(pay()),
+                    refused(REUSED, pay().field("Content-Type", "text/plain")),
+                    refused(REUSED, pay().field("Content-Encoding", "identity").field("Content-Encoding", "br")),
+                    replays(0, pay()),
+                ]
+            };
+        "equal-json-numbers": "1.0, 1 and 1e0 are one number"
+            => steps {
+                json(
+                    r#"{"n":1}"#,
+                    &[r#"{"n":1.0}"#, r#"{"n":1e0}"#, r#"{"n":10e-1}"#],
+                    &[r#"{"n":1.1}"#, r#"{"n":-1}"#, r#"{"n":true}"#, r#"{"n":"1"}"#],
+                )
+            };
+        "json-null-is-not-absent": "null is not absent"
+            => steps {
+                json(r#"{"a":1}"#, &[r#"{ "a":1}"#], &[r#"{"a":1,"note":null}"#, r#"{"a":1,"note":""}"#])
+            };
+        "json-arrays-are-ordered": "arrays are ordered"
+            => steps {
+                json("[1,2,3]", &["[ 1, 2.0, 3 ]"], &["[3,2,1]", "[1,2]", "[1,2,3,3]"])
+            };
+        "json-large-integers": "integers that floating point makes equal are not equal"
+            => steps {
+                json(
+                    r#"{"id":9007199254740993}"#,
+                    &[r#"{"id":9007199254740993}"#],
+                    &[r#"{"id":9007199254740992}"#, r#"{"id":9007199254740994}"#, r#"{"id":9007199254740993.0}"#],
+                )
+            };
+        "json-duplicate-members": "a body with a member twice is compared as it is"
+            => steps {
+                json(
+                    r#"{"a":1,"a":2}"#,
+                    &[r#"{"a":1,"a":2}"#],
+                    &[r#"{"a":2}"#, r#"{"a":1}"#, r#"{"a":2,"a":1}"#, r#"{"a":1, "a":2}"#],
+                )
+            };
+        "body-that-only-claims-to-be-json": "a body that only claims to be JSON is compared as it is, and is not refused"
+            => steps {
                 let mut steps = Vec::new();
                 for body in [
                     "NaN",
@@ -228,21 +215,15 @@ pub(super) fn cases() -> Vec<Case> {
                     steps.push(refused(REUSED, request(" ")));
                 }
                 steps
-            },
-        ),
-        Case::steps(
-            "C70-deep-json",
-            "a body of ten thousand brackets is compared, and brings nobody down",
-            || {
+            };
+        "deeply-nested-json": "a body of ten thousand brackets is compared, and does no harm"
+            => steps {
                 let deep =
                     || Request::post("/payments").key("a").json("[".repeat(10_000) + &"]".repeat(10_000));
                 vec![executes(deep()), replays(0, deep()), executes(pay_as("b"))]
-            },
-        ),
-        Case::steps(
-            "C70-binary-json",
-            "octets that are no text, sent as JSON, are compared as they are",
-            || {
+            };
+        "binary-body-sent-as-json": "bytes that are no text, sent as JSON, are compared as they are"
+            => steps {
                 let send =
                     |body: &'static [u8]| Request::post("/payments").key("a").body("application/json", body);
                 vec![
@@ -251,102 +232,100 @@ pub(super) fn cases() -> Vec<Case> {
                     refused(REUSED, send(b"{\"a\":\"\xfe\"}")),
                     refused(REUSED, send("{\"a\":\"\u{fffd}\"}".as_bytes())),
                 ]
-            },
-        ),
-        Case::steps("S3-json-suffix", "application/anything+json is JSON too", || {
-            let send = |body: &'static str| {
-                Request::post("/payments").key("a").body("application/vnd.api+json", body)
             };
-            vec![
-                executes(send(r#"{"a":1,"b":2}"#)),
-                replays(0, send(r#"{"b":2,"a":1}"#)),
-                refused(REUSED, send(r#"{"a":1,"b":3}"#)),
-            ]
-        }),
-        Case::steps("S3-media-type", "the same octets under another media type are another request", || {
-            let send = |media: &'static str| Request::post("/payments").key("a").body(media, PAYMENT);
-            vec![
-                executes(send("application/json")),
-                refused(REUSED, send("text/plain")),
-                refused(REUSED, send("application/x-www-form-urlencoded")),
-                refused(REUSED, Request::post("/payments").key("a").untyped(PAYMENT)),
-                replays(0, send("application/json")),
-            ]
-        }),
-        Case::steps("S3-form", "a form is its pairs, in any order", || {
-            let send = |body: &'static str| {
-                Request::post("/payments").key("a").body("application/x-www-form-urlencoded", body)
-            };
-            vec![
-                executes(send("amount=1000&currency=usd&note=a+b")),
-                replays(0, send("currency=usd&note=a+b&amount=1000")),
-                replays(0, send("currency=usd&note=a%20b&amount=1000")),
-                refused(REUSED, send("currency=usd&note=a+b&amount=1001")),
-                refused(REUSED, send("currency=usd&note=a+b&amount=1000&amount=1000")),
-                refused(REUSED, send("currency=usd&note=a%2Bb&amount=1000")),
-                refused(REUSED, send("currency=usd&amount=1000")),
-            ]
-        }),
-        Case::steps(
-            "C67-multipart",
-            "a multipart body is its parts: another boundary is the same request",
-            || {
+        "json-suffix-of-a-media-type": "application/anything+json is JSON too"
+            => steps {
+                let send = |body: &'static str| {
+                    Request::post("/payments").key("a").body("application/vnd.api+json", body)
+                };
                 vec![
-                    executes(multipart("----first", "1000", "file.bin")),
-                    replays(0, multipart("----first", "1000", "file.bin")),
-                    replays(0, multipart("another-boundary-0123456789", "1000", "file.bin")),
-                    refused(REUSED, multipart("----first", "1001", "file.bin")),
-                    refused(REUSED, multipart("another", "1000", "other.bin")),
+                    executes(send(r#"{"a":1,"b":2}"#)),
+                    replays(0, send(r#"{"b":2,"a":1}"#)),
+                    refused(REUSED, send(r#"{"a":1,"b":3}"#)),
                 ]
-            },
-        ),
-        Case::steps("C67-broken-multipart", "a multipart body that is none is compared as it is", || {
-            let send = |body: &'static str| {
-                Request::post("/payments").key("a").body("multipart/form-data; boundary=abc", body)
             };
-            vec![
-                executes(send("--abc\r\nno end")),
-                replays(0, send("--abc\r\nno end")),
-                refused(REUSED, send("--abc\r\nno end ")),
-                executes(send("--abc--").drop_field("Idempotency-Key").key("b")),
-            ]
-        }),
-        Case::steps("C68-gzip", "a body that is coded is the same request as one that is not", || {
-            let coded = |body: &str| {
-                let body = Bytes::from(gzip(body.as_bytes()));
-                Request::post("/payments")
-                    .key("a")
-                    .body("application/json", body)
-                    .field("Content-Encoding", "gzip")
+        "media-type-counts": "the same bytes under another media type are another request"
+            => steps {
+                let send = |media: &'static str| Request::post("/payments").key("a").body(media, PAYMENT);
+                vec![
+                    executes(send("application/json")),
+                    refused(REUSED, send("text/plain")),
+                    refused(REUSED, send("application/x-www-form-urlencoded")),
+                    refused(REUSED, Request::post("/payments").key("a").untyped(PAYMENT)),
+                    replays(0, send("application/json")),
+                ]
             };
-            vec![
-                executes(pay_as("a")),
-                replays(0, coded(PAYMENT)),
-                replays(0, coded(r#"{"currency":"usd","amount":1000}"#)),
-                refused(REUSED, coded(r#"{"currency":"usd","amount":1001}"#)),
-            ]
-        }),
-        Case::steps("C68-coded-first", "and the other way round", || {
-            let body = gzip(PAYMENT.as_bytes());
-            let coded = || {
-                Request::post("/payments")
-                    .key("a")
-                    .body("application/json", body.clone())
-                    .field("Content-Encoding", "gzip")
+        "form-pairs-in-any-order": "a form is its pairs, in any order"
+            => steps {
+                let send = |body: &'static str| {
+                    Request::post("/payments").key("a").body("application/x-www-form-urlencoded", body)
+                };
+                vec![
+                    executes(send("amount=1000&currency=usd&note=a+b")),
+                    replays(0, send("currency=usd&note=a+b&amount=1000")),
+                    replays(0, send("currency=usd&note=a%20b&amount=1000")),
+                    refused(REUSED, send("currency=usd&note=a+b&amount=1001")),
+                    refused(REUSED, send("currency=usd&note=a+b&amount=1000&amount=1000")),
+                    refused(REUSED, send("currency=usd&note=a%2Bb&amount=1000")),
+                    refused(REUSED, send("currency=usd&amount=1000")),
+                ]
             };
-            vec![executes(coded()), replays(0, coded()), replays(0, pay_as("a"))]
-        }),
-        Case::steps("C68-broken-coding", "a body that is not coded as it says is compared as it is", || {
-            let send = |body: &'static str| pay_as("a").json(body).field("Content-Encoding", "gzip");
-            vec![executes(send("no gzip")), replays(0, send("no gzip")), refused(REUSED, send("no gzip "))]
-        }),
-        Case::code(
-            "C68-bomb",
-            "a small body that unfolds beyond the limit is answered, and never runs twice",
-            |world| Box::pin(bomb(world)),
-        ),
-        Case::steps("C69-other-fields", "other header fields do not count", || {
-            vec![
+        "multipart-boundary-does-not-count": "a multipart body is its parts: another boundary is the same request"
+            => steps [
+                executes(multipart("----first", "1000", "file.bin")),
+                replays(0, multipart("----first", "1000", "file.bin")),
+                replays(0, multipart("another-boundary-0123456789", "1000", "file.bin")),
+                refused(REUSED, multipart("----first", "1001", "file.bin")),
+                refused(REUSED, multipart("another", "1000", "other.bin")),
+            ];
+        "broken-multipart": "a multipart body that is none is compared as it is"
+            => steps {
+                let send = |body: &'static str| {
+                    Request::post("/payments").key("a").body("multipart/form-data; boundary=abc", body)
+                };
+                vec![
+                    executes(send("--abc\r\nno end")),
+                    replays(0, send("--abc\r\nno end")),
+                    refused(REUSED, send("--abc\r\nno end ")),
+                    executes(send("--abc--").drop_field("Idempotency-Key").key("b")),
+                ]
+            };
+        "gzip-and-plain-are-one-request": "a body that is coded is the same request as one that is not"
+            => steps {
+                let coded = |body: &str| {
+                    let body = Bytes::from(gzip(body.as_bytes()));
+                    Request::post("/payments")
+                        .key("a")
+                        .body("application/json", body)
+                        .field("Content-Encoding", "gzip")
+                };
+                vec![
+                    executes(pay_as("a")),
+                    replays(0, coded(PAYMENT)),
+                    replays(0, coded(r#"{"currency":"usd","amount":1000}"#)),
+                    refused(REUSED, coded(r#"{"currency":"usd","amount":1001}"#)),
+                ]
+            };
+        "plain-after-gzip-is-one-request": "a plain body is the same request as a coded one before it"
+            => steps {
+                let body = gzip(PAYMENT.as_bytes());
+                let coded = || {
+                    Request::post("/payments")
+                        .key("a")
+                        .body("application/json", body.clone())
+                        .field("Content-Encoding", "gzip")
+                };
+                vec![executes(coded()), replays(0, coded()), replays(0, pay_as("a"))]
+            };
+        "body-with-broken-coding": "a body that is not coded as it says is compared as it is"
+            => steps {
+                let send = |body: &'static str| pay_as("a").json(body).field("Content-Encoding", "gzip");
+                vec![executes(send("no gzip")), replays(0, send("no gzip")), refused(REUSED, send("no gzip "))]
+            };
+        "decompression-bomb": "a small body that unfolds beyond the limit is answered, and never runs twice"
+            => run (bomb);
+        "other-headers-do-not-count": "other header fields do not count"
+            => steps [
                 executes(pay_as("a").field("User-Agent", "one/1.0").field("Accept", "*/*")),
                 replays(0, pay_as("a").field("User-Agent", "two/2.0").field("Accept", "application/json")),
                 replays(
@@ -361,21 +340,18 @@ pub(super) fn cases() -> Vec<Case> {
                     pay_as("a")
                         .field("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),
                 ),
-            ]
-        }),
-        Case::steps("S3-chosen-field", "a chosen header field counts", || {
-            vec![
+            ];
+        "chosen-header-counts": "a chosen header field counts"
+            .given(Plan { fingerprint_header: Some("x-version"), ..Plan::default() })
+            => steps [
                 executes(pay_as("a").field("X-Version", "1")),
                 replays(0, pay_as("a").field("X-Version", "1")),
                 refused(REUSED, pay_as("a").field("X-Version", "2")),
                 refused(REUSED, pay_as("a")),
-            ]
-        })
-        .given(Plan { fingerprint_header: Some("x-version"), ..Plan::default() }),
-        Case::steps(
-            "S3-excluded-member",
-            "a member that is left out does not count, wherever else it stands",
-            || {
+            ];
+        "excluded-json-member": "a member that is left out does not count, wherever else it stands"
+            .given(Plan { fingerprint_exclude: Some("/meta/at"), ..Plan::default() })
+            => steps {
                 json(
                     r#"{"amount":1,"meta":{"at":"10:00","by":"a"}}"#,
                     &[r#"{"amount":1,"meta":{"at":"10:01","by":"a"}}"#, r#"{"meta":{"by":"a"},"amount":1}"#],
@@ -385,23 +361,23 @@ pub(super) fn cases() -> Vec<Case> {
                         r#"{"amount":1,"at":"10:00","meta":{"at":"10:00","by":"a"}}"#,
                     ],
                 )
-            },
-        )
-        .given(Plan { fingerprint_exclude: Some("/meta/at"), ..Plan::default() }),
-        Case::steps("S3-included-member", "where one member counts, the others do not", || {
-            json(
-                r#"{"amount":1,"note":"a"}"#,
-                &[r#"{"amount":1,"note":"b"}"#, r#"{"amount":1.0}"#],
-                &[r#"{"amount":2,"note":"a"}"#, r#"{"note":"a"}"#],
-            )
-        })
-        .given(Plan { fingerprint_include: Some("/amount"), ..Plan::default() }),
-        Case::steps("S3-raw", "where bodies are compared octet by octet, order and space count", || {
-            json(r#"{"a":1,"b":2}"#, &[r#"{"a":1,"b":2}"#], &[r#"{"b":2,"a":1}"#, r#"{"a":1, "b":2}"#])
-        })
-        .given(Plan { fingerprint_raw: true, ..Plan::default() }),
-        Case::steps("C72-empty-and-absent", "an empty body is an absent one, however it is framed", || {
-            vec![
+            };
+        "included-json-member": "where one member counts, the others do not"
+            .given(Plan { fingerprint_include: Some("/amount"), ..Plan::default() })
+            => steps {
+                json(
+                    r#"{"amount":1,"note":"a"}"#,
+                    &[r#"{"amount":1,"note":"b"}"#, r#"{"amount":1.0}"#],
+                    &[r#"{"amount":2,"note":"a"}"#, r#"{"note":"a"}"#],
+                )
+            };
+        "raw-bodies-compare-byte-by-byte": "where bodies are compared byte by byte, order and space count"
+            .given(Plan { fingerprint_raw: true, ..Plan::default() })
+            => steps {
+                json(r#"{"a":1,"b":2}"#, &[r#"{"a":1,"b":2}"#], &[r#"{"b":2,"a":1}"#, r#"{"a":1, "b":2}"#])
+            };
+        "empty-body-equals-absent-body": "an empty body is an absent one, however it is framed"
+            => steps [
                 executes(Request::post("/payments/1/capture").key("a")),
                 replays(0, Request::post("/payments/1/capture").key("a").untyped("")),
                 replays(
@@ -412,50 +388,44 @@ pub(super) fn cases() -> Vec<Case> {
                         .drop_field("Content-Type"),
                 ),
                 refused(REUSED, Request::post("/payments/1/capture").key("a").untyped("x")),
-            ]
-        }),
-        Case::steps("S3-chunks", "how a body is cut into chunks does not count", || {
-            let chunked = |size: usize| {
-                let chunks = PAYMENT.as_bytes().chunks(size).map(Bytes::copy_from_slice).collect();
-                Request::post("/payments").key("a").chunked("application/json", chunks)
+            ];
+        "chunk-boundaries-do-not-count": "how a body is cut into chunks does not count"
+            => steps {
+                let chunked = |size: usize| {
+                    let chunks = PAYMENT.as_bytes().chunks(size).map(Bytes::copy_from_slice).collect();
+                    Request::post("/payments").key("a").chunked("application/json", chunks)
+                };
+                vec![
+                    executes(chunked(1)),
+                    replays(0, chunked(7)),
+                    replays(0, chunked(1000)),
+                    replays(0, pay_as("a")),
+                ]
             };
-            vec![
-                executes(chunked(1)),
-                replays(0, chunked(7)),
-                replays(0, chunked(1000)),
-                replays(0, pay_as("a")),
-            ]
-        }),
-        Case::code(
-            "C71-mismatch-while-in-flight",
-            "another request is a mismatch while the first still runs, and not a conflict",
-            |world| Box::pin(in_flight(world)),
-        ),
-        Case::steps(
-            "C71-mismatch-of-a-tombstone",
-            "another request is a mismatch where the answer was not kept",
-            || {
+        "mismatch-while-in-flight": "another request is a mismatch while the first still runs, and not a conflict"
+            => run (in_flight);
+        "mismatch-of-a-tombstone": "another request is a mismatch where the answer was not kept"
+            .given(Plan { max_response_body: Some(99), ..Plan::default() })
+            => steps {
                 let large = Script::whole(201, "text/plain", vec![b'x'; 100]);
                 vec![
                     executes(pay_as("a").script(large)),
                     refused("replay-unavailable", pay_as("a")),
                     refused(REUSED, Request::post("/payments").key("a").json("{}")),
                 ]
-            },
-        )
-        .given(Plan { max_response_body: Some(99), ..Plan::default() }),
-        Case::steps("S3-raw-bodies", "what is neither JSON nor form nor multipart is octets", || {
-            let send = |body: &'static str| pay_as("a").body("text/xml", body);
-            vec![
-                executes(send("<a b='1' c='2'/>")),
-                replays(0, send("<a b='1' c='2'/>")),
-                refused(REUSED, send("<a c='2' b='1'/>")),
-            ]
-        }),
-        Case::steps("S3-same-key-no-body", "a request with a body and one without are two", || {
-            vec![executes(pay_as("a")), refused(REUSED, pay().drop_body().key("a")), replays(0, pay_as("a"))]
-        }),
-    ]
+            };
+        "other-media-types-compare-byte-by-byte": "what is neither JSON nor form nor multipart is bytes"
+            => steps {
+                let send = |body: &'static str| pay_as("a").body("text/xml", body);
+                vec![
+                    executes(send("<a b='1' c='2'/>")),
+                    replays(0, send("<a b='1' c='2'/>")),
+                    refused(REUSED, send("<a c='2' b='1'/>")),
+                ]
+            };
+        "body-and-no-body-differ": "a request with a body and one without are two"
+            => steps [executes(pay_as("a")), refused(REUSED, pay().drop_body().key("a")), replays(0, pay_as("a"))];
+    }
 }
 
 /// The first body executes under a key, the equal ones are replays of it, the others are mismatches.
@@ -468,9 +438,9 @@ fn json(first: &str, equal: &[&str], other: &[&str]) -> Vec<Step> {
     steps
 }
 
-fn gzip(octets: &[u8]) -> Vec<u8> {
+fn gzip(bytes: &[u8]) -> Vec<u8> {
     let mut encoder = GzEncoder::new(Vec::new(), Compression::default());
-    encoder.write_all(octets).unwrap();
+    encoder.write_all(bytes).unwrap();
     encoder.finish().unwrap()
 }
 

@@ -1,4 +1,4 @@
-//! What an operator can do, and what the numbers say.
+//! Decisions of operators, and metrics.
 
 use std::collections::BTreeMap;
 
@@ -8,45 +8,28 @@ use super::{pay, pay_as};
 use crate::backend::Script;
 use crate::client::Request;
 use crate::table::{Case, assert_fresh, assert_refusal, assert_replay};
-use crate::world::{RESOLVED, Verdict, World};
+use crate::world::{OperatorDecision, RESOLVED, World};
 
 pub(super) fn cases() -> Vec<Case> {
-    vec![
-        Case::code(
-            "S3-resolved-completed",
-            "an unknown outcome that an operator found is replayed",
-            |world| Box::pin(resolved(world, Verdict::Happened)),
-        ),
-        Case::code(
-            "S3-resolved-tombstone",
-            "or cannot be replayed, where there is nothing to replay",
-            |world| Box::pin(resolved(world, Verdict::HappenedSomehow)),
-        ),
-        Case::code("S3-resolved-released", "or is executed, where the operation did not happen", |world| {
-            Box::pin(resolved(world, Verdict::DidNotHappen))
-        }),
-        Case::code(
-            "operators-take-back-what-they-said",
-            "an operator's answer can be parked and amended, and nothing executes meanwhile",
-            |world| Box::pin(taken_back(world)),
-        ),
-        Case::code(
-            "I8-completed-is-not-resolved",
-            "what is completed cannot be resolved, released, amended or parked, not even by force",
-            |world| Box::pin(completed(world)),
-        ),
-        Case::code(
-            "I8-running-is-not-resolved",
-            "nor what is running, but by force; then its owner is fenced",
-            |world| Box::pin(running(world)),
-        ),
-        Case::code(
-            "I15-requests-add-up",
-            "the outcomes in the metrics are those that happened, and add up to the requests",
-            |world| Box::pin(metrics(world)),
-        )
-        .only_sidecar("the layer tells an observer, and has no numbers of its own"),
-    ]
+    cases! {
+        "resolved-as-completed": "an unknown outcome that an operator found is replayed"
+            => run (resolved, OperatorDecision::Happened);
+        "resolved-without-an-answer": "an unknown outcome that an operator resolved without an answer cannot be replayed"
+            => run (resolved, OperatorDecision::HappenedWithoutAnswer);
+        "resolved-as-not-happened": "an unknown outcome that an operator resolved as not happened is executed"
+            => run (resolved, OperatorDecision::DidNotHappen);
+        "operator-parks-and-amends-a-resolution":
+            "an operator's answer can be parked and amended, and nothing executes meanwhile"
+            => run (taken_back);
+        "completed-record-cannot-be-resolved":
+            "a completed record cannot be resolved, released, amended or parked, not even by force"
+            => run (completed);
+        "running-record-is-resolved-only-by-force": "a running record is resolved only by force; then its owner is fenced"
+            => run (running);
+        "metrics-add-up-to-the-requests": "the outcomes in the metrics are those that happened, and add up to the requests"
+            .only_sidecar("the layer tells an observer, and has no numbers of its own")
+            => run (metrics);
+    }
 }
 
 /// The only record there is.
@@ -57,8 +40,8 @@ async fn only_record(world: &World, state: &str) -> String {
     id.clone()
 }
 
-async fn resolved(world: World, verdict: Verdict) {
-    // Whatever becomes of this request at this door: its outcome is unknown.
+async fn resolved(world: World, verdict: OperatorDecision) {
+    // The deployments answer this request differently; its outcome is unknown.
     let _ = world.try_send(pay_as("a").script(Script::fails())).await;
     assert_refusal("outcome-unknown", &world.send(pay_as("a")).await);
     let record = only_record(&world, "unknown").await;
@@ -66,24 +49,29 @@ async fn resolved(world: World, verdict: Verdict) {
     let again = world.send(pay_as("a")).await;
     let last = world.last_audit().await.expect("an entry");
     match verdict {
-        Verdict::Happened => {
+        OperatorDecision::Happened => {
             assert_eq!((again.status(), &again.body[..]), (202, RESOLVED.as_bytes()), "{again:?}");
             assert_eq!(again.get("content-type"), Some("text/plain"), "{again:?}");
             assert_replay(&world.plan, &pay_as("a"), &again, &world.send(pay_as("a")).await);
             assert_refusal("key-reused", &world.send(pay_as("a").json("{}")).await);
             assert_eq!(last, ["unknown", "completed", "cases", "in the ledger"]);
             assert_eq!(world.backend.effects(), 1);
-            assert!(!world.resolve(&record, Verdict::DidNotHappen).await, "changed what was completed");
+            assert!(
+                !world.resolve(&record, OperatorDecision::DidNotHappen).await,
+                "changed what was completed"
+            );
         }
-        Verdict::Park | Verdict::HappenedAfterAll | Verdict::DidNotHappenAfterAll => {
+        OperatorDecision::Park
+        | OperatorDecision::AmendedToHappened
+        | OperatorDecision::AmendedToDidNotHappen => {
             unreachable!("not the first word on a record")
         }
-        Verdict::HappenedSomehow => {
+        OperatorDecision::HappenedWithoutAnswer => {
             assert_refusal("replay-unavailable", &again);
             assert_eq!(last, ["unknown", "tombstone", "cases", "in the ledger"]);
             assert_eq!(world.backend.effects(), 1);
         }
-        Verdict::DidNotHappen | Verdict::ForceRelease => {
+        OperatorDecision::DidNotHappen | OperatorDecision::ForceRelease => {
             assert_fresh(&world.plan, &pay_as("a"), &again);
             assert_eq!(last, ["unknown", "released", "cases", "in the ledger"]);
             assert_eq!((again.status(), world.backend.effects()), (201, 2), "{again:?}");
@@ -97,51 +85,54 @@ async fn taken_back(world: World) {
     let record = only_record(&world, "unknown").await;
     let said = async |verdict| assert!(world.resolve(&record, verdict).await, "{verdict:?} was not taken");
     // The wrong word, and the way back.
-    said(Verdict::HappenedSomehow).await;
+    said(OperatorDecision::HappenedWithoutAnswer).await;
     assert_refusal("replay-unavailable", &world.send(pay_as("a")).await);
-    said(Verdict::Park).await;
+    said(OperatorDecision::Park).await;
     assert_eq!(world.last_audit().await.expect("an entry")[..2], ["tombstone", "unknown"]);
     assert_refusal("outcome-unknown", &world.send(pay_as("a")).await);
-    assert!(!world.resolve(&record, Verdict::DidNotHappenAfterAll).await, "there is nothing to amend");
+    assert!(
+        !world.resolve(&record, OperatorDecision::AmendedToDidNotHappen).await,
+        "there is nothing to amend"
+    );
     // A key that was released, and held before a retry came.
-    said(Verdict::DidNotHappen).await;
-    said(Verdict::Park).await;
+    said(OperatorDecision::DidNotHappen).await;
+    said(OperatorDecision::Park).await;
     assert_refusal("outcome-unknown", &world.send(pay_as("a")).await);
     // Another operator's word does not overtake, and an amendment does.
-    said(Verdict::HappenedSomehow).await;
-    assert!(!world.resolve(&record, Verdict::Happened).await, "changed what another operator said");
+    said(OperatorDecision::HappenedWithoutAnswer).await;
+    assert!(!world.resolve(&record, OperatorDecision::Happened).await, "changed what another operator said");
     assert_refusal("replay-unavailable", &world.send(pay_as("a")).await);
-    said(Verdict::HappenedAfterAll).await;
+    said(OperatorDecision::AmendedToHappened).await;
     for _ in 0..3 {
         let again = world.send(pay_as("a")).await;
         assert_eq!((again.status(), &again.body[..]), (202, RESOLVED.as_bytes()), "{again:?}");
     }
     assert_eq!(world.backend.effects(), 1);
-    said(Verdict::DidNotHappenAfterAll).await;
+    said(OperatorDecision::AmendedToDidNotHappen).await;
     assert_eq!(world.last_audit().await.expect("an entry")[..2], ["completed", "released"]);
     let again = world.send(pay_as("a")).await;
     assert_fresh(&world.plan, &pay_as("a"), &again);
     assert_eq!((again.status(), world.backend.effects()), (201, 2), "{again:?}");
     // That is its service's own answer.
-    for verdict in [Verdict::Park, Verdict::DidNotHappenAfterAll] {
+    for verdict in [OperatorDecision::Park, OperatorDecision::AmendedToDidNotHappen] {
         assert!(!world.resolve(&record, verdict).await, "{verdict:?} was taken");
     }
     assert_replay(&world.plan, &pay_as("a"), &again, &world.send(pay_as("a")).await);
 }
 
-const ALL_BUT_FORCE: [Verdict; 6] = [
-    Verdict::Happened,
-    Verdict::HappenedSomehow,
-    Verdict::DidNotHappen,
-    Verdict::Park,
-    Verdict::HappenedAfterAll,
-    Verdict::DidNotHappenAfterAll,
+const ALL_BUT_FORCE: [OperatorDecision; 6] = [
+    OperatorDecision::Happened,
+    OperatorDecision::HappenedWithoutAnswer,
+    OperatorDecision::DidNotHappen,
+    OperatorDecision::Park,
+    OperatorDecision::AmendedToHappened,
+    OperatorDecision::AmendedToDidNotHappen,
 ];
 
 async fn completed(world: World) {
     let first = world.send(pay_as("a")).await;
     let record = only_record(&world, "completed").await;
-    for verdict in ALL_BUT_FORCE.into_iter().chain([Verdict::ForceRelease]) {
+    for verdict in ALL_BUT_FORCE.into_iter().chain([OperatorDecision::ForceRelease]) {
         assert!(!world.resolve(&record, verdict).await, "{verdict:?} was taken");
         assert_replay(&world.plan, &pay_as("a"), &first, &world.send(pay_as("a")).await);
     }
@@ -158,7 +149,7 @@ async fn running(world: World) {
         assert!(!world.resolve(&record, verdict).await, "{verdict:?} was taken");
         assert_refusal("request-in-progress", &world.send(pay_as("a")).await);
     }
-    assert!(world.resolve(&record, Verdict::ForceRelease).await, "not taken");
+    assert!(world.resolve(&record, OperatorDecision::ForceRelease).await, "not taken");
     assert_eq!(world.last_audit().await.expect("an entry")[..2], ["in-progress", "released"]);
     done.open();
     let first = first.await.unwrap().expect("an answer");

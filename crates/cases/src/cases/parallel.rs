@@ -16,106 +16,66 @@ const IN_PROGRESS: &str = "request-in-progress";
 
 pub(super) fn cases() -> Vec<Case> {
     let patient = Plan { wait: Some(Duration::from_secs(10)), ..Plan::default() };
-    vec![
-        Case::code(
-            "C80-C82-conflict",
-            "a second request while the first runs is a 409, which is not kept, and the first is not disturbed",
-            |world| Box::pin(conflict(world)),
-        ),
-        Case::code(
-            "C81-retry-after",
-            "Retry-After is 1 at first, and grows with the time that the first request takes",
-            |world| Box::pin(retry_after_of_a_long_lease(world)),
-        )
-        .given(Plan { lease: Some(Duration::from_secs(60)), ..Plan::default() }),
-        Case::code(
-            "a-double-click",
-            "a second request while the first runs gets its answer, where nothing is configured",
-            |world| Box::pin(wait(world)),
-        )
-        .given(Plan { wait: None, ..Plan::default() }),
-        Case::code(
-            "C81-retry-after-of-a-short-lease",
-            "and 1 where the lease is shorter than that",
-            |world| Box::pin(retry_after_of_a_short_lease(world)),
-        )
-        .given(Plan { lease: Some(Duration::from_millis(900)), ..Plan::default() }),
-        Case::code(
-            "C83-wait",
-            "where waiting is the policy, the second gets the first one's answer",
-            |world| Box::pin(wait(world)),
-        )
-        .given(patient.clone()),
-        Case::code("C83-many-wait", "a hundred that wait get one answer from one execution", |world| {
-            Box::pin(many_wait(world))
-        })
-        .given(patient.clone()),
-        Case::code(
-            "C83-waiters-hang-up",
-            "waiters that go away leave the first one and the others alone",
-            |world| Box::pin(waiters_hang_up(world)),
-        )
-        .given(patient.clone()),
-        Case::code(
-            "C83-mismatch-does-not-wait",
-            "another request is told so at once, and does not wait",
-            |world| Box::pin(mismatch_does_not_wait(world)),
-        )
-        .given(patient.clone()),
-        Case::code(
-            "C83-wait-for-a-release",
-            "where the first one frees the key, one that waited executes, and one only",
-            |world| Box::pin(wait_for_a_release(world)),
-        )
-        .given(patient),
-        Case::code("C84-wait-in-vain", "who waits longer than the policy says gets the 409", |world| {
-            Box::pin(wait_in_vain(world))
-        })
-        .given(Plan { wait: Some(Duration::from_millis(300)), ..Plan::default() }),
-        Case::code("C85-hundred-equal-requests", "a hundred equal requests at once execute once", |world| {
-            Box::pin(hundred(world))
-        }),
-        Case::code(
-            "C85-hundred-with-a-quick-handler",
-            "and also where the handler is done before the last one comes",
-            |world| Box::pin(hundred_quick(world)),
-        ),
-        Case::code(
-            "C86-many-keys",
-            "twenty keys, each twenty times at once: twenty executions, each with its own answer",
-            |world| Box::pin(many_keys(world)),
-        ),
-        Case::code("C87-renewal", "a handler that takes four leases keeps its key", |world| {
-            Box::pin(renewal(world))
-        })
-        .given(Plan { lease: Some(Duration::from_millis(300)), ..Plan::default() }),
-        Case::code(
-            "C87-renewal-against-another",
-            "and keeps it from another instance on the same store",
-            |world| Box::pin(renewal_against_another(world)),
-        )
-        .given(Plan {
-            // On a busy machine a renewal may be more than a second late before it is too late.
-            lease: Some(Duration::from_secs(2)),
-            on_abandoned: Some(OnAbandoned::Reexecute),
-            ..Plan::default()
-        })
-        .two_processes(),
-        Case::code(
-            "S3-pipelined",
-            "equal requests on one connection, sent before the first answer, execute once",
-            |world| Box::pin(pipelined(world)),
-        ),
-        Case::code("S3-two-instances", "two instances on one store execute once between them", |world| {
-            Box::pin(two_instances(world))
-        })
-        .two_processes(),
-        Case::code("S3-two-instances-wait", "who waits for the other instance gets its answer", |world| {
-            Box::pin(two_instances_wait(world))
-        })
-        .given(Plan { wait: Some(Duration::from_secs(10)), ..Plan::default() })
-        .two_processes(),
-    ]
+    cases! {
+        "second-request-conflicts":
+            "a second request while the first runs is a 409, which is not kept, and the first is not disturbed"
+            => run (conflict);
+        "retry-after-grows": "Retry-After is 1 at first, and grows with the time that the first request takes"
+            .given(Plan { lease: Some(Duration::from_secs(60)), ..Plan::default() })
+            => run (retry_after_of_a_long_lease);
+        "double-click-gets-one-answer": "a second request while the first runs gets its answer, where nothing is configured"
+            .given(Plan { wait: None, ..Plan::default() })
+            => run (wait);
+        "retry-after-of-a-short-lease": "Retry-After is 1 if the lease is shorter than that"
+            .given(Plan { lease: Some(Duration::from_millis(900)), ..Plan::default() })
+            => run (retry_after_of_a_short_lease);
+        "second-request-waits-for-the-answer": "with a wait, the second request gets the answer of the first"
+            .given(patient.clone())
+            => run (wait);
+        "hundred-requests-wait-for-one-answer": "a hundred that wait get one answer from one execution"
+            .given(patient.clone())
+            => run (many_wait);
+        "waiters-hang-up": "waiters that go away leave the first one and the others alone"
+            .given(patient.clone())
+            => run (waiters_hang_up);
+        "mismatch-does-not-wait": "a mismatch is refused at once, and does not wait"
+            .given(patient.clone())
+            => run (mismatch_does_not_wait);
+        "wait-for-a-release": "where the first one frees the key, one that waited executes, and one only"
+            .given(patient)
+            => run (wait_for_a_release);
+        "wait-ends-with-a-conflict": "a request that waited as long as it may gets the 409"
+            .given(Plan { wait: Some(Duration::from_millis(300)), ..Plan::default() })
+            => run (wait_in_vain);
+        "hundred-equal-requests": "a hundred equal requests at once execute once"
+            => run (hundred);
+        "hundred-equal-requests-with-a-quick-handler":
+            "a hundred equal requests execute once, also if the handler ends before the last one arrives"
+            => run (hundred_quick);
+        "many-keys-at-once": "twenty keys, each twenty times at once: twenty executions, each with its own answer"
+            => run (many_keys);
+        "lease-is-renewed": "a handler that takes four leases keeps its key"
+            .given(Plan { lease: Some(Duration::from_millis(300)), ..Plan::default() })
+            => run (renewal);
+        "renewed-lease-keeps-out-another-instance": "a renewed lease keeps the key from another instance on the same store"
+            .given(Plan {
+                // On a busy machine a renewal may be more than a second late before it is too late.
+                lease: Some(Duration::from_secs(2)),
+                on_abandoned: Some(OnAbandoned::Reexecute),
+                ..Plan::default()
+            })
+            .two_processes()
+            => run (renewal_against_another);
+        "pipelined-requests-execute-once": "equal requests on one connection, sent before the first answer, execute once"
+            => run (pipelined);
+        "two-instances-execute-once": "two instances on one store execute once between them"
+            .two_processes()
+            => run (two_instances);
+        "waiting-for-the-other-instance": "a request that waits for the other instance gets its answer"
+            .given(Plan { wait: Some(Duration::from_secs(10)), ..Plan::default() })
+            .two_processes()
+            => run (two_instances_wait);
+    }
 }
 
 async fn conflict(world: World) {
@@ -191,7 +151,9 @@ async fn many_wait(world: World) {
     one_executed_the_rest_replayed(&world, &answers);
 }
 
-async fn answers(all: Vec<tokio::task::JoinHandle<Result<Answer, crate::client::Broken>>>) -> Vec<Answer> {
+async fn answers(
+    all: Vec<tokio::task::JoinHandle<Result<Answer, crate::client::AnswerError>>>,
+) -> Vec<Answer> {
     let mut answers = Vec::new();
     for one in all {
         answers.push(one.await.unwrap().expect("an answer"));
@@ -217,7 +179,7 @@ async fn waiters_hang_up(world: World) {
     let stays = world.start_send(pay_as("a"));
     for _ in 0..10 {
         let mut connection = world.connect().await;
-        connection.write(&pay_as("a").octets()).await;
+        connection.write(&pay_as("a").bytes()).await;
         connection.reset();
     }
     done.open();
@@ -381,7 +343,7 @@ async fn renewal_against_another(world: World) {
 async fn pipelined(world: World) {
     let request = pay_as("a");
     let mut connection = world.connect().await;
-    connection.write(&request.octets().repeat(3)).await;
+    connection.write(&request.bytes().repeat(3)).await;
     let mut answers = Vec::new();
     for _ in 0..3 {
         answers.push(connection.answer("POST").await.expect("an answer"));

@@ -26,82 +26,63 @@ fn on(path: &'static str, plan: Plan) -> Plan {
 pub(super) fn cases() -> Vec<Case> {
     let required = Plan { require_key: true, ..Plan::default() };
     let exact = Plan { exact_paths: true, ..required.clone() };
-    vec![
-        Case::steps(
-            "path-spelling-does-not-avoid-a-route",
-            "every spelling of a path has the settings of its route, and other paths have not",
-            || {
+    cases! {
+        "path-spelling-does-not-avoid-a-route":
+            "every spelling of a path has the settings of its route, and other paths have not"
+            .given(on("/orders", required.clone()))
+            => steps {
                 let spelled = SPELLINGS.into_iter().chain(LOOSE);
                 let refused = spelled.map(|target| refused("key-missing", order(target)));
                 refused
                     .chain(["/order", "/orders%2F", "/orders/7"].map(|target| passes(order(target))))
                     .collect()
-            },
-        )
-        .given(on("/orders", required.clone())),
-        Case::steps(
-            "path-spelling-that-counts",
-            "if a slash at the end and case count, other spellings are other paths",
-            || {
+            };
+        "path-spelling-that-counts": "if a slash at the end and case count, other spellings are other paths"
+            .given(on("/orders", exact))
+            => steps {
                 let same = SPELLINGS.map(|target| refused("key-missing", order(target)));
                 same.into_iter().chain(LOOSE.map(|target| passes(order(target)))).collect()
-            },
-        )
-        .given(on("/orders", exact)),
-        Case::steps(
-            "path-spelling-of-a-retry",
-            "a retry in another spelling gets the answer of the first one",
-            || {
+            };
+        "path-spelling-of-a-retry": "a retry in another spelling gets the answer of the first one"
+            .given(on("/orders", Plan::default()))
+            => steps {
                 let mut steps = vec![executes(order("/orders").key("a"))];
                 let others = SPELLINGS.into_iter().skip(1).chain(LOOSE);
                 steps.extend(others.map(|target| replays(0, order(target).key("a"))));
                 steps
-            },
-        )
-        .given(on("/orders", Plan::default())),
-        Case::steps(
-            "path-spelling-without-a-route",
-            "where no route matches, case counts: nothing says which part is an identifier",
-            || {
-                vec![
-                    executes(order("/orders/Ab").key("a")),
-                    replays(0, order("//orders/./Ab/").key("a")),
-                    executes(order("/orders/ab").key("a")),
-                ]
-            },
-        ),
-        Case::steps("path-parameters-keep-their-case", "what a parameter matched is data", || {
-            vec![
+            };
+        "path-spelling-without-a-route": "where no route matches, case counts: nothing says which part is an identifier"
+            => steps [
+                executes(order("/orders/Ab").key("a")),
+                replays(0, order("//orders/./Ab/").key("a")),
+                executes(order("/orders/ab").key("a")),
+            ];
+        "path-parameters-keep-their-case": "what a parameter matched is data"
+            .given(on("/items/{id}", Plan::default()))
+            => steps [
                 executes(order("/items/AbC").key("a")),
                 replays(0, order("/Items/AbC/").key("a")),
                 executes(order("/items/abc").key("a")),
                 replays(2, order("/ITEMS/abc").key("a")),
-            ]
-        })
-        .given(on("/items/{id}", Plan::default())),
-        Case::steps(
-            "path-spelling-is-no-mismatch",
-            "where a key belongs to the caller, another spelling is no other request",
-            || {
+            ];
+        "path-spelling-is-not-a-mismatch": "where a key belongs to the caller, another spelling is no other request"
+            .given(Plan {
+                key_scope: Some(KeyScope::Caller),
+                ..on("/orders", Plan { key_scope: Some(KeyScope::Caller), ..Plan::default() })
+            })
+            => steps {
                 let mut steps = vec![executes(order("/orders").key("a"))];
                 steps.extend(LOOSE.map(|target| replays(0, order(target).key("a"))));
                 steps.push(refused("key-reused", order("/other").key("a")));
                 steps
-            },
-        )
-        .given(Plan {
-            key_scope: Some(KeyScope::Caller),
-            ..on("/orders", Plan { key_scope: Some(KeyScope::Caller), ..Plan::default() })
-        }),
-        Case::steps(
-            "path-redirect-to-another-spelling",
-            "a redirect that sends the same request to another spelling of its path frees the key",
-            redirects,
-        ),
-        Case::steps(
-            "path-that-is-none",
-            "a target that is no path chooses no route, so it is refused and does not come around the route of /",
-            || {
+            };
+        "path-redirect-to-another-spelling":
+            "a redirect that sends the same request to another spelling of its path frees the key"
+            => steps (redirects);
+        "target-without-a-path":
+            "a target that is no path chooses no route, so it is refused and does not come around the route of /"
+            .given(on("/", required.clone()))
+            => steps {
                 let to = |target: &str| order(target).host("a.test");
                 vec![
                     rejected(to("a.test")),
@@ -117,13 +98,10 @@ pub(super) fn cases() -> Vec<Case> {
                     replays(9, to("/").key("a")),
                     passes(Request::new("OPTIONS", "*").host("a.test")),
                 ]
-            },
-        )
-        .given(on("/", required.clone())),
-        Case::code("path-as-it-was-sent", "the service gets the path as the client sent it", |world| {
-            Box::pin(as_it_was_sent(world))
-        }),
-    ]
+            };
+        "service-gets-the-path-as-sent": "the service gets the path as the client sent it"
+            => run (as_it_was_sent);
+    }
 }
 
 fn redirects() -> Vec<Step> {

@@ -1,4 +1,4 @@
-//! Which requests are covered, which need a key, and in which order things are looked at.
+//! Covered requests, requests that need a key, and the order of checks.
 
 use std::time::Duration;
 
@@ -15,38 +15,24 @@ use crate::world::World;
 pub(super) fn cases() -> Vec<Case> {
     let required = Plan { require_key: true, ..Plan::default() };
     let small = Plan { max_request_body: Some(64), ..Plan::default() };
-    vec![
-        Case::steps(
-            "C20-required-and-missing",
-            "a required key that is missing is a 400 with the draft's title",
-            || {
-                vec![
-                    refused("key-missing", pay()),
-                    refused("key-missing", Request::new("PATCH", "/payments/1").json("{}")),
-                    executes(pay_as("abc")),
-                ]
-            },
-        )
-        .given(required.clone()),
-        Case::steps(
-            "C20-required-and-empty",
-            "an empty key is there and malformed, it is not missing",
-            || vec![refused("key-invalid", pay_as("")), refused("key-invalid", pay_as("\"\""))],
-        )
-        .given(required.clone()),
-        Case::steps("C20-required-of-covered-methods", "methods that are not covered need no key", || {
-            vec![passes(Request::new("GET", "/payments/1")), passes(Request::new("DELETE", "/payments/1"))]
-        })
-        .given(required.clone()),
-        Case::steps(
-            "C23-optional-and-missing",
-            "without a key everything executes, and nothing is marked",
-            || vec![passes(pay()), passes(pay()), passes(pay())],
-        ),
-        Case::steps(
-            "C24-safe-methods",
-            "GET, HEAD and OPTIONS pass through and their key is ignored",
-            || {
+    cases! {
+        "required-key-missing": "a required key that is missing is a 400 with the draft's title"
+            .given(required.clone())
+            => steps [
+                refused("key-missing", pay()),
+                refused("key-missing", Request::new("PATCH", "/payments/1").json("{}")),
+                executes(pay_as("abc")),
+            ];
+        "required-key-empty": "an empty key is there and malformed, it is not missing"
+            .given(required.clone())
+            => steps [refused("key-invalid", pay_as("")), refused("key-invalid", pay_as("\"\""))];
+        "key-required-only-for-covered-methods": "methods that are not covered need no key"
+            .given(required.clone())
+            => steps [passes(Request::new("GET", "/payments/1")), passes(Request::new("DELETE", "/payments/1"))];
+        "optional-key-missing": "without a key everything executes, and nothing is marked"
+            => steps [passes(pay()), passes(pay()), passes(pay())];
+        "safe-methods-pass": "GET, HEAD and OPTIONS pass through and their key is ignored"
+            => steps {
                 let get = |key| Request::new("GET", "/payments/1").key(key);
                 vec![
                     passes(get("abc")),
@@ -57,16 +43,16 @@ pub(super) fn cases() -> Vec<Case> {
                     passes(Request::new("HEAD", "/payments/1").key("abc")),
                     passes(Request::new("OPTIONS", "/payments/1").key("abc")),
                 ]
-            },
-        ),
-        Case::steps("C25-patch", "PATCH is covered", || {
-            let patch = || Request::new("PATCH", "/payments/1").key("abc").json(PAYMENT);
-            vec![executes(patch()), replays(0, patch())]
-        }),
-        Case::steps(
-            "method-in-another-case",
-            "a method in another case is the same method: frameworks turn it into upper case and execute it",
-            || {
+            };
+        "patch-is-covered": "PATCH is covered"
+            => steps {
+                let patch = || Request::new("PATCH", "/payments/1").key("abc").json(PAYMENT);
+                vec![executes(patch()), replays(0, patch())]
+            };
+        "method-in-another-case":
+            "a method in another case is the same method: frameworks turn it into upper case and execute it"
+            .given(required.clone())
+            => steps {
                 let patch = |method: &str| Request::new(method, "/payments/1").key("abc").json(PAYMENT);
                 vec![
                     executes(patch("patch")),
@@ -80,18 +66,16 @@ pub(super) fn cases() -> Vec<Case> {
                     passes(Request::new("delete", "/payments/1").key("abc")),
                     passes(Request::new("get", "/payments/1").key("abc")),
                 ]
-            },
-        )
-        .given(required.clone()),
-        Case::steps("C26-put-and-delete-pass", "PUT and DELETE are not covered unless that is said", || {
-            ["PUT", "PUT", "DELETE", "DELETE"]
-                .map(|method| passes(Request::new(method, "/payments/1").key("abc")))
-                .into()
-        }),
-        Case::steps(
-            "C26-delete-opted-in",
-            "a covered DELETE that is repeated gets its 204 again, and not a 404",
-            || {
+            };
+        "put-and-delete-pass": "PUT and DELETE are not covered unless that is said"
+            => steps {
+                ["PUT", "PUT", "DELETE", "DELETE"]
+                    .map(|method| passes(Request::new(method, "/payments/1").key("abc")))
+                    .into()
+            };
+        "delete-opted-in": "a covered DELETE that is repeated gets its 204 again, and not a 404"
+            .given(Plan { methods: Some(vec![Method::PUT, Method::DELETE]), ..Plan::default() })
+            => steps {
                 let delete =
                     |status| Request::new("DELETE", "/payments/1").key("abc").script(Script::empty(status));
                 let put = || Request::new("PUT", "/payments/1").key("abc").json(PAYMENT);
@@ -103,13 +87,17 @@ pub(super) fn cases() -> Vec<Case> {
                     passes(pay_as("abc")),
                     passes(pay_as("abc")),
                 ]
-            },
-        )
-        .given(Plan { methods: Some(vec![Method::PUT, Method::DELETE]), ..Plan::default() }),
-        Case::steps(
-            "method-of-a-route-in-another-case",
-            "a route is chosen by its method in any case",
-            || {
+            };
+        "method-of-a-route-in-another-case": "a route is chosen by its method in any case"
+            .given(Plan {
+                routes: vec![Route {
+                    methods: vec![Method::DELETE],
+                    path: "/items/{id}",
+                    plan: required.clone(),
+                }],
+                ..Plan::default()
+            })
+            => steps {
                 let delete = |method: &str| Request::new(method, "/items/1");
                 vec![
                     refused("key-missing", delete("delete")),
@@ -117,25 +105,15 @@ pub(super) fn cases() -> Vec<Case> {
                     replays(1, delete("DELETE").key("abc")),
                     passes(delete("put").key("abc")),
                 ]
-            },
-        )
-        .given(Plan {
-            routes: vec![Route {
-                methods: vec![Method::DELETE],
-                path: "/items/{id}",
-                plan: required.clone(),
-            }],
-            ..Plan::default()
-        }),
-        Case::steps(
-            "S3-body-at-the-limit",
-            "a body as large as the limit is taken; one octet more is a 413 and claims nothing",
-            || {
-                let sized = |key: &str, octets| {
-                    Request::post("/notes").key(key).body("text/plain", vec![b'x'; octets])
+            };
+        "request-body-at-the-limit": "a body as large as the limit is taken; one byte more is a 413 and claims nothing"
+            .given(small.clone())
+            => steps {
+                let sized = |key: &str, bytes| {
+                    Request::post("/notes").key(key).body("text/plain", vec![b'x'; bytes])
                 };
-                let chunked = |key: &str, octets: usize| {
-                    let chunks = vec![Bytes::from(vec![b'x'; 40]), Bytes::from(vec![b'x'; octets - 40])];
+                let chunked = |key: &str, bytes: usize| {
+                    let chunks = vec![Bytes::from(vec![b'x'; 40]), Bytes::from(vec![b'x'; bytes - 40])];
                     Request::post("/notes").key(key).chunked("text/plain", chunks)
                 };
                 vec![
@@ -152,71 +130,61 @@ pub(super) fn cases() -> Vec<Case> {
                     // The limit is that of what has to be compared: there is nothing to compare without a key.
                     passes(Request::post("/notes").body("text/plain", vec![b'x'; 100_000])),
                 ]
-            },
-        )
-        .given(small.clone()),
-        Case::steps(
-            "S3-limit-before-the-record",
-            "a body beyond the limit is a 413 whatever the record says",
-            || {
-                let sized = |octets| Request::post("/notes").key("a").body("text/plain", vec![b'x'; octets]);
+            };
+        "body-limit-applies-before-the-record": "a body beyond the limit is a 413 whatever the record says"
+            .given(small.clone())
+            => steps {
+                let sized = |bytes| Request::post("/notes").key("a").body("text/plain", vec![b'x'; bytes]);
                 vec![executes(sized(10)), refused("request-too-large", sized(65)), replays(0, sized(10))]
-            },
-        )
-        .given(small.clone()),
-        Case::steps(
-            "S3-key-before-body",
-            "a malformed or missing key is told before the size of the body",
-            || {
+            };
+        "key-is-checked-before-the-body": "a malformed or missing key is told before the size of the body"
+            .given(Plan { require_key: true, ..small })
+            => steps {
                 let large = || Request::post("/notes").body("text/plain", vec![b'x'; 65]);
                 vec![
                     refused("key-invalid", large().key("\"broken")),
                     refused("key-missing", large()),
                     refused("request-too-large", large().key("abc")),
                 ]
-            },
-        )
-        .given(Plan { require_key: true, ..small }),
-        Case::steps("S3-scope-before-key", "without a scope nothing else is looked at", || {
-            vec![
+            };
+        "scope-is-checked-before-the-key": "without a scope nothing else is looked at"
+            .given(Plan { scope: Callers::RequiredHeader("x-tenant"), ..Plan::default() })
+            => steps [
                 refused("scope-unavailable", pay_as("abc")),
                 refused("scope-unavailable", pay_as("\"broken")),
                 executes(pay_as("abc").field("X-Tenant", "a")),
                 replays(2, pay_as("abc").field("X-Tenant", "a")),
-            ]
-        })
-        .given(Plan { scope: Callers::RequiredHeader("x-tenant"), ..Plan::default() }),
-        Case::steps("S3-no-scope-no-key", "a request that no key protects needs no scope", || {
-            vec![passes(pay()), passes(Request::new("GET", "/payments/1").key("abc"))]
-        })
-        .given(Plan { scope: Callers::RequiredHeader("x-tenant"), ..Plan::default() }),
-        Case::code(
-            "S3-bodies-together",
-            "bodies for which there is no room beside the others are a 503, and claim nothing",
-            |world| Box::pin(bodies_together(world)),
-        )
-        .given(Plan { max_request_body: Some(1000), request_budget: Some(1000), ..Plan::default() }),
-        Case::code("C22-problem", "a problem is JSON with its own status", |world| {
-            Box::pin(async move {
-                let answer = world.send(pay()).await;
-                let problem = answer.json();
-                let members: Vec<_> = problem.as_object().expect("an object").keys().cloned().collect();
-                for needed in ["type", "title", "status", "detail", "retry"] {
-                    assert!(members.iter().any(|member| member == needed), "{needed} is missing: {answer:?}");
+            ];
+        "request-without-a-key-needs-no-scope": "a request that no key protects needs no scope"
+            .given(Plan { scope: Callers::RequiredHeader("x-tenant"), ..Plan::default() })
+            => steps [passes(pay()), passes(Request::new("GET", "/payments/1").key("abc"))];
+        "request-bodies-exceed-the-budget": "bodies beyond the request budget are a 503, and claim nothing"
+            .given(Plan { max_request_body: Some(1000), request_budget: Some(1000), ..Plan::default() })
+            => run (bodies_together);
+        "problem-has-its-status": "a problem is JSON with its own status"
+            .given(required)
+            => run {
+                |world| {
+                    Box::pin(async move {
+                        let answer = world.send(pay()).await;
+                        let problem = answer.json();
+                        let members: Vec<_> = problem.as_object().expect("an object").keys().cloned().collect();
+                        for needed in ["type", "title", "status", "detail", "retry"] {
+                            assert!(members.iter().any(|member| member == needed), "{needed} is missing: {answer:?}");
+                        }
+                        assert_eq!(problem["status"], 400);
+                        assert_eq!(answer.get("content-length"), Some(answer.body.len().to_string().as_str()));
+                    })
                 }
-                assert_eq!(problem["status"], 400);
-                assert_eq!(answer.get("content-length"), Some(answer.body.len().to_string().as_str()));
-            })
-        })
-        .given(required),
-    ]
+            };
+    }
 }
 
 async fn bodies_together(world: World) {
-    let sized = |key: &str, octets| Request::post("/notes").key(key).body("text/plain", vec![b'x'; octets]);
+    let sized = |key: &str, bytes| Request::post("/notes").key(key).body("text/plain", vec![b'x'; bytes]);
     assert_eq!(world.send(sized("a", 1000)).await.status(), 201);
-    // A client that has sent six hundred octets of a thousand. They are held when there is no more room for what does not
-    // fit beside them; where that came first, they are refused, and sent again.
+    // A client sends 600 bytes of 1000. They are held once a request that does not fit next to them is refused. If that
+    // request came first, the client is refused, and sends them again.
     let (mut looks, mut slow) = (0, None);
     until("they are held", async || {
         looks += 1;
@@ -225,7 +193,7 @@ async fn bodies_together(world: World) {
             None => {
                 let (request, mut connection) =
                     (sized(&format!("slow-{looks}"), 1000), world.connect().await);
-                connection.write(&request.octets()[..request.octets().len() - 400]).await;
+                connection.write(&request.bytes()[..request.bytes().len() - 400]).await;
                 connection
             }
         };
@@ -243,7 +211,7 @@ async fn bodies_together(world: World) {
     let answer = world.send(refused.clone()).await;
     assert_refusal("overloaded", &answer);
     assert_echo(&world.plan, &refused, &answer);
-    // What was answered before has no room either.
+    // A replay needs a part of the budget, too.
     assert_refusal("overloaded", &world.send(sized("a", 1000)).await);
     assert_eq!(world.backend.effects(), before);
     let fits = world.send(sized("d", 400)).await;

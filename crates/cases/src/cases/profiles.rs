@@ -1,4 +1,4 @@
-//! How other families of APIs spell the protocol.
+//! The profiles for other families of APIs.
 
 use http::Method;
 use oncegate_testkit::Latch;
@@ -13,11 +13,10 @@ use crate::world::World;
 pub(super) fn cases() -> Vec<Case> {
     let classic = Plan { profile: "classic", ..Plan::default() };
     let stripe = Plan { profile: "stripe", ..Plan::default() };
-    vec![
-        Case::steps(
-            "P-classic-replay",
-            "classic: the marker is X-Idempotent-Replayed, and PUT is covered",
-            || {
+    cases! {
+        "profile-classic-replay": "classic: the marker is X-Idempotent-Replayed, and PUT is covered"
+            .given(classic.clone())
+            => steps {
                 let put = || Request::new("PUT", "/payments/1").key("a").json(PAYMENT);
                 let patch = || Request::new("PATCH", "/payments/1").key("a").json(PAYMENT);
                 vec![
@@ -30,24 +29,21 @@ pub(super) fn cases() -> Vec<Case> {
                     passes(Request::new("DELETE", "/payments/1").key("a")),
                     passes(pay()),
                 ]
-            },
-        )
-        .given(classic.clone()),
-        Case::steps("P-classic-server-errors", "classic: a 5xx frees the key", || {
-            vec![
+            };
+        "profile-classic-server-errors": "classic: a 5xx frees the key"
+            .given(classic.clone())
+            => steps [
                 executes(pay_as("a").script(Script::status(500))).status(500),
                 executes(pay_as("a").script(Script::status(503))).status(503),
                 executes(pay_as("a")),
                 replays(2, pay_as("a")),
-            ]
-        })
-        .given(classic.clone()),
-        Case::code("P-classic-errors", "classic: errors have its shape", |world| {
-            Box::pin(classic_errors(world))
-        })
-        .given(classic),
-        Case::steps("P-stripe-replay", "stripe: POST only, 5xx and 4xx but 400 are replayed", || {
-            vec![
+            ];
+        "profile-classic-errors": "classic: errors have its shape"
+            .given(classic)
+            => run (classic_errors);
+        "profile-stripe-replay": "stripe: POST only, 5xx and 4xx but 400 are replayed"
+            .given(stripe.clone())
+            => steps [
                 executes(pay_as("a")),
                 replays(0, pay_as("a")),
                 executes(pay_as("b").script(Script::status(500))).status(500),
@@ -59,22 +55,18 @@ pub(super) fn cases() -> Vec<Case> {
                 executes(pay_as("d").json("{}").script(Script::status(400))).status(400),
                 executes(pay_as("d")),
                 replays(9, pay_as("d")),
-            ]
-        })
-        .given(stripe.clone()),
-        Case::code(
-            "P-stripe-errors",
-            "stripe: errors have its shape and say whether to try again",
-            |world| Box::pin(stripe_errors(world)),
-        )
-        .given(stripe.clone()),
-        Case::steps("P-stripe-delete", "stripe: DELETE can be covered too", || {
-            let delete =
-                |status| Request::new("DELETE", "/payments/1").key("a").script(Script::empty(status));
-            vec![executes(delete(204)).status(204), replays(0, delete(404))]
-        })
-        .given(Plan { methods: Some(vec![Method::POST, Method::DELETE]), ..stripe }),
-    ]
+            ];
+        "profile-stripe-errors": "stripe: errors have its shape and say whether to try again"
+            .given(stripe.clone())
+            => run (stripe_errors);
+        "profile-stripe-delete": "stripe: DELETE can be covered too"
+            .given(Plan { methods: Some(vec![Method::POST, Method::DELETE]), ..stripe })
+            => steps {
+                let delete =
+                    |status| Request::new("DELETE", "/payments/1").key("a").script(Script::empty(status));
+                vec![executes(delete(204)).status(204), replays(0, delete(404))]
+            };
+    }
 }
 
 async fn classic_errors(world: World) {

@@ -1,4 +1,4 @@
-//! What clients see of the layer besides keys: what a refusal names and links to, which answers are not kept.
+//! The texts of refusals, the replay marker, and answers that are not stored.
 
 use super::{PAYMENT, pay, pay_as};
 use crate::backend::Script;
@@ -7,65 +7,61 @@ use crate::plan::Plan;
 use crate::table::{Case, assert_refusal, executes, refused, replays};
 
 pub(super) fn cases() -> Vec<Case> {
-    vec![
-        Case::code(
-            "refusal-names-the-field",
-            "a refusal for a key names the field that carries it",
-            |world| {
-                Box::pin(async move {
-                    for (slug, request) in
-                        [("key-missing", pay()), ("key-invalid", pay().field("X-Request-Key", "\"broken"))]
-                    {
-                        let answer = world.send(request).await;
-                        assert_refusal(slug, &answer);
-                        let detail = answer.json()["detail"].as_str().expect("a detail").to_owned();
-                        assert!(detail.contains("X-Request-Key"), "{answer:?}");
-                        assert_eq!(answer.get("link"), None, "{answer:?}");
-                    }
-                })
-            },
-        )
-        .given(Plan { require_key: true, key_header: Some("x-request-key"), ..Plan::default() }),
-        Case::code(
-            "refusal-links-to-documentation",
-            "a refusal links to the documentation of keys (draft-07, 2.7), and other answers do not",
-            |world| {
-                Box::pin(async move {
-                    const LINK: Option<&str> =
-                        Some("<https://developer.example.com/keys>; rel=\"describedby\"");
-                    let missing = world.send(pay()).await;
-                    assert_refusal("key-missing", &missing);
-                    assert_eq!(missing.get("link"), LINK, "{missing:?}");
-                    assert_eq!(world.send(pay_as("a")).await.get("link"), None);
-                    assert_eq!(world.send(pay_as("a")).await.get("link"), None);
-                    let reused = world.send(pay_as("a").json("{}")).await;
-                    assert_refusal("key-reused", &reused);
-                    assert_eq!(reused.get("link"), LINK, "{reused:?}");
-                })
-            },
-        )
-        .given(Plan {
-            require_key: true,
-            documentation: Some("https://developer.example.com/keys"),
-            ..Plan::default()
-        }),
-        Case::steps("refusal-of-key-lengths", "a key has the lengths that are configured", || {
-            vec![
+    cases! {
+        "refusal-names-the-field": "a refusal for a key names the field that carries it"
+            .given(Plan { require_key: true, key_header: Some("x-request-key"), ..Plan::default() })
+            => run {
+                |world| {
+                    Box::pin(async move {
+                        for (slug, request) in
+                            [("key-missing", pay()), ("key-invalid", pay().field("X-Request-Key", "\"broken"))]
+                        {
+                            let answer = world.send(request).await;
+                            assert_refusal(slug, &answer);
+                            let detail = answer.json()["detail"].as_str().expect("a detail").to_owned();
+                            assert!(detail.contains("X-Request-Key"), "{answer:?}");
+                            assert_eq!(answer.get("link"), None, "{answer:?}");
+                        }
+                    })
+                }
+            };
+        "refusal-links-to-documentation":
+            "a refusal links to the documentation of keys (draft-07, 2.7), and other answers do not"
+            .given(Plan {
+                require_key: true,
+                documentation: Some("https://developer.example.com/keys"),
+                ..Plan::default()
+            })
+            => run {
+                |world| {
+                    Box::pin(async move {
+                        const LINK: Option<&str> =
+                            Some("<https://developer.example.com/keys>; rel=\"describedby\"");
+                        let missing = world.send(pay()).await;
+                        assert_refusal("key-missing", &missing);
+                        assert_eq!(missing.get("link"), LINK, "{missing:?}");
+                        assert_eq!(world.send(pay_as("a")).await.get("link"), None);
+                        assert_eq!(world.send(pay_as("a")).await.get("link"), None);
+                        let reused = world.send(pay_as("a").json("{}")).await;
+                        assert_refusal("key-reused", &reused);
+                        assert_eq!(reused.get("link"), LINK, "{reused:?}");
+                    })
+                }
+            };
+        "refusal-of-key-lengths": "a key has the lengths that are configured"
+            .given(Plan { key_length: Some((4, 8)), ..Plan::default() })
+            => steps [
                 refused("key-invalid", pay_as("abc")),
                 executes(pay_as("abcd")),
                 executes(pay_as("abcdefgh")),
                 refused("key-invalid", pay_as("abcdefghi")),
-            ]
-        })
-        .given(Plan { key_length: Some((4, 8)), ..Plan::default() }),
-        Case::steps("replay-marker-of-another-name", "a replay is marked by the configured field", || {
-            vec![executes(pay_as("a")), replays(0, pay_as("a"))]
-        })
-        .given(Plan { replay_marker: Some("x-repeat"), ..Plan::default() }),
-        Case::steps(
-            "release-statuses",
-            "an answer of a configured status frees the key for the corrected request",
-            || {
+            ];
+        "replay-marker-of-another-name": "a replay is marked by the configured field"
+            .given(Plan { replay_marker: Some("x-repeat"), ..Plan::default() })
+            => steps [executes(pay_as("a")), replays(0, pay_as("a"))];
+        "release-statuses": "an answer of a configured status frees the key for the corrected request"
+            .given(Plan { release_statuses: Some(&[422, 503]), ..Plan::default() })
+            => steps {
                 let broken = |status| pay().json("{}").script(Script::status(status));
                 vec![
                     executes(broken(422).key("a")).status(422),
@@ -86,8 +82,6 @@ pub(super) fn cases() -> Vec<Case> {
                     .status(422),
                     replays(8, pay_as("d")),
                 ]
-            },
-        )
-        .given(Plan { release_statuses: Some(&[422, 503]), ..Plan::default() }),
-    ]
+            };
+    }
 }

@@ -1,4 +1,4 @@
-//! What the first one gets, and what everybody else gets after it.
+//! The first answer, and its replays.
 
 use std::io::Write;
 
@@ -7,7 +7,7 @@ use flate2::Compression;
 use flate2::write::GzEncoder;
 
 use super::{PAYMENT, pay, pay_as};
-use crate::backend::{Piece, Script};
+use crate::backend::{BodyPart, Script};
 use crate::client::Request;
 use crate::plan::Plan;
 use crate::table::{
@@ -20,29 +20,25 @@ use oncegate_http::ServerErrors;
 const RELEASED: [u16; 7] = [401, 403, 407, 408, 421, 425, 429];
 
 pub(super) fn cases() -> Vec<Case> {
-    let mut all = vec![
-        Case::code("C30-first", "the first one gets the handler's answer as it is, and its key", |world| {
-            Box::pin(first(world))
-        }),
-        Case::steps(
-            "C31-retry",
-            "a retry gets the same status and the same body, and takes no effect",
-            || vec![executes(pay_as("abc")), replays(0, pay_as("abc"))],
-        ),
-        Case::steps("C34-echo", "every answer has the key's field as this request spelled it", || {
-            vec![
+    let mut all = cases! {
+        "first-request-gets-the-answer": "the first one gets the handler's answer as it is, and its key"
+            => run (first);
+        "retry-gets-the-same-answer": "a retry gets the same status and the same body, and takes no effect"
+            => steps [executes(pay_as("abc")), replays(0, pay_as("abc"))];
+        "key-is-echoed-as-sent": "every answer has the key's field as this request spelled it"
+            => steps [
                 executes(pay_as("abc")),
                 replays(0, pay_as("\"abc\"")),
                 replays(0, pay_as("\"abc\";p=1")),
                 replays(0, pay_as("abc")),
-            ]
-        }),
-        Case::steps("C35-ten-retries", "ten retries take no effect", || {
-            let again = (0..10).map(|_| replays(0, pay_as("abc")));
-            std::iter::once(executes(pay_as("abc"))).chain(again).collect()
-        }),
-        Case::steps("C31-one-connection", "other keys in between change nothing", || {
-            vec![
+            ];
+        "ten-retries": "ten retries take no effect"
+            => steps {
+                let again = (0..10).map(|_| replays(0, pay_as("abc")));
+                std::iter::once(executes(pay_as("abc"))).chain(again).collect()
+            };
+        "other-keys-in-between": "other keys in between change nothing"
+            => steps [
                 executes(pay_as("a")),
                 executes(pay_as("b")),
                 replays(0, pay_as("a")),
@@ -51,32 +47,27 @@ pub(super) fn cases() -> Vec<Case> {
                 replays(1, pay_as("b")),
                 replays(4, pay_as("c")),
                 replays(0, pay_as("a")),
-            ]
-        }),
-        Case::code("C31-same-connection", "requests on one connection are told apart", |world| {
-            Box::pin(one_connection(world))
-        }),
-        Case::steps("C36-no-content", "a 204 is replayed as a 204 without a body", || {
-            vec![executes(pay_as("abc").script(Script::empty(204))).status(204), replays(0, pay_as("abc"))]
-        }),
-        Case::steps("C36-empty", "an empty body is replayed as an empty body", || {
-            let octets = |status| Script::empty(status);
-            vec![
-                executes(pay_as("a").script(octets(200))).status(200),
-                replays(0, pay_as("a")),
-                executes(pay_as("b").script(octets(201))).status(201),
-                replays(2, pay_as("b")),
-                executes(pay_as("c").script(Script::pieces(200, "text/plain", Vec::new()))).status(200),
-                replays(4, pay_as("c")),
-            ]
-        }),
-        Case::steps("C36-reset-content", "a 205 is replayed", || {
-            vec![executes(pay_as("abc").script(Script::empty(205))).status(205), replays(0, pay_as("abc"))]
-        }),
-        Case::steps(
-            "C37-binary",
-            "a body of all octets, NUL and invalid UTF-8 among them, is replayed octet by octet",
-            || {
+            ];
+        "requests-on-one-connection": "requests on one connection are told apart"
+            => run (one_connection);
+        "replay-of-a-204": "a 204 is replayed as a 204 without a body"
+            => steps [executes(pay_as("abc").script(Script::empty(204))).status(204), replays(0, pay_as("abc"))];
+        "replay-of-an-empty-body": "an empty body is replayed as an empty body"
+            => steps {
+                let bytes = |status| Script::empty(status);
+                vec![
+                    executes(pay_as("a").script(bytes(200))).status(200),
+                    replays(0, pay_as("a")),
+                    executes(pay_as("b").script(bytes(201))).status(201),
+                    replays(2, pay_as("b")),
+                    executes(pay_as("c").script(Script::pieces(200, "text/plain", Vec::new()))).status(200),
+                    replays(4, pay_as("c")),
+                ]
+            };
+        "replay-of-a-205": "a 205 is replayed"
+            => steps [executes(pay_as("abc").script(Script::empty(205))).status(205), replays(0, pay_as("abc"))];
+        "replay-of-a-binary-body": "a body of all bytes, NUL and invalid UTF-8 among them, is replayed byte by byte"
+            => steps {
                 let all: Vec<u8> = (0..=255).cycle().take(3000).collect();
                 let script = Script::whole(200, "application/octet-stream", all);
                 let not_text = Script::whole(200, "application/json", &b"\xff\xfe\0\xc3\x28\xed\xa0\x80"[..]);
@@ -86,38 +77,29 @@ pub(super) fn cases() -> Vec<Case> {
                     executes(pay_as("b").script(not_text)).status(200),
                     replays(2, pay_as("b")),
                 ]
-            },
-        ),
-        Case::steps(
-            "C37-binary-request",
-            "a request of all octets arrives as it was sent, and is found again",
-            || {
+            };
+        "binary-request-body": "a request of all bytes arrives as it was sent, and is found again"
+            => steps {
                 let all: Vec<u8> = (0..=255).cycle().take(3000).collect();
                 let send =
                     move || Request::post("/blobs").key("a").body("application/octet-stream", all.clone());
                 vec![executes(send()), replays(0, send())]
-            },
-        ),
-        Case::code("C37-request-arrives", "the handler sees the request as it was sent", |world| {
-            Box::pin(arrives(world))
-        }),
-        Case::code("C37-gzip", "a coded body is replayed as it was coded", |world| Box::pin(gzip(world))),
-        Case::code("C57-chunked", "a body of unknown length is replayed whole, with its length", |world| {
-            Box::pin(chunked(world))
-        }),
-        Case::code(
-            "S3-trailers",
-            "trailer fields reach the first one, and the body is replayed whole",
-            |world| Box::pin(trailers(world)),
-        ),
-        Case::steps(
-            "S3-one-mebibyte",
-            "a body of one mebibyte is replayed octet by octet, in one piece or in many",
-            || {
+            };
+        "handler-gets-the-request-as-sent": "the handler sees the request as it was sent"
+            => run (arrives);
+        "replay-of-a-gzip-body": "a coded body is replayed as it was coded"
+            => run (gzip);
+        "replay-of-a-chunked-body": "a body of unknown length is replayed whole, with its length"
+            => run (chunked);
+        "trailers-reach-the-first-client": "trailer fields reach the first one, and the body is replayed whole"
+            => run (trailers);
+        "replay-of-one-mebibyte": "a body of one mebibyte is replayed byte by byte, in one piece or in many"
+            .given(Plan { max_response_body: Some(1024 * 1024), ..Plan::default() })
+            => steps {
                 let large: Vec<u8> =
                     (0..1024 * 1024_u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
                 let pieces =
-                    large.chunks(4093).map(|piece| Piece::Data(Bytes::copy_from_slice(piece))).collect();
+                    large.chunks(4093).map(|piece| BodyPart::Data(Bytes::copy_from_slice(piece))).collect();
                 let request = |key: &str| pay_as(key).body("application/octet-stream", large.clone());
                 vec![
                     executes(request("a").script(Script::whole(200, "image/png", large.clone()))).status(200),
@@ -125,43 +107,35 @@ pub(super) fn cases() -> Vec<Case> {
                     executes(request("b").script(Script::pieces(200, "image/png", pieces))).status(200),
                     replays(2, request("b")),
                 ]
-            },
-        )
-        .given(Plan { max_response_body: Some(1024 * 1024), ..Plan::default() }),
-        Case::code(
-            "C101-too-large",
-            "an answer beyond the limit reaches the first one whole, and nothing runs twice",
-            |world| Box::pin(too_large(world)),
-        )
-        .given(Plan { max_response_body: Some(1000), ..Plan::default() }),
-        Case::code(
-            "C102-events",
-            "a stream of events reaches the first one as it comes, and is never run again",
-            |world| Box::pin(events(world)),
-        ),
-        Case::steps("C38-redirects", "3xx are answers like others, and nobody follows them", || {
-            let to = |status| Script::empty(status).field("location", "/elsewhere");
-            let mut steps = Vec::new();
-            for status in [301, 302, 303, 307, 308] {
-                let key = status.to_string();
-                steps.push(executes(pay_as(&key).script(to(status))).status(status));
-                steps.push(replays(steps.len() - 1, pay_as(&key)));
-            }
-            steps
-        }),
-        Case::steps("C39-business-errors", "4xx that decide are answers like others", || {
-            let mut steps = Vec::new();
-            for status in [400, 402, 404, 405, 406, 409, 410, 412, 413, 415, 418, 422, 423, 424, 428, 451] {
-                let key = status.to_string();
-                steps.push(executes(pay_as(&key).script(Script::status(status))).status(status));
-                steps.push(replays(steps.len() - 1, pay_as(&key)));
-            }
-            steps
-        }),
-        Case::steps(
-            "C40-corrected-body",
-            "a corrected body is another request and needs another key",
-            || {
+            };
+        "response-too-large-to-store": "an answer beyond the limit reaches the first one whole, and nothing runs twice"
+            .given(Plan { max_response_body: Some(1000), ..Plan::default() })
+            => run (too_large);
+        "event-stream-is-not-run-again": "a stream of events reaches the first one as it comes, and is never run again"
+            => run (events);
+        "replay-of-redirects": "3xx are answers like others, and are not followed"
+            => steps {
+                let to = |status| Script::empty(status).field("location", "/elsewhere");
+                let mut steps = Vec::new();
+                for status in [301, 302, 303, 307, 308] {
+                    let key = status.to_string();
+                    steps.push(executes(pay_as(&key).script(to(status))).status(status));
+                    steps.push(replays(steps.len() - 1, pay_as(&key)));
+                }
+                steps
+            };
+        "replay-of-client-errors": "4xx that decide are answers like others"
+            => steps {
+                let mut steps = Vec::new();
+                for status in [400, 402, 404, 405, 406, 409, 410, 412, 413, 415, 418, 422, 423, 424, 428, 451] {
+                    let key = status.to_string();
+                    steps.push(executes(pay_as(&key).script(Script::status(status))).status(status));
+                    steps.push(replays(steps.len() - 1, pay_as(&key)));
+                }
+                steps
+            };
+        "corrected-body-needs-another-key": "a corrected body is another request and needs another key"
+            => steps {
                 let refuse = || Script::status(422);
                 let fixed = || Request::post("/payments").json(r#"{"amount":1}"#);
                 vec![
@@ -170,12 +144,9 @@ pub(super) fn cases() -> Vec<Case> {
                     replays(0, pay_as("a")),
                     executes(fixed().key("b")),
                 ]
-            },
-        ),
-        Case::steps(
-            "C41-undecided",
-            "401, 403, 407, 408, 421, 425 and 429 decide nothing: the key is free again",
-            || {
+            };
+        "undecided-statuses-release-the-key": "401, 403, 407, 408, 421, 425 and 429 decide nothing: the key is free again"
+            => steps {
                 let mut steps = Vec::new();
                 for status in RELEASED {
                     let key = status.to_string();
@@ -185,40 +156,39 @@ pub(super) fn cases() -> Vec<Case> {
                     steps.push(replays(steps.len() - 1, pay_as(&key)));
                 }
                 steps
-            },
-        ),
-        Case::steps("C41-free-for-anything", "a key that is free again may carry another request", || {
-            let other = || Request::post("/payments").key("a").json(r#"{"amount":2}"#);
-            vec![
-                executes(pay_as("a").script(Script::status(429))).status(429),
-                executes(other()),
-                replays(1, other()),
-                refused("key-reused", pay_as("a")),
-            ]
-        }),
-        Case::steps(
-            "C43-server-errors-replayed",
-            "by default a 5xx is kept, because its effect may have happened",
-            || server_errors(true),
-        ),
-        Case::steps("C43-server-errors-released", "a 5xx frees the key where that is the policy", || {
-            server_errors(false)
-        })
-        .given(Plan { server_errors: Some(ServerErrors::Release), ..Plan::default() }),
-        Case::steps("S3-directive-release", "the handler can say that nothing was decided", || {
-            let release = |status| Script::status(status).field("idempotency-store", "release");
-            vec![
-                executes(pay_as("a").script(release(200))).status(200),
-                executes(pay_as("a").script(release(500))).status(500),
-                executes(pay_as("a").script(release(404))).status(404),
-                executes(pay_as("a")),
-                replays(3, pay_as("a")),
-            ]
-        }),
-        Case::steps(
-            "directives-that-contradict",
-            "two words of the handler that contradict each other say nothing",
-            || {
+            };
+        "released-key-takes-another-request": "a key that is free again may carry another request"
+            => steps {
+                let other = || Request::post("/payments").key("a").json(r#"{"amount":2}"#);
+                vec![
+                    executes(pay_as("a").script(Script::status(429))).status(429),
+                    executes(other()),
+                    replays(1, other()),
+                    refused("key-reused", pay_as("a")),
+                ]
+            };
+        "server-errors-replayed": "by default a 5xx is kept, because the effect may have happened"
+            => steps {
+                server_errors(true)
+            };
+        "server-errors-released": "a 5xx frees the key under server-errors = release"
+            .given(Plan { server_errors: Some(ServerErrors::Release), ..Plan::default() })
+            => steps {
+                server_errors(false)
+            };
+        "handler-releases-the-key": "the handler can say that nothing was decided"
+            => steps {
+                let release = |status| Script::status(status).field("idempotency-store", "release");
+                vec![
+                    executes(pay_as("a").script(release(200))).status(200),
+                    executes(pay_as("a").script(release(500))).status(500),
+                    executes(pay_as("a").script(release(404))).status(404),
+                    executes(pay_as("a")),
+                    replays(3, pay_as("a")),
+                ]
+            };
+        "contradicting-directives-have-no-effect": "two directives of the handler that contradict each other have no effect"
+            => steps {
                 let says = |words: [&str; 2]| {
                     Script::status(200)
                         .field("idempotency-store", words[0])
@@ -232,23 +202,21 @@ pub(super) fn cases() -> Vec<Case> {
                     executes(pay_as("c").script(says(["release", "Release"]))).status(200),
                     executes(pay_as("c")),
                 ]
-            },
-        ),
-        Case::steps("S3-directive-replay", "the handler can say that its answer stands", || {
-            let replay = |status| Script::status(status).field("idempotency-store", "replay");
-            let mut steps: Vec<Step> = Vec::new();
-            for status in RELEASED.into_iter().chain([500, 503]) {
-                let key = status.to_string();
-                steps.push(executes(pay_as(&key).script(replay(status))).status(status));
-                steps.push(replays(steps.len() - 1, pay_as(&key)));
-            }
-            steps
-        })
-        .given(Plan { server_errors: Some(ServerErrors::Release), ..Plan::default() }),
-        Case::steps(
-            "S3-grpc",
-            "an answer of gRPC passes as it is, trailers and all, and is never run again",
-            || {
+            };
+        "handler-asks-for-replay": "the handler can say that its answer stands"
+            .given(Plan { server_errors: Some(ServerErrors::Release), ..Plan::default() })
+            => steps {
+                let replay = |status| Script::status(status).field("idempotency-store", "replay");
+                let mut steps: Vec<Step> = Vec::new();
+                for status in RELEASED.into_iter().chain([500, 503]) {
+                    let key = status.to_string();
+                    steps.push(executes(pay_as(&key).script(replay(status))).status(status));
+                    steps.push(replays(steps.len() - 1, pay_as(&key)));
+                }
+                steps
+            };
+        "grpc-answer-passes-and-is-not-run-again": "an answer of gRPC passes as it is, trailers and all, and is never run again"
+            => steps {
                 let mut steps = Vec::new();
                 for media_type in
                     ["application/grpc", "application/grpc+proto", "application/grpc-web+json; charset=utf-8"]
@@ -262,36 +230,28 @@ pub(super) fn cases() -> Vec<Case> {
                     steps.push(refused("replay-unavailable", again));
                 }
                 steps
-            },
-        ),
-        Case::steps("S3-directive-tombstone", "the handler can say that its answer must not be kept", || {
-            let secret = || Script::status(201).field("idempotency-store", "tombstone");
-            vec![
-                executes(pay_as("a").script(secret())),
-                refused("replay-unavailable", pay_as("a")),
-                refused("replay-unavailable", pay_as("a")),
-                refused("key-reused", Request::post("/payments").key("a").json("{}")),
-            ]
-        }),
-        Case::code(
-            "S3-directive-is-taken-off",
-            "no client ever sees the handler's word to the layer",
-            |world| Box::pin(directive_is_taken_off(world)),
-        ),
-        Case::code(
-            "S3-head-of-a-replay",
-            "HEAD is not covered: it asks the service, whatever the key has seen",
-            |world| Box::pin(head(world)),
-        ),
-        Case::code(
-            "S3-expect-continue",
-            "a client that asks first is told to go on, and is then like others",
-            |world| Box::pin(expect_continue(world)),
-        ),
-    ];
-    all.push(Case::steps("C73-other-key", "the same request under another key is another intent", || {
-        vec![executes(pay_as("a")), executes(pay_as("b")), replays(0, pay_as("a")), replays(1, pay_as("b"))]
-    }));
+            };
+        "handler-asks-for-a-tombstone": "the handler can say that its answer must not be kept"
+            => steps {
+                let secret = || Script::status(201).field("idempotency-store", "tombstone");
+                vec![
+                    executes(pay_as("a").script(secret())),
+                    refused("replay-unavailable", pay_as("a")),
+                    refused("replay-unavailable", pay_as("a")),
+                    refused("key-reused", Request::post("/payments").key("a").json("{}")),
+                ]
+            };
+        "directive-is-hidden-from-clients": "no client sees the handler's directive to the layer"
+            => run (directive_is_taken_off);
+        "head-passes": "HEAD is not covered: it asks the service, whatever the key has seen"
+            => run (head);
+        "expect-continue": "a client that asks first is told to go on, and is then like others"
+            => run (expect_continue);
+    };
+    all.extend(cases! {
+        "other-key-is-another-intent": "the same request under another key is another intent"
+            => steps [executes(pay_as("a")), executes(pay_as("b")), replays(0, pay_as("a")), replays(1, pay_as("b"))];
+    });
     all
 }
 
@@ -373,7 +333,8 @@ async fn gzip(world: World) {
 }
 
 async fn chunked(world: World) {
-    let pieces = ["one ", "two ", "", "three"].map(|text| Piece::Data(Bytes::from_static(text.as_bytes())));
+    let pieces =
+        ["one ", "two ", "", "three"].map(|text| BodyPart::Data(Bytes::from_static(text.as_bytes())));
     let request = pay_as("abc").script(Script::pieces(200, "text/plain", pieces.to_vec()));
     let first = world.send(request.clone()).await;
     let again = world.send(request.clone()).await;
@@ -385,7 +346,8 @@ async fn chunked(world: World) {
 }
 
 async fn trailers(world: World) {
-    let pieces = vec![Piece::Data(Bytes::from_static(b"one ")), Piece::Data(Bytes::from_static(b"two"))];
+    let pieces =
+        vec![BodyPart::Data(Bytes::from_static(b"one ")), BodyPart::Data(Bytes::from_static(b"two"))];
     let script =
         Script::pieces(200, "text/plain", pieces).trailer("x-checksum", "abc").field("trailer", "x-checksum");
     let request = pay_as("abc").field("TE", "trailers").script(script);
@@ -402,7 +364,7 @@ async fn too_large(world: World) {
         Script::pieces(
             201,
             "text/plain",
-            vec![Piece::Data(vec![b'x'; 600].into()), Piece::Data(vec![b'x'; 401].into())],
+            vec![BodyPart::Data(vec![b'x'; 600].into()), BodyPart::Data(vec![b'x'; 401].into())],
         ),
         Script::whole(201, "text/plain", vec![b'x'; 3_000_000]),
     ]
@@ -427,15 +389,15 @@ async fn too_large(world: World) {
 
 async fn events(world: World) {
     let go_on = oncegate_testkit::Latch::new();
-    let event = |text: &'static str| Piece::Data(Bytes::from_static(text.as_bytes()));
-    let pieces = vec![event("data: one\n\n"), Piece::Wait(go_on.clone()), event("data: two\n\n")];
+    let event = |text: &'static str| BodyPart::Data(Bytes::from_static(text.as_bytes()));
+    let pieces = vec![event("data: one\n\n"), BodyPart::Wait(go_on.clone()), event("data: two\n\n")];
     let request = world.ready(pay_as("abc").script(Script::pieces(200, "text/event-stream", pieces)));
     let mut connection = world.connect().await;
-    connection.write(&request.octets()).await;
+    connection.write(&request.bytes()).await;
     let head = connection.head().await.expect("a head");
     assert_eq!(head.status, 200);
     let mut framing = crate::client::framing("POST", &head).expect("a framed body");
-    let one = connection.data(&mut framing).await.expect("octets");
+    let one = connection.data(&mut framing).await.expect("bytes");
     assert_eq!(
         one.as_deref(),
         Some(&b"data: one\n\n"[..]),
@@ -446,7 +408,7 @@ async fn events(world: World) {
     assert!([409, 422].contains(&meanwhile.status()), "{meanwhile:?}");
     assert_eq!(world.backend.effects(), 1);
     go_on.open();
-    let two = connection.data(&mut framing).await.expect("octets");
+    let two = connection.data(&mut framing).await.expect("bytes");
     assert_eq!(two.as_deref(), Some(&b"data: two\n\n"[..]));
     assert_eq!(connection.data(&mut framing).await.expect("an end"), None);
     assert_refusal("replay-unavailable", &world.settled(&pay_as("abc")).await);

@@ -1,4 +1,4 @@
-//! Whose key it is.
+//! The caller of a key.
 
 use oncegate_http::{AuthorityRole, KeyScope};
 use oncegate_testkit::Latch;
@@ -64,11 +64,10 @@ const LOOK_LIKE_NONE: [&str; 16] = [
 pub(super) fn cases() -> Vec<Case> {
     let tenants = Plan { scope: TENANT, ..Plan::default() };
     let credentials = Plan { scope: Callers::Header("authorization"), ..Plan::default() };
-    vec![
-        Case::steps(
-            "C110-two-callers",
-            "two callers with one key have nothing to do with each other",
-            || {
+    cases! {
+        "scope-two-callers": "two callers with one key have nothing to do with each other"
+            .given(tenants.clone())
+            => steps {
                 let other = || from("b", "a").json(r#"{"amount":5}"#);
                 vec![
                     executes(from("a", "a")),
@@ -77,77 +76,64 @@ pub(super) fn cases() -> Vec<Case> {
                     replays(1, other()),
                     refused("key-reused", from("b", "a")),
                 ]
-            },
-        )
-        .given(tenants.clone()),
-        Case::steps("C110-credentials", "callers are told apart by their whole credential", || {
-            let with = |credential: &str| pay_as("a").field("Authorization", credential);
-            vec![
-                executes(with("Bearer one")),
-                executes(with("Bearer two")),
-                executes(with("Bearer on")),
-                executes(with("bearer one")),
-                executes(with("Basic b25l")),
-                replays(0, with("Bearer one")),
-                replays(1, with("Bearer two")),
-            ]
-        })
-        .given(credentials.clone()),
-        Case::steps(
-            "C110-nobody",
-            "callers without the field are one caller, and not any of the others",
-            || {
+            };
+        "scope-whole-credential": "callers are told apart by their whole credential"
+            .given(credentials.clone())
+            => steps {
+                let with = |credential: &str| pay_as("a").field("Authorization", credential);
                 vec![
-                    executes(pay_as("a")),
-                    replays(0, pay_as("a")),
-                    executes(from("a", "a")),
-                    replays(0, from("", "a")),
-                    replays(0, pay_as("a")),
+                    executes(with("Bearer one")),
+                    executes(with("Bearer two")),
+                    executes(with("Bearer on")),
+                    executes(with("bearer one")),
+                    executes(with("Basic b25l")),
+                    replays(0, with("Bearer one")),
+                    replays(1, with("Bearer two")),
                 ]
-            },
-        )
-        .given(tenants.clone()),
-        Case::steps(
-            "C110-two-lines",
-            "a caller who sends the field twice is nobody whom one line names",
-            || {
-                vec![
-                    executes(from("a", "a")),
-                    executes(from("b", "a")),
-                    Step::not_replayed(from("a", "a").field("X-Tenant", "b")),
-                    Step::not_replayed(from("b", "a").field("X-Tenant", "a")),
-                ]
-            },
-        )
-        .given(tenants.clone()),
-        Case::code("C110-no-oracle", "no answer to one caller depends on what another one did", |world| {
-            Box::pin(no_oracle(world))
-        })
-        .given(tenants.clone()),
-        Case::steps("C110-caller-scope", "a key that belongs to the caller belongs to this one only", || {
-            let refund =
-                |tenant: &str| Request::post("/refunds").key("a").field("X-Tenant", tenant).json(PAYMENT);
-            vec![
+            };
+        "scope-absent-header-is-one-caller": "callers without the field are one caller, and not any of the others"
+            .given(tenants.clone())
+            => steps [
+                executes(pay_as("a")),
+                replays(0, pay_as("a")),
                 executes(from("a", "a")),
-                executes(refund("b")),
-                refused("key-reused", refund("a")),
-                refused("key-reused", from("b", "a")),
-                replays(0, from("a", "a")),
-                replays(1, refund("b")),
-            ]
-        })
-        .given(Plan { key_scope: Some(KeyScope::Caller), ..tenants.clone() }),
-        Case::steps("C110-single-tenant", "where there is one caller only, nobody is told apart", || {
-            vec![
+                replays(0, from("", "a")),
+                replays(0, pay_as("a")),
+            ];
+        "scope-doubled-header": "a caller that sends the header twice is none of the callers of one line"
+            .given(tenants.clone())
+            => steps [
+                executes(from("a", "a")),
+                executes(from("b", "a")),
+                Step::not_replayed(from("a", "a").field("X-Tenant", "b")),
+                Step::not_replayed(from("b", "a").field("X-Tenant", "a")),
+            ];
+        "scope-is-no-oracle": "no answer to one caller depends on what another one did"
+            .given(tenants.clone())
+            => run (no_oracle);
+        "key-of-the-caller": "a key that belongs to the caller belongs to this one only"
+            .given(Plan { key_scope: Some(KeyScope::Caller), ..tenants.clone() })
+            => steps {
+                let refund =
+                    |tenant: &str| Request::post("/refunds").key("a").field("X-Tenant", tenant).json(PAYMENT);
+                vec![
+                    executes(from("a", "a")),
+                    executes(refund("b")),
+                    refused("key-reused", refund("a")),
+                    refused("key-reused", from("b", "a")),
+                    replays(0, from("a", "a")),
+                    replays(1, refund("b")),
+                ]
+            };
+        "scope-single-tenant": "single tenant: all requests are of one caller"
+            => steps [
                 executes(pay_as("a").field("Authorization", "Bearer one")),
                 replays(0, pay_as("a").field("Authorization", "Bearer two")),
                 replays(0, pay_as("a")),
-            ]
-        }),
-        Case::steps(
-            "C111-separators",
-            "no separator within caller, path or key makes two records meet",
-            || {
+            ];
+        "scope-separators-do-not-collide": "no separator within caller, path or key makes two records meet"
+            .given(tenants)
+            => steps {
                 let at = |tenant: &str, path: &str, key: &str| {
                     Request::post(path).key(format!("\"{key}\"")).field("X-Tenant", tenant).json(PAYMENT)
                 };
@@ -170,22 +156,19 @@ pub(super) fn cases() -> Vec<Case> {
                     .enumerate()
                     .map(|(n, (tenant, path, key))| replays(n, at(tenant, path, key)));
                 first.chain(again).collect()
-            },
-        )
-        .given(tenants),
-        Case::steps("C110-required", "where callers must say who they are, nobody else gets in", || {
-            vec![
+            };
+        "scope-required": "a required caller header: requests without it are refused"
+            .given(Plan { scope: Callers::RequiredHeader("x-tenant"), ..Plan::default() })
+            => steps [
                 refused("scope-unavailable", pay_as("a")),
                 executes(from("a", "a")),
                 refused("scope-unavailable", pay_as("a")),
                 replays(1, from("a", "a")),
-            ]
-        })
-        .given(Plan { scope: Callers::RequiredHeader("x-tenant"), ..Plan::default() }),
-        Case::steps(
-            "scope-not-set-by-the-look-of-it",
-            "a field that looks like a credential is one, however its name is spelt; others are none",
-            || {
+            ];
+        "scope-not-set-with-a-credential":
+            "a field that looks like a credential is one, however its name is spelt; others are none"
+            .given(Plan { scope: Callers::NotSet, ..Plan::default() })
+            => steps {
                 let with = |field: &str| pay_as("a").field(field, "secret");
                 let mut steps = vec![executes(pay_as("a"))];
                 steps.extend(LOOK_LIKE_CREDENTIALS.map(|field| refused("scope-not-set", with(field))));
@@ -204,32 +187,22 @@ pub(super) fn cases() -> Vec<Case> {
                     steps.push(replays(first, with(field).field("Authorization", "Bearer one")));
                 }
                 steps
-            },
-        )
-        .given(Plan { scope: Callers::NotSet, ..Plan::default() }),
-        Case::steps(
-            "scope-by-a-field-in-another-spelling",
-            "many services take `_` for `-`, so a caller in that spelling is not let through as nobody",
-            || {
-                vec![
-                    executes(from("a", "a")),
-                    refused("scope-unavailable", pay_as("a").field("X_Tenant", "a")),
-                    refused("scope-unavailable", from("a", "a").field("x_tenant", "b")),
-                    replays(0, from("a", "a").field("X_Tenant", "")),
-                ]
-            },
-        )
-        .given(Plan { scope: TENANT, ..Plan::default() }),
-        Case::code(
-            "scope-refusals-have-the-key",
-            "a client that matches answers by their keys finds those of refused requests, too",
-            |world| Box::pin(refusals_have_the_key(world)),
-        )
-        .given(Plan { scope: Callers::NotSet, ..Plan::default() }),
-        Case::steps(
-            "scope-not-set",
-            "while it is not said how callers are told apart, a request with a credential other than Authorization is refused",
-            || {
+            };
+        "scope-header-with-underscores": "many services take `_` for `-`, so a caller header in that spelling is refused"
+            .given(Plan { scope: TENANT, ..Plan::default() })
+            => steps [
+                executes(from("a", "a")),
+                refused("scope-unavailable", pay_as("a").field("X_Tenant", "a")),
+                refused("scope-unavailable", from("a", "a").field("x_tenant", "b")),
+                replays(0, from("a", "a").field("X_Tenant", "")),
+            ];
+        "scope-refusals-have-the-key": "a client that matches answers by their keys finds those of refused requests, too"
+            .given(Plan { scope: Callers::NotSet, ..Plan::default() })
+            => run (refusals_have_the_key);
+        "scope-not-set":
+            "while it is not said how callers are told apart, a request with a credential other than Authorization is refused"
+            .given(Plan { scope: Callers::NotSet, ..Plan::default() })
+            => steps {
                 let session = |sid: &str| pay_as("a").field("Cookie", format!("theme=dark; sid={sid}"));
                 vec![
                     executes(pay_as("a")),
@@ -251,94 +224,88 @@ pub(super) fn cases() -> Vec<Case> {
                     passes(Request::post("/payments").json(PAYMENT).field("Cookie", "sid=eve")),
                     refused("scope-unavailable", pay_as("a").field("Authorization", "a").field("Authorization", "a")),
                 ]
-            },
-        )
-        .given(Plan { scope: Callers::NotSet, ..Plan::default() }),
-        Case::steps(
-            "scope-set-to-the-default",
-            "where it is said that Authorization tells callers apart, nobody asks for more",
-            || {
+            };
+        "scope-set-to-the-default": "with the default scope set, a request needs no more than Authorization"
+            .given(credentials.clone())
+            => steps {
                 let session = |sid: &str| pay_as("a").field("Cookie", format!("sid={sid}"));
                 vec![executes(session("ada")), replays(0, session("eve")), replays(0, pay_as("a"))]
-            },
-        )
-        .given(credentials.clone()),
-        Case::steps("scope-cookie", "a cookie tells callers apart, wherever it stands", || {
-            let with = |cookies: &str| pay_as("a").field("Cookie", cookies);
-            vec![
-                executes(with("sid=ada")),
-                executes(with("sid=eve")),
-                replays(0, with("theme=dark; sid=ada; lang=de")),
-                replays(1, with("sid=eve; sid=eve")),
-                refused("scope-unavailable", with("sid=ada; sid=eve")),
-                refused("scope-unavailable", with("sid=")),
-                refused("scope-unavailable", with("SID=ada; xsid=ada")),
-                refused("scope-unavailable", pay_as("a").field("Authorization", "Bearer ada")),
-            ]
-        })
-        .given(Plan { scope: Callers::Parts(&["required-cookie:sid"]), ..Plan::default() }),
-        Case::steps("scope-of-parts", "a tenant and a session tell callers apart together", || {
-            let with = |tenant: &str, sid: &str| from(tenant, "a").field("Cookie", format!("sid={sid}"));
-            vec![
-                executes(with("t", "s")),
-                executes(with("t", "r")),
-                executes(with("u", "s")),
-                executes(with("ts", "")),
-                executes(from("t", "a")),
-                replays(0, with("t", "s")),
-                replays(2, with("u", "s")),
-                replays(4, from("t", "a").field("Cookie", "sid=")),
-                refused("scope-unavailable", with("", "s")),
-                refused("scope-unavailable", pay_as("a").field("Cookie", "sid=s")),
-            ]
-        })
-        .given(Plan {
-            scope: Callers::Parts(&["cookie:sid", "required-header:x-tenant"]),
-            by_file: true,
-            ..Plan::default()
-        }),
-        Case::code(
-            "scope-empty-is-absent",
-            "an empty field identifies nobody; without Authorization it is a 401 that asks for it",
-            |world| Box::pin(empty_is_absent(world)),
-        )
-        .given(Plan { scope: Callers::RequiredHeader("authorization"), ..Plan::default() }),
-        Case::steps("host-is-compared", "the same key with another host is not the same request", || {
-            let to = |host| pay_as("a").host(host);
-            vec![
-                executes(to("tenant-a.test")),
-                replays(0, to("Tenant-A.TEST:80")),
-                replays(0, to("tenant-a.test:443")),
-                // It may be the same request, sent to another address of the service: with a new key it would run twice.
-                refused("host-differs", to("tenant-b.test")),
-                refused("host-differs", to("tenant-a.test:8443")),
-                refused("key-reused", to("tenant-b.test").json(r#"{"amount":5}"#)),
-                refused("key-reused", to("tenant-a.test").json(r#"{"amount":5}"#)),
-                replays(0, to("tenant-a.test")),
-            ]
-        }),
-        Case::steps("host-ignored", "a service of several names may ignore the host", || {
-            vec![executes(pay_as("a").host("a.test")), replays(0, pay_as("a").host("b.test:8080"))]
-        })
-        .given(Plan { authority: Some(AuthorityRole::Ignored), ..Plan::default() }),
-        Case::steps("host-scope", "where hosts are tenants, each has keys of its own", || {
-            let to = |host| from("t", "a").host(host);
-            vec![
-                executes(to("a.test")),
-                executes(to("b.test")),
-                replays(0, to("A.test:443")),
-                replays(1, to("b.test")),
-                refused("key-reused", to("b.test").json(r#"{"amount":5}"#)),
-            ]
-        })
-        .given(Plan { authority: Some(AuthorityRole::Scope), scope: TENANT, ..Plan::default() }),
-        Case::code(
-            "C118-secrets-stay",
-            "no answer and no line that is printed shows another's key, credential or body",
-            |mut world| Box::pin(async move { secrets(&mut world).await }),
-        )
-        .given(credentials),
-    ]
+            };
+        "scope-cookie": "a cookie tells callers apart, wherever it stands"
+            .given(Plan { scope: Callers::Parts(&["required-cookie:sid"]), ..Plan::default() })
+            => steps {
+                let with = |cookies: &str| pay_as("a").field("Cookie", cookies);
+                vec![
+                    executes(with("sid=ada")),
+                    executes(with("sid=eve")),
+                    replays(0, with("theme=dark; sid=ada; lang=de")),
+                    replays(1, with("sid=eve; sid=eve")),
+                    refused("scope-unavailable", with("sid=ada; sid=eve")),
+                    refused("scope-unavailable", with("sid=")),
+                    refused("scope-unavailable", with("SID=ada; xsid=ada")),
+                    refused("scope-unavailable", pay_as("a").field("Authorization", "Bearer ada")),
+                ]
+            };
+        "scope-of-parts": "a tenant and a session tell callers apart together"
+            .given(Plan {
+                scope: Callers::Parts(&["cookie:sid", "required-header:x-tenant"]),
+                by_file: true,
+                ..Plan::default()
+            })
+            => steps {
+                let with = |tenant: &str, sid: &str| from(tenant, "a").field("Cookie", format!("sid={sid}"));
+                vec![
+                    executes(with("t", "s")),
+                    executes(with("t", "r")),
+                    executes(with("u", "s")),
+                    executes(with("ts", "")),
+                    executes(from("t", "a")),
+                    replays(0, with("t", "s")),
+                    replays(2, with("u", "s")),
+                    replays(4, from("t", "a").field("Cookie", "sid=")),
+                    refused("scope-unavailable", with("", "s")),
+                    refused("scope-unavailable", pay_as("a").field("Cookie", "sid=s")),
+                ]
+            };
+        "scope-empty-is-absent": "an empty header identifies no caller; without Authorization it is a 401 that asks for it"
+            .given(Plan { scope: Callers::RequiredHeader("authorization"), ..Plan::default() })
+            => run (empty_is_absent);
+        "host-is-compared": "the same key with another host is not the same request"
+            => steps {
+                let to = |host| pay_as("a").host(host);
+                vec![
+                    executes(to("tenant-a.test")),
+                    replays(0, to("Tenant-A.TEST:80")),
+                    replays(0, to("tenant-a.test:443")),
+                    // It may be the same request, sent to another address of the service: with a new key it would run twice.
+                    refused("host-differs", to("tenant-b.test")),
+                    refused("host-differs", to("tenant-a.test:8443")),
+                    refused("key-reused", to("tenant-b.test").json(r#"{"amount":5}"#)),
+                    refused("key-reused", to("tenant-a.test").json(r#"{"amount":5}"#)),
+                    replays(0, to("tenant-a.test")),
+                ]
+            };
+        "host-ignored": "a service of several names may ignore the host"
+            .given(Plan { authority: Some(AuthorityRole::Ignored), ..Plan::default() })
+            => steps [executes(pay_as("a").host("a.test")), replays(0, pay_as("a").host("b.test:8080"))];
+        "host-scope": "where hosts are tenants, each has keys of its own"
+            .given(Plan { authority: Some(AuthorityRole::Scope), scope: TENANT, ..Plan::default() })
+            => steps {
+                let to = |host| from("t", "a").host(host);
+                vec![
+                    executes(to("a.test")),
+                    executes(to("b.test")),
+                    replays(0, to("A.test:443")),
+                    replays(1, to("b.test")),
+                    refused("key-reused", to("b.test").json(r#"{"amount":5}"#)),
+                ]
+            };
+        "secrets-are-not-shown": "no answer and no line that is printed shows another's key, credential or body"
+            .given(credentials)
+            => run {
+                |mut world| Box::pin(async move { secrets(&mut world).await })
+            };
+    }
 }
 
 fn from(tenant: &str, key: &str) -> Request {
@@ -366,7 +333,7 @@ async fn no_oracle(world: World) {
     world.backend.until_effects(1).await;
     let finished = world.send(from("a", "finished")).await;
     assert_eq!(finished.status(), 201);
-    // To somebody else these keys are as fresh as any, whatever is sent with them.
+    // For another caller these keys are new, whatever request they come with.
     for key in ["running", "finished", "never used"] {
         let key = format!("\"{key}\"");
         for body in [PAYMENT, "{}"] {
@@ -395,8 +362,11 @@ async fn secrets(world: &mut World) {
     assert_refusal("key-reused", &refused);
     let shown = String::from_utf8_lossy(&refused.body).into_owned();
     world.send(pay_as("key-4f8a1c,")).await;
-    let printed =
-        if world.door == crate::world::Door::Sidecar { world.sidecar().printed() } else { String::new() };
+    let printed = if world.deployment == crate::world::Deployment::Sidecar {
+        world.sidecar().printed()
+    } else {
+        String::new()
+    };
     for secret in secrets {
         assert!(!shown.contains(secret), "told: {secret} in {shown}");
         assert!(!printed.contains(secret), "printed: {secret} in {printed}");

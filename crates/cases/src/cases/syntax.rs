@@ -1,4 +1,4 @@
-//! How a key is spelled: what is one key, what are two, what is none.
+//! The syntax of keys: equal keys, different keys, invalid keys.
 
 use oncegate_http::KeySyntax;
 
@@ -10,19 +10,19 @@ const UUID: &str = "8e03978e-40d5-43e8-bc93-6894a57f9324";
 
 pub(super) fn cases() -> Vec<Case> {
     let strict = Plan { key_syntax: Some(KeySyntax::Strict), ..Plan::default() };
-    vec![
-        Case::steps("C01-quoted-uuid", "the draft's first example is a key", || {
-            let key = format!("\"{UUID}\"");
-            vec![executes(pay_as(&key)), replays(0, pay_as(&key))]
-        }),
-        Case::steps("C02-quoted-opaque-string", "the draft's second example is a key", || {
-            let key = "\"clkyoesmbgybucifusbbtdsbohtyuuwz\"";
-            vec![executes(pay_as(key)), replays(0, pay_as(key))]
-        }),
-        Case::steps(
-            "C03-bare-and-quoted-are-one-key",
-            "a bare key is the same key as the quoted one",
-            || {
+    cases! {
+        "quoted-uuid-key": "the draft's first example is a key"
+            => steps {
+                let key = format!("\"{UUID}\"");
+                vec![executes(pay_as(&key)), replays(0, pay_as(&key))]
+            };
+        "quoted-opaque-key": "the draft's second example is a key"
+            => steps {
+                let key = "\"clkyoesmbgybucifusbbtdsbohtyuuwz\"";
+                vec![executes(pay_as(key)), replays(0, pay_as(key))]
+            };
+        "bare-and-quoted-are-one-key": "a bare key is the same key as the quoted one"
+            => steps {
                 let quoted = format!("\"{UUID}\"");
                 vec![
                     executes(pay_as(UUID)),
@@ -30,21 +30,17 @@ pub(super) fn cases() -> Vec<Case> {
                     executes(pay_as("\"abc\"")),
                     replays(2, pay_as("abc")),
                 ]
-            },
-        ),
-        Case::steps("C04-strict-refuses-bare-keys", "strict: only strings of RFC 9651 are keys", || {
-            vec![
+            };
+        "strict-refuses-bare-keys": "strict: only strings of RFC 9651 are keys"
+            .given(strict)
+            => steps [
                 refused("key-invalid", pay_as("clkyoesmbgybucifusbbtdsbohtyuuwz")),
                 refused("key-invalid", pay_as(UUID)),
                 executes(pay_as("\"clkyoesmbgybucifusbbtdsbohtyuuwz\"")),
                 executes(pay_as("\"a\\\"b\\\\c\";v=1")),
-            ]
-        })
-        .given(strict),
-        Case::steps(
-            "C05-malformed-is-never-unprotected",
-            "a string that does not end is a 400 though no key is required",
-            || {
+            ];
+        "malformed-key-is-refused": "a string that does not end is a 400 though no key is required"
+            => steps {
                 let broken = [
                     "\"abc",
                     "abc\"",
@@ -56,63 +52,52 @@ pub(super) fn cases() -> Vec<Case> {
                     "\"abc\";",
                 ];
                 broken.map(|key| refused("key-invalid", pay_as(key))).into()
-            },
-        ),
-        Case::steps("C05-single-quotes-are-plain-characters", "'foo' is a bare key that is not foo", || {
-            vec![executes(pay_as("'foo'")), executes(pay_as("foo")), replays(0, pay_as("'foo'"))]
-        }),
-        Case::steps("C06-escapes", "escapes are undone: \"a\\\"b\" is its own key", || {
-            vec![
+            };
+        "single-quotes-are-plain-characters": "'foo' is a bare key that is not foo"
+            => steps [executes(pay_as("'foo'")), executes(pay_as("foo")), replays(0, pay_as("'foo'"))];
+        "key-escapes": "escapes are undone: \"a\\\"b\" is its own key"
+            => steps [
                 executes(pay_as(r#""a\"b""#)),
                 executes(pay_as("ab")),
                 replays(0, pay_as(r#""a\"b""#)),
                 executes(pay_as(r#""a\"b\\c""#)),
                 executes(pay_as(r#""a\\b""#)),
                 replays(4, pay_as(r"a\b")),
-            ]
-        }),
-        Case::steps("C07-parameters-are-ignored", "\"abc\";p=1 is the key abc", || {
-            vec![
+            ];
+        "key-parameters-are-ignored": "\"abc\";p=1 is the key abc"
+            => steps [
                 executes(pay_as("\"abc\";p=1")),
                 replays(0, pay_as("\"abc\"")),
                 replays(0, pay_as("\"abc\";v=\"x\";w")),
                 replays(0, pay_as("abc")),
-            ]
-        }),
-        Case::steps("C08-two-field-lines", "two lines are a 400, even if they are equal", || {
-            vec![
+            ];
+        "two-key-headers": "two lines are a 400, even if they are equal"
+            => steps [
                 refused("key-invalid", pay().key("\"a\"").key("\"a\"")),
                 refused("key-invalid", pay().key("a").key("b")),
                 refused("key-invalid", pay().key("a").key("")),
                 refused("key-invalid", pay().key("\"foo").key("bar\"")),
                 refused("key-invalid", pay().field("Idempotency-Key", "a").field("IDEMPOTENCY-KEY", "a")),
                 executes(pay_as("a")),
-            ]
-        }),
-        Case::steps(
-            "C09-comma",
-            "a comma in a bare key is a 400, within quotes it is a part of the key",
-            || {
-                vec![
-                    refused("key-invalid", pay_as("a, b")),
-                    refused("key-invalid", pay_as("a,b")),
-                    refused("key-invalid", pay_as("\"a\", \"b\"")),
-                    refused("key-invalid", pay_as("\"a\",\"a\"")),
-                    executes(pay_as("\"a, b\"")),
-                    replays(4, pay_as("\"a, b\"")),
-                ]
-            },
-        ),
-        Case::steps("C10-empty", "an empty key is a 400", || {
-            ["", "\"\"", "   ", "\"\";p=1", "\"   \""].map(|key| refused("key-invalid", pay_as(key))).into()
-        }),
-        Case::steps(
-            "C11-length",
-            "255 octets are a key, 256 are not, counted without quotes and escapes",
-            || {
-                let long = |octets: usize| "k".repeat(octets);
-                let quoted = |octets: usize| format!("\"{}\"", "q".repeat(octets));
-                let escaped = |octets: usize| format!("\"{}\"", "\\\"".repeat(octets));
+            ];
+        "comma-in-a-key": "a comma in a bare key is a 400, within quotes it is a part of the key"
+            => steps [
+                refused("key-invalid", pay_as("a, b")),
+                refused("key-invalid", pay_as("a,b")),
+                refused("key-invalid", pay_as("\"a\", \"b\"")),
+                refused("key-invalid", pay_as("\"a\",\"a\"")),
+                executes(pay_as("\"a, b\"")),
+                replays(4, pay_as("\"a, b\"")),
+            ];
+        "empty-key": "an empty key is a 400"
+            => steps {
+                ["", "\"\"", "   ", "\"\";p=1", "\"   \""].map(|key| refused("key-invalid", pay_as(key))).into()
+            };
+        "key-length": "255 bytes are a key, 256 are not, counted without quotes and escapes"
+            => steps {
+                let long = |bytes: usize| "k".repeat(bytes);
+                let quoted = |bytes: usize| format!("\"{}\"", "q".repeat(bytes));
+                let escaped = |bytes: usize| format!("\"{}\"", "\\\"".repeat(bytes));
                 vec![
                     executes(pay_as(&long(255))),
                     replays(0, pay_as(&long(255))),
@@ -125,91 +110,74 @@ pub(super) fn cases() -> Vec<Case> {
                     refused("key-invalid", pay_as(&escaped(256))),
                     executes(pay_as("x")),
                 ]
-            },
-        ),
-        Case::steps("C12-characters", "control and non-ASCII octets, in quotes or not, are a 400", || {
-            let none: [&[u8]; 6] =
-                ["\"fü\"".as_bytes(), "fü".as_bytes(), b"\"a\tb\"", b"a\tb", b"\"\xff\xfe\"", b"a\x80b"];
-            let mut steps: Vec<_> =
-                none.into_iter().map(|key| refused("key-invalid", pay().key(key))).collect();
-            // A server may refuse these before any layer sees them.
-            let worse: [&[u8]; 4] = [b"a\0b", b"\"a\0b\"", b"a\x7fb", b"\"a\x01b\""];
-            steps.extend(worse.into_iter().map(|key| rejected(pay().key(key))));
-            steps
-        }),
-        Case::steps(
-            "K12-spaces-around",
-            "optional whitespace around the field's value is no part of it",
-            || {
-                vec![
-                    executes(pay_as("  \"abc\"  ")),
-                    replays(0, pay_as("\"abc\"")),
-                    replays(0, pay_as("\t abc \t")),
-                ]
-            },
-        ),
-        Case::steps("K14-space-within", "a bare key has no space; a string may", || {
-            vec![
+            };
+        "key-characters": "control and non-ASCII bytes, in quotes or not, are a 400"
+            => steps {
+                let none: [&[u8]; 6] =
+                    ["\"fü\"".as_bytes(), "fü".as_bytes(), b"\"a\tb\"", b"a\tb", b"\"\xff\xfe\"", b"a\x80b"];
+                let mut steps: Vec<_> =
+                    none.into_iter().map(|key| refused("key-invalid", pay().key(key))).collect();
+                // A server may refuse these before any layer sees them.
+                let worse: [&[u8]; 4] = [b"a\0b", b"\"a\0b\"", b"a\x7fb", b"\"a\x01b\""];
+                steps.extend(worse.into_iter().map(|key| rejected(pay().key(key))));
+                steps
+            };
+        "spaces-around-a-key": "optional whitespace around the field's value is no part of it"
+            => steps [
+                executes(pay_as("  \"abc\"  ")),
+                replays(0, pay_as("\"abc\"")),
+                replays(0, pay_as("\t abc \t")),
+            ];
+        "space-within-a-key": "a bare key has no space; a string may"
+            => steps [
                 refused("key-invalid", pay_as("a b")),
                 executes(pay_as("\"a b\"")),
                 executes(pay_as("\"a  b\"")),
                 replays(1, pay_as("\"a b\"")),
-            ]
-        }),
-        Case::steps("C13-field-name", "the field's name is not case-sensitive", || {
-            vec![
+            ];
+        "header-name-in-any-case": "the field's name is not case-sensitive"
+            => steps [
                 executes(pay().field("IDEMPOTENCY-KEY", "abc")),
                 replays(0, pay().field("idempotency-key", "abc")),
                 replays(0, pay().field("iDemPotency-kEy", "\"abc\"")),
-            ]
-        }),
-        Case::steps("C14-keys-are-case-sensitive", "ABC and abc are two keys", || {
-            vec![
+            ];
+        "keys-are-case-sensitive": "ABC and abc are two keys"
+            => steps [
                 executes(pay_as("abc")),
                 executes(pay_as("ABC")),
                 replays(0, pay_as("abc")),
                 replays(1, pay_as("ABC")),
-            ]
-        }),
-        Case::steps(
-            "C14-uuids-are-not",
-            "where keys are UUIDs, upper and lower case are one key, and others are none",
-            || {
-                vec![
-                    executes(pay_as(UUID)),
-                    replays(0, pay_as(&format!("\"{}\"", UUID.to_uppercase()))),
-                    refused("key-invalid", pay_as("8e03978e40d543e8bc936894a57f9324")),
-                    refused("key-invalid", pay_as("{8e03978e-40d5-43e8-bc93-6894a57f9324}")),
-                    refused("key-invalid", pay_as("8e03978e-40d5-43e8-bc93-6894a57f932g")),
-                    refused("key-invalid", pay_as("abc")),
-                ]
-            },
-        )
-        .given(Plan { key_format: Some("uuid"), ..Plan::default() }),
-        Case::steps("S3-ulid", "where keys are ULIDs, others are none", || {
-            vec![
+            ];
+        "uuid-keys-ignore-case": "where keys are UUIDs, upper and lower case are one key, and others are none"
+            .given(Plan { key_format: Some("uuid"), ..Plan::default() })
+            => steps [
+                executes(pay_as(UUID)),
+                replays(0, pay_as(&format!("\"{}\"", UUID.to_uppercase()))),
+                refused("key-invalid", pay_as("8e03978e40d543e8bc936894a57f9324")),
+                refused("key-invalid", pay_as("{8e03978e-40d5-43e8-bc93-6894a57f9324}")),
+                refused("key-invalid", pay_as("8e03978e-40d5-43e8-bc93-6894a57f932g")),
+                refused("key-invalid", pay_as("abc")),
+            ];
+        "ulid-keys": "where keys are ULIDs, others are none"
+            .given(Plan { key_format: Some("ulid"), ..Plan::default() })
+            => steps [
                 executes(pay_as("01ARZ3NDEKTSV4RRFFQ69G5FAV")),
                 replays(0, pay_as("\"01ARZ3NDEKTSV4RRFFQ69G5FAV\"")),
                 refused("key-invalid", pay_as("01ARZ3NDEKTSV4RRFFQ69G5FA")),
                 refused("key-invalid", pay_as("01ARZ3NDEKTSV4RRFFQ69G5FAU")),
                 refused("key-invalid", pay_as(UUID)),
-            ]
-        })
-        .given(Plan { key_format: Some("ulid"), ..Plan::default() }),
-        Case::steps("S3-pattern", "where keys follow a pattern, it is the whole key that must", || {
-            vec![
+            ];
+        "keys-by-pattern": "where keys follow a pattern, it is the whole key that must"
+            .given(Plan { key_format: Some("pattern:order-[0-9]{3}"), ..Plan::default() })
+            => steps [
                 executes(pay_as("order-123")),
                 replays(0, pay_as("\"order-123\"")),
                 refused("key-invalid", pay_as("order-12345")),
                 refused("key-invalid", pay_as("my-order-123")),
                 refused("key-invalid", pay_as("order-123x")),
-            ]
-        })
-        .given(Plan { key_format: Some("pattern:order-[0-9]{3}"), ..Plan::default() }),
-        Case::steps(
-            "C112-hostile-keys",
-            "a key is octets and nothing else: it is found again, and only itself",
-            || {
+            ];
+        "hostile-keys": "a key is bytes and nothing else: it is found again, and only itself"
+            => steps {
                 let hostile = [
                     "'; DROP TABLE records; --",
                     "%0d%0aSet-Cookie: a=b",
@@ -233,32 +201,22 @@ pub(super) fn cases() -> Vec<Case> {
                 let first = hostile.iter().map(|text| executes(pay_as(&key(text))));
                 let again = hostile.iter().enumerate().map(|(n, text)| replays(n, pay_as(&key(text))));
                 first.chain(again).collect()
-            },
-        ),
-        Case::steps(
-            "C112-line-breaks",
-            "a line break within the field never runs anything unprotected",
-            || {
+            };
+        "line-break-in-a-key": "a line break within the field never runs anything unprotected"
+            => steps {
                 let broken: [&[u8]; 4] = [b"abc\r\n def", b"abc\rdef", b"abc\ndef", b"\"abc\r\n\tdef\""];
                 broken.map(|key| rejected(pay().key(key))).into()
-            },
-        ),
-        Case::steps(
-            "C112-very-long-keys",
-            "a key of kilobytes is a 400; of more than a server reads, whatever it says",
-            || {
-                vec![
-                    refused("key-invalid", pay_as(&"k".repeat(8 * 1024))),
-                    refused("key-invalid", pay_as(&format!("\"{}\"", "k".repeat(64 * 1024)))),
-                    rejected(pay_as(&"k".repeat(1024 * 1024))),
-                    executes(pay_as("k")),
-                ]
-            },
-        ),
-        Case::steps(
-            "S3-other-carrier",
-            "the carrier can have another name; the usual one then means nothing",
-            || {
+            };
+        "very-long-keys": "a key of kilobytes is a 400; of more than a server reads, whatever it says"
+            => steps [
+                refused("key-invalid", pay_as(&"k".repeat(8 * 1024))),
+                refused("key-invalid", pay_as(&format!("\"{}\"", "k".repeat(64 * 1024)))),
+                rejected(pay_as(&"k".repeat(1024 * 1024))),
+                executes(pay_as("k")),
+            ];
+        "key-in-another-header": "the carrier can have another name; the usual one then means nothing"
+            .given(Plan { key_header: Some("x-request-token"), ..Plan::default() })
+            => steps {
                 let carried = |key: &str| pay().field("X-Request-Token", key);
                 vec![
                     executes(carried("abc")),
@@ -267,8 +225,6 @@ pub(super) fn cases() -> Vec<Case> {
                     executes(carried("abd").key("\"broken")),
                     replays(3, carried("abd").key("also, broken")),
                 ]
-            },
-        )
-        .given(Plan { key_header: Some("x-request-token"), ..Plan::default() }),
-    ]
+            };
+    }
 }

@@ -1,11 +1,11 @@
-//! What passes between a client and the service, and settings that differ by route.
+//! The traffic between client and service, and settings that differ by route.
 
 use bytes::Bytes;
 use http::Method;
 use oncegate_testkit::Latch;
 
 use super::{PAYMENT, pay, pay_as};
-use crate::backend::{Piece, Script};
+use crate::backend::{BodyPart, Script};
 use crate::client::Request;
 use crate::plan::{Plan, Route};
 use crate::table::{Case, assert_refusal, assert_replay, executes, passes, refused, replays};
@@ -26,85 +26,70 @@ pub(super) fn cases() -> Vec<Case> {
             plan: Plan { profile: "classic", ..Plan::default() },
         },
     ];
-    vec![
-        Case::code(
-            "S5-attempt-fields",
-            "the service is told record, token and attempt, and by nobody else",
-            |world| Box::pin(attempt_fields(world)),
-        )
-        .only_sidecar(IN_PROCESS),
-        Case::code(
-            "S5-tokens-grow",
-            "each execution of a key has a higher token, also after a release",
-            |world| Box::pin(tokens_grow(world)),
-        )
-        .only_sidecar(IN_PROCESS),
-        Case::code("S3-hop-by-hop-request", "fields of one connection end at the sidecar", |world| {
-            Box::pin(hop_by_hop(world))
-        })
-        .only_sidecar("the layer is no hop"),
-        Case::code(
-            "S3-passing-streams",
-            "without a key, bodies pass as they come, in both directions, without a limit",
-            |world| Box::pin(passing_streams(world)),
-        )
-        .given(Plan { max_request_body: Some(64), max_response_body: Some(64), ..Plan::default() }),
-        Case::code(
-            "S3-early-answer",
-            "a service that answers before it has read the request is heard",
-            |world| Box::pin(early_answer(world)),
-        ),
-        Case::code(
-            "S3-http2",
-            "over HTTP/2 all is as over HTTP/1.1, and one key is one key over both",
-            |world| Box::pin(http2(world)),
-        ),
-        Case::steps("S3-routes", "routes have their own settings; the first that matches counts", || {
-            let to = |method: &str, target: &str| Request::new(method, target).json(PAYMENT);
-            vec![
-                refused("key-missing", to("POST", "/orders/1")),
-                refused("key-missing", to("DELETE", "/orders/1")),
-                passes(to("PATCH", "/orders/1")),
-                executes(to("DELETE", "/orders/1").key("a")),
-                replays(3, to("DELETE", "/orders/1").key("a")),
-                passes(to("DELETE", "/orders").key("a")),
-                passes(to("POST", "/orders")),
-                executes(to("POST", "/orders").key("a")),
-                executes(to("PATCH", "/orders/1").key("a")),
-                replays(8, to("PATCH", "/orders/1").key("a")),
-            ]
-        })
-        .given(Plan { routes: routes.clone(), ..Plan::default() }),
-        Case::code("S3-routes-have-profiles", "a route may have a profile of its own", |world| {
-            Box::pin(route_profile(world))
-        })
-        .given(Plan { routes, ..Plan::default() }),
-        Case::steps("S3-settings-by-file", "settings in a file are those by flags", || {
-            let other = || Request::post("/refunds").key("k123").json(PAYMENT);
-            vec![
-                refused("key-missing", pay()),
-                refused("key-invalid", pay_as("abc")),
-                executes(pay_as("k123").field("X-Version", "1")),
-                replays(2, pay_as("k123").field("X-Version", "1")),
-                refused("key-reused", pay_as("k123").field("X-Version", "2")),
-                refused("key-reused", other()),
-                refused("request-too-large", pay_as("k456").json("x".repeat(101))),
-            ]
-        })
-        .given(Plan {
-            by_file: true,
-            require_key: true,
-            key_format: Some("pattern:k[0-9]+"),
-            fingerprint_header: Some("x-version"),
-            key_scope: Some(oncegate_http::KeyScope::Caller),
-            max_request_body: Some(100),
-            methods: Some(vec![Method::POST, Method::PUT]),
-            stored_header: Some("x-anything"),
-            lease: Some(std::time::Duration::from_secs(20)),
-            ..Plan::default()
-        })
-        .only_sidecar("the layer reads no file"),
-    ]
+    cases! {
+        "service-gets-the-attempt": "the service gets record, token and attempt, and only from the sidecar"
+            .only_sidecar(IN_PROCESS)
+            => run (attempt_fields);
+        "tokens-grow-per-execution": "each execution of a key has a higher token, also after a release"
+            .only_sidecar(IN_PROCESS)
+            => run (tokens_grow);
+        "hop-by-hop-headers-end-at-the-sidecar": "fields of one connection end at the sidecar"
+            .only_sidecar("the layer is no hop")
+            => run (hop_by_hop);
+        "unprotected-bodies-stream": "without a key, bodies pass as they come, in both directions, without a limit"
+            .given(Plan { max_request_body: Some(64), max_response_body: Some(64), ..Plan::default() })
+            => run (passing_streams);
+        "service-answers-early": "a service may answer before it has read the request"
+            => run (early_answer);
+        "http2": "over HTTP/2 all is as over HTTP/1.1, and one key is one key over both"
+            => run (http2);
+        "routes-have-settings": "routes have their own settings; the first that matches counts"
+            .given(Plan { routes: routes.clone(), ..Plan::default() })
+            => steps {
+                let to = |method: &str, target: &str| Request::new(method, target).json(PAYMENT);
+                vec![
+                    refused("key-missing", to("POST", "/orders/1")),
+                    refused("key-missing", to("DELETE", "/orders/1")),
+                    passes(to("PATCH", "/orders/1")),
+                    executes(to("DELETE", "/orders/1").key("a")),
+                    replays(3, to("DELETE", "/orders/1").key("a")),
+                    passes(to("DELETE", "/orders").key("a")),
+                    passes(to("POST", "/orders")),
+                    executes(to("POST", "/orders").key("a")),
+                    executes(to("PATCH", "/orders/1").key("a")),
+                    replays(8, to("PATCH", "/orders/1").key("a")),
+                ]
+            };
+        "routes-have-profiles": "a route may have a profile of its own"
+            .given(Plan { routes, ..Plan::default() })
+            => run (route_profile);
+        "settings-in-a-file": "settings in a file are those by flags"
+            .given(Plan {
+                by_file: true,
+                require_key: true,
+                key_format: Some("pattern:k[0-9]+"),
+                fingerprint_header: Some("x-version"),
+                key_scope: Some(oncegate_http::KeyScope::Caller),
+                max_request_body: Some(100),
+                methods: Some(vec![Method::POST, Method::PUT]),
+                stored_header: Some("x-anything"),
+                lease: Some(std::time::Duration::from_secs(20)),
+                ..Plan::default()
+            })
+            .only_sidecar("the layer reads no file")
+            => steps {
+                let other = || Request::post("/refunds").key("k123").json(PAYMENT);
+                vec![
+                    refused("key-missing", pay()),
+                    refused("key-invalid", pay_as("abc")),
+                    executes(pay_as("k123").field("X-Version", "1")),
+                    replays(2, pay_as("k123").field("X-Version", "1")),
+                    refused("key-reused", pay_as("k123").field("X-Version", "2")),
+                    refused("key-reused", other()),
+                    refused("request-too-large", pay_as("k456").json("x".repeat(101))),
+                ]
+            };
+    }
 }
 
 async fn attempt_fields(world: World) {
@@ -138,7 +123,8 @@ async fn tokens_grow(world: World) {
         assert_eq!(world.send(pay_as("a").script(free)).await.status(), status);
     }
     assert_eq!(world.send(pay_as("a")).await.status(), 201);
-    let token = |seen: &crate::backend::Seen| seen.get("oncegate-token").unwrap().parse::<u64>().unwrap();
+    let token =
+        |seen: &crate::backend::ReceivedRequest| seen.get("oncegate-token").unwrap().parse::<u64>().unwrap();
     let tokens: Vec<_> = world.backend.seen().iter().map(token).collect();
     assert!(tokens.len() == 4 && tokens.is_sorted_by(|a, b| a < b), "{tokens:?}");
 }
@@ -163,23 +149,23 @@ async fn hop_by_hop(world: World) {
 
 async fn passing_streams(world: World) {
     let go_on = Latch::new();
-    let data = |text: &'static str| Piece::Data(Bytes::from_static(text.as_bytes()));
-    let pieces = vec![data("one"), Piece::Wait(go_on.clone()), data("two")];
+    let data = |text: &'static str| BodyPart::Data(Bytes::from_static(text.as_bytes()));
+    let pieces = vec![data("one"), BodyPart::Wait(go_on.clone()), data("two")];
     let script = Script::pieces(200, "text/plain", pieces);
     let request = world.ready(Request::post("/streams").untyped(vec![b'x'; 1000]).script(script));
     let mut connection = world.connect().await;
-    connection.write(&request.octets()).await;
+    connection.write(&request.bytes()).await;
     let head = connection.head().await.expect("a head");
     let mut framing = crate::client::framing("POST", &head).expect("a framed body");
-    assert_eq!(connection.data(&mut framing).await.expect("octets").as_deref(), Some(&b"one"[..]));
+    assert_eq!(connection.data(&mut framing).await.expect("bytes").as_deref(), Some(&b"one"[..]));
     go_on.open();
-    assert_eq!(connection.data(&mut framing).await.expect("octets").as_deref(), Some(&b"two"[..]));
+    assert_eq!(connection.data(&mut framing).await.expect("bytes").as_deref(), Some(&b"two"[..]));
     assert_eq!(connection.data(&mut framing).await.expect("an end"), None);
     let large: Vec<u8> = (0..=255).cycle().take(5_000_000).collect();
     let script = Script::whole(200, "application/octet-stream", large.clone());
     let answer = world.send(Request::post("/streams").untyped(large.clone()).script(script)).await;
     assert_eq!((answer.status(), answer.body.len()), (200, large.len()));
-    assert!(answer.body == large && world.backend.seen()[1].body == large, "octets were changed");
+    assert!(answer.body == large && world.backend.seen()[1].body == large, "bytes were changed");
 }
 
 async fn http2(world: World) {

@@ -208,7 +208,7 @@ fn client(args: &CallArgs) -> Result<Client<Wire>, String> {
         .with_deadline(args.deadline)
         .with_key_lifetime(args.key_lifetime);
     if let Some(attempts) = args.attempts() {
-        policy = policy.with_attempts(attempts).map_err(|error| format!("--attempts: {error}"))?;
+        policy = policy.with_max_attempts(attempts).map_err(|error| format!("--attempts: {error}"))?;
     }
     if args.plain {
         policy = policy.with_api(Api::Plain);

@@ -62,7 +62,7 @@ fn intent() -> Intent {
 }
 
 fn client(ledger: &Ledger, journal: &JournalDir) -> Client<Ledger> {
-    let once = RetryPolicy::default().with_attempts(1).unwrap();
+    let once = RetryPolicy::default().with_max_attempts(1).unwrap();
     Client::new(ledger.clone()).with_policy(once).with_journal(Arc::new(journal.clone()))
 }
 
@@ -130,7 +130,7 @@ async fn nothing_is_sent_before_all_is_where_a_power_cut_does_not_reach_it() {
         }
     }
     let checks = Checks(Ledger::new(dir.path(), 1), Arc::clone(&state));
-    let once = RetryPolicy::default().with_attempts(1).unwrap();
+    let once = RetryPolicy::default().with_max_attempts(1).unwrap();
     let client = Client::new(checks).with_policy(once).with_journal(Arc::new(journal.clone()));
     client.send(&intent()).await.unwrap_err();
     // Somebody else wrote it down, and nobody knows whether its name is durable.

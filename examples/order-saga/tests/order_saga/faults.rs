@@ -30,14 +30,14 @@ fn an_effect_whose_answer_is_an_error_takes_place_once() {
 
 #[test]
 fn an_effect_that_comes_late_or_is_never_heard_of_takes_place_once() {
-    let impatient = Shop { patience_ms: 300, ..Shop::default() };
+    let short_timeout = Shop { answer_timeout_ms: 300, ..Shop::default() };
     for fault in ["slow", "hang", "lost"] {
-        order_with(&Order::good(), impatient, |world| {
+        order_with(&Order::good(), short_timeout, |world| {
             for action in ["reserve", "charge", "ship"] {
                 world.other(action).arm(action, fault);
             }
         });
-        order_with(&Order::refused(), impatient, |world| {
+        order_with(&Order::refused(), short_timeout, |world| {
             for action in ["refund", "free"] {
                 world.other(action).arm(action, fault);
             }
@@ -115,7 +115,7 @@ fn what_cannot_be_taken_back_is_said_and_not_passed_over() {
     let answer = stuck.settle(&shop);
     assert_eq!(answer.status, 500, "{answer:?}");
     assert!(answer.body.contains("cannot be taken back") && answer.body.contains("charge"), "{answer:?}");
-    // What stands before it in the order is taken back all the same.
+    // What stands before it in the order is taken back anyway.
     assert_eq!(
         world.effects(),
         [vec!["reserve".to_owned(), "free".to_owned()], vec!["charge".to_owned()], vec![]]

@@ -7,10 +7,10 @@ const BEFORE_AND_AFTER: [&str; 2] = ["hang", "lost"];
 
 const FORWARD: [&str; 3] = ["reserve", "charge", "ship"];
 
-/// Where the carrier refuses.
+/// An address that the carrier refuses.
 const BACK: [&str; 3] = ["ship", "refund", "free"];
 
-/// What was finished before the kill was not asked for again, and what the kill cut off was asked for twice.
+/// Checks that steps finished before the kill were not called again, and that the interrupted step was called twice.
 fn was_called(world: &mut World, order: &Order, cut: &str, at: &str) {
     let back: &[&str] = if order.address == "Atlantis" { &BACK } else { &[] };
     for action in FORWARD.iter().chain(back).filter(|action| **action != cut) {
@@ -65,7 +65,7 @@ fn goes_on_without_its_client(order: &Order, actions: &[&str]) {
             kill_at(&mut world, &mut shop, order, action, fault);
             let shop = world.shop(Shop::completing());
             world.attempt(2);
-            // Nobody but the completer was there to begin it.
+            // Only the completer could have begun it.
             let answer = order.settle(&shop);
             assert!(answer.is_replayed, "{at}: {answer:?}");
             holds(&world, &shop, order, &answer, &at);

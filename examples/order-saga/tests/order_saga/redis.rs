@@ -16,7 +16,7 @@ struct Gate {
 }
 
 struct State {
-    /// How many messages have come by since it was armed.
+    /// The number of messages since it was armed.
     seen: AtomicUsize,
     /// At which one it ends.
     at: AtomicUsize,
@@ -65,7 +65,7 @@ impl Gate {
 }
 
 impl State {
-    /// Whether the client's message goes on.
+    /// Returns `true` if the client's message is passed on.
     fn asks(&self) -> bool {
         if self.is_shut.load(Ordering::SeqCst) {
             return false;
@@ -81,9 +81,9 @@ impl State {
 
 /// Passes on what goes on, and swallows the rest, until one of the two ends.
 fn pass(mut from: TcpStream, mut to: TcpStream, goes_on: impl Fn() -> bool) {
-    let mut octets = [0; 64 * 1024];
-    while let Ok(length @ 1..) = from.read(&mut octets) {
-        if goes_on() && to.write_all(&octets[..length]).is_err() {
+    let mut bytes = [0; 64 * 1024];
+    while let Ok(length @ 1..) = from.read(&mut bytes) {
+        if goes_on() && to.write_all(&bytes[..length]).is_err() {
             break;
         }
     }
@@ -138,7 +138,7 @@ fn whatever_a_shop_was_telling_the_store_when_it_died_another_one_finishes_its_o
             dead.push(order);
         }
     }
-    // It goes on with all that were begun. What was never begun nobody knows of, but the client.
+    // It continues all orders that were begun. Only the client knows an order that was never begun.
     let shop = world.shop_on(Shop::completing(), &url(port));
     let answers: Vec<_> = dead.iter().map(|order| order.settle(&shop)).collect();
     let mut replayed = 0;
@@ -152,7 +152,7 @@ fn whatever_a_shop_was_telling_the_store_when_it_died_another_one_finishes_its_o
     }
     let charged = world.bank.effects().len();
     assert_eq!(charged, dead.len() + 1, "each order was charged once");
-    assert!(replayed > 0, "somebody went on before the clients asked");
+    assert!(replayed > 0, "an order was continued before the clients asked again");
 }
 
 /// Kills the first shop at this point, with this order, and lets the second one finish it.

@@ -10,12 +10,12 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-/// How long anything may take on a machine that is busy.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// The bound on every wait, for a busy machine.
+const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Waits until it is so.
 pub(crate) fn until<T>(what: &str, mut it_is: impl FnMut() -> Option<T>) -> T {
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + WAIT_TIMEOUT;
     loop {
         if let Some(found) = it_is() {
             return found;
@@ -25,7 +25,7 @@ pub(crate) fn until<T>(what: &str, mut it_is: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-/// What a service said. Nothing where it died before.
+/// The answer of a service; `None` if it died before.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Answer {
     pub(crate) status: u16,
@@ -36,7 +36,7 @@ pub(crate) struct Answer {
 /// Sends a request. `None` where there is no whole answer.
 pub(crate) fn send(address: &str, line: &str, fields: &str, body: &str) -> Option<Answer> {
     let mut stream = TcpStream::connect(address).ok()?;
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(WAIT_TIMEOUT)).unwrap();
     let length = body.len();
     let head = format!("{line} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {length}");
     write!(stream, "{head}\r\ncontent-type: application/json\r\n{fields}\r\n{body}").ok()?;
@@ -108,7 +108,7 @@ impl Other {
     /// Starts it again where it was.
     pub(crate) fn restart(&mut self) {
         let port = self.process.address.rsplit(':').next().unwrap().to_owned();
-        // Somebody's outgoing connection may have the port for a moment.
+        // An outgoing connection of another process may have the port for a moment.
         self.process = until("the port is free", || {
             Process::start(program(self.role).args(["--port", &port, "--ledger"]).arg(&self.ledger))
         });
@@ -130,12 +130,12 @@ impl Other {
         assert_eq!(answer.status, 200, "{answer:?}");
     }
 
-    /// How many faults have happened.
+    /// The number of faults so far.
     pub(crate) fn caught_so_far(&self) -> usize {
         self.state()["caught"].as_array().unwrap().len()
     }
 
-    /// How often this action was called, for effects and in vain, since the service was started.
+    /// The number of calls of this action since the service started, with or without an effect.
     pub(crate) fn calls(&self, action: &str) -> u64 {
         self.state()["calls"][action].as_u64().unwrap_or_default()
     }
@@ -150,12 +150,12 @@ impl Other {
         until(&format!("{action} is called"), || (self.caught_so_far() > 0).then_some(()));
     }
 
-    /// What it did, in its order, as its file says.
+    /// The effects in order, from its file.
     pub(crate) fn effects(&self) -> Vec<String> {
         self.lines().iter().map(|line| line["action"].as_str().unwrap().to_owned()).collect()
     }
 
-    /// How many effects it had for this item.
+    /// The number of effects for this item.
     pub(crate) fn count(&self, item: &str) -> usize {
         self.lines().iter().filter(|line| line["about"]["item"] == item).count()
     }
@@ -166,11 +166,11 @@ impl Other {
     }
 }
 
-/// How a shop is started.
+/// The options of a shop.
 #[derive(Clone, Copy)]
 pub(crate) struct Shop {
     pub(crate) lease_ms: u64,
-    pub(crate) patience_ms: u64,
+    pub(crate) answer_timeout_ms: u64,
     /// 0 for never.
     pub(crate) complete_every_ms: u64,
 }
@@ -178,7 +178,7 @@ pub(crate) struct Shop {
 impl Default for Shop {
     /// One that lives, and keeps its orders however slow the machine is.
     fn default() -> Self {
-        Self { lease_ms: 60_000, patience_ms: 60_000, complete_every_ms: 0 }
+        Self { lease_ms: 60_000, answer_timeout_ms: 60_000, complete_every_ms: 0 }
     }
 }
 
@@ -223,7 +223,7 @@ impl World {
         }
         let numbers = [
             ("--lease-ms", how.lease_ms),
-            ("--patience-ms", how.patience_ms),
+            ("--answer-timeout-ms", how.answer_timeout_ms),
             ("--complete-every-ms", how.complete_every_ms),
         ];
         for (flag, number) in numbers {
@@ -244,7 +244,7 @@ impl World {
         });
     }
 
-    /// Who has this action.
+    /// The service that has this action.
     pub(crate) fn other(&mut self, action: &str) -> &mut Other {
         match action {
             "reserve" | "free" => &mut self.stock,
@@ -258,7 +258,7 @@ impl World {
     }
 }
 
-/// What is ordered.
+/// An order.
 #[derive(Clone, Debug)]
 pub(crate) struct Order {
     pub(crate) key: String,
@@ -300,7 +300,7 @@ impl Order {
     }
 }
 
-/// What the others have done after an order that was shipped, or that was taken back.
+/// The effects of the other services after an order that was shipped, or taken back.
 pub(crate) fn done(is_shipped: bool) -> [Vec<String>; 3] {
     let effects: [&[&str]; 3] = if is_shipped {
         [&["reserve"], &["charge"], &["ship"]]

@@ -1,4 +1,4 @@
-//! What becomes of retries: more telling than how fast.
+//! The behaviour of peers towards retries, which matters more than their speed.
 //!
 //! The service counts executions and tells the count at `/executions`. `/work` takes a tenth of a second and answers 201 with
 //! the number of its execution; `/fail` answers 500 to the first request under a key, and 201 to the next.
@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 use super::super::client::{Answer, request, send};
 use crate::run::Result;
 
-/// Where requests go, and where the service behind tells how often it was called.
-pub(super) struct Door<'a> {
-    pub(super) door: &'a str,
+/// The address for requests, and the address at which the service reports its number of calls.
+pub(super) struct Target<'a> {
+    pub(super) address: &'a str,
     pub(super) service: &'a str,
     pub(super) cookie: &'a str,
 }
@@ -22,11 +22,11 @@ const OTHER: &str = r#"{"amount":1}"#;
 const AT_ONCE: usize = 100;
 
 /// Five columns of a table: how often it was executed, and what was answered.
-pub(super) fn behaviour(door: &Door<'_>) -> Result<String> {
-    let (executed, answers) = door.count(|| {
+pub(super) fn behaviour(target: &Target<'_>) -> Result<String> {
+    let (executed, answers) = target.count(|| {
         std::thread::scope(|scope| {
             let all: Vec<_> =
-                (0..AT_ONCE).map(|_| scope.spawn(|| door.post("/work", "at-once", BODY))).collect();
+                (0..AT_ONCE).map(|_| scope.spawn(|| target.post("/work", "at-once", BODY))).collect();
             all.into_iter()
                 .map(|one| one.join().unwrap_or_else(|_| Err("panicked".into())))
                 .collect::<Result<Vec<_>>>()
@@ -38,30 +38,30 @@ pub(super) fn behaviour(door: &Door<'_>) -> Result<String> {
         statuses.iter().map(|(status, count)| format!("{count} × {status}")).collect();
     let mut columns = vec![format!("{executed} executed: {}", statuses.join(", "))];
 
-    let first = door.post("/work", "one", BODY)?;
-    let (executed, again) = door.count(|| door.post("/work", "one", BODY))?;
+    let first = target.post("/work", "one", BODY)?;
+    let (executed, again) = target.count(|| target.post("/work", "one", BODY))?;
     columns.push(told(executed, &again, &first));
-    let (executed, other) = door.count(|| door.post("/work", "one", OTHER))?;
+    let (executed, other) = target.count(|| target.post("/work", "one", OTHER))?;
     columns.push(told(executed, &other, &first));
 
-    let failed = door.post("/fail", "fails", BODY)?;
-    let (executed, again) = door.count(|| door.post("/fail", "fails", BODY))?;
+    let failed = target.post("/fail", "fails", BODY)?;
+    let (executed, again) = target.count(|| target.post("/fail", "fails", BODY))?;
     columns.push(told(executed, &again, &failed));
 
-    let (executed, answer) = door.count(|| {
-        let before = door.executions()?;
-        let hung_up = send(door.door, "POST /work", &door.fields("leaves"), BODY)?;
-        wait(|| Ok(door.executions()? > before))?;
+    let (executed, answer) = target.count(|| {
+        let before = target.executions()?;
+        let hung_up = send(target.address, "POST /work", &target.fields("leaves"), BODY)?;
+        wait(|| Ok(target.executions()? > before))?;
         drop(hung_up);
         // As long as it takes to work, and more.
         std::thread::sleep(Duration::from_millis(500));
-        door.post("/work", "leaves", BODY)
+        target.post("/work", "leaves", BODY)
     })?;
     columns.push(format!("{executed} executed, {}", answer.status));
     Ok(columns.join(" | "))
 }
 
-/// What came of a retry.
+/// The result of a retry.
 fn told(executed: u64, answer: &Answer, first: &Answer) -> String {
     let what = match (executed, answer) {
         (0, answer) if answer.status == first.status && answer.body == first.body => "replayed",
@@ -81,9 +81,9 @@ fn wait(condition: impl Fn() -> Result<bool>) -> Result<()> {
     Ok(())
 }
 
-impl Door<'_> {
+impl Target<'_> {
     fn post(&self, path: &str, key: &str, body: &str) -> Result<Answer> {
-        request(self.door, &format!("POST {path}"), &self.fields(key), body)
+        request(self.address, &format!("POST {path}"), &self.fields(key), body)
     }
 
     fn fields(&self, key: &str) -> String {

@@ -6,7 +6,7 @@ use std::process::Command;
 
 use crate::run::{Result, cargo, has, install, root, run, target};
 
-/// Where the programs are.
+/// The directory of the programs.
 pub(super) struct Programs {
     pub(super) axum_idempotent: PathBuf,
     pub(super) node: PathBuf,
@@ -59,7 +59,7 @@ fn copy(from: &Path, to: &Path, names: &[&str]) -> Result<()> {
     copied.map_err(|error| format!("{}: {error}", to.display()))
 }
 
-/// Whether what this file asks for is yet to be installed.
+/// `true` if the packages of this file are not installed yet.
 fn is_new(folder: &Path, file: &str) -> Result<bool> {
     let wanted = fs::read(folder.join(file)).map_err(|error| format!("{file}: {error}"))?;
     Ok(fs::read(folder.join("installed")).ok() != Some(wanted))

@@ -1,5 +1,5 @@
 //! Other libraries for the same thing, each as its README shows it, on its own framework, against that framework alone;
-//! beside them ours. Their programs are in `benches/peers`.
+//! next to ours. Their programs are in `benches/peers`.
 
 mod behaviour;
 mod install;
@@ -7,7 +7,7 @@ mod install;
 use std::fmt::Write as _;
 use std::process::{Command, Stdio};
 
-use self::behaviour::{Door, behaviour};
+use self::behaviour::{Target, behaviour};
 use self::install::Programs;
 use super::client::request;
 use super::servers::{Scratch, Server, program, scratch};
@@ -43,12 +43,12 @@ pub(super) fn run() -> Result<String> {
                 running.push(server);
             }
             let server = start(library)?;
-            let door = Door {
-                door: &server.address,
+            let target = Target {
+                address: &server.address,
                 service: &server.address,
                 cookie: &sessions(library, &server, 1)?,
             };
-            let _infallible = writeln!(behaviours, "| {library} | {} |", behaviour(&door)?);
+            let _infallible = writeln!(behaviours, "| {library} | {} |", behaviour(&target)?);
         }
         if framework != "axum" {
             let directory = scratch(&format!("peers-{framework}"))?;
@@ -63,9 +63,9 @@ pub(super) fn run() -> Result<String> {
             ] {
                 contenders.push(Contender::new(name, server.url(), load)?);
             }
-            let door = Door { door: &embedded.address, service: &bare.address, cookie: "" };
+            let target = Target { address: &embedded.address, service: &bare.address, cookie: "" };
             let _infallible =
-                writeln!(behaviours, "| oncegate sidecar on {framework} | {} |", behaviour(&door)?);
+                writeln!(behaviours, "| oncegate sidecar on {framework} | {} |", behaviour(&target)?);
             running.extend([memory, embedded]);
             directories.push(directory);
         }

@@ -1,8 +1,8 @@
-//! Every case at every door on every store, each as a test of its own: `sidecar/embedded/C71-mismatch-while-in-flight`.
+//! All cases with every deployment on every store, each as its own test: `sidecar/embedded/mismatch-while-in-flight`.
 
 use libtest_mimic::{Arguments, Failed, Trial};
 use oncegate_cases::table::cases;
-use oncegate_cases::world::{Door, Kind};
+use oncegate_cases::world::{Deployment, StoreKind};
 
 fn main() {
     if std::env::var_os(oncegate_cases::CHILD).is_some() {
@@ -10,40 +10,40 @@ fn main() {
         return;
     }
     let mut trials = vec![
-        Trial::test("table/names-are-not-used-twice", names_are_not_used_twice),
-        Trial::test("table/everything-is-covered", everything_is_covered),
+        Trial::test("table/names-are-unique", names_are_unique),
+        Trial::test("table/every-rule-of-the-protocol-has-a-case", every_rule_has_a_case),
     ];
     for case in cases() {
-        // A test that lives as long as the program, so that it can be run from any thread.
+        // A test may run on any thread until the program ends.
         let case: &'static _ = Box::leak(Box::new(case));
-        for door in Door::ALL {
-            for kind in Kind::ALL {
-                if case.reason_against(door, kind).is_none() {
+        for deployment in Deployment::ALL {
+            for store in StoreKind::ALL {
+                if case.reason_against(deployment, store).is_none() {
                     let run = move || {
-                        case.run(door, kind);
+                        case.run(deployment, store);
                         Ok(())
                     };
-                    trials.push(Trial::test(case.name(door, kind), run));
+                    trials.push(Trial::test(case.test_name(deployment, store), run));
                 }
             }
         }
     }
     let mut arguments = Arguments::from_args();
-    // Most of them wait most of the time, for a lease or a retention to end.
+    // Most cases wait most of the time, for a lease or a retention to end.
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get);
     arguments.test_threads.get_or_insert(4 * cores);
     let conclusion = libtest_mimic::run(&arguments, trials);
-    oncegate_cases::places::stop_servers();
+    oncegate_cases::databases::stop_servers();
     conclusion.exit();
 }
 
-fn names_are_not_used_twice() -> Result<(), Failed> {
+fn names_are_unique() -> Result<(), Failed> {
     let mut seen = std::collections::HashSet::new();
-    let twice: Vec<_> = cases().iter().map(|case| case.id).filter(|id| !seen.insert(*id)).collect();
+    let twice: Vec<_> = cases().iter().map(|case| case.name).filter(|name| !seen.insert(*name)).collect();
     if twice.is_empty() { Ok(()) } else { Err(format!("used twice: {twice:?}").into()) }
 }
 
-fn everything_is_covered() -> Result<(), Failed> {
+fn every_rule_has_a_case() -> Result<(), Failed> {
     let gaps = oncegate_cases::coverage::gaps();
     if gaps.is_empty() { Ok(()) } else { Err(format!("not covered: {gaps:#?}").into()) }
 }

@@ -1,8 +1,7 @@
-//! Where the records of a case are: nobody else's, for as long as the case runs.
+//! The databases of cases. While a case runs, no other case uses its database.
 //!
-//! The databases that processes share are served by servers of this program's own, one of each kind. Each is started when
-//! the first case needs it, and all are stopped by [`stop_servers`]. A case has a database in them for itself; it is
-//! emptied before the next case gets it.
+//! This program starts its own database servers, one of each kind, when the first case needs one. [`stop_servers`] stops
+//! them all. Each case has its own database on a server, which is emptied before the next case gets it.
 
 use std::collections::HashMap;
 use std::io;
@@ -12,97 +11,97 @@ use oncegate_postgres::{PostgresOptions as StoreOptions, schema};
 use oncegate_servers::{PostgresOptions, PostgresServer, RedisCluster, RedisOptions, RedisServer};
 use sqlx::{Connection as _, PgConnection};
 
-use crate::world::Kind;
+use crate::world::StoreKind;
 
-/// More databases than cases run at a time. So many are for records, and as many for the fronts of tiered stores.
+/// More databases than cases run at a time. This many hold records, and the same number are caches of cached stores.
 const REDIS_DATABASES: usize = 128;
 
-/// A Cluster has one database, so that each case has a Cluster. There are so many; whoever comes later waits.
+/// A Redis Cluster has only one database, so each case needs its own Cluster. If all are in use, a case waits.
 const CLUSTERS: usize = 4;
 
 /// Sidecars hold eight connections each, and a case may have three of them.
 const POSTGRES_CONNECTIONS: usize = 400;
 
-/// How patient stores are with these servers, which share their machine with everything else that is tested.
-const PATIENCE: &str = "timeout=15s&connect-timeout=15s";
+/// The time-outs of stores in the URL: the servers share their machine with all other tests.
+const TIMEOUT: &str = "timeout=15s&connect-timeout=15s";
 
-/// As long as a front may be waited for, in seconds: it is to be asked on this machine, too, and not to be skipped.
+/// The time-out of a cache in seconds. It is long enough that a busy machine does not skip the cache.
 pub(crate) const CACHE_TIMEOUT: u64 = 1;
 
-/// What a case has its records in. Others get it when this is dropped.
+/// The database of a case. When it is dropped, another case can get the database.
 #[derive(Debug)]
-pub struct Place {
-    kind: Kind,
-    room: Option<Room>,
+pub struct TestDatabase {
+    kind: StoreKind,
+    database: Option<Database>,
 }
 
 /// A database, or a whole Cluster.
 #[derive(Debug)]
-enum Room {
+enum Database {
     Redis(Arc<RedisServer>, usize),
     Cluster(Arc<RedisCluster>),
     Postgres(Arc<PostgresServer>, String),
-    /// A front and a back.
-    Cached(Box<Room>, Box<Room>),
+    /// A cache, and the store behind it.
+    Cached(Box<Database>, Box<Database>),
 }
 
-impl Place {
-    /// An empty one. Not within a runtime: it waits.
+impl TestDatabase {
+    /// Takes an empty database. It blocks, so it must not be called within a runtime.
     ///
     /// # Panics
-    /// Where there is no server to be had.
+    /// If the server cannot be started.
     #[must_use]
-    pub fn take(kind: Kind) -> Self {
-        let room = kind.is_shared().then(|| {
-            let room = Rooms::get().take(kind);
-            room.unwrap_or_else(|error| panic!("no {} for this case: {error}", kind.name()))
+    pub fn take(kind: StoreKind) -> Self {
+        let database = kind.is_shared().then(|| {
+            let database = DatabasePool::get().take(kind);
+            database.unwrap_or_else(|error| panic!("no {} for this case: {error}", kind.name()))
         });
-        let place = Self { kind, room };
+        let place = Self { kind, database };
         place.clear();
         place
     }
 
-    /// What kind of store is there.
+    /// The kind of store.
     #[must_use]
-    pub const fn kind(&self) -> Kind {
+    pub const fn kind(&self) -> StoreKind {
         self.kind
     }
 
-    /// Where it is, for everybody on this machine; nothing where only one process can have it.
+    /// The URL of the database; `None` if only one process can open the store.
     #[must_use]
     pub fn url(&self) -> Option<String> {
-        self.room.as_ref().map(Room::url)
+        self.database.as_ref().map(Database::url)
     }
 
-    /// Forgets all records. Not within a runtime: it waits.
+    /// Removes all records. It blocks, so it must not be called within a runtime.
     ///
     /// # Panics
-    /// Where that cannot be done.
+    /// If the records cannot be removed.
     pub fn clear(&self) {
-        if let Some(room) = &self.room {
-            room.clear().unwrap_or_else(|error| panic!("cannot empty {}: {error}", self.kind.name()));
+        if let Some(database) = &self.database {
+            database.clear().unwrap_or_else(|error| panic!("cannot empty {}: {error}", self.kind.name()));
         }
     }
 }
 
-impl Drop for Place {
+impl Drop for TestDatabase {
     fn drop(&mut self) {
-        if let Some(room) = self.room.take() {
-            Rooms::get().give_back(self.kind, room);
+        if let Some(database) = self.database.take() {
+            DatabasePool::get().give_back(self.kind, database);
         }
     }
 }
 
-impl Room {
+impl Database {
     fn url(&self) -> String {
         match self {
             Self::Redis(server, database) => {
-                format!("redis://127.0.0.1:{}/{database}?{PATIENCE}", server.port())
+                format!("redis://127.0.0.1:{}/{database}?{TIMEOUT}", server.port())
             }
-            Self::Cluster(cluster) => format!("{}?{PATIENCE}", cluster.url()),
+            Self::Cluster(cluster) => format!("{}?{TIMEOUT}", cluster.url()),
             Self::Postgres(server, database) => server.url_of(database),
-            Self::Cached(front, back) => {
-                format!("cached(cache={},store={},timeout={CACHE_TIMEOUT}s)", front.url(), back.url())
+            Self::Cached(cache, store) => {
+                format!("cached(cache={},store={},timeout={CACHE_TIMEOUT}s)", cache.url(), store.url())
             }
         }
     }
@@ -119,13 +118,13 @@ impl Room {
             Self::Postgres(server, database) => {
                 waited_for(empty_postgres(&server.url_of(database))).map_err(io::Error::other)
             }
-            // Nobody who is still at the back puts its answers into a front that is empty already.
-            Self::Cached(front, back) => back.clear().and_then(|()| front.clear()),
+            // The store first: a late reader of it must not fill a cache that was emptied before.
+            Self::Cached(cache, store) => store.clear().and_then(|()| cache.clear()),
         }
     }
 }
 
-/// Whoever was cut off in the middle of a statement is gone before anything is removed.
+/// Ends the sessions of other processes first: a statement of theirs may still run.
 async fn empty_postgres(url: &str) -> Result<(), sqlx::Error> {
     let mut connection = PgConnection::connect(url).await?;
     sqlx::raw_sql(
@@ -143,8 +142,8 @@ fn waited_for<F: Future>(future: F) -> F::Output {
     runtime.expect("a runtime").block_on(future)
 }
 
-/// Every room of every server.
-struct Rooms {
+/// All databases of all servers.
+struct DatabasePool {
     state: Mutex<State>,
     given_back: Condvar,
     redis: Server<RedisServer>,
@@ -153,12 +152,12 @@ struct Rooms {
 
 #[derive(Default)]
 struct State {
-    free: HashMap<Kind, Vec<Room>>,
-    /// How many there are, free or not.
-    made: HashMap<Kind, usize>,
+    free: HashMap<StoreKind, Vec<Database>>,
+    /// The number of databases, free or in use.
+    made: HashMap<StoreKind, usize>,
 }
 
-/// A server that is started once, by whoever needs it first; the others wait for it.
+/// A server that the first user starts. Other users wait until it is started.
 struct Server<T>(Mutex<Option<Result<Arc<T>, String>>>);
 
 impl<T> Server<T> {
@@ -169,10 +168,10 @@ impl<T> Server<T> {
     }
 }
 
-impl Rooms {
+impl DatabasePool {
     fn get() -> &'static Self {
-        static ROOMS: OnceLock<Rooms> = OnceLock::new();
-        ROOMS.get_or_init(|| Self {
+        static POOL: OnceLock<DatabasePool> = OnceLock::new();
+        POOL.get_or_init(|| Self {
             state: Mutex::default(),
             given_back: Condvar::new(),
             redis: Server(Mutex::new(None)),
@@ -180,13 +179,13 @@ impl Rooms {
         })
     }
 
-    fn take(&self, kind: Kind) -> io::Result<Room> {
-        let most = if kind == Kind::RedisCluster { CLUSTERS } else { REDIS_DATABASES };
+    fn take(&self, kind: StoreKind) -> io::Result<Database> {
+        let most = if kind == StoreKind::RedisCluster { CLUSTERS } else { REDIS_DATABASES };
         let number = {
             let mut state = lock(&self.state);
             loop {
-                if let Some(room) = state.free.entry(kind).or_default().pop() {
-                    return Ok(room);
+                if let Some(database) = state.free.entry(kind).or_default().pop() {
+                    return Ok(database);
                 }
                 let made = state.made.entry(kind).or_default();
                 if *made < most {
@@ -196,48 +195,48 @@ impl Rooms {
                 state = self.given_back.wait(state).unwrap_or_else(PoisonError::into_inner);
             }
         };
-        let room = self.make(kind, number);
-        if room.is_err() {
-            // Somebody else may have more luck, or the same words.
+        let database = self.make(kind, number);
+        if database.is_err() {
+            // Another case may try again.
             *lock(&self.state).made.entry(kind).or_default() -= 1;
             self.given_back.notify_all();
         }
-        room
+        database
     }
 
-    fn make(&self, kind: Kind, number: usize) -> io::Result<Room> {
+    fn make(&self, kind: StoreKind, number: usize) -> io::Result<Database> {
         match kind {
-            Kind::Memory | Kind::Embedded => Err(io::Error::other("it has no server")),
-            Kind::Redis => self.make_redis(number),
-            Kind::RedisCluster => {
-                // Nobody is to be taken for dead because this machine is busy.
+            StoreKind::Memory | StoreKind::Embedded => Err(io::Error::other("it has no server")),
+            StoreKind::Redis => self.make_redis(number),
+            StoreKind::RedisCluster => {
+                // On a busy machine a node must not be taken for dead.
                 let options = RedisOptions::new().with("cluster-node-timeout 60000");
-                RedisCluster::start_with(&options).map(|cluster| Room::Cluster(Arc::new(cluster)))
+                RedisCluster::start_with(&options).map(|cluster| Database::Cluster(Arc::new(cluster)))
             }
-            Kind::Postgres => self.make_postgres(format!("cases_{number}")),
-            Kind::Cached => Ok(Room::Cached(
+            StoreKind::Postgres => self.make_postgres(format!("cases_{number}")),
+            StoreKind::Cached => Ok(Database::Cached(
                 Box::new(self.make_redis(REDIS_DATABASES + number)?),
-                Box::new(self.make_postgres(format!("tiered_{number}"))?),
+                Box::new(self.make_postgres(format!("cached_{number}"))?),
             )),
         }
     }
 
-    fn make_redis(&self, database: usize) -> io::Result<Room> {
+    fn make_redis(&self, database: usize) -> io::Result<Database> {
         let options = RedisOptions::new().with(format!("databases {}", 2 * REDIS_DATABASES + 1));
-        Ok(Room::Redis(self.redis.get(|| RedisServer::start(options))?, database))
+        Ok(Database::Redis(self.redis.get(|| RedisServer::start(options))?, database))
     }
 
-    fn make_postgres(&self, database: String) -> io::Result<Room> {
+    fn make_postgres(&self, database: String) -> io::Result<Database> {
         let mut options = PostgresOptions::default();
         options.trust = true;
         options.settings.push(format!("max_connections={POSTGRES_CONNECTIONS}"));
         let server = self.postgres.get(|| PostgresServer::start_with(options))?;
         waited_for(make_postgres(&server, &database))?;
-        Ok(Room::Postgres(server, database))
+        Ok(Database::Postgres(server, database))
     }
 
-    fn give_back(&self, kind: Kind, room: Room) {
-        lock(&self.state).free.entry(kind).or_default().push(room);
+    fn give_back(&self, kind: StoreKind, database: Database) {
+        lock(&self.state).free.entry(kind).or_default().push(database);
         self.given_back.notify_all();
     }
 }
@@ -251,13 +250,13 @@ async fn make_postgres(server: &PostgresServer, database: &str) -> io::Result<()
     Ok(())
 }
 
-/// Stops every server that cases have started. No case runs any more.
+/// Stops all servers. No case may run any more.
 pub fn stop_servers() {
-    let rooms = Rooms::get();
-    // With those that are still in a case's hands, if there are any, its server would go on.
-    *lock(&rooms.state) = State::default();
-    *lock(&rooms.redis.0) = None;
-    *lock(&rooms.postgres.0) = None;
+    let pool = DatabasePool::get();
+    // A database keeps its server running.
+    *lock(&pool.state) = State::default();
+    *lock(&pool.redis.0) = None;
+    *lock(&pool.postgres.0) = None;
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
