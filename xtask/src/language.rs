@@ -23,34 +23,23 @@ const WORDS: &[(&str, &str)] = &[
 const PHRASES: &[(&str, &str)] =
     &[("all the same", "anyway"), ("for so long", "until"), ("in place of", "instead of")];
 
+/// Terms of others that contain a refused word: functions of SQL, names of libraries.
+const ALLOWED: &[&str] = &["octet_length"];
+
 /// Words that must not begin a doc comment: it begins with a noun phrase or a verb in the third person.
 const QUESTION_WORDS: &[&str] = &["What", "Who", "Whose", "Whom", "Whether", "Where", "How", "Which"];
 
 /// Files and directories that these rules do not hold for yet. Remove each when it is clean.
 const NOT_CLEAN_YET: &[&str] = &[
-    "CHANGELOG.md",
-    "crates/amqp/",
-    "crates/broker-tests/",
     "crates/cache/",
     "crates/cli/",
     "crates/client/src/journal/",
     "crates/client/tests/",
     "crates/core/",
     "crates/demo/",
-    "crates/embedded/",
     "crates/engine/",
     "crates/http/",
-    "crates/inbox/",
-    "crates/inbox-postgres/",
-    "crates/kafka/",
-    "crates/nats/",
-    "crates/postgres/",
-    "crates/redis/",
-    "crates/sqs/",
     "crates/testkit/",
-    "crates/webhook/",
-    "docs/",
-    "examples/order-pipeline/",
 ];
 
 /// This file has to name what it refuses.
@@ -93,7 +82,7 @@ fn question_words(at: &str, line: &str, previous: &str, faults: &mut Vec<String>
 }
 
 fn words(at: &str, line: &str, faults: &mut Vec<String>) {
-    let line = line.to_lowercase();
+    let line = ALLOWED.iter().fold(line.to_lowercase(), |line, term| line.replace(term, ""));
     for word in line.split(|c: char| !c.is_alphanumeric() && c != '-') {
         if let Some((word, instead)) = WORDS.iter().find(|(refused, _)| *refused == word) {
             // A quoted word is data, such as the name of a user.
@@ -102,9 +91,17 @@ fn words(at: &str, line: &str, faults: &mut Vec<String>) {
             }
         }
     }
-    for (phrase, instead) in PHRASES.iter().filter(|(phrase, _)| line.contains(phrase)) {
+    for (phrase, instead) in PHRASES.iter().filter(|(phrase, _)| has_phrase(&line, phrase)) {
         faults.push(format!("{at}: {phrase}: use {instead}"));
     }
+}
+
+/// Returns `true` if the line has the phrase as whole words.
+fn has_phrase(line: &str, phrase: &str) -> bool {
+    line.match_indices(phrase).any(|(at, _)| {
+        let (before, after) = (&line[..at], &line[at + phrase.len()..]);
+        !before.ends_with(char::is_alphanumeric) && !after.starts_with(char::is_alphanumeric)
+    })
 }
 
 #[cfg(test)]
@@ -132,5 +129,8 @@ mod tests {
         assert_eq!(faults("a.rs", "let media = \"application/octet-stream\";"), 0);
         assert_eq!(faults("a.rs", "let user = \"nobody\";"), 0);
         assert_eq!(faults("a.txt", "octets"), 0);
+        assert_eq!(faults("a.sql", "SELECT octet_length(body);"), 0);
+        assert_eq!(faults("a.md", "All the same, it ends."), 1);
+        assert_eq!(faults("a.md", "Services call the same functions."), 0);
     }
 }

@@ -59,7 +59,7 @@ impl Child {
     pub fn stop(&mut self) -> io::Result<()> {
         let status = Command::new("kill").args(["-TERM", &self.pid().to_string()]).status()?;
         assert!(status.success());
-        let deadline = Instant::now() + super::PATIENCE;
+        let deadline = Instant::now() + super::TIMEOUT;
         loop {
             if let Some(status) = self.ended() {
                 assert!(status.success(), "{status}: {}", self.log());

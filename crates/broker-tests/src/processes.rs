@@ -6,7 +6,7 @@ use std::time::Duration;
 use oncegate_servers::{freeze, thaw};
 use tokio::time::{Instant, sleep};
 
-use crate::PATIENCE;
+use crate::TIMEOUT;
 use crate::ledger::Ledger;
 use crate::process::Child;
 use crate::suite::Broker;
@@ -29,8 +29,8 @@ fn consumer(broker: &impl Consumed, ledger: &Ledger, further: &[(&str, String)])
 }
 
 /// Waits for a condition whose time depends on the number of messages.
-async fn in_the_end(what: &str, patience: Duration, mut is_so: impl AsyncFnMut() -> bool) {
-    let deadline = Instant::now() + patience;
+async fn in_the_end(what: &str, timeout: Duration, mut is_so: impl AsyncFnMut() -> bool) {
+    let deadline = Instant::now() + timeout;
     while !is_so().await {
         assert!(Instant::now() < deadline, "it does not come to this: {what}");
         sleep(Duration::from_millis(50)).await;
@@ -38,12 +38,12 @@ async fn in_the_end(what: &str, patience: Duration, mut is_so: impl AsyncFnMut()
 }
 
 async fn all_acknowledged(broker: &impl Broker) {
-    in_the_end("all is acknowledged", PATIENCE, async || broker.left().await == 0).await;
+    in_the_end("all is acknowledged", TIMEOUT, async || broker.left().await == 0).await;
 }
 
-async fn effects(ledger: &Ledger, count: usize, patience: Duration) {
+async fn effects(ledger: &Ledger, count: usize, timeout: Duration) {
     let are_there = async || ledger.effects().is_some_and(|len| len >= count);
-    in_the_end("enough effects", patience, are_there).await;
+    in_the_end("enough effects", timeout, are_there).await;
 }
 
 fn ids(count: usize) -> Vec<String> {
@@ -56,7 +56,7 @@ pub async fn dies(broker: impl Consumed, place: &str) {
     broker.publish_each(ids(500)).await;
     let switch = [("DIE", place.to_owned()), ("DIE_AT", "120".to_owned())];
     let mut first = consumer(&broker, &ledger, &switch);
-    in_the_end("it dies", PATIENCE, async || first.ended().is_some()).await;
+    in_the_end("it dies", TIMEOUT, async || first.ended().is_some()).await;
     let before = ledger.effects().unwrap();
     if place == "before-ack" {
         assert!(before > 0, "{}", first.log());
@@ -75,7 +75,7 @@ pub async fn stands_still(broker: impl Consumed, count: usize) {
     let ledger = Ledger::start().await;
     let mut both = [consumer(&broker, &ledger, &[]), consumer(&broker, &ledger, &[])];
     broker.publish_each(ids(count)).await;
-    effects(&ledger, 100, PATIENCE).await;
+    effects(&ledger, 100, TIMEOUT).await;
     freeze(both[0].pid()).unwrap();
     all_acknowledged(&broker).await;
     thaw(both[0].pid()).unwrap();
@@ -88,7 +88,7 @@ pub async fn stands_still(broker: impl Consumed, count: usize) {
 }
 
 /// Many messages, of which 30 % come twice; three processes, of which one is killed from time to time.
-pub async fn among_kills(broker: impl Consumed, messages: usize, patience: Duration) {
+pub async fn among_kills(broker: impl Consumed, messages: usize, timeout: Duration) {
     const KILLS: usize = 6;
     let ledger = Ledger::start().await;
     let mut random = Random(0x5eed);
@@ -108,15 +108,15 @@ pub async fn among_kills(broker: impl Consumed, messages: usize, patience: Durat
     let mut children: Vec<Child> = (0..3).map(|_| consumer(&broker, &ledger, &[])).collect();
     let among = async {
         for kill in 0..KILLS {
-            effects(&ledger, (kill + 1) * messages / (KILLS + 2), patience).await;
+            effects(&ledger, (kill + 1) * messages / (KILLS + 2), timeout).await;
             let unlucky = random.below(children.len());
             children[unlucky].kill();
             children[unlucky] = consumer(&broker, &ledger, &[]);
         }
-        effects(&ledger, messages, patience).await;
+        effects(&ledger, messages, timeout).await;
     };
     tokio::join!(among, broker.publish_each(published));
-    in_the_end("all is acknowledged", patience, async || broker.left().await == 0).await;
+    in_the_end("all is acknowledged", timeout, async || broker.left().await == 0).await;
     for child in &mut children {
         child.stop().unwrap();
     }

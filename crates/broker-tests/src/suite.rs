@@ -18,7 +18,7 @@ use tokio::sync::{Semaphore, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout};
 
-pub use crate::{PATIENCE, until};
+pub use crate::{TIMEOUT, until};
 
 /// A redelivery time that is soon over.
 pub const SOON: Duration = Duration::from_secs(3);
@@ -144,7 +144,7 @@ impl Running {
     /// Stops the consumer and waits until it has ended.
     pub async fn stop(self) -> Counts {
         self.stop.send(()).unwrap();
-        timeout(PATIENCE, self.task).await.unwrap().unwrap();
+        timeout(TIMEOUT, self.task).await.unwrap().unwrap();
         self.counts
     }
 
@@ -208,7 +208,7 @@ async fn take_all<S: Source>(
     let mut seen = BTreeSet::new();
     let mut deliveries = Vec::new();
     while seen.len() < count {
-        let delivery = timeout(PATIENCE, source.next()).await.expect("a delivery").unwrap();
+        let delivery = timeout(TIMEOUT, source.next()).await.expect("a delivery").unwrap();
         let message = delivery.message().clone();
         let noted = effects.clone();
         let handled = inbox.process(&message, |_, message| async move {
@@ -485,7 +485,7 @@ pub async fn all_ids<B: Broker>(broker: &B) -> Vec<String> {
     let mut source = broker.source().await;
     let mut ids = BTreeSet::new();
     while broker.left().await > 0 {
-        let delivery = timeout(PATIENCE, source.next()).await.expect("a delivery");
+        let delivery = timeout(TIMEOUT, source.next()).await.expect("a delivery");
         // The broker may have been down.
         let Ok(delivery) = delivery else { continue };
         ids.insert(id(delivery.message()));

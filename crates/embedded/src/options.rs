@@ -65,7 +65,7 @@ impl EmbeddedOptions {
     /// Sets the most records. Default: no limit but the disk.
     ///
     /// Records past their retention count until they are purged. A claim of one more record is refused. No record is evicted
-    /// to make room, because that would free its key.
+    /// to make space, because that would free its key.
     #[must_use]
     pub fn with_max_records(mut self, records: u64) -> Self {
         self.max_records = records;

@@ -205,7 +205,7 @@ impl Store for EmbeddedStore {
             advisories.push(Advisory::new("not-writable", ErrorChain(&error).to_string()));
         } else if self.inner.refuses_new_keys.load(Ordering::SeqCst) {
             let text =
-                "the store has no room: new keys are refused until records are purged or the limit is raised";
+                "the store is full: new keys are refused until records are purged or the limit is raised";
             advisories.push(Advisory::new("full", text));
         }
         if self.inner.has_damage() {

@@ -300,10 +300,10 @@ impl Writer {
         }
         if is_full {
             warn!(
-                "the embedded store has no room: new keys are refused until records are purged or the limit is raised"
+                "the embedded store is full: new keys are refused until records are purged or the limit is raised"
             );
         } else {
-            info!("the embedded store has room again");
+            info!("the embedded store has space again");
         }
     }
 

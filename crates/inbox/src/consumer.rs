@@ -406,7 +406,7 @@ impl<S: Source, P: Processor> Run<S, P> {
                 break Err(error);
             }
             self.dispatch();
-            let has_room = self.has_room();
+            let has_capacity = self.has_capacity();
             tokio::select! {
                 biased;
                 () = &mut stop => break Ok(()),
@@ -418,7 +418,7 @@ impl<S: Source, P: Processor> Run<S, P> {
                 _ = extend.tick(), if self.extend_every.is_some() => self.extend(),
                 () = self.away.over(), if self.away.is_on() => {}
                 () = self.source_pause.over(), if self.source_pause.is_on() => {}
-                delivery = self.source.next(), if has_room && !self.source_pause.is_on() => {
+                delivery = self.source.next(), if has_capacity && !self.source_pause.is_on() => {
                     if let Err(error) = self.took(delivery).await {
                         break Err(ConsumerError::Source(error));
                     }
@@ -439,7 +439,7 @@ impl<S: Source, P: Processor> Run<S, P> {
         ended
     }
 
-    fn has_room(&self) -> bool {
+    fn has_capacity(&self) -> bool {
         self.held < self.settings.max_held && (self.held == 0 || self.bytes < self.settings.max_bytes)
     }
 
@@ -461,7 +461,7 @@ impl<S: Source, P: Processor> Run<S, P> {
                     return Ok(());
                 }
             }
-            if !self.has_room() {
+            if !self.has_capacity() {
                 return Ok(());
             }
             delivery = tokio::select! {

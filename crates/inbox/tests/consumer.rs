@@ -27,7 +27,7 @@ use tokio::time::{Instant, sleep, timeout};
 const VISIBLE_AFTER: Duration = Duration::from_secs(30);
 
 /// Nothing here takes longer, by the time of the tests.
-const PATIENCE: Duration = Duration::from_secs(3600);
+const TIMEOUT: Duration = Duration::from_secs(3600);
 
 // ---- a broker in memory
 
@@ -81,7 +81,7 @@ impl Broker {
                 tokio::select! { () = changed => {}, () = sleep(Duration::from_millis(500)) => {} }
             }
         };
-        assert!(timeout(PATIENCE, waiting).await.is_ok(), "not in time: {what}");
+        assert!(timeout(TIMEOUT, waiting).await.is_ok(), "not in time: {what}");
     }
 
     async fn is_empty(&self) {
@@ -138,7 +138,7 @@ impl Subscription {
                 }
                 queue.messages.values().map(|(_, at, _)| *at).min()
             };
-            let soonest = soonest.unwrap_or_else(|| Instant::now() + PATIENCE);
+            let soonest = soonest.unwrap_or_else(|| Instant::now() + TIMEOUT);
             tokio::select! { () = changed => {}, () = tokio::time::sleep_until(soonest) => {} }
         }
     }
@@ -1094,7 +1094,7 @@ async fn a_consumer_that_produces_only_dead_letters_stops_with_the_reason() {
                 _ => HandlerError::retry("relation \"invoices\" does not exist"),
             })
         });
-        let ended = timeout(PATIENCE, consumer.run(std::future::pending())).await.unwrap().unwrap_err();
+        let ended = timeout(TIMEOUT, consumer.run(std::future::pending())).await.unwrap().unwrap_err();
         let ConsumerError::OnlyDeadLetters { in_a_row, reason, .. } = &ended else { panic!("{ended}") };
         assert_eq!((*reason, *in_a_row >= 100), (expected, true));
         assert!(ended.to_string().contains(said), "{ended}");
@@ -1166,7 +1166,7 @@ async fn a_transient_source_error_is_retried_and_a_fatal_one_ends_the_consumer()
             Ok(())
         }
     }));
-    let ended = timeout(PATIENCE, consumer.task).await.unwrap().unwrap().unwrap_err();
+    let ended = timeout(TIMEOUT, consumer.task).await.unwrap().unwrap().unwrap_err();
     assert!(matches!(&ended, ConsumerError::Source(error) if error.is_fatal()), "{ended}");
     assert!(ErrorChain(&ended).to_string().contains("the queue is deleted"));
     assert_eq!(world.seen(EventKind::SourceFailed), 6);
@@ -1259,7 +1259,7 @@ impl oncegate_inbox::Processor for Batches {
     }
 
     fn retention(&self) -> Duration {
-        PATIENCE
+        TIMEOUT
     }
 
     fn check(&self, _: &SourceInfo) -> Result<(), oncegate_engine::ConfigError> {

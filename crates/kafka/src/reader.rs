@@ -37,7 +37,7 @@ const POLL_PAUSED: Duration = Duration::from_millis(20);
 ///
 /// A pause discards what the client has read ahead. So it is meant for consumers that stopped, not for those that are
 /// slower than the broker.
-const WAIT_FOR_ROOM: Duration = Duration::from_millis(500);
+const WAIT_FOR_SPACE: Duration = Duration::from_millis(500);
 
 /// The timeout of a request to the broker.
 const ASK_TIMEOUT: Duration = Duration::from_secs(5);
@@ -117,8 +117,8 @@ impl Reader {
             }
             if self.shared.is_full() {
                 let since: Instant = *full_since.get_or_insert(now);
-                if now < since + WAIT_FOR_ROOM {
-                    self.shared.wait_for_room(POLL);
+                if now < since + WAIT_FOR_SPACE {
+                    self.shared.wait_for_space(POLL);
                     continue;
                 }
             } else {

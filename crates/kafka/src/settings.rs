@@ -37,7 +37,7 @@ pub struct KafkaOptions {
     pub(super) order: KafkaOrder,
     pub(super) truncated: OnTruncation,
     pub(super) buffer_messages: usize,
-    pub(super) buffer_octets: usize,
+    pub(super) buffer_bytes: usize,
     pub(super) window: usize,
     pub(super) commit_interval: Duration,
     pub(super) revoke_timeout: Duration,
@@ -55,7 +55,7 @@ impl Default for KafkaOptions {
             order: KafkaOrder::default(),
             truncated: OnTruncation::default(),
             buffer_messages: 1000,
-            buffer_octets: 16 * 1024 * 1024,
+            buffer_bytes: 16 * 1024 * 1024,
             window: 10_000,
             commit_interval: Duration::from_secs(1),
             revoke_timeout: Duration::from_secs(5),
@@ -89,7 +89,7 @@ impl KafkaOptions {
     pub fn with_max_buffered(self, messages: usize, bytes: usize) -> Result<Self, ConfigError> {
         bounded("buffer, messages", messages, 1, 100_000)?;
         bounded("buffer, bytes", bytes, 1024, 1024 * 1024 * 1024)?;
-        Ok(Self { buffer_messages: messages, buffer_octets: bytes, ..self })
+        Ok(Self { buffer_messages: messages, buffer_bytes: bytes, ..self })
     }
 
     /// Sets how many messages of one partition are read from the lowest unsettled one on.

@@ -35,7 +35,7 @@ pub(super) struct Shared {
     /// Signals that [`Shared::take`] may find something.
     arrived: Notify,
     /// Signals that there is space, or that the source was closed.
-    room: Condvar,
+    space: Condvar,
 }
 
 #[derive(Debug, Default)]
@@ -63,7 +63,7 @@ pub(super) enum Taken {
 
 impl Shared {
     pub(super) fn new(options: KafkaOptions) -> Self {
-        Self { options, state: Mutex::default(), arrived: Notify::new(), room: Condvar::new() }
+        Self { options, state: Mutex::default(), arrived: Notify::new(), space: Condvar::new() }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -92,8 +92,8 @@ impl Shared {
         if let Some(held) = state.ready.pop_front() {
             state.bytes = state.bytes.saturating_sub(held.bytes());
             held.partition.track().hand_over();
-            if self.has_room(&state) {
-                self.room.notify_all();
+            if self.has_space(&state) {
+                self.space.notify_all();
             }
             return Taken::Message(held);
         }
@@ -111,15 +111,15 @@ impl Shared {
     pub(super) fn put(&self, message: Message, offset: i64, partition: &Arc<Partition>) -> bool {
         let mut state = self.state();
         if partition.is_lost() || !partition.track().read(offset) {
-            return self.has_room(&state);
+            return self.has_space(&state);
         }
         let held = Held { message: Arc::new(message), partition: Arc::clone(partition), offset };
         state.bytes = state.bytes.saturating_add(held.bytes());
         state.ready.push_back(held);
-        let has_room = self.has_room(&state);
+        let has_space = self.has_space(&state);
         drop(state);
         self.arrived.notify_one();
-        has_room && partition.track().window() < self.options.window
+        has_space && partition.track().window() < self.options.window
     }
 
     /// Gives a message back, to be taken again after a delay.
@@ -148,7 +148,7 @@ impl Shared {
     pub(super) fn fatal(&self, what: String) {
         self.state().fatal.get_or_insert(what);
         self.arrived.notify_one();
-        self.room.notify_all();
+        self.space.notify_all();
     }
 
     pub(super) fn is_fatal(&self) -> bool {
@@ -158,33 +158,33 @@ impl Shared {
     /// Closes the source: nothing more is read.
     pub(super) fn close(&self) {
         self.state().is_closing = true;
-        self.room.notify_all();
+        self.space.notify_all();
     }
 
     pub(super) fn is_closing(&self) -> bool {
         self.state().is_closing
     }
 
-    fn has_room(&self, state: &State) -> bool {
-        state.ready.len() < self.options.buffer_messages && state.bytes < self.options.buffer_octets
+    fn has_space(&self, state: &State) -> bool {
+        state.ready.len() < self.options.buffer_messages && state.bytes < self.options.buffer_bytes
     }
 
     /// Returns `true` if no further message may be read.
     pub(super) fn is_full(&self) -> bool {
-        !self.has_room(&self.state())
+        !self.has_space(&self.state())
     }
 
     /// Returns `true` if half of the buffer is free.
     pub(super) fn is_half_empty(&self) -> bool {
         let state = self.state();
-        state.ready.len() <= self.options.buffer_messages / 2 && state.bytes <= self.options.buffer_octets / 2
+        state.ready.len() <= self.options.buffer_messages / 2 && state.bytes <= self.options.buffer_bytes / 2
     }
 
     /// Waits for space, for the close of the source, or for the timeout.
-    pub(super) fn wait_for_room(&self, at_most: Duration) {
+    pub(super) fn wait_for_space(&self, at_most: Duration) {
         let state = self.state();
-        let full = |state: &mut State| !self.has_room(state) && !state.is_closing && state.fatal.is_none();
-        drop(self.room.wait_timeout_while(state, at_most, full));
+        let full = |state: &mut State| !self.has_space(state) && !state.is_closing && state.fatal.is_none();
+        drop(self.space.wait_timeout_while(state, at_most, full));
     }
 
     /// Adds an assigned partition. Its state from an earlier assignment is dropped.

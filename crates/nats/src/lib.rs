@@ -240,7 +240,7 @@ impl Source for NatsSource {
         loop {
             match reading.arrived.recv().await {
                 Some(Ok(delivery)) => {
-                    reading.room.add_permits(1);
+                    reading.capacity.add_permits(1);
                     // It waited here so long that the server delivers it again.
                     if !delivery.is_lost() {
                         return Ok(delivery);
@@ -265,7 +265,7 @@ impl Source for NatsSource {
 /// The task that requests messages, and the messages that it received.
 struct Reading {
     arrived: mpsc::Receiver<Result<NatsDelivery, SourceError>>,
-    room: Arc<Semaphore>,
+    capacity: Arc<Semaphore>,
     client: Client,
     stop: CancellationToken,
     task: AbortOnDropHandle<()>,
@@ -288,7 +288,7 @@ impl Reading {
         };
         // One more place for an error.
         let (sender, arrived) = mpsc::channel(prefetch + 1);
-        let room = Arc::new(Semaphore::new(prefetch));
+        let capacity = Arc::new(Semaphore::new(prefetch));
         let stop = CancellationToken::new();
         let client = context.client();
         let pump = Pump {
@@ -301,12 +301,12 @@ impl Reading {
             // The server requires less than half of the expiry.
             heartbeat: HEARTBEAT.min(expires / 3),
             half: prefetch.div_ceil(2),
-            room: room.clone(),
+            capacity: capacity.clone(),
             sender,
             stop: stop.clone(),
         };
         let task = AbortOnDropHandle::new(tokio::spawn(pump.run()));
-        Self { arrived, room, client, stop, task }
+        Self { arrived, capacity, client, stop, task }
     }
 
     async fn end(mut self) -> Result<(), SourceError> {
@@ -339,20 +339,20 @@ struct Pump {
     expires: Duration,
     heartbeat: Duration,
     half: usize,
-    room: Arc<Semaphore>,
+    capacity: Arc<Semaphore>,
     sender: mpsc::Sender<Result<NatsDelivery, SourceError>>,
     stop: CancellationToken,
 }
 
 /// The space of a request that no message has taken yet.
-struct Asked<'a> {
-    room: &'a Semaphore,
+struct OpenRequest<'a> {
+    capacity: &'a Semaphore,
     messages: usize,
 }
 
-impl Drop for Asked<'_> {
+impl Drop for OpenRequest<'_> {
     fn drop(&mut self) {
-        self.room.add_permits(self.messages);
+        self.capacity.add_permits(self.messages);
     }
 }
 
@@ -431,7 +431,7 @@ impl Pump {
         loop {
             let asked = tokio::select! {
                 () = self.stop.cancelled() => return self.give_up(inbox).await,
-                asked = self.room() => asked?,
+                asked = self.acquire_capacity() => asked?,
             };
             self.ask(name, asked.messages).await?;
             tokio::select! {
@@ -441,12 +441,12 @@ impl Pump {
         }
     }
 
-    async fn room(&self) -> Result<Asked<'_>, SourceError> {
+    async fn acquire_capacity(&self) -> Result<OpenRequest<'_>, SourceError> {
         let closed = || SourceError::fatal("the source is closed");
         let half = u32::try_from(self.half).unwrap_or(u32::MAX);
-        self.room.acquire_many(half).await.map_err(|_| closed())?.forget();
-        let mut asked = Asked { room: &self.room, messages: self.half };
-        while let Ok(one) = self.room.try_acquire() {
+        self.capacity.acquire_many(half).await.map_err(|_| closed())?.forget();
+        let mut asked = OpenRequest { capacity: &self.capacity, messages: self.half };
+        while let Ok(one) = self.capacity.try_acquire() {
             one.forget();
             asked.messages += 1;
         }
@@ -470,7 +470,7 @@ impl Pump {
     async fn answers(
         &self,
         inbox: &mut Subscriber,
-        mut asked: Asked<'_>,
+        mut asked: OpenRequest<'_>,
         connection: u64,
     ) -> Result<(), SourceError> {
         let mut heard = Instant::now();

@@ -17,7 +17,7 @@ use oncegate_nats::{NatsPublisher, NatsSource, NatsSourceOptions, ORDER_KEY};
 use oncegate_servers::NatsServer;
 use tokio::time::{Instant, sleep, timeout};
 
-use oncegate_broker_tests::suite::{self, Broker, LATE, PATIENCE, SOON, all_ids, until};
+use oncegate_broker_tests::suite::{self, Broker, LATE, SOON, TIMEOUT, all_ids, until};
 
 /// A server with a stream and a durable consumer of it.
 struct Nats {
@@ -85,7 +85,7 @@ impl Broker for Nats {
 
     async fn left(&self) -> u64 {
         // A server that is being restarted is asked again.
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         loop {
             match self.consumer.get_info().await {
                 Ok(info) => return info.num_pending + info.num_ack_pending as u64,
@@ -97,7 +97,7 @@ impl Broker for Nats {
 }
 
 async fn next(source: &mut NatsSource) -> <NatsSource as Source>::Delivery {
-    timeout(PATIENCE, source.next()).await.expect("a delivery in time").unwrap()
+    timeout(TIMEOUT, source.next()).await.expect("a delivery in time").unwrap()
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -133,7 +133,7 @@ async fn poison_without_order() {
 #[tokio::test(flavor = "multi_thread")]
 async fn stopping_loses_nothing() {
     // As above: one message may wait for as long.
-    suite::stopping_loses_nothing(Nats::start(PATIENCE / 5).await).await;
+    suite::stopping_loses_nothing(Nats::start(TIMEOUT / 5).await).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -340,7 +340,7 @@ async fn unrequested_messages_are_given_back_at_the_close() {
     });
     until("both ask", || async { nats.consumer.get_info().await.unwrap().num_waiting == 2 }).await;
     source.close().await.unwrap();
-    assert!(timeout(PATIENCE, source.next()).await.unwrap().unwrap_err().is_fatal());
+    assert!(timeout(TIMEOUT, source.next()).await.unwrap().unwrap_err().is_fatal());
     // One is still held; the others are available to other consumers at once.
     asking.await.unwrap();
     assert_eq!(nats.left().await, 1);
@@ -390,7 +390,7 @@ async fn a_consumer_that_is_deleted_ends_the_source() {
 /// With what it ends.
 async fn ends(source: &mut NatsSource) -> String {
     loop {
-        match timeout(PATIENCE, source.next()).await.expect("an error in time") {
+        match timeout(TIMEOUT, source.next()).await.expect("an error in time") {
             Err(error) if error.is_fatal() => return error.to_string(),
             Err(_) => {}
             Ok(delivery) => panic!("there is nothing to deliver: {delivery:?}"),

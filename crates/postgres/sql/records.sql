@@ -8,7 +8,7 @@
 --     make it wait for a concurrent insert. Correctness rests on the unique index alone.
 --
 -- Every function has a fixed search_path, or a body after RETURN. Such a body is bound to what it names when it is created, and
--- the planner can put it in place of the call. `oncegate check` verifies that no body is bound to an object of another owner.
+-- the planner can replace the call by it. `oncegate check` verifies that no body is bound to an object of another owner.
 
 -- The only source of time.
 CREATE OR REPLACE FUNCTION oncegate.now_ms() RETURNS bigint

@@ -102,7 +102,7 @@ impl AppliedCheck {
 
 fn text(value: &Value) -> Option<&str> {
     match value {
-        Value::BulkString(octets) => std::str::from_utf8(octets).ok(),
+        Value::BulkString(bytes) => std::str::from_utf8(bytes).ok(),
         _ => None,
     }
 }

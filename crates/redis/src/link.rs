@@ -259,8 +259,8 @@ impl Link {
         connected.map_err(|error| Failure::NotSent(error.to_string()))
     }
 
-    /// Opens another connection: to this node of a Cluster, or to the server of the store.
-    pub(crate) async fn beside(&self, node: Option<&Node>) -> Result<Wire, Failure> {
+    /// Opens a separate connection: to this node of a Cluster, or to the server of the store.
+    pub(crate) async fn separate_connection(&self, node: Option<&Node>) -> Result<Wire, Failure> {
         let options = &self.options;
         let connecting = async {
             match node {

@@ -296,7 +296,7 @@ impl Lane {
 
     /// A connection to wait on, to a server that can be waited for.
     async fn place(&self, wait: Wait, link: &Link, connection: u64) -> Result<WaitConnection, Failure> {
-        let wire = link.beside(self.node.as_ref()).await?;
+        let wire = link.separate_connection(self.node.as_ref()).await?;
         let proof = if wait.aof {
             Some(prove(&wire, &wait_key(&self.tag), link.options().timeout).await?)
         } else {

@@ -39,10 +39,10 @@ class Contract:
 
 
 def response(status, headers, body):
-    octets = struct.pack(">BHHH", 1, status, len(headers), 0)
+    encoded = struct.pack(">BHHH", 1, status, len(headers), 0)
     for name, value in headers:
-        octets += struct.pack(">HI", len(name), len(value)) + name + value
-    return octets + body
+        encoded += struct.pack(">HI", len(name), len(value)) + name + value
+    return encoded + body
 
 
 def new_key():
@@ -105,9 +105,9 @@ def main(url, lua):
 
     # Steps outlive their attempt. With steps, a released key is not free for another request.
     token = second[2]
-    octets = bytes(range(256))
+    encoded = bytes(range(256))
     step = lambda token, number, name, result: contract.call("step", [key], token, number, name, result)[0]
-    assert step(token, 0, "charge", octets) == step(token, 0, "charge", octets) == b"recorded"
+    assert step(token, 0, "charge", encoded) == step(token, 0, "charge", encoded) == b"recorded"
     assert step(token, 0, "charge", b"") == step(token, 2, "ship", b"") == b"differs"
     assert step(first, 1, "ship", b"") == b"fenced"
     assert step(token, 1, "ship", bytes(1_048_576 - 4 - 6 - 256 + 1)) == b"full"
@@ -117,7 +117,7 @@ def main(url, lua):
     assert third[0] == b"execute" and client.hget(key, "steps") == b"1"
     found = contract.call("lookup", [key])
     fields = dict(zip(found[2::2], found[3::2]))
-    assert (fields[b"step:0"], fields[b"result:0"]) == (b"charge", octets)
+    assert (fields[b"step:0"], fields[b"result:0"]) == (b"charge", encoded)
     assert contract.complete(key, third[2], receipt)[0] == b"completed"
     assert not client.hexists(key, "steps") and not client.hexists(key, "step:0")
 

@@ -76,7 +76,7 @@ impl Batcher {
 }
 
 async fn run(client: Client, queue_url: Arc<str>, mut entries: mpsc::Receiver<Entry>) {
-    let room = Arc::new(Semaphore::new(MAX_REQUESTS));
+    let permits = Arc::new(Semaphore::new(MAX_REQUESTS));
     while let Some(first) = entries.recv().await {
         let mut batch = vec![first];
         let until = Instant::now() + LINGER;
@@ -85,7 +85,7 @@ async fn run(client: Client, queue_url: Arc<str>, mut entries: mpsc::Receiver<En
         {
             batch.push(entry);
         }
-        let Ok(permit) = room.clone().acquire_owned().await else { return };
+        let Ok(permit) = permits.clone().acquire_owned().await else { return };
         let (client, queue_url) = (client.clone(), queue_url.clone());
         tokio::spawn(async move {
             let asked = timeout(ANSWER_TIMEOUT, ask(&client, &queue_url, &batch)).await;

@@ -255,7 +255,7 @@ impl Source for SqsSource {
         loop {
             match reading.arrived.recv().await {
                 Some(Ok(delivery)) => {
-                    reading.room.add_permits(1);
+                    reading.capacity.add_permits(1);
                     // It waited here so long that it is visible to others again.
                     if !delivery.is_lost() {
                         return Ok(delivery);
@@ -280,7 +280,7 @@ impl Source for SqsSource {
 /// The tasks that request messages, and the messages that they received.
 struct Reading {
     arrived: mpsc::Receiver<Result<SqsDelivery, SourceError>>,
-    room: Arc<Semaphore>,
+    capacity: Arc<Semaphore>,
     stop: CancellationToken,
     receivers: JoinSet<()>,
     wait: Duration,
@@ -288,23 +288,23 @@ struct Reading {
 
 impl Reading {
     fn begin(queue: &Arc<Queue>, options: &SqsSourceOptions) -> Self {
-        let room = options.receivers * BATCH;
+        let capacity = options.receivers * BATCH;
         // One more place per receiver for an error.
-        let (sender, arrived) = mpsc::channel(room + options.receivers);
-        let room = Arc::new(Semaphore::new(room));
+        let (sender, arrived) = mpsc::channel(capacity + options.receivers);
+        let capacity = Arc::new(Semaphore::new(capacity));
         let stop = CancellationToken::new();
         let mut receivers = JoinSet::new();
         for _ in 0..options.receivers {
             let receiver = Receiver {
                 queue: queue.clone(),
                 wait: options.wait,
-                room: room.clone(),
+                capacity: capacity.clone(),
                 sender: sender.clone(),
                 stop: stop.clone(),
             };
             receivers.spawn(receiver.run());
         }
-        Self { arrived, room, stop, receivers, wait: Duration::from_secs(options.wait) }
+        Self { arrived, capacity, stop, receivers, wait: Duration::from_secs(options.wait) }
     }
 
     async fn end(mut self) -> Result<(), SourceError> {
@@ -333,7 +333,7 @@ impl Reading {
 struct Receiver {
     queue: Arc<Queue>,
     wait: u64,
-    room: Arc<Semaphore>,
+    capacity: Arc<Semaphore>,
     sender: mpsc::Sender<Result<SqsDelivery, SourceError>>,
     stop: CancellationToken,
 }
@@ -342,23 +342,23 @@ impl Receiver {
     async fn run(self) {
         let mut misses = 0;
         loop {
-            let room = tokio::select! {
+            let capacity = tokio::select! {
                 biased;
                 () = self.stop.cancelled() => return,
-                room = self.room.acquire_many(BATCH as u32) => room,
+                capacity = self.capacity.acquire_many(BATCH as u32) => capacity,
             };
-            let Ok(room) = room else { return };
+            let Ok(capacity) = capacity else { return };
             match self.receive(&mut misses).await {
                 Ok(messages) => {
                     // Each message keeps its permit until it is taken. Unused permits are released.
-                    room.forget();
+                    capacity.forget();
                     let at = Instant::now();
                     // A message without a receipt cannot be settled.
                     let came: Vec<_> = messages
                         .into_iter()
                         .filter_map(|message| SqsDelivery::new(message, &self.queue, at))
                         .collect();
-                    self.room.add_permits(BATCH.saturating_sub(came.len()));
+                    self.capacity.add_permits(BATCH.saturating_sub(came.len()));
                     for delivery in came {
                         if self.sender.try_send(Ok(delivery)).is_err() {
                             return;
@@ -366,7 +366,7 @@ impl Receiver {
                     }
                 }
                 Err(error) => {
-                    drop(room);
+                    drop(capacity);
                     let is_fatal = error.is_fatal();
                     // After the stop no receiver takes messages any more.
                     tokio::select! {

@@ -90,9 +90,9 @@ pub(super) fn attributes(
     let (mut alone, mut together): (Vec<_>, Vec<_>) = headers.into_iter().partition(fits);
     // The headers of dead letters stay attributes of their own first, because operators look at them.
     alone.sort_by_key(|(name, _)| !name.starts_with("oncegate-"));
-    let room = MAX_ATTRIBUTES - attributes.len();
-    if !together.is_empty() || alone.len() > room {
-        together.extend(alone.split_off((room - 1).min(alone.len())));
+    let free = MAX_ATTRIBUTES - attributes.len();
+    if !together.is_empty() || alone.len() > free {
+        together.extend(alone.split_off((free - 1).min(alone.len())));
         let json = together.into_iter().map(|(name, value)| fold(name, value)).collect();
         attributes.insert(HEADERS.to_owned(), value(Value::Array(json).to_string().as_bytes())?);
     }

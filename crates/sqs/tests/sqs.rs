@@ -16,7 +16,7 @@ use oncegate_sqs::aws_sdk_sqs::types::QueueAttributeName;
 use oncegate_sqs::{SqsPublisher, SqsSource, SqsSourceOptions};
 use tokio::time::{Instant, timeout};
 
-use oncegate_broker_tests::suite::{self, Broker, LATE, PATIENCE, SOON, all_ids, until};
+use oncegate_broker_tests::suite::{self, Broker, LATE, SOON, TIMEOUT, all_ids, until};
 
 /// A server with a queue.
 struct Sqs {
@@ -114,7 +114,7 @@ impl Broker for Sqs {
 }
 
 async fn next(source: &mut SqsSource) -> <SqsSource as Source>::Delivery {
-    timeout(PATIENCE, source.next()).await.expect("a delivery in time").unwrap()
+    timeout(TIMEOUT, source.next()).await.expect("a delivery in time").unwrap()
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -257,7 +257,7 @@ async fn unrequested_messages_are_given_back_at_the_close() {
     let mut source = sqs.open().await;
     let held = next(&mut source).await;
     source.close().await.unwrap();
-    assert!(timeout(PATIENCE, source.next()).await.unwrap().unwrap_err().is_fatal());
+    assert!(timeout(TIMEOUT, source.next()).await.unwrap().unwrap_err().is_fatal());
     // One is still held; the others are available to other consumers at once.
     let mut other = sqs.open().await;
     for _ in 1..50 {
@@ -292,7 +292,7 @@ async fn a_queue_with_a_redrive_policy_is_refused() {
     assert!(timeout(Duration::from_millis(100), source.next()).await.is_err());
     sqs.client.delete_queue().queue_url(&sqs.queue).send().await.unwrap();
     loop {
-        match timeout(PATIENCE, source.next()).await.expect("an error in time") {
+        match timeout(TIMEOUT, source.next()).await.expect("an error in time") {
             Err(error) if error.is_fatal() => break,
             Err(_) => {}
             Ok(delivery) => panic!("there is nothing to deliver: {delivery:?}"),

@@ -82,8 +82,8 @@ impl World {
     }
 
     /// All messages that the queue holds, delivered or not.
-    async fn until_empty(&self, patience: Duration) {
-        let deadline = Instant::now() + patience;
+    async fn until_empty(&self, timeout: Duration) {
+        let deadline = Instant::now() + timeout;
         loop {
             let left = self.rabbit.messages(&self.queue.name).unwrap();
             if left == 0 {
@@ -114,7 +114,7 @@ fn orders(count: usize) -> impl Iterator<Item = String> {
     (0..count).map(|number| format!("order-{number}"))
 }
 
-const PATIENCE: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(120);
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_process_that_dies_before_the_commit_has_done_nothing() {
@@ -127,7 +127,7 @@ async fn a_process_that_dies_before_the_commit_has_done_nothing() {
         assert_eq!(world.rabbit.messages("orders").unwrap(), 50);
     }
     let consumer = Consumer::start(&world, "");
-    world.until_empty(PATIENCE).await;
+    world.until_empty(TIMEOUT).await;
     consumer.stop().await;
     world.assert_once(50);
 }
@@ -142,7 +142,7 @@ async fn a_process_that_dies_after_the_commit_has_done_it_once() {
     assert!(done > 0);
     assert_eq!(world.rabbit.messages("orders").unwrap(), 50, "nothing was acknowledged");
     let consumer = Consumer::start(&world, "");
-    world.until_empty(PATIENCE).await;
+    world.until_empty(TIMEOUT).await;
     consumer.stop().await;
     world.assert_once(50);
 }
@@ -164,7 +164,7 @@ async fn a_resumed_process_repeats_nothing() {
     };
     until("the other one has done what it got", held).await;
     thaw(standing.0.id()).unwrap();
-    world.until_empty(PATIENCE).await;
+    world.until_empty(TIMEOUT).await;
     other.stop().await;
     standing.kill();
     world.assert_once(300);

@@ -11,7 +11,7 @@ use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
 use crate::line::Line;
-use crate::setting::{Kind, PATIENCE, Queue, broker, next, shared, take, text, until};
+use crate::setting::{Kind, Queue, TIMEOUT, broker, next, shared, take, text, until};
 
 fn is_refused(result: &Result<(), PublishError>) -> bool {
     matches!(result, Err(PublishError::Refused(_)))
@@ -157,7 +157,7 @@ async fn without_a_confirm_a_message_is_not_published() {
     let message = |id: &str| Outgoing::new(id, "silent", id.to_owned());
     publisher.publish(&message("1")).await.unwrap();
     server.freeze(true).unwrap();
-    assert!(is_unconfirmed(&timeout(PATIENCE, publisher.publish(&message("2"))).await.unwrap()));
+    assert!(is_unconfirmed(&timeout(TIMEOUT, publisher.publish(&message("2"))).await.unwrap()));
     // It is on its way when the broker goes on, and comes back before the broker's word on the one before is there.
     let third = publisher.clone();
     let third = tokio::spawn(async move { third.publish(&Outgoing::new("3", "nowhere", "3")).await });
@@ -167,7 +167,7 @@ async fn without_a_confirm_a_message_is_not_published() {
     publisher.publish(&message("4")).await.unwrap();
     server.until_queues_are_written(&["silent"]).unwrap();
     server.kill();
-    assert!(is_unconfirmed(&timeout(PATIENCE, publisher.publish(&message("5"))).await.unwrap()));
+    assert!(is_unconfirmed(&timeout(TIMEOUT, publisher.publish(&message("5"))).await.unwrap()));
     server.start_again().unwrap();
     until("it is published", async || publisher.publish(&message("6")).await.is_ok()).await;
 
@@ -204,7 +204,7 @@ async fn a_connection_that_is_cut_is_made_again_and_nothing_confirmed_is_lost() 
                     sleep(Duration::from_millis(100)).await;
                 }
             };
-            timeout(PATIENCE, publishing).await.expect("it is published");
+            timeout(TIMEOUT, publishing).await.expect("it is published");
             attempts
         });
     }

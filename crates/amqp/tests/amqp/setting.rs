@@ -15,7 +15,7 @@ use oncegate_servers::RabbitServer;
 use tokio::time::{Instant, sleep, timeout};
 
 /// Test machines are busy.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// One broker for all tests that run at the same time and do it no harm.
 pub(crate) fn shared() -> Arc<RabbitServer> {
@@ -141,7 +141,7 @@ pub(crate) async fn next(source: &mut AmqpSource) -> AmqpDelivery {
             }
         }
     };
-    timeout(PATIENCE, waiting).await.expect("a delivery")
+    timeout(TIMEOUT, waiting).await.expect("a delivery")
 }
 
 pub(crate) async fn take(source: &mut AmqpSource, count: usize) -> Vec<AmqpDelivery> {
@@ -162,7 +162,7 @@ pub(crate) fn text(delivery: &AmqpDelivery) -> String {
 }
 
 pub(crate) async fn until<F: Future<Output = bool>>(what: &str, is_so: impl Fn() -> F) {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while !is_so().await {
         assert!(Instant::now() < deadline, "not in time: {what}");
         sleep(Duration::from_millis(20)).await;

@@ -14,7 +14,7 @@ use tokio::net::TcpListener;
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::line::Line;
-use crate::setting::{Kind, PATIENCE, Queue, broker, is_silent, next, shared, take, text, until};
+use crate::setting::{Kind, Queue, TIMEOUT, broker, is_silent, next, shared, take, text, until};
 
 fn numbers(prefix: &str, count: usize) -> Vec<String> {
     (0..count).map(|number| format!("{prefix}-{number}")).collect()
@@ -146,7 +146,7 @@ async fn a_call_that_is_dropped_loses_nothing() {
     queue.send(numbers("m", 300)).await;
     let mut source = queue.source().with_prefetch(10).unwrap();
     let mut seen = BTreeSet::new();
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while seen.len() < 300 {
         assert!(Instant::now() < deadline, "{} of 300", seen.len());
         if let Ok(delivery) = timeout(Duration::from_micros(50), source.next()).await {
@@ -223,7 +223,7 @@ async fn the_source_reconnects_after_a_broker_restart() {
             server.stop().unwrap();
         }
         until("the deliveries are lost", async || held.iter().all(|delivery| delivery.is_lost())).await;
-        let refused = timeout(PATIENCE, source.next()).await.unwrap();
+        let refused = timeout(TIMEOUT, source.next()).await.unwrap();
         assert!(refused.is_err_and(|error| !error.is_fatal()));
         server.start_again().unwrap();
         let mut seen = BTreeSet::new();
@@ -246,7 +246,7 @@ async fn a_queue_that_is_deleted_and_made_again_is_consumed_again() {
     queue.send(["before"]).await;
     let before = next(&mut source).await;
     queue.delete().await;
-    let error = timeout(PATIENCE, source.next()).await.unwrap().unwrap_err();
+    let error = timeout(TIMEOUT, source.next()).await.unwrap().unwrap_err();
     assert!(!error.is_fatal() && ErrorChain(&error).to_string().contains("deleted"), "{error}");
     until("the delivery is lost", async || before.is_lost()).await;
     let queue = Queue::new(&server.url(), "deleted", Kind::Quorum).await;
@@ -283,7 +283,7 @@ async fn amqps_never_falls_back_to_plain_text() {
     });
     let mut source =
         AmqpSource::new(broker(&format!("amqps://guest:guest@127.0.0.1:{port}/%2f")), "q").unwrap();
-    let error = timeout(PATIENCE, source.connect()).await.unwrap().unwrap_err();
+    let error = timeout(TIMEOUT, source.connect()).await.unwrap().unwrap_err();
     let error = ErrorChain(&error).to_string();
     assert!(error.contains("TLS"), "{error}");
     assert!(!heard.await.unwrap().starts_with(b"AMQP"));
@@ -329,7 +329,7 @@ async fn a_message_held_beyond_the_consumer_timeout_comes_again() {
     until("the delivery is lost", async || slow.is_lost()).await;
     let again = next(&mut source).await;
     assert!(again.message().is_redelivered);
-    // A long delay ends before the broker loses its patience.
+    // A long delay ends before the broker closes the channel.
     again.give_back(Duration::from_secs(3600)).await.unwrap();
     next(&mut source).await.ack().await.unwrap();
     source.close().await.unwrap();

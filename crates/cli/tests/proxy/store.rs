@@ -149,7 +149,7 @@ async fn a_store_keeps_its_limit_of_records_and_freed_keys_make_space_soon() {
         sidecar.ask(&post(key)).await.has_status(429);
     }
     sidecar.ask(&post("c")).await.has_status(503);
-    assert!(ready(&sidecar).await.has_status(200).text().contains("note: the store has no room"));
+    assert!(ready(&sidecar).await.has_status(200).text().contains("note: the store is full"));
     sidecar.ask(&post("a")).await.has_status(429);
     until("there is space again", async || sidecar.ask(&post("c")).await.status() == 429).await;
 }

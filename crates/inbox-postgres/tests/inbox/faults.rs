@@ -248,7 +248,7 @@ async fn a_reused_transaction_number_leads_to_no_dead_letters() {
             assert_eq!((handled, effects), (vec![expected.to_owned(); 3], 3));
             assert!(
                 begun.elapsed() < LONG,
-                "{whose}: its whole patience has gone for a number that is not there"
+                "{whose}: the statement timeout went by for a number that is not there"
             );
             let letters = "SELECT count(*) FROM oncegate.dead_letters";
             let letters: i64 = sqlx::query_scalar(letters).fetch_one(&mut connection).await.unwrap();

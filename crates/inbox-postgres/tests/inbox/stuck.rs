@@ -67,18 +67,18 @@ async fn unwritable_dead_letters_of_a_committing_handler_block_no_other_message(
     let began = Instant::now();
     let refused = process_each(&inbox, &["a", "b", "c"].map(new), commits_and_leaves).await;
     assert_eq!(words(&refused), ["dead outcome-unknown", "failed 1", "dead outcome-unknown"]);
-    assert!(began.elapsed() < LONG, "its whole patience has gone for a letter that is refused");
+    assert!(began.elapsed() < LONG, "the statement timeout went by for a dead letter that is refused");
 
     let database = Database::fresh().await;
-    let patience = Duration::from_secs(5);
-    let inbox = database.inbox(4).await.with_statement_timeout(patience).unwrap();
+    let statement_timeout = Duration::from_secs(5);
+    let inbox = database.inbox(4).await.with_statement_timeout(statement_timeout).unwrap();
     let mut operator = database.connect().await;
     run(&mut operator, "BEGIN; LOCK TABLE oncegate.dead_letters").await;
     let (batch, began) = (["a", "1", "2", "3", "4", "5", "6", "c"].map(new), Instant::now());
     let away = process_each(&inbox, &batch, commits_and_leaves).await;
     assert!(matches!(away[0], ProcessOutcome::Unavailable(_)), "{:?}", words(&away));
     assert_eq!(words(&away[1..]), ["not begun"; 7]);
-    assert!(began.elapsed() < patience * 8, "each has waited for what is out of reach");
+    assert!(began.elapsed() < statement_timeout * 8, "each has waited for what is out of reach");
     run(&mut operator, "ROLLBACK").await;
 }
 

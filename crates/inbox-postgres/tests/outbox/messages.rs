@@ -19,9 +19,9 @@ use crate::database::{Database, Running, message, pool, relay, run, try_run};
 
 /// Keeps all of a message.
 #[derive(Clone, Default)]
-struct Keeper(Arc<Mutex<Vec<Outgoing>>>);
+struct RecordingPublisher(Arc<Mutex<Vec<Outgoing>>>);
 
-impl Publisher for Keeper {
+impl Publisher for RecordingPublisher {
     fn publish<'a>(&'a self, message: &'a Outgoing) -> PublishFuture<'a> {
         self.0.lock().unwrap().push(message.clone());
         Box::pin(async { Ok(()) })
@@ -31,8 +31,8 @@ impl Publisher for Keeper {
 #[tokio::test(flavor = "multi_thread")]
 async fn committed_messages_are_published_and_rolled_back_ones_are_not() {
     let database = Database::fresh().await;
-    let keeper = Keeper::default();
-    let relay = Running::start(relay(database.pool(), keeper.clone()));
+    let publisher = RecordingPublisher::default();
+    let relay = Running::start(relay(database.pool(), publisher.clone()));
     let mut connection = database.connect().await;
 
     let mut transaction = connection.begin().await.unwrap();
@@ -59,7 +59,7 @@ async fn committed_messages_are_published_and_rolled_back_ones_are_not() {
 
     database.is_drained().await;
     relay.stop().await;
-    let mut kept = keeper.0.lock().unwrap().clone();
+    let mut kept = publisher.0.lock().unwrap().clone();
     kept.sort_by_key(|message| message.id == made);
     assert_eq!(kept, [all, plain]);
     let status = database.status().await;
@@ -69,7 +69,7 @@ async fn committed_messages_are_published_and_rolled_back_ones_are_not() {
 #[tokio::test(flavor = "multi_thread")]
 async fn plain_sql_can_send() {
     let database = Database::fresh().await;
-    let keeper = Keeper::default();
+    let publisher = RecordingPublisher::default();
     let mut connection = database.connect().await;
     run(
         &mut connection,
@@ -80,10 +80,10 @@ async fn plain_sql_can_send() {
     let status = database.status().await;
     assert_eq!((status.waiting, status.failing, status.refused), (2, 0, 0));
     assert!(status.oldest_ms.is_some());
-    let relay = Running::start(relay(database.pool(), keeper.clone()));
+    let relay = Running::start(relay(database.pool(), publisher.clone()));
     database.is_drained().await;
     relay.stop().await;
-    let mut kept = keeper.0.lock().unwrap().clone();
+    let mut kept = publisher.0.lock().unwrap().clone();
     kept.sort_by(|a, b| a.id.cmp(&b.id));
     let mut one = Outgoing::new("one", "orders", "{\"n\":1}");
     one.order_key = Some("k".into());
@@ -206,9 +206,9 @@ async fn dead_letters_go_through_the_outbox() {
     dead.put(&letter).await.unwrap();
     assert_eq!(database.status().await.waiting, 2);
 
-    let keeper = Keeper::default();
-    let relay = Running::start(relay(database.pool(), keeper.clone()));
+    let publisher = RecordingPublisher::default();
+    let relay = Running::start(relay(database.pool(), publisher.clone()));
     database.is_drained().await;
     relay.stop().await;
-    assert_eq!(keeper.0.lock().unwrap().clone(), [letter.to_outgoing("dead"), letter.to_outgoing("dead")]);
+    assert_eq!(publisher.0.lock().unwrap().clone(), [letter.to_outgoing("dead"), letter.to_outgoing("dead")]);
 }

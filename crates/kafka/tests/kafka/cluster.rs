@@ -51,7 +51,7 @@ impl Cluster {
                 std::thread::sleep(Duration::from_millis(5));
             }
         }
-        producer.flush(oncegate_broker_tests::PATIENCE).unwrap();
+        producer.flush(oncegate_broker_tests::TIMEOUT).unwrap();
     }
 
     /// Publishes a message without an identifier.
@@ -61,7 +61,7 @@ impl Cluster {
             .send(BaseRecord::to(topic).key("unknown").payload("nothing"))
             .map_err(|(error, _)| error)
             .unwrap();
-        producer.flush(oncegate_broker_tests::PATIENCE).unwrap();
+        producer.flush(oncegate_broker_tests::TIMEOUT).unwrap();
     }
 
     fn producer(&self) -> ThreadedProducer<DefaultProducerContext> {
@@ -93,7 +93,7 @@ impl Cluster {
     pub(crate) fn ends(&self, topic: &str, partitions: i32) -> Vec<i64> {
         let consumer: BaseConsumer = self.config().create().unwrap();
         let end = |partition| {
-            consumer.fetch_watermarks(topic, partition, oncegate_broker_tests::PATIENCE).unwrap().1
+            consumer.fetch_watermarks(topic, partition, oncegate_broker_tests::TIMEOUT).unwrap().1
         };
         (0..partitions).map(end).collect()
     }

@@ -27,7 +27,7 @@ pub(crate) fn produce(broker: &str, topic: &str, wrong: Wrong) {
     request.extend((batch.len() as i32).to_be_bytes());
     request.extend(batch);
     let mut stream = TcpStream::connect(broker).unwrap();
-    stream.set_read_timeout(Some(oncegate_broker_tests::PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(oncegate_broker_tests::TIMEOUT)).unwrap();
     stream.write_all(&(request.len() as i32).to_be_bytes()).unwrap();
     stream.write_all(&request).unwrap();
     let mut length = [0; 4];

@@ -79,8 +79,8 @@ async fn steps_count_in_a_page_of_a_listing() {
     let mut seen = 0;
     loop {
         let page = store.list(query.clone()).await.unwrap();
-        let octets: usize = page.records.iter().map(|(_, record)| record.steps.size()).sum();
-        assert!(octets <= 10 << 20, "{octets} octets in one page");
+        let bytes: usize = page.records.iter().map(|(_, record)| record.steps.size()).sum();
+        assert!(bytes <= 10 << 20, "{bytes} bytes in one page");
         seen += page.records.len();
         query.after = page.next;
         if page.next.is_none() {
@@ -93,9 +93,9 @@ async fn steps_count_in_a_page_of_a_listing() {
 #[tokio::test(flavor = "multi_thread")]
 async fn hostile_bytes_are_data() {
     let database = Database::fresh().await;
-    let octets: Vec<u8> = (0..=255).chain(*b"'); DROP SCHEMA oncegate CASCADE; --\\").collect();
-    let value = octets.clone();
-    let answer = StoredResponse::new(200, &[("x-raw", &value[..])], &[Bytes::from(octets)], &[]).unwrap();
+    let bytes: Vec<u8> = (0..=255).chain(*b"'); DROP SCHEMA oncegate CASCADE; --\\").collect();
+    let value = bytes.clone();
+    let answer = StoredResponse::new(200, &[("x-raw", &value[..])], &[Bytes::from(bytes)], &[]).unwrap();
     let operation = "POST /'; DROP SCHEMA oncegate CASCADE; -- \" \\ $1 %s \u{202e}é\u{0}";
     for (number, pooler) in [(1, false), (2, true)] {
         let store = PostgresStore::open(database.options().with_transaction_pooler(pooler)).await.unwrap();
@@ -179,12 +179,12 @@ async fn values_outside_of_the_contract_are_refused() {
         assert_eq!(sqlstate(&error), "22023", "{end}");
     }
     // Bytes that are not a response are never stored.
-    for octets in
+    for bytes in
         ["", "01", "02000000000000", "0100c900010000", "0100c9000100000001000000ff61", "0100c9ffffffff00"]
     {
-        let sql = format!("SELECT oncegate.complete({record}, decode('{octets}', 'hex'))");
+        let sql = format!("SELECT oncegate.complete({record}, decode('{bytes}', 'hex'))");
         let error = try_run(&mut app, &sql).await.unwrap_err();
-        assert_eq!(sqlstate(&error), "22023", "{octets}");
+        assert_eq!(sqlstate(&error), "22023", "{bytes}");
     }
     let mut store_response = claim(1);
     store_response.retention = limits::MAX_RETENTION + Duration::from_millis(1);

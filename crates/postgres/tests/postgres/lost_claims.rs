@@ -44,7 +44,7 @@ impl World {
 
     /// Makes commits wait. The sessions of the server notice the setting with a delay.
     fn hold_commits(&self) {
-        self.server.sql("ALTER SYSTEM SET synchronous_standby_names = 'nobody'").unwrap();
+        self.server.sql("ALTER SYSTEM SET synchronous_standby_names = 'absent'").unwrap();
         self.server.sql("SELECT pg_reload_conf()").unwrap();
         let give_up = Instant::now() + LONG;
         let mut probe: Option<JoinHandle<()>> = None;

@@ -111,7 +111,7 @@ async function main(url) {
     assert.equal(await complete(token, Buffer.concat([receipt, receipt])), 'fenced')
     const again = await claim(client, key, newAttempt(), 'pay 5')
     assert.equal(again[0].toString(), 'replay')
-    assert.ok(again[2].equals(receipt), 'octet for octet')
+    assert.ok(again[2].equals(receipt), 'byte for byte')
     assert.deepEqual(await Promise.race([heard, setTimeout(20_000, 'nothing heard', { ref: false })]), [key, `completed ${token}`])
     listener.disconnect()
 

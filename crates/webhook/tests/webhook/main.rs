@@ -26,7 +26,7 @@ use tokio::io::AsyncWriteExt as _;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 
-use self::sender::{Answer, PATIENCE, SECRET, Sending, now};
+use self::sender::{Answer, SECRET, Sending, TIMEOUT, now};
 
 // ---- a receiver in this process
 
@@ -163,7 +163,7 @@ async fn run(state: Arc<State>, _attempt: Attempt, message: Arc<Message>) -> Res
 }
 
 async fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while !is_so() {
         assert!(Instant::now() < deadline, "not in time: {what}");
         tokio::time::sleep(Duration::from_millis(5)).await;
@@ -381,7 +381,7 @@ async fn processing_goes_on_when_the_sender_hangs_up() {
     assert!(!receiver.drain(Duration::from_millis(200)).await);
     assert_eq!(sending.send(address, PATH).await.unwrap().status, 503);
     world.state.gate.add_permits(1);
-    assert!(receiver.drain(PATIENCE).await);
+    assert!(receiver.drain(TIMEOUT).await);
     assert_eq!((world.begun(), world.effects()), (1, 1));
     assert_eq!(world.counts.get(EventKind::Processed), 1);
     assert_eq!(sending.send(address, PATH).await.unwrap().status, 200);
@@ -460,7 +460,7 @@ async fn the_number_of_running_webhooks_is_limited() {
     let bad = third.clone().with("webhook-id", "msg_4");
     assert_eq!(bad.send(address, PATH).await.unwrap().status, 400);
     world.state.gate.add_permits(3);
-    assert!(receiver.drain(PATIENCE).await);
+    assert!(receiver.drain(TIMEOUT).await);
     assert_eq!(third.send(address, PATH).await.unwrap().status, 200);
     assert_eq!(world.effects(), 3);
 }
@@ -613,7 +613,7 @@ fn ledger(data: &Path) -> (usize, usize) {
 
 /// Sends as real senders do, until it gets a 200.
 async fn send_until_done(id: &str, to: SocketAddr) {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     loop {
         let answer = Sending::standard(id, now(), "{}").send(to, "/webhooks/standard").await.unwrap();
         match answer.status {

@@ -16,7 +16,7 @@ use oncegate_servers::PostgresServer;
 use oncegate_webhook::{WebhookOptions, WebhookReceiver, WebhookScheme};
 use tokio::net::TcpListener;
 
-use crate::sender::{PATIENCE, SECRET, Sending, now};
+use crate::sender::{SECRET, Sending, TIMEOUT, now};
 
 const EVENTS: usize = 1_000;
 
@@ -30,7 +30,7 @@ async fn send_until_done(number: usize, to: SocketAddr, hangs_up: bool) {
     if hangs_up {
         drop(Sending::standard(&id, now(), payload.clone()).begin(to, PATH).await);
     }
-    let deadline = Instant::now() + 2 * PATIENCE;
+    let deadline = Instant::now() + 2 * TIMEOUT;
     loop {
         let answer = Sending::standard(&id, now(), payload.clone()).send(to, PATH).await.expect("an answer");
         match answer.status {
@@ -46,13 +46,11 @@ async fn send_until_done(number: usize, to: SocketAddr, hangs_up: bool) {
 async fn each_webhook_is_one_row_whatever_its_senders_and_the_database_do() {
     let server = tokio::task::spawn_blocking(PostgresServer::start).await.unwrap().unwrap();
     let url = server.url();
-    schema::apply(&PostgresOptions::new(&url).unwrap().with_connect_timeout(PATIENCE).unwrap())
-        .await
-        .unwrap();
+    schema::apply(&PostgresOptions::new(&url).unwrap().with_connect_timeout(TIMEOUT).unwrap()).await.unwrap();
     let mut operator = PgConnection::connect(&url).await.unwrap();
     // The ledger: no key makes it unique.
     sqlx::query("CREATE TABLE ledger (event integer NOT NULL)").execute(&mut operator).await.unwrap();
-    let pool = PgPoolOptions::new().max_connections(8).acquire_timeout(PATIENCE).connect(&url).await.unwrap();
+    let pool = PgPoolOptions::new().max_connections(8).acquire_timeout(TIMEOUT).connect(&url).await.unwrap();
 
     let consumer = ConsumerName::new("payments").unwrap();
     let inbox = TransactionalInbox::new(pool, consumer, Identity::broker()).with_max_attempts(1_000).unwrap();
@@ -105,7 +103,7 @@ async fn each_webhook_is_one_row_whatever_its_senders_and_the_database_do() {
             }
         }
     }
-    assert!(receiver.drain(PATIENCE).await);
+    assert!(receiver.drain(TIMEOUT).await);
 
     let ledger = "SELECT count(*), count(DISTINCT event), coalesce(max(event), 0) FROM ledger";
     let ledger: (i64, i64, i32) = sqlx::query_as(ledger).fetch_one(&mut operator).await.unwrap();

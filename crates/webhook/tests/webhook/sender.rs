@@ -11,7 +11,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 
 /// Nothing here takes so long.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
 
 pub(crate) const SECRET: &str = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
 
@@ -89,7 +89,7 @@ impl Answer {
     pub(crate) async fn read(mut stream: TcpStream) -> Option<Self> {
         let mut bytes = Vec::new();
         // A reset behind a whole answer does not take it away.
-        let end = tokio::time::timeout(PATIENCE, stream.read_to_end(&mut bytes)).await;
+        let end = tokio::time::timeout(TIMEOUT, stream.read_to_end(&mut bytes)).await;
         let _end = end.expect("an answer in time");
         let text = String::from_utf8(bytes).unwrap();
         let (head, body) = text.split_once("\r\n\r\n")?;

@@ -11,7 +11,7 @@ use crate::world::until;
 /// One part of the way.
 pub(crate) struct Part {
     shared: Arc<Mutex<Shared>>,
-    keeper: Option<JoinHandle<ExitStatus>>,
+    supervisor: Option<JoinHandle<ExitStatus>>,
 }
 
 struct Shared {
@@ -28,7 +28,7 @@ impl Part {
         let shared = Arc::new(Mutex::new(Shared { child, address: None, is_stopping: false }));
         listen(&shared);
         let kept = shared.clone();
-        let keeper = std::thread::spawn(move || {
+        let supervisor = std::thread::spawn(move || {
             loop {
                 std::thread::sleep(Duration::from_millis(10));
                 let mut shared = kept.lock().unwrap();
@@ -42,7 +42,7 @@ impl Part {
                 listen(&kept);
             }
         });
-        Self { shared, keeper: Some(keeper) }
+        Self { shared, supervisor: Some(supervisor) }
     }
 
     /// Returns the current address.
@@ -64,8 +64,8 @@ impl Part {
             let pid = shared.child.id().to_string();
             Command::new("kill").args(["-TERM", &pid]).status().unwrap().success().then_some(())
         });
-        until("it is at rest", || self.keeper.as_ref()?.is_finished().then_some(()));
-        let status = self.keeper.take().unwrap().join().unwrap();
+        until("it is at rest", || self.supervisor.as_ref()?.is_finished().then_some(()));
+        let status = self.supervisor.take().unwrap().join().unwrap();
         assert!(status.success(), "{status}");
     }
 }
@@ -92,13 +92,13 @@ fn listen(shared: &Arc<Mutex<Shared>>) {
 
 impl Drop for Part {
     fn drop(&mut self) {
-        let Some(keeper) = self.keeper.take() else { return };
+        let Some(supervisor) = self.supervisor.take() else { return };
         {
             let mut shared = self.shared.lock().unwrap();
             shared.is_stopping = true;
             shared.child.kill().unwrap();
         }
         // A panic of the thread is already reported.
-        let _status = keeper.join();
+        let _status = supervisor.join();
     }
 }

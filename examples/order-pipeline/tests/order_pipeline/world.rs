@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use crate::part::Part;
 
 /// The bound on everything, on a busy machine.
-const PATIENCE: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The lease of a relay, and the redelivery time of a projector. Short, so that their work is soon taken over after a
 /// crash.
@@ -26,7 +26,7 @@ const DUPLICATE_WINDOW_MS: &str = "100";
 
 /// Waits until it is so.
 pub(crate) fn until<T>(what: &str, mut it_is: impl FnMut() -> Option<T>) -> T {
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + TIMEOUT;
     loop {
         if let Some(found) = it_is() {
             return found;
