@@ -39,7 +39,7 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 /// Makes retries safe: one key, one effect.
 #[derive(Parser)]
-#[command(version, about, long_about = None, propagate_version = true)]
+#[command(name = "oncegate", version, about, long_about = None, propagate_version = true)]
 struct Oncegate {
     #[command(subcommand)]
     command: Command,
@@ -111,5 +111,23 @@ fn run(command: Command) -> ExitCode {
             }
             ExitCode::FAILURE
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_version_names_the_program() {
+        let version = Oncegate::command().render_version();
+        assert_eq!(version, concat!("oncegate ", env!("CARGO_PKG_VERSION"), "\n"));
+    }
+
+    #[test]
+    fn the_arguments_are_consistent() {
+        Oncegate::command().debug_assert();
     }
 }

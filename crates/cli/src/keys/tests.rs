@@ -44,12 +44,6 @@ fn usage(result: Result<String, Failure>) -> String {
     }
 }
 
-#[test]
-fn the_command_is_sound() {
-    use clap::CommandFactory as _;
-    Line::command().debug_assert();
-}
-
 #[tokio::test]
 async fn a_listing_is_a_table() {
     let sidecar = Sidecar::start().await;
