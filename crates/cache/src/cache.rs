@@ -1,4 +1,4 @@
-//! What may stand in front.
+//! The kinds of caches.
 
 use std::fmt;
 use std::future::Future;
@@ -9,7 +9,7 @@ use oncegate_core::{IntoStore, Store};
 
 use crate::memory::MemoryCache;
 
-/// What stands in front of the back.
+/// A cache for [`CachedStore`](crate::CachedStore).
 pub struct Cache(pub(crate) Kind);
 
 pub(crate) enum Kind {
@@ -19,22 +19,22 @@ pub(crate) enum Kind {
 }
 
 impl Cache {
-    /// Answers in the memory of this process, of about so many bytes together. When they are used up, those that were not
-    /// asked for lately make room. An answer of more than a 64th of it is not kept.
+    /// A cache in the memory of this process, of about `bytes` bytes. When it is full, responses that were not used lately
+    /// are evicted. A response of more than a 64th of `bytes` is not kept.
     #[must_use]
     pub fn in_memory(bytes: usize) -> Self {
         Self(Kind::Memory(MemoryCache::new(bytes)))
     }
 
-    /// Answers in another store, which several processes may share. They stand there as records of their own, with
-    /// identifiers that no key has, and end by that store's clock, too. What it loses, evicts or refuses only costs time.
+    /// A cache in another store, which several processes may share. Its entries are records with identifiers that no key
+    /// has, and they also end by that store's clock. If it loses, evicts or refuses entries, that only costs time.
     #[must_use]
     pub fn on(store: impl IntoStore) -> Self {
         Self(Kind::Store(store.into_store()))
     }
 
-    /// As [`on`](Self::on), with a store that may not be there yet: the future ends when it is. It is run in the background,
-    /// and until it ends the front counts as out of reach.
+    /// As [`on`](Self::on), with a store that cannot be opened yet. The future opens it, and runs in the background. Until
+    /// it ends, the cache counts as unreachable.
     #[must_use]
     pub fn later(store: impl Future<Output = Arc<dyn Store>> + Send + 'static) -> Self {
         Self(Kind::Later(Box::pin(store)))

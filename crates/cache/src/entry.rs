@@ -1,23 +1,23 @@
-//! An answer as it stands in a store that serves as a front: under an identifier of its own, with its end and a checksum in
-//! the place where other records name their operation.
+//! The form of a cached response in a store that serves as a cache: a record with an identifier of its own, whose operation
+//! holds the end of the entry and a checksum.
 
 use oncegate_core::{
     Answer, CallerTag, Fingerprint, Label, Record, RecordId, State, StoredResponse, Timestamp,
 };
 use sha2::{Digest as _, Sha256};
 
-/// Until when an entry may be given, by the back's clock, and what it must sum up to.
+/// The time until which an entry may be used, by the store's clock, and its checksum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Seal {
     until: Timestamp,
     sum: u32,
 }
 
-/// Where the answer to this request of this record stands in the front. No record of anybody's has such an identifier, so a
-/// store that serves as a front may hold records of its own.
+/// The identifier of the entry for this request under this record. No record of a key has such an identifier, so a store that
+/// serves as a cache may also hold records of keys.
 pub(crate) fn id(namespace: &str, record: &RecordId, fingerprint: &Fingerprint) -> RecordId {
     let mut hash = Sha256::new();
-    hash.update(b"oncegate front 1");
+    hash.update(b"oncegate cache 1");
     hash.update((namespace.len() as u64).to_be_bytes());
     hash.update(namespace);
     hash.update(record.as_bytes());
@@ -27,11 +27,14 @@ pub(crate) fn id(namespace: &str, record: &RecordId, fingerprint: &Fingerprint) 
 }
 
 pub(crate) fn label(id: &RecordId, until: Timestamp, response: &StoredResponse) -> Label {
-    let Seal { until, sum } = Seal { until, sum: sum(id, until, response) };
-    Label::new(CallerTag::default(), &format!("front 1 until {until} sum {sum:08x}"))
+    let sum = sum(id, until, response);
+    Label::new(CallerTag::default(), &format!("cache 1 until {until} sum {sum:08x}"))
 }
 
-/// What an entry says. `Err` where it is none of ours, or damaged.
+/// Reads the response of an entry; `None` if it has ended or is still being written.
+///
+/// # Errors
+/// If it is not an entry of this record and request, or damaged.
 pub(crate) fn read(
     id: &RecordId,
     fingerprint: &Fingerprint,
@@ -42,7 +45,7 @@ pub(crate) fn read(
     if record.fingerprint != *fingerprint {
         return Err(Unreadable);
     }
-    // Somebody is just putting it there, or has died of it.
+    // Another process is writing it, or died while it did.
     let State::Completed(answer) = record.state else { return Ok(None) };
     let Answer::Replayable(response) = answer else { return Err(Unreadable) };
     if seal.sum != sum(id, seal.until, &response) {
@@ -51,16 +54,16 @@ pub(crate) fn read(
     Ok((now < seal.until).then_some(response))
 }
 
-/// Something else stands where an entry should.
+/// The error for a record that is not the entry that was looked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Unreadable;
 
 fn seal(text: &str) -> Option<Seal> {
-    let (until, sum) = text.strip_prefix("front 1 until ")?.split_once(" sum ")?;
+    let (until, sum) = text.strip_prefix("cache 1 until ")?.split_once(" sum ")?;
     Some(Seal { until: Timestamp::from_millis(until.parse().ok()?), sum: u32::from_str_radix(sum, 16).ok()? })
 }
 
-/// Against accidents, not against somebody who may write into the front.
+/// The checksum of an entry. It protects against accidents, not against a program that may write to the cache.
 fn sum(id: &RecordId, until: Timestamp, response: &StoredResponse) -> u32 {
     let sum = crc32c::crc32c(id.as_bytes());
     let sum = crc32c::crc32c_append(sum, &until.as_millis().to_be_bytes());
@@ -90,8 +93,8 @@ mod tests {
     }
 
     #[test]
-    fn an_entry_is_given_until_its_end_by_the_clock_of_the_back() {
-        let id = id("back", &RecordId::from_bytes([1; 32]), &fingerprint(b"a"));
+    fn an_entry_ends_by_the_clock_of_the_store() {
+        let id = id("name", &RecordId::from_bytes([1; 32]), &fingerprint(b"a"));
         let entry = || completed(label(&id, UNTIL, &response(b"x")), response(b"x"));
         let at = |millis| read(&id, &fingerprint(b"a"), entry(), Timestamp::from_millis(millis));
         assert_eq!(at(1_999), Ok(Some(response(b"x"))));
@@ -99,15 +102,15 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_entry_is_not_given() {
+    fn a_record_that_is_not_this_entry_is_refused() {
         let (a, b) = (fingerprint(b"a"), fingerprint(b"b"));
         let record = RecordId::from_bytes([1; 32]);
-        let own = id("back", &record, &a);
+        let own = id("name", &record, &a);
         let sealed = label(&own, UNTIL, &response(b"x"));
         let cases = [
             ("another answer", own, a, completed(sealed.clone(), response(b"y"))),
             ("another request", own, b, completed(sealed.clone(), response(b"x"))),
-            ("another record", id("back", &record, &b), a, completed(sealed.clone(), response(b"x"))),
+            ("another record", id("name", &record, &b), a, completed(sealed.clone(), response(b"x"))),
             ("a later end", own, a, {
                 let later = sealed.operation().replace("2000", "9000");
                 completed(Label::new(CallerTag::default(), &later), response(b"x"))
@@ -120,8 +123,8 @@ mod tests {
                 Record::new(a, FencingToken::new(1), state, sealed.clone(), NOW)
             }),
         ];
-        for (what, id, fingerprint, record) in cases {
-            assert_eq!(read(&id, &fingerprint, record, NOW), Err(Unreadable), "{what}");
+        for (name, id, fingerprint, record) in cases {
+            assert_eq!(read(&id, &fingerprint, record, NOW), Err(Unreadable), "{name}");
         }
         let state =
             State::InProgress { attempt: AttemptId::new(1), lease_until: UNTIL, after_abandoned: false };
@@ -130,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn no_two_requests_meet() {
+    fn identifiers_differ_for_each_request_and_namespace() {
         let (one, two) = (RecordId::from_bytes([1; 32]), RecordId::from_bytes([2; 32]));
         let (a, b) = (fingerprint(b"a"), fingerprint(b"b"));
         let ids =

@@ -1,18 +1,16 @@
-//! A store of two: a fast *front* that knows answers, before an authoritative *back*.
+//! A fast *cache* of responses in front of an authoritative *store*.
 //!
-//! The front answers one question, and may fail to at any time: is this key completed, and with what answer? Every other
-//! question, and that one where the front does not know, goes to the back, whose word is the only one that counts. So a
-//! front that is lost, empty, slow or full makes requests slower and never wrong; and while the back is out of reach, keys
-//! that the front knows are still answered.
+//! The cache answers one question: is this key completed, and with which response? If the cache has no answer, the store
+//! gives it. All other commands go to the store at once, and only the store decides. So a cache that is lost, empty, slow
+//! or full makes requests slower, never wrong. While the store is unreachable, keys that the cache knows still replay.
 //!
 //! ```
-//! use std::sync::Arc;
 //! use oncegate_core::{AttemptId, Claim, Command, Fingerprint, Label, MemoryStore, OnAbandoned, Outcome, RecordId, Store};
 //! use oncegate_cache::{Cache, CacheOptions, CachedStore};
 //!
 //! # #[tokio::main] async fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! let back = Arc::new(MemoryStore::default()); // a PostgresStore, in real life
-//! let store = CachedStore::new(Cache::in_memory(64 << 20), back, CacheOptions::new());
+//! let postgres = MemoryStore::default(); // a PostgresStore, in real life
+//! let store = CachedStore::new(Cache::in_memory(64 << 20), postgres, CacheOptions::new());
 //!
 //! let claim = Command::Claim(Claim {
 //!     attempt: AttemptId::new(1),
@@ -27,41 +25,42 @@
 //! # Ok(()) }
 //! ```
 //!
-//! # How the front is filled
+//! # How the cache is populated
 //!
-//! After the back acknowledged a completion with an answer, and after a replay that the back had to give, the record is read
-//! from the back in the background and its answer put into the front. No request waits for that. Few are under way at a
-//! time, a bounded number wait, and what is more is left out and counted.
+//! After the store acknowledged a completion with a response, and after a replay that only the store could give, a
+//! background task reads the record from the store and writes its response to the cache. No request waits for that. Few
+//! such writes run at a time, and a bounded number waits; further ones are skipped and counted.
 //!
-//! # Why the front is never wrong
+//! # Why the cache is never wrong
 //!
-//! A record that is completed with an answer changes no more before its retention ends, so an answer in the front needs never
-//! be taken back; it only has to be gone when the record is. Therefore every entry has written in it until when it may be
-//! given, **by the back's clock**: at least [`MARGIN`] before the record ends, and [`CacheOptions::with_keep`] after it was
-//! read at the latest. It is given only while the back's clock, as last seen, is before that time. So it does not matter what the
-//! front's own clock says, how late a write arrived there, or that the front was restored from an old backup: an entry from
-//! a key's former life is over by itself. An entry also has a checksum, over the key, the request and the answer.
+//! A record that its owner completed with a response does not change before its retention ends. So an entry of the cache
+//! never has to be taken back; it only has to end before the record does. Each entry holds the time until which it may be
+//! used, **by the store's clock**: at least [`MARGIN`] before the record ends, and at most [`CacheOptions::with_keep`]
+//! after it was read. It is used only while the store's clock, as last seen, is before that time. So three things do not
+//! matter: the clock of the cache, a write that arrives there late, and a cache that was restored from an old backup. An
+//! entry from an earlier life of a key has ended by then. Each entry also has a checksum over the key, the request and the
+//! response.
 //!
-//! What remains, and is bounded by `keep`: where records of the back are lost, deleted by hand, or the back is replaced by
-//! an older copy of itself, the front goes on giving the answers that it has. They are answers of executions that took place.
-//! And where the back's clock is set ahead, the front learns of it from the next answer of the back.
+//! One deviation remains, and `keep` bounds it: if the store loses records, if they are deleted by hand, or if an older
+//! copy of the store replaces it, the cache still gives the responses that it has. They are responses of executions that
+//! took place. And if the store's clock is set ahead, the cache learns of it from the next reply of the store.
 //!
-//! # What fails, and how
+//! # Failures
 //!
-//! | what happens | what callers notice |
+//! | failure | effect for callers |
 //! |---|---|
-//! | the front fails, or is slower than its [patience](CacheOptions::with_timeout) | it is not asked until it is quick |
-//! | the front lost entries, or refuses new ones | replays cost a trip to the back |
-//! | an entry of the front cannot be read, or is not one of ours | it counts as missing |
-//! | the back is out of reach | keys that the front knows replay; everything else is `Unavailable` |
+//! | the cache fails, or exceeds its [timeout](CacheOptions::with_timeout) | claims skip it until it is fast again |
+//! | the cache lost entries, or refuses new ones | replays cost a round trip to the store |
+//! | an entry cannot be read, or something else has its identifier | it counts as missing |
+//! | the store is unreachable | keys that the cache knows replay; everything else is `Unavailable` |
 
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
 
 mod cache;
 mod entry;
-mod fills;
 mod memory;
 mod options;
+mod populate;
 mod stats;
 mod store;
 

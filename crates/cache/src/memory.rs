@@ -1,4 +1,4 @@
-//! The front in memory: as many answers as fit, those that were asked for lately before others.
+//! The cache in memory: as many responses as fit, and recently used ones before others.
 
 use std::collections::VecDeque;
 use std::time::{Duration, SystemTime};
@@ -6,21 +6,20 @@ use std::time::{Duration, SystemTime};
 use bytes::Bytes;
 use oncegate_core::{Fingerprint, RecordId, RecordMap, Sharded, StoredResponse, Timestamp};
 
-/// What an entry takes beside its answer, roughly.
+/// The approximate size of an entry without its response, in bytes.
 const OVERHEAD: usize = 256;
 
-/// Answers, bounded by their bytes.
+/// Responses, bounded by their bytes.
 pub(crate) struct MemoryCache {
     shards: Sharded<Shard>,
-    /// What one shard may hold.
-    share: usize,
+    max_shard_bytes: usize,
 }
 
 #[derive(Default)]
 struct Shard {
     entries: RecordMap<RecordId, Entry>,
-    /// Every entry once, in the order in which they are looked at when room is needed. One that was asked for since it was
-    /// last looked at stays, and goes to the end.
+    /// Each entry once, in the order in which entries are considered for eviction. An entry that was used since it was last
+    /// considered stays, and goes to the end.
     order: VecDeque<RecordId>,
     bytes: usize,
 }
@@ -28,11 +27,11 @@ struct Shard {
 struct Entry {
     fingerprint: Fingerprint,
     response: StoredResponse,
-    /// By the back's clock.
+    /// By the store's clock.
     until: Timestamp,
-    /// By this machine's. The back's clock stands still here while the machine sleeps; this one does not.
+    /// By this machine's clock, which goes on while the machine sleeps. The store's clock, as it is known here, does not.
     wall_until: SystemTime,
-    is_wanted: bool,
+    was_used: bool,
 }
 
 impl Entry {
@@ -47,7 +46,7 @@ fn cost(response: &StoredResponse) -> usize {
 
 impl MemoryCache {
     pub(crate) fn new(bytes: usize) -> Self {
-        Self { shards: Sharded::default(), share: bytes / Sharded::<Shard>::COUNT }
+        Self { shards: Sharded::default(), max_shard_bytes: bytes / Sharded::<Shard>::COUNT }
     }
 
     pub(crate) fn get(
@@ -61,16 +60,16 @@ impl MemoryCache {
         if entry.fingerprint != *fingerprint || now >= entry.until || SystemTime::now() >= entry.wall_until {
             return None;
         }
-        entry.is_wanted = true;
+        entry.was_used = true;
         Some(entry.response.clone())
     }
 
-    /// Whether there would be room for it if there were nothing else.
+    /// True if the response fits into an empty cache.
     pub(crate) fn could_hold(&self, response: &StoredResponse) -> bool {
-        cost(response) <= self.share
+        cost(response) <= self.max_shard_bytes
     }
 
-    /// Whether there is room for it, once others made way.
+    /// Stores a response, and evicts others if necessary. Returns false if it does not fit.
     pub(crate) fn put(
         &self,
         id: RecordId,
@@ -83,29 +82,29 @@ impl MemoryCache {
             return false;
         }
         let cost = cost(response);
-        // Its own bytes: it may be a part of a larger piece that would be kept with it.
+        // A copy: the bytes may be a slice of a larger buffer, which they would keep in memory.
         let Some(response) = StoredResponse::decode(Bytes::copy_from_slice(response.as_encoded())) else {
             return false;
         };
         let Some(wall_until) = SystemTime::now().checked_add(left) else { return false };
-        let entry = Entry { fingerprint, response, until, wall_until, is_wanted: false };
+        let entry = Entry { fingerprint, response, until, wall_until, was_used: false };
         let mut shard = self.shards.of(&id);
         let shard = &mut *shard;
         match shard.entries.insert(id, entry) {
-            Some(before) => shard.bytes -= before.cost(),
+            Some(replaced) => shard.bytes -= replaced.cost(),
             None => shard.order.push_back(id),
         }
         shard.bytes += cost;
-        while shard.bytes > self.share {
+        while shard.bytes > self.max_shard_bytes {
             let Some(next) = shard.order.pop_front() else { break };
             match shard.entries.get_mut(&next) {
-                Some(entry) if entry.is_wanted || next == id => {
-                    entry.is_wanted = false;
+                Some(entry) if entry.was_used || next == id => {
+                    entry.was_used = false;
                     shard.order.push_back(next);
                 }
                 _ => {
-                    let gone = shard.entries.remove(&next);
-                    shard.bytes -= gone.map_or(0, |entry| entry.cost());
+                    let evicted = shard.entries.remove(&next);
+                    shard.bytes -= evicted.map_or(0, |entry| entry.cost());
                 }
             }
         }
@@ -125,7 +124,7 @@ mod tests {
         Fingerprint::of_parts("test", &[])
     }
 
-    /// All in one shard.
+    /// All of these are in one shard.
     fn id(n: u8) -> RecordId {
         let mut id = [0; 32];
         id[31] = n;
@@ -153,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn of_more_than_fit_those_that_are_asked_for_stay() {
+    fn a_full_cache_keeps_the_entries_that_are_used() {
         let cache = cache(4);
         for n in 0..4 {
             assert!(put(&cache, n, &response(1000)));
@@ -162,31 +161,31 @@ mod tests {
         for n in 4..6 {
             assert!(put(&cache, n, &response(1000)));
         }
-        let there: Vec<_> = (0..6).filter(|n| has(&cache, *n)).collect();
-        assert_eq!(there, [0, 2, 4, 5]);
+        let kept: Vec<_> = (0..6).filter(|n| has(&cache, *n)).collect();
+        assert_eq!(kept, [0, 2, 4, 5]);
         for n in 6..200 {
             assert!(put(&cache, n, &response(1000)));
         }
         let shard = cache.shards.of(&id(0));
         assert_eq!((shard.entries.len(), shard.order.len()), (4, 4));
-        assert!(shard.bytes <= cache.share);
+        assert!(shard.bytes <= cache.max_shard_bytes);
     }
 
     #[test]
-    fn the_octets_add_up_and_what_can_never_fit_pushes_nothing_out() {
+    fn a_response_that_is_too_large_evicts_nothing() {
         let cache = cache(4);
         assert!(put(&cache, 1, &response(1000)));
-        assert!(put(&cache, 1, &response(10)), "in place of the other");
+        assert!(put(&cache, 1, &response(10)), "instead of the other");
         assert_eq!(bytes(&cache), cost(&response(10)));
-        let largest = cache.share - cost(&response(0));
+        let largest = cache.max_shard_bytes - cost(&response(0));
         assert!(!put(&cache, 2, &response(largest + 100)));
         assert!(has(&cache, 1));
-        assert!(put(&cache, 2, &response(largest - 100)), "it pushes out the rest");
-        assert!(has(&cache, 2) && bytes(&cache) <= cache.share);
+        assert!(put(&cache, 2, &response(largest - 100)), "it evicts the rest");
+        assert!(has(&cache, 2) && bytes(&cache) <= cache.max_shard_bytes);
     }
 
     #[test]
-    fn an_answer_is_given_to_its_request_until_its_end_by_either_clock() {
+    fn an_entry_ends_by_either_clock() {
         let cache = cache(4);
         assert!(put(&cache, 1, &response(1)));
         let other = Fingerprint::of_parts("test", &[b"other"]);
@@ -194,7 +193,7 @@ mod tests {
         assert_eq!(cache.get(&id(1), &fingerprint(), UNTIL), None);
         assert_eq!(cache.get(&id(1), &other, NOW), None);
         assert!(cache.put(id(1), other, &response(2), UNTIL, Duration::ZERO));
-        assert_eq!(cache.get(&id(1), &other, NOW), None, "this machine's clock says that it is over");
+        assert_eq!(cache.get(&id(1), &other, NOW), None, "it has ended by this machine's clock");
         assert_eq!(cache.get(&id(1), &fingerprint(), NOW), None);
     }
 }

@@ -1,4 +1,4 @@
-//! What can be chosen.
+//! The options of a [`CachedStore`](crate::CachedStore).
 
 use std::time::Duration;
 
@@ -6,15 +6,17 @@ use oncegate_core::{ConfigError, limits};
 
 use crate::stats::CacheStats;
 
-/// How long before a record of the back ends its answer in the front does, at the least; a thousandth of what was left when
-/// the record was read comes to it. The back's clock is known as well as its last answer told it, and what has passed here
-/// since: this is more than the two differ by, also where the back has been away ever since.
+/// The minimum time by which an entry of the cache ends before its record. A thousandth of the record's remaining retention
+/// is added to it.
+///
+/// The store's time is known as its last reply plus the time that has passed here since. The margin is more than the error
+/// of that, even if the store has been unreachable all the time.
 pub const MARGIN: Duration = Duration::from_secs(5);
 
-/// Clocks of machines differ by less in the time that they measure.
+/// The clocks of two machines drift apart by less than this fraction (1/1000).
 pub(crate) const MARGIN_PART: u32 = 1000;
 
-/// How a [`CachedStore`](crate::CachedStore) treats its front.
+/// The options of a [`CachedStore`](crate::CachedStore).
 #[derive(Clone, Debug)]
 pub struct CacheOptions {
     pub(crate) keep: Duration,
@@ -31,7 +33,7 @@ impl Default for CacheOptions {
 }
 
 impl CacheOptions {
-    /// Entries are kept for an hour, the front has 25 ms to answer, and answers of up to 1 MiB are put into it.
+    /// The defaults: entries are kept for an hour, the cache has 25 ms to reply, and responses of up to 1 MiB are cached.
     #[must_use]
     pub fn new() -> Self {
         Self {
@@ -43,49 +45,49 @@ impl CacheOptions {
         }
     }
 
-    /// How long an entry is kept at the longest. For so long at the most the front gives an answer that the back has lost.
-    /// Between a second and [`limits::MAX_RETENTION`].
+    /// Sets the maximum age of an entry. If the store loses a record, the cache gives its response until then. From one
+    /// second to [`limits::MAX_RETENTION`].
     ///
     /// # Errors
     /// If it is out of these bounds.
     pub fn with_keep(mut self, keep: Duration) -> Result<Self, ConfigError> {
         self.keep = ConfigError::check(
-            "the time that an entry is kept",
+            "the time that a cache entry is kept",
             keep,
             limits::MIN_RETENTION..=limits::MAX_RETENTION,
         )?;
         Ok(self)
     }
 
-    /// How long a claim waits for the front. Between a millisecond and a second.
+    /// Sets the maximum time that a claim waits for the cache. From one millisecond to one second.
     ///
     /// # Errors
     /// If it is out of these bounds.
     pub fn with_timeout(mut self, timeout: Duration) -> Result<Self, ConfigError> {
         self.timeout = ConfigError::check(
-            "the timeout with the front",
+            "the timeout of the cache",
             timeout,
             Duration::from_millis(1)..=Duration::from_secs(1),
         )?;
         Ok(self)
     }
 
-    /// Whose answers these are. Stores with the same front and different backs need different names, because a key of one is
-    /// not that key of the other; stores with the same back and the same name share their entries.
+    /// Sets the name that keeps this store's entries apart in a shared cache. Different stores that share a cache need
+    /// different names, because they hold different keys. Processes that use the same store and name share their entries.
     #[must_use]
     pub fn with_namespace(mut self, namespace: impl Into<String>) -> Self {
         self.namespace = namespace.into();
         self
     }
 
-    /// The largest answer, encoded, that is put into the front, in bytes.
+    /// Sets the size of the largest response that is cached, encoded, in bytes.
     #[must_use]
     pub const fn with_max_response_bytes(mut self, bytes: usize) -> Self {
         self.max_response = bytes;
         self
     }
 
-    /// Where it is counted what the front is good for; otherwise in numbers of the store's own.
+    /// Sets the counters to use, so that the caller can read them. By default the store makes its own.
     #[must_use]
     pub fn with_stats(mut self, stats: CacheStats) -> Self {
         self.stats = stats;

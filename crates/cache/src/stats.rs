@@ -1,9 +1,9 @@
-//! What the front was good for.
+//! The counters of a cache.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// What a front was good for so far. Cheap to clone; all clones count the same.
+/// The counters of a cache. Cheap to clone; all clones share the same counters.
 #[derive(Clone, Debug, Default)]
 pub struct CacheStats(Arc<Cells>);
 
@@ -13,39 +13,39 @@ pub(crate) struct Cells {
     pub(crate) misses: AtomicU64,
     pub(crate) errors: AtomicU64,
     pub(crate) skipped: AtomicU64,
-    pub(crate) fills: AtomicU64,
-    pub(crate) failed_fills: AtomicU64,
+    pub(crate) populated: AtomicU64,
+    pub(crate) failed: AtomicU64,
     pub(crate) shed: AtomicU64,
     pub(crate) pending: AtomicU64,
-    pub(crate) is_out: AtomicU64,
+    pub(crate) is_out: AtomicBool,
 }
 
-/// The numbers of a [`CacheStats`] at one time. Each counts from the start of the store.
+/// The values of a [`CacheStats`] at one time, counted since the start of the store.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CacheCounts {
-    /// Claims that the front answered, without a trip to the back.
+    /// Claims that the cache answered, without a round trip to the store.
     pub hits: u64,
-    /// Claims that it knew nothing of.
+    /// Claims that the cache had no entry for.
     pub misses: u64,
-    /// Claims that it did not answer, not in time, or with something that cannot be read.
+    /// Claims for which the cache failed, was too slow, or held an entry that cannot be read.
     pub errors: u64,
-    /// Claims for which it was not asked, because it did not answer before.
+    /// Claims for which the cache was not asked, because it had failed before.
     pub skipped: u64,
-    /// Answers that were put into it.
-    pub fills: u64,
-    /// Answers that it did not take, or that could not be read from the back.
-    pub failed_fills: u64,
-    /// Answers that nobody tried to put into it: too many were waiting, it was not answering, or they are too large.
+    /// Responses that were written to the cache.
+    pub populated: u64,
+    /// Responses that the cache refused, or that could not be read from the store.
+    pub failed: u64,
+    /// Responses that were not written to the cache: too many were waiting, the cache was failing, or they are too large.
     pub shed: u64,
-    /// Answers that wait to be put into it, or are just being put: now, not since the start.
+    /// Responses that wait to be written to the cache, or are being written: now, not since the start.
     pub pending: u64,
-    /// Whether it is not asked at present.
+    /// True while the cache is not asked because it failed.
     pub is_out: bool,
 }
 
 impl CacheStats {
-    /// The numbers now.
+    /// The values now.
     #[must_use]
     pub fn counts(&self) -> CacheCounts {
         let read = |cell: &AtomicU64| cell.load(Ordering::Relaxed);
@@ -55,11 +55,11 @@ impl CacheStats {
             misses: read(&cells.misses),
             errors: read(&cells.errors),
             skipped: read(&cells.skipped),
-            fills: read(&cells.fills),
-            failed_fills: read(&cells.failed_fills),
+            populated: read(&cells.populated),
+            failed: read(&cells.failed),
             shed: read(&cells.shed),
             pending: cells.pending.load(Ordering::SeqCst),
-            is_out: cells.is_out.load(Ordering::SeqCst) != 0,
+            is_out: cells.is_out.load(Ordering::SeqCst),
         }
     }
 

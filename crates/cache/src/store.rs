@@ -1,4 +1,4 @@
-//! The store itself: what callers hold.
+//! The store with a cache before it.
 
 use std::fmt;
 use std::future::Future;
@@ -20,86 +20,86 @@ use tracing::{debug, info, warn};
 
 use crate::cache::{Cache, Kind};
 use crate::entry;
-use crate::fills::{Fills, Put};
 use crate::memory::MemoryCache;
 use crate::options::{CacheOptions, MARGIN, MARGIN_PART};
+use crate::populate::{PopulateQueue, Queued};
 use crate::stats::CacheStats;
 
-/// A front before a back. See the [crate's page](crate).
+/// A cache before a store. See the [crate's page](crate).
 pub struct CachedStore {
     inner: Arc<Inner>,
-    /// Opens the front.
+    /// The task that opens the cache.
     opening: Option<AbortHandle>,
 }
 
 struct Inner {
-    front: Opened,
-    back: Arc<dyn Store>,
+    cache: Opened,
+    store: Arc<dyn Store>,
     options: CacheOptions,
     stats: CacheStats,
-    fills: Fills,
+    queue: PopulateQueue,
     runtime: Handle,
-    /// A purge of the front is under way.
+    /// True while a purge of the cache runs.
     is_purging: AtomicBool,
-    /// Random, drawn once: the upper half of the attempts by which the front is filled.
+    /// The upper half of the attempt identifiers of writes to the cache: random, drawn once.
     origin: u64,
-    /// How many there were: the lower half.
+    /// The number of writes to the cache: the lower half.
     attempts: AtomicU64,
 }
 
 enum Opened {
     Memory(MemoryCache),
-    /// Nothing, as long as it was not opened.
+    /// Empty until the store of the cache is open.
     Store(OnceLock<Arc<dyn Store>>),
 }
 
-/// How long somebody who fills the front owns the entry. One that died of it keeps others off for so long.
-const FILL_LEASE: Duration = Duration::from_secs(5);
+/// The lease of a writer on an entry. After a writer died, no other one writes the entry until the lease ends.
+const WRITE_LEASE: Duration = Duration::from_secs(5);
 
-/// How long one fill, or one question whether the front is there again, may take. Stores end their commands sooner.
-const FRONT_LIMIT: Duration = Duration::from_secs(30);
+/// The longest time of one background operation on the cache. Stores end their commands sooner.
+const BACKGROUND_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Between two questions whether the front is there again: at first, and at the longest.
-const ASK_FIRST: Duration = Duration::from_millis(100);
-const ASK_LAST: Duration = Duration::from_secs(5);
+/// The first and the longest pause between two probes of a cache that failed.
+const FIRST_PROBE_PAUSE: Duration = Duration::from_millis(100);
+const MAX_PROBE_PAUSE: Duration = Duration::from_secs(5);
 
 impl CachedStore {
-    /// Puts a front before a back. The runtime that it is called on, with time enabled, fills the front; the store may then
-    /// be used from any thread.
+    /// Puts a cache before a store. Writes to the cache run on the current Tokio runtime, which needs time enabled. The
+    /// cached store may be used from any thread.
     ///
     /// # Panics
     /// Outside of a Tokio runtime.
     #[must_use]
-    pub fn new(front: Cache, back: impl IntoStore, options: CacheOptions) -> Self {
-        let (front, later) = match front.0 {
+    pub fn new(cache: Cache, store: impl IntoStore, options: CacheOptions) -> Self {
+        let (cache, later) = match cache.0 {
             Kind::Memory(cache) => (Opened::Memory(cache), None),
             Kind::Store(store) => (Opened::Store(OnceLock::from(store)), None),
             Kind::Later(store) => (Opened::Store(OnceLock::new()), Some(store)),
         };
         let mut origin = [0; 8];
-        // Without it, the entry's own lease keeps those who fill it apart for most of the time.
+        // If this fails, writers of two processes may share an origin. The lease on the entry still keeps most of them apart.
         let _drawn = getrandom::fill(&mut origin);
         let inner = Arc::new(Inner {
-            front,
-            back: back.into_store(),
+            cache,
+            store: store.into_store(),
             stats: options.stats.clone(),
             options,
-            fills: Fills::default(),
+            queue: PopulateQueue::default(),
             runtime: Handle::current(),
             is_purging: AtomicBool::new(false),
             origin: u64::from_ne_bytes(origin),
             attempts: AtomicU64::new(0),
         });
         let opening = later.map(|later| {
-            inner.stats.cells().is_out.store(1, Ordering::SeqCst);
+            inner.set_out(true);
             let weak = Arc::downgrade(&inner);
             let opening = inner.runtime.spawn(async move {
                 let store = later.await;
                 if let Some(inner) = weak.upgrade()
-                    && let Opened::Store(place) = &inner.front
+                    && let Opened::Store(cell) = &inner.cache
                 {
-                    let _first = place.set(store);
-                    inner.stats.cells().is_out.store(0, Ordering::SeqCst);
+                    let _first = cell.set(store);
+                    inner.set_out(false);
                 }
             });
             opening.abort_handle()
@@ -107,35 +107,35 @@ impl CachedStore {
         Self { inner, opening }
     }
 
-    /// What the front was good for.
+    /// The counters of the cache.
     #[must_use]
     pub fn stats(&self) -> CacheStats {
         self.inner.stats.clone()
     }
 
-    /// Puts nothing more into the front, and waits for what is under way, for so long at the most. The store can be used
-    /// after that, too; dropping it without this leaves what is under way to itself.
+    /// Stops writing to the cache, and waits up to `timeout` for the writes that run. The store remains usable. Dropping the
+    /// store also stops further writes, but waits for none.
     pub async fn close(&self, timeout: Duration) {
-        self.inner.stop_filling();
-        let _in_time = tokio::time::timeout(timeout, self.inner.fills.idle()).await;
+        self.inner.stop_populating();
+        let _in_time = tokio::time::timeout(timeout, self.inner.queue.idle()).await;
     }
 
-    /// Applies a command at the back, and has the front filled where the outcome says that there is an answer to keep.
-    fn apply_then_fill(
+    /// Applies a command to the store. If `is_answered` accepts the outcome, its response is written to the cache later.
+    fn apply_then_populate(
         &self,
         id: RecordId,
         command: Command,
         is_answered: impl FnOnce(&Outcome) -> bool + Send + 'static,
     ) -> StoreFuture<'_, Outcome> {
-        let outcome = self.inner.back.apply(id, command);
+        let outcome = self.inner.store.apply(id, command);
         Box::pin(async move {
             let outcome = outcome.await?;
             match &outcome {
-                // It would be read from the back for nothing, each time that it is replayed.
+                // Each replay would read it from the store again, for nothing.
                 Outcome::Replay(response) if !self.inner.fits(response) => {
                     self.inner.stats.add(|cells| &cells.shed);
                 }
-                outcome if is_answered(outcome) => self.inner.want(id),
+                outcome if is_answered(outcome) => self.inner.populate_later(id),
                 _ => {}
             }
             Ok(outcome)
@@ -143,29 +143,29 @@ impl CachedStore {
     }
 
     fn claim(&self, id: RecordId, claim: Claim) -> StoreFuture<'_, Outcome> {
-        let by_back = |outcome: &Outcome| matches!(outcome, Outcome::Replay(_));
-        match &self.inner.front {
-            Opened::Memory(cache) => match cache.get(&id, &claim.fingerprint, self.inner.back.now()) {
+        let by_store = |outcome: &Outcome| matches!(outcome, Outcome::Replay(_));
+        match &self.inner.cache {
+            Opened::Memory(cache) => match cache.get(&id, &claim.fingerprint, self.inner.store.now()) {
                 Some(response) => {
                     self.inner.stats.add(|cells| &cells.hits);
                     Box::pin(std::future::ready(Ok(Outcome::Replay(response))))
                 }
                 None => {
                     self.inner.stats.add(|cells| &cells.misses);
-                    self.apply_then_fill(id, Command::Claim(claim), by_back)
+                    self.apply_then_populate(id, Command::Claim(claim), by_store)
                 }
             },
-            Opened::Store(front) => {
-                let front = front.get().filter(|_| !self.inner.is_out());
-                let Some(front) = front else {
+            Opened::Store(cache) => {
+                let cache = cache.get().filter(|_| !self.inner.is_out());
+                let Some(cache) = cache else {
                     self.inner.stats.add(|cells| &cells.skipped);
-                    return self.apply_then_fill(id, Command::Claim(claim), by_back);
+                    return self.apply_then_populate(id, Command::Claim(claim), by_store);
                 };
                 Box::pin(async move {
-                    if let Some(response) = self.inner.ask(front, &id, &claim.fingerprint).await {
+                    if let Some(response) = self.inner.ask(cache, &id, &claim.fingerprint).await {
                         return Ok(Outcome::Replay(response));
                     }
-                    self.apply_then_fill(id, Command::Claim(claim), by_back).await
+                    self.apply_then_populate(id, Command::Claim(claim), by_store).await
                 })
             }
         }
@@ -174,7 +174,7 @@ impl CachedStore {
 
 impl Drop for CachedStore {
     fn drop(&mut self) {
-        self.inner.stop_filling();
+        self.inner.stop_populating();
         if let Some(opening) = &self.opening {
             opening.abort();
         }
@@ -183,37 +183,42 @@ impl Drop for CachedStore {
 
 impl Inner {
     fn is_out(&self) -> bool {
-        self.stats.cells().is_out.load(Ordering::Relaxed) != 0
+        self.stats.cells().is_out.load(Ordering::Relaxed)
     }
 
-    /// Whether an answer is small enough for the front.
+    fn set_out(&self, is_out: bool) {
+        self.stats.cells().is_out.store(is_out, Ordering::SeqCst);
+    }
+
+    /// True if a response is small enough for the cache.
     fn fits(&self, response: &StoredResponse) -> bool {
-        let small = response.as_encoded().len() <= self.options.max_response;
-        small && !matches!(&self.front, Opened::Memory(cache) if !cache.could_hold(response))
+        let is_small = response.as_encoded().len() <= self.options.max_response;
+        is_small && !matches!(&self.cache, Opened::Memory(cache) if !cache.could_hold(response))
     }
 
-    /// Asks a front that is a store, and waits no longer than its patience.
+    /// Looks a response up in a cache that is a store, within the timeout.
     async fn ask(
         self: &Arc<Self>,
-        front: &Arc<dyn Store>,
+        cache: &Arc<dyn Store>,
         id: &RecordId,
         fingerprint: &Fingerprint,
     ) -> Option<StoredResponse> {
         let entry = entry::id(&self.options.namespace, id, fingerprint);
-        let asked = async { timeout(self.options.timeout, front.lookup(entry)).await };
+        let asked = async { timeout(self.options.timeout, cache.lookup(entry)).await };
         let found = match self.within(asked).await {
-            Ok(Ok(Some(record))) => entry::read(&entry, fingerprint, record, self.back.now())
-                .map_err(|_| "it holds something that is no entry".to_owned()),
+            Ok(Ok(Some(record))) => entry::read(&entry, fingerprint, record, self.store.now())
+                .map_err(|_| "its record is not an entry of the cache".to_owned()),
             Ok(Ok(None)) => Ok(None),
             Ok(Err(error)) if error.kind() == StoreErrorKind::Corrupt => Err(ErrorChain(&error).to_string()),
             Ok(Err(error)) => {
                 let why = ErrorChain(&error).to_string();
-                self.lose_front(front, &why);
+                self.lose_cache(cache, &why);
                 Err(why)
             }
             Err(_) => {
-                self.lose_front(front, "it did not answer in time");
-                Err("it did not answer in time".to_owned())
+                let why = "it did not answer in time";
+                self.lose_cache(cache, why);
+                Err(why.to_owned())
             }
         };
         match &found {
@@ -221,161 +226,161 @@ impl Inner {
             Ok(None) => self.stats.add(|cells| &cells.misses),
             Err(why) => {
                 self.stats.add(|cells| &cells.errors);
-                debug!(why, "the front did not answer a claim");
+                debug!(why, "the cache did not answer a claim");
             }
         }
         found.ok().flatten()
     }
 
-    /// Runs a future with the store's runtime at hand, whoever polls it.
+    /// Runs a future in the context of the store's runtime, on whichever thread it is polled.
     fn within<F: Future>(&self, future: F) -> TokioContext<F> {
         TokioContext::new(future, self.runtime.clone())
     }
 
-    /// Asks the front no more until it answers again, which is tried in the background.
-    fn lose_front(self: &Arc<Self>, front: &Arc<dyn Store>, why: &str) {
-        if self.stats.cells().is_out.swap(1, Ordering::SeqCst) == 0 {
-            warn!(why, "the front does not answer; every claim goes to the back until it does");
-            self.runtime.spawn(ask_again(Arc::downgrade(self), front.clone(), self.options.timeout));
+    /// Stops asking the cache until it answers a probe in the background.
+    fn lose_cache(self: &Arc<Self>, cache: &Arc<dyn Store>, why: &str) {
+        if !self.stats.cells().is_out.swap(true, Ordering::SeqCst) {
+            warn!(why, "the cache does not answer; every claim goes to the store until it does");
+            self.runtime.spawn(probe(Arc::downgrade(self), cache.clone(), self.options.timeout));
         }
     }
 
-    /// Has the front filled with this record's answer, some time.
-    fn want(self: &Arc<Self>, id: RecordId) {
+    /// Has a worker write this record's response to the cache.
+    fn populate_later(self: &Arc<Self>, id: RecordId) {
         if self.is_out() {
             return self.stats.add(|cells| &cells.shed);
         }
         let pending = &self.stats.cells().pending;
-        // Counted first, so that it never looks as if there were nothing to do.
+        // Counted before it is queued: otherwise a worker could finish it first, and `pending` would be below zero.
         pending.fetch_add(1, Ordering::SeqCst);
-        match self.fills.put(id) {
-            Put::Waits => return,
-            Put::Start => {
+        match self.queue.add(id) {
+            Queued::Waits => return,
+            Queued::NeedsWorker => {
                 let worker = Worker { inner: self.clone(), is_done: false };
                 self.runtime.spawn(worker.run());
                 return;
             }
-            Put::Known => {}
-            Put::Full => self.stats.add(|cells| &cells.shed),
+            Queued::Known => {}
+            Queued::Refused => self.stats.add(|cells| &cells.shed),
         }
         pending.fetch_sub(1, Ordering::SeqCst);
     }
 
-    fn stop_filling(&self) {
-        let forgotten = self.fills.close() as u64;
-        self.stats.cells().pending.fetch_sub(forgotten, Ordering::SeqCst);
+    fn stop_populating(&self) {
+        let dropped = self.queue.close() as u64;
+        self.stats.cells().pending.fetch_sub(dropped, Ordering::SeqCst);
     }
 
-    async fn fill(&self, id: RecordId) {
+    async fn populate(&self, id: RecordId) {
         if self.is_out() {
             return self.stats.add(|cells| &cells.shed);
         }
-        let result = tokio::time::timeout(FRONT_LIMIT, self.try_fill(id)).await;
+        let result = tokio::time::timeout(BACKGROUND_TIMEOUT, self.try_populate(id)).await;
         match result.unwrap_or_else(|_| Err(StoreError::unavailable("no answer in time"))) {
-            Ok(Filled::Yes) => self.stats.add(|cells| &cells.fills),
-            Ok(Filled::Unfit) => self.stats.add(|cells| &cells.shed),
-            Ok(Filled::Needless) => {}
+            Ok(Populated::Yes) => self.stats.add(|cells| &cells.populated),
+            Ok(Populated::TooLarge) => self.stats.add(|cells| &cells.shed),
+            Ok(Populated::NotNeeded) => {}
             Err(error) => {
-                self.stats.add(|cells| &cells.failed_fills);
-                debug!(error = %ErrorChain(&error), "an answer was not put into the front");
+                self.stats.add(|cells| &cells.failed);
+                debug!(error = %ErrorChain(&error), "a response was not written to the cache");
             }
         }
     }
 
-    async fn try_fill(&self, id: RecordId) -> Result<Filled, StoreError> {
-        let Some(record) = self.back.lookup(id).await? else { return Ok(Filled::Needless) };
+    async fn try_populate(&self, id: RecordId) -> Result<Populated, StoreError> {
+        let Some(record) = self.store.lookup(id).await? else { return Ok(Populated::NotNeeded) };
         let State::Completed(Answer::Replayable(response)) = record.state else {
-            return Ok(Filled::Needless);
+            return Ok(Populated::NotNeeded);
         };
-        // An operator may take it back, and no front of another process would learn of that. What its owner completed never
-        // changes.
+        // An operator may take the response of an operator back, and the caches of other processes would not learn of it. The
+        // response of an owner never changes.
         if record.by_operator {
-            return Ok(Filled::Needless);
+            return Ok(Populated::NotNeeded);
         }
         if !self.fits(&response) {
-            return Ok(Filled::Unfit);
+            return Ok(Populated::TooLarge);
         }
-        let now = self.back.now();
-        let lasts = record.expires_at.since(now);
-        let left = lasts.saturating_sub(MARGIN + lasts / MARGIN_PART).min(self.options.keep);
+        let now = self.store.now();
+        let remaining = record.expires_at.since(now);
+        let left = remaining.saturating_sub(MARGIN + remaining / MARGIN_PART).min(self.options.keep);
         let until = now.after(left);
         if left.is_zero() {
-            return Ok(Filled::Needless);
+            return Ok(Populated::NotNeeded);
         }
-        match &self.front {
+        match &self.cache {
             Opened::Memory(cache) => {
                 let fits = cache.put(id, record.fingerprint, &response, until, left);
-                Ok(if fits { Filled::Yes } else { Filled::Unfit })
+                Ok(if fits { Populated::Yes } else { Populated::TooLarge })
             }
-            Opened::Store(front) => {
-                let Some(front) = front.get() else { return Ok(Filled::Needless) };
-                self.write(front, &id, record.fingerprint, response, until, left).await
+            Opened::Store(cache) => {
+                let Some(cache) = cache.get() else { return Ok(Populated::NotNeeded) };
+                self.write(cache, &id, record.fingerprint, response, until, left).await
             }
         }
     }
 
-    /// Writes an entry into a store, with the commands that there are.
+    /// Writes an entry to a cache that is a store: claims its record and completes it.
     async fn write(
         &self,
-        front: &Arc<dyn Store>,
+        cache: &Arc<dyn Store>,
         id: &RecordId,
         fingerprint: Fingerprint,
         response: StoredResponse,
         until: Timestamp,
         left: Duration,
-    ) -> Result<Filled, StoreError> {
+    ) -> Result<Populated, StoreError> {
         let entry = entry::id(&self.options.namespace, id, &fingerprint);
         let number = self.attempts.fetch_add(1, Ordering::Relaxed);
         let claim = Claim {
             attempt: AttemptId::new(u128::from(self.origin) << 64 | u128::from(number)),
             fingerprint,
-            lease: FILL_LEASE,
+            lease: WRITE_LEASE,
             retention: limits::MIN_RETENTION,
             on_abandoned: OnAbandoned::Reexecute,
             label: entry::label(&entry, until, &response),
         };
-        let token = match front.apply(entry, Command::Claim(claim)).await? {
+        let token = match cache.apply(entry, Command::Claim(claim)).await? {
             Outcome::Execute(grant) => grant.token,
-            // It is there, or somebody else is putting it there.
-            _ => return Ok(Filled::Needless),
+            // The entry exists, or another process is writing it.
+            _ => return Ok(Populated::NotNeeded),
         };
         let completion = Completion::Replayable(response);
         let complete = Command::Complete(Complete { token, completion, retention: left });
-        match front.apply(entry, complete).await? {
-            Outcome::Completed => Ok(Filled::Yes),
-            _ => Ok(Filled::Needless),
+        match cache.apply(entry, complete).await? {
+            Outcome::Completed => Ok(Populated::Yes),
+            _ => Ok(Populated::NotNeeded),
         }
     }
 
-    /// Purges the front in the background, once at a time. The back's purge is what callers ask for.
-    fn purge_front(self: &Arc<Self>, limit: usize) {
-        let Opened::Store(front) = &self.front else { return };
-        let Some(front) = front.get().filter(|_| !self.is_out()) else { return };
+    /// Purges the cache in the background, one purge at a time. Callers wait for the purge of the store only.
+    fn purge_cache(self: &Arc<Self>, limit: usize) {
+        let Opened::Store(cache) = &self.cache else { return };
+        let Some(cache) = cache.get().filter(|_| !self.is_out()) else { return };
         if self.is_purging.swap(true, Ordering::SeqCst) {
             return;
         }
-        let (front, inner) = (front.clone(), self.clone());
+        let (cache, inner) = (cache.clone(), self.clone());
         self.runtime.spawn(async move {
-            if let Ok(Err(error)) = tokio::time::timeout(FRONT_LIMIT, front.purge(limit)).await {
-                debug!(error = %ErrorChain(&error), "the front was not purged");
+            if let Ok(Err(error)) = tokio::time::timeout(BACKGROUND_TIMEOUT, cache.purge(limit)).await {
+                debug!(error = %ErrorChain(&error), "the cache was not purged");
             }
             inner.is_purging.store(false, Ordering::SeqCst);
         });
     }
 }
 
-/// What became of a fill.
+/// The result of a write to the cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Filled {
-    /// The answer is in the front.
+enum Populated {
+    /// The response is in the cache.
     Yes,
-    /// There is no answer to keep (any more), or it is there already.
-    Needless,
-    /// It is too large.
-    Unfit,
+    /// The record has no response to cache (any more), or the cache has it already.
+    NotNeeded,
+    /// The response is too large.
+    TooLarge,
 }
 
-/// Fills the front as long as there is something to fill it with.
+/// A task that writes responses to the cache until the queue is empty.
 struct Worker {
     inner: Arc<Inner>,
     is_done: bool,
@@ -384,12 +389,12 @@ struct Worker {
 impl Worker {
     async fn run(mut self) {
         loop {
-            while let Some(id) = self.inner.fills.next() {
-                let filling = Filling { inner: &self.inner, id };
-                self.inner.fill(id).await;
-                drop(filling);
+            while let Some(id) = self.inner.queue.next() {
+                let populating = Populating { inner: &self.inner, id };
+                self.inner.populate(id).await;
+                drop(populating);
             }
-            if !self.inner.fills.end_worker() {
+            if !self.inner.queue.end_worker() {
                 self.is_done = true;
                 return;
             }
@@ -400,44 +405,44 @@ impl Worker {
 impl Drop for Worker {
     fn drop(&mut self) {
         if !self.is_done {
-            self.inner.fills.lose_worker();
+            self.inner.queue.lose_worker();
         }
     }
 }
 
-/// One record that is being filled, until it is dropped.
-struct Filling<'a> {
+/// A record whose response is being written to the cache, until this is dropped.
+struct Populating<'a> {
     inner: &'a Inner,
     id: RecordId,
 }
 
-impl Drop for Filling<'_> {
+impl Drop for Populating<'_> {
     fn drop(&mut self) {
-        self.inner.fills.done(&self.id);
+        self.inner.queue.done(&self.id);
         self.inner.stats.cells().pending.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
-/// Asks a front that was lost, more and more seldom, until it answers in time. Each question may take as long as the store
-/// itself gives it: that is how it finds out that its connection is dead, and makes another one.
-async fn ask_again(inner: Weak<Inner>, front: Arc<dyn Store>, timeout: Duration) {
-    let nobody = RecordId::from_bytes([0; 32]);
-    let mut pause = ASK_FIRST;
+/// Probes a cache that failed, with growing pauses, until it answers in time. A probe may take longer than the timeout of
+/// claims, because the cache's store needs that time to notice a dead connection and open a new one.
+async fn probe(inner: Weak<Inner>, cache: Arc<dyn Store>, timeout: Duration) {
+    let no_record = RecordId::from_bytes([0; 32]);
+    let mut pause = FIRST_PROBE_PAUSE;
     loop {
         sleep(pause).await;
         if inner.strong_count() == 0 {
             return;
         }
         let asked = Instant::now();
-        let answer = tokio::time::timeout(FRONT_LIMIT, front.lookup(nobody)).await;
+        let answer = tokio::time::timeout(BACKGROUND_TIMEOUT, cache.lookup(no_record)).await;
         if matches!(answer, Ok(Ok(_))) && asked.elapsed() <= timeout {
             break;
         }
-        pause = (pause * 2).min(ASK_LAST);
+        pause = (pause * 2).min(MAX_PROBE_PAUSE);
     }
     if let Some(inner) = inner.upgrade() {
-        inner.stats.cells().is_out.store(0, Ordering::SeqCst);
-        info!("the front answers again");
+        inner.set_out(false);
+        info!("the cache answers again");
     }
 }
 
@@ -448,54 +453,54 @@ impl Store for CachedStore {
             Command::Complete(Complete { completion: Completion::Replayable(ref response), .. }) => {
                 if !self.inner.fits(response) {
                     self.inner.stats.add(|cells| &cells.shed);
-                    return self.inner.back.apply(id, command);
+                    return self.inner.store.apply(id, command);
                 }
-                self.apply_then_fill(id, command, |outcome| *outcome == Outcome::Completed)
+                self.apply_then_populate(id, command, |outcome| *outcome == Outcome::Completed)
             }
-            // The answer of an operator is not put into the front: see `try_fill`.
-            _ => self.inner.back.apply(id, command),
+            // The response of an operator is not cached: see `try_populate`.
+            _ => self.inner.store.apply(id, command),
         }
     }
 
     fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
-        self.inner.back.lookup(id)
+        self.inner.store.lookup(id)
     }
 
     fn list(&self, query: ListQuery) -> StoreFuture<'_, ListPage> {
-        self.inner.back.list(query)
+        self.inner.store.list(query)
     }
 
     fn purge(&self, limit: usize) -> StoreFuture<'_, usize> {
-        self.inner.purge_front(limit);
-        self.inner.back.purge(limit)
+        self.inner.purge_cache(limit);
+        self.inner.store.purge(limit)
     }
 
     fn audit(&self, before: Option<u64>, limit: usize) -> StoreFuture<'_, Vec<AuditEntry>> {
-        self.inner.back.audit(before, limit)
+        self.inner.store.audit(before, limit)
     }
 
     fn check(&self) -> StoreFuture<'_, ()> {
-        self.inner.back.check()
+        self.inner.store.check()
     }
 
     fn changed(&self, id: RecordId) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
-        self.inner.back.changed(id)
+        self.inner.store.changed(id)
     }
 
     fn advisories(&self) -> Vec<Advisory> {
-        self.inner.back.advisories()
+        self.inner.store.advisories()
     }
 
     fn accept_clock(&self) -> StoreFuture<'_, Option<Duration>> {
-        self.inner.back.accept_clock()
+        self.inner.store.accept_clock()
     }
 
     fn now(&self) -> Timestamp {
-        self.inner.back.now()
+        self.inner.store.now()
     }
 
     fn capabilities(&self) -> Capabilities {
-        let mut capabilities = self.inner.back.capabilities();
+        let mut capabilities = self.inner.store.capabilities();
         capabilities.name = "cached";
         capabilities
     }
@@ -504,7 +509,7 @@ impl Store for CachedStore {
 impl fmt::Debug for CachedStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("CachedStore")
-            .field("back", &self.inner.back.capabilities().name)
+            .field("store", &self.inner.store.capabilities().name)
             .finish_non_exhaustive()
     }
 }

@@ -1,5 +1,5 @@
-//! The suite that every store is held to, on a front before a back. The front's clock is not the back's: it stands still, or
-//! shows the real time while the suite's clock jumps, so that the front holds on to everything for longer than the back.
+//! The conformance suite of stores, run on a cache before a store. The clock of the cache stands still, or shows the real time
+//! while the suite's clock jumps. So the cache keeps its entries longer than the store keeps its records.
 
 mod support;
 
@@ -19,40 +19,40 @@ use sqlx::{Connection as _, Executor as _};
 use support::{Settled, Total};
 use tokio::runtime::Runtime;
 
-/// On a busy machine, too.
+/// Options with a timeout that is long enough for a busy machine.
 fn options() -> CacheOptions {
     CacheOptions::new().with_timeout(Duration::from_secs(1)).unwrap()
 }
 
-/// A suite in which the front had nothing to say would prove nothing.
+/// Fails if the cache never answered: then the suite proves nothing about it.
 fn took_part(total: &Total) {
     let total = total.lock().unwrap();
-    assert!(total.hits > 0 && total.fills > 0, "{total:?}");
+    assert!(total.hits > 0 && total.populated > 0, "{total:?}");
 }
 
-fn before_a_store_in_memory(front: impl Fn() -> Cache) {
+fn before_a_store_in_memory(cache: impl Fn() -> Cache) {
     let (runtime, total) = (Runtime::new().unwrap(), Total::default());
     let _runtime = runtime.enter();
     Suite::new().with_cases(300).check(|| {
         |clock: Arc<ManualClock>| {
-            Settled::new(CachedStore::new(front(), Arc::new(MemoryStore::new(clock)), options()), &total)
+            Settled::new(CachedStore::new(cache(), Arc::new(MemoryStore::new(clock)), options()), &total)
         }
     });
     took_part(&total);
 }
 
 #[test]
-fn a_front_in_memory_before_a_store_in_memory() {
+fn a_cache_in_memory_before_a_store_in_memory() {
     before_a_store_in_memory(|| Cache::in_memory(1 << 20));
 }
 
 #[test]
-fn an_operator_takes_back_what_an_operator_said() {
+fn an_operator_takes_a_resolution_back() {
     let runtime = Runtime::new().unwrap();
     let _runtime = runtime.enter();
-    let back = Arc::new(MemoryStore::new(ManualClock::at_millis(1_000)));
+    let backing = Arc::new(MemoryStore::new(ManualClock::at_millis(1_000)));
     check_operators(&Settled::new(
-        CachedStore::new(Cache::in_memory(1 << 20), back, options()),
+        CachedStore::new(Cache::in_memory(1 << 20), backing, options()),
         &Total::default(),
     ));
 }
@@ -63,7 +63,7 @@ fn a_memory_store_before_another() {
 }
 
 #[test]
-fn a_front_in_memory_before_a_directory() {
+fn a_cache_in_memory_before_an_embedded_store() {
     let (runtime, total) = (Runtime::new().unwrap(), Total::default());
     let _runtime = runtime.enter();
     Suite::new().with_cases(48).check(|| {
@@ -71,17 +71,17 @@ fn a_front_in_memory_before_a_directory() {
         let total = &total;
         move |clock: Arc<ManualClock>| {
             let on_disk = EmbeddedOptions::new(dir.path()).with_clock(clock);
-            let back = Arc::new(EmbeddedStore::open(on_disk).unwrap());
-            let store = CachedStore::new(Cache::in_memory(1 << 20), back.clone(), options());
+            let backing = Arc::new(EmbeddedStore::open(on_disk).unwrap());
+            let store = CachedStore::new(Cache::in_memory(1 << 20), backing.clone(), options());
             let mut settled = Settled::new(store, total);
-            settled.close = Box::new(move || back.close());
+            settled.close = Box::new(move || backing.close());
             settled
         }
     });
     took_part(&total);
 }
 
-/// The back's server shows the clock of the suite. The front's shows the real time.
+/// Makes the server of the store show the clock of the suite. The server of the cache shows the real time.
 const TEST_CLOCK: &str = "
     CREATE TABLE oncegate.test_clock (millis bigint NOT NULL);
     INSERT INTO oncegate.test_clock VALUES (0);
@@ -89,7 +89,7 @@ const TEST_CLOCK: &str = "
         AS 'SELECT millis FROM oncegate.test_clock';";
 
 #[test]
-fn a_redis_before_a_postgres() {
+fn redis_before_postgres() {
     let (runtime, total) = (Runtime::new().unwrap(), Total::default());
     let redis = RedisServer::start(ServerOptions::new()).unwrap();
     let postgres = PostgresServer::start().unwrap();
@@ -102,16 +102,16 @@ fn a_redis_before_a_postgres() {
         .unwrap()
         .with_statement_timeout(timeout)
         .unwrap();
-    let (mut control, front) = runtime.block_on(async {
+    let (mut control, cache) = runtime.block_on(async {
         schema::apply(&database).await.unwrap();
         let mut control = PgConnection::connect(&postgres.url()).await.unwrap();
         control.execute(TEST_CLOCK).await.unwrap();
-        let front = RedisStore::open(RedisOptions::from_url(&redis.url()).unwrap()).await.unwrap();
-        (control, Arc::new(front))
+        let cache = RedisStore::open(RedisOptions::from_url(&redis.url()).unwrap()).await.unwrap();
+        (control, Arc::new(cache))
     });
     let (tell, told) = std::sync::mpsc::channel::<(String, std::sync::mpsc::Sender<()>)>();
     let handle = runtime.handle().clone();
-    // Statements of the test's own, one after the other.
+    // Runs the statements of the test one after the other.
     let teller = std::thread::spawn(move || {
         for (statement, done) in told {
             handle.block_on(async { control.execute(sqlx::AssertSqlSafe(statement)).await.unwrap() });
@@ -127,22 +127,22 @@ fn a_redis_before_a_postgres() {
     let check = || {
         Suite::new().with_cases(32).check(|| {
             run("TRUNCATE oncegate.records, oncegate.audit RESTART IDENTITY; UPDATE oncegate.purge_marks SET place = 0".to_owned());
-            // Another database, for its front. What the front has of the one before stays where it is.
+            // A new namespace: for the cache, each case has another store. The entries of earlier cases stay.
             number.set(number.get() + 1);
             let options = options().with_namespace(number.get().to_string());
-            let (runtime, total, front, database, run) = (&runtime, &total, &front, &database, &run);
+            let (runtime, total, cache, database, run) = (&runtime, &total, &cache, &database, &run);
             move |clock: Arc<ManualClock>| {
                 let _runtime = runtime.enter();
-                let back = Arc::new(runtime.block_on(PostgresStore::open(database.clone())).unwrap());
+                let backing = Arc::new(runtime.block_on(PostgresStore::open(database.clone())).unwrap());
                 let store =
-                    CachedStore::new(Cache::on(front.clone()), back.clone(), options.clone());
+                    CachedStore::new(Cache::on(cache.clone()), backing.clone(), options.clone());
                 let (run, shown, last) = (run.clone(), clock.clone(), Mutex::new(None));
-                // A clock that jumps ahead is known here with the next answer of the back, and not before: it is asked for one.
+                // The cached store learns of a clock that jumps only from the next reply of the store, so ask for one.
                 let tell_time = move || {
                     let now = shown.now();
                     if last.lock().unwrap().replace(now) != Some(now) {
                         run(format!("UPDATE oncegate.test_clock SET millis = {now}"));
-                        oncegate_testkit::block_on(back.check()).unwrap();
+                        oncegate_testkit::block_on(backing.check()).unwrap();
                     }
                 };
                 let mut settled = Settled::new(store, total);
@@ -152,7 +152,7 @@ fn a_redis_before_a_postgres() {
             }
         })
     };
-    // So few random cases may leave a front without anything to say.
+    // With so few random cases, the cache may not have answered at all.
     for _ in 0..5 {
         check();
         if total.lock().unwrap().hits > 0 {
@@ -168,7 +168,7 @@ fn a_redis_before_a_postgres() {
 fn one_of_many_claimants_executes() {
     let runtime = Runtime::new().unwrap();
     let _runtime = runtime.enter();
-    let back = || Arc::new(MemoryStore::new(ManualClock::at_millis(1)));
-    check_concurrent_claims(&CachedStore::new(Cache::in_memory(1 << 20), back(), options()), 20, 8);
-    check_concurrent_claims(&CachedStore::new(Cache::on(back()), back(), options()), 20, 8);
+    let backing = || Arc::new(MemoryStore::new(ManualClock::at_millis(1)));
+    check_concurrent_claims(&CachedStore::new(Cache::in_memory(1 << 20), backing(), options()), 20, 8);
+    check_concurrent_claims(&CachedStore::new(Cache::on(backing()), backing(), options()), 20, 8);
 }

@@ -1,4 +1,4 @@
-//! What goes wrong with real servers, and with time.
+//! Faults of real servers and of clocks.
 
 mod support;
 
@@ -19,7 +19,7 @@ use oncegate_servers::{
 use oncegate_testkit::{Fault, FaultyStore, Latch, ManualClock, Operation};
 use support::*;
 
-/// On a busy machine, too.
+/// Options with a timeout that is long enough for a busy machine.
 fn options() -> CacheOptions {
     CacheOptions::new().with_timeout(Duration::from_secs(1)).unwrap()
 }
@@ -28,7 +28,7 @@ async fn redis(url: &str) -> Arc<RedisStore> {
     Arc::new(RedisStore::open(RedisOptions::from_url(url).unwrap()).await.unwrap())
 }
 
-/// Gives up soon: an outage is what is tested.
+/// A store that gives up soon, because the tests make outages.
 async fn postgres(server: &PostgresServer) -> Arc<PostgresStore> {
     let options = PostgresOptions::new(&server.url()).unwrap();
     schema::apply(
@@ -41,13 +41,13 @@ async fn postgres(server: &PostgresServer) -> Arc<PostgresStore> {
 }
 
 async fn until_asked(store: &CachedStore) {
-    until("the front is asked again", async || !counts(store).is_out).await;
+    until("the cache is asked again", async || !counts(store).is_out).await;
 }
 
-/// Fills the front with the answers that it should have, and sees that it gives them.
+/// Replays until the cache gives the response.
 async fn until_hit(store: &CachedStore, n: u64, answer: u64) {
     let before = counts(store).hits;
-    until("the front knows the answer", async || {
+    until("the cache knows the answer", async || {
         replays(store, n, answer).await;
         settled(store).await;
         counts(store).hits > before
@@ -56,15 +56,15 @@ async fn until_hit(store: &CachedStore, n: u64, answer: u64) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_redis_before_a_postgres_and_either_is_lost() {
-    let mut front_server = RedisServer::start(ServerOptions::new()).unwrap();
-    let mut back_server = PostgresServer::start().unwrap();
-    let back = postgres(&back_server).await;
-    let front = redis(&front_server.url()).await;
-    let store = CachedStore::new(Cache::on(front.clone()), back.clone(), options());
+async fn redis_before_postgres_when_either_is_lost() {
+    let mut cache_server = RedisServer::start(ServerOptions::new()).unwrap();
+    let mut backing_server = PostgresServer::start().unwrap();
+    let backing = postgres(&backing_server).await;
+    let cache = redis(&cache_server.url()).await;
+    let store = CachedStore::new(Cache::on(cache.clone()), backing.clone(), options());
     let capabilities = store.capabilities();
     assert_eq!((capabilities.name, capabilities.atomic_with_effect), ("cached", true));
-    assert_eq!(capabilities.fencing, back.capabilities().fencing);
+    assert_eq!(capabilities.fencing, backing.capabilities().fencing);
 
     for n in 0..20 {
         complete(&store, n, n).await;
@@ -75,13 +75,13 @@ async fn a_redis_before_a_postgres_and_either_is_lost() {
         replays(&store, n, n).await;
     }
     assert_eq!(counts(&store).hits, before.hits + 20, "{:?}", counts(&store));
-    // Another request under the same key is the back's business.
+    // The store decides about another request under the same key.
     let other = store.apply(id(0), Command::Claim(claim_of(1, b"pay 9"))).await.unwrap();
     assert_eq!(other, Outcome::Mismatch);
 
-    // The back is lost.
+    // The store is lost.
     let running = execute(&store, 100, 100).await;
-    back_server.stop_immediately().unwrap();
+    backing_server.stop_immediately().unwrap();
     for n in 0..20 {
         replays(&store, n, n).await;
     }
@@ -89,20 +89,20 @@ async fn a_redis_before_a_postgres_and_either_is_lost() {
     unavailable(claim(&store, 100, 101).await);
     unavailable(store.apply(id(0), Command::Claim(claim_of(1, b"pay 9"))).await);
     unavailable(store.check().await);
-    back_server.start_again().unwrap();
-    until("the back is there again", async || store.check().await.is_ok()).await;
+    backing_server.start_again().unwrap();
+    until("the store answers again", async || store.check().await.is_ok()).await;
     assert_eq!(store.apply(id(100), completion(running, 100, MINUTE)).await.unwrap(), Outcome::Completed);
     replays(&store, 100, 100).await;
 
-    // The front is lost, and its memory with it.
-    front_server.kill();
+    // The cache is lost with all its entries.
+    cache_server.kill();
     for n in 0..20 {
         replays(&store, n, n).await;
     }
     assert!(counts(&store).is_out);
     complete(&store, 21, 21).await;
     assert!(counts(&store).shed > 0 && counts(&store).skipped > 0, "{:?}", counts(&store));
-    front_server.restart().unwrap();
+    cache_server.restart().unwrap();
     until_asked(&store).await;
     for n in 0..22 {
         if n != 20 {
@@ -110,7 +110,7 @@ async fn a_redis_before_a_postgres_and_either_is_lost() {
         }
     }
 
-    front_server.command(&["FLUSHALL"]).unwrap();
+    cache_server.command(&["FLUSHALL"]).unwrap();
     for n in 0..20 {
         replays(&store, n, n).await;
     }
@@ -118,11 +118,11 @@ async fn a_redis_before_a_postgres_and_either_is_lost() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_front_that_hangs_costs_one_request_its_patience() {
+async fn only_one_request_waits_for_a_cache_that_hangs() {
     let server = RedisServer::start(ServerOptions::new()).unwrap();
-    let front = redis(&format!("{}?timeout=500ms&connect-timeout=500ms", server.url())).await;
-    let back = Arc::new(MemoryStore::new(SystemClock::new()));
-    let store = CachedStore::new(Cache::on(front), back, options());
+    let cache = redis(&format!("{}?timeout=500ms&connect-timeout=500ms", server.url())).await;
+    let backing = Arc::new(MemoryStore::new(SystemClock::new()));
+    let store = CachedStore::new(Cache::on(cache), backing, options());
     complete(&store, 1, 1).await;
     until_hit(&store, 1, 1).await;
     freeze(server.pid().unwrap()).unwrap();
@@ -143,11 +143,11 @@ async fn a_front_that_hangs_costs_one_request_its_patience() {
 }
 
 #[tokio::test]
-async fn a_front_that_is_slow_is_left_alone_until_it_is_quick() {
+async fn a_slow_cache_is_not_asked_until_it_is_fast() {
     let clock = Arc::new(ManualClock::at_millis(1_000_000));
-    let (front, faults) = FaultyStore::new(MemoryStore::new(clock.clone()));
+    let (cache, faults) = FaultyStore::new(MemoryStore::new(clock.clone()));
     let store = CachedStore::new(
-        Cache::on(Arc::new(front)),
+        Cache::on(Arc::new(cache)),
         Arc::new(MemoryStore::new(clock)),
         CacheOptions::new().with_timeout(Duration::from_millis(20)).unwrap(),
     );
@@ -166,10 +166,10 @@ async fn a_front_that_is_slow_is_left_alone_until_it_is_quick() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_front_that_lies_is_not_believed() {
+async fn damaged_or_exchanged_entries_are_not_used() {
     let server = RedisServer::start(ServerOptions::new()).unwrap();
-    let back = Arc::new(MemoryStore::new(SystemClock::new()));
-    let store = CachedStore::new(Cache::on(redis(&server.url()).await), back, options());
+    let backing = Arc::new(MemoryStore::new(SystemClock::new()));
+    let store = CachedStore::new(Cache::on(redis(&server.url()).await), backing, options());
     for n in 0..6 {
         complete(&store, n, n).await;
         until_hit(&store, n, n).await;
@@ -178,8 +178,8 @@ async fn a_front_that_lies_is_not_believed() {
     let keys: Vec<_> = keys.lines().map(str::trim).filter(|line| line.starts_with("oncegate:")).collect();
     assert_eq!(keys.len(), 6, "{keys:?}");
     let fields = server.command(&["HGETALL", keys[0]]).unwrap();
-    assert!(fields.contains("front 1 until "), "{fields}");
-    // Damaged in every field, then something else altogether, then half of it.
+    assert!(fields.contains("cache 1 until "), "{fields}");
+    // Each field is damaged, then the whole value is.
     let names = ["state", "response", "fingerprint", "operation", "expires_at", "token"];
     let mut errors = counts(&store).errors;
     for name in names {
@@ -205,7 +205,7 @@ async fn a_front_that_lies_is_not_believed() {
         replays(&store, n, n).await;
     }
     assert!(counts(&store).errors >= errors + 6);
-    // Answers that change places.
+    // Two entries change places.
     server.command(&["FLUSHALL"]).unwrap();
     for n in 0..6 {
         until_hit(&store, n, n).await;
@@ -219,14 +219,14 @@ async fn a_front_that_lies_is_not_believed() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_front_fails_over_to_an_older_copy() {
-    let mut front = RedisSentinel::start().unwrap();
-    let url = front.url();
-    let back = Arc::new(MemoryStore::new(SystemClock::new()));
-    let store = CachedStore::new(Cache::on(redis(&url).await), back, options());
+async fn a_cache_fails_over_to_an_older_copy() {
+    let mut cache = RedisSentinel::start().unwrap();
+    let url = cache.url();
+    let backing = Arc::new(MemoryStore::new(SystemClock::new()));
+    let store = CachedStore::new(Cache::on(redis(&url).await), backing, options());
     complete(&store, 1, 1).await;
     until_hit(&store, 1, 1).await;
-    front.servers[0].kill();
+    cache.servers[0].kill();
     for n in 2..50 {
         complete(&store, n, n).await;
         replays(&store, 1, 1).await;
@@ -238,7 +238,7 @@ async fn a_front_fails_over_to_an_older_copy() {
     until_hit(&store, 40, 40).await;
 }
 
-/// A back that can be taken away and replaced.
+/// A backing store that can be replaced.
 struct Switch(Mutex<Arc<dyn Store>>);
 
 impl Switch {
@@ -275,7 +275,7 @@ impl Store for Switch {
         self.with(|store| Box::pin(async move { store.check().await }))
     }
 
-    /// Something always has.
+    /// Reports a change at once, which shows that the cached store asks this one.
     fn changed(&self, _: RecordId) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
         Box::pin(std::future::ready(()))
     }
@@ -290,35 +290,35 @@ impl Store for Switch {
 }
 
 #[tokio::test]
-async fn what_a_failover_of_the_back_lost_replays_as_long_as_the_front_keeps_it() {
+async fn a_record_that_the_store_lost_replays_until_its_entry_ends() {
     let clock = Arc::new(ManualClock::at_millis(1_000_000));
-    let back = Arc::new(Switch(Mutex::new(Arc::new(MemoryStore::new(clock.clone())))));
+    let backing = Arc::new(Switch(Mutex::new(Arc::new(MemoryStore::new(clock.clone())))));
     let store =
-        CachedStore::new(Cache::in_memory(1 << 20), back.clone(), options().with_keep(MINUTE).unwrap());
+        CachedStore::new(Cache::in_memory(1 << 20), backing.clone(), options().with_keep(MINUTE).unwrap());
     complete(&store, 1, 1).await;
     settled(&store).await;
-    *back.0.lock().unwrap() = Arc::new(MemoryStore::new(clock.clone()));
+    *backing.0.lock().unwrap() = Arc::new(MemoryStore::new(clock.clone()));
     replays(&store, 1, 1).await;
-    // Who waits for an owner is told by the back.
-    tokio::time::timeout(PATIENCE, store.changed(id(2))).await.unwrap();
-    // What only the back knew is gone, as it would be without a front.
+    // Changes are reported by the backing store.
+    tokio::time::timeout(TIMEOUT, store.changed(id(2))).await.unwrap();
+    // The record itself is gone, as it would be without a cache.
     assert_eq!(store.lookup(id(1)).await.unwrap(), None);
     clock.advance(MINUTE);
     execute(&store, 1, 9).await;
 }
 
 #[tokio::test]
-async fn an_entry_that_arrives_late_is_not_given_for_the_keys_next_life() {
-    let (front_clock, clock) =
+async fn an_entry_that_arrives_late_is_not_used_for_the_next_life_of_its_key() {
+    let (cache_clock, clock) =
         (Arc::new(ManualClock::at_millis(1)), Arc::new(ManualClock::at_millis(1_000_000)));
-    let (front, faults) = FaultyStore::new(MemoryStore::new(front_clock));
-    let back = Arc::new(MemoryStore::new(clock.clone()));
-    let store = CachedStore::new(Cache::on(Arc::new(front)), back, options());
+    let (cache, faults) = FaultyStore::new(MemoryStore::new(cache_clock));
+    let backing = Arc::new(MemoryStore::new(clock.clone()));
+    let store = CachedStore::new(Cache::on(Arc::new(cache)), backing, options());
     let latch = Latch::new();
     faults.next(1, Operation::Complete, Fault::StallBefore(latch.clone()));
     complete(&store, 1, 1).await;
-    until("the front is being filled", async || faults.calls(Operation::Complete) == 1).await;
-    // The record ends, and its key has another life.
+    until("the cache is being written", async || faults.calls(Operation::Complete) == 1).await;
+    // The record ends, and its key begins another life.
     clock.advance(3 * MINUTE);
     complete(&store, 1, 2).await;
     latch.open();
@@ -330,18 +330,18 @@ async fn an_entry_that_arrives_late_is_not_given_for_the_keys_next_life() {
 }
 
 #[tokio::test]
-async fn an_entry_ends_before_its_record_and_by_the_clock_of_the_back() {
+async fn an_entry_ends_before_its_record_by_the_clock_of_the_store() {
     let clock = Arc::new(ManualClock::at_millis(1_000_000));
-    let (back, faults) = FaultyStore::new(MemoryStore::new(clock.clone()));
+    let (backing, faults) = FaultyStore::new(MemoryStore::new(clock.clone()));
     let still = Arc::new(ManualClock::at_millis(1));
-    let fronts = [Cache::in_memory(1 << 20), Cache::on(Arc::new(MemoryStore::new(still)))];
-    let back: Arc<dyn Store> = Arc::new(back);
-    for (n, front) in (1..).zip(fronts) {
-        let store = CachedStore::new(front, back.clone(), options().with_keep(100 * MINUTE).unwrap());
+    let caches = [Cache::in_memory(1 << 20), Cache::on(Arc::new(MemoryStore::new(still)))];
+    let backing: Arc<dyn Store> = Arc::new(backing);
+    for (n, cache) in (1..).zip(caches) {
+        let store = CachedStore::new(cache, backing.clone(), options().with_keep(100 * MINUTE).unwrap());
         let token = execute(&store, n, n).await;
         store.apply(id(n), completion(token, n, Duration::from_secs(1000))).await.unwrap();
         settled(&store).await;
-        // Five seconds and one in a thousand.
+        // The margin: five seconds and a thousandth.
         clock.advance(Duration::from_millis(993_990));
         faults.outage();
         replays(&store, n, n).await;
@@ -353,10 +353,10 @@ async fn an_entry_ends_before_its_record_and_by_the_clock_of_the_back() {
 }
 
 #[tokio::test]
-async fn of_two_processes_neither_gives_an_answer_of_a_former_life() {
+async fn two_processes_never_replay_a_response_of_an_earlier_life() {
     let clock = Arc::new(ManualClock::at_millis(1_000_000));
-    let back = Arc::new(MemoryStore::new(clock.clone()));
-    let process = || CachedStore::new(Cache::in_memory(1 << 20), back.clone(), options());
+    let backing = Arc::new(MemoryStore::new(clock.clone()));
+    let process = || CachedStore::new(Cache::in_memory(1 << 20), backing.clone(), options());
     let (one, other) = (process(), process());
     complete(&one, 1, 1).await;
     settled(&one).await;
@@ -375,11 +375,11 @@ async fn of_two_processes_neither_gives_an_answer_of_a_former_life() {
 }
 
 #[tokio::test]
-async fn backs_of_different_names_share_a_front_and_no_answer() {
+async fn stores_of_different_names_share_a_cache_but_no_entries() {
     let clock = || SystemClock::new();
-    let front: Arc<dyn Store> = Arc::new(MemoryStore::new(clock()));
-    let named = |name: &str, back: Arc<dyn Store>| {
-        CachedStore::new(Cache::on(front.clone()), back, options().with_namespace(name))
+    let cache: Arc<dyn Store> = Arc::new(MemoryStore::new(clock()));
+    let named = |name: &str, backing: Arc<dyn Store>| {
+        CachedStore::new(Cache::on(cache.clone()), backing, options().with_namespace(name))
     };
     let shared: Arc<dyn Store> = Arc::new(MemoryStore::new(clock()));
     let other: Arc<dyn Store> = Arc::new(MemoryStore::new(clock()));
@@ -387,18 +387,18 @@ async fn backs_of_different_names_share_a_front_and_no_answer() {
     complete(&one, 1, 1).await;
     settled(&one).await;
     replays(&same, 1, 1).await;
-    assert_eq!(counts(&same).hits, 1, "the first that it ever heard of it");
+    assert_eq!(counts(&same).hits, 1, "it never saw the key before");
     execute(&other, 1, 1).await;
-    // A store of records that serves as a front too: neither is taken for the other.
-    execute(&*front, 1, 1).await;
+    // The cache also holds records of its own: records and entries never mix.
+    execute(&*cache, 1, 1).await;
     replays(&one, 1, 1).await;
 }
 
 #[tokio::test]
-async fn only_answers_are_kept() {
+async fn only_responses_are_cached() {
     let clock = Arc::new(ManualClock::at_millis(1_000_000));
-    let (back, faults) = FaultyStore::new(MemoryStore::new(clock.clone()));
-    let store = CachedStore::new(Cache::in_memory(1 << 20), Arc::new(back), options());
+    let (backing, faults) = FaultyStore::new(MemoryStore::new(clock.clone()));
+    let store = CachedStore::new(Cache::in_memory(1 << 20), Arc::new(backing), options());
     let end = |token, completion| Command::Complete(Complete { token, completion, retention: 10 * MINUTE });
     let tombstone = execute(&store, 1, 1).await;
     store.apply(id(1), end(tombstone, Completion::Tombstone)).await.unwrap();
@@ -411,47 +411,47 @@ async fn only_answers_are_kept() {
     settled(&store).await;
     replays(&store, 4, 4).await;
     settled(&store).await;
-    assert_eq!(counts(&store).fills, 0);
+    assert_eq!(counts(&store).populated, 0);
     assert_eq!(claim(&store, 1, 11).await.unwrap(), Outcome::Unreplayable);
     assert_eq!(claim(&store, 2, 12).await.unwrap(), Outcome::Unknown);
     assert_eq!(claim(&store, 3, 13).await.unwrap(), Outcome::Unreplayable);
 
-    // The answer that was awaited.
+    // The awaited response arrives.
     store.apply(id(3), completion(awaited, 3, MINUTE)).await.unwrap();
     settled(&store).await;
-    assert_eq!(counts(&store).fills, 1);
+    assert_eq!(counts(&store).populated, 1);
     faults.outage();
     replays(&store, 3, 3).await;
     unavailable(claim(&store, 4, 14).await);
     faults.heal();
 
-    // Too large for the front: the back has it, and is not asked for it once more.
-    for (front, options) in [
+    // Responses that are too large for the cache are not read from the store again.
+    for (cache, options) in [
         (Cache::in_memory(1 << 20), options().with_max_response_bytes(10)),
         (Cache::in_memory(64), options()),
         (Cache::on(Arc::new(MemoryStore::new(clock.clone()))), options().with_max_response_bytes(10)),
     ] {
-        let (back, faults) = FaultyStore::new(MemoryStore::new(clock.clone()));
-        let small = CachedStore::new(front, Arc::new(back), options);
+        let (backing, faults) = FaultyStore::new(MemoryStore::new(clock.clone()));
+        let small = CachedStore::new(cache, Arc::new(backing), options);
         complete(&small, 1, 1).await;
         settled(&small).await;
         replays(&small, 1, 1).await;
         settled(&small).await;
-        assert_eq!((counts(&small).fills, counts(&small).shed), (0, 2));
+        assert_eq!((counts(&small).populated, counts(&small).shed), (0, 2));
         assert_eq!(faults.calls(Operation::Lookup), 0);
     }
 }
 
-/// An operator may take back an operator's answer, in whatever process. So no front keeps one, and its end is seen at once.
+/// An operator may take the response of an operator back, through any process. So no cache keeps it.
 #[tokio::test]
-async fn an_answer_that_an_operator_gave_is_not_kept() {
+async fn the_response_of_an_operator_is_not_cached() {
     let shared: Arc<dyn Store> = Arc::new(MemoryStore::new(SystemClock::new()));
-    for front in
+    for cache in
         [|_: &Arc<dyn Store>| Cache::in_memory(1 << 20), |shared: &Arc<dyn Store>| Cache::on(shared.clone())]
     {
-        let back: Arc<dyn Store> = Arc::new(MemoryStore::new(SystemClock::new()));
+        let backing: Arc<dyn Store> = Arc::new(MemoryStore::new(SystemClock::new()));
         // Two processes before one store.
-        let stores = [0; 2].map(|_| CachedStore::new(front(&shared), back.clone(), options()));
+        let stores = [0; 2].map(|_| CachedStore::new(cache(&shared), backing.clone(), options()));
         let [one, other] = &stores;
         let resolve = |resolution, amend| {
             let (actor, reason) = ("test".to_owned(), "test".to_owned());
@@ -468,12 +468,12 @@ async fn an_answer_that_an_operator_gave_is_not_kept() {
         for (n, command) in [(2, resolve(said(2), false)), (3, resolve(said(3), true))] {
             resolved(one, command).await;
             for store in &stores {
-                // The second replay would be the front's.
+                // If the response were cached, the second replay would come from the cache.
                 for _ in 0..2 {
                     replays(store, 1, n).await;
                     settled(store).await;
                 }
-                assert_eq!((counts(store).fills, counts(store).hits), (0, 0));
+                assert_eq!((counts(store).populated, counts(store).hits), (0, 0));
             }
         }
         resolved(other, resolve(Resolution::Park, false)).await;
@@ -484,41 +484,41 @@ async fn an_answer_that_an_operator_gave_is_not_kept() {
 }
 
 #[tokio::test]
-async fn a_front_that_comes_later_and_one_that_is_closed() {
-    let back = Arc::new(MemoryStore::new(SystemClock::new()));
+async fn a_cache_that_comes_later_and_one_that_is_closed() {
+    let backing = Arc::new(MemoryStore::new(SystemClock::new()));
     let (send, receive) = tokio::sync::oneshot::channel::<Arc<dyn Store>>();
     let later = Cache::later(async { receive.await.unwrap() });
-    let store = CachedStore::new(later, back.clone(), options());
+    let store = CachedStore::new(later, backing.clone(), options());
     complete(&store, 1, 1).await;
     replays(&store, 1, 1).await;
     let before = counts(&store);
     assert_eq!((before.is_out, before.skipped, before.shed), (true, 2, 2));
-    let front = Arc::new(MemoryStore::new(SystemClock::new()));
-    assert!(send.send(front.clone()).is_ok());
+    let cache = Arc::new(MemoryStore::new(SystemClock::new()));
+    assert!(send.send(cache.clone()).is_ok());
     until_asked(&store).await;
     until_hit(&store, 1, 1).await;
-    assert_eq!(front.len(), 1);
+    assert_eq!(cache.len(), 1);
 
     store.close(MINUTE).await;
     complete(&store, 2, 2).await;
     replays(&store, 2, 2).await;
     replays(&store, 1, 1).await;
     let after = counts(&store);
-    assert_eq!((after.pending, after.shed, front.len()), (0, 4, 1), "{after:?}");
+    assert_eq!((after.pending, after.shed, cache.len()), (0, 4, 1), "{after:?}");
 }
 
 #[tokio::test]
-async fn a_purge_reaches_both_and_counts_the_back() {
+async fn a_purge_reaches_both_and_returns_the_count_of_the_store() {
     let clock = Arc::new(ManualClock::at_millis(1_000_000));
-    let front = Arc::new(MemoryStore::new(clock.clone()));
+    let cache = Arc::new(MemoryStore::new(clock.clone()));
     let store =
-        CachedStore::new(Cache::on(front.clone()), Arc::new(MemoryStore::new(clock.clone())), options());
+        CachedStore::new(Cache::on(cache.clone()), Arc::new(MemoryStore::new(clock.clone())), options());
     for n in 0..3 {
         complete(&store, n, n).await;
     }
     settled(&store).await;
-    assert_eq!(front.len(), 3);
+    assert_eq!(cache.len(), 3);
     clock.advance(10 * MINUTE);
     assert_eq!(store.purge(100).await.unwrap(), 3);
-    until("the front is purged", async || front.is_empty()).await;
+    until("the cache is purged", async || cache.is_empty()).await;
 }

@@ -1,5 +1,5 @@
-//! Random commands from two processes that share a back, with a front each or one together, while everything fails now and
-//! then and the clocks of fronts and back go their own ways. Whatever a claim is told, the back's record says so, too.
+//! Random commands from two processes that share a store, each with its own cache or with a shared one. Stores and caches
+//! fail now and then, and their clocks differ. The outcome of each claim must agree with the record of the store.
 
 mod support;
 
@@ -14,7 +14,7 @@ use oncegate_core::{
 use oncegate_testkit::{Fault, Faults, FaultyStore, ManualClock, Operation};
 use support::*;
 
-/// A small generator, so that a failing seed can be run again.
+/// A small random generator, so that a failing seed can be run again.
 struct Dice(u64);
 
 impl Dice {
@@ -24,7 +24,7 @@ impl Dice {
     }
 }
 
-/// Moves ahead and back.
+/// A clock that lags behind another one.
 struct Skewed {
     clock: Arc<ManualClock>,
     by: std::sync::atomic::AtomicU64,
@@ -40,9 +40,9 @@ impl Clock for Skewed {
 struct World {
     clock: Arc<ManualClock>,
     truth: Arc<MemoryStore<Arc<ManualClock>>>,
-    back_faults: Vec<Faults>,
-    front_faults: Vec<Faults>,
-    front_clocks: Vec<Arc<Skewed>>,
+    backing_faults: Vec<Faults>,
+    cache_faults: Vec<Faults>,
+    cache_clocks: Vec<Arc<Skewed>>,
     stores: Vec<CachedStore>,
     dice: Dice,
     tokens: Vec<(u64, FencingToken)>,
@@ -59,9 +59,9 @@ impl World {
         let mut world = Self {
             clock: clock.clone(),
             truth,
-            back_faults: Vec::new(),
-            front_faults: Vec::new(),
-            front_clocks: Vec::new(),
+            backing_faults: Vec::new(),
+            cache_faults: Vec::new(),
+            cache_clocks: Vec::new(),
             stores: Vec::new(),
             dice: Dice(seed),
             tokens: Vec::new(),
@@ -69,21 +69,21 @@ impl World {
             replays: 0,
         };
         let by = std::sync::atomic::AtomicU64::new(10_000_000);
-        let front_clock = Arc::new(Skewed { clock, by });
-        let shared: Arc<dyn Store> = Arc::new(MemoryStore::new(front_clock.clone()));
-        world.front_clocks.push(front_clock);
+        let cache_clock = Arc::new(Skewed { clock, by });
+        let shared: Arc<dyn Store> = Arc::new(MemoryStore::new(cache_clock.clone()));
+        world.cache_clocks.push(cache_clock);
         for process in 0..2 {
-            let (back, back_faults) = FaultyStore::new(world.truth.clone());
-            let front = if seed.is_multiple_of(3) || (seed % 3 == 1 && process == 0) {
+            let (backing, backing_faults) = FaultyStore::new(world.truth.clone());
+            let cache = if seed.is_multiple_of(3) || (seed % 3 == 1 && process == 0) {
                 Cache::in_memory(1 << 20)
             } else {
-                let (front, front_faults) = FaultyStore::new(shared.clone());
-                world.front_faults.push(front_faults);
-                Cache::on(Arc::new(front))
+                let (cache, cache_faults) = FaultyStore::new(shared.clone());
+                world.cache_faults.push(cache_faults);
+                Cache::on(Arc::new(cache))
             };
             let options = CacheOptions::new().with_timeout(Duration::from_secs(1)).unwrap();
-            world.back_faults.push(back_faults);
-            world.stores.push(CachedStore::new(front, Arc::new(back), options));
+            world.backing_faults.push(backing_faults);
+            world.stores.push(CachedStore::new(cache, Arc::new(backing), options));
         }
         world
     }
@@ -111,7 +111,7 @@ impl World {
                 self.clock.advance(Duration::from_millis(by));
             }
             16 => {
-                let clock = &self.front_clocks[0];
+                let clock = &self.cache_clocks[0];
                 clock.by.store(self.dice.roll(20_000_000), std::sync::atomic::Ordering::SeqCst);
             }
             _ => self.fault(),
@@ -125,8 +125,8 @@ impl World {
 
     fn fault(&mut self) {
         let which = self.dice.roll(2) as usize;
-        let back = self.dice.roll(3) == 0;
-        let faults = if back { self.back_faults.get(which) } else { self.front_faults.get(which) };
+        let backing = self.dice.roll(3) == 0;
+        let faults = if backing { self.backing_faults.get(which) } else { self.cache_faults.get(which) };
         let Some(faults) = faults.cloned() else { return };
         let operation =
             [Operation::Claim, Operation::Complete, Operation::Lookup][self.dice.roll(3) as usize];
@@ -164,17 +164,17 @@ impl World {
             Ok(Outcome::Mismatch) => assert_ne!(truth.map(|record| record.fingerprint), Some(fingerprint)),
             Ok(Outcome::InProgress { .. }) => assert!(matches!(state, Some(State::InProgress { .. }))),
             Ok(other) => panic!("{other:?} to a claim of {state:?}"),
-            // Nothing that a front does is an error; only what the back says.
+            // Only a fault of the backing store is an error.
             Err(error) => assert!(
                 [StoreErrorKind::Unavailable, StoreErrorKind::Corrupt].contains(&error.kind())
-                    && self.back_faults[process].calls(Operation::Claim) > 0
+                    && self.backing_faults[process].calls(Operation::Claim) > 0
             ),
         }
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn whatever_fails_a_claim_hears_what_the_back_holds() {
+async fn a_claim_gets_what_the_store_holds_whatever_fails() {
     let (mut hits, mut fills, mut failed, mut skipped, mut replays) = (0, 0, 0, 0, 0);
     for seed in 0..600 {
         let mut world = World::new(seed);
@@ -196,8 +196,8 @@ async fn whatever_fails_a_claim_hears_what_the_back_holds() {
         for store in &world.stores {
             let counts = counts(store);
             hits += counts.hits;
-            fills += counts.fills;
-            failed += counts.failed_fills + counts.errors;
+            fills += counts.populated;
+            failed += counts.failed + counts.errors;
             skipped += counts.skipped;
         }
         replays += world.replays;
@@ -207,13 +207,13 @@ async fn whatever_fails_a_claim_hears_what_the_back_holds() {
 }
 
 #[tokio::test]
-async fn a_fault_of_the_front_is_no_error_of_the_store() {
+async fn a_fault_of_the_cache_is_not_an_error_of_the_store() {
     let clock = Arc::new(ManualClock::at_millis(1_000_000));
     for operation in [Operation::Claim, Operation::Complete, Operation::Lookup] {
         for fault in [Fault::Refuse, Fault::LoseAnswer, Fault::Corrupt] {
-            let (front, faults) = FaultyStore::new(MemoryStore::new(clock.clone()));
-            let back = Arc::new(MemoryStore::new(clock.clone()));
-            let store = CachedStore::new(Cache::on(Arc::new(front)), back, CacheOptions::new());
+            let (cache, faults) = FaultyStore::new(MemoryStore::new(clock.clone()));
+            let backing = Arc::new(MemoryStore::new(clock.clone()));
+            let store = CachedStore::new(Cache::on(Arc::new(cache)), backing, CacheOptions::new());
             faults.always(operation, fault);
             for n in 0..3 {
                 complete(&store, n, n).await;
@@ -221,7 +221,7 @@ async fn a_fault_of_the_front_is_no_error_of_the_store() {
                 replays(&store, n, n).await;
             }
             let counts = counts(&store);
-            assert!(counts.errors + counts.failed_fills > 0, "{operation:?} {counts:?}");
+            assert!(counts.errors + counts.failed > 0, "{operation:?} {counts:?}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What the tests of the tiered store have in common.
+//! Helpers of the tests of the cached store.
 #![allow(dead_code, reason = "each test uses a part of it")]
 
 use std::sync::{Arc, Mutex};
@@ -14,7 +14,7 @@ use oncegate_core::{
 use oncegate_testkit::ManualClock;
 
 pub(crate) const MINUTE: Duration = Duration::from_secs(60);
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
 
 pub(crate) fn id(n: u64) -> RecordId {
     let mut bytes = [0x5a; 32];
@@ -54,7 +54,7 @@ pub(crate) async fn execute(store: &dyn Store, n: u64, attempt: u64) -> FencingT
     }
 }
 
-/// Executes and completes with the answer of this number.
+/// Executes, and completes with the response of this number.
 pub(crate) async fn complete(store: &dyn Store, n: u64, answer: u64) {
     let token = execute(store, n, 1_000_000 + answer).await;
     let outcome = store.apply(id(n), completion(token, answer, 2 * MINUTE)).await.unwrap();
@@ -75,27 +75,27 @@ pub(crate) fn counts(store: &CachedStore) -> CacheCounts {
 }
 
 pub(crate) async fn until(what: &str, mut is_so: impl AsyncFnMut() -> bool) {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while !is_so().await {
         assert!(Instant::now() < deadline, "not in time: {what}");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
 }
 
-/// Until nothing waits to be put into the front.
+/// Waits until the cache has been populated.
 pub(crate) async fn settled(store: &CachedStore) {
-    until("the front is filled", async || counts(store).pending == 0).await;
+    until("the cache is populated", async || counts(store).pending == 0).await;
 }
 
-/// A tiered store whose front is filled when a command is answered, for the suite, which has no runtime.
+/// A cached store that answers a command only when the cache is populated. The suite has no runtime to wait for that.
 pub(crate) struct Settled {
     pub(crate) store: CachedStore,
-    /// The time, where the back is told it before each command.
+    /// The clock of the suite, if the backing store gets its time before each command.
     pub(crate) clock: Option<Arc<ManualClock>>,
     pub(crate) tell_time: Box<dyn Fn() + Send + Sync>,
-    /// Closes the back, so that it can be opened again.
+    /// Closes the backing store, so that it can be opened again.
     pub(crate) close: Box<dyn Fn() + Send + Sync>,
-    /// Told the counts in the end.
+    /// The counts of all stores; this one adds its own when it is dropped.
     pub(crate) total: Total,
 }
 
@@ -108,9 +108,9 @@ impl Settled {
     }
 
     fn settle(&self) {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         while counts(&self.store).pending > 0 {
-            assert!(Instant::now() < deadline, "the front is not filled in time");
+            assert!(Instant::now() < deadline, "the cache is not populated in time");
             std::thread::sleep(Duration::from_micros(50));
         }
     }
@@ -134,7 +134,7 @@ impl Drop for Settled {
         let counts = counts(&self.store);
         let mut total = self.total.lock().unwrap();
         total.hits += counts.hits;
-        total.fills += counts.fills;
+        total.populated += counts.populated;
         (self.close)();
     }
 }
@@ -171,7 +171,7 @@ impl Store for Settled {
     fn capabilities(&self) -> Capabilities {
         let mut capabilities = self.store.capabilities();
         if self.clock.is_some() {
-            // The server of the tests flushes nothing, and survives being left and entered again all the same.
+            // The test server flushes nothing, but it keeps running while the suite closes the store and opens it again.
             capabilities.durability = Durability::Synced;
         }
         capabilities

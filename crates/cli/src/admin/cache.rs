@@ -22,10 +22,10 @@ impl Collector for CacheCollector {
             ("error", counts.errors),
             ("skipped", counts.skipped),
         ];
-        let fills = [("filled", counts.fills), ("failed", counts.failed_fills), ("shed", counts.shed)];
+        let writes = [("filled", counts.populated), ("failed", counts.failed), ("shed", counts.shed)];
         let families = [
             ("cache_claims", "What the cache of the store said to claims", &claims[..]),
-            ("cache_fills", "What became of answers that were to be put into the cache", &fills[..]),
+            ("cache_fills", "What became of answers that were to be put into the cache", &writes[..]),
         ];
         for (name, help, results) in families {
             let mut family = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
