@@ -37,7 +37,6 @@ const NOT_CLEAN_YET: &[&str] = &[
     "crates/core/",
     "crates/demo/",
     "crates/engine/",
-    "crates/http/",
     "crates/testkit/",
 ];
 

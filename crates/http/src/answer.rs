@@ -1,7 +1,7 @@
-//! Asks for the response of an operation that completed its record without it, if every process died before it was added
+//! Asks for the answer that a completed record lacks, because every process died before it was added
 //! ([`Settings::with_upstream_completion`] with [`Settings::with_reconcile`]).
 //!
-//! The record says that the operation took place, so whatever is said here, nothing is executed.
+//! The record shows that the operation took place, so nothing is executed, whatever the service reports.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use crate::reconcile::Reconciled;
 use crate::refusal::{Condition, Refusal};
 use crate::settings::Settings;
 
-/// One question.
+/// A question for a missing answer.
 pub(crate) struct Question {
     pub(crate) settings: Arc<Settings>,
     pub(crate) permit: AnswerPermit,
@@ -24,18 +24,18 @@ pub(crate) struct Question {
 
 /// The result of the question.
 pub(crate) enum QuestionResult {
-    /// The answer, and how the client is told where the record does not have it.
+    /// The answer, and its `Idempotency-Status` if the record could not keep it.
     Answer(StoredResponse, Option<&'static str>),
     Refused(Refusal),
 }
 
 impl Question {
-    /// Asks, and has the record keep what it hears. Run it where a client that hangs up does not end it: the next one gets
-    /// the answer.
+    /// Asks for the answer and adds it to the record. Run it in a task of its own, so that a client that hangs up does not
+    /// cancel it: the next client gets the answer.
     pub(crate) async fn ask(self, parts: Parts) -> QuestionResult {
         let context = IdempotencyContext::new(self.key, self.permit.attempt());
         let asked = match &self.settings.reconcile {
-            // A panic tells nothing of the answer.
+            // A panic reveals nothing about the answer.
             Some(reconcile) => catch_panic(reconcile.reconcile(&context, &parts)).await,
             None => Ok(Reconciled::CannotTell),
         };
@@ -46,7 +46,7 @@ impl Question {
                 let record = context.attempt().record_id();
                 tracing::error!(
                     %record,
-                    "the service says that a request did not happen whose record its own transaction has completed; nothing is executed"
+                    "the service reports that a request did not happen, but the service's own transaction completed its record; nothing is executed"
                 );
                 self.permit.refuse();
                 return QuestionResult::Refused(Refusal::new(Condition::ReplayUnavailable));
@@ -73,7 +73,7 @@ impl Question {
     }
 }
 
-/// The request took place, and its answer may be there when it is sent again.
+/// The refusal of a retry whose request took place, and whose answer may be there at the next retry.
 pub(crate) fn awaited() -> Refusal {
     Refusal::new(Condition::AnswerAwaited).with_retry_after(1)
 }

@@ -20,7 +20,7 @@ use crate::budget::{BudgetExhausted, BudgetReservation, TIED_RESPONSE, tie};
 pub type BoxError = Box<dyn StdError + Send + Sync>;
 
 pin_project! {
-    /// The body of a request behind the layer: the client's own where no key applies, or what was read of it.
+    /// The body of a request behind the layer: the client's own if no key applies, or the bytes that the layer read.
     pub struct RequestBody<B> {
         #[pin]
         inner: RequestInner<B>,
@@ -32,13 +32,13 @@ pin_project! {
     enum RequestInner<B> {
         /// Untouched.
         Passing { #[pin] body: B },
-        /// Read whole, with what is held of the budget for it.
-        Whole { body: Whole, held: Option<BudgetReservation> },
+        /// Read completely, with its reservation in the budget.
+        Whole { body: CompleteBody, held: Option<BudgetReservation> },
     }
 }
 
 pin_project! {
-    /// The body of a response in front of the layer: the handler's own where no key applies, a stored one, or one that is
+    /// The body of a response in front of the layer: the handler's own if no key applies, a stored one, or one that is
     /// too large or too long-lived to be stored and streams through.
     pub struct ResponseBody<B> {
         #[pin]
@@ -51,18 +51,18 @@ pin_project! {
     enum ResponseInner<B> {
         /// Untouched.
         Passing { #[pin] body: B },
-        /// Read or stored whole, with what is held of the budget for it.
-        Whole { body: Whole, held: Option<BudgetReservation> },
-        /// StreamedBody from the handler by a task of its own.
-        StreamedBody { pumped: StreamedBody },
+        /// Read or stored completely, with its reservation in the budget.
+        Whole { body: CompleteBody, held: Option<BudgetReservation> },
+        /// Streamed from the handler by a task of its own.
+        Streamed { pumped: StreamedBody },
     }
 }
 
-/// The client's end of a body that a task of its own pumps from the handler.
+/// The client's end of a body that a task of its own streams from the handler.
 pub(crate) struct StreamedBody {
     pub(crate) frames: mpsc::Receiver<Result<Frame<Bytes>, BoxError>>,
     pub(crate) size: SizeHint,
-    /// True where the frames end before the body does: the client took nothing for too long.
+    /// True if the frames end before the body does, because the client took nothing for too long.
     pub(crate) is_cut: Arc<AtomicBool>,
     /// The reservation for the first frames, and the number of them that the client has not taken yet.
     pub(crate) ahead: Option<(BudgetReservation, usize)>,
@@ -75,7 +75,7 @@ impl StreamedBody {
             *left = left.saturating_sub(1);
         }
         self.ahead.take_if(|(_, left)| *left == 0);
-        // What ends like this must not look whole.
+        // A truncated body must not look complete.
         if frame.is_none() && self.is_cut.swap(false, Ordering::Acquire) {
             return Poll::Ready(Some(Err("the client took nothing for too long".into())));
         }
@@ -84,13 +84,13 @@ impl StreamedBody {
 }
 
 /// A complete body: its bytes and trailer fields.
-struct Whole {
+struct CompleteBody {
     data: Option<Bytes>,
     /// Boxed: trailers are rare, and boxing keeps a body small to move.
     trailers: Option<Box<HeaderMap>>,
 }
 
-impl Whole {
+impl CompleteBody {
     fn new(data: Bytes, trailers: Option<HeaderMap>) -> Self {
         Self { data: Some(data), trailers: trailers.map(Box::new) }
     }
@@ -109,7 +109,7 @@ impl Whole {
         if self.trailers.is_none() {
             return SizeHint::with_exact(len);
         }
-        // HTTP/1.1 has room for trailers only behind a body of undeclared length.
+        // HTTP/1.1 allows trailers only after a body of undeclared length.
         let mut size = SizeHint::new();
         size.set_lower(len);
         size
@@ -122,7 +122,7 @@ impl<B> RequestBody<B> {
     }
 
     pub(crate) fn whole(data: Bytes, trailers: Option<HeaderMap>, held: Option<BudgetReservation>) -> Self {
-        Self { inner: RequestInner::Whole { body: Whole::new(data, trailers), held } }
+        Self { inner: RequestInner::Whole { body: CompleteBody::new(data, trailers), held } }
     }
 }
 
@@ -131,19 +131,19 @@ impl<B> ResponseBody<B> {
         Self { inner: ResponseInner::Passing { body } }
     }
 
-    /// The layer's own words, which are few.
+    /// The body of a refusal: small, so it needs no reservation.
     pub(crate) fn own(data: Bytes) -> Self {
-        Self { inner: ResponseInner::Whole { body: Whole::new(data, None), held: None } }
+        Self { inner: ResponseInner::Whole { body: CompleteBody::new(data, None), held: None } }
     }
 
-    /// An answer, and what is held for it.
+    /// An answer with its reservation.
     pub(crate) fn whole(data: Bytes, trailers: Option<HeaderMap>, held: BudgetReservation) -> Self {
         let (data, held) = tie(data, held, TIED_RESPONSE);
-        Self { inner: ResponseInner::Whole { body: Whole::new(data, trailers), held } }
+        Self { inner: ResponseInner::Whole { body: CompleteBody::new(data, trailers), held } }
     }
 
     pub(crate) const fn pumped(pumped: StreamedBody) -> Self {
-        Self { inner: ResponseInner::StreamedBody { pumped } }
+        Self { inner: ResponseInner::Streamed { pumped } }
     }
 }
 
@@ -193,7 +193,7 @@ where
         match self.project().inner.project() {
             ResponseProj::Passing { body } => poll_passing(body, cx),
             ResponseProj::Whole { body, .. } => Poll::Ready(body.next().map(Ok)),
-            ResponseProj::StreamedBody { pumped } => pumped.poll_frame(cx),
+            ResponseProj::Streamed { pumped } => pumped.poll_frame(cx),
         }
     }
 
@@ -201,7 +201,7 @@ where
         match &self.inner {
             ResponseInner::Passing { body } => body.is_end_stream(),
             ResponseInner::Whole { body, .. } => body.is_end(),
-            ResponseInner::StreamedBody { .. } => false,
+            ResponseInner::Streamed { .. } => false,
         }
     }
 
@@ -209,7 +209,7 @@ where
         match &self.inner {
             ResponseInner::Passing { body } => body.size_hint(),
             ResponseInner::Whole { body, .. } => body.size(),
-            ResponseInner::StreamedBody { pumped } => pumped.size,
+            ResponseInner::Streamed { pumped } => pumped.size,
         }
     }
 }
@@ -222,7 +222,7 @@ fn poll_passing<B: Body<Error: Into<BoxError>>>(
     Poll::Ready(frame.map(|frame| frame.map(into_bytes).map_err(Into::into)))
 }
 
-/// Copies nothing where the data are [`Bytes`] already.
+/// The frame with its data as [`Bytes`], without a copy if they are `Bytes` already.
 pub(crate) fn into_bytes<D: Buf>(frame: Frame<D>) -> Frame<Bytes> {
     frame.map_data(|mut data| data.copy_to_bytes(data.remaining()))
 }
@@ -243,14 +243,14 @@ impl<B> fmt::Debug for ResponseBody<B> {
 pub(crate) enum Read<B> {
     /// All of it.
     Whole { chunks: Vec<Bytes>, trailers: Option<HeaderMap> },
-    /// There is more than the limit: what was read, and the rest.
+    /// There is more than the limit: the chunks that were read, and the rest.
     More { chunks: Vec<Bytes>, rest: Pin<Box<B>> },
     /// It broke off.
     Broken(BoxError),
 }
 
-/// Reads a body, but not beyond `limit` bytes and the chunk that crosses it. `charge` is told the length of each chunk, and says
-/// whether there is room for it.
+/// Reads a body, but not beyond `limit` bytes and the chunk that crosses it. `charge` gets the length of each chunk, and
+/// returns false if the budget is used up.
 pub(crate) async fn read_up_to<B>(body: B, limit: usize, mut charge: impl FnMut(usize) -> bool) -> Read<B>
 where
     B: Body<Error: Into<BoxError>>,
@@ -265,8 +265,10 @@ where
     let mut body = Box::pin(body);
     loop {
         let frame = match body.frame().await {
-            // A stream of HTTP/2 that is reset with NO_ERROR looks like one that ended.
-            None if (len as u64) < announced => return Read::Broken("it is shorter than it says".into()),
+            // An HTTP/2 stream that is reset with NO_ERROR looks like one that ended.
+            None if (len as u64) < announced => {
+                return Read::Broken("it is shorter than its declared length".into());
+            }
             None => return Read::Whole { chunks, trailers },
             Some(Err(error)) => return Read::Broken(error.into()),
             Some(Ok(frame)) => into_bytes(frame),
@@ -294,7 +296,7 @@ where
     }
 }
 
-/// One piece from several, without copying where there is one only.
+/// The chunks as one, without a copy if there is only one.
 pub(crate) fn join(mut chunks: Vec<Bytes>) -> Bytes {
     match chunks.len() {
         0 => Bytes::new(),

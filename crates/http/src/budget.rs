@@ -1,4 +1,4 @@
-//! How much the bodies of requests with a key may hold together, and how much those of their answers, over all connections.
+//! The memory budgets for the bodies of requests with a key and of their answers, over all connections.
 
 use std::fmt;
 use std::sync::atomic::{AtomicIsize, Ordering};
@@ -10,8 +10,6 @@ use bytes::Bytes;
 ///
 /// Invariant: the bytes in use, the bytes that each copy of the layer has drawn ahead, and the free bytes add up to
 /// the limit.
-///
-/// What is held, what each copy of the layer has drawn ahead and what is left add up to the limit, always.
 #[derive(Debug)]
 pub(crate) struct Budget {
     limit: usize,
@@ -23,10 +21,10 @@ pub(crate) struct Budget {
 /// The part of a budget that all copies of the layer share.
 #[derive(Debug)]
 struct Shared {
-    /// The bytes that no copy has drawn. Below zero while more is held than the limit, because
-    /// [it had to be](BudgetReservation::add_always).
+    /// The bytes that no copy has drawn. Below zero while more than the limit is in use, after
+    /// [`add_always`](BudgetReservation::add_always).
     left: AtomicIsize,
-    /// Every copy, to add up what they have drawn ahead.
+    /// Every copy, to add up the bytes that they have drawn ahead.
     copies: Mutex<Vec<Weak<Budget>>>,
 }
 
@@ -36,8 +34,8 @@ impl Shared {
     }
 }
 
-/// Most that one copy draws ahead.
-const AHEAD_MAX: usize = 64 * 1024;
+/// The most bytes that one copy draws ahead.
+const MAX_AHEAD: usize = 64 * 1024;
 
 impl Budget {
     pub(crate) fn new(limit: usize) -> Arc<Self> {
@@ -53,7 +51,7 @@ impl Budget {
     fn copy(limit: usize, shared: Arc<Shared>) -> Arc<Self> {
         let copy = Arc::new(Self { limit, shared, here: AtomicIsize::new(0) });
         let mut copies = copy.shared.copies();
-        // Each reload makes new copies, and the ones before end with their last body.
+        // Each reload of the configuration makes new copies, and the old ones end with their last body.
         copies.retain(|copy| copy.strong_count() > 0);
         copies.push(Arc::downgrade(&copy));
         drop(copies);
@@ -74,7 +72,7 @@ impl Budget {
     }
 
     /// Returns true if any byte is free.
-    pub(crate) fn has_room(&self) -> bool {
+    pub(crate) fn has_capacity(&self) -> bool {
         if !self.is_overdrawn() && self.here.load(Ordering::Relaxed) > 0 {
             return true;
         }
@@ -88,7 +86,7 @@ impl Budget {
         self.shared.left.load(Ordering::Relaxed) < 0
     }
 
-    /// Returns what this copy has drawn ahead to all copies.
+    /// Returns the bytes that this copy has drawn ahead to the shared part.
     fn return_ahead(&self) {
         let here = self.here.swap(0, Ordering::Relaxed);
         if here != 0 {
@@ -96,12 +94,12 @@ impl Budget {
         }
     }
 
-    /// So little of a small budget that what copies drew ahead keeps no other copy from the rest.
+    /// The bytes to draw ahead: only a small part of a small budget, so that other copies can use the rest.
     fn ahead(&self) -> usize {
-        (self.limit / 4096).min(AHEAD_MAX)
+        (self.limit / 4096).min(MAX_AHEAD)
     }
 
-    /// Takes so many bytes, if no more than the limit is held with them.
+    /// Reserves these bytes, unless that would exceed the limit.
     fn take(&self, bytes: usize) -> bool {
         if bytes == 0 || (!self.is_overdrawn() && draw(&self.here, bytes)) {
             return true;
@@ -111,12 +109,12 @@ impl Budget {
             self.here.fetch_add(signed(ahead), Ordering::Relaxed);
             return true;
         }
-        // The last that there is.
+        // The budget is nearly used up: add the bytes that were drawn ahead.
         self.return_ahead();
         draw(&self.shared.left, bytes)
     }
 
-    /// Takes so many bytes, also if more than the limit is held with them. What is missing is missing to all copies.
+    /// Reserves these bytes even beyond the limit. The shortfall counts for all copies.
     fn take_always(&self, bytes: usize) {
         if !self.take(bytes) {
             self.shared.left.fetch_sub(signed(bytes), Ordering::Relaxed);
@@ -149,7 +147,7 @@ fn signed(bytes: usize) -> isize {
     isize::try_from(bytes).unwrap_or(isize::MAX)
 }
 
-/// The numbers guard no memory, so their order with other writes does not matter.
+/// Subtracts these bytes, unless fewer are left. The numbers guard no memory, so relaxed ordering is enough.
 fn draw(from: &AtomicIsize, bytes: usize) -> bool {
     let bytes = signed(bytes);
     let drawn = from.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| {
@@ -158,14 +156,15 @@ fn draw(from: &AtomicIsize, bytes: usize) -> bool {
     drawn.is_ok()
 }
 
-/// Bytes that are held. Given back when this is dropped, whatever the reason.
+/// Reserved bytes. Dropping this releases them.
 pub(crate) struct BudgetReservation {
     budget: Arc<Budget>,
     bytes: usize,
     pieces: usize,
 }
 
-/// Beyond so many pieces a piece counts as [`PIECE`] bytes at the least: what is kept of each, besides its bytes.
+/// After this many pieces, each further piece counts as at least [`PIECE`] bytes: the memory that a piece needs in addition
+/// to its bytes.
 const FREE_PIECES: usize = 64;
 const PIECE: usize = 64;
 
@@ -174,7 +173,7 @@ impl BudgetReservation {
         Self { budget, bytes: 0, pieces: 0 }
     }
 
-    /// False where there is no room.
+    /// Reserves more bytes. Returns false if the budget is used up.
     pub(crate) fn add(&mut self, bytes: usize) -> bool {
         let taken = self.budget.take(bytes);
         if taken {
@@ -183,19 +182,19 @@ impl BudgetReservation {
         taken
     }
 
-    /// Takes what is there already, also where there is no room for it: the answer of an operation that took place.
+    /// Reserves more bytes even beyond the limit, for the answer of an operation that took place.
     pub(crate) fn add_always(&mut self, bytes: usize) {
         self.budget.take_always(bytes);
         self.bytes += bytes;
     }
 
-    /// Takes one more piece of a body. False where there is no room.
+    /// Reserves one more piece of a body. Returns false if the budget is used up.
     pub(crate) fn add_piece(&mut self, bytes: usize) -> bool {
         let bytes = self.counted(bytes);
         self.add(bytes)
     }
 
-    /// Takes one more piece of a body, also where there is no room for it.
+    /// Reserves one more piece of a body even beyond the limit.
     pub(crate) fn add_piece_always(&mut self, bytes: usize) {
         let bytes = self.counted(bytes);
         self.add_always(bytes);
@@ -206,7 +205,7 @@ impl BudgetReservation {
         if self.pieces > FREE_PIECES { bytes.max(PIECE) } else { bytes }
     }
 
-    /// Gives back all but these.
+    /// Releases all but these bytes.
     fn keep(&mut self, bytes: usize) {
         if let Some(surplus) = self.bytes.checked_sub(bytes).filter(|surplus| *surplus > 0) {
             self.bytes = bytes;
@@ -227,14 +226,14 @@ impl fmt::Debug for BudgetReservation {
     }
 }
 
-/// From this size on, what is held for a request is given back when the last reference to the bytes goes: a slow service may
-/// take a large body at once and hold it long. Smaller ones are given back with the body, without an allocation.
+/// From this size on, the reservation of a request lives until the last reference to its bytes is dropped: a slow service may
+/// take a large body at once and hold it long. The reservation of a smaller one ends with the body and needs no allocation.
 pub(crate) const TIED_REQUEST: usize = 64 * 1024;
 
-/// The same for answers. One client of HTTP/2 may have a hundred of them on their way, which it does not read.
+/// The same for answers. One HTTP/2 client may have a hundred of them on their way that it does not read.
 pub(crate) const TIED_RESPONSE: usize = 4 * 1024;
 
-/// The bytes, and what has to live as long as the body does. From `tied_from` bytes on, what is held lives as long as the bytes.
+/// The bytes, and the reservation that has to live as long as the body. From `tied_from` bytes on, the bytes carry it.
 pub(crate) fn tie(
     data: Bytes,
     mut held: BudgetReservation,
@@ -261,13 +260,13 @@ impl AsRef<[u8]> for ReservedBytes {
     }
 }
 
-/// Why a body is not taken: there is no room for it.
+/// The error of a body that does not fit into the budget.
 #[derive(Debug)]
 pub(crate) struct BudgetExhausted;
 
 impl fmt::Display for BudgetExhausted {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("too much is held at the moment")
+        f.write_str("the memory budget for bodies is used up")
     }
 }
 
@@ -289,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn is_taken_to_the_last_byte_and_given_back() {
+    fn a_budget_can_be_reserved_to_the_last_byte_and_released() {
         for limit in [0, 1, 100, 4096, 1 << 20, 1 << 28] {
             let budget = Budget::new(limit);
             for _ in 0..3 {
@@ -308,54 +307,54 @@ mod tests {
     }
 
     #[test]
-    fn what_had_to_be_taken_is_missing_until_it_is_given_back() {
+    fn bytes_beyond_the_limit_are_missing_until_they_are_released() {
         for limit in [0, 100, 1 << 28] {
             let budget = Budget::new(limit);
             let mut all = held(&budget);
             all.add_always(limit + 50);
-            assert_eq!((budget.has_room(), budget.used()), (false, limit + 50));
+            assert_eq!((budget.has_capacity(), budget.used()), (false, limit + 50));
             let mut one = held(&budget);
             assert!(!one.add(1), "{limit}");
             all.keep(limit / 2);
             assert_eq!((one.add(limit - limit / 2), left(&budget)), (true, 0), "{limit}");
             drop((all, one));
-            assert_eq!((budget.has_room(), left(&budget)), (limit > 0, limit));
+            assert_eq!((budget.has_capacity(), left(&budget)), (limit > 0, limit));
         }
     }
 
     #[test]
-    fn what_is_missing_is_missing_to_a_copy_that_has_drawn_ahead() {
+    fn a_shortfall_counts_for_a_copy_that_has_drawn_ahead() {
         let limit = 1 << 24;
         let one = Budget::new(limit);
         let other = one.apart();
         let (mut small, mut elsewhere) = (held(&one), held(&other));
         assert!(small.add(1) && elsewhere.add(1));
-        // Answers that had to be taken. Each is far larger than what is drawn ahead.
+        // Each answer is far larger than the bytes that are drawn ahead.
         let mut answers: Vec<_> = (0..40).map(|_| held(&one)).collect();
         for answer in &mut answers {
             answer.add_always(1 << 20);
         }
         assert_eq!(one.used(), 40 * (1 << 20) + 2);
         for budget in [&one, &other] {
-            assert!(!budget.has_room());
+            assert!(!budget.has_capacity());
             assert!(!held(budget).add(1));
             assert!(held(budget).add(0));
         }
-        // What is given back fills what is missing first.
+        // Released bytes reduce the shortfall first.
         answers.truncate(17);
         drop((small, elsewhere));
-        assert!(!one.has_room() && !other.has_room());
+        assert!(!one.has_capacity() && !other.has_capacity());
         answers.truncate(15);
-        assert!(one.has_room() && other.has_room());
+        assert!(one.has_capacity() && other.has_capacity());
         drop(answers);
         assert_eq!(one.used(), 0);
         assert!(held(&one).add(limit) || held(&other).add(limit));
     }
 
-    /// Whatever is taken and given back in whatever order: nothing is taken beyond the limit unless it has to be, there is no
-    /// room while more than the limit is held, and nothing is lost.
+    /// For random reservations and releases: only `add_always` exceeds the limit, there is no capacity beyond the limit, and
+    /// no byte is lost.
     #[test]
-    fn follows_the_sum_of_what_is_held() {
+    fn follows_the_sum_of_all_reservations() {
         for (seed, limit) in [(1_u64, 0), (2, 50), (3, 5_000), (4, 100_000), (5, 1 << 24), (6, 1 << 28)] {
             let mut state = seed;
             let mut random = move |below: usize| {
@@ -397,10 +396,10 @@ mod tests {
                         copies[random(3)] = apart;
                     }
                     5 => {
-                        let has_room = copies[copy].has_room();
-                        assert!(!has_room || sum < limit, "{sum} of {limit}");
+                        let has_capacity = copies[copy].has_capacity();
+                        assert!(!has_capacity || sum < limit, "{sum} of {limit}");
                         let ahead_elsewhere = (copies.len() - 1) * most_ahead;
-                        assert!(has_room || sum + ahead_elsewhere >= limit, "{sum} of {limit}");
+                        assert!(has_capacity || sum + ahead_elsewhere >= limit, "{sum} of {limit}");
                     }
                     _ if !all.is_empty() => {
                         let one = all.swap_remove(random(all.len()));
@@ -423,13 +422,13 @@ mod tests {
         let (mut a, mut b) = (held(&one), held(&other));
         assert!(a.add(10) && b.add(10));
         assert_eq!((one.used(), other.used()), (20, 20));
-        // What the other drew ahead is all that is missing here.
+        // Only the bytes that the other copy drew ahead are missing here.
         assert!(!a.add(limit - 20));
-        assert!(a.add(limit - 20 - AHEAD_MAX));
-        assert!(!b.add(AHEAD_MAX + 1));
-        assert!(b.add(AHEAD_MAX));
+        assert!(a.add(limit - 20 - MAX_AHEAD));
+        assert!(!b.add(MAX_AHEAD + 1));
+        assert!(b.add(MAX_AHEAD));
         drop((a, b));
-        assert!(one.here.load(Ordering::Relaxed) <= signed(2 * AHEAD_MAX));
+        assert!(one.here.load(Ordering::Relaxed) <= signed(2 * MAX_AHEAD));
         assert_eq!(one.used(), 0);
         drop(other);
         assert_eq!((left(&one), one.used()), (limit, 0));
@@ -441,7 +440,7 @@ mod tests {
     }
 
     #[test]
-    fn many_threads_never_hold_more_and_lose_nothing() {
+    fn many_threads_never_exceed_the_limit_and_lose_nothing() {
         let limit = 1 << 20;
         let budget = Budget::new(limit);
         let now = AtomicUsize::new(0);
@@ -474,7 +473,7 @@ mod tests {
     }
 
     #[test]
-    fn a_large_body_is_held_as_long_as_its_bytes() {
+    fn the_reservation_of_a_large_body_lives_as_long_as_its_bytes() {
         for (len, tied) in [(TIED_REQUEST - 1, false), (TIED_REQUEST, true)] {
             let budget = Budget::new(1 << 20);
             let mut taken = held(&budget);

@@ -1,4 +1,4 @@
-//! From a request to its record and its fingerprint.
+//! Derives the identifier of the record and the fingerprint from a request.
 
 use std::borrow::Cow;
 use std::io::Read;
@@ -40,7 +40,7 @@ pub(crate) fn locate(
 /// The host that a request is for: in lower case, with its port unless that is the one of HTTP or HTTPS. Empty if the
 /// request names none.
 pub(crate) fn authority(parts: &Parts) -> String {
-    // RFC 9112, 3.2.2; RFC 9113, 8.3.1: what the target says counts.
+    // RFC 9112, 3.2.2; RFC 9113, 8.3.1: the host in the target wins.
     let mut authority = match parts.uri.authority() {
         Some(authority) => authority.as_str().to_ascii_lowercase(),
         None => String::from_utf8_lossy(&field(parts, header::HOST)).trim().to_ascii_lowercase(),
@@ -48,7 +48,7 @@ pub(crate) fn authority(parts: &Parts) -> String {
     if let Some((_, host)) = authority.rsplit_once('@') {
         authority = host.to_owned();
     }
-    // Whether TLS ended in front is not known here, so both ports are the default.
+    // TLS may have ended in a proxy in front, so both ports are default ports.
     for port in [":80", ":443", ":"] {
         if let Some(host) = authority.strip_suffix(port) {
             return host.to_owned();
@@ -57,7 +57,7 @@ pub(crate) fn authority(parts: &Parts) -> String {
     authority
 }
 
-/// The value of a header field, of all its lines if there are several: which of them a service reads is not known.
+/// The value of a header field, with all its lines: the layer does not know which line the service reads.
 fn field(parts: &Parts, name: HeaderName) -> Cow<'_, [u8]> {
     let mut lines = parts.headers.get_all(name).iter();
     match (lines.next(), lines.next()) {
@@ -139,7 +139,7 @@ fn target<'a>(settings: &Settings, parts: &'a Parts) -> Cow<'a, str> {
 /// A body with its content coding undone, so that the same body compressed twice is the same body.
 pub(crate) struct DecodedBody<'a> {
     bytes: Cow<'a, [u8]>,
-    /// The coding that could not be undone, or whose body would be too large then. Empty where there is none.
+    /// The coding that could not be undone, or whose decoded body would be too large. Empty if there is none.
     coding: Cow<'a, str>,
     /// True if the decoded body would be too large.
     outgrows: bool,
@@ -152,11 +152,11 @@ impl DecodedBody<'_> {
     }
 }
 
-/// Undoes the content coding of a body. What cannot be undone, or would be larger than `max` bytes or than
-/// [`limits::MAX_DECODED_RATIO`] times what was sent, stays as it is.
+/// Undoes the content coding of a body. A body that cannot be decoded stays as it is, and so does one whose result would be
+/// larger than `max` bytes or than [`limits::MAX_DECODED_RATIO`] times the bytes that were sent.
 ///
 /// # Errors
-/// If the budget has no room for the result.
+/// If the budget is used up.
 pub(crate) fn decode<'a>(
     parts: &'a Parts,
     body: &'a [u8],
@@ -165,7 +165,7 @@ pub(crate) fn decode<'a>(
 ) -> Result<DecodedBody<'a>, BudgetExhausted> {
     match field(parts, header::CONTENT_ENCODING) {
         Cow::Borrowed(coding) => decode_coding(coding, body, max, held),
-        // Several lines: which of them the service goes by is not known.
+        // Several lines: the layer does not know which one the service reads.
         Cow::Owned(codings) => {
             let coding = Cow::Owned(String::from_utf8_lossy(&codings).into_owned());
             Ok(DecodedBody { bytes: Cow::Borrowed(body), coding, outgrows: false })
@@ -205,15 +205,14 @@ fn decode_coding<'a>(
     })
 }
 
-/// A content coding, undone.
 enum DecodeResult {
     Whole(Vec<u8>),
     TooLarge,
     Damaged,
 }
 
-/// Reads at most `max` bytes, a step at a time, and takes each step from the budget before it is read. A body with a `rest`
-/// after the end of its compressed stream is damaged: the rest is part of the request, and a service may read it.
+/// Reads at most `max` bytes in steps, and reserves each step in the budget before it is read. A body with a `rest` after the
+/// end of its compressed stream counts as damaged: the rest is part of the request, and a service may read it.
 fn read_limited<'a, D: Read>(
     mut from: D,
     rest: impl Fn(D) -> &'a [u8],
@@ -298,13 +297,13 @@ mod tests {
             assert!(bomb.len() < free / limits::MAX_DECODED_RATIO, "{}", bomb.len());
             assert_eq!(decoded(b"gzip", &bomb, 1 << 20).1.is_empty(), undone, "{len}");
         }
-        // What is large already may grow, too.
+        // A body that is large already may grow, too.
         let plain: Vec<u8> = (0..100_000_u32).flat_map(|number| (number % 1000).to_be_bytes()).collect();
         assert_eq!(decoded(b"gzip", &gzip(&plain, 9), 1 << 20).0, plain);
     }
 
     #[test]
-    fn what_comes_of_a_body_is_taken_from_the_budget() {
+    fn a_decoded_body_is_reserved_in_the_budget() {
         let plain: Vec<u8> = (0..100_000_u32).flat_map(u32::to_be_bytes).collect();
         let coded = gzip(&plain, 9);
         for (limit, fits) in [(plain.len() / 2, false), (2 * plain.len(), true)] {

@@ -1,4 +1,4 @@
-//! What a handler may know of the key it runs under.
+//! Values that a handler, a proxy and the layer exchange in the extensions of requests and responses.
 
 use std::fmt;
 
@@ -58,7 +58,7 @@ impl fmt::Debug for IdempotencyContext {
 pub enum StoreDirective {
     /// `replay`: keep the answer and replay it.
     Replay,
-    /// `release`: nothing was decided; the key is free again.
+    /// `release`: the operation was not decided; the key is free again.
     Release,
     /// `tombstone`: done, but the answer must not be kept.
     Tombstone,

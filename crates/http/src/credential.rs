@@ -1,13 +1,13 @@
-//! Which header fields identify a caller, by their names.
+//! Recognises header fields that identify a caller, by their names.
 
 use std::borrow::Cow;
 
 /// Returns true if a field of this name, in lower case, carries a credential or names the caller that a proxy in
 /// front identified. `_` counts as `-`, because many services treat them alike.
 ///
-/// Names of credentials cannot be listed: each vendor invents one. So a name counts that contains what such names contain. A
-/// field that is wrongly taken for a credential costs a refusal that names it; one that is not known gives one caller the
-/// answer to another.
+/// A list of such names cannot be complete, because each vendor invents its own. So a name counts if it contains a typical
+/// part of such names. A field that is wrongly taken for a credential costs a refusal that names it. A credential that is not
+/// recognised would give one caller the answer of another.
 pub(crate) fn is_credential(name: &str) -> bool {
     if is_usual(name) {
         return false;
@@ -56,7 +56,7 @@ pub(crate) fn hyphenated(name: &str) -> Cow<'_, str> {
     if name.contains('_') { Cow::Owned(name.replace('_', "-")) } else { Cow::Borrowed(name) }
 }
 
-/// The fields of nearly all requests, which need not be looked through.
+/// Returns true for the fields of nearly all requests, which need no closer look.
 fn is_usual(name: &str) -> bool {
     matches!(
         name,
@@ -131,8 +131,8 @@ fn is_of_authors(from_auth: &[u8]) -> bool {
     after.starts_with(b"or") && !after.starts_with(b"oriz") && !after.starts_with(b"oris")
 }
 
-/// Fields that look like credentials and identify no caller: tokens against forged requests and against robots, which belong to a
-/// form, the names of keys of requests, locks, what only a browser or the sidecar sets, and fields of answers.
+/// Returns true for fields that look like credentials and identify no caller: tokens of forms against forged requests and
+/// robots, idempotency keys, locks, fields that only a browser or the sidecar sets, and fields of responses.
 fn is_known_as_none(name: &str) -> bool {
     const PARTS: [&str; 7] =
         ["csrf", "xsrf", "antiforgery", "anti-forgery", "verificationtoken", "captcha", "idempoten"];

@@ -24,7 +24,7 @@ pub enum Disposition {
     Replayed,
     /// The layer refused it.
     Refused(Condition),
-    /// The store was out of reach, and it was executed without protection because the route says so.
+    /// The store was out of reach, and it was executed without protection because the route allows that.
     FailedOpen,
 }
 
@@ -63,7 +63,7 @@ pub struct KeyedEvent<'a> {
     /// Method and path, such as `POST /payments`, cut to
     /// [`MAX_OPERATION_BYTES`](oncegate_core::limits::MAX_OPERATION_BYTES) bytes.
     pub operation: &'a str,
-    /// The mark of the caller, if the request says whose it is.
+    /// The tag of the caller, if the request identifies one.
     pub caller: Option<CallerTag>,
     /// The record of the key, if the request has a key.
     pub record: Option<RecordId>,
@@ -89,7 +89,7 @@ impl<'a> RequestEvent<'a> {
 
 /// Receives the outcome of each request. Called on the request's path: it must be quick and must not block.
 pub trait RequestObserver: Send + Sync + 'static {
-    /// Takes note.
+    /// Receives the outcome of one request.
     fn observe(&self, event: &RequestEvent<'_>);
 }
 

@@ -1,4 +1,4 @@
-//! One execution: runs the handler, decides what is kept of its answer, and keeps it before the client sees it.
+//! One execution: runs the handler, classifies its answer, and stores the answer before the client gets it.
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -34,9 +34,8 @@ pub(crate) struct Execution {
     pub(crate) settings: Arc<Settings>,
     pub(crate) permit: Permit,
     pub(crate) key: IdempotencyKey,
-    /// The memory for the bodies of all responses together.
     pub(crate) response_budget: Arc<Budget>,
-    /// Of the request.
+    /// The target of the request.
     pub(crate) target: Uri,
 }
 
@@ -60,7 +59,7 @@ pub(crate) enum ResponseTreatment {
     Release,
     Tombstone,
     Unknown,
-    /// As the steps of the attempt say, which leave the operation half-way.
+    /// The attempt ends half-way: its finished steps decide how the next attempt goes on.
     Stop,
 }
 
@@ -89,7 +88,7 @@ impl Execution {
             (self, request)
         };
         let upstream = execution.settings.completed_by == CompletedBy::Upstream;
-        // I4: between the claim and this the process may have been stopped for longer than the lease.
+        // I4: the process may have been paused for longer than the lease since the claim.
         if execution.permit.attempt().confirm_lease().await.is_err() {
             return ExecutionEnd::with(Box::pin(execution.not_begun()).await);
         }
@@ -106,7 +105,7 @@ impl Execution {
         }
     }
 
-    /// Asks what became of an abandoned attempt. Goes on only if the operation did not happen.
+    /// Asks for the outcome of an abandoned attempt. The execution goes on only if the operation did not happen.
     async fn reconcile<B, RB>(
         self,
         context: IdempotencyContext,
@@ -114,7 +113,7 @@ impl Execution {
     ) -> Result<(Self, Request<RequestBody<B>>), Executed<RB>> {
         let (parts, body) = request.into_parts();
         let asked = match &self.settings.reconcile {
-            // A panic tells nothing about the attempt that was asked for.
+            // A panic reveals nothing about the abandoned attempt.
             Some(reconcile) => catch_panic(reconcile.reconcile(&context, &parts)).await,
             None => Err(PanicError),
         };
@@ -129,7 +128,7 @@ impl Execution {
                 Err(Executed::Refused(Refusal::new(Condition::ReplayUnavailable)))
             }
             Reconciled::CannotTell => {
-                self.permit.park("the service could not tell what became of an abandoned attempt").await;
+                self.permit.park("the service could not tell the outcome of an abandoned attempt").await;
                 Err(Executed::Refused(Refusal::new(Condition::OutcomeUnknown)))
             }
         }
@@ -149,7 +148,7 @@ impl Execution {
         take_status(&mut response);
         let mut fate = self.fate(&response, directive);
         let is_error = response.status().is_client_error() || response.status().is_server_error();
-        // Whatever error it was made of: kept as the answer, it would be the end of an operation that was begun.
+        // If this error were kept as the answer, it would end an operation that has finished some of its steps.
         if fate == ResponseTreatment::Replay
             && directive.is_none()
             && is_error
@@ -157,7 +156,7 @@ impl Execution {
         {
             fate = ResponseTreatment::Stop;
         }
-        // What its steps finished is taken back before an error is the answer.
+        // Finished steps are compensated before an error becomes the answer.
         if fate == ResponseTreatment::Replay
             && directive.is_none()
             && is_error
@@ -166,7 +165,7 @@ impl Execution {
             return ExecutionEnd::with(Box::pin(self.not_taken_back(&why)).await);
         }
         let (parts, body) = response.into_parts();
-        // Only what will be replayed needs to be read before the client gets it.
+        // Only an answer that will be replayed has to be read before the client gets it.
         if fate != ResponseTreatment::Replay {
             return Box::pin(self.settle_and_pass(fate, parts, body)).await;
         }
@@ -193,7 +192,7 @@ impl Execution {
                 let settled = self.permit.complete(Completion::Tombstone).await;
                 stream(&self.settings, parts, (chunks, held), rest, status_of(&settled))
             }
-            // The answer broke off: the client got nothing of it, and what it would have said is not known.
+            // The client got nothing of the answer, and its rest is unknown.
             Ok(Read::Broken(error)) => {
                 let record = self.permit.attempt().record_id();
                 tracing::warn!(%record, error = %ErrorChain(&*error), "response body broke off");
@@ -220,8 +219,8 @@ impl Execution {
     /// Such a redirect is not the outcome of the operation. If it were kept, the request that follows the redirect
     /// would be redirected again, for ever.
     ///
-    /// A 301 does so only if the spelling differs: routers that add or take off a slash say it, and a service that has executed
-    /// something sends its client on with a 302 or 303.
+    /// A 301 counts only if the spelling differs: routers that add or remove a slash send it, and a service that has executed
+    /// something redirects its client with a 302 or 303.
     fn redirects_to_itself<RB>(&self, response: &Response<RB>) -> bool {
         let status = response.status();
         let keeps_method = matches!(status, StatusCode::TEMPORARY_REDIRECT | StatusCode::PERMANENT_REDIRECT);
@@ -235,7 +234,7 @@ impl Execution {
             && (keeps_method || location.path() != self.target.path())
     }
 
-    /// An answer that will not be replayed: settled by its head, and its body passes through.
+    /// Settles the record of an answer that will not be replayed by its head, and passes its body through.
     async fn settle_and_pass<RB, E>(
         self,
         fate: ResponseTreatment,
@@ -248,7 +247,7 @@ impl Execution {
         let settled = match fate {
             ResponseTreatment::Release => self.permit.release().await,
             ResponseTreatment::Unknown => {
-                self.permit.park("the handler said so (Idempotency-Store: unknown)").await
+                self.permit.park("the handler reported it (Idempotency-Store: unknown)").await
             }
             ResponseTreatment::Tombstone | ResponseTreatment::Replay => {
                 self.permit.complete(Completion::Tombstone).await
@@ -256,7 +255,7 @@ impl Execution {
             ResponseTreatment::Stop => self.permit.stop().await,
         };
         if body.is_end_stream() {
-            // It stays an answer without a body: a client of gRPC reads the status of its call in the head of such a one only.
+            // Without a body, as the handler sent it: a gRPC client reads the status of its call in the head then.
             let body = ResponseBody::own(Bytes::new());
             return ExecutionEnd::with(Executed::Response(marked(parts, body, status_of(&settled))));
         }
@@ -264,8 +263,8 @@ impl Execution {
         stream(&self.settings, parts, nothing, Box::pin(body), status_of(&settled))
     }
 
-    /// The lease could not be confirmed, so nothing was executed. If another attempt owns the record by now, its answer is what
-    /// the client is to come again for.
+    /// Ends an attempt whose lease could not be confirmed, so nothing was executed. If another attempt owns the record now, the
+    /// client should retry to get its answer.
     pub(crate) async fn not_begun<RB>(self) -> Executed<RB> {
         let condition = match self.permit.release().await {
             SettleOutcome::Fenced => Condition::RequestInProgress,
@@ -274,10 +273,11 @@ impl Execution {
         Executed::Refused(Refusal::new(condition).with_retry_after(1))
     }
 
-    /// The handler answered with an error, and what its steps finished is not taken back yet: its answer is not the end.
+    /// Ends an attempt whose handler answered with an error, if its finished steps are not compensated yet. The error is not
+    /// the answer then.
     async fn not_taken_back<RB>(self, why: &StepError<Infallible>) -> Executed<RB> {
         let attempt = self.permit.attempt();
-        tracing::warn!(record = %attempt.record_id(), %why, "what was finished is not taken back yet");
+        tracing::warn!(record = %attempt.record_id(), %why, "finished steps are not compensated yet");
         self.permit.stop().await;
         let is_stuck =
             why.fate() == ErrorFate::Park || self.settings.policy.on_abandoned() != OnAbandoned::Reexecute;
@@ -287,7 +287,7 @@ impl Execution {
         })
     }
 
-    /// The handler ended without an answer, so whether its effect happened is not known. The reason is for the log.
+    /// Ends an attempt whose handler ended without an answer, so that its effect is unknown. The reason is for the log.
     pub(crate) async fn fail<RB>(self, status: Option<StatusCode>, reason: &'static str) -> Executed<RB> {
         if self.settings.completed_by == CompletedBy::Upstream {
             return self.fail_upstream(status).await;
@@ -308,7 +308,7 @@ impl Execution {
 
 const PANICKED: &str = "the handler panicked";
 
-/// Why a proxy has no answer, as the status tells.
+/// The reason why a proxy has no answer, by its status.
 const fn unanswered(status: StatusCode) -> &'static str {
     match status {
         StatusCode::GATEWAY_TIMEOUT => "the service did not answer in time",
@@ -340,7 +340,8 @@ pub(crate) fn fate(
     }
 }
 
-/// Answers that have no end, or whose end cannot be told from a broken connection, or that are no answer but another protocol.
+/// Returns true if an answer has no end, if its end cannot be told from a broken connection, or if it switches to another
+/// protocol.
 pub(crate) fn cannot_be_stored(parts: &Parts) -> bool {
     if parts.status == StatusCode::SWITCHING_PROTOCOLS || parts.extensions.get::<CloseDelimited>().is_some() {
         return true;
@@ -355,20 +356,20 @@ pub(crate) fn cannot_be_stored(parts: &Parts) -> bool {
         || essence.get(..GRPC.len()).is_some_and(|start| start.eq_ignore_ascii_case(GRPC))
 }
 
-/// Takes the handler's word off the response.
+/// Takes the handler's directive from the response.
 pub(crate) fn take_directive<T>(response: &mut Response<T>) -> Option<StoreDirective> {
     const IDEMPOTENCY_STORE: HeaderName = HeaderName::from_static("idempotency-store");
     let extension = response.extensions_mut().remove::<StoreDirective>();
-    let http::header::Entry::Occupied(words) = response.headers_mut().entry(IDEMPOTENCY_STORE) else {
+    let http::header::Entry::Occupied(lines) = response.headers_mut().entry(IDEMPOTENCY_STORE) else {
         return extension;
     };
-    let (_, mut words) = words.remove_entry_mult();
+    let (_, mut lines) = lines.remove_entry_mult();
     let mut read = || {
-        words.next().map(|word| StoreDirective::from_name(word.as_bytes().to_ascii_lowercase().trim_ascii()))
+        lines.next().map(|line| StoreDirective::from_name(line.as_bytes().to_ascii_lowercase().trim_ascii()))
     };
     let first = read().flatten();
-    // Words that contradict each other say nothing.
-    let agree = std::iter::from_fn(read).all(|word| word == first);
+    // Directives that contradict each other are ignored.
+    let agree = std::iter::from_fn(read).all(|other| other == first);
     extension.or_else(|| first.filter(|_| agree))
 }
 
@@ -396,7 +397,7 @@ const fn status_of(settled: &SettleOutcome) -> Option<&'static str> {
     }
 }
 
-/// Counts what is read of an answer. It is taken whether there is room for it or not: the operation took place.
+/// Reserves each chunk of an answer, even beyond the budget: the operation took place.
 pub(crate) fn charging(held: &mut BudgetReservation) -> impl FnMut(usize) -> bool {
     |bytes| {
         held.add_piece_always(bytes);
@@ -404,7 +405,7 @@ pub(crate) fn charging(held: &mut BudgetReservation) -> impl FnMut(usize) -> boo
     }
 }
 
-/// An answer whose body was not read to its end: what was read comes first, and the rest is pumped behind it.
+/// Streams an answer whose body was not read to its end: first the chunks that were read, then the rest.
 pub(crate) fn stream<RB, E>(
     settings: &Settings,
     parts: Parts,
@@ -439,7 +440,7 @@ async fn pump<RB>(
     mut body: Pin<Box<RB>>,
     frames: mpsc::Sender<Result<Frame<Bytes>, BoxError>>,
     is_cut: Arc<AtomicBool>,
-    patience: Duration,
+    timeout: Duration,
 ) where
     RB: Body<Error: Into<BoxError>>,
 {
@@ -448,7 +449,7 @@ async fn pump<RB>(
     loop {
         client.take_if(|client| client.is_closed());
         if client.is_none() && give_up.is_none() {
-            give_up = Some(tokio::time::Instant::now() + patience);
+            give_up = Some(tokio::time::Instant::now() + timeout);
         }
         let frame = tokio::select! {
             frame = next_frame(&mut body) => frame,
@@ -458,7 +459,7 @@ async fn pump<RB>(
         let Some(frame) = frame else { return };
         let is_broken = frame.is_err();
         if let Some(frames) = &client
-            && tokio::time::timeout(patience, frames.send(frame)).await.is_err()
+            && tokio::time::timeout(timeout, frames.send(frame)).await.is_err()
         {
             is_cut.store(true, Ordering::Release);
             client = None;
@@ -476,7 +477,7 @@ async fn closed(client: Option<&mpsc::Sender<Result<Frame<Bytes>, BoxError>>>) {
     }
 }
 
-/// The number of frames by which a client may lag behind before the handler's body waits for it.
+/// The number of frames by which a client may lag behind the handler's body.
 const STREAM_FRAMES: usize = 16;
 
 async fn sleep_until(at: Option<tokio::time::Instant>) {
@@ -496,7 +497,7 @@ mod tests {
     use crate::profile::Profile;
 
     #[test]
-    fn the_table_of_fates() {
+    fn the_treatment_of_each_status() {
         let replay = Settings::new(Profile::ietf());
         let release = Settings::new(Profile::classic());
         for (status, in_replay, in_release) in [
@@ -525,7 +526,7 @@ mod tests {
     }
 
     #[test]
-    fn statuses_that_free_the_key_can_be_added_and_the_service_overrules_them() {
+    fn statuses_that_free_the_key_can_be_added_and_the_handler_overrides_them() {
         let statuses = vec![StatusCode::BAD_REQUEST, StatusCode::SERVICE_UNAVAILABLE];
         let settings = Settings::default().with_release_statuses(statuses).unwrap();
         assert_eq!(fate(&settings, StatusCode::BAD_REQUEST, None), ResponseTreatment::Release);
@@ -541,9 +542,9 @@ mod tests {
     }
 
     #[test]
-    fn the_handler_overrules_and_its_word_is_taken_off() {
+    fn the_handlers_directive_overrides_the_policy_and_is_removed() {
         let settings = Settings::default();
-        for (word, status, expected) in [
+        for (directive, status, expected) in [
             ("replay", 429, ResponseTreatment::Replay),
             ("release", 200, ResponseTreatment::Release),
             ("Tombstone", 200, ResponseTreatment::Tombstone),
@@ -551,9 +552,9 @@ mod tests {
             ("nonsense", 200, ResponseTreatment::Replay),
         ] {
             let mut response =
-                Response::builder().status(status).header("Idempotency-Store", word).body(()).unwrap();
-            let directive = take_directive(&mut response);
-            assert_eq!(fate(&settings, response.status(), directive), expected, "{word}");
+                Response::builder().status(status).header("Idempotency-Store", directive).body(()).unwrap();
+            let taken = take_directive(&mut response);
+            assert_eq!(fate(&settings, response.status(), taken), expected, "{directive}");
             assert!(response.headers().is_empty());
         }
     }

@@ -1,4 +1,4 @@
-//! Refusals for clients that speak gRPC: they read the status of the call, and neither a status of HTTP nor a body.
+//! Refusals for gRPC clients, which read the gRPC status and neither the HTTP status nor a body.
 
 use std::fmt::Write as _;
 
@@ -8,7 +8,7 @@ use http::{Response, StatusCode};
 
 use crate::refusal::{Condition, RetryAdvice};
 
-/// The canonical status of a call, of those that refusals have.
+/// The gRPC status codes that refusals have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 #[repr(u16)]
@@ -21,9 +21,9 @@ pub enum GrpcCode {
     FailedPrecondition = 9,
     /// Another request holds the key: try again.
     Aborted = 10,
-    /// Asked for what is not done here.
+    /// The call asks for something that is not supported.
     Unimplemented = 12,
-    /// Nothing took effect: come again.
+    /// Nothing took effect: try again later.
     Unavailable = 14,
     /// A record cannot be read.
     DataLoss = 15,
@@ -37,7 +37,7 @@ pub enum GrpcCode {
 pub struct GrpcForm(&'static str);
 
 impl GrpcForm {
-    /// The form for a request with these fields; `None` where it is no call of gRPC.
+    /// The form for a request with these fields; `None` if it is not a gRPC call.
     #[must_use]
     pub fn of(headers: &HeaderMap) -> Option<Self> {
         const PREFIX: &[u8] = b"application/grpc";
@@ -45,7 +45,7 @@ impl GrpcForm {
         if !start.eq_ignore_ascii_case(PREFIX) {
             return None;
         }
-        // Its variants for browsers look at the media type that they asked with.
+        // Clients of gRPC-Web expect the media type of their request.
         let starts = |text: &str| {
             rest.get(..text.len()).is_some_and(|start| start.eq_ignore_ascii_case(text.as_bytes()))
         };
@@ -58,8 +58,8 @@ impl GrpcForm {
         }
     }
 
-    /// The answer: this status, and a message of the problem's type and what it means. `retry_after`, in seconds, says when
-    /// to come again; `retry` says whether.
+    /// The response: this status, and a message with the type and the detail of the problem. `retry` is the advice for the
+    /// client, and `retry_after` the seconds until it should try again.
     #[must_use]
     pub fn refusal(
         self,
@@ -82,7 +82,7 @@ impl GrpcForm {
             Some(seconds) if retry == RetryAdvice::SameKey => {
                 headers.insert(PUSHBACK, HeaderValue::from(seconds.saturating_mul(1000)));
             }
-            // When to come again is for the client to say.
+            // The client chooses the time.
             None if retry == RetryAdvice::SameKey => {}
             _ => {
                 headers.insert(PUSHBACK, HeaderValue::from_static("-1"));
@@ -94,13 +94,13 @@ impl GrpcForm {
 
 const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
 const GRPC_MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
-/// gRFC A6: in how many milliseconds to send the call again; negative: not at all.
+/// gRFC A6: the milliseconds after which to send the call again. A negative number means never.
 const PUSHBACK: HeaderName = HeaderName::from_static("grpc-retry-pushback-ms");
 
 impl Condition {
-    /// The status of a call that is refused for this. Chosen by what clients do on it. `ALREADY_EXISTS` is none of them:
-    /// clients take it for "my earlier try succeeded", and neither a key that another call used nor an answer that was not
-    /// kept says that.
+    /// The gRPC status of a call that is refused for this reason, chosen by the reaction of common clients. `ALREADY_EXISTS`
+    /// is not used: clients read it as "my earlier try succeeded", which is wrong for a key that another call used, and for an
+    /// answer that was not kept.
     #[must_use]
     pub const fn grpc_code(self) -> GrpcCode {
         match self {
@@ -129,7 +129,7 @@ impl Condition {
     }
 }
 
-/// Percent-encoded as gRPC over HTTP/2 says: what is not visible ASCII or a space, and the percent sign.
+/// The text of `grpc-message`. gRPC over HTTP/2 percent-encodes all but visible ASCII and spaces, and the percent sign.
 fn message(slug: &str, detail: &str) -> String {
     let text = format!("{}{slug}: {detail}", crate::profile::PROBLEM_TYPES);
     let mut encoded = String::with_capacity(text.len());
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn whether_and_when_to_come_again_is_said() {
+    fn a_refusal_tells_whether_and_when_to_retry() {
         let of = |retry, after| {
             let form = GrpcForm("application/grpc");
             let response = form.refusal(GrpcCode::Unknown, "a", "b", retry, after);

@@ -1,10 +1,10 @@
-//! Which header fields a record keeps.
+//! The header fields that a record keeps.
 
 use http::HeaderMap;
 use http::header::{self, HeaderName, HeaderValue};
 use oncegate_engine::ConfigError;
 
-/// Kept by default: fields that belong to the answer and not to the moment or the connection it was given in.
+/// Fields that are kept by default: they describe the answer, and not its time or its connection.
 const KEPT: [HeaderName; 16] = [
     header::CONTENT_TYPE,
     header::CONTENT_ENCODING,
@@ -16,7 +16,7 @@ const KEPT: [HeaderName; 16] = [
     header::LAST_MODIFIED,
     header::LINK,
     header::CACHE_CONTROL,
-    // Without them a cache gives the answer to whom it is not for, and a part is taken for the whole.
+    // Without `Vary` a cache would serve the answer to other clients; without `Content-Range` a part would look complete.
     header::VARY,
     header::CONTENT_RANGE,
     HeaderName::from_static("accept-patch"),
@@ -25,7 +25,7 @@ const KEPT: [HeaderName; 16] = [
     HeaderName::from_static("sunset"),
 ];
 
-/// Never kept, even if they are configured: hop-by-hop (RFC 9110, 7.6.1), recomputed, secret, or of the moment.
+/// Fields that are never kept, even if they are configured: hop-by-hop (RFC 9110, 7.6.1), recomputed, secret, or temporary.
 const NEVER: [&str; 39] = [
     "connection",
     "keep-alive",
@@ -68,8 +68,8 @@ const NEVER: [&str; 39] = [
     "idempotency-status",
 ];
 
-/// Never kept either: what clouds, networks and tracers call the request or the trace that an answer belongs to. With
-/// them a replay would point support and dashboards to the first request.
+/// Fields in which clouds, networks and tracers name the request or the trace of an answer. Never kept: a replay would point
+/// support staff and dashboards to the first request.
 const REQUEST_IDS: &[&str] = &[
     "traceresponse",
     "grpc-trace-bin",
@@ -113,7 +113,7 @@ const REQUEST_IDS: &[&str] = &[
     "x-runtime",
 ];
 
-/// Never kept, by how the name starts.
+/// Prefixes of fields that are never kept.
 const NEVER_PREFIXES: [&str; 10] = [
     "access-control-",
     "oncegate-",
@@ -134,7 +134,7 @@ pub(crate) struct KeptHeaders {
 }
 
 impl KeptHeaders {
-    /// Keeps these as well.
+    /// Keeps this field as well.
     pub(crate) fn add(&mut self, name: HeaderName) -> Result<(), ConfigError> {
         if is_never_kept(&name) {
             return Err(ConfigError::new(format!("the header field {name} must not be stored and replayed")));
@@ -168,8 +168,8 @@ pub(crate) fn kept_trailers(trailers: Option<&HeaderMap>) -> Vec<(&str, &[u8])> 
         .collect()
 }
 
-/// Reads kept fields back. Left out are fields that are none any more, and those that are never kept: a service that completes
-/// its record itself may have put anything there, such as a length that is not that of the body.
+/// Reads kept fields back, without invalid ones and those that are never kept: a service that completes its record itself may
+/// have put any field there, such as a length that is not that of the body.
 pub(crate) fn restore<'a>(fields: impl Iterator<Item = (&'a str, &'a [u8])>) -> HeaderMap {
     let mut headers = HeaderMap::new();
     for (name, value) in fields {

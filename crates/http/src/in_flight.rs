@@ -1,7 +1,7 @@
-//! How many requests with a key may be under way at the same time, over all connections and of one caller.
+//! The limits of requests with a key that are in flight at the same time: of all callers, and of one caller.
 //!
-//! A request counts from before its claim until its handler has ended. Handlers go on when clients hang up, so the number of
-//! connections bounds nothing here.
+//! A request counts from before its claim until its handler has ended. Handlers go on when clients hang up, so a limit of
+//! connections does not limit them.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -11,10 +11,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use oncegate_core::CallerTag;
 
-/// Callers are spread over so many maps, so that threads rarely wait for each other.
+/// The number of maps that hold the counts of callers, so that threads rarely wait for each other.
 const SHARDS: usize = 16;
 
-/// The requests that are under way. Copies count together.
+/// The requests in flight. Copies share their counts.
 #[derive(Clone)]
 pub(crate) struct InFlight {
     max: usize,
@@ -50,13 +50,12 @@ impl InFlight {
         self.counts.all.load(Ordering::Relaxed)
     }
 
-    /// Counts one more request of this caller, or of none where all requests are one caller's. `None` where there are too many.
+    /// Counts one more request of this caller (`None` if there is only one caller). Returns `None` at a limit.
     pub(crate) fn enter(self: &Arc<Self>, caller: Option<CallerTag>) -> Option<Slot> {
         let all = &self.counts.all;
         let entered =
             all.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |now| (now < self.max).then_some(now + 1));
         entered.ok()?;
-        // From here on it is given back.
         let mut slot = Slot { in_flight: self.clone(), caller: None };
         if let Some(caller) = caller {
             let mut callers = self.counts.callers(caller);
@@ -79,7 +78,7 @@ impl Counts {
     }
 }
 
-/// A request that is under way, until this is dropped.
+/// Counts a request as in flight until this is dropped.
 pub(crate) struct Slot {
     in_flight: Arc<InFlight>,
     caller: Option<CallerTag>,
@@ -92,7 +91,7 @@ impl Drop for Slot {
             && let Entry::Occupied(mut entry) = counts.callers(caller).entry(caller)
         {
             match entry.get_mut() {
-                // Callers come and go: only those with requests are remembered.
+                // Callers without a request are forgotten, so that the map does not grow for ever.
                 0 | 1 => {
                     entry.remove();
                 }

@@ -11,8 +11,8 @@ use regex_lite::Regex;
 
 /// The grammar of keys.
 ///
-/// A field that is present but invalid is always an error, even if the key is optional. RFC 9651 would allow to ignore the
-/// field; the request would then run unprotected and its client would not learn of it.
+/// A field that is present but invalid is always an error, even if the key is optional. RFC 9651 allows to ignore such a
+/// field, but then the request would run unprotected without its client's knowledge.
 #[derive(Clone, Debug)]
 pub struct KeyGrammar {
     pub(crate) syntax: KeySyntax,
@@ -92,7 +92,7 @@ impl KeyGrammar {
         Ok(Self { min, max, ..self })
     }
 
-    /// The key in these headers, with its field as it was received; `None` where there is no field of this name.
+    /// The key in these headers, with its field as it was received; `None` if there is no field of this name.
     ///
     /// # Errors
     /// If the field is not a valid key.

@@ -1,4 +1,4 @@
-//! The Tower layer: which settings a request runs under.
+//! The Tower layer, which chooses the settings that a request runs under.
 
 use std::fmt;
 use std::sync::Arc;
@@ -34,7 +34,8 @@ const MAX_IN_FLIGHT: usize = 2048;
 
 /// The default limit for one caller: half of all, so that one caller does not keep out all others.
 const MAX_IN_FLIGHT_PER_CALLER: usize = 1024;
-/// Every refused request is a client that does not work, but one line in a minute tells an operator why.
+
+/// Each refused request is a client that does not work, but one log line per minute is enough to tell an operator why.
 const SCOPE_WARNING_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Makes retries safe. See the [crate] for what it does exactly.
@@ -85,10 +86,10 @@ struct Route {
 }
 
 impl IdempotencyLayer {
-    /// A layer with the profile `ietf`: covers POST and PATCH, takes `Idempotency-Key` where it is sent, tells callers
+    /// A layer with the profile `ietf`: covers POST and PATCH, accepts requests without an `Idempotency-Key`, tells callers
     /// apart by `Authorization`, and refuses requests that carry another credential instead (see
-    /// [`CallerScope`](crate::CallerScope)). Keys belong to the service that the engine
-    /// [names](oncegate_engine::EngineBuilder::with_service).
+    /// [`CallerScope`](crate::CallerScope)). Keys belong to the service of the
+    /// [engine](oncegate_engine::EngineBuilder::with_service).
     #[must_use]
     pub fn new(engine: Engine) -> Self {
         let shared = Shared {
@@ -136,8 +137,8 @@ impl IdempotencyLayer {
         Ok(self.change(|shared| shared.routes.push(route)))
     }
 
-    /// The same layer without its routes, and with the default settings: with the same engine, observer and budgets, which
-    /// are shared with the layer that it was cloned from. For programs that read their configuration again while they run.
+    /// The same layer without its routes and with the default settings. It shares the engine, the observer and the budgets
+    /// with the layer that it was cloned from. For programs that reload their configuration.
     #[must_use]
     pub fn without_routes(self) -> Self {
         self.change(|shared| {
@@ -207,8 +208,8 @@ impl IdempotencyLayer {
         self.shared.settings(method, path)
     }
 
-    /// The identifier of the record of a request with this head and this key: where the layer itself would look. `None` if
-    /// the request does not tell whose it is.
+    /// The identifier of the record that the layer uses for a request with this head and key. `None` if the request does not
+    /// identify its caller.
     #[must_use]
     pub fn record_id(&self, request: &Parts, key: &IdempotencyKey) -> Option<RecordId> {
         let settings = self.settings(&request.method, request.uri.path());
@@ -230,9 +231,8 @@ impl IdempotencyLayer {
         }
     }
 
-    /// A copy that shares no reference count with this one, only the engine, the observer and the limits of what may be held
-    /// and be under way together: for programs with a runtime per core, where every request would otherwise pass that count
-    /// from core to core.
+    /// A copy that shares the engine, the observer and the limits with this one, but no reference count. For programs with a
+    /// runtime per core: there, all cores would contend for that count with every request.
     #[must_use]
     pub fn unshared(&self) -> Self {
         let mut shared = Shared::clone(&self.shared);
@@ -251,7 +251,9 @@ impl IdempotencyLayer {
 
 fn check_max(name: &str, max: usize) -> Result<(), ConfigError> {
     if max == 0 {
-        return Err(ConfigError::new(format!("{name} is 0, with which every request would be refused")));
+        return Err(ConfigError::new(format!(
+            "{name} is 0, so every request would be refused; choose at least 1"
+        )));
     }
     Ok(())
 }
@@ -261,7 +263,7 @@ fn cores() -> usize {
 }
 
 impl Shared {
-    /// The settings that a request runs under.
+    /// The settings of the first route that matches, or the default ones.
     pub(crate) fn settings(&self, method: &Method, path: &str) -> &Arc<Settings> {
         let route = self.routes.iter().find(|route| {
             (route.methods.is_empty() || method::contains(&route.methods, method))
@@ -269,9 +271,7 @@ impl Shared {
         });
         route.map_or(&self.default, |route| &route.settings)
     }
-}
 
-impl Shared {
     /// The scope of a request under these settings, within the service of the engine.
     pub(crate) fn scope(&self, settings: &Settings, request: &Parts) -> Result<Scope<'static>, NoCaller> {
         let authority = (settings.authority() == AuthorityRole::Scope).then(|| canonical::authority(request));
@@ -279,24 +279,24 @@ impl Shared {
         Ok(self.engine.in_service(scope))
     }
 
-    /// Tells operators, once a minute, that requests are refused because it is not configured how callers are told apart.
+    /// Logs, at most once a minute, that requests are refused because it is not configured how callers are told apart.
     pub(crate) fn warn_of_missing_scope(&self, credential: &HeaderName, doubt: CallerDoubt) {
         let Some(others) = self.scope_warnings.pass() else { return };
         let meant = match credential.as_str() {
             "authorization" => {
-                "required-header:NAME, with a field that a retry has with the same value".to_owned()
+                "required-header:NAME, with a field whose value is the same in a retry".to_owned()
             }
             "cookie" => "required-cookie:NAME, with the name of the session's cookie".to_owned(),
             name if credential::changes_each_time(name) => format!(
-                "required-header:NAME, with a field that a retry has with the same value, which {name} is not"
+                "required-header:NAME, with a field whose value is the same in a retry, which {name} is not"
             ),
             name => format!("required-header:{name}"),
         };
         tracing::warn!(
             others,
             "requests with {} are refused, because it is not configured how callers are told apart: set `scope` \
-             (Settings::with_caller), for example to {meant}; or to header:authorization if that alone tells callers apart, and \
-             all callers without it may get each other's answers",
+             (Settings::with_caller), for example to {meant}; or set it to header:authorization if that field alone tells \
+             callers apart, and callers without it may get each other's answers",
             doubt.describe(credential)
         );
     }
@@ -345,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_is_found_by_what_its_scope_says() {
+    fn a_record_belongs_to_a_service_a_caller_and_an_endpoint_or_host_if_configured() {
         let id_in = |service, settings: &Settings, target: &str, fields: &[(&str, &str)]| {
             let mut request = http::Request::post(target);
             for (name, value) in fields {

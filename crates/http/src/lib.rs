@@ -1,8 +1,8 @@
 //! Makes retries of HTTP requests safe: a Tower layer for axum, hyper and tonic services.
 //!
-//! Implements the semantics of draft-ietf-httpapi-idempotency-key-header-07. The first request with a key executes; every
-//! other request with that key gets the first one's answer; and when it is not known whether the first one took effect,
-//! the layer says so instead of guessing.
+//! Implements draft-ietf-httpapi-idempotency-key-header-07. The first request with a key executes. Every other request with
+//! that key gets the first one's answer. If it is unknown whether the first one took effect, the layer reports that instead
+//! of guessing.
 //!
 //! # What happens to a request, exactly
 //! 1. A request whose method is not covered (by default all but POST and PATCH), or that has no key and needs none, passes
@@ -12,24 +12,24 @@
 //! 3. The body is read up to [`Settings::with_max_request_body`] and fingerprinted.
 //! 4. The record is claimed. Completed: the stored answer, with `Idempotent-Replayed: true`. Another request under the same
 //!    key: 422. In progress: 409 with `Retry-After`, or the answer after waiting for it. Outcome unknown: 500.
-//! 5. Granted: the handler runs in a task of its own, so a client that hangs up does not cancel it, under a lease that is
-//!    renewed. [`IdempotencyContext`] in the request's extensions tells it its key and attempt.
+//! 5. If the claim is granted, the handler runs under a lease that is renewed, in a task of its own: a client that hangs up
+//!    does not cancel it. Its key and attempt are in the request's extensions ([`IdempotencyContext`]).
 //! 6. Its answer is classified by status, policy and [`StoreDirective`], stored durably, and then sent.
 //!
-//! Refusals are responses and never errors; their bodies are problem details (RFC 9457) with a member `retry` that says
-//! `same-key`, `new-key`, `fix-request` or `stop`. They tell nothing of the stored request or response. A call of gRPC is
-//! refused as such, with a status of its own and without a body: [`Condition::grpc_code`].
+//! Refusals are responses and never errors. Their bodies are problem details (RFC 9457) with a member `retry`: `same-key`,
+//! `new-key`, `fix-request` or `stop`. They reveal nothing of the stored request or response. A gRPC call is refused with a
+//! gRPC status and without a body: [`Condition::grpc_code`].
 //!
 //! # Caveats
-//! - A page of another origin reads a replay or a refusal only if a CORS layer outside of this one says so, such as
-//!   `tower_http::cors::CorsLayer`. Let it expose `Idempotency-Key`, `Idempotent-Replayed`, `Idempotency-Status` and `Retry-After`.
-//! - Put the layer inside authentication (a replay must not be a way around it) and inside compression (so that what is
-//!   stored is not coded for one client), and outside of what changes the request's path, such as axum's `nest`.
-//! - An answer that has no end (server-sent events, gRPC, upgrades) or is larger than
-//!   [`Settings::with_max_response_body`] goes to the first client as it comes and leaves a tombstone: a retry hears that it
-//!   was done and cannot be replayed, and nothing runs twice.
-//! - A body that is sent under a key is held in memory until the handler takes it. All together are bounded by
-//!   [`IdempotencyLayer::with_request_budget`].
+//! - A page of another origin can read a replay or a refusal only if a CORS layer outside of this one allows it, such as
+//!   `tower_http::cors::CorsLayer`. Expose `Idempotency-Key`, `Idempotent-Replayed`, `Idempotency-Status` and `Retry-After`.
+//! - Put the layer inside authentication (a replay must not bypass it), inside compression (a stored answer must not be
+//!   compressed for one client), and outside of everything that changes the request's path, such as axum's `nest`.
+//! - An answer that has no end (server-sent events, gRPC, upgrades) or is larger than [`Settings::with_max_response_body`]
+//!   streams to the first client and leaves a tombstone: a retry is refused, because the request was processed and its
+//!   answer was not kept. Nothing runs twice.
+//! - The body of a request with a key is held in memory until the handler takes it. [`IdempotencyLayer::with_request_budget`]
+//!   limits all of them together.
 //!
 //! # Example
 //! ```

@@ -1,11 +1,11 @@
-//! Header fields in which a request names another method or another path than its first line.
+//! Header fields in which a request names another method or path than its request line.
 
 use http::HeaderMap;
 
 use crate::credential::hyphenated;
 
-/// The fields that frameworks and servers go by. Method: Rails, Laravel, Symfony, Spring and Express with their middleware. Path:
-/// IIS, Zend and Symfony of old, and what proxies in front set for them.
+/// The fields that frameworks and servers obey. Method: Rails, Laravel, Symfony, Spring and Express with their middleware.
+/// Path: IIS, Zend and old versions of Symfony, and the proxies in front of them.
 const OVERRIDES: [&str; 7] = [
     "x-http-method-override",
     "x-http-method",
@@ -19,11 +19,11 @@ const OVERRIDES: [&str; 7] = [
 /// Returns true if a field of this name, in lower case, names another method or path. `_` counts as `-`, because many
 /// services treat them alike.
 pub(crate) fn is_override(name: &str) -> bool {
-    // Most names are no longer than the shortest of them.
+    // Fast path: most names are shorter than all of these.
     name.len() >= "x-http-method".len() && name.starts_with('x') && OVERRIDES.contains(&&*hyphenated(name))
 }
 
-/// The fields of this kind that are there, with their values.
+/// The override fields of a request, with their values.
 pub(crate) fn overrides(headers: &HeaderMap) -> impl Iterator<Item = (&str, &[u8])> {
     let fields = headers.iter().map(|(name, value)| (name.as_str(), value.as_bytes()));
     fields.filter(|(name, _)| is_override(name))

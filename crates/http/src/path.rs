@@ -1,14 +1,14 @@
 //! Paths: one spelling for each of them, and the patterns that choose the settings of a request.
 //!
-//! A service may answer `/orders`, `//orders`, `/%6Frders`, `/orders/` and `/Orders` alike. If the layer took them for five
-//! paths, a request could avoid the settings of its route by its spelling, and a retry in another spelling would execute
-//! again. So both the route and the record are chosen by the *canonical* path:
+//! A service may answer `/orders`, `//orders`, `/%6Frders`, `/orders/` and `/Orders` in the same way. If they were five paths
+//! to the layer, a request could avoid the settings of its route by its spelling, and a retry in another spelling would
+//! execute again. So both the route and the record are chosen by the *canonical* path:
 //!
 //! 1. Percent-encoded unreserved characters are decoded, other escapes get upper-case digits (RFC 3986, 6.2.2.1 and 6.2.2.2).
 //! 2. Dot segments are removed (6.2.2.3) and repeated slashes are merged. This comes after 1: `%2e%2e` is a dot segment.
 //! 3. A slash at the end is removed, unless [`TrailingSlash::Exact`].
-//! 4. The fixed parts of a pattern replace what they matched, unless [`PathCase::Exact`]. What a parameter matched keeps its
-//!    spelling: it may be an identifier in which case counts.
+//! 4. The fixed parts of a pattern replace the text that they matched, unless [`PathCase::Exact`]. The text of a parameter
+//!    keeps its spelling: it may be an identifier in which upper and lower case differ.
 //!
 //! The service gets the path as the client sent it.
 
@@ -78,8 +78,8 @@ impl PathPattern {
                 "it would match nothing, because a path has no query and no fragment; leave out {surplus:?}"
             )));
         }
-        // Other programs' spellings of a parameter would be taken to the letter and match nothing, and the route would be
-        // unprotected without a word.
+        // The syntax of other programs for a parameter would be taken literally and match nothing, and the route would be
+        // unprotected without a warning.
         let foreign = |segment: &&str| {
             segment.starts_with(':') || (segment.contains('*') && !segment.starts_with("{*"))
         };
@@ -147,7 +147,6 @@ impl PathPattern {
         if (self.slash, other.slash) == (TrailingSlash::Exact, TrailingSlash::Ignore) {
             return false;
         }
-        // Compared as this pattern reads paths.
         let others = without_slash(&other.segments, self.slash);
         let mut others = others.iter();
         for segment in self.segments() {
@@ -174,7 +173,7 @@ impl PathPattern {
                         Segment::Parameter { before, after } => (before, after, 0),
                         Segment::Rest => return false,
                     };
-                    // Only patterns that are written alike, so that case need not be looked at.
+                    // Only texts in the same spelling, so that case need not be compared.
                     let fits = starts.starts_with(&**before) && ends.ends_with(&**after);
                     let plain = before.is_empty() && after.is_empty();
                     if !fits || starts.len() < least || (!plain && self.case != other.case) {
@@ -214,7 +213,7 @@ impl PathPattern {
     }
 }
 
-/// Without the empty segment that a slash at the end makes, if that does not count. The root keeps it.
+/// The segments without the empty one that a slash at the end makes, if that slash has no meaning. The root keeps it.
 fn without_slash(segments: &[Segment], slash: TrailingSlash) -> &[Segment] {
     match segments {
         [before @ .., Segment::Fixed(last)]
@@ -298,7 +297,7 @@ fn alone(text: &str) -> String {
     format!("{text:?} has something next to {{*…}}, which stands for whole segments")
 }
 
-/// The canonical spelling of a path, as far as no pattern is needed for it. What is no path, such as `*`, stays as it is.
+/// The canonical spelling of a path, steps 1 to 3. A target that is not a path, such as `*`, stays as it is.
 pub(crate) fn canonical(path: &str, slash: TrailingSlash) -> Cow<'_, str> {
     let ends_with_slash = path.len() > 1 && path.ends_with('/');
     let is_spelled_otherwise = path.contains('%')
@@ -332,7 +331,7 @@ pub(crate) fn canonical(path: &str, slash: TrailingSlash) -> Cow<'_, str> {
     Cow::Owned(spelled)
 }
 
-/// Decodes what need not be encoded (RFC 3986, 2.3), encodes what must be, and writes the digits of what stays encoded in upper
+/// Decodes unreserved characters (RFC 3986, 2.3), encodes bytes that must be encoded, and writes the digits of escapes in upper
 /// case. A percent sign that starts no escape stays.
 fn decode_unreserved(path: &str) -> String {
     const DIGITS: &[u8; 16] = b"0123456789ABCDEF";
@@ -435,7 +434,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_pattern_is_named() {
+    fn an_invalid_pattern_is_refused_with_its_text() {
         for text in [
             "payments",
             "",

@@ -1,7 +1,7 @@
-//! Profiles: how different APIs spell the same protocol, as tables of values.
+//! Profiles: the dialects in which different APIs use the same protocol, as tables of values.
 //!
-//! A profile has no code of its own on the request's path. It is a carrier, a grammar, methods, statuses, a shape for
-//! errors and a policy, all data.
+//! A profile has no code of its own on the request's path. It is data: a header field, a grammar, methods, statuses, a shape
+//! for errors and a policy.
 
 use std::time::Duration;
 
@@ -20,7 +20,7 @@ pub struct Profile {
     pub name: &'static str,
     /// The header field that carries the key.
     pub key_header: HeaderName,
-    /// The members of a JSON body that carry the key instead, as JSON pointers; none where the header field does. See
+    /// The members of a JSON body that carry the key instead of the header field, as JSON pointers. See
     /// [`Settings::with_natural_key`](crate::Settings::with_natural_key).
     pub key_members: &'static [&'static str],
     /// The syntax of the key in its header field.
@@ -33,7 +33,7 @@ pub struct Profile {
     pub key_scope: KeyScope,
     /// The policy for responses from 500 to 599.
     pub server_errors: ServerErrors,
-    /// Statuses of answers that free the key, besides those that always do (401, 403, 407, 408, 421, 425, 429).
+    /// Statuses of answers that free the key, in addition to those that always do (401, 403, 407, 408, 421, 425, 429).
     pub release_statuses: &'static [StatusCode],
     /// The time for which completed records are kept.
     pub retention: Duration,
@@ -41,7 +41,7 @@ pub struct Profile {
     pub replay_marker: HeaderName,
     /// The media type of errors.
     pub error_content_type: &'static str,
-    /// The shape of errors. Members in braces are replaced: `type` (of the problem), `title`, `detail`, `retry`, `slug`,
+    /// The shape of errors. Names in braces are replaced: `type` (of the problem), `title`, `detail`, `retry`, `slug`,
     /// `code`, `kind`, `reason` (of the status) as the inside of a JSON string, `status` as a number. `instance` is replaced by
     /// a whole member with a comma in front, `,"instance":"urn:oncegate:record:…"`, or by nothing if no record is known.
     pub error_template: &'static str,
@@ -76,7 +76,7 @@ pub enum KeyScope {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ServerErrors {
-    /// Kept and replayed: the effect may have happened. Where there is no answer to keep, the outcome is unknown.
+    /// Kept and replayed: the effect may have happened. If there is no answer to keep, the outcome is unknown.
     Replay,
     /// The key is free again: the service undoes everything before it answers so.
     Release,
@@ -162,7 +162,7 @@ impl Profile {
             server_errors: ServerErrors::Release,
             replay_marker: HeaderName::from_static("x-idempotent-replayed"),
             error_content_type: "application/json",
-            // What these clients do not know, others go by: without a name, "done" looks like any other 422.
+            // Old clients ignore `type` and `retry`; without them, new clients could not tell one 422 from another.
             error_template: r#"{"error":"{reason}","message":"{detail}","type":"{type}","retry":"{retry}"}"#,
             ..Self::ietf()
         }
@@ -201,7 +201,7 @@ impl Profile {
     ) -> String {
         let mut body = String::with_capacity(self.error_template.len() + 256);
         let mut rest = self.error_template;
-        // A brace that opens a member is followed by its name, one of JSON by a quote.
+        // In a template, a name follows a brace that is replaced; a quote follows a brace of JSON.
         while let Some((before, after)) = rest.split_once('{') {
             body.push_str(before);
             let member =
@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn every_profile_renders_every_condition_as_json_without_a_member_left_open() {
+    fn every_profile_renders_every_condition_as_complete_json() {
         for profile in Profile::all() {
             for condition in Condition::ALL {
                 let text = rendered(&profile, condition).to_string();

@@ -1,4 +1,4 @@
-//! Asking what became of an abandoned attempt, and for the answer of one that completed its record without it.
+//! Asks a service for the outcome of an abandoned attempt, or for the answer that a completed record lacks.
 
 use std::fmt;
 use std::future::Future;
@@ -12,13 +12,12 @@ use crate::context::IdempotencyContext;
 /// A service that can be asked for the outcome of an attempt whose owner is gone.
 ///
 /// If the operation completes its record itself
-/// ([`Settings::with_upstream_completion`](crate::Settings::with_upstream_completion)), it is known what became of it; there,
-/// the question is for the answer that the record has not got, and the attempt is the one that completed it. Nothing is
-/// executed after such a question, and it is asked under no lease: another process may ask at the same time, which the store
-/// settles.
+/// ([`Settings::with_upstream_completion`](crate::Settings::with_upstream_completion)), the outcome is known. The question is
+/// then for the answer that the record lacks, and the attempt is the one that completed the record. Nothing is executed after
+/// such a question. It is asked without a lease: another process may ask at the same time, and the store keeps one answer.
 pub trait Reconcile: Send + Sync + 'static {
-    /// Finds out. For an abandoned attempt the question is asked under a lease, so no other process asks or executes at the same
-    /// time. How long it may take is for the implementation to bound.
+    /// Finds out the outcome. For an abandoned attempt this runs under a lease, so no other process asks or executes at the same
+    /// time. The implementation must limit its time.
     fn reconcile<'a>(
         &'a self,
         context: &'a IdempotencyContext,
@@ -30,15 +29,15 @@ pub trait Reconcile: Send + Sync + 'static {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Reconciled {
-    /// The operation took place; this is its answer. [`Settings::stored`](crate::Settings::stored) makes it of a response.
+    /// The operation took place. This is its answer: [`Settings::stored`](crate::Settings::stored) makes it from a response.
     Happened(StoredResponse),
     /// The operation took place, and its answer cannot be given again, now or later.
     Unreplayable,
-    /// The operation did not take place, no earlier attempt can take effect any more, and it may be executed. Where the record
-    /// says that it did, this is wrong: nothing is executed, and the retry hears that the answer cannot be replayed.
+    /// The operation did not take place, no earlier attempt can take effect any more, and it may be executed. If the record is
+    /// completed, this report is wrong: nothing is executed, and the retry is refused with `replay-unavailable`.
     DidNotHappen,
-    /// It cannot be told: the outcome stays unknown. Where only the answer is asked for, the retry hears `answer-awaited`, and
-    /// the next one asks again.
+    /// The service cannot tell, so the outcome stays unknown. If only the answer was asked for, the retry is refused with
+    /// `answer-awaited`, and the next one asks again.
     CannotTell,
 }
 

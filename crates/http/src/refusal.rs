@@ -1,4 +1,4 @@
-//! What a caller hears where the layer itself answers.
+//! Responses of the layer itself: refusals, with the reason and with advice for the client.
 
 use std::fmt;
 
@@ -17,15 +17,15 @@ use crate::settings::Settings;
 pub enum Condition {
     /// A key is required and there is none.
     KeyMissing,
-    /// There is a key, and it is none.
+    /// The key is malformed.
     KeyInvalid,
     /// The body is larger than can be fingerprinted.
     RequestTooLarge,
     /// The request's body ended early.
     RequestIncomplete,
-    /// Requests or answers hold as much as they may, or too many requests are under way.
+    /// The memory for requests or answers is used up, or too many requests are in flight.
     Overloaded,
-    /// The request does not say whose it is, or says it twice.
+    /// The request does not identify its caller, or does so twice.
     ScopeUnavailable,
     /// The request has a credential, and it is not configured that callers are told apart by it.
     ScopeNotSet,
@@ -35,9 +35,9 @@ pub enum Condition {
     KeyReused,
     /// Another request with this key is in progress.
     RequestInProgress,
-    /// Done, but the answer cannot be given again.
+    /// The request was processed, but its answer cannot be replayed.
     ReplayUnavailable,
-    /// Done, and the answer was not there yet.
+    /// The request was processed, and its answer is not available yet.
     AnswerAwaited,
     /// The outcome is unknown: the operation may have taken place.
     OutcomeUnknown,
@@ -50,15 +50,15 @@ pub enum Condition {
     /// A proxy sent a request without a key to its service and got no whole answer. With a key it is
     /// [`OutcomeUnknown`](Self::OutcomeUnknown) or [`HandlerFailed`](Self::HandlerFailed).
     UpstreamUnanswered,
-    /// No proxy may pass the request on.
+    /// The request is malformed, so that no proxy may pass it on.
     RequestMalformed,
-    /// The request asks for something that the proxy does not do.
+    /// The request asks for something that the proxy does not support.
     RequestUnsupported,
-    /// The head of the request has more lines, or more bytes, than any may have.
+    /// The head of the request has too many lines or too many bytes.
     RequestHeadTooLarge,
-    /// A proxy's service answered, and the head of its answer has more than any may have.
+    /// The head of the service's answer has too many lines or too many bytes for the proxy.
     UpstreamHeadTooLarge,
-    /// A proxy's service answered, in a transfer coding that the proxy cannot undo.
+    /// The service's answer has a transfer coding that the proxy cannot undo.
     UpstreamUnsupported,
     /// The key was used for the same request to another host.
     HostDiffers,
@@ -152,7 +152,7 @@ impl Condition {
         }
     }
 
-    /// The title, the same at every occurrence (RFC 9457, 3.1.3). Those that draft-07 has are equal to it to the letter.
+    /// The title, the same at every occurrence (RFC 9457, 3.1.3). Three of them are those of draft-07, to the letter.
     #[must_use]
     pub const fn title(self) -> &'static str {
         match self {
@@ -192,13 +192,13 @@ impl Condition {
             Self::RequestTooLarge => "Nothing was executed. Send a smaller body.",
             Self::RequestIncomplete => "Nothing was executed. Send the request again.",
             Self::Overloaded => {
-                "There is no room for this request at the moment. Send the same request with the same key later."
+                "Nothing was executed: a limit of the server is reached at the moment. Send the same request with the same key later."
             }
             Self::ScopeUnavailable => {
-                "The request lacks what the service tells callers apart by, or has it twice. Nothing was executed."
+                "The request lacks the field that identifies its caller, or has it twice. Nothing was executed."
             }
             Self::ScopeNotSet => {
-                "The request has a credential, and it is not configured that callers are told apart by it. Nothing was executed."
+                "The request has a credential, and the service is not configured to tell callers apart by it. Nothing was executed."
             }
             Self::StoreUnavailable => "Nothing was executed. Send the same request with the same key later.",
             Self::KeyReused => {
@@ -214,13 +214,13 @@ impl Condition {
                 "The first request with this key was processed and is not processed again. Its answer was too large, was streamed, was lost, or must not be kept."
             }
             Self::AnswerAwaited => {
-                "The first request with this key was processed and is not processed again. Its answer could not be had at the moment. Send the same request with the same key later to get it."
+                "The first request with this key was processed and is not processed again. Its answer is not available at the moment. Send the same request with the same key later to get it."
             }
             Self::OutcomeUnknown => {
-                "The first request with this key was not seen to end. It may have taken effect, so it is not processed again. Find out what happened before you send a new request."
+                "It is not known how the first request with this key ended. It may have taken effect, so it is not processed again. Find out what happened before you send a new request."
             }
             Self::RecordCorrupt => {
-                "Nothing was executed for this request. Whether an earlier one with this key took effect stands in its record, which cannot be read: the operator of the service has to look at it. With a new key it may take effect twice."
+                "Nothing was executed for this request. An earlier request with this key may have taken effect: its record cannot be read, and the operator of the service has to look at it. With a new key it may take effect twice."
             }
             Self::HandlerFailed => {
                 "The service did not complete the request. The key is free to be used again for it."
@@ -229,7 +229,7 @@ impl Condition {
                 "The request did not reach the service. Send it again, with the same key if it has one."
             }
             Self::UpstreamUnanswered => {
-                "The request was sent to the service, and no whole answer came. It may have taken effect."
+                "The request was sent to the service, and no complete answer came back. It may have taken effect."
             }
             Self::RequestMalformed => "Nothing was executed. The request cannot be passed on.",
             Self::RequestUnsupported => "Nothing was executed.",
@@ -295,7 +295,7 @@ impl Condition {
             Self::Overloaded | Self::StoreUnavailable | Self::AnswerAwaited => {
                 StatusCode::SERVICE_UNAVAILABLE
             }
-            // Not 409 for what is not in progress: common clients send a 409 again by themselves.
+            // 409 only for requests in progress: common clients retry a 409 by themselves.
             Self::KeyReused | Self::HostDiffers | Self::ReplayUnavailable => StatusCode::UNPROCESSABLE_ENTITY,
             Self::RequestInProgress => StatusCode::CONFLICT,
             Self::OutcomeUnknown | Self::RecordCorrupt | Self::HandlerFailed => {
@@ -311,10 +311,10 @@ impl fmt::Display for Condition {
     }
 }
 
-/// An answer of the layer itself, or of a proxy around it. Also in the extensions of the response, for layers outside.
+/// A response of the layer itself, or of a proxy around it. Also in the extensions of the response, for layers outside.
 #[derive(Clone, Debug)]
 pub struct Refusal {
-    /// Why.
+    /// The reason.
     pub condition: Condition,
     detail: Option<String>,
     retry_after: Option<u64>,
@@ -329,31 +329,30 @@ impl Refusal {
         Self { condition, detail: None, retry_after: None, status: None, record: None }
     }
 
-    /// With another detail than the condition's: what it means for this caller now.
+    /// Replaces the detail of the condition by one for this caller and request.
     #[must_use]
     pub fn with_detail(self, detail: impl fmt::Display) -> Self {
         Self { detail: Some(detail.to_string()), ..self }
     }
 
-    /// With a `Retry-After` of so many seconds. Zero is sent as one second.
+    /// Adds a `Retry-After` of this many seconds. Zero is sent as one second.
     #[must_use]
     pub fn with_retry_after(self, seconds: u64) -> Self {
         Self { retry_after: Some(seconds.max(1)), ..self }
     }
 
-    /// With another status than the condition's, if there is one: a proxy says 502 and 504.
+    /// Replaces the status of the condition, if there is another one: a proxy uses 502 and 504.
     #[must_use]
     pub fn with_status(self, status: Option<StatusCode>) -> Self {
         Self { status, ..self }
     }
 
-    /// The record that the refusal is about. An operator finds it by what the client received.
+    /// Adds the record that the refusal is about, so that an operator finds it by the response of the client.
     pub(crate) fn with_record(self, record: Option<RecordId>) -> Self {
         Self { record, ..self }
     }
 
-    /// The response: in the shape of the profile of these settings, or as a call of gRPC is refused, for a request that
-    /// [is one](GrpcForm::of).
+    /// The response: in the shape of the profile of these settings, or as a gRPC status for a [gRPC call](GrpcForm::of).
     #[must_use]
     pub fn into_response(self, settings: &Settings, grpc: Option<GrpcForm>) -> Response<Bytes> {
         let (condition, profile) = (self.condition, &settings.profile);
@@ -383,7 +382,7 @@ impl Refusal {
         };
         let headers = response.headers_mut();
         if values.status == StatusCode::UNAUTHORIZED {
-            // RFC 9110, 11.6.1: a 401 names a scheme. Which one the service takes is not known here; this is the usual one.
+            // RFC 9110, 11.6.1: a 401 names a scheme. The layer does not know the scheme of the service; this is the usual one.
             headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
         if let Some(seconds) = self.retry_after {

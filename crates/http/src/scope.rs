@@ -1,4 +1,4 @@
-//! Who a caller is: what a key is unique within.
+//! The identity of a caller, within which a key is unique.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -16,26 +16,26 @@ use crate::refusal::{Condition, Refusal};
 ///
 /// A caller is identified by one part of the request or by several together ([`and`](Self::and)). The identity is hashed at
 /// once; neither it nor the credential it comes from is stored. An empty value counts as absent, and so does an
-/// `Authorization` that has a scheme and no credential. A part that is there twice with different values refuses the request.
+/// `Authorization` that has a scheme and no credential. A request that has a part twice with different values is refused.
 ///
 /// # The default
-/// `CallerScope::default()` goes by `Authorization`. Requests without any credential share one scope, the anonymous one.
+/// `CallerScope::default()` uses `Authorization`. Requests without any credential share one scope, the anonymous one.
 /// A request that has no `Authorization` and **another** credential is refused with [`Condition::ScopeNotSet`]: two sessions
-/// must not get each other's answers. Those credentials are `Cookie`, `X-Api-Key` and the other fields that
-/// [`is_credential`](Self::is_credential) takes for one, the field of the key excepted.
+/// must not get each other's answers. Those credentials are `Cookie`, `X-Api-Key` and the other fields for which
+/// [`is_credential`](Self::is_credential) is true, except the field of the key.
 ///
-/// A request that has one of them **besides** `Authorization` is refused, too: `Authorization` may be that of a gateway, and
-/// the same for all callers. Two kinds of fields are no reason: `Cookie`, unless the scheme is `Basic`, because browsers and
-/// load balancers add cookies to everything; and signatures, which are new with each request. A request whose `Authorization`
-/// is itself new each time (`Digest`, AWS signatures and the like) is refused, because a retry would be another caller's.
+/// A request that has one of them **in addition to** `Authorization` is refused, too: `Authorization` may be that of a gateway,
+/// and the same for all callers. There are two exceptions: `Cookie`, unless the scheme is `Basic`, because browsers and load
+/// balancers add cookies to everything; and signatures, which are new with each request. A request whose `Authorization` is
+/// itself new each time (`Digest`, AWS signatures and the like) is refused, because a retry would look like another caller.
 ///
-/// An explicit scope refuses nothing of that kind: `CallerScope::header(AUTHORIZATION)` goes by `Authorization`
-/// whatever else is there, and lets all callers without the field share the anonymous scope.
+/// An explicit scope skips these checks: `CallerScope::header(AUTHORIZATION)` uses `Authorization` whatever other credentials
+/// there are, and all callers without the field share the anonymous scope.
 #[derive(Clone)]
 pub struct CallerScope {
     /// Sorted by kind. A single tenant has none.
     parts: Arc<[Part]>,
-    /// It is not the default.
+    /// False for the default scope.
     chosen: bool,
 }
 
@@ -75,11 +75,11 @@ pub(crate) enum NoCaller {
     Missing { part: String, is_authorization: bool },
     /// A part is there several times.
     Repeated { part: String },
-    /// The scope is the default one, and who the caller is, is in doubt because of this field.
+    /// The scope is the default one, and this field makes the identity of the caller doubtful.
     NotSet { credential: HeaderName, doubt: CallerDoubt },
 }
 
-/// Why `Authorization` alone does not tell who the caller is.
+/// The reason why `Authorization` alone does not identify the caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CallerDoubt {
     /// There is another credential, and no `Authorization`.
@@ -95,16 +95,17 @@ impl CallerDoubt {
     pub(crate) fn describe(self, credential: &HeaderName) -> String {
         match self {
             Self::NoAuthorization => format!("the header field {credential} and no Authorization"),
-            Self::TwoCredentials => format!("the header field {credential} besides Authorization"),
+            Self::TwoCredentials => format!("the header field {credential} in addition to Authorization"),
             Self::NewEachTime => {
-                "an Authorization that is new each time, so that a retry would be another caller's".to_owned()
+                "an Authorization that is new each time, so that a retry would look like another caller"
+                    .to_owned()
             }
         }
     }
 }
 
 impl Default for CallerScope {
-    /// By `Authorization`, as the [type](Self) says.
+    /// Uses `Authorization`, with the checks that the [type](Self) describes.
     fn default() -> Self {
         Self { chosen: false, ..Self::header(header::AUTHORIZATION) }
     }
@@ -117,8 +118,8 @@ impl CallerScope {
     /// credential executes again. If the field is set by a trusted hop in front (such as `x-tenant-id`), use
     /// [`required_header`](Self::required_header), so that a request that came around that hop is refused.
     ///
-    /// The layer cannot tell who sent a field. In front of it something must remove fields such as `X-Forwarded-User` from
-    /// requests of clients, or a client can name another caller and get that caller's responses. The sidecar does so.
+    /// The layer cannot tell who set a field. A hop in front of it must remove fields such as `X-Forwarded-User` from requests
+    /// of clients. Otherwise a client can name another caller and get that caller's responses. The sidecar removes them.
     #[must_use]
     pub fn header(name: HeaderName) -> Self {
         Self::of_part(format!("header:{name}"), Source::Header(name), false)
@@ -146,8 +147,8 @@ impl CallerScope {
         Self::of_cookie(name, true)
     }
 
-    /// All callers share one scope: right if there is one caller only, or if keys are unique by themselves and no
-    /// caller may guess another's.
+    /// Lets all callers share one scope. Use it if there is only one caller, or if keys are unique by themselves and no
+    /// caller can guess another's.
     #[must_use]
     pub fn single_tenant() -> Self {
         Self { parts: Arc::default(), chosen: true }
@@ -160,8 +161,8 @@ impl CallerScope {
         Self::of_part("function".to_owned(), Source::Function(Arc::new(identity)), true)
     }
 
-    /// Tells callers apart by the parts of both scopes together, such as a tenant and a session. The order does not count.
-    /// A part that is absent and not required is left out; a part that is in both is required if either says so.
+    /// Tells callers apart by the parts of both scopes together, such as a tenant and a session, in any order. A part that is
+    /// absent and not required is left out. A part that is in both is required if it is required in one.
     #[must_use]
     pub fn and(self, other: Self) -> Self {
         let mut parts = self.parts.to_vec();
@@ -184,7 +185,7 @@ impl CallerScope {
         })
     }
 
-    /// Returns true if it is the default, which was not chosen.
+    /// Returns true if it is the default.
     #[must_use]
     pub const fn is_default(&self) -> bool {
         !self.chosen
@@ -224,7 +225,7 @@ impl CallerScope {
     }
 
     /// The caller's scope. `authority` is the host that the request is for, if hosts are tenants. `key_header` is the field of
-    /// the key, which is no credential, whatever its name.
+    /// the key, which is not a credential, whatever its name.
     pub(crate) fn of(
         &self,
         request: &Parts,
@@ -254,14 +255,14 @@ impl CallerScope {
     }
 }
 
-/// The kinds of what is no part: a caller without any, and the host if hosts are tenants.
+/// The kinds of identities that are not a part: a caller without any, and the host if hosts are tenants.
 const ANONYMOUS: &str = "anonymous";
 const AUTHORITY: &str = "authority";
 
 /// Schemes of `Authorization`. A field with a scheme and nothing after it has no credential: a client's variable was empty.
 const SCHEMES: [&str; 8] = ["bearer", "basic", "digest", "token", "apikey", "dpop", "hmac", "negotiate"];
 
-/// Refuses a request of which it is in doubt whether `Authorization` says who the caller is.
+/// Refuses a request if it is doubtful that `Authorization` identifies its caller.
 fn doubt_of(request: &Parts, key_header: &HeaderName, is_authorized: bool) -> Result<(), NoCaller> {
     let authorization = request.headers.get(header::AUTHORIZATION).filter(|_| is_authorized);
     let authorization = authorization.map(|value| value.as_bytes().trim_ascii());
@@ -270,8 +271,8 @@ fn doubt_of(request: &Parts, key_header: &HeaderName, is_authorized: bool) -> Re
         return Err(NoCaller::NotSet { credential, doubt: CallerDoubt::NewEachTime });
     }
     let doubt = if is_authorized { CallerDoubt::TwoCredentials } else { CallerDoubt::NoAuthorization };
-    // A browser sends the same `Basic` for all users of a gate, and a cookie for each.
-    let is_gate = || {
+    // A site behind one shared password: its browsers send the same `Basic` for all users, and a cookie for each.
+    let is_shared_password = || {
         let scheme = authorization.and_then(|value| value.first_chunk::<6>());
         scheme.is_some_and(|scheme| scheme.eq_ignore_ascii_case(b"basic "))
     };
@@ -280,7 +281,8 @@ fn doubt_of(request: &Parts, key_header: &HeaderName, is_authorized: bool) -> Re
             && has_value(value)
             && CallerScope::is_credential(name)
             && (!is_authorized
-                || (!credential::changes_each_time(name.as_str()) && (*name != header::COOKIE || is_gate())))
+                || (!credential::changes_each_time(name.as_str())
+                    && (*name != header::COOKIE || is_shared_password())))
     };
     match request.headers.iter().find(is_in_doubt) {
         Some((name, _)) => Err(NoCaller::NotSet { credential: name.clone(), doubt }),
@@ -311,7 +313,7 @@ impl Part {
                 let is_other_spelling = |(other, value): (&HeaderName, &HeaderValue)| {
                     credential::is_other_spelling(other.as_str(), name.as_str()) && has_value(value)
                 };
-                // Which of them the service goes by is not known.
+                // The layer does not know which line the service reads.
                 if lines.next().is_some() || request.headers.iter().any(is_other_spelling) {
                     return Err(repeated());
                 }
@@ -360,7 +362,7 @@ fn cookies<'r>(request: &'r Parts, name: &[u8]) -> impl Iterator<Item = &'r [u8]
 }
 
 impl NoCaller {
-    /// The answer to such a request.
+    /// The refusal of such a request.
     pub(crate) fn refusal(&self) -> Refusal {
         match self {
             Self::Missing { part, is_authorization } => {
@@ -370,12 +372,12 @@ impl NoCaller {
                 if *is_authorization { refusal.with_status(Some(http::StatusCode::UNAUTHORIZED)) } else { refusal }
             }
             Self::Repeated { part } => Refusal::new(Condition::ScopeUnavailable).with_detail(format!(
-                "{part} is there more than once, or with a `_` for a `-` in its name, and the service tells callers apart by it. \
-                 Nothing was executed."
+                "{part} was sent more than once, or with a `_` instead of a `-` in its name, and the service tells callers apart \
+                 by it. Nothing was executed."
             )),
             Self::NotSet { credential, doubt } => Refusal::new(Condition::ScopeNotSet).with_detail(format!(
-                "The request has {}, and it is not configured what tells callers apart: the setting `scope` is missing. Nothing \
-                 was executed.",
+                "The request has {}, and the service is not configured to tell callers apart by it: the setting `scope` is \
+                 missing. Nothing was executed.",
                 doubt.describe(credential)
             )),
         }
@@ -443,14 +445,13 @@ mod tests {
             // Empty is absent.
             assert_eq!(of(&scope, &[(name, " ")]), Ok(anonymous()), "{name}");
             assert_eq!(of(&scope, &[(name, " "), ("authorization", "Bearer a")]), Ok(caller), "{name}");
-            // Authorization may be that of a gateway.
             let two = [(name, "a=1"), ("authorization", "Bearer a")];
             let expected = match name {
                 "cookie" | "signature" => Ok(caller),
                 _ => not_set(CallerDoubt::TwoCredentials),
             };
             assert_eq!(of(&scope, &two), expected, "{name}");
-            // What was chosen is not doubted.
+            // An explicit scope skips these checks.
             let chosen = CallerScope::header(AUTHORIZATION);
             assert_eq!(of(&chosen, &[(name, "a=1")]), Ok(anonymous()), "{name}");
             assert_eq!(of(&chosen, &two), Ok(caller), "{name}");
@@ -464,7 +465,7 @@ mod tests {
         let signed = of(&scope, &[("authorization", "AWS4-HMAC-SHA256 Credential=a, Signature=b")]);
         assert!(matches!(signed, Err(NoCaller::NotSet { doubt: CallerDoubt::NewEachTime, .. })));
         assert!(!CallerScope::is_credential(&AUTHORIZATION));
-        // The field of the key is none, whatever its name.
+        // The field of the key is not a credential, whatever its name.
         let request = request(&[("x-request-token", "k")]);
         let key = HeaderName::from_static("x-request-token");
         assert_eq!(scope.of(&request, None, &key), Ok(anonymous()));
@@ -569,9 +570,8 @@ mod tests {
         assert_eq!(a, Scope::caller_of_parts(&[(AUTHORITY, b"a.test"), ("header:x-tenant", b"t")]));
         assert_ne!(a, b);
         assert_eq!(of(&CallerScope::single_tenant(), "a.test"), Scope::caller(AUTHORITY, b"a.test"));
-        let nobody = CallerScope::default();
         assert_eq!(
-            of(&nobody, "a.test"),
+            of(&CallerScope::default(), "a.test"),
             Scope::caller_of_parts(&[(ANONYMOUS, b""), (AUTHORITY, b"a.test")])
         );
     }

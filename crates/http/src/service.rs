@@ -1,4 +1,4 @@
-//! The Tower service: what happens to one request.
+//! The Tower service, which handles one request.
 
 use std::fmt;
 use std::future::{Future, poll_fn};
@@ -73,7 +73,7 @@ impl<S: fmt::Debug> fmt::Debug for Idempotency<S> {
 }
 
 pin_project! {
-    /// The answer to come.
+    /// The future of a response.
     pub struct ResponseFuture<F, T> {
         #[pin]
         inner: FutureInner<F, T>,
@@ -133,7 +133,7 @@ where
         let settings = self.shared.settings(request.method(), request.uri().path());
         let has_key = settings.may_have_key(request.headers());
         let passing = if !has_path(request.uri()) && method::has_effect(request.method()) {
-            // No route says what is done with it.
+            // No route matches a target without a path, so the request is refused.
             None
         } else if !settings.covers(request.method()) {
             Some(Disposition::NotCovered)
@@ -147,7 +147,7 @@ where
             let future = self.inner.call(request.map(RequestBody::passing));
             return ResponseFuture { inner: FutureInner::Passing { future } };
         }
-        // The one that is ready is called; the clone takes its place.
+        // `self.inner` is the service that `poll_ready` made ready, so call it and keep the clone for the next request.
         let clone = self.inner.clone();
         let inner = mem::replace(&mut self.inner, clone);
         let keyed = KeyedResponse::new(self.shared.clone(), settings.clone());
@@ -200,8 +200,8 @@ impl KeyedResponse {
         self.shared.observer.observe(&RequestEvent::keyed(disposition, status, keyed));
     }
 
-    /// Names the operation of a request that is refused before its record is known. The canonical path has no characters that
-    /// a terminal would obey.
+    /// Names the operation of a request that is refused before its record is known. The canonical path has no control
+    /// characters, so it is safe on a terminal.
     fn label_early(&mut self, method: &http::Method, path: &str) {
         let path = self.settings.canonical_path(path);
         self.label = Label::new(CallerTag::default(), &format!("{} {path}", method::canonical(method)));
@@ -221,8 +221,8 @@ impl KeyedResponse {
     {
         let (parts, body) = request.into_parts();
         self.grpc = GrpcForm::of(&parts.headers);
-        let (scope, key) = match self.whose(&parts) {
-            Ok(whose) => whose,
+        let (scope, key) = match self.scope_and_key(&parts) {
+            Ok(scope_and_key) => scope_and_key,
             Err(refusal) => {
                 self.label_early(&parts.method, parts.uri.path());
                 return Ok(self.refuse(refusal));
@@ -267,7 +267,7 @@ impl KeyedResponse {
         let request = || Request::from_parts(parts, RequestBody::whole(data, trailers, held));
         match self.shared.engine.claim(claim).await {
             Ok(ClaimOutcome::Execute(permit)) => self.execute(inner, (permit, slot), key, request()).await,
-            Ok(ClaimOutcome::Replay(stored)) => Ok(self.replay_if_room(&stored)),
+            Ok(ClaimOutcome::Replay(stored)) => Ok(self.replay_within_budget(&stored)),
             Ok(ClaimOutcome::InProgress { lease_left, running_for }) => {
                 let refusal = Refusal::new(Condition::RequestInProgress);
                 Ok(self.refuse(refusal.with_retry_after(retry_after(lease_left, running_for))))
@@ -284,12 +284,12 @@ impl KeyedResponse {
             Ok(_) => Ok(self.refuse(Refusal::new(Condition::ReplayUnavailable))),
             Err(error) => {
                 if error.is_unsent() {
-                    // The store is known to be out of reach, and the log has that once already.
+                    // The log has the outage of the store already.
                     tracing::debug!(record = %id, error = %ErrorChain(&error), "claim failed");
                 } else {
                     tracing::warn!(record = %id, error = %ErrorChain(&error), "claim failed");
                 }
-                // A full store was reached: a client that fills it must not be able to switch the protection off.
+                // A full store does not count as an outage: a client that fills it could switch the protection off.
                 let is_away = error.kind() == StoreErrorKind::Unavailable && error.extent() == Extent::Store;
                 match (error.kind(), self.settings.store_outage) {
                     (StoreErrorKind::Corrupt, _) => Ok(self.refuse(Refusal::new(Condition::RecordCorrupt))),
@@ -310,7 +310,7 @@ impl KeyedResponse {
     }
 
     /// Returns the caller's scope and the key, unless the body carries the key.
-    fn whose(&mut self, parts: &Parts) -> Result<(Scope<'static>, Option<IdempotencyKey>), Refusal> {
+    fn scope_and_key(&mut self, parts: &Parts) -> Result<(Scope<'static>, Option<IdempotencyKey>), Refusal> {
         let settings = &self.settings;
         if !has_path(&parts.uri) {
             return Err(Refusal::new(Condition::RequestMalformed).with_detail(NO_PATH));
@@ -338,10 +338,10 @@ impl KeyedResponse {
         }
     }
 
-    /// Counts this request as one that is under way, where there is room for one more and for an answer.
+    /// Counts this request as in flight, unless a limit is reached or the budget for answers is used up.
     fn enter(&self, scope: &Scope<'_>) -> Option<Slot> {
         let caller = (!self.settings.caller.is_single_tenant()).then(|| scope.caller_tag());
-        self.shared.in_flight.enter(caller).filter(|_| self.shared.response_budget.has_room())
+        self.shared.in_flight.enter(caller).filter(|_| self.shared.response_budget.has_capacity())
     }
 
     /// Computes the fingerprint of a request. A body that is large, or that becomes large when it is decoded, is
@@ -353,10 +353,10 @@ impl KeyedResponse {
         needs_key: bool,
     ) -> Result<(Parts, FingerprintedRequest), Refusal> {
         let held = || BudgetReservation::nothing(self.shared.request_budget.clone());
-        let no_room = |BudgetExhausted| overloaded(NO_ROOM);
+        let exhausted = |BudgetExhausted| overloaded(REQUEST_BUDGET_USED_UP);
         if data.len() <= COMPARED_HERE {
             let body = canonical::decode(&parts, data, COMPARED_HERE, &mut held());
-            let body = body.map_err(no_room)?;
+            let body = body.map_err(exhausted)?;
             if !body.outgrows() {
                 let compared = FingerprintedRequest::of(&self.settings, &parts, &body, needs_key);
                 drop(body);
@@ -376,11 +376,11 @@ impl KeyedResponse {
             Ok(runtime) => runtime.spawn_blocking(compare).await.unwrap_or(Err(BudgetExhausted)),
             Err(_) => compare(),
         }
-        .map_err(no_room)
+        .map_err(exhausted)
     }
 
-    /// The key that the body carries. The client is told it, in quotes, as any syntax of the field has it: it names the record
-    /// to operators, too.
+    /// The key that the body carries. The client gets it in the response, in quotes, which every key syntax accepts: it helps
+    /// operators to find the record.
     fn natural_key(
         &mut self,
         key: Option<Result<IdempotencyKey, NaturalKeyError>>,
@@ -390,7 +390,7 @@ impl KeyedResponse {
         let key = key.ok_or_else(missing)?.map_err(|why| {
             let names: Vec<_> = members.members().iter().map(|member| member.as_str()).collect();
             missing().with_detail(format!(
-                "The key of this operation is built of members of its JSON body ({}), and {why}. Nothing was executed.",
+                "The key of this operation is built from members of its JSON body ({}), and {why}. Nothing was executed.",
                 names.join(", ")
             ))
         })?;
@@ -398,8 +398,8 @@ impl KeyedResponse {
         Ok(key)
     }
 
-    /// The refusal of a request that is not the one that the key was used for. If only the host differs, the client may have sent
-    /// one request to two addresses of the service: with a new key, it would take effect twice.
+    /// The refusal of a request that differs from the one that the key was used for. If only the host differs, the client may
+    /// have sent one request to two addresses of the service: with a new key, it would take effect twice.
     async fn mismatch(&self, id: RecordId, fingerprint: Fingerprint) -> Refusal {
         if self.settings.authority() == AuthorityRole::Compared {
             match self.shared.engine.store().lookup(id).await {
@@ -408,20 +408,20 @@ impl KeyedResponse {
                 }
                 Ok(_) => {}
                 Err(error) => {
-                    tracing::warn!(record = %id, error = %ErrorChain(&error), "the record of another request was not found");
+                    tracing::warn!(record = %id, error = %ErrorChain(&error), "the record of a mismatch could not be read");
                     return Refusal::new(Condition::StoreUnavailable).with_retry_after(1);
                 }
             }
         }
         let refusal = Refusal::new(Condition::KeyReused);
-        // No client can send another key where the body is the key.
+        // If the body is the key, no client can send another key.
         match self.settings.natural_key {
             Some(_) => refusal.with_detail(REUSED_MEMBERS),
             None => refusal,
         }
     }
 
-    /// A request that turned out to have no key, and needs none.
+    /// Passes on a request whose body has no key, and that needs none.
     async fn pass<S, B, RB>(
         self,
         mut inner: S,
@@ -436,7 +436,7 @@ impl KeyedResponse {
         Ok(response.map(ResponseBody::passing))
     }
 
-    /// The whole body, for the fingerprint.
+    /// Reads the whole body, for the fingerprint.
     async fn read<B>(&self, body: B) -> Result<(Bytes, Option<HeaderMap>, Option<BudgetReservation>), Refusal>
     where
         B: Body<Error: Into<BoxError>>,
@@ -445,7 +445,7 @@ impl KeyedResponse {
         let mut held = BudgetReservation::nothing(self.shared.request_budget.clone());
         let read = {
             let mut reading = pin!(read_up_to(body, limit, |bytes| held.add_piece(bytes)));
-            // Most bodies are there with their heads, and need no timer.
+            // Most bodies arrive with their heads and need no timer.
             match poll_fn(|cx| Poll::Ready(reading.as_mut().poll(cx))).await {
                 Poll::Ready(read) => read,
                 Poll::Pending => tokio::time::timeout(self.settings.body_timeout, reading)
@@ -463,7 +463,7 @@ impl KeyedResponse {
                     format!("{} At most {limit} bytes are accepted.", Condition::RequestTooLarge.detail());
                 Err(Refusal::new(Condition::RequestTooLarge).with_detail(detail))
             }
-            Read::Broken(error) if error.is::<BudgetExhausted>() => Err(overloaded(NO_ROOM)),
+            Read::Broken(error) if error.is::<BudgetExhausted>() => Err(overloaded(REQUEST_BUDGET_USED_UP)),
             Read::Broken(error) => {
                 tracing::debug!(error = %ErrorChain(&*error), "request body broke off");
                 Err(Refusal::new(Condition::RequestIncomplete))
@@ -471,8 +471,8 @@ impl KeyedResponse {
         }
     }
 
-    /// Executes where a client that hangs up drops this future and not the handler: in a task of its own, unless the
-    /// handler is done at once.
+    /// Executes in a task of its own, unless the handler is done at once. A client that hangs up drops this future, but not
+    /// the handler.
     async fn execute<S, B, RB>(
         mut self,
         inner: S,
@@ -513,14 +513,14 @@ impl KeyedResponse {
                     }
                     drop(slot);
                 });
-                // Otherwise the task was cut off with its runtime.
+                // The task was dropped with its runtime.
                 let cut_off = |_| Ok(Executed::Refused(Refusal::new(Condition::OutcomeUnknown)));
                 receive.await.unwrap_or_else(cut_off)
             }
         };
         match answer {
             Ok(Executed::Response(mut response)) => {
-                // Only the layer says what was replayed.
+                // Only the layer marks replays.
                 response.headers_mut().remove(&self.settings.profile.replay_marker);
                 self.observe(disposition_of(&response), Some(response.status()));
                 Ok(self.echoed(response))
@@ -546,7 +546,7 @@ impl KeyedResponse {
         self.settings.asks_for_answers() && self.grpc.is_none()
     }
 
-    /// Asks in a task of its own: the answer is kept, also where the client has hung up meanwhile.
+    /// Asks in a task of its own: the answer is kept even if the client has hung up meanwhile.
     async fn ask_for_answer<RB>(
         self,
         permit: AnswerPermit,
@@ -563,7 +563,7 @@ impl KeyedResponse {
                 response
             }
             Ok(QuestionResult::Refused(refusal)) => self.refuse(refusal),
-            // The task was cut off with its runtime.
+            // The task was dropped with its runtime.
             Err(_) => self.refuse(awaited()),
         }
     }
@@ -583,13 +583,13 @@ impl KeyedResponse {
         Ok(self.echoed(response.map(ResponseBody::passing)))
     }
 
-    /// The stored answer, where there is room for it: it can be had again.
-    fn replay_if_room<RB>(&self, stored: &StoredResponse) -> Response<ResponseBody<RB>> {
+    /// Replays the stored answer, or refuses if the budget is used up: a retry can get the answer later.
+    fn replay_within_budget<RB>(&self, stored: &StoredResponse) -> Response<ResponseBody<RB>> {
         let mut held = BudgetReservation::nothing(self.shared.response_budget.clone());
         if held.add(stored.body().len()) {
             self.replay(stored, held)
         } else {
-            self.refuse(overloaded(NO_ROOM_FOR_ANSWER))
+            self.refuse(overloaded(RESPONSE_BUDGET_USED_UP))
         }
     }
 
@@ -639,10 +639,10 @@ impl KeyedResponse {
 pub(crate) enum Executed<RB> {
     /// The handler's answer.
     Response(Response<ResponseBody<RB>>),
-    /// The answer that the record has, and how the client is told where it is not there: that of an earlier attempt, found
-    /// by asking, or one that the operation put there and then did not give.
+    /// An answer from the record or for it, instead of the handler's: that of an earlier attempt that the service reported, or
+    /// the one that the operation wrote itself. With its `Idempotency-Status` if the record could not keep it.
     Recorded(StoredResponse, Option<&'static str>),
-    /// There is no answer.
+    /// There is no answer from the handler.
     Refused(Refusal),
 }
 
@@ -652,7 +652,7 @@ const COMPARED_HERE: usize = 64 * 1024;
 /// The properties of a request whose body was read.
 struct FingerprintedRequest {
     fingerprint: Fingerprint,
-    /// The key that the body carries, where the route asks for it.
+    /// The key that the body carries, if the route uses natural keys.
     natural_key: Option<Result<IdempotencyKey, NaturalKeyError>>,
 }
 
@@ -676,39 +676,38 @@ fn overloaded(detail: &'static str) -> Refusal {
     Refusal::new(Condition::Overloaded).with_detail(detail).with_retry_after(1)
 }
 
-const NO_ROOM: &str =
-    "Nothing was executed: there is no room for the body. Send the same request with the same key later.";
-const NO_ROOM_FOR_ANSWER: &str = "The first request with this key was processed, and there is no room for its answer at the \
-     moment. Send the same request with the same key later to get it.";
-const TOO_MANY: &str = "Nothing was executed: too many requests with a key are under way, or too many answers wait for their \
+const REQUEST_BUDGET_USED_UP: &str = "Nothing was executed: the memory for the bodies of requests is used up. Send the same request \
+     with the same key later.";
+const RESPONSE_BUDGET_USED_UP: &str = "The first request with this key was processed. The memory for answers is used up at the moment. \
+     Send the same request with the same key later to get the answer.";
+const TOO_MANY: &str = "Nothing was executed: too many requests with a key are in progress, or too many answers wait for their \
      clients. Send the same request with the same key later.";
 
-/// Why a key is refused where the store was reached and has no room for it.
-const STORE_FULL: &str = "The store of keys has no room for new ones at the moment; keys that it knows are still answered. Nothing was executed. Send the same request with the same key later.";
+/// The detail of `store-unavailable` if the store was reached and is full.
+const STORE_FULL: &str = "The store of keys is full at the moment. Requests with keys that it already has are still answered. \
+     Nothing was executed. Send the same request with the same key later.";
 
-/// The meaning of `key-reused` if the key is built from the body.
-const REUSED_MEMBERS: &str = "The key of this operation is built of members of its JSON body, and another request had the \
-     same ones and differed in something else. Nothing was executed. What is meant to be another operation has to differ \
-     in these members.";
+/// The detail of `key-reused` if the key is built from the body.
+const REUSED_MEMBERS: &str = "The key of this operation is built from members of its JSON body. Another request had the same \
+     members and differed in other parts. Nothing was executed. A request for another operation must differ in these members.";
 
-/// The seconds after which a client should ask again about a request that is being processed. Nearly every one ends within a
-/// second, and one that has been running for some time will most likely run as long again: a client that obeys waits for 1, 1,
-/// 2, 4 and then 5 seconds. It need not wait longer than the lease lasts: if the owner died, the record is decided then.
+/// The seconds after which a client should ask again about a request that is being processed. Nearly every request ends within
+/// a second, and one that has been running for some time will most likely run as long again: a client that obeys waits for 1,
+/// 1, 2, 4 and then 5 seconds. It need not wait longer than the lease: if the owner died, the record can be decided then.
 fn retry_after(lease_left: Duration, running_for: Duration) -> u64 {
+    const MAX_SECONDS: u64 = 5;
     let lease_left = lease_left.as_millis().div_ceil(1000).try_into().unwrap_or(u64::MAX);
-    running_for.as_secs().min(RETRY_AFTER_MAX).min(lease_left).max(1)
+    running_for.as_secs().min(MAX_SECONDS).min(lease_left).max(1)
 }
-
-const RETRY_AFTER_MAX: u64 = 5;
 
 const IDEMPOTENCY_STATUS: HeaderName = HeaderName::from_static("idempotency-status");
 
-/// Takes off what only the layer says.
+/// Removes the status field, which only the layer sets.
 pub(crate) fn take_status<T>(response: &mut Response<T>) {
     response.headers_mut().remove(IDEMPOTENCY_STATUS);
 }
 
-/// The outcome of a request whose answer is passed on. The status field is the layer's own: a handler's is taken off before.
+/// The outcome of a request whose answer is passed on. The status field is the layer's own: a handler's was removed before.
 fn disposition_of<T>(response: &Response<T>) -> Disposition {
     let is_fenced = || response.headers().get(IDEMPOTENCY_STATUS).is_some_and(|status| status == FENCED);
     match response.extensions().get() {
@@ -718,7 +717,7 @@ fn disposition_of<T>(response: &Response<T>) -> Disposition {
     }
 }
 
-/// Tells a client that its answer is not what it would be on an ordinary day.
+/// Marks a response that differs from the normal case.
 pub(crate) fn set_status<T>(response: &mut Response<T>, status: &'static str) {
     response.headers_mut().insert(IDEMPOTENCY_STATUS, HeaderValue::from_static(status));
 }

@@ -1,4 +1,4 @@
-//! What the layer does on one route.
+//! The settings of one route.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -57,7 +57,7 @@ pub struct Settings {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum AuthorityRole {
-    /// Nothing: a request to another host is the same request. For a service that has several names.
+    /// None: a request to another host is the same request. For a service that has several names.
     Ignored,
     /// The same key with another host is another request: a mismatch. No client gets the response of another host.
     #[default]
@@ -73,7 +73,7 @@ pub enum CompletedBy {
     /// The layer, with the handler's answer, after the operation.
     #[default]
     Layer,
-    /// The operation itself, in the transaction that holds its effect, so that both commit or neither does. See
+    /// The operation, in the transaction that holds its effect, so that both commit or neither does. See
     /// [`Settings::with_upstream_completion`].
     Upstream,
 }
@@ -82,10 +82,10 @@ pub enum CompletedBy {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum StoreOutage {
-    /// It is refused with a 503. Nothing is executed.
+    /// They are refused with a 503. Nothing is executed.
     #[default]
     Closed,
-    /// It is executed without protection, marked with `Idempotency-Status: unprotected`, and counted.
+    /// They are executed without protection, marked with `Idempotency-Status: unprotected`, and counted.
     Open,
 }
 
@@ -127,13 +127,13 @@ impl Settings {
         }
     }
 
-    /// Lease, retention, waiting, and what follows an abandoned attempt.
+    /// Sets lease, retention, waiting time, and the policy for abandoned attempts.
     #[must_use]
     pub fn with_policy(self, policy: Policy) -> Self {
         Self { policy, ..self }
     }
 
-    /// Lease, retention, waiting, and what follows an abandoned attempt.
+    /// Lease, retention, waiting time, and the policy for abandoned attempts.
     #[must_use]
     pub const fn policy(&self) -> Policy {
         self.policy
@@ -163,7 +163,7 @@ impl Settings {
         &self.grammar
     }
 
-    /// The identification of callers.
+    /// Sets the identification of callers.
     #[must_use]
     pub fn with_caller(self, caller: CallerScope) -> Self {
         Self { caller, ..self }
@@ -204,15 +204,15 @@ impl Settings {
         self
     }
 
-    /// The field that carries the key.
+    /// Sets the header field that carries the key.
     ///
     /// # Errors
-    /// If requests have it for another purpose, such as `Content-Type`.
+    /// If requests use it for another purpose, such as `Content-Type`.
     pub fn with_key_header(mut self, name: HeaderName) -> Result<Self, ConfigError> {
         if has_other_purpose(&name) {
             return Err(ConfigError::new(format!(
-                "the header field {name} has another purpose, and many requests have the same value there; name the field that \
-                 carries nothing but keys"
+                "the header field {name} has another purpose, and many requests have the same value there; name a field that \
+                 carries only keys"
             )));
         }
         self.profile.key_header = name;
@@ -290,7 +290,7 @@ impl Settings {
         }
     }
 
-    /// The methods that are covered.
+    /// Sets the methods that are covered.
     ///
     /// # Errors
     /// If a method is safe (GET, HEAD, OPTIONS, TRACE), because it has no effect to protect, or CONNECT, because it is not a
@@ -310,8 +310,8 @@ impl Settings {
         Self { fingerprint, ..self }
     }
 
-    /// Header fields that make two requests different. Those that name another method or path (`X-HTTP-Method-Override`,
-    /// `X-Original-URL` and the like) always do.
+    /// Sets header fields that are compared: a different value makes a different request. Fields that name another method or
+    /// path (`X-HTTP-Method-Override`, `X-Original-URL` and the like) are always compared.
     #[must_use]
     pub fn with_fingerprint_headers(mut self, mut names: Vec<HeaderName>) -> Self {
         names.sort_unstable_by(|a, b| a.as_str().cmp(b.as_str()));
@@ -320,7 +320,7 @@ impl Settings {
         self
     }
 
-    /// One more header field of the response that is stored and replayed.
+    /// Adds a header field of the response that is stored and replayed.
     ///
     /// # Errors
     /// If the field must never be replayed (hop-by-hop, `Set-Cookie`, `Date` and others).
@@ -336,9 +336,9 @@ impl Settings {
         self
     }
 
-    /// Statuses of answers that free the key, instead of those of the profile: what was refused may be corrected and sent
-    /// again under the same key. The service must have done nothing when it answers so. 401, 403, 407, 408, 421, 425 and 429
-    /// always free the key.
+    /// Sets the statuses of answers that free the key, instead of those of the profile: the client may correct the refused
+    /// request and send it again under the same key. The service must have done nothing when it sends such a status. 401, 403,
+    /// 407, 408, 421, 425 and 429 always free the key.
     ///
     /// # Errors
     /// If one is not an error, from 400 to 599.
@@ -356,7 +356,7 @@ impl Settings {
     /// Refusals link to it (`Link: <…>; rel="describedby"`, draft-ietf-httpapi-idempotency-key-header-07, 2.7).
     ///
     /// # Errors
-    /// If it is neither.
+    /// If it is neither of them.
     pub fn with_documentation(self, url: &str) -> Result<Self, ConfigError> {
         let is_reference = ["http://", "https://", "/"].iter().any(|start| {
             url.strip_prefix(start).is_some_and(|rest| !rest.is_empty() && !rest.starts_with('/'))
@@ -371,10 +371,10 @@ impl Settings {
         }
     }
 
-    /// The field that marks a replay.
+    /// Sets the header field that marks a replay.
     ///
     /// # Errors
-    /// If answers have it for another purpose, such as `Content-Type`.
+    /// If answers use it for another purpose, such as `Content-Type`.
     pub fn with_replay_marker(mut self, name: HeaderName) -> Result<Self, ConfigError> {
         if is_reserved(&name) {
             return Err(ConfigError::new(format!(
@@ -434,20 +434,20 @@ impl Settings {
     /// Under [`OnAbandoned::Reconcile`](oncegate_core::OnAbandoned::Reconcile) it is asked for the outcome of an
     /// abandoned attempt. With [`with_upstream_completion`](Self::with_upstream_completion) it is asked for the
     /// response of an operation whose record was completed without one, because every process died before the layer
-    /// had added it. Without it, a retry is told that the response cannot be replayed.
+    /// had added it. Without such a service, a retry of that operation is refused with `replay-unavailable`.
     #[must_use]
     pub fn with_reconcile(self, reconcile: impl Reconcile) -> Self {
         Self { reconcile: Some(Arc::new(reconcile)), ..self }
     }
 
-    /// The operation completes its record itself, in the transaction that holds its effect: in PostgreSQL by
-    /// `SELECT oncegate.complete(record, token)` before its `COMMIT`, with its response or without, which the layer then
-    /// adds. An attempt whose lease ran out without that has committed nothing, so it is executed again: this sets
-    /// [`OnAbandoned::Reexecute`], and a policy that is set later must say the same. Answers from 500 to 599, panics and
-    /// time-outs free the key, unless the record is completed: whatever
-    /// [`with_server_errors`](Self::with_server_errors) says.
+    /// Lets the operation complete its record itself, in the transaction that holds its effect: in PostgreSQL by
+    /// `SELECT oncegate.complete(record, token)` before its `COMMIT`. If the call passes no response, the layer adds it.
     ///
-    /// A layer refuses this on a store that cannot commit a completion together with the effect.
+    /// An attempt whose lease ran out without that has committed nothing, so it is executed again: this sets
+    /// [`OnAbandoned::Reexecute`], and a policy that is set later must have the same value. Answers from 500 to 599, panics and
+    /// timeouts free the key unless the record is completed, regardless of [`with_server_errors`](Self::with_server_errors).
+    ///
+    /// A layer refuses this setting with a store that cannot commit a completion together with the effect.
     #[must_use]
     pub fn with_upstream_completion(self) -> Self {
         let policy = self.policy.with_on_abandoned(OnAbandoned::Reexecute);
@@ -466,8 +466,7 @@ impl Settings {
         self.completed_by
     }
 
-    /// Limits the response body that is stored, in bytes. A larger one goes to the first client whole and leaves a
-    /// record that cannot be replayed.
+    /// The largest response body that is stored, in bytes.
     #[must_use]
     pub const fn max_response_body(&self) -> usize {
         self.max_response_body
@@ -497,8 +496,7 @@ impl Settings {
         method::contains(&self.methods, method)
     }
 
-    /// Returns true if a request with these header fields may have a key. If the body carries the key, only the body
-    /// tells.
+    /// Returns true if a request with these header fields may have a key. If the body carries the key, every request may.
     pub(crate) fn may_have_key(&self, headers: &HeaderMap) -> bool {
         self.natural_key.is_some() || headers.contains_key(&self.profile.key_header)
     }
@@ -508,7 +506,7 @@ impl Settings {
         if self.completed_by == CompletedBy::Upstream {
             if !store.atomic_with_effect {
                 return Err(ConfigError::new(format!(
-                    "the operation is to complete its record in its own transaction (completion = \"upstream\"), but the store \
+                    "the operation completes its record in its own transaction (completion = \"upstream\"), but the store \
                      {} cannot commit a completion together with an effect; use PostgreSQL",
                     store.name
                 )));
@@ -539,11 +537,11 @@ impl Settings {
 }
 
 /// A key that is built from the body need not be guessed: two callers with the same cart have the same key.
-const ANONYMOUS_NATURAL_KEY: &str = "the key is built of members of the body (key-members), and callers that are not told apart would \
-     get each other's answers; demand what tells them apart (scope = \"required-header:NAME\" or \"required-cookie:NAME\"), or \
-     say that there is only one (scope = \"single-tenant\")";
+const ANONYMOUS_NATURAL_KEY: &str = "the key is built from members of the body (key-members), and callers that are not told apart \
+     would get each other's answers; require a field that identifies them (scope = \"required-header:NAME\" or \
+     \"required-cookie:NAME\"), or declare that there is only one caller (scope = \"single-tenant\")";
 
-/// Every profile's pointers are pointers: a test sees to it.
+/// The natural key of a profile. A test checks that every profile's pointers are valid.
 fn natural_key_of(members: &[&str]) -> Option<NaturalKey> {
     NaturalKey::new(members.iter().filter_map(|member| JsonPointer::parse(member).ok()).collect())
 }
@@ -661,7 +659,7 @@ mod tests {
     }
 
     #[test]
-    fn reconcile_needs_somebody_to_ask() {
+    fn reconcile_needs_a_service_to_ask() {
         let policy = Policy::default().with_on_abandoned(OnAbandoned::Reconcile);
         assert!(Settings::default().with_policy(policy).check(&promises(true)).is_err());
     }

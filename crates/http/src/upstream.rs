@@ -1,8 +1,7 @@
 //! The end of an operation that completes its record itself, in the transaction that holds its effect
 //! ([`Settings::with_upstream_completion`](crate::Settings::with_upstream_completion)).
 //!
-//! The record knows what was committed, so it has the last word: where it has an answer, this is what the client gets,
-//! whatever became of the handler's.
+//! The record shows what was committed. If it has an answer, the client gets that answer instead of the handler's.
 
 use bytes::Bytes;
 use http::header::{CONTENT_LENGTH, TRAILER};
@@ -26,7 +25,7 @@ use crate::service::{Executed, take_status};
 use crate::settings::Settings;
 
 impl Execution {
-    /// The handler answered.
+    /// Ends an execution whose handler answered.
     pub(crate) async fn finish_upstream<RB, E>(self, mut response: Response<RB>) -> ExecutionEnd<RB, E>
     where
         RB: Body<Data: Send, Error: Into<BoxError>> + Send + 'static,
@@ -51,7 +50,7 @@ impl Execution {
             let status = status_of(&concluded).filter(|status| !nothing || *status == FENCED);
             return match concluded {
                 ConcludeOutcome::Recorded(own) => ExecutionEnd::with(instead(&settings, parts, &own, held)),
-                // It stays an answer without a body: a client of gRPC reads the status of its call in the head of such a one.
+                // Without a body, as the handler sent it: a gRPC client reads the status of its call in the head then.
                 _ if body.is_end_stream() => {
                     let body = ResponseBody::own(Bytes::new());
                     ExecutionEnd::with(Executed::Response(marked(parts, body, status)))
@@ -98,15 +97,15 @@ impl Execution {
         }
     }
 
-    /// The handler ended without an answer. Its transaction has committed, or has not, or is just at it: never is the
-    /// outcome left unknown for that.
+    /// Ends an execution whose handler ended without an answer. The record shows whether its transaction has committed, so
+    /// the outcome is never left unknown.
     pub(crate) async fn fail_upstream<RB>(self, status: Option<StatusCode>) -> Executed<RB> {
         let refusal = match self.permit.conclude(OperationReport::NoAnswer).await {
             ConcludeOutcome::Recorded(own) => return Executed::Recorded(own, None),
             ConcludeOutcome::Stored | ConcludeOutcome::Unreplayable => {
                 Refusal::new(Condition::ReplayUnavailable)
             }
-            // A retry asks for it.
+            // A retry asks the service for the answer.
             ConcludeOutcome::Awaited => awaited().with_status(status),
             ConcludeOutcome::Released => Refusal::new(Condition::HandlerFailed).with_status(status),
             // Its transaction is still open, or another attempt executes: a retry gets the outcome.
@@ -116,7 +115,7 @@ impl Execution {
     }
 }
 
-/// The response of the record, instead of the handler's. Fields that a record never keeps (a cookie, the request id) stay.
+/// The response of the record, instead of the handler's. Fields that a record never keeps (cookies, request ids) stay.
 fn instead<RB>(
     settings: &Settings,
     mut parts: Parts,

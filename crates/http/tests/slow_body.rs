@@ -54,17 +54,17 @@ impl Service<Request<RequestBody<Stalled>>> for Counting {
 
 #[tokio::test(start_paused = true)]
 async fn a_request_whose_body_stalls_is_refused_in_time_and_not_executed() {
-    let patience = Duration::from_secs(5);
+    let timeout = Duration::from_secs(5);
     let store = Arc::new(MemoryStore::new(ManualClock::at_millis(1)));
     let layer = IdempotencyLayer::new(Engine::new(store.clone()))
-        .with_settings(Settings::default().with_body_timeout(patience))
+        .with_settings(Settings::default().with_body_timeout(timeout))
         .unwrap();
     let handler = Counting::default();
     let asked = tokio::time::Instant::now();
     let request = Request::post("/pay").header("idempotency-key", "a").body(Stalled).unwrap();
     let answer = layer.layer(handler.clone()).call(request).await.unwrap();
     assert_eq!(answer.status(), StatusCode::BAD_REQUEST);
-    assert_eq!(asked.elapsed(), patience);
+    assert_eq!(asked.elapsed(), timeout);
     assert_eq!(handler.0.load(Ordering::Relaxed), 0);
     assert!(store.is_empty(), "no key was claimed");
 }

@@ -1,4 +1,4 @@
-//! Keys that are built of members of the body.
+//! Keys that are built from members of the body.
 
 use super::pay;
 use crate::client::Request;
@@ -96,7 +96,7 @@ async fn in_words(mut world: World) {
     assert_refusal("key-reused", &refusal);
     let problem = refusal.json();
     let detail = problem["detail"].as_str().unwrap_or_default();
-    assert!(detail.contains("built of members") && !detail.contains("new key"), "{detail}");
+    assert!(detail.contains("built from members") && !detail.contains("new key"), "{detail}");
 }
 
 fn checkout(body: impl Into<String>) -> Request {
