@@ -88,6 +88,7 @@ const ARROWS: &[(&str, &[&str])] = &[
             "oncegate-inbox-postgres",
             "oncegate-postgres",
             "oncegate-servers",
+            "oncegate-testkit",
         ],
     ),
     (

@@ -12,19 +12,10 @@ pub mod suite;
 use std::fmt;
 use std::time::Duration;
 
-use tokio::time::{Instant, sleep};
+pub use oncegate_testkit::until;
 
 /// The bound on everything that is certain to happen. Test machines are busy.
-pub const TIMEOUT: Duration = Duration::from_secs(180);
-
-/// Waits until a condition holds.
-pub async fn until(what: impl fmt::Display, mut holds: impl AsyncFnMut() -> bool) {
-    let deadline = Instant::now() + TIMEOUT;
-    while !holds().await {
-        assert!(Instant::now() < deadline, "{what}: not within {TIMEOUT:?}");
-        sleep(Duration::from_millis(20)).await;
-    }
-}
+pub const TIMEOUT: Duration = oncegate_testkit::WAIT_TIMEOUT;
 
 /// Waits for a future that completes within [`TIMEOUT`].
 pub async fn within<T>(what: impl fmt::Display, future: impl Future<Output = T>) -> T {

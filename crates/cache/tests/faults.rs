@@ -16,7 +16,7 @@ use oncegate_redis::{RedisOptions, RedisStore};
 use oncegate_servers::{
     PostgresServer, RedisOptions as ServerOptions, RedisSentinel, RedisServer, freeze, thaw,
 };
-use oncegate_testkit::{Fault, FaultyStore, Latch, ManualClock, Operation};
+use oncegate_testkit::{Fault, FaultyStore, Latch, ManualClock, Operation, until};
 use support::*;
 
 /// Options with a timeout that is long enough for a busy machine.

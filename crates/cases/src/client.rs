@@ -491,15 +491,3 @@ pub fn framing(method: &str, head: &Head) -> Result<Framing, AnswerError> {
 pub async fn within<F: Future>(future: F) -> Option<F::Output> {
     tokio::time::timeout(TIMEOUT, future).await.ok()
 }
-
-/// Waits for a condition.
-///
-/// # Panics
-/// With `what`, if the condition is not true in time.
-pub async fn until(what: &str, mut condition: impl AsyncFnMut() -> bool) {
-    let deadline = tokio::time::Instant::now() + TIMEOUT;
-    while !condition().await {
-        assert!(tokio::time::Instant::now() < deadline, "waited in vain until {what}");
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
-}

@@ -5,10 +5,11 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 
+use oncegate_testkit::until;
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::sync::watch;
 
-use crate::client::{until, within};
+use crate::client::within;
 use crate::plan::Plan;
 
 /// `oncegate proxy`, running. It is killed when this is dropped.

@@ -14,13 +14,13 @@ use oncegate_embedded::{EmbeddedOptions, EmbeddedStore};
 use oncegate_engine::Engine;
 use oncegate_postgres::{PostgresOptions, PostgresStore};
 use oncegate_redis::{RedisOptions, RedisStore};
-use oncegate_testkit::{Faults, FaultyStore};
+use oncegate_testkit::{Faults, FaultyStore, until};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use tower_layer::Layer;
 
 use crate::backend::{Backend, HttpServer};
-use crate::client::{Answer, AnswerError, Connection, Request, until};
+use crate::client::{Answer, AnswerError, Connection, Request};
 use crate::databases::{CACHE_TIMEOUT, TestDatabase};
 use crate::plan::Plan;
 use crate::sidecar::Sidecar;

@@ -10,7 +10,8 @@ use std::process::Stdio;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use support::{Message, Process, Service, Sidecar, Wire, until, within};
+use oncegate_testkit::until;
+use support::{Message, Process, Service, Sidecar, Wire, within};
 use tokio::io::AsyncWriteExt as _;
 use tokio::process::Command;
 

@@ -18,7 +18,8 @@ use oncegate_client::tower::TowerTransport;
 use oncegate_client::{
     Advice, Answer, AttemptFailureKind, Client, Intent, RetryPolicy, SendError, SendErrorKind, Verdict,
 };
-use support::{Service, Sidecar, Wire, sidecar, until, within};
+use oncegate_testkit::until;
+use support::{Service, Sidecar, Wire, sidecar, within};
 use tokio::net::{TcpListener, TcpSocket};
 
 /// Payments: for each key, how often it was paid.

@@ -16,6 +16,7 @@ use oncegate_servers::{
     Fault, FaultProxy, PostgresOptions, PostgresServer, PostgresSession, RedisOptions, RedisServer, freeze,
     thaw,
 };
+use oncegate_testkit::until;
 use support::{Message, Service, Sidecar, Wire, request, sidecar};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::{JoinHandle, block_in_place};
@@ -169,13 +170,13 @@ impl Load {
     async fn makes_payments(&self, more: usize) {
         let paid = || self.heard.lock().unwrap().len();
         let enough = paid() + more;
-        wait_until("more payments are made", async || paid() >= enough).await;
+        until("more payments are made", async || paid() >= enough).await;
     }
 
     /// Waits for this number of further refusals: an outage that cost time-outs would give few.
     async fn is_refused(&self, more: usize) {
         let enough = self.refused.load(Ordering::SeqCst) + more;
-        wait_until("requests are refused", async || self.refused.load(Ordering::SeqCst) >= enough).await;
+        until("requests are refused", async || self.refused.load(Ordering::SeqCst) >= enough).await;
     }
 
     /// The definite result of a retry.
@@ -237,14 +238,6 @@ impl Load {
     }
 }
 
-async fn wait_until(what: &str, mut holds: impl AsyncFnMut() -> bool) {
-    let give_up = Instant::now() + DEADLINE;
-    while !holds().await {
-        assert!(Instant::now() < give_up, "timed out waiting until {what}");
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
-}
-
 /// The value of a metric.
 async fn series(sidecar: &Sidecar, name: &str) -> f64 {
     let answer =
@@ -267,7 +260,7 @@ async fn openings(sidecar: &Sidecar) -> f64 {
 
 async fn is_healthy_again(sidecar: &Sidecar) {
     // A server that is starting again may get probes before all its parts work.
-    wait_until("the store is healthy again", async || {
+    until("the store is healthy again", async || {
         series(sidecar, "oncegate_degraded").await == 0.0
             && series(sidecar, "oncegate_breaker{state=\"closed\"}").await == 1.0
             && probe(sidecar, "/readyz").await == 200
@@ -276,8 +269,8 @@ async fn is_healthy_again(sidecar: &Sidecar) {
 }
 
 async fn is_degraded(sidecar: &Sidecar) {
-    wait_until("the sidecar is degraded", async || series(sidecar, "oncegate_degraded").await == 1.0).await;
-    wait_until("the sidecar is not ready", async || probe(sidecar, "/readyz").await == 503).await;
+    until("the sidecar is degraded", async || series(sidecar, "oncegate_degraded").await == 1.0).await;
+    until("the sidecar is not ready", async || probe(sidecar, "/readyz").await == 503).await;
     assert_eq!(probe(sidecar, "/livez").await, 200);
 }
 
@@ -453,7 +446,7 @@ async fn a_response_is_stored_after_another_transaction_frees_its_record() {
     let reasons = sidecar.process.error_lines("out of reach");
     assert_eq!(openings(&sidecar).await, 0.0, "the breaker opened: {reasons:?}");
     run(&mut other, "ROLLBACK;");
-    wait_until("the answer is stored", async || support::ask(address, &pay).await.status() == 201).await;
+    until("the answer is stored", async || support::ask(address, &pay).await.status() == 201).await;
 }
 
 /// A fault proxy in front of the server, and its URL.
@@ -479,7 +472,7 @@ async fn a_claim_whose_connection_is_cut_during_its_commit_leaves_no_unknown_out
         run(&mut other, "SELECT pg_reload_conf();");
         let waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'SyncRep';";
         let mut probe = None::<JoinHandle<()>>;
-        wait_until("commits wait", async || {
+        until("commits wait", async || {
             if probe.as_ref().is_none_or(JoinHandle::is_finished) {
                 let mut writer = session(&server);
                 // It ends when the commits continue.
@@ -501,7 +494,7 @@ async fn a_claim_whose_connection_is_cut_during_its_commit_leaves_no_unknown_out
         proxy.go_on();
         let refused = AtomicUsize::new(0);
         let mut paid = None;
-        wait_until("the payment is made", async || {
+        until("the payment is made", async || {
             let answer = pay(sidecar.address, "cut").await;
             paid = answer.and_then(|answer| definite(&answer, &refused));
             paid.is_some()
@@ -663,7 +656,7 @@ async fn danger_fail_open_executes_without_the_store_and_reports_it() {
     assert_eq!(pay_without_a_key(sidecar.address).await, 201);
     is_degraded(&sidecar).await;
     block_in_place(|| server.restart()).unwrap();
-    wait_until("the sidecar protects again", async || {
+    until("the sidecar protects again", async || {
         let answer = pay(sidecar.address, "after").await.unwrap();
         answer.has_status(201).get("idempotency-status") != Some("unprotected")
     })
@@ -689,7 +682,7 @@ async fn a_sidecar_starts_without_its_store_and_uses_it_when_it_is_available() {
     block_in_place(|| redis.restart()).unwrap();
     block_in_place(|| postgres.start_again()).unwrap();
     for (executed, sidecar) in both.iter().enumerate() {
-        wait_until("the sidecar uses the store", async || {
+        until("the sidecar uses the store", async || {
             pay(sidecar.address, "early").await.unwrap().status() == 201
         })
         .await;
@@ -726,7 +719,7 @@ async fn a_store_that_opens_more_slowly_than_it_answers_is_used() {
     let sidecar = start(to, &url, &[]).await;
     is_degraded(&sidecar).await;
     block_in_place(|| postgres.start_again()).unwrap();
-    wait_until("the sidecar uses the store", async || {
+    until("the sidecar uses the store", async || {
         pay(sidecar.address, "early").await.unwrap().status() == 201
     })
     .await;

@@ -5,8 +5,9 @@ mod support;
 use std::net::SocketAddr;
 
 use oncegate_servers::{RedisOptions, RedisServer};
+use oncegate_testkit::until;
 use rustix::process::Signal;
-use support::{Service, Sidecar, ask, request, sidecar, until};
+use support::{Service, Sidecar, ask, request, sidecar};
 use tokio::process::Command;
 
 const KEY: &str = "Idempotency-Key: \"order-1\"";

@@ -5,8 +5,9 @@ mod support;
 use std::net::SocketAddr;
 use std::path::Path;
 
+use oncegate_testkit::until;
 use serde_json::{Value, json};
-use support::{Message, Process, Sidecar, Wire, ask, express_orders, fastapi_orders, request, until};
+use support::{Message, Process, Sidecar, Wire, ask, express_orders, fastapi_orders, request};
 use tempfile::TempDir;
 use tokio::net::TcpSocket;
 use tokio::process::Command;

@@ -5,8 +5,9 @@ mod support;
 use std::time::Duration;
 
 use oncegate_servers::{PostgresServer, RedisOptions, RedisServer};
+use oncegate_testkit::until;
 use rustix::process::Signal;
-use support::{Message, Service, Sidecar, ask, request, sidecar, until};
+use support::{Message, Service, Sidecar, ask, request, sidecar};
 
 const LEASE_MILLIS: u64 = 4000;
 

@@ -21,6 +21,7 @@ use oncegate_client::{
     ResumeError, RetryPolicy, SendError, SendErrorKind, Transport, Verdict,
 };
 use oncegate_core::{Clock, Timestamp};
+use oncegate_testkit::ManualClock;
 
 /// What the service does with a request.
 #[derive(Clone, Copy)]
@@ -123,16 +124,6 @@ fn why(end: &Result<Verdict, ResumeError>) -> SendErrorKind {
     }
 }
 
-/// A clock to move by hand.
-#[derive(Clone)]
-struct Hands(Arc<Mutex<Timestamp>>);
-
-impl Clock for Hands {
-    fn now(&self) -> Timestamp {
-        *self.0.lock().unwrap()
-    }
-}
-
 #[tokio::test]
 async fn what_has_no_answer_is_sent_again_oldest_first_as_it_was() {
     let dir = tempfile::tempdir().unwrap();
@@ -222,7 +213,7 @@ async fn what_certainly_never_arrived_is_remembered_as_such() {
     assert!(!journal.pending().await.unwrap()[0].as_ref().unwrap().maybe_sent);
 
     // Older than any key is good for: nobody has ever heard of it.
-    let much_later = Hands(Arc::new(Mutex::new(Timestamp::from_millis(millis_now() + 40 * 86_400_000))));
+    let much_later = Arc::new(ManualClock::at_millis(millis_now() + 40 * 86_400_000));
     let later = client(&service, &journal).with_clock(Arc::new(much_later));
     service.now(Act::Answers(401));
     let answer = later.send(&payout("7")).await.unwrap();
@@ -250,25 +241,25 @@ async fn nothing_is_sent_under_a_key_that_may_be_forgotten_whatever_the_clock_do
     let service = Service::new(Act::Loses);
     let journal = open_journal(dir.path());
     let now = millis_now();
-    let hands = Hands(Arc::new(Mutex::new(Timestamp::from_millis(now))));
+    let clock = Arc::new(ManualClock::at_millis(now));
     let for_an_hour = once().with_key_lifetime(Duration::from_millis(HOUR));
-    let first = client(&service, &journal).with_policy(for_an_hour).with_clock(Arc::new(hands.clone()));
-    let intent = payout("7").with_created_at(hands.now());
+    let first = client(&service, &journal).with_policy(for_an_hour).with_clock(Arc::new(clock.clone()));
+    let intent = payout("7").with_created_at(clock.now());
     first.send(&intent).await.unwrap_err();
     assert_eq!(service.times(), 1);
 
     service.now(Act::Answers(201));
     // Whoever resumes believes in 24 hours; what was promised when it was sent counts.
-    let resuming = client(&service, &journal).with_clock(Arc::new(hands.clone()));
+    let resuming = client(&service, &journal).with_clock(Arc::new(clock.clone()));
     let refused = [now + HOUR, now + 2 * HOUR, now + 1000 * HOUR, now - 61_000, now - 1000 * HOUR, 0];
     for at in refused {
-        *hands.0.lock().unwrap() = Timestamp::from_millis(at);
+        clock.set_millis(at);
         let ends = ends(&journal, &resuming).await;
         assert_eq!(why(&ends[0]), SendErrorKind::KeyLifetime, "{at}");
         assert_eq!(service.times(), 1, "{at}");
     }
     for at in [now - 60_000, now + HOUR - 1] {
-        *hands.0.lock().unwrap() = Timestamp::from_millis(at);
+        clock.set_millis(at);
         service.now(Act::Loses);
         let times = service.times();
         assert!(ends(&journal, &resuming).await[0].is_err());
@@ -465,15 +456,15 @@ async fn what_was_done_is_not_done_again_after_its_key_is_forgotten() {
     let service = Service::new(Act::Answers(201));
     let journal = open_journal(dir.path());
     let now = millis_now();
-    let hands = Hands(Arc::new(Mutex::new(Timestamp::from_millis(now))));
-    let client = client(&service, &journal).with_clock(Arc::new(hands.clone()));
+    let clock = Arc::new(ManualClock::at_millis(now));
+    let client = client(&service, &journal).with_clock(Arc::new(clock.clone()));
     let with = |token: &str| payout("7").with_header("authorization", token.to_owned()).unwrap();
     assert_eq!(client.send(&with("Bearer a")).await.unwrap().verdict, Verdict::Done);
     assert!(journal.pending().await.unwrap().is_empty());
 
     // As long as the service knows the key, it brings its answer again.
     for (at, times) in [(now + HOUR, 2), (now + 23 * HOUR, 3)] {
-        *hands.0.lock().unwrap() = Timestamp::from_millis(at);
+        clock.set_millis(at);
         assert_eq!(client.send(&with("Bearer a")).await.unwrap().verdict, Verdict::Done);
         assert_eq!(service.times(), times);
     }
@@ -487,7 +478,7 @@ async fn what_was_done_is_not_done_again_after_its_key_is_forgotten() {
     );
     // Later nobody sends it, from any process.
     for at in [now + 25 * HOUR, now + 700 * HOUR] {
-        *hands.0.lock().unwrap() = Timestamp::from_millis(at);
+        clock.set_millis(at);
         let journal = open_journal(dir.path());
         let client = client.clone().with_journal(Arc::new(journal.clone()));
         let open = client.send(&with("Bearer a")).await.unwrap_err();
@@ -552,12 +543,12 @@ async fn what_was_turned_away_may_go_elsewhere_and_later() {
     let service = Service::new(Act::Answers(308));
     let journal = open_journal(dir.path());
     let now = millis_now();
-    let hands = Hands(Arc::new(Mutex::new(Timestamp::from_millis(now))));
-    let client = client(&service, &journal).with_clock(Arc::new(hands.clone()));
-    let before = payout("7").with_created_at(hands.now());
+    let clock = Arc::new(ManualClock::at_millis(now));
+    let client = client(&service, &journal).with_clock(Arc::new(clock.clone()));
+    let before = payout("7").with_created_at(clock.now());
     assert_eq!(client.send(&before).await.unwrap().verdict, Verdict::TurnedAway);
 
-    *hands.0.lock().unwrap() = Timestamp::from_millis(now + 30 * HOUR);
+    clock.set_millis(now + 30 * HOUR);
     let moved = |at: u64| {
         let moved = Intent::post("https://new.bank.test/payouts")
             .unwrap()
@@ -569,7 +560,7 @@ async fn what_was_turned_away_may_go_elsewhere_and_later() {
     // From now on that counts.
     let old = client.send(&before).await.unwrap_err();
     assert_eq!((old.kind(), service.times()), (SendErrorKind::JournalConflict, 2));
-    *hands.0.lock().unwrap() = Timestamp::from_millis(now + 53 * HOUR);
+    clock.set_millis(now + 53 * HOUR);
     service.now(Act::Replays(201));
     assert_eq!(client.send(&moved(now + 53 * HOUR)).await.unwrap().verdict, Verdict::Done);
     let seen = service.seen();

@@ -12,7 +12,8 @@ use oncegate_client::{
     Jitter, Journal, JournalEntry, JournalFuture, JournalOpenError, JournaledIntent, Random, RetryBudget,
     RetryPolicy, SendError, SendErrorKind, ServerErrors, Transport, Verdict,
 };
-use oncegate_core::{Clock, Timestamp};
+use oncegate_core::Timestamp;
+use oncegate_testkit::TokioClock;
 use tokio::time::Instant;
 
 /// What the service does with one attempt.
@@ -101,25 +102,13 @@ impl Random for Always {
     }
 }
 
-/// A clock that goes with tokio's.
-struct TokioClock {
-    start: Instant,
-    at: u64,
-}
-
-impl Clock for TokioClock {
-    fn now(&self) -> Timestamp {
-        Timestamp::from_millis(self.at).after(self.start.elapsed())
-    }
-}
-
 const START: u64 = 1_700_000_000_000;
 
 fn client(service: &Service, policy: RetryPolicy) -> Client<Service> {
     Client::new(service.clone())
         .with_policy(policy)
         .with_random(Arc::new(Always(u64::MAX)))
-        .with_clock(Arc::new(TokioClock { start: Instant::now(), at: START }))
+        .with_clock(Arc::new(TokioClock::at_millis(START)))
 }
 
 fn policy() -> RetryPolicy {

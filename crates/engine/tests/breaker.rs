@@ -8,20 +8,20 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use oncegate_core::{
-    AttemptId, Claim, Clock, Command, Completion, Fingerprint, Label, MemoryStore, OnAbandoned, Outcome,
-    RecordId, Store, StoreError, StoreErrorKind, StoredResponse, Timestamp,
+    AttemptId, Claim, Command, Completion, Fingerprint, Label, MemoryStore, OnAbandoned, Outcome, RecordId,
+    Store, StoreError, StoreErrorKind, StoredResponse,
 };
 use oncegate_engine::{
     Breaker, BreakerState, ClaimOutcome, ClaimRequest, Engine, EventKind, Policy, SettleOutcome,
 };
-use oncegate_testkit::{Fault, Faults, FaultyStore, Latch, Operation};
-use support::{Events, TokioClock, settle};
+use oncegate_testkit::{Fault, Faults, FaultyStore, Latch, ManualClock, Operation};
+use support::{Events, settle};
 use tokio::time::{Instant, sleep};
 
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(2);
 
 fn memory() -> Arc<dyn Store> {
-    Arc::new(MemoryStore::new(TokioClock::new()))
+    Arc::new(MemoryStore::new(support::clock()))
 }
 
 /// A breaker in front of a memory store that fails on demand.
@@ -413,11 +413,5 @@ fn the_command_timeout_is_bounded() {
 }
 
 fn memory_at_fixed_time() -> Arc<dyn Store> {
-    struct FixedClock;
-    impl Clock for FixedClock {
-        fn now(&self) -> Timestamp {
-            Timestamp::from_millis(1)
-        }
-    }
-    Arc::new(MemoryStore::new(FixedClock))
+    Arc::new(MemoryStore::new(ManualClock::at_millis(1)))
 }

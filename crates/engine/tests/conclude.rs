@@ -15,8 +15,9 @@ use oncegate_core::{
 use oncegate_engine::{
     ClaimOutcome, ClaimRequest, ConcludeOutcome, Engine, EventKind, OperationReport, Permit, Policy,
 };
+use oncegate_testkit::TokioClock;
 use oncegate_testkit::delegate_store;
-use support::{Events, TokioClock};
+use support::Events;
 
 const LEASE: Duration = Duration::from_secs(30);
 const RETENTION: Duration = Duration::from_secs(3600);
@@ -91,7 +92,7 @@ struct World {
 
 impl World {
     fn new() -> Self {
-        let records = MemoryStore::new(TokioClock::new());
+        let records = MemoryStore::new(support::clock());
         let store = Arc::new(Transactional { records, meanwhile: Mutex::new(Meanwhile::Nothing) });
         let events = Events::default();
         let engine = Engine::builder(store.clone()).with_observer(events.clone()).build();

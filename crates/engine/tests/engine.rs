@@ -20,7 +20,7 @@ use oncegate_engine::{
     ClaimOutcome, ClaimRequest, CompleterOptions, Engine, EventKind, Permit, Policy, SettleOutcome,
 };
 use oncegate_testkit::{Fault, Faults, FaultyStore, Latch, Operation, delegate_store};
-use support::{Events, TokioClock, settle};
+use support::{Events, settle};
 use tokio::time::{Instant, sleep};
 
 const LEASE: Duration = Duration::from_secs(30);
@@ -34,7 +34,7 @@ struct World {
 
 impl World {
     fn new() -> Self {
-        Self::on(Arc::new(MemoryStore::new(TokioClock::new())))
+        Self::on(Arc::new(MemoryStore::new(support::clock())))
     }
 
     /// Another engine on the same records, as in another process.
@@ -803,7 +803,7 @@ async fn expired_records_are_purged_in_the_background() {
 
 #[tokio::test(start_paused = true)]
 async fn a_lease_is_renewed_when_nothing_else_wakes_the_renewer() {
-    let store: Arc<dyn Store> = Arc::new(MemoryStore::new(TokioClock::new()));
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::new(support::clock()));
     let engine = Engine::builder(store.clone()).with_purge_interval(None).unwrap().build();
     let world = World { engine, ..World::on(store) };
     world.permit(request()).await.release().await;
@@ -838,7 +838,7 @@ fn leases_are_renewed_on_a_later_runtime_when_an_earlier_one_is_gone() {
 #[tokio::test(start_paused = true)]
 async fn purging_keeps_up_with_many_records() {
     const RECORDS: u32 = 100_000;
-    let store = Arc::new(MemoryStore::new(TokioClock::new()));
+    let store = Arc::new(MemoryStore::new(support::clock()));
     let world = World::on(store.clone());
     for number in 0..RECORDS {
         let key = IdempotencyKey::new(number.to_be_bytes()).unwrap();

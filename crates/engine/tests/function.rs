@@ -23,7 +23,6 @@ use oncegate_engine::{
 use oncegate_testkit::{Fault, Faults, FaultyStore, Latch, ManualClock, Operation};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use support::TokioClock;
 use tokio::sync::Notify;
 use tokio::time::sleep;
 
@@ -37,7 +36,7 @@ struct World {
 
 impl World {
     fn new() -> Self {
-        Self::on(Arc::new(MemoryStore::new(TokioClock::new())))
+        Self::on(Arc::new(MemoryStore::new(support::clock())))
     }
 
     /// Another engine on the same records, as in another process.
@@ -636,7 +635,7 @@ async fn an_error_after_an_abandoned_attempt_does_not_hide_that_attempt() {
 
 #[tokio::test(start_paused = true)]
 async fn services_on_one_store_do_not_share_keys() {
-    let store: Arc<dyn Store> = Arc::new(MemoryStore::new(TokioClock::new()));
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::new(support::clock()));
     let engine = |service: Option<&str>| {
         let builder = Engine::builder(store.clone());
         match service {

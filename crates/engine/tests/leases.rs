@@ -21,7 +21,7 @@ use oncegate_engine::{
     Observer, Permit, Policy, ResolveError, SettleOutcome,
 };
 use oncegate_testkit::{Fault, Faults, FaultyStore, Latch, Operation, delegate_store};
-use support::{Events, TokioClock, settle};
+use support::{Events, settle};
 use tokio::time::{advance, sleep};
 
 const LEASE: Duration = Duration::from_secs(30);
@@ -34,7 +34,7 @@ struct Process {
 }
 
 fn shared_store() -> Arc<dyn Store> {
-    Arc::new(MemoryStore::new(TokioClock::new()))
+    Arc::new(MemoryStore::new(support::clock()))
 }
 
 impl Process {

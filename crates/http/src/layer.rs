@@ -322,22 +322,16 @@ impl fmt::Debug for IdempotencyLayer {
 
 #[cfg(test)]
 mod tests {
-    use oncegate_core::{MemoryStore, ServiceName, Timestamp};
+    use oncegate_core::{MemoryStore, ServiceName};
+    use oncegate_testkit::ManualClock;
 
     use super::*;
     use crate::profile::KeyScope;
     use crate::scope::CallerScope;
 
-    struct Standstill;
-
-    impl oncegate_core::Clock for Standstill {
-        fn now(&self) -> Timestamp {
-            Timestamp::from_millis(1)
-        }
-    }
-
     fn engine(service: Option<&str>) -> Engine {
-        let builder = Engine::builder(MemoryStore::new(Standstill)).with_purge_interval(None).unwrap();
+        let builder =
+            Engine::builder(MemoryStore::new(ManualClock::at_millis(1))).with_purge_interval(None).unwrap();
         match service {
             Some(name) => builder.with_service(ServiceName::new(name).unwrap()).build(),
             None => builder.build(),

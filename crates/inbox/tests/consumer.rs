@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use oncegate_core::{
-    Clock, Command, Complete, Completion, ErrorChain, IdempotencyKey, KeyTag, ListQuery, MemoryStore,
-    OnAbandoned, Outcome, Store, StoredResponse, Timestamp,
+    Command, Complete, Completion, ErrorChain, IdempotencyKey, KeyTag, ListQuery, MemoryStore, OnAbandoned,
+    Outcome, Store, StoredResponse,
 };
 use oncegate_engine::{Attempt, Engine};
 use oncegate_inbox::{
@@ -19,7 +19,7 @@ use oncegate_inbox::{
     Delivery, EventKind, HandlerError, Identity, Inbox, Message, Order, Outgoing, ProcessOutcome,
     PublishError, PublishFuture, Publisher, PutFuture, Source, SourceError, SourceInfo,
 };
-use oncegate_testkit::FaultyStore;
+use oncegate_testkit::{FaultyStore, TokioClock};
 use tokio::sync::{Notify, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout};
@@ -283,16 +283,8 @@ impl Letters {
     }
 }
 
-struct TokioClock(Instant);
-
-impl Clock for TokioClock {
-    fn now(&self) -> Timestamp {
-        Timestamp::from_millis(1_000_000 + u64::try_from(self.0.elapsed().as_millis()).unwrap())
-    }
-}
-
 fn store() -> Arc<dyn Store> {
-    Arc::new(MemoryStore::new(TokioClock(Instant::now())))
+    Arc::new(MemoryStore::new(TokioClock::at_millis(1_000_000)))
 }
 
 fn consumer_name(name: &str) -> ConsumerName {

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use oncegate_core::{Extent, Outcome, Store as _, StoreError, StoreErrorKind};
 use oncegate_servers::{RedisCluster, RedisOptions as ServerOptions, RedisServer};
+use oncegate_testkit::until;
 use support::*;
 use tokio::net::{TcpListener, TcpStream};
 
@@ -56,14 +57,6 @@ impl Drop for World {
     }
 }
 
-async fn until(what: &str, is_so: impl Fn() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(30);
-    while !is_so() {
-        assert!(Instant::now() < deadline, "{what}");
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_stopped_replica_delays_only_commands_that_wait_for_it() {
     let world = World::start();
@@ -77,7 +70,7 @@ async fn a_stopped_replica_delays_only_commands_that_wait_for_it() {
             tokio::spawn(async move { granted(&store, n, n).await })
         })
         .collect();
-    until("no client waits for the replica", || world.waiting() > 0).await;
+    until("a client waits for the replica", async || world.waiting() > 0).await;
     let since = Instant::now();
     assert!(matches!(store.apply(id(1), renewal(owned.token)).await, Ok(Outcome::Renewed { .. })));
     assert_eq!(try_claim(&store, 2, 22).await.unwrap(), Outcome::Replay(response(2)));
@@ -311,19 +304,19 @@ async fn on_a_cluster_a_claim_that_a_failover_lost_is_an_error() {
         let clients = primary.command(&["CLIENT", "LIST"]).unwrap();
         clients.lines().any(|line| line.contains("cmd=wait") && line.contains("flags=b"))
     };
-    until("no client waits for the replica", blocked).await;
-    until("the records were not written", || (100..130).any(|n| has(primary, n))).await;
+    until("a client waits for the replica", async || blocked()).await;
+    until("the records are written", async || (100..130).any(|n| has(primary, n))).await;
     let lost: Vec<u64> = (100..130).filter(|n| has(primary, *n)).collect();
     // Then the replica takes over, without a vote and without the lost records. The command waits in its socket, so the
     // replica reads it before it can reconnect to its primary.
     let mut order = std::net::TcpStream::connect(("127.0.0.1", replica.port())).unwrap();
     order.write_all(b"CLUSTER FAILOVER TAKEOVER\r\n").unwrap();
     drop(stopped);
-    until("the replica did not take over", || {
+    until("the replica takes over", async || {
         replica.command(&["ROLE"]).is_ok_and(|role| role.contains("master"))
     })
     .await;
-    until("the old primary did not become a replica", || {
+    until("the old primary is a replica", async || {
         primary.command(&["ROLE"]).is_ok_and(|role| role.contains("slave"))
     })
     .await;

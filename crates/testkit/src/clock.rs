@@ -2,6 +2,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use oncegate_core::{Clock, Timestamp};
+use tokio::time::Instant;
 
 /// A clock that moves only by hand.
 #[derive(Debug)]
@@ -37,5 +38,26 @@ impl Clock for ManualClock {
 
     fn elapsed(&self) -> Duration {
         Duration::from_millis(self.elapsed.load(Ordering::SeqCst))
+    }
+}
+
+/// A clock that follows tokio's time, which a test can pause and advance.
+#[derive(Clone, Copy, Debug)]
+pub struct TokioClock {
+    start: Timestamp,
+    since: Instant,
+}
+
+impl TokioClock {
+    /// A clock that shows this many milliseconds since the Unix epoch now.
+    #[must_use]
+    pub fn at_millis(millis: u64) -> Self {
+        Self { start: Timestamp::from_millis(millis), since: Instant::now() }
+    }
+}
+
+impl Clock for TokioClock {
+    fn now(&self) -> Timestamp {
+        Timestamp::from_millis(self.start.as_millis() + self.since.elapsed().as_millis() as u64)
     }
 }

@@ -351,14 +351,10 @@ impl Future for Opened<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use oncegate_core::{Clock, MemoryStore, StoreErrorKind};
+    use crate::ManualClock;
+    use oncegate_core::{MemoryStore, StoreErrorKind};
 
-    struct Still;
-    impl Clock for Still {
-        fn now(&self) -> Timestamp {
-            Timestamp::from_millis(1_000)
-        }
-    }
+    const CLOCK: ManualClock = ManualClock::at_millis(1_000);
 
     fn now<T>(mut future: StoreFuture<'_, T>) -> Option<Result<T, StoreErrorKind>> {
         match future.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
@@ -369,7 +365,7 @@ mod tests {
 
     #[test]
     fn a_fault_strikes_its_own_operation_as_often_as_asked() {
-        let (store, faults) = FaultyStore::new(MemoryStore::new(Still));
+        let (store, faults) = FaultyStore::new(MemoryStore::new(CLOCK));
         faults.next(1, Operation::Check, Fault::Refuse);
         faults.next(1, Operation::Check, Fault::Corrupt);
         assert_eq!(now(store.purge(1)), Some(Ok(0)));
@@ -381,7 +377,7 @@ mod tests {
 
     #[test]
     fn a_lost_answer_was_given_all_the_same() {
-        let (store, faults) = FaultyStore::new(MemoryStore::new(Still));
+        let (store, faults) = FaultyStore::new(MemoryStore::new(CLOCK));
         let id = RecordId::from_bytes([1; 32]);
         let claim = Command::Claim(oncegate_core::Claim {
             attempt: oncegate_core::AttemptId::new(1),
@@ -398,7 +394,7 @@ mod tests {
 
     #[test]
     fn a_stall_lasts_until_the_latch_opens() {
-        let (store, faults) = FaultyStore::new(MemoryStore::new(Still));
+        let (store, faults) = FaultyStore::new(MemoryStore::new(CLOCK));
         let latch = Latch::new();
         faults.always(Operation::Check, Fault::StallBefore(latch.clone()));
         assert_eq!(now(store.check()), None);

@@ -3,7 +3,8 @@
 //! - [`conformance`]: random command sequences, run against a store and against [`decide`](oncegate_core::decide()) over
 //!   a plain map, with everything that can be seen compared after each step. A sequence that fails is made as short as
 //!   it can be.
-//! - [`ManualClock`]: a clock that moves only by hand.
+//! - [`ManualClock`]: a clock that moves only by hand. [`TokioClock`]: a clock that follows tokio's time.
+//! - [`until`]: waits for a condition.
 //! - [`FaultyStore`]: any store, with faults on demand: refused commands, lost answers, damaged records, stalls.
 //! - [`delegate_store!`]: the methods that a test's own store leaves to the store that it wraps.
 //! - [`block_on`]: waits for one future without a runtime.
@@ -23,9 +24,11 @@ pub mod conformance;
 mod delegate;
 mod faulty;
 mod operators;
+mod wait;
 
-pub use clock::ManualClock;
+pub use clock::{ManualClock, TokioClock};
 pub use faulty::{Fault, Faults, FaultyStore, Latch, Operation};
+pub use wait::{WAIT_TIMEOUT, until};
 
 use std::future::Future;
 use std::pin::pin;

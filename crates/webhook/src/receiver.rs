@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use axum::body::Body;
 use axum::extract::Request;
@@ -12,7 +12,7 @@ use bytes::Bytes;
 use http::header::{self, HeaderValue};
 use http::{HeaderName, StatusCode};
 use http_body_util::{BodyExt as _, LengthLimitError, Limited};
-use oncegate_core::{Clock, ErrorChain, Timestamp};
+use oncegate_core::{Clock, ErrorChain, SystemClock};
 use oncegate_engine::{ConfigError, PanicError, catch_panic};
 use oncegate_inbox::{Event, EventKind, Message, Observer, ProcessOutcome, Processor, SourceInfo};
 use tokio::sync::Semaphore;
@@ -73,7 +73,7 @@ impl WebhookOptions {
             body_timeout: BODY_TIMEOUT,
             max_running: MAX_RUNNING,
             headers: Vec::new(),
-            clock: Arc::new(WallClock),
+            clock: Arc::new(SystemClock::new()),
             observer: Arc::new(()),
         }
     }
@@ -419,15 +419,5 @@ async fn payload(body: Body, max: usize) -> Result<Bytes, Outcome> {
         Ok(body) => Ok(body.to_bytes()),
         Err(error) if error.is::<LengthLimitError>() => Err(Outcome::TooLarge),
         Err(_) => Err(Outcome::Incomplete),
-    }
-}
-
-/// The wall clock, by which senders sign.
-struct WallClock;
-
-impl Clock for WallClock {
-    fn now(&self) -> Timestamp {
-        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        Timestamp::from_millis(u64::try_from(since.as_millis()).unwrap_or(u64::MAX))
     }
 }

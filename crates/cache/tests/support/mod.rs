@@ -11,7 +11,7 @@ use oncegate_core::{
     Durability, FencingToken, Fingerprint, Label, ListPage, ListQuery, OnAbandoned, Outcome, Record,
     RecordId, Store, StoreError, StoreErrorKind, StoreFuture, StoredResponse, Timestamp,
 };
-use oncegate_testkit::ManualClock;
+use oncegate_testkit::{ManualClock, until};
 
 pub(crate) const MINUTE: Duration = Duration::from_secs(60);
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
@@ -72,14 +72,6 @@ pub(crate) fn unavailable<T: std::fmt::Debug>(result: Result<T, StoreError>) {
 
 pub(crate) fn counts(store: &CachedStore) -> CacheCounts {
     store.stats().counts()
-}
-
-pub(crate) async fn until(what: &str, mut is_so: impl AsyncFnMut() -> bool) {
-    let deadline = Instant::now() + TIMEOUT;
-    while !is_so().await {
-        assert!(Instant::now() < deadline, "not in time: {what}");
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
 }
 
 /// Waits until the cache has been populated.

@@ -5,11 +5,11 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use oncegate_core::OnAbandoned;
-use oncegate_testkit::Latch;
+use oncegate_testkit::{Latch, until};
 
 use super::{PAYMENT, pay_as};
 use crate::backend::{Backend, ReceivedRequest, Script};
-use crate::client::{Answer, Connection, Request, TIMEOUT, until};
+use crate::client::{Answer, Connection, Request, TIMEOUT};
 use crate::plan::{FOUND, Plan, ReconcileReply};
 use crate::remote::{LayerProcess, StoreServer};
 use crate::sidecar::Sidecar;

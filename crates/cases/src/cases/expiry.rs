@@ -2,11 +2,11 @@
 
 use std::time::{Duration, Instant};
 
-use oncegate_testkit::Latch;
+use oncegate_testkit::{Latch, until};
 
 use super::pay_as;
 use crate::backend::Script;
-use crate::client::{TIMEOUT, until};
+use crate::client::TIMEOUT;
 use crate::plan::Plan;
 use crate::table::{Case, assert_fresh, assert_replay};
 use crate::world::World;

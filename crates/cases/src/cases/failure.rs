@@ -5,12 +5,12 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use oncegate_core::OnAbandoned;
 use oncegate_http::ServerErrors;
-use oncegate_testkit::{Fault, Latch, Operation};
+use oncegate_testkit::{Fault, Latch, Operation, until};
 use tokio::net::{TcpListener, TcpSocket};
 
 use super::{PAYMENT, pay, pay_as};
 use crate::backend::{BodyPart, Script};
-use crate::client::{Answer, AnswerError, Request, until};
+use crate::client::{Answer, AnswerError, Request};
 use crate::plan::{FOUND, Plan, ReconcileReply};
 use crate::table::{
     Case, assert_echo, assert_fresh, assert_problem, assert_refusal, assert_replay, retry_after,

@@ -5,12 +5,13 @@ use http::{HeaderMap, Request, StatusCode};
 use http_body_util::{BodyExt as _, Full};
 use hyper::body::Body as _;
 use hyper_util::rt::{TokioExecutor, TokioIo};
+use oncegate_testkit::until;
 use oncegate_testkit::{Latch, Operation};
 use tokio::net::TcpStream;
 
 use super::failure::unused_port;
 use crate::backend::{BodyPart, MARK, Script};
-use crate::client::{until, within};
+use crate::client::within;
 use crate::plan::Plan;
 use crate::table::Case;
 use crate::world::{Deployment, World};

@@ -3,11 +3,11 @@
 use std::time::{Duration, Instant};
 
 use oncegate_core::OnAbandoned;
-use oncegate_testkit::Latch;
+use oncegate_testkit::{Latch, until};
 
 use super::pay_as;
 use crate::backend::Script;
-use crate::client::{Answer, Request, until};
+use crate::client::{Answer, Request};
 use crate::plan::Plan;
 use crate::table::{Case, assert_fresh, assert_refusal, assert_replay, retry_after};
 use crate::world::World;

@@ -4,10 +4,11 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::Method;
+use oncegate_testkit::until;
 
 use super::{PAYMENT, pay, pay_as};
 use crate::backend::Script;
-use crate::client::{Connection, Request, until};
+use crate::client::{Connection, Request};
 use crate::plan::{Callers, Plan, Route};
 use crate::table::{Case, assert_echo, assert_refusal, assert_replay, executes, passes, refused, replays};
 use crate::world::World;

@@ -2,7 +2,7 @@
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicU64, AtomicUsize};
+use std::sync::atomic::AtomicUsize;
 
 use bytes::Bytes;
 use http::{HeaderMap, Request};
@@ -11,13 +11,14 @@ use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
 use oncegate_core::{
-    AttemptId, AuditEntry, Capabilities, Claim, Clock, Command, FencingToken, Fingerprint, Label, ListPage,
-    ListQuery, MemoryStore, OnAbandoned, Outcome, Record, RecordId, RecordStep, ServiceName, Step, Store,
-    StoreError, StoreFuture, Timestamp,
+    AttemptId, AuditEntry, Claim, Command, FencingToken, Fingerprint, Label, ListPage, ListQuery,
+    MemoryStore, OnAbandoned, Outcome, Record, RecordId, RecordStep, ServiceName, Step, Store, StoreError,
+    StoreFuture,
 };
 use oncegate_http::{
     AuthorityRole, CallerScope, KeyScope, KeySyntax, Profile, RequestBody, Settings, StoreDirective,
 };
+use oncegate_testkit::{ManualClock, delegate_store};
 use serde_json::{Value, json};
 use tokio::sync::oneshot;
 use tower_layer::Layer as _;
@@ -29,24 +30,9 @@ use crate::config::admin_token;
 const START: u64 = 1_700_000_000_000;
 pub(crate) const TOKEN: &str = "0123456789abcdef";
 
-#[derive(Clone)]
-struct TestClock(Arc<AtomicU64>);
-
-impl TestClock {
-    fn advance(&self, by: Duration) {
-        self.0.fetch_add(by.as_millis() as u64, Ordering::SeqCst);
-    }
-}
-
-impl Clock for TestClock {
-    fn now(&self) -> Timestamp {
-        Timestamp::from_millis(self.0.load(Ordering::SeqCst))
-    }
-}
-
 /// A store in memory that can be taken away.
 struct TestStore {
-    memory: MemoryStore<TestClock>,
+    memory: MemoryStore<Arc<ManualClock>>,
     is_away: Arc<AtomicBool>,
     /// The most records in a page, which may be fewer than were asked for.
     page: Arc<AtomicUsize>,
@@ -75,28 +61,21 @@ impl Store for TestStore {
         query.limit = query.limit.min(self.page.load(Ordering::SeqCst));
         self.or_away(self.memory.list(query))
     }
-    fn purge(&self, limit: usize) -> StoreFuture<'_, usize> {
-        self.memory.purge(limit)
-    }
     fn audit(&self, before: Option<u64>, limit: usize) -> StoreFuture<'_, Vec<AuditEntry>> {
         self.or_away(self.memory.audit(before, limit))
     }
     fn check(&self) -> StoreFuture<'_, ()> {
         self.or_away(self.memory.check())
     }
-    fn now(&self) -> Timestamp {
-        self.memory.now()
-    }
-    fn capabilities(&self) -> Capabilities {
-        self.memory.capabilities()
-    }
+
+    delegate_store!(self, self.memory => purge now capabilities);
 }
 
 /// The admin API on a socket, and the layer next to it.
 pub(crate) struct Sidecar {
     pub(crate) address: SocketAddr,
     client: Client<HttpConnector, Full<Bytes>>,
-    clock: TestClock,
+    clock: Arc<ManualClock>,
     engine: Engine,
     layer: IdempotencyLayer,
     metrics: Metrics,
@@ -137,7 +116,7 @@ impl Sidecar {
     }
 
     pub(crate) async fn with_token(token: Option<&str>) -> Self {
-        let clock = TestClock(Arc::new(AtomicU64::new(START)));
+        let clock = Arc::new(ManualClock::at_millis(START));
         let is_away = Arc::new(AtomicBool::new(false));
         let page = Arc::new(AtomicUsize::new(usize::MAX));
         let memory = MemoryStore::new(clock.clone());

@@ -2,8 +2,9 @@
 
 use std::ffi::OsString;
 
-use oncegate_core::{MemoryStore, Timestamp};
+use oncegate_core::MemoryStore;
 use oncegate_http::CallerPart;
+use oncegate_testkit::ManualClock;
 
 use super::settings::{Fallback, Shape};
 use super::units::duration;
@@ -604,14 +605,6 @@ server-errors = "replay"
     assert!(of("/short").contains("server_errors: Replay") && of("/short").contains("name: \"classic\""));
 }
 
-struct Frozen;
-
-impl oncegate_core::Clock for Frozen {
-    fn now(&self) -> Timestamp {
-        Timestamp::from_millis(1)
-    }
-}
-
 #[test]
 fn a_request_finds_the_same_route_here_and_in_the_layer() {
     let file = r#"
@@ -631,7 +624,7 @@ lease = "13s"
 upstream-timeout = "none"
 "#;
     let config = Given { env: &[TO], flags: &["--drain-timeout", "60s"], file }.config();
-    let engine = Engine::new(std::sync::Arc::new(MemoryStore::new(Frozen)));
+    let engine = Engine::new(std::sync::Arc::new(MemoryStore::new(ManualClock::at_millis(1))));
     let layer = config.layer(engine, |route| route.settings.clone()).unwrap();
     for (method, path, lease, timeout) in [
         (Method::POST, "/payments/7", "11s", "1s"),

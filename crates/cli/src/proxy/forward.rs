@@ -414,24 +414,14 @@ fn not_forwarded(refusal: Refusal, settings: &Settings, grpc: Option<GrpcForm>) 
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
-    use std::time::SystemTime;
 
     use oncegate_core::{
-        Clock, Completion, Fingerprint, IdempotencyKey, Label, MemoryStore, OnAbandoned, RecordId, Scope,
-        Store, Timestamp, limits,
+        Completion, Fingerprint, IdempotencyKey, Label, MemoryStore, OnAbandoned, RecordId, Scope, Store,
+        limits,
     };
     use oncegate_engine::{ClaimOutcome, ClaimRequest, Engine, Permit, Policy};
 
     use super::*;
-
-    struct FixedClock;
-
-    impl Clock for FixedClock {
-        fn now(&self) -> Timestamp {
-            let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap();
-            Timestamp::from_millis(u64::try_from(since.as_millis()).unwrap())
-        }
-    }
 
     async fn claim(engine: &Engine, lease: Duration) -> Option<Permit> {
         let policy = Policy::default().with_lease(lease).unwrap().with_wait(Duration::ZERO).unwrap();
@@ -476,7 +466,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_request_whose_lease_ended_while_a_connection_was_made_is_not_sent_where_another_took_over() {
-        let store: Arc<dyn Store> = Arc::new(MemoryStore::new(FixedClock));
+        let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
         let other = Engine::new(store.clone());
         let result = sent_late(&store, async || {
             let permit = claim(&other, limits::MAX_LEASE).await.expect("the lease is over");
@@ -487,7 +477,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_request_whose_lease_ended_while_a_connection_was_made_is_sent_under_a_new_one() {
-        let store: Arc<dyn Store> = Arc::new(MemoryStore::new(FixedClock));
+        let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
         assert_eq!(sent_late(&store, async || {}).await, (true, true));
     }
 }

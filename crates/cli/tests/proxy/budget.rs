@@ -4,7 +4,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::OK;
-use crate::support::{Message, Service, Sidecar, TIMEOUT, Wire, request, until};
+use crate::support::{Message, Service, Sidecar, TIMEOUT, Wire, request};
+use oncegate_testkit::until;
 
 const BUDGET: usize = 100_000;
 const FLAGS: [&str; 3] = ["--request-budget=100000", "--max-request-body=100000", "--threads=1"];

@@ -3,9 +3,10 @@
 use std::process::Command;
 
 use oncegate_servers::{PostgresServer, RedisOptions, RedisServer};
+use oncegate_testkit::until;
 use rustix::process::Signal;
 
-use crate::support::{FixedService, Message, Service, Sidecar, ask, request, sidecar, until};
+use crate::support::{FixedService, Message, Service, Sidecar, ask, request, sidecar};
 use crate::{KEY, OK};
 
 const OTHER: &str = "Idempotency-Key: intent-2";

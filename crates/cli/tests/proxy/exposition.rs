@@ -3,8 +3,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::operations::{admin, series};
-use crate::support::{Message, Service, Sidecar, request, until};
+use crate::support::{Message, Service, Sidecar, request};
 use crate::{KEY, OK};
+use oncegate_testkit::until;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Format {

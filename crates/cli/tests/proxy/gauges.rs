@@ -3,6 +3,7 @@
 use http::{Request, StatusCode};
 use http_body_util::Full;
 use hyper_util::rt::{TokioExecutor, TokioIo};
+use oncegate_testkit::until;
 use rustix::process::Signal;
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
@@ -10,7 +11,7 @@ use tokio::runtime::Runtime;
 use tokio::task::JoinHandle;
 
 use crate::operations::series;
-use crate::support::{Service, Sidecar, Wire, request, until, within};
+use crate::support::{Service, Sidecar, Wire, request, within};
 use crate::{KEY, OK};
 
 const REQUESTS: &str = "oncegate_requests_in_flight";

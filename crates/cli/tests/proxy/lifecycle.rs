@@ -2,12 +2,13 @@
 
 use std::time::{Duration, Instant};
 
+use oncegate_testkit::until;
 use rustix::process::Signal;
 use tempfile::TempDir;
 use tokio::net::TcpStream;
 
 use crate::protocols::Authority;
-use crate::support::{Message, Service, Sidecar, TIMEOUT, Wire, request, sidecar, until};
+use crate::support::{Message, Service, Sidecar, TIMEOUT, Wire, request, sidecar};
 use crate::{KEY, OK};
 
 /// A sidecar with a durable store, and the service that the test plays.

@@ -10,9 +10,10 @@ use http::{Request, StatusCode, Version};
 use http_body_util::{BodyExt as _, Full};
 use hyper::client::conn::http2::SendRequest;
 use hyper_util::rt::{TokioExecutor, TokioIo};
+use oncegate_testkit::until;
 use tokio::net::TcpStream;
 
-use crate::support::{FixedService, Message, Service, Sidecar, Wire, request, until, within};
+use crate::support::{FixedService, Message, Service, Sidecar, Wire, request, within};
 use crate::{KEY, OK};
 
 const MIB: usize = 1024 * 1024;

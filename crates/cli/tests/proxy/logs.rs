@@ -3,12 +3,13 @@
 use std::io::{BufRead as _, BufReader};
 use std::process::{Child, Command, Stdio};
 
+use oncegate_testkit::until;
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::net::TcpStream;
 use tokio::task::block_in_place;
 
 use crate::OK;
-use crate::support::{Process, Service, Sidecar, Wire, ask, request, sidecar, until};
+use crate::support::{Process, Service, Sidecar, Wire, ask, request, sidecar};
 
 /// Ends a process that a test started.
 struct Killed(Child);

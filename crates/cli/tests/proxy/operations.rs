@@ -1,8 +1,9 @@
 //! The operator's view: unknown outcomes, and the access log.
 
+use oncegate_testkit::until;
 use rustix::process::Signal;
 
-use crate::support::{Message, Service, Sidecar, request, until};
+use crate::support::{Message, Service, Sidecar, request};
 use crate::{KEY, OK};
 
 const UNKNOWN: &str = "the outcome of an operation is unknown";

@@ -5,9 +5,10 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::process::{Command, Output};
 
 use oncegate_servers::PostgresServer;
+use oncegate_testkit::until;
 
 use crate::operations::{admin, series};
-use crate::support::{Service, Sidecar, ask, request, sidecar, until};
+use crate::support::{Service, Sidecar, ask, request, sidecar};
 use crate::{KEY, OK};
 
 const TOKEN: &str = "a-token-of-an-admin";

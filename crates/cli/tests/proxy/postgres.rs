@@ -3,9 +3,10 @@
 use std::process::{Command, Output};
 
 use oncegate_servers::PostgresServer;
+use oncegate_testkit::until;
 use rustix::process::Signal;
 
-use crate::support::{Service, Sidecar, request, sidecar, until};
+use crate::support::{Service, Sidecar, request, sidecar};
 use crate::{KEY, OK};
 
 fn oncegate(args: &[&str], url: &str) -> Output {

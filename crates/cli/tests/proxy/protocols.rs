@@ -1,5 +1,6 @@
 //! HTTP/1.1 and HTTP/2, in clear text and over TLS, on both sides.
 
+use oncegate_testkit::until;
 use std::convert::Infallible;
 use std::path::Path;
 use std::sync::Arc;
@@ -20,7 +21,7 @@ use rustls::{ClientConfig, RootCertStore, ServerConfig};
 use tokio::net::TcpStream;
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
-use crate::support::{Process, Service, Sidecar, Stream, Wire, request, sidecar, until, within};
+use crate::support::{Process, Service, Sidecar, Stream, Wire, request, sidecar, within};
 use crate::{KEY, OK};
 
 type Body = BoxBody<Bytes, Infallible>;

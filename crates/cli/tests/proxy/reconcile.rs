@@ -3,11 +3,12 @@
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use oncegate_testkit::until;
 use tempfile::TempDir;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 
-use crate::support::{Head, Message, Sidecar, TIMEOUT, Wire, ask, request, sidecar, until};
+use crate::support::{Head, Message, Sidecar, TIMEOUT, Wire, ask, request, sidecar};
 
 const ASKED_AT: &str = "/oncegate/outcome";
 const KEY: &str = "Idempotency-Key: intent-1";

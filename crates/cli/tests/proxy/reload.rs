@@ -4,6 +4,7 @@ use std::fs;
 use std::io::Write as _;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use oncegate_testkit::until;
 use rustix::process::Signal;
 use rustls::pki_types::ServerName;
 use tokio::net::TcpStream;
@@ -11,7 +12,7 @@ use tokio::process::Command;
 
 use crate::operations::{admin, series};
 use crate::protocols::Authority;
-use crate::support::{Message, Service, Sidecar, Wire, ask, request, until};
+use crate::support::{Message, Service, Sidecar, Wire, ask, request};
 use crate::{KEY, OK};
 
 const REFUSED: &str = "oncegate_reload_refused{subject=\"configuration\"}";

@@ -4,10 +4,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use oncegate_testkit::until;
 use rustix::process::Signal;
 
 use crate::OK;
-use crate::support::{FixedService, Message, Service, Sidecar, faketime, request, sidecar, until};
+use crate::support::{FixedService, Message, Service, Sidecar, faketime, request, sidecar};
 
 const NEXT: &str = "HTTP/1.1 429 Too Many Requests\r\nContent-Length: 2\r\n\r\nno";
 

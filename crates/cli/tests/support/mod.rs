@@ -18,7 +18,6 @@ use tokio::io::{
 use tokio::net::{TcpListener, TcpStream};
 use tokio::process::{Child, Command};
 use tokio::sync::watch;
-use tokio::time::Instant;
 
 /// The longest wait for anything. It is far longer than everything takes, so a test that fails has a reason.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(25);
@@ -35,15 +34,6 @@ async fn within_time<T>(time: Duration, what: impl fmt::Display, future: impl Fu
     match tokio::time::timeout(time, future).await {
         Ok(output) => output,
         Err(_) => panic!("timed out waiting for {what}"),
-    }
-}
-
-/// Waits until the condition holds.
-pub(crate) async fn until(what: impl fmt::Display, mut holds: impl AsyncFnMut() -> bool) {
-    let give_up = Instant::now() + TIMEOUT;
-    while !holds().await {
-        assert!(Instant::now() < give_up, "timed out waiting until {what}");
-        tokio::time::sleep(Duration::from_millis(10)).await;
     }
 }
 

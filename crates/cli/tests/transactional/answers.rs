@@ -1,8 +1,9 @@
 //! The response of a service and the result of its transaction may differ: the test itself plays the service.
 
 use crate::counted;
-use crate::support::{Message, Service, Sidecar, Wire, request, until};
+use crate::support::{Message, Service, Sidecar, Wire, request};
 use crate::world::{Database, run};
+use oncegate_testkit::until;
 
 const KEY: &str = "Idempotency-Key: order-1";
 const CREATED: &str =

@@ -296,7 +296,7 @@ async fn the_response_is_stored_although_the_client_hangs_up() {
     let mut question = committed.question().await;
     drop(client);
     question.send(committed.reports("201 Created", "happened", "", "found")).await;
-    crate::support::until("the response is stored", async || {
+    oncegate_testkit::until("the response is stored", async || {
         counted(&committed.sidecar, &["answer-added"]).await == [1]
     })
     .await;

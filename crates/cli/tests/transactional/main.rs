@@ -14,9 +14,10 @@ use lost_responses::{
     a_sidecar_killed_before_it_adds_the_response_asks_for_it,
     both_are_killed_after_the_commit_and_the_response_is_asked_for,
 };
+use oncegate_testkit::until;
 use relay::Gate;
 use rustix::process::Signal;
-use support::{Message, Sidecar, ask, until};
+use support::{Message, Sidecar, ask};
 use world::{Database, Kind, Operation, Stop, World, serve};
 
 /// Asserts the response to the first client if the service died before its transaction ended.

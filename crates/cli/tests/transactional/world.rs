@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 
 use oncegate_servers::PostgresDatabase;
+use oncegate_testkit::until;
 use sqlx::postgres::PgConnection;
 use sqlx::{AssertSqlSafe, Connection as _, Row as _};
 use tokio::net::TcpSocket;
@@ -10,7 +11,7 @@ use tokio::process::Command;
 
 use crate::relay::Relay;
 use crate::support::{
-    Message, Process, Sidecar, Wire, ask, express_orders, fastapi_orders, request, sidecar, until,
+    Message, Process, Sidecar, Wire, ask, express_orders, fastapi_orders, request, sidecar,
 };
 
 /// A database with Oncegate's schema.

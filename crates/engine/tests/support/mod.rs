@@ -4,23 +4,12 @@
 
 use std::sync::{Arc, Mutex};
 
-use oncegate_core::{Clock, Timestamp};
 use oncegate_engine::{Event, EventKind, Observer};
-use tokio::time::Instant;
+use oncegate_testkit::TokioClock;
 
-/// A clock that follows tokio's time, so a test can pause and advance it.
-pub(crate) struct TokioClock(Instant);
-
-impl TokioClock {
-    pub(crate) fn new() -> Self {
-        Self(Instant::now())
-    }
-}
-
-impl Clock for TokioClock {
-    fn now(&self) -> Timestamp {
-        Timestamp::from_millis(1_000_000 + u64::try_from(self.0.elapsed().as_millis()).unwrap())
-    }
+/// A clock for a store.
+pub(crate) fn clock() -> TokioClock {
+    TokioClock::at_millis(1_000_000)
 }
 
 /// Records the kinds of all events, in their order.

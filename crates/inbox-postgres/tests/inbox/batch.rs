@@ -9,10 +9,9 @@ use oncegate_inbox::{
     Consumer, Delivery, Message, ProcessOutcome, Processor as _, Source, SourceError, SourceInfo,
 };
 use oncegate_postgres::sqlx;
+use oncegate_testkit::until;
 
-use crate::support::{
-    Database, again, effect, inbox_of, new, ordered, process_each, run, until, word, words,
-};
+use crate::support::{Database, again, effect, inbox_of, new, ordered, process_each, run, word, words};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_new_messages_of_a_batch_share_one_transaction() {

@@ -10,9 +10,10 @@ use oncegate_inbox::{HandlerError, Message, ProcessOutcome};
 use oncegate_postgres::sqlx::postgres::{PgConnectOptions, PgPoolOptions};
 use oncegate_postgres::sqlx::{self, Connection as _, PgConnection};
 use oncegate_servers::{Fault, FaultProxy, PgBouncer, PostgresOptions, PostgresServer, freeze, thaw};
+use oncegate_testkit::until;
 
 use crate::support::{
-    Database, LONG, again, effect, inbox, new, ordered, pool, prepare, process_each, run, until, word, words,
+    Database, LONG, again, effect, inbox, new, ordered, pool, prepare, process_each, run, word, words,
 };
 
 /// Returns the number of handler runs and the outcomes of a batch with this fault at COMMIT. `is_late` releases it

@@ -8,10 +8,11 @@ use oncegate_inbox::{ConsumerName, DeadReason, HandlerError, Identity, Message, 
 use oncegate_inbox_postgres::{DeadLetterTable, Streams, TransactionalInbox};
 use oncegate_postgres::Isolation;
 use oncegate_postgres::sqlx::{self, Connection as _};
+use oncegate_testkit::until;
 
 use tokio::time::{Instant, sleep};
 
-use crate::support::{Database, LONG, again, effect, inbox, inbox_of, new, process_each, run, until, word};
+use crate::support::{Database, LONG, again, effect, inbox, inbox_of, new, process_each, run, word};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_message_is_processed_once_by_each_consumer() {

@@ -159,12 +159,3 @@ pub(crate) fn words(handled: &[ProcessOutcome]) -> Vec<String> {
 pub(crate) async fn run(connection: &mut PgConnection, sql: &str) {
     sqlx::raw_sql(AssertSqlSafe(sql.to_owned())).execute(connection).await.unwrap();
 }
-
-/// Waits for a condition.
-pub(crate) async fn until(what: &str, mut is_so: impl AsyncFnMut() -> bool) {
-    let deadline = tokio::time::Instant::now() + LONG;
-    while !is_so().await {
-        assert!(tokio::time::Instant::now() < deadline, "{what} did not come about");
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
-}

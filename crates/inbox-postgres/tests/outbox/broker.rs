@@ -8,9 +8,10 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use oncegate_inbox::{Outgoing, PublishError, PublishFuture, Publisher};
+use oncegate_testkit::until;
 use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::time::{Instant, sleep};
+use tokio::time::sleep;
 
 /// The treatment of a message.
 #[derive(Clone, Copy, Debug)]
@@ -92,7 +93,7 @@ impl Broker {
     }
 
     pub(crate) async fn holds(&self, messages: usize) {
-        eventually(&format!("{messages} messages at the broker"), async || self.distinct() >= messages).await;
+        until(&format!("{messages} messages are at the broker"), async || self.distinct() >= messages).await;
     }
 
     async fn take(&self, taken: Taken) -> Result<(), &'static str> {
@@ -222,14 +223,5 @@ impl Remote {
 impl Publisher for Remote {
     fn publish<'a>(&'a self, message: &'a Outgoing) -> PublishFuture<'a> {
         Box::pin(async { published(&self.send(message).await.map_err(PublishError::unconfirmed)?) })
-    }
-}
-
-/// Waits until something is so.
-pub(crate) async fn eventually(what: &str, mut is_so: impl AsyncFnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(120);
-    while !is_so().await {
-        assert!(Instant::now() < deadline, "it did not come to this in time: {what}");
-        sleep(Duration::from_millis(10)).await;
     }
 }

@@ -3,8 +3,8 @@
 use oncegate_inbox_postgres::Outbox;
 use oncegate_postgres::sqlx::postgres::{PgConnection, PgRow};
 use oncegate_postgres::sqlx::{AssertSqlSafe, Connection as _, Row as _, query_scalar};
+use oncegate_testkit::until;
 
-use crate::broker::eventually;
 use crate::database::{Database, message, run, try_run};
 
 /// A row of a run, or the last row with the position of the next call.
@@ -55,7 +55,7 @@ async fn table(connection: &mut PgConnection) -> String {
 
 async fn after_the_lease(connection: &mut PgConnection) {
     let held = "SELECT count(*) FROM oncegate.outbox WHERE free_at > oncegate.now_ms()";
-    eventually("a lease that is over", async || {
+    until("the lease is over", async || {
         query_scalar::<_, i64>(AssertSqlSafe(held.to_owned())).fetch_one(&mut *connection).await.unwrap() == 0
     })
     .await;
@@ -166,7 +166,7 @@ async fn a_row_that_commits_during_a_take_is_seen() {
         let taken = take(&mut relay, "null, 100, 1000000, 100, 60000").await;
         (taken, take(&mut relay, "null, 100, 1000000, 100, 60000").await)
     });
-    eventually("a relay between look and lock", async || {
+    until("a relay is between look and lock", async || {
         let waiting = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted \
                        AND database = (SELECT oid FROM pg_database WHERE datname = current_database())";
         query_scalar::<_, i64>(waiting).fetch_one(&mut gate).await.unwrap() == 1

@@ -10,10 +10,9 @@ use oncegate_postgres::sqlx::postgres::{PgConnectOptions, PgConnection, PgPool, 
 use oncegate_postgres::sqlx::{self, AssertSqlSafe, Connection as _};
 use oncegate_postgres::{PostgresOptions, schema};
 use oncegate_servers::PostgresDatabase;
+use oncegate_testkit::until;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
-
-use crate::broker::eventually;
 
 /// A database with the contract.
 pub(crate) struct Database(PostgresDatabase);
@@ -61,7 +60,7 @@ impl Database {
     /// Waits until nothing is left that waits.
     pub(crate) async fn is_drained(&self) {
         let mut connection = self.connect().await;
-        eventually("an outbox without messages that wait", async || {
+        until("no message waits in the outbox", async || {
             Outbox::new().status(&mut connection).await.unwrap().waiting == 0
         })
         .await;

@@ -6,9 +6,10 @@ use std::time::Duration;
 
 use oncegate_postgres::sqlx::{AssertSqlSafe, Connection as _, PgConnection, query_scalar};
 use oncegate_servers::{PgBouncer, PostgresServer};
+use oncegate_testkit::until;
 use tokio::time::sleep;
 
-use crate::broker::{Broker, Fault, eventually};
+use crate::broker::{Broker, Fault};
 use crate::database::{Database, Running, apply, message, pool, relay, run};
 
 /// Confirmed messages are settled before a relay ends, so no relay publishes them again.
@@ -66,7 +67,7 @@ async fn a_broker_that_is_down_is_not_overloaded() {
     let many: Vec<_> = (0..2000).map(|n| message(None, n)).collect();
     database.send(&many).await;
     let relay = Running::start(relay(database.pool(), broker.clone()).with_concurrency(8).unwrap());
-    eventually("a relay that has paused several times", async || database.status().await.failing >= 11).await;
+    until("the relay has paused several times", async || database.status().await.failing >= 11).await;
     // What is watched for is that nothing happens: a relay that does not pause tries all of them many times over.
     sleep(Duration::from_secs(2)).await;
     let tries: usize = (0..2000).map(|n| broker.tried(&format!("/{n}"))).sum();
@@ -101,7 +102,7 @@ async fn a_database_restart_loses_nothing() {
         .unwrap();
     }
     let mut connection = PgConnection::connect(&server.url()).await.unwrap();
-    eventually("an outbox that is empty", async || {
+    until("the outbox is empty", async || {
         let count = query_scalar::<_, i64>("SELECT count(*) FROM oncegate.outbox");
         count.fetch_one(&mut connection).await.unwrap() == 0
     })

@@ -12,11 +12,11 @@ use oncegate_inbox::{
 };
 use oncegate_inbox_postgres::{Outbox, RelayCounts, RelayEventKind};
 use oncegate_postgres::sqlx::{self, AssertSqlSafe, Connection as _};
-use oncegate_testkit::ManualClock;
+use oncegate_testkit::{ManualClock, until};
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 
-use crate::broker::{Broker, Fault, eventually};
+use crate::broker::{Broker, Fault};
 use crate::database::{Database, Running, message, relay, run};
 
 /// Has every transient fault: each message at most twice, and its content decides which.
@@ -198,8 +198,8 @@ async fn an_unconfirmed_message_blocks_only_its_key() {
     });
     let relays = [0, 1].map(|_| Running::start(relay(database.pool(), broker.clone())));
     database.send(&["ill", "well"].map(|key| [1, 2, 3].map(|n| message(Some(key), n))).concat()).await;
-    eventually("several tries", async || broker.tried("ill/1") >= 5).await;
-    eventually("nothing that waits but what is behind the one that fails", async || {
+    until("it was tried several times", async || broker.tried("ill/1") >= 5).await;
+    until("nothing waits but what is behind the one that fails", async || {
         let status = database.status().await;
         (status.waiting, status.failing) == (3, 1)
     })

@@ -7,9 +7,10 @@ use std::time::Duration;
 use oncegate_inbox_postgres::Relay;
 use oncegate_postgres::sqlx::{AssertSqlSafe, query_scalar};
 use oncegate_servers::{freeze, thaw};
+use oncegate_testkit::until;
 use tokio::time::sleep;
 
-use crate::broker::{Broker, Fault, Remote, eventually};
+use crate::broker::{Broker, Fault, Remote};
 use crate::database::{Database, Running, message, pool, relay, run};
 
 /// A relay in a process of its own, killed when it is dropped.
@@ -128,7 +129,7 @@ async fn a_relay_that_resumes_after_its_lease_changes_nothing() {
     freeze(process.0.id()).unwrap();
     let mut connection = database.connect().await;
     let held = "SELECT count(*) FROM oncegate.outbox WHERE free_at > oncegate.now_ms()";
-    eventually("a lease that is over", async || {
+    until("the lease is over", async || {
         query_scalar::<_, i64>(AssertSqlSafe(held.to_owned())).fetch_one(&mut connection).await.unwrap() == 0
     })
     .await;

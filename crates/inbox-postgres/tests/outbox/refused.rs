@@ -5,8 +5,9 @@ use std::sync::{Arc, Mutex};
 
 use oncegate_inbox_postgres::{OnRefused, RelayEvent, RelayEventKind, RelayObserver};
 use oncegate_postgres::sqlx::Row as _;
+use oncegate_testkit::until;
 
-use crate::broker::{Broker, Fault, eventually};
+use crate::broker::{Broker, Fault};
 use crate::database::{Database, Running, message, relay, run};
 
 /// Refuses `bad` messages, until the switch is turned.
@@ -46,11 +47,11 @@ async fn a_key_waits_until_an_operator_has_decided() {
     database.send(&[keyed("a"), keyed("b")].concat()).await;
     database.send(&[message(None, "bad"), message(None, "3")]).await;
     let mut operator = database.connect().await;
-    eventually("three messages that are refused", async || database.status().await.refused == 3).await;
+    until("three messages are refused", async || database.status().await.refused == 3).await;
     broker.holds(3).await;
     assert_eq!(broker.firsts().len(), 3);
     // What is published is there until the relay has noted that it is.
-    eventually("only the two behind those with a key wait", async || {
+    until("only the two behind those with a key wait", async || {
         let status = database.status().await;
         assert_eq!(status.refused, 3);
         status.waiting == 2

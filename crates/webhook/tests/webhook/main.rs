@@ -19,7 +19,7 @@ use oncegate_inbox::{
     ConsumerName, Counts, DeadLetter, DeadLetterSink, DeadReason, EventKind, HandlerError, Identity, Inbox,
     Message, Processor, PutFuture,
 };
-use oncegate_testkit::{Faults, FaultyStore, ManualClock};
+use oncegate_testkit::{Faults, FaultyStore, ManualClock, until};
 use oncegate_webhook::{DEFAULT_WINDOW, MIN_WINDOW, WebhookOptions, WebhookReceiver, WebhookScheme};
 use sha2::Sha256;
 use tokio::io::AsyncWriteExt as _;
@@ -159,14 +159,6 @@ async fn run(state: Arc<State>, _attempt: Attempt, message: Arc<Message>) -> Res
         Act::Retry => Err(HandlerError::retry("not now")),
         Act::Reject => Err(HandlerError::reject("never")),
         Act::Panic => panic!("a handler panics, as it was told to"),
-    }
-}
-
-async fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
-    let deadline = Instant::now() + TIMEOUT;
-    while !is_so() {
-        assert!(Instant::now() < deadline, "not in time: {what}");
-        tokio::time::sleep(Duration::from_millis(5)).await;
     }
 }
 
@@ -348,7 +340,7 @@ async fn a_hundred_at_once_take_effect_once() {
         })
         .collect();
     // 99 of them get a 503 while the first one is being processed.
-    eventually("the others are answered", || world.counts.get(EventKind::InFlight) == 99).await;
+    until("the others are answered", async || world.counts.get(EventKind::InFlight) == 99).await;
     assert_eq!(world.begun(), 1);
     world.state.gate.add_permits(1_000_000);
     let mut sent_away = 0;
@@ -375,7 +367,7 @@ async fn processing_goes_on_when_the_sender_hangs_up() {
     let (address, receiver) = world.serve(world.options()).await;
     let sending = Sending::standard("msg_1", NOW, "{}");
     let stream = sending.begin(address, PATH).await;
-    eventually("it is begun", || world.begun() == 1).await;
+    until("it is begun", async || world.begun() == 1).await;
     drop(stream);
     // All senders have hung up, and `drain` still waits for the handlers.
     assert!(!receiver.drain(Duration::from_millis(200)).await);
@@ -448,7 +440,7 @@ async fn the_number_of_running_webhooks_is_limited() {
         let sending = Sending::standard(&format!("msg_{number}"), NOW, "{}");
         streams.push(sending.begin(address, PATH).await);
     }
-    eventually("both are begun", || world.begun() == 2).await;
+    until("both are begun", async || world.begun() == 2).await;
     let third = Sending::standard("msg_3", NOW, "{}");
     let answer = third.send(address, PATH).await.unwrap();
     assert_eq!((answer.status, answer.problem()), (503, "overloaded"));
@@ -634,7 +626,7 @@ async fn a_receiver_that_is_killed_in_the_middle_pays_once() {
         let paid = usize::from(hang == "after-effect");
         let stream =
             Sending::standard("msg_1", now(), "{}").begin(service.address, "/webhooks/standard").await;
-        eventually("the handler is where it hangs", || ledger(data) == (paid, 1)).await;
+        until("the handler is where it hangs", async || ledger(data) == (paid, 1)).await;
         service.kill();
         assert_eq!(Answer::read(stream).await, None);
 
