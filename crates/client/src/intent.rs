@@ -272,7 +272,7 @@ impl fmt::Debug for Intent {
         f.debug_struct("Intent")
             .field("method", &self.method)
             .field("host", &self.uri.host().unwrap_or_default())
-            .field("octets", &self.body.len())
+            .field("body_bytes", &self.body.len())
             .field("sent_before", &self.sent_before)
             .finish_non_exhaustive()
     }

@@ -1,4 +1,4 @@
-//! Over real connections, against a service that breaks them.
+//! Real connections to a service that breaks them.
 #![cfg(all(feature = "reqwest", feature = "tower"))]
 
 mod support;
@@ -31,33 +31,33 @@ type Hyper = TowerTransport<HyperClient<HttpConnector, Full<Bytes>>, Full<Bytes>
 
 fn hyper_client() -> Client<Hyper> {
     let client = HyperClient::builder(TokioExecutor::new()).build_http();
-    let over =
+    let transport =
         TowerTransport::new(client).with_error_classifier(|error| match error.downcast_ref::<HyperError>() {
             Some(error) if error.is_connect() => AttemptFailureKind::NotSent,
             _ => AttemptFailureKind::Doubtful,
         });
-    Client::new(over).with_policy(quick())
+    Client::new(transport).with_policy(quick())
 }
 
 fn pay(service: &Hostile) -> Intent {
     Intent::post(service.url("/payments")).unwrap().with_json(r#"{"amount":5}"#)
 }
 
-/// An address that nobody listens at, as long as the socket is held.
-fn nobody() -> (TcpSocket, SocketAddr) {
+/// An address without a listener, as long as the socket is held.
+fn closed_address() -> (TcpSocket, SocketAddr) {
     let socket = TcpSocket::new_v4().unwrap();
     socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let address = socket.local_addr().unwrap();
     (socket, address)
 }
 
-/// A service that honours keys: each takes effect once, and its first answer, which never arrives whole, is given again.
+/// A service that honours keys: each takes effect once. The first answer never arrives complete, and is replayed.
 struct Ledger {
     effects: Mutex<HashMap<String, usize>>,
 }
 
 impl Ledger {
-    /// Whether the key is new.
+    /// Counts an attempt, and returns `true` if the key is new.
     fn take(&self, key: &str) -> bool {
         let mut effects = self.effects.lock().unwrap();
         let times = effects.entry(key.to_owned()).or_insert(0);
@@ -79,8 +79,8 @@ async fn cut_everywhere<T: Transport>(client: Client<T>) {
             let (book, at) = (Arc::clone(&ledger), Arc::clone(&cut_at));
             let service = Hostile::new(move |_, request| {
                 if book.take(request.key.as_ref().expect("a key")) {
-                    let octets = whole.as_bytes()[..at.load(Ordering::SeqCst)].to_vec();
-                    return Reply { octets, end };
+                    let bytes = whole.as_bytes()[..at.load(Ordering::SeqCst)].to_vec();
+                    return Reply { bytes, end };
                 }
                 answer(201, "idempotent-replayed: true\r\n", r#"{"paid":5}"#)
             })
@@ -105,12 +105,12 @@ async fn cut_everywhere<T: Transport>(client: Client<T>) {
 }
 
 #[tokio::test]
-async fn an_answer_that_is_cut_at_any_octet_is_asked_for_again_with_reqwest() {
+async fn an_answer_that_is_cut_at_any_byte_is_requested_again_with_reqwest() {
     cut_everywhere(reqwest_client()).await;
 }
 
 #[tokio::test]
-async fn an_answer_that_is_cut_at_any_octet_is_asked_for_again_with_hyper() {
+async fn an_answer_that_is_cut_at_any_byte_is_requested_again_with_hyper() {
     cut_everywhere(hyper_client()).await;
 }
 
@@ -131,13 +131,13 @@ async fn an_answer_may_have_many_field_lines() {
 }
 
 #[tokio::test]
-async fn an_answer_with_too_many_field_lines_is_a_doubt_that_says_why() {
+async fn an_answer_with_too_many_field_lines_leaves_a_doubt_with_its_cause() {
     let service = Hostile::new(|_, _| many_lines(1001)).await;
     let policy = quick().with_max_attempts(2).unwrap();
     let open = reqwest_client().with_policy(policy.clone()).send(&pay(&service)).await.unwrap_err();
     assert!(open.may_have_taken_effect() && service.take().len() == 2);
     assert!(chain(&open).contains("message head is too large"), "{}", chain(&open));
-    // The client that the middleware is put on is the application's, which has to set its limit.
+    // The application builds the client under the middleware, and has to set its limit.
     let service = Hostile::new(|_, _| many_lines(150)).await;
     for (builder, is_done) in
         [(reqwest::Client::builder(), false), (reqwest::Client::builder().http1_max_headers(1000), true)]
@@ -168,11 +168,11 @@ fn chain(error: &dyn std::error::Error) -> String {
 }
 
 #[tokio::test]
-async fn a_plain_api_whose_answer_is_cut_is_asked_once() {
+async fn a_plain_api_gets_one_request_if_its_answer_is_cut() {
     let whole = "HTTP/1.1 201 Created\r\ncontent-length: 10\r\n\r\n{\"paid\":5}";
     let service = Hostile::new(move |_, request| {
         let cut: usize = request.path.rsplit('/').next().unwrap().parse().unwrap();
-        Reply { octets: whole.as_bytes()[..cut].to_vec(), end: End::Close }
+        Reply { bytes: whole.as_bytes()[..cut].to_vec(), end: End::Close }
     })
     .await;
     let client = reqwest_client().with_policy(quick().with_api(Api::Plain));
@@ -186,7 +186,7 @@ async fn a_plain_api_whose_answer_is_cut_is_asked_once() {
 }
 
 #[tokio::test]
-async fn every_status_ends_or_goes_on_as_the_table_says() {
+async fn every_status_ends_or_continues_as_the_table_requires() {
     let service = Hostile::new(|_, request| {
         let status: u16 = request.path.rsplit('/').next().unwrap().parse().unwrap();
         answer(status, "content-type: application/json\r\n", "{}")
@@ -233,10 +233,10 @@ async fn every_status_ends_or_goes_on_as_the_table_says() {
 }
 
 #[tokio::test]
-async fn a_service_that_falls_silent_is_asked_again() {
+async fn a_service_that_stops_answering_is_asked_again() {
     for silent_after in ["", "HTTP/1.1 201 Cre", "HTTP/1.1 201 Created\r\ncontent-length: 10\r\n\r\n{\"pa"] {
         let service = Hostile::new(move |number, _| match number {
-            0 => Reply { octets: silent_after.into(), end: End::Hang },
+            0 => Reply { bytes: silent_after.into(), end: End::Hang },
             _ => answer(201, "idempotent-replayed: true\r\n", "{}"),
         })
         .await;
@@ -249,8 +249,8 @@ async fn a_service_that_falls_silent_is_asked_again() {
 }
 
 #[tokio::test]
-async fn a_service_that_nobody_listens_for_took_no_effect_and_is_tried_again_also_when_plain() {
-    let (_held, address) = nobody();
+async fn a_refused_connection_had_no_effect_and_is_tried_again_even_by_a_plain_api() {
+    let (_held, address) = closed_address();
     for api in [Api::Idempotent, Api::Plain] {
         let intent = Intent::post(format!("http://{address}/")).unwrap();
         let policy = quick().with_api(api).with_max_attempts(3).unwrap();
@@ -269,7 +269,7 @@ async fn a_service_that_nobody_listens_for_took_no_effect_and_is_tried_again_als
 }
 
 #[tokio::test]
-async fn lies_about_the_time_to_come_back_end_the_sending_at_once() {
+async fn an_absurd_retry_after_ends_the_sending_at_once() {
     for value in ["31536000", "999999999999999999999", "Fri, 31 Dec 9999 23:59:59 GMT"] {
         let field = format!("retry-after: {value}\r\n");
         let service = Hostile::new(move |_, _| answer(503, &field, "")).await;
@@ -298,10 +298,10 @@ async fn redirections_are_answers_and_not_followed() {
 }
 
 #[tokio::test]
-async fn a_refusal_that_an_earlier_attempt_may_have_brought_about_is_none() {
+async fn a_refusal_that_an_earlier_attempt_may_have_caused_does_not_count() {
     for (method, status) in [("DELETE", 410), ("PUT", 412), ("PUT", 409)] {
         let service = Hostile::new(move |number, _| match number {
-            0 => Reply { octets: Vec::new(), end: End::Close },
+            0 => Reply { bytes: Vec::new(), end: End::Close },
             _ => answer(status, "", ""),
         })
         .await;
@@ -310,7 +310,7 @@ async fn a_refusal_that_an_earlier_attempt_may_have_brought_about_is_none() {
         let open = plain.send(&intent).await.unwrap_err();
         assert_eq!((open.kind(), open.attempts()), (SendErrorKind::TurnedAway, 2), "{method} {status}");
         assert!(open.may_have_taken_effect());
-        // As the first answer it is one.
+        // As the first answer it counts.
         let again = plain.send(&intent).await.unwrap();
         assert!(matches!(again.verdict, Verdict::Refused(_)), "{method} {status}");
     }
@@ -327,10 +327,10 @@ fn with_middleware(
 }
 
 #[tokio::test]
-async fn the_middleware_sends_requests_with_a_key_again_and_hands_the_answer_on() {
+async fn the_middleware_sends_requests_with_a_key_again_and_passes_the_answer_on() {
     let service = Hostile::new(|number, _| match number {
         0 => Reply {
-            octets: b"HTTP/1.1 201 Created\r\ncontent-length: 10\r\n\r\n{\"pa".to_vec(),
+            bytes: b"HTTP/1.1 201 Created\r\ncontent-length: 10\r\n\r\n{\"pa".to_vec(),
             end: End::Close,
         },
         1 => answer(503, "", "busy"),
@@ -354,10 +354,10 @@ async fn the_middleware_sends_requests_with_a_key_again_and_hands_the_answer_on(
 }
 
 #[tokio::test]
-async fn the_middleware_sends_nothing_again_that_has_no_key() {
+async fn the_middleware_sends_requests_without_a_key_once() {
     for middleware in [IntentMiddleware::new, || IntentMiddleware::new().with_redirects_off()] {
         let service = Hostile::new(|_, request| match &*request.path {
-            "/cut" => Reply { octets: b"HTTP/1.1 201 Cre".to_vec(), end: End::Reset },
+            "/cut" => Reply { bytes: b"HTTP/1.1 201 Cre".to_vec(), end: End::Reset },
             path => answer(path[1..].parse().unwrap(), "retry-after: 0\r\n", "the service's own"),
         })
         .await;
@@ -374,7 +374,7 @@ async fn the_middleware_sends_nothing_again_that_has_no_key() {
             client.request(method, service.url("/cut")).body("5").send().await.unwrap_err();
             assert_eq!(service.take(), [None]);
         }
-        // An empty key is none, and so are two.
+        // An empty key does not count, and neither do two keys.
         for keys in [&[""][..], &["a", "b"]] {
             let mut request = client.post(service.url("/503")).body("5");
             for key in keys {
@@ -387,7 +387,7 @@ async fn the_middleware_sends_nothing_again_that_has_no_key() {
 }
 
 #[tokio::test]
-async fn the_middleware_makes_keys_where_it_was_told_to_and_one_for_each_call() {
+async fn the_middleware_creates_one_key_per_call_if_it_is_configured_to() {
     let service = Hostile::new(|number, _| answer(if number % 2 == 0 { 503 } else { 201 }, "", "")).await;
     let client = with_middleware(reqwest::Client::builder(), IntentMiddleware::new().with_new_keys());
     for _ in 0..2 {
@@ -399,12 +399,12 @@ async fn the_middleware_makes_keys_where_it_was_told_to_and_one_for_each_call() 
     assert_eq!(service.take(), [None]);
 }
 
-/// Events that are sent as they happen: they arrive as they are sent, and are not begun again where they fall silent.
+/// A stream of events arrives as it is sent, and is not requested again if it stops.
 #[tokio::test]
-async fn an_answer_without_a_key_streams_through_the_middleware_and_is_asked_for_once() {
+async fn an_answer_without_a_key_streams_through_the_middleware_and_is_requested_once() {
     for method in [http::Method::GET, http::Method::HEAD, http::Method::PUT, http::Method::DELETE] {
         let service = Hostile::new(|_, _| Reply {
-            octets:
+            bytes:
                 b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n\
                       9\r\ndata: 1\n\n\r\n"
                     .to_vec(),
@@ -421,7 +421,7 @@ async fn an_answer_without_a_key_streams_through_the_middleware_and_is_asked_for
         }
         assert_eq!(service.take(), [None], "{method}");
     }
-    // Where that is wanted, what repeats by its method is sent again.
+    // With keyless retries, idempotent methods are sent again.
     let service = Hostile::new(|number, _| answer(if number % 2 == 0 { 503 } else { 200 }, "", "")).await;
     let again = IntentMiddleware::new().with_keyless_retries();
     let client = with_middleware(reqwest::Client::builder(), again);
@@ -446,9 +446,9 @@ async fn a_streamed_body_is_sent_once() {
     assert_eq!(open.response().unwrap().status(), 503);
 }
 
-/// Who only asks is redirected: that is an answer. Who wants something done is not told that it was.
+/// For a safe method a redirection is the answer. For others it does not tell if the request took effect.
 #[tokio::test]
-async fn a_redirection_is_an_answer_to_a_question_and_to_nothing_else() {
+async fn a_redirection_is_an_answer_to_safe_methods_only() {
     for status in [301, 302] {
         let service = Hostile::new(move |_, _| answer(status, "location: /elsewhere\r\n", "")).await;
         for api in [Api::Idempotent, Api::Plain] {
@@ -472,8 +472,8 @@ async fn a_redirection_is_an_answer_to_a_question_and_to_nothing_else() {
 }
 
 #[tokio::test]
-async fn a_redirection_to_nowhere_does_not_make_the_first_request_undone() {
-    let (_held, nowhere) = nobody();
+async fn a_redirection_to_a_closed_address_leaves_the_outcome_unknown() {
+    let (_held, nowhere) = closed_address();
     let location = format!("location: http://{nowhere}/receipt\r\n");
     let service = Hostile::new(move |_, _| answer(303, &location, "")).await;
     let client = reqwest::Client::builder().no_proxy().build().unwrap();
@@ -486,7 +486,7 @@ async fn a_redirection_to_nowhere_does_not_make_the_first_request_undone() {
 }
 
 #[tokio::test]
-async fn a_refusal_at_the_end_of_a_redirection_is_not_the_operations() {
+async fn a_refusal_at_the_end_of_a_redirection_is_not_a_refusal_of_the_operation() {
     let service = Hostile::new(|number, request| match (&*request.path, number) {
         ("/receipt", 0..=3) => answer(404, "", ""),
         ("/receipt", _) => answer(200, "", "5"),

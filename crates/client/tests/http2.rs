@@ -1,4 +1,4 @@
-//! What HTTP/2 itself says of a request that it does not process, frame by frame.
+//! Requests that HTTP/2 itself does not process, frame by frame.
 #![cfg(all(feature = "reqwest", feature = "tower", feature = "http2"))]
 
 mod support;
@@ -24,18 +24,18 @@ const SETTINGS: u8 = 4;
 const GOAWAY: u8 = 7;
 const REFUSED_STREAM: u32 = 7;
 
-/// What is done with one request.
+/// The reaction to one request.
 #[derive(Clone, Copy, Debug)]
 enum Act {
-    /// 200, whole.
+    /// A complete 200.
     Answers,
     /// RST_STREAM with this code.
     Resets(u32),
     /// The head of an answer, and then RST_STREAM with this code.
     ResetsLate(u32),
-    /// GOAWAY with this code that leaves the request out.
+    /// GOAWAY with this code. Its last stream is before the request.
     LeavesOut(u32),
-    /// GOAWAY with this code that counts the request in, and the end of the connection.
+    /// GOAWAY with this code, whose last stream is the request, and the end of the connection.
     CountsIn(u32),
 }
 
@@ -45,7 +45,7 @@ struct Server {
 }
 
 impl Server {
-    /// Does this with the first request, and answers the others.
+    /// Starts a server that reacts to the first request like this, and answers the others.
     async fn new(first: Act) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
@@ -100,11 +100,11 @@ async fn serve(mut stream: TcpStream, first: Act, count: &AtomicUsize) -> Option
 }
 
 async fn frame(stream: &mut TcpStream, kind: u8, flags: u8, id: u32, payload: &[u8]) -> Option<()> {
-    let mut octets = (payload.len() as u32).to_be_bytes()[1..].to_vec();
-    octets.extend([kind, flags]);
-    octets.extend(id.to_be_bytes());
-    octets.extend(payload);
-    stream.write_all(&octets).await.ok()
+    let mut bytes = (payload.len() as u32).to_be_bytes()[1..].to_vec();
+    bytes.extend([kind, flags]);
+    bytes.extend(id.to_be_bytes());
+    bytes.extend(payload);
+    stream.write_all(&bytes).await.ok()
 }
 
 fn with_reqwest(api: Api) -> Client<ReqwestTransport> {
@@ -117,7 +117,7 @@ fn with_hyper(api: Api) -> Client<impl Transport> {
     Client::new(TowerTransport::<_, Full<Bytes>>::new(client)).with_policy(quick().with_api(api))
 }
 
-/// How often the request was made, as the client says and as the server counted, and how it ended.
+/// Sends a request. Returns the number of attempts, which client and server count alike, and the result.
 async fn send<T: Transport>(client: Client<T>, first: Act) -> (usize, Result<Verdict, SendError>) {
     let server = Server::new(first).await;
     let intent = Intent::post(format!("http://{}/payments", server.address)).unwrap().with_body("5");

@@ -1,4 +1,4 @@
-//! A journal over the ends of processes: several at once, clocks that jump, disks without room, and what must not be in it.
+//! Journals across processes: concurrent users, clocks that jump, full disks, and secrets.
 
 #![cfg(all(unix, feature = "journal"))]
 
@@ -23,15 +23,15 @@ use oncegate_client::{
 use oncegate_core::{Clock, Timestamp};
 use oncegate_testkit::ManualClock;
 
-/// What the service does with a request.
+/// The behaviour of the service for a request.
 #[derive(Clone, Copy)]
 enum Act {
     Answers(u16),
-    /// It answers as it did before.
+    /// It sends the answer that it sent before.
     Replays(u16),
-    /// It did it, and its answer is lost.
+    /// It executes the request, and its answer is lost.
     Loses,
-    /// It is not reached.
+    /// It is out of reach.
     Away,
 }
 
@@ -98,7 +98,7 @@ fn payout(number: &str) -> Intent {
         .with_json(format!(r#"{{"payout":"{number}"}}"#))
 }
 
-/// How many files there are, but for what is remembered of finished intents.
+/// Returns the number of files, without the directory of finished intents.
 fn files(journal: &JournalDir) -> usize {
     let names = fs::read_dir(journal.path()).unwrap().map(|file| file.unwrap().file_name());
     names.filter(|name| name != "finished").count()
@@ -119,13 +119,13 @@ async fn ends(journal: &JournalDir, client: &Client<Service>) -> Vec<Result<Verd
 
 fn why(end: &Result<Verdict, ResumeError>) -> SendErrorKind {
     match end {
-        Err(ResumeError::SendError(open)) => open.kind(),
+        Err(ResumeError::Sending(open)) => open.kind(),
         other => panic!("{other:?}"),
     }
 }
 
 #[tokio::test]
-async fn what_has_no_answer_is_sent_again_oldest_first_as_it_was() {
+async fn intents_without_an_answer_are_sent_again_unchanged_oldest_first() {
     let dir = tempfile::tempdir().unwrap();
     let service = Service::new(Act::Loses);
     let journal = open_journal(dir.path());
@@ -138,7 +138,7 @@ async fn what_has_no_answer_is_sent_again_oldest_first_as_it_was() {
     let before = service.seen();
     drop(journal);
 
-    // Another process: nothing but the directory.
+    // Another process knows only the directory.
     let journal = open_journal(dir.path());
     let keys: Vec<_> = journal.pending().await.unwrap().into_iter().map(|one| one.unwrap().key).collect();
     assert_eq!(keys, ["a", "b", "c"].map(|number| IdempotencyKey::derived("payout", [number])));
@@ -165,7 +165,7 @@ fn millis_now() -> u64 {
 }
 
 #[tokio::test]
-async fn the_same_intent_again_goes_on_and_another_request_under_its_key_is_refused() {
+async fn the_same_intent_continues_and_another_request_under_its_key_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let service = Service::new(Act::Loses);
     let journal = open_journal(dir.path());
@@ -194,7 +194,7 @@ async fn the_same_intent_again_goes_on_and_another_request_under_its_key_is_refu
         assert_eq!((service.times(), fs::read(&file).unwrap()), (1, before.clone()));
     }
 
-    // A 401 says nothing of the first sending, which nobody but the journal remembers.
+    // A 401 is no information about the first sending, which only the journal remembers.
     service.now(Act::Answers(401));
     let open = client(&service, &journal).send(&payout("7")).await.unwrap_err();
     assert_eq!((open.kind(), open.may_have_taken_effect()), (SendErrorKind::TurnedAway, true));
@@ -204,7 +204,7 @@ async fn the_same_intent_again_goes_on_and_another_request_under_its_key_is_refu
 }
 
 #[tokio::test]
-async fn what_certainly_never_arrived_is_remembered_as_such() {
+async fn an_intent_that_never_arrived_is_remembered_as_never_sent() {
     let dir = tempfile::tempdir().unwrap();
     let service = Service::new(Act::Away);
     let journal = open_journal(dir.path());
@@ -212,7 +212,7 @@ async fn what_certainly_never_arrived_is_remembered_as_such() {
     assert!(!open.may_have_taken_effect());
     assert!(!journal.pending().await.unwrap()[0].as_ref().unwrap().maybe_sent);
 
-    // Older than any key is good for: nobody has ever heard of it.
+    // It is older than the lifetime of its key, but no service ever received it.
     let much_later = Arc::new(ManualClock::at_millis(millis_now() + 40 * 86_400_000));
     let later = client(&service, &journal).with_clock(Arc::new(much_later));
     service.now(Act::Answers(401));
@@ -226,7 +226,7 @@ async fn what_certainly_never_arrived_is_remembered_as_such() {
     let seen = service.seen();
     assert_eq!(seen[0].headers()["idempotency-key"], seen[1].headers()["idempotency-key"]);
 
-    // And once it may have arrived, that is what is remembered, whatever comes after.
+    // Once it may have arrived, later failures do not change that.
     for act in [Act::Away, Act::Loses, Act::Away] {
         service.now(act);
         client(&service, &journal).send(&payout("8")).await.unwrap_err();
@@ -235,7 +235,7 @@ async fn what_certainly_never_arrived_is_remembered_as_such() {
 }
 
 #[tokio::test]
-async fn nothing_is_sent_under_a_key_that_may_be_forgotten_whatever_the_clock_does() {
+async fn nothing_is_sent_again_after_the_lifetime_of_its_key_whatever_the_clock_does() {
     const HOUR: u64 = 3_600_000;
     let dir = tempfile::tempdir().unwrap();
     let service = Service::new(Act::Loses);
@@ -249,7 +249,7 @@ async fn nothing_is_sent_under_a_key_that_may_be_forgotten_whatever_the_clock_do
     assert_eq!(service.times(), 1);
 
     service.now(Act::Answers(201));
-    // Whoever resumes believes in 24 hours; what was promised when it was sent counts.
+    // The resuming client assumes 24 hours, but the lifetime of the first sending counts.
     let resuming = client(&service, &journal).with_clock(Arc::new(clock.clone()));
     let refused = [now + HOUR, now + 2 * HOUR, now + 1000 * HOUR, now - 61_000, now - 1000 * HOUR, 0];
     for at in refused {
@@ -265,11 +265,11 @@ async fn nothing_is_sent_under_a_key_that_may_be_forgotten_whatever_the_clock_do
         assert!(ends(&journal, &resuming).await[0].is_err());
         assert_eq!(service.times(), times + 1, "{at}");
     }
-    assert_eq!(journal.pending().await.unwrap().len(), 1, "refused is not removed");
+    assert_eq!(journal.pending().await.unwrap().len(), 1, "a refused intent is not removed");
 }
 
 #[tokio::test]
-async fn what_a_service_without_keys_got_is_not_sent_to_it_again_by_anybody() {
+async fn an_intent_that_a_service_without_keys_received_is_never_sent_again() {
     let dir = tempfile::tempdir().unwrap();
     let service = Service::new(Act::Loses);
     let journal = open_journal(dir.path());
@@ -278,13 +278,13 @@ async fn what_a_service_without_keys_got_is_not_sent_to_it_again_by_anybody() {
     assert!(!service.seen()[0].headers().contains_key("idempotency-key"));
     service.now(Act::Answers(201));
     assert_eq!(why(&ends(&journal, &plain).await[0]), SendErrorKind::Unknown);
-    // Somebody who believes that the service knows keys.
+    // Another client assumes that the service knows keys.
     assert_eq!(why(&ends(&journal, &client(&service, &journal)).await[0]), SendErrorKind::KeyLifetime);
     assert_eq!((service.times(), journal.pending().await.unwrap().len()), (1, 1));
 }
 
 #[tokio::test]
-async fn the_key_goes_into_the_field_that_it_first_went_into() {
+async fn the_key_stays_in_the_header_of_the_first_sending() {
     let dir = tempfile::tempdir().unwrap();
     let service = Service::new(Act::Loses);
     let journal = open_journal(dir.path());
@@ -299,7 +299,7 @@ async fn the_key_goes_into_the_field_that_it_first_went_into() {
 }
 
 #[tokio::test]
-async fn secrets_are_not_written_down_and_nothing_is_sent_without_them() {
+async fn secrets_are_not_stored_and_nothing_is_sent_without_them() {
     let dir = tempfile::tempdir().unwrap();
     let service = Service::new(Act::Loses);
     let journal = open_journal(dir.path());
@@ -329,7 +329,7 @@ async fn secrets_are_not_written_down_and_nothing_is_sent_without_them() {
 
     service.now(Act::Answers(201));
     let end = ends(&journal, &client(&service, &journal)).await.remove(0).unwrap_err();
-    let ResumeError::Fields(names) = &end else { panic!("{end:?}") };
+    let ResumeError::MissingFields(names) = &end else { panic!("{end:?}") };
     assert_eq!(
         names.iter().map(HeaderName::as_str).collect::<Vec<_>>(),
         ["authorization", "cookie", "x-mine", "x-api-key", "x-amz-security-token", "private-token"]
@@ -360,9 +360,9 @@ async fn secrets_are_not_written_down_and_nothing_is_sent_without_them() {
     assert_eq!(seen[1].headers(), seen[0].headers());
 }
 
-/// A service that takes the credential for the caller would execute it once more.
+/// A service that identifies callers by their credentials would execute it again.
 #[tokio::test]
-async fn what_may_have_been_sent_is_not_sent_under_other_credentials() {
+async fn an_intent_that_may_have_been_sent_is_not_sent_with_other_credentials() {
     let dir = tempfile::tempdir().unwrap();
     let service = Service::new(Act::Loses);
     let journal = open_journal(dir.path());
@@ -381,11 +381,11 @@ async fn what_may_have_been_sent_is_not_sent_under_other_credentials() {
     let end = resumed(&journal, "Bearer new").await.unwrap_err();
     assert!(matches!(end, ResumeError::OtherCredentials) && !end.to_string().contains("Bearer"), "{end:?}");
     assert_eq!(service.times(), 1);
-    // Where the service knows its callers by something else.
+    // The service identifies its callers by something else.
     let renewed = journal.with_other_credentials();
     assert_eq!(resumed(&renewed, "Bearer new").await.unwrap().verdict, Verdict::Done);
 
-    // What was certainly never sent may be sent by anybody.
+    // An intent that was never sent may be sent with any credentials.
     let dir = tempfile::tempdir().unwrap();
     let journal = open_journal(dir.path());
     service.now(Act::Away);
@@ -394,9 +394,9 @@ async fn what_may_have_been_sent_is_not_sent_under_other_credentials() {
     assert_eq!(resumed(&journal, "Bearer new").await.unwrap().verdict, Verdict::Done);
 }
 
-/// What was never sent may be sent by anybody; then it is theirs.
+/// Any caller may send an intent that was never sent. From then on it belongs to that caller.
 #[tokio::test]
-async fn what_another_caller_took_up_is_that_callers_from_then_on() {
+async fn an_intent_that_another_caller_sent_first_belongs_to_that_caller() {
     for resumes in [false, true] {
         let dir = tempfile::tempdir().unwrap();
         let service = Service::new(Act::Away);
@@ -417,7 +417,7 @@ async fn what_another_caller_took_up_is_that_callers_from_then_on() {
         }
         assert!(journal.pending().await.unwrap()[0].as_ref().unwrap().maybe_sent);
         service.now(Act::Answers(201));
-        // It would be executed for the old one, too.
+        // The service would execute it for the old caller, too.
         let times = service.times();
         let open = client(&service, &journal).send(&with("Bearer old")).await.unwrap_err();
         assert_eq!(
@@ -432,9 +432,9 @@ async fn what_another_caller_took_up_is_that_callers_from_then_on() {
     }
 }
 
-/// Who was nobody and is somebody now is another caller.
+/// A caller with credentials is another caller than one without.
 #[tokio::test]
-async fn what_may_have_been_sent_without_credentials_is_not_sent_with_some() {
+async fn an_intent_that_may_have_been_sent_without_credentials_is_not_sent_with_some() {
     let dir = tempfile::tempdir().unwrap();
     let service = Service::new(Act::Loses);
     let journal = open_journal(dir.path());
@@ -448,9 +448,9 @@ async fn what_may_have_been_sent_without_credentials_is_not_sent_with_some() {
     assert_eq!(client(&service, &journal).send(&payout("7")).await.unwrap().verdict, Verdict::Done);
 }
 
-/// The service forgets a key, and whoever makes the same intent again must not have it done twice.
+/// The service forgets a key. A caller that makes the same intent again must not have it executed twice.
 #[tokio::test]
-async fn what_was_done_is_not_done_again_after_its_key_is_forgotten() {
+async fn a_finished_intent_is_not_executed_again_after_its_key_is_forgotten() {
     const HOUR: u64 = 3_600_000;
     let dir = tempfile::tempdir().unwrap();
     let service = Service::new(Act::Answers(201));
@@ -462,13 +462,13 @@ async fn what_was_done_is_not_done_again_after_its_key_is_forgotten() {
     assert_eq!(client.send(&with("Bearer a")).await.unwrap().verdict, Verdict::Done);
     assert!(journal.pending().await.unwrap().is_empty());
 
-    // As long as the service knows the key, it brings its answer again.
+    // As long as the service knows the key, it replays its answer.
     for (at, times) in [(now + HOUR, 2), (now + 23 * HOUR, 3)] {
         clock.set_millis(at);
         assert_eq!(client.send(&with("Bearer a")).await.unwrap().verdict, Verdict::Done);
         assert_eq!(service.times(), times);
     }
-    // For another caller it may take effect once more, and another request under its key is none of it.
+    // For another caller it may take effect again. Another request under its key is a conflict.
     let open = client.send(&with("Bearer b")).await.unwrap_err();
     assert_eq!((open.kind(), service.times()), (SendErrorKind::DoneBefore, 3));
     let other = with("Bearer a").with_json(r#"{"payout":"70"}"#);
@@ -476,7 +476,7 @@ async fn what_was_done_is_not_done_again_after_its_key_is_forgotten() {
         (client.send(&other).await.unwrap_err().kind(), service.times()),
         (SendErrorKind::JournalConflict, 3)
     );
-    // Later nobody sends it, from any process.
+    // Later no process sends it.
     for at in [now + 25 * HOUR, now + 700 * HOUR] {
         clock.set_millis(at);
         let journal = open_journal(dir.path());
@@ -489,7 +489,7 @@ async fn what_was_done_is_not_done_again_after_its_key_is_forgotten() {
         assert_eq!((service.times(), journal.pending().await.unwrap().len()), (3, 0));
     }
 
-    // What is remembered shows neither key nor address nor body nor credentials.
+    // The file contains neither key nor address nor body nor credentials.
     let days: Vec<_> = fs::read_dir(journal.path().join("finished")).unwrap().map(Result::unwrap).collect();
     let files: Vec<_> = fs::read_dir(days[0].path()).unwrap().map(Result::unwrap).collect();
     assert_eq!((days.len(), files.len()), (1, 1));
@@ -497,7 +497,7 @@ async fn what_was_done_is_not_done_again_after_its_key_is_forgotten() {
     for hidden in ["bank.test", "payouts", "Bearer", payout("7").key().as_str().unwrap()] {
         assert!(!text.contains(hidden), "{text}");
     }
-    // Damaged, it stops the intent; and it goes when its day is over.
+    // A damaged file stops the intent. It is removed when its day is over.
     for bit in [0, text.len() * 3, text.len() * 8 - 16] {
         let mut damaged = text.clone().into_bytes();
         damaged[bit / 8] ^= 1 << (bit % 8);
@@ -511,7 +511,7 @@ async fn what_was_done_is_not_done_again_after_its_key_is_forgotten() {
 }
 
 #[tokio::test]
-async fn what_was_refused_or_asks_for_no_effect_is_not_remembered_and_limits_hold() {
+async fn refused_intents_and_safe_methods_are_not_remembered_and_limits_hold() {
     let dir = tempfile::tempdir().unwrap();
     let service = Service::new(Act::Answers(402));
     let journal = open_journal(dir.path());
@@ -535,9 +535,9 @@ async fn what_was_refused_or_asks_for_no_effect_is_not_remembered_and_limits_hol
     assert_eq!((remembered(), files(&journal)), (2, 0));
 }
 
-/// Turned away by an old address, it goes to the new one, and its key is as old as that.
+/// The old address turns it away. It is sent to the new one, and the lifetime of its key begins then.
 #[tokio::test]
-async fn what_was_turned_away_may_go_elsewhere_and_later() {
+async fn an_intent_that_was_turned_away_may_be_sent_to_another_address_later() {
     const HOUR: u64 = 3_600_000;
     let dir = tempfile::tempdir().unwrap();
     let service = Service::new(Act::Answers(308));
@@ -557,7 +557,7 @@ async fn what_was_turned_away_may_go_elsewhere_and_later() {
     };
     service.now(Act::Loses);
     assert_eq!(client.send(&moved(now + 30 * HOUR)).await.unwrap_err().kind(), SendErrorKind::Attempts);
-    // From now on that counts.
+    // From now on the new address counts.
     let old = client.send(&before).await.unwrap_err();
     assert_eq!((old.kind(), service.times()), (SendErrorKind::JournalConflict, 2));
     clock.set_millis(now + 53 * HOUR);
@@ -583,15 +583,15 @@ fn a_directory_that_others_may_write_to_is_refused() {
     JournalDir::open(dir.path().join("file")).unwrap_err();
 }
 
-/// Nothing is known of what a directory or a file of another user holds, and nothing is said about it.
+/// The content of a file that cannot be read is unknown.
 #[tokio::test]
-async fn what_cannot_be_read_is_neither_sent_nor_called_a_conflict() {
+async fn an_unreadable_file_is_neither_sent_nor_reported_as_a_conflict() {
     let dir = tempfile::tempdir().unwrap();
     let service = Service::new(Act::Loses);
     let journal = open_journal(dir.path());
     client(&service, &journal).send(&payout("7")).await.unwrap_err();
     let file = journal.pending().await.unwrap().remove(0).unwrap().path;
-    // A directory cannot be read as a file, whoever runs the tests.
+    // A directory cannot be read as a file, not even by root.
     let kept = fs::read(&file).unwrap();
     fs::remove_file(&file).unwrap();
     fs::create_dir(&file).unwrap();
@@ -606,7 +606,7 @@ async fn what_cannot_be_read_is_neither_sent_nor_called_a_conflict() {
 }
 
 #[tokio::test]
-async fn a_corrected_request_waits_for_what_becomes_of_the_first_one() {
+async fn a_corrected_request_waits_for_the_outcome_of_the_first_one() {
     let dir = tempfile::tempdir().unwrap();
     let service = Service::new(Act::Loses);
     let journal = open_journal(dir.path());
@@ -621,7 +621,7 @@ async fn a_corrected_request_waits_for_what_becomes_of_the_first_one() {
     }
     assert_eq!(service.times(), 1);
 
-    // A refusal that may be of a second request while the first one runs says nothing of the first one.
+    // This may be the refusal of a second request while the first one runs: it is no answer to the first one.
     service.now(Act::Answers(400));
     let open = client(&service, &journal).send(&first).await.unwrap_err();
     assert_eq!((open.kind(), open.may_have_taken_effect()), (SendErrorKind::TurnedAway, true));
@@ -650,24 +650,24 @@ async fn a_journal_has_its_limits() {
         (open.kind(), open.may_have_taken_effect(), service.times()),
         (SendErrorKind::Journal, false, 2)
     );
-    // What is there goes on.
+    // Stored intents continue.
     service.now(Act::Answers(201));
     client(&service, &journal).send(&payout("1")).await.unwrap();
     client(&service, &journal).send(&payout("3")).await.unwrap();
 
-    let large = |octets: usize| payout("large").with_body(vec![b'x'; octets]);
+    let large = |bytes: usize| payout("large").with_body(vec![b'x'; bytes]);
     service.now(Act::Loses);
     let times = service.times();
     let open = client(&service, &journal).send(&large(16 * 1024 * 1024)).await.unwrap_err();
     assert_eq!((open.kind(), service.times()), (SendErrorKind::Journal, times));
     let open = client(&service, &journal).send(&large(16 * 1024 * 1024 - 1024)).await.unwrap_err();
     assert_eq!((open.kind(), service.times()), (SendErrorKind::Attempts, times + 1));
-    assert_eq!(journal.pending().await.unwrap()[1].as_ref().unwrap().octets, 16 * 1024 * 1024 - 1024);
+    assert_eq!(journal.pending().await.unwrap()[1].as_ref().unwrap().body_bytes, 16 * 1024 * 1024 - 1024);
 }
 
-/// Tasks that send the same few intents, while others list and resume: none of them is sent twice at once, nothing is lost.
+/// Tasks send the same few intents while others list and resume: none is sent twice at the same time, and none is lost.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-async fn nobody_sends_what_somebody_else_is_sending() {
+async fn an_intent_that_a_task_is_sending_is_not_sent_by_another() {
     #[derive(Clone, Default)]
     struct Alone(Arc<Mutex<HashMap<String, (usize, usize)>>>);
     impl Transport for Alone {
@@ -679,7 +679,7 @@ async fn nobody_sends_what_somebody_else_is_sending() {
                 let (inside, times) = all.entry(key.clone()).or_default();
                 *inside += 1;
                 *times += 1;
-                assert_eq!(*inside, 1, "sent twice at once");
+                assert_eq!(*inside, 1, "sent twice at the same time");
                 *times
             };
             tokio::time::sleep(Duration::from_millis(1)).await;
@@ -695,7 +695,7 @@ async fn nobody_sends_what_somebody_else_is_sending() {
     let done = Arc::new(AtomicUsize::new(0));
     let mut tasks = tokio::task::JoinSet::new();
     for task in 0..8_usize {
-        let journal = open_journal(dir.path()); // as a process of its own would
+        let journal = open_journal(dir.path()); // like another process
         let client = Client::new(service.clone()).with_policy(once()).with_journal(Arc::new(journal.clone()));
         let done = Arc::clone(&done);
         tasks.spawn(async move {
@@ -731,7 +731,7 @@ async fn nobody_sends_what_somebody_else_is_sending() {
     assert!(left.iter().all(|one| one.as_ref().is_ok_and(|one| !one.in_flight)), "{left:?}");
 }
 
-/// Is run by the test below in a process of its own, and is nothing without it: sends and never gets an answer.
+/// The process that the next test starts and kills: it sends and never gets an answer. Without that test it does nothing.
 #[tokio::test]
 async fn a_process_that_is_killed_while_it_sends() {
     let Ok(dir) = std::env::var("JOURNAL_SENDS_FROM") else { return };
@@ -748,9 +748,9 @@ async fn a_process_that_is_killed_while_it_sends() {
     let _never = Client::new(Silent).with_journal(Arc::new(journal)).send(&payout("7")).await;
 }
 
-struct Other(Child);
+struct OtherProcess(Child);
 
-impl Other {
+impl OtherProcess {
     fn that_sends(dir: &Path) -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "a_process_that_is_killed_while_it_sends", "--nocapture"])
@@ -769,19 +769,19 @@ impl Other {
     }
 }
 
-impl Drop for Other {
+impl Drop for OtherProcess {
     fn drop(&mut self) {
         self.kill();
     }
 }
 
 #[tokio::test]
-async fn what_another_process_is_sending_is_left_to_it_until_it_is_killed() {
+async fn an_intent_of_another_process_is_not_sent_until_that_process_is_killed() {
     let dir = tempfile::tempdir().unwrap();
     let service = Service::new(Act::Answers(201));
     let journal = open_journal(dir.path()).with_finished_retention(Duration::ZERO);
     for _ in 0..3 {
-        let mut other = Other::that_sends(dir.path());
+        let mut other = OtherProcess::that_sends(dir.path());
         assert!(journal.pending().await.unwrap()[0].as_ref().unwrap().in_flight);
         let open: SendError = client(&service, &journal).send(&payout("7")).await.unwrap_err();
         assert_eq!(
@@ -789,7 +789,7 @@ async fn what_another_process_is_sending_is_left_to_it_until_it_is_killed() {
             (SendErrorKind::InFlight, true, true)
         );
         assert_eq!(why(&ends(&journal, &client(&service, &journal)).await[0]), SendErrorKind::InFlight);
-        // Another intent is none of its business.
+        // Another intent is not affected.
         client(&service, &journal).send(&payout("8")).await.unwrap();
         let times = service.times();
 
@@ -802,17 +802,17 @@ async fn what_another_process_is_sending_is_left_to_it_until_it_is_killed() {
 
 #[tokio::test]
 #[cfg(target_os = "linux")]
-async fn on_a_full_disk_nothing_is_sent_and_with_room_again_all_goes_on() {
+async fn on_a_full_disk_nothing_is_sent_until_there_is_space_again() {
     let dir = tempfile::tempdir().unwrap();
     let mount = |args: &[&str]| {
         let status = Command::new("mount").args(args).arg(dir.path()).stderr(Stdio::null()).status();
         status.is_ok_and(|status| status.success())
     };
     if !mount(&["-t", "tmpfs", "-o", "size=256k", "tmpfs"]) {
-        // Past the harness, which would hide it: a test that did not run must not look as if it had passed.
+        // Not through the harness, which hides output: a test that did not run must not look as if it had passed.
         let _ = writeln!(
             std::io::stderr(),
-            "\n*** on_a_full_disk_nothing_is_sent DID NOT RUN: a tmpfs cannot be mounted here (it takes root)"
+            "\n*** on_a_full_disk_nothing_is_sent_until_there_is_space_again DID NOT RUN: a tmpfs cannot be mounted here (it takes root)"
         );
         return;
     }
@@ -836,10 +836,10 @@ async fn on_a_full_disk_nothing_is_sent_and_with_room_again_all_goes_on() {
         assert!(sent < 100, "the disk was never full");
     };
     assert!(sent > 5 && !full.may_have_taken_effect() && full.is_resumable(), "{full}");
-    assert_eq!(service.times(), sent, "sent, and not written down");
-    assert_eq!(files(&journal), sent, "half of an intent is there");
+    assert_eq!(service.times(), sent, "sent without a file");
+    assert_eq!(files(&journal), sent, "an incomplete file is left");
 
-    // What is there goes on without room, and makes some.
+    // Stored intents continue without space, and free some.
     service.now(Act::Answers(201));
     client(&service, &journal).send(&big(0)).await.unwrap();
     client(&service, &journal).send(&big(sent)).await.unwrap();

@@ -17,21 +17,21 @@ use oncegate_client::{Api, AttemptFailureKind, IdempotencyKey, Report, SendError
 use support::quick;
 use tower::{Layer, Service, ServiceExt, service_fn};
 
-/// A body that may not say how long it is.
+/// A body that may hide its length.
 #[derive(Debug)]
-struct Octets {
-    octets: Full<Bytes>,
-    says_length: bool,
+struct TestBody {
+    data: Full<Bytes>,
+    has_length: bool,
     trailers: Option<HeaderMap>,
 }
 
-impl From<Bytes> for Octets {
-    fn from(octets: Bytes) -> Self {
-        Self { octets: Full::new(octets), says_length: true, trailers: None }
+impl From<Bytes> for TestBody {
+    fn from(data: Bytes) -> Self {
+        Self { data: Full::new(data), has_length: true, trailers: None }
     }
 }
 
-impl Body for Octets {
+impl Body for TestBody {
     type Data = Bytes;
     type Error = Infallible;
 
@@ -39,7 +39,7 @@ impl Body for Octets {
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-        match Pin::new(&mut self.octets).poll_frame(cx) {
+        match Pin::new(&mut self.data).poll_frame(cx) {
             Poll::Ready(None) => {
                 Poll::Ready(self.trailers.take().map(|trailers| Ok(Frame::trailers(trailers))))
             }
@@ -48,23 +48,23 @@ impl Body for Octets {
     }
 
     fn size_hint(&self) -> SizeHint {
-        if self.says_length { self.octets.size_hint() } else { SizeHint::default() }
+        if self.has_length { self.data.size_hint() } else { SizeHint::default() }
     }
 }
 
 type Seen = Arc<Mutex<Vec<(Option<String>, Bytes)>>>;
 
-/// Fails so often with this status, and is done then. With 0 it has no answer at all.
+/// A service that fails this many times with this status, and then succeeds. With status 0 it returns no answer.
 fn service(
     status: u16,
     times: usize,
 ) -> (
     Seen,
-    impl Service<Request<Octets>, Response = Response<Octets>, Error = &'static str, Future: Send> + Clone,
+    impl Service<Request<TestBody>, Response = Response<TestBody>, Error = &'static str, Future: Send> + Clone,
 ) {
     let seen = Seen::default();
     let log = Arc::clone(&seen);
-    let service = service_fn(move |request: Request<Octets>| {
+    let service = service_fn(move |request: Request<TestBody>| {
         let log = Arc::clone(&log);
         async move {
             let key = request.headers().get("idempotency-key").map(|key| key.to_str().unwrap().to_owned());
@@ -78,7 +78,7 @@ fn service(
                 0 if number <= times => Err("no answer"),
                 _ => {
                     let status = if number <= times { status } else { 201 };
-                    let mut body = Octets::from(Bytes::from("done"));
+                    let mut body = TestBody::from(Bytes::from("done"));
                     body.trailers =
                         Some([("grpc-status".parse().unwrap(), "0".parse().unwrap())].into_iter().collect());
                     Ok(Response::builder().status(status).body(body).unwrap())
@@ -93,8 +93,8 @@ fn layer() -> IntentLayer {
     IntentLayer::new().with_policy(quick())
 }
 
-fn request(method: Method, key: Option<&str>) -> Request<Octets> {
-    let mut request = Request::new(Octets::from(Bytes::from("5")));
+fn request(method: Method, key: Option<&str>) -> Request<TestBody> {
+    let mut request = Request::new(TestBody::from(Bytes::from("5")));
     *request.method_mut() = method;
     if let Some(key) = key {
         request.extensions_mut().insert(IdempotencyKey::new(key).unwrap());
@@ -103,7 +103,7 @@ fn request(method: Method, key: Option<&str>) -> Request<Octets> {
 }
 
 #[tokio::test]
-async fn a_request_with_a_key_is_sent_until_the_answer_is_definite_and_handed_on_whole() {
+async fn a_request_with_a_key_is_sent_until_the_answer_is_definite() {
     for status in [0, 503] {
         let (seen, service) = service(status, 2);
         let response = layer().layer(service).oneshot(request(Method::POST, Some("k"))).await.unwrap();
@@ -117,7 +117,7 @@ async fn a_request_with_a_key_is_sent_until_the_answer_is_definite_and_handed_on
 }
 
 #[tokio::test]
-async fn a_request_without_a_key_goes_by_once() {
+async fn a_request_without_a_key_is_sent_once() {
     for method in [Method::POST, Method::PATCH, Method::GET, Method::PUT, Method::DELETE] {
         let (seen, failing) = service(503, 9);
         let response = layer().layer(failing).oneshot(request(method.clone(), None)).await.unwrap();
@@ -139,17 +139,16 @@ async fn a_request_without_a_key_goes_by_once() {
 }
 
 #[tokio::test]
-async fn a_body_that_streams_is_sent_once_and_one_at_the_limit_again() {
-    let with_body = |octets: usize, says_length| {
+async fn a_streamed_body_is_sent_once_and_a_body_within_the_limit_again() {
+    let with_body = |bytes: usize, has_length| {
         let mut sent = request(Method::POST, Some("k"));
-        *sent.body_mut() = Octets::from(Bytes::from(vec![b'x'; octets]));
-        sent.body_mut().says_length = says_length;
+        *sent.body_mut() = TestBody::from(Bytes::from(vec![b'x'; bytes]));
+        sent.body_mut().has_length = has_length;
         sent
     };
-    for (octets, says_length, again) in [(16, true, true), (17, true, false), (1, false, false)] {
+    for (bytes, has_length, again) in [(16, true, true), (17, true, false), (1, false, false)] {
         let (seen, failing) = service(503, 1);
-        let sent =
-            layer().with_max_body_bytes(16).layer(failing).oneshot(with_body(octets, says_length)).await;
+        let sent = layer().with_max_body_bytes(16).layer(failing).oneshot(with_body(bytes, has_length)).await;
         if again {
             assert_eq!(sent.unwrap().status(), 201);
         } else {
@@ -158,12 +157,12 @@ async fn a_body_that_streams_is_sent_once_and_one_at_the_limit_again() {
         }
         let seen = seen.lock().unwrap();
         assert_eq!(seen.len(), 1 + usize::from(again));
-        assert!(seen.iter().all(|(_, body)| body.len() == octets));
+        assert!(seen.iter().all(|(_, body)| body.len() == bytes));
     }
 }
 
 #[tokio::test]
-async fn a_plain_api_gets_again_what_the_service_says_was_not_sent() {
+async fn a_plain_api_gets_a_request_again_that_was_certainly_not_processed() {
     for (kind, attempts) in [
         (AttemptFailureKind::NotSent, 2),
         (AttemptFailureKind::NotProcessed, 2),

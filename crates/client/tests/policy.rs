@@ -1,4 +1,4 @@
-//! What is sent, how often and when, in a time that no machine's load disturbs.
+//! The attempts of a policy: requests, number and pauses, with a clock that the machine's load does not disturb.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
@@ -16,7 +16,7 @@ use oncegate_core::Timestamp;
 use oncegate_testkit::TokioClock;
 use tokio::time::Instant;
 
-/// What the service does with one attempt.
+/// The behaviour of the service for one attempt.
 #[derive(Clone)]
 enum Act {
     Fails(AttemptFailureKind),
@@ -32,7 +32,7 @@ fn with(status: u16, name: &'static str, value: &str) -> Act {
     Act::Answers(status, vec![(name, value.to_owned())], "")
 }
 
-/// A service with a script; the last act is repeated. It keeps what it was sent, and when.
+/// A service with a script, whose last act is repeated. It records requests and times.
 #[derive(Clone)]
 struct Service(Arc<Mutex<Scripted>>);
 
@@ -93,7 +93,7 @@ impl Transport for Service {
     }
 }
 
-/// Chances that are always the same: all bits set is the longest pause.
+/// Random numbers that are always the same. With all bits set, each pause is the longest.
 struct Always(u64);
 
 impl Random for Always {
@@ -165,7 +165,7 @@ async fn another_intent_has_another_key_and_one_that_is_sent_twice_keeps_its_own
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_key_among_the_callers_own_headers_gives_way() {
+async fn the_key_of_the_intent_replaces_a_key_among_the_callers_headers() {
     let service = Service::new([answers(201)]);
     let intent = pay().with_header("Idempotency-Key", "mine").unwrap().with_key("the-one").unwrap();
     answer(&service, policy(), &intent).await;
@@ -204,7 +204,7 @@ async fn one_attempt_is_one_attempt() {
 }
 
 #[test]
-fn a_policy_that_cannot_be_kept_is_refused() {
+fn an_impossible_policy_is_refused() {
     let error = policy().with_max_attempts(0).unwrap_err().to_string();
     assert_eq!(error, "the number of attempts is 0; it must be from 1 to 4294967295");
     let (short, long) = (Duration::from_millis(1), Duration::from_millis(2));
@@ -213,7 +213,7 @@ fn a_policy_that_cannot_be_kept_is_refused() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn retry_after_is_the_least_pause() {
+async fn retry_after_is_the_shortest_pause() {
     let in_20_s =
         httpdate::fmt_http_date(UNIX_EPOCH + Duration::from_millis(START) + Duration::from_secs(20));
     for (value, seconds) in [("7", 7), ("0", 0), (&*in_20_s, 20), ("rubbish", 0), ("-3", 0)] {
@@ -225,20 +225,20 @@ async fn retry_after_is_the_least_pause() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_retry_after_beyond_what_is_waited_for_says_when_to_come_back() {
+async fn a_retry_after_beyond_the_maximum_ends_with_the_time_to_come_back() {
     for value in ["61", "31536000", "99999999999999999999999"] {
         let service = Service::new([with(503, "retry-after", value), answers(201)]);
         let before = Instant::now();
         let open = open(&service, policy(), &pay()).await;
         assert_eq!((open.kind(), service.attempts()), (SendErrorKind::ComeBackLater, 1), "{value}");
-        assert_eq!(before.elapsed(), Duration::ZERO, "nobody slept");
+        assert_eq!(before.elapsed(), Duration::ZERO, "there was no pause");
         assert!(open.is_resumable());
         let wait = open.come_back_at().map(|at| at.duration_since(UNIX_EPOCH).unwrap());
         let expected =
             Duration::from_millis(START).checked_add(Duration::from_secs(value.parse().unwrap_or(u64::MAX)));
         assert_eq!(wait, expected, "{value}");
     }
-    // Waited for, but for the deadline.
+    // Within the maximum, but beyond the deadline.
     let service = Service::new([with(503, "retry-after", "50"), answers(201)]);
     let open = open(&service, policy().with_deadline(Duration::from_secs(40)), &pay()).await;
     assert_eq!((open.kind(), service.attempts()), (SendErrorKind::ComeBackLater, 1));
@@ -266,7 +266,7 @@ async fn an_attempt_that_hangs_is_given_up_and_sent_again() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_longest_durations_are_no_trouble() {
+async fn the_longest_durations_do_not_overflow() {
     let service = Service::new([answers(503), answers(201)]);
     let forever = policy()
         .with_deadline(Duration::MAX)
@@ -290,7 +290,7 @@ async fn all_intents_draw_on_one_budget() {
     }
     assert_eq!(service.attempts(), 15, "an outage gets first attempts only");
 
-    // Answers fill it again, one by one, and a retry that had one costs nothing.
+    // Each answer adds a token, and a retry that gets an answer costs nothing.
     service.0.lock().unwrap().acts = [answers(201)].into();
     for _ in 0..5 {
         client.send(&pay()).await.unwrap();
@@ -314,7 +314,7 @@ async fn a_timeout_costs_twice_and_a_request_in_progress_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_was_never_processed_took_no_effect_and_the_rest_may_have() {
+async fn an_attempt_that_was_not_processed_had_no_effect_and_any_other_may_have() {
     let open_by = async |act: Act| open(&Service::new([act]), policy(), &pay()).await;
     for act in [
         Act::Fails(AttemptFailureKind::NotSent),
@@ -354,17 +354,17 @@ async fn a_refusal_before_the_operation_says_nothing_of_an_earlier_attempt() {
         assert_eq!(doubtful.response().unwrap().status(), status);
         let resumed = open(&Service::new([answers(status)]), policy(), &pay().sent_before()).await;
         assert_eq!(resumed.kind(), SendErrorKind::TurnedAway);
-        // A question has no effect that an answer could be silent about.
+        // A safe method has no effect that could be in doubt.
         let service = Service::new([Act::Fails(AttemptFailureKind::Doubtful), answers(status)]);
         let get = Intent::new(Method::GET, "https://bank.example/payments/7").unwrap();
         assert_eq!(answer(&service, policy(), &get).await.verdict, Verdict::TurnedAway);
     }
 }
 
-/// Services refuse a duplicate of a request that still runs with statuses and words of their own, and GoCardless and many others
-/// refuse what they did under the same key. Oncegate does not look at the key of a PUT or a DELETE unless it is told to.
+/// Services refuse a duplicate of a running request with statuses and texts of their own. GoCardless and many others refuse
+/// a request that they executed under the same key. Oncegate ignores the key of a PUT or a DELETE by default.
 #[tokio::test(start_paused = true)]
-async fn in_doubt_a_refusal_is_asked_about_until_it_is_the_answer_to_the_key() {
+async fn in_doubt_a_refusal_is_retried_until_it_is_the_answer_to_the_key() {
     let json = || vec![("content-type", "application/json".to_owned())];
     let running = [
         Act::Answers(422, json(), r#"{"status":422,"errorCode":"704","errorType":"validation"}"#),
@@ -383,7 +383,7 @@ async fn in_doubt_a_refusal_is_asked_about_until_it_is_the_answer_to_the_key() {
             intent.with_created_at(Timestamp::from_millis(START))
         };
         for refusal in &running {
-            // The first attempt is under way: its answer comes when it has ended.
+            // The first attempt is still running. Its answer comes when it has ended.
             let service = Service::new([
                 Act::Hangs,
                 refusal.clone(),
@@ -392,7 +392,7 @@ async fn in_doubt_a_refusal_is_asked_about_until_it_is_the_answer_to_the_key() {
             ]);
             let done = answer(&service, policy(), &intent()).await;
             assert_eq!((done.verdict, done.attempts), (Verdict::Done, 4), "{method}");
-            // It was refused, and a service that marks replays says so when it is asked again.
+            // The first attempt was refused, and a service that marks replays reports it to the next attempt.
             let replay = with(422, "idempotent-replayed", "true");
             let service = Service::new([Act::Fails(AttemptFailureKind::Doubtful), refusal.clone(), replay]);
             let refused = answer(&service, policy(), &intent()).await;
@@ -401,7 +401,7 @@ async fn in_doubt_a_refusal_is_asked_about_until_it_is_the_answer_to_the_key() {
                 (Verdict::Refused(Advice::FixRequest), 3),
                 "{method}"
             );
-            // It never says more: nobody knows.
+            // The service never answers otherwise: the outcome stays unknown.
             let service = Service::new([Act::Fails(AttemptFailureKind::Doubtful), refusal.clone()]);
             let open = open(&service, policy(), &intent()).await;
             assert!(
@@ -415,12 +415,12 @@ async fn in_doubt_a_refusal_is_asked_about_until_it_is_the_answer_to_the_key() {
             assert!(resumed.may_have_taken_effect(), "{method}");
         }
     }
-    // As the first answer a refusal by the operation is one.
+    // As the first answer a refusal by the operation counts.
     for refusal in running.into_iter().skip(3) {
         let first = answer(&Service::new([refusal]), policy(), &pay()).await;
         assert_eq!(first.verdict, Verdict::Refused(Advice::FixRequest));
     }
-    // Used before, says the service: by the attempt that had no answer.
+    // The service reports that the key was used before: by the attempt without an answer.
     let reused = Act::Answers(422, json(), r#"{"name":"DUPLICATE_REQUEST_ID"}"#);
     let service = Service::new([Act::Hangs, reused.clone()]);
     let open = open(&service, policy(), &pay()).await;
@@ -454,7 +454,7 @@ async fn an_unknown_outcome_is_an_error_of_its_own() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_unexplained_server_error_is_asked_about_until_it_is_a_replay() {
+async fn an_unexplained_server_error_is_retried_until_it_is_a_replay() {
     let replayed = with(500, "idempotent-replayed", "true");
     let service = Service::new([answers(500), replayed.clone()]);
     let kept = answer(&service, policy(), &pay()).await;
@@ -467,7 +467,7 @@ async fn an_unexplained_server_error_is_asked_about_until_it_is_a_replay() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_plain_api_gets_no_key_and_nothing_twice_that_it_may_have_processed() {
+async fn a_plain_api_gets_no_key_and_no_request_again_that_it_may_have_processed() {
     let plain = || policy().with_api(Api::Plain);
     let doubtful = [
         Act::Fails(AttemptFailureKind::Doubtful),
@@ -503,11 +503,11 @@ async fn a_plain_api_gets_no_key_and_nothing_twice_that_it_may_have_processed() 
         let service = Service::new([answers(status)]);
         assert!(matches!(answer(&service, plain(), &pay()).await.verdict, Verdict::Refused(_)), "{status}");
     }
-    // What may have been sent before is not sent at all.
+    // A request that may have been sent before is not sent at all.
     let service = Service::new([answers(201)]);
     assert_eq!(open(&service, plain(), &pay().sent_before()).await.kind(), SendErrorKind::Unknown);
     assert_eq!(service.attempts(), 0);
-    // Methods that repeat by themselves do so here, too.
+    // Idempotent methods are retried, too.
     for method in [Method::GET, Method::PUT, Method::DELETE] {
         let service = Service::new([Act::Fails(AttemptFailureKind::Doubtful), answers(503), answers(200)]);
         let intent = Intent::new(method, "https://bank.example/payments/7").unwrap();
@@ -537,19 +537,19 @@ async fn nothing_is_sent_again_under_a_key_that_may_be_forgotten() {
     let open_old = open(&service, policy(), &old).await;
     assert_eq!((open_old.kind(), service.attempts()), (SendErrorKind::KeyLifetime, 0));
     assert!(open_old.may_have_taken_effect());
-    // Never sent, it can be sent for the first time; and a second time only where the first was not processed.
+    // An intent that was never sent can be sent, and again only if the first attempt was not processed.
     answer(&service, policy(), &pay().with_created_at(yesterday)).await;
     let service = Service::new([Act::Fails(AttemptFailureKind::NotSent), answers(503), answers(201)]);
     let fresh = open(&service, policy(), &pay().with_created_at(yesterday)).await;
     assert_eq!((fresh.kind(), service.attempts()), (SendErrorKind::KeyLifetime, 2));
-    // A millisecond younger it still goes, if it goes at once.
+    // A millisecond younger, it is still sent.
     let service = Service::new([answers(201)]);
     let young = pay().with_created_at(Timestamp::from_millis(yesterday.as_millis() + 1)).sent_before();
     answer(&service, policy(), &young).await;
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_answer_beyond_the_limit_is_told_by_its_head() {
+async fn an_answer_beyond_the_limit_is_reported_with_its_head() {
     let service = Service::new([Act::Answers(201, Vec::new(), "0123456789")]);
     assert_eq!(
         answer(&service, policy().with_max_answer_bytes(10), &pay()).await.response.body(),
@@ -597,14 +597,14 @@ impl JournalEntry for Page {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_journal_hears_before_the_first_sending_and_of_definite_answers_only() {
+async fn a_journal_is_called_before_the_first_sending_and_for_definite_answers_only() {
     let pages = Arc::new(Pages::default());
     let service = Service::new([answers(503), with(402, "idempotent-replayed", "true")]);
     let intent = pay().with_key("k").unwrap();
     client(&service, policy()).with_journal(pages.clone()).send(&intent).await.unwrap();
     assert_eq!(*pages.0.lock().unwrap(), ["open k", "close k refused"]);
 
-    // What was turned away is sent again when that is mended; what is in doubt stays.
+    // An intent that was turned away is sent again later; one in doubt stays open.
     for (acts, noted) in [
         (vec![answers(401)], &["open k", "never sent k"][..]),
         (vec![answers(503), answers(401)], &["open k"]),
@@ -653,7 +653,7 @@ async fn no_output_shows_keys_bodies_or_addresses() {
 }
 
 #[test]
-fn an_intent_has_a_whole_address() {
+fn an_intent_has_an_absolute_address() {
     for bad in ["/payments", "bank.example", "", "https://", "not a uri"] {
         assert!(Intent::post(bad).is_err(), "{bad:?}");
     }

@@ -123,7 +123,7 @@ async fn resume(args: &CallArgs, path: &Path) -> Result<End, String> {
                 match resumed.end {
                     Ok(answer) => resumed_line(args, &name, &answer),
                     Err(ResumeError::Gone) => End::Done,
-                    Err(ResumeError::SendError(open)) => {
+                    Err(ResumeError::Sending(open)) => {
                         let end = outcome::end_of(&open);
                         complain!("{name}: {}{}", end.words(), outcome::why(&open));
                         end

@@ -6,7 +6,6 @@ use std::io;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -28,25 +27,25 @@ use crate::report::Answer;
 use crate::send::is_safe;
 use crate::verdict::Verdict;
 
-/// How files are called that are being written, and that no crash makes an intent of.
+/// The prefix of temporary names. A file with such a name is never an intent.
 const NEW: &str = ".new-";
 
-/// How long an entry may be locked before somebody sends it. Whoever only looks holds the lock for less.
+/// The time after which a locked entry counts as being sent. A listing holds the lock for less.
 const LOCK_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// How often a race with another process is run again.
+/// The number of tries to lock an entry that other processes replace meanwhile.
 const MAX_LOCK_ROUNDS: usize = 32;
 
-/// Intents that are open in one directory, at most, where nothing else is said.
+/// The default of [`JournalDir::with_max_intents`].
 const MAX_INTENTS: usize = 10_000;
 
-/// How long a journal remembers that an intent was done, where nothing else is said.
+/// The default of [`JournalDir::with_finished_retention`].
 const FINISHED_RETENTION: Duration = Duration::from_secs(30 * 24 * 60 * 60);
 
-/// How many finished intents of one day it remembers, where nothing else is said.
+/// The default of [`JournalDir::with_max_finished_per_day`].
 const MAX_FINISHED_PER_DAY: usize = 10_000;
 
-/// An intent that was certainly never sent is as old as its next sending. Within this time the difference does not matter.
+/// The age up to which an intent that was never sent keeps its file. An older one is written again, with a new time.
 const FRESH: Duration = Duration::from_secs(60);
 
 /// A [`Journal`] in a directory of a local file system: one file for each intent that has no definite answer.
@@ -54,8 +53,8 @@ const FRESH: Duration = Duration::from_secs(60);
 /// - **Before the first sending** the file is written under a temporary name and synced. Then it gets its name, and the
 ///   directory is synced. After a crash before that, only the temporary file is left: nothing was sent for it, and
 ///   [`JournalDir::pending`] removes it. If a step fails, as on a full disk, nothing is sent.
-/// - **The name** is derived from the key, so a key has one intent. If the same request is sent again, at any later time, it
-///   continues the intent that is there. Another request under the key is refused ([`JournalOpenError::Conflict`]). If keys of
+/// - **The name** is derived from the key, so a key has one intent. The same request, sent again at any later time,
+///   continues the stored intent. Another request under the key is refused ([`JournalOpenError::Conflict`]). If keys of
 ///   two services may be equal, give each service its own directory.
 /// - **While it is sent** the file is locked. The system frees the lock when the process ends, however it ends. Any number of
 ///   processes and tasks may use one directory; none sends an intent that another one is sending.
@@ -63,8 +62,8 @@ const FRESH: Duration = Duration::from_secs(60);
 ///   key. The directory `finished` remembers for 30 days ([`with_finished_retention`](Self::with_finished_retention)) that the
 ///   intent was done: the same intent is sent again only while the service knows its key
 ///   ([`SendErrorKind::DoneBefore`](crate::SendErrorKind::DoneBefore)), and another request under its key is refused.
-/// - **If it is turned away** ([`Verdict::TurnedAway`](crate::Verdict::TurnedAway)) it stays, as an intent that was never
-///   sent.
+/// - **If the service turns it away** ([`Verdict::TurnedAway`](crate::Verdict::TurnedAway)) it stays, as an intent that was
+///   never sent.
 /// - **A file that cannot be read** is not sent, not removed and not overwritten. [`JournalDir::pending`] reports it.
 /// - **Secrets.** `Authorization`, `Cookie`, `X-Api-Key` and other usual headers for credentials are left out, and so are
 ///   headers whose value is marked as sensitive. Key, address, other headers and body are stored in plain text. Only the
@@ -115,10 +114,11 @@ const FRESH: Duration = Duration::from_secs(60);
 #[derive(Clone)]
 pub struct JournalDir(Arc<Inner>);
 
-/// Why an intent is not taken up with other credentials.
-pub(super) const OTHER_CREDENTIALS: &str = "it may have been sent under other credentials than these; a service that takes the \
-     credential for the caller would execute it again";
+/// The reason for which an intent is not sent with other credentials.
+pub(super) const OTHER_CREDENTIALS: &str = "it may have been sent with other credentials; a service that identifies the caller by \
+     the credential would execute it again";
 
+#[derive(Clone)]
 struct Inner {
     path: PathBuf,
     files: Files,
@@ -126,14 +126,14 @@ struct Inner {
     lock_timeout: Duration,
     other_credentials: bool,
     finished: FinishedIntents,
-    count: AtomicU64,
 }
 
-/// An intent that has no definite answer, as a listing shows it: without fields and body. [`PendingIntent::key`] and
-/// [`PendingIntent::uri`] may be confidential.
+/// An intent without a definite answer, as a listing shows it: without headers and body.
+///
+/// [`PendingIntent::key`] and [`PendingIntent::uri`] may be confidential.
 #[non_exhaustive]
 pub struct PendingIntent {
-    /// Its file.
+    /// The path of its file.
     pub path: PathBuf,
     /// Its key.
     pub key: IdempotencyKey,
@@ -141,28 +141,28 @@ pub struct PendingIntent {
     pub method: Method,
     /// The address.
     pub uri: Uri,
-    /// When it came to be.
+    /// The time of its creation.
     pub created_at: Timestamp,
-    /// How many octets the body has.
-    pub octets: usize,
-    /// Whether it may have been sent. `false` is certain: whatever was sent, was not processed.
+    /// The length of the body in bytes.
+    pub body_bytes: usize,
+    /// `true` if it may have been sent. `false` is certain: no attempt of it was processed.
     pub maybe_sent: bool,
-    /// Whether somebody is sending it just now.
+    /// `true` if a process is sending it now.
     pub in_flight: bool,
-    /// Fields that were left out, and that are needed to send it.
+    /// The headers that the journal left out. They are needed to send it.
     pub left_out: Vec<HeaderName>,
 }
 
-/// A file that should hold an intent, and does not, or cannot be read. It stays where it is.
+/// A file that cannot be read, or holds no complete intent. The journal does not change it.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct DamagedFile {
-    /// Where it is.
+    /// Its path.
     pub path: PathBuf,
-    /// What is wrong with it.
-    pub what: String,
-    /// Whether the file could not be opened, locked or read, so that nothing is known of its content. `false`: it was read, and
-    /// is not a whole intent.
+    /// The damage, or the error of the file system.
+    pub reason: String,
+    /// `true` if the file could not be opened, locked or read: its content is unknown. `false` if it was read and is no complete
+    /// intent.
     pub is_unreadable: bool,
 }
 
@@ -179,7 +179,7 @@ impl fmt::Debug for PendingIntent {
 
 impl fmt::Display for DamagedFile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {}", self.path.display(), self.what)
+        write!(f, "{}: {}", self.path.display(), self.reason)
     }
 }
 
@@ -191,43 +191,44 @@ impl fmt::Debug for JournalDir {
     }
 }
 
-/// Why an intent of a listing is not sent.
+/// The reason for which an intent of a listing is not sent.
 pub(super) enum TakeError {
-    /// It is not there any more.
+    /// It is no longer in the journal.
     Gone,
-    /// These fields are missing.
-    Fields(Vec<HeaderName>),
-    /// It may have been sent under other credentials.
+    /// These headers are missing.
+    MissingFields(Vec<HeaderName>),
+    /// It may have been sent with other credentials.
     OtherCredentials,
-    JournalOpenError(JournalOpenError),
+    Journal(JournalOpenError),
 }
 
 impl From<JournalOpenError> for TakeError {
-    fn from(why: JournalOpenError) -> Self {
-        Self::JournalOpenError(why)
+    fn from(error: JournalOpenError) -> Self {
+        Self::Journal(error)
     }
 }
 
-/// An entry under its lock.
+/// An entry and its lock.
 struct LockedEntry {
     inner: Arc<Inner>,
     path: PathBuf,
     file: File,
-    /// What is sent under it.
+    /// The intent that is sent.
     intent: Intent,
 }
 
-/// An intent that was finished before, under its lock. Its file stays as it is.
-struct Again {
+/// The lock of an intent that was finished before. Its file is not changed.
+struct FinishedLock {
     _file: File,
 }
 
 impl JournalDir {
-    /// The journal in this directory, which is made where it is missing, for its owner alone. Does not come back before
-    /// the directory is durable.
+    /// Opens the journal in this directory, and creates a missing directory for its owner alone.
+    ///
+    /// When this returns, the directory is durable.
     ///
     /// # Errors
-    /// If it cannot be made or listed, and if others than its owner may write there: what is in it, is sent.
+    /// If the directory cannot be created or listed, or if others than its owner may write to it: the client sends its content.
     pub fn open(path: impl Into<PathBuf>) -> io::Result<Self> {
         Self::with_files(path.into(), Files::default())
     }
@@ -236,13 +237,13 @@ impl JournalDir {
         files.create_dir(&path)?;
         let about = fs::metadata(&path)?;
         if !about.is_dir() {
-            return Err(io::Error::new(io::ErrorKind::NotADirectory, "it is no directory"));
+            return Err(io::Error::new(io::ErrorKind::NotADirectory, "it is not a directory"));
         }
         if about.permissions().mode() & 0o022 != 0 {
-            let others = "others than its owner may write into the directory; take that right from them";
+            let others = "others than its owner may write to the directory: run chmod go-w on it";
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, others));
         }
-        // A directory that cannot be listed is of no use, and says nothing of what may be in it.
+        // In a directory that cannot be listed, pending intents would stay unseen.
         fs::read_dir(&path)?;
         let inner = Inner {
             finished: FinishedIntents::new(&path, FINISHED_RETENTION, MAX_FINISHED_PER_DAY),
@@ -251,56 +252,48 @@ impl JournalDir {
             max_intents: MAX_INTENTS,
             lock_timeout: LOCK_TIMEOUT,
             other_credentials: false,
-            count: AtomicU64::new(0),
         };
         Ok(Self(Arc::new(inner)))
     }
 
-    /// How many intents may be open in the directory; one more is not sent. 10 000 is the default. Several processes that
-    /// come to the limit at once may exceed it by one each.
+    /// Sets the maximum number of intents in the directory: 10 000 by default. Further ones are not sent.
+    ///
+    /// Several processes that reach the limit at once may exceed it by one each.
     #[must_use]
     pub fn with_max_intents(self, max_intents: usize) -> Self {
         self.with(|inner| inner.max_intents = max_intents)
     }
 
-    /// Takes intents up that may have been sent, also under other credentials than before. By default they are refused: a
-    /// service may take each credential for a caller of its own, as Oncegate does where it is not told otherwise, and then what
-    /// was executed for the old one is executed again for the new one. Only for services that know their callers by something
-    /// else than the credential, such as where tokens are renewed.
+    /// Sends intents that may have been sent before with other credentials, too. By default they are refused.
+    ///
+    /// A service may take each credential for another caller, as Oncegate does by default. It then executes again, for the new
+    /// credential, what it executed for the old one. So use this only if the service identifies callers by something else than
+    /// the credential, such as if tokens are renewed.
     #[must_use]
     pub fn with_other_credentials(self) -> Self {
         self.with(|inner| inner.other_credentials = true)
     }
 
-    /// For how long is remembered that an intent was done: 30 days, unless said otherwise; zero for not at all. It should be
-    /// longer than a caller may make the same intent again, such as one with a [derived key](IdempotencyKey::derived).
+    /// Sets how long the journal remembers that an intent was done: 30 days by default; zero turns it off.
+    ///
+    /// It should be longer than the time within which a caller may make the same intent again, such as one with a [derived
+    /// key](IdempotencyKey::derived).
     #[must_use]
-    pub fn with_finished_retention(self, kept: Duration) -> Self {
-        let finished = self.0.finished.with_kept(kept);
-        self.with(|inner| inner.finished = finished)
+    pub fn with_finished_retention(self, retention: Duration) -> Self {
+        self.with(|inner| inner.finished.retention = retention)
     }
 
-    /// How many finished intents of one day are remembered, in a small file each: 10 000, unless said otherwise. Of those
-    /// beyond it nothing is remembered, and the log says so.
+    /// Sets how many finished intents of one day the journal remembers, in a small file each: 10 000 by default.
+    ///
+    /// It does not remember further ones, and logs a warning.
     #[must_use]
     pub fn with_max_finished_per_day(self, max_per_day: usize) -> Self {
-        let finished = self.0.finished.with_max_per_day(max_per_day);
-        self.with(|inner| inner.finished = finished)
+        self.with(|inner| inner.finished.max_per_day = max_per_day)
     }
 
-    fn with(self, change: impl FnOnce(&mut Inner)) -> Self {
-        let Inner { path, files, max_intents, lock_timeout, other_credentials, finished, .. } = &*self.0;
-        let mut inner = Inner {
-            finished: finished.copied(),
-            path: path.clone(),
-            files: files.clone(),
-            max_intents: *max_intents,
-            lock_timeout: *lock_timeout,
-            other_credentials: *other_credentials,
-            count: AtomicU64::new(0),
-        };
-        change(&mut inner);
-        Self(Arc::new(inner))
+    fn with(mut self, change: impl FnOnce(&mut Inner)) -> Self {
+        change(Arc::make_mut(&mut self.0));
+        self
     }
 
     /// The directory.
@@ -309,17 +302,18 @@ impl JournalDir {
         &self.0.path
     }
 
-    /// The intents that have no definite answer, oldest first, and what cannot be read, before them. Files that were being
-    /// written when their process ended are removed: nothing was sent for them.
+    /// Lists the files that cannot be read, then the intents without a definite answer, oldest first.
+    ///
+    /// It removes the temporary files of processes that ended: nothing was sent for them.
     ///
     /// # Errors
-    /// Where the directory cannot be read.
+    /// If the directory cannot be read.
     pub async fn pending(&self) -> io::Result<Vec<Result<PendingIntent, DamagedFile>>> {
         let inner = Arc::clone(&self.0);
         blocking(move || inner.pending()).await.unwrap_or_else(|error| Err(io::Error::other(error)))
     }
 
-    /// The intent in this file with the fields that it lacks, locked, to be sent.
+    /// Locks the intent in this file, and adds the headers that the journal left out.
     pub(super) async fn take(
         &self,
         path: PathBuf,
@@ -327,17 +321,17 @@ impl JournalDir {
     ) -> Result<(Intent, JournaledIntent), TakeError> {
         let inner = Arc::clone(&self.0);
         let taken = blocking(move || inner.take(&path, &brought)).await;
-        taken.unwrap_or_else(|error| Err(TakeError::JournalOpenError(JournalOpenError::Conflict(error))))
+        taken.unwrap_or_else(|error| Err(TakeError::Journal(JournalOpenError::Conflict(error))))
     }
 
-    /// Sends again what has no definite answer, under its keys: what a program does when it starts, before anything new.
+    /// Sends the intents without a definite answer again. Programs call it when they start, before they send anything new.
     ///
-    /// One after the other, in the order in which they came to be: a later one may need an earlier one. One that stays without
-    /// a definite answer does not hold up the rest. [`Resume::with_concurrency`](super::Resume::with_concurrency) sends several
-    /// at once. The result gives one end after the other; what is not asked for is not sent.
+    /// Intents are sent one after the other, oldest first, because a later one may need an earlier one. An intent that stays
+    /// without a definite answer does not block the rest. [`Resume::with_concurrency`](super::Resume::with_concurrency) sends
+    /// several at once. Each call of [`Resume::next`](super::Resume::next) returns one result; without it, nothing is sent.
     ///
     /// # Errors
-    /// Where the directory cannot be read.
+    /// If the directory cannot be read.
     pub async fn resume_pending<T>(&self, client: &crate::Client<T>) -> io::Result<super::Resume<T>>
     where
         T: Transport + Clone + 'static,
@@ -368,22 +362,23 @@ impl JournalEntry for LockedEntry {
     }
 
     fn never_sent<'a>(self: Box<Self>) -> JournalFuture<'a, Result<(), BoxError>> {
-        // Not synced: where it is lost, there is a doubt too many.
+        // Not synced: if the write is lost, the intent counts as sent, which is safe.
         Box::pin(async {
             Ok(blocking(move || self.inner.files.write(&self.file, STATE_AT, NEVER_SENT)).await??)
         })
     }
 }
 
-impl JournalEntry for Again {
+impl JournalEntry for FinishedLock {
     fn close<'a>(self: Box<Self>, _: &'a Answer) -> JournalFuture<'a, Result<(), BoxError>> {
         Box::pin(async { Ok(()) })
     }
 }
 
 impl LockedEntry {
-    /// Removes the intent. What took effect, or may have, is remembered first: in between, both are there, and the intent is
-    /// sent again and replayed.
+    /// Removes the intent. If it may have taken effect, the journal first remembers that it was finished.
+    ///
+    /// After a crash in between, both files exist, and the intent is sent again and replayed.
     fn finish(self, verdict: Verdict) -> io::Result<()> {
         let Self { inner, path, file, intent } = self;
         let is_remembered =
@@ -398,7 +393,7 @@ impl LockedEntry {
         };
         match remembered {
             Ok(()) => inner.remove(&path, &file),
-            // The intent has an answer, and removing it makes room.
+            // The intent has an answer, and removing it frees space.
             Err(error) if is_full(&error) => {
                 inner.remove(&path, &file)?;
                 drop(file);
@@ -411,14 +406,14 @@ impl LockedEntry {
 
 impl Inner {
     fn remove(&self, path: &Path, file: &File) -> io::Result<()> {
-        // Whoever moved it away by hand may have put another one there.
+        // An operator may have moved the file and put another one in its place.
         if self.files.is_named(file, path)? {
             self.files.remove(path)?;
         }
         Ok(())
     }
 
-    /// Whether these fields are not those that the intent was sent with, though that matters.
+    /// Returns `true` if the headers belong to another caller and the intent may have been sent.
     fn is_another_caller(&self, entry: &Entry, headers: &HeaderMap) -> bool {
         entry.maybe_sent && !self.other_credentials && !entry.is_of(headers)
     }
@@ -431,10 +426,10 @@ impl Inner {
         let Some((entry, file)) = self.take_up(path)? else { return Err(TakeError::Gone) };
         let missing: Vec<HeaderName> = entry.caller.missing_in(brought).cloned().collect();
         if !missing.is_empty() {
-            return Err(TakeError::Fields(missing));
+            return Err(TakeError::MissingFields(missing));
         }
         let mut headers = entry.intent.headers().clone();
-        // Nothing but what is missing: the others of the directory may go elsewhere, and what is brought may be a credential.
+        // Add only the missing headers: they may be credentials, and other intents of the directory may go to other services.
         for name in &entry.caller.left_out {
             headers.remove(name);
             for value in brought.get_all(name) {
@@ -456,7 +451,7 @@ impl Inner {
         if let Some(replaced) = intent.replaces() {
             let path = self.path.join(file_name(replaced));
             if replaced == intent.key() {
-                return Err(conflict("a corrected request takes a key of its own"));
+                return Err(conflict("a corrected request needs a new key"));
             }
             match fs::symlink_metadata(&path) {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
@@ -481,9 +476,9 @@ impl Inner {
                 if entry.maybe_sent
                     && let Some(name) = entry.caller.missing_in(intent.headers()).next()
                 {
-                    // Without it, it may be another caller's, and take effect once more.
+                    // Without the header, the caller may be another one, and the request may take effect again.
                     let path = path.display();
-                    let missing = format!("{path}: it was sent with the field {name}, which is missing");
+                    let missing = format!("{path}: it was sent with the header {name}, which is missing now");
                     return Err(JournalOpenError::OtherCredentials(missing.into()));
                 }
                 if self.is_another_caller(&entry, intent.headers()) {
@@ -495,7 +490,7 @@ impl Inner {
                 return Ok(opened);
             }
             if let Some(locked) = self.write_down(intent, &path).map_err(not_written)? {
-                // Between the look at what is finished and the new file, somebody may have sent it and have its answer.
+                // Another process may have finished the intent between the check above and the creation of the file.
                 match self.finished.find(&self.files, intent.key()) {
                     Ok(None) => return Ok(JournaledIntent::new(Box::new(locked))),
                     _ => self.remove(&path, &locked.file).map_err(|error| at(&path, &error))?,
@@ -505,7 +500,7 @@ impl Inner {
         Err(JournalOpenError::InFlight)
     }
 
-    /// An intent that has its answer already.
+    /// Finds an intent that was finished before.
     fn finished_before(&self, intent: &Intent) -> Result<Option<JournaledIntent>, JournalOpenError> {
         let found = self.finished.find(&self.files, intent.key());
         let found = found.map_err(|damaged| match damaged.is_unreadable {
@@ -522,19 +517,19 @@ impl Inner {
         if !self.lock(&file).map_err(|error| at(&path, &error))? {
             return Err(JournalOpenError::InFlight);
         }
-        let entry = Box::new(Again { _file: file });
+        let entry = Box::new(FinishedLock { _file: file });
         let is_same_caller = self.other_credentials || finished.is_caller(intent.headers());
         let Finished { created_at, key_lifetime, is_done, .. } = finished;
         Ok(Some(match (is_done, is_same_caller) {
             (true, true) => JournaledIntent::done_before(entry, created_at, key_lifetime),
-            // For another caller the service may do it again.
+            // For another caller the service may execute it again.
             (true, false) => JournaledIntent::done_before(entry, created_at, Some(Duration::ZERO)),
             (false, true) => JournaledIntent::again(entry, true, created_at, key_lifetime),
             (false, false) => return Err(other_credentials(&path)),
         }))
     }
 
-    /// Locks the file. `false`: another process or task has it for longer than it takes to look at it.
+    /// Locks the file. Returns `false` if another process or task holds it for longer than a listing does.
     fn lock(&self, file: &File) -> io::Result<bool> {
         let give_up = Instant::now() + self.lock_timeout;
         while !self.files.lock(file)? {
@@ -546,7 +541,7 @@ impl Inner {
         Ok(true)
     }
 
-    /// The entry of this name, locked and read, if there is one.
+    /// Locks and reads the entry of this name, if it exists.
     fn take_up(&self, path: &Path) -> Result<Option<(Entry, File)>, JournalOpenError> {
         for _ in 0..MAX_LOCK_ROUNDS {
             let file = match self.files.open(path) {
@@ -557,21 +552,21 @@ impl Inner {
             if !self.lock(&file).map_err(|error| at(path, &error))? {
                 return Err(JournalOpenError::InFlight);
             }
-            // Its owner may have closed it while the lock was waited for.
+            // Its owner may have removed it while this call waited for the lock.
             if !self.files.is_named(&file, path).map_err(|error| at(path, &error))? {
                 continue;
             }
-            let octets = self.files.read(&file, MAX_ENTRY_BYTES).map_err(|error| at(path, &error))?;
-            let entry = decode(&octets).and_then(|entry| named(path, entry));
-            let entry = entry.map_err(|what| {
-                conflict(DamagedFile { path: path.to_owned(), what, is_unreadable: false })
+            let bytes = self.files.read(&file, MAX_ENTRY_BYTES).map_err(|error| at(path, &error))?;
+            let entry = decode(&bytes).and_then(|entry| named(path, entry));
+            let entry = entry.map_err(|reason| {
+                conflict(DamagedFile { path: path.to_owned(), reason, is_unreadable: false })
             })?;
             return Ok(Some((entry, file)));
         }
         Err(JournalOpenError::InFlight)
     }
 
-    /// The entry, as the intent that is sent now.
+    /// Prepares an entry to be sent: notes it as sent, and writes it again if it was never sent and has changed.
     fn to_be_sent(
         self: &Arc<Self>,
         path: &Path,
@@ -583,8 +578,8 @@ impl Inner {
         let is_as_written = entry.is_of(intent.headers())
             && written.uri() == intent.uri()
             && intent.created_at().since(written.created_at()) < FRESH;
-        // What no service has had may go out for another caller, to another address, and under a key that is as old as this
-        // sending. From then on that counts, and must be what a crash leaves.
+        // An intent that no service received may be sent for another caller, to another address, and with a new time. The
+        // file must say so before, because a later process continues from it.
         let (file, created_at) = if entry.maybe_sent || is_as_written {
             (file, written.created_at())
         } else {
@@ -597,15 +592,15 @@ impl Inner {
         Ok(JournaledIntent::again(Box::new(locked), entry.maybe_sent, created_at, lifetime))
     }
 
-    /// Puts a file with this intent in the place of one that was never sent.
+    /// Replaces the file of an intent that was never sent.
     fn write_anew(&self, path: &Path, intent: &Intent) -> io::Result<File> {
-        let octets = encode(intent);
-        let (new, file) = self.create_new(&octets)?;
+        let bytes = encode(intent);
+        let (new, file) = self.create_new(&bytes)?;
         let written = || {
             if !self.files.lock(&file)? {
-                return Err(io::Error::other("somebody has taken the new file"));
+                return Err(io::Error::other("another process has locked the new file"));
             }
-            self.files.write(&file, 0, &octets)?;
+            self.files.write(&file, 0, &bytes)?;
             self.files.write(&file, STATE_AT, NEVER_SENT)?;
             self.files.sync(&file)?;
             self.files.rename(&new, path)
@@ -617,22 +612,20 @@ impl Inner {
         Ok(file)
     }
 
-    /// A file for these octets, under a name that is none of an intent's.
-    fn create_new(&self, octets: &[u8]) -> io::Result<(PathBuf, File)> {
-        if octets.len() as u64 > MAX_ENTRY_BYTES {
+    /// Creates an empty file for these bytes, under a temporary name.
+    fn create_new(&self, bytes: &[u8]) -> io::Result<(PathBuf, File)> {
+        if bytes.len() as u64 > MAX_ENTRY_BYTES {
             return Err(io::Error::new(io::ErrorKind::FileTooLarge, "the intent is too large for a journal"));
         }
         let random = random_bits().map_err(io::Error::other)?;
-        let new =
-            self.path.join(format!("{NEW}{random:032x}-{}", self.count.fetch_add(1, Ordering::Relaxed)));
+        let new = self.path.join(format!("{NEW}{random:032x}"));
         let in_directory =
             |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", self.path.display()));
         let file = self.files.create(&new).map_err(in_directory)?;
         Ok((new, file))
     }
 
-    /// From now on it may have been sent, and it is there after a crash: who wrote it down may have died before its name
-    /// was durable.
+    /// Notes that the intent may have been sent, and makes its name durable: the process that wrote it may have ended before.
     fn note_sending(&self, path: &Path, file: &File, entry: &Entry) -> Result<(), JournalOpenError> {
         let noted = || {
             if !entry.maybe_sent {
@@ -644,31 +637,34 @@ impl Inner {
         noted().map_err(|error| if entry.maybe_sent { at(path, &error) } else { not_written(error) })
     }
 
-    /// Writes the intent down. `None` where somebody else was faster.
+    /// Writes a new intent. Returns `None` if another process was faster.
     fn write_down(self: &Arc<Self>, intent: &Intent, path: &Path) -> io::Result<Option<LockedEntry>> {
-        let octets = encode(intent);
+        let bytes = encode(intent);
         let is_intent = |file: &io::Result<fs::DirEntry>| {
             file.as_ref().map_or(true, |file| file.file_name().to_str() != Some(FINISHED))
         };
         if fs::read_dir(&self.path)?.filter(is_intent).count() >= self.max_intents {
-            let many = format!("there are {} intents without a definite answer", self.max_intents);
+            let many =
+                format!("the journal is full: it has {} intents without a definite answer", self.max_intents);
             return Err(io::Error::new(io::ErrorKind::QuotaExceeded, many));
         }
-        let (new, file) = self.create_new(&octets)?;
-        let written = self.link_up(&file, &new, path, &octets);
+        let (new, file) = self.create_new(&bytes)?;
+        let written = self.link_up(&file, &new, path, &bytes);
         if !matches!(written, Ok(true)) {
-            let _left_behind = self.files.remove(&new); // it never was an intent
+            let _left_behind = self.files.remove(&new);
         }
         let intent = intent.clone();
         Ok(written?.then(|| LockedEntry { inner: Arc::clone(self), path: path.to_owned(), file, intent }))
     }
 
-    /// From a new file to an intent. `false` where the name is taken, or where somebody took the file for a dead one's.
-    fn link_up(&self, file: &File, new: &Path, path: &Path, octets: &[u8]) -> io::Result<bool> {
+    /// Writes a new file and gives it the name of the intent.
+    ///
+    /// Returns `false` if the name is taken, or if a listing removed the file before it was locked.
+    fn link_up(&self, file: &File, new: &Path, path: &Path, bytes: &[u8]) -> io::Result<bool> {
         if !self.files.lock(file)? {
             return Ok(false);
         }
-        self.files.write(file, 0, octets)?;
+        self.files.write(file, 0, bytes)?;
         self.files.sync(file)?;
         match self.files.link(new, path) {
             Ok(()) => {}
@@ -676,9 +672,9 @@ impl Inner {
             Err(error) if error.kind() == io::ErrorKind::NotFound && self.path.exists() => return Ok(false),
             Err(error) => return Err(error),
         }
-        let _second_name = self.files.remove(new); // it is removed by whoever lists
+        let _second_name = self.files.remove(new); // the next listing removes it
         if let Err(error) = self.files.sync_dir(&self.path) {
-            // Nothing is sent, and its caller hears that. It must not be sent later, as one that was written down.
+            // The caller gets the error and takes the intent for not sent. So no later process may find and send it.
             let _still_there = self.files.remove(path);
             return Err(error);
         }
@@ -708,9 +704,9 @@ impl Inner {
         Ok(damaged)
     }
 
-    /// What is in this file; nothing where its intent was closed meanwhile.
+    /// Reads the intent of a file. Returns `None` if it was closed meanwhile.
     fn look(&self, path: &Path) -> Result<Option<PendingIntent>, DamagedFile> {
-        let damaged = |what, is_unreadable| DamagedFile { path: path.to_owned(), what, is_unreadable };
+        let damaged = |reason, is_unreadable| DamagedFile { path: path.to_owned(), reason, is_unreadable };
         let unreadable = |error: io::Error| damaged(error.to_string(), true);
         for _ in 0..MAX_LOCK_ROUNDS {
             let file = match self.files.open(path) {
@@ -719,32 +715,32 @@ impl Inner {
                 Err(error) => return Err(unreadable(error)),
             };
             let in_flight = !self.files.lock(&file).map_err(unreadable)?;
-            let octets = self.files.read(&file, MAX_ENTRY_BYTES).map_err(unreadable)?;
+            let bytes = self.files.read(&file, MAX_ENTRY_BYTES).map_err(unreadable)?;
             if !self.files.is_named(&file, path).map_err(unreadable)? {
                 continue;
             }
             drop(file);
-            let entry = decode(&octets).and_then(|entry| named(path, entry));
-            let Entry { intent, maybe_sent, caller } = entry.map_err(|what| damaged(what, false))?;
+            let entry = decode(&bytes).and_then(|entry| named(path, entry));
+            let Entry { intent, maybe_sent, caller } = entry.map_err(|reason| damaged(reason, false))?;
             return Ok(Some(PendingIntent {
                 path: path.to_owned(),
                 key: intent.key().clone(),
                 method: intent.method().clone(),
                 uri: intent.uri().clone(),
                 created_at: intent.created_at(),
-                octets: intent.body().len(),
+                body_bytes: intent.body().len(),
                 maybe_sent,
                 in_flight,
                 left_out: caller.left_out,
             }));
         }
-        Err(damaged("it is never the file of its name".to_owned(), true))
+        Err(damaged("it is replaced all the time".to_owned(), true))
     }
 
-    /// Removes what a process left that ended while it wrote. Its owner, if it lives, has it locked, or takes another one.
+    /// Removes the temporary file of a process that ended. A living owner holds its lock, or uses another file.
     fn sweep(&self, path: &Path) {
         let dead = |file: &File| {
-            // With two names it is an intent, and only this name is left over. Its lock is not touched.
+            // With two names it is an intent, and only this name is superfluous. Do not touch its lock.
             Ok::<_, io::Error>(self.files.names(file)? > 1 || self.files.lock(file)?)
         };
         if let Ok(file) = self.files.open(path)
@@ -760,12 +756,14 @@ fn named(path: &Path, entry: Entry) -> Result<Entry, String> {
     if path.file_name().is_some_and(|file| file == name.as_str()) {
         Ok(entry)
     } else {
-        Err(format!("its intent belongs into {name}"))
+        Err(format!("its intent belongs to the file {name}"))
     }
 }
 
-/// The part in which the requests differ. Fields are not compared: dates and traces change with each call. What no service
-/// has had may go to another address: the first one may have turned it away.
+/// Returns the part in which two requests differ.
+///
+/// Headers are not compared: dates and traces change with each call. An intent that was never sent may get another address,
+/// because the first service may have turned it away.
 fn difference(entry: &Entry, here: &Intent) -> Option<&'static str> {
     let there = &entry.intent;
     if there.method() != here.method() {
@@ -775,7 +773,7 @@ fn difference(entry: &Entry, here: &Intent) -> Option<&'static str> {
     } else if there.body() != here.body() {
         Some("body")
     } else if there.carrier() != here.carrier() {
-        Some("field for the key")
+        Some("header for the key")
     } else {
         None
     }
@@ -785,12 +783,12 @@ fn conflict(error: impl Into<BoxError>) -> JournalOpenError {
     JournalOpenError::Conflict(error.into())
 }
 
-/// What is there cannot be looked into: it may have been sent.
+/// The error of a file that cannot be read: its intent may have been sent.
 fn at(path: &Path, error: &io::Error) -> JournalOpenError {
-    let what = format!("{}: {error}", path.display()).into();
+    let source = format!("{}: {error}", path.display()).into();
     match error.kind() {
-        io::ErrorKind::FileTooLarge => JournalOpenError::Conflict(what),
-        _ => JournalOpenError::Unreadable(what),
+        io::ErrorKind::FileTooLarge => JournalOpenError::Conflict(source),
+        _ => JournalOpenError::Unreadable(source),
     }
 }
 
@@ -802,7 +800,7 @@ fn not_written(error: io::Error) -> JournalOpenError {
     JournalOpenError::NotWritten(error.into())
 }
 
-/// Runs this where it may wait for a disk. It is carried through even where nobody waits for it any more.
+/// Runs work on a thread that may wait for a disk. It completes even if the caller's future is dropped.
 async fn blocking<R: Send + 'static>(work: impl FnOnce() -> R + Send + 'static) -> Result<R, BoxError> {
     Ok(tokio::task::spawn_blocking(work).await?)
 }

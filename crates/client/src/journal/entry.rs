@@ -1,13 +1,13 @@
-//! How an intent is written down: three lines' worth of text, then the body.
+//! The format of an intent's file: two lines of text, then the body.
 //!
 //! ```text
 //! oncegate-intent 1 maybe-sent 2c26b46b…      (SHA-256 over everything below this line)
 //! {"key":"…","method":"POST","uri":"…","created_at":1763762400000,…,"body":27}
-//! the body, so many octets
+//! the body, of that many bytes
 //! ```
 //!
-//! The state is outside of the hash, because it is the one thing that changes, in place. Its two words differ in so many
-//! letters that damage does not make one of the other.
+//! The state is outside of the hash, because it is the only part that changes in place. Its two words differ in so many
+//! letters that damage does not turn one into the other.
 
 use std::time::Duration;
 
@@ -21,18 +21,18 @@ use sha2::{Digest, Sha256};
 use crate::intent::Intent;
 use crate::key::Carrier;
 
-/// Largest entry in octets: an intent is held in memory to be sent, and its body has to be in one piece.
+/// The size of the largest entry in bytes: an intent is held in memory to be sent, with its body in one piece.
 pub(super) const MAX_ENTRY_BYTES: u64 = 16 * 1024 * 1024;
 
 const MAGIC: &[u8] = b"oncegate-intent ";
 const VERSION: &[u8] = b"1";
 
-/// Where the state stands in the file.
+/// The position of the state in the file.
 pub(super) const STATE_AT: u64 = (MAGIC.len() + VERSION.len() + 1) as u64;
 
 /// The intent may have been sent.
 pub(super) const MAYBE_SENT: &[u8; 10] = b"maybe-sent";
-/// It is certain that it was not processed by anybody.
+/// No service has processed the intent: that is certain.
 pub(super) const NEVER_SENT: &[u8; 10] = b"never-sent";
 
 /// The content of a file.
@@ -44,18 +44,18 @@ pub(super) struct Entry {
 }
 
 impl Entry {
-    /// Whether these fields are those of the caller that it was written down for: the same secrets, and no others.
+    /// Returns `true` if the headers are those of the caller of the entry: the same secrets, and no others.
     pub(super) fn is_of(&self, headers: &HeaderMap) -> bool {
         self.caller.has(headers, self.intent.headers())
     }
 }
 
-/// Tells whether credentials are those that an intent was sent with, and does not hold them.
+/// A digest of a caller's credentials. It recognizes them, and does not contain them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Caller {
-    /// The fields that were not written down, and that have to be added again.
+    /// The headers that were not stored, and have to be added again.
     pub(super) left_out: Vec<HeaderName>,
-    /// What they were, if there are any.
+    /// Their digest, if there are any.
     credentials: Option<Credentials>,
 }
 
@@ -69,15 +69,16 @@ impl Caller {
         }
         let credentials = (!left_out.is_empty()).then(|| {
             let mut salt = [0; 16];
-            // Without random bits it is a digest without salt, in a file that only its owner can read.
+            // Without random bits the salt is zero. Only the owner can read the file.
             let _drawn = getrandom::fill(&mut salt);
             Credentials::of(salt, &left_out, headers)
         });
         Self { left_out, credentials }
     }
 
-    /// Whether these fields hold the same secrets, and no others. `written` are the fields that were written down: those of
-    /// another version of this program may have secrets among them.
+    /// Returns `true` if the headers have the same secrets, and no others.
+    ///
+    /// `written` are the stored headers: another version of this program may have stored secrets among them.
     pub(super) fn has(&self, headers: &HeaderMap, written: &HeaderMap) -> bool {
         let is_known = |name: &HeaderName, value: &HeaderValue| {
             self.left_out.contains(name) || written.get_all(name).iter().any(|known| known == value)
@@ -86,7 +87,7 @@ impl Caller {
             && self.credentials.is_none_or(|known| known.are(&self.left_out, headers))
     }
 
-    /// The first field that was left out and is not among these.
+    /// Returns the headers that were left out and are not among these.
     pub(super) fn missing_in<'a>(&'a self, headers: &'a HeaderMap) -> impl Iterator<Item = &'a HeaderName> {
         self.left_out.iter().filter(|name| !headers.contains_key(*name))
     }
@@ -122,9 +123,9 @@ impl Credentials {
         let mut hash = Sha256::new();
         hash.update(b"oncegate-intent-credentials-1\n");
         hash.update(salt);
-        let mut part = |octets: &[u8]| {
-            hash.update((octets.len() as u64).to_be_bytes());
-            hash.update(octets);
+        let mut part = |bytes: &[u8]| {
+            hash.update((bytes.len() as u64).to_be_bytes());
+            hash.update(bytes);
         };
         for name in names {
             for value in headers.get_all(name) {
@@ -135,22 +136,22 @@ impl Credentials {
         Self { salt, digest: hash.finalize().into() }
     }
 
-    /// Whether these are the fields of these names that it was made of.
+    /// Returns `true` if the headers of these names have the same digest.
     fn are(&self, names: &[HeaderName], headers: &HeaderMap) -> bool {
         *self == Self::of(self.salt, names, headers)
     }
 
     fn read(text: &str) -> Option<Self> {
-        let octets = |hex: &str| -> Option<Vec<u8>> {
+        let bytes = |hex: &str| -> Option<Vec<u8>> {
             let pairs = hex.as_bytes().chunks_exact(2);
             pairs.map(|pair| u8::from_str_radix(std::str::from_utf8(pair).ok()?, 16).ok()).collect()
         };
         let (salt, digest) = text.split_at_checked(32)?;
-        Some(Self { salt: octets(salt)?.try_into().ok()?, digest: octets(digest)?.try_into().ok()? })
+        Some(Self { salt: bytes(salt)?.try_into().ok()?, digest: bytes(digest)?.try_into().ok()? })
     }
 }
 
-/// Fields that say who is asking, by the names that services give them.
+/// The usual names of headers with credentials.
 const CREDENTIALS: [&str; 20] = [
     "authorization",
     "proxy-authorization",
@@ -174,19 +175,19 @@ const CREDENTIALS: [&str; 20] = [
     "job-token",
 ];
 
-/// These are not written down; nor are those that are marked as sensitive.
+/// Returns `true` if the header must not be stored: a usual name of a credential, or marked as sensitive.
 fn is_secret(name: &HeaderName, value: &HeaderValue) -> bool {
     value.is_sensitive() || CREDENTIALS.contains(&name.as_str())
 }
 
-/// The file of an intent that is about to be sent for the first time.
+/// Encodes the file of an intent that is about to be sent for the first time.
 pub(super) fn encode(intent: &Intent) -> Vec<u8> {
     let mut headers = Vec::new();
     let caller = Caller::of(intent.headers());
     for (name, value) in intent.headers() {
         if !caller.left_out.contains(name) {
-            // Octets as the characters with the same numbers, so that there is a text for each.
-            let value: String = value.as_bytes().iter().map(|octet| char::from(*octet)).collect();
+            // Each byte becomes the character with the same number, so that every value has a text.
+            let value: String = value.as_bytes().iter().map(|byte| char::from(*byte)).collect();
             headers.push(json!([name.as_str(), value]));
         }
     }
@@ -213,29 +214,29 @@ pub(super) fn encode(intent: &Intent) -> Vec<u8> {
     file
 }
 
-/// Reads a file from end to end.
+/// Decodes a file, and verifies all of it.
 pub(super) fn decode(file: &[u8]) -> Result<Entry, String> {
-    let rest = file.strip_prefix(MAGIC).ok_or("it does not begin as an intent does")?;
+    let rest = file.strip_prefix(MAGIC).ok_or("it does not begin like an intent")?;
     let rest = rest.strip_prefix(VERSION).and_then(|rest| rest.strip_prefix(b" "));
-    let rest = rest.ok_or("it is of a version that this program does not know")?;
-    let (state, rest) = rest.split_at_checked(MAYBE_SENT.len()).ok_or("it breaks off")?;
+    let rest = rest.ok_or("this program does not know its version")?;
+    let (state, rest) = rest.split_at_checked(MAYBE_SENT.len()).ok_or("it is cut off")?;
     let maybe_sent = match state {
         state if state == MAYBE_SENT => true,
         state if state == NEVER_SENT => false,
-        _ => return Err("its state is none".to_owned()),
+        _ => return Err("its state is invalid".to_owned()),
     };
     let rest = rest.strip_prefix(b" ").ok_or("its first line is damaged")?;
-    let (expected, rest) = rest.split_at_checked(64).ok_or("it breaks off")?;
+    let (expected, rest) = rest.split_at_checked(64).ok_or("it is cut off")?;
     let rest = rest.strip_prefix(b"\n").ok_or("its first line is damaged")?;
     if digest(rest) != expected {
         return Err("its checksum is wrong".to_owned());
     }
-    let end = rest.iter().position(|octet| *octet == b'\n').ok_or("it has no body")?;
+    let end = rest.iter().position(|byte| *byte == b'\n').ok_or("it has no body")?;
     let (about, body) = rest.split_at_checked(end).ok_or("it has no body")?;
     let about: Map<String, Value> = serde_json::from_slice(about).map_err(|error| error.to_string())?;
-    // Behind a right checksum only a program that is no Oncegate writes what does not fit.
+    // Only a program other than Oncegate writes invalid content with a valid checksum.
     let (intent, caller) = read(&about, body.get(1..).unwrap_or_default())
-        .ok_or("its checksum is right, and yet it is no intent")?;
+        .ok_or("its checksum is valid, but its content is not an intent")?;
     let intent = if maybe_sent { intent.sent_before() } else { intent };
     Ok(Entry { intent, maybe_sent, caller })
 }
@@ -248,8 +249,8 @@ fn read(about: &Map<String, Value>, body: &[u8]) -> Option<(Intent, Caller)> {
     let mut headers = HeaderMap::new();
     for field in about.get("headers")?.as_array()? {
         let name = HeaderName::from_bytes(field.get(0)?.as_str()?.as_bytes()).ok()?;
-        let octets = field.get(1)?.as_str()?.chars().map(|one| u8::try_from(u32::from(one)).ok());
-        let value = HeaderValue::from_bytes(&octets.collect::<Option<Vec<u8>>>()?).ok()?;
+        let bytes = field.get(1)?.as_str()?.chars().map(|one| u8::try_from(u32::from(one)).ok());
+        let value = HeaderValue::from_bytes(&bytes.collect::<Option<Vec<u8>>>()?).ok()?;
         headers.append(name, value);
     }
     if number("body")? != body.len() as u64 {
@@ -278,7 +279,7 @@ fn read(about: &Map<String, Value>, body: &[u8]) -> Option<(Intent, Caller)> {
     Some((intent, Caller::from_json(about.get("left_out")?, about.get("credentials")?)?))
 }
 
-/// What the file of this key is called.
+/// Returns the name of the file of this key.
 pub(super) fn file_name(key: &IdempotencyKey) -> String {
     let mut hash = Sha256::new();
     hash.update(b"oncegate-intent-file-1\n");
@@ -296,6 +297,6 @@ fn digest(rest: &[u8]) -> [u8; 64] {
     hex.as_bytes().try_into().unwrap_or([b'-'; 64])
 }
 
-pub(super) fn hex(octets: &[u8]) -> String {
-    octets.iter().map(|octet| format!("{octet:02x}")).collect()
+pub(super) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }

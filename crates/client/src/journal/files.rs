@@ -1,16 +1,16 @@
-//! What a journal asks of the file system, one step at a time.
+//! The calls of a journal to the file system, one step at a time.
 
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, Read as _};
 use std::os::unix::fs::{DirBuilderExt as _, FileExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
-/// A step, before it is taken. So tests see what is durable when, and let any step be the last one.
-#[cfg_attr(not(test), allow(dead_code, reason = "only tests look into it"))]
+/// A step that is about to be taken. Tests observe the steps, and let any of them fail.
+#[cfg_attr(not(test), allow(dead_code, reason = "only tests read the fields"))]
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Step<'a> {
     Create,
-    Write { file: &'a File, at: u64, octets: &'a [u8] },
+    Write { file: &'a File, at: u64, bytes: &'a [u8] },
     Sync,
     Link,
     Rename,
@@ -38,7 +38,7 @@ impl Files {
         Ok(())
     }
 
-    /// The directory, which nobody else may look into, and those above it. Durable when this returns.
+    /// Creates a directory, for its owner alone, and those above it. They are durable when this returns.
     pub(super) fn create_dir(&self, path: &Path) -> io::Result<()> {
         let missing = path.ancestors().take_while(|above| !above.as_os_str().is_empty() && !above.exists());
         let missing: Vec<PathBuf> = missing.map(Path::to_owned).collect();
@@ -50,19 +50,18 @@ impl Files {
         Ok(())
     }
 
-    /// A new file, for its owner alone.
+    /// Creates a file, for its owner alone.
     pub(super) fn create(&self, path: &Path) -> io::Result<File> {
         self.before(Step::Create)?;
         OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(path)
     }
 
-    /// A file that is there.
+    /// Opens an existing file.
     pub(super) fn open(&self, path: &Path) -> io::Result<File> {
         OpenOptions::new().read(true).write(true).open(path)
     }
 
-    /// Locks the file, whatever its name, until it is dropped or its process ends, however it ends. `false`: somebody else
-    /// has it.
+    /// Locks the file until it is dropped or the process ends. Returns `false` if another holder has the lock.
     pub(super) fn lock(&self, file: &File) -> io::Result<bool> {
         match file.try_lock() {
             Ok(()) => Ok(true),
@@ -71,36 +70,36 @@ impl Files {
         }
     }
 
-    pub(super) fn write(&self, file: &File, at: u64, octets: &[u8]) -> io::Result<()> {
-        self.before(Step::Write { file, at, octets })?;
-        file.write_all_at(octets, at)
+    pub(super) fn write(&self, file: &File, at: u64, bytes: &[u8]) -> io::Result<()> {
+        self.before(Step::Write { file, at, bytes })?;
+        file.write_all_at(bytes, at)
     }
 
-    /// The whole file, if it is no larger than this.
+    /// Reads the whole file, if it is no larger than this.
     pub(super) fn read(&self, file: &File, most: u64) -> io::Result<Vec<u8>> {
-        let mut octets = Vec::new();
+        let mut bytes = Vec::new();
         let mut from_start = file;
         io::Seek::rewind(&mut from_start)?;
-        from_start.take(most.saturating_add(1)).read_to_end(&mut octets)?;
-        if octets.len() as u64 > most {
+        from_start.take(most.saturating_add(1)).read_to_end(&mut bytes)?;
+        if bytes.len() as u64 > most {
             return Err(io::Error::new(io::ErrorKind::FileTooLarge, "it is larger than any intent"));
         }
-        Ok(octets)
+        Ok(bytes)
     }
 
-    /// What was written into the file survives a power cut.
+    /// Makes the content of the file survive a power cut.
     pub(super) fn sync(&self, file: &File) -> io::Result<()> {
         self.before(Step::Sync)?;
         file.sync_all()
     }
 
-    /// A second name for the file. Fails where the name is taken.
+    /// Gives the file a second name. Fails if the name is taken.
     pub(super) fn link(&self, from: &Path, to: &Path) -> io::Result<()> {
         self.before(Step::Link)?;
         fs::hard_link(from, to)
     }
 
-    /// Puts the file in the place of the one that has this name.
+    /// Renames the file, and replaces the one that has the new name.
     pub(super) fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
         self.before(Step::Rename)?;
         fs::rename(from, to)
@@ -111,13 +110,13 @@ impl Files {
         fs::remove_file(path)
     }
 
-    /// The names in the directory survive a power cut.
+    /// Makes the names in the directory survive a power cut.
     pub(super) fn sync_dir(&self, path: &Path) -> io::Result<()> {
         self.before(Step::SyncDir)?;
         File::open(path)?.sync_all()
     }
 
-    /// Whether this is the name of this file, still.
+    /// Returns `true` if the file still has this name.
     pub(super) fn is_named(&self, file: &File, path: &Path) -> io::Result<bool> {
         let ours = file.metadata()?;
         match fs::symlink_metadata(path) {
@@ -127,7 +126,7 @@ impl Files {
         }
     }
 
-    /// How many names the file has.
+    /// Returns the number of names of the file.
     pub(super) fn names(&self, file: &File) -> io::Result<u64> {
         Ok(file.metadata()?.nlink())
     }

@@ -1,12 +1,12 @@
-//! What a journal remembers of intents that have their answer: one small file each, for some time.
+//! The memory of finished intents: one small file each, for some time.
 //!
-//! The files stand in directories that are named by the day, counted from 1970, with whose beginning they go:
-//! `finished/20793/2c26b46b….done`. They hold neither key nor address nor body.
+//! The files are in directories that are named by the day, counted from 1970, at whose beginning they are removed:
+//! `finished/20793/2c26b46b….done`. They contain neither key nor address nor body.
 
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use http::header::HeaderMap;
@@ -20,29 +20,29 @@ use super::files::Files;
 use crate::intent::Intent;
 use crate::key::now;
 
-/// The directory within a journal's directory.
+/// The name of the directory within the journal's directory.
 pub(super) const DIRECTORY: &str = "finished";
 
 const MAGIC: &str = "oncegate-finished 1 ";
 
-/// Largest file: a caller may have many fields with credentials.
-const MAX: u64 = 64 * 1024;
+/// The size of the largest file in bytes: a caller may have many headers with credentials.
+const MAX_BYTES: u64 = 64 * 1024;
 
 const DAY: u64 = 24 * 60 * 60 * 1000;
 
-/// An intent that has its answer.
+/// An intent that has a definite answer.
 #[derive(Clone, Debug)]
 pub(super) struct Finished {
     pub(super) created_at: Timestamp,
     pub(super) key_lifetime: Option<Duration>,
-    /// Whether it was done. Otherwise the service said that it failed, or that it cannot give its answer again.
+    /// `true` if it was done. Otherwise the service reported that it failed, or that it cannot give the answer again.
     pub(super) is_done: bool,
     request: String,
     caller: Caller,
 }
 
 impl Finished {
-    /// What is to be remembered of this intent.
+    /// The memory of this intent.
     pub(super) fn of(intent: &Intent, is_done: bool) -> Self {
         Self {
             created_at: intent.created_at(),
@@ -53,12 +53,12 @@ impl Finished {
         }
     }
 
-    /// Whether this is the same request.
+    /// Returns `true` if this is the same request.
     pub(super) fn is_request(&self, intent: &Intent) -> bool {
         self.request == request(intent)
     }
 
-    /// Whether these fields are those of the same caller.
+    /// Returns `true` if the headers are those of the same caller.
     pub(super) fn is_caller(&self, headers: &HeaderMap) -> bool {
         self.caller.has(headers, &HeaderMap::new())
     }
@@ -98,7 +98,7 @@ impl Finished {
     }
 }
 
-/// Tells requests apart, without holding them.
+/// Returns a digest of the request.
 fn request(intent: &Intent) -> String {
     let mut hash = Sha256::new();
     hash.update(b"oncegate-intent-request-1\n");
@@ -126,43 +126,24 @@ pub(super) struct FinishedFile {
 }
 
 /// The finished intents of one journal.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct FinishedIntents {
     directory: PathBuf,
-    kept: Duration,
-    max_per_day: usize,
-    /// How many there are in the directory of one day.
-    counted: Mutex<Option<(u64, usize)>>,
+    pub(super) retention: Duration,
+    pub(super) max_per_day: usize,
+    /// A day, and the number of files in its directory.
+    counted: Arc<Mutex<Option<(u64, usize)>>>,
 }
 
 impl FinishedIntents {
-    pub(super) fn new(journal: &Path, kept: Duration, max_per_day: usize) -> Self {
-        Self { directory: journal.join(DIRECTORY), kept, max_per_day, counted: Mutex::new(None) }
+    pub(super) fn new(journal: &Path, retention: Duration, max_per_day: usize) -> Self {
+        Self { directory: journal.join(DIRECTORY), retention, max_per_day, counted: Arc::default() }
     }
 
-    pub(super) fn with_kept(&self, kept: Duration) -> Self {
-        Self { kept, ..self.copied() }
-    }
-
-    pub(super) fn with_max_per_day(&self, max_per_day: usize) -> Self {
-        Self { max_per_day, ..self.copied() }
-    }
-
-    /// The same, without what was counted.
-    pub(super) fn copied(&self) -> Self {
-        let Self { directory, kept, max_per_day, .. } = self;
-        Self {
-            directory: directory.clone(),
-            kept: *kept,
-            max_per_day: *max_per_day,
-            counted: Mutex::default(),
-        }
-    }
-
-    /// The finished intent of this key.
+    /// Finds the finished intent of this key.
     ///
     /// # Errors
-    /// With the file that cannot be read, or is damaged.
+    /// The file that cannot be read, or is damaged.
     pub(super) fn find(
         &self,
         files: &Files,
@@ -170,7 +151,7 @@ impl FinishedIntents {
     ) -> Result<Option<FinishedFile>, DamagedFile> {
         let unreadable = |path: &Path, error: io::Error| DamagedFile {
             path: path.to_owned(),
-            what: error.to_string(),
+            reason: error.to_string(),
             is_unreadable: true,
         };
         let mut days = self.days().map_err(|error| unreadable(&self.directory, error))?;
@@ -182,18 +163,18 @@ impl FinishedIntents {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
                 Err(error) => return Err(unreadable(&path, error)),
             };
-            let bytes = files.read(&file, MAX).map_err(|error| unreadable(&path, error))?;
+            let bytes = files.read(&file, MAX_BYTES).map_err(|error| unreadable(&path, error))?;
             return match Finished::decode(&bytes) {
                 Some(finished) => Ok(Some(FinishedFile { finished, path, file })),
-                None => Err(DamagedFile { path, what: "it is damaged".to_owned(), is_unreadable: false }),
+                None => Err(DamagedFile { path, reason: "it is damaged".to_owned(), is_unreadable: false }),
             };
         }
         Ok(None)
     }
 
-    /// Writes down that an intent has its answer. Durable when this returns.
+    /// Remembers that an intent is finished. The file is durable when this returns.
     ///
-    /// `create` makes a new file for these bytes, under a name that is none of an intent's.
+    /// `create` creates an empty file for these bytes, under a temporary name.
     pub(super) fn add(
         &self,
         files: &Files,
@@ -201,28 +182,28 @@ impl FinishedIntents {
         finished: &Finished,
         create: impl FnOnce(&[u8]) -> io::Result<(PathBuf, File)>,
     ) -> io::Result<()> {
-        if self.kept.is_zero() {
+        if self.retention.is_zero() {
             return Ok(());
         }
         self.sweep();
-        let until = now().after(self.kept);
+        let until = now().after(self.retention);
         let day = until.as_millis() / DAY + 1;
         let directory = self.directory.join(day.to_string());
         files.create_dir(&directory)?;
         if self.is_full(day, &directory)? {
             tracing::warn!(
                 max_per_day = self.max_per_day,
-                "the journal keeps no more finished intents of one day: one that is made again after its key was \
-                 forgotten takes effect again"
+                "the journal does not remember this finished intent, because its day is full: if the intent is made again \
+                 after the service has forgotten its key, it takes effect again"
             );
             return Ok(());
         }
         let bytes = finished.encode();
         let (new, file) = create(&bytes)?;
         let written = || {
-            // So that nobody takes it for one of a dead process.
+            // Without the lock, a listing would remove it as the file of a process that ended.
             if !files.lock(&file)? {
-                return Err(io::Error::other("somebody has taken the new file"));
+                return Err(io::Error::other("another process has locked the new file"));
             }
             files.write(&file, 0, &bytes)?;
             files.sync(&file)?;
@@ -236,7 +217,7 @@ impl FinishedIntents {
         Ok(())
     }
 
-    /// Counts one more for this day; whether there is no room for it.
+    /// Counts one more file for this day, and returns `true` if the day is full.
     fn is_full(&self, day: u64, directory: &Path) -> io::Result<bool> {
         let mut counted = self.counted.lock().unwrap_or_else(PoisonError::into_inner);
         let count = match *counted {
@@ -248,7 +229,7 @@ impl FinishedIntents {
         Ok(is_full)
     }
 
-    /// Removes what need not be remembered any more.
+    /// Removes the directories of past days.
     pub(super) fn sweep(&self) {
         let today = now().as_millis() / DAY;
         for day in self.days().unwrap_or_default() {

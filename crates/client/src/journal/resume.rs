@@ -1,4 +1,4 @@
-//! What a process sends again that starts after one that ended.
+//! The sending of the intents that an earlier process left without a definite answer.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -13,60 +13,58 @@ use crate::client::{Client, Transport};
 use crate::failure::BoxError;
 use crate::report::{Answer, SendError};
 
-/// How many are sent at once, where nothing else is said: one, because a later one may need an earlier one.
-const AT_ONCE: usize = 1;
-
 type Fields = Arc<dyn Fn(&PendingIntent) -> Result<HeaderMap, BoxError> + Send + Sync>;
 
-/// Intents that are sent again, oldest first. Dropping it stops the sending; what has no answer then stays in the journal.
+/// The sending of pending intents, oldest first. Dropping it stops the sending; intents without an answer stay in the journal.
 pub struct Resume<T> {
     journal: JournalDir,
     client: Client<T>,
     left: VecDeque<Result<PendingIntent, DamagedFile>>,
     running: JoinSet<ResumedIntent>,
-    at_once: usize,
+    concurrency: usize,
     fields: Option<Fields>,
 }
 
-/// How one of them ended.
+/// A pending intent that was sent again, and its result.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct ResumedIntent {
-    /// Which one.
+    /// The intent.
     pub pending: PendingIntent,
-    /// Its definite answer, if there is one; then it is no longer in the journal.
+    /// Its definite answer, or the error. With an answer, it is no longer in the journal.
     pub end: Result<Answer, ResumeError>,
 }
 
-/// Why an intent of the journal has no definite answer.
+/// An intent of the journal got no definite answer.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum ResumeError {
-    /// As for any other intent. [`SendErrorKind::InFlight`](crate::SendErrorKind::InFlight): somebody else is sending it.
-    SendError(SendError),
-    /// It is no longer in the journal: somebody else has its answer.
+    /// The error that any other intent would get, too. With [`SendErrorKind::InFlight`](crate::SendErrorKind::InFlight),
+    /// another process or task is sending it.
+    Sending(SendError),
+    /// It is no longer in the journal: another process has its answer.
     Gone,
-    /// It was not sent, because these fields are missing. They were left out of the journal, and
-    /// [`Resume::with_fields`] has not brought them.
-    Fields(Vec<HeaderName>),
-    /// It was not sent, because it may have been sent before, under other credentials than [`Resume::with_fields`] has
-    /// brought. See [`JournalDir::with_other_credentials`].
+    /// It was not sent, because these headers are missing. The journal left them out, and [`Resume::with_fields`] did not
+    /// return them.
+    MissingFields(Vec<HeaderName>),
+    /// It was not sent, because it may have been sent before with other credentials than those of [`Resume::with_fields`].
+    /// See [`JournalDir::with_other_credentials`].
     OtherCredentials,
-    /// It was not sent, because [`Resume::with_fields`] failed.
-    NoFields(BoxError),
+    /// It was not sent, because the function of [`Resume::with_fields`] failed.
+    FieldsFailed(BoxError),
 }
 
 impl fmt::Display for ResumeError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::SendError(open) => open.fmt(f),
-            Self::Gone => f.write_str("somebody else has its answer"),
-            Self::Fields(names) => {
-                f.write_str("not sent: the journal does not hold its credentials; give these fields again:")?;
+            Self::Sending(error) => error.fmt(f),
+            Self::Gone => f.write_str("another process has its answer"),
+            Self::MissingFields(names) => {
+                f.write_str("not sent: the journal does not store credentials; give these headers again:")?;
                 names.iter().try_for_each(|name| write!(f, " {name}"))
             }
             Self::OtherCredentials => write!(f, "not sent: {OTHER_CREDENTIALS}"),
-            Self::NoFields(_) => f.write_str("not sent: its credentials could not be had"),
+            Self::FieldsFailed(_) => f.write_str("not sent: its credentials are not available"),
         }
     }
 }
@@ -74,9 +72,9 @@ impl fmt::Display for ResumeError {
 impl std::error::Error for ResumeError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         match self {
-            Self::SendError(open) => open.source(),
-            Self::NoFields(error) => Some(&**error),
-            Self::Gone | Self::Fields(_) | Self::OtherCredentials => None,
+            Self::Sending(error) => error.source(),
+            Self::FieldsFailed(error) => Some(&**error),
+            Self::Gone | Self::MissingFields(_) | Self::OtherCredentials => None,
         }
     }
 }
@@ -87,22 +85,22 @@ impl<T: Transport + Clone + 'static> Resume<T> {
         client: Client<T>,
         found: Vec<Result<PendingIntent, DamagedFile>>,
     ) -> Self {
-        Self { journal, client, left: found.into(), running: JoinSet::new(), at_once: AT_ONCE, fields: None }
+        Self { journal, client, left: found.into(), running: JoinSet::new(), concurrency: 1, fields: None }
     }
 
-    /// How many are sent at once: 1 by default, at most 1024. With more than one the service gets them in any order.
+    /// Sets how many intents are sent at once: 1 by default, at most 1024. With more, the service gets them in any order.
     ///
     /// # Errors
     /// If it is out of these bounds.
-    pub fn with_concurrency(self, at_once: usize) -> Result<Self, ConfigError> {
-        Ok(Self {
-            at_once: ConfigError::check("the number of intents that are sent at once", at_once, 1..=1024)?,
-            ..self
-        })
+    pub fn with_concurrency(self, intents: usize) -> Result<Self, ConfigError> {
+        let concurrency =
+            ConfigError::check("the number of intents that are sent at once", intents, 1..=1024)?;
+        Ok(Self { concurrency, ..self })
     }
 
-    /// What brings the fields that the journal leaves out, such as `Authorization`. They must be those that the intent
-    /// was sent with, unless [`JournalDir::with_other_credentials`] says that others of the same account will do.
+    /// Sets the function that returns the headers that the journal leaves out, such as `Authorization`.
+    ///
+    /// They must be those that the intent was sent with, unless [`JournalDir::with_other_credentials`] allows others.
     #[must_use]
     pub fn with_fields(
         self,
@@ -111,10 +109,10 @@ impl<T: Transport + Clone + 'static> Resume<T> {
         Self { fields: Some(Arc::new(fields)), ..self }
     }
 
-    /// The next one that ended, or that cannot be read; `None` after the last.
+    /// Returns the next result, or the next file that cannot be read; `None` after the last.
     pub async fn next(&mut self) -> Option<Result<ResumedIntent, DamagedFile>> {
         loop {
-            while self.running.len() < self.at_once {
+            while self.running.len() < self.concurrency {
                 match self.left.pop_front() {
                     Some(Ok(pending)) => {
                         let (journal, client) = (self.journal.clone(), self.client.clone());
@@ -131,8 +129,8 @@ impl<T: Transport + Clone + 'static> Resume<T> {
             match self.running.join_next().await? {
                 Ok(resumed) => return Some(Ok(resumed)),
                 Err(error) => {
-                    // A transport that panicked. Its intent is where it was.
-                    tracing::error!(error = %ErrorChain(&error), "an intent of the journal was not sent to its end");
+                    // The transport panicked. Its intent is still in the journal.
+                    tracing::error!(error = %ErrorChain(&error), "sending an intent of the journal panicked; it stays in the journal");
                 }
             }
         }
@@ -146,18 +144,18 @@ async fn send<T: Transport>(
     fields: Option<Fields>,
 ) -> Result<Answer, ResumeError> {
     let brought = match fields {
-        Some(fields) => fields(pending).map_err(ResumeError::NoFields)?,
+        Some(fields) => fields(pending).map_err(ResumeError::FieldsFailed)?,
         None => HeaderMap::new(),
     };
-    // What is there, and nothing new: since it was listed somebody else may have closed it, or sent it.
+    // Take only an intent that still exists: another process may have sent or closed it since the listing.
     let taken = journal.take(pending.path.clone(), brought).await;
-    let (intent, opened) = taken.map_err(|why| match why {
+    let (intent, opened) = taken.map_err(|error| match error {
         TakeError::Gone => ResumeError::Gone,
-        TakeError::Fields(names) => ResumeError::Fields(names),
+        TakeError::MissingFields(names) => ResumeError::MissingFields(names),
         TakeError::OtherCredentials => ResumeError::OtherCredentials,
-        TakeError::JournalOpenError(why) => ResumeError::SendError(why.send_error(pending.maybe_sent)),
+        TakeError::Journal(error) => ResumeError::Sending(error.send_error(pending.maybe_sent)),
     })?;
-    client.send_opened(&intent, Some(opened)).await.map_err(ResumeError::SendError)
+    client.send_opened(&intent, Some(opened)).await.map_err(ResumeError::Sending)
 }
 
 impl<T> fmt::Debug for Resume<T> {

@@ -1,4 +1,4 @@
-//! Every step of a journal as the last one: failed, or killed.
+//! Journals whose steps fail, or whose process is killed, at each step.
 
 use std::fs;
 use std::io::{self, BufRead as _, BufReader, Write as _};
@@ -22,7 +22,7 @@ use crate::failure::{AttemptFailure, AttemptFailureKind};
 use crate::policy::RetryPolicy;
 use oncegate_core::IdempotencyKey;
 
-/// A service in a file: a line for each request that reached it. It can be out of reach for the first times.
+/// A service that writes a line to a file for each request. It can be out of reach for the first requests.
 #[derive(Clone)]
 struct Ledger {
     file: PathBuf,
@@ -66,13 +66,13 @@ fn client(ledger: &Ledger, journal: &JournalDir) -> Client<Ledger> {
     Client::new(ledger.clone()).with_policy(once).with_journal(Arc::new(journal.clone()))
 }
 
-/// How many files there are that hold an intent.
+/// Returns the number of files with an intent.
 fn intents(dir: &Path) -> usize {
     let names = fs::read_dir(dir).unwrap().map(|file| file.unwrap().file_name());
     names.filter(|name| name.to_str().unwrap().ends_with(".intent")).count()
 }
 
-/// How many files there are, but for what is remembered of finished intents.
+/// Returns the number of files, without the directory of finished intents.
 fn files(dir: &Path) -> usize {
     fs::read_dir(dir).unwrap().filter(|file| file.as_ref().unwrap().file_name() != "finished").count()
 }
@@ -81,7 +81,7 @@ fn journal(dir: &Path, hook: Hook) -> JournalDir {
     JournalDir::with_files(dir.join("journal"), Files { hook: Some(hook) }).unwrap()
 }
 
-/// Three sendings of one intent: out of reach, answered, and answered again.
+/// Sends one intent three times: out of reach, answered, and answered again.
 async fn three_sendings(ledger: &Ledger, journal: &JournalDir) {
     for _ in 0..3 {
         let _end = client(ledger, journal).send(&intent()).await;
@@ -89,7 +89,7 @@ async fn three_sendings(ledger: &Ledger, journal: &JournalDir) {
 }
 
 #[tokio::test]
-async fn nothing_is_sent_before_all_is_where_a_power_cut_does_not_reach_it() {
+async fn nothing_is_sent_before_the_file_is_durable() {
     #[derive(Default)]
     struct Volatile {
         data: bool,
@@ -106,7 +106,7 @@ async fn nothing_is_sent_before_all_is_where_a_power_cut_does_not_reach_it() {
             Step::Write { .. } => state.data = true,
             Step::Sync => state.data = false,
             Step::Link | Step::Rename => {
-                assert!(!state.data, "a name for what a power cut empties");
+                assert!(!state.data, "a name for a file that is not synced");
                 state.names = true;
             }
             Step::SyncDir => state.names = false,
@@ -123,7 +123,7 @@ async fn nothing_is_sent_before_all_is_where_a_power_cut_does_not_reach_it() {
         async fn send(&self, request: Request<Bytes>) -> Result<Response<Full<Bytes>>, AttemptFailure> {
             {
                 let state = self.1.lock().unwrap();
-                assert!(!state.data && !state.names, "sent, and not durable");
+                assert!(!state.data && !state.names, "sent before it was durable");
                 assert!(state.steps > 0);
             }
             self.0.send(request).await
@@ -133,16 +133,16 @@ async fn nothing_is_sent_before_all_is_where_a_power_cut_does_not_reach_it() {
     let once = RetryPolicy::default().with_max_attempts(1).unwrap();
     let client = Client::new(checks).with_policy(once).with_journal(Arc::new(journal.clone()));
     client.send(&intent()).await.unwrap_err();
-    // Somebody else wrote it down, and nobody knows whether its name is durable.
+    // Another process wrote it down, and its name may not be durable.
     state.lock().unwrap().names = true;
     client.send(&intent()).await.unwrap();
     client.send(&intent()).await.unwrap();
 }
 
 #[tokio::test]
-async fn whichever_step_fails_nothing_is_sent_that_is_not_written_down() {
+async fn nothing_is_sent_without_a_file_if_any_step_fails() {
     whichever_step_fails(|_| intent()).await;
-    // Each sending is another caller's.
+    // Each request comes from another caller.
     whichever_step_fails(|number| intent().with_header("authorization", format!("Bearer {number}")).unwrap())
         .await;
 }
@@ -159,8 +159,8 @@ async fn whichever_step_fails(intent: impl Fn(usize) -> Intent) {
                 return Ok(());
             }
             did.store(1, Ordering::SeqCst);
-            if let Step::Write { file, at, octets } = step {
-                file.write_all_at(&octets[..octets.len() / 2], at).unwrap(); // as much as there was room for
+            if let Step::Write { file, at, bytes } = step {
+                file.write_all_at(&bytes[..bytes.len() / 2], at).unwrap(); // the disk became full
             }
             Err(io::Error::from_raw_os_error(28))
         });
@@ -175,7 +175,7 @@ async fn whichever_step_fails(intent: impl Fn(usize) -> Intent) {
             let intents = intents(broken.path());
             match client(&ledger, &broken).send(&intent(number)).await {
                 Ok(_) => assert_eq!(ledger.lines().len(), before + 1),
-                // Another caller's, after it was done.
+                // Another caller sends it, after it was done.
                 Err(open) if matches!(open.kind(), SendErrorKind::Attempts | SendErrorKind::DoneBefore) => {
                     assert_eq!(ledger.lines().len(), before);
                 }
@@ -189,9 +189,9 @@ async fn whichever_step_fails(intent: impl Fn(usize) -> Intent) {
                         ),
                         "{open}"
                     );
-                    assert_eq!(ledger.lines().len(), before, "sent, and not written down");
+                    assert_eq!(ledger.lines().len(), before, "sent without a file");
                     if open.kind() == SendErrorKind::Journal {
-                        // Its caller takes it for not sent, and so may nobody send it later.
+                        // Its caller takes it for not sent, so no process may send it later.
                         assert_eq!(self::intents(broken.path()), intents, "step {fails}");
                         assert!(!open.may_have_taken_effect(), "{open}");
                     }
@@ -199,10 +199,10 @@ async fn whichever_step_fails(intent: impl Fn(usize) -> Intent) {
             }
         }
         if failed.load(Ordering::SeqCst) == 0 {
-            break; // all steps have had their turn
+            break; // each step has failed once
         }
         failures += 1;
-        // With room again, what is there is whole or is said to be not, and nothing is left over.
+        // When the disk has space again, each file is complete or reported as damaged, and no temporary file is left.
         let journal = JournalDir::open(dir.path().join("journal")).unwrap().with_other_credentials();
         let ledger = Ledger::new(dir.path(), 0);
         let resume = journal.resume_pending(&client(&ledger, &journal)).await.unwrap();
@@ -215,17 +215,17 @@ async fn whichever_step_fails(intent: impl Fn(usize) -> Intent) {
                 Err(_) => damaged += 1,
             }
         }
-        // Another test may start a process just now, which has all our locks until it is another program.
+        // A process that another test starts now inherits all locks until it executes its program.
         let give_up = Instant::now() + Duration::from_secs(30);
         while files(journal.path()) != damaged {
-            assert!(Instant::now() < give_up, "step {fails}: something is left over");
+            assert!(Instant::now() < give_up, "step {fails}: a temporary file is left");
             journal.pending().await.unwrap();
         }
     }
     assert!(failures >= 12, "{failures}");
 }
 
-/// Is run by the test below in a process of its own, and is nothing without it.
+/// The process that the next test starts and kills. It does nothing without that test.
 #[tokio::test]
 async fn a_process_that_is_killed() {
     let (Ok(dir), Ok(dies)) = (std::env::var("JOURNAL_DIES_IN"), std::env::var("JOURNAL_DIES_AT")) else {
@@ -235,8 +235,8 @@ async fn a_process_that_is_killed() {
     let count = AtomicUsize::new(0);
     let hook: Hook = Arc::new(move |step| {
         if count.fetch_add(1, Ordering::SeqCst) == dies {
-            if let Step::Write { file, at, octets } = step {
-                file.write_all_at(&octets[..octets.len() / 2], at).unwrap();
+            if let Step::Write { file, at, bytes } = step {
+                file.write_all_at(&bytes[..bytes.len() / 2], at).unwrap();
             }
             println!("\nready to die: {step:?}");
             loop {
@@ -250,7 +250,7 @@ async fn a_process_that_is_killed() {
 }
 
 #[tokio::test]
-async fn killed_before_any_step_it_loses_nothing_and_makes_nothing_up() {
+async fn a_process_that_is_killed_before_any_step_loses_and_invents_no_intent() {
     let mut half_written = 0;
     for dies in 0.. {
         let dir = tempfile::tempdir().unwrap();
@@ -264,7 +264,7 @@ async fn killed_before_any_step_it_loses_nothing_and_makes_nothing_up() {
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
         let last = lines
             .find(|line| line.starts_with("ready to die") || line == "all done")
-            .expect("it ended without a word");
+            .expect("the process ended early");
         child.kill().unwrap();
         child.wait().unwrap();
         if last == "all done" {
@@ -276,8 +276,8 @@ async fn killed_before_any_step_it_loses_nothing_and_makes_nothing_up() {
         let journal = JournalDir::open(dir.path().join("journal")).unwrap();
         let found = journal.pending().await.unwrap();
         let leftover = files(journal.path()) - found.len();
-        assert_eq!(leftover, 0, "what was being written is not swept away: {last}");
-        // The one state that is written in place: half of it is neither word, and somebody is told.
+        assert_eq!(leftover, 0, "a temporary file is not removed: {last}");
+        // The state is written in place: half of it is an invalid state, which is reported.
         let torn = found.iter().filter(|found| found.is_err()).count();
         half_written += torn;
         if torn > 0 {
@@ -285,7 +285,7 @@ async fn killed_before_any_step_it_loses_nothing_and_makes_nothing_up() {
             continue;
         }
         assert!(found.len() <= 1, "{last}: {found:?}");
-        // Written down is sent; not written down was never sent.
+        // A stored intent is sent; without a file it was never sent.
         let mut resume = journal.resume_pending(&client(&ledger, &journal)).await.unwrap();
         while let Some(end) = resume.next().await {
             end.unwrap().end.unwrap();
@@ -299,7 +299,7 @@ async fn killed_before_any_step_it_loses_nothing_and_makes_nothing_up() {
 }
 
 #[test]
-fn damage_of_any_bit_and_any_cut_is_seen() {
+fn any_damaged_bit_and_any_cut_is_detected() {
     for intent in [intent(), Intent::new(http::Method::PUT, "https://a.test/").unwrap()] {
         let whole = encode(&intent);
         let read = decode(&whole).unwrap();
@@ -348,11 +348,11 @@ async fn a_damaged_entry_is_reported_and_stays_as_it_is() {
         assert!(resume.next().await.is_none());
         assert_eq!(fs::read(&path).unwrap(), damaged);
     }
-    // Whole, and under another intent's name.
+    // A complete intent under the name of another one.
     fs::rename(&path, journal.path().join("0000.intent")).unwrap();
     fs::write(journal.path().join("0000.intent"), &whole).unwrap();
-    assert!(journal.pending().await.unwrap()[0].as_ref().unwrap_err().what.contains("belongs into"));
-    // And one that is elsewhere.
+    assert!(journal.pending().await.unwrap()[0].as_ref().unwrap_err().reason.contains("belongs to the file"));
+    // A link to a file outside of the directory.
     fs::remove_file(journal.path().join("0000.intent")).unwrap();
     fs::write(dir.path().join("elsewhere"), &whole).unwrap();
     std::os::unix::fs::symlink(dir.path().join("elsewhere"), &path).unwrap();

@@ -1,4 +1,4 @@
-//! A service of HTTP/1.1 that does with each request what a script says, octet by octet.
+//! An HTTP/1.1 service that answers each request by a script, byte by byte.
 
 #![allow(dead_code, reason = "each test file uses its part")]
 
@@ -10,27 +10,27 @@ use oncegate_client::RetryPolicy;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
-/// What is done with one request.
+/// The reply to one request.
 #[derive(Clone)]
 pub(crate) struct Reply {
-    pub(crate) octets: Vec<u8>,
+    pub(crate) bytes: Vec<u8>,
     pub(crate) end: End,
 }
 
-/// What follows after the octets.
+/// The end of the connection after the bytes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum End {
-    /// The connection ends in order.
+    /// It is closed in order.
     Close,
-    /// It ends by a reset.
+    /// It is reset.
     Reset,
-    /// Nothing more comes, and it stays open.
+    /// It stays open, and nothing follows.
     Hang,
 }
 
-/// A request, as it was received.
+/// A received request.
 #[derive(Clone, Debug)]
-pub(crate) struct ReceivedBody {
+pub(crate) struct ReceivedRequest {
     pub(crate) method: String,
     pub(crate) path: String,
     pub(crate) key: Option<String>,
@@ -39,7 +39,7 @@ pub(crate) struct ReceivedBody {
 
 pub(crate) struct Hostile {
     pub(crate) address: SocketAddr,
-    pub(crate) seen: Arc<Mutex<Vec<ReceivedBody>>>,
+    pub(crate) seen: Arc<Mutex<Vec<ReceivedRequest>>>,
     accepts: tokio::task::JoinHandle<()>,
 }
 
@@ -50,8 +50,10 @@ impl Drop for Hostile {
 }
 
 impl Hostile {
-    /// Answers the request of this number, from zero.
-    pub(crate) async fn new(script: impl Fn(usize, &ReceivedBody) -> Reply + Send + Sync + 'static) -> Self {
+    /// Starts a service. The script gets the number of the request, from zero.
+    pub(crate) async fn new(
+        script: impl Fn(usize, &ReceivedRequest) -> Reply + Send + Sync + 'static,
+    ) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let seen = Arc::new(Mutex::new(Vec::new()));
@@ -74,7 +76,7 @@ impl Hostile {
         self.seen.lock().unwrap().len()
     }
 
-    /// The keys of the requests since the last time, which are forgotten.
+    /// Takes the keys of the requests since the last call.
     pub(crate) fn take(&self) -> Vec<Option<String>> {
         self.seen.lock().unwrap().drain(..).map(|request| request.key).collect()
     }
@@ -82,8 +84,8 @@ impl Hostile {
 
 async fn serve(
     mut stream: TcpStream,
-    script: &(impl Fn(usize, &ReceivedBody) -> Reply + Send + Sync),
-    log: &Mutex<Vec<ReceivedBody>>,
+    script: &(impl Fn(usize, &ReceivedRequest) -> Reply + Send + Sync),
+    log: &Mutex<Vec<ReceivedRequest>>,
 ) {
     let Some(request) = read(&mut stream).await else { return };
     let number = {
@@ -92,7 +94,7 @@ async fn serve(
         log.len() - 1
     };
     let reply = script(number, &request);
-    let _gone = stream.write_all(&reply.octets).await;
+    let _gone = stream.write_all(&reply.bytes).await;
     match reply.end {
         End::Close => {
             let _gone = stream.shutdown().await;
@@ -102,17 +104,17 @@ async fn serve(
     }
 }
 
-async fn read(stream: &mut TcpStream) -> Option<ReceivedBody> {
-    let mut octets = Vec::new();
+async fn read(stream: &mut TcpStream) -> Option<ReceivedRequest> {
+    let mut bytes = Vec::new();
     let head = loop {
-        if let Some(at) = octets.windows(4).position(|four| four == b"\r\n\r\n") {
+        if let Some(at) = bytes.windows(4).position(|four| four == b"\r\n\r\n") {
             break at + 4;
         }
-        if stream.read_buf(&mut octets).await.ok()? == 0 {
+        if stream.read_buf(&mut bytes).await.ok()? == 0 {
             return None;
         }
     };
-    let text = String::from_utf8(octets[..head].to_vec()).unwrap();
+    let text = String::from_utf8(bytes[..head].to_vec()).unwrap();
     let field = |name: &str| {
         let value = |line: &str| {
             let (field, value) = line.split_once(':')?;
@@ -122,17 +124,17 @@ async fn read(stream: &mut TcpStream) -> Option<ReceivedBody> {
     };
     let chunked = field("transfer-encoding").is_some();
     let length: usize = field("content-length").map_or(0, |length| length.parse().unwrap());
-    while octets.len() < head + length || chunked && !octets.ends_with(b"0\r\n\r\n") {
-        if stream.read_buf(&mut octets).await.ok()? == 0 {
+    while bytes.len() < head + length || chunked && !bytes.ends_with(b"0\r\n\r\n") {
+        if stream.read_buf(&mut bytes).await.ok()? == 0 {
             return None;
         }
     }
     let mut line = text.split_whitespace();
-    Some(ReceivedBody {
+    Some(ReceivedRequest {
         method: line.next().unwrap().to_owned(),
         path: line.next().unwrap().to_owned(),
         key: field("idempotency-key"),
-        body: octets[head..].to_vec(),
+        body: bytes[head..].to_vec(),
     })
 }
 
@@ -142,11 +144,11 @@ pub(crate) fn answer(status: u16, fields: &str, body: &str) -> Reply {
     let no_body = matches!(status, 204 | 304);
     let length = if no_body { String::new() } else { format!("content-length: {length}\r\n") };
     let body = if no_body { "" } else { body };
-    let octets = format!("HTTP/1.1 {status} Status\r\n{fields}{length}connection: close\r\n\r\n{body}");
-    Reply { octets: octets.into_bytes(), end: End::Close }
+    let bytes = format!("HTTP/1.1 {status} Status\r\n{fields}{length}connection: close\r\n\r\n{body}");
+    Reply { bytes: bytes.into_bytes(), end: End::Close }
 }
 
-/// A policy for real time: no pauses to speak of, and lock_timeout with a busy machine.
+/// A policy for tests in real time: short pauses, and timeouts for a busy machine.
 pub(crate) fn quick() -> RetryPolicy {
     RetryPolicy::default()
         .with_backoff(Duration::from_millis(1), Duration::from_millis(5))
