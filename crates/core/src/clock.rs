@@ -1,4 +1,4 @@
-//! Time as a store sees it.
+//! The time of stores.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -24,8 +24,8 @@ impl Timestamp {
         self.0
     }
 
-    /// The time `duration` later, at the end of time at the latest. Fractions of a millisecond count as a whole one, so
-    /// that no lease is shorter than was asked for.
+    /// The time `duration` later, or the last possible time. Fractions of a millisecond count as a whole one, so that no
+    /// lease is shorter than requested.
     #[must_use]
     pub fn after(self, duration: Duration) -> Self {
         let millis = duration.as_nanos().div_ceil(1_000_000);
@@ -45,14 +45,13 @@ impl fmt::Display for Timestamp {
     }
 }
 
-/// A source of time. [`decide`](crate::decide()) and everything around it read no clock: a store does, and passes the time
-/// on.
+/// A source of time. [`decide`](crate::decide()) reads no clock: a store reads it and passes the time on.
 pub trait Clock: Send + Sync + 'static {
     /// The time of day, which may be set while the program runs, ahead or back.
     fn now(&self) -> Timestamp;
 
-    /// The time that has passed since some fixed moment, by a clock that nobody sets. A store tells by it that the time of
-    /// day was set. By default it is the time of day itself: such a clock is trusted whatever it shows.
+    /// The time since some fixed moment, by a clock that cannot be set. With it, a store detects that the time of day was
+    /// set. The default is the time of day itself: such a clock is always trusted.
     fn elapsed(&self) -> Duration {
         Duration::from_millis(self.now().as_millis())
     }
@@ -101,24 +100,24 @@ impl Clock for SystemClock {
 
 /// The time of a store that lives in this process: it never runs backwards, and never jumps.
 ///
-/// Retentions and leases are spans of time, so a store must not take a clock that was *set* for time that has *passed*: a
-/// record that expires because of a wrong answer of a time server is executed again. The time of the store therefore goes
-/// on at the pace of the monotonic clock, and follows the time of day only as far as this table says.
+/// Retentions and leases are periods, so a store must not mistake a clock that was *set* for time that has *passed*: if a
+/// record expires because of a wrong reply of a time server, its operation is executed again. So the store's time advances
+/// with the monotonic clock, and follows the time of day only as in this table.
 ///
 /// | the time of day is set | the store's time |
 /// |---|---|
 /// | ahead by at most [`limits::MAX_CLOCK_STEP`] | follows at once |
-/// | ahead by more | goes on at its own pace until the clock is set back, or an operator [accepts](Self::accept) the new time |
-/// | back | goes on at its own pace |
+/// | ahead by more | keeps its own pace until the clock is set back, or an operator [accepts](Self::accept) the new time |
+/// | back | keeps its own pace |
 ///
-/// A store that outlives the process goes on [where it was](Self::resume) and counts the time between two processes by the
-/// time of day, because nothing else knows it. If the time of day is behind the last write then, the store's time goes on
-/// from that write; when the time of day is set right later, it is to be [accepted](ClockSkew::is_expected).
+/// A store that outlives its process [resumes](Self::resume). The time between two processes is that of the time of day,
+/// because no other clock covers it. If the time of day is behind the last write, the store's time continues from that
+/// write. A later correction of the time of day is [expected](ClockSkew::is_expected).
 pub struct StoreClock<C> {
     clock: C,
     /// The store's time when `elapsed` was zero, in milliseconds. It only grows.
     base: AtomicU64,
-    /// True if the time of day is, or was when last seen, too far ahead to be followed.
+    /// True if the time of day, as last seen, is too far ahead to be followed.
     is_ahead: AtomicBool,
     ahead: Mutex<Ahead>,
 }
@@ -126,9 +125,9 @@ pub struct StoreClock<C> {
 /// The state while the time of day is too far ahead.
 #[derive(Debug, Default)]
 struct Ahead {
-    /// The store's time from which on it may lag: records that were written later are younger than the time of day says.
+    /// The store's time from which it may lag behind the time of day.
     since: Option<Timestamp>,
-    /// The time of day was behind the last write when the store was opened: it was wrong, and will be set.
+    /// True if the time of day was behind the last write when the store was opened: it was wrong, and will be corrected.
     expected: bool,
 }
 
@@ -139,7 +138,7 @@ pub struct LastWrite {
     pub time: Timestamp,
     /// By the time of day. Later than `time` by more than [`limits::MAX_CLOCK_STEP`] if the store did not follow it.
     pub wall: Timestamp,
-    /// From when on, by the store's clock, it did not follow the time of day.
+    /// The store's time from which it did not follow the time of day.
     pub lagging_since: Option<Timestamp>,
 }
 
@@ -150,10 +149,10 @@ pub struct ClockSkew {
     pub by: Duration,
     /// True if the time of day is ahead of the store's time; false if it is behind.
     pub is_ahead: bool,
-    /// If it is ahead: the store's time from which on the two disagree.
+    /// If it is ahead: the store's time from which the two disagree.
     pub since: Timestamp,
-    /// Whether the time of day was known to be wrong when the store was opened, so that this is its correction. The store
-    /// accepts it by itself.
+    /// True if the time of day was known to be wrong when the store was opened, so that this is its correction. The store
+    /// accepts the correction by itself.
     pub is_expected: bool,
 }
 
@@ -163,33 +162,33 @@ impl fmt::Display for ClockSkew {
         if self.is_ahead {
             write!(
                 f,
-                "the clock of this machine was set ahead by {seconds} s. Records and leases go by the time that has passed \
-                 since, so nothing expires early. Set the clock right, or, if it is right, run `oncegate clock accept`"
+                "the clock of this machine was set ahead by {seconds} s. The store ignores that, so no record and no lease \
+                 expires early. Correct the clock, or, if it is right, run `oncegate clock accept`"
             )
         } else {
             write!(
                 f,
-                "the clock of this machine is {seconds} s behind the time of the store, which goes on at its own pace. If \
-                 the clock is wrong, set it right. If it was ahead before and is right now, nothing has to be done: leases and \
-                 retentions last as long as they should"
+                "the clock of this machine is {seconds} s behind the time of the store, which keeps its own pace. If the \
+                 clock is wrong, correct it. If it was ahead before and is right now, do nothing: leases and retentions last \
+                 as long as they should"
             )
         }
     }
 }
 
 impl<C: Clock> StoreClock<C> {
-    /// The time of a store that begins now.
+    /// The time of a new store.
     pub fn new(clock: C) -> Self {
         let base = millis(clock.now(), clock.elapsed());
         Self { clock, base: base.into(), is_ahead: false.into(), ahead: Mutex::default() }
     }
 
-    /// The time of a store that was last written by another process.
+    /// The time of a store that an earlier process wrote.
     pub fn resume(clock: C, last: LastWrite) -> Self {
         let wall = clock.now();
         let lagged = last.wall.since(last.time) > limits::MAX_CLOCK_STEP;
         let (time, ahead) = if lagged && wall.after(limits::MAX_CLOCK_STEP) >= last.wall {
-            // About as far apart as before: no process in between has accepted it.
+            // The two still disagree by about as much, so the new time was not accepted in between.
             let since = Some(last.lagging_since.unwrap_or(last.time));
             (last.time.after(wall.since(last.wall)), Ahead { since, expected: false })
         } else if wall >= last.time {
@@ -203,7 +202,7 @@ impl<C: Clock> StoreClock<C> {
         Self { clock, base: base.into(), is_ahead, ahead: Mutex::new(ahead) }
     }
 
-    /// The time of day, as it is.
+    /// The time of day, unchanged.
     pub fn wall(&self) -> Timestamp {
         self.clock.now()
     }
@@ -225,14 +224,14 @@ impl<C: Clock> StoreClock<C> {
         })
     }
 
-    /// From when on the store's time lags, to be kept for the next process.
+    /// The store's time from which it lags, to be kept for the next process.
     pub fn lagging_since(&self) -> Option<Timestamp> {
         let ahead = self.lock();
         ahead.since.filter(|_| !ahead.expected)
     }
 
-    /// Moves the store's time ahead by this much, which is the [difference](ClockSkew::by) that was accepted. The store
-    /// first [moves](crate::Record::shifted) by as much what it has written since the two disagree.
+    /// Moves the store's time ahead by the accepted [difference](ClockSkew::by). The store must first
+    /// [shift](crate::Record::shifted) the records that it has written since the two disagree.
     pub fn accept(&self, by: Duration) {
         let mut ahead = self.lock();
         self.base.fetch_add(u64::try_from(by.as_millis()).unwrap_or(u64::MAX), Ordering::SeqCst);
@@ -245,14 +244,14 @@ impl<C: Clock> StoreClock<C> {
     }
 
     fn read(&self) -> Reading {
-        // The time of day is read first: a pause in between makes it look older than it is, and never newer.
+        // The time of day is read first, so that a pause in between makes it look older, never newer.
         let wall = self.clock.now();
         let elapsed = u64::try_from(self.clock.elapsed().as_millis()).unwrap_or(u64::MAX);
         let base = self.base.load(Ordering::SeqCst);
         Reading { wall, elapsed, time: Timestamp(base.saturating_add(elapsed)) }
     }
 
-    /// Remembers whether the time of day is too far ahead to be followed.
+    /// Updates the state that depends on the time of day being too far ahead.
     fn note(&self, ahead: &mut Ahead, reading: &Reading) {
         if !reading.can_follow() {
             ahead.since.get_or_insert(reading.time);
@@ -283,7 +282,7 @@ impl<C: Clock> Clock for StoreClock<C> {
         let mut reading = self.read();
         if !reading.can_follow() || self.is_ahead.load(Ordering::SeqCst) {
             let mut ahead = self.lock();
-            // Once more: this thread may have been held up since, and must not undo what others have seen meanwhile.
+            // Read again under the lock: this thread may have been paused, and must not undo what others have noted since.
             reading = self.read();
             self.note(&mut ahead, &reading);
         }
@@ -302,7 +301,7 @@ impl<C> fmt::Debug for StoreClock<C> {
     }
 }
 
-/// `time` with `elapsed` taken off, in milliseconds.
+/// `time` minus `elapsed`, in milliseconds.
 fn millis(time: Timestamp, elapsed: Duration) -> u64 {
     time.0.saturating_sub(u64::try_from(elapsed.as_millis()).unwrap_or(u64::MAX))
 }
@@ -361,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn a_small_step_ahead_is_followed_and_the_way_back_is_not() {
+    fn a_small_step_ahead_is_followed_but_a_step_back_is_not() {
         let hands = Hands::at(START);
         let clock = StoreClock::new(hands.clone());
         hands.set(START + STEP);
@@ -391,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn an_accepted_time_is_gone_on_from() {
+    fn the_store_continues_from_an_accepted_time() {
         let hands = Hands::at(START);
         let clock = StoreClock::new(hands.clone());
         hands.set(START + 48 * HOUR);
@@ -404,7 +403,7 @@ mod tests {
     }
 
     #[test]
-    fn a_clock_far_behind_is_reported_and_the_time_goes_on() {
+    fn a_clock_far_behind_is_reported_and_the_time_continues() {
         let hands = Hands::at(START);
         let clock = StoreClock::new(hands.clone());
         hands.set(START - HOUR);
@@ -414,12 +413,12 @@ mod tests {
     }
 
     #[test]
-    fn a_start_with_the_clock_behind_is_a_floor_and_no_offset() {
+    fn the_last_write_is_a_lower_bound_but_no_offset() {
         let hands = Hands::at(START - 10 * HOUR);
         let clock = StoreClock::resume(hands.clone(), last(START, START));
         hands.pass(1000);
         assert_eq!(clock.now().0, START + 1000);
-        // Corrected: the time of day is right, and what it is ahead is how long the machine was off.
+        // The time of day was corrected. It is ahead by the time that the machine was off.
         hands.set(START + 2000);
         assert_eq!(clock.now().0, START + 2000);
         assert_eq!(clock.skew(), None);
@@ -428,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn a_correction_by_more_than_a_step_is_to_be_accepted_with_all_that_was_written_since_the_start() {
+    fn a_correction_by_more_than_a_step_is_expected() {
         let hands = Hands::at(START - 10 * HOUR);
         let clock = StoreClock::resume(hands.clone(), last(START, START));
         hands.pass(1000);
@@ -442,7 +441,7 @@ mod tests {
     }
 
     #[test]
-    fn the_time_between_two_processes_is_counted_and_a_lag_is_kept() {
+    fn the_time_between_two_processes_counts_and_a_lag_is_kept() {
         let resumed = |wall, last| {
             let clock = StoreClock::resume(Hands::at(wall), last);
             (clock.now().0, clock.skew().map(|skew| (skew.since.0, skew.by)), clock.lagging_since())
@@ -453,10 +452,10 @@ mod tests {
         let by = Duration::from_millis(48 * HOUR);
         let since = Some(Timestamp(START - 5));
         assert_eq!(resumed(START + 49 * HOUR, lagging), (START + HOUR, Some((START - 5, by)), since));
-        // Opened again at once, before the last write can be told from the next.
+        // The store is opened again at once.
         let at_once = resumed(START + 48 * HOUR - 90, lagging);
         assert_eq!((at_once.0, at_once.2), (START, since));
-        // It was wrong, and was set right in between.
+        // The time of day was wrong, and was corrected in between.
         assert_eq!(resumed(START + HOUR, lagging), (START + HOUR, None, None));
     }
 

@@ -4,10 +4,9 @@
 //! u8 version | u32 CRC-32C, big-endian | CBOR (RFC 8949) map with integer keys
 //! ```
 //!
-//! The checksum covers the version, the record's identifier and the map, so that a record that was damaged, cut, or
-//! brought under another identifier is refused. Readers skip keys that they do not know; a change that they must not
-//! skip gets a new version, and an unknown version is an error and never an absent record. A record without steps is written as
-//! version 1, one with steps as version 2: whoever does not know them would begin again at the first.
+//! The checksum covers the version, the record's identifier and the map. So a record that was damaged, cut, or moved to
+//! another identifier is refused. Readers skip keys that they do not know. A change that they must not skip gets a new
+//! version; an unknown version is an error, never an absent record.
 //!
 //! | key | value | |
 //! |---|---|---|
@@ -18,9 +17,9 @@
 //! | 8, 9 | caller mark (8 bytes), operation (text) | always |
 //! | 10, 11, 12 | attempt (16 bytes), lease until, after abandoned (bool) | state 0 |
 //! | 13 | response ([`StoredResponse::as_encoded`]) | state 2 |
-//! | 14 | steps: an array of names (text) and results (bytes), in turn | where there are any; version 2 |
-//! | 15 | tag of the key (8 bytes) | where it is known |
-//! | 16 | whether an operator put it into its state: true | where one did |
+//! | 14 | steps: an array of names (text) and results (bytes), in turn | if there are any |
+//! | 15 | tag of the key (8 bytes) | if it is known |
+//! | 16 | true: an operator put the record into its state | if one did |
 
 use std::fmt;
 
@@ -35,23 +34,20 @@ use crate::record::{Answer, Label, Record, State};
 use crate::response::StoredResponse;
 use crate::step::{Step, Steps};
 
-/// The newest version that [`encode`] writes and [`decode`] reads.
-pub const VERSION: u8 = 2;
-
-/// The version of a record without steps.
-const VERSION_WITHOUT_STEPS: u8 = 1;
+/// The version that [`encode`] writes and [`decode`] reads.
+pub const VERSION: u8 = 1;
 
 const HEAD: usize = 1 + 4;
 
-/// Why bytes are not a record.
+/// The reason why bytes cannot be read as a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CodecError {
-    /// Written by a program that knows a newer format.
+    /// The record has another version, written by a newer program.
     UnknownVersion(u8),
-    /// The checksum does not fit, or the bytes were cut.
+    /// The checksum does not match, or the bytes were cut.
     Damaged,
-    /// The checksum fits, but a part is missing or out of its range.
+    /// The checksum matches, but a part is missing or out of range.
     Malformed,
 }
 
@@ -61,7 +57,7 @@ impl fmt::Display for CodecError {
             Self::UnknownVersion(version) => {
                 write!(f, "the record has format version {version}; this program knows version {VERSION}")
             }
-            Self::Damaged => f.write_str("the record is damaged: its checksum does not fit"),
+            Self::Damaged => f.write_str("the record is damaged: its checksum does not match"),
             Self::Malformed => f.write_str("the record is malformed: a part is missing or out of range"),
         }
     }
@@ -77,11 +73,10 @@ pub fn encode(id: &RecordId, record: &Record) -> Vec<u8> {
         _ => 0,
     };
     let mut bytes = Vec::with_capacity(160 + record.label.operation().len() + response_len);
-    let version = if record.steps.is_empty() { VERSION_WITHOUT_STEPS } else { VERSION };
-    bytes.extend_from_slice(&[version, 0, 0, 0, 0]);
+    bytes.extend_from_slice(&[VERSION, 0, 0, 0, 0]);
     // Writing to a vector cannot fail.
     let Ok(()) = encode_map(&mut Encoder::new(&mut bytes), record);
-    let sum = checksum(version, id, bytes.get(HEAD..).unwrap_or_default()).to_be_bytes();
+    let sum = checksum(VERSION, id, bytes.get(HEAD..).unwrap_or_default()).to_be_bytes();
     if let Some(place) = bytes.get_mut(1..HEAD) {
         place.copy_from_slice(&sum);
     }
@@ -91,10 +86,10 @@ pub fn encode(id: &RecordId, record: &Record) -> Vec<u8> {
 /// Reads a record that was kept under `id`. Copies the response once, into an allocation of its own.
 ///
 /// # Errors
-/// [`CodecError`] where it is not whole and known. Such a record must never be treated as absent.
+/// [`CodecError`] if it is damaged or of an unknown version. Such a record must never be treated as absent.
 pub fn decode(id: &RecordId, bytes: &[u8]) -> Result<Record, CodecError> {
     let (&version, rest) = bytes.split_first().ok_or(CodecError::Damaged)?;
-    if !(VERSION_WITHOUT_STEPS..=VERSION).contains(&version) {
+    if version != VERSION {
         return Err(CodecError::UnknownVersion(version));
     }
     let (sum, map) = rest.split_first_chunk::<4>().ok_or(CodecError::Damaged)?;
@@ -348,18 +343,12 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_version_is_told_apart_from_damage() {
+    fn an_unknown_version_differs_from_damage() {
         let mut newer = encode(&id(), &records()[0]);
         for version in [0, VERSION + 1] {
             newer[0] = version;
             assert_eq!(decode(&id(), &newer), Err(CodecError::UnknownVersion(version)));
         }
-    }
-
-    #[test]
-    fn a_program_that_does_not_know_steps_does_not_read_them() {
-        assert!(records_without_steps().iter().all(|record| encode(&id(), record)[0] == 1));
-        assert_eq!(encode(&id(), &with_steps())[0], 2);
     }
 
     #[test]

@@ -14,10 +14,10 @@ impl ConfigError {
         Self(message.into())
     }
 
-    /// Gives a value back that lies within its bounds. `name` is what the value is, for the error.
+    /// Returns the value if it is within its bounds. `name` names the value in the error.
     ///
     /// # Errors
-    /// If it lies outside.
+    /// If it is out of bounds.
     pub fn check<T: PartialOrd + fmt::Debug>(
         name: &str,
         value: T,
@@ -44,7 +44,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_value_within_its_bounds_is_given_back_and_another_is_named() {
+    fn a_value_out_of_its_bounds_is_named() {
         assert_eq!(ConfigError::check("the number of tries", 1, 1..=100), Ok(1));
         let error = ConfigError::check("the number of tries", 0, 1..=100).unwrap_err();
         assert_eq!(error.to_string(), "the number of tries is 0; it must be from 1 to 100");

@@ -1,8 +1,9 @@
 //! The whole protocol as one pure function.
 //!
-//! [`decide`] takes a record as a store holds it, a [`Command`] and the store's time, and says what to write and what to
-//! answer. It does no I/O, reads no clock and draws no random number. The memory and the embedded store call it inside
-//! their own transaction; a store with a language of its own translates it, and one suite holds each of them to it.
+//! [`decide`] takes a record as a store holds it, a [`Command`] and the store's time, and returns what to write and what to
+//! answer. It does no I/O, reads no clock and draws no random numbers. The memory store and the embedded store call it inside
+//! their transactions. Stores with their own language (SQL, Lua) translate it. One conformance suite compares all stores
+//! with it.
 //!
 //! ```text
 //!            claim                complete                   retention ends
@@ -18,24 +19,24 @@
 //!                └────────────────────────────────┘ release (same token), resolve
 //! ```
 //!
-//! An operator may take back what an operator said, and nothing else: `resolve` with `amend` replaces it (completed →
-//! completed | released, released → completed), and `park` makes it unknown again. `park` also takes a key that its owner
-//! released, so that nothing executes while a person looks.
+//! An operator may take back the resolution of an operator, and nothing else: `resolve` with `amend` replaces it (completed →
+//! completed | released, released → completed), and `park` makes the record unknown again. `park` also holds a key that its
+//! owner released, so that nothing executes while an operator investigates.
 //!
-//! The end of a lease is no end of an attempt: until another one takes over, its owner may renew, complete and release. It may
-//! also complete or release a record that was parked, because nothing was executed in between; it cannot renew one.
+//! An attempt does not end with its lease: until another attempt takes over, its owner may renew, complete and release. The
+//! owner may also complete or release a record that was parked, because nothing was executed in between, but not renew it.
 //!
-//! The rules that every line below keeps:
-//! 1. `renew`, `step`, `complete` and `release` compare the token; a stale owner hears [`Outcome::Fenced`] and changes nothing.
-//! 2. A fingerprint that differs is [`Outcome::Mismatch`] whatever the state, and changes nothing. A released key has no
-//!    fingerprint to differ from: it is free, unless an attempt left finished steps behind, which belong to its request.
-//! 3. A completed record never changes before it expires, with two exceptions: one answer that its own owner may add
-//!    ([`Answer::Awaited`]), and the answer of an operator, which an operator may replace or park.
-//! 4. A command that is sent again because its answer was lost gets the answer that it lost.
-//! 5. A record past its retention is absent, whether it was purged yet or not.
-//! 6. Steps are added by the owner alone, one after the other, and none is ever changed. They outlive their attempt and end
-//!    with the owner's completion. An operator's completion keeps them: if it is taken back, the next attempt goes on after them.
-//! 7. A park gives the record a new token that nobody owns. So an owner that an operator's word has fenced stays fenced.
+//! The rules that all code below keeps:
+//! 1. `renew`, `step`, `complete` and `release` compare the token. A stale owner gets [`Outcome::Fenced`] and changes nothing.
+//! 2. A fingerprint that differs gives [`Outcome::Mismatch`] in every state, and changes nothing. One exception: a released
+//!    key is free for any request, unless its attempts recorded steps. Those belong to their request.
+//! 3. A completed record never changes before it expires, with two exceptions: the response that its own owner may add once
+//!    ([`Answer::Awaited`]), and the resolution of an operator, which an operator may replace or park.
+//! 4. A command that is sent again because its answer was lost gets the same answer.
+//! 5. A record past its retention is absent, even if it was not purged yet.
+//! 6. Only the owner adds steps, one after the other, and no step ever changes. They outlive their attempt and end with the
+//!    owner's completion. An operator's completion keeps them: if it is taken back, the next attempt continues after them.
+//! 7. A park gives the record a new token that no attempt owns. So an owner that a resolution has fenced stays fenced.
 
 use std::time::Duration;
 
@@ -51,26 +52,26 @@ use crate::step::{Step, Steps};
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Command {
-    /// Ask to execute. Answers: `Execute`, `Replay`, `InProgress`, `Mismatch`, `Unknown`, `Unreplayable`.
+    /// Asks to execute. Answers: `Execute`, `Replay`, `InProgress`, `Mismatch`, `Unknown`, `Unreplayable`.
     Claim(Claim),
-    /// Keep the ownership. Answers: `Renewed`, `Fenced`.
+    /// Renews the lease. Answers: `Renewed`, `Fenced`.
     Renew(Renew),
-    /// Note what the attempt has finished on its way. Answers: `StepRecorded`, `StepDiffers`, `StepsFull`, `Fenced`.
+    /// Records a finished step of the attempt. Answers: `StepRecorded`, `StepDiffers`, `StepsFull`, `Fenced`.
     Step(RecordStep),
-    /// End the attempt with what came of it. Answers: `Completed`, `Fenced`.
+    /// Ends the attempt with a result. Answers: `Completed`, `Fenced`.
     Complete(Complete),
-    /// End the attempt and free the key, because nothing was decided. Answers: `Released`, `Fenced`.
+    /// Ends the attempt and frees the key, because nothing was decided. Answers: `Released`, `Fenced`.
     Release(Release),
-    /// An operator's verdict, or a verdict taken back. Answers: `Resolved`, `NotResolvable`.
+    /// Records an operator's decision, or takes one back. Answers: `Resolved`, `NotResolvable`.
     Resolve(Resolve),
-    /// Remove the record if its retention is over. Answers: `Purged`, `Kept`.
+    /// Removes the record if its retention is over. Answers: `Purged`, `Kept`.
     Purge,
 }
 
-/// A claim. Sent again, with the same `attempt`, it is the same claim.
+/// A claim. If it is sent again with the same `attempt`, it is the same claim.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Claim {
-    /// Random, new for each claim that is not sent again.
+    /// The random identifier of the attempt. A claim that is sent again keeps it; each other claim needs a new one.
     pub attempt: AttemptId,
     /// The fingerprint of the request: equal fingerprints mean the same request.
     pub fingerprint: Fingerprint,
@@ -84,16 +85,16 @@ pub struct Claim {
     pub label: Label,
 }
 
-/// What a claim finds where a lease ran out and no completion came.
+/// The action of a claim on a record whose lease ended without a completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum OnAbandoned {
-    /// The outcome is unknown until an operator says: at most one execution.
+    /// The outcome is unknown until an operator resolves it: at most one execution.
     #[default]
     Park,
     /// Executes again under a new token: at least one execution.
     Reexecute,
-    /// Gives ownership under a new token to whoever asks the service what became of the earlier attempt.
+    /// Gives ownership under a new token. The new owner asks the service about the earlier attempt instead of executing.
     Reconcile,
 }
 
@@ -134,13 +135,13 @@ pub struct Complete {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Completion {
-    /// The operation took place, and this is its answer.
+    /// The operation took place, and this is its response.
     Replayable(StoredResponse),
-    /// The operation took place; its owner may add the answer.
+    /// The operation took place; its owner may add the response.
     Awaited,
-    /// The operation took place, and its answer can never be replayed.
+    /// The operation took place, and its response can never be replayed.
     Tombstone,
-    /// The owner itself does not know (a timeout after sending, a panic).
+    /// The owner does not know whether the operation took place (a timeout after sending, a panic).
     Unknown,
 }
 
@@ -149,26 +150,26 @@ pub enum Completion {
 pub struct Release {
     /// The owner's token.
     pub token: FencingToken,
-    /// How long the released record is remembered for its token. One with finished steps is remembered for as long as it was
-    /// to be before, if that is longer.
+    /// The time that the released record is kept for its token. A record with steps keeps its earlier expiry if that is
+    /// later.
     pub retention: Duration,
 }
 
-/// An operator's word on a record.
+/// An operator's resolution of a record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Resolve {
     /// The outcome of the operation.
     pub resolution: Resolution,
     /// The time that the record is kept from now.
     pub retention: Duration,
-    /// Also release a record whose owner may be alive. The owner is fenced; its effect may have happened all the same.
+    /// Also releases a record whose owner may be alive. The owner is fenced, but its effect may have happened.
     pub force: bool,
-    /// Replace what an operator said before, and change nothing else. Clients may have got the earlier answer. Without it, a
-    /// resolution that another operator's overtook is refused. [`Resolution::Park`] needs no such word.
+    /// Replaces an operator's earlier resolution, and nothing else. Clients may have got the earlier response. Without it, a
+    /// resolution is refused if another operator resolved the record first. [`Resolution::Park`] does not need it.
     pub amend: bool,
     /// The operator's name.
     pub actor: String,
-    /// Why. Kept in the audit trail.
+    /// The operator's reason, for the audit trail.
     pub reason: String,
 }
 
@@ -176,11 +177,11 @@ pub struct Resolve {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Resolution {
-    /// The operation took place; this is the answer to replay, or none can be given.
+    /// The operation took place; this is the response to replay, if there is one.
     Complete(Option<StoredResponse>),
     /// The operation did not take place: the key is free again.
     Release,
-    /// Whether the operation took place is not known after all: takes back what an operator said, or holds a key that was
+    /// It is unknown after all if the operation took place. Takes back an operator's resolution, or holds a key that was
     /// released and not claimed since. Nothing executes until an operator resolves the record again.
     Park,
 }
@@ -191,29 +192,29 @@ pub enum Resolution {
 pub enum Outcome {
     /// The claimant owns the record and may execute.
     Execute(Grant),
-    /// Completed: this is the answer.
+    /// Completed: this is the response.
     Replay(StoredResponse),
-    /// Somebody else owns the record.
+    /// Another attempt owns the record.
     InProgress {
         /// The rest of the owner's lease.
         lease_left: Duration,
     },
     /// The key was used for another request.
     Mismatch,
-    /// It is not known whether the operation took place.
+    /// It is unknown whether the operation took place.
     Unknown,
-    /// Completed, but the answer cannot be replayed.
+    /// Completed, but the response cannot be replayed.
     Unreplayable,
     /// The lease was renewed.
     Renewed {
         /// The new end of the lease.
         lease_until: Timestamp,
     },
-    /// The step is noted.
+    /// The step is recorded.
     StepRecorded,
     /// Another step has this number, or an earlier number has none. Nothing was changed.
     StepDiffers,
-    /// The record's steps have no room for another one. Nothing was changed.
+    /// The step does not fit into the limits of a record. Nothing was changed.
     StepsFull,
     /// The attempt is completed.
     Completed,
@@ -221,14 +222,14 @@ pub enum Outcome {
     Released,
     /// The sender does not own the record (any more). Nothing was changed.
     Fenced,
-    /// The operator's word was taken.
+    /// The operator's resolution was accepted.
     Resolved {
         /// The state before.
         from: StateName,
     },
-    /// The operator's word does not fit the record's state. Nothing was changed.
+    /// The operator's resolution does not fit the record's state. Nothing was changed.
     NotResolvable {
-        /// The state; `None` where there is no record.
+        /// The state; `None` if there is no record.
         state: Option<StateName>,
     },
     /// The record was removed.
@@ -237,7 +238,7 @@ pub enum Outcome {
     Kept,
 }
 
-/// Ownership, as a claim gives it.
+/// The ownership of a record, as a claim gives it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Grant {
     /// The number to show with every write.
@@ -253,11 +254,11 @@ pub struct Grant {
 /// The write that a decision asks for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Write {
-    /// Nothing.
+    /// No write.
     Keep,
-    /// This record, in place of what was there.
+    /// Writes this record, and replaces an earlier one.
     Put(Record),
-    /// Nothing is to be there any more.
+    /// Deletes the record.
     Delete,
 }
 
@@ -280,10 +281,10 @@ impl Decision {
     }
 }
 
-/// The whole protocol: what `command` does to `record` at `now`, and what its sender hears.
+/// The whole protocol: the effect of `command` on `record` at `now`, and the answer to its sender.
 #[must_use]
 pub fn decide(record: Option<&Record>, command: &Command, now: Timestamp) -> Decision {
-    // Rule 5: a record past its retention is absent. Only its token is still looked at, so that it goes on growing.
+    // Rule 5: a record past its retention is absent. Only its token still counts, so that tokens keep growing.
     let last_token = record.map(|r| r.token);
     let live = record.filter(|r| !r.is_expired(now));
     match command {
@@ -311,7 +312,7 @@ fn decide_claim(
     };
     let is_free = record.state == State::Released && record.steps.is_empty();
     if !is_free && record.fingerprint != claim.fingerprint {
-        return Decision::keep(Outcome::Mismatch); // I5: changes no record
+        return Decision::keep(Outcome::Mismatch); // rule 2
     }
     match &record.state {
         State::Released => execute(live, last_token, claim, now, false),
@@ -342,9 +343,9 @@ fn decide_claim(
 
 /// Answers a claim while the lease of another attempt lasts.
 ///
-/// If more than the longest lease is left, the lease was given before the store's clock was set back, and its owner may be dead.
-/// The attempt then keeps the record for as long as its lease can have been, from now on: its owner may also be alive, and
-/// renews within that time. A lease is no longer than the time from the claim to its end.
+/// If more than the longest lease is left, the store's clock was set back since the lease was given, and the owner may be
+/// dead. The lease is then shortened: it ends after the longest time that it can have had, from now on. An owner that is
+/// alive renews within that time. A lease is never longer than the time from the claim to its end.
 fn in_progress(record: &Record, lease_until: Timestamp, claim: &Claim, now: Timestamp) -> Decision {
     let lease_left = lease_until.since(now);
     let bound = lease_until.since(record.changed_at).max(claim.lease);
@@ -364,7 +365,7 @@ fn in_progress(record: &Record, lease_until: Timestamp, claim: &Claim, now: Time
     Decision::put(Outcome::InProgress { lease_left: bound }, record)
 }
 
-/// Gives ownership under a token greater than every one before (I6).
+/// Gives ownership under a new token.
 fn execute(
     live: Option<&Record>,
     last_token: Option<FencingToken>,
@@ -390,12 +391,12 @@ fn execute(
     Decision::put(Outcome::Execute(Grant { token, attempts, lease_until, after_abandoned }), record)
 }
 
-/// A token greater than every one before (I6).
+/// A token that is greater than all earlier tokens of the record.
 fn next_token(last: Option<FencingToken>, now: Timestamp) -> FencingToken {
     FencingToken::new(last.map_or(0, |token| token.get().saturating_add(1)).max(now.as_millis()))
 }
 
-/// The same claim, sent again because its answer was lost: the same token, and the lease counts from now (rule 4).
+/// Answers a claim that was sent again because its answer was lost: the same token, and the lease counts from now (rule 4).
 fn same_claim_again(record: &Record, claim: &Claim, now: Timestamp) -> Decision {
     let State::InProgress { attempt, after_abandoned, .. } = record.state else {
         return Decision::keep(Outcome::Fenced);
@@ -410,8 +411,8 @@ fn same_claim_again(record: &Record, claim: &Claim, now: Timestamp) -> Decision 
     Decision::put(Outcome::Execute(grant), record)
 }
 
-/// A lease that ran out but was taken by nobody is renewed: its owner is alive, and to treat it as dead would only make
-/// an unknown outcome of one that will be known.
+/// Renews a lease, even if it has ended, as long as no other attempt took over: the owner is alive. To treat it as dead would
+/// only turn an outcome that will be known into an unknown one.
 fn decide_renew(live: Option<&Record>, renew: &Renew, now: Timestamp) -> Decision {
     match live {
         Some(record) if record.token == renew.token => match record.state {
@@ -440,7 +441,7 @@ fn decide_step(live: Option<&Record>, command: &RecordStep) -> Decision {
         Some(same) if same == step => Decision::keep(Outcome::StepRecorded), // rule 4
         Some(_) => Decision::keep(Outcome::StepDiffers),
         None if *number > record.steps.len() => Decision::keep(Outcome::StepDiffers),
-        None if !record.steps.has_room_for(step) => Decision::keep(Outcome::StepsFull),
+        None if !record.steps.can_hold(step) => Decision::keep(Outcome::StepsFull),
         None => {
             let record = Record { steps: record.steps.with(step.clone()), ..record.clone() };
             Decision::put(Outcome::StepRecorded, record)
@@ -450,7 +451,7 @@ fn decide_step(live: Option<&Record>, command: &RecordStep) -> Decision {
 
 fn decide_complete(live: Option<&Record>, complete: &Complete, now: Timestamp) -> Decision {
     let Some(record) = live.filter(|r| r.token == complete.token) else {
-        return Decision::keep(Outcome::Fenced); // I6: a stale owner never overwrites
+        return Decision::keep(Outcome::Fenced); // rule 1
     };
     let state = match &complete.completion {
         Completion::Replayable(response) => State::Completed(Answer::Replayable(response.clone())),
@@ -459,14 +460,14 @@ fn decide_complete(live: Option<&Record>, complete: &Complete, now: Timestamp) -
         Completion::Unknown => State::Unknown,
     };
     match (&record.state, &state) {
-        // Unknown became known after all: the owner under the current token says what happened.
+        // An unknown outcome became known after all: the owner of the current token reports it.
         (State::InProgress { .. }, _) | (State::Unknown, State::Completed(_)) => {}
-        // The answer that the owner's own transaction left out, added once.
+        // The owner adds the response that its own transaction left out (rule 3).
         (State::Completed(Answer::Awaited), State::Completed(Answer::Replayable(_) | Answer::Tombstone)) => {}
         (before, after) if before == after => return Decision::keep(Outcome::Completed), // rule 4
         _ => return Decision::keep(Outcome::Fenced),
     }
-    // An outcome that is not known may have to be found out and gone on with.
+    // After an unknown outcome, a later attempt may have to continue after the steps.
     let steps = if state == State::Unknown { record.steps.clone() } else { Steps::default() };
     let expires_at = now.after(complete.retention);
     let record = Record { state, changed_at: now, expires_at, steps, by_operator: false, ..record.clone() };
@@ -495,7 +496,7 @@ fn decide_resolve(live: Option<&Record>, resolve: &Resolve, now: Timestamp) -> D
         return Decision::keep(Outcome::NotResolvable { state: Some(from) });
     }
     let record = match &resolve.resolution {
-        // The steps stay: this answer may be taken back, and the next attempt must not begin again at the first.
+        // The steps stay: this resolution may be taken back, and then the next attempt must not begin at the first step.
         Resolution::Complete(response) => Record {
             state: State::Completed(response.clone().map_or(Answer::Tombstone, Answer::Replayable)),
             changed_at: now,
@@ -503,7 +504,7 @@ fn decide_resolve(live: Option<&Record>, resolve: &Resolve, now: Timestamp) -> D
             ..record.clone()
         },
         Resolution::Release => released(record, resolve.retention, now),
-        // Under a token of its own (rule 7), and never for a shorter time than nothing would have executed otherwise.
+        // A new token (rule 7). The record must not expire earlier than before, because then the key would be free.
         Resolution::Park => Record {
             state: State::Unknown,
             token: next_token(Some(record.token), now),
@@ -515,18 +516,18 @@ fn decide_resolve(live: Option<&Record>, resolve: &Resolve, now: Timestamp) -> D
     Decision::put(Outcome::Resolved { from }, Record { by_operator: true, ..record })
 }
 
-/// Whether an operator's word fits the record, which is in the state `from`.
+/// True if an operator's resolution fits the record, which is in the state `from`.
 fn may_resolve(record: &Record, from: StateName, resolve: &Resolve) -> bool {
     let is_amendment = resolve.amend && record.by_operator;
     match (&resolve.resolution, from) {
-        // I8, rule 3: what its owner completed never changes.
+        // Rule 3: a record that its owner completed never changes.
         (Resolution::Park, StateName::Completed | StateName::Tombstone) => record.by_operator,
         (Resolution::Park, StateName::Released) => true,
         (Resolution::Park, _) => false,
         (_, StateName::Unknown | StateName::Abandoned) => !resolve.amend,
         (Resolution::Release, StateName::InProgress) => resolve.force && !resolve.amend,
         (_, StateName::Completed | StateName::Tombstone) => is_amendment,
-        // Left half-way: what came of it is still to be said.
+        // Released with steps: the operation stopped half-way, and an operator may record its result.
         (Resolution::Complete(_), StateName::Released) => {
             is_amendment || !resolve.amend && !record.steps.is_empty()
         }
@@ -534,8 +535,8 @@ fn may_resolve(record: &Record, from: StateName, resolve: &Resolve) -> bool {
     }
 }
 
-/// A key that is free is remembered for its token only, and need not be for long. Finished steps are remembered for as long
-/// as they were to be: whoever releases them need not know of them.
+/// The record of a released key. It is kept for its token only, so a short time is enough. A record with steps keeps its
+/// earlier expiry, because its sender may not know of the steps.
 fn released(record: &Record, retention: Duration, now: Timestamp) -> Record {
     let mut expires_at = now.after(retention);
     if !record.steps.is_empty() {

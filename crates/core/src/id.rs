@@ -1,4 +1,4 @@
-//! Identifiers: what the caller sends, what it is unique within, and what the store is asked for.
+//! Identifiers: the caller's key, the scope in which it is unique, and the record that both name.
 
 use std::convert::Infallible;
 use std::fmt;
@@ -6,27 +6,28 @@ use std::sync::Arc;
 
 use sha2::{Digest, Sha256};
 
+use crate::derived_key::uuid_of_digest;
 use crate::limits;
 
-/// The caller's token for one intent: 1 to 255 bytes, opaque and case-sensitive.
+/// The caller's identifier of one intent: 1 to 255 bytes, opaque and case-sensitive.
 ///
-/// It is parsed where it enters (an HTTP field, a message header); inside, only its length counts. `Debug` does not
-/// show it, because people put customer data in keys. Cheap to clone.
+/// An entry point parses it (from an HTTP field or a message header); all other code checks only its length. `Debug` does
+/// not show it, because people put customer data in keys. Cheap to clone.
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct IdempotencyKey(Arc<[u8]>);
 
-/// Why bytes are not an [`IdempotencyKey`].
+/// The reason why bytes are not an [`IdempotencyKey`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum KeyError {
-    /// There was no byte.
+    /// There are no bytes.
     Empty,
-    /// There were more than [`limits::MAX_KEY_BYTES`] bytes.
+    /// There are more than [`limits::MAX_KEY_BYTES`] bytes.
     TooLong {
-        /// How many there were.
+        /// The number of bytes.
         bytes: usize,
     },
-    /// A value that the key was to be made of was empty. Keys of things without a name would all be one key.
+    /// A value that the key is made of is empty. All operations with an empty value would share one key.
     EmptyValue,
 }
 
@@ -85,29 +86,19 @@ impl IdempotencyKey {
     }
 }
 
-impl TryFrom<&str> for IdempotencyKey {
-    type Error = KeyError;
+macro_rules! try_from_text {
+    ($($text:ty),*) => {$(
+        impl TryFrom<$text> for IdempotencyKey {
+            type Error = KeyError;
 
-    fn try_from(text: &str) -> Result<Self, KeyError> {
-        Self::new(text.as_bytes())
-    }
+            fn try_from(text: $text) -> Result<Self, KeyError> {
+                Self::new(text)
+            }
+        }
+    )*};
 }
 
-impl TryFrom<String> for IdempotencyKey {
-    type Error = KeyError;
-
-    fn try_from(text: String) -> Result<Self, KeyError> {
-        Self::new(text.into_bytes())
-    }
-}
-
-impl TryFrom<&String> for IdempotencyKey {
-    type Error = KeyError;
-
-    fn try_from(text: &String) -> Result<Self, KeyError> {
-        Self::new(text.as_bytes())
-    }
-}
+try_from_text!(&str, String, &String);
 
 impl From<&Self> for IdempotencyKey {
     fn from(key: &Self) -> Self {
@@ -115,7 +106,7 @@ impl From<&Self> for IdempotencyKey {
     }
 }
 
-/// What is a key already cannot fail to be one.
+/// A value that is a key already always converts.
 impl From<Infallible> for KeyError {
     fn from(never: Infallible) -> Self {
         match never {}
@@ -128,36 +119,43 @@ impl fmt::Debug for IdempotencyKey {
     }
 }
 
-/// A short, stable mark of a caller that tells callers apart without saying who they are: the first eight bytes of the
-/// SHA-256 of the caller's identity. All zero where there is only one tenant.
+/// Gives an identifier its bytes, and their hexadecimal digits as text.
+macro_rules! hexadecimal {
+    ($name:ident, $bytes:literal) => {
+        impl $name {
+            /// The identifier with these bytes, as a store read them back.
+            #[must_use]
+            pub const fn from_bytes(bytes: [u8; $bytes]) -> Self {
+                Self(bytes)
+            }
+
+            /// The bytes.
+            #[must_use]
+            pub const fn as_bytes(&self) -> &[u8; $bytes] {
+                &self.0
+            }
+
+            /// Reads the hexadecimal digits that `Display` writes.
+            #[must_use]
+            pub fn from_hex(text: &str) -> Option<Self> {
+                hex_to_array(text).map(Self)
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write_hex(f, &self.0)
+            }
+        }
+    };
+}
+
+/// A short, stable mark of a caller, which does not reveal the identity: the first eight bytes of the SHA-256 of the
+/// caller's identity. All zero if there is only one tenant.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
 pub struct CallerTag([u8; 8]);
 
-impl CallerTag {
-    /// The mark itself, as a store read it back.
-    #[must_use]
-    pub const fn from_bytes(bytes: [u8; 8]) -> Self {
-        Self(bytes)
-    }
-
-    /// The bytes of the mark.
-    #[must_use]
-    pub const fn as_bytes(&self) -> &[u8; 8] {
-        &self.0
-    }
-
-    /// Reads the sixteen hexadecimal digits that `Display` writes.
-    #[must_use]
-    pub fn from_hex(text: &str) -> Option<Self> {
-        hex_to_array(text).map(Self)
-    }
-}
-
-impl fmt::Display for CallerTag {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write_hex(f, &self.0)
-    }
-}
+hexadecimal!(CallerTag, 8);
 
 impl fmt::Debug for CallerTag {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -165,11 +163,12 @@ impl fmt::Debug for CallerTag {
     }
 }
 
-/// A short mark of an idempotency key, by which an operator finds the records of a key without knowing the rest of their
-/// requests: the first eight bytes of `SHA-256( lp("oncegate-key-1") lp(key) )`, with the ASCII letters of the key in lower
-/// case, because some formats of keys fold it. It depends on neither the caller nor the service.
+/// A short mark of an idempotency key, by which an operator finds the records of a key without the rest of the requests.
 ///
-/// It is not a proof: two keys may have the same tag.
+/// It is the first eight bytes of `SHA-256( lp("oncegate-key-1") lp(key) )`. The ASCII letters of the key are in lower case
+/// there, because some formats of keys ignore case. The tag depends on neither the caller nor the service.
+///
+/// It proves nothing: two keys may have the same tag.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct KeyTag([u8; 8]);
 
@@ -188,31 +187,9 @@ impl KeyTag {
         let digest: [u8; 32] = hash.finalize().into();
         Self(*digest.first_chunk().unwrap_or(&[0; 8]))
     }
-
-    /// The tag itself, as a store read it back.
-    #[must_use]
-    pub const fn from_bytes(bytes: [u8; 8]) -> Self {
-        Self(bytes)
-    }
-
-    /// The bytes of the tag.
-    #[must_use]
-    pub const fn as_bytes(&self) -> &[u8; 8] {
-        &self.0
-    }
-
-    /// Reads the sixteen hexadecimal digits that `Display` writes.
-    #[must_use]
-    pub fn from_hex(text: &str) -> Option<Self> {
-        hex_to_array(text).map(Self)
-    }
 }
 
-impl fmt::Display for KeyTag {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write_hex(f, &self.0)
-    }
-}
+hexadecimal!(KeyTag, 8);
 
 impl fmt::Debug for KeyTag {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -220,7 +197,7 @@ impl fmt::Debug for KeyTag {
     }
 }
 
-/// The name of a service. Services that share a store keep their keys apart by it; programs with the same name share keys.
+/// The name of a service. It keeps the keys of services apart that share a store. Programs with the same name share keys.
 ///
 /// 1 to [`limits::MAX_SERVICE_NAME_CHARS`] visible ASCII characters. Cheap to clone.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -265,10 +242,10 @@ impl fmt::Display for ServiceName {
     }
 }
 
-/// What a key is unique within: a service if the store is shared by several, a caller, and an operation if keys belong to
-/// operations.
+/// The scope in which a key is unique: a caller; also a service, if several share the store; also an operation, if keys
+/// belong to operations.
 ///
-/// The caller's identity (a credential, a subject, a tenant) is hashed at once and kept nowhere.
+/// The caller's identity (a credential, a subject, a tenant) is hashed at once and not kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Scope<'a> {
     caller: [u8; 32],
@@ -295,7 +272,7 @@ impl<'a> Operation<'a> {
     }
 }
 
-/// One part, given alone or in a list, is the same operation.
+/// A single part and a list of that part are the same operation.
 impl PartialEq for Operation<'_> {
     fn eq(&self, other: &Self) -> bool {
         self.parts() == other.parts()
@@ -318,8 +295,8 @@ impl<'a> Scope<'a> {
         Self::caller_of_parts(&[(kind, identity.as_ref())])
     }
 
-    /// The scope of a caller who is identified by several parts together, such as a tenant and a session: pairs of kind and
-    /// identity. Their order counts. Without any part it is that of a [single tenant](Self::single_tenant).
+    /// The scope of a caller that several parts identify together, such as a tenant and a session: pairs of kind and
+    /// identity. Their order counts. Without any part, it is the scope of a [single tenant](Self::single_tenant).
     #[must_use]
     pub fn caller_of_parts(parts: &[(&str, &[u8])]) -> Self {
         if parts.is_empty() {
@@ -341,8 +318,8 @@ impl<'a> Scope<'a> {
         Self { caller: [0; 32], owner: [0; 32], operation: Operation::NONE }
     }
 
-    /// The same scope within this service: for stores that several services share. Without a name, the scope is that of
-    /// every program that gives none.
+    /// Narrows the scope to a service, for stores that several services share. All programs that name no service share one
+    /// scope.
     #[must_use]
     pub fn with_service(&self, service: &ServiceName) -> Self {
         let mut hash = Sha256::new();
@@ -358,7 +335,7 @@ impl<'a> Scope<'a> {
         Scope { caller: self.caller, owner: self.owner, operation: Operation::Part(operation.as_ref()) }
     }
 
-    /// Narrows the caller's scope to an operation that several parts name together, such as a method and a path.
+    /// Narrows the caller's scope to an operation of several parts, such as a method and a path.
     #[must_use]
     pub const fn within_parts<'b>(&self, operation: &'b [&'b [u8]]) -> Scope<'b> {
         Scope { caller: self.caller, owner: self.owner, operation: Operation::Parts(operation) }
@@ -383,7 +360,7 @@ impl<'a> Scope<'a> {
 
 /// The identifier of a record: SHA-256 over the length-prefixed parts of its scope and its key.
 ///
-/// The parts are never joined into a string, so no separator inside a key can make two records meet. With
+/// The parts are never joined into a string, so no separator inside a key can give two records the same identifier. With
 /// `lp(x) = u64 big-endian length, then x`:
 ///
 /// - caller = 32 zero bytes for a single tenant, otherwise `SHA-256( lp("oncegate-caller-1") (lp(kind) lp(identity))+ )`;
@@ -409,59 +386,25 @@ impl RecordId {
         Self(hash.finalize().into())
     }
 
-    /// The key to send along with a call to somebody else's API that is made on behalf of this record, so that this call
-    /// takes effect once however often it is made. Another one for each `step`, the same for each attempt.
+    /// The key for a call of another API on behalf of this record, so that repeated calls take effect once. It differs for
+    /// each `step`, and is the same for each attempt.
     ///
-    /// A UUID of version 8 (RFC 9562), 36 characters: the first 16 bytes of
+    /// It is a UUID of version 8 (RFC 9562), 36 characters: the first 16 bytes of
     /// `SHA-256( lp("oncegate-downstream-1") lp(record id) lp(step) )` with the version and variant bits set. Nearly every API
-    /// takes it; for one that takes fewer characters leave out the hyphens, which gives 32 hexadecimal digits.
+    /// accepts it. For an API with a lower limit, remove the hyphens: 32 hexadecimal digits remain.
     #[must_use]
     pub fn downstream_key(&self, step: &str) -> String {
         let mut hash = Sha256::new();
         part(&mut hash, b"oncegate-downstream-1");
         part(&mut hash, &self.0);
         part(&mut hash, step.as_bytes());
-        let digest: [u8; 32] = hash.finalize().into();
-        let mut bits = u128::from_be_bytes(*digest.first_chunk().unwrap_or(&[0; 16]));
-        bits = bits & !(0xf << 76) | 8 << 76; // version
-        bits = bits & !(0b11 << 62) | 0b10 << 62; // variant
-        let hex = format!("{bits:032x}");
-        let mut uuid = String::with_capacity(36);
-        for (at, digit) in hex.chars().enumerate() {
-            if matches!(at, 8 | 12 | 16 | 20) {
-                uuid.push('-');
-            }
-            uuid.push(digit);
-        }
-        uuid
-    }
-
-    /// The identifier itself, as a store read it back.
-    #[must_use]
-    pub const fn from_bytes(bytes: [u8; 32]) -> Self {
-        Self(bytes)
-    }
-
-    /// The bytes.
-    #[must_use]
-    pub const fn as_bytes(&self) -> &[u8; 32] {
-        &self.0
-    }
-
-    /// Reads the 64 hexadecimal digits that `Display` writes.
-    #[must_use]
-    pub fn from_hex(text: &str) -> Option<Self> {
-        hex_to_array(text).map(Self)
+        uuid_of_digest(hash)
     }
 }
 
-impl fmt::Display for RecordId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write_hex(f, &self.0)
-    }
-}
+hexadecimal!(RecordId, 32);
 
-/// The first four bytes: enough to find a line in a log, too little to ask the store with.
+/// The first four bytes: enough to find a line in a log, not enough to query the store.
 impl fmt::Debug for RecordId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write_hex(f, self.0.first_chunk::<4>().unwrap_or(&[0; 4]))
@@ -470,10 +413,9 @@ impl fmt::Debug for RecordId {
 
 /// A number that grows with every claim of a record, over its whole life and beyond it.
 ///
-/// The first claim takes the store's clock in milliseconds, each further one the greater of the clock and the previous
-/// token plus one. So a token still grows when the record in between was purged, or when the store lost it, and a
-/// resource that refuses smaller tokens than the greatest it has seen (`WHERE token <= $1`) is never locked out by a
-/// counter that started again at one.
+/// The first claim takes the store's clock in milliseconds. Each later claim takes the greater of the clock and the previous
+/// token plus one. So tokens grow even if the record was purged or lost in between. A resource that refuses tokens below the
+/// greatest that it has seen (`WHERE token <= $1`) never blocks a key because a counter restarted at one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct FencingToken(u64);
 
@@ -497,8 +439,7 @@ impl fmt::Display for FencingToken {
     }
 }
 
-/// A random number that one claim carries, so that the store recognises the same claim when it is sent again because
-/// its answer was lost.
+/// A random number of a claim, by which the store recognises a claim that is sent again because its answer was lost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AttemptId(u128);
 
@@ -517,7 +458,7 @@ impl AttemptId {
 }
 
 /// Feeds one length-prefixed part to a hash.
-fn part(hash: &mut Sha256, bytes: &[u8]) {
+pub(crate) fn part(hash: &mut Sha256, bytes: &[u8]) {
     hash.update((bytes.len() as u64).to_be_bytes());
     hash.update(bytes);
 }
@@ -545,7 +486,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_key_has_1_to_255_octets() {
+    fn a_key_has_1_to_255_bytes() {
         assert_eq!(IdempotencyKey::new(b"").unwrap_err(), KeyError::Empty);
         assert!(IdempotencyKey::new([b'k'; 1]).is_ok());
         assert!(IdempotencyKey::new([b'k'; limits::MAX_KEY_BYTES]).is_ok());
@@ -556,7 +497,7 @@ mod tests {
     }
 
     #[test]
-    fn no_separator_inside_a_part_makes_two_records_meet() {
+    fn no_separator_inside_a_part_gives_two_records_one_identifier() {
         let id = |parts: &[&str], key: &str| {
             let parts: Vec<_> = parts.iter().map(|part| part.as_bytes()).collect();
             let scope = Scope::single_tenant().within_parts(&parts);
@@ -576,12 +517,12 @@ mod tests {
     }
 
     #[test]
-    fn callers_of_different_kinds_with_equal_identities_are_apart() {
+    fn equal_identities_of_different_kinds_are_different_callers() {
         assert_ne!(Scope::caller("header:x-tenant", b"7"), Scope::caller("header:authorization", b"7"));
     }
 
     #[test]
-    fn no_two_lists_of_parts_are_one_caller() {
+    fn different_lists_of_parts_are_different_callers() {
         let callers = [
             Scope::single_tenant(),
             Scope::caller("a", b"b"),
@@ -617,7 +558,7 @@ mod tests {
     }
 
     #[test]
-    fn the_tag_of_a_key_is_that_of_its_spelling_in_lower_case() {
+    fn the_tag_of_a_key_ignores_case() {
         let tag = |key: &str| KeyTag::of(&IdempotencyKey::new(key).unwrap());
         // Computed by another implementation of SHA-256.
         assert_eq!(tag("order-123").to_string(), "5254b927e4206baf");
@@ -639,7 +580,7 @@ mod tests {
     }
 
     #[test]
-    fn hex_reads_back_what_it_wrote_and_nothing_else() {
+    fn only_hexadecimal_digits_of_the_right_length_are_read_back() {
         let id = RecordId::from_bytes([0xa5; 32]);
         assert_eq!(RecordId::from_hex(&id.to_string()), Some(id));
         assert_eq!(RecordId::from_hex("a5"), None);

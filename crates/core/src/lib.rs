@@ -1,12 +1,11 @@
 //! The vocabulary and the one pure function of Oncegate: one key, one effect.
 //!
-//! A caller that got no reply must retry, and a retry of `POST /payments` charges twice. Here is what decides that it does
-//! not: [`decide`] says for a record, a [`Command`] and a time what is written and what is answered. Everything else in
-//! Oncegate drives this function: the engine as futures, the doors (HTTP, functions, messages) from their own side, the
-//! stores inside their transactions.
+//! A caller that got no reply must retry, and a retry of `POST /payments` may charge twice. [`decide`] prevents that: from a
+//! record, a [`Command`] and a time it computes the write and the answer. Stores call it inside their transactions, the
+//! engine drives it with futures, and the entry points (HTTP, functions, messages) turn their requests into commands.
 //!
-//! This crate does no I/O, draws no random number and knows no async runtime and no HTTP library. [`decide`] reads no clock:
-//! a store passes the time to it.
+//! This crate does no I/O and draws no random numbers. It depends on no async runtime and no HTTP library. [`decide`] reads
+//! no clock: a store passes the time to it.
 //!
 //! ```
 //! use std::time::Duration;
@@ -31,7 +30,7 @@
 //! // The same request again, while the first one runs; and another request under the same key.
 //! assert!(matches!(decide(Some(&record), &claim(2, b"pay 5"), now).outcome, Outcome::InProgress { .. }));
 //! assert_eq!(decide(Some(&record), &claim(3, b"pay 9"), now).outcome, Outcome::Mismatch);
-//! // Its owner is gone: nobody knows whether it paid.
+//! // Its owner is gone: it is unknown whether it paid.
 //! let later = now.after(Duration::from_secs(31));
 //! assert_eq!(decide(Some(&record), &claim(4, b"pay 5"), later).outcome, Outcome::Unknown);
 //! ```

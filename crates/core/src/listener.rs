@@ -121,7 +121,7 @@ mod tests {
 
     use super::*;
 
-    /// Sessions that end as they are told, and what each of them and each loss was given.
+    /// Sessions that end as scripted, and the arguments of each session and each loss.
     struct Script {
         ends: Vec<Result<SessionEnd, bool>>,
         seen: Arc<Mutex<Vec<String>>>,

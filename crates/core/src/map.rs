@@ -1,4 +1,4 @@
-//! Maps by record identifier, for what is looked up with every request.
+//! Maps by record identifier, for lookups that every request makes.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -6,16 +6,16 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::id::RecordId;
 
-/// A table in shards by record identifier, so that two threads seldom meet. `T` is one shard.
+/// A table in shards by record identifier, so that two threads seldom wait for the same lock. `T` is one shard.
 #[derive(Debug)]
 pub struct Sharded<T> {
     shards: Box<[Mutex<T>]>,
 }
 
-/// A map by record identifier, or by something that has one in it.
+/// A map by record identifier, or by a key that contains one.
 pub type RecordMap<K, V> = HashMap<K, V, RecordHashState>;
 
-/// Enough that two threads seldom meet, few enough that an empty table is small.
+/// Enough that threads seldom wait for each other, few enough that an empty table is small.
 const SHARDS: usize = 64;
 
 impl<T: Default> Default for Sharded<T> {
@@ -28,7 +28,7 @@ impl<T> Sharded<T> {
     /// The number of shards.
     pub const COUNT: usize = SHARDS;
 
-    /// The shard that this record belongs to, locked.
+    /// The shard of this record, locked.
     pub fn of(&self, id: &RecordId) -> MutexGuard<'_, T> {
         let [first, ..] = *id.as_bytes();
         match self.shards.get(usize::from(first) % SHARDS) {
@@ -43,14 +43,13 @@ impl<T> Sharded<T> {
     }
 }
 
-/// Every change under these locks is one map call or one assignment, so a panic elsewhere leaves them whole.
+/// A panic does not damage the data: every change under these locks is one map call or one assignment.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Hashes record identifiers. They are digests, so a few of their bytes are spread evenly by themselves; but callers
-/// choose what is digested, and could search for identifiers that meet in a table whose hash they know. Hence a secret,
-/// drawn for each map.
+/// Hashes record identifiers. They are digests, so a few of their bytes spread evenly. But callers choose the input of the
+/// digest, and could search for identifiers that collide in a table whose hash they know. So each map draws a secret.
 #[derive(Clone, Debug)]
 pub struct RecordHashState {
     secret: u64,
@@ -80,14 +79,14 @@ impl Hasher for RecordHasher {
     }
 
     fn write(&mut self, bytes: &[u8]) {
-        // The last bytes: the first one already chose the shard.
+        // The last bytes, because the first one chose the shard.
         if let Some(last) = bytes.last_chunk() {
             self.write_u64(u64::from_ne_bytes(*last));
         }
     }
 
     fn write_u64(&mut self, word: u64) {
-        // Both halves of a product: every bit of it depends on every bit of the secret.
+        // Folding both halves makes every bit of the result depend on every bit of the secret.
         let product = u128::from(self.0 ^ word) * 0x9e37_79b9_7f4a_7c15;
         self.0 = (product >> 64) as u64 ^ product as u64;
     }

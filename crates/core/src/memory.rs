@@ -1,5 +1,4 @@
-//! The store that keeps records in memory: the executable specification, and good enough for one process whose records
-//! need not survive it.
+//! The memory store: the executable specification of a store, and enough for one process whose records need not survive it.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
@@ -18,7 +17,7 @@ use crate::store::{
     StoreFuture,
 };
 
-/// Records in memory. Nothing survives the process; within it, everything the protocol promises holds.
+/// A store in memory. Nothing survives the process; within the process, all guarantees of the protocol hold.
 pub struct MemoryStore<C = SystemClock> {
     clock: StoreClock<C>,
     shards: Sharded<Shard>,
@@ -40,9 +39,9 @@ const FIRST_LOOK: Duration = Duration::from_secs(600);
 #[derive(Default)]
 struct Shard {
     records: RecordMap<RecordId, Box<Record>>,
-    /// When to look at a record again, in coarse steps, so that purging reads only what is due. A record is in here once:
-    /// noted when it is first written, for [`FIRST_LOOK`] at the latest, and again when it is due and lives longer. So one
-    /// that is released soon, and expires early, does not stay for the retention that it was claimed with.
+    /// The times to check records for purging, in coarse steps, so that a purge reads only records that are due. Each record
+    /// is in here once. It is added with its first write, due after at most [`FIRST_LOOK`], and again if it is due but has
+    /// not expired. So a record that is released and expires early does not stay for the retention of its claim.
     due: BTreeMap<u64, Vec<RecordId>>,
 }
 
@@ -71,16 +70,16 @@ impl<C: Clock> MemoryStore<C> {
         Self { clock: StoreClock::new(clock), shards: Sharded::default(), audit: Mutex::default(), capacity }
     }
 
-    /// The most records that it holds, those past their retention included until they are purged. A claim of one more is
-    /// refused as unavailable: records are never pushed out, because that would free their keys.
+    /// Sets the maximum number of records. Expired records count until they are purged. At the limit, claims of new keys are
+    /// refused as unavailable: the store never evicts a record, because that would free its key.
     #[must_use]
     pub fn with_max_records(mut self, records: u64) -> Self {
         self.capacity.max_records = records;
         self
     }
 
-    /// The most bytes that its records have together. Beyond it, claims of new keys are refused as unavailable; answers of what
-    /// runs are still kept. No limit by default.
+    /// Sets the maximum size of all records together, in bytes; by default there is none. At the limit, claims of new keys
+    /// are refused as unavailable, but running attempts still complete.
     #[must_use]
     pub fn with_max_record_bytes(mut self, bytes: u64) -> Self {
         self.capacity.max_bytes = bytes;
@@ -99,7 +98,7 @@ impl<C: Clock> MemoryStore<C> {
 
     fn apply_now(&self, id: RecordId, command: &Command) -> Result<Outcome, StoreError> {
         let mut shard = self.shards.of(&id);
-        // Read under the lock: a new time is accepted while all of them are held.
+        // Read under the lock, because `accept_now` changes the time while it holds all locks.
         let now = self.clock.now();
         let Decision { outcome, write } = decide(shard.records.get(&id).map(Box::as_ref), command, now);
         match write {
@@ -108,7 +107,8 @@ impl<C: Clock> MemoryStore<C> {
                 let bytes = bytes_of(&record);
                 if !shard.records.contains_key(&id) {
                     if !self.capacity.admit() {
-                        let full = StoreError::unavailable("the memory store takes no new keys: it is full");
+                        let full =
+                            StoreError::unavailable("the memory store is full and accepts no new keys");
                         return Err(full.with_extent(Extent::Writes).with_nothing_sent());
                     }
                     shard.note(due_step(record.expires_at.min(now.after(FIRST_LOOK))), id);
@@ -145,7 +145,7 @@ impl<C: Clock> MemoryStore<C> {
     }
 
     fn accept_now(&self) -> Option<Duration> {
-        // All of them at once: what is written meanwhile would be neither shifted nor by the new time.
+        // All locks at once: a record written in the meantime would be neither shifted nor have the new time.
         let mut shards: Vec<_> = self.shards.each().collect();
         let skew = self.clock.skew().filter(|skew| skew.is_ahead)?;
         for record in shards.iter_mut().flat_map(|shard| shard.records.values_mut()) {
@@ -258,7 +258,7 @@ impl<C> fmt::Debug for MemoryStore<C> {
 }
 
 impl Capacity {
-    /// Counts one more record, if there is room for it. Its bytes are counted when it is there.
+    /// Counts one more record, if the limits allow it. Its bytes are counted when it is inserted.
     fn admit(&self) -> bool {
         self.bytes.load(Ordering::Relaxed) < self.max_bytes
             && self
@@ -283,7 +283,7 @@ impl Capacity {
     }
 }
 
-/// The memory that a record takes, about: of itself, its places in the tables, its answer and its steps.
+/// The approximate memory of a record: itself, its entries in the tables, its response and its steps.
 fn bytes_of(record: &Record) -> u64 {
     const TABLES: usize = 256;
     let answer = match &record.state {
@@ -298,7 +298,7 @@ impl Shard {
         self.due.entry(step).or_default().push(id);
     }
 
-    /// Takes the next record off the notes that is to be looked at by now.
+    /// Removes and returns a record that is due by now.
     fn next_due(&mut self, now: Timestamp) -> Option<RecordId> {
         loop {
             let mut first = self.due.first_entry().filter(|first| *first.key() <= now.as_millis())?;
@@ -325,7 +325,7 @@ fn due_step(expires_at: Timestamp) -> u64 {
     expires_at.as_millis().div_ceil(2000).saturating_mul(2000)
 }
 
-/// A panic while a lock was held left the map whole: every change is one call. So the lock may be taken again.
+/// A panic does not damage the data: every change under the lock is one call.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -336,7 +336,7 @@ mod tests {
     use crate::record::StateName;
 
     #[test]
-    fn of_more_audit_entries_than_are_kept_the_oldest_go() {
+    fn the_oldest_audit_entries_are_dropped() {
         let mut audit = Audit::default();
         let entry = AuditEntry {
             number: 0,

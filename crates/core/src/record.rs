@@ -29,11 +29,11 @@ pub struct Record {
     pub created_at: Timestamp,
     /// The time at which the record entered its state.
     pub changed_at: Timestamp,
-    /// From when on it counts as absent and may be purged. Moves ahead with each renewal; counts from the completion
-    /// once it is completed.
+    /// The time from which the record counts as absent and may be purged. It moves with each renewal. The retention of a
+    /// completed record counts from its completion.
     pub expires_at: Timestamp,
-    /// What attempts at it have finished on their way, for the next one to go on after. None once its owner completed it; an
-    /// operator's answer keeps them, because it may be taken back.
+    /// The steps that attempts have finished, so that the next attempt continues after them. The owner's completion removes
+    /// them. An operator's completion keeps them, because it may be taken back.
     pub steps: Steps,
     /// True if an operator put the record into its present state. Only such a completion may be amended or parked.
     pub by_operator: bool,
@@ -52,9 +52,9 @@ pub enum State {
         /// True if an earlier attempt was abandoned, so that its effect may have happened.
         after_abandoned: bool,
     },
-    /// Whether the effect took place is not known, and an operator has to say.
+    /// It is unknown whether the effect took place, and an operator has to resolve the record.
     Unknown,
-    /// The operation took place and this is what is known of its answer.
+    /// The operation took place, with this answer.
     Completed(Answer),
     /// The key is free again. The record stays so that its token continues to grow.
     Released,
@@ -64,11 +64,11 @@ pub enum State {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Answer {
-    /// The answer, to be replayed.
+    /// The response to replay.
     Replayable(StoredResponse),
-    /// Completed by its owner inside a transaction of its own, without the answer, which the same owner may add once.
+    /// Completed inside a transaction of the owner, without the response. The same owner may add the response once.
     Awaited,
-    /// The answer cannot be replayed (too large, streamed, secret): the operation is never run again all the same.
+    /// The response cannot be replayed (too large, streamed, secret). Even so, the operation never runs again.
     Tombstone,
 }
 
@@ -76,15 +76,15 @@ pub enum Answer {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum StateName {
-    /// In progress, and its owner's lease lasts.
+    /// In progress, and the owner's lease lasts.
     InProgress,
-    /// In progress by its record, but the lease ran out.
+    /// In progress, but the lease has ended.
     Abandoned,
-    /// The outcome is not known.
+    /// The outcome is unknown.
     Unknown,
-    /// Completed with an answer to replay.
+    /// Completed with a response to replay.
     Completed,
-    /// Completed without an answer to replay.
+    /// Completed without a response to replay.
     Tombstone,
     /// Free again.
     Released,
@@ -95,7 +95,7 @@ impl StateName {
     pub const ALL: [Self; 6] =
         [Self::InProgress, Self::Abandoned, Self::Unknown, Self::Completed, Self::Tombstone, Self::Released];
 
-    /// The name in words.
+    /// The name as text.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -171,8 +171,8 @@ impl fmt::Display for StateName {
 }
 
 impl Record {
-    /// A record as a store puts it together that keeps its parts and not its [bytes](crate::codec). First attempt, and
-    /// changed and expired when it was created: the store sets these fields next.
+    /// A record for a store that keeps the fields of records instead of their [bytes](crate::codec). It is a first attempt, and
+    /// all its times are `created_at`: the store sets the other fields next.
     #[must_use]
     pub const fn new(
         fingerprint: Fingerprint,
@@ -201,8 +201,8 @@ impl Record {
         now >= self.expires_at
     }
 
-    /// The record as if everything in it had happened later by this much: for a store whose clock was
-    /// [set](crate::StoreClock::accept) while it was written.
+    /// The record with all its times moved ahead by this much: for a store whose clock was
+    /// [set](crate::StoreClock::accept) after the record was written.
     #[must_use]
     pub fn shifted(mut self, by: Duration) -> Self {
         self.created_at = self.created_at.after(by);
@@ -228,8 +228,8 @@ impl Record {
     }
 }
 
-/// What an operator sees of a record: who and which key, in marks that tell neither the identity nor the key, and which
-/// operation. Cheap to clone.
+/// The part of a record that an operator sees: the operation, and marks of the caller and the key that reveal neither. Cheap
+/// to clone.
 #[derive(Clone, PartialEq, Eq, Default)]
 pub struct Label {
     caller: CallerTag,
@@ -257,7 +257,7 @@ impl Label {
         self.caller
     }
 
-    /// The tag of the key; `None` if whoever claimed the record did not give it.
+    /// The tag of the key; `None` if the claim did not have it.
     #[must_use]
     pub const fn key(&self) -> Option<KeyTag> {
         self.key
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn a_set_has_the_states_that_were_put_in() {
+    fn a_set_contains_the_states_that_it_was_made_of() {
         for state in StateName::ALL {
             assert!(StateSet::ALL.contains(state));
             assert_eq!(StateSet::from(state).iter().collect::<Vec<_>>(), [state]);

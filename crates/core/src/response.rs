@@ -1,4 +1,4 @@
-//! The answer that a record keeps.
+//! The response that a record keeps.
 
 use std::fmt;
 
@@ -6,10 +6,10 @@ use bytes::{BufMut, Bytes, BytesMut};
 
 use crate::limits;
 
-/// An answer as it is kept: a status, header fields, a body and trailer fields, in one allocation of exactly their size.
+/// A stored response: a status, header fields, a body and trailer fields, in one allocation of exactly their size.
 ///
-/// One allocation, because a record must not pin the network buffers that its parts came in. The bytes are published
-/// (`vectors/responses.json`), since a store keeps them as they are:
+/// It is a copy, because a record must not keep the network buffers in memory that its parts came in. The format of the bytes
+/// is published (`vectors/responses.json`), because stores keep them as they are:
 ///
 /// ```text
 /// u8 version = 1 | u16 status | u16 header fields | u16 trailer fields
@@ -19,15 +19,15 @@ use crate::limits;
 #[derive(Clone, PartialEq, Eq)]
 pub struct StoredResponse {
     encoded: Bytes,
-    /// Where the body starts in `encoded`.
+    /// The start of the body in `encoded`.
     body_at: usize,
 }
 
-/// Why an answer cannot be kept.
+/// The reason why a response cannot be stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ResponseError {
-    /// The status is not from 200 to 999, so that no client could get the answer as the last one to its request.
+    /// The status is not from 200 to 999, so it is not the final response to a request.
     NotFinal,
     /// A field's name is not ASCII.
     NotAscii,
@@ -42,13 +42,13 @@ pub enum ResponseError {
 impl fmt::Display for ResponseError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::NotFinal => f.write_str("a status that is not from 200 to 999"),
-            Self::NotAscii => f.write_str("a field name that is not ASCII"),
+            Self::NotFinal => f.write_str("the status of the response is not from 200 to 999"),
+            Self::NotAscii => f.write_str("the response has a field name that is not ASCII"),
             Self::TooManyFields => {
-                write!(f, "more than {} header or trailer fields", limits::MAX_HEADER_FIELDS)
+                write!(f, "the response has more than {} header or trailer fields", limits::MAX_HEADER_FIELDS)
             }
-            Self::FieldTooLong => f.write_str("a field name is longer than 65535 bytes"),
-            Self::TooLarge => write!(f, "larger than {} bytes", limits::MAX_RESPONSE_BYTES),
+            Self::FieldTooLong => f.write_str("the response has a field name longer than 65535 bytes"),
+            Self::TooLarge => write!(f, "the response is larger than {} bytes", limits::MAX_RESPONSE_BYTES),
         }
     }
 }
@@ -59,14 +59,14 @@ const VERSION: u8 = 1;
 const HEAD: usize = 1 + 2 + 2 + 2;
 const FIELD_HEAD: usize = 2 + 4;
 
-/// What 1xx announce is still to come, and a status has three digits.
+/// The statuses of final responses: 1xx announce another response, and a status has three digits.
 const STATUSES: std::ops::RangeInclusive<u16> = 200..=999;
 
 impl StoredResponse {
-    /// Copies an answer into one allocation. `body` is a list of chunks in their order.
+    /// Copies a response into one allocation. `body` is a list of chunks in their order.
     ///
     /// # Errors
-    /// [`ResponseError`] where it is beyond a limit.
+    /// [`ResponseError`] if it exceeds a limit.
     pub fn new(
         status: u16,
         headers: &[(&str, &[u8])],
@@ -95,7 +95,7 @@ impl StoredResponse {
         let mut to = BytesMut::with_capacity(total);
         to.put_u8(VERSION);
         to.put_u16(status);
-        // All four numbers fit: they were held against the limits above.
+        // No number is cut: all were checked above.
         to.put_u16(headers.len() as u16);
         to.put_u16(trailers.len() as u16);
         for (name, value) in fields() {
@@ -110,7 +110,7 @@ impl StoredResponse {
         Ok(Self { encoded: to.freeze(), body_at: HEAD + fields_len })
     }
 
-    /// Reads the published bytes back. `None` where they are not such bytes, whole and of a known version.
+    /// Reads the published bytes back; `None` if they are incomplete, invalid or of an unknown version.
     #[must_use]
     pub fn decode(encoded: Bytes) -> Option<Self> {
         if *encoded.first()? != VERSION || encoded.len() > limits::MAX_RESPONSE_BYTES {
@@ -153,7 +153,7 @@ impl StoredResponse {
         self.fields().skip(self.count(3)).take(self.count(5))
     }
 
-    /// The body, sharing this answer's allocation.
+    /// The body, which shares the allocation of this response.
     #[must_use]
     pub fn body(&self) -> Bytes {
         self.encoded.slice(self.body_at.min(self.encoded.len())..)
@@ -187,7 +187,7 @@ fn u16_at(bytes: &[u8], at: usize) -> Option<u16> {
     bytes.get(at..)?.first_chunk().map(|b| u16::from_be_bytes(*b))
 }
 
-/// The field that starts at `at`, and where the next one starts.
+/// The field that starts at `at`, and the start of the next one.
 fn field_at(bytes: &[u8], at: usize) -> Option<(&str, &[u8], usize)> {
     let name_len = usize::from(u16_at(bytes, at)?);
     let value_len = u32::from_be_bytes(*bytes.get(at.checked_add(2)?..)?.first_chunk()?);
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn reads_back_what_it_was_given_octet_for_octet() {
+    fn a_response_reads_back_as_it_was_written() {
         let read = StoredResponse::decode(response().as_encoded().clone()).unwrap();
         assert_eq!(read, response());
         assert_eq!(read.status(), 201);
@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_octets_that_are_cut_before_the_body_or_of_another_version() {
+    fn bytes_that_are_cut_before_the_body_or_of_another_version_are_refused() {
         let whole = response().encoded;
         let body_at = response().body_at;
         for end in 0..body_at {
@@ -239,9 +239,9 @@ mod tests {
         assert_eq!(StoredResponse::decode(other.into()), None);
     }
 
-    /// Each store checks the same, so that none takes what another one cannot read.
+    /// All stores check the same, so that no store accepts a response that another one cannot read.
     #[test]
-    fn refuses_what_no_client_could_get() {
+    fn a_response_that_is_not_final_or_not_ascii_is_refused() {
         for status in [0, 99, 100, 103, 199, 1000, 51456] {
             assert_eq!(StoredResponse::new(status, &[], &[], &[]), Err(ResponseError::NotFinal), "{status}");
             let mut bytes = response().encoded.to_vec();

@@ -1,4 +1,4 @@
-//! The clock of a database server, as far as a client knows it.
+//! The clock of a database server, as its client knows it.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
@@ -20,8 +20,8 @@ impl ServerClock {
         Self { start: Instant::now(), start_at: AtomicU64::new(now.as_millis()) }
     }
 
-    /// Takes the server's time from an answer. The newest answer counts, because the server's clock decides, even if it was set
-    /// back or another server took over.
+    /// Sets the server's time from a reply. The newest reply counts even if the clock was set back or another server took
+    /// over, because the server's clock decides.
     pub fn saw(&self, now: Timestamp) {
         let start_at = now.as_millis().saturating_sub(self.elapsed());
         self.start_at.store(start_at, Ordering::Relaxed);

@@ -1,4 +1,4 @@
-//! Recovery points: what an attempt has finished on its way, so that the next one goes on after it.
+//! Steps: the finished parts of an operation, so that the next attempt continues after them.
 
 use std::fmt;
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use bytes::Bytes;
 
 use crate::limits;
 
-/// A finished part of an operation, and what came of it. Cheap to clone.
+/// A finished part of an operation and its result. Cheap to clone.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Step {
     name: Arc<str>,
@@ -18,9 +18,9 @@ pub struct Step {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum StepLimitError {
-    /// Its name is empty, longer than [`limits::MAX_STEP_NAME_BYTES`] bytes, or has a NUL, which PostgreSQL cannot keep.
+    /// The name is empty, longer than [`limits::MAX_STEP_NAME_BYTES`] bytes, or has a NUL, which PostgreSQL cannot store.
     Name,
-    /// Its result alone has more than [`limits::MAX_STEPS_BYTES`] bytes.
+    /// Name and result have more than [`limits::MAX_STEPS_BYTES`] bytes.
     TooLarge {
         /// The length of the result.
         bytes: usize,
@@ -45,10 +45,10 @@ impl fmt::Display for StepLimitError {
 impl std::error::Error for StepLimitError {}
 
 impl Step {
-    /// A step with this name, and what came of it. To a store, results are bytes.
+    /// A step with this name and result. To a store, results are bytes.
     ///
     /// # Errors
-    /// [`StepLimitError`] where the name or the result is out of its bounds.
+    /// [`StepLimitError`] if the name or the result is out of its bounds.
     pub fn new(name: &str, result: Bytes) -> Result<Self, StepLimitError> {
         if name.is_empty() || name.len() > limits::MAX_STEP_NAME_BYTES || name.contains('\0') {
             return Err(StepLimitError::Name);
@@ -78,14 +78,14 @@ impl Step {
     }
 }
 
-/// Without the result, which may be anything.
+/// Leaves the result out, because it may be secret.
 impl fmt::Debug for Step {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:?} ({} bytes)", self.name, self.result.len())
     }
 }
 
-/// The steps of a record, in the order in which they were finished. Cheap to clone, and nothing where there are none.
+/// The steps of a record, in the order in which they were finished. Cheap to clone; an empty list takes no memory.
 #[derive(Clone, PartialEq, Eq, Default)]
 pub struct Steps(Option<Arc<Vec<Step>>>);
 
@@ -118,11 +118,11 @@ impl Steps {
 
     /// Returns true if one more step fits: [`limits::MAX_STEPS`], [`limits::MAX_STEPS_BYTES`].
     #[must_use]
-    pub fn has_room_for(&self, step: &Step) -> bool {
+    pub fn can_hold(&self, step: &Step) -> bool {
         self.len() < limits::MAX_STEPS && self.size() + step.size() <= limits::MAX_STEPS_BYTES
     }
 
-    /// These and one more.
+    /// These steps and one more.
     #[must_use]
     pub(crate) fn with(&self, step: Step) -> Self {
         self.as_slice().iter().cloned().chain([step]).collect()
@@ -162,13 +162,13 @@ mod tests {
     }
 
     #[test]
-    fn all_of_them_together_are_bounded() {
+    fn all_steps_together_are_bounded() {
         let small = step(1, 0).unwrap();
         let many: Steps = (1..limits::MAX_STEPS).map(|_| small.clone()).collect();
-        assert!(many.has_room_for(&small));
-        assert!(!many.with(small.clone()).has_room_for(&small));
+        assert!(many.can_hold(&small));
+        assert!(!many.with(small.clone()).can_hold(&small));
         let large: Steps = [step(1, limits::MAX_STEPS_BYTES - 2).unwrap()].into_iter().collect();
-        assert!(large.has_room_for(&small));
-        assert!(!large.has_room_for(&step(1, 1).unwrap()));
+        assert!(large.can_hold(&small));
+        assert!(!large.can_hold(&step(1, 1).unwrap()));
     }
 }

@@ -13,84 +13,83 @@ use crate::id::{CallerTag, KeyTag, RecordId};
 use crate::limits;
 use crate::record::{Record, StateName, StateSet};
 
-/// The future of a store method. Boxed, so that a store can be chosen when the program starts.
+/// The future of a store method. Boxed, so that a program can choose its store when it starts.
 pub type StoreFuture<'a, T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send + 'a>>;
 
 /// A store of records.
 ///
-/// A store applies [`decide`](crate::decide()) to one record at a time, atomically, by its own clock, and answers only
-/// after what it wrote is as durable as [`Capabilities::durability`] says. Everything else that keeps the promises
-/// follows from the function; a store adds none of its own rules. A store must answer within a bounded time: a caller
-/// that waits for it holds a request.
+/// A store applies [`decide`](crate::decide()) to one record at a time, atomically, by its own clock. It answers only when
+/// the write is as durable as [`Capabilities::durability`] promises. All other guarantees follow from `decide`; a store adds
+/// no rules of its own. A store must answer within a bounded time, because a request waits for it.
 pub trait Store: Send + Sync + 'static {
     /// Applies one command to the record with this identifier.
     ///
     /// # Errors
-    /// [`StoreErrorKind::Unavailable`] where it is not known whether the command was applied; it may be sent again.
-    /// [`StoreErrorKind::Locked`] where somebody's open transaction holds the record; nothing was changed, and it may be
-    /// sent again. [`StoreErrorKind::Corrupt`] where the record cannot be read; nothing was changed.
+    /// - [`StoreErrorKind::Unavailable`] if it is unknown whether the command was applied. It may be sent again.
+    /// - [`StoreErrorKind::Locked`] if an open transaction holds the record. Nothing was changed, and the command may be sent
+    ///   again.
+    /// - [`StoreErrorKind::Corrupt`] if the record cannot be read. Nothing was changed.
     fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome>;
 
-    /// Reads a record; absent where its retention is over.
+    /// Reads a record; `None` if its retention is over.
     ///
     /// # Errors
     /// As for [`Store::apply`].
     fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>>;
 
-    /// Lists records in the order of their identifiers, or, where the store cannot walk through them so, in an order of its
-    /// own; while records come and go, one may then be listed twice. Reads at most a bounded number of records per call, so
-    /// a page may be short or empty and have a cursor all the same.
+    /// Lists records in the order of their identifiers. A store that has no such order uses its own
+    /// ([`Capabilities::lists_in_order`]), and may list a record twice while records are added and removed. Each call reads a
+    /// bounded number of records, so a page that is short or empty may still have a cursor.
     ///
     /// # Errors
-    /// As for [`Store::apply`]; a record that cannot be read is listed as such and is no error.
+    /// As for [`Store::apply`]. A record that cannot be read is not an error: the page lists it as unreadable.
     fn list(&self, query: ListQuery) -> StoreFuture<'_, ListPage>;
 
-    /// Removes at most `limit` records whose retention is over, without reading the others, and says how many. The answer
-    /// is smaller than `limit` when there are no more for now, and zero where the store removes them by itself.
+    /// Removes at most `limit` records whose retention is over, without reading the others, and returns how many. The number
+    /// is smaller than `limit` if there are no more for now, and zero if the store removes such records by itself.
     ///
     /// # Errors
     /// As for [`Store::apply`].
     fn purge(&self, limit: usize) -> StoreFuture<'_, usize>;
 
-    /// The audit trail, newest first, from before the entry number `before` where one is given, `limit` entries at most.
-    /// Every [`Outcome::Resolved`] has exactly one entry, written in the same transaction; a store that is spread over
-    /// machines may write it after that, and answers only when it is written.
+    /// The audit trail, newest first: at most `limit` entries, all older than the entry number `before` if that is given.
+    /// Every [`Outcome::Resolved`] has exactly one entry, written in the same transaction. A store that is spread over
+    /// machines may write the entry after the record, but answers only when both are written.
     ///
     /// # Errors
     /// As for [`Store::apply`].
     fn audit(&self, before: Option<u64>, limit: usize) -> StoreFuture<'_, Vec<AuditEntry>>;
 
-    /// Whether the store can be reached and would take a write now, as far as that can be told at a small cost. A store
-    /// that can, writes something; one that cannot may say yes while its disk is full, and only a write then finds out.
+    /// Checks at a small cost that the store is reachable and accepts writes. Stores that can test a write do so. The others
+    /// may report success while their disk is full.
     ///
     /// # Errors
-    /// Why not.
+    /// The reason why the store is unavailable.
     fn check(&self) -> StoreFuture<'_, ()>;
 
-    /// Waits until the store is told that an attempt at this record has ended, by whatever process. A hint that it is worth
-    /// asking again, and no answer: it may come for nothing, late, or never, and by default it never comes. Whoever waits
-    /// asks again after a while in any case. Dropped, it leaves nothing behind.
-    fn changed(&self, id: RecordId) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
-        let _nobody_tells = id;
+    /// Waits for a hint that an attempt at this record has ended, in this or another process. The hint may be wrong, late, or
+    /// never come; by default it never comes. So a caller that waits also asks the store again after a while. Dropping the
+    /// future ends the wait.
+    fn changed(&self, _id: RecordId) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
         Box::pin(std::future::pending())
     }
 
-    /// The store's clock, which leases and retentions are measured by.
+    /// The store's clock, which measures leases and retentions.
     fn now(&self) -> Timestamp;
 
-    /// What an operator should know of although the store serves: a clock that was set, a configuration that can lose
-    /// records. It is asked for each time that somebody looks, and must cost nothing.
+    /// Problems that an operator should know of although the store serves: a clock that was set, a configuration that can lose
+    /// records. It is called for each report of the store's state, so it must be cheap.
     fn advisories(&self) -> Vec<Advisory> {
         Vec::new()
     }
 
-    /// Goes on from the time of day, which was set ahead by more than the store follows by itself, because an operator says
-    /// that it is right; and returns by how much that is. `None` if there was nothing to accept.
+    /// Accepts the time of day, after it was set ahead by more than the store follows by itself: an operator confirms that it
+    /// is right. Returns the difference; `None` if there was nothing to accept.
     ///
     /// # Errors
-    /// As for [`Store::apply`]; [`StoreErrorKind::Invalid`] from a store whose clock is that of its server.
+    /// As for [`Store::apply`]; [`StoreErrorKind::Invalid`] from a store that uses the clock of its server.
     fn accept_clock(&self) -> StoreFuture<'_, Option<Duration>> {
-        let error = "the clock of this store is that of its server: set that one right";
+        let error = "this store uses the clock of its server: correct the clock there";
         Box::pin(std::future::ready(Err(StoreError::invalid(error))))
     }
 
@@ -98,7 +97,7 @@ pub trait Store: Send + Sync + 'static {
     fn capabilities(&self) -> Capabilities;
 }
 
-/// A store, or an [`Arc`] of one: the argument of everything that is built on a store.
+/// A store, or an [`Arc`] of one, as an argument.
 pub trait IntoStore {
     /// The store as a shared trait object.
     fn into_store(self) -> Arc<dyn Store>;
@@ -122,7 +121,7 @@ impl IntoStore for Arc<dyn Store> {
     }
 }
 
-/// Something that an operator should know of.
+/// A problem of a store that an operator should know of.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Advisory {
     /// A short name that does not change, for metrics and alerts.
@@ -132,7 +131,7 @@ pub struct Advisory {
 }
 
 impl Advisory {
-    /// An advisory.
+    /// An advisory with this name and text.
     pub fn new(name: &'static str, text: impl Into<String>) -> Self {
         Self { name, text: text.into() }
     }
@@ -194,11 +193,12 @@ pub struct ListQuery {
     pub caller: Option<CallerTag>,
     /// Only records whose key has this tag.
     pub key: Option<KeyTag>,
-    /// Only records whose operation starts like this.
+    /// Only records whose operation starts with this text.
     pub operation: Option<String>,
-    /// Only records that have been in their state for at least so long.
+    /// Only records that have been in their state for at least this time.
     pub min_age: Duration,
-    /// Only records after this one: the cursor of the page before. Where the store's order is its own, it is no record.
+    /// Only records after this one: the cursor of the previous page. If the store has an order of its own, the cursor is not
+    /// the identifier of a record.
     pub after: Option<RecordId>,
     /// The number of records, [`limits::MAX_PAGE_RECORDS`] at most.
     pub limit: usize,
@@ -248,14 +248,14 @@ pub struct ListPage {
     pub next: Option<RecordId>,
 }
 
-/// One operator's act.
+/// An entry of the audit trail: one resolution by an operator.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AuditEntry {
-    /// Grows by one with each entry.
+    /// The number of the entry. It grows by one with each entry.
     pub number: u64,
     /// The time, by the store's clock.
     pub at: Timestamp,
-    /// On which record.
+    /// The record that was resolved.
     pub id: RecordId,
     /// The state before.
     pub from: StateName,
@@ -267,7 +267,7 @@ pub struct AuditEntry {
     pub reason: String,
 }
 
-/// Why a store did not answer.
+/// The error of a store.
 #[derive(Debug)]
 pub struct StoreError {
     kind: StoreErrorKind,
@@ -281,14 +281,14 @@ pub struct StoreError {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum StoreErrorKind {
-    /// Out of reach, full, or failing: it is not known whether the command was applied. Try again later.
+    /// The store is unreachable, full, or failing. It is unknown whether the command was applied. Try again later.
     Unavailable,
-    /// An open transaction, such as that of an application that completes its record, holds the record. Nothing was
-    /// changed, and what becomes of the record is not decided yet. Try again later; the store itself is well.
+    /// An open transaction holds the record, such as that of an application that completes it. Nothing was changed, and the
+    /// outcome is not decided yet. Try again later; the store itself works.
     Locked,
-    /// A record is damaged or of an unknown version. An operator has to look; it must never be executed.
+    /// The record is damaged or of an unknown version. An operator must examine it; it must never be executed.
     Corrupt,
-    /// The configuration or the format does not fit this program. Fix it; trying again does not help.
+    /// The configuration or the format does not fit this program. Fix it; a retry does not help.
     Invalid,
 }
 
@@ -304,12 +304,11 @@ impl StoreErrorKind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Extent {
-    /// The whole of it: whatever else it is asked for now will most likely fail, too.
+    /// The whole store: most likely, other commands fail now, too.
     Store,
-    /// It was reached and takes no writes at the moment, as where it is full. What needs none is still answered.
+    /// All writes: the store is reachable but accepts none, for example because it is full. Commands that only read work.
     Writes,
-    /// This record or this command alone, as where somebody else's transaction holds the record. It says nothing about
-    /// the store.
+    /// Only this record or this command, for example because a transaction holds the record. The store itself works.
     Record,
 }
 
@@ -318,44 +317,44 @@ impl StoreError {
         Self { kind, extent: Extent::Store, unsent: false, message, source: None }
     }
 
-    /// Out of reach, full, or failing.
+    /// The error of a store that is unreachable, full, or failing.
     #[must_use]
     pub fn unavailable(message: impl Into<String>) -> Self {
         Self::new(StoreErrorKind::Unavailable, message.into())
     }
 
-    /// An open transaction holds the record.
+    /// The error for a record that an open transaction holds.
     #[must_use]
     pub fn locked(message: impl Into<String>) -> Self {
         Self::new(StoreErrorKind::Locked, message.into()).with_extent(Extent::Record)
     }
 
-    /// A damaged record, or one of an unknown version.
+    /// The error for a record that is damaged or of an unknown version.
     #[must_use]
     pub fn corrupt(message: impl Into<String>) -> Self {
         Self::new(StoreErrorKind::Corrupt, message.into())
     }
 
-    /// A configuration or format that does not fit.
+    /// The error for a configuration or format that does not fit this program.
     #[must_use]
     pub fn invalid(message: impl Into<String>) -> Self {
         Self::new(StoreErrorKind::Invalid, message.into())
     }
 
-    /// Adds its cause, which holds no key, no body and no password: logs show it ([`ErrorChain`](crate::ErrorChain)).
+    /// Sets the cause. It must not hold a key, a body or a password, because logs show it ([`ErrorChain`](crate::ErrorChain)).
     #[must_use]
     pub fn with_source(mut self, source: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
         self.source = Some(source.into());
         self
     }
 
-    /// Says how much of the store it is about; [`Extent::Store`] where nothing is said.
+    /// Sets the part of the store that the error is about. The default is [`Extent::Store`].
     #[must_use]
     pub fn with_extent(self, extent: Extent) -> Self {
         Self { extent, ..self }
     }
 
-    /// Says that the command never left for the store: it is certain that it was not and will not be applied.
+    /// Marks the command as never sent: it is certain that the store did not and will not apply it.
     #[must_use]
     pub fn with_nothing_sent(self) -> Self {
         Self { unsent: true, ..self }
@@ -373,8 +372,8 @@ impl StoreError {
         self.extent
     }
 
-    /// Whether it is certain that the command never left for the store. To ask again at once is of no use then, and there
-    /// is nothing to take back.
+    /// Returns true if it is certain that the command was never sent to the store. Then a retry at once is of no use, and
+    /// there is nothing to take back.
     #[must_use]
     pub const fn is_unsent(&self) -> bool {
         self.unsent

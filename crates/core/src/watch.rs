@@ -1,4 +1,4 @@
-//! Who waits to be told of a record: for stores that are told when one changes, and the wrappers around them.
+//! The callers that wait for changes of records, for stores that get notifications and for the wrappers around them.
 
 use std::collections::HashMap;
 use std::future::{Future, poll_fn};
@@ -10,11 +10,11 @@ use std::task::{Context, Poll, Waker};
 use crate::id::RecordId;
 use crate::map::RecordMap;
 
-/// Everybody in this process who waits to be told of a record. All clones are one.
+/// All watchers of records in this process. Clones share the same watchers.
 ///
-/// On one side are those who wait ([`watch`](Self::watch)); on the other is the one task of a store that listens to the
-/// database. It hears which records are watched ([`changes`](Self::changes)), and passes on what it is told
-/// ([`tell`](Self::tell)). Nothing here knows a runtime.
+/// Callers wait for a record with [`watch`](Self::watch). One task of the store listens to the database. It gets the list of
+/// watched records from [`changes`](Self::changes), and passes notifications on with [`notify`](Self::notify). This needs no
+/// async runtime.
 ///
 /// ```
 /// use std::{future::Future, pin::pin, task::{Context, Poll, Waker}};
@@ -24,10 +24,10 @@ use crate::map::RecordMap;
 /// let id = RecordId::from_bytes([7; 32]);
 /// let mut context = Context::from_waker(Waker::noop());
 ///
-/// let mut watcher = watchers.watch(id).expect("there is room");
+/// let mut watcher = watchers.watch(id).expect("there are fewer than 100 watchers");
 /// assert!(pin!(&mut watcher).poll(&mut context).is_pending());
 /// assert_eq!(pin!(watchers.changes()).poll(&mut context), Poll::Ready(Some(vec![(id, true)])));
-/// watchers.tell(&id);
+/// watchers.notify(&id);
 /// assert!(pin!(&mut watcher).poll(&mut context).is_ready());
 /// assert_eq!(pin!(watchers.changes()).poll(&mut context), Poll::Ready(Some(vec![(id, false)])));
 /// ```
@@ -38,7 +38,7 @@ pub struct Watchers {
 
 #[derive(Debug)]
 struct Shared {
-    most: usize,
+    max_watchers: usize,
     state: Mutex<State>,
 }
 
@@ -46,62 +46,61 @@ struct Shared {
 struct State {
     watched: RecordMap<RecordId, HashMap<u64, Option<Waker>>>,
     watchers: usize,
-    /// Drawn by each watcher, so that one who was told is not taken for one who came after.
+    /// The number of the newest watcher. Numbers tell a watcher that was notified from a later one of the same record.
     number: u64,
-    /// The records that somebody began or ceased to watch since the listener looked.
+    /// The records that were watched or unwatched since the listener last asked.
     changed: RecordMap<RecordId, ()>,
     listener: Option<Waker>,
     closed: bool,
 }
 
 impl Watchers {
-    /// Nobody yet, and so many at once at the most.
+    /// An empty set of at most `max_watchers` watchers.
     #[must_use]
-    pub fn new(most: usize) -> Self {
-        Self { shared: Arc::new(Shared { most, state: Mutex::default() }) }
+    pub fn new(max_watchers: usize) -> Self {
+        Self { shared: Arc::new(Shared { max_watchers, state: Mutex::default() }) }
     }
 
-    /// Waits to be told of this record, until the watcher is dropped. `None` where too many wait already, or where nobody
-    /// listens any more.
+    /// Watches this record until the watcher is dropped. `None` if there are too many watchers, or if this is closed.
     #[must_use]
     pub fn watch(&self, id: RecordId) -> Option<Watcher> {
         let mut state = self.lock();
-        if state.closed || state.watchers >= self.shared.most {
+        if state.closed || state.watchers >= self.shared.max_watchers {
             return None;
         }
         state.watchers += 1;
         state.number += 1;
         let number = state.number;
-        let of_this = state.watched.entry(id).or_default();
-        of_this.insert(number, None);
-        let is_first = of_this.len() == 1;
+        let watchers = state.watched.entry(id).or_default();
+        watchers.insert(number, None);
+        let is_first = watchers.len() == 1;
         let listener = if is_first { state.change(id) } else { None };
         drop(state);
         wake(listener);
         Some(Watcher { watchers: self.clone(), id, number })
     }
 
-    /// Tells everybody who watches this record.
-    pub fn tell(&self, id: &RecordId) {
+    /// Notifies all watchers of this record.
+    pub fn notify(&self, id: &RecordId) {
         let mut state = self.lock();
-        let Some(told) = state.watched.remove(id) else { return };
-        state.watchers = state.watchers.saturating_sub(told.len());
+        let Some(watchers) = state.watched.remove(id) else { return };
+        state.watchers = state.watchers.saturating_sub(watchers.len());
         let listener = state.change(*id);
         drop(state);
-        told.into_values().for_each(wake);
+        watchers.into_values().for_each(wake);
         wake(listener);
     }
 
-    /// Tells everybody, because what there was to tell may have been lost.
-    pub fn tell_all(&self) {
+    /// Notifies all watchers of all records, because notifications may have been lost.
+    pub fn notify_all(&self) {
         let ids: Vec<_> = self.lock().watched.keys().copied().collect();
         for id in ids {
-            self.tell(&id);
+            self.notify(&id);
         }
     }
 
-    /// For the one that listens: waits until somebody began or ceased to watch, and says which records are watched now and
-    /// which are not. `None` once it was closed. A record may be told of that the listener heard the same of before.
+    /// Waits until records are watched or unwatched, for the task that listens. Returns each such record, and whether it is
+    /// watched now; `None` after [`close`](Self::close). A record may be reported again although nothing changed.
     pub fn changes(&self) -> impl Future<Output = Option<Vec<(RecordId, bool)>>> + Send + '_ {
         poll_fn(|context| {
             let mut state = self.lock();
@@ -118,7 +117,7 @@ impl Watchers {
         })
     }
 
-    /// For a listener that begins anew: every record that is watched now. [`changes`](Self::changes) goes on from there.
+    /// All records that are watched now, for a listener that starts again. [`changes`](Self::changes) continues from there.
     #[must_use]
     pub fn watched(&self) -> Vec<RecordId> {
         let mut state = self.lock();
@@ -132,7 +131,7 @@ impl Watchers {
         self.lock().watched.is_empty()
     }
 
-    /// Nobody will listen any more: the listener ends. Those who wait are not told.
+    /// Ends the task that listens. Watchers are not notified.
     pub fn close(&self) {
         let mut state = self.lock();
         state.closed = true;
@@ -141,30 +140,30 @@ impl Watchers {
         wake(listener);
     }
 
-    /// Every change under this lock leaves it whole, and nothing of anybody else's runs under it.
+    /// A panic does not damage the state, because no code of callers (wakers, destructors) runs under this lock.
     fn lock(&self) -> MutexGuard<'_, State> {
         self.shared.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl State {
-    /// Whom to wake, once the lock is gone.
+    /// Notes that a record was watched or unwatched. Returns the listener, to be woken after the lock is released.
     fn change(&mut self, id: RecordId) -> Option<Waker> {
         self.changed.insert(id, ());
         self.listener.take()
     }
 }
 
-/// Not under the lock: whoever is woken may run at once, and may drop watchers.
+/// Must not run under the lock: the woken task may run at once and drop watchers.
 fn wake(waker: Option<Waker>) {
     if let Some(waker) = waker {
         waker.wake();
     }
 }
 
-/// Waits to be told of a record. Dropped, it waits no more.
+/// A future that ends when its record is notified. Dropping it ends the watch.
 #[derive(Debug)]
-#[must_use = "it watches only as long as it is there"]
+#[must_use = "the record is watched only until this is dropped"]
 pub struct Watcher {
     watchers: Watchers,
     id: RecordId,
@@ -176,12 +175,12 @@ impl Future for Watcher {
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {
         let mut state = self.watchers.lock();
-        let mine = state.watched.get_mut(&self.id).and_then(|of_this| of_this.get_mut(&self.number));
-        let Some(mine) = mine else { return Poll::Ready(()) };
-        let before = mine.replace(context.waker().clone());
+        let waker = state.watched.get_mut(&self.id).and_then(|watchers| watchers.get_mut(&self.number));
+        let Some(waker) = waker else { return Poll::Ready(()) };
+        let old_waker = waker.replace(context.waker().clone());
         drop(state);
-        // Its destructor is somebody else's code.
-        drop(before);
+        // After the lock is released: its destructor is not our code.
+        drop(old_waker);
         Poll::Pending
     }
 }
@@ -189,9 +188,9 @@ impl Future for Watcher {
 impl Drop for Watcher {
     fn drop(&mut self) {
         let mut state = self.watchers.lock();
-        let Some(of_this) = state.watched.get_mut(&self.id) else { return };
-        let Some(waker) = of_this.remove(&self.number) else { return };
-        let is_last = of_this.is_empty();
+        let Some(watchers) = state.watched.get_mut(&self.id) else { return };
+        let Some(waker) = watchers.remove(&self.number) else { return };
+        let is_last = watchers.is_empty();
         state.watchers = state.watchers.saturating_sub(1);
         let listener = if is_last {
             state.watched.remove(&self.id);
@@ -229,25 +228,25 @@ mod tests {
     }
 
     #[test]
-    fn those_who_wait_are_told_and_nobody_else() {
+    fn only_watchers_of_the_record_are_notified() {
         let watchers = Watchers::new(10);
         let (mut one, mut two, mut other) =
             (watchers.watch(id(1)).unwrap(), watchers.watch(id(1)).unwrap(), watchers.watch(id(2)).unwrap());
         assert_eq!(changes(&watchers), Poll::Ready(Some(vec![(id(1), true), (id(2), true)])));
         assert!(changes(&watchers).is_pending());
-        watchers.tell(&id(1));
+        watchers.notify(&id(1));
         let mut late = watchers.watch(id(1)).unwrap();
         assert!(is_ready(&mut one) && is_ready(&mut two) && !is_ready(&mut other) && !is_ready(&mut late));
-        // It went and came between two looks.
+        // The record was unwatched and watched again in between.
         assert_eq!(changes(&watchers), Poll::Ready(Some(vec![(id(1), true)])));
-        // Those who were told are not those who wait now.
+        // Dropping notified watchers does not end the later watch.
         drop((one, two));
         assert!(changes(&watchers).is_pending() && !is_ready(&mut late));
-        // What the listener has not heard of yet, it hears of all the same.
+        // Watchers are notified even if the listener does not know them yet, and it still learns of their records.
         let mut new = watchers.watch(id(3)).unwrap();
-        watchers.tell_all();
+        watchers.notify_all();
         let newer = watchers.watch(id(4)).unwrap();
-        watchers.tell_all();
+        watchers.notify_all();
         assert!(is_ready(&mut new) && is_ready(newer));
         assert!(is_ready(&mut other) && is_ready(&mut late) && watchers.is_empty());
         let ended = (1..=4).map(|n| (id(n), false)).collect();
@@ -255,10 +254,10 @@ mod tests {
     }
 
     #[test]
-    fn whoever_goes_leaves_nothing() {
+    fn a_dropped_watcher_leaves_nothing_behind() {
         let watchers = Watchers::new(2);
         let (mut one, two) = (watchers.watch(id(1)).unwrap(), watchers.watch(id(1)).unwrap());
-        assert!(watchers.watch(id(2)).is_none(), "there is no more room");
+        assert!(watchers.watch(id(2)).is_none(), "two is the limit");
         assert!(!is_ready(&mut one));
         drop(one);
         assert_eq!(watchers.watched(), [id(1)]);
@@ -266,17 +265,17 @@ mod tests {
         drop(two);
         assert!(watchers.is_empty());
         assert_eq!(changes(&watchers), Poll::Ready(Some(vec![(id(1), false)])));
-        // The room is free again, also that of those who were told.
+        // Dropped and notified watchers no longer count.
         for n in 0..10 {
-            let told = watchers.watch(id(n)).unwrap();
-            watchers.tell(&id(n));
-            drop(told);
+            let notified = watchers.watch(id(n)).unwrap();
+            watchers.notify(&id(n));
+            drop(notified);
         }
         assert!(watchers.watch(id(1)).is_some());
     }
 
     #[test]
-    fn a_closed_one_takes_nobody_and_lets_its_listener_go() {
+    fn closing_refuses_new_watchers_and_ends_the_listener() {
         let watchers = Watchers::new(2);
         let mut one = watchers.watch(id(1)).unwrap();
         watchers.close();

@@ -1,5 +1,5 @@
-//! Leases that were given while the store's clock was ahead. The stores of servers are held to the same by
-//! `oncegate_testkit::conformance::check_clock_set_back`; those in this process have a clock that is never set.
+//! Leases that were given while the store's clock was ahead. `oncegate_testkit::conformance::check_clock_set_back` checks the
+//! stores of servers. Stores in this process have a clock that is never set.
 
 use std::time::Duration;
 
@@ -36,7 +36,7 @@ fn granted(lease: Duration, ahead: Duration) -> Record {
 }
 
 #[test]
-fn they_are_shortened_to_their_length_and_nothing_else_is_changed() {
+fn a_lease_from_a_clock_that_was_ahead_is_shortened_to_its_length() {
     let before = granted(LEASE, DAY);
     let decision = decide(Some(&before), &claim(2, LEASE), RIGHT);
     assert_eq!(decision.outcome, Outcome::InProgress { lease_left: LEASE });
@@ -46,7 +46,7 @@ fn they_are_shortened_to_their_length_and_nothing_else_is_changed() {
     assert_eq!(after.state, State::InProgress { attempt, lease_until: until, after_abandoned: false });
     assert_eq!((after.changed_at, after.expires_at), (RIGHT, until.after(RETENTION)));
     assert_eq!((after.token, after.attempts, after.created_at), (before.token, 1, before.created_at));
-    // Asked again, it is an ordinary lease, that its owner renews and that ends for everybody else.
+    // From then on it is an ordinary lease: its owner can renew it, and it ends.
     let again = decide(Some(&after), &claim(3, LEASE), RIGHT.after(LEASE / 2));
     assert_eq!(
         again,
@@ -58,9 +58,9 @@ fn they_are_shortened_to_their_length_and_nothing_else_is_changed() {
     assert_eq!(decide(Some(&after), &claim(4, LEASE), until).outcome, Outcome::Unknown);
 }
 
-/// The sender of the claim may be configured otherwise than the owner, and what may be a lease is one.
+/// The sender of the claim may have other settings than the owner, so a possible lease counts as a lease.
 #[test]
-fn what_can_be_a_lease_is_left_alone() {
+fn a_possible_lease_is_not_shortened() {
     let hour = limits::MAX_LEASE;
     for (lease, ahead, other) in [
         (LEASE, Duration::ZERO, LEASE),

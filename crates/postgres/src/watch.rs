@@ -116,7 +116,7 @@ impl Session<'_> {
         *is_connected = true;
         if was_lost {
             tracing::info!("PostgreSQL sends notifications from other processes again");
-            self.watchers.tell_all();
+            self.watchers.notify_all();
         }
         let mut checks = interval_at(Instant::now() + CHECK_EVERY, CHECK_EVERY);
         loop {
@@ -124,7 +124,7 @@ impl Session<'_> {
                 notification = self.listener.try_recv() => match notification? {
                     Some(notification) => {
                         if let Some(id) = RecordId::from_hex(notification.payload()) {
-                            self.watchers.tell(&id);
+                            self.watchers.notify(&id);
                         }
                     }
                     None => return Err(Error::Io(ErrorKind::ConnectionAborted.into())),
@@ -163,7 +163,7 @@ impl Session<'_> {
             }
             // A record that cannot be watched is changing now.
             for id in some.iter().filter(|id| !self.watched.contains(*id)) {
-                self.watchers.tell(id);
+                self.watchers.notify(id);
             }
         }
         Ok(())

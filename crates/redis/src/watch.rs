@@ -55,7 +55,7 @@ impl ChangeSource for Listener {
         *is_connected = true;
         if was_lost {
             info!("Redis sends notifications from other processes again");
-            watchers.tell_all();
+            watchers.notify_all();
         }
         let mut checks = interval_at(Instant::now() + CHECK_EVERY, CHECK_EVERY);
         loop {
@@ -95,7 +95,7 @@ impl AsyncPushSender for Pushes {
         match (push.kind, push.data.first()) {
             (PushKind::SMessage, Some(Value::BulkString(channel))) => {
                 if let Some(id) = record_of(channel) {
-                    self.watchers.tell(&id);
+                    self.watchers.notify(&id);
                 }
             }
             (PushKind::Disconnection, _) => self.lost.notify_one(),

@@ -17,7 +17,7 @@ struct Pair {
 }
 
 impl Form {
-    /// `None` for a body that servers read in different ways, or that has too many pairs.
+    /// Reads a form; `None` if servers read it in different ways, or if it has too many pairs.
     pub(super) fn read(body: &[u8]) -> Option<Self> {
         if body.contains(&b';') {
             return None;
@@ -51,7 +51,7 @@ impl Form {
         self.pairs.iter().map(move |pair| (text(&pair.name), text(&pair.value)))
     }
 
-    /// Appends `text`, decoded. Returns the place where it stands.
+    /// Appends `text`, decoded. Returns its position.
     fn decode(&mut self, text: &[u8]) -> Option<Range<usize>> {
         let start = self.bytes.len();
         let mut bytes = text.iter();
@@ -66,9 +66,10 @@ impl Form {
     }
 }
 
-/// The first run of letters and digits, in lower case. Frameworks fold names in many ways: PHP makes `a.b`, `a b` and
-/// `a_b` one name, ASP.NET `A` and `a`; and `items[][id]` and `items[][count]` build one list together, whose elements
-/// depend on the order of the pairs. Names that any of them takes for one have one stem.
+/// The stem of a name: its first run of letters and digits, in lower case.
+///
+/// Names that some framework treats as one have the same stem. PHP makes `a.b`, `a b` and `a_b` one name, and ASP.NET `A`
+/// and `a`. `items[][id]` and `items[][count]` build one list together, whose elements depend on the order of the pairs.
 fn stem(name: &[u8]) -> impl Iterator<Item = u8> {
     let start = name.iter().position(u8::is_ascii_alphanumeric).unwrap_or(name.len());
     let run = name.iter().skip(start).take_while(|byte| byte.is_ascii_alphanumeric());

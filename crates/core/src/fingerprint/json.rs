@@ -1,8 +1,8 @@
-//! JSON bodies in the canonical form of RFC 8785, where that form loses nothing.
+//! JSON bodies in the canonical form of RFC 8785, if that form loses nothing.
 //!
-//! One pass over the body. Input that is already canonical is neither copied nor changed: `copied` trails the
-//! reading position, and bytes move to `out` only where the two forms part (white space, an escape, a
-//! number's spelling, the order of members).
+//! One pass over the body. Input that is already canonical is neither copied nor changed: `copied` trails the reading
+//! position, and bytes move to `out` only if the two forms differ (white space, an escape, the spelling of a number, the
+//! order of members).
 
 use std::cmp::Ordering;
 use std::io::Write as _;
@@ -11,7 +11,7 @@ use std::io::Write as _;
 /// stack.
 pub(super) const MAX_DEPTH: usize = 128;
 
-/// 2^53 − 1 in decimal: the last integer that a double tells apart from all its neighbours.
+/// 2^53 − 1 in decimal: the last integer that differs as a double from all its neighbours.
 const MAX_SAFE: &[u8] = b"9007199254740991";
 const MAX_SAFE_INTEGER: u64 = 9_007_199_254_740_991;
 
@@ -41,7 +41,7 @@ impl Scratch {
     }
 }
 
-/// The canonical form of `body`, or `None` where there is none that tells it from every other body.
+/// The canonical form of `body`; `None` if no canonical form distinguishes it from every other body.
 pub(super) fn canonicalize<'a>(body: &'a [u8], scratch: &'a mut Scratch) -> Option<&'a [u8]> {
     let text = std::str::from_utf8(body).ok()?;
     let Scratch { out, sorted, members, folded } = scratch;
@@ -64,19 +64,19 @@ pub(super) fn canonicalize<'a>(body: &'a [u8], scratch: &'a mut Scratch) -> Opti
     Some(scratch.out.as_slice())
 }
 
-/// Whether a character outside the basic plane stands in this UTF-8.
+/// True if the text has a character outside the basic plane.
 fn has_astral(utf8: &[u8]) -> bool {
     utf8.iter().any(|byte| *byte >= 0xF0)
 }
 
-/// A member name: where it stands in the source, without its quotes.
+/// A member name: its position in the source, without its quotes.
 #[derive(Clone, Copy)]
 struct Name {
     /// The first eight bytes, so that most comparisons need no look at the source.
     head: u64,
     start: usize,
     end: usize,
-    /// The order of its source bytes is the order of its UTF-16 code units.
+    /// True if the order of its source bytes is the order of its UTF-16 code units.
     plain: bool,
 }
 
@@ -90,18 +90,18 @@ struct Member {
 
 /// Reads `source` and writes its canonical form to `out`.
 ///
-/// The reading functions take the position where something starts and give the one behind it, or `None` if
-/// there is no canonical form: positions stay in registers, and this is the hot path.
+/// The reading functions take the position at which an item starts, and return the position after it, or `None` if there is no
+/// canonical form. This is the hot path, and positions stay in registers.
 struct Writer<'s, 'b> {
     text: &'s str,
     source: &'s [u8],
     /// The source up to here is in `out`; from here to the reading position it is canonical as it stands.
     copied: usize,
-    /// No character outside the basic plane stands in the source as itself.
+    /// True if the source has no unescaped character outside the basic plane.
     basic: bool,
     out: &'b mut Vec<u8>,
     sorted: &'b mut Vec<u8>,
-    /// The members of all objects that are open; each object owns the tail it pushed.
+    /// The members of all open objects; each object owns the tail that it pushed.
     members: &'b mut Vec<Member>,
     /// The hashes of an object's names without their case.
     folded: &'b mut Vec<u64>,
@@ -114,7 +114,7 @@ impl Writer<'_, '_> {
         self.source.get(at).copied().unwrap_or(0)
     }
 
-    /// How long the output will be once everything before `at` is in it.
+    /// The length of the output once everything before `at` is in it.
     #[inline(always)]
     fn written(&self, at: usize) -> usize {
         self.out.len() + (at - self.copied)
@@ -225,8 +225,8 @@ impl Writer<'_, '_> {
         Some(at + 1)
     }
 
-    /// Whether two names of the members from `first` on are equal but for their case. Programs that do not look at the case
-    /// take them for one member, and which of the two counts depends on their order.
+    /// True if two names of the members from `first` on differ only in case. Programs that ignore case read them as one
+    /// member, and which of the two counts depends on their order.
     fn has_names_in_two_cases(&mut self, first: usize) -> bool {
         let members = self.members.get(first..).unwrap_or_default();
         if members.len() < 2 {
@@ -241,8 +241,8 @@ impl Writer<'_, '_> {
         has_equal
     }
 
-    /// A hash that all names have in common which are equal but for case. Others may have the same one: then a body that has a
-    /// canonical form is compared as it is, which is never wrong.
+    /// A hash of a name that ignores case. If different names collide, a body that has a canonical form is compared as it is,
+    /// which is never wrong.
     fn folded_hash(&self, name: &Name) -> u64 {
         let raw = self.source.get(name.start..name.end).unwrap_or_default();
         if name.plain && raw.is_ascii() {
@@ -315,8 +315,8 @@ impl Writer<'_, '_> {
         Some(Name { head, start, end, plain })
     }
 
-    /// Reads the string whose opening quote is at `at`. Gives the position of the closing quote, and whether
-    /// the string holds escapes.
+    /// Reads the string whose opening quote is at `at`. Returns the position of the closing quote, and true if the string has
+    /// escapes.
     #[inline]
     fn string(&mut self, at: usize) -> Option<(usize, bool)> {
         let end = plain_end(self.source, at + 1)?;
@@ -453,8 +453,8 @@ fn is_space(byte: u8) -> bool {
     matches!(byte, b' ' | b'\n' | b'\r' | b'\t')
 }
 
-/// The head of a name of less than eight bytes. No name holds a bare NUL, so filling up with NULs keeps a
-/// name before those it begins.
+/// The head of a name of less than eight bytes. No name contains a bare NUL, so padding with NULs sorts a name before the names
+/// that begin with it.
 #[inline]
 fn short_head(chunk: Option<&[u8; 8]>, name: &[u8]) -> u64 {
     match (chunk, name.len()) {
@@ -469,7 +469,7 @@ fn short_head(chunk: Option<&[u8; 8]>, name: &[u8]) -> u64 {
 /// A hash of a text in UTF-8, without the case of its ASCII letters.
 #[inline]
 fn hash_of(text: &[u8]) -> u64 {
-    // Two numbers without a pattern. The length keeps texts apart that are equal but for NULs in front.
+    // Two numbers without a pattern. The length distinguishes texts that differ only in leading NULs.
     const OF_LENGTH: u64 = 0x9e37_79b9_7f4a_7c15;
     const OF_WORD: u64 = 0x517c_c1b7_2722_0a95;
     text.chunks(8).fold((text.len() as u64).wrapping_mul(OF_LENGTH), |hash, chunk| {
@@ -501,7 +501,7 @@ struct Decimal {
 }
 
 impl Decimal {
-    /// `None` for what a double doesn't keep apart from its neighbours.
+    /// Reads a number; `None` if it is not distinct from its neighbours as a double.
     fn read<'a>(all: impl Iterator<Item = &'a u8>, scale: i64) -> Option<Self> {
         let (mut digits, mut len, mut zeros) = (0u64, 0usize, 0usize);
         for digit in all {
@@ -530,7 +530,7 @@ impl Decimal {
         kept.then_some(decimal)
     }
 
-    /// How many digits stand before the decimal point; negative where zeros follow it first.
+    /// The number of digits before the decimal point; negative if the point is followed by zeros.
     fn point(&self) -> i64 {
         self.scale.saturating_add(self.len as i64)
     }
@@ -614,8 +614,8 @@ impl Iterator for Units<'_> {
 fn plain_end(source: &[u8], mut at: usize) -> Option<usize> {
     const ONES: u64 = 0x0101_0101_0101_0101;
     const HIGHS: u64 = 0x8080_8080_8080_8080;
-    // Eight bytes at once: subtracting borrows out of a byte only where that byte is smaller. A borrow can
-    // spoil only bytes after the first hit, and only the first hit is used.
+    // Eight bytes at once: subtracting borrows out of a byte only if that byte is smaller. A borrow can spoil only bytes
+    // after the first hit, and only the first hit is used.
     while let Some(chunk) = source.get(at..).and_then(|rest| rest.first_chunk()) {
         let word = u64::from_le_bytes(*chunk);
         let quotes = word ^ (ONES * b'"' as u64);
@@ -666,8 +666,8 @@ pub(super) fn quoted(text: &str) -> Vec<u8> {
     out
 }
 
-/// Whether a canonical text has a string, a number, `true` or `false` in it. `null`, empty arrays and empty objects say
-/// nothing that could tell two documents apart.
+/// True if a canonical text has a string, a number, `true` or `false` in it. `null`, empty arrays and empty objects do not
+/// distinguish two documents.
 pub(super) fn has_value(mut text: &[u8]) -> bool {
     loop {
         match text {
@@ -684,7 +684,7 @@ pub(super) fn has_value(mut text: &[u8]) -> bool {
     }
 }
 
-/// What follows a string whose opening quote is gone already.
+/// The text after a string whose opening quote was removed.
 fn string_end(mut text: &[u8]) -> &[u8] {
     loop {
         match text {

@@ -1,19 +1,19 @@
-//! What a `Content-Type` field says about how to read a body.
+//! The `Content-Type` field, which decides how to read a body.
 
 use std::borrow::Cow;
 
 /// A media type, reduced to what the fingerprint uses.
 pub(super) struct MediaType<'a> {
-    /// What is hashed.
+    /// The text that is hashed.
     pub(super) name: Cow<'a, [u8]>,
     pub(super) kind: Kind,
 }
 
-/// What most requests say; these need no parsing. Case counts in none of their parts.
+/// Frequent values, which need no parsing. Case counts in none of their parts.
 const COMMON: [&[u8]; 3] =
     [b"application/json", b"application/json; charset=utf-8", b"application/json;charset=utf-8"];
 
-/// How a body is to be read.
+/// The form in which a body is read.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Json,
@@ -23,7 +23,7 @@ pub(super) enum Kind {
 }
 
 impl<'a> MediaType<'a> {
-    /// A value that does not follow RFC 9110, section 8.3.1, is kept as it is, and its body is raw.
+    /// Reads a field value. A value that does not follow RFC 9110, section 8.3.1, is kept as it is, and its body is raw.
     pub(super) fn read(field: &'a [u8]) -> Self {
         if COMMON.iter().any(|common| field.eq_ignore_ascii_case(common)) {
             return Self { name: Cow::Borrowed(b"application/json"), kind: Kind::Json };
@@ -71,7 +71,7 @@ impl<'a> MediaType<'a> {
                 return None;
             }
             if charset != b"utf-8" && charset != b"utf8" {
-                // The same bytes are another text then.
+                // In another charset, the same bytes are another text.
                 name.extend_from_slice(b";charset=");
                 name.extend_from_slice(&charset);
                 kind = Kind::Raw;
@@ -116,7 +116,7 @@ fn next_parameter(rest: &[u8]) -> Option<Option<(Parameter, &[u8])>> {
     rest.is_empty().then_some(None)
 }
 
-/// Reads a quoted string whose opening quote is gone already.
+/// Reads a quoted string whose opening quote was removed.
 fn quoted_string(text: &[u8]) -> Option<(Vec<u8>, &[u8])> {
     let mut value = Vec::new();
     let mut bytes = text.iter();

@@ -1,14 +1,13 @@
-//! The fingerprint: what makes two requests the same request.
+//! The fingerprint of a request: equal fingerprints mean the same request.
 //!
-//! A key that comes back with the same fingerprint is a retry; with another one it is a mistake, and refused.
-//! So the fingerprint must forgive what an honest retry may change (member order, white space, the spelling
-//! of `1.0`, a new multipart boundary) and nothing else. **No two bodies that differ in meaning are ever made
-//! equal:** where a canonical form would do that, or is not defined, the bytes count as they are.
+//! A key that comes back with the same fingerprint is a retry. With another fingerprint it is a mistake, and is refused. So
+//! the fingerprint ignores what an honest retry may change (member order, white space, the spelling of `1.0`, a new
+//! multipart boundary) and nothing else. **No two bodies that differ in meaning are ever made equal:** if a canonical form
+//! would do that, or is not defined, the bytes count as they are.
 //!
 //! # Exactly what is hashed
-//! The fingerprint of version 1 is the SHA-256 of the following, one after the other. *Part* means the length
-//! of some bytes as an unsigned 64-bit big-endian integer, and then the bytes; *count* means an unsigned
-//! 64-bit big-endian integer alone.
+//! The fingerprint of version 1 is the SHA-256 of the following items in this order. *Part* means the length of some bytes
+//! as an unsigned 64-bit big-endian integer, and then the bytes. *Count* means an unsigned 64-bit big-endian integer alone.
 //!
 //! 1. part: `oncegate-fp-1`;
 //! 2. part: the method, as given;
@@ -23,7 +22,7 @@
 //!    - `json`: part: the canonical JSON;
 //!    - `json-include`: count of the included pointers, without repetitions; for each of them, sorted as
 //!      bytes, part: the pointer as configured, part: the canonical JSON of its value, or the six letters
-//!      `absent`, which are no JSON;
+//!      `absent`, which are not JSON;
 //!    - `form`: count of the pairs; for each of them part: name, part: value;
 //!    - `multipart`: count of the parts; for each of them count of its header fields, for each of these part:
 //!      name, part: value; and then part: the part's body;
@@ -35,29 +34,29 @@
 //! but `"`, `,`, `;` and `\`), what is hashed is `type/subtype` in lower case, without parameters. There is
 //! one exception: a `charset` that is neither `utf-8` nor `utf8`, in any case, gives
 //! `type/subtype;charset=value`, all in lower case, and makes the body `raw`. If it does not follow the
-//! grammar, if `charset` or `boundary` is there twice, or if a `charset` is no token, then the value is
+//! grammar, if `charset` or `boundary` is there twice, or if a `charset` is not a token, then the value is
 //! hashed as it is and the body is `raw`.
 //!
 //! ## Which tag
 //! `raw` with [raw bodies](FingerprintRules::with_raw_bodies), with a content coding, and for an empty body,
 //! whatever its type: an absent body is an empty body. Otherwise `multipart/*` is `multipart`,
 //! `application/x-www-form-urlencoded` is `form`, and `application/json` and every other type whose subtype
-//! ends in `+json`, behind at least one more character, is `json` (`json-include` where pointers are
+//! ends in `+json` after at least one more character is `json` (`json-include` if pointers are
 //! included and one of them selects a value). Everything else, and everything that can't be read by the rules below, is
 //! `raw`.
 //!
 //! ## JSON
 //! The canonical form of RFC 8785: no white space, members sorted by the UTF-16 code units of their names,
 //! strings in their shortest spelling, numbers as ECMAScript prints them. `null` is not absent, and arrays
-//! are ordered. There is no canonical form, and the body is `raw`, where one of these holds:
+//! are ordered. There is no canonical form, and the body is `raw`, if one of these holds:
 //!
 //! 1. it is not valid UTF-8, or not JSON by RFC 8259 (a byte order mark, `NaN`, a trailing comma, anything
-//!    behind the value);
+//!    after the value);
 //! 2. arrays and objects are nested more than 128 deep;
 //! 3. an object has two members of one name, compared after escapes are undone and without regard to case (Unicode's
-//!    simple mappings): programs that do not look at the case take `amount` and `Amount` for one member, and which of the two
-//!    counts depends on their order;
-//! 4. a string holds half a surrogate pair;
+//!    simple mappings): programs that ignore case read `amount` and `Amount` as one member, and which of the two counts
+//!    depends on their order;
+//! 4. a string contains half a surrogate pair;
 //! 5. a number, read as an exact decimal, is neither 0 nor
 //!    - an integer with a magnitude of at most 2^53 − 1, nor
 //!    - a fraction with a magnitude between 10^−307 and 2^53 − 1 and at most 15 significant digits (those
@@ -67,33 +66,33 @@
 //! equal and 9007199254740992 and 9007199254740993 are not.
 //!
 //! Excluded members and elements are left out of the canonical form, commas included; an array index means
-//! the position before anything is left out. With included pointers, exclusion comes first: what lies in an
+//! the position before anything is left out. With included pointers, exclusion comes first: a value inside an
 //! excluded value is `absent`.
 //!
 //! Pointers never make all bodies equal. *Nothing to compare* is a text without any string, number, `true` or
-//! `false` in it: nothing at all, `null`, empty arrays and objects, and arrays and objects of these. Where all
-//! included pointers together select nothing to compare (a pointer that is misspelt selects nothing), the
-//! body is `json`, as if no pointer was included. Where exclusion leaves nothing to compare, the canonical
-//! form of the whole document counts.
+//! `false` in it: nothing at all, `null`, empty arrays and objects, and arrays and objects of these. If all
+//! included pointers together select nothing to compare (a misspelt pointer selects nothing), the body is
+//! `json`, as if no pointer was included. If exclusion leaves nothing to compare, the canonical form of the
+//! whole document counts.
 //!
 //! ## Forms
 //! The body is split at `&`, and each segment at its first `=`. In names and values `+` is a space and `%`
 //! with two hexadecimal digits is a byte. Pairs are sorted, stably, by the *stem* of their name, as bytes: the
-//! first run of ASCII letters and digits in it, in lower case. So pairs whose names have one stem keep their
-//! order, because a server may read them as one name or as one list: `a.b=1&a_b=2` says something else the
-//! other way round to PHP, `A=1&a=2` to ASP.NET, `i[][id]=1&i[][n]=2` to many. The pairs of a form with a name
-//! that has a byte other than space and visible ASCII are not sorted at all.
+//! first run of ASCII letters and digits in it, in lower case. So pairs whose names have the same stem keep their
+//! order, because a server may read them as one name or as one list. In the opposite order, `a.b=1&a_b=2` has another
+//! meaning in PHP, `A=1&a=2` in ASP.NET, and `i[][id]=1&i[][n]=2` in many frameworks. If a name has a byte other than
+//! space and visible ASCII, the pairs are not sorted at all.
 //!
-//! The body is `raw` where one of these holds:
+//! The body is `raw` if one of these holds:
 //!
 //! 1. there is an empty segment, a segment without `=`, or a `%` without its digits;
-//! 2. there is a `;` (written as itself), which some servers take for a `&`;
+//! 2. there is a `;` (written as itself), which some servers read as a `&`;
 //! 3. there are more than 16 384 pairs.
 //!
 //! ## Multipart
 //! Parts in their order, without preamble, boundary and epilogue. All header fields of a part count, names in
 //! lower case, values without spaces and tabs around them, sorted by name, fields of one name in their order.
-//! The parts' bodies are bytes, whatever their type. The body is `raw` where one of these holds:
+//! The parts' bodies are bytes, whatever their type. The body is `raw` if one of these holds:
 //!
 //! 1. there is no boundary, or it is not 1 to 70 printable ASCII characters, the last not a space;
 //! 2. a delimiter is not `--`, the boundary and CRLF (the last: `--`, the boundary and `--`), with CRLF
@@ -104,13 +103,13 @@
 //! 5. parts and header lines are more than 16 384 together.
 //!
 //! # Caveats
-//! - Parameters other than `charset` don't count: where `application/json;v=1` and `;v=2` are different
-//!   requests, choose the header `content-type`.
+//! - Parameters other than `charset` don't count. If `application/json;v=1` and `;v=2` are different requests, choose the
+//!   header `content-type`.
 //! - Pointers work on JSON that has a canonical form. In a body that is `raw`, an excluded member counts like
 //!   any other byte.
-//! - Content codings are the caller's task: what can be decoded should be, before it comes here.
-//! - A multipart body inside another one keeps its boundary, and so is another one after each encoding.
-//! - The fingerprint is not keyed. Whoever has it can try out guesses about a small body.
+//! - The caller undoes content codings before it calls this code.
+//! - A multipart body inside another one keeps its boundary, so it differs after each encoding.
+//! - The fingerprint uses no secret. A reader of it can test guesses about a small body.
 //!
 //! # Example
 //! ```
@@ -150,16 +149,17 @@ use self::media_type::{Kind, MediaType};
 use self::multipart::Part;
 pub use self::natural::{NaturalKey, NaturalKeyError};
 pub use self::pointer::{JsonPointer, JsonPointerError};
+use crate::id::write_hex;
 
 /// The first part of a request's fingerprint. It changes with [`Fingerprint::VERSION`].
 const REQUEST: &[u8] = b"oncegate-fp-1";
 
-/// The first part of [`Fingerprint::of_parts`], so that no list of parts can pose as a request.
+/// The first part of [`Fingerprint::of_parts`], so that no list of parts has the fingerprint of a request.
 const PARTS: &[u8] = b"oncegate-fp-parts-1";
 
-/// Versioned SHA-256 of what makes two requests the same request.
+/// A versioned SHA-256 of a request: equal fingerprints mean the same request.
 ///
-/// Two fingerprints are equal if version and digest are. The [module page](self) says how one is made.
+/// Two fingerprints are equal if version and digest are. The [module page](self) defines the content of the hash.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Fingerprint {
     version: u8,
@@ -167,11 +167,11 @@ pub struct Fingerprint {
 }
 
 impl Fingerprint {
-    /// The version that this code makes, and the only one that it knows.
+    /// The version that this code writes, and the only one that it reads.
     pub const VERSION: u8 = 1;
 
-    /// A fingerprint read back from a record. `None` if the version is unknown: such a record can't be
-    /// compared with a request, and must not be taken for another one.
+    /// A fingerprint read back from a record. `None` if the version is unknown: then the record can't be compared with a
+    /// request, and must not count as another request.
     #[must_use]
     pub fn from_parts(version: u8, digest: [u8; 32]) -> Option<Self> {
         (version == Self::VERSION).then_some(Self { version, digest })
@@ -179,10 +179,9 @@ impl Fingerprint {
 
     /// The fingerprint of something that is not an HTTP request: a message, a call.
     ///
-    /// `domain` names the kind of thing; different domains never share a fingerprint. The parts are told
-    /// apart by their lengths, so `["ab", "c"]` is not `["a", "bc"]`. What is hashed is part:
-    /// `oncegate-fp-parts-1`, part: `domain`, and each of `parts`, in the notation of the [module
-    /// page](self).
+    /// `domain` names the kind of thing; different domains never share a fingerprint. Lengths keep the parts apart, so
+    /// `["ab", "c"]` is not `["a", "bc"]`. The hash covers part: `oncegate-fp-parts-1`, part: `domain`, and each of `parts`,
+    /// in the notation of the [module page](self).
     ///
     /// ```
     /// use oncegate_core::Fingerprint;
@@ -203,7 +202,7 @@ impl Fingerprint {
         fingerprint
     }
 
-    /// Which rules made the digest.
+    /// The version of the rules that made the digest.
     #[must_use]
     pub const fn version(&self) -> u8 {
         self.version
@@ -216,11 +215,11 @@ impl Fingerprint {
     }
 }
 
-/// The version and the first four bytes: enough to tell two apart in a log, too little to look a body up.
+/// The version and the first four bytes: enough to tell two apart in a log, not enough to search for a body.
 impl fmt::Debug for Fingerprint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Fingerprint({}:", self.version)?;
-        self.digest.iter().take(4).try_for_each(|byte| write!(f, "{byte:02x}"))?;
+        write_hex(f, self.digest.first_chunk::<4>().unwrap_or(&[0; 4]))?;
         f.write_str("..)")
     }
 }
@@ -229,24 +228,23 @@ impl fmt::Debug for Fingerprint {
 impl fmt::Display for Fingerprint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}:", self.version)?;
-        self.digest.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+        write_hex(f, &self.digest)
     }
 }
 
-/// What is hashed. Everything borrowed.
+/// The parts of a request that the fingerprint covers, borrowed.
 #[derive(Clone, Copy, Default)]
 pub struct FingerprintInput<'a> {
     /// The request method, as received.
     pub method: &'a str,
-    /// The host, and the port if it is not the default, that the request is for. Empty if requests to different hosts
-    /// may be the same.
+    /// The host of the request, with the port if it is not the default. Empty if requests to different hosts may be the
+    /// same.
     pub authority: &'a str,
     /// Path and query, as received.
     pub target: &'a str,
     /// The value of the `Content-Type` field, as received; empty if there is none.
     pub content_type: &'a [u8],
-    /// The content coding that could **not** be undone. Empty where there was none, or where `body` is
-    /// decoded.
+    /// The content coding that could **not** be undone. Empty if there was none, or if `body` is decoded.
     pub content_coding: &'a str,
     /// The headers that count, names in lower case. Order matters only among fields of one name.
     pub headers: &'a [(&'a str, &'a [u8])],
@@ -265,15 +263,15 @@ impl fmt::Debug for FingerprintInput<'_> {
     }
 }
 
-/// How requests are compared: what of a body counts.
+/// The rules by which requests are compared.
 ///
-/// The default reads JSON, forms and multipart bodies as the [module page](self) says, and counts all of
-/// them. Change the rules of a running service with care: a retry that comes after the change is compared
-/// with a record from before it.
+/// By default, JSON, forms and multipart bodies are compared in their canonical form ([module page](self)), and all of the
+/// body counts. Change the rules of a running service with care: a retry after the change is compared with a record from
+/// before it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FingerprintRules {
     raw_bodies: bool,
-    /// Both sorted, without repetitions: the order of configuration doesn't count.
+    // Both lists are sorted and without repetitions, because the order of configuration doesn't count.
     include: Vec<JsonPointer>,
     exclude: Vec<JsonPointer>,
 }
@@ -292,9 +290,9 @@ impl FingerprintRules {
         self
     }
 
-    /// Counts, of a JSON body, only this value and the others that are included.
+    /// Compares only this value of a JSON body, and the other included values.
     ///
-    /// An included value that the body does not have counts as absent, which is not `null`. A body that has none of the
+    /// An included value that is not in the body counts as absent, which differs from `null`. A body without any of the
     /// included values is compared as a whole, so that a misspelt pointer does not make all bodies equal.
     ///
     /// ```
@@ -315,8 +313,8 @@ impl FingerprintRules {
         self
     }
 
-    /// Leaves this value out of a JSON body: a time stamp, a trace id, whatever is new in each retry. A body of which
-    /// nothing would be left is compared as a whole.
+    /// Ignores this value of a JSON body: a time stamp, a trace id, or another value that is new in each retry. If nothing
+    /// else is in the body, it is compared as a whole.
     ///
     /// ```
     /// use oncegate_core::{FingerprintInput, FingerprintRules, JsonPointer};
@@ -336,7 +334,7 @@ impl FingerprintRules {
         self
     }
 
-    /// The fingerprint of a request under these rules. Never fails: what can't be read counts byte by byte.
+    /// The fingerprint of a request under these rules. It never fails: a body that can't be read counts byte by byte.
     #[must_use]
     pub fn fingerprint(&self, input: &FingerprintInput<'_>) -> Fingerprint {
         let mut scratch = Scratch::take();
@@ -379,7 +377,7 @@ impl FingerprintRules {
         .unwrap_or(Body::Raw(body))
     }
 
-    /// What counts of a document. Never so little that all documents would be equal.
+    /// The part of a document that counts. Never so little that all documents would be equal.
     fn select<'a>(&'a self, document: &'a [u8], selected: &'a mut Vec<u8>) -> Body<'a> {
         let includes = self.include.iter().any(|pointer| {
             selected.clear();
@@ -404,7 +402,7 @@ fn insert(pointers: &mut Vec<JsonPointer>, pointer: JsonPointer) {
     }
 }
 
-/// A body as it was read.
+/// A body in the form in which it is compared.
 enum Body<'a> {
     Json(&'a [u8]),
     Included { rules: &'a FingerprintRules, document: &'a [u8] },
@@ -476,15 +474,14 @@ fn hash_headers(headers: &[(&str, &[u8])], hasher: &mut Hasher<'_>) {
     write(&headers);
 }
 
-/// SHA-256 over parts and counts. Short ones are gathered first, because a block at a time is what hashing
-/// likes.
+/// SHA-256 over parts and counts. Short parts are gathered first, because hashing is fast only on whole blocks.
 struct Hasher<'s> {
     sha256: Sha256,
     pending: &'s mut Vec<u8>,
 }
 
 impl<'s> Hasher<'s> {
-    /// Longer parts are hashed from where they are.
+    /// Longest part that is gathered, in bytes. Longer parts are hashed without a copy.
     const GATHERED: usize = 512;
 
     fn new(pending: &'s mut Vec<u8>) -> Self {
@@ -529,7 +526,7 @@ thread_local! {
 }
 
 impl Scratch {
-    /// What a thread may hold on to: one very large body must not cost its memory forever.
+    /// Most bytes that a thread keeps: one very large body must not cost its memory forever.
     const KEPT: usize = 256 * 1024;
 
     fn take() -> Box<Self> {
@@ -539,7 +536,7 @@ impl Scratch {
     fn give_back(self: Box<Self>) {
         let held = self.json.capacity() + self.selected.capacity() + self.pending.capacity();
         if held <= Self::KEPT {
-            // A thread that is ending has no place for it anymore, and needs none.
+            // This fails only in a thread that is ending, which needs no buffers.
             let _ = SCRATCH.try_with(|kept| kept.set(Some(self)));
         }
     }

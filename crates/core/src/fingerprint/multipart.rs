@@ -1,6 +1,6 @@
 //! Bodies of type `multipart/*` (RFC 2046, section 5.1), read without their boundary.
 //!
-//! Strict on purpose: where two readers could see different parts, the body stays raw.
+//! Strict on purpose: if two readers could see different parts, the body stays raw.
 
 use super::media_type::{is_token, trim};
 use crate::limits;
@@ -20,7 +20,7 @@ pub(super) fn read<'b>(body: &'b [u8], boundary: &[u8]) -> Option<Vec<Part<'b>>>
     let mut parts = Vec::new();
     let mut left = limits::MAX_MULTIPART_ITEMS;
     loop {
-        // `rest` stands behind a delimiter.
+        // `rest` begins after a delimiter.
         if let Some(epilogue) = rest.strip_prefix(b"--") {
             return matches!(epilogue, b"" | b"\r\n").then_some(parts);
         }
@@ -37,7 +37,7 @@ pub(super) fn read<'b>(body: &'b [u8], boundary: &[u8]) -> Option<Vec<Part<'b>>>
     }
 }
 
-/// `None` where there are more than `max` header lines.
+/// Reads a part; `None` if it is invalid or has more than `max` header lines.
 fn read_part(mut rest: &[u8], max: usize) -> Option<Part<'_>> {
     let mut headers = Vec::new();
     loop {
@@ -60,7 +60,7 @@ fn read_part(mut rest: &[u8], max: usize) -> Option<Part<'_>> {
     Some(Part { headers, body: rest })
 }
 
-/// Where `needle` first occurs in `haystack`.
+/// The first position of `needle` in `haystack`.
 fn find(haystack: &[u8], needle: &[u8]) -> Option<usize> {
     let first = needle.first()?;
     let mut from = 0;

@@ -1,4 +1,4 @@
-//! Keys that are built of what a request says, for callers that send none.
+//! Keys that are built of members of the request body, for callers that send none.
 
 use std::fmt;
 
@@ -13,16 +13,16 @@ use crate::limits;
 /// The first part of what is hashed.
 const DOMAIN: &[u8] = b"oncegate-natural-key-1";
 
-/// A key that is built of chosen members of a JSON body: `/customer` and `/cart`, where a customer checks a cart out once,
-/// whatever key the client sends, or none.
+/// A key that is built of chosen members of a JSON body, whatever key the client sends.
 ///
-/// It is `json-` and 64 hexadecimal digits: the SHA-256 of the following, in the notation of the [fingerprint](super).
+/// With `/customer` and `/cart`, each customer checks out each cart once. The key is `json-` and 64 hexadecimal digits: the
+/// SHA-256 of the following items, in the notation of the [fingerprint](super).
 /// 1. part: `oncegate-natural-key-1`;
 /// 2. count of the pointers, without repetitions; for each of them, sorted as bytes, part: the pointer as configured, part: the
 ///    canonical JSON of its value.
 ///
-/// So no two lists of values have one key: lengths tell them apart, and `1`, `"1"` and `null` are three values, while `1.0` and
-/// `1` are one. There is a key only where **all** members are there, in a body of a JSON media type that has a canonical form.
+/// So different lists of values have different keys: `1`, `"1"` and `null` are three values, while `1.0` and `1` are one.
+/// There is a key only if **all** members are present, in a body of a JSON media type that has a canonical form.
 ///
 /// ```
 /// use oncegate_core::{JsonPointer, NaturalKey};
@@ -36,15 +36,15 @@ const DOMAIN: &[u8] = b"oncegate-natural-key-1";
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NaturalKey {
-    /// Sorted, without repetitions: the order of configuration doesn't count.
+    /// Sorted and without repetitions, because the order of configuration doesn't count.
     members: Vec<JsonPointer>,
 }
 
-/// Why a request has no natural key.
+/// The reason why a request has no natural key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum NaturalKeyError {
-    /// The body is not of a JSON media type, or has no canonical form: it is no JSON, repeats a member, or has a number that
+    /// The body is not of a JSON media type, or has no canonical form: it is not JSON, repeats a member, or has a number that
     /// programs read in different ways.
     NotJson,
     /// The body has no such member.
@@ -63,7 +63,7 @@ impl fmt::Display for NaturalKeyError {
 impl std::error::Error for NaturalKeyError {}
 
 impl NaturalKey {
-    /// A key of these members. `None` where there is none, or there are more than [`limits::MAX_KEY_MEMBERS`].
+    /// A key of these members; `None` if there are none, or more than [`limits::MAX_KEY_MEMBERS`].
     #[must_use]
     pub fn new(mut members: Vec<JsonPointer>) -> Option<Self> {
         members.sort_unstable();
@@ -77,10 +77,10 @@ impl NaturalKey {
         &self.members
     }
 
-    /// The key of a body, whose content coding is undone.
+    /// The key of a body whose content coding is undone.
     ///
     /// # Errors
-    /// Why it has none.
+    /// [`NaturalKeyError`] if the body has none.
     pub fn of(&self, content_type: &[u8], body: &[u8]) -> Result<IdempotencyKey, NaturalKeyError> {
         if MediaType::read(content_type).kind != Kind::Json {
             return Err(NaturalKeyError::NotJson);

@@ -1,4 +1,4 @@
-//! JSON pointers (RFC 6901), and what they select from a canonical document.
+//! JSON pointers (RFC 6901), and the values that they select from a canonical document.
 
 use std::fmt;
 use std::str::FromStr;
@@ -69,15 +69,15 @@ impl fmt::Debug for JsonPointer {
     }
 }
 
-/// Why a text is no [`JsonPointer`].
+/// The reason why a text is not a [`JsonPointer`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum JsonPointerError {
-    /// A pointer is empty or starts with `/`.
+    /// The text is not empty and does not start with `/`.
     MissingSlash,
-    /// A `~` that is not followed by `0` or `1`.
+    /// A `~` is not followed by `0` or `1`.
     BadEscape {
-        /// Where the `~` is, in bytes from the start of the pointer.
+        /// The position of the `~`, in bytes from the start of the pointer.
         at: usize,
     },
 }
@@ -95,12 +95,12 @@ impl fmt::Display for JsonPointerError {
 
 impl std::error::Error for JsonPointerError {}
 
-/// One step down.
+/// One step of a pointer: a member name or an array index.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 struct Token {
     /// The member name as it stands in a canonical document, quotes included.
     name: Vec<u8>,
-    /// The array index, where the token can be one.
+    /// The array index, if the token can be one.
     index: Option<usize>,
 }
 
@@ -120,8 +120,8 @@ impl Token {
     }
 }
 
-/// Appends the value that `pointer` finds in `document` to `out`, without what `excluded` points at. Appends
-/// nothing where there is no such value, or where it is itself excluded.
+/// Appends the value that `pointer` finds in `document` to `out`, without the values at `excluded`. Appends nothing if there is
+/// no such value, or if it is itself excluded.
 ///
 /// `document` is canonical. `excluded` starts at the root of the document, as `pointer` does.
 pub(super) fn select(document: &[u8], pointer: &JsonPointer, excluded: &[JsonPointer], out: &mut Vec<u8>) {
@@ -141,13 +141,13 @@ pub(super) fn select(document: &[u8], pointer: &JsonPointer, excluded: &[JsonPoi
     prune(rest, &paths, out);
 }
 
-/// Appends `document`, which is canonical, to `out`, without what `excluded` points at.
+/// Appends `document`, which is canonical, to `out`, without the values at `excluded`.
 pub(super) fn exclude(document: &[u8], excluded: &[JsonPointer], out: &mut Vec<u8>) {
     let paths = excluded.iter().map(|excluded| excluded.tokens.as_slice()).collect::<Vec<_>>();
     prune(document, &paths, out);
 }
 
-/// The rests of those paths whose first step is as asked.
+/// The rests of the paths whose first step matches.
 fn below<'a>(paths: &[&'a [Token]], step: impl Fn(&Token) -> bool) -> Vec<&'a [Token]> {
     paths
         .iter()
@@ -157,7 +157,7 @@ fn below<'a>(paths: &[&'a [Token]], step: impl Fn(&Token) -> bool) -> Vec<&'a [T
         .collect()
 }
 
-/// Recursion ends with the document, which is at most [`json::MAX_DEPTH`] deep.
+/// Appends `value` without the values at `paths`. The recursion is bounded: a document is at most [`json::MAX_DEPTH`] deep.
 fn prune(value: &[u8], paths: &[&[Token]], out: &mut Vec<u8>) {
     if paths.iter().any(|path| path.is_empty()) {
         return;
@@ -267,7 +267,7 @@ fn value_len(text: &[u8]) -> usize {
             b'{' | b'[' => depth += 1,
             b',' if depth == 0 => return at,
             b'}' | b']' => {
-                // Closing what was open before: a scalar has ended. Closing the value itself: it has.
+                // If it closes an outer value, a scalar has ended. If it closes the value itself, that has ended.
                 match depth.checked_sub(1) {
                     None => return at,
                     Some(0) => return at + 1,

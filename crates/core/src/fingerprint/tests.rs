@@ -517,7 +517,7 @@ fn forms_are_compared_as_pairs() {
         // ASP.NET: case does not count.
         ("amount=1&Amount=2", "Amount=2&amount=1"),
         ("a.b=1&A[b]=2", "A[b]=2&a.b=1"),
-        // Whatever somebody folds beyond ASCII.
+        // Names that a framework may fold beyond ASCII.
         ("k=1&%E2%84%AA=2", "%E2%84%AA=2&k=1"),
         ("a%00b=1&c=2", "c=2&a%00b=1"),
     ];
@@ -758,7 +758,7 @@ fn a_form_has_a_bounded_number_of_pairs() {
 }
 
 #[test]
-fn what_says_something_is_found() {
+fn values_to_compare_are_found() {
     for text in
         ["1", "-1", "true", "false", r#""""#, r#"["a"]"#, r#"{"a":[[],{"b":0}]}"#, r#"{"\":":"}"#, "[null,1]"]
     {
@@ -779,7 +779,7 @@ fn pointers_that_leave_nothing_to_compare_do_not_make_all_bodies_equal() {
         including("/Amount"),
         including("/amount/value"),
         including("/items/0"),
-        // They are there, and say nothing.
+        // The members exist, but hold nothing to compare.
         including("/note"),
         including("/items"),
         including("/meta").include(pointer("/note")),
@@ -919,13 +919,13 @@ fn printing_an_input_shows_nothing_secret() {
 }
 
 #[test]
-fn a_large_body_is_no_lasting_cost() {
+fn the_buffers_of_a_large_body_are_not_kept() {
     let large = format!("[{}1.0]", "1.0,".repeat(Scratch::KEPT));
     let before = of(JSON, "{\"b\":1,\"a\":[2.0]}");
     assert_ne!(of(JSON, &large), raw(JSON, &large));
     let kept = Scratch::take();
     assert!(kept.json.capacity() <= Scratch::KEPT);
-    // With the buffers away, as from within itself, it works all the same.
+    // Without its buffers (as if it called itself) it works, too.
     assert_eq!(of(JSON, "{\"b\":1,\"a\":[2.0]}"), before);
 }
 
@@ -1183,7 +1183,7 @@ fn nearly(value: &Value, choices: &mut Choices) -> Value {
     }
 }
 
-/// Whether an object in it has two names that differ in case only.
+/// True if an object in the value has two names that differ only in case.
 fn has_names_in_two_cases(value: &Value) -> bool {
     match value {
         Value::Array(items) => items.iter().any(has_names_in_two_cases),
