@@ -11,6 +11,7 @@ use oncegate_postgres::{PostgresOptions as StoreOptions, schema};
 use oncegate_servers::{PostgresOptions, PostgresServer, RedisCluster, RedisOptions, RedisServer};
 use sqlx::{Connection as _, PgConnection};
 
+use crate::framework::stop_services;
 use crate::world::StoreKind;
 
 /// More databases than cases run at a time. This many hold records, and the same number are caches of cached stores.
@@ -158,13 +159,22 @@ struct State {
 }
 
 /// A server that the first user starts. Other users wait until it is started.
-struct Server<T>(Mutex<Option<Result<Arc<T>, String>>>);
+pub(crate) struct Server<T>(Mutex<Option<Result<Arc<T>, String>>>);
 
 impl<T> Server<T> {
-    fn get(&self, start: impl FnOnce() -> io::Result<T>) -> io::Result<Arc<T>> {
+    pub(crate) const fn new() -> Self {
+        Self(Mutex::new(None))
+    }
+
+    pub(crate) fn get(&self, start: impl FnOnce() -> io::Result<T>) -> io::Result<Arc<T>> {
         let mut server = lock(&self.0);
         let started = server.get_or_insert_with(|| start().map(Arc::new).map_err(|error| error.to_string()));
         started.clone().map_err(io::Error::other)
+    }
+
+    /// Stops the server when its last user is gone.
+    pub(crate) fn stop(&self) {
+        *lock(&self.0) = None;
     }
 }
 
@@ -174,8 +184,8 @@ impl DatabasePool {
         POOL.get_or_init(|| Self {
             state: Mutex::default(),
             given_back: Condvar::new(),
-            redis: Server(Mutex::new(None)),
-            postgres: Server(Mutex::new(None)),
+            redis: Server::new(),
+            postgres: Server::new(),
         })
     }
 
@@ -255,8 +265,9 @@ pub fn stop_servers() {
     let pool = DatabasePool::get();
     // A database keeps its server running.
     *lock(&pool.state) = State::default();
-    *lock(&pool.redis.0) = None;
-    *lock(&pool.postgres.0) = None;
+    pool.redis.stop();
+    pool.postgres.stop();
+    stop_services();
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -1,5 +1,5 @@
 //! The behaviour of Oncegate over HTTP as one table of cases. Each case runs with every deployment (the Tower layer, the
-//! sidecar, two sidecars) on every store.
+//! sidecar, two sidecars, a sidecar of a service in another language) on every store.
 //!
 //! A [`Case`](table::Case) has settings (a [`Plan`](plan::Plan)) and actions: a list of requests, each with its expected
 //! result, or a function. [`cases`](table::cases) is the whole table. A case that makes no sense on a target names the
@@ -12,6 +12,7 @@ pub mod backend;
 pub mod client;
 pub mod coverage;
 pub mod databases;
+pub mod framework;
 pub mod plan;
 pub mod table;
 pub mod world;

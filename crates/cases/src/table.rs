@@ -7,6 +7,7 @@ use std::sync::Arc;
 use crate::backend::MARK;
 use crate::client::{Answer, Request};
 use crate::databases;
+use crate::framework::Framework;
 use crate::plan::Plan;
 use crate::world::{Deployment, StoreKind, World};
 
@@ -22,6 +23,8 @@ pub struct Case {
     pub given: Plan,
     /// The requests, or the function that runs.
     pub action: Action,
+    /// Runs the function with services on frameworks, too. Lists of requests always run with them.
+    pub every_framework: bool,
     /// The targets on which the case is not run, each with the reason.
     pub excluded: Vec<(Target, &'static str)>,
 }
@@ -39,10 +42,9 @@ pub enum Target {
 
 impl Target {
     fn includes(self, deployment: Deployment, store: StoreKind) -> bool {
-        // Two sidecars are sidecars.
-        let is_deployment = |named| {
-            named == deployment || named == Deployment::Sidecar && deployment == Deployment::TwoSidecars
-        };
+        // Every other deployment is one of sidecars.
+        let is_deployment =
+            |named| named == deployment || named == Deployment::Sidecar && deployment != Deployment::Layer;
         match self {
             Self::Deployment(named) => is_deployment(named),
             Self::Store(named) => named == store,
@@ -67,11 +69,14 @@ pub type Running = Pin<Box<dyn Future<Output = ()>>>;
 /// The stores of cases at two sidecars: one of each kind that several processes share. More would only take longer.
 const STORES_OF_TWO_SIDECARS: [StoreKind; 2] = [StoreKind::Redis, StoreKind::Postgres];
 
+/// The store of cases with services on frameworks: no service depends on the store.
+const STORE_OF_FRAMEWORKS: StoreKind = StoreKind::Embedded;
+
 impl Case {
     /// A case that runs these actions, with default settings, on every target.
     #[must_use]
     pub fn new(name: &'static str, title: &'static str, action: Action) -> Self {
-        Self { name, title, given: Plan::default(), action, excluded: Vec::new() }
+        Self { name, title, given: Plan::default(), action, every_framework: false, excluded: Vec::new() }
     }
 
     /// Sets the settings.
@@ -108,6 +113,20 @@ impl Case {
         self
     }
 
+    /// Runs the function with services on frameworks, too.
+    #[must_use]
+    pub fn with_every_framework(self) -> Self {
+        Self { every_framework: true, ..self }
+    }
+
+    /// Excludes services on these frameworks.
+    #[must_use]
+    pub fn without_frameworks(mut self, frameworks: &[Framework], why: &'static str) -> Self {
+        let excluded = frameworks.iter().map(|one| (Target::Deployment(Deployment::SidecarOf(*one)), why));
+        self.excluded.extend(excluded);
+        self
+    }
+
     /// Excludes a target.
     #[must_use]
     pub fn not(mut self, target: Target, why: &'static str) -> Self {
@@ -118,13 +137,17 @@ impl Case {
     /// The reason why the case is not run on a target; `None` if it is run.
     #[must_use]
     pub fn reason_against(&self, deployment: Deployment, store: StoreKind) -> Option<&'static str> {
-        if deployment == Deployment::TwoSidecars {
-            if !matches!(self.action, Action::Steps(_)) {
-                return Some("a function chooses its instances itself");
-            }
-            if !STORES_OF_TWO_SIDECARS.contains(&store) {
+        let is_list = matches!(self.action, Action::Steps(_));
+        match deployment {
+            Deployment::TwoSidecars if !is_list => return Some("a function chooses its instances itself"),
+            Deployment::TwoSidecars if !STORES_OF_TWO_SIDECARS.contains(&store) => {
                 return Some("two processes cannot share this store, or one of its kind is enough");
             }
+            Deployment::SidecarOf(_) if !is_list && !self.every_framework => {
+                return Some("the function controls the service of this process");
+            }
+            Deployment::SidecarOf(_) if store != STORE_OF_FRAMEWORKS => return Some("one store is enough"),
+            _ => {}
         }
         let named = self.excluded.iter().find(|(target, _)| target.includes(deployment, store));
         named.map(|(_, why)| *why)

@@ -22,6 +22,7 @@ use tower_layer::Layer;
 use crate::backend::{Backend, HttpServer};
 use crate::client::{Answer, AnswerError, Connection, Request};
 use crate::databases::{CACHE_TIMEOUT, TestDatabase};
+use crate::framework::{CaseServer, Framework};
 use crate::plan::Plan;
 use crate::sidecar::Sidecar;
 
@@ -34,11 +35,19 @@ pub enum Deployment {
     Sidecar,
     /// Two sidecars on one store; requests go to them in turn.
     TwoSidecars,
+    /// A sidecar of a service on this framework.
+    SidecarOf(Framework),
 }
 
 impl Deployment {
     /// Every deployment.
-    pub const ALL: [Self; 3] = [Self::Layer, Self::Sidecar, Self::TwoSidecars];
+    pub const ALL: [Self; 5] = [
+        Self::Layer,
+        Self::Sidecar,
+        Self::TwoSidecars,
+        Self::SidecarOf(Framework::FastApi),
+        Self::SidecarOf(Framework::Express),
+    ];
 
     /// The name in the names of tests.
     #[must_use]
@@ -47,6 +56,7 @@ impl Deployment {
             Self::Layer => "layer",
             Self::Sidecar => "sidecar",
             Self::TwoSidecars => "two-sidecars",
+            Self::SidecarOf(framework) => framework.name(),
         }
     }
 }
@@ -132,6 +142,7 @@ pub struct World {
     embedded: Option<Arc<EmbeddedStore>>,
     instance: Option<Instance>,
     upstream: Option<HttpServer>,
+    case_server: Option<CaseServer>,
     dir: TempDir,
     database: Arc<TestDatabase>,
     turn: AtomicUsize,
@@ -207,6 +218,7 @@ impl World {
             embedded: None,
             instance: None,
             upstream: None,
+            case_server: None,
             dir: TempDir::with_prefix("oncegate-cases-").expect("a temporary directory"),
             database,
             turn: AtomicUsize::new(0),
@@ -224,7 +236,7 @@ impl World {
                 let engine = Engine::new(store);
                 Instance::Layer { server: self.serve_layer(&self.plan, &engine).await, engine }
             }
-            Deployment::Sidecar => {
+            Deployment::Sidecar | Deployment::SidecarOf(_) => {
                 let upstream = self.serve_backend().await;
                 Instance::Sidecar(Box::new(self.start_sidecar(&self.plan, upstream).await))
             }
@@ -245,6 +257,10 @@ impl World {
 
     /// Serves the backend on a socket, for other processes, and returns its address.
     pub(crate) async fn serve_backend(&mut self) -> SocketAddr {
+        if let Deployment::SidecarOf(framework) = self.deployment {
+            self.case_server = Some(CaseServer::start(self.backend.clone()).await);
+            return framework.address().await;
+        }
         if self.upstream.is_none() {
             self.upstream = Some(self.backend.serve().await);
         }
@@ -278,7 +294,7 @@ impl World {
                 };
                 Running::Layer(self.serve_layer(plan, &Engine::new(store)).await)
             }
-            Deployment::Sidecar | Deployment::TwoSidecars => {
+            Deployment::Sidecar | Deployment::TwoSidecars | Deployment::SidecarOf(_) => {
                 let upstream = self.upstream.as_ref().expect("a running deployment").address;
                 Running::Sidecar(Box::new(self.start_sidecar(plan, upstream).await))
             }
@@ -470,6 +486,7 @@ impl World {
         if let Some(script) = request.script.take() {
             request.fields.push(self.backend.order(script));
         }
+        request.fields.extend(self.case_server.as_ref().map(CaseServer::field));
         request
     }
 

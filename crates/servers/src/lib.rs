@@ -3,6 +3,7 @@
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
 
 mod database;
+mod example;
 mod fault_proxy;
 mod nats;
 mod pgbouncer;
@@ -15,6 +16,7 @@ mod redis;
 mod sqs;
 
 pub use database::PostgresDatabase;
+pub use example::{express_orders, fastapi_orders};
 pub use fault_proxy::{Fault, FaultProxy};
 pub use nats::NatsServer;
 pub use pgbouncer::PgBouncer;

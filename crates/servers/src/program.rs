@@ -3,8 +3,10 @@
 use std::env;
 use std::ffi::OsStr;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
+
+use crate::example::target;
 
 /// The directory into which `cargo xtask test` puts a Valkey, in the target directory, when the system's Redis is too old.
 const FETCHED: &str = "valkey/usr/bin/valkey-server";
@@ -19,9 +21,7 @@ pub(crate) fn usual() -> PathBuf {
 
 /// One that knows what came with Redis 7.2.
 pub(crate) fn recent() -> io::Result<PathBuf> {
-    let target = env::var_os("CARGO_TARGET_DIR")
-        .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target"), PathBuf::from);
-    let programs = [usual(), target.join(FETCHED), "valkey-server".into()];
+    let programs = [usual(), target().join(FETCHED), "valkey-server".into()];
     let is_recent = |program: &PathBuf| version(program.as_os_str()).is_some_and(|version| version >= RECENT);
     programs.into_iter().find(is_recent).ok_or_else(|| {
         io::Error::other(

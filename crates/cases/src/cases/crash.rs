@@ -471,7 +471,7 @@ impl Process {
     async fn start(world: &World, store: &str, upstream: SocketAddr) -> Self {
         match world.deployment {
             Deployment::Layer => Self::Layer(LayerProcess::start(&world.plan, store, upstream).await),
-            Deployment::Sidecar | Deployment::TwoSidecars => {
+            Deployment::Sidecar | Deployment::TwoSidecars | Deployment::SidecarOf(_) => {
                 Self::Sidecar(Box::new(world.start_sidecar(&world.plan, upstream).await))
             }
         }

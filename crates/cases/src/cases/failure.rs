@@ -36,6 +36,7 @@ pub(super) fn cases() -> Vec<Case> {
     let mut all = cases! {
         // The client.
         "client-hangs-up": "a client that hangs up does not end the handler, and its answer is kept"
+            .with_every_framework()
             => run (hang_up, true);
         "client-half-closes": "a client that closes its side does not end the handler, and its answer is kept"
             => run (hang_up, false);

@@ -19,12 +19,14 @@ pub(super) fn cases() -> Vec<Case> {
     cases! {
         "second-request-conflicts":
             "a second request while the first runs is a 409, which is not kept, and the first is not disturbed"
+            .with_every_framework()
             => run (conflict);
         "retry-after-grows": "Retry-After is 1 at first, and grows with the time that the first request takes"
             .given(Plan { lease: Some(Duration::from_secs(60)), ..Plan::default() })
             => run (retry_after_of_a_long_lease);
         "double-click-gets-one-answer": "a second request while the first runs gets its answer, where nothing is configured"
             .given(Plan { wait: None, ..Plan::default() })
+            .with_every_framework()
             => run (wait);
         "retry-after-of-a-short-lease": "Retry-After is 1 if the lease is shorter than that"
             .given(Plan { lease: Some(Duration::from_millis(900)), ..Plan::default() })
@@ -34,6 +36,7 @@ pub(super) fn cases() -> Vec<Case> {
             => run (wait);
         "hundred-requests-wait-for-one-answer": "a hundred that wait get one answer from one execution"
             .given(patient.clone())
+            .with_every_framework()
             => run (many_wait);
         "waiters-hang-up": "waiters that go away leave the first one and the others alone"
             .given(patient.clone())
@@ -48,6 +51,7 @@ pub(super) fn cases() -> Vec<Case> {
             .given(Plan { wait: Some(Duration::from_millis(300)), ..Plan::default() })
             => run (wait_in_vain);
         "hundred-equal-requests": "a hundred equal requests at once execute once"
+            .with_every_framework()
             => run (hundred);
         "hundred-equal-requests-with-a-quick-handler":
             "a hundred equal requests execute once, also if the handler ends before the last one arrives"

@@ -5,7 +5,7 @@
 
 use std::fmt;
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{ExitStatus, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -138,35 +138,18 @@ pub(crate) fn faketime() -> PathBuf {
     found.expect("libfaketime is not installed (Debian package: faketime)")
 }
 
-/// A program of the Node example, with its packages.
+/// A program of the example on Express.
 pub(crate) fn express_orders(program: &str) -> Command {
-    let folder = example("express-orders");
-    assert!(
-        folder.join("node_modules").exists(),
-        "the packages of the example are missing; run `cargo xtask test`"
-    );
-    let mut command = Command::new("node");
-    command.arg(program).current_dir(folder);
-    command
+    let mut command = oncegate_servers::express_orders().unwrap_or_else(|error| panic!("{error}"));
+    command.arg(program);
+    command.into()
 }
 
-/// A program of the Python example, in its environment.
+/// A program of the example on FastAPI.
 pub(crate) fn fastapi_orders(program: &str) -> Command {
-    let python = target().join("fastapi-orders/bin/python");
-    assert!(python.exists(), "{} is missing; run `cargo xtask test`", python.display());
-    let mut command = Command::new(python);
-    command.arg(program).current_dir(example("fastapi-orders"));
-    command
-}
-
-fn example(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples").join(name)
-}
-
-/// The directory of build results, as `cargo xtask test` uses it.
-fn target() -> PathBuf {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), |named| root.join(named))
+    let mut command = oncegate_servers::fastapi_orders().unwrap_or_else(|error| panic!("{error}"));
+    command.arg(program);
+    command.into()
 }
 
 /// The command line of a sidecar, on free ports.
