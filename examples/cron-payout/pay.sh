@@ -52,7 +52,7 @@ END
         1) note refused "$line" ;;
         2) echo "payout $number: wrong usage" >&2; exit 2 ;;
         5) note unknown "$line"; echo "payout $number: somebody has to find out whether it was paid" >&2 ;;
-        7) later=1; echo "payout $number: turned away, look at the credentials and the address; it stays due" >&2 ;;
+        7) later=1; echo "payout $number: turned away, check the credentials and the address; it stays due" >&2 ;;
         # Nothing happened, or it is not known yet: the next run asks again under the same key.
         *) later=1; echo "payout $number: left for the next run" >&2 ;;
     esac

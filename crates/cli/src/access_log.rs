@@ -1,7 +1,4 @@
 //! The access log: a line for each request with a key, or without the key that it must have, on the standard output.
-//!
-//! Lines are written by a thread of their own, so that a slow reader of the standard output holds up no request. If too many
-//! lines wait for it, further ones are dropped and counted.
 
 use std::io;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -54,8 +51,8 @@ impl RequestObserver for AccessLog {
     }
 }
 
-/// `2024-02-29T12:34:56.007Z POST /payments 201 executed 12.345ms attempt=1 caller=… record=…`, with `-` for what is not known.
-/// Neither a method nor a path has a blank in it.
+/// `2024-02-29T12:34:56.007Z POST /payments 201 executed 12.345ms attempt=1 caller=… record=…`, with `-` for an unknown value.
+/// Neither a method nor a path contains a space.
 fn text(now: Timestamp, event: &RequestEvent<'_>, keyed: &KeyedEvent<'_>) -> String {
     let status = event.status.map_or_else(|| "-".to_owned(), |status| status.as_u16().to_string());
     let mut line = format!(
@@ -76,7 +73,7 @@ fn text(now: Timestamp, event: &RequestEvent<'_>, keyed: &KeyedEvent<'_>) -> Str
     line
 }
 
-/// The same as an object of JSON, without the members that are not known.
+/// The same as a JSON object, without members for unknown values.
 fn json(now: Timestamp, event: &RequestEvent<'_>, keyed: &KeyedEvent<'_>) -> String {
     let mut members = Map::new();
     let mut add = |name: &str, value: Value| members.insert(name.to_owned(), value);

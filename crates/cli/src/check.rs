@@ -29,12 +29,12 @@ pub(crate) struct CheckArgs {
     /// Also connects to the service, with TLS if its address has it, and sends it one GET / without a key
     #[arg(long, help_heading = "Checking")]
     online: bool,
-    /// Prints one object of JSON: the worst verdict, and the verdict and the text of each line
+    /// Prints one JSON object: the worst verdict, and the verdict and the text of each line
     #[arg(long, help_heading = "Checking")]
     json: bool,
 }
 
-/// Runs the checks, prints a line for each thing, and says whether there was an error.
+/// Runs the checks and prints a line for each result. The exit code is 1 if there was an error.
 pub(crate) fn run(args: &CheckArgs) -> ExitCode {
     let report = check(&Draft::read(&args.settings, std::env::vars_os()), args.online);
     let mut out = io::stdout().lock();
@@ -44,7 +44,7 @@ pub(crate) fn run(args: &CheckArgs) -> ExitCode {
     }
     for line in &report.0 {
         if writeln!(out, "{line}").is_err() {
-            break; // the reader is gone; the exit code still tells
+            break; // the reader is gone; the exit code still reports the result
         }
     }
     report.exit_code()
@@ -129,7 +129,7 @@ fn check(draft: &Draft, is_online: bool) -> Report {
         }
         Some(choice) => records(choice, draft.store_must_exist, &mut report),
         None => {
-            report.warn("store: not checked, because of the errors above it is not clear which one is meant")
+            report.warn("store: not checked, because the errors above leave it unclear which store is meant")
         }
     }
     report
@@ -147,11 +147,11 @@ fn records(choice: &StoreChoice, must_exist: bool, report: &mut Report) {
         }
         StoreChoice::Postgres(url) => postgres(url, report),
         StoreChoice::Redis(options) => redis(options, report),
-        StoreChoice::Cached(_) => report.error("store: a cached store has no other one in it"),
+        StoreChoice::Cached(_) => report.error("store: a cached store cannot contain another one"),
     }
 }
 
-/// Checks the cache before the store. Without the cache nothing is lost, so nothing about it is an error.
+/// Checks the cache before the store. Nothing is lost without the cache, so its faults are warnings.
 fn cache(cached: &CachedChoice, report: &mut Report) {
     let keep = duration_text(cached.keep);
     match &cached.cache {
@@ -161,7 +161,7 @@ fn cache(cached: &CachedChoice, report: &mut Report) {
         CacheChoice::Directory(dir) => store(dir, report),
         cache @ CacheChoice::Redis(options) => {
             let options = (**options).clone().with_danger_allow_eviction(true);
-            match look(&options) {
+            match redis_findings(&options) {
                 Ok(_) => {
                     report.ok(format!("cache {cache}: can be used; answers are kept for {keep} at most"))
                 }
@@ -176,11 +176,11 @@ fn cache(cached: &CachedChoice, report: &mut Report) {
 }
 
 fn configuration(config: &Config, is_online: bool, report: &mut Report) {
-    let said = match config.safe_summary() {
+    let summary = match config.safe_summary() {
         "" => "all defaults",
         summary => summary,
     };
-    report.ok(format!("configuration: {said}"));
+    report.ok(format!("configuration: {summary}"));
     let token = if config.admin_token.is_some() { "with a token" } else { "for this machine only" };
     report.ok(format!("addresses: requests on {}, admin on {}, {token}", config.listen, config.admin));
     if is_online {
@@ -199,7 +199,7 @@ fn configuration(config: &Config, is_online: bool, report: &mut Report) {
     }
     for path in config.asks_at() {
         report.ok(format!(
-            "requests whose end was not seen: the service is asked at {}{path}, not contacted",
+            "requests with an unknown outcome: the service is asked at {}{path}, not contacted",
             config.to
         ));
     }
@@ -210,38 +210,29 @@ fn tls(files: &TlsFiles, report: &mut Report) {
         Ok(tls) => {
             let (cert, key) = (files.cert.display(), files.key.display());
             match tls.validity.and_then(|validity| validity.warning(certificate::now())) {
-                Some(what) => {
-                    report.warn(format!("TLS: {cert} and {key} fit each other, but the certificate {what}"))
-                }
-                None => report.ok(format!("TLS: {cert} and {key} fit each other")),
+                Some(what) => report.warn(format!("TLS: {cert} and {key} match, but the certificate {what}")),
+                None => report.ok(format!("TLS: {cert} and {key} match")),
             }
         }
         Err(error) => report.error(format!("TLS: {error}")),
     }
 }
 
-/// The code that reads it has checked that it is readable. This checks that other users cannot read it.
-fn secret(what: &str, file: &Path, report: &mut Report) {
-    if let Some(warning) = readable_by_everybody(what, file) {
-        report.warn(warning);
-    }
-}
-
 /// A warning, if every user of this machine can read the file.
-pub(crate) fn readable_by_everybody(what: &str, file: &Path) -> Option<String> {
+pub(crate) fn readable_by_all_users(what: &str, file: &Path) -> Option<String> {
     let is_readable = fs::metadata(file).is_ok_and(|about| about.permissions().mode() & 0o004 != 0);
     let file = file.display();
     is_readable
-        .then(|| format!("{what} in {file} can be read by everybody on this machine; run: chmod o= {file}"))
+        .then(|| format!("{what} in {file} can be read by every user of this machine; run: chmod o= {file}"))
 }
 
-/// Asks the database what it has; nothing is written.
+/// Checks the schema and the settings of the database. Nothing is written.
 fn postgres(url: &StoreUrl, report: &mut Report) {
     match crate::schema::usable(url.reveal()) {
-        Ok(true) => report.ok(format!("store {url}: can be used; what it commits is flushed")),
+        Ok(true) => report.ok(format!("store {url}: can be used; its commits are flushed to disk")),
         Ok(false) => report.warn(format!(
-            "store {url}: can be used, but what it commits is NOT flushed (fsync or synchronous_commit is off): a crash of the \
-             server may lose records, and their operations execute again"
+            "store {url}: can be used, but its commits are NOT flushed to disk (fsync or synchronous_commit is off): a crash of \
+             the server may lose records, and their operations execute again"
         )),
         Err(error) => report.error(format!("store {error}")),
     }
@@ -253,12 +244,12 @@ fn store(dir: &Path, report: &mut Report) {
         Ok(metadata) if !metadata.is_dir() => report.error(format!("store {shown}: is not a directory")),
         Ok(_) => existing_store(dir, report),
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            // Some day it is made inside of the nearest directory that is there.
+            // The sidecar will create it inside of the nearest directory that exists.
             let is_there = |dir: &&Path| dir.as_os_str().is_empty() || dir.exists();
             let parent = dir.ancestors().skip(1).find(is_there);
             let parent = parent.filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
-            if writable(parent, &format!("store {shown}: does not exist, and cannot be made"), report) {
-                report.ok(format!("store {shown}: does not exist yet; it is made at the first start"));
+            if writable(parent, &format!("store {shown}: does not exist and cannot be created"), report) {
+                report.ok(format!("store {shown}: does not exist yet; the first start creates it"));
             }
         }
         Err(error) => report.error(format!("store {shown}: {error}")),
@@ -272,33 +263,35 @@ fn existing_store(dir: &Path, report: &mut Report) {
     }
     let is_empty = fs::read_dir(dir).is_ok_and(|mut entries| entries.next().is_none());
     if is_empty {
-        return report.ok(format!("store {shown}: empty; it is made at the first start"));
+        return report.ok(format!("store {shown}: empty; the first start creates it"));
     }
-    if let Some(what) = has_other_things(dir) {
+    if let Some(what) = has_other_files(dir) {
         return report.error(format!("store {shown}: {what}"));
     }
     if !dir.join(RECORDS).exists() {
-        return report.ok(format!("store {shown}: has no records; it is made at the first start"));
+        return report.ok(format!("store {shown}: has no records; the first start creates it"));
     }
-    secret("every stored answer", &dir.join(RECORDS), report);
+    if let Some(warning) = readable_by_all_users("every stored answer", &dir.join(RECORDS)) {
+        report.warn(warning);
+    }
     match oncegate_embedded::check(&EmbeddedOptions::new(dir)) {
         Ok(found) => content(dir, &found, report),
-        // Nothing is wrong with a sidecar that runs.
+        // A sidecar that runs is not an error.
         Err(error @ EmbeddedOpenError::InUse { .. }) => {
             report.warn(format!("{}. Its content was not checked", ErrorChain(&error)));
         },
         Err(EmbeddedOpenError::Damaged { damage, .. }) => report.error(format!(
-            "store {shown}: damaged, and cannot be opened: {damage}. Keep a copy, and restore a backup: what is missing would \
-             execute again"
+            "store {shown}: damaged, and cannot be opened: {damage}. Keep a copy, and restore a backup: requests whose records \
+             are missing would execute again"
         )),
         Err(error) => report.error(format!("store {shown}: {}", ErrorChain(&error))),
     }
 }
 
-/// Connects, writes a key that is gone after a second, and says what the server's configuration can lose.
+/// Connects, writes a key that expires after a second, and reports how the server's configuration can lose records.
 fn redis(options: &RedisOptions, report: &mut Report) {
     let shown = options.shown();
-    match look(options) {
+    match redis_findings(options) {
         Ok(findings) => {
             for finding in findings {
                 let line = format!("store {shown}: {finding}");
@@ -312,21 +305,14 @@ fn redis(options: &RedisOptions, report: &mut Report) {
     }
 }
 
-fn look(options: &RedisOptions) -> Result<Vec<Finding>, String> {
-    let look = async || {
+fn redis_findings(options: &RedisOptions) -> Result<Vec<Finding>, String> {
+    crate::block_on(async {
         let store =
             RedisStore::open(options.clone()).await.map_err(|error| ErrorChain(&error).to_string())?;
         store.check().await.map_err(|error| ErrorChain(&error).to_string())?;
-        Ok::<_, String>(store.findings())
-    };
-    // On a thread of its own, whatever runs on this one.
-    std::thread::scope(|scope| {
-        let looking = scope.spawn(|| {
-            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-            runtime.map_err(|error| error.to_string())?.block_on(look())
-        });
-        looking.join().unwrap_or_else(|_| Err("looking at it failed".to_owned()))
+        Ok(store.findings())
     })
+    .flatten()
 }
 
 /// Succeeds if there is a store in this directory; otherwise the reason why `store-must-exist` refuses it.
@@ -342,46 +328,47 @@ pub(crate) fn existing(dir: &Path) -> Result<(), String> {
     }
 }
 
-/// Why no store is created in this directory: it has no records, and holds things of others. A name that is mistaken for an
-/// empty directory would be an empty store, which executes again what the real one has answered.
-pub(crate) fn has_other_things(dir: &Path) -> Option<String> {
+/// The reason why no store is created in this directory, if it contains other files and no records. A mistyped name would
+/// otherwise be a new, empty store, which executes again every request that the real store has answered.
+pub(crate) fn has_other_files(dir: &Path) -> Option<String> {
     if dir.join(RECORDS).exists() {
         return None;
     }
-    // The root of a file system has `lost+found`, and files that begin with a dot are no data. The lock is of a first start
-    // that went no further.
+    // The root of a file system has `lost+found`, and files that begin with a dot are not data. A first start that failed
+    // leaves the lock.
     let is_other = |name: &str| !name.starts_with('.') && !NOT_OTHERS.contains(&name);
     let names = fs::read_dir(dir).ok()?.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
     let other = names.filter(|name| is_other(name)).min()?;
     Some(format!(
-        "the directory holds other things, such as {other}, and no records; name the directory of the store, an empty one, or one \
-         that is not there yet"
+        "the directory contains other files, such as {other}, and no records; name the directory of the store, an empty directory, \
+         or one that does not exist yet"
     ))
 }
 
-/// Names in an empty store directory.
+/// Names that an empty store directory may have.
 const NOT_OTHERS: [&str; 4] = ["lock", "probe", "records.redb.new", "lost+found"];
 
 /// The file that holds the records.
 const RECORDS: &str = "records.redb";
 
-/// Most records that are named one by one.
-const NAMED: usize = 20;
+/// The most records that are named one by one.
+const MAX_NAMED: usize = 20;
 
 fn content(dir: &Path, found: &CheckReport, report: &mut Report) {
     let shown = dir.display();
     if let Some(damage) = &found.damage {
         report.error(format!(
-            "store {shown}: damaged: {damage}. Keep a copy, and restore a backup: what is missing would execute again"
+            "store {shown}: damaged: {damage}. Keep a copy, and restore a backup: requests whose records are missing would \
+             execute again"
         ));
     }
-    for id in found.unreadable.iter().take(NAMED) {
+    for id in found.unreadable.iter().take(MAX_NAMED) {
         report.error(format!(
             "store {shown}: the record {id} cannot be read; requests with its key are refused"
         ));
     }
-    if found.unreadable.len() > NAMED {
-        report.error(format!("store {shown}: and {} more", found.unreadable.len() - NAMED));
+    if found.unreadable.len() > MAX_NAMED {
+        report.error(format!("store {shown}: and {} more", found.unreadable.len() - MAX_NAMED));
     }
     if !found.unreadable_audit.is_empty() {
         let count = found.unreadable_audit.len();
@@ -389,7 +376,7 @@ fn content(dir: &Path, found: &CheckReport, report: &mut Report) {
     }
     if found.is_disk_low {
         report.warn(format!(
-            "store {shown}: the disk is nearly full: the sidecar refuses requests with a new key until there is room"
+            "store {shown}: the disk is nearly full: the sidecar refuses requests with a new key until there is space"
         ));
     }
     if let Some(skew) = &found.clock {
@@ -411,25 +398,24 @@ fn content(dir: &Path, found: &CheckReport, report: &mut Report) {
     let waiting: u64 = waiting.iter().filter_map(|state| found.records.get(state)).sum();
     if waiting > 0 {
         report.warn(format!(
-            "store {shown}: whether {waiting} of the requests in it took effect is not known; start the sidecar, and see \
-             `oncegate keys ls`"
+            "store {shown}: {waiting} of its requests have an unknown outcome; start the sidecar, and run `oncegate keys ls`"
         ));
     }
 }
 
-/// Below this, records may fill the disk before an operator looks again.
-const FREE_MIN: u64 = 512 * 1024 * 1024;
+/// With less free space, records may fill the disk before an operator looks again.
+const MIN_FREE: u64 = 512 * 1024 * 1024;
 
 /// Checks that a file can be created in the directory, and that there is space left.
 fn writable(dir: &Path, what: &str, report: &mut Report) -> bool {
-    // Has no name, or none for long, and goes with its handle.
+    // The file has no name and is removed with its handle.
     if let Err(error) = tempfile::tempfile_in(dir) {
         report.error(format!("{what}: {error}"));
         return false;
     }
     if let Ok(disk) = rustix::fs::statvfs(dir) {
         let free = disk.f_bavail.saturating_mul(disk.f_frsize);
-        if free < FREE_MIN {
+        if free < MIN_FREE {
             report.warn(format!(
                 "the disk of {} has {} left; once it is full, requests with a key are refused",
                 dir.display(),
@@ -501,7 +487,7 @@ mod tests {
     }
 
     #[test]
-    fn everything_that_is_wrong_has_a_line_and_the_store_is_checked_all_the_same() {
+    fn every_error_has_a_line_and_the_store_is_checked_anyway() {
         let world = World::new();
         let file = world.dir.path().join("oncegate.toml");
         fs::write(&file, "lease = 30\nretentoin = \"1h\"\nwait = \"1s\"\nupstream-timeout = \"none\"\n")
@@ -513,7 +499,7 @@ mod tests {
             "error oncegate.toml:2:1: no such setting `retentoin`; did you mean `retention`?",
             "warn  oncegate.toml:4:20: upstream-timeout: a service that hangs",
             "error nothing to protect: give --to URL",
-            "ok    store data: does not exist yet; it is made at the first start",
+            "ok    store data: does not exist yet; the first start creates it",
         ];
         assert_eq!(lines.len(), expected.len(), "{lines:#?}");
         for (line, expected) in lines.iter().zip(expected) {
@@ -522,10 +508,10 @@ mod tests {
     }
 
     #[test]
-    fn a_store_that_nobody_named_clearly_is_not_checked() {
+    fn a_store_with_a_doubtful_name_is_not_checked() {
         let dir = tempfile::tempdir().unwrap();
         let not_checked =
-            "warn  store: not checked, because of the errors above it is not clear which one is meant";
+            "warn  store: not checked, because the errors above leave it unclear which store is meant";
         let by_flag = lines(dir.path(), &["--store", "other://x"]);
         assert!(by_flag[0].contains("is a URL of none of the stores"), "{by_flag:?}");
         assert_eq!(by_flag.last().unwrap(), not_checked);
@@ -540,7 +526,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_that_can_be_none_is_named() {
+    fn a_path_that_cannot_be_a_directory_is_named() {
         let world = World::new();
         assert_eq!(
             World { store: world.store.join("deep/down"), dir: tempfile::tempdir().unwrap() }
@@ -548,7 +534,7 @@ mod tests {
                 .len(),
             1
         );
-        assert!(!world.store.exists(), "checking makes nothing");
+        assert!(!world.store.exists(), "a check creates nothing");
         fs::write(&world.store, "").unwrap();
         assert_eq!(world.store_lines(), ["error store data: is not a directory"]);
         let below = World { store: world.store.join("below"), dir: world.dir };
@@ -566,16 +552,16 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_with_other_things_in_it_is_pointed_out() {
+    fn a_directory_with_other_files_is_an_error() {
         let world = World::new();
         fs::create_dir(&world.store).unwrap();
-        assert_eq!(world.store_lines(), ["ok    store data: empty; it is made at the first start"]);
+        assert_eq!(world.store_lines(), ["ok    store data: empty; the first start creates it"]);
         fs::write(world.store.join("other"), "").unwrap();
         assert_eq!(
             world.store_lines(),
             [
-                "error store data: the directory holds other things, such as other, and no records; name the directory of the \
-                 store, an empty one, or one that is not there yet"
+                "error store data: the directory contains other files, such as other, and no records; name the directory of the \
+                 store, an empty directory, or one that does not exist yet"
             ]
         );
     }
@@ -609,13 +595,10 @@ mod tests {
             assert!(std::time::Instant::now() < deadline, "{lines:?}");
             tokio::task::yield_now().await;
         };
-        assert_eq!(lines.len(), 2, "{lines:?}"); // and none of what everybody could read
+        assert_eq!(lines.len(), 2, "{lines:?}"); // and no warning that other users can read it
         assert!(lines[0].starts_with("ok    store data: sound; "), "{lines:?}");
         assert!(lines[0].ends_with("; 1 in-progress; audit trail: 0"), "{lines:?}");
-        assert!(
-            lines[1]
-                .starts_with("warn  store data: whether 1 of the requests in it took effect is not known")
-        );
+        assert!(lines[1].starts_with("warn  store data: 1 of its requests have an unknown outcome"));
     }
 
     #[test]
@@ -630,7 +613,7 @@ mod tests {
     }
 
     #[test]
-    fn secrets_and_certificates_are_looked_at() {
+    fn secrets_and_certificates_are_checked() {
         let dir = tempfile::tempdir().unwrap();
         let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
         for (name, content) in [("token", "0123456789abcdef"), ("cert.pem", ""), ("key.pem", "")] {
@@ -643,9 +626,9 @@ mod tests {
         let lines = lines(dir.path(), &flags);
         let has =
             |start: &str| assert!(lines.iter().any(|line| line.starts_with(start)), "{start}\n{lines:#?}");
-        has("warn  the admin token in token can be read by everybody on this machine; run: chmod o= token");
+        has("warn  the admin token in token can be read by every user of this machine; run: chmod o= token");
         has("error TLS: cert.pem: there is no certificate in it");
-        has("warn  the TLS key in key.pem can be read by everybody");
+        has("warn  the TLS key in key.pem can be read by every user");
         has("ok    addresses: requests on 127.0.0.1:8080, admin on 127.0.0.1:9090, with a token");
     }
 }

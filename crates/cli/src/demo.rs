@@ -12,7 +12,7 @@ pub(crate) struct DemoArgs {
     /// Repeats the plan of an earlier demonstration: payments, double clicks, faults. The timing differs each time.
     #[arg(long, value_name = "NUMBER")]
     seed: Option<u64>,
-    /// The number of payments that the customers mean to make.
+    /// The number of payments that the customers want to make.
     #[arg(long, value_name = "NUMBER", default_value_t = 120, value_parser = clap::value_parser!(u64).range(1..=10_000))]
     intents: u64,
     /// Prints the result as JSON on the standard output, and the progress on the standard error.

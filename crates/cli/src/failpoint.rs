@@ -1,16 +1,16 @@
-//! Stops at a named point and waits to be killed. Only in builds with the feature `failpoints`, for tests of crashes and of
-//! processes that were stopped.
+//! Blocks at a named point until the process is killed. Only in builds with the feature `failpoints`, for tests of crashes
+//! and of paused processes.
 //!
-//! `ONCEGATE_FAILPOINT` names the point: `executing` (the claim is durable, the upstream was not asked yet), `executed` (the
-//! upstream's answer is there, nothing of it is written), `completed` (the completion is durable, no response was sent). With
-//! `stop:` before it, the whole process is stopped there, once, by a signal, and goes on where it is continued.
+//! `ONCEGATE_FAILPOINT` names the point: `executing` (the claim is durable, nothing was sent to the upstream yet), `executed`
+//! (the upstream has answered, nothing of the answer is written), `completed` (the completion is durable, no response was
+//! sent). With the prefix `stop:`, the process stops itself there once with a signal, and goes on when it is continued.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use oncegate_engine::{Event, EventKind, Observer};
 
-/// Stops the thread that reaches the point.
+/// Blocks the thread that reaches the point.
 pub(crate) struct Failpoint {
     point: Option<String>,
     stops: AtomicBool,
@@ -35,10 +35,9 @@ impl Observer for Failpoint {
         if self.point.as_deref() == Some(point) {
             complain!("failpoint {point}");
             if self.stops.swap(false, Ordering::SeqCst) {
-                // The test that waits for the stop continues it.
                 let _sent =
                     rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::STOP);
-                // Any thread may take the signal, and this one must not go on before it has reached all of them.
+                // This thread must not go on before the signal has stopped all threads.
                 std::thread::sleep(Duration::from_millis(200));
                 return;
             }

@@ -1,4 +1,4 @@
-//! Lines that a thread of their own writes, so that a slow reader of them holds up no request.
+//! Writes lines in a thread of its own, so that a slow reader of them delays no request.
 
 use std::io::{self, BufWriter, Write};
 use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, sync_channel};
@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use prometheus_client::metrics::counter::Counter;
 
-/// Most lines that wait to be written.
+/// The most lines that wait to be written.
 const MAX_WAITING: usize = 8192;
 
 /// Limits the time that the end of the process waits for the last lines.
@@ -24,7 +24,7 @@ pub(crate) struct LineWriter {
 enum Entry {
     /// With its line feed.
     Line(Vec<u8>),
-    /// Everything before it is to be written now.
+    /// Writes all lines before it now, and confirms that.
     Flush(SyncSender<()>),
 }
 
@@ -37,14 +37,14 @@ impl LineWriter {
     ) -> io::Result<Self> {
         let (entries, waiting) = sync_channel(MAX_WAITING);
         let write = move || {
-            // A reader that has gone ends the lines and nothing else.
+            // If the reader is gone, only the lines are lost.
             let _gone = write_all(&waiting, &mut BufWriter::new(out));
         };
         std::thread::Builder::new().name(thread.to_owned()).spawn(write)?;
         Ok(Self { entries, dropped })
     }
 
-    /// Has a line written; its line feed is part of it. Never waits.
+    /// Queues a line, which includes its line feed. Never waits.
     pub(crate) fn write(&self, line: Vec<u8>) {
         if self.entries.try_send(Entry::Line(line)).is_err() {
             self.dropped.inc();

@@ -11,10 +11,10 @@ use tracing_subscriber::fmt::MakeWriter;
 
 use crate::line_writer::LineWriter;
 
-/// Says how much is logged.
+/// The environment variable that sets the level of the log.
 pub(crate) const VARIABLE: &str = "ONCEGATE_LOG";
 
-/// Set once, by the command that was asked for.
+/// Set once, when the command starts.
 static LOG: OnceLock<Log> = OnceLock::new();
 static DROPPED: LazyLock<Counter> = LazyLock::new(Counter::default);
 
@@ -26,11 +26,10 @@ struct Log {
     told: AtomicU64,
 }
 
-/// Logs to the standard error from now on, as `ONCEGATE_LOG` says. A thread of its own writes: a reader that stands still
-/// holds up no request.
+/// Starts the log on the standard error, with the levels in `ONCEGATE_LOG`.
 ///
 /// # Errors
-/// `ONCEGATE_LOG` makes no sense, or there is no thread.
+/// If `ONCEGATE_LOG` is invalid, or no thread can be started.
 pub(crate) fn start() -> Result<(), String> {
     let filter = match std::env::var_os(VARIABLE) {
         Some(value) => filter(&value.to_string_lossy()).map_err(|error| format!("{VARIABLE}: {error}"))?,
@@ -48,7 +47,7 @@ pub(crate) fn start() -> Result<(), String> {
     Ok(())
 }
 
-/// Waits, for a bounded time, until what was logged is written. The end of the process calls it.
+/// Waits, for a bounded time, until all lines are written. Called at the end of the process.
 pub(crate) fn flush() {
     if let Some(log) = LOG.get() {
         log.lines.flush();
@@ -65,12 +64,12 @@ pub(crate) fn dropped() -> Counter {
 pub(crate) fn filter(value: &str) -> Result<EnvFilter, String> {
     let mut directives = vec!["info"];
     for directive in value.split(',').map(str::trim).filter(|directive| !directive.is_empty()) {
-        // A word that is no level would be taken for a part of the program, and switch everything else off.
+        // The library would read an unknown level as a part of the program, and switch everything else off.
         let level = directive.rsplit_once('=').map_or(directive, |(_, level)| level);
         let is_level = level.parse::<LevelFilter>().is_ok() && !level.chars().all(|c| c.is_ascii_digit());
         if !is_level {
             return Err(format!(
-                "{level:?} is no level: write error, warn, info, debug, trace or off, or NAME=LEVEL for a part of the program \
+                "{level:?} is not a level: write error, warn, info, debug, trace or off, or NAME=LEVEL for a part of the program \
                  (oncegate_engine=debug)"
             ));
         }
@@ -79,7 +78,7 @@ pub(crate) fn filter(value: &str) -> Result<EnvFilter, String> {
     EnvFilter::builder().parse(directives.join(",")).map_err(|error| error.to_string())
 }
 
-/// Takes one event, which is one or more whole lines.
+/// The writer of one event, which is one or more whole lines.
 #[derive(Debug)]
 pub(crate) struct LogLine(&'static Log);
 
@@ -118,7 +117,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_word_that_is_no_level_is_refused() {
+    fn an_unknown_level_is_refused() {
         for value in [
             "info",
             "debug",
@@ -135,11 +134,11 @@ mod tests {
         {
             assert!(filter(value).is_err(), "{value}");
         }
-        assert!(filter("debgu").unwrap_err().contains("\"debgu\" is no level"));
+        assert!(filter("debgu").unwrap_err().contains("\"debgu\" is not a level"));
     }
 
     #[test]
-    fn what_is_not_named_has_the_level_info() {
+    fn parts_without_a_level_have_the_level_info() {
         assert_eq!(filter("oncegate_engine=debug").unwrap().to_string(), "oncegate_engine=debug,info");
         assert_eq!(filter("warn").unwrap().to_string(), "warn");
     }

@@ -1,6 +1,6 @@
 //! `oncegate`: the sidecar and the tools of Oncegate.
 
-/// Prints a line on the standard error, if it can still be written: the exit code holds without it.
+/// Prints a line on the standard error. An error is ignored, because the exit code reports the result anyway.
 macro_rules! complain {
     ($($words:tt)*) => {{
         let _unread = ::std::io::Write::write_all(
@@ -24,6 +24,7 @@ mod log;
 mod proxy;
 mod schema;
 
+use std::future::Future;
 use std::process::ExitCode;
 
 use call::CallArgs;
@@ -52,34 +53,34 @@ enum Command {
     /// Every setting can be given as a flag, as an environment variable (ONCEGATE_LISTEN for --listen), or in a TOML file
     /// (--config). Flags win over the environment, the environment over the file.
     Proxy(ProxyArgs),
-    /// Says what is wrong with a configuration and its store, line by line; the exit code is 1 where something is.
+    /// Checks a configuration and its store, and prints a line for each result; the exit code is 1 if there is an error.
     ///
-    /// Takes the flags of the sidecar. Nothing is started, listened on or, without --online, sent to the service. A store
-    /// that no process has open is read from end to end; one that was not stopped cleanly is brought in order first, as the
-    /// sidecar would.
+    /// Accepts the flags of the sidecar. It starts nothing, listens on no address and, without --online, sends nothing to the
+    /// service. A store that no process has open is read from end to end. If it was not stopped cleanly, it is repaired first,
+    /// as the sidecar would do.
     Check(CheckArgs),
-    /// Shows what it is for: the same payments over a hostile network, without Oncegate and with it.
+    /// Demonstrates Oncegate: the same payments over a hostile network, without Oncegate and with it.
     ///
     /// Starts a payments service with a ledger, customers whose requests and replies get lost, and the sidecar, which is
-    /// killed with kill -9 in the middle. Ends with a table of what the ledger says, and with the exit code 1 if with
-    /// Oncegate any payment was charged twice or not at all. Takes some ten seconds, and nothing but this program.
+    /// killed with kill -9 in the middle. Ends with a table of the charges in the ledger, and with the exit code 1 if with
+    /// Oncegate any payment was charged twice or not at all. Takes about ten seconds, and needs only this program.
     Demo(DemoArgs),
     /// Lists, shows and resolves records of a running sidecar.
     ///
-    /// Exit codes: 0 done, 1 refused or not there, 2 wrong usage, 3 the sidecar cannot be reached.
+    /// Exit codes: 0 done, 1 refused or not found, 2 wrong usage, 3 the sidecar cannot be reached.
     Keys(KeysArgs),
-    /// Tells a running sidecar that the clock of its machine is right, after it was set ahead by more than five minutes.
+    /// Confirms to a running sidecar that the clock of its machine is right, after it was set ahead by more than five minutes.
     ///
     /// Exit codes as for `oncegate keys`.
     Clock(ClockArgs),
     /// Sends one request until there is a definite answer: for scripts and cron jobs, where curl --retry would pay twice.
     ///
     /// Every attempt carries the same Idempotency-Key. With --journal the intent is on disk before it is sent, and survives
-    /// this process: `oncegate call --resume --journal DIR` goes on with it. The body of the answer goes to the standard
-    /// output, every word about it to the standard error.
+    /// this process: `oncegate call --resume --journal DIR` continues it. The body of the answer is written to the standard
+    /// output, all messages to the standard error.
     #[command(after_long_help = call::exit_codes())]
     Call(Box<CallArgs>),
-    /// Prepares a database for its store: prints the SQL, applies it, or says what the database has.
+    /// Prepares a database for its store: prints the SQL, applies it, or shows the version of the database.
     ///
     /// Exit codes: 0 done, 1 failed, or not the version that this program needs, 2 wrong usage.
     Schema(SchemaArgs),
@@ -104,7 +105,7 @@ fn run(command: Command) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // Behind what was logged; and the exit code holds whether or not the standard error is still there.
+            // So that the error comes after the log lines.
             log::flush();
             for line in error.lines() {
                 complain!("error: {line}");
@@ -112,6 +113,12 @@ fn run(command: Command) -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// Runs a future to its end on a runtime of its own.
+fn block_on<T>(run: impl Future<Output = T>) -> Result<T, String> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    Ok(runtime.map_err(|error| format!("cannot start a runtime: {error}"))?.block_on(run))
 }
 
 #[cfg(test)]

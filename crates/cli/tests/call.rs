@@ -232,7 +232,7 @@ async fn a_rejected_call_stays_in_the_journal_until_its_credentials_are_fixed() 
     };
     let end = send("hush-expired").await;
     assert!(
-        end.code == Some(7) && end.words.contains("mend that") && end.words.contains("credentials"),
+        end.code == Some(7) && end.words.contains("fix the reason") && end.words.contains("credentials"),
         "{end:?}"
     );
     let file = fs::read_dir(dir.path().join("journal")).unwrap().next().unwrap().unwrap().path();
@@ -359,7 +359,7 @@ async fn the_help_lists_the_exit_codes_of_the_documentation() {
     let section = one_line(section);
     let order = section.split("in the order ").nth(1).unwrap().split('.').next().unwrap();
     assert!(
-        help.contains(&format!("of several ends the worst counts, in the order {order}.")),
+        help.contains(&format!("the worst of several ends counts, in the order {order}.")),
         "{order}: {help}"
     );
 }

@@ -1,4 +1,4 @@
-//! What the cache of a cached store was good for, for Prometheus.
+//! Metrics of the cache before a store, for Prometheus.
 
 use std::fmt;
 
@@ -24,8 +24,8 @@ impl Collector for CacheCollector {
         ];
         let writes = [("filled", counts.populated), ("failed", counts.failed), ("shed", counts.shed)];
         let families = [
-            ("cache_claims", "What the cache of the store said to claims", &claims[..]),
-            ("cache_fills", "What became of answers that were to be put into the cache", &writes[..]),
+            ("cache_claims", "Claims by the result of the cache before the store", &claims[..]),
+            ("cache_fills", "Answers for the cache, by result", &writes[..]),
         ];
         for (name, help, results) in families {
             let mut family = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
@@ -35,7 +35,7 @@ impl Collector for CacheCollector {
         }
         let gauges = [
             ("cache_pending", "Answers that wait to be put into the cache", counts.pending),
-            ("cache_out", "1 while the cache is not asked because it did not answer", counts.is_out.into()),
+            ("cache_out", "1 while the cache is not used, because it did not answer", counts.is_out.into()),
         ];
         for (name, help, value) in gauges {
             let value = ConstGauge::new(i64::try_from(value).unwrap_or(i64::MAX));

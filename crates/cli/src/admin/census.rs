@@ -2,12 +2,12 @@
 //!
 //! No store keeps such a count, because that would cost a write with every request. So a task walks through the store, a page
 //! at a time, and rests [`REST_FACTOR`] times as long as the page took: a walk through ten million records takes about an
-//! hour and one per cent of one core. Between the pages, the unsettled records that are known are read again, together with
-//! those that this process left behind. So the gauges follow what this process leaves unsettled, and what operators settle,
-//! within seconds. They follow what other processes leave, and what a crash left, when the walk comes there.
+//! hour and one per cent of one core. Between the pages, the task reads the known unsettled records again, and those that this
+//! process left without an outcome. So the gauges show within seconds which records this process leaves unsettled and which
+//! operators settle. Records that other processes or a crash left are counted when the walk reaches them.
 //!
-//! A record whose retention ends is removed, also while it waits for an operator, and its key executes again. The log tells of
-//! it before that and when it has happened.
+//! A record whose retention ends is removed even if it waits for an operator, and its key executes again. The log reports it
+//! before that and afterwards.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Bound;
@@ -23,23 +23,23 @@ use tokio::time::Instant;
 
 use super::Metrics;
 
-/// After a page of a walk the task rests for so many times as long as the page took.
+/// The rest after a page of a walk, as a multiple of the time that the page took.
 const REST_FACTOR: u32 = 100;
 
-/// Between two walks, and between two looks at the records that are known.
-const EVERY: Duration = Duration::from_secs(5);
+/// The pause between two walks, and between two checks of the known records.
+const INTERVAL: Duration = Duration::from_secs(5);
 
-/// Most unsettled records that are remembered one by one. If there are more, only a walk counts them.
+/// The most unsettled records that are remembered one by one. If there are more, only a walk counts them.
 const MAX_KNOWN: usize = 10_000;
 
-/// Most known records that are read again at a time.
+/// The most known records that are read again at a time.
 const MAX_REREAD: usize = 200;
 
 /// The time before the end of its retention at which the log reports an unsettled record; at most a quarter of the
 /// retention.
 const LAST_CALL: Duration = Duration::from_secs(24 * 3600);
 
-/// The records that this process left without an outcome. All clones are one.
+/// The records that this process left without an outcome. All clones share them.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct AbandonedRecords(Arc<Mutex<BTreeSet<RecordId>>>);
 
@@ -70,7 +70,7 @@ pub(crate) struct Counts {
     pub(crate) in_progress: u64,
     pub(crate) abandoned: u64,
     pub(crate) unknown: u64,
-    /// Since when the oldest unsettled record waits for an operator.
+    /// The time from which the oldest unsettled record waits for an operator.
     pub(crate) oldest: Option<Timestamp>,
     /// The earliest end of the retention of an unsettled record.
     pub(crate) first_end: Option<Timestamp>,
@@ -98,7 +98,7 @@ impl Counts {
 /// The remembered facts about a record.
 struct CountedRecord {
     state: StateName,
-    /// Since when it is in this state.
+    /// The time at which it came into this state.
     since: Timestamp,
     /// The end of its retention.
     end: Timestamp,
@@ -131,14 +131,14 @@ impl CountedRecord {
     }
 }
 
-/// Logs that no operator settled a record in time. It is the last line about the record, which no longer exists.
+/// Logs that no operator settled a record in time. This is the last line about the record, which no longer exists.
 fn log_expired(id: RecordId, record: &CountedRecord) {
     tracing::warn!(
         record = %id,
         operation = record.label.operation(),
         state = record.state.as_str(),
         since = record.since.as_millis(),
-        "a record was removed at the end of its retention, and nobody had settled it: what happened is unknown, and its key executes again"
+        "a record was removed at the end of its retention, and no operator had settled it: its outcome stays unknown, and its key executes again"
     );
 }
 
@@ -156,9 +156,9 @@ pub(crate) async fn run(store: Arc<dyn Store>, left: AbandonedRecords, metrics: 
     };
     loop {
         if let Err(error) = census.walk().await {
-            tracing::debug!(error = %ErrorChain(&error), "the records that are not settled were not counted; tried again");
+            tracing::debug!(error = %ErrorChain(&error), "cannot count the unsettled records; trying again");
         }
-        tokio::time::sleep(EVERY).await;
+        tokio::time::sleep(INTERVAL).await;
         census.reread().await;
     }
 }
@@ -173,7 +173,7 @@ struct Census {
     reread_after: Option<RecordId>,
     /// True if there are more unsettled records than are remembered.
     is_partial: bool,
-    /// As the last walk counted them.
+    /// The result of the last walk.
     in_progress: Option<u64>,
     /// The number of unsettled records that the log has reported.
     reported: u64,
@@ -186,7 +186,7 @@ impl Census {
         query.states = StateSet::OPEN;
         query.limit = limits::MAX_PAGE_RECORDS;
         let (mut found, mut counts, mut is_partial) = (BTreeMap::new(), Counts::default(), false);
-        let mut reread_at = Instant::now() + EVERY;
+        let mut reread_at = Instant::now() + INTERVAL;
         loop {
             let started = Instant::now();
             let page = self.store.list(query.clone()).await?;
@@ -210,7 +210,7 @@ impl Census {
                 tokio::time::sleep_until(until.min(reread_at)).await;
                 if reread_at <= Instant::now() {
                     self.reread().await;
-                    reread_at = Instant::now() + EVERY;
+                    reread_at = Instant::now() + INTERVAL;
                 }
             }
         }
@@ -218,20 +218,19 @@ impl Census {
         for (id, record) in earlier {
             match self.known.get_mut(&id) {
                 Some(found) => found.is_last_call_made = record.is_last_call_made,
-                // What was settled is gone, too. It is only what had to go that is told of.
-                None => self.is_gone(id, &record),
+                None => self.report_removed(id, &record),
             }
         }
         self.is_partial = is_partial;
         self.in_progress = Some(counts.in_progress);
         self.metrics.set_counts(counts);
         self.report(counts);
-        // What this process left while the walk had passed it already.
+        // For records that this process left after the walk had passed them.
         self.reread().await;
         Ok(())
     }
 
-    /// Reads again what this process left behind, and some of the known records.
+    /// Reads the records that this process left without an outcome, and some of the known records.
     async fn reread(&mut self) {
         let mut ids: BTreeSet<_> = self.left.lock().iter().copied().collect();
         let from = self.reread_after.map_or(Bound::Unbounded, Bound::Excluded);
@@ -240,7 +239,7 @@ impl Census {
         self.reread_after = next.last().copied().filter(|_| next.len() == MAX_REREAD);
         ids.extend(next);
         for id in ids {
-            // What cannot be read now is read again the next time.
+            // After an error, the rest is read the next time.
             let Ok(record) = self.store.lookup(id).await else { return };
             let now = self.store.now();
             let counted = record.as_ref().map(|record| CountedRecord::of(record, now));
@@ -252,7 +251,7 @@ impl Census {
                     counted.is_last_call_made = known.is_some_and(|known| known.is_last_call_made);
                     self.known.insert(id, counted);
                 }
-                (None, Some(known)) if record.is_none() => self.is_gone(id, &known),
+                (None, Some(known)) if record.is_none() => self.report_removed(id, &known),
                 _ => {}
             }
         }
@@ -265,15 +264,15 @@ impl Census {
         self.metrics.set_counts(counts);
     }
 
-    /// An unsettled record is not there any more.
-    fn is_gone(&self, id: RecordId, record: &CountedRecord) {
+    /// Reports an unsettled record that is gone, if its retention is over. Otherwise an operator settled it.
+    fn report_removed(&self, id: RecordId, record: &CountedRecord) {
         if record.end <= self.store.now() {
             self.metrics.count_expired_unsettled();
             log_expired(id, record);
         }
     }
 
-    /// Tells the log of records that are removed soon. Once for each, in one line for all that are found at a time.
+    /// Logs the records that are removed soon. Each is reported once, in one line with all that are found at the same time.
     fn call_last(&mut self) {
         let now = self.store.now();
         let (mut records, mut first) = (0_usize, None);
@@ -294,7 +293,7 @@ impl Census {
         }
     }
 
-    /// Tells the log of records that were left by others, or before the start.
+    /// Logs records that other processes left, or that were left before the start.
     fn report(&mut self, counts: Counts) {
         let unsettled = counts.unsettled();
         if unsettled > self.reported {

@@ -10,7 +10,7 @@ pub(super) enum Exposition {
 }
 
 impl Exposition {
-    /// The form that the client prefers; the older one if it does not say.
+    /// The form that the client prefers; without a preference, the older one.
     pub(super) fn of(headers: &HeaderMap) -> Self {
         let accepts: Vec<_> =
             headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok()).collect();
@@ -39,7 +39,7 @@ impl Exposition {
         }
     }
 
-    /// The text in this form; it comes in OpenMetrics.
+    /// Converts a text in OpenMetrics to this form.
     pub(super) fn of_open_metrics(self, text: String) -> String {
         match self {
             Self::OpenMetrics => text,
@@ -48,8 +48,8 @@ impl Exposition {
     }
 }
 
-/// In the older format the name of a counter ends in `_total` in its descriptions, too, an info is a gauge whose name ends in
-/// `_info`, and there are neither units nor an end.
+/// Converts a text to the older format. There, the name of a counter ends in `_total` in its descriptions, too, an info is a
+/// gauge whose name ends in `_info`, and there are no units and no end mark.
 fn prometheus(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut help = None;

@@ -1,9 +1,9 @@
-//! Who may speak to the admin API.
+//! Access control of the admin API.
 //!
-//! Without a token only this machine can reach it, and everything on this machine can, a browser included. So a page of
-//! another site must not get through: neither by a name of its own that it points at this machine (DNS rebinding, which
-//! the `Host` field shows), nor by a form or a fetch that a browser sends without asking (which its media type, `Origin`
-//! and `Sec-Fetch-Site` show).
+//! Without a token only this machine can reach it, and every program on this machine can, browsers included. So pages of
+//! other sites must be refused. Such a page can use a host name of its own that it points at this machine (DNS rebinding,
+//! which the `Host` field shows), or a form or a fetch that a browser sends without asking (which its media type, `Origin` and
+//! `Sec-Fetch-Site` show).
 
 use std::net::IpAddr;
 
@@ -21,7 +21,7 @@ use super::AdminLive;
 use super::problem::Problem;
 use crate::config::AdminToken;
 
-/// Lets a request through, or says why not.
+/// Passes a request on, or refuses it.
 pub(super) async fn guard(
     State(live): State<watch::Receiver<AdminLive>>,
     request: Request,
@@ -59,7 +59,7 @@ fn check_token(token: &AdminToken, headers: &HeaderMap) -> Result<(), Problem> {
     let shown = headers.get(header::AUTHORIZATION).ok_or_else(|| Problem::unauthorized(detail))?;
     let (scheme, shown) =
         shown.as_bytes().split_at_checked(7).ok_or_else(|| Problem::unauthorized(detail))?;
-    // The comparison takes as long for a token that is nearly right as for one that is all wrong.
+    // In constant time, so that the time tells nothing about the token.
     let is_right: bool = shown.trim_ascii().ct_eq(token.as_bytes()).into();
     if scheme.eq_ignore_ascii_case(b"Bearer ") && is_right {
         Ok(())

@@ -1,4 +1,4 @@
-//! Records: listed, shown, found, resolved, released, parked.
+//! The endpoints for records: list, show, find, resolve, release, park; and the audit trail.
 
 use axum::extract::rejection::{BytesRejection, QueryRejection};
 use axum::extract::{Path, Query, State};
@@ -42,7 +42,7 @@ pub(super) async fn list(State(state): State<AdminState>, query: Pairs) -> Answe
                 filter.states = listing::states(&text).map_err(bad)?;
             }
             "caller" => {
-                let what = "is not a caller's mark; it has 16 hexadecimal digits, as a listing shows them";
+                let what = "is not a caller's tag; it has 16 hexadecimal digits, as a listing shows them";
                 filter.caller = Some(CallerTag::from_hex(&text).ok_or_else(|| bad(what.to_owned()))?);
             }
             "key_tag" => {
@@ -98,7 +98,8 @@ pub(super) async fn show(State(state): State<AdminState>, Path(id): Path<String>
         };
     }
     let id = listing::find(&state, &id).await?;
-    shown(&state, id, detail).await
+    let record = lookup(&state, id).await?;
+    Ok(view::json(&view::record(id, &record, state.engine.store().now(), detail)))
 }
 
 /// The request whose record is sought, or only its key. Key and credential are in a body and not in a URL, because
@@ -137,7 +138,7 @@ pub(super) async fn find(State(state): State<AdminState>, body: Body) -> Answer 
         let settings = state.settings(&parts.method, parts.uri.path());
         let names: Vec<_> = settings.caller().parts().map(|part| part_name(&part)).collect();
         Problem::no_record_of_such(format!(
-            "Requests on this route that do not say whose they are (the {}) are refused, so no such request has a record.",
+            "Requests on this route that do not identify their caller (by the {}) are refused, so no such request has a record.",
             names.join(" and the ")
         ))
     })?;
@@ -174,7 +175,7 @@ fn spelling_hint(settings: &Settings, caller: Option<&Caller>) -> String {
 async fn find_by_key(state: &AdminState, find: &Find) -> Answer {
     if find.method.is_some() || find.host.is_some() || find.caller.is_some() || find.body {
         return Err(Problem::bad_request(
-            "path: say it, too, to find one record; or the key alone, to list all records that have it.",
+            "path: add it to find one record, or give the key alone to list all records that have it.",
         ));
     }
     let key = searched_key(&find.key).map_err(|error| Problem::bad_request(format!("key: {error}.")))?;
@@ -184,16 +185,17 @@ async fn find_by_key(state: &AdminState, find: &Find) -> Answer {
     listing::newest(state, filter, Period::default()).await
 }
 
-/// The key that a person means who has nothing else: as a header field spells it, or as a program did that has no fields.
+/// Reads a key that an operator searches for: in the syntax of the header field, or else as a program without header fields
+/// would use it.
 ///
 /// # Errors
-/// It is empty, or too long.
+/// If it is empty or too long.
 pub(crate) fn searched_key(text: &str) -> Result<IdempotencyKey, KeyError> {
     let field = KeyGrammar::default().parse(key_field(text).as_bytes());
     field.or_else(|_| IdempotencyKey::new(text))
 }
 
-/// The head of a request that the layer would derive the same record from.
+/// The head of a request from which the layer would derive the same record.
 fn request_of(state: &AdminState, find: &Find) -> Result<(Parts, IdempotencyKey), Problem> {
     let bad = |what: String| Problem::bad_request(what);
     let Some(method) = &find.method else { return Err(bad("method: it is missing.".to_owned())) };
@@ -215,18 +217,18 @@ fn request_of(state: &AdminState, find: &Find) -> Result<(Parts, IdempotencyKey)
     match (&find.host, settings.authority()) {
         (None, AuthorityRole::Scope) => {
             return Err(bad(
-                "host: each host has keys of its own on this route; say which one the request was for."
+                "host: each host has keys of its own on this route; name the one that the request was for."
                     .to_owned(),
             ));
         }
         (Some(host), _) => {
             let value = HeaderValue::from_str(host);
-            let value = value.map_err(|_| bad(format!("host: {host:?} has characters that no host has.")))?;
+            let value = value.map_err(|_| bad(format!("host: {host:?} is not a valid host.")))?;
             parts.headers.insert(header::HOST, value);
         }
         (None, _) => {}
     }
-    // A key that is built of the body is spelt as it was built, whatever the field would have to be.
+    // The grammar of the header field does not apply to a key that is built from the body.
     let any = KeyGrammar::default();
     let grammar = if settings.natural_key().is_some() { &any } else { settings.key_grammar() };
     let key = grammar.parse(key_field(&find.key).as_bytes());
@@ -234,14 +236,15 @@ fn request_of(state: &AdminState, find: &Find) -> Result<(Parts, IdempotencyKey)
     Ok((parts, key))
 }
 
-/// The header fields that say whose request it is.
+/// The header fields that identify the caller.
 fn caller_fields(
     settings: &Settings,
     caller: Option<&Caller>,
 ) -> Result<Vec<(HeaderName, HeaderValue)>, Problem> {
     let bad = |what: &str| Problem::bad_request(format!("caller: {what}"));
     let value = |text: &str| {
-        HeaderValue::from_str(text).map_err(|_| bad("the value has characters that no header field has."))
+        HeaderValue::from_str(text)
+            .map_err(|_| bad("the value has characters that a header field cannot contain."))
     };
     let scope = settings.caller();
     let parts: Vec<_> = scope.parts().collect();
@@ -284,7 +287,7 @@ fn part_name(part: &CallerPart<'_>) -> String {
     }
 }
 
-/// The key as a field that every grammar takes: in quotes. What starts with a quote is such a field already.
+/// The key in quotes, as every grammar accepts it, unless it starts with a quote already.
 fn key_field(key: &str) -> String {
     if key.starts_with('"') {
         return key.to_owned();
@@ -323,7 +326,7 @@ enum OutcomeName {
     Released,
 }
 
-/// Header fields, as pairs, or as an object where none is there twice.
+/// Header fields, as pairs, or as an object if no name is repeated.
 #[derive(Deserialize)]
 #[serde(untagged, expecting = "headers: an object of texts, or a list of [name, value]")]
 enum Fields {
@@ -339,11 +342,10 @@ pub(super) async fn resolve(
 ) -> Answer {
     let id = listing::find(&state, &id).await?;
     let request: ResolveRequest = from_json(body)?;
-    let actor = actor(request.actor.as_deref(), &headers)?;
-    let reason = audit_text("reason", &request.reason)?;
+    let audit = AuditTexts::read(request.actor.as_deref(), &request.reason, &headers)?;
     let amend = request.amend;
     let verdict = Verdict { resolution: request.resolution()?, force: false, amend };
-    settle(&state, id, verdict, actor, reason).await
+    settle(&state, id, verdict, audit).await
 }
 
 #[derive(Deserialize)]
@@ -363,10 +365,9 @@ pub(super) async fn release(
 ) -> Answer {
     let id = listing::find(&state, &id).await?;
     let request: ReleaseRequest = from_json(body)?;
-    let actor = actor(request.actor.as_deref(), &headers)?;
-    let reason = audit_text("reason", &request.reason)?;
+    let audit = AuditTexts::read(request.actor.as_deref(), &request.reason, &headers)?;
     let verdict = Verdict { resolution: Resolution::Release, force: request.force, amend: false };
-    settle(&state, id, verdict, actor, reason).await
+    settle(&state, id, verdict, audit).await
 }
 
 #[derive(Deserialize)]
@@ -384,10 +385,9 @@ pub(super) async fn park(
 ) -> Answer {
     let id = listing::find(&state, &id).await?;
     let request: ParkRequest = from_json(body)?;
-    let actor = actor(request.actor.as_deref(), &headers)?;
-    let reason = audit_text("reason", &request.reason)?;
+    let audit = AuditTexts::read(request.actor.as_deref(), &request.reason, &headers)?;
     let verdict = Verdict { resolution: Resolution::Park, force: false, amend: false };
-    settle(&state, id, verdict, actor, reason).await
+    settle(&state, id, verdict, audit).await
 }
 
 pub(super) async fn audit(State(state): State<AdminState>, query: Pairs) -> Answer {
@@ -411,19 +411,15 @@ pub(super) async fn audit(State(state): State<AdminState>, query: Pairs) -> Answ
     })))
 }
 
-async fn shown(state: &AdminState, id: RecordId, detail: Detail) -> Answer {
-    let record = lookup(state, id).await?;
-    Ok(view::json(&view::record(id, &record, state.engine.store().now(), detail)))
-}
-
 async fn lookup(state: &AdminState, id: RecordId) -> Result<Record, Problem> {
     let found = state.engine.store().lookup(id).await.map_err(|error| Problem::store_read(&error))?;
     found.ok_or_else(|| Problem::no_record(id))
 }
 
-async fn settle(state: &AdminState, id: RecordId, verdict: Verdict, actor: String, reason: String) -> Answer {
+async fn settle(state: &AdminState, id: RecordId, verdict: Verdict, audit: AuditTexts) -> Answer {
+    let AuditTexts { actor, reason } = audit;
     let record = lookup(state, id).await?;
-    // Kept as long as a completion of the same route is.
+    // The retention is that of the route.
     let (method, path) = record.label.operation().split_once(' ').unwrap_or_default();
     let settings = state.settings(&method.parse().unwrap_or_default(), path);
     let retention = settings.policy().retention();
@@ -433,7 +429,7 @@ async fn settle(state: &AdminState, id: RecordId, verdict: Verdict, actor: Strin
     let store = state.engine.store();
     match state.engine.resolve(id, command).await.map_err(|error| Problem::store(&error))? {
         Outcome::Resolved { from } => {
-            // It is done, so an error must not say that nothing was changed.
+            // The record was changed, so this error must not report that nothing was.
             let record = store.lookup(id).await.map_err(|error| Problem::store(&error))?;
             let record = record.ok_or_else(|| Problem::no_record(id))?;
             let to = record.state_name(store.now());
@@ -455,7 +451,7 @@ async fn settle(state: &AdminState, id: RecordId, verdict: Verdict, actor: Strin
         }
         Outcome::NotResolvable { state: None } => Err(Problem::no_record(id)),
         Outcome::NotResolvable { state: Some(found) } => {
-            // Whose answer it is says what can be done about it.
+            // An answer of an operator can be changed, one of the service cannot.
             let by_operator = lookup(state, id).await?.by_operator;
             Err(Problem::not_resolvable(id, why_not(found, by_operator, &verdict)))
         }
@@ -463,17 +459,17 @@ async fn settle(state: &AdminState, id: RecordId, verdict: Verdict, actor: Strin
     }
 }
 
-/// Why a word of an operator was not taken. The texts name flags and members by the word that both have.
+/// The reason why a verdict was refused. The texts use words that are both flags of the command and members of the API.
 fn why_not(state: StateName, by_operator: bool, verdict: &Verdict) -> String {
     let is_park = verdict.resolution == Resolution::Park;
     match state {
         StateName::Completed | StateName::Tombstone if by_operator => format!(
             "An operator resolved it already: it is {state}. To replace that answer, which clients may have got, resolve it with \
-             \"amend\"; to take it back, park it."
+             \"amend\"; to withdraw it, park it."
         ),
         StateName::Completed | StateName::Tombstone => format!(
-            "It is {state} by its service's own answer, which never changes before its retention is over. Only what an operator \
-             said can be amended or parked."
+            "It is {state} by its service's own answer, which never changes before its retention is over. Only an answer of an \
+             operator can be amended or parked."
         ),
         StateName::Unknown if is_park => {
             "It is unknown already: nothing executes until it is resolved.".to_owned()
@@ -482,22 +478,22 @@ fn why_not(state: StateName, by_operator: bool, verdict: &Verdict) -> String {
             format!("It is {state}: there is no answer of an operator to amend. Resolve it without \"amend\".")
         }
         StateName::Abandoned => {
-            "It is abandoned: its owner's lease is over, and its outcome is not known. Resolve it.".to_owned()
+            "It is abandoned: its owner's lease is over, and its outcome is unknown. Resolve it.".to_owned()
         }
         StateName::Released if verdict.amend && !by_operator => {
             "Its owner released it: there is no answer of an operator to amend. Park it, and then resolve it.".to_owned()
         }
         StateName::Released => {
-            "The key is released already: the next request with it executes, or goes on after the steps that it has. To hold it, \
+            "The key is released already: the next request with it executes, or continues after the recorded steps. To block it, \
              park it."
                 .to_owned()
         }
         StateName::InProgress if is_park => {
-            "Its owner holds it by a lease and may be running. Wait until the request ends or its lease does.".to_owned()
+            "Its owner has a lease and may be running. Wait until the request or its lease ends.".to_owned()
         }
-        StateName::InProgress => "Another request is in progress and holds a lease. Wait until the request ends or its lease does. \
-             Or release it with force, if you know that its owner is gone: if it is not, its effect may happen all the \
-             same, beside that of the next request."
+        StateName::InProgress => "A request is in progress and has a lease. Wait until the request or its lease ends. Or release it \
+             with force, if you know that its owner is gone: if it is not, its effect may happen in addition to that of \
+             the next request."
             .to_owned(),
         state => format!("It is {state}."),
     }
@@ -527,24 +523,26 @@ impl ResolveRequest {
     fn answer(self) -> Result<StoredResponse, Problem> {
         let Some(status) = self.status else {
             return Err(Problem::bad_request(
-                "status: say the answer that retries get (status, headers, body), or \"tombstone\": true where none can be given.",
+                "status: give the answer that retries get (status, headers, body), or \"tombstone\": true if the answer is lost.",
             ));
         };
         let status = StatusCode::from_u16(status).ok().filter(|s| (200..=599).contains(&s.as_u16()));
         let status = status.ok_or_else(|| Problem::bad_request("status: it must be from 200 to 599."))?;
         let body = match (self.body, self.body_base64) {
             (Some(_), Some(_)) => {
-                return Err(Problem::bad_request("body: there is a body_base64 as well; send one of them."));
+                return Err(Problem::bad_request("body: there is body_base64, too; send one of them."));
             }
             (Some(text), None) => Bytes::from(text),
             (None, Some(coded)) => match STANDARD.decode(coded) {
-                Ok(octets) => octets.into(),
+                Ok(bytes) => bytes.into(),
                 Err(error) => return Err(Problem::bad_request(format!("body_base64: {error}."))),
             },
             (None, None) => Bytes::new(),
         };
         if matches!(status.as_u16(), 204 | 205 | 304) && !body.is_empty() {
-            return Err(Problem::bad_request(format!("body: an answer with the status {status} has none.")));
+            return Err(Problem::bad_request(format!(
+                "body: an answer with the status {status} has no body."
+            )));
         }
         let headers = match self.headers {
             None => Vec::new(),
@@ -555,7 +553,7 @@ impl ResolveRequest {
             headers.iter().map(|(name, value)| field(name, value)).collect::<Result<Vec<_>, _>>()?;
         let headers: Vec<_> = headers.iter().map(|(name, value)| (name.as_str(), value.as_bytes())).collect();
         StoredResponse::new(status.as_u16(), &headers, &[body], &[])
-            .map_err(|error| Problem::too_large(format!("The answer cannot be kept: it has or is {error}.")))
+            .map_err(|error| Problem::too_large(format!("The answer cannot be stored: {error}.")))
     }
 }
 
@@ -565,7 +563,7 @@ fn field(name: &str, value: &str) -> Result<(HeaderName, HeaderValue), Problem> 
         name.parse().map_err(|_| bad(&format!("{name:?} is not the name of a field")))?;
     Settings::default().with_stored_header(header.clone()).map_err(|error| bad(&error))?;
     let value = HeaderValue::from_str(value)
-        .map_err(|_| bad(&format!("the value of {name} has characters that no field has")))?;
+        .map_err(|_| bad(&format!("the value of {name} has characters that a field cannot contain")))?;
     Ok((header, value))
 }
 
@@ -579,15 +577,27 @@ fn limit(name: &str, text: &str) -> Result<usize, Problem> {
     }
 }
 
-fn actor(body: Option<&str>, headers: &HeaderMap) -> Result<String, Problem> {
-    let field = headers.get("oncegate-actor").map(|value| value.to_str());
-    match (body, field) {
-        (Some(actor), _) => audit_text("actor", actor),
-        (None, Some(Ok(actor))) => audit_text("Oncegate-Actor", actor),
-        (None, Some(Err(_))) => {
-            Err(Problem::bad_request("Oncegate-Actor: it must be ASCII; or put it into the body."))
-        }
-        (None, None) => Ok("admin".to_owned()),
+/// The actor and the reason of a change, for the audit trail.
+struct AuditTexts {
+    actor: String,
+    reason: String,
+}
+
+impl AuditTexts {
+    /// Reads them from a request. Without an actor in its body, the header field counts.
+    fn read(actor: Option<&str>, reason: &str, headers: &HeaderMap) -> Result<Self, Problem> {
+        let field = headers.get("oncegate-actor").map(|value| value.to_str());
+        let actor = match (actor, field) {
+            (Some(actor), _) => audit_text("actor", actor)?,
+            (None, Some(Ok(actor))) => audit_text("Oncegate-Actor", actor)?,
+            (None, Some(Err(_))) => {
+                return Err(Problem::bad_request(
+                    "Oncegate-Actor: it must be ASCII; or put it into the body.",
+                ));
+            }
+            (None, None) => "admin".to_owned(),
+        };
+        Ok(Self { actor, reason: audit_text("reason", reason)? })
     }
 }
 
@@ -597,7 +607,7 @@ fn audit_text(name: &str, text: &str) -> Result<String, Problem> {
     text.map(str::to_owned).map_err(|error| Problem::bad_request(format!("{name}: {error}.")))
 }
 
-/// The parameters, all of which are known.
+/// The parameters of a query. Unknown and repeated names are refused.
 fn pairs(query: Pairs, names: &[&str]) -> Result<Vec<(String, String)>, Problem> {
     let Query(pairs) = query.map_err(|error| Problem::bad_request(error.body_text()))?;
     for (at, (name, _)) in pairs.iter().enumerate() {
@@ -606,16 +616,16 @@ fn pairs(query: Pairs, names: &[&str]) -> Result<Vec<(String, String)>, Problem>
             return Err(Problem::bad_request(format!("there is no parameter {name:?}{hint}")));
         }
         if pairs.iter().skip(at + 1).any(|(other, _)| other == name) {
-            return Err(Problem::bad_request(format!("{name}: it is there twice.")));
+            return Err(Problem::bad_request(format!("{name}: it was given twice.")));
         }
     }
-    // As a form sends what was left out.
+    // A form sends empty values for fields that were left out.
     Ok(pairs.into_iter().filter(|(_, text)| !text.is_empty()).collect())
 }
 
 fn from_json<T: DeserializeOwned>(body: Body) -> Result<T, Problem> {
     let body = body.map_err(|error| match error.status() {
-        StatusCode::PAYLOAD_TOO_LARGE => Problem::too_large("At most 16 MiB are taken."),
+        StatusCode::PAYLOAD_TOO_LARGE => Problem::too_large("At most 16 MiB are accepted."),
         _ => Problem::bad_request(error.body_text()),
     })?;
     serde_json::from_slice(&body).map_err(|error| Problem::bad_request(format!("The body: {error}.")))

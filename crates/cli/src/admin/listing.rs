@@ -1,4 +1,4 @@
-//! Finds records for people: the newest ones first, with totals, and one by the beginning of its identifier.
+//! Finds records for operators: the newest ones first, with totals, and one record by the beginning of its identifier.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -15,16 +15,16 @@ use super::view::{self, Detail};
 /// Limits the time for which one request may walk through the store.
 const WALK_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Most records that cannot be read which one answer names.
+/// The most unreadable records that one answer names.
 const MAX_UNREADABLE: usize = 100;
 
 /// The prefix of a record in problems.
 const RECORD_URN: &str = "urn:oncegate:record:";
 
-/// Fewest digits of an identifier that stand for it.
+/// The fewest digits by which a record may be named.
 pub(super) const MIN_PREFIX: usize = 6;
 
-/// The time in which records came into the state that they have.
+/// The period in which records came into their state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Period {
     pub(super) since: Option<Timestamp>,
@@ -38,7 +38,7 @@ impl Period {
     }
 }
 
-/// A time, or how long ago it was.
+/// Reads a time, or a duration before now.
 pub(super) fn moment(text: &str, now: Timestamp) -> Result<Timestamp, String> {
     let ago = || {
         let ago = crate::config::duration(text).ok()?;
@@ -47,15 +47,15 @@ pub(super) fn moment(text: &str, now: Timestamp) -> Result<Timestamp, String> {
     };
     view::parse_time(text).or_else(ago).ok_or_else(|| {
         format!(
-            "is no time; write one in UTC, such as 2026-02-28T12:34 or 2026-02-28, or how long ago it was, such as 30m (now it \
-             is {})",
+            "is not a time; write one in UTC, such as 2026-02-28T12:34 or 2026-02-28, or the time since then, such as 30m (now \
+             it is {})",
             view::time(now)
         )
     })
 }
 
-/// The newest records first, and how many there are in each state. On a store that cannot be read in [`WALK_TIMEOUT`] the
-/// answer is about what was read, and says so.
+/// The newest records first, with the number of records in each state. If the store cannot be read in [`WALK_TIMEOUT`], the
+/// answer covers only the part that was read, and `complete` is false.
 pub(super) async fn newest(
     state: &AdminState,
     mut query: ListQuery,
@@ -105,10 +105,10 @@ pub(super) async fn newest(
     })))
 }
 
-/// The record with this identifier, or the only one whose identifier begins like this, as logs and listings show it.
+/// The record with this identifier, or the only one whose identifier begins with this text.
 pub(super) async fn find(state: &AdminState, text: &str) -> Result<RecordId, Problem> {
     let text = text.trim();
-    // As a problem names it to a client.
+    // Refusals name records to clients in this form.
     let text = text.strip_prefix(RECORD_URN).unwrap_or(text);
     if let Some(id) = RecordId::from_hex(text) {
         return Ok(id);
@@ -135,7 +135,7 @@ pub(super) async fn find(state: &AdminState, text: &str) -> Result<RecordId, Pro
     }
 }
 
-/// Most records that an ambiguous beginning is answered with.
+/// The most candidates that are shown for an ambiguous beginning.
 const MAX_CANDIDATES: usize = 10;
 
 async fn in_order(store: &dyn Store, prefix: &str) -> Result<Vec<RecordId>, Problem> {
@@ -174,13 +174,13 @@ async fn by_walking(store: &dyn Store, prefix: &str) -> Result<Vec<RecordId>, Pr
         }
         if Instant::now() >= until {
             return Err(Problem::bad_request(
-                "there are too many records to look through on this store; give all 64 digits of the record.",
+                "this store has too many records to search by a beginning; give all 64 digits of the record.",
             ));
         }
     }
 }
 
-/// The identifier just before all that begin like this; `None` if none is before them.
+/// The identifier just before all that begin with this prefix; `None` if there is no such identifier.
 fn before(prefix: &str) -> Option<RecordId> {
     let mut bytes = *RecordId::from_hex(&format!("{prefix:0<64}"))?.as_bytes();
     for byte in bytes.iter_mut().rev() {
@@ -193,7 +193,7 @@ fn before(prefix: &str) -> Option<RecordId> {
     None
 }
 
-/// One state, several with commas, or `unsettled`.
+/// Reads one state, several with commas, or `unsettled`.
 pub(super) fn states(text: &str) -> Result<StateSet, String> {
     use oncegate_core::StateName;
     const UNSETTLED: &str = "unsettled";

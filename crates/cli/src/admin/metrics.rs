@@ -1,7 +1,7 @@
-//! What is counted, for Prometheus.
+//! The metrics of the sidecar, for Prometheus.
 //!
-//! Every outcome has a number from the start, so that a rate of something that never happened is zero and not absent. No
-//! label ever holds a key, a path or a caller.
+//! Every outcome has a counter from the start, so that the rate of an event that never happened is zero and not absent. No
+//! label ever contains a key, a path or a caller.
 
 use std::fmt;
 use std::future::Future;
@@ -49,7 +49,7 @@ impl Collector for StorePromises {
             ("durability", format!("{:?}", store.durability).to_ascii_lowercase()),
             ("fencing", format!("{:?}", store.fencing).to_ascii_lowercase()),
         ];
-        let help = "The store and what it promises";
+        let help = "The store and its guarantees";
         let encoder = encoder.encode_descriptor("store", help, None, MetricType::Info)?;
         Info::new(promises.to_vec()).encode(encoder)
     }
@@ -69,7 +69,7 @@ struct Inner {
     store_durations: [Histogram; COMMANDS.len()],
     upstream_durations: [Histogram; UpstreamResult::ALL.len()],
     reconciled: [Counter; ReconcileResult::ALL.len()],
-    /// Attempts that execute, and since when.
+    /// The attempts that execute, with their start.
     running: Sharded<RecordMap<(RecordId, FencingToken), Instant>>,
     attempt_durations: Histogram,
     executing: Gauge,
@@ -121,9 +121,9 @@ pub(crate) enum ReconcileResult {
     Happened,
     /// It took place, and its answer cannot be replayed.
     Unreplayable,
-    /// It did not take place, and is executed; unless the record says that it did.
+    /// It did not take place, and is executed, unless the record is completed.
     DidNotHappen,
-    /// Nothing that could be relied on.
+    /// No reliable report.
     CannotTell,
 }
 
@@ -158,12 +158,12 @@ const UPSTREAM_BUCKETS: [f64; 14] =
     [1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0];
 
 impl Metrics {
-    /// Nothing counted yet, for a store that promises this.
+    /// Metrics for a store with these guarantees.
     pub(crate) fn new(store: impl Fn() -> Capabilities + Send + Sync + 'static) -> Self {
         Self::with(store, |_| ())
     }
 
-    /// As [`new`](Self::new), with what else there is to register.
+    /// As [`new`](Self::new), with further metrics.
     pub(crate) fn with(
         store: impl Fn() -> Capabilities + Send + Sync + 'static,
         more: impl FnOnce(&mut Registry),
@@ -174,21 +174,13 @@ impl Metrics {
         r.register("build", "The program", Info::new([("version", env!("CARGO_PKG_VERSION"))]));
         r.register_collector(Box::new(StorePromises(Box::new(store))));
         let requests = Family::default();
-        r.register(
-            "requests",
-            "Requests by what became of them and the class of their status",
-            requests.clone(),
-        );
+        r.register("requests", "Requests by outcome and class of status", requests.clone());
         let events: Family<[Label; 1], Counter> = Family::default();
-        r.register("events", "What happened to records", events.clone());
+        r.register("events", "Events of records", events.clone());
         let takeovers = Counter::default();
         r.register("takeovers", "Claims that took over an abandoned attempt", takeovers.clone());
         let reconciled: Family<[Label; 1], Counter> = Family::default();
-        r.register(
-            "reconciled",
-            "What the service said when it was asked what became of requests",
-            reconciled.clone(),
-        );
+        r.register("reconciled", "Reports of the service about the outcome of requests", reconciled.clone());
         let replays_after_wait = Counter::default();
         r.register(
             "replays_after_wait",
@@ -196,25 +188,25 @@ impl Metrics {
             replays_after_wait.clone(),
         );
         let store_errors = Family::default();
-        r.register("store_errors", "Errors of the store, by what they hit", store_errors.clone());
+        r.register("store_errors", "Errors of the store, by command and kind", store_errors.clone());
         let store_durations = Family::<[Label; 1], Histogram, _>::new_with_constructor(store_histogram);
         r.register_with_unit(
             "store_duration",
-            "How long the store took for a command",
+            "Time that the store took for a command",
             Unit::Seconds,
             store_durations.clone(),
         );
         let attempt_durations = upstream_histogram();
         r.register_with_unit(
             "attempt_duration",
-            "How long attempts executed, from the grant of their claim to the end of their handler",
+            "Time that attempts executed, from the grant of their claim to the end of their handler",
             Unit::Seconds,
             attempt_durations.clone(),
         );
         let upstream_durations = Family::<[Label; 1], Histogram, _>::new_with_constructor(upstream_histogram);
         r.register_with_unit(
             "upstream_duration",
-            "How long the service took until its answer began, or until it was given up",
+            "Time until the answer of the service began, or until the request was given up",
             Unit::Seconds,
             upstream_durations.clone(),
         );
@@ -222,29 +214,29 @@ impl Metrics {
         r.register("executing", "Attempts that execute", executing.clone());
         r.register(
             "records_in_flight",
-            "Records that a request is at, claiming or executing",
+            "Records that a request is claiming or executing",
             records_in_flight.clone(),
         );
         let limits = LimitGauges::register(r);
-        r.register("degraded", "1 while the store is out of reach or takes no writes", degraded.clone());
+        r.register("degraded", "1 while the store is out of reach or accepts no writes", degraded.clone());
         let breakers: Family<[Label; 1], Gauge> = Family::default();
         r.register(
             "breaker",
-            "1 for the state that the circuit breaker of the store is in",
+            "1 for the current state of the circuit breaker of the store",
             breakers.clone(),
         );
         let breaker_openings = Counter::default();
-        r.register("breaker_openings", "How often the store went out of reach", breaker_openings.clone());
+        r.register("breaker_openings", "Times that the store went out of reach", breaker_openings.clone());
         r.register("draining", "1 while the sidecar stops", draining.clone());
         let access_lines_dropped = Counter::default();
         r.register(
             "access_lines_dropped",
-            "Lines of the access log that were dropped because nobody read it",
+            "Lines of the access log that were dropped because the standard output was not read",
             access_lines_dropped.clone(),
         );
         r.register(
             "log_lines_dropped",
-            "Lines of the log that were dropped because nobody read the standard error",
+            "Lines of the log that were dropped because the standard error was not read",
             crate::log::dropped(),
         );
         let reloads = ReloadMetrics::register(r);
@@ -254,7 +246,7 @@ impl Metrics {
         let advisories = Family::<[Label; 1], Gauge>::default();
         r.register(
             "store_advisory",
-            "1 while the store has something to say to an operator, by its name",
+            "1 while the store has this note for an operator, by name",
             advisories.clone(),
         );
         Self(Arc::new(Inner {
@@ -288,33 +280,33 @@ impl Metrics {
         }))
     }
 
-    /// The same store, whose answers are timed and counted.
+    /// The same store, with metrics of its commands.
     pub(crate) fn measured(&self, store: Arc<dyn Store>) -> Arc<dyn Store> {
         Arc::new(MeasuredStore { store, metrics: self.clone() })
     }
 
-    /// Takes note of a call to the service.
+    /// Records a call to the service.
     pub(crate) fn observe_upstream(&self, result: UpstreamResult, took: Duration) {
         if let Some(histogram) = self.0.upstream_durations.get(result as usize) {
             histogram.observe(took.as_secs_f64());
         }
     }
 
-    /// Takes note of what was found out about a request.
+    /// Records a report of the service about a request.
     pub(crate) fn observe_reconciled(&self, result: ReconcileResult) {
         if let Some(counter) = self.0.reconciled.get(result as usize) {
             counter.inc();
         }
     }
 
-    /// Takes note of a request that was refused before the layer saw it.
+    /// Records a request that was refused before the layer.
     pub(crate) fn observe_refused(&self, condition: Condition, status: StatusCode) {
         self.0.requests.with(Disposition::Refused(condition), Some(status), |counter| {
             counter.inc();
         });
     }
 
-    /// Takes note of something that was read again, and whether it is in force now.
+    /// Records a reload.
     pub(crate) fn observe_reload(&self, subject: ReloadSubject, is_applied: bool) {
         if let Some(metrics) = self.0.reloads.get(subject as usize) {
             let counter = if is_applied { &metrics.applied } else { &metrics.refused };
@@ -323,17 +315,17 @@ impl Metrics {
         }
     }
 
-    /// Takes note of when the certificate in use ends.
+    /// Sets the end of the certificate in use.
     pub(crate) fn set_certificate_end(&self, not_after: Option<i64>) {
         self.0.certificate_end.0.store(not_after.unwrap_or(NO_END), Ordering::Relaxed);
     }
 
-    /// Counts the lines that did not get into the access log.
+    /// The counter of dropped lines of the access log.
     pub(crate) fn access_lines_dropped(&self) -> Counter {
         self.0.access_lines_dropped.clone()
     }
 
-    /// Takes note of how many records are not settled.
+    /// Sets the numbers of unsettled records.
     pub(super) fn set_counts(&self, counts: Counts) {
         let states = [
             (StateName::InProgress, counts.in_progress),
@@ -352,7 +344,7 @@ impl Metrics {
         self.0.unsettled.expired.inc();
     }
 
-    /// Everything, in the text format of OpenMetrics, which Prometheus reads.
+    /// All metrics, in the text format of OpenMetrics.
     pub(super) fn render(&self, state: &AdminState) -> Result<String, fmt::Error> {
         let AdminState { engine, breaker, .. } = state;
         self.0.degraded.set(breaker.is_degraded().into());
@@ -382,7 +374,7 @@ impl Metrics {
         }
     }
 
-    /// Also told of attempts that never began, because their caller had gone away.
+    /// Records the end of an attempt, also of one that never began because its caller was gone.
     fn ended(&self, event: &Event) {
         if let Some(token) = event.token {
             let begun = self.0.running.of(&event.id).remove(&(event.id, token));
@@ -413,30 +405,30 @@ impl LimitGauges {
         let bytes = || Some(Unit::Bytes);
         Self([
             (
-                gauge("requests_in_flight", "Requests with a key that are under way", None),
-                gauge("requests_in_flight_limit", "Most requests with a key under way (max-in-flight)", None),
+                gauge("requests_in_flight", "Requests with a key in flight", None),
+                gauge("requests_in_flight_limit", "Most requests with a key in flight (max-in-flight)", None),
             ),
             (
                 gauge("connections_open", "Connections of clients that are open", None),
                 gauge("connections_limit", "Most connections of clients (max-connections)", None),
             ),
             (
-                gauge("requests_without_key_in_flight", "Requests without a key that are under way", None),
+                gauge("requests_without_key_in_flight", "Requests without a key in flight", None),
                 gauge(
                     "requests_without_key_in_flight_limit",
-                    "Most requests without a key under way (max-in-flight-without-key)",
+                    "Most requests without a key in flight (max-in-flight-without-key)",
                     None,
                 ),
             ),
             (
-                gauge("request_budget_used", "Bytes that bodies of requests with a key hold", bytes()),
-                gauge("request_budget_limit", "Most bytes that they may hold (request-budget)", bytes()),
+                gauge("request_budget_used", "Memory for the bodies of requests with a key", bytes()),
+                gauge("request_budget_limit", "Most memory for these bodies (request-budget)", bytes()),
             ),
             (
-                gauge("response_budget_used", "Bytes that bodies of answers to them hold", bytes()),
+                gauge("response_budget_used", "Memory for the bodies of answers to them", bytes()),
                 gauge(
                     "response_budget_limit",
-                    "Most bytes that these should hold (response-budget)",
+                    "Memory that these bodies should not exceed (response-budget)",
                     bytes(),
                 ),
             ),
@@ -458,7 +450,7 @@ impl LimitGauges {
     }
 }
 
-/// The parts of the configuration that are read again while the sidecar runs.
+/// The parts of the configuration that can be reloaded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ReloadSubject {
     Configuration,
@@ -486,15 +478,11 @@ struct ReloadMetrics {
 impl ReloadMetrics {
     fn register(registry: &mut Registry) -> [Self; ReloadSubject::ALL.len()] {
         let reloads: Family<[Label; 2], Counter> = Family::default();
-        registry.register(
-            "reloads",
-            "Reloads, by what was read again and what became of it",
-            reloads.clone(),
-        );
+        registry.register("reloads", "Reloads, by subject and result", reloads.clone());
         let refused: Family<[Label; 1], Gauge> = Family::default();
         registry.register(
             "reload_refused",
-            "1 while the newest one is wrong and the one before is in force",
+            "1 while the newest one is invalid and the previous one is in force",
             refused.clone(),
         );
         ReloadSubject::ALL.map(|subject| {
@@ -512,7 +500,7 @@ impl ReloadMetrics {
 /// The records that wait for an operator.
 struct UnsettledMetrics {
     records: Family<[Label; 1], Gauge>,
-    /// As they were counted last.
+    /// The last count.
     counts: Mutex<Option<Counts>>,
     oldest: Gauge<f64, AtomicU64>,
     retention_left: Gauge<f64, AtomicU64>,
@@ -535,19 +523,19 @@ impl UnsettledMetrics {
         );
         registry.register_with_unit(
             "oldest_unsettled",
-            "How long the oldest record whose outcome is unknown has waited for an operator; 0 if there is none",
+            "Time that the oldest record whose outcome is unknown has waited for an operator; 0 if there is none",
             Unit::Seconds,
             unsettled.oldest.clone(),
         );
         registry.register_with_unit(
             "unsettled_retention_left",
-            "How long until the first record whose outcome is unknown is removed; infinite if there is none",
+            "Time until the first record whose outcome is unknown is removed; infinite if there is none",
             Unit::Seconds,
             unsettled.retention_left.clone(),
         );
         registry.register(
             "unsettled_expired",
-            "Records that were removed at the end of their retention, and nobody had settled them",
+            "Records that were removed at the end of their retention before an operator settled them",
             unsettled.expired.clone(),
         );
         unsettled
@@ -557,7 +545,7 @@ impl UnsettledMetrics {
         self.counts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The times are those of the moment. Before the first count they are not numbers.
+    /// Sets the times for this moment. Before the first count they are not numbers.
     fn set_times(&self, now: Timestamp) {
         let counts = *self.lock();
         let age = |oldest: Option<Timestamp>| oldest.map_or(0.0, |oldest| now.since(oldest).as_secs_f64());
@@ -593,7 +581,7 @@ impl Collector for CertificateEnd {
         if end == NO_END {
             return Ok(());
         }
-        let help = "When the certificate that clients get ends, in seconds since 1970";
+        let help = "End of the certificate that clients get, in seconds since 1970";
         let gauge = encoder.encode_descriptor(
             "tls_certificate_not_after",
             help,
@@ -618,7 +606,7 @@ struct RequestCounters {
 
 const CLASSES: [&str; 6] = ["none", "1xx", "2xx", "3xx", "4xx", "5xx"];
 
-/// Those that are no refusal, and all refusals.
+/// The dispositions that are not refusals.
 const PLAIN: [Disposition; 6] = [
     Disposition::NotCovered,
     Disposition::Unprotected,
@@ -663,7 +651,7 @@ impl RequestCounters {
     }
 }
 
-/// The status that an outcome has most of the time, so that its counter is there before it is needed.
+/// The usual status of an outcome, so that its counter exists before it is needed.
 fn usual_status(disposition: Disposition) -> Option<StatusCode> {
     match disposition {
         Disposition::NotCovered | Disposition::Unprotected => None,
@@ -775,7 +763,7 @@ const fn error_name(kind: StoreErrorKind) -> &'static str {
     }
 }
 
-/// Times what a store is asked for.
+/// A store that measures the time of its commands.
 struct MeasuredStore {
     store: Arc<dyn Store>,
     metrics: Metrics,

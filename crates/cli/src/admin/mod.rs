@@ -1,21 +1,20 @@
-//! What operators and machines ask of a running sidecar: is it alive, is it ready, what did it count, and what does it
-//! know of a key.
+//! The admin API of a running sidecar: health, readiness, metrics, and records.
 //!
 //! | request | answer |
 //! |---|---|
 //! | `GET /livez` | 200 while the process serves |
-//! | `GET /readyz` | 200 while requests are taken and the store would take a write, else 503 |
+//! | `GET /readyz` | 200 while requests are accepted and the store would accept a write, else 503 |
 //! | `GET /metrics` | counters, gauges and histograms for Prometheus |
 //! | `GET /v1/keys?state=&caller=&key_tag=&operation=&min_age=&limit=&order=&cursor=` | records: the newest, or a page |
 //! | `GET /v1/keys/{record}?body=true` | one record; its stored body only if asked for |
 //! | `POST /v1/keys/find` | one record by key, method, path and caller; or all records of a key |
-//! | `POST /v1/keys/{record}/resolve` | says what became of an operation; with `amend` replaces an operator's answer |
-//! | `POST /v1/keys/{record}/park` | takes back what an operator said, or holds a released key |
+//! | `POST /v1/keys/{record}/resolve` | sets the outcome of an operation; with `amend` replaces an operator's answer |
+//! | `POST /v1/keys/{record}/park` | withdraws an operator's answer, or blocks a released key |
 //! | `POST /v1/keys/{record}/release` | frees a key; with `force` also one whose owner may be alive |
-//! | `POST /v1/clock/accept` | the store goes on from the machine's clock, which was set ahead |
-//! | `GET /v1/audit?before=&limit=` | who resolved what, and why, newest first |
+//! | `POST /v1/clock/accept` | the store accepts the machine's clock, which was set ahead |
+//! | `GET /v1/audit?before=&limit=` | the changes by operators, with their reasons, newest first |
 //!
-//! Refusals are problem details. Every answer has the field `Oncegate-Admin`. Who may ask is in [`guard`].
+//! Refusals are problem details. Every answer has the field `Oncegate-Admin`. [`guard`] controls the access.
 
 mod cache;
 mod census;
@@ -68,13 +67,13 @@ pub(crate) use self::view::{days_to, time};
 pub(crate) struct AdminState {
     /// The engine whose store is shown and resolved.
     pub(crate) engine: Engine,
-    /// Knows whether that store is out of reach.
+    /// The circuit breaker of that store.
     pub(crate) breaker: Breaker,
     pub(crate) metrics: Metrics,
     pub(crate) draining: Draining,
-    /// The connections of clients, to see how many are open.
+    /// Counts the connections of clients.
     pub(crate) connections: ConnectionLimit,
-    /// The requests without a key, to see how many are under way.
+    /// Counts the requests without a key.
     pub(crate) without_key: RequestLimit,
     pub(crate) live: watch::Receiver<AdminLive>,
 }
@@ -82,7 +81,7 @@ pub(crate) struct AdminState {
 /// The part of the state that a reload replaces.
 #[derive(Clone, Debug)]
 pub(crate) struct AdminLive {
-    /// Says under which settings a request of some method and path runs.
+    /// Has the settings of each route.
     pub(crate) layer: IdempotencyLayer,
     /// The token that an operator must send; `None` on loopback addresses only.
     pub(crate) token: Option<AdminToken>,
@@ -105,7 +104,7 @@ impl AdminState {
 pub(crate) struct Draining(Arc<AtomicBool>);
 
 impl Draining {
-    /// From now on the sidecar is not ready.
+    /// Makes the sidecar report that it is not ready.
     pub(crate) fn begin(&self) {
         self.0.store(true, Ordering::Relaxed);
     }
@@ -115,28 +114,28 @@ impl Draining {
     }
 }
 
-/// The largest request, which is a resolution with a body of its own.
-const REQUEST_MAX: usize = 16 * 1024 * 1024;
+/// The largest request, which is a resolution with a body.
+const MAX_REQUEST: usize = 16 * 1024 * 1024;
 
 /// Limits the time in which the store must report that it is ready. Orchestrators ask every few seconds.
-const READY_PATIENCE: Duration = Duration::from_secs(2);
+const READY_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A record that no request has.
 const NO_RECORD: RecordId = RecordId::from_bytes([0; 32]);
 
-/// Most connections at a time.
-const CONNECTIONS_MAX: usize = 128;
+/// The most connections at a time.
+const MAX_CONNECTIONS: usize = 128;
 
 /// Limits the time that a client may take to send the head of a request.
-const HEAD_PATIENCE: Duration = Duration::from_secs(10);
+const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Limits the wait for open connections at the end.
-const CLOSING_PATIENCE: Duration = Duration::from_secs(2);
+const CLOSING_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The field of every answer of the admin API, and of no other. Its value is the version of the API.
 pub(crate) const ADMIN_FIELD: HeaderName = HeaderName::from_static("oncegate-admin");
 
-/// So that a program can tell the admin API from a service that answers at a wrong address.
+/// Marks an answer, so that a program can tell the admin API from a service that answers at a wrong address.
 async fn mark(mut response: Response) -> Response {
     response.headers_mut().insert(ADMIN_FIELD, HeaderValue::from_static("1"));
     response
@@ -161,30 +160,30 @@ pub(crate) fn router(state: AdminState) -> Router {
         .method_not_allowed_fallback(async |method: Method, uri: Uri| {
             Problem::no_such_method(&method, uri.path())
         })
-        .layer(DefaultBodyLimit::max(REQUEST_MAX))
+        .layer(DefaultBodyLimit::max(MAX_REQUEST))
         .layer(guard)
         .layer(axum::middleware::map_response(mark))
         .with_state(state)
 }
 
-/// Serves the admin API until `stop`, and then ends what it has begun.
+/// Serves the admin API until `stop`, and then finishes the requests that run.
 pub(crate) async fn serve(listener: TcpListener, state: AdminState, stop: impl Future<Output = ()>) {
     let service = TowerToHyperService::new(router(state));
     let connections = GracefulShutdown::new();
-    let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+    let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     tokio::pin!(stop);
     loop {
         let accepted = async {
-            let place = places.clone().acquire_owned().await.ok();
-            (place, listener.accept().await)
+            let permit = permits.clone().acquire_owned().await.ok();
+            (permit, listener.accept().await)
         };
-        let (place, stream) = tokio::select! {
+        let (permit, stream) = tokio::select! {
             () = &mut stop => break,
-            (place, accepted) = accepted => match accepted {
-                Ok((stream, _)) => (place, stream),
+            (permit, accepted) = accepted => match accepted {
+                Ok((stream, _)) => (permit, stream),
                 Err(error) => {
-                    // Most likely no file descriptor is left: not a moment to spin.
-                    tracing::warn!(error = %ErrorChain(&error), "admin connection not accepted");
+                    // Most likely no file descriptor is left, so a retry at once would fail, too.
+                    tracing::warn!(error = %ErrorChain(&error), "cannot accept an admin connection");
                     tokio::time::sleep(Duration::from_millis(100)).await;
                     continue;
                 }
@@ -192,39 +191,39 @@ pub(crate) async fn serve(listener: TcpListener, state: AdminState, stop: impl F
         };
         let connection = http1::Builder::new()
             .timer(TokioTimer::new())
-            .header_read_timeout(HEAD_PATIENCE)
+            .header_read_timeout(HEAD_TIMEOUT)
             .serve_connection(TokioIo::new(stream), service.clone());
         let connection = connections.watch(connection);
         tokio::spawn(async move {
-            let _place = place;
+            let _permit = permit;
             if let Err(error) = connection.await {
                 tracing::debug!(error = %ErrorChain(&error), "admin connection broke off");
             }
         });
     }
-    let _ = tokio::time::timeout(CLOSING_PATIENCE, connections.shutdown()).await;
+    let _ = tokio::time::timeout(CLOSING_TIMEOUT, connections.shutdown()).await;
 }
 
 async fn readyz(State(state): State<AdminState>) -> Response {
     if state.draining.is_set() {
         return not_ready("stopping\n");
     }
-    // The log has a line for each change, from the breaker; not one for each request for it.
+    // The breaker logs each change, so this does not log each probe.
     match state.breaker.state() {
         BreakerState::Open => return not_ready("the store is out of reach\n"),
         BreakerState::Closed => {}
-        _ => return not_ready("the store was out of reach; it is not known yet whether it is well\n"),
+        _ => return not_ready("the store was out of reach, and is being checked\n"),
     }
     let store = state.engine.store();
     let asked = async {
         store.check().await?;
-        // It may be well and its records out of reach, as where a right was taken away.
+        // A store may pass its check although its records cannot be read, for example without the right to read them.
         match store.lookup(NO_RECORD).await {
             Err(error) if error.kind() != StoreErrorKind::Corrupt => Err(error),
             _ => Ok(()),
         }
     };
-    match tokio::time::timeout(READY_PATIENCE, asked).await {
+    match tokio::time::timeout(READY_TIMEOUT, asked).await {
         Ok(Ok(())) => {
             let advisories = store.advisories();
             let lines: String =
@@ -234,10 +233,10 @@ async fn readyz(State(state): State<AdminState>) -> Response {
         Ok(Err(error)) => {
             tracing::debug!(error = %ErrorChain(&error), "not ready");
             let why = ErrorChain(&error).to_string().replace(['\r', '\n'], " ");
-            not_ready(format!("the store would not take a write: {why}\n"))
+            not_ready(format!("the store would not accept a write: {why}\n"))
         }
         Err(_) => {
-            tracing::debug!(patience = ?READY_PATIENCE, "not ready: the store does not answer");
+            tracing::debug!(timeout = ?READY_TIMEOUT, "not ready: the store does not answer");
             not_ready("the store does not answer\n")
         }
     }
@@ -253,11 +252,11 @@ async fn metrics(State(state): State<AdminState>, headers: HeaderMap) -> Respons
             ];
             (fields, form.of_open_metrics(text)).into_response()
         }
-        Err(_) => Problem::internal("The metrics could not be written down.").into_response(),
+        Err(_) => Problem::internal("The metrics could not be written.").into_response(),
     }
 }
 
-/// The machine's clock is right, however far ahead it was set.
+/// Accepts the machine's clock, however far ahead it was set.
 async fn accept_clock(State(state): State<AdminState>) -> Result<Response, Problem> {
     let by = state.engine.store().accept_clock().await.map_err(|error| Problem::store(&error))?;
     let by = by.map(|by| by.as_secs());

@@ -1,4 +1,4 @@
-//! What an operator hears where a request was not done.
+//! The refusals of the admin API.
 
 use axum::response::{IntoResponse, Response};
 use http::StatusCode;
@@ -23,12 +23,7 @@ impl Problem {
 
     /// Something in the request is wrong.
     pub(super) fn bad_request(detail: impl Into<String>) -> Self {
-        Self::new(
-            StatusCode::BAD_REQUEST,
-            "bad-request",
-            "The request is not as the admin API takes it",
-            detail,
-        )
+        Self::new(StatusCode::BAD_REQUEST, "bad-request", "The request is invalid", detail)
     }
 
     pub(super) fn too_large(detail: impl Into<String>) -> Self {
@@ -48,7 +43,7 @@ impl Problem {
         Self::new(
             StatusCode::FORBIDDEN,
             "forbidden",
-            "The request may come from somebody else's page",
+            "The request may come from a page of another site",
             detail,
         )
     }
@@ -59,18 +54,18 @@ impl Problem {
     }
 
     pub(super) fn no_such_method(method: &http::Method, path: &str) -> Self {
-        let detail = format!("{path} does not take {method}.");
+        let detail = format!("{path} does not accept {method}.");
         Self::new(
             StatusCode::METHOD_NOT_ALLOWED,
             "no-such-method",
-            "The path does not take this method",
+            "The path does not accept this method",
             detail,
         )
     }
 
-    /// There is no record in this place.
+    /// There is no record with this identifier.
     pub(super) fn no_record(id: RecordId) -> Self {
-        let detail = "No request with this key was seen, or its retention is over.";
+        let detail = "There was no request with this key, or its retention is over.";
         let problem = Self::new(StatusCode::NOT_FOUND, "no-record", "There is no such record", detail);
         Self { record: Some(id), ..problem }
     }
@@ -86,21 +81,21 @@ impl Problem {
         Self::new(StatusCode::NOT_FOUND, "no-record", "There is no such record", detail)
     }
 
-    /// Several records begin like this.
+    /// Several records begin with this text.
     pub(super) fn ambiguous(text: &str, candidates: &[RecordId]) -> Self {
         let names: Vec<_> = candidates.iter().map(RecordId::to_string).collect();
         let detail = format!("Several records begin with {text}: {}. Give more digits.", names.join(", "));
-        Self::new(StatusCode::CONFLICT, "ambiguous-record", "The record is not named clearly", detail)
+        Self::new(StatusCode::CONFLICT, "ambiguous-record", "The record is ambiguous", detail)
     }
 
-    /// The record is there, but not in a state for this.
+    /// The record exists, but its state does not allow this.
     pub(super) fn not_resolvable(id: RecordId, detail: impl Into<String>) -> Self {
         let problem =
             Self::new(StatusCode::CONFLICT, "not-resolvable", "The record cannot be resolved now", detail);
         Self { record: Some(id), ..problem }
     }
 
-    /// The store did not do it.
+    /// The store failed to execute a command.
     pub(super) fn store(error: &StoreError) -> Self {
         let words = ErrorChain(error).to_string();
         match error.kind() {
@@ -109,8 +104,8 @@ impl Problem {
                 "record-corrupt",
                 "The record cannot be read",
                 format!(
-                    "{words}. Its key is refused, and never executed, for as long as it is there. How to look at it, and how to free the \
-                     key, is in docs/reference/admin.md under \"A record that cannot be read\"."
+                    "{words}. While the record exists, requests with its key are refused and never executed. See \
+                     docs/reference/admin.md, \"A record that cannot be read\", for how to examine it and free the key."
                 ),
             ),
             StoreErrorKind::Unavailable => Self::new(
@@ -118,20 +113,20 @@ impl Problem {
                 "store-unavailable",
                 "The store is out of reach",
                 format!(
-                    "{words}. If this was to change something, it is not known whether it did: look before you try again."
+                    "{words}. If this request was meant to change a record, it is not known whether it did: check before you retry."
                 ),
             ),
             StoreErrorKind::Locked => Self::new(
                 StatusCode::CONFLICT,
                 "record-locked",
                 "A transaction holds the record",
-                format!("{words}. Nothing was changed: try again when it has ended."),
+                format!("{words}. Nothing was changed: try again when the transaction has ended."),
             ),
             _ => Self::new(StatusCode::INTERNAL_SERVER_ERROR, "store-invalid", "The store refused", words),
         }
     }
 
-    /// The store did not answer a question, which changes nothing.
+    /// The store failed to answer a query, which changes nothing.
     pub(super) fn store_read(error: &StoreError) -> Self {
         let problem = Self::store(error);
         match error.kind() {
@@ -143,17 +138,12 @@ impl Problem {
     }
 
     pub(super) fn internal(detail: impl Into<String>) -> Self {
-        Self::new(
-            StatusCode::INTERNAL_SERVER_ERROR,
-            "internal",
-            "Something in the admin API is wrong",
-            detail,
-        )
+        Self::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", "The admin API failed", detail)
     }
 }
 
 impl Problem {
-    /// The member or parameter of the request that is wrong, which the detail begins with: a program has its own name for it.
+    /// The invalid member or parameter of the request, with which the detail begins. Programs replace it by their own name.
     fn parameter(&self) -> Option<&str> {
         let (name, _) = self.detail.split_once(": ")?;
         let is_name = !name.is_empty() && name.bytes().all(|b| b.is_ascii_lowercase() || b == b'_');
@@ -196,13 +186,12 @@ mod tests {
     fn the_detail_of_a_store_error_has_its_causes() {
         let error = StoreError::corrupt("the record cannot be read").with_source("its checksum is wrong");
         let problem = Problem::store(&error);
-        let start =
-            "the record cannot be read: its checksum is wrong. Its key is refused, and never executed";
+        let start = "the record cannot be read: its checksum is wrong. While the record exists, requests with its key are refused";
         assert!(problem.detail.starts_with(start), "{}", problem.detail);
     }
 
     #[test]
-    fn a_question_that_the_store_did_not_answer_changed_nothing() {
+    fn a_failed_query_changes_nothing() {
         let away = StoreError::unavailable("it is away");
         assert_eq!(Problem::store_read(&away).detail, "it is away. Nothing was changed.");
         assert!(Problem::store(&away).detail.contains("it is not known whether it did"));

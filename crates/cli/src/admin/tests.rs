@@ -403,7 +403,11 @@ async fn find_says_what_is_missing() {
             "caller: on this route it must be \"anonymous\", or {\"value\": …} with the value of the field authorization as it was sent.",
         ),
         ("caller", json!("single-tenant"), "caller: on this route it must be \"anonymous\""),
-        ("caller", json!({"value": "a\nb"}), "caller: the value has characters that no header field has."),
+        (
+            "caller",
+            json!({"value": "a\nb"}),
+            "caller: the value has characters that a header field cannot contain.",
+        ),
         (
             "caller",
             json!("somebody"),
@@ -414,7 +418,7 @@ async fn find_says_what_is_missing() {
             json!("k"),
             "The body: unknown field `keey`, expected one of `key`, `method`, `path`, `host`, `caller`, `body`",
         ),
-        ("host", json!("a\nb"), "host: \"a\\nb\" has characters that no host has."),
+        ("host", json!("a\nb"), "host: \"a\\nb\" is not a valid host."),
         ("caller", json!({"fields": {"a b": "c"}}), "caller: \"a b\" is not the name of a header field."),
     ] {
         let mut find = whole.clone();
@@ -435,7 +439,8 @@ async fn find_says_what_is_missing() {
     assert!(detail.starts_with("host: each host has keys of its own on this route"), "{detail}");
     let user = json!({"key": "k", "method": "POST", "path": "/user", "caller": "anonymous"});
     let detail = sidecar.post("/v1/keys/find", user).await.refused(404, "no-record");
-    let expected = "Requests on this route that do not say whose they are (the field x-user) are refused";
+    let expected =
+        "Requests on this route that do not identify their caller (by the field x-user) are refused";
     assert!(detail.starts_with(expected), "{detail}");
 
     // A value with the name of its field is another value.
@@ -518,11 +523,11 @@ async fn a_listing_is_filtered_and_has_pages() {
         ("?limit=0", "limit: \"0\" is not a number from 1 to 1000."),
         ("?limit=1001", "limit: \"1001\" is not a number from 1 to 1000."),
         ("?min_age=10", "min_age: \"10\" has no unit; write a number and a unit"),
-        ("?caller=Bearer", "caller: \"Bearer\" is not a caller's mark"),
+        ("?caller=Bearer", "caller: \"Bearer\" is not a caller's tag"),
         ("?cursor=ab", "cursor: \"ab\" is not a cursor; it has 64 hexadecimal digits"),
         ("?order=new", "order: \"new\" is neither newest nor record."),
-        ("?since=noon", "since: \"noon\" is no time; write one in UTC, such as 2026-02-28T12:34"),
-        ("?limit=1&limit=2", "limit: it is there twice."),
+        ("?since=noon", "since: \"noon\" is not a time; write one in UTC, such as 2026-02-28T12:34"),
+        ("?limit=1&limit=2", "limit: it was given twice."),
     ] {
         let detail = sidecar.get(&format!("/v1/keys{query}")).await.refused(400, "bad-request");
         assert!(detail.starts_with(expected), "{detail}");
@@ -565,7 +570,7 @@ async fn steps_are_named_and_what_came_of_them_is_shown_on_demand() {
     assert!(sidecar.get("/v1/keys").await.json()["records"][0]["steps"].is_null());
 }
 
-/// A request whose handler does not know what became of it, and the record it left.
+/// A request whose handler reports an unknown outcome, and its record.
 async fn parked(sidecar: &Sidecar, path: &str) -> String {
     let headers: [(&str, &str); 2] = [("idempotency-key", "k"), ("idempotency-store", "unknown")];
     let headers = headers.map(|(name, value)| (name, value));
@@ -654,8 +659,8 @@ async fn records_of_a_key_are_found_by_it_alone() {
     let page = sidecar.get("/v1/keys?key_tag=0000000000000000").await.json();
     assert_eq!(page["records"], json!([]));
     for (asked, expected) in [
-        (json!({"key": "k-1", "method": "POST"}), "path: say it, too"),
-        (json!({"key": "k-1", "caller": "anonymous"}), "path: say it, too"),
+        (json!({"key": "k-1", "method": "POST"}), "path: add it"),
+        (json!({"key": "k-1", "caller": "anonymous"}), "path: add it"),
         (json!({"key": "k-1", "path": "/pay"}), "method: it is missing"),
         (json!({"key": ""}), "key: the key is empty"),
     ] {
@@ -725,10 +730,10 @@ async fn a_resolution_that_says_too_little_or_too_much_changes_nothing() {
             json!({"outcome": "completed", "status": 201, "reason": "r", "actor": "\u{1b}[31m"}),
             "actor: it has control characters",
         ),
-        (json!({"outcome": "completed", "reason": "r"}), "status: say the answer that retries get"),
+        (json!({"outcome": "completed", "reason": "r"}), "status: give the answer that retries get"),
         (
             json!({"outcome": "completed", "reason": "r", "body": "x"}),
-            "status: say the answer that retries get",
+            "status: give the answer that retries get",
         ),
         (
             json!({"outcome": "completed", "reason": "r", "status": 100}),
@@ -740,11 +745,11 @@ async fn a_resolution_that_says_too_little_or_too_much_changes_nothing() {
         ),
         (
             json!({"outcome": "completed", "reason": "r", "status": 204, "body": "x"}),
-            "body: an answer with the status 204 No Content has none.",
+            "body: an answer with the status 204 No Content has no body.",
         ),
         (
             json!({"outcome": "completed", "reason": "r", "status": 200, "body": "x", "body_base64": "eA=="}),
-            "body: there is a body_base64 as well",
+            "body: there is body_base64, too",
         ),
         (json!({"outcome": "completed", "reason": "r", "status": 200, "body_base64": "?"}), "body_base64: "),
         (
@@ -770,7 +775,7 @@ async fn a_resolution_that_says_too_little_or_too_much_changes_nothing() {
         ),
         (
             json!({"outcome": "completed", "reason": "r", "status": 200, "headers": [["etag", "x\r\nset-cookie: y"]]}),
-            "headers: the value of etag has characters that no field has.",
+            "headers: the value of etag has characters that a field cannot contain.",
         ),
         (
             json!({"outcome": "completed", "reason": "r", "status": 200, "headers": ["etag"]}),
@@ -798,9 +803,9 @@ async fn what_is_too_large_is_refused() {
         json!({"outcome": "completed", "status": 200, "reason": "r", "body": body}).to_string()
     };
     let around = request(String::new()).len();
-    sidecar.post_text(&path, request("x".repeat(REQUEST_MAX - around + 1))).await.refused(413, "too-large");
-    let fits = sidecar.post_text(&path, request("x".repeat(REQUEST_MAX - around))).await;
-    assert_eq!((fits.status, &fits.json()["response"]["body_bytes"]), (200, &json!(REQUEST_MAX - around)));
+    sidecar.post_text(&path, request("x".repeat(MAX_REQUEST - around + 1))).await.refused(413, "too-large");
+    let fits = sidecar.post_text(&path, request("x".repeat(MAX_REQUEST - around))).await;
+    assert_eq!((fits.status, &fits.json()["response"]["body_bytes"]), (200, &json!(MAX_REQUEST - around)));
 }
 
 #[tokio::test]
@@ -808,7 +813,7 @@ async fn paths_and_methods_that_are_none_are_named() {
     let sidecar = Sidecar::start().await;
     assert_eq!(sidecar.get("/v1/kyes").await.refused(404, "no-such-path"), "There is no /v1/kyes.");
     let detail = sidecar.get("/v1/keys/find").await.refused(405, "no-such-method");
-    assert_eq!(detail, "/v1/keys/find does not take GET.");
+    assert_eq!(detail, "/v1/keys/find does not accept GET.");
     let detail = sidecar.get("/v1/keys/abc").await.refused(400, "bad-request");
     assert_eq!(
         detail,

@@ -1,4 +1,4 @@
-//! What an operator sees of records.
+//! The JSON form in which operators see records.
 
 use axum::Json;
 use axum::response::{IntoResponse as _, Response};
@@ -13,7 +13,7 @@ use serde_json::{Map, Value};
 pub(super) enum Detail {
     /// A line in a listing.
     Line,
-    /// Everything but the stored body and what came of the steps.
+    /// Everything but the stored body and the results of the steps.
     Whole,
     /// Everything.
     Body,
@@ -60,16 +60,16 @@ fn step(step: &Step, detail: Detail) -> Value {
     members.insert("name".to_owned(), step.name().into());
     members.insert("result_bytes".to_owned(), result.len().into());
     if detail >= Detail::Body {
-        insert_octets(&mut members, "result", result);
+        insert_bytes(&mut members, "result", result);
     }
     Value::Object(members)
 }
 
-/// As text, or in base64 under another name where they are none.
-fn insert_octets(members: &mut Map<String, Value>, name: &str, octets: &[u8]) {
-    let (name, text) = match std::str::from_utf8(octets) {
+/// Inserts bytes as text, or in base64 under another name if they are not text.
+fn insert_bytes(members: &mut Map<String, Value>, name: &str, bytes: &[u8]) {
+    let (name, text) = match std::str::from_utf8(bytes) {
         Ok(text) => (name.to_owned(), text.to_owned()),
-        Err(_) => (format!("{name}_base64"), STANDARD.encode(octets)),
+        Err(_) => (format!("{name}_base64"), STANDARD.encode(bytes)),
     };
     members.insert(name, text.into());
 }
@@ -86,17 +86,17 @@ fn response(stored: &StoredResponse, detail: Detail) -> Value {
         }
     }
     if detail >= Detail::Body {
-        insert_octets(&mut members, "body", &body);
+        insert_bytes(&mut members, "body", &body);
     }
     Value::Object(members)
 }
 
-/// Pairs in their order: a field may be there more than once.
+/// Fields as pairs in their order, because a name may be repeated.
 fn fields<'a>(fields: impl Iterator<Item = (&'a str, &'a [u8])>) -> Value {
     fields.map(|(name, value)| serde_json::json!([name, String::from_utf8_lossy(value)])).collect()
 }
 
-/// An answer that no cache keeps.
+/// A JSON response that no cache stores.
 pub(super) fn json(value: &Value) -> Response {
     ([(header::CACHE_CONTROL, HeaderValue::from_static("no-store"))], Json(value)).into_response()
 }
@@ -130,7 +130,7 @@ pub(crate) fn time(at: Timestamp) -> String {
     format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{:02}.{millis:03}Z", second % 60)
 }
 
-/// Days from 1970-01-01 to a date of the Gregorian calendar. A year is counted from March, so that its last day is the leap day.
+/// Days from 1970-01-01 to a date of the Gregorian calendar. The year begins in March, so that its last day is the leap day.
 pub(crate) const fn days_to(year: i64, month: i64, day: i64) -> i64 {
     let year = if month <= 2 { year - 1 } else { year };
     let month = (month + 9) % 12;
@@ -169,7 +169,7 @@ pub(super) fn parse_time(text: &str) -> Option<Timestamp> {
     u64::try_from(minutes * 60_000 + second * 1000 + millis).ok().map(Timestamp::from_millis)
 }
 
-/// So many numbers of one to four digits.
+/// Reads exactly `N` numbers of one to four digits.
 fn numbers<const N: usize>(text: &str, separator: char) -> Option<[i64; N]> {
     let number = |digits: &str| {
         let is_number = (1..=4).contains(&digits.len()) && digits.bytes().all(|b| b.is_ascii_digit());

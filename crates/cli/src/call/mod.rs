@@ -1,4 +1,4 @@
-//! `oncegate call`: one intent from a script or a cron job, and what a journal has left.
+//! `oncegate call`: sends one intent from a script or a cron job, or the pending intents of a journal.
 
 mod args;
 mod outcome;
@@ -20,7 +20,7 @@ use self::outcome::{End, Sink};
 use self::transport::Wire;
 use crate::admin::time;
 
-/// Runs the command and says how it ended.
+/// Runs the command. The exit code reports how it ended.
 pub(crate) fn run(args: &CallArgs) -> ExitCode {
     if std::env::var_os(crate::log::VARIABLE).is_some()
         && let Err(error) = crate::log::start()
@@ -28,27 +28,24 @@ pub(crate) fn run(args: &CallArgs) -> ExitCode {
         complain!("error: {error}");
         return End::Usage.into();
     }
-    let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
-        Ok(runtime) => runtime,
-        Err(error) => {
-            complain!("error: cannot start a runtime: {error}");
-            return End::Nothing.into();
-        }
-    };
-    match runtime.block_on(execute(args)) {
-        Ok(end) => end.into(),
-        Err(words) => {
-            complain!("error: {words}");
+    match crate::block_on(execute(args)) {
+        Ok(Ok(end)) => end.into(),
+        Ok(Err(usage)) => {
+            complain!("error: {usage}");
             End::Usage.into()
+        }
+        Err(error) => {
+            complain!("error: {error}");
+            End::Nothing.into()
         }
     }
 }
 
-/// `Err` is wrong usage: nothing was written down and nothing was sent.
+/// Runs the command. `Err` is wrong usage: nothing was recorded and nothing was sent.
 async fn execute(args: &CallArgs) -> Result<End, String> {
     if args.list || args.resume {
         let Some(path) = &args.journal else { return Err("give the journal: --journal DIR".to_owned()) };
-        // A name with a mistake must not look like a journal in which all is done.
+        // A mistyped name must not look like a journal without pending intents.
         if fs::metadata(path).is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
             return Err(format!("--journal {}: there is no such directory", path.display()));
         }
@@ -57,7 +54,7 @@ async fn execute(args: &CallArgs) -> Result<End, String> {
     if args.plain && args.intent.is_some() && args.journal.is_none() {
         return Err(
             "--intent has no effect with --plain: no key is sent, and nothing else remembers the intent. \
-                    Give --journal DIR, or leave --intent out"
+             Give --journal DIR, or leave out --intent"
                 .to_owned(),
         );
     }
@@ -76,27 +73,28 @@ async fn call(args: &CallArgs) -> Result<End, String> {
     let mut client = client(args)?;
     let mut sink = Sink::open(args)?;
     let has_journal = args.journal.is_some();
-    // Last, so that a mistake in the rest makes no directory.
+    // Last, so that an error in the other arguments creates no directory.
     if let Some(path) = &args.journal {
         client = client.with_journal(Arc::new(journal(args, path)?));
     }
     let key = request.intent.key().as_str().unwrap_or_default().to_owned();
-    let say_key = || {
-        let keeps = if has_journal { "; the journal keeps it" } else { ", to give it again with --key" };
-        complain!("key: {key}{keeps}");
+    let print_key = || {
+        let hint =
+            if has_journal { "; the journal keeps it" } else { "; to send it again, give it with --key" };
+        complain!("key: {key}{hint}");
     };
-    let is_said = request.is_new_key && !args.plain;
-    if is_said && !args.silent {
-        say_key();
+    let is_key_new = request.is_new_key && !args.plain;
+    if is_key_new && !args.silent {
+        print_key();
     }
     if args.verbose {
         complain!("> {} {}", request.intent.method(), request.intent.uri());
     }
     let sent = client.send(&request.intent).await;
     let end = outcome::say(args, &mut sink, sent);
-    // A request that was turned away goes under the same key when that is mended.
-    if is_said && args.silent && !matches!(end, End::Done | End::Refused) {
-        say_key(); // without it the call could not be made again
+    // Without the key, the call could not be repeated.
+    if is_key_new && args.silent && !matches!(end, End::Done | End::Refused) {
+        print_key();
     }
     Ok(end)
 }
@@ -114,8 +112,8 @@ async fn resume(args: &CallArgs, path: &Path) -> Result<End, String> {
     while let Some(end) = resume.next().await {
         let end = match end {
             Err(damaged) => {
-                complain!("error: {damaged}; nothing is known of what it was");
-                // When the file can be read, the next --resume brings certainty.
+                complain!("error: {damaged}; the request in it is unknown");
+                // If the file can be read again, the next --resume finds the outcome.
                 if damaged.is_unreadable { End::Open } else { End::Unknown }
             }
             Ok(resumed) => {
@@ -170,7 +168,7 @@ async fn list(journal: &JournalDir) -> End {
                 let state = match (pending.in_flight, pending.maybe_sent) {
                     (true, _) => "in flight",
                     (false, true) => "may have happened",
-                    // Also where it was sent, and turned away before the operation.
+                    // Also if it was sent and turned away before the operation.
                     (false, false) => "nothing happened",
                 };
                 writeln!(out, "{}, {state}, {}", name(&pending), pending.path.display())
@@ -182,7 +180,7 @@ async fn list(journal: &JournalDir) -> End {
         };
         match printed {
             Ok(()) => {}
-            // `oncegate call --list | head` is no failure of ours.
+            // `oncegate call --list | head` is not an error.
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => return end,
             Err(error) => {
                 complain!("error: the list could not be written: {error}");

@@ -1,4 +1,4 @@
-//! How it ended: for a script by the exit code, for a person by a line.
+//! The end of a call: an exit code for scripts, and a line for people.
 
 use std::error::Error as _;
 use std::fs::{File, OpenOptions};
@@ -16,22 +16,21 @@ use crate::admin::time;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum End {
     Done,
-    /// The answer is there and definite, and could not be handed on.
+    /// The answer is definite, but could not be written out.
     Output,
     Refused,
     Usage,
     /// It took no effect, and the same call can be made again.
     Nothing,
-    /// It was turned away before the operation, and the same call can be made again when that is mended.
+    /// It was turned away before the operation, and the same call can be made again when the reason is fixed.
     TurnedAway,
-    /// It may have taken effect, and the same call brings certainty.
+    /// It may have taken effect, and the same call finds out.
     Open,
-    /// It may have taken effect, and no call brings certainty.
+    /// It may have taken effect, and no call can find out.
     Unknown,
 }
 
-/// Every exit code, what it means, and what a script does. The page docs/guides/calling.md has the same words, and a test
-/// compares them.
+/// Every exit code, its meaning, and the reaction of a script. A test compares them with the page docs/guides/calling.md.
 const EXIT_CODES: [(End, &str, &str); 8] = [
     (End::Done, "done", "goes on"),
     (
@@ -42,18 +41,26 @@ const EXIT_CODES: [(End, &str, &str); 8] = [
     (
         End::Usage,
         "wrong usage, or a journal that cannot be used: nothing was sent",
-        "mends that, then the same call",
+        "fixes that, then makes the same call",
     ),
-    (End::Nothing, "nothing happened, for certain", "the same call, later"),
-    (End::Open, "it may have happened", "the same call, later: it brings certainty"),
-    (End::Unknown, "it may have happened, and no further call can tell", "an operator has to find out"),
+    (End::Nothing, "nothing happened, for certain", "makes the same call later"),
+    (End::Open, "it may have happened", "makes the same call later, which finds out"),
+    (
+        End::Unknown,
+        "it may have happened, and no further call can find out",
+        "alerts an operator, who has to find out",
+    ),
     (
         End::Output,
-        "done, but there is no answer to hand on: it could not be written out, or the journal has it as done and the service \
+        "done, but there is no answer: it could not be written out, or the journal has the intent as done and the service \
          may have forgotten the key",
-        "goes on; as long as the service knows the key, the same call brings the answer",
+        "goes on; while the service remembers the key, the same call gets the answer",
     ),
-    (End::TurnedAway, "turned away before the operation: nothing happened", "mends that, then the same call"),
+    (
+        End::TurnedAway,
+        "turned away before the operation: nothing happened",
+        "fixes the reason, then makes the same call",
+    ),
 ];
 
 /// The exit codes, for `--help`.
@@ -66,7 +73,7 @@ pub(crate) fn exit_codes() -> String {
     ends.sort_unstable_by(|a, b| b.cmp(a));
     let order: Vec<_> = ends.iter().map(|end| end.code().to_string()).collect();
     text.push_str(&format!(
-        "With --resume, of several ends the worst counts, in the order {}. With --list, 5 if something cannot be read.",
+        "With --resume, the worst of several ends counts, in the order {}. With --list, 5 if something cannot be read.",
         order.join(", ")
     ));
     text
@@ -94,11 +101,13 @@ impl End {
             Self::Done => "done",
             Self::Refused => "refused",
             Self::Nothing => "nothing happened; make the same call again later",
-            Self::TurnedAway => "turned away before the operation; mend that, then make the same call again",
+            Self::TurnedAway => {
+                "turned away before the operation; fix the reason, then make the same call again"
+            }
             Self::Open => "it may have happened; make the same call again later",
             Self::Unknown => "it may have happened; an operator has to find out",
-            Self::Output => "done, and its answer cannot be handed on",
-            Self::Usage => "nothing was sent; mend that, then make the same call again",
+            Self::Output => "done, but there is no answer to write out",
+            Self::Usage => "nothing was sent; fix that, then make the same call again",
         }
     }
 }
@@ -115,7 +124,7 @@ pub(super) fn verdict(verdict: Verdict) -> End {
         Verdict::Done => End::Done,
         Verdict::Refused(_) => End::Refused,
         Verdict::TurnedAway => End::TurnedAway,
-        // Final, and yet it does not say what took effect, or how it was answered.
+        // The verdict is final, but does not tell what took effect, or the answer is lost.
         _ => End::Unknown,
     }
 }
@@ -125,7 +134,7 @@ pub(super) fn end_of(open: &SendError) -> End {
     if open.kind() == SendErrorKind::DoneBefore {
         return End::Output;
     }
-    // As a directory that cannot be opened; a full disk passes.
+    // A directory without the rights has to be fixed; a full disk may get better by itself.
     let source = open.source().and_then(|source| source.downcast_ref::<io::Error>());
     let denied = [io::ErrorKind::PermissionDenied, io::ErrorKind::ReadOnlyFilesystem];
     if open.kind() == SendErrorKind::Journal && source.is_some_and(|error| denied.contains(&error.kind())) {
@@ -135,13 +144,12 @@ pub(super) fn end_of(open: &SendError) -> End {
         (false, true) => End::Nothing,
         (true, true) => End::Open,
         (true, false) => End::Unknown,
-        // It cannot be sent at all.
         (false, false) if open.kind() == SendErrorKind::Unsendable => End::Usage,
         (false, false) => End::Nothing,
     }
 }
 
-/// Why, with its causes.
+/// The reason, with its causes.
 pub(super) fn why(open: &SendError) -> String {
     let mut words = format!(": {}", ErrorChain(open));
     if open.kind() == SendErrorKind::OtherCredentials {
@@ -154,20 +162,19 @@ pub(super) fn why(open: &SendError) -> String {
     words
 }
 
-/// The remedy that a status suggests.
-fn way(status: u16) -> &'static str {
+/// A hint about the reason, by the status.
+fn hint(status: u16) -> &'static str {
     match status {
-        401 | 403 | 407 | 511 => "; look at the credentials and at what they allow",
-        404 | 405 | 421 | 501 => "; look at the address and the method",
+        401 | 403 | 407 | 511 => "; check the credentials and their rights",
+        404 | 405 | 421 | 501 => "; check the address and the method",
         411 | 413 | 417 | 431 => "; a limit of the service or of a hop before it",
-        426 | 505 => "; the service wants another protocol",
-        300..=399 => "; the service wants another address",
+        426 | 505 => "; the service requires another protocol",
+        300..=399 => "; the service redirects to another address",
         _ => "",
     }
 }
 
-/// The destination of the body. It is opened before the request is sent, because an error after that would come too
-/// late.
+/// The destination of the body. It is opened before the request is sent: an error after that would come too late.
 pub(super) struct Sink(Option<File>);
 
 impl Sink {
@@ -196,7 +203,7 @@ impl Sink {
     }
 }
 
-/// Hands the answer on and says how it ended.
+/// Writes the answer to its destination, and the message about it to the standard error.
 pub(super) fn say(args: &CallArgs, sink: &mut Sink, sent: Result<Answer, SendError>) -> End {
     let (end, words, response) = match sent {
         Ok(answer) => {
@@ -207,9 +214,9 @@ pub(super) fn say(args: &CallArgs, sink: &mut Sink, sent: Result<Answer, SendErr
                     "; the key belongs to another request, which may have happened"
                 }
                 Verdict::Refused(Advice::FixRequest) => "; a corrected request takes a key of its own",
-                Verdict::TurnedAway => way(status.as_u16()),
-                Verdict::Failed => "; the service keeps this failure, and does not say what took effect",
-                Verdict::Processed => "; it was processed, and its answer is not there any more",
+                Verdict::TurnedAway => hint(status.as_u16()),
+                Verdict::Failed => "; the service keeps this failure, and does not report what took effect",
+                Verdict::Processed => "; it was processed, and its answer is no longer available",
                 _ => "",
             };
             let replayed = if answer.replayed { ", replayed" } else { "" };

@@ -1,4 +1,4 @@
-//! From flags to an intent.
+//! Builds an intent from the flags.
 
 use std::fs;
 use std::io::Read;
@@ -12,14 +12,14 @@ use oncegate_client::{Carrier, IdempotencyKey, Intent};
 use super::args::CallArgs;
 
 /// The largest body of a request, in bytes. It is held in memory, and a journal entry has at most 16 MiB altogether.
-const BODY_MAX: usize = 15 * 1024 * 1024;
+const MAX_BODY: usize = 15 * 1024 * 1024;
 
-/// Fields that say where a message ends, which is not the caller's business.
+/// Fields that define the end of a message. The HTTP library sets them.
 const FRAMING: [HeaderName; 3] = [header::CONTENT_LENGTH, header::TRANSFER_ENCODING, header::CONNECTION];
 
 pub(super) struct Request {
     pub(super) intent: Intent,
-    /// The key was made up just now, and a restart would make another one.
+    /// True if the key was generated: a restart would generate another one.
     pub(super) is_new_key: bool,
 }
 
@@ -40,35 +40,35 @@ pub(super) fn read(args: &CallArgs, stdin: &mut impl Read) -> Result<Request, St
     let is_safe = matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS | Method::TRACE);
     let is_new_key = args.intent.is_none() && args.key.is_none() && !is_safe;
     let mut fields = fields(args)?;
-    let mut unless_there = |name: HeaderName, value: &'static str| {
+    let mut set_default = |name: HeaderName, value: &'static str| {
         fields.entry(name).or_insert(HeaderValue::from_static(value));
     };
-    unless_there(header::USER_AGENT, concat!("oncegate/", env!("CARGO_PKG_VERSION")));
+    set_default(header::USER_AGENT, concat!("oncegate/", env!("CARGO_PKG_VERSION")));
     let body = if let Some(json) = &args.json {
-        unless_there(header::CONTENT_TYPE, "application/json");
-        unless_there(header::ACCEPT, "application/json");
-        octets("--json", json, stdin)?
+        set_default(header::CONTENT_TYPE, "application/json");
+        set_default(header::ACCEPT, "application/json");
+        body_bytes("--json", json, stdin)?
     } else if let Some(data) = &args.data_binary {
-        unless_there(header::CONTENT_TYPE, "application/x-www-form-urlencoded");
-        octets("--data-binary", data, stdin)?
+        set_default(header::CONTENT_TYPE, "application/x-www-form-urlencoded");
+        body_bytes("--data-binary", data, stdin)?
     } else if args.data.is_empty() {
         Vec::new()
     } else {
-        unless_there(header::CONTENT_TYPE, "application/x-www-form-urlencoded");
+        set_default(header::CONTENT_TYPE, "application/x-www-form-urlencoded");
         let mut joined = Vec::new();
         for (number, data) in args.data.iter().enumerate() {
             if number > 0 {
                 joined.push(b'&');
             }
-            let read = octets("--data", data, stdin)?;
-            let of_file = is_file(data);
-            // As curl does: the ends of lines are the file's, not the form's.
-            joined.extend(read.into_iter().filter(|octet| !of_file || !matches!(octet, b'\r' | b'\n' | 0)));
+            let read = body_bytes("--data", data, stdin)?;
+            let is_file = data.starts_with('@') || data == "-";
+            // As in curl: line ends belong to the file and not to the form.
+            joined.extend(read.into_iter().filter(|byte| !is_file || !matches!(byte, b'\r' | b'\n' | 0)));
         }
         joined
     };
-    if body.len() > BODY_MAX {
-        return Err(format!("the body has more than {} MiB", BODY_MAX / 1024 / 1024));
+    if body.len() > MAX_BODY {
+        return Err(format!("the body has more than {} MiB", MAX_BODY / 1024 / 1024));
     }
     Ok(Request { intent: intent.with_headers(fields).with_body(body), is_new_key })
 }
@@ -96,22 +96,22 @@ pub(super) fn fields(args: &CallArgs) -> Result<HeaderMap, String> {
         let mut value = HeaderValue::from_str(&basic).map_err(|_| "--user: cannot be sent".to_owned())?;
         value.set_sensitive(true);
         if fields.insert(header::AUTHORIZATION, value).is_some() {
-            return Err("--user and a field Authorization are one too many".to_owned());
+            return Err("--user and a field Authorization exclude each other; leave one out".to_owned());
         }
     }
     Ok(fields)
 }
 
-/// Adds a field. What is wrong with it is said without its value.
+/// Adds a field. An error never contains its value.
 fn add(args: &CallArgs, fields: &mut HeaderMap, line: &str, place: &str) -> Result<(), String> {
     let (name, value) = line.split_once(':').ok_or(format!("{place}: write \"Name: value\""))?;
     let name: HeaderName =
-        name.trim().parse().map_err(|_| format!("{place}: the name of a field has letters that none has"))?;
+        name.trim().parse().map_err(|_| format!("{place}: the name of the field has invalid characters"))?;
     if name == args.carrier {
         return Err(format!("{place}: give the key with --key or --intent"));
     }
     if FRAMING.contains(&name) {
-        return Err(format!("{place}: {name} is not the caller's to say"));
+        return Err(format!("{place}: {name} cannot be set; it is derived from the body"));
     }
     let value = HeaderValue::from_str(value.trim())
         .map_err(|_| format!("{place}: the value of {name} cannot be sent"))?;
@@ -124,24 +124,20 @@ pub(super) fn carrier(args: &CallArgs) -> Carrier {
     if args.quoted { bare.quoted() } else { bare }
 }
 
-fn is_file(given: &str) -> bool {
-    given.starts_with('@') || given == "-"
-}
-
-/// The text itself, what is in the file after an @, or the standard input.
-fn octets(flag: &str, given: &str, stdin: &mut impl Read) -> Result<Vec<u8>, String> {
-    let mut octets = Vec::new();
-    let most = BODY_MAX as u64 + 1;
+/// The text itself, the content of the file after an @, or the standard input.
+fn body_bytes(flag: &str, given: &str, stdin: &mut impl Read) -> Result<Vec<u8>, String> {
+    let mut bytes = Vec::new();
+    let most = MAX_BODY as u64 + 1;
     match given.strip_prefix('@') {
         _ if given == "-" || given == "@-" => {
-            let read = stdin.take(most).read_to_end(&mut octets);
+            let read = stdin.take(most).read_to_end(&mut bytes);
             read.map_err(|error| format!("{flag} -: {error}"))?;
         }
         Some(file) => {
-            let read = fs::File::open(file).and_then(|file| file.take(most).read_to_end(&mut octets));
+            let read = fs::File::open(file).and_then(|file| file.take(most).read_to_end(&mut bytes));
             read.map_err(|error| format!("{flag} @{file}: {error}"))?;
         }
-        None => octets.extend_from_slice(given.as_bytes()),
+        None => bytes.extend_from_slice(given.as_bytes()),
     }
-    Ok(octets)
+    Ok(bytes)
 }

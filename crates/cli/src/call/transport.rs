@@ -1,4 +1,4 @@
-//! What goes on the wire: HTTP/1.1 or HTTP/2 by hyper, TLS by rustls.
+//! The HTTP client of `oncegate call`: HTTP/1.1 or HTTP/2 by hyper, TLS by rustls.
 
 use std::error::Error;
 use std::path::Path;
@@ -16,12 +16,12 @@ use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::{ClientConfig, RootCertStore};
 
-use crate::proxy::{LIBRARY_HEAD_MAX, LINES_MAX, tls};
+use crate::proxy::{MAX_LIBRARY_HEAD, MAX_LINES, tls};
 
 pub(super) type Wire =
     TowerTransport<legacy::Client<HttpsConnector<HttpConnector>, Full<Bytes>>, Full<Bytes>>;
 
-/// Trusts the certificates in this file, or those of the system, which are not read where no address needs them.
+/// A client that trusts the certificates in this file, or those of the system, which are read only if `is_https`.
 pub(super) fn wire(cacert: Option<&Path>, is_https: bool, connect_timeout: Duration) -> Result<Wire, String> {
     let mut http = HttpConnector::new();
     http.enforce_http(false);
@@ -34,10 +34,10 @@ pub(super) fn wire(cacert: Option<&Path>, is_https: bool, connect_timeout: Durat
     let builder = HttpsConnectorBuilder::new().with_tls_config(config);
     let connector = builder.https_or_http().enable_all_versions().wrap_connector(http);
     let client = legacy::Client::builder(TokioExecutor::new())
-        // What is sent again, the policy says.
+        // The policy decides about retries.
         .retry_canceled_requests(false)
-        .http1_max_headers(LINES_MAX)
-        .http2_max_header_list_size(LIBRARY_HEAD_MAX)
+        .http1_max_headers(MAX_LINES)
+        .http2_max_header_list_size(MAX_LIBRARY_HEAD)
         .build(connector);
     Ok(TowerTransport::new(client).with_error_classifier(classify))
 }

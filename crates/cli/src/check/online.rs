@@ -1,4 +1,4 @@
-//! `oncegate check --online`: whether the service answers.
+//! `oncegate check --online`: checks that the service answers.
 
 use std::time::Duration;
 
@@ -11,27 +11,19 @@ use oncegate_core::ErrorChain;
 
 use super::Report;
 use crate::config::{Config, UpstreamProtocol, duration_text};
-use crate::proxy::{HEAD_MAX, LIBRARY_HEAD_MAX, LINES_MAX, connector};
+use crate::proxy::{MAX_HEAD, MAX_LIBRARY_HEAD, MAX_LINES, connector};
 
 /// Limits the time of one answer of the service.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Advice for a certificate that no authority of the system has signed.
-const UNKNOWN_ISSUER: &str = "; if the service has a certificate authority of its own, name it in the environment: \
-     SSL_CERT_FILE=ca.pem, for the sidecar, too";
+const UNKNOWN_ISSUER: &str = "; if the service has a certificate authority of its own, name its certificate in the environment \
+     of this command and of the sidecar: SSL_CERT_FILE=ca.pem";
 
 /// Connects as the sidecar does, with TLS if the address has it, and sends one `GET /` without a key.
 pub(super) fn service(config: &Config, report: &mut Report) {
     let to = &config.to;
-    // On a thread of its own, whatever runs on this one.
-    let asked = std::thread::scope(|scope| {
-        let asking = scope.spawn(|| {
-            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-            runtime.map_err(|error| error.to_string())?.block_on(ask(config))
-        });
-        asking.join().unwrap_or_else(|_| Err("asking it failed".to_owned()))
-    });
-    match asked {
+    match crate::block_on(ask(config)).flatten() {
         Ok((status, version)) if status.is_server_error() => {
             report.warn(format!("service {to}: answers GET / with {status} ({version:?})"));
         }
@@ -50,10 +42,10 @@ async fn ask(config: &Config) -> Result<(http::StatusCode, Version), String> {
     let connector = connector(&config.to, protocol, config.upstream_connect_timeout)?;
     let client: Client<_, Empty<Bytes>> = Client::builder(TokioExecutor::new())
         .timer(TokioTimer::new())
-        // The head of an answer may be as large as the sidecar takes it.
-        .http1_max_buf_size(HEAD_MAX)
-        .http1_max_headers(LINES_MAX)
-        .http2_max_header_list_size(LIBRARY_HEAD_MAX)
+        // The same limits as in the sidecar.
+        .http1_max_buf_size(MAX_HEAD)
+        .http1_max_headers(MAX_LINES)
+        .http2_max_header_list_size(MAX_LIBRARY_HEAD)
         .http2_only(protocol == UpstreamProtocol::Http2)
         .build(connector);
     let request = Request::builder()

@@ -13,7 +13,7 @@ use super::problem::{Problem, Source, did_you_mean};
 use super::settings::{Raw, Sourced, Values};
 use super::units::{StoreChoice, duration_text};
 use super::{Entry, Route, RouteConfig, TlsFiles};
-use crate::check::readable_by_everybody;
+use crate::check::readable_by_all_users;
 
 /// Below this a pause of the machine (a snapshot, a long collection, a full disk) outlasts a lease.
 const LEASE_SHORT: Duration = Duration::from_secs(2);
@@ -42,7 +42,7 @@ pub(super) fn on_service(values: &Values) -> Vec<Problem> {
 pub(super) fn on_secrets(token: Option<&PathBuf>, tls: Option<&TlsFiles>) -> Vec<Problem> {
     let secrets = [("the admin token", token), ("the TLS key", tls.map(|files| &files.key))];
     let warning = |(what, file): (&str, Option<&PathBuf>)| {
-        Some(Problem::warning(None, readable_by_everybody(what, file?)?))
+        Some(Problem::warning(None, readable_by_all_users(what, file?)?))
     };
     secrets.into_iter().filter_map(warning).collect()
 }

@@ -1,4 +1,4 @@
-//! Asks the admin API.
+//! The client of the admin API.
 
 use std::time::Duration;
 
@@ -19,10 +19,10 @@ use super::Failure;
 use crate::admin::ADMIN_FIELD;
 
 /// Limits the time of one answer of the sidecar.
-const PATIENCE: Duration = Duration::from_secs(30);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The largest response: a record has at most 64 MiB, and base64 turns three bytes into four.
-const ANSWER_MAX: usize = 100 * 1024 * 1024;
+const MAX_ANSWER: usize = 100 * 1024 * 1024;
 
 pub(super) struct Client {
     scheme: Scheme,
@@ -58,7 +58,7 @@ impl Client {
         }
         let token = token.filter(|token| !token.is_empty()).map(|token| -> Result<_, Failure> {
             let mut value = HeaderValue::from_str(&format!("Bearer {token}")).map_err(|_| {
-                Failure::Usage("the token has characters that no header field has".to_owned())
+                Failure::Usage("the token has characters that a header field cannot contain".to_owned())
             })?;
             value.set_sensitive(true);
             Ok(value)
@@ -75,7 +75,7 @@ impl Client {
     }
 
     async fn ask(&self, method: Method, path: &str, body: Bytes) -> Result<Value, Failure> {
-        // A slip in the port leads to the service, which must get neither the token nor the command.
+        // A wrong port may be that of the service, which must get neither the token nor the command.
         self.is_admin.get_or_try_init(|| self.probe()).await?;
         let mut request = self.request(&method, path);
         if method == Method::POST {
@@ -87,7 +87,7 @@ impl Client {
         let answer = self.exchange(request, body).await?;
         let Answer { status, is_admin: true, body } = answer else {
             return Err(self.unreachable(&format!(
-                "an admin API answered before, and something else did now ({}); if this was to change something, look whether it did",
+                "an admin API answered first, and another server did now ({}); if this command changes a record, check if it did",
                 answer.status
             )));
         };
@@ -95,12 +95,12 @@ impl Client {
             Ok(body) if !status.is_success() => Err(self.refusal(status, &body)),
             Ok(body) if body.get(member_of(path)).is_some() => Ok(body),
             _ => Err(self.unreachable(&format!(
-                "its answer ({status}) is not as this program knows it; does the sidecar have the same version?"
+                "this program does not understand its answer ({status}); check that the sidecar has the same version"
             ))),
         }
     }
 
-    /// Finds out whether an admin API answers at all, with a request that shows no token and does nothing.
+    /// Checks that an admin API answers, with a request that carries no token and changes nothing.
     async fn probe(&self) -> Result<(), Failure> {
         let answer = self.exchange(self.request(&Method::GET, "/livez"), Bytes::new()).await?;
         if answer.is_admin { Ok(()) } else { Err(self.not_admin(answer.status)) }
@@ -120,9 +120,8 @@ impl Client {
             let connector = connector.map_err(|error| self.unreachable(&ErrorChain(&error).to_string()))?;
             self.send(connector.https_only().enable_http1().build(), request).await
         };
-        tokio::time::timeout(PATIENCE, answer)
-            .await
-            .map_err(|_| self.unreachable(&format!("no answer within {} seconds", PATIENCE.as_secs())))?
+        let late = |_| self.unreachable(&format!("no answer within {} seconds", ANSWER_TIMEOUT.as_secs()));
+        tokio::time::timeout(ANSWER_TIMEOUT, answer).await.map_err(late)?
     }
 
     async fn send<C>(&self, connector: C, request: Request<Full<Bytes>>) -> Result<Answer, Failure>
@@ -136,13 +135,13 @@ impl Client {
             .map_err(|error| self.unreachable(&ErrorChain(&error).to_string()))?;
         let status = response.status();
         let is_admin = response.headers().contains_key(ADMIN_FIELD);
-        let body = Limited::new(response.into_body(), ANSWER_MAX).collect().await;
+        let body = Limited::new(response.into_body(), MAX_ANSWER).collect().await;
         let body = body
             .map_err(|error| self.unreachable(&format!("the answer broke off: {}", ErrorChain(&*error))))?;
         Ok(Answer { status, is_admin, body: body.to_bytes() })
     }
 
-    /// The words of a problem, in terms of the command line.
+    /// Describes a problem in terms of the command line.
     fn refusal(&self, status: StatusCode, problem: &Value) -> Failure {
         let text = |name: &str| problem[name].as_str().unwrap_or_default();
         match (status, text("type").rsplit(':').next().unwrap_or_default()) {
@@ -154,7 +153,7 @@ impl Client {
             }
             (StatusCode::FORBIDDEN, "forbidden") => {
                 return Failure::Refused(format!(
-                    "--admin {}: without an admin token the sidecar answers to 127.0.0.1, [::1] and localhost only",
+                    "--admin {}: without an admin token the sidecar accepts only 127.0.0.1, [::1] and localhost",
                     self.authority
                 ));
             }
@@ -165,9 +164,9 @@ impl Client {
         if let Some(("caller", _)) = about {
             let (_, what) = about.unwrap_or_default();
             return Failure::Usage(format!(
-                "say whose the request was: --caller-file FILE with the value of the header field that tells callers apart, \
-                 --caller-fields FILE if several do, --anonymous if it did not send that field, or --single-tenant if the route \
-                 does not tell callers apart. In terms of the admin API: {what}"
+                "name the caller of the request: --caller-file FILE with the value of the header field that tells callers apart, \
+                 --caller-fields FILE if several do, --anonymous if the request had no such field, or --single-tenant if the \
+                 route does not tell callers apart. In terms of the admin API: {what}"
             ));
         }
         let flag = |name: &str| FLAGS.iter().find(|(other, _)| *other == name).map(|(_, flag)| *flag);
@@ -191,17 +190,17 @@ impl Client {
         ))
     }
 
-    /// Something answered that is no admin API, and got neither the token nor the command.
+    /// The error for an answer that is not from an admin API. Its sender got neither the token nor the command.
     fn not_admin(&self, status: StatusCode) -> Failure {
         Failure::Unreachable(format!(
-            "what answers at {}://{} ({}) is not the admin API of a sidecar; nothing was done. Give --admin the address that the \
+            "the server at {}://{} ({}) is not the admin API of a sidecar; nothing was done. Give --admin the address that the \
              sidecar prints as `admin` when it starts, and not the one on which it listens for requests",
             self.scheme, self.authority, status
         ))
     }
 }
 
-/// A member that each answer of the admin API to a request for this path has.
+/// A member that every answer of the admin API for this path has.
 fn member_of(path: &str) -> &'static str {
     let path = path.split_once('?').map_or(path, |(path, _)| path);
     match path {

@@ -1,4 +1,4 @@
-//! `oncegate clock`: what to do about a machine's clock that was set.
+//! `oncegate clock`: confirms the clock of a machine after it was set.
 
 use std::io::Write;
 
@@ -7,7 +7,7 @@ use serde_json::json;
 
 use super::{Access, Failure};
 
-/// Says whether the clock of a sidecar's machine is right after it was set.
+/// Confirms that the clock of a sidecar's machine is right after it was set.
 #[derive(Args, Debug)]
 pub(crate) struct ClockArgs {
     #[command(flatten)]
@@ -18,7 +18,7 @@ pub(crate) struct ClockArgs {
 
 #[derive(Subcommand, Debug)]
 enum ClockCommand {
-    /// The clock is right: records that are older than its step age by it, and later ones do not
+    /// Accepts the clock: records from before the clock was set become older by the difference, later ones do not
     Accept,
 }
 

@@ -1,6 +1,6 @@
-//! `oncegate keys`: an operator's hands on the records of a running sidecar, through its admin API.
+//! `oncegate keys`: lists, shows and resolves the records of a running sidecar, through its admin API.
 //!
-//! Exit codes: 0 done, 1 refused or not there, 2 wrong usage, 3 the sidecar cannot be reached.
+//! Exit codes: 0 done, 1 refused or not found, 2 wrong usage, 3 the sidecar cannot be reached.
 
 mod client;
 mod clock;
@@ -23,7 +23,7 @@ use self::client::Client;
 pub(crate) use self::clock::ClockArgs;
 use crate::admin::searched_key;
 
-/// Looks at records of a running sidecar, and says what became of operations whose outcome is unknown.
+/// Lists and shows the records of a running sidecar, and resolves those whose outcome is unknown.
 #[derive(Args, Debug)]
 pub(crate) struct KeysArgs {
     #[command(flatten)]
@@ -36,7 +36,7 @@ pub(crate) struct KeysArgs {
 #[command(next_help_heading = "The sidecar")]
 struct Access {
     /// The sidecar's admin address, as URL or IP:PORT [default: http://127.0.0.1:9090] [env:
-    /// ONCEGATE_ADMIN, as IP:PORT where a sidecar reads it, too]
+    /// ONCEGATE_ADMIN, as IP:PORT if a sidecar reads it, too]
     #[arg(long, value_name = "URL", global = true)]
     admin: Option<String>,
     /// Reads the admin token from this file [default: the token in ONCEGATE_ADMIN_TOKEN]
@@ -56,39 +56,39 @@ enum KeysCommand {
     Show(Show),
     /// Finds one record by key, method, path and caller; or all records of a key, by the key alone
     Find(Find),
-    /// Says what became of an operation whose outcome is unknown; with --amend, replaces what an operator said before
+    /// Sets the outcome of an operation whose outcome is unknown; with --amend, replaces the outcome that an operator set
     Resolve(Resolve),
-    /// Makes the outcome unknown again: takes back what an operator said, or holds a released key
+    /// Makes the outcome unknown again: withdraws the outcome that an operator set, or blocks a released key
     Park(Park),
     /// Frees a key: the next request with it executes
     Release(Release),
-    /// Lists who resolved what, and why, newest first
+    /// Lists the changes that operators made, with their reasons, newest first
     Audit(Audit),
 }
 
 #[derive(Args, Debug)]
 struct Ls {
     /// Only records in this state: in-progress, abandoned, unknown, completed, tombstone, released; several with commas;
-    /// or unsettled, which is abandoned and unknown: what waits for an operator
+    /// or unsettled, which is abandoned and unknown: the records that wait for an operator
     #[arg(long, value_name = "STATE")]
     state: Option<String>,
-    /// Only records of this caller, by the mark that a listing shows
-    #[arg(long, value_name = "MARK")]
+    /// Only records of this caller, by the tag that a listing shows
+    #[arg(long, value_name = "TAG")]
     caller: Option<String>,
     /// Only records of this key, of any caller and operation. Only a tag of the key is sent: 8 bytes of a hash
     #[arg(long, value_name = "KEY", allow_hyphen_values = true)]
     key: Option<String>,
-    /// Only records whose operation starts like this, such as "POST /payments"
+    /// Only records whose operation begins with this text, such as "POST /payments"
     #[arg(long, value_name = "TEXT")]
     operation: Option<String>,
     /// Only records that have been in their state for at least this time, such as 30s, 5m, 24h
     #[arg(long, value_name = "DURATION")]
     min_age: Option<String>,
-    /// Only records that came into their state at this time or later: in UTC, such as 2026-02-28T12:34 or 2026-02-28, or how
-    /// long ago it was, such as 30m
+    /// Only records that came into their state at this time or later: a time in UTC, such as 2026-02-28T12:34 or 2026-02-28, or
+    /// the time since then, such as 30m
     #[arg(long, value_name = "TIME")]
     since: Option<String>,
-    /// Only records that came into their state before this time, which is written in the same way
+    /// Only records that came into their state before this time, in the same form
     #[arg(long, value_name = "TIME")]
     until: Option<String>,
     /// The most records to list, from 1 to 1000
@@ -97,7 +97,7 @@ struct Ls {
     /// The newest first, with totals; or in the order of the store, page by page
     #[arg(long, value_name = "ORDER", value_enum, default_value_t = ListOrder::Newest)]
     order: ListOrder,
-    /// Goes on after a listing with --order record that says so
+    /// Continues a listing with --order record, from the cursor that it printed
     #[arg(long, value_name = "CURSOR")]
     cursor: Option<String>,
 }
@@ -111,12 +111,12 @@ enum ListOrder {
 
 #[derive(Args, Debug)]
 struct Show {
-    /// The record, as a listing or the log shows it, or as much of its beginning as no other has
+    /// The record, as a listing or the log shows it, or a unique beginning of it
     #[arg(required_unless_present = "key", conflicts_with = "key")]
     record: Option<String>,
     #[command(flatten)]
     request: Request,
-    /// Shows the stored body too, and what came of each step
+    /// Shows the stored body too, and the result of each step
     #[arg(long)]
     body: bool,
 }
@@ -126,7 +126,7 @@ struct Show {
 struct Find {
     #[command(flatten)]
     request: Request,
-    /// Shows the stored body too, and what came of each step
+    /// Shows the stored body too, and the result of each step
     #[arg(long, requires = "path")]
     body: bool,
 }
@@ -144,14 +144,14 @@ struct Request {
     #[arg(long, value_name = "PATH", requires = "key")]
     path: Option<String>,
     /// Reads the value of the header field that tells callers apart (such as "Bearer …") from this file; - is the
-    /// standard input. Not a flag of its own, because command lines can be seen by others
+    /// standard input. The value is not a flag, because other users can see command lines
     #[arg(long, value_name = "FILE", group = "whose", requires = "path")]
     caller_file: Option<PathBuf>,
-    /// Reads the header fields that tell callers apart, such as "X-Tenant: acme", from this file, one a line: for a route
-    /// that goes by several; - is the standard input
+    /// Reads the header fields that tell callers apart, such as "X-Tenant: acme", from this file, one per line: for a route
+    /// that uses several; - is the standard input
     #[arg(long, value_name = "FILE", group = "whose", requires = "path")]
     caller_fields: Option<PathBuf>,
-    /// The client sent nothing that tells callers apart
+    /// The client sent no field that tells callers apart
     #[arg(long, group = "whose", requires = "path")]
     anonymous: bool,
     /// The route does not tell callers apart
@@ -165,7 +165,7 @@ struct Request {
 #[derive(Args, Debug)]
 #[command(group = clap::ArgGroup::new("outcome").required(true).args(["status", "released", "tombstone"]))]
 struct Resolve {
-    /// The record, as a listing or the log shows it, or as much of its beginning as no other has
+    /// The record, as a listing or the log shows it, or a unique beginning of it
     record: String,
     /// It took place: retries get an answer with this status
     #[arg(long, value_name = "STATUS")]
@@ -176,14 +176,14 @@ struct Resolve {
     /// The body of that answer: the text itself, @FILE, or - for the standard input
     #[arg(long, value_name = "TEXT|@FILE|-", allow_hyphen_values = true, conflicts_with_all = ["released", "tombstone"])]
     body: Option<String>,
-    /// It took place, and its answer cannot be given: retries hear that it is done
+    /// It took place, and its answer is lost: retries are refused, because it is done
     #[arg(long)]
     tombstone: bool,
     /// It did not take place: the key is free again
     #[arg(long)]
     released: bool,
-    /// Replaces what an operator said before, and nothing else. Clients may have got the earlier answer; what the service
-    /// itself answered is never changed
+    /// Replaces the outcome that an operator set before. Clients may have got the earlier answer. An answer of the service
+    /// itself is never changed
     #[arg(long)]
     amend: bool,
     #[command(flatten)]
@@ -192,8 +192,8 @@ struct Resolve {
 
 #[derive(Args, Debug)]
 struct Park {
-    /// The record, as a listing or the log shows it, or as much of its beginning as no other has. An operator resolved or
-    /// released it, or its service released it, and no request with the key has come since
+    /// The record, as a listing or the log shows it, or a unique beginning of it. An operator resolved or released it, or its
+    /// service released it, and no request with the key has come since
     record: String,
     #[command(flatten)]
     why: AuditArgs,
@@ -201,7 +201,7 @@ struct Park {
 
 #[derive(Args, Debug)]
 struct Release {
-    /// The record, as a listing or the log shows it, or as much of its beginning as no other has
+    /// The record, as a listing or the log shows it, or a unique beginning of it
     record: String,
     /// Also if its owner may be alive. Its effect may then happen in addition to that of the next request
     #[arg(long)]
@@ -213,18 +213,18 @@ struct Release {
 /// The actor and the reason, for the audit trail.
 #[derive(Args, Debug)]
 struct AuditArgs {
-    /// Why; kept in the audit trail
+    /// The reason, for the audit trail
     #[arg(long, value_name = "TEXT")]
     reason: String,
     /// The actor for the audit trail [default: the user's name, or admin if the environment has none]
     #[arg(long, value_name = "NAME")]
     actor: Option<String>,
-    /// Does not ask for confirmation, which is asked for on a terminal only
+    /// Does not ask for confirmation. Without a terminal there is no such question
     #[arg(long, short)]
     yes: bool,
 }
 
-/// Asks the person at the terminal whether to go on.
+/// Asks the person at the terminal for a confirmation.
 type Confirm<'a> = &'a dyn Fn(&str) -> io::Result<bool>;
 
 #[derive(Args, Debug)]
@@ -232,15 +232,15 @@ struct Audit {
     /// The most records to list, from 1 to 1000
     #[arg(long, value_name = "N", default_value_t = 100)]
     limit: u32,
-    /// Goes on before the entry with this number
+    /// Continues before the entry with this number
     #[arg(long, value_name = "NUMBER")]
     before: Option<u64>,
 }
 
-/// Why a command did not do what it was asked for.
+/// The reason why a command failed.
 #[derive(Debug)]
 enum Failure {
-    /// The sidecar said no.
+    /// The sidecar refused it.
     Refused(String),
     /// The arguments are invalid.
     Usage(String),
@@ -256,14 +256,14 @@ impl From<io::Error> for Failure {
     }
 }
 
-/// Runs the command and says how it ended.
+/// Runs the command. The exit code reports how it ended.
 pub(crate) fn run(args: &KeysArgs) -> ExitCode {
     let is_terminal = io::stdin().is_terminal() && io::stderr().is_terminal();
     let confirm: Option<Confirm<'_>> = if is_terminal { Some(&confirm_on_terminal) } else { None };
     ask(async |out: &mut StdoutLock<'_>| execute(args, env, confirm, out).await)
 }
 
-/// Runs the command about the clock and says how it ended.
+/// Runs the command about the clock. The exit code reports how it ended.
 pub(crate) fn run_clock(args: &ClockArgs) -> ExitCode {
     ask(async |out: &mut StdoutLock<'_>| clock::execute(args, env, out).await)
 }
@@ -273,31 +273,20 @@ fn env(name: &str) -> Option<String> {
 }
 
 fn ask(command: impl AsyncFnOnce(&mut StdoutLock<'_>) -> Result<(), Failure>) -> ExitCode {
-    let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
-        Ok(runtime) => runtime,
-        Err(error) => {
-            complain!("error: cannot start a runtime: {error}");
-            return ExitCode::FAILURE;
-        }
-    };
     let mut out = io::stdout().lock();
-    match runtime.block_on(command(&mut out)) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(failure) => {
-            let (words, code) = match failure {
-                Failure::Refused(words) => (words, 1),
-                Failure::Usage(words) => (words, 2),
-                Failure::Unreachable(words) => (words, 3),
-                // `oncegate keys ls | head` is no failure of ours.
-                Failure::Output(error) if error.kind() == io::ErrorKind::BrokenPipe => {
-                    return ExitCode::SUCCESS;
-                }
-                Failure::Output(error) => (format!("cannot write the answer: {error}"), 1),
-            };
-            complain!("error: {words}");
-            ExitCode::from(code)
+    let (words, code) = match crate::block_on(command(&mut out)) {
+        Ok(Ok(())) => return ExitCode::SUCCESS,
+        // `oncegate keys ls | head` is not an error.
+        Ok(Err(Failure::Output(error))) if error.kind() == io::ErrorKind::BrokenPipe => {
+            return ExitCode::SUCCESS;
         }
-    }
+        Ok(Err(Failure::Output(error))) => (format!("cannot write the answer: {error}"), 1),
+        Ok(Err(Failure::Refused(words))) | Err(words) => (words, 1),
+        Ok(Err(Failure::Usage(words))) => (words, 2),
+        Ok(Err(Failure::Unreachable(words))) => (words, 3),
+    };
+    complain!("error: {words}");
+    ExitCode::from(code)
 }
 
 async fn execute(
@@ -320,7 +309,8 @@ async fn execute(
             find_by_key(&client, key, &flags, as_json, out).await
         }
         KeysCommand::Show(Show { request, .. }) if request.path.is_none() => Err(Failure::Usage(
-            "--key alone may be the key of several records: list them with `oncegate keys find --key KEY`, or add --path".to_owned(),
+            "several records may have this key: list them with `oncegate keys find --key KEY`, or add --path"
+                .to_owned(),
         )),
         KeysCommand::Show(Show { request, body, .. }) | KeysCommand::Find(Find { request, body }) => {
             let view = client.post("/v1/keys/find", &request.json(*body)?).await?;
@@ -336,10 +326,9 @@ async fn execute(
         KeysCommand::Park(park) => {
             let request = park.why.json(&env);
             let question = "make the outcome unknown again, so that retries are refused and nothing executes until it is resolved; \
-                            clients may have got the answer that it has";
+                            clients may have got its present answer";
             let record = confirmed(&client, &park.record, confirm, park.why.yes, question).await?;
-            let view =
-                client.post(&format!("/v1/keys/{}/park", escaped(&record)), &request.into()).await?;
+            let view = client.post(&format!("/v1/keys/{}/park", escaped(&record)), &request.into()).await?;
             print::resolved(&view, as_json, out)
         }
         KeysCommand::Release(release) => {
@@ -359,7 +348,7 @@ async fn execute(
     }
 }
 
-/// The record that is to be changed. On a terminal it is shown first, and nothing is changed without a yes.
+/// The record to change. On a terminal it is shown first, and nothing is changed without a confirmation.
 async fn confirmed(
     client: &Client,
     record: &str,
@@ -370,7 +359,7 @@ async fn confirmed(
     let Some(confirm) = confirm.filter(|_| !is_sure) else { return Ok(record.to_owned()) };
     let view = client.get(&format!("/v1/keys/{}", escaped(record))).await?;
     if confirm(&format!("{}\n{what}? [y/N] ", print::summary(&view)))? {
-        // What was shown is changed, whatever begins like this by now.
+        // By its full identifier: another record may have the same beginning by now.
         Ok(view["record"].as_str().unwrap_or(record).to_owned())
     } else {
         Err(Failure::Refused("not confirmed; nothing was changed".to_owned()))
@@ -473,13 +462,13 @@ fn listing_path(filters: &[(&str, Option<&str>)], limit: usize, cursor: Option<&
     path
 }
 
-/// The tag of a key, which is sent in its place: URLs are written into logs.
+/// The tag of a key, which is sent instead of the key: URLs are written to logs.
 fn key_tag(key: &str) -> Result<String, Failure> {
     let key = searched_key(key).map_err(|error| Failure::Usage(format!("--key: {error}")))?;
     Ok(KeyTag::of(&key).to_string())
 }
 
-/// Most records of one key that are shown.
+/// The most records of one key that are shown.
 const MAX_FOUND: usize = 1000;
 
 /// Walks through the whole store, however large it is, for the records of a key.
@@ -498,8 +487,8 @@ async fn find_by_key(
         records.sort_by_cached_key(newest_first);
         if records.is_empty() && !as_json {
             return Err(Failure::Refused(
-                "no record has this key, its retention is over, or the program that claimed it gave no tag of its key; with --path, \
-                 --method and the caller it is found in any case"
+                "no record has this key: it was never used, its retention is over, or the program that claimed it gave no tag of \
+                 its key. With --path, --method and the caller, such a record is found, too"
                     .to_owned(),
             ));
         }
@@ -517,7 +506,7 @@ impl Request {
             (None, _, true) => "single-tenant".into(),
             (None, false, false) => match &self.caller_fields {
                 Some(file) => json!({"fields": fields(&read_text("--caller-fields", file)?)?}),
-                // The sidecar says what fits the route.
+                // The sidecar reports what the route needs.
                 None => Value::Null,
             },
         };
@@ -537,11 +526,11 @@ impl Resolve {
     fn summary(&self) -> String {
         match self.status {
             Some(status) => {
-                format!("say that it took place: retries get this answer with the status {status}")
+                format!("record that it took place: retries get this answer with the status {status}")
             }
-            None if self.tombstone => "say that it took place, without an answer for retries".to_owned(),
+            None if self.tombstone => "record that it took place, without an answer for retries".to_owned(),
             None => {
-                "say that it did not take place, so that the next request with the key executes".to_owned()
+                "record that it did not take place, so that the next request with the key executes".to_owned()
             }
         }
     }
@@ -550,11 +539,13 @@ impl Resolve {
     fn question(&self) -> String {
         let summary = self.summary();
         match (self.amend, self.released) {
-            (true, _) => format!("replace what an operator said, which clients may have got: {summary}"),
+            (true, _) => {
+                format!("replace the outcome that an operator set, which clients may have got: {summary}")
+            }
             (false, true) => summary,
             (false, false) => {
                 format!(
-                    "{summary}; only an operator can change it afterwards, and clients may have got it then"
+                    "{summary}; only an operator can change that later, and clients may have got the answer by then"
                 )
             }
         }
@@ -577,19 +568,19 @@ impl Resolve {
             });
             request.insert("status".to_owned(), status.into());
             request.insert("headers".to_owned(), headers.collect::<Result<Value, _>>()?);
-            request.insert("body_base64".to_owned(), STANDARD.encode(self.octets()?).into());
+            request.insert("body_base64".to_owned(), STANDARD.encode(self.body_bytes()?).into());
         }
         Ok(request.into())
     }
 
-    fn octets(&self) -> Result<Vec<u8>, Failure> {
+    fn body_bytes(&self) -> Result<Vec<u8>, Failure> {
         match self.body.as_deref() {
             None => Ok(Vec::new()),
             Some("-") => {
-                let mut octets = Vec::new();
-                let read = io::stdin().read_to_end(&mut octets);
+                let mut bytes = Vec::new();
+                let read = io::stdin().read_to_end(&mut bytes);
                 read.map_err(|error| Failure::Usage(format!("--body -: {error}")))?;
-                Ok(octets)
+                Ok(bytes)
             }
             Some(text) => match text.strip_prefix('@') {
                 Some(file) => {
@@ -621,11 +612,11 @@ fn read_text(flag: &str, file: &PathBuf) -> Result<String, Failure> {
     text.map_err(|error| Failure::Usage(format!("{flag}: {}: {error}", file.display())))
 }
 
-/// Header fields, one a line.
+/// Reads header fields, one per line.
 fn fields(text: &str) -> Result<Map<String, Value>, Failure> {
     let lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
     let fields = lines.map(|line| {
-        // What stands there may be a credential, and is not repeated.
+        // The line may contain a credential, so the error does not repeat it.
         let (name, value) = line
             .split_once(':')
             .ok_or_else(|| Failure::Usage("--caller-fields: a line is not \"Name: value\"".to_owned()))?;
@@ -634,7 +625,7 @@ fn fields(text: &str) -> Result<Map<String, Value>, Failure> {
     fields.collect()
 }
 
-/// As one word for a shell.
+/// The text as one word for a shell.
 fn shell_quoted(text: &str) -> String {
     let is_plain = |b: u8| b.is_ascii_alphanumeric() || b"-._/:=@%+,".contains(&b);
     if !text.is_empty() && text.bytes().all(is_plain) {
@@ -643,7 +634,7 @@ fn shell_quoted(text: &str) -> String {
     format!("'{}'", text.replace('\'', r"'\''"))
 }
 
-/// Percent-encoded for one segment of a path, or one value of a query.
+/// The text in percent-encoding, for one segment of a path or one value of a query.
 fn escaped(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for byte in text.bytes() {

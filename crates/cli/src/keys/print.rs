@@ -1,4 +1,4 @@
-//! Shows the answers of the admin API to people.
+//! Prints the answers of the admin API for people.
 
 use std::io::Write;
 use std::time::Duration;
@@ -26,7 +26,7 @@ pub(super) fn page(page: &Value, as_json: bool, out: &mut impl Write) -> Printed
     Ok(())
 }
 
-/// The newest records, and how many there are.
+/// The newest records, and the number of all.
 pub(super) fn newest(page: &Value, as_json: bool, out: &mut impl Write) -> Printed {
     if as_json {
         return json(page, out);
@@ -50,7 +50,7 @@ pub(super) fn newest(page: &Value, as_json: bool, out: &mut impl Write) -> Print
     if !is_complete {
         writeln!(
             out,
-            "the store has more than could be read in time; narrow it down (--state, --operation), or read all of it with \
+            "the store has more records than could be read in time; filter them (--state, --operation), or read all of them with \
              --order record"
         )?;
     }
@@ -95,7 +95,7 @@ pub(super) fn summary(view: &Value) -> String {
     format!("{operation}: {state} for {}, record {record}", age(view))
 }
 
-/// `flags` say which sidecar to ask, for the commands that are proposed.
+/// Prints a record. `flags` select the sidecar in the proposed commands.
 pub(super) fn record(view: &Value, flags: &str, as_json: bool, out: &mut impl Write) -> Printed {
     if as_json {
         return json(view, out);
@@ -115,7 +115,7 @@ pub(super) fn record(view: &Value, flags: &str, as_json: bool, out: &mut impl Wr
         ("after abandoned", "after_abandoned"),
     ];
     for (name, member) in fields {
-        // That it is false goes without saying.
+        // A member that is false is the normal case, and not shown.
         if !view[member].is_null() && view[member] != Value::Bool(false) {
             writeln!(out, "{name:<16}{}", text(&view[member]))?;
         }
@@ -150,7 +150,7 @@ pub(super) fn record(view: &Value, flags: &str, as_json: bool, out: &mut impl Wr
             writeln!(out, "\n{}", printable(body, true))?;
         }
         if let Some(coded) = response["body_base64"].as_str() {
-            writeln!(out, "\nThe body is no text; in base64:\n{coded}")?;
+            writeln!(out, "\nThe body is not text; in base64:\n{coded}")?;
         }
     }
     if let Some(advice) = advice(view, flags) {
@@ -163,10 +163,10 @@ pub(super) fn record(view: &Value, flags: &str, as_json: bool, out: &mut impl Wr
 fn advice(view: &Value, flags: &str) -> Option<String> {
     let record = text(&view["record"]);
     let (known, released) = if view["steps"].is_null() {
-        ("Whether this took effect is not known.", "It did not, and the next request executes")
+        ("It is not known whether this took effect.", "It did not, and the next request executes")
     } else {
         (
-            "Its steps took place; whether the next one did is not known.",
+            "Its steps took place; it is not known whether the next one did.",
             "An attempt may go on after its last step",
         )
     };
@@ -175,8 +175,8 @@ fn advice(view: &Value, flags: &str) -> Option<String> {
     let answer = "--status 201 --header 'Content-Type: application/json' --body @answer.json --reason \"…\"";
     match (view["state"].as_str()?, view["by_operator"] == true) {
         ("completed" | "tombstone", true) => Some(format!(
-            "An operator said so, and clients may have got this answer. If it is wrong:\n\n\
-             # Retries are refused again until somebody has looked:\n\
+            "An operator resolved it, and clients may have got this answer. If it is wrong:\n\n\
+             # Retries are refused again until an operator resolves it:\n\
              {park}\n\
              # Retries get another answer:\n\
              {amend} {answer}\n\
@@ -185,20 +185,20 @@ fn advice(view: &Value, flags: &str) -> Option<String> {
         )),
         ("released", true) => Some(format!(
             "An operator released the key: the next request with it executes. If that is wrong:\n\n\
-             # Nothing executes until somebody has looked:\n\
+             # Nothing executes until an operator resolves it:\n\
              {park}\n\
              # It took place, and retries get this answer:\n\
              {amend} {answer}"
         )),
         ("released", false) => Some(format!(
             "The next request with the key executes.\n\n\
-             # Nothing executes until somebody has looked:\n\
+             # Nothing executes until an operator resolves it:\n\
              {park}"
         )),
         ("unknown" | "abandoned", _) => Some(format!(
-            "{known} Find out, and then say so.\n\n\
+            "{known} Find out, and then resolve it.\n\n\
              # It did, and retries get this answer:\n\
-             oncegate keys resolve{flags} {record} --status 201 --header 'Content-Type: application/json' --body @answer.json --reason \"…\"\n\
+             oncegate keys resolve{flags} {record} {answer}\n\
              # It did, and its answer is lost:\n\
              oncegate keys resolve{flags} {record} --tombstone --reason \"…\"\n\
              # {released}:\n\
@@ -208,18 +208,18 @@ fn advice(view: &Value, flags: &str) -> Option<String> {
     }
 }
 
-/// The records of a key. `flags` say which sidecar to ask.
+/// Prints the records of a key. `flags` select the sidecar in the proposed command.
 pub(super) fn found(page: &Value, flags: &str, as_json: bool, out: &mut impl Write) -> Printed {
     if as_json {
         return json(page, out);
     }
     rows(page, out)?;
     if !page["next"].is_null() {
-        writeln!(out, "there are more than are shown")?;
+        writeln!(out, "there are more records than these")?;
     }
     writeln!(
         out,
-        "found by the tag of the key, 8 bytes that another key may have too: see what a record is with `oncegate keys show{flags} \
+        "found by the tag of the key, 8 bytes that another key may have too: check a record with `oncegate keys show{flags} \
          RECORD`"
     )?;
     Ok(())
@@ -253,7 +253,7 @@ pub(super) fn audit(view: &Value, as_json: bool, out: &mut impl Write) -> Printe
     Ok(())
 }
 
-/// Columns as wide as their widest text, with two spaces between; the last one is as long as it is.
+/// Prints columns as wide as their widest text, with two spaces between them.
 fn table<const N: usize>(rows: &[[String; N]], out: &mut impl Write) -> Printed {
     let mut widths = [0; N];
     for row in rows {
@@ -293,7 +293,7 @@ fn printable(text: &str, with_lines: bool) -> String {
     printable
 }
 
-/// The two largest units would be too exact for the eye; one is enough.
+/// An age in its largest unit, which is exact enough for people.
 fn rough(age: Duration) -> String {
     let seconds = age.as_secs();
     let unit = [24 * 3600, 3600, 60].into_iter().find(|unit| seconds >= 2 * unit).unwrap_or(1);

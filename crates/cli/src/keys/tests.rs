@@ -129,7 +129,7 @@ async fn a_record_is_shown_by_its_request_and_its_body_on_demand() {
     assert!(words.starts_with("There is no such record: "), "{words}");
     let words = usage(keys(&sidecar, &["show", "--key", "k", "--path", "/pay"]).await);
     assert!(
-        words.starts_with("say whose the request was: --caller-file FILE")
+        words.starts_with("name the caller of the request: --caller-file FILE")
             && words.contains("field authorization"),
         "{words}"
     );
@@ -270,18 +270,18 @@ async fn a_token_comes_from_a_file_or_the_environment() {
 }
 
 #[tokio::test]
-async fn a_sidecar_that_is_not_there_is_told_from_one_that_says_no() {
+async fn an_unreachable_sidecar_differs_from_a_refusal() {
     let unreachable = |result| match result {
         Err(Failure::Unreachable(words)) => words,
         other => panic!("{other:?}"),
     };
-    // Bound, so that nobody else takes it, and not listening.
+    // Bound, so that no other program can use it, and not listening.
     let socket = tokio::net::TcpSocket::new_v4().unwrap();
     socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
-    let nobody = socket.local_addr().unwrap().to_string();
-    let words = unreachable(run_with(&["ls", "--admin", &nobody], |_| None).await);
+    let unused = socket.local_addr().unwrap().to_string();
+    let words = unreachable(run_with(&["ls", "--admin", &unused], |_| None).await);
     assert!(
-        words.starts_with(&format!("cannot reach the sidecar at http://{nobody} (--admin): client error (Connect): tcp connect error: Connection refused")),
+        words.starts_with(&format!("cannot reach the sidecar at http://{unused} (--admin): client error (Connect): tcp connect error: Connection refused")),
         "{words}"
     );
 
@@ -292,7 +292,7 @@ async fn a_sidecar_that_is_not_there_is_told_from_one_that_says_no() {
     let served = tokio::spawn(async move { axum::serve(listener, router).await });
     for line in [&["ls"][..], &["show", "abcdef"], &["release", "abcdef", "--reason", "r"], &["audit"]] {
         let words = unreachable(run_with(&[line, &["--admin", &other]].concat(), |_| None).await);
-        assert!(words.contains("its answer (200 OK) is not as this program knows it"), "{line:?}: {words}");
+        assert!(words.contains("this program does not understand its answer (200 OK)"), "{line:?}: {words}");
     }
     served.abort();
 
@@ -304,12 +304,12 @@ async fn a_sidecar_that_is_not_there_is_told_from_one_that_says_no() {
     let served = tokio::spawn(async move { axum::serve(listener, router).await });
     let words =
         unreachable(run_with(&["release", "abcdef", "--reason", "r", "--admin", &other], |_| None).await);
-    assert!(words.contains("something else did now (200 OK); if this was to change something"), "{words}");
+    assert!(words.contains("another server did now (200 OK); if this command changes a record"), "{words}");
     served.abort();
 }
 
 #[tokio::test]
-async fn the_beginning_of_a_record_stands_for_it() {
+async fn a_record_is_found_by_the_beginning_of_its_identifier() {
     let sidecar = Sidecar::start().await;
     let first = sidecar.unknown(0x11, "POST /pay").await.to_string();
     let second = sidecar.unknown(0x12, "POST /pay").await.to_string();
@@ -328,7 +328,7 @@ async fn the_beginning_of_a_record_stands_for_it() {
 }
 
 #[tokio::test]
-async fn on_a_terminal_nothing_is_changed_without_a_yes() {
+async fn on_a_terminal_nothing_is_changed_without_a_confirmation() {
     let sidecar = Sidecar::start().await;
     let record = sidecar.unknown(1, "POST /pay").await.to_string();
     let admin = sidecar.address.to_string();
@@ -348,7 +348,7 @@ async fn on_a_terminal_nothing_is_changed_without_a_yes() {
     let question = asked.borrow_mut().remove(0);
     assert!(question.starts_with(&format!("POST /pay: unknown for 0s, record {record}\n")), "{question}");
     assert!(
-        question.contains("with the status 201; only an operator can change it afterwards")
+        question.contains("with the status 201; only an operator can change that later")
             && question.ends_with("? [y/N] "),
         "{question}"
     );

@@ -8,7 +8,7 @@ use oncegate_http::{Condition, GrpcForm, Refusal, Settings};
 
 use super::body::ProxyBody;
 use super::headers::{Peer, remove_unforwarded};
-use super::{HEAD_MAX, LINES_MAX};
+use super::{MAX_HEAD, MAX_LINES};
 use crate::admin::Metrics;
 use crate::config::Config;
 
@@ -133,7 +133,7 @@ fn check<B>(request: &Request<B>) -> Result<Option<HeaderValue>, Refused> {
 /// protocols.
 pub(super) fn is_too_large(headers: &HeaderMap) -> bool {
     let bytes = |(name, value): (&HeaderName, &HeaderValue)| name.as_str().len() + value.len();
-    headers.len() > LINES_MAX || headers.iter().map(bytes).sum::<usize>() > HEAD_MAX
+    headers.len() > MAX_LINES || headers.iter().map(bytes).sum::<usize>() > MAX_HEAD
 }
 
 /// A host and perhaps a port, or nothing at all, which is what a client says where its target has no authority.

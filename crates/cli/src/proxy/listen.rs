@@ -34,7 +34,7 @@ use super::client::{ClientBody, ClientStream, ConnectionState, Delivery, StreamE
 use super::cross_origin::{CrossOrigin, preflight};
 use super::headers::Peer;
 use super::live::{Live, ThreadLive};
-use super::{HEAD_MAX, HEAD_MAX_U32, LINES_MAX};
+use super::{MAX_HEAD, MAX_HEAD_U32, MAX_LINES};
 use crate::admin::{ADMIN_FIELD, Metrics};
 
 /// Limits the time of a TLS handshake, and of the head of a request.
@@ -259,13 +259,13 @@ fn builder(write_timeout: Duration, half_close: bool) -> Builder {
         .timer(TokioTimer::new())
         .header_read_timeout(PATIENCE)
         .half_close(half_close)
-        .max_headers(LINES_MAX)
-        .max_buf_size(HEAD_MAX);
+        .max_headers(MAX_LINES)
+        .max_buf_size(MAX_HEAD);
     builder
         .http2()
         .timer(TokioTimer::new())
         .max_concurrent_streams(STREAMS_MAX)
-        .max_header_list_size(HEAD_MAX_U32)
+        .max_header_list_size(MAX_HEAD_U32)
         .keep_alive_interval(PATIENCE);
     builder
 }

@@ -46,16 +46,16 @@ use listen::{DrainResult, ThreadListener};
 use live::{Live, ThreadLive};
 
 /// Most field lines in the head of a request or an answer, whatever the protocol. Services that are verbose have a hundred.
-pub(crate) const LINES_MAX: usize = 1000;
+pub(crate) const MAX_LINES: usize = 1000;
 
 /// Largest head of a request or an answer, in bytes, whatever the protocol: what common servers accept, several times. Also
 /// what is read of a connection at a time, and so the largest piece that waits.
-pub(crate) const HEAD_MAX: usize = 128 * 1024;
-const HEAD_MAX_U32: u32 = HEAD_MAX as u32;
+pub(crate) const MAX_HEAD: usize = 128 * 1024;
+const MAX_HEAD_U32: u32 = MAX_HEAD as u32;
 
 /// The size at which the HTTP/2 library rejects the head of a response and reports nothing about it. It is far beyond
-/// [`HEAD_MAX`], which is checked afterwards.
-pub(crate) const LIBRARY_HEAD_MAX: u32 = 8 * 1024 * 1024;
+/// [`MAX_HEAD`], which is checked afterwards.
+pub(crate) const MAX_LIBRARY_HEAD: u32 = 8 * 1024 * 1024;
 
 /// The time after which a silent HTTP/2 service that owes a response gets a ping, and the time in which it must
 /// answer the ping. Without it, a lost connection would hold all requests for a long time.
@@ -129,9 +129,9 @@ fn client_of(config: &Config, protocol: UpstreamProtocol) -> Result<UpstreamClie
         .pool_timer(TokioTimer::new())
         .pool_idle_timeout(config.upstream_idle_timeout)
         .pool_max_idle_per_host(max_idle)
-        .http1_max_buf_size(HEAD_MAX)
-        .http1_max_headers(LINES_MAX)
-        .http2_max_header_list_size(LIBRARY_HEAD_MAX)
+        .http1_max_buf_size(MAX_HEAD)
+        .http1_max_headers(MAX_LINES)
+        .http2_max_header_list_size(MAX_LIBRARY_HEAD)
         .http2_keep_alive_interval(UPSTREAM_PING)
         .http2_keep_alive_timeout(UPSTREAM_PING)
         .http2_only(protocol == UpstreamProtocol::Http2)

@@ -29,7 +29,7 @@ use super::forward::take_host;
 use super::framing::{has_other_coding, is_unframed};
 use super::headers::{ATTEMPT, RECORD, TOKEN, remove_hop_by_hop, remove_ours, rewrite, via};
 use super::tls::{ToService, connector};
-use super::{HEAD_MAX, LIBRARY_HEAD_MAX, LINES_MAX};
+use super::{MAX_HEAD, MAX_LIBRARY_HEAD, MAX_LINES};
 use crate::admin::{Metrics, ReconcileResult};
 use crate::config::{Config, RouteConfig};
 
@@ -59,9 +59,9 @@ impl ReconcileClients {
         let client = Client::builder(TokioExecutor::new())
             .timer(TokioTimer::new())
             .pool_max_idle_per_host(0)
-            .http1_max_buf_size(HEAD_MAX)
-            .http1_max_headers(LINES_MAX)
-            .http2_max_header_list_size(LIBRARY_HEAD_MAX)
+            .http1_max_buf_size(MAX_HEAD)
+            .http1_max_headers(MAX_LINES)
+            .http2_max_header_list_size(MAX_LIBRARY_HEAD)
             .http2_only(protocol == crate::config::UpstreamProtocol::Http2)
             .build(connector);
         Ok(Self { client, config, metrics })

@@ -24,7 +24,7 @@ use super::reload::Reloader;
 use super::{BoundAddress, ConnectionLimit, DataPath, RequestLimit, cached, server_config};
 use crate::access_log::AccessLog;
 use crate::admin::{self, AbandonedRecords, AdminLive, AdminState, Draining, count_records};
-use crate::check::{existing, has_other_things};
+use crate::check::{existing, has_other_files};
 use crate::config::{Config, ProxyArgs, StoreChoice, StoreUrl};
 
 /// Runs the sidecar until it is told to stop.
@@ -378,7 +378,7 @@ pub(super) fn open_directory(
     directory: &Path,
     options: EmbeddedOptions,
 ) -> Result<EmbeddedStore, StoreOpenError> {
-    if let Some(what) = has_other_things(directory) {
+    if let Some(what) = has_other_files(directory) {
         return Err(StoreOpenError::Unfit(format!("--store {}: {what}", directory.display())));
     }
     EmbeddedStore::open(options).map_err(|error| {

@@ -1,6 +1,5 @@
-//! `oncegate schema`: what a database needs before a sidecar can keep records in it.
+//! `oncegate schema`: prepares a database, so that a sidecar can keep records in it.
 
-use std::future::Future;
 use std::io::Write as _;
 
 use clap::{Args, Subcommand, ValueEnum};
@@ -41,14 +40,14 @@ struct Database {
     url: String,
 }
 
-/// Without the URL, in which there may be a password.
+/// Without the URL, which may contain a password.
 impl std::fmt::Debug for Database {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Database").field("kind", &self.kind).finish_non_exhaustive()
     }
 }
 
-/// A contract that other languages can use.
+/// A contract that programs in other languages can use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Contract {
     Postgres,
@@ -125,7 +124,7 @@ fn print(contract: Contract, script: Option<&str>) -> Result<(), String> {
 pub(crate) fn usable(url: &str) -> Result<bool, String> {
     let options = options(url)?;
     let durability = block_on(async {
-        // What others may have put into it is worse than a version that is too old.
+        // Objects of other owners are worse than a version that is too old, so they are reported first.
         let bindings = schema::status(&options).await?.foreign_bindings;
         if !bindings.is_empty() {
             return Err(PostgresOpenError::ForeignBindings { database: options.database(), bindings });
@@ -138,20 +137,18 @@ pub(crate) fn usable(url: &str) -> Result<bool, String> {
     Ok(durability == Durability::Synced)
 }
 
-/// Of a cached store, the database of its records.
+/// The options for a URL. For a cached store, those of the database behind the cache.
 fn options(url: &str) -> Result<PostgresOptions, String> {
     let choice = store(url).ok();
     let url = match choice.as_ref().map(StoreChoice::store) {
-        Some(StoreChoice::Postgres(back)) => back.reveal(),
+        Some(StoreChoice::Postgres(url)) => url.reveal(),
         _ => url,
     };
     PostgresOptions::new(url).map_err(|error| ErrorChain(&error).to_string())
 }
 
 fn block_on<T>(run: impl Future<Output = Result<T, PostgresOpenError>>) -> Result<T, String> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let runtime = runtime.map_err(|error| format!("cannot start a runtime: {error}"))?;
-    runtime.block_on(run).map_err(|error| ErrorChain(&error).to_string())
+    crate::block_on(run)?.map_err(|error| ErrorChain(&error).to_string())
 }
 
 fn say(text: &str) -> Result<(), String> {

@@ -190,7 +190,7 @@ async fn no_store_is_created_in_a_directory_with_other_files() {
     for store in [&store, &front] {
         let (code, said) = refused(sidecar("http://127.0.0.1:9").arg(store)).await;
         assert_eq!(code, 1);
-        assert!(said.contains("holds other things, such as ledger.csv"), "{said}");
+        assert!(said.contains("contains other files, such as ledger.csv"), "{said}");
     }
     assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1);
     // The root of a new file system counts as empty.

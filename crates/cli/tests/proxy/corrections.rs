@@ -168,7 +168,7 @@ async fn a_response_of_the_service_cannot_be_corrected() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_key_that_the_service_released_can_be_parked() {
     let case = Case::new("memory:", BUSY).await;
-    case.shows("Nothing executes until somebody has looked").await;
+    case.shows("Nothing executes until an operator resolves it").await;
     case.run_keys("park", &[]).await.unwrap();
     case.is_unknown().await;
     case.run_keys("resolve", &["--released"]).await.unwrap();

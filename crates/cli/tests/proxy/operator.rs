@@ -229,9 +229,8 @@ async fn a_revoked_right_is_reported_before_requests_are_refused() {
     let checked = oncegate(&check).await;
     let words = text(&checked.stdout);
     // This server runs without fsync.
-    let is_warned = words
-        .lines()
-        .any(|line| line.starts_with("warn  ") && line.contains("what it commits is NOT flushed"));
+    let is_warned =
+        words.lines().any(|line| line.starts_with("warn  ") && line.contains("its commits are NOT flushed"));
     assert!(checked.status.success() && is_warned, "{words}");
     let service = Service::new().await.answers(OK);
     let mut command = sidecar(&format!("http://{}", service.address));
