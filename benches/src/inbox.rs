@@ -34,8 +34,8 @@ pub(crate) async fn measure() -> Result<()> {
         sqlx::query(table).execute(&pool).await?;
     }
     let inbox = || -> Result<_> {
-        let name = ConsumerName::new("benchmark")?;
-        Ok(TransactionalInbox::new(pool.clone(), name, Identity::header("id")).with_max_batch(BATCH)?)
+        Ok(TransactionalInbox::new(pool.clone(), "benchmark", Identity::header("id"))?
+            .with_max_batch(BATCH)?)
     };
     for (title, each, count, again) in [
         ("one statement for each message", true, 20_000, 0),

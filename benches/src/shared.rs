@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
-use oncegate_core::{FencingToken, Fingerprint, IdempotencyKey, Outcome, RecordId, Scope, Store};
+use oncegate_core::{FencingToken, Fingerprint, Outcome, RecordId, Scope, Store};
 use oncegate_postgres::{PostgresOptions, PostgresStore, TransactOutcome, Transactor, schema};
 use oncegate_redis::{RedisOptions, RedisStore};
 use oncegate_servers::{PostgresServer, RedisServer};
@@ -293,8 +293,8 @@ pub(crate) async fn same_transaction() -> Result<()> {
                 let transactor = ours.clone();
                 async move {
                     let scope = Scope::single_tenant();
-                    let key = IdempotencyKey::new(format!("order-{number}").into_bytes())?;
-                    let pay = transactor.transact(&scope, &key, &number, async |connection| {
+                    let key = format!("order-{number}");
+                    let pay = transactor.transact(&scope, key, &number, async |connection| {
                         let pay = sqlx::query_scalar(PAY).bind("c-1").bind(4999_i64);
                         let id: i64 = pay.fetch_one(&mut *connection).await?;
                         Ok(id)

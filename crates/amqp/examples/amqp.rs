@@ -30,15 +30,11 @@ async fn main() -> Result<(), Box<dyn Error>> {
     // At the start, an operator sees the error.
     source.connect().await?;
     let pool = PgPoolOptions::new().max_connections(4).connect(&env::var("DATABASE_URL")?).await?;
-    let consumer = ConsumerName::new("billing")?;
-    let inbox = TransactionalInbox::new(pool, consumer, Identity::header("amqp-message-id"));
+    let inbox = TransactionalInbox::new(pool, "billing", Identity::header("amqp-message-id"))?;
     let processor = DiesAfterCommit(inbox.batch_processor(invoice));
     let mut terminate = signal(SignalKind::terminate())?;
     let consumer = Consumer::new(source, processor).with_order(Order::None).with_concurrency(2)?;
-    let stop = async {
-        terminate.recv().await;
-    };
-    consumer.run(stop).await?;
+    consumer.run(terminate.recv()).await?;
     Ok(())
 }
 

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use oncegate_inbox::{
-    Consumer, ConsumerName, Event, EventKind, HandlerError, Identity, MESSAGE_ID, Observer, Order, Source,
+    Consumer, Event, EventKind, HandlerError, Identity, MESSAGE_ID, Observer, Order, Source,
 };
 use oncegate_inbox_postgres::TransactionalInbox;
 use oncegate_postgres::sqlx::postgres::{PgConnectOptions, PgPoolOptions};
@@ -26,7 +26,7 @@ pub async fn run(source: impl Source, order: Order) -> Result<(), Box<dyn Error>
 
     let die = Die::from_env();
     let before_commit = die.clone();
-    let inbox = TransactionalInbox::new(pool, ConsumerName::new("billing")?, Identity::message_id());
+    let inbox = TransactionalInbox::new(pool, "billing", Identity::message_id())?;
     let processor = inbox.batch_processor(async move |connection, messages| {
         let mut ids = Vec::with_capacity(messages.len());
         for message in messages {
@@ -46,11 +46,8 @@ pub async fn run(source: impl Source, order: Order) -> Result<(), Box<dyn Error>
     });
 
     let mut terminated = signal(SignalKind::terminate())?;
-    let stop = async move {
-        terminated.recv().await;
-    };
     let consumer = Consumer::new(source, processor).with_concurrency(4)?.with_order(order);
-    consumer.with_observer(die).run(stop).await?;
+    consumer.with_observer(die).run(terminated.recv()).await?;
     Ok(())
 }
 

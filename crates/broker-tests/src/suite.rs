@@ -9,8 +9,8 @@ use std::time::Duration;
 use oncegate_core::{MemoryStore, OnAbandoned, Store, SystemClock};
 use oncegate_engine::Engine;
 use oncegate_inbox::{
-    Consumer, ConsumerName, Counts, DeadLetter, DeadLetterSink, DeadReason, Delivery, EventKind,
-    HandlerError, Identity, Inbox, Message, Order, Outgoing, ProcessOutcome, Publisher, PutFuture, Source,
+    Consumer, Counts, DeadLetter, DeadLetterSink, DeadReason, Delivery, EventKind, HandlerError, Identity,
+    Inbox, Message, Order, Outgoing, ProcessOutcome, Publisher, PutFuture, Source,
 };
 use oncegate_postgres::{PostgresOptions, PostgresStore, schema};
 use oncegate_servers::PostgresServer;
@@ -126,10 +126,9 @@ pub fn store() -> Arc<dyn Store> {
 
 /// Creates an inbox of one process, with a short lease.
 pub fn inbox(store: &Arc<dyn Store>, dead: impl DeadLetterSink) -> Inbox {
-    let name = ConsumerName::new("billing").unwrap();
     let engine = Engine::new(store.clone());
-    let inbox = Inbox::new(engine, name, Identity::message_id(), OnAbandoned::Reexecute, dead);
-    inbox.with_lease(SOON / 3).unwrap()
+    let inbox = Inbox::new(engine, "billing", Identity::message_id(), OnAbandoned::Reexecute, dead);
+    inbox.unwrap().with_lease(SOON / 3).unwrap()
 }
 
 /// A running consumer, and a handle to stop it.

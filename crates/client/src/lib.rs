@@ -23,7 +23,7 @@
 //! # #[tokio::main(flavor = "current_thread")]
 //! # async fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! # let transport = Shop;
-//! // With the feature `reqwest`: let transport = ReqwestTransport::build(reqwest::Client::builder())?;
+//! // With the feature `reqwest`: let transport = ReqwestTransport::new()?;
 //! let client = Client::new(transport);
 //! let intent = Intent::post("https://shop.example/payments")?
 //!     .with_key(IdempotencyKey::derived("payment", ["order-123", "v2"]))?
@@ -32,7 +32,7 @@
 //! match client.send(&intent).await {
 //!     // Definite: it would be the same answer again. 4xx are among them.
 //!     Ok(answer) if answer.verdict == Verdict::Done => {
-//!         assert_eq!(answer.response.body(), r#"{"paid":5}"#);
+//!         assert_eq!(answer.text(), r#"{"paid":5}"#);
 //!         assert_eq!((answer.attempts, answer.replayed), (1, false));
 //!     }
 //!     Ok(answer) => println!("refused: {}", answer.response.status()),

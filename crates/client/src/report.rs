@@ -1,5 +1,6 @@
 //! Definite answers, and the error without one.
 
+use std::borrow::Cow;
 use std::error::Error;
 use std::fmt;
 use std::time::SystemTime;
@@ -36,6 +37,14 @@ pub struct Answer {
     pub attempts: u32,
     /// The service marked the answer as a replay.
     pub replayed: bool,
+}
+
+impl Answer {
+    /// The body as text. Bytes that are not UTF-8 are replaced.
+    #[must_use]
+    pub fn text(&self) -> Cow<'_, str> {
+        String::from_utf8_lossy(self.response.body())
+    }
 }
 
 /// The intent has no definite answer. Check [`SendError::may_have_taken_effect`] first.

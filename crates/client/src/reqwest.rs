@@ -36,6 +36,14 @@ pub struct ReqwestTransport {
 }
 
 impl ReqwestTransport {
+    /// Creates a transport with the default settings of reqwest. See [`build`](Self::build).
+    ///
+    /// # Errors
+    /// The errors of [`reqwest::ClientBuilder::build`].
+    pub fn new() -> reqwest::Result<Self> {
+        Self::build(reqwest::Client::builder())
+    }
+
     /// Builds the client, and turns its redirects and retries off. A redirect is the answer of the intent. After a redirect, a
     /// failed connection would no longer prove that nothing was sent.
     ///

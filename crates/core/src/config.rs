@@ -1,5 +1,6 @@
 //! Settings out of their bounds.
 
+use std::convert::Infallible;
 use std::fmt;
 use std::ops::RangeInclusive;
 
@@ -38,6 +39,13 @@ impl fmt::Display for ConfigError {
 }
 
 impl std::error::Error for ConfigError {}
+
+/// A conversion that cannot fail has no invalid value.
+impl From<Infallible> for ConfigError {
+    fn from(never: Infallible) -> Self {
+        match never {}
+    }
+}
 
 #[cfg(test)]
 mod tests {

@@ -106,3 +106,10 @@ impl<A: Observer, B: Observer> Observer for (A, B) {
         self.1.observe(event);
     }
 }
+
+/// Calls the closure with each event.
+impl<F: Fn(&Event) + Send + Sync + 'static> Observer for F {
+    fn observe(&self, event: &Event) {
+        self(event);
+    }
+}

@@ -11,8 +11,8 @@ use crate::refusal::Condition;
 /// The key and the attempt under which a handler runs. It is in the extensions of every request that is executed
 /// under a key.
 ///
-/// With the feature `axum` it is an extractor: `IdempotencyContext` refuses a request that has no key,
-/// `Option<IdempotencyContext>` takes both.
+/// With the feature `axum` it is an extractor: `IdempotencyContext` refuses a request that is not executed under a
+/// key, `Option<IdempotencyContext>` takes both.
 #[derive(Clone)]
 pub struct IdempotencyContext {
     key: IdempotencyKey,
@@ -108,21 +108,46 @@ pub struct CloseDelimited;
 pub struct UpstreamResponse;
 
 #[cfg(feature = "axum")]
-mod axum_extractor {
+pub(crate) mod axum_extractor {
     use std::convert::Infallible;
 
+    use axum_core::body::Body;
     use axum_core::extract::{FromRequestParts, OptionalFromRequestParts};
-    use http::StatusCode;
     use http::request::Parts;
+    use http::{HeaderName, Response};
+    use oncegate_core::IdempotencyKey;
 
     use super::IdempotencyContext;
+    use crate::key::KeyGrammar;
+    use crate::refusal::{Condition, Refusal};
+    use crate::settings::Settings;
+
+    /// An extractor of the key in the header `Idempotency-Key`, for a handler without the layer, for example one that
+    /// commits the key together with its rows. It refuses a request without a valid key.
+    ///
+    /// Behind the layer use [`IdempotencyContext`], which has the attempt, too.
+    #[derive(Clone, Debug)]
+    pub struct KeyHeader(pub IdempotencyKey);
+
+    impl<S: Sync> FromRequestParts<S> for KeyHeader {
+        type Rejection = Response<Body>;
+
+        async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Self::Rejection> {
+            let name = HeaderName::from_static("idempotency-key");
+            match KeyGrammar::default().read(&parts.headers, &name) {
+                Some(Ok((key, _))) => Ok(Self(key)),
+                Some(Err(error)) => Err(reject(Refusal::new(Condition::KeyInvalid).with_detail(error))),
+                None => Err(reject(Refusal::new(Condition::KeyMissing))),
+            }
+        }
+    }
 
     impl<S: Sync> FromRequestParts<S> for IdempotencyContext {
-        type Rejection = (StatusCode, &'static str);
+        type Rejection = Response<Body>;
 
         async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Self::Rejection> {
             let context = Self::from_extensions(&parts.extensions).cloned();
-            context.ok_or((StatusCode::BAD_REQUEST, "this operation requires an Idempotency-Key\n"))
+            context.ok_or_else(|| reject(Refusal::new(Condition::KeyMissing)))
         }
     }
 
@@ -131,6 +156,42 @@ mod axum_extractor {
 
         async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Option<Self>, Infallible> {
             Ok(Self::from_extensions(&parts.extensions).cloned())
+        }
+    }
+
+    fn reject(refusal: Refusal) -> Response<Body> {
+        refusal.into_response(&Settings::default(), None).map(Body::from)
+    }
+
+    #[cfg(test)]
+    mod tests {
+        use super::*;
+
+        #[tokio::test]
+        async fn a_key_is_read_from_its_header_and_a_missing_or_invalid_one_is_refused() {
+            for (header, expected) in [
+                (Some("\"order-123\""), Ok("order-123")),
+                (Some("order-123"), Ok("order-123")),
+                (Some("\"order"), Err("key-invalid")),
+                (None, Err("key-missing")),
+            ] {
+                let mut request = http::Request::new(());
+                if let Some(header) = header {
+                    request.headers_mut().insert("idempotency-key", header.parse().unwrap());
+                }
+                let mut parts = request.into_parts().0;
+                match (KeyHeader::from_request_parts(&mut parts, &()).await, expected) {
+                    (Ok(KeyHeader(key)), Ok(expected)) => assert_eq!(key.as_str(), Some(expected)),
+                    (Err(response), Err(expected)) => {
+                        assert_eq!(response.status(), 400);
+                        assert_eq!(response.headers()["content-type"], "application/problem+json");
+                        let refused =
+                            response.extensions().get::<Refusal>().map(|refusal| refusal.condition.slug());
+                        assert_eq!(refused, Some(expected));
+                    }
+                    (found, _) => panic!("{header:?}: {found:?}"),
+                }
+            }
         }
     }
 }

@@ -106,6 +106,13 @@ impl<A: RequestObserver, B: RequestObserver> RequestObserver for (A, B) {
     }
 }
 
+/// Calls the closure with each event.
+impl<F: Fn(&RequestEvent<'_>) + Send + Sync + 'static> RequestObserver for F {
+    fn observe(&self, event: &RequestEvent<'_>) {
+        self(event);
+    }
+}
+
 /// An observer that may be left out.
 impl<A: RequestObserver> RequestObserver for Option<A> {
     fn observe(&self, event: &RequestEvent<'_>) {

@@ -104,6 +104,8 @@ mod settings;
 mod upstream;
 
 pub use body::{BoxError, RequestBody, ResponseBody};
+#[cfg(feature = "axum")]
+pub use context::axum_extractor::KeyHeader;
 pub use context::{
     CloseDelimited, IdempotencyContext, LeaseExpired, NoUpstreamResponse, ProxyRefusal, StoreDirective,
     UpstreamResponse,

@@ -33,7 +33,7 @@ use crate::work::{PerMessage, WholeBatch, Work};
 /// use std::sync::Arc;
 ///
 /// use oncegate_inbox_postgres::TransactionalInbox;
-/// use oncegate_inbox::{ConsumerName, ProcessOutcome, Identity, Message};
+/// use oncegate_inbox::{ProcessOutcome, Identity, Message};
 /// use oncegate_postgres::{PostgresOptions, schema, sqlx};
 ///
 /// # #[tokio::main] async fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -42,7 +42,7 @@ use crate::work::{PerMessage, WholeBatch, Work};
 /// schema::apply(&PostgresOptions::new(&url)?).await?;
 /// let pool = sqlx::PgPool::connect(&url).await?;
 /// # sqlx::query("CREATE TABLE invoices (order_number text)").execute(&pool).await?;
-/// let inbox = TransactionalInbox::new(pool, ConsumerName::new("billing")?, Identity::header("event-id"));
+/// let inbox = TransactionalInbox::new(pool, "billing", Identity::header("event-id"))?;
 ///
 /// let message = Message::new("orders", "order 17").with_header("event-id", "evt-1");
 /// let handle = async || {
@@ -92,11 +92,17 @@ impl TransactionalInbox {
     /// Creates an inbox for a consumer on the application's own pool. `identity` identifies the messages.
     ///
     /// Receipts are kept for 7 days, a message is tried 10 times, and a batch has at most 100 messages.
-    #[must_use]
-    pub fn new(pool: PgPool, consumer: ConsumerName, identity: Identity) -> Self {
+    ///
+    /// # Errors
+    /// [`ConfigError`] for an invalid [name](ConsumerName::new).
+    pub fn new(
+        pool: PgPool,
+        consumer: impl TryInto<ConsumerName, Error: Into<ConfigError>>,
+        identity: Identity,
+    ) -> Result<Self, ConfigError> {
         let inner = Inner {
             receipts: Receipts::new(pool, RETENTION, STATEMENT_TIMEOUT),
-            consumer,
+            consumer: consumer.try_into().map_err(Into::into)?,
             identity,
             max_attempts: DEFAULT_MAX_ATTEMPTS,
             compares_payloads: false,
@@ -105,7 +111,7 @@ impl TransactionalInbox {
             isolation: None,
             max_batch: BATCH,
         };
-        Self { inner: Arc::new(inner) }
+        Ok(Self { inner: Arc::new(inner) })
     }
 
     fn with(mut self, change: impl FnOnce(&mut Inner)) -> Self {
@@ -262,14 +268,14 @@ impl TransactionalInbox {
     /// ```
     /// # use std::sync::Arc;
     /// # use oncegate_inbox_postgres::TransactionalInbox;
-    /// # use oncegate_inbox::{ConsumerName, ProcessOutcome, Identity, Message};
+    /// # use oncegate_inbox::{ProcessOutcome, Identity, Message};
     /// # use oncegate_postgres::{PostgresOptions, schema, sqlx};
     /// # #[tokio::main] async fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// # let server = oncegate_servers::PostgresServer::start()?;
     /// # schema::apply(&PostgresOptions::new(&server.url())?).await?;
     /// # let pool = sqlx::PgPool::connect(&server.url()).await?;
     /// # sqlx::query("CREATE TABLE invoices (order_number text)").execute(&pool).await?;
-    /// # let inbox = TransactionalInbox::new(pool, ConsumerName::new("billing")?, Identity::payload());
+    /// # let inbox = TransactionalInbox::new(pool, "billing", Identity::payload())?;
     /// let messages: Vec<_> = ["17", "18", "17"].map(|order| Arc::new(Message::new("orders", order))).into();
     /// let handled = inbox.process_batch(&messages, async |connection, messages| {
     ///     let orders: Vec<_> = messages.iter().map(|m| String::from_utf8_lossy(&m.payload).into_owned()).collect();

@@ -24,14 +24,13 @@ use oncegate_postgres::sqlx::{self, Row as _};
 ///
 /// ```
 /// # use oncegate_inbox_postgres::{ApplyOutcome, Streams};
-/// # use oncegate_inbox::ConsumerName;
 /// # use oncegate_postgres::{PostgresOptions, schema, sqlx};
 /// # #[tokio::main] async fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// # let server = oncegate_servers::PostgresServer::start()?;
 /// # schema::apply(&PostgresOptions::new(&server.url())?).await?;
 /// # let pool = sqlx::PgPool::connect(&server.url()).await?;
 /// # sqlx::query("CREATE TABLE history (line text)").execute(&pool).await?;
-/// let streams = Streams::new(ConsumerName::new("history")?);
+/// let streams = Streams::new("history")?;
 /// let mut transaction = pool.begin().await?;
 /// let mut outcomes = Vec::new();
 /// for (sequence, event) in [(2, "paid"), (1, "placed"), (2, "paid")] {
@@ -142,9 +141,12 @@ enum Turn {
 
 impl Streams {
     /// Creates streams of a consumer. Events are counted from 1, and at most 1000 of a stream are buffered or fetched.
-    #[must_use]
-    pub const fn new(consumer: ConsumerName) -> Self {
-        Self { consumer, first: 1, max_buffered: 1000, transaction_pooler: false }
+    ///
+    /// # Errors
+    /// [`ConfigError`] for an invalid [name](ConsumerName::new).
+    pub fn new(consumer: impl TryInto<ConsumerName, Error: Into<ConfigError>>) -> Result<Self, ConfigError> {
+        let consumer = consumer.try_into().map_err(Into::into)?;
+        Ok(Self { consumer, first: 1, max_buffered: 1000, transaction_pooler: false })
     }
 
     /// Sets the number of the first event of each stream, usually 0 or 1.

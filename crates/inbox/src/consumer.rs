@@ -235,14 +235,14 @@ impl<S: Source, P: Processor> Consumer<S, P> {
         self
     }
 
-    /// Consumes until `stop` is ready, and then shuts down.
+    /// Consumes until `stop` is ready, for example `tokio::signal::ctrl_c()`, and then shuts down.
     ///
     /// Dropping this future is like a crash: running messages are cancelled, and messages without an acknowledgement
     /// come again.
     ///
     /// # Errors
     /// [`ConsumerError`].
-    pub async fn run(self, stop: impl Future<Output = ()>) -> Result<(), ConsumerError> {
+    pub async fn run(self, stop: impl Future) -> Result<(), ConsumerError> {
         let Self { source, processor, settings } = self;
         let info = source.info();
         processor.check(&info).map_err(ConsumerError::Config)?;
@@ -397,7 +397,7 @@ struct Run<S: Source, P> {
 }
 
 impl<S: Source, P: Processor> Run<S, P> {
-    async fn until(mut self, stop: impl Future<Output = ()>) -> Result<(), ConsumerError> {
+    async fn until(mut self, stop: impl Future) -> Result<(), ConsumerError> {
         let mut stop = pin!(stop);
         let mut extend = interval(self.extend_every.unwrap_or(Duration::from_secs(3600)));
         extend.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -409,7 +409,7 @@ impl<S: Source, P: Processor> Run<S, P> {
             let has_capacity = self.has_capacity();
             tokio::select! {
                 biased;
-                () = &mut stop => break Ok(()),
+                _ = &mut stop => break Ok(()),
                 Some(done) = self.running.join_next_with_id() => self.finish(done),
                 Some(settled) = self.settling.join_next() => self.release(settled.ok()),
                 Some(lane) = poll_fn(|cx| self.delayed.poll_expired(cx)), if !self.delayed.is_empty() => {

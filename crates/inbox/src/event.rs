@@ -156,6 +156,13 @@ impl<A: Observer, B: Observer> Observer for (A, B) {
     }
 }
 
+/// Calls the closure with each event.
+impl<F: Fn(&Event<'_>) + Send + Sync + 'static> Observer for F {
+    fn observe(&self, event: &Event<'_>) {
+        self(event);
+    }
+}
+
 /// Counts events. Clones are cheap and share the counts.
 #[derive(Clone, Debug, Default)]
 pub struct Counts(Arc<Cells>);

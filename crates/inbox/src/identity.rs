@@ -332,11 +332,17 @@ impl ConsumerName {
     /// Creates a name of 1 to 100 bytes of printable ASCII without spaces.
     ///
     /// # Errors
-    /// [`ConsumerNameError`] for any other name.
-    pub fn new(name: &str) -> Result<Self, ConsumerNameError> {
+    /// [`ConfigError`] for any other name.
+    pub fn new(name: &str) -> Result<Self, ConfigError> {
         let is_good =
             (1..=Self::MAX_BYTES).contains(&name.len()) && name.bytes().all(|b| b.is_ascii_graphic());
-        if is_good { Ok(Self(name.into())) } else { Err(ConsumerNameError) }
+        if is_good {
+            return Ok(Self(name.into()));
+        }
+        Err(ConfigError::new(format!(
+            "the consumer name is {name:?}; it must be 1 to {} characters of printable ASCII without spaces",
+            Self::MAX_BYTES
+        )))
     }
 
     /// Returns the name.
@@ -352,21 +358,19 @@ impl fmt::Display for ConsumerName {
     }
 }
 
-/// An invalid consumer name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ConsumerNameError;
+impl TryFrom<&str> for ConsumerName {
+    type Error = ConfigError;
 
-impl fmt::Display for ConsumerNameError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "a consumer name must have 1 to {} characters of printable ASCII, without spaces",
-            ConsumerName::MAX_BYTES
-        )
+    fn try_from(name: &str) -> Result<Self, ConfigError> {
+        Self::new(name)
     }
 }
 
-impl std::error::Error for ConsumerNameError {}
+impl From<&Self> for ConsumerName {
+    fn from(name: &Self) -> Self {
+        name.clone()
+    }
+}
 
 #[cfg(test)]
 mod tests {

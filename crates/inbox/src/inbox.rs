@@ -85,14 +85,17 @@ impl Inbox {
     /// `on_abandoned` decides whether a handler may run again after an attempt with an unknown outcome. `dead` is the
     /// destination of dead letters. A claim lasts 10 seconds and is renewed, receipts are kept for 7 days, and a
     /// message is tried 10 times.
-    #[must_use]
+    ///
+    /// # Errors
+    /// [`ConfigError`] for an invalid [name](ConsumerName::new).
     pub fn new(
         engine: Engine,
-        consumer: ConsumerName,
+        consumer: impl TryInto<ConsumerName, Error: Into<ConfigError>>,
         identity: Identity,
         on_abandoned: OnAbandoned,
         dead: impl DeadLetterSink,
-    ) -> Self {
+    ) -> Result<Self, ConfigError> {
+        let consumer = consumer.try_into().map_err(Into::into)?;
         let policy = Policy::default().with_on_abandoned(on_abandoned);
         let policy = policy.with_lease(LEASE).and_then(|policy| policy.with_retention(RETENTION));
         // No waiting: a message in progress elsewhere must not block others. The broker delivers it again.
@@ -109,7 +112,7 @@ impl Inbox {
             label,
             dead: Arc::new(dead),
         };
-        Self { inner: Arc::new(inner) }
+        Ok(Self { inner: Arc::new(inner) })
     }
 
     fn with(mut self, change: impl FnOnce(&mut Inner)) -> Self {

@@ -15,7 +15,7 @@
 //! use oncegate_core::{MemoryStore, OnAbandoned};
 //! use oncegate_engine::Engine;
 //! use oncegate_inbox::{
-//!     ConsumerName, DeadLetter, DeadLetterSink, HandlerError, ProcessOutcome, Identity, Inbox, Message, PutFuture,
+//!     DeadLetter, DeadLetterSink, HandlerError, ProcessOutcome, Identity, Inbox, Message, PutFuture,
 //! };
 //!
 //! struct Nowhere;
@@ -27,9 +27,8 @@
 //!
 //! # tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(async {
 //! let engine = Engine::new(MemoryStore::default());
-//! let billing = ConsumerName::new("billing")?;
 //! // A handler that was cut off may run again: the provider takes a key.
-//! let inbox = Inbox::new(engine, billing, Identity::header("event-id"), OnAbandoned::Reexecute, Nowhere);
+//! let inbox = Inbox::new(engine, "billing", Identity::header("event-id"), OnAbandoned::Reexecute, Nowhere)?;
 //!
 //! let message = Arc::new(Message::new("orders.paid", "order 7").with_header("event-id", "e-41"));
 //! let charge = async |attempt: oncegate_engine::Attempt, _: Arc<Message>| {
@@ -89,7 +88,7 @@ mod source;
 pub use consumer::{Consumer, ConsumerError, Order};
 pub use dead_letters::{DeadLetter, DeadLetterSink, DeadLetterTopic, MAX_ERROR_BYTES, PutFuture};
 pub use event::{Counts, Event, EventKind, Observer};
-pub use identity::{ConsumerName, ConsumerNameError, Identity, IdentityError, MessageId};
+pub use identity::{ConsumerName, Identity, IdentityError, MessageId};
 pub use inbox::{DEFAULT_MAX_ATTEMPTS, Inbox, InboxProcessor};
 pub use message::{AmbiguousHeader, Message};
 pub use outcome::{DeadReason, HandlerError, ProcessOutcome, Settlement};

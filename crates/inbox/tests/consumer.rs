@@ -317,7 +317,7 @@ impl World {
 
     fn inbox_of(&self, name: &str, on_abandoned: OnAbandoned) -> Inbox {
         let (engine, letters) = (Engine::new(self.store.clone()), self.letters.clone());
-        Inbox::new(engine, consumer_name(name), Identity::header("id"), on_abandoned, letters)
+        Inbox::new(engine, name, Identity::header("id"), on_abandoned, letters).unwrap()
     }
 
     /// A consumer whose handler notes the message and then does `and`.
@@ -767,9 +767,10 @@ async fn a_refused_dead_letter_blocks_only_its_own_message() {
     }
     let world = World::new();
     let asked = Arc::new(AtomicUsize::new(0));
-    let (engine, name) = (Engine::new(world.store.clone()), consumer_name("billing"));
+    let engine = Engine::new(world.store.clone());
     let (identity, refuses) = (Identity::header("id"), Refuses(asked.clone()));
-    let inbox = Inbox::new(engine, name, identity, OnAbandoned::Park, refuses).with_max_attempts(2).unwrap();
+    let inbox = Inbox::new(engine, "billing", identity, OnAbandoned::Park, refuses).unwrap();
+    let inbox = inbox.with_max_attempts(2).unwrap();
     let consumer = run(world.consumer(inbox, |_, id| async move {
         if id == "poison" { Err(HandlerError::retry("no")) } else { Ok(()) }
     }));
@@ -827,11 +828,12 @@ async fn dead_letter_headers_describe_the_failure() {
         .publish(message("a").with_header("trace", "t1").with_header("Oncegate-Dead-Reason", "before"));
     let inbox = Inbox::new(
         Engine::new(world.store.clone()),
-        consumer_name("billing"),
+        "billing",
         Identity::header("id"),
         OnAbandoned::Park,
         DeadLetterTopic::new(topic.clone(), "orders.dead"),
-    );
+    )
+    .unwrap();
     let consumer = run(world.consumer(inbox, |_, _| async { Err(HandlerError::reject("two\nlines")) }));
     world.broker.is_empty().await;
     consumer.stop().await;
@@ -1020,7 +1022,7 @@ async fn settings_that_do_not_fit_are_refused_before_anything_is_consumed() {
     world.broker.send("a");
     for lease in [VISIBLE_AFTER, VISIBLE_AFTER * 2] {
         let inbox = world.inbox(OnAbandoned::Park).with_lease(lease).unwrap();
-        let refused = world.consumer(inbox, fine).run(std::future::pending()).await.unwrap_err();
+        let refused = world.consumer(inbox, fine).run(std::future::pending::<()>()).await.unwrap_err();
         assert!(matches!(refused, ConsumerError::Config(_)));
         let why = ErrorChain(&refused).to_string();
         assert!(why.contains("make the lease shorter"), "{why}");
@@ -1041,7 +1043,7 @@ async fn an_identity_that_the_source_cannot_have_is_refused_before_anything_is_c
     let consumer = |identity: Identity, has_broker_ids: bool| {
         let engine = Engine::new(world.store.clone());
         let inbox =
-            Inbox::new(engine, consumer_name("billing"), identity, OnAbandoned::Park, world.letters.clone());
+            Inbox::new(engine, "billing", identity, OnAbandoned::Park, world.letters.clone()).unwrap();
         let source = Subscription { has_broker_ids, ..Subscription::of(&world.broker) };
         Consumer::new(source, inbox.processor(noting(&world.ledger, fine)))
     };
@@ -1050,7 +1052,7 @@ async fn an_identity_that_the_source_cannot_have_is_refused_before_anything_is_c
         (Identity::header(""), true, "can have a header named \"\""),
         (Identity::header("event id"), true, "can have a header named \"event id\""),
     ] {
-        let refused = consumer(identity, has_broker_ids).run(std::future::pending()).await.unwrap_err();
+        let refused = consumer(identity, has_broker_ids).run(std::future::pending::<()>()).await.unwrap_err();
         let why = ErrorChain(&refused).to_string();
         assert!(matches!(refused, ConsumerError::Config(_)) && why.contains(said), "{why}");
     }
@@ -1077,8 +1079,8 @@ async fn a_consumer_that_produces_only_dead_letters_stops_with_the_reason() {
             world.broker.send(&format!("m{number}"));
         }
         let engine = Engine::new(world.store.clone());
-        let (name, identity) = (consumer_name("billing"), Identity::header(header));
-        let inbox = Inbox::new(engine, name, identity, OnAbandoned::Reexecute, world.letters.clone());
+        let (identity, letters) = (Identity::header(header), world.letters.clone());
+        let inbox = Inbox::new(engine, "billing", identity, OnAbandoned::Reexecute, letters).unwrap();
         let inbox = inbox.with_max_attempts(2).unwrap();
         let consumer = world.consumer(inbox, move |_, _| async move {
             Err(match expected {
@@ -1086,7 +1088,7 @@ async fn a_consumer_that_produces_only_dead_letters_stops_with_the_reason() {
                 _ => HandlerError::retry("relation \"invoices\" does not exist"),
             })
         });
-        let ended = timeout(TIMEOUT, consumer.run(std::future::pending())).await.unwrap().unwrap_err();
+        let ended = timeout(TIMEOUT, consumer.run(std::future::pending::<()>())).await.unwrap().unwrap_err();
         let ConsumerError::OnlyDeadLetters { in_a_row, reason, .. } = &ended else { panic!("{ended}") };
         assert_eq!((*reason, *in_a_row >= 100), (expected, true));
         assert!(ended.to_string().contains(said), "{ended}");

@@ -17,10 +17,10 @@ use std::time::Duration;
 
 use oncegate_broker_tests::consumer;
 use oncegate_inbox::Order;
+use oncegate_nats::NatsSource;
 use oncegate_nats::async_nats::jetstream::consumer::AckPolicy;
 use oncegate_nats::async_nats::jetstream::consumer::pull::Config;
 use oncegate_nats::async_nats::{connect, jetstream};
-use oncegate_nats::{NatsSource, NatsSourceOptions};
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn Error>> {
@@ -34,6 +34,6 @@ async fn main() -> Result<(), Box<dyn Error>> {
         ..Config::default()
     };
     let consumer = stream.get_or_create_consumer("billing", config).await?;
-    let options = NatsSourceOptions::new().without_order().with_prefetch(500)?;
-    consumer::run(NatsSource::new(context, consumer, options)?, Order::None).await
+    let source = NatsSource::new(context, consumer)?.without_order().with_prefetch(500)?;
+    consumer::run(source, Order::None).await
 }

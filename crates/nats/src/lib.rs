@@ -27,7 +27,7 @@
 //! `is_redelivered` is always true, because the server may have forgotten deliveries. Headers are sorted by name.
 //!
 //! # Order
-//! [`NatsSourceOptions`] set the order: messages with the same value of a header ([`ORDER_KEY`] by default), messages
+//! The source sets the order: messages with the same value of a header ([`ORDER_KEY`] by default), messages
 //! with the same subject, or none. The order holds within one process. With several processes at one consumer, the
 //! server gives messages of one subject to any of them. After a crash, messages without an acknowledgement come again
 //! after `ack_wait`, behind newer ones. Only `max_ack_pending` of 1 keeps the order in these cases. Otherwise use one
@@ -85,69 +85,11 @@ const PAUSE: Duration = Duration::from_secs(1);
 /// The number of times in a row that the server must report a missing consumer: after a start it may not know it yet.
 const MAX_MISSES: u32 = 3;
 
-/// The options of a source: the order, and the number of messages that it requests ahead.
-#[derive(Clone, Debug)]
-pub struct NatsSourceOptions {
-    order: Order,
-    prefetch: usize,
-}
-
 #[derive(Clone, Debug)]
 enum Order {
     None,
     Subject,
     Header(String),
-}
-
-impl NatsSourceOptions {
-    /// The maximum number of messages that a source holds ahead.
-    pub const MAX_PREFETCH: usize = 10_000;
-
-    /// Creates options: order by the header [`ORDER_KEY`], which [`NatsPublisher`] sends, and 100 messages ahead.
-    ///
-    /// Messages without the header have no order.
-    #[must_use]
-    pub fn new() -> Self {
-        Self { order: Order::Header(ORDER_KEY.to_owned()), prefetch: 100 }
-    }
-
-    /// Keeps messages with the same subject in order. A message that fails blocks its subject.
-    #[must_use]
-    pub fn with_order_by_subject(self) -> Self {
-        Self { order: Order::Subject, ..self }
-    }
-
-    /// Keeps messages with the same value of this header in order. Messages without it have no order.
-    #[must_use]
-    pub fn with_order_by_header(self, name: impl Into<String>) -> Self {
-        Self { order: Order::Header(name.into()), ..self }
-    }
-
-    /// Keeps no order.
-    #[must_use]
-    pub fn without_order(self) -> Self {
-        Self { order: Order::None, ..self }
-    }
-
-    /// Sets how many messages are requested before they are needed.
-    ///
-    /// They are held in memory, no other process gets them, and their `ack_wait` runs. So choose a number that is
-    /// processed within a small part of `ack_wait`.
-    ///
-    /// # Errors
-    /// [`ConfigError`] outside 1 to [`MAX_PREFETCH`](Self::MAX_PREFETCH).
-    pub fn with_prefetch(self, messages: usize) -> Result<Self, ConfigError> {
-        if !(1..=Self::MAX_PREFETCH).contains(&messages) {
-            return Err(ConfigError::new(format!("the prefetch must be from 1 to {}", Self::MAX_PREFETCH)));
-        }
-        Ok(Self { prefetch: messages, ..self })
-    }
-}
-
-impl Default for NatsSourceOptions {
-    fn default() -> Self {
-        Self::new()
-    }
 }
 
 /// Checks that a consumer cannot lose messages.
@@ -186,7 +128,8 @@ fn redelivery(config: &Config) -> Duration {
 pub struct NatsSource {
     context: jetstream::Context,
     consumer: Arc<PullConsumer>,
-    options: NatsSourceOptions,
+    order: Order,
+    prefetch: usize,
     redelivery: Duration,
     reading: Option<Reading>,
     is_closed: bool,
@@ -204,23 +147,55 @@ impl fmt::Debug for NatsSource {
 }
 
 impl NatsSource {
+    /// The maximum number of messages that a source requests ahead.
+    pub const MAX_PREFETCH: usize = 10_000;
+
     /// Creates a source from a consumer that was looked up with this context.
     ///
-    /// Its settings are those of the lookup. They are checked again whenever reading begins.
+    /// Its settings are those of the lookup. They are checked again whenever reading begins. Defaults: order by the
+    /// header [`ORDER_KEY`], which [`NatsPublisher`] sends, and 100 messages ahead. Messages without the header have no
+    /// order.
     ///
     /// # Errors
     /// [`ConfigError`] if the consumer may lose messages: see [the requirements](self#requirements-for-a-consumer).
-    pub fn new(
-        context: jetstream::Context,
-        consumer: PullConsumer,
-        options: NatsSourceOptions,
-    ) -> Result<Self, ConfigError> {
+    pub fn new(context: jetstream::Context, consumer: PullConsumer) -> Result<Self, ConfigError> {
         let info = consumer.cached_info();
         let config = &info.config;
         check(&info.name, config)?;
         let redelivery = redelivery(config);
         let consumer = Arc::new(consumer);
-        Ok(Self { context, consumer, options, redelivery, reading: None, is_closed: false })
+        let order = Order::Header(ORDER_KEY.to_owned());
+        Ok(Self { context, consumer, order, prefetch: 100, redelivery, reading: None, is_closed: false })
+    }
+
+    /// Keeps messages with the same subject in order. A message that fails blocks its subject.
+    #[must_use]
+    pub fn with_order_by_subject(self) -> Self {
+        Self { order: Order::Subject, ..self }
+    }
+
+    /// Keeps messages with the same value of this header in order. Messages without it have no order.
+    #[must_use]
+    pub fn with_order_by_header(self, name: impl Into<String>) -> Self {
+        Self { order: Order::Header(name.into()), ..self }
+    }
+
+    /// Keeps no order.
+    #[must_use]
+    pub fn without_order(self) -> Self {
+        Self { order: Order::None, ..self }
+    }
+
+    /// Sets how many messages are requested before they are needed.
+    ///
+    /// They are held in memory, no other process gets them, and their `ack_wait` runs. So choose a number that is
+    /// processed within a small part of `ack_wait`.
+    ///
+    /// # Errors
+    /// [`ConfigError`] outside 1 to [`MAX_PREFETCH`](Self::MAX_PREFETCH).
+    pub fn with_prefetch(self, messages: usize) -> Result<Self, ConfigError> {
+        let prefetch = ConfigError::check("the prefetch", messages, 1..=Self::MAX_PREFETCH)?;
+        Ok(Self { prefetch, ..self })
     }
 }
 
@@ -235,7 +210,8 @@ impl Source for NatsSource {
         if self.is_closed {
             return Err(SourceError::fatal("the source is closed"));
         }
-        let pump = || Reading::begin(&self.context, &self.consumer, &self.options, self.redelivery);
+        let pump =
+            || Reading::begin(&self.context, &self.consumer, (&self.order, self.prefetch), self.redelivery);
         let reading = self.reading.get_or_insert_with(pump);
         loop {
             match reading.arrived.recv().await {
@@ -275,13 +251,13 @@ impl Reading {
     fn begin(
         context: &jetstream::Context,
         consumer: &Arc<PullConsumer>,
-        options: &NatsSourceOptions,
+        (order, prefetch): (&Order, usize),
         redelivery: Duration,
     ) -> Self {
         let config = &consumer.cached_info().config;
         let bounds = [config.max_batch, config.max_ack_pending].into_iter();
         let bounds = bounds.filter_map(|bound| usize::try_from(bound).ok()).filter(|bound| *bound > 0);
-        let prefetch = bounds.fold(options.prefetch, usize::min);
+        let prefetch = bounds.fold(prefetch, usize::min);
         let expires = match config.max_expires {
             Duration::ZERO => EXPIRES,
             bound => EXPIRES.min(bound),
@@ -295,7 +271,7 @@ impl Reading {
             context: context.clone(),
             client: client.clone(),
             consumer: consumer.clone(),
-            order: options.order.clone(),
+            order: order.clone(),
             redelivery,
             expires,
             // The server requires less than half of the expiry.

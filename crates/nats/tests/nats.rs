@@ -13,7 +13,7 @@ use oncegate_nats::async_nats::jetstream::consumer::pull::Config as ConsumerConf
 use oncegate_nats::async_nats::jetstream::consumer::{AckPolicy, PullConsumer};
 use oncegate_nats::async_nats::jetstream::stream::Config as StreamConfig;
 use oncegate_nats::async_nats::{self, jetstream};
-use oncegate_nats::{NatsPublisher, NatsSource, NatsSourceOptions, ORDER_KEY};
+use oncegate_nats::{NatsPublisher, NatsSource, ORDER_KEY};
 use oncegate_servers::NatsServer;
 use tokio::time::{Instant, sleep, timeout};
 
@@ -42,12 +42,12 @@ impl Nats {
         Self { server: Arc::new(Mutex::new(server)), context, consumer }
     }
 
-    fn source_with(&self, options: NatsSourceOptions) -> NatsSource {
-        NatsSource::new(self.context.clone(), self.consumer.clone(), options).unwrap()
+    fn default_source(&self) -> NatsSource {
+        NatsSource::new(self.context.clone(), self.consumer.clone()).unwrap()
     }
 
     fn source(&self) -> NatsSource {
-        self.source_with(NatsSourceOptions::new().with_order_by_subject())
+        self.default_source().with_order_by_subject()
     }
 
     async fn restart(&self, meanwhile: impl Future<Output = ()>) {
@@ -180,7 +180,7 @@ async fn a_delivery_has_the_documented_fields() {
     message.headers = vec![("trace".to_owned(), "one".into()), ("Nats-TTL".to_owned(), "1s".into())];
     nats.publisher().publish(&message).await.unwrap();
 
-    let mut source = nats.source_with(NatsSourceOptions::new().with_order_by_header(ORDER_KEY));
+    let mut source = nats.default_source().with_order_by_header(ORDER_KEY);
     assert_eq!(source.info().redelivery(), Some(SOON));
     let first = next(&mut source).await;
     let got = first.message();
@@ -216,20 +216,18 @@ async fn a_delivery_has_the_documented_fields() {
 
 /// A subject is a kind of message and not a key: to keep it in order by itself would make one lane of all orders.
 #[tokio::test(flavor = "multi_thread")]
-async fn without_options_messages_are_in_order_by_their_header_and_otherwise_in_none() {
+async fn by_default_only_messages_with_the_header_have_an_order() {
     let nats = Nats::start(LATE).await;
     let (by_header, by_subject) = (Some("customer 7"), Some("orders.k"));
     let rows = [
-        (NatsSourceOptions::new(), [by_header, None]),
-        (NatsSourceOptions::default(), [by_header, None]),
-        (NatsSourceOptions::new().with_order_by_subject(), [by_subject, by_subject]),
-        (NatsSourceOptions::new().without_order(), [None, None]),
+        (nats.default_source(), [by_header, None]),
+        (nats.default_source().with_order_by_subject(), [by_subject, by_subject]),
+        (nats.default_source().without_order(), [None, None]),
     ];
-    for (number, (options, expected)) in rows.into_iter().enumerate() {
+    for (number, (mut source, expected)) in rows.into_iter().enumerate() {
         let mut with_key = nats.outgoing(&format!("with-{number}"), "k");
         with_key.order_key = Some(Bytes::from_static(b"customer 7"));
         let without_key = nats.outgoing(&format!("without-{number}"), "k");
-        let mut source = nats.source_with(options);
         for (message, expected) in [with_key, without_key].iter().zip(expected) {
             nats.publisher().publish(message).await.unwrap();
             let delivery = next(&mut source).await;
@@ -243,10 +241,10 @@ async fn without_options_messages_are_in_order_by_their_header_and_otherwise_in_
 
 /// One that fails holds up nothing of its subject.
 #[tokio::test(flavor = "multi_thread")]
-async fn without_options_one_poison_message_does_not_hold_its_subject() {
+async fn by_default_one_poison_message_does_not_block_its_subject() {
     let nats = Nats::start(LATE).await;
     nats.publish(&suite::ids(20), 1).await;
-    let source = nats.source_with(NatsSourceOptions::new());
+    let source = nats.default_source();
     let inbox = suite::inbox(&suite::store(), suite::Letters::default());
     let done = Arc::new(std::sync::atomic::AtomicUsize::new(0));
     let (count, (stop, stopped)) = (done.clone(), tokio::sync::oneshot::channel::<()>());
@@ -273,7 +271,7 @@ async fn without_options_one_poison_message_does_not_hold_its_subject() {
 async fn an_expired_message_without_order_is_left_to_others() {
     let nats = Nats::start(SOON).await;
     nats.publish(&suite::ids(10), 10).await;
-    let mut source = nats.source_with(NatsSourceOptions::new().without_order());
+    let mut source = nats.default_source().without_order();
     let first = next(&mut source).await;
     assert!(!first.is_lost());
     // The nine others wait in the source meanwhile.
@@ -354,7 +352,7 @@ async fn a_consumer_that_could_lose_messages_is_refused() {
     let stream = nats.context.get_stream("ORDERS").await.unwrap();
     let refused = async |config: ConsumerConfig, why: &str| {
         let consumer = stream.create_consumer(config).await.unwrap();
-        let error = NatsSource::new(nats.context.clone(), consumer, NatsSourceOptions::new()).unwrap_err();
+        let error = NatsSource::new(nats.context.clone(), consumer).unwrap_err();
         assert!(error.to_string().contains(why), "{error}");
     };
     let named = |name: &str| ConsumerConfig { durable_name: Some(name.to_owned()), ..settings(SOON) };
@@ -365,8 +363,8 @@ async fn a_consumer_that_could_lose_messages_is_refused() {
     let inactive = ConsumerConfig { inactive_threshold: Duration::from_secs(60), ..named("inactive") };
     refused(inactive, "inactive_threshold").await;
 
-    assert!(NatsSourceOptions::new().with_prefetch(0).is_err());
-    assert!(NatsSourceOptions::new().with_prefetch(NatsSourceOptions::MAX_PREFETCH + 1).is_err());
+    assert!(nats.default_source().with_prefetch(0).is_err());
+    assert!(nats.default_source().with_prefetch(NatsSource::MAX_PREFETCH + 1).is_err());
 }
 
 #[tokio::test(flavor = "multi_thread")]

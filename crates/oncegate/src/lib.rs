@@ -110,6 +110,8 @@ pub use oncegate_core::{IdempotencyKey, MemoryStore, Store, SystemClock};
 #[cfg(feature = "embedded")]
 pub use oncegate_embedded::{EmbeddedOptions, EmbeddedStore};
 pub use oncegate_engine::{Attempt, Breaker, Engine, Function, FunctionError, Policy};
+#[cfg(feature = "axum")]
+pub use oncegate_http::KeyHeader;
 #[cfg(feature = "http")]
 pub use oncegate_http::{IdempotencyContext, IdempotencyLayer, Profile, Settings};
 #[cfg(feature = "macros")]

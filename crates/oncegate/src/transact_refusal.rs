@@ -13,6 +13,7 @@ use oncegate_postgres::transaction::is_lost_in;
 ///
 /// | error | status | `retry` |
 /// |---|---|---|
+/// | [`Key`](TransactError::Key) | 400 `key-invalid` | `fix-request` |
 /// | [`InProgress`](TransactError::InProgress) | 409 `request-in-progress` | `same-key` |
 /// | [`Mismatch`](TransactError::Mismatch) | 422 `key-reused` | `new-key` |
 /// | [`Unreplayable`](TransactError::Unreplayable) | 422 `replay-unavailable` | `stop` |
@@ -55,6 +56,7 @@ impl IntoResponse for TransactRefusal {
             TransactError::InProgress { .. } => {
                 Refusal::new(Condition::RequestInProgress).with_retry_after(1)
             }
+            TransactError::Key(_) => Refusal::new(Condition::KeyInvalid),
             TransactError::Mismatch => Refusal::new(Condition::KeyReused),
             TransactError::Unreplayable { .. } | TransactError::Undecodable { .. } => {
                 Refusal::new(Condition::ReplayUnavailable)
@@ -80,7 +82,7 @@ impl IntoResponse for TransactRefusal {
 mod tests {
     use std::time::Duration;
 
-    use oncegate_core::StoreError;
+    use oncegate_core::{KeyError, StoreError};
     use oncegate_postgres::sqlx;
 
     use super::*;
@@ -90,6 +92,7 @@ mod tests {
         let lost = || sqlx::Error::Io(std::io::ErrorKind::ConnectionReset.into());
         let table = [
             (TransactError::InProgress { lease_left: Duration::ZERO }, 409, Some("1")),
+            (TransactError::Key(KeyError::Empty), 400, None),
             (TransactError::Mismatch, 422, None),
             (TransactError::Store(StoreError::unavailable("away")), 503, Some("1")),
             (TransactError::Failed(Box::new(lost())), 503, Some("1")),

@@ -19,7 +19,7 @@ use oncegate_core::OnAbandoned;
 use oncegate_embedded::{EmbeddedOptions, EmbeddedStore};
 use oncegate_engine::{Attempt, ConfigError, Engine};
 use oncegate_inbox::{
-    ConsumerName, DeadLetter, DeadLetterSink, HandlerError, Identity, Inbox, Message, PublishError, PutFuture,
+    DeadLetter, DeadLetterSink, HandlerError, Identity, Inbox, Message, PublishError, PutFuture,
 };
 use oncegate_webhook::{WebhookOptions, WebhookReceiver, WebhookScheme};
 use tokio::signal::unix::{SignalKind, signal};
@@ -107,11 +107,11 @@ async fn main() -> Result<(), Box<dyn Error>> {
         // What its sender tells a webhook by is the identity. A handler that died runs again: its effect has a key.
         let inbox = Inbox::new(
             engine.clone(),
-            ConsumerName::new("payments")?,
+            "payments",
             Identity::broker(),
             OnAbandoned::Reexecute,
             DeadFiles(directory.join("dead")),
-        );
+        )?;
         let data = data.clone();
         let processor = inbox
             .with_lease(Duration::from_secs(2))?

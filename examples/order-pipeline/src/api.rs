@@ -2,16 +2,15 @@
 //! order and one message.
 
 use axum::extract::State;
-use axum::http::{HeaderMap, HeaderName, StatusCode};
+use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use oncegate::core::{ErrorChain, Scope};
-use oncegate::http::KeyGrammar;
 use oncegate::inbox::Outgoing;
 use oncegate::inbox_postgres::Outbox;
 use oncegate::postgres::sqlx;
-use oncegate::{TransactError, Transactor};
+use oncegate::{KeyHeader, TransactError, TransactRefusal, Transactor};
 use serde::{Deserialize, Serialize};
 
 use crate::faults::{Faults, Point};
@@ -52,17 +51,15 @@ impl Order {
 
 async fn place(
     State(Api { transactor, faults }): State<Api>,
-    headers: HeaderMap,
+    KeyHeader(key): KeyHeader,
     Json(order): Json<Order>,
 ) -> std::result::Result<Response, Response> {
-    let field = KeyGrammar::default().read(&headers, &HeaderName::from_static("idempotency-key"));
-    let Some(Ok((key, _))) = field else { return Err(StatusCode::BAD_REQUEST.into_response()) };
     if !order.is_well_formed() {
         return Err(StatusCode::BAD_REQUEST.into_response());
     }
     let scope = Scope::caller("customer", &order.customer).within("POST /orders");
 
-    let placed = transactor.transact(&scope, &key, &order, async |connection| {
+    let placed = transactor.transact(&scope, key, &order, async |connection| {
         // The customer's row is locked from here to the commit. So sequence numbers have no gaps, and the messages of a
         // customer are published in their order.
         let count = "INSERT INTO customers VALUES ($1, 1)
@@ -91,32 +88,10 @@ async fn place(
 }
 
 fn refuse(error: TransactError) -> Response {
-    let again_after_a_second = [("retry-after", "1")];
-    match error {
-        TransactError::InProgress { .. } => (StatusCode::CONFLICT, again_after_a_second).into_response(),
-        TransactError::Mismatch => StatusCode::UNPROCESSABLE_ENTITY.into_response(),
-        // Nothing was committed, or a repeated request finds out what was.
-        TransactError::Store(_) | TransactError::CommitUnknown { .. } => {
-            (StatusCode::SERVICE_UNAVAILABLE, again_after_a_second).into_response()
-        }
-        // The database went down in the middle, so nothing was committed.
-        TransactError::Failed(error) if is_lost(error.downcast_ref()) => {
-            (StatusCode::SERVICE_UNAVAILABLE, again_after_a_second).into_response()
-        }
-        error => {
-            eprintln!("order failed: {}", ErrorChain(&error));
-            StatusCode::INTERNAL_SERVER_ERROR.into_response()
-        }
+    if !matches!(error, TransactError::InProgress { .. } | TransactError::Mismatch) {
+        eprintln!("order failed: {}", ErrorChain(&error));
     }
-}
-
-/// Returns `true` if the connection was lost, or the server is about to end it (class 57 of SQLSTATE).
-fn is_lost(error: Option<&sqlx::Error>) -> bool {
-    match error {
-        Some(sqlx::Error::Io(_) | sqlx::Error::Protocol(_)) => true,
-        Some(sqlx::Error::Database(error)) => error.code().is_some_and(|code| code.starts_with("57P")),
-        _ => false,
-    }
+    TransactRefusal(error).into_response()
 }
 
 async fn metrics(State(api): State<Api>) -> Response {

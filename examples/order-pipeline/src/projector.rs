@@ -6,7 +6,7 @@ use axum::routing::get;
 use oncegate::core::ErrorChain;
 use oncegate::inbox::{Consumer, ConsumerName, Counts, HandlerError, Identity, Message};
 use oncegate::inbox_postgres::{ApplyOutcome, DeadLetterTable, Streams, TransactionalInbox};
-use oncegate::nats::{NatsSource, NatsSourceOptions, ORDER_KEY};
+use oncegate::nats::NatsSource;
 use oncegate::postgres::sqlx::{self, PgConnection, PgPool};
 
 use crate::faults::{Faults, Mortal, Point};
@@ -79,14 +79,14 @@ async fn add(connection: &mut PgConnection, placed: &OrderPlaced) -> std::result
 }
 
 fn inbox(pool: &PgPool) -> Result<TransactionalInbox> {
-    Ok(TransactionalInbox::new(pool.clone(), ConsumerName::new(CONSUMER)?, Identity::message_id()))
+    Ok(TransactionalInbox::new(pool.clone(), CONSUMER, Identity::message_id())?)
 }
 
 /// Consumes until the process gets a signal.
 pub(crate) async fn run(options: Options) -> Result<()> {
     let Options { database, broker, faults, version, port } = options;
     let name = ConsumerName::new(CONSUMER)?;
-    let streams = Streams::new(name.clone());
+    let streams = Streams::new(&name)?;
     let inbox = inbox(&database.pool()?)?;
     let at = faults.clone();
     let processor = inbox.processor(async move |connection, message| {
@@ -99,8 +99,7 @@ pub(crate) async fn run(options: Options) -> Result<()> {
     let consumer = jetstream.get_consumer_from_stream(CONSUMER, STREAM).await;
     let consumer =
         consumer.map_err(|error| format!("{}: was `order-pipeline setup` run?", ErrorChain(&error)))?;
-    let source = NatsSourceOptions::new().with_order_by_header(ORDER_KEY);
-    let source = NatsSource::new(jetstream, consumer, source)?;
+    let source = NatsSource::new(jetstream, consumer)?;
 
     let counts = Counts::default();
     let consumer = Consumer::new(Mortal::new(source, faults.clone()), Mortal::new(processor, faults))
@@ -117,7 +116,7 @@ pub(crate) async fn run(options: Options) -> Result<()> {
 /// Processes every dead letter again, each in one transaction with its deletion and its receipt.
 pub(crate) async fn retry(options: RetryOptions) -> Result<()> {
     let name = ConsumerName::new(CONSUMER)?;
-    let streams = Streams::new(name.clone());
+    let streams = Streams::new(&name)?;
     let pool = options.database.pool()?;
     let inbox = inbox(&pool)?;
     let letters = DeadLetterTable::new(pool);

@@ -69,6 +69,13 @@ impl<A: RelayObserver, B: RelayObserver> RelayObserver for (A, B) {
     }
 }
 
+/// Calls the closure with each event.
+impl<F: Fn(&RelayEvent<'_>) + Send + Sync + 'static> RelayObserver for F {
+    fn observe(&self, event: &RelayEvent<'_>) {
+        self(event);
+    }
+}
+
 /// Counts events. Clones are cheap and share the counts.
 #[derive(Clone, Debug, Default)]
 pub struct RelayCounts(Arc<[AtomicU64; RelayEventKind::ALL.len()]>);

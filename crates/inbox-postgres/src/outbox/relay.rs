@@ -270,12 +270,12 @@ impl<P: Publisher> Relay<P> {
         receipts::check(pool, CALL_TIMEOUT, *transaction_pooler, names, "docs/reference/outbox.md").await
     }
 
-    /// Publishes until `stop` is ready, and then shuts down.
+    /// Publishes until `stop` is ready, for example `tokio::signal::ctrl_c()`, and then shuts down.
     ///
     /// At shutdown it takes nothing more, finishes the messages that are being published, and gives the rest back. It
     /// waits while the database or the broker is out of reach, also at the start. Dropping the future is like a crash:
     /// other relays take over its messages when their leases end.
-    pub async fn run(self, stop: impl Future<Output = ()>) {
+    pub async fn run(self, stop: impl Future) {
         let Self { publisher, table, settings, wake } = self;
         let shared = Publishing {
             publisher,
@@ -484,7 +484,7 @@ struct RelayLoop<P> {
 }
 
 impl<P: Publisher> RelayLoop<P> {
-    async fn run_until(mut self, stop: impl Future<Output = ()>) {
+    async fn run_until(mut self, stop: impl Future) {
         let mut stop = pin!(stop);
         let mut phase = Phase::Running;
         loop {
@@ -504,7 +504,7 @@ impl<P: Publisher> RelayLoop<P> {
             let next = self.next_at(phase);
             tokio::select! {
                 biased;
-                () = &mut stop, if phase == Phase::Running => {
+                _ = &mut stop, if phase == Phase::Running => {
                     self.shared.is_stopping.store(true, Ordering::Relaxed);
                     phase = Phase::Stopping { until: Instant::now() + self.settings.shutdown_timeout };
                 }

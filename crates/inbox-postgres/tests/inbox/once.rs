@@ -161,11 +161,7 @@ async fn a_dead_letter_that_is_processed_in_place_leaves_a_receipt() {
     for (message, died) in [(new("a"), "dead rejected"), (unidentified, "dead no-identity")] {
         assert_eq!(word(&inbox.process(&message, reject).await), died);
         let [kept] = &letters.list(None, None, 10).await.unwrap()[..] else { panic!("not one letter") };
-        let others = TransactionalInbox::new(
-            pool.clone(),
-            ConsumerName::new("others").unwrap(),
-            Identity::header("event-id"),
-        );
+        let others = TransactionalInbox::new(pool.clone(), "others", Identity::header("event-id")).unwrap();
         let error = others.process_dead_letter(kept.number, async |_, _| Ok(())).await.unwrap_err();
         assert!(error.to_string().contains("billing"), "{error}");
         let error = inbox.process_dead_letter(kept.number, async |connection, message| {
@@ -492,7 +488,7 @@ async fn a_role_needs_exactly_the_documented_grants() {
     assert!(word(&inbox.process(&again("a"), effect).await).starts_with("unavailable"));
     run(&mut owner, &grants).await;
     inbox.check().await.unwrap();
-    let streams = Streams::new(inbox.consumer().clone());
+    let streams = Streams::new(inbox.consumer()).unwrap();
     let handler = async |connection: &mut sqlx::PgConnection, message: &Message| {
         let sequence = u64::from(message.payload.len() as u32);
         let applied =

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
-use oncegate_inbox::{ConsumerName, HandlerError, Message, ProcessOutcome};
+use oncegate_inbox::{HandlerError, Message, ProcessOutcome};
 use oncegate_inbox_postgres::{
     ApplyOutcome, StreamBusy, StreamEvent, StreamGap, Streams, TransactionalInbox,
 };
@@ -14,7 +14,7 @@ use oncegate_postgres::sqlx::{self, Connection as _, PgConnection};
 use crate::support::{Database, again, new, process_each, run, word};
 
 fn streams() -> Streams {
-    Streams::new(ConsumerName::new("history").unwrap())
+    Streams::new("history").unwrap()
 }
 
 async fn project(connection: &mut PgConnection, event: StreamEvent) -> Result<(), HandlerError> {

@@ -5,7 +5,7 @@ use std::str::FromStr as _;
 use std::sync::Arc;
 use std::time::Duration;
 
-use oncegate_inbox::{ConsumerName, HandlerError, Identity, Message, ProcessOutcome, Processor as _};
+use oncegate_inbox::{HandlerError, Identity, Message, ProcessOutcome, Processor as _};
 use oncegate_inbox_postgres::TransactionalInbox;
 use oncegate_postgres::sqlx::postgres::{PgConnectOptions, PgConnection, PgPool, PgPoolOptions, PgSslMode};
 use oncegate_postgres::sqlx::{self, AssertSqlSafe, Connection as _};
@@ -84,10 +84,8 @@ pub(crate) fn inbox(pool: PgPool) -> TransactionalInbox {
 }
 
 pub(crate) fn inbox_of(pool: PgPool, consumer: &str) -> TransactionalInbox {
-    let consumer = ConsumerName::new(consumer).unwrap();
-    TransactionalInbox::new(pool, consumer, Identity::header("event-id"))
-        .with_statement_timeout(LONG)
-        .unwrap()
+    let inbox = TransactionalInbox::new(pool, consumer, Identity::header("event-id")).unwrap();
+    inbox.with_statement_timeout(LONG).unwrap()
 }
 
 /// A message that is delivered for the first time, for certain.

@@ -6,8 +6,8 @@ use bytes::Bytes;
 use oncegate_core::{MemoryStore, OnAbandoned};
 use oncegate_engine::Engine;
 use oncegate_inbox::{
-    ConsumerName, DeadLetter, DeadLetterSink, HandlerError, Identity, Inbox, MESSAGE_ID, Message, Outgoing,
-    ProcessOutcome, PublishFuture, Publisher, PutFuture,
+    DeadLetter, DeadLetterSink, HandlerError, Identity, Inbox, MESSAGE_ID, Message, Outgoing, ProcessOutcome,
+    PublishFuture, Publisher, PutFuture,
 };
 use oncegate_inbox_postgres::{Outbox, OutboxDeadLetters};
 use oncegate_postgres::sqlx::Connection as _;
@@ -187,11 +187,12 @@ async fn dead_letters_go_through_the_outbox() {
     let caught = Arc::default();
     let inbox = Inbox::new(
         Engine::new(MemoryStore::new(ManualClock::at_millis(1))),
-        ConsumerName::new("billing").unwrap(),
+        "billing",
         Identity::message_id(),
         OnAbandoned::Reexecute,
         Catch(dead.clone(), Arc::clone(&caught)),
-    );
+    )
+    .unwrap();
     let poison = Arc::new(Message::new("orders", "?").with_header(MESSAGE_ID, "m1"));
     let handled = inbox.process(&poison, async |_, _| Err(HandlerError::reject("not JSON"))).await;
     assert!(matches!(handled, ProcessOutcome::Dead { .. }), "{handled:?}");

@@ -8,7 +8,7 @@ use std::time::Duration;
 use oncegate_core::{MemoryStore, OnAbandoned};
 use oncegate_engine::Engine;
 use oncegate_inbox::{
-    ConsumerName, DeadLetter, DeadLetterSink, Identity, Inbox, MESSAGE_ID, Message, ProcessOutcome, PutFuture,
+    DeadLetter, DeadLetterSink, Identity, Inbox, MESSAGE_ID, Message, ProcessOutcome, PutFuture,
 };
 use oncegate_inbox_postgres::{Outbox, RelayCounts, RelayEventKind};
 use oncegate_postgres::sqlx::{self, AssertSqlSafe, Connection as _};
@@ -92,8 +92,7 @@ async fn order_holds_per_key_and_a_consumer_sees_each_message_once() {
 
     // What is behind it sees each once, and in order.
     let engine = Engine::new(MemoryStore::new(ManualClock::at_millis(1)));
-    let name = ConsumerName::new("billing").unwrap();
-    let inbox = Inbox::new(engine, name, Identity::message_id(), OnAbandoned::Reexecute, None_);
+    let inbox = Inbox::new(engine, "billing", Identity::message_id(), OnAbandoned::Reexecute, None_).unwrap();
     let mut seen: BTreeMap<Option<String>, Vec<String>> = BTreeMap::new();
     for taken in log {
         let delivered = Message::new(taken.topic, taken.payload.clone()).with_header(MESSAGE_ID, taken.id);

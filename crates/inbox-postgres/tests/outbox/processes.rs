@@ -59,7 +59,7 @@ async fn the_relay_of_a_process() {
         .unwrap()
         .with_backoff(Duration::from_millis(5), Duration::from_millis(100))
         .unwrap()
-        .run(std::future::pending())
+        .run(std::future::pending::<()>())
         .await;
 }
 

@@ -4,7 +4,7 @@ use std::error::Error as StdError;
 use std::fmt;
 use std::time::Duration;
 
-use oncegate_core::{FencingToken, RecordId, ResponseError, StoreError};
+use oncegate_core::{FencingToken, KeyError, RecordId, ResponseError, StoreError};
 use sqlx::postgres::{PgDatabaseError, PgSeverity};
 
 type Boxed = Box<dyn StdError + Send + Sync>;
@@ -112,6 +112,8 @@ pub fn is_rolled_back(error: &sqlx::Error) -> bool {
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum TransactError {
+    /// The key is empty or too long.
+    Key(KeyError),
     /// Another transaction or another attempt works on the key. Try again with the same key.
     InProgress {
         /// The rest of its lease; zero if it is an open transaction.
@@ -164,6 +166,7 @@ pub enum TransactError {
 impl fmt::Display for TransactError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Self::Key(_) => f.write_str("the key cannot be used"),
             Self::InProgress { .. } => f.write_str("the same operation is in progress"),
             Self::Mismatch => f.write_str("the key was used with another input"),
             Self::Unknown { record } => {
@@ -201,6 +204,7 @@ impl fmt::Display for TransactError {
 impl StdError for TransactError {
     fn source(&self) -> Option<&(dyn StdError + 'static)> {
         match self {
+            Self::Key(error) => Some(error),
             Self::Unserializable(error) => Some(error),
             Self::Failed(error) => Some(&**error),
             Self::TooLarge(error) => Some(error),

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use oncegate_core::{ConfigError, FencingToken, RecordId, StoreError, StoredResponse, limits};
+use oncegate_core::{ConfigError, FencingToken, KeyError, RecordId, StoreError, StoredResponse, limits};
 use serde::Serialize;
 use sqlx::postgres::PgConnection;
 use std::time::Duration;
@@ -53,6 +53,8 @@ pub enum GuardClaim {
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum GuardError {
+    /// The key is empty or too long.
+    Key(KeyError),
     /// Another attempt owns the record, or its outcome is settled. The effect must not take place.
     Fenced,
     /// Another open transaction held the record for a quarter of a second.
@@ -68,6 +70,7 @@ pub enum GuardError {
 impl fmt::Display for GuardError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Self::Key(_) => f.write_str("the key cannot be used"),
             Self::Fenced => {
                 f.write_str("the attempt no longer owns its record, so its effect must not take place")
             }
@@ -84,6 +87,7 @@ impl fmt::Display for GuardError {
 impl std::error::Error for GuardError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         match self {
+            Self::Key(error) => Some(error),
             Self::Response(error) | Self::Store(error) => Some(error),
             Self::Fenced | Self::Locked | Self::Conflict => None,
         }

@@ -12,8 +12,8 @@ use std::future::Future;
 use std::time::Duration;
 
 use oncegate_core::{
-    AttemptId, Claim, ConfigError, FencingToken, Fingerprint, IdempotencyKey, KeyTag, Label, OnAbandoned,
-    Outcome, RecordId, Scope, State, StoreError, StoredResponse, limits,
+    AttemptId, Claim, ConfigError, FencingToken, Fingerprint, IdempotencyKey, KeyError, KeyTag, Label,
+    OnAbandoned, Outcome, RecordId, Scope, State, StoreError, StoredResponse, limits,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -268,13 +268,13 @@ impl Transactor {
     }
 
     /// Runs `run` in a transaction if this is the first call with this key in this scope. Otherwise returns the value that the
-    /// first call committed.
+    /// first call committed. The key is an [`IdempotencyKey`], or text.
     ///
     /// Two calls with one key must have the same `input`: another input is [`TransactError::Mismatch`]. The value is stored as
     /// JSON.
     ///
     /// ```
-    /// use oncegate_core::{IdempotencyKey, Scope};
+    /// use oncegate_core::Scope;
     /// use oncegate_postgres::{TransactOutcome, Transactor, sqlx};
     ///
     /// # #[tokio::main] async fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -286,8 +286,7 @@ impl Transactor {
     ///
     /// let pay = async || {
     ///     let scope = Scope::caller("customer", "ada").within("POST /payments");
-    ///     let key = IdempotencyKey::new(b"order-123")?;
-    ///     let done = transactor.transact(&scope, &key, &("ada", 500), async |connection| {
+    ///     let done = transactor.transact(&scope, "order-123", &("ada", 500), async |connection| {
     ///         let id: i64 = sqlx::query_scalar("INSERT INTO payments (customer, cents) VALUES ($1, $2) RETURNING id")
     ///             .bind("ada")
     ///             .bind(500_i64)
@@ -321,19 +320,22 @@ impl Transactor {
     ///
     /// # Errors
     /// [`TransactError`].
-    pub fn transact<'t, I, T, F>(
+    pub fn transact<'t, K, I, T, F>(
         &'t self,
         scope: &Scope<'_>,
-        key: &IdempotencyKey,
+        key: K,
         input: &I,
         run: F,
-    ) -> impl Future<Output = Result<TransactOutcome<T>, TransactError>> + Send + use<'t, I, T, F>
+    ) -> impl Future<Output = Result<TransactOutcome<T>, TransactError>> + Send + use<'t, K, I, T, F>
     where
+        K: TryInto<IdempotencyKey, Error: Into<KeyError>>,
         I: Serialize + ?Sized,
         T: Serialize + DeserializeOwned + Send + 't,
         F: for<'c> TransactFn<&'c mut PgConnection, T, Fut: Send> + Clone + Send + Sync + 't,
     {
-        let request = Request::new(scope, key, input).map_err(TransactError::Unserializable);
+        let key = key.try_into().map_err(|error| TransactError::Key(error.into()));
+        let request =
+            key.and_then(|key| Request::new(scope, &key, input).map_err(TransactError::Unserializable));
         async move { self.try_until_known(&request?, &run).await }
     }
 
@@ -626,18 +628,18 @@ impl Transactor {
     /// statement of the same transaction.
     ///
     /// ```
-    /// # use oncegate_core::{IdempotencyKey, Scope};
+    /// # use oncegate_core::Scope;
     /// use oncegate_postgres::{GuardClaim, Transactor, sqlx};
     /// # #[tokio::main] async fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// # let server = oncegate_servers::PostgresServer::start()?;
     /// # oncegate_postgres::schema::apply(&oncegate_postgres::PostgresOptions::new(&server.url())?).await?;
     /// # let pool = sqlx::PgPool::connect(&server.url()).await?;
     /// # sqlx::query("CREATE TABLE payments (cents bigint)").execute(&pool).await?;
-    /// # let (scope, key) = (Scope::single_tenant(), IdempotencyKey::new(b"order-123")?);
+    /// # let scope = Scope::single_tenant();
     /// let transactor = Transactor::new(pool.clone());
     ///
     /// let mut transaction = pool.begin().await?;
-    /// match transactor.claim(&mut transaction, &scope, &key, &500).await? {
+    /// match transactor.claim(&mut transaction, &scope, "order-123", &500).await? {
     ///     GuardClaim::Execute(guard) => {
     ///         sqlx::query("INSERT INTO payments VALUES (500)").execute(&mut *transaction).await?;
     ///         guard.complete_json(&mut transaction, &"paid").await?;
@@ -646,7 +648,8 @@ impl Transactor {
     ///     GuardClaim::Replay(response) => println!("answer again with {:?}", response.body()),
     ///     other => println!("refuse: {other:?}"),
     /// }
-    /// # assert!(matches!(transactor.claim(&mut *pool.acquire().await?, &scope, &key, &500).await?, GuardClaim::Replay(_)));
+    /// # let again = transactor.claim(&mut *pool.acquire().await?, &scope, "order-123", &500).await?;
+    /// # assert!(matches!(again, GuardClaim::Replay(_)));
     /// # Ok(()) }
     /// ```
     ///
@@ -654,17 +657,18 @@ impl Transactor {
     /// dies before it completes the record, the outcome is unknown.
     ///
     /// # Errors
-    /// [`GuardError::Store`] and [`GuardError::Conflict`]: the transaction has failed. [`GuardError::Response`]: the input
-    /// cannot be written as JSON.
+    /// [`GuardError::Store`] and [`GuardError::Conflict`]: the transaction has failed. [`GuardError::Key`]: the key is
+    /// invalid. [`GuardError::Response`]: the input cannot be written as JSON.
     pub async fn claim<I: Serialize + ?Sized>(
         &self,
         connection: &mut PgConnection,
         scope: &Scope<'_>,
-        key: &IdempotencyKey,
+        key: impl TryInto<IdempotencyKey, Error: Into<KeyError>>,
         input: &I,
     ) -> Result<GuardClaim, GuardError> {
+        let key = key.try_into().map_err(|error| GuardError::Key(error.into()))?;
         let request =
-            Request::new(scope, key, input).map_err(|error| GuardError::Response(not_json(error)))?;
+            Request::new(scope, &key, input).map_err(|error| GuardError::Response(not_json(error)))?;
         let call = request.claim(self.retention, CLAIM).map_err(GuardError::Store)?;
         let persistent = !self.transaction_pooler;
         let rows = call.in_transaction(connection, persistent).await.map_err(|error| {

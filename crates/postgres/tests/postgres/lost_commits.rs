@@ -11,7 +11,7 @@ use sqlx::postgres::PgConnection;
 use sqlx::{Connection as _, Row as _};
 
 use crate::support::{Database, claims, id, run, sql_id, sqlstate, token, try_run};
-use crate::transact::{Charge, LONG, insert, key, pay, scope};
+use crate::transact::{Charge, LONG, insert, pay, scope};
 
 async fn world(connections: u32) -> (Database, FaultProxy, Transactor) {
     let database = Database::fresh().await;
@@ -26,7 +26,7 @@ async fn a_commit_that_reached_the_server_is_found() {
     let (database, proxy, transactor) = world(2).await;
     proxy.arm(b"COMMIT", Fault::After);
     let runs = AtomicU32::new(0);
-    let done = transactor.transact(&scope(), &key("order-1"), &500_i64, async |connection| {
+    let done = transactor.transact(&scope(), "order-1", &500_i64, async |connection| {
         runs.fetch_add(1, Ordering::SeqCst);
         Ok(insert(connection, 500).await?)
     });
@@ -40,7 +40,7 @@ async fn a_transaction_whose_commit_was_lost_is_run_again() {
     let (database, proxy, transactor) = world(2).await;
     proxy.arm(b"COMMIT", Fault::Before);
     let runs = AtomicU32::new(0);
-    let done = transactor.transact(&scope(), &key("order-1"), &500_i64, async |connection| {
+    let done = transactor.transact(&scope(), "order-1", &500_i64, async |connection| {
         runs.fetch_add(1, Ordering::SeqCst);
         Ok(insert(connection, 500).await?)
     });
@@ -64,7 +64,7 @@ async fn a_delayed_commit_is_waited_for() {
         let (database, proxy, transactor) = world(2).await;
         proxy.arm(b"COMMIT", how);
         let runs = AtomicU32::new(0);
-        let calls = transactor.transact(&scope(), &key("order-1"), &500_i64, async |connection| {
+        let calls = transactor.transact(&scope(), "order-1", &500_i64, async |connection| {
             runs.fetch_add(1, Ordering::SeqCst);
             Ok(insert(connection, 500).await?)
         });

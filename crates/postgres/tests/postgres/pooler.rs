@@ -11,7 +11,7 @@ use sqlx::postgres::PgPoolOptions;
 use tokio::runtime::Runtime;
 
 use crate::support::{Database, claims, completes, id, renews, response, run, token};
-use crate::transact::{LONG, insert, key, pay, scope};
+use crate::transact::{LONG, insert, pay, scope};
 
 /// So few sessions that clients share them all the time.
 const SESSIONS: u16 = 3;
@@ -139,18 +139,18 @@ async fn a_failed_or_dropped_run_leaves_nothing_in_a_shared_session() {
         .with_wait(LONG)
         .unwrap();
     let scope = scope();
-    let failed = transactor.transact(&scope, &key("order-1"), &1, async |connection| {
+    let failed = transactor.transact(&scope, "order-1", &1, async |connection| {
         insert(connection, 500).await?;
         Err::<(), _>("no".into())
     });
     assert!(failed.await.is_err());
-    let never = transactor.transact(&scope, &key("order-1"), &1, async |connection| {
+    let never = transactor.transact(&scope, "order-1", &1, async |connection| {
         insert(connection, 500).await?;
         std::future::pending::<()>().await;
         Ok(())
     });
     assert!(tokio::time::timeout(Duration::from_secs(1), never).await.is_err());
-    let done = transactor.transact(&scope, &key("order-1"), &1, async |connection| {
+    let done = transactor.transact(&scope, "order-1", &1, async |connection| {
         insert(connection, 700).await?;
         Ok(7)
     });

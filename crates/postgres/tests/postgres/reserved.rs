@@ -61,7 +61,7 @@ async fn start_held_call(transactor: &Transactor, order: &'static str, fails: bo
                 go_on.notified().await;
                 if fails { Err("declined".into()) } else { Ok(charge) }
             };
-            transactor.transact(&scope(), &key(order), &500_i64, run).await
+            transactor.transact(&scope(), order, &500_i64, run).await
         }
     });
     started.notified().await;
@@ -302,7 +302,7 @@ async fn a_record_that_appears_in_between_is_never_overwritten() {
 async fn a_run_that_commits_on_its_own_leaves_an_unknown_record() {
     let (database, _, transactor, store) = world(1).await;
     for (order, ends) in [("order-1", "COMMIT"), ("order-2", "COMMIT; BEGIN")] {
-        let ended = transactor.transact(&scope(), &key(order), &500_i64, async |connection| {
+        let ended = transactor.transact(&scope(), order, &500_i64, async |connection| {
             let charge = insert(&mut *connection, 500).await?;
             run(connection, ends).await;
             Ok(charge)

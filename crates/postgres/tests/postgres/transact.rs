@@ -45,8 +45,8 @@ pub(crate) async fn pay(
     order: &str,
     cents: i64,
 ) -> Result<TransactOutcome<Charge>, TransactError> {
-    let paid = transactor
-        .transact(&scope(), &key(order), &cents, async |connection| Ok(insert(connection, cents).await?));
+    let paid =
+        transactor.transact(&scope(), order, &cents, async |connection| Ok(insert(connection, cents).await?));
     paid.await
 }
 
@@ -67,9 +67,12 @@ async fn a_retry_gets_the_first_result_and_another_input_is_refused() {
     assert_eq!(again, TransactOutcome::Replayed(Charge { id: 1, cents: 500 }));
     let other = pay(&transactor, "order-1", 900).await.unwrap_err();
     assert!(matches!(other, TransactError::Mismatch), "{other:?}");
+    let invalid = pay(&transactor, &"x".repeat(256), 500).await.unwrap_err();
+    let text = ErrorChain(&invalid).to_string();
+    assert_eq!(text, "the key cannot be used: the key has 256 bytes; at most 255 are allowed");
     // The same key of another caller or for another purpose is another key.
     for scope in [Scope::caller("customer", b"eve"), Scope::caller("customer", b"ada")] {
-        let other = transactor.transact(&scope, &key("order-1"), &500, async |_| Ok(7)).await.unwrap();
+        let other = transactor.transact(&scope, "order-1", &500, async |_| Ok(7)).await.unwrap();
         assert_eq!(other, TransactOutcome::Executed(7));
     }
     assert_eq!(database.paid().await, 1);
@@ -113,7 +116,7 @@ async fn a_duplicate_gets_in_progress_at_once_or_waits_for_the_result() {
                 go_on.notified().await;
                 Ok(charge)
             };
-            transactor.transact(&scope(), &key("order-1"), &500_i64, run).await
+            transactor.transact(&scope(), "order-1", &500_i64, run).await
         }
     });
     started.notified().await;
@@ -143,7 +146,7 @@ async fn a_run_that_fails_leaves_nothing_and_frees_the_key() {
     impl std::error::Error for Declined {}
 
     let (database, _, transactor) = world(1).await;
-    let failed = transactor.transact(&scope(), &key("order-1"), &500_i64, async |connection| {
+    let failed = transactor.transact(&scope(), "order-1", &500_i64, async |connection| {
         insert(connection, 500).await?;
         Err::<Charge, RunError>(Declined.into())
     });
@@ -156,7 +159,7 @@ async fn a_run_that_fails_leaves_nothing_and_frees_the_key() {
     // A refusal that the run returns as a value is stored.
     let runs = AtomicU32::new(0);
     for replayed in [false, true] {
-        let refused = transactor.transact(&scope(), &key("order-2"), &1, async |_| {
+        let refused = transactor.transact(&scope(), "order-2", &1, async |_| {
             runs.fetch_add(1, Ordering::SeqCst);
             Ok(Err::<Charge, _>("declined".to_owned()))
         });
@@ -170,7 +173,7 @@ async fn a_run_that_fails_leaves_nothing_and_frees_the_key() {
 #[tokio::test(flavor = "multi_thread")]
 async fn an_error_that_the_run_ignored_commits_nothing() {
     let (database, _, transactor) = world(1).await;
-    let failed = transactor.transact(&scope(), &key("order-1"), &1, async |connection| {
+    let failed = transactor.transact(&scope(), "order-1", &1, async |connection| {
         insert(&mut *connection, 500).await?;
         let refused = sqlx::query("INSERT INTO payments (id, cents) VALUES (1, 1)").execute(connection).await;
         assert!(refused.is_err());
@@ -181,7 +184,7 @@ async fn an_error_that_the_run_ignored_commits_nothing() {
     assert_eq!(database.paid().await, 0);
 
     // In its own savepoint, an error may be ignored.
-    let done = transactor.transact(&scope(), &key("order-1"), &1, async |connection| {
+    let done = transactor.transact(&scope(), "order-1", &1, async |connection| {
         insert(&mut *connection, 500).await?;
         let mut savepoint = connection.begin().await?;
         let twice = sqlx::query("INSERT INTO payments (id, cents) SELECT id, 1 FROM payments");
@@ -229,7 +232,7 @@ async fn a_deferred_trigger_that_fails_rolls_back_with_any_sqlstate() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_run_that_ends_the_transaction_itself_is_an_error() {
     let (database, _, transactor) = world(1).await;
-    let ended = transactor.transact(&scope(), &key("order-1"), &1, async |connection| {
+    let ended = transactor.transact(&scope(), "order-1", &1, async |connection| {
         insert(&mut *connection, 500).await?;
         run(connection, "ROLLBACK").await;
         Ok(())
@@ -244,20 +247,20 @@ async fn a_run_that_ends_the_transaction_itself_is_an_error() {
 async fn a_stored_result_of_another_type_is_an_error_and_not_a_second_run() {
     let (_database, _, transactor) = world(1).await;
     pay(&transactor, "order-1", 500).await.unwrap();
-    let other = transactor.transact(&scope(), &key("order-1"), &500, async |_| -> Result<String, RunError> {
+    let other = transactor.transact(&scope(), "order-1", &500, async |_| -> Result<String, RunError> {
         panic!("it must not run")
     });
     let error = other.await.unwrap_err();
     assert!(matches!(error, TransactError::Undecodable { .. }), "{error:?}");
     // A stored value may be customer data, so no error text contains it.
     let secret = async |_: &mut sqlx::PgConnection| Ok::<_, RunError>("4111-1111".to_owned());
-    transactor.transact(&scope(), &key("order-3"), &1, secret).await.unwrap();
-    let other = transactor.transact(&scope(), &key("order-3"), &1, async |_| Ok::<u64, RunError>(1));
+    transactor.transact(&scope(), "order-3", &1, secret).await.unwrap();
+    let other = transactor.transact(&scope(), "order-3", &1, async |_| Ok::<u64, RunError>(1));
     let error = other.await.unwrap_err();
     assert!(!format!("{} {error:?}", ErrorChain(&error)).contains("4111"), "{error:?}");
     // A value that cannot be stored rolls back.
     let map = std::collections::HashMap::from([((1, 2), 3)]);
-    let error = transactor.transact(&scope(), &key("order-2"), &map, async |_| Ok(())).await.unwrap_err();
+    let error = transactor.transact(&scope(), "order-2", &map, async |_| Ok(())).await.unwrap_err();
     assert!(matches!(error, TransactError::Unserializable(_)), "{error:?}");
 }
 
@@ -292,7 +295,7 @@ async fn a_wrapped_serialization_failure_is_run_again() {
         [RunError::from, |error| Wrapped::Source(error).into(), |error| Wrapped::Transparent(error).into()];
     for (number, wrap) in wraps.into_iter().enumerate() {
         let runs = AtomicU32::new(0);
-        let added = transactor.transact(&scope(), &key(&format!("order-{number}")), &1, async |connection| {
+        let added = transactor.transact(&scope(), format!("order-{number}"), &1, async |connection| {
             let run_number = runs.fetch_add(1, Ordering::SeqCst) + 1;
             let cents: i64 = sqlx::query_scalar("SELECT cents FROM payments WHERE id = 1")
                 .fetch_one(&mut *connection)
@@ -312,7 +315,7 @@ async fn a_wrapped_serialization_failure_is_run_again() {
     // The number of runs is bounded.
     let runs = AtomicU32::new(0);
     let limited = transactor.with_max_attempts(3).unwrap();
-    let never = limited.transact(&scope(), &key("order-9"), &1, async |connection| {
+    let never = limited.transact(&scope(), "order-9", &1, async |connection| {
         runs.fetch_add(1, Ordering::SeqCst);
         sqlx::query("DO $$ BEGIN RAISE EXCEPTION 'again' USING ERRCODE = '40001'; END $$")
             .execute(connection)
@@ -333,19 +336,17 @@ async fn a_deadlock_is_resolved() {
         let (transactor, both) = (transactor.clone(), both.clone());
         tokio::spawn(async move {
             let runs = AtomicU32::new(0);
-            let done =
-                transactor.transact(&scope(), &key(&format!("{order:?}")), &order, async |connection| {
-                    let run_number = runs.fetch_add(1, Ordering::SeqCst) + 1;
-                    for (step, id) in order.into_iter().enumerate() {
-                        let update =
-                            sqlx::query("UPDATE payments SET cents = cents + 1 WHERE id = $1").bind(id);
-                        update.execute(&mut *connection).await?;
-                        if (run_number, step) == (1, 0) {
-                            both.wait().await;
-                        }
+            let done = transactor.transact(&scope(), format!("{order:?}"), &order, async |connection| {
+                let run_number = runs.fetch_add(1, Ordering::SeqCst) + 1;
+                for (step, id) in order.into_iter().enumerate() {
+                    let update = sqlx::query("UPDATE payments SET cents = cents + 1 WHERE id = $1").bind(id);
+                    update.execute(&mut *connection).await?;
+                    if (run_number, step) == (1, 0) {
+                        both.wait().await;
                     }
-                    Ok(())
-                });
+                }
+                Ok(())
+            });
             done.await.unwrap();
             runs.into_inner()
         })
@@ -380,7 +381,7 @@ async fn keys_and_values_with_special_characters_are_data() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_session_that_ends_in_the_middle_leaves_nothing() {
     let (database, pool, transactor) = world(2).await;
-    let failed = transactor.transact(&scope(), &key("order-1"), &500_i64, async |connection| {
+    let failed = transactor.transact(&scope(), "order-1", &500_i64, async |connection| {
         let pid: i32 = sqlx::query_scalar("SELECT pg_backend_pid()").fetch_one(&mut *connection).await?;
         insert(&mut *connection, 500).await?;
         sqlx::query("SELECT pg_terminate_backend($1)").bind(pid).execute(&pool).await?;
@@ -444,7 +445,7 @@ async fn a_call_that_is_dropped_or_panics_is_rolled_back() {
                     assert!(!panics, "on purpose");
                     std::future::pending().await
                 };
-                transactor.transact::<_, (), _>(&scope(), &key("order-1"), &1, run).await
+                transactor.transact::<_, _, (), _>(&scope(), "order-1", &1, run).await
             }
         });
         started.notified().await;

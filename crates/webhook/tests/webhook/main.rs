@@ -16,8 +16,8 @@ use hmac::{Hmac, KeyInit as _, Mac as _};
 use oncegate_core::{Clock, MemoryStore, OnAbandoned, SystemClock};
 use oncegate_engine::{Attempt, Engine};
 use oncegate_inbox::{
-    ConsumerName, Counts, DeadLetter, DeadLetterSink, DeadReason, EventKind, HandlerError, Identity, Inbox,
-    Message, Processor, PutFuture,
+    Counts, DeadLetter, DeadLetterSink, DeadReason, EventKind, HandlerError, Identity, Inbox, Message,
+    Processor, PutFuture,
 };
 use oncegate_testkit::{Faults, FaultyStore, ManualClock, until};
 use oncegate_webhook::{DEFAULT_WINDOW, MIN_WINDOW, WebhookOptions, WebhookReceiver, WebhookScheme};
@@ -103,9 +103,9 @@ impl World {
     }
 
     fn inbox(&self) -> Inbox {
-        let consumer = ConsumerName::new("tests").unwrap();
         let letters = Letters(self.state.clone());
-        Inbox::new(self.engine.clone(), consumer, Identity::broker(), OnAbandoned::Reexecute, letters)
+        let engine = self.engine.clone();
+        Inbox::new(engine, "tests", Identity::broker(), OnAbandoned::Reexecute, letters).unwrap()
     }
 
     fn processor(&self) -> impl Processor + use<> {

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use axum::Router;
-use oncegate_inbox::{ConsumerName, Counts, EventKind, Identity};
+use oncegate_inbox::{Counts, EventKind, Identity};
 use oncegate_inbox_postgres::TransactionalInbox;
 use oncegate_postgres::sqlx::postgres::PgPoolOptions;
 use oncegate_postgres::sqlx::{self, Connection as _, PgConnection};
@@ -52,8 +52,8 @@ async fn each_webhook_is_one_row_whatever_its_senders_and_the_database_do() {
     sqlx::query("CREATE TABLE ledger (event integer NOT NULL)").execute(&mut operator).await.unwrap();
     let pool = PgPoolOptions::new().max_connections(8).acquire_timeout(TIMEOUT).connect(&url).await.unwrap();
 
-    let consumer = ConsumerName::new("payments").unwrap();
-    let inbox = TransactionalInbox::new(pool, consumer, Identity::broker()).with_max_attempts(1_000).unwrap();
+    let inbox = TransactionalInbox::new(pool, "payments", Identity::broker()).unwrap();
+    let inbox = inbox.with_max_attempts(1_000).unwrap();
     let processor = inbox.processor(async |connection, message| {
         let event: i32 = std::str::from_utf8(&message.payload)?.parse()?;
         sqlx::query("INSERT INTO ledger VALUES ($1)").bind(event).execute(connection).await?;

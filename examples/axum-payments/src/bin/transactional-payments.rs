@@ -6,14 +6,13 @@
 use std::error::Error;
 
 use axum::extract::State;
-use axum::http::{HeaderMap, HeaderName, StatusCode};
+use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use oncegate::core::Scope;
-use oncegate::http::KeyGrammar;
 use oncegate::postgres::{schema, sqlx};
-use oncegate::{PostgresOptions, TransactRefusal, Transactor};
+use oncegate::{KeyHeader, PostgresOptions, TransactRefusal, Transactor};
 use serde::{Deserialize, Serialize};
 
 #[derive(Deserialize, Serialize)]
@@ -31,20 +30,18 @@ struct Charge {
 
 async fn pay(
     State(transactor): State<Transactor>,
-    headers: HeaderMap,
+    KeyHeader(key): KeyHeader,
     Json(payment): Json<Payment>,
-) -> Result<Response, Response> {
-    let field = KeyGrammar::default().read(&headers, &HeaderName::from_static("idempotency-key"));
-    let Some(Ok((key, _))) = field else { return Err(StatusCode::BAD_REQUEST.into_response()) };
+) -> Result<Response, TransactRefusal> {
     let scope = Scope::caller("customer", &payment.customer).within("POST /payments");
 
-    let paid = transactor.transact(&scope, &key, &payment, async |connection| {
+    let paid = transactor.transact(&scope, key, &payment, async |connection| {
         let insert = "INSERT INTO payments (customer, cents) VALUES ($1, $2) RETURNING id";
         let insert = sqlx::query_scalar(insert).bind(&payment.customer).bind(payment.cents);
         let id = insert.fetch_one(connection).await?;
         Ok(Charge { id, customer: payment.customer.clone(), cents: payment.cents })
     });
-    let paid = paid.await.map_err(|error| TransactRefusal(error).into_response())?;
+    let paid = paid.await?;
     let marker = paid.is_replayed().then_some([("idempotent-replayed", "true")]);
     Ok((StatusCode::CREATED, marker, Json(paid.into_inner())).into_response())
 }

@@ -5,12 +5,11 @@ use oncegate::client::{Client, IdempotencyKey, Intent, reqwest::ReqwestTransport
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let service = std::env::args().nth(1).ok_or("give the address of the service")?;
-    let client = Client::new(ReqwestTransport::build(reqwest::Client::builder())?);
+    let client = Client::new(ReqwestTransport::new()?);
     let intent = Intent::post(format!("{service}/payments"))?
         .with_key(IdempotencyKey::derived("payment", ["order-123"]))?
         .with_body("order-123");
     let answer = client.send(&intent).await?;
-    let body = String::from_utf8_lossy(answer.response.body());
-    println!("{:?}, replayed: {}: {}", answer.verdict, answer.replayed, body.trim());
+    println!("{:?}, replayed: {}: {}", answer.verdict, answer.replayed, answer.text().trim());
     Ok(())
 }

@@ -1,18 +1,10 @@
 //! A consumer of a NATS stream: writes one invoice for each order, however often the order is delivered.
 
-use oncegate::inbox::{Consumer, ConsumerName, Event, Identity, Observer};
+use oncegate::inbox::{Consumer, Event, Identity};
 use oncegate::inbox_postgres::TransactionalInbox;
-use oncegate::nats::async_nats::jetstream::{self, consumer::pull};
-use oncegate::nats::async_nats::{self, HeaderMap};
-use oncegate::nats::{NatsSource, NatsSourceOptions};
+use oncegate::nats::NatsSource;
+use oncegate::nats::async_nats::{self, HeaderMap, jetstream, jetstream::consumer::pull};
 use oncegate::postgres::sqlx::{self, PgPool};
-
-struct Print;
-impl Observer for Print {
-    fn observe(&self, event: &Event<'_>) {
-        println!("{:?}", event.kind);
-    }
-}
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -27,15 +19,14 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     sqlx::query("CREATE TABLE IF NOT EXISTS invoices (order_id text)").execute(&pool).await?;
     let billing = pull::Config { durable_name: Some("billing".into()), ..Default::default() };
     let consumer = stream.get_or_create_consumer("billing", billing).await?;
-    let source = NatsSource::new(broker, consumer, NatsSourceOptions::new())?;
-
-    let inbox = TransactionalInbox::new(pool, ConsumerName::new("billing")?, Identity::header("event-id"));
+    let source = NatsSource::new(broker, consumer)?;
+    let inbox = TransactionalInbox::new(pool, "billing", Identity::header("event-id"))?;
     let processor = inbox.processor(async |connection, message| {
         let order = std::str::from_utf8(&message.payload)?;
         sqlx::query("INSERT INTO invoices VALUES ($1)").bind(order).execute(connection).await?;
         Ok(())
     });
-    let stop = async { drop(tokio::signal::ctrl_c().await) };
-    Consumer::new(source, processor).with_observer(Print).run(stop).await?;
+    let print = |event: &Event<'_>| println!("{:?}", event.kind);
+    Consumer::new(source, processor).with_observer(print).run(tokio::signal::ctrl_c()).await?;
     Ok(())
 }

@@ -1,6 +1,6 @@
 //! A payment that commits in one transaction with the record of its key.
 
-use oncegate::core::{IdempotencyKey, Scope};
+use oncegate::core::Scope;
 use oncegate::postgres::sqlx::{self, PgPool};
 use oncegate::{TransactOutcome, Transactor};
 
@@ -11,9 +11,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     let transactor = Transactor::new(pool);
     let scope = Scope::caller("customer", "42").within("payment");
-    let key = IdempotencyKey::new(b"order-123")?;
     let cents: i64 = 500;
-    let payment = transactor.transact(&scope, &key, &cents, async |connection| {
+    let payment = transactor.transact(&scope, "order-123", &cents, async |connection| {
         let insert = sqlx::query_scalar("INSERT INTO payments (cents) VALUES ($1) RETURNING id");
         let id: i64 = insert.bind(cents).fetch_one(connection).await?;
         Ok(id)
