@@ -1,8 +1,8 @@
-//! The answer that an operation's own transaction left out of its record, found out by somebody else and added.
+//! Adds the response that an operation's own transaction left out of its record, after another claim has found it out.
 //!
-//! The transaction has committed, so nothing is executed here, and there is no lease: the record is completed. Several may
-//! find out the answer at the same time, in other processes too, and so may the attempt that is still at its end. The store
-//! takes the first one, under the attempt's own token, and whoever comes later gets that one.
+//! The transaction has committed and the record is completed, so nothing is executed here and there is no lease. Several
+//! claims may find out the response at the same time, in several processes, and the attempt itself may still add it. The
+//! store accepts the first one, under the attempt's own token. Later ones get that response.
 
 use std::fmt;
 use std::sync::Arc;
@@ -19,12 +19,12 @@ use crate::engine::{ClaimOutcome, ClaimRequest, Inner};
 use crate::event::{Event, EventKind};
 use crate::single_flight::{Leader, Owner, RemoteOwner, SharedOutcome};
 
-/// The right to add the answer of an operation that completed its record without it.
+/// The right to add the response of an operation that completed its record without it.
 ///
 /// It comes only from [`Engine::claim`](crate::Engine::claim), under a policy that
 /// [asks for answers](crate::Policy::with_answers_asked_for). It gives no right to execute: the operation took place. While
-/// it lives, other claims of this process for the record wait or hear that the request is in progress. Dropped, it changes
-/// nothing, and the next claim gets another one.
+/// it lives, other claims of this process for the record wait or get `InProgress`. Dropping it changes nothing, and the next
+/// claim gets another one.
 #[must_use = "an answer permit that is dropped leaves the record without its answer"]
 pub struct AnswerPermit {
     inner: Arc<Inner>,
@@ -36,33 +36,32 @@ pub struct AnswerPermit {
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum AddAnswerOutcome {
-    /// The record has the answer.
+    /// The record has the response.
     Stored,
-    /// The record has this one by now, which came first: everybody gets it.
+    /// Another response was added first. All callers get that one.
     Recorded(StoredResponse),
-    /// The record says by now that there is no answer to replay.
+    /// The record was completed without a response to replay in the meantime.
     Unreplayable,
-    /// The record is another one by now: its retention was over. Nothing was changed.
+    /// The record was replaced in the meantime, because its retention was over. Nothing was changed.
     Gone,
-    /// The store did not take it. Nobody goes on trying: the next claim finds it out again.
+    /// The store did not store it. The engine does not try again: the next claim finds out the response again.
     NotStored(StoreError),
 }
 
-/// How often the record is read because the answer was not taken. It was read once before, so once is enough unless it is
-/// another record each time.
-const TURNS: usize = 2;
+/// The limit on reads of the record after the store refused the response. One is enough, unless the record changes each time.
+const MAX_TURNS: usize = 2;
 
 impl AnswerPermit {
-    /// The attempt that completed the record: its token, its number. It owns nothing any more.
+    /// The attempt that completed the record. It no longer owns the record.
     #[must_use]
     pub fn attempt(&self) -> Attempt {
         self.attempt.clone()
     }
 
-    /// Adds the answer, or says that there is none to replay and will not be ([`Completion::Tombstone`]). Another completion
-    /// is taken for the latter.
+    /// Adds the response, or records that there is none to replay ([`Completion::Tombstone`]). Other completions count as the
+    /// latter.
     ///
-    /// Run it where the caller's going away does not cancel it, such as in a task of its own.
+    /// Run it in a task of its own, so that a caller that goes away does not cancel it.
     pub async fn add(self, completion: Completion) -> AddAnswerOutcome {
         let completion = match completion {
             Completion::Replayable(response) => Completion::Replayable(response),
@@ -72,21 +71,21 @@ impl AnswerPermit {
             Ok(added) => self.added(completion, added),
             Err(error) => {
                 let record = self.attempt.record_id();
-                tracing::warn!(%record, error = %ErrorChain(&error), "an answer that was found out is not stored; the next claim finds it out again");
+                tracing::warn!(%record, error = %ErrorChain(&error), "a response could not be added to its record; the next claim asks for it again");
                 self.leader.finish(SharedOutcome::AskAgain);
                 AddAnswerOutcome::NotStored(error)
             }
         }
     }
 
-    /// The answer could not be found out now. Those who came along hear that it is awaited, and the next claim gets another
-    /// permit.
+    /// Gives up, because the response could not be found out now. Waiting claims get `AnswerAwaited`, and the next claim gets
+    /// another permit.
     pub fn leave(self) {
         self.leader.finish(SharedOutcome::AnswerAwaited);
     }
 
-    /// Whoever was asked says something that cannot be. Those who came along hear that there is no answer to replay; the
-    /// record stays as it is, and the next claim gets another permit.
+    /// Gives up, because the service gave an invalid response. Waiting claims get `Unreplayable`. The record is unchanged, and
+    /// the next claim gets another permit.
     pub fn refuse(self) {
         self.leader.finish(SharedOutcome::Unreplayable);
     }
@@ -94,7 +93,7 @@ impl AnswerPermit {
     async fn try_add(&self, completion: &Completion) -> Result<AddAnswerOutcome, StoreError> {
         let (id, token) = (self.attempt.record_id(), self.attempt.token());
         let retention = self.attempt.0.policy.retention;
-        for _ in 0..TURNS {
+        for _ in 0..MAX_TURNS {
             let command = Command::Complete(Complete { token, completion: completion.clone(), retention });
             match self.inner.store.apply(id, command).await? {
                 Outcome::Completed => return Ok(AddAnswerOutcome::Stored),
@@ -103,7 +102,7 @@ impl AnswerPermit {
                     return Err(StoreError::invalid(format!("the store answered {other:?} to an answer")));
                 }
             }
-            // Somebody was first, or the record is another one.
+            // Another response came first, or the record was replaced.
             let record = self.inner.store.lookup(id).await?;
             match record.filter(|record| record.token == token).map(|record| record.state) {
                 Some(State::Completed(Answer::Replayable(response))) => {
@@ -118,7 +117,7 @@ impl AnswerPermit {
     }
 
     fn added(self, completion: Completion, added: AddAnswerOutcome) -> AddAnswerOutcome {
-        let (event, landing) = match (&added, completion) {
+        let (event, shared) = match (&added, completion) {
             (AddAnswerOutcome::Stored, Completion::Replayable(response)) => {
                 (Some(EventKind::AnswerAdded), SharedOutcome::Replay(response))
             }
@@ -134,7 +133,7 @@ impl AnswerPermit {
         if let Some(event) = event {
             self.emit(event);
         }
-        self.leader.finish(landing);
+        self.leader.finish(shared);
         added
     }
 
@@ -150,7 +149,7 @@ impl fmt::Debug for AnswerPermit {
 }
 
 impl Inner {
-    /// A claim heard that the record is completed and has no answer: whether one may be added to it.
+    /// Reads a record that a claim found completed without a response, and decides if the claim may add it.
     pub(crate) async fn look_for_answer(
         self: Arc<Self>,
         leader: Leader,
@@ -159,10 +158,10 @@ impl Inner {
     ) -> Result<ClaimOutcome, StoreError> {
         let record = match self.store.lookup(request.id).await {
             Ok(record) => record,
-            // The operation took place: that is certain, whatever the store can say now. An outage would let it be executed
-            // where the store's outage is to be open.
+            // The operation took place, even if the store fails now. The error of an outage must not be returned: under
+            // `store-outage = "open"` it would let the operation run again.
             Err(error) if error.kind().may_pass() => {
-                tracing::warn!(record = %request.id, error = %ErrorChain(&error), "whether an answer is awaited could not be read");
+                tracing::warn!(record = %request.id, error = %ErrorChain(&error), "a completed record could not be read to see if its response is missing");
                 leader.finish(SharedOutcome::AnswerAwaited);
                 return Ok(ClaimOutcome::AnswerAwaited);
             }
@@ -171,7 +170,7 @@ impl Inner {
                 return Err(error);
             }
         };
-        let (landing, outcome) = match record.map(|record| FoundAnswer::of(record, request.fingerprint)) {
+        let (shared, outcome) = match record.map(|record| FoundAnswer::of(record, request.fingerprint)) {
             Some(FoundAnswer::Awaited(record)) => {
                 let attempt = Attempt::completed(&self, request.id, &record, request.policy, number);
                 let now = Instant::now();
@@ -182,15 +181,15 @@ impl Inner {
                 (SharedOutcome::Replay(response.clone()), ClaimOutcome::Replay(response))
             }
             Some(FoundAnswer::Unreplayable) => (SharedOutcome::Unreplayable, ClaimOutcome::Unreplayable),
-            // Its retention ended between the claim and the look. The next claim is decided anew.
+            // Its retention ended between the claim and the read. The next claim is decided anew.
             Some(FoundAnswer::Another) | None => (SharedOutcome::AskAgain, ClaimOutcome::AnswerAwaited),
         };
-        leader.finish(landing);
+        leader.finish(shared);
         Ok(outcome)
     }
 }
 
-/// The answer of a completed record on a second look.
+/// The state of a completed record on a second read.
 enum FoundAnswer {
     Awaited(Record),
     Answered(StoredResponse),

@@ -1,4 +1,4 @@
-//! One execution under one token: what a handler may know of it, and the permit that ends it.
+//! One execution under one token: the view of its handler, and the permit that ends it.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -20,7 +20,7 @@ use crate::policy::Policy;
 use crate::single_flight::{Leader, Owner, SharedOutcome, lock, shared_failure};
 use crate::step::Progress;
 
-/// One execution under one token, as its handler sees it. Cheap to clone.
+/// One execution under one token, as seen by its handler. Cheap to clone.
 #[derive(Clone)]
 pub struct Attempt(pub(crate) Arc<AttemptInner>);
 
@@ -83,7 +83,7 @@ impl Attempt {
         }))
     }
 
-    /// An attempt that is over, as the record that it completed tells of it.
+    /// The attempt that completed this record.
     pub(crate) fn completed(
         inner: &Inner,
         id: RecordId,
@@ -127,15 +127,15 @@ impl Attempt {
         self.0.grant.after_abandoned
     }
 
-    /// Whether, as far as this process knows, the attempt still owns its record: its lease lasts by the clocks of this process,
-    /// and no other attempt took over.
+    /// Returns true if the attempt still owns its record, as far as this process knows: its lease lasts by the clocks of this
+    /// process, and no other attempt is known to have taken over.
     #[must_use]
     pub fn is_owner(&self) -> bool {
         !self.is_lost() && !self.is_lease_over()
     }
 
-    /// Waits until somebody else owns the record. A handler that can still stop should stop then. For most attempts this
-    /// never happens.
+    /// Waits until another attempt owns the record. A handler that can stop should stop then. For most attempts this never
+    /// ends.
     pub async fn lost(&self) {
         loop {
             let notified = self.0.lost_notify.notified();
@@ -148,19 +148,20 @@ impl Attempt {
         }
     }
 
-    /// The key to send along with a call to somebody else's API, so that this call, too, takes effect once. The same for
-    /// every attempt at this record; another one for each `step`. See [`RecordId::downstream_key`].
+    /// The key for a call of another API, so that this call, too, takes effect once. It is the same for every attempt at this
+    /// record, and differs for each `step`. See [`RecordId::downstream_key`].
     #[must_use]
     pub fn downstream_key(&self, step: &str) -> String {
         self.0.id.downstream_key(step)
     }
 
-    /// Makes sure that the lease lasts, right before something that must not begin without it. While it lasts this costs a
-    /// look at two clocks. A lease that is over by one of this process's clocks, as after the process was stopped or the machine
-    /// suspended, is renewed under its token; if another attempt took over meanwhile, the renewal fails.
+    /// Ensures that the lease lasts, right before an effect that must not begin without it.
     ///
-    /// The engine does this when a claim is granted, and those who execute under a permit do it right before they begin. Call it
-    /// before an effect of your own that comes long after the attempt began.
+    /// While the lease lasts, this only reads two clocks. If the lease is over by one of them (the process was stopped, the
+    /// machine was suspended), it is renewed under its token. That fails if another attempt took over in the meantime.
+    ///
+    /// The engine calls this when a claim is granted, and entry points call it right before they execute. Call it before an
+    /// effect of your own that comes long after the attempt began.
     ///
     /// # Errors
     /// [`LeaseError`]. The effect must not begin.
@@ -170,7 +171,7 @@ impl Attempt {
         }
         let failures = self.0.failures.load(Ordering::Acquire);
         let mut last_failure = self.0.last_failure.lock().await;
-        // Those who waited for the same question share its answer.
+        // Another caller tried while this one waited for the lock: share its failure.
         if self.0.failures.load(Ordering::Acquire) != failures {
             return Err(LeaseError::Store(shared_failure(*last_failure)));
         }
@@ -183,7 +184,7 @@ impl Attempt {
     }
 
     async fn renew_until_it_lasts(&self) -> Result<(), LeaseError> {
-        for _ in 0..RENEWALS {
+        for _ in 0..MAX_RENEWALS {
             if self.is_lost() {
                 return Err(LeaseError::Fenced);
             }
@@ -199,17 +200,17 @@ impl Attempt {
         if !self.is_lease_over() {
             return Ok(());
         }
-        Err(LeaseError::Store(StoreError::unavailable("a renewal takes longer than the lease lasts")))
+        Err(LeaseError::Store(StoreError::unavailable("a renewal takes longer than the lease")))
     }
 
-    /// Asks the store for another lease under the same token.
+    /// Renews the lease under the same token.
     pub(crate) async fn renew(&self) -> Result<Renewal, StoreError> {
         let Policy { lease, retention, .. } = self.0.policy;
         let asked_at = ClockReading::now();
         let command = Command::Renew(Renew { token: self.token(), lease, retention });
         let result = self.0.store.apply(self.record_id(), command).await;
         if self.has_ended() {
-            return Ok(Renewal::Ended); // whatever the answer was, it is no news
+            return Ok(Renewal::Ended); // the answer does not matter any more
         }
         match result {
             Ok(Outcome::Renewed { .. }) => {
@@ -287,19 +288,18 @@ impl fmt::Debug for Attempt {
 
 /// The right to execute once.
 ///
-/// It comes only from [`Engine::claim`](crate::Engine::claim), cannot be copied, and is used up by
-/// [`complete`](Self::complete) or [`release`](Self::release). While it lives its lease is renewed. Dropping it leaves the
-/// record in progress until the lease ends, and then to its abandon policy: dropping never frees the key, because the
-/// effect may have happened.
+/// It comes only from [`Engine::claim`](crate::Engine::claim) and cannot be copied. [`complete`](Self::complete) and
+/// [`release`](Self::release) use it up. While it lives, its lease is renewed. Dropping it leaves the record in progress until
+/// the lease ends, and then to its abandon policy. Dropping never frees the key, because the effect may have happened.
 #[must_use = "a permit that is dropped leaves its record to the abandon policy"]
 pub struct Permit(pub(crate) Option<HeldPermit>);
 
-/// A permit that was not used up yet.
+/// The content of a permit that is not used up.
 pub(crate) struct HeldPermit {
     pub(crate) inner: Arc<Inner>,
     pub(crate) attempt: Attempt,
     pub(crate) leader: Leader,
-    /// The claim, if an answer to it was lost: it may reach the store once more, after the attempt has ended.
+    /// The claim, if an answer to it was lost: it may reach the store again after the attempt has ended.
     claim: Option<Box<(ClaimRequest, AttemptId)>>,
 }
 
@@ -307,15 +307,15 @@ pub(crate) struct HeldPermit {
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum SettleOutcome {
-    /// The store has it.
+    /// The end is stored.
     Done,
-    /// Another attempt owns the record; nothing was changed. The effect of this attempt may exist next to the other's.
+    /// Another attempt owns the record. Nothing was changed. Both attempts may have had an effect.
     Fenced,
-    /// The store is out of reach. The engine goes on trying until the record's retention ends. From the end of the lease
-    /// on, the next claim of another process finds an abandoned record; under `park` this end is still taken after that.
+    /// The store failed. The engine tries again in the background until the record's retention ends. After the lease, a
+    /// claim of another process finds an abandoned record. If that claim parks it, this end can still be stored.
     Deferred(StoreError),
-    /// Something may have taken place of which nothing is recorded: a [step](Attempt::step) of this attempt, or what an abandoned
-    /// one did. So the key is not free, and the record is left to its lease, as after a crash.
+    /// An effect without a record may have happened: in a [step](Attempt::step) of this attempt, or in an abandoned attempt. So
+    /// the key is not freed, and the record is left to its lease, as after a crash.
     LeftToLease,
 }
 
@@ -326,7 +326,7 @@ impl Permit {
         Self(Some(HeldPermit { inner, attempt, leader, claim: None }))
     }
 
-    /// Says that an answer to the claim was lost before it was granted.
+    /// Notes that an answer to the claim was lost before it was granted.
     pub(crate) fn claimed_in_doubt(&mut self, request: ClaimRequest, attempt: AttemptId) {
         if let Some(held) = &mut self.0 {
             held.claim = Some(Box::new((request, attempt)));
@@ -342,9 +342,9 @@ impl Permit {
         }
     }
 
-    /// Ends the attempt with what came of it. Answers after the store made it durable.
+    /// Ends the attempt with a result. Returns when the store has made it durable, or has failed.
     ///
-    /// Run it where the caller's going away does not cancel it, such as in a task of its own.
+    /// Run it in a task of its own, so that a caller that goes away does not cancel it.
     pub async fn complete(mut self, completion: Completion) -> SettleOutcome {
         match self.0.take() {
             Some(held) => {
@@ -359,10 +359,10 @@ impl Permit {
         }
     }
 
-    /// Ends the attempt with [`Completion::Unknown`], and gives the log a reason that helps the operator who has to find out what
-    /// happened. The reason must hold neither key nor credential nor body.
+    /// Ends the attempt with [`Completion::Unknown`] and logs a reason for the operator. The reason must not contain a key, a
+    /// credential or a body.
     ///
-    /// Run it where the caller's going away does not cancel it, such as in a task of its own.
+    /// Run it in a task of its own, so that a caller that goes away does not cancel it.
     pub async fn park(mut self, reason: impl Into<Cow<'static, str>>) -> SettleOutcome {
         match self.0.take() {
             Some(held) => {
@@ -373,37 +373,39 @@ impl Permit {
         }
     }
 
-    /// Ends an attempt that its steps leave [half-way](Attempt::is_half_way), so that what they recorded is there for
-    /// the next one. Under `reexecute` the key is free again for the same request, or the record is left to its lease,
-    /// as [`StepError::fate`](crate::StepError::fate) says of the step that it did not get past. Under `park` the
-    /// outcome is unknown, and so it is where that step is for an operator to see to.
+    /// Ends an attempt that its steps leave [half-way](Attempt::is_half_way), and keeps its recorded steps for the next one.
     ///
-    /// Run it where the caller's going away does not cancel it, such as in a task of its own.
+    /// Under `reexecute`, [`StepError::fate`](crate::StepError::fate) of the failed step decides: the key is free again for the
+    /// same request, or the record is left to its lease. Under `park`, or if the step needs an operator, the outcome is
+    /// unknown.
+    ///
+    /// Run it in a task of its own, so that a caller that goes away does not cancel it.
     pub async fn stop(mut self) -> SettleOutcome {
         let Some(held) = self.0.take() else { return SettleOutcome::Fenced };
-        let standing = held.attempt.seal();
+        let sealed = held.attempt.seal();
         let reexecutes = held.attempt.0.policy.on_abandoned == OnAbandoned::Reexecute;
-        match standing.half_way {
+        match sealed.half_way {
             Some(ErrorFate::Park) => {
-                held.settle(AttemptEnd::park("a step failed that an operator has to see to")).await
+                held.settle(AttemptEnd::park("a step failed and needs an operator")).await
             }
-            Some(ErrorFate::Release) if reexecutes && !standing.is_open => {
+            Some(ErrorFate::Release) if reexecutes && !sealed.is_open => {
                 held.settle(AttemptEnd::Release).await
             }
             _ => held.leave().await,
         }
     }
 
-    /// Takes back a claim whose sender is gone: nothing was begun.
+    /// Cancels a claim whose sender is gone: nothing was begun.
     pub(crate) async fn cancel(mut self) {
         if let Some(held) = self.0.take() {
             held.cancel().await;
         }
     }
 
-    /// Ends the attempt and frees the key. Only where it is certain that nothing was decided. Where a
-    /// [step](Attempt::step) may have taken place of which nothing is recorded, or under `reexecute` an attempt before
-    /// this one was abandoned, the key stays taken, and the record is left to its abandon policy.
+    /// Ends the attempt and frees the key. Call it only if it is certain that nothing was decided.
+    ///
+    /// The key stays taken, and the record is left to its abandon policy, if a [step](Attempt::step) may have taken place
+    /// without being recorded, or if an earlier attempt was abandoned under `reexecute`.
     pub async fn release(mut self) -> SettleOutcome {
         match self.0.take() {
             Some(held) if held.attempt.seal().is_open => held.leave().await,
@@ -431,15 +433,15 @@ impl Drop for Permit {
 }
 
 enum AttemptEnd {
-    /// With an outcome that is known.
+    /// An end with a known outcome.
     Complete(Completion),
-    /// Without one, for this reason.
+    /// An end without a known outcome, for this reason.
     Park(Cow<'static, str>),
     Release,
 }
 
 impl AttemptEnd {
-    /// Logs that this end came after another attempt or an operator had taken the record. What was released did nothing.
+    /// Logs that another attempt or an operator had taken the record before this end. A release is not logged: it has no effect.
     fn log_fenced(&self, attempt: &Attempt) {
         if !matches!(self, Self::Release) {
             attempt.log_fenced();
@@ -476,7 +478,7 @@ impl AttemptEnd {
     }
 
     /// The outcome for claims of the same request that wait in this process.
-    fn landing(self) -> SharedOutcome {
+    fn shared(self) -> SharedOutcome {
         match self {
             Self::Complete(Completion::Replayable(response)) => SharedOutcome::Replay(response),
             Self::Park(_) | Self::Complete(Completion::Unknown) => SharedOutcome::Unknown,
@@ -493,7 +495,7 @@ impl HeldPermit {
 
     async fn cancel(mut self) {
         if self.attempt.is_after_abandoned() {
-            // Nothing was begun under this claim, but under an earlier one: to free the key would forget that.
+            // Nothing was begun under this claim, but an earlier one was abandoned. To free the key would forget that.
             self.inner.renewer.stop(&self.attempt);
             return self.emit(EventKind::Abandoned);
         }
@@ -507,13 +509,11 @@ impl HeldPermit {
         }
     }
 
-    /// Ends an attempt of which it is not known what took effect. Where an operator is to say, that is known now; where
-    /// it is to be executed again, that comes after the lease, as after a crash.
+    /// Ends an attempt whose effect is unknown. Under `park`, the record is parked now. Under other policies it is left to its
+    /// lease, as after a crash.
     async fn leave(self) -> SettleOutcome {
         if self.attempt.0.policy.on_abandoned == OnAbandoned::Park {
-            return self
-                .settle(AttemptEnd::park("a step may have taken place of which nothing is recorded"))
-                .await;
+            return self.settle(AttemptEnd::park("a step may have taken place without being recorded")).await;
         }
         self.inner.renewer.stop(&self.attempt);
         self.emit(EventKind::Abandoned);
@@ -524,7 +524,7 @@ impl HeldPermit {
         self.emit(EventKind::Executed);
         match self.try_settle(&ending).await {
             Ok(()) => {
-                self.land(ending);
+                self.finish(ending);
                 SettleOutcome::Done
             }
             Err(SettleError::Fenced) => {
@@ -544,7 +544,7 @@ impl HeldPermit {
         self.inner.end(&self.attempt, ending).await
     }
 
-    fn land(mut self, ending: AttemptEnd) {
+    fn finish(mut self, ending: AttemptEnd) {
         self.inner.renewer.stop(&self.attempt);
         if let AttemptEnd::Park(reason) = &ending {
             self.inner.unknown.log(&self.attempt, reason);
@@ -553,10 +553,10 @@ impl HeldPermit {
         if matches!(ending, AttemptEnd::Release) {
             self.retract_late_claim();
         }
-        self.leader.finish(ending.landing());
+        self.leader.finish(ending.shared());
     }
 
-    /// After a release: if an answer to the claim was lost, what was sent first may still reach the store, which would
+    /// Looks for a claim that may still reach the store after a release, because an answer to it was lost. The store would
     /// grant it.
     pub(crate) fn retract_late_claim(&mut self) {
         if let Some(claim) = self.claim.take() {
@@ -575,13 +575,13 @@ impl HeldPermit {
         self.emit(EventKind::Fenced);
     }
 
-    /// Goes on trying in the background until the record is past its retention. The lease is no longer renewed. Until it
-    /// ends, every other claim of this process finds the request in progress; after it, each of them tries first to store
-    /// this end. The store takes it under the current token, also of a record that was parked meanwhile.
+    /// Tries again in the background until the record is past its retention. The lease is no longer renewed. Until it ends,
+    /// all claims of this process find the request in progress. After that, each of them first tries to store this end. The
+    /// store accepts it under the current token, even for a record that was parked in the meantime.
     fn defer(self, ending: AttemptEnd) {
         self.inner.renewer.stop(&self.attempt);
         let Ok(place) = self.inner.deferred.clone().try_acquire_owned() else {
-            let reason = "its end could not be stored, and too many others are tried again already";
+            let reason = "its end could not be stored, and too many other ends wait for the store";
             self.inner.unknown.log_abandoned(&self.attempt, reason);
             return self.emit(EventKind::SettlementLost);
         };
@@ -589,12 +589,12 @@ impl HeldPermit {
         inner.tasks.spawn(async move {
             let _place = place;
             let lease_until = self.attempt.lease_until();
-            let mut pause = PAUSE_FIRST;
+            let mut pause = FIRST_PAUSE;
             loop {
                 let again = (Instant::now() + pause).min(lease_until);
                 tokio::time::sleep_until(again).await;
                 match self.try_settle(&ending).await {
-                    Ok(()) => return self.land(ending),
+                    Ok(()) => return self.finish(ending),
                     Err(SettleError::Fenced) => {
                         self.log_fenced(&ending);
                         return self.fenced();
@@ -603,14 +603,14 @@ impl HeldPermit {
                         return self.outlast(ending, error).await;
                     }
                     Err(SettleError::Failed(error)) => {
-                        pause = again_after((pause * 2).min(PAUSE_LAST), &error)
+                        pause = again_after((pause * 2).min(MAX_PAUSE), &error)
                     }
                 }
             }
         });
     }
 
-    /// The lease is over. Those who came along ask for themselves.
+    /// Tries again after the lease. Waiting claims ask the store themselves.
     async fn outlast(self, ending: AttemptEnd, mut error: StoreError) {
         let Self { inner, attempt, leader, claim } = self;
         let record = attempt.record_id();
@@ -623,29 +623,29 @@ impl HeldPermit {
             tracing::warn!(
                 %record,
                 error = %ErrorChain(&error),
-                "the end of an attempt could not be stored before its lease was over; it is tried again until the retention \
-                 of the record is over"
+                "the end of an attempt could not be stored before its lease was over; the engine tries again until the \
+                 retention of the record is over"
             );
         }
         while error.kind().may_pass() && Instant::now() < give_up {
-            tokio::time::sleep(again_after(PAUSE_LAST, &error)).await;
+            tokio::time::sleep(again_after(MAX_PAUSE, &error)).await;
             match inner.store_end(&unstored).await {
                 Ok(()) => return,
                 Err(again) => error = again,
             }
         }
-        tracing::error!(%record, error = %ErrorChain(&error), "the end of an attempt could not be stored and is given up");
+        tracing::error!(%record, error = %ErrorChain(&error), "the end of an attempt could not be stored; the engine gives up");
         inner.unknown.log_abandoned(&unstored.attempt, "its end could not be stored");
         inner.emit(Event::new(record, Some(unstored.attempt.token()), EventKind::SettlementLost));
     }
 }
 
-/// The end of an attempt that the store did not take before the lease was over.
+/// The end of an attempt that could not be stored before the lease was over.
 pub(crate) struct UnstoredEnd {
     attempt: Attempt,
     ending: AttemptEnd,
     claim: Mutex<Option<Box<(ClaimRequest, AttemptId)>>>,
-    /// True once the store has accepted or refused the end. Locked while it is sent, so that it is sent once at a time.
+    /// True once the store has accepted or refused the end. Locked while the end is sent, so that it is sent by one task only.
     stored: tokio::sync::Mutex<bool>,
 }
 
@@ -656,7 +656,7 @@ impl UnstoredEnd {
     }
 }
 
-/// Why the store did not take the end of an attempt.
+/// The reason why the end of an attempt is not stored.
 enum SettleError {
     /// Another attempt owns the record.
     Fenced,
@@ -665,7 +665,7 @@ enum SettleError {
 }
 
 impl Inner {
-    /// Asks the store once.
+    /// Sends the end of an attempt to the store, once.
     async fn end(&self, attempt: &Attempt, ending: &AttemptEnd) -> Result<(), SettleError> {
         match self.store.apply(attempt.record_id(), ending.command(attempt)).await {
             Ok(Outcome::Completed | Outcome::Released) => Ok(()),
@@ -682,7 +682,7 @@ impl Inner {
     /// Tries to store an end whose lease is over.
     ///
     /// # Errors
-    /// The store failed.
+    /// The error of the store.
     pub(crate) async fn store_end(self: &Arc<Self>, unstored: &UnstoredEnd) -> Result<(), StoreError> {
         let mut stored = unstored.stored.lock().await;
         if *stored {
@@ -711,20 +711,20 @@ impl Inner {
     }
 }
 
-/// Pauses between tries to store the end of an attempt. The last one is short, so that it is stored soon after the store is
-/// back: a claim of another process may come first, and park the record.
-const PAUSE_FIRST: Duration = Duration::from_millis(50);
-const PAUSE_LAST: Duration = Duration::from_secs(2);
+/// The first and the longest pause between two tries to store the end of an attempt. The longest is short, because a claim of
+/// another process may come first after the store is back, and park the record.
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
+const MAX_PAUSE: Duration = Duration::from_secs(2);
 
-/// How long to wait before a store that failed is asked again, at most as long as was meant. Where nothing was sent it cost
-/// nothing, and what is waiting goes on soon after the store is back.
+/// The pause before a store that failed is asked again: at most `pause`. It is short if nothing was sent, because such a try
+/// costs nothing.
 pub(crate) fn again_after(pause: Duration, error: &StoreError) -> Duration {
     const SOON: Duration = Duration::from_millis(250);
     if error.is_unsent() { pause.min(SOON) } else { pause }
 }
 
-/// The number of renewals in [`Attempt::confirm_lease`] if each lease is over before it could be used.
-const RENEWALS: usize = 3;
+/// The limit on renewals in [`Attempt::confirm_lease`] if each lease is over before it could be used.
+const MAX_RENEWALS: usize = 3;
 
 /// The limit on completions that are tried again in the background at a time.
 pub(crate) const DEFERRED: usize = limits::MAX_DEFERRED;

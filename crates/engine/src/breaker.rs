@@ -1,20 +1,21 @@
-//! Between an engine and a store that may be out of reach: what cannot succeed is refused at once, not after a time-out.
+//! A circuit breaker between an engine and a store: while the store is unreachable, commands fail at once instead of after a
+//! time-out.
 //!
 //! ```text
-//!            a command fails, or is slow: the store is asked whether it is well (a probe)
-//! closed ─────────────────────────────────────────────────────────────────────────────────▶ open
-//!    ▲      it does not say yes in time, or says yes several times and no command succeeds     │
-//!    │                                                                                       │ probes, a second
-//!    │ one command succeeds, or none fails for a while                                       │ apart at the most
-//!    └──────────────────────────────────── half-open ◀────────────────────────────────────────┘
-//!                                          one command at a time          the store says yes
+//!          a command fails or is slow: the store is probed
+//! closed ──────────────────────────────────────────────────────────────────────▶ open
+//!    ▲     a probe fails, or several succeed while all commands fail               │
+//!    │                                                                             │ probes, at most
+//!    │ one command succeeds, or none fails for a while                             │ one second apart
+//!    └───────────────────────── half-open ◀────────────────────────────────────────┘
+//!                               one command at a time passes     a probe succeeds
 //! ```
 //!
-//! Where writes fail, only a write shows that they succeed again: a store that reads and commits nothing is of no use.
+//! After failed writes, only a successful write counts: a store that can only read is of no use.
 //!
-//! What opens it is never one failure alone: a connection that was cut fails a hundred commands at once, on a store that is
-//! well. A record that is damaged or held by somebody else ([`Extent::Record`]) says nothing about the store, and a store
-//! that is full ([`Extent::Writes`]) still answers what needs no room; neither opens it.
+//! One failed command never opens the breaker: a cut connection fails a hundred commands at once, although the store works.
+//! A record that is damaged or locked ([`Extent::Record`]) does not open it, and neither does a store that is full
+//! ([`Extent::Writes`]), because it still answers reads.
 
 use std::fmt;
 use std::future::{Future, poll_fn};
@@ -35,12 +36,11 @@ use tokio::time::{Instant, sleep, timeout};
 use crate::single_flight::lock;
 use oncegate_core::ConfigError;
 
-/// Any store, behind a circuit breaker. Cheap to clone; all clones are one.
+/// A store behind a circuit breaker. Cheap to clone; clones share one breaker.
 ///
-/// While the store is out of reach, commands are refused at once as unavailable, with [`StoreError::is_unsent`]. A task in
-/// the background asks the store until it answers, so that nobody has to start anything again. A command that hangs is
-/// given up when the store turns out to be out of reach, and in any case after ten times the probe timeout
-/// or 20 seconds, whichever is longer.
+/// While the store is unreachable, commands are refused at once as unavailable, with [`StoreError::is_unsent`]. A background
+/// task probes the store until it answers, so no restart is necessary. A command that hangs is cancelled when a probe shows
+/// that the store is unreachable, and in any case after ten times the probe timeout or 20 seconds, whichever is longer.
 ///
 /// Must be used inside a tokio runtime with time.
 ///
@@ -70,7 +70,7 @@ pub struct BreakerBuilder {
 pub enum BreakerState {
     /// Commands pass.
     Closed,
-    /// The store says that it is back: one command at a time passes, to see whether it is.
+    /// A probe succeeded: one command at a time passes as a trial.
     HalfOpen,
     /// Commands are refused.
     Open,
@@ -91,27 +91,24 @@ impl BreakerState {
     }
 }
 
-/// How long a command may take before the store is asked whether it is well, and how long the store may take to say so.
+/// The default of [`BreakerBuilder::with_probe_timeout`].
 const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The bounds of the probe timeout.
-const PROBE_TIMEOUT_BOUNDS: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(60));
-
-/// How long a command may take, whatever the store says of itself: so many times the probe timeout, and so long at least.
+/// The longest time of a command, even if all probes succeed: this many probe timeouts, and at least this time.
 const HANG_PROBE_TIMEOUTS: u32 = 10;
 const MIN_HANG_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// How often a command may fail after the store said that it is well, with none that succeeds in between.
-const STRIKES: u32 = 3;
+/// The number of times that a command fails after a successful probe, with none that succeeds in between, until it opens.
+const MAX_STRIKES: u32 = 3;
 
-/// Pauses between probes.
-const PAUSE_FIRST: Duration = Duration::from_millis(50);
-const PAUSE_LAST: Duration = Duration::from_secs(1);
+/// The first and the longest pause between probes.
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
+const MAX_PAUSE: Duration = Duration::from_secs(1);
 
-/// How long no command may have failed before a store that says that it is well is believed, without one that succeeds.
+/// The time without a failed command after which a successful probe closes the breaker, even if no command has succeeded.
 const CALM: Duration = Duration::from_secs(5);
 
-/// A record that nobody has, to see whether records can be read.
+/// The identifier of no record, for probes that read.
 const UNUSED_RECORD: RecordId = RecordId::from_bytes([0; 32]);
 
 /// The kind of a command.
@@ -123,7 +120,7 @@ enum Kind {
     Purges,
 }
 
-/// Returns true if the answer had to be written first.
+/// Returns true if the outcome required a write.
 const fn is_written(outcome: &Outcome) -> bool {
     matches!(
         outcome,
@@ -162,38 +159,34 @@ struct Watch {
     strikes: u32,
     /// True if a write failed, and none succeeded since.
     writes_fail: bool,
-    /// True while the one command that passes while half-open is on its way.
+    /// True while a trial command runs in the half-open state.
     trying: bool,
     /// The time of the last failed command.
     failed_at: Option<Instant>,
     /// The time of the last refused write.
     refused_at: Option<Instant>,
-    /// Since when it is degraded.
+    /// The time since which it is degraded.
     since: Option<Instant>,
 }
 
 impl BreakerBuilder {
-    /// How long a command may take before the store is asked whether it is well, and how long the store may take to say
-    /// so. 2 seconds by default.
+    /// Sets the time after which a slow command causes a probe, and the longest time of a probe: 2 seconds by default, from 10
+    /// milliseconds to a minute.
     ///
     /// # Errors
-    /// Below 10 milliseconds or above a minute.
+    /// If it is out of these bounds.
     pub fn with_probe_timeout(self, probe_timeout: Duration) -> Result<Self, ConfigError> {
-        let (min, max) = PROBE_TIMEOUT_BOUNDS;
-        if !(min..=max).contains(&probe_timeout) {
-            let what = format!("probe timeout is {probe_timeout:?}; it must be from {min:?} to {max:?}");
-            return Err(ConfigError::new(what));
-        }
-        Ok(Self { probe_timeout, ..self })
+        let bounds = Duration::from_millis(10)..=Duration::from_secs(60);
+        Ok(Self { probe_timeout: ConfigError::check("the probe timeout", probe_timeout, bounds)?, ..self })
     }
 
-    /// The runtime that asks the store in the background; by default that of the command that gave reason to.
+    /// Sets the runtime of the probes. By default it is the runtime of the command that caused the probe.
     #[must_use]
     pub fn with_runtime(self, runtime: Handle) -> Self {
         Self { runtime: Some(runtime), ..self }
     }
 
-    /// Begins open, for a store that is known to be out of reach.
+    /// Begins open, for a store that is known to be unreachable.
     #[must_use]
     pub fn opened(self) -> Self {
         Self { is_open: true, ..self }
@@ -227,13 +220,13 @@ impl fmt::Debug for BreakerBuilder {
 }
 
 impl Breaker {
-    /// A breaker for this store, closed, with the defaults.
+    /// A closed breaker for this store, with the defaults.
     #[must_use]
     pub fn new(store: impl IntoStore) -> Self {
         Self::builder(store).build()
     }
 
-    /// Puts a breaker together.
+    /// A builder for a breaker for this store.
     #[must_use]
     pub fn builder(store: impl IntoStore) -> BreakerBuilder {
         BreakerBuilder {
@@ -250,13 +243,13 @@ impl Breaker {
         self.0.state()
     }
 
-    /// The number of times that it opened.
+    /// The number of times that the breaker opened.
     #[must_use]
     pub fn openings(&self) -> u64 {
         self.0.openings.load(Ordering::Relaxed)
     }
 
-    /// Returns true if the store is out of reach, or takes no writes, as far as is known.
+    /// Returns true if the store is known to be unreachable or to refuse writes.
     #[must_use]
     pub fn is_degraded(&self) -> bool {
         self.0.is_degraded.load(Ordering::Relaxed)
@@ -285,7 +278,7 @@ impl Store for Breaker {
         Box::pin(self.0.pass(Kind::Reads, |_| false, move |store| store.list(query)))
     }
 
-    /// As the others; but that it went well says nothing, because a store may have nothing to do for it.
+    /// As the other commands, but a success does not count, because the store may have had nothing to do.
     fn purge(&self, limit: usize) -> StoreFuture<'_, usize> {
         Box::pin(self.0.pass(Kind::Purges, |_| false, move |store| store.purge(limit)))
     }
@@ -294,7 +287,7 @@ impl Store for Breaker {
         Box::pin(self.0.pass(Kind::Reads, |_| false, move |store| store.audit(before, limit)))
     }
 
-    /// Refused at once while open; otherwise the store's own answer.
+    /// Refused at once while open; otherwise the store's own result.
     fn check(&self) -> StoreFuture<'_, ()> {
         Box::pin(async move {
             if self.state() == BreakerState::Open {
@@ -338,19 +331,19 @@ impl Shared {
         }
     }
 
-    /// Only with the lock of `watch` held.
+    /// Must be called with the lock of `watch` held.
     fn set_state(&self, state: BreakerState) {
         self.state.store(state as u8, Ordering::Release);
     }
 
     fn refusal(self: &Arc<Self>) -> StoreError {
-        // The task may have ended with its runtime.
+        // The task of the probes may have ended with its runtime.
         self.suspect();
-        StoreError::unavailable("the store is out of reach; it is asked in the background until it answers")
+        StoreError::unavailable("the store is unreachable; it is probed in the background until it answers")
             .with_nothing_sent()
     }
 
-    /// Sends a command, if it may pass. `is_written` says whether an answer had to be written first.
+    /// Sends a command, if it may pass. `is_written` returns true if the result required a write.
     async fn pass<'a, T>(
         self: &'a Arc<Self>,
         kind: Kind,
@@ -368,7 +361,7 @@ impl Shared {
         match &answer {
             Ok(_) if kind == Kind::Purges => {}
             Ok(answer) => self.succeeded(is_written(answer), trial),
-            // It was read and refused.
+            // The store works: it refused this command.
             Err(error) if error.kind() != StoreErrorKind::Unavailable => {
                 self.succeeded(kind == Kind::Writes, trial);
             }
@@ -384,11 +377,11 @@ impl Shared {
         answer
     }
 
-    /// Waits for an answer; when it takes long, only for as long as the store is not known to be out of reach. What passes
-    /// `on_trial`, to see whether it is, has the probe timeout and no more.
+    /// Waits for a result. A slow command is cancelled once the store is known to be unreachable. A command `on_trial` has at
+    /// most the probe timeout.
     async fn bounded<T>(self: &Arc<Self>, call: StoreFuture<'_, T>, on_trial: bool) -> Result<T, StoreError> {
         let mut call = pin!(call);
-        // What is there at once needs no timer.
+        // A result that is ready at once needs no timer.
         if let Poll::Ready(answer) = poll_fn(|cx| Poll::Ready(call.as_mut().poll(cx))).await {
             return answer;
         }
@@ -417,14 +410,14 @@ impl Shared {
         }
     }
 
-    /// A command succeeded, or was refused for a reason of its own. `tells_of_writes` says whether writes do as well.
-    fn succeeded(&self, tells_of_writes: bool, trial: Option<Trial<'_>>) {
-        // Read first: a line of memory that all threads only read is not passed around between them.
+    /// Notes a command that succeeded, or that the store refused. `proves_writes` is true if it shows that writes succeed.
+    fn succeeded(&self, proves_writes: bool, trial: Option<Trial<'_>>) {
+        // A cheap read first: the common path writes no memory that threads share.
         if !self.is_suspected.load(Ordering::Relaxed) {
             return;
         }
         let mut watch = lock(&self.watch);
-        if tells_of_writes || watch.failed_at.is_none_or(|at| at.elapsed() >= CALM) {
+        if proves_writes || watch.failed_at.is_none_or(|at| at.elapsed() >= CALM) {
             watch.writes_fail = false;
         }
         match self.state() {
@@ -436,7 +429,7 @@ impl Shared {
                 self.is_suspected.store(watch.probing, Ordering::Relaxed);
             }
             BreakerState::HalfOpen if trial.is_some() => self.close(&mut watch),
-            // It was sent before the store was out of reach.
+            // It was sent before the breaker opened.
             _ => {}
         }
         drop(watch);
@@ -453,7 +446,7 @@ impl Shared {
                 BreakerState::Closed if watch.excused => {
                     watch.excused = false;
                     watch.strikes += 1;
-                    if watch.strikes >= STRIKES {
+                    if watch.strikes >= MAX_STRIKES {
                         self.open(&mut watch, error);
                     }
                 }
@@ -480,7 +473,7 @@ impl Shared {
         watch.excused = false;
         if before == BreakerState::Closed {
             self.openings.fetch_add(1, Ordering::Relaxed);
-            tracing::error!(error = %ErrorChain(why), "the store is out of reach; nothing is asked of it until it answers");
+            tracing::error!(error = %ErrorChain(why), "the store is unreachable; commands are refused until it answers a probe");
             watch.since.get_or_insert_with(Instant::now);
             self.is_degraded.store(true, Ordering::Relaxed);
         }
@@ -499,7 +492,7 @@ impl Shared {
     fn degrade(&self, watch: &mut Watch, why: &StoreError) {
         if !self.is_degraded.swap(true, Ordering::Relaxed) {
             watch.since = Some(Instant::now());
-            tracing::error!(error = %ErrorChain(why), "the store takes no writes; what needs none is still answered");
+            tracing::error!(error = %ErrorChain(why), "the store refuses writes; reads still work");
         }
     }
 
@@ -507,11 +500,11 @@ impl Shared {
         watch.refused_at = None;
         if self.is_degraded.swap(false, Ordering::Relaxed) {
             let after = watch.since.take().map(|since| since.elapsed()).unwrap_or_default();
-            tracing::info!(?after, "the store is well again");
+            tracing::info!(?after, "the store works again");
         }
     }
 
-    /// Sees to it that the store is asked whether it is well.
+    /// Starts the task that probes the store, if it does not run.
     fn suspect(self: &Arc<Self>) {
         let mut watch = lock(&self.watch);
         watch.again = true;
@@ -526,20 +519,20 @@ impl Shared {
         runtime.spawn(async move { probing.run().await });
     }
 
-    /// Asks the store whether it is well, for at most the probe timeout.
+    /// Probes the store, for at most the probe timeout.
     async fn probe(&self) -> Result<(), StoreError> {
         let asked = async {
             self.store.check().await?;
-            // It may be well and its records out of reach, as where somebody holds a lock on their table.
+            // The check may succeed while records cannot be read, for example because their table is locked.
             self.store.lookup(UNUSED_RECORD).await.map(drop)
         };
         match timeout(self.probe_timeout, asked).await {
             Ok(answer) => answer,
-            Err(_) => Err(StoreError::unavailable("the store does not answer in time")),
+            Err(_) => Err(StoreError::unavailable("the store did not answer a probe in time")),
         }
     }
 
-    /// Takes note of what a probe said. Whether there is nothing more to ask for.
+    /// Notes the result of a probe. Returns true if no further probe is needed.
     fn probed(&self, answer: &Result<(), StoreError>) -> bool {
         let mut watch = lock(&self.watch);
         let is_away = |error: &StoreError| {
@@ -548,7 +541,7 @@ impl Shared {
         match (self.state(), answer) {
             (_, Err(error)) if is_away(error) => self.open(&mut watch, error),
             (BreakerState::Open, _) => self.set_state(BreakerState::HalfOpen),
-            // The one command that passes decides, while it is on its way.
+            // A trial command runs and will decide.
             (BreakerState::HalfOpen, _) if watch.trying => {}
             (BreakerState::HalfOpen, Ok(())) => {
                 if watch.failed_at.is_none_or(|at| at.elapsed() >= CALM) {
@@ -576,7 +569,7 @@ impl Shared {
     }
 }
 
-/// The one command that passes while half-open.
+/// The only command that passes in the half-open state.
 struct Trial<'a>(&'a Shared);
 
 impl<'a> Trial<'a> {
@@ -596,8 +589,8 @@ impl Drop for Trial<'_> {
     }
 }
 
-/// The task that asks the store, until there is nothing more to ask for or nobody has the breaker any more. Dropped before,
-/// with its runtime, it makes room for another one.
+/// The task that probes the store until it works or the breaker is dropped. If the task is dropped with its runtime, another
+/// one may start.
 struct ProbeTask {
     shared: Weak<Shared>,
     is_done: bool,
@@ -606,23 +599,23 @@ struct ProbeTask {
 impl ProbeTask {
     async fn run(mut self) {
         let jitter = RandomState::new();
-        let mut pause = PAUSE_FIRST;
+        let mut pause = FIRST_PAUSE;
         for number in 0_u64.. {
             {
                 let Some(shared) = self.shared.upgrade() else { return };
                 lock(&shared.watch).again = false;
                 let answer = shared.probe().await;
                 if shared.probed(&answer) {
-                    // Another one may run from now on.
+                    // Another task may start from now on.
                     self.is_done = true;
                     return;
                 }
             }
-            // From half of it to the whole, so that many processes do not ask in step.
+            // Random, from half the pause to the whole, so that many processes do not probe at the same time.
             let part = u32::try_from(jitter.hash_one(number) % 512).unwrap_or(0) + 512;
             sleep(pause * part / 1024).await;
-            // Also where the store came back and went again: a store that flaps is not asked in haste.
-            pause = (pause * 2).min(PAUSE_LAST);
+            // The pause never shrinks, so a store that comes and goes is not probed in haste.
+            pause = (pause * 2).min(MAX_PAUSE);
         }
     }
 }

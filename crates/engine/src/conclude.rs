@@ -1,9 +1,9 @@
 //! The end of an attempt whose operation completes its record itself, inside the transaction that holds its effect.
 //!
-//! What its answer says of the effect counts less here than what the record says: the transaction has committed both or
-//! neither. So the record is read first, and then either there is nothing to do, or the answer is added, or, where nothing
-//! was committed, the key is freed. None of this waits for a transaction that is still open, and none of it can undo one that
-//! commits meanwhile: the store compares the token and the state with each write.
+//! The record counts more here than the response of the operation, because the transaction has committed the effect and the
+//! record, or neither. So the record is read first. Then there is nothing to do, or the response is added, or, if nothing was
+//! committed, the key is freed. This never waits for an open transaction, and never undoes one that commits in the meantime:
+//! the store compares the token and the state with each write.
 
 use oncegate_core::{
     Answer, Command, Complete, Completion, ErrorChain, Outcome, Record, Release, State, StoreError,
@@ -19,20 +19,19 @@ use crate::single_flight::SharedOutcome;
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum OperationReport {
-    /// An answer that decides: it is to be replayed, or it cannot be ([`Completion::Tombstone`]).
+    /// A response that decides: it will be replayed, or it cannot be ([`Completion::Tombstone`]).
     Answer {
         /// The completion for the record, unless the operation's own transaction has already stored a response.
         completion: Completion,
         /// True if the response reports a success. Then the operation's own transaction should have completed the record.
         success: bool,
     },
-    /// Nothing: no answer came, or one that decides nothing (a server error). Whether the effect took place, only the record
-    /// can tell.
+    /// No response, or one that decides nothing (a server error). Only the record shows if the effect took place.
     NoAnswer,
 }
 
 impl OperationReport {
-    /// An answer that decides.
+    /// The report of a response that decides.
     #[must_use]
     pub const fn answer(completion: Completion, success: bool) -> Self {
         Self::Answer { completion, success }
@@ -43,32 +42,32 @@ impl OperationReport {
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum ConcludeOutcome {
-    /// The record has the answer.
+    /// The record has the response.
     Stored,
-    /// The operation's own transaction put this answer into the record: everybody gets it.
+    /// The operation's own transaction stored this response in the record. All callers get it.
     Recorded(StoredResponse),
-    /// The operation took place, and the record has no answer to replay.
+    /// The operation took place, and the record has no response to replay.
     Unreplayable,
-    /// The operation took place, and the record has no answer yet. The next claim may find it out, because the policy
+    /// The operation took place, and the record has no response yet. The next claim may find it out, because the policy
     /// [asks for answers](crate::Policy::with_answers_asked_for).
     Awaited,
-    /// The operation did not take place and cannot any more; the key is free.
+    /// The operation did not take place, and no longer can. The key is free.
     Released,
-    /// Another attempt owns the record. A transaction of this attempt that has not committed cannot commit any more.
+    /// Another attempt owns the record. A transaction of this attempt that has not committed can no longer commit.
     Fenced,
-    /// It is not known yet: an open transaction holds the record, or the store is out of reach. The engine goes on trying
-    /// until the lease ends; after that the record is decided by the next claim.
+    /// The result is not known yet: an open transaction holds the record, or the store is unreachable. The engine tries again
+    /// until the lease ends. After that, the next claim decides.
     Deferred(StoreError),
 }
 
-/// One try: what it came to, and what there is to note beside it.
+/// The outcome of one try, and an additional event.
 type Conclusion = (ConcludeOutcome, Option<EventKind>);
 
 impl Permit {
-    /// Ends the attempt of an operation that completes its record itself. Answers after the store made durable what there
-    /// was to write.
+    /// Ends the attempt of an operation that completes its record itself. Returns when the store has made all writes durable,
+    /// or has failed.
     ///
-    /// Run it where the caller's going away does not cancel it, such as in a task of its own.
+    /// Run it in a task of its own, so that a caller that goes away does not cancel it.
     pub async fn conclude(mut self, said: OperationReport) -> ConcludeOutcome {
         match self.0.take() {
             Some(held) => held.conclude(said).await,
@@ -77,12 +76,12 @@ impl Permit {
     }
 }
 
-/// At most one log line in this interval says that a service had not completed a record.
+/// The interval of log lines about services that did not complete their record.
 pub(crate) const COMPLETION_MISSING_INTERVAL: Duration = Duration::from_secs(10);
 
-/// How often the record is read again because it changed between the look and the write. It changes at most twice: to
-/// completed, or to somebody else's.
-const TURNS: usize = 3;
+/// The limit on reads of the record if it changes between the read and the write. It changes at most twice: it is completed,
+/// and another attempt claims it.
+const MAX_TURNS: usize = 3;
 
 impl HeldPermit {
     async fn conclude(self, said: OperationReport) -> ConcludeOutcome {
@@ -100,7 +99,7 @@ impl HeldPermit {
     async fn try_conclude(&self, said: &OperationReport) -> Result<Conclusion, StoreError> {
         let (id, token) = (self.attempt.record_id(), self.attempt.token());
         let retention = self.attempt.0.policy.retention;
-        for _ in 0..TURNS {
+        for _ in 0..MAX_TURNS {
             let record = self.inner.store.lookup(id).await?;
             let Some(record) = record.filter(|record| record.token == token) else { break };
             let asks = self.attempt.0.policy.asks_for_answers;
@@ -121,7 +120,7 @@ impl HeldPermit {
             match self.inner.store.apply(id, command).await? {
                 Outcome::Completed => return Ok((ConcludeOutcome::Stored, note)),
                 Outcome::Released => return Ok((ConcludeOutcome::Released, None)),
-                // The transaction committed in between, or somebody else took over: look again.
+                // The transaction committed in between, or another attempt took over: read again.
                 Outcome::Fenced => {}
                 other => {
                     let what = format!("the store answered {other:?} to the end of an attempt");
@@ -133,7 +132,7 @@ impl HeldPermit {
     }
 
     fn concluded(mut self, said: OperationReport, (concluded, note): Conclusion) -> ConcludeOutcome {
-        let (event, landing) = match (&concluded, said) {
+        let (event, shared) = match (&concluded, said) {
             (ConcludeOutcome::Fenced | ConcludeOutcome::Deferred(_), said) => {
                 // A service whose transaction could not commit reports no success.
                 if matches!(said, OperationReport::Answer { success: true, .. }) {
@@ -165,8 +164,8 @@ impl HeldPermit {
                 tracing::warn!(
                     %record,
                     others,
-                    "the service reported a success and had not completed the record in its transaction: a crash before \
-                     this would have executed it twice"
+                    "the service reported a success, but its transaction had not completed the record: after a crash in \
+                     between, the operation would have run twice"
                 );
             }
         }
@@ -174,12 +173,12 @@ impl HeldPermit {
         if matches!(concluded, ConcludeOutcome::Released) {
             self.retract_late_claim();
         }
-        self.leader.finish(landing);
+        self.leader.finish(shared);
         concluded
     }
 
-    /// Goes on trying in the background until the lease ends, which is no longer renewed. Until then everybody else in
-    /// this process hears that the request is in progress.
+    /// Tries again in the background until the lease ends, which is no longer renewed. Until then, other claims of this process
+    /// get `InProgress`.
     fn conclude_later(self, said: OperationReport) {
         self.inner.renewer.stop(&self.attempt);
         let Ok(place) = self.inner.deferred.clone().try_acquire_owned() else {
@@ -219,7 +218,7 @@ fn next(record: Record, said: &OperationReport) -> NextWrite<'_> {
     match (record.state, said) {
         (State::Completed(Answer::Replayable(own)), OperationReport::Answer { completion, .. }) => {
             match completion {
-                // Also what an earlier try wrote, whose answer was lost.
+                // Perhaps an earlier try stored it, and its answer was lost.
                 Completion::Replayable(response) if *response == own => {
                     NextWrite::Nothing((ConcludeOutcome::Stored, upstream))
                 }
@@ -240,7 +239,7 @@ fn next(record: Record, said: &OperationReport) -> NextWrite<'_> {
             NextWrite::Nothing((ConcludeOutcome::Awaited, upstream))
         }
         (State::Completed(_), _) => NextWrite::Nothing((ConcludeOutcome::Unreplayable, upstream)),
-        // By an earlier try, whose answer was lost; or by an operator, who fenced the attempt with that.
+        // An earlier try released it and its answer was lost, or an operator released it and so fenced the attempt.
         (State::Released, OperationReport::NoAnswer) => NextWrite::Nothing((ConcludeOutcome::Released, None)),
         (State::Released, OperationReport::Answer { .. }) => {
             NextWrite::Nothing((ConcludeOutcome::Fenced, None))
@@ -252,7 +251,7 @@ fn next(record: Record, said: &OperationReport) -> NextWrite<'_> {
     }
 }
 
-/// Whether two responses say the same, in whatever order their fields stand.
+/// True if two responses are equal except for the order of their header fields.
 pub(crate) fn is_same(one: &StoredResponse, other: &StoredResponse) -> bool {
     fn fields(response: &StoredResponse) -> Vec<(&str, &[u8])> {
         let mut fields: Vec<_> = response.headers().collect();

@@ -1,4 +1,4 @@
-//! Claims, and what they come to.
+//! Claims and their outcomes.
 
 use std::fmt;
 use std::future::Future;
@@ -36,7 +36,7 @@ use crate::single_flight::{
 };
 use crate::unknown::UnknownOutcomes;
 
-/// Drives one store: claims, renews, waits, completes. Cheap to clone; all clones are one engine.
+/// Drives one store: claims, renews, waits, completes. Cheap to clone; clones share one engine.
 #[derive(Clone)]
 pub struct Engine {
     inner: Arc<Inner>,
@@ -51,12 +51,12 @@ pub(crate) struct Inner {
     pub(crate) deferred: Arc<Semaphore>,
     /// Claims whose answer was lost.
     pub(crate) doubts: Pending<DoubtfulClaim>,
-    /// Ends of attempts that the store did not take before the lease was over.
+    /// Ends of attempts that could not be stored before the lease was over.
     pub(crate) unstored: Pending<UnstoredEnd>,
-    /// Places for those who look for a claim that may come late, and very late.
+    /// The limits on searches for claims that may reach the store late, and very late.
     pub(crate) late: Arc<Semaphore>,
     pub(crate) very_late: Arc<Semaphore>,
-    /// Nobody begins anything more.
+    /// Cancelled when the engine drains.
     pub(crate) closing: CancellationToken,
     pub(crate) completion_missing: LogThrottle,
     pub(crate) unknown: UnknownOutcomes,
@@ -84,29 +84,28 @@ pub struct ClaimRequest {
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum ClaimOutcome {
-    /// Execute, once, and then complete or release the permit.
+    /// The caller must execute once, and then complete or release the permit.
     Execute(Permit),
-    /// Completed before: this is the answer.
+    /// Completed before: this is the response.
     Replay(StoredResponse),
     /// Another attempt owns the record.
     InProgress {
         /// The rest of the owner's lease, unless the owner renews it.
         lease_left: Duration,
-        /// How long that attempt has been running, as far as this process can tell. An attempt of another process may have been
-        /// running longer.
+        /// The time that the attempt has been running. For an attempt of another process, this is a lower bound.
         running_for: Duration,
     },
     /// The key was used for another request.
     Mismatch,
-    /// It is not known whether the operation took place.
+    /// It is unknown whether the operation took place.
     Unknown,
-    /// Completed before, but the answer cannot be replayed.
+    /// Completed before, but the response cannot be replayed.
     Unreplayable,
-    /// Completed before by the operation's own transaction, without the answer: whoever can find it out may add it. Only
-    /// under a policy that [asks for answers](Policy::with_answers_asked_for).
+    /// Completed before by the operation's own transaction, without the response. The caller may add it. Only under a policy
+    /// that [asks for answers](Policy::with_answers_asked_for).
     AddAnswer(AnswerPermit),
-    /// The same, but the answer could not be found out now, by another claim of this process or because the store could
-    /// not be read. Ask again later. Only under such a policy.
+    /// As `AddAnswer`, but another claim of this process could not find out the response, or the store could not be read. Ask
+    /// again later.
     AnswerAwaited,
 }
 
@@ -120,8 +119,8 @@ pub struct EngineBuilder {
 }
 
 impl EngineBuilder {
-    /// The runtime that renews leases and purges; by default the one that the first claim is made on. A program with
-    /// several runtimes keeps a busy handler from delaying renewals with it.
+    /// Sets the runtime that renews leases and purges. By default it is the runtime of the first claim. A runtime of its own
+    /// keeps renewals on time while handlers are busy.
     #[must_use]
     pub fn with_runtime(self, runtime: Handle) -> Self {
         Self { runtime: Some(runtime), ..self }
@@ -133,9 +132,8 @@ impl EngineBuilder {
         Self { observer: Arc::new(observer), ..self }
     }
 
-    /// The service that the program is part of, for a store that several services share: the HTTP layer and the functions
-    /// on this engine share their keys with programs of the same name, and with no other. Without a name they share them
-    /// with every program that gives none.
+    /// Sets the service that the program is part of, for a store that several services share. The HTTP layer and the functions
+    /// on this engine share keys only with programs of the same service. Programs without a service share keys with each other.
     #[must_use]
     pub fn with_service(self, service: ServiceName) -> Self {
         Self { service: Some(service), ..self }
@@ -188,7 +186,7 @@ impl Engine {
         Self::builder(store).build()
     }
 
-    /// Puts an engine together.
+    /// A builder for an engine on this store.
     #[must_use]
     pub fn builder(store: impl IntoStore) -> EngineBuilder {
         EngineBuilder {
@@ -223,7 +221,7 @@ impl Engine {
 
     /// Claims a record, and waits for its present owner as long as the policy says. Must be called inside a tokio runtime.
     ///
-    /// Dropping the future is safe: a claim that was under way is carried to its end, and released if it was granted.
+    /// Dropping the future is safe: the claim still runs to its end, and is released if it was granted.
     ///
     /// # Errors
     /// The error of the store. Nothing may be executed then.
@@ -248,7 +246,7 @@ impl Engine {
         result
     }
 
-    /// Runs a future to its end whatever becomes of the caller; [`drain`](Self::drain) waits for it.
+    /// Runs a future to its end, even if the caller goes away. [`drain`](Self::drain) waits for it.
     pub fn spawn<F>(&self, future: F) -> JoinHandle<F::Output>
     where
         F: Future<Output: Send> + Send + 'static,
@@ -256,12 +254,12 @@ impl Engine {
         self.inner.tasks.spawn(future)
     }
 
-    /// Waits until everything that was spawned has ended, but no longer than `patience`. Says how much is still running
-    /// then: its records are left to their abandon policy.
-    pub async fn drain(&self, patience: Duration) -> usize {
+    /// Waits until all spawned tasks have ended, for at most `timeout`. Returns how many still run then. Their records are
+    /// left to their abandon policy.
+    pub async fn drain(&self, timeout: Duration) -> usize {
         self.inner.closing.cancel();
         self.inner.tasks.close();
-        let _ = tokio::time::timeout(patience, self.inner.tasks.wait()).await;
+        let _ = tokio::time::timeout(timeout, self.inner.tasks.wait()).await;
         self.inner.tasks.len()
     }
 
@@ -270,13 +268,13 @@ impl Engine {
         self.inner.flights.running(id)
     }
 
-    /// Waits until the engine is told to [end](Self::drain).
+    /// Waits until the engine [drains](Self::drain).
     pub(crate) async fn closing(&self) {
         self.inner.closing.cancelled().await;
     }
 
-    /// Asks the store. Where it does not answer at once, it is asked in a task of its own, so that a caller who goes away
-    /// leaves no record in progress behind.
+    /// Asks the store. If it does not answer at once, the claim moves to a task of its own, so that a caller that goes away
+    /// leaves no record in progress.
     async fn lead(
         &self,
         leader: Leader,
@@ -304,7 +302,7 @@ impl Engine {
                 }
                 waiting.gone.notify_one();
             }
-            // A caller that is gone drops it here; one that goes just now drops it unread.
+            // If the caller is gone, this drops the outcome. If the caller goes now, the channel drops it unread.
             let _gone = send.send(UndeliveredOutcome { result: Some(work.await), runtime });
         });
         match receive.await {
@@ -314,8 +312,8 @@ impl Engine {
     }
 }
 
-/// The outcome of a claim on its way to the caller. Dropped unread, a claim that was granted is taken back: its caller is
-/// gone, and nothing was begun.
+/// The outcome of a claim on its way to the caller. If it is dropped unread, a granted claim is cancelled: the caller is gone,
+/// and nothing was begun.
 struct UndeliveredOutcome {
     result: Option<Result<ClaimOutcome, StoreError>>,
     runtime: Handle,
@@ -323,7 +321,7 @@ struct UndeliveredOutcome {
 
 impl UndeliveredOutcome {
     fn take(mut self) -> Result<ClaimOutcome, StoreError> {
-        self.result.take().unwrap_or_else(|| Err(StoreError::unavailable("the claim was taken back")))
+        self.result.take().unwrap_or_else(|| Err(StoreError::unavailable("the claim was cancelled")))
     }
 }
 
@@ -349,8 +347,8 @@ impl fmt::Debug for EngineBuilder {
     }
 }
 
-/// Whether an attempt of this process still owns its record. If its lease is over and not renewed, the store is asked: the
-/// handler is alive, so to claim the record would make an unknown outcome of one that will be known.
+/// True if an attempt of this process still owns its record. If its lease is over, this tries to renew it: the handler is
+/// alive, so to claim the record would turn an outcome that will be known into an unknown one.
 async fn owns(attempt: &Attempt) -> Result<bool, StoreError> {
     if attempt.has_ended() {
         return Ok(true); // its end is being written
@@ -363,7 +361,7 @@ async fn owns(attempt: &Attempt) -> Result<bool, StoreError> {
 }
 
 impl Inner {
-    /// What a claim is told by another one of this process that came first; `None` if it has to ask the store itself.
+    /// Gets the outcome from an earlier claim of this process; `None` if this claim has to ask the store itself.
     async fn follow(
         &self,
         flight: &Arc<Flight>,
@@ -378,12 +376,12 @@ impl Inner {
             if let Owner::Local(attempt) = owner {
                 match owns(attempt).await {
                     Ok(true) => {}
-                    // What the fenced handler still does is not for this key any more.
+                    // A fenced handler no longer acts for this key.
                     Ok(false) => {
                         self.flights.detach(&request.id, flight);
                         return None;
                     }
-                    // The store cannot say, and the handler lives: its request is in progress.
+                    // The store failed, and the handler is alive: its request is in progress.
                     Err(_) => return Some(Ok(owner.outcome())),
                 }
             }
@@ -395,7 +393,7 @@ impl Inner {
             let finished = |phase: &Phase| matches!(phase, Phase::Finished(_));
             let next = match owner {
                 Owner::Local(attempt) if !attempt.has_ended() => {
-                    // An attempt that loses its record, or is not renewed in time, will not land for those who wait.
+                    // An attempt that loses its record, or is not renewed in time, will not share an outcome.
                     let until = wait.deadline.min(attempt.lease_until());
                     tokio::select! {
                         biased;
@@ -405,7 +403,7 @@ impl Inner {
                 }
                 _ => flight.wait_until(wait.deadline, finished).await,
             };
-            // Too many wait already.
+            // Too many claims wait already.
             let Some(next) = next else { break };
             phase = next;
         }
@@ -414,7 +412,7 @@ impl Inner {
                 ClaimOutcome::InProgress { lease_left: Duration::ZERO, running_for: Duration::ZERO }
             }
             Phase::Executing(owner) => owner.outcome(),
-            // Another request: whether it fits the record, only the store can say.
+            // Another request: only the store can compare it with the record.
             Phase::Finished(_) if !same => return None,
             Phase::Finished(SharedOutcome::Replay(response)) => ClaimOutcome::Replay(response),
             Phase::Finished(SharedOutcome::Unreplayable) => ClaimOutcome::Unreplayable,
@@ -454,10 +452,10 @@ impl Inner {
     }
 }
 
-/// 64 random bits, different in each engine: also in one that was copied with its whole machine, because the time goes in.
+/// 64 random bits, different in each engine. They include the time, so they differ even in a copy of a whole machine.
 fn random_bits() -> u64 {
     let mut bits = [0; 8];
-    // Where the system has no random numbers, the time and the hasher's seed tell engines apart.
+    // If this fails, the time and the hasher's seed still tell engines apart.
     let _drawn = getrandom::fill(&mut bits);
     let mut hasher = RandomState::new().build_hasher();
     hasher.write_u64(u64::from_ne_bytes(bits));

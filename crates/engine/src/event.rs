@@ -42,20 +42,20 @@ pub enum EventKind {
     InProgress,
     /// A claim came with another request.
     Mismatch,
-    /// A claim heard that the outcome is unknown.
+    /// A claim found that the outcome is unknown.
     Unknown,
-    /// A claim heard that there is no answer to replay, or none yet.
+    /// A claim found that there is no response to replay, or none yet.
     Unreplayable,
     /// A claim failed in the store.
     ClaimFailed(StoreErrorKind),
-    /// A claim was granted, but its sender had gone away or been told that the store is out of reach; the key was released.
-    /// Nothing was executed. Where the sender had gone away, the claim has no other outcome.
+    /// A claim was granted, but its sender had gone away or had got an error of the store. The key was released, and nothing
+    /// was executed. If the sender had gone away, the claim has no other outcome.
     ClaimCancelled,
-    /// A handler ended; what came of it is about to be written.
+    /// A handler ended; its result is about to be written.
     Executed,
-    /// An attempt was completed with an answer to replay.
+    /// An attempt was completed with a response to replay.
     Completed,
-    /// An attempt was completed without an answer to replay.
+    /// An attempt was completed without a response to replay.
     Tombstoned,
     /// An attempt ended and its owner does not know its outcome.
     Parked,
@@ -75,31 +75,32 @@ pub enum EventKind {
     SettlementDeferred(StoreErrorKind),
     /// A completion or release was given up: the record ends as abandoned.
     SettlementLost,
-    /// Beside the end of an attempt: the operation's own transaction had completed the record, and there was nothing to add.
+    /// The operation's own transaction had completed the record, and there was nothing to add. In addition to the end of the
+    /// attempt.
     CompletedUpstream,
-    /// The operation's own transaction had completed the record without an answer, and the answer was added: beside the end of
-    /// the attempt, or later, by a claim that found it out.
+    /// The operation's own transaction had completed the record without a response, and the response was added. In addition to
+    /// the end of the attempt, or later by a claim that found the response out.
     AnswerAdded,
-    /// The operation gave another answer than the record has: beside the end of the attempt, or later, when it was asked for
-    /// it.
+    /// The operation gave another response than the record has. In addition to the end of the attempt, or later when the
+    /// service was asked.
     AnswerDiffers,
-    /// Beside the end of an attempt: the operation reported a success, and its own transaction had not completed the record
-    /// as it should have. A crash before the answer was stored would have let it execute again.
+    /// The operation reported a success, but its own transaction had not completed the record. After a crash before the
+    /// response was stored, it would have run again. In addition to the end of the attempt.
     CompletionMissing,
 }
 
-/// Hears every [`Event`]. Called on the request's path: it must be quick and must not block.
+/// An observer of every [`Event`]. It is called on the request's path, so it must be fast and must not block.
 pub trait Observer: Send + Sync + 'static {
-    /// Takes note.
+    /// Receives an event.
     fn observe(&self, event: &Event);
 }
 
-/// Hears nothing.
+/// Ignores all events.
 impl Observer for () {
     fn observe(&self, _: &Event) {}
 }
 
-/// Two hear in turn.
+/// Passes each event to both observers, in this order.
 impl<A: Observer, B: Observer> Observer for (A, B) {
     fn observe(&self, event: &Event) {
         self.0.observe(event);

@@ -40,7 +40,7 @@ use crate::single_flight::{Leader, Owner, RemoteOwner, SharedOutcome};
 /// The pause before a claim that got no answer is sent again, once.
 const ASK_AGAIN_AFTER: Duration = Duration::from_millis(10);
 
-/// The advice for a retry whose response this process has, and the store does not accept.
+/// The advice for a retry if this process has the response, but the store fails to accept it.
 const UNSTORED_AGAIN: Duration = Duration::from_secs(5);
 
 /// The first and the longest pause between two questions of a claim that waits for another process. The pause doubles each
@@ -48,7 +48,7 @@ const UNSTORED_AGAIN: Duration = Duration::from_secs(5);
 const POLL_FIRST: Duration = Duration::from_millis(25);
 const POLL_LAST: Duration = Duration::from_millis(500);
 
-/// The bound on the wait of one claim for the present owner: a deadline, or the caller's going away.
+/// The bound on the wait of one claim for the present owner: a deadline, or the loss of the caller.
 pub(crate) struct WaitLimit {
     pub(crate) deadline: Instant,
     /// Notified when the caller is gone.
@@ -107,7 +107,7 @@ enum LeadState {
     Wait(RemoteOwner, Duration),
     FindAnswer,
     Finish(SharedOutcome, Result<ClaimOutcome, StoreError>),
-    /// Returns without a word to the followers: they ask for themselves.
+    /// Returns without an outcome for the followers: they ask the store themselves.
     Leave(ClaimOutcome),
 }
 
@@ -316,8 +316,8 @@ impl LeadingClaim {
         LeadState::Ask
     }
 
-    /// Ends a claim that was granted. The grant may have come after the lease was over, and another attempt may have been
-    /// granted meanwhile (I4). Then the claim is returned, to be made anew.
+    /// Ends a granted claim. The grant may have arrived after the lease was over, and another attempt may have been granted in
+    /// the meantime. Then the claim is returned, to be made again.
     async fn begin(mut self, granted: Attempt) -> Result<Result<ClaimOutcome, StoreError>, Self> {
         match granted.confirm_lease().await {
             Ok(()) => {

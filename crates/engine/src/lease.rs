@@ -1,9 +1,9 @@
 //! The end of a lease by the clocks of this process.
 //!
-//! A lease is given by the store's clock. Here it is counted from before the command was sent that granted it, so that it never
-//! ends later here than there, as far as this process's clocks can be trusted. The monotonic clock stands still while the
-//! machine is suspended; the wall clock does not. So before something begins that must not begin without a lease, both are
-//! asked, and the one that has moved more counts. A wall clock that was set ahead costs one renewal that was not needed.
+//! The store's clock measures a lease. This process counts the lease from before it sent the command, so that it never ends
+//! later here than in the store, as far as the clocks of this process are right. The monotonic clock stops while the machine is
+//! suspended; the wall clock does not. So both are checked before an effect that needs the lease, and the one that has moved
+//! more counts. A wall clock that was set ahead only costs an unnecessary renewal.
 
 use std::error::Error as StdError;
 use std::fmt;
@@ -34,7 +34,7 @@ pub(crate) struct LeaseEnd {
 }
 
 impl LeaseEnd {
-    /// The end of a lease that was asked for at this moment.
+    /// The end of a lease that was requested at this moment.
     pub(crate) fn after(asked_at: ClockReading, lease: Duration) -> Self {
         Self { monotonic: asked_at.monotonic + lease, wall: asked_at.wall.checked_add(lease) }
     }
@@ -45,7 +45,7 @@ impl LeaseEnd {
     }
 }
 
-/// Why an execution must not begin, or not go on, under a lease.
+/// The reason why an execution must not begin or continue.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum LeaseError {
@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn a_lease_is_over_when_one_of_the_clocks_says_so() {
+    async fn a_lease_ends_by_either_clock() {
         let lease = Duration::from_secs(30);
         let now = ClockReading::now();
         assert!(!LeaseEnd::after(now, lease).is_over());

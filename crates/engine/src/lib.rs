@@ -1,33 +1,32 @@
-//! Claims, executes under a lease that is renewed, completes: what turns the protocol of [`oncegate_core`] into futures.
+//! Drives the protocol of [`oncegate_core`] with futures: claims a record, renews its lease, and completes it.
 //!
-//! An [`Engine`] drives one store. A claim that is granted comes with a [`Permit`]; while it lives, its lease is renewed in
-//! the background; whoever holds it executes and then completes or releases it, and the store checks the token.
-//! Duplicates in the same process ask the store once and are woken when the owner ends. Every end has an [`Event`].
+//! An [`Engine`] drives one store. A granted claim comes with a [`Permit`]. While the permit lives, the engine renews its lease
+//! in the background. Its holder executes the operation and then completes or releases the permit; the store checks the token.
+//! Duplicates in the same process ask the store once, and are woken when the owner ends. Every end has an [`Event`].
 //!
-//! What exactly happens:
-//! 1. The first claim for a record asks the store; others in this process that come meanwhile wait for that answer.
-//! 2. Granted: the caller executes. Others hear `InProgress`, or wait if their policy says so and then get the answer.
-//! 3. The lease is renewed at a third of its length. A renewal that fails is tried again; if the store says that somebody
-//!    else owns the record, [`Attempt::lost`] fires. A lease that ran out because the store was away is taken up again
-//!    when it is back, if nobody claimed the record.
-//! 4. `complete` answers when the store has it durably. If the store is out of reach, it is tried again in the background
-//!    until the lease ends; after that the record ends as abandoned, and its outcome is unknown: never a second run.
+//! In detail:
+//! 1. The first claim for a record asks the store. Claims of the same process that come in the meantime wait for its answer.
+//! 2. If the claim is granted, the caller executes. Other claims get `InProgress`, or wait for the response if their policy
+//!    allows it.
+//! 3. The lease is renewed after a third of its length. A renewal that fails is tried again. If another attempt owns the
+//!    record, [`Attempt::lost`] fires. If the lease ended because the store was unreachable, it is renewed when the store is
+//!    back, unless another attempt claimed the record.
+//! 4. `complete` returns when the completion is durable. If the store is unreachable, the completion is tried again in the
+//!    background ([`SettleOutcome::Deferred`]). If it never succeeds, the record ends as abandoned and its outcome is
+//!    unknown: the operation never runs twice because of that.
 //! 5. A permit that is dropped leaves its record in progress until the lease ends.
-//! 6. Behind a [`Breaker`], a store that is out of reach costs microseconds and not its time-outs, and what was put off goes
-//!    on a quarter of a second after it is back.
-//! 7. Where the operation completes its record itself, in its own transaction, `conclude` reads what it committed and adds
-//!    what is left to add: see [`Permit::conclude`]. Where everybody died before that, a claim may come with an
-//!    [`AnswerPermit`], for whoever can find out the answer.
-//! 8. A [`Function`] does all of this for a function of the program's own: it runs once for each key, and later calls get its
-//!    value.
-//! 9. An attempt in [steps](step) records what it has finished. The next one goes on after that, whoever makes it.
+//! 6. With a [`Breaker`], commands to an unreachable store fail in microseconds instead of after a time-out, and deferred work
+//!    continues a quarter of a second after the store is back.
+//! 7. If the operation completes its record in its own transaction, [`Permit::conclude`] reads the committed record and adds
+//!    the response if it is missing. If all processes died before that, a later claim may get an [`AnswerPermit`] to add it.
+//! 8. A [`Function`] does all of this for a function of the program: it runs once for each key, and later calls get its value.
+//! 9. An attempt in [steps](step) records each finished step. The next attempt, in any process, continues after them.
 //!
 //! ```
 //! use oncegate_core::{
 //!     Completion, Fingerprint, IdempotencyKey, Label, MemoryStore, RecordId, Scope, StoredResponse,
 //! };
 //! use oncegate_engine::{ClaimOutcome, ClaimRequest, Engine, Policy};
-//!
 //!
 //! # tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(async {
 //! let engine = Engine::new(MemoryStore::default());
@@ -44,7 +43,7 @@
 //! let receipt = StoredResponse::new(201, &[], &["paid 5".into()], &[]).unwrap();
 //! permit.complete(Completion::Replayable(receipt)).await;
 //!
-//! // The retry gets the same answer; another request under the same key is refused.
+//! // The retry gets the same response; another request under the same key is refused.
 //! assert!(matches!(engine.claim(pay(b"5")).await, Ok(ClaimOutcome::Replay(answer)) if answer.body() == "paid 5"));
 //! assert!(matches!(engine.claim(pay(b"9")).await, Ok(ClaimOutcome::Mismatch)));
 //! # });

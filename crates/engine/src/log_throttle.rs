@@ -1,4 +1,4 @@
-//! Log lines that could come in great numbers.
+//! A limit on log lines that clients could cause in great numbers.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 pub struct LogThrottle {
     start: Instant,
     interval: Duration,
-    /// When the next line may pass, in milliseconds after `start`.
+    /// The time of the next line that may pass, in milliseconds after `start`.
     next: AtomicU64,
     suppressed: AtomicU64,
 }

@@ -13,11 +13,11 @@ use crate::engine::Engine;
 use crate::policy::Policy;
 use oncegate_core::ConfigError;
 
-/// Lists and resolves the records of an engine's store: for programs whose store has no tool of its own, as an embedded one,
-/// which belongs to the one process that has it open. Made by [`Engine::operator`].
+/// Lists and resolves the records of an engine's store, for programs whose store only they can open, such as an embedded one.
+/// [`Engine::operator`] makes it.
 ///
-/// Put it behind whatever your operators use: a route of your own admin server, a command of your program. It asks nobody for
-/// a password.
+/// Put it behind the tools of your operators: a route of your admin server, or a command of your program. It checks no
+/// permissions itself.
 ///
 /// ```
 /// # use oncegate_core::MemoryStore;
@@ -51,14 +51,14 @@ pub struct Operator {
 pub enum ResolveError {
     /// There is no record, or its retention is over.
     NoRecord,
-    /// The record is in this state, and cannot be resolved now. What its owner completed never changes; what is in progress
-    /// belongs to its owner.
+    /// The record is in this state and cannot be resolved now. A record that its owner completed never changes, and a record in
+    /// progress belongs to its owner.
     NotResolvable(StateName),
-    /// An operator resolved the record before, and it is in this state now: [`Operator::amend`] replaces that.
+    /// An operator resolved the record before, and it is in this state now. [`Operator::amend`] replaces the resolution.
     NeedsAmendment(StateName),
-    /// The reason is no text for the audit trail.
+    /// The reason cannot be written to the audit trail.
     Reason(AuditTextError),
-    /// The store did not do it, or it is not known whether it did.
+    /// The store failed. It may have applied the resolution.
     Store(StoreError),
 }
 
@@ -73,8 +73,8 @@ impl fmt::Display for ResolveError {
                     "an operator resolved the record before, and it is {state}: amend that, or park the record"
                 )
             }
-            Self::Reason(_) => f.write_str("the reason cannot be written into the audit trail"),
-            Self::Store(_) => f.write_str("the store did not answer to the resolution"),
+            Self::Reason(_) => f.write_str("the reason cannot be written to the audit trail"),
+            Self::Store(_) => f.write_str("the store failed; it may have applied the resolution"),
         }
     }
 }
@@ -89,7 +89,7 @@ impl StdError for ResolveError {
     }
 }
 
-/// Why a text cannot be written into the audit trail.
+/// The reason why a text cannot be written to the audit trail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum AuditTextError {
@@ -100,16 +100,16 @@ pub enum AuditTextError {
         /// The length of the text.
         bytes: usize,
     },
-    /// It has control characters, which terminals obey.
+    /// It has control characters, which could control a terminal.
     Control,
 }
 
 impl fmt::Display for AuditTextError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Empty => f.write_str("it is empty; the audit trail keeps it"),
+            Self::Empty => f.write_str("it is empty; the audit trail needs a text"),
             Self::TooLong { bytes } => {
-                write!(f, "it has {bytes} bytes; at most {} are kept", limits::MAX_AUDIT_TEXT_BYTES)
+                write!(f, "it has {bytes} bytes; at most {} are allowed", limits::MAX_AUDIT_TEXT_BYTES)
             }
             Self::Control => f.write_str("it has control characters; write one line of text"),
         }
@@ -118,7 +118,7 @@ impl fmt::Display for AuditTextError {
 
 impl StdError for AuditTextError {}
 
-/// A text as the audit trail keeps it: one line, without blanks around it.
+/// Checks a text for the audit trail, and removes blanks around it.
 ///
 /// # Errors
 /// [`AuditTextError`].
@@ -133,10 +133,10 @@ pub fn audit_text(text: &str) -> Result<&str, AuditTextError> {
 }
 
 impl Engine {
-    /// The records of the store, as an operator sees and resolves them. `actor` is who does that, for the audit trail.
+    /// The actions of an operator on the records of the store. `actor` is the operator's name, for the audit trail.
     ///
     /// # Errors
-    /// The name cannot be written into the audit trail.
+    /// If the name cannot be written to the audit trail.
     pub fn operator(&self, actor: &str) -> Result<Operator, ConfigError> {
         let actor = audit_text(actor).map_err(|error| ConfigError::new(format!("the actor: {error}")))?;
         Ok(Operator {
@@ -146,8 +146,8 @@ impl Engine {
         })
     }
 
-    /// Applies an operator's word to a record. If an attempt of this process runs under it, the attempt learns at once whether
-    /// it still owns the record, so that a key that was released by force is free in this process, too.
+    /// Applies an operator's resolution to a record. If an attempt of this process runs under it, it is renewed at once, so that
+    /// a key that was released by force is free in this process, too.
     ///
     /// # Errors
     /// The error of the store.
@@ -156,7 +156,7 @@ impl Engine {
         if matches!(outcome, Outcome::Resolved { .. })
             && let Some(attempt) = self.running(&id)
         {
-            // If this fails, its next renewal finds out.
+            // If this fails, the next renewal finds it out.
             let _asked = attempt.renew().await;
         }
         Ok(outcome)
@@ -166,11 +166,11 @@ impl Engine {
 /// The reach of an operator's decision.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mode {
-    /// The first word on the record.
+    /// Only a record that waits for an operator.
     First,
-    /// Also over an owner that may be alive.
+    /// Also a record whose owner may be alive.
     ByForce,
-    /// In place of what an operator said.
+    /// Only a record that an operator resolved.
     Amend,
 }
 
@@ -192,8 +192,8 @@ impl Operator {
         self.engine.store().list(query).await
     }
 
-    /// The records of operations whose names begin like this that wait for an operator: their outcome is unknown, or their owner
-    /// is gone and nobody has come again. At most [`limits::MAX_PAGE_RECORDS`].
+    /// The records that wait for an operator, of operations whose names begin with this text: their outcome is unknown, or
+    /// their owner is gone and no claim has come since. At most [`limits::MAX_PAGE_RECORDS`].
     ///
     /// # Errors
     /// The error of the store.
@@ -222,8 +222,8 @@ impl Operator {
         self.engine.store().lookup(id).await
     }
 
-    /// Says that the operation took place: every later call gets this answer, or hears that it cannot be replayed. The answer of
-    /// a function is made by [`Function::answer`](crate::Function::answer). Returns the state before.
+    /// Records that the operation took place. Every later call gets this response, or, with `None`, `Unreplayable`.
+    /// [`Function::answer`](crate::Function::answer) makes the response of a function. Returns the state before.
     ///
     /// # Errors
     /// [`ResolveError`].
@@ -236,7 +236,7 @@ impl Operator {
         self.resolve(id, Resolution::Complete(answer), Mode::First, reason).await
     }
 
-    /// Says that the operation did not take place: the key is free again. Returns the state before.
+    /// Records that the operation did not take place: the key is free again. Returns the state before.
     ///
     /// # Errors
     /// [`ResolveError`].
@@ -244,8 +244,8 @@ impl Operator {
         self.resolve(id, Resolution::Release, Mode::First, reason).await
     }
 
-    /// As [`release`](Self::release), also if the owner may be alive. It is fenced; but what it has begun may take effect, beside
-    /// the next execution.
+    /// As [`release`](Self::release), even if the owner may be alive. The owner is fenced, but what it has begun may still take
+    /// effect, in addition to the next execution.
     ///
     /// # Errors
     /// [`ResolveError`].
@@ -253,8 +253,8 @@ impl Operator {
         self.resolve(id, Resolution::Release, Mode::ByForce, reason).await
     }
 
-    /// Replaces what an operator said before by this, and changes nothing else: a record that its owner completed stays as it
-    /// is. Callers may have got the earlier answer; a key that is released executes again. Returns the state before.
+    /// Replaces an operator's earlier resolution, and nothing else: a record that its owner completed does not change. Callers
+    /// may have got the earlier response; a key that is released executes again. Returns the state before.
     ///
     /// # Errors
     /// [`ResolveError`].
@@ -267,7 +267,7 @@ impl Operator {
         self.resolve(id, resolution, Mode::Amend, reason).await
     }
 
-    /// Takes back what an operator said, or holds a key that was released and not claimed since: the outcome is unknown, and
+    /// Takes back an operator's resolution, or holds a key that was released and not claimed since: the outcome is unknown, and
     /// nothing executes until the record is resolved again. Returns the state before.
     ///
     /// # Errors

@@ -1,15 +1,15 @@
-//! What somebody else's code may do, and what must not bring us down.
+//! Panics in the code of callers, which must not end the engine.
 
 use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::task::Poll;
 
-/// A future panicked; the panic hook has said where.
+/// The error for a future that panicked. The panic hook has printed the place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PanicError;
 
-/// Runs somebody else's future to its end, so that a panic in it can be written down as what it is: an outcome that is not
-/// known. Nothing of the future is looked at after a panic.
+/// Runs a future of the caller to its end, and catches a panic, so that it can be recorded as an unknown outcome. The future
+/// is not used after a panic.
 ///
 /// # Errors
 /// [`PanicError`].

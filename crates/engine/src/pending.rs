@@ -1,4 +1,4 @@
-//! What this process has still to settle with the store, by record.
+//! The items that this process still has to settle with the store, by record.
 
 use std::ops::Deref;
 use std::sync::Arc;

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use oncegate_core::{ConfigError, OnAbandoned, limits};
 
-/// How long a claim owns its record, how long the record is kept, how long a duplicate waits, and what a claim does
-/// where an earlier owner is gone or left no answer behind.
+/// The rules of a claim: the lease, the retention, the wait of duplicates, and the action if an earlier owner is gone or left
+/// no response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Policy {
     pub(crate) lease: Duration,
@@ -32,13 +32,13 @@ impl Default for Policy {
 }
 
 impl Policy {
-    /// How long a claim owns its record without a renewal. The engine renews at a third of it, so this is how long a key
-    /// stays blocked after its owner crashed, not how long a handler may take.
+    /// Sets the time that a claim owns its record without a renewal. The engine renews after a third of it. So this is the time
+    /// that a key stays blocked after its owner crashed, not a limit on handlers.
     ///
     /// # Errors
     /// Outside [`limits::MIN_LEASE`] to [`limits::MAX_LEASE`].
     pub fn with_lease(self, lease: Duration) -> Result<Self, ConfigError> {
-        bounded("lease", lease, limits::MIN_LEASE, limits::MAX_LEASE)?;
+        let lease = ConfigError::check("lease", lease, limits::MIN_LEASE..=limits::MAX_LEASE)?;
         Ok(Self { lease, ..self })
     }
 
@@ -47,29 +47,29 @@ impl Policy {
     /// # Errors
     /// Outside [`limits::MIN_RETENTION`] to [`limits::MAX_RETENTION`].
     pub fn with_retention(self, retention: Duration) -> Result<Self, ConfigError> {
-        bounded("retention", retention, limits::MIN_RETENTION, limits::MAX_RETENTION)?;
-        Ok(Self { retention, ..self })
+        let bounds = limits::MIN_RETENTION..=limits::MAX_RETENTION;
+        Ok(Self { retention: ConfigError::check("retention", retention, bounds)?, ..self })
     }
 
-    /// How long a duplicate waits for the owner's answer before it is told that the request is in progress: 2 seconds by
-    /// default, so that a double click gets the answer. Zero does not wait.
+    /// Sets the time that a duplicate waits for the owner's response until it gets `InProgress`: 2 seconds by default, so that
+    /// a double click gets the response. With zero it does not wait.
     ///
     /// # Errors
     /// Longer than [`limits::MAX_LEASE`].
     pub fn with_wait(self, wait: Duration) -> Result<Self, ConfigError> {
-        bounded("wait", wait, Duration::ZERO, limits::MAX_LEASE)?;
+        let wait = ConfigError::check("wait", wait, Duration::ZERO..=limits::MAX_LEASE)?;
         Ok(Self { wait, ..self })
     }
 
-    /// The action of a claim if an earlier owner's lease ran out.
+    /// Sets the action of a claim if an earlier owner's lease has ended.
     #[must_use]
     pub const fn with_on_abandoned(self, on_abandoned: OnAbandoned) -> Self {
         Self { on_abandoned, ..self }
     }
 
-    /// Whether a claim that finds a record that was completed without its answer gets the right to add it
-    /// ([`ClaimOutcome::AddAnswer`](crate::ClaimOutcome::AddAnswer)), for callers who can find it out. By default it hears
-    /// that the answer cannot be replayed. Costs one read more for such a record, and nothing for all others.
+    /// Lets a claim add the response of a record that was completed without it
+    /// ([`ClaimOutcome::AddAnswer`](crate::ClaimOutcome::AddAnswer)), for callers that can find it out. By default such a claim
+    /// gets `Unreplayable`. This costs one more read for such a record, and nothing for all others.
     #[must_use]
     pub const fn with_answers_asked_for(self, asks_for_answers: bool) -> Self {
         Self { asks_for_answers, ..self }
@@ -87,8 +87,8 @@ impl Policy {
         self.retention
     }
 
-    /// How long a key that was freed is remembered for its token: a few leases, in which whoever owned it before may still
-    /// write. Not for the retention: requests that are refused would fill the store.
+    /// The time that the record of a released key is kept for its token: a few leases, in which an earlier owner may still
+    /// write. It is shorter than the retention, because refused requests would fill the store.
     #[must_use]
     pub fn released_retention(&self) -> Duration {
         (self.lease * RELEASED_LEASES).clamp(limits::MIN_RETENTION, self.retention.max(limits::MIN_RETENTION))
@@ -100,24 +100,16 @@ impl Policy {
         self.wait
     }
 
-    /// Returns true if a claim may get the right to add the missing answer of a completed record.
+    /// Returns true if a claim may add the missing response of a completed record.
     #[must_use]
     pub const fn asks_for_answers(&self) -> bool {
         self.asks_for_answers
     }
 
-    /// The action of a claim if an earlier owner's lease ran out.
+    /// The action of a claim if an earlier owner's lease has ended.
     #[must_use]
     pub const fn on_abandoned(&self) -> OnAbandoned {
         self.on_abandoned
-    }
-}
-
-fn bounded(name: &str, value: Duration, min: Duration, max: Duration) -> Result<(), ConfigError> {
-    if (min..=max).contains(&value) {
-        Ok(())
-    } else {
-        Err(ConfigError::new(format!("{name} is {value:?}; it must be from {min:?} to {max:?}")))
     }
 }
 

@@ -1,7 +1,7 @@
 //! Renews the leases of running attempts.
 //!
-//! One task for all attempts of an engine, so that an attempt that ends before its first renewal, as nearly all do, costs
-//! an entry in a map and no timer.
+//! One task renews all attempts of an engine. Nearly all attempts end before their first renewal, and cost an entry in a map
+//! instead of a timer.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -26,7 +26,7 @@ pub(crate) struct LeaseRenewer {
 struct Shared {
     store: Arc<dyn Store>,
     due: Sharded<BTreeMap<(Instant, u64), Attempt>>,
-    /// Milliseconds from `start` to when the task looks at `due` next. Whoever is due sooner has to ring.
+    /// The time of the task's next look at `due`, in milliseconds after `start`. An attempt that is due sooner must ring.
     looks_at: AtomicU64,
     start: Instant,
     ring: Notify,
@@ -50,7 +50,7 @@ impl LeaseRenewer {
 
     /// Starts the task if it does not run: for the first time, or because the runtime that it ran on is gone.
     pub(crate) fn ensure_running(&self) {
-        // Only read, so that the cores need not pass it around.
+        // A cheap read on the common path.
         if self.shared.running.load(Ordering::Acquire) {
             return;
         }
@@ -62,7 +62,7 @@ impl LeaseRenewer {
         }
     }
 
-    /// Renews this attempt's lease until it is forgotten.
+    /// Renews this attempt's lease until it is stopped.
     pub(crate) fn start(&self, attempt: &Attempt) {
         let lease_until = attempt.lease_until();
         // A third of the lease after the claim, so that two renewals may fail before it ends.
@@ -86,7 +86,7 @@ impl Drop for LeaseRenewer {
     }
 }
 
-/// Says that the task runs, until it is dropped, which is also what a runtime that ends does with it.
+/// Marks the task as running until it is dropped, by its end or by the end of its runtime.
 struct RunningGuard(Arc<Shared>);
 
 impl RunningGuard {
@@ -103,12 +103,12 @@ impl Drop for RunningGuard {
 }
 
 impl Shared {
-    /// Puts an attempt on the list: a new one, or one that is kept and whose renewal has just ended.
+    /// Schedules a renewal, of a new attempt or of one whose renewal has just ended.
     fn schedule(&self, attempt: &Attempt, at: Instant, is_new: bool) {
         let mut due = self.due.of(&attempt.0.id);
         let mut place = lock(&attempt.0.due);
         if !is_new && place.is_none() {
-            return; // forgotten while its renewal was under way
+            return; // stopped during its renewal
         }
         *place = Some(at);
         due.insert((at, attempt.0.number), attempt.clone());
@@ -126,7 +126,7 @@ impl Shared {
     async fn run(&self, this: &Arc<Self>) {
         let mut purge_at = self.purge_every.map(|every| Instant::now() + every);
         loop {
-            // While it reads, everybody rings: what was put into a shard behind its back is then looked at again.
+            // During the read, every new attempt rings, so that one that is added to a shard already read is not missed.
             self.looks_at.store(u64::MAX, Ordering::SeqCst);
             let first = self.due.each().filter_map(|due| due.first_key_value().map(|((at, _), _)| *at)).min();
             let next = [first, purge_at].into_iter().flatten().min();
@@ -142,8 +142,8 @@ impl Shared {
             if let (Some(at), Some(every)) = (purge_at, self.purge_every)
                 && now >= at
             {
-                // Step after step where there is much to do, so that it keeps up with claims; but with rests between them,
-                // as long as the steps where these are short.
+                // If there is more to purge, go on soon, so that purging keeps up with claims. But rest in between for as long
+                // as the purge took, within bounds.
                 let more = self.purge().await;
                 let rest =
                     now.elapsed().clamp(Duration::from_millis(1), (every / 20).max(Duration::from_millis(1)));
@@ -177,17 +177,17 @@ impl Shared {
 
     fn warn(&self, attempt: &Attempt, error: &StoreError) {
         if !attempt.is_owner() && !attempt.0.warned.swap(true, Ordering::Relaxed) {
-            tracing::warn!(record = %attempt.record_id(), error = %ErrorChain(&error), "lease ran out and could not be renewed");
+            tracing::warn!(record = %attempt.record_id(), error = %ErrorChain(&error), "a lease has ended and could not be renewed");
         }
     }
 
-    /// One step of purging; whether there is more to do.
+    /// Purges once. Returns true if there is more to do.
     async fn purge(&self) -> bool {
         const STEP: usize = 500;
         match self.store.purge(STEP).await {
             Ok(purged) => purged >= STEP,
             Err(error) => {
-                tracing::debug!(error = %ErrorChain(&error), "purge failed, tried again later");
+                tracing::debug!(error = %ErrorChain(&error), "a purge failed and will be tried again");
                 false
             }
         }

@@ -23,15 +23,15 @@ use crate::attempt::again_after;
 use crate::engine::{ClaimRequest, Inner};
 use crate::event::{Event, EventKind};
 
-/// Before the first look; doubled each time.
-const PAUSE_FIRST: Duration = Duration::from_millis(50);
+/// The pause before the first look. It doubles each time.
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
 
 /// Longest pause between two looks while the store does not answer.
-const PAUSE_OUT: Duration = Duration::from_secs(2);
+const MAX_PAUSE_OUT: Duration = Duration::from_secs(2);
 
-/// Longest pause between two looks for a claim that is not there. At first it is a third of the lease at most, so that a
+/// Longest pause between two looks for a claim that is not there. At first it is at most a third of the lease, so that a
 /// claim that arrives late is released before its own lease ends.
-const PAUSE_LATE: Duration = Duration::from_secs(30);
+const MAX_PAUSE_LATE: Duration = Duration::from_secs(30);
 
 /// The time for which a claim that is not there is looked for often.
 const LATE_OFTEN: Duration = Duration::from_secs(5 * 60);
@@ -39,7 +39,7 @@ const LATE_OFTEN: Duration = Duration::from_secs(5 * 60);
 /// The limit on claims that are looked for at a time while the store answers. A further one is left to its lease.
 pub(crate) const LATE: usize = 1024;
 
-/// How many claims may still be looked for after [`LATE_OFTEN`], until their records would be past the retention.
+/// The limit on claims that are still looked for after [`LATE_OFTEN`], until their records would be past the retention.
 pub(crate) const VERY_LATE: usize = 4096;
 
 /// A claim in doubt.
@@ -51,16 +51,16 @@ pub(crate) struct DoubtfulClaim {
 }
 
 impl DoubtfulClaim {
-    /// Leaves it to the caller, if it is not settled. The look in the background ends.
+    /// Hands an unsettled claim over to the caller, and ends the search in the background.
     async fn take(&self) -> Option<AttemptId> {
         let was_settled = std::mem::replace(&mut *self.settled.lock().await, true);
         (!was_settled).then_some(self.attempt)
     }
 }
 
-/// How long a claim has been looked for, with its place among those of the same phase.
+/// The phase of the search for a claim, with its place among those of the same phase.
 enum Phase {
-    /// The store has not answered yet. The place is one of the completions that are put off.
+    /// The store has not answered yet. The place counts as one of the deferred completions.
     Unanswered {
         _place: OwnedSemaphorePermit,
     },
@@ -73,27 +73,27 @@ enum Phase {
     },
 }
 
-/// Why a record must not be claimed by this process now.
+/// The reason why this process must not claim a record now.
 pub(crate) enum EarlierClaimError {
     /// The store did not answer.
     Out(StoreError),
-    /// This attempt has ended here, and the store does not take its end.
+    /// This attempt has ended in this process, but its end cannot be stored.
     Unstored(Attempt),
 }
 
 /// The result of a look.
 enum LookResult {
-    /// It was released, or it cannot be granted any more.
+    /// The claim was released, or can no longer be granted.
     Settled,
-    /// It is not there; it may still be on its way.
+    /// The claim is not there, but may still be on its way.
     NotThere,
     /// The store does not answer.
     Out(StoreError),
 }
 
 impl Inner {
-    /// Looks for a claim in doubt in the background, and releases it if it was granted. Only for a claim under which
-    /// nothing is executed.
+    /// Looks for a claim in doubt in the background, and releases it if it was granted. Nothing may be executed under the
+    /// claim.
     pub(crate) fn retract(self: &Arc<Self>, request: ClaimRequest, attempt: AttemptId) {
         let Ok(place) = self.deferred.clone().try_acquire_owned() else { return };
         let doubt =
@@ -102,15 +102,15 @@ impl Inner {
         self.tasks.spawn(async move { inner.look_for(&doubt, place).await });
     }
 
-    /// Settles what this process left unsettled at a record, before it claims the record again: claims in doubt, and the
-    /// ends of attempts that the store has not taken. Otherwise the new claim might find one of them after its lease, and
-    /// park or execute what is known not to have happened, or to have happened.
+    /// Settles the open items of this process at a record before it claims the record again: claims in doubt, and ends of
+    /// attempts that are not stored. Otherwise the new claim could find one of them after its lease, and park or execute an
+    /// operation whose outcome this process knows.
     ///
-    /// Returns the attempt of a claim of the same request that is still in doubt. It is the caller's from then on, who claims
-    /// under it: if the earlier claim becomes visible meanwhile, with its lease over, the store recognises it and parks nothing.
+    /// Returns the attempt of a claim of the same request that is still in doubt. The caller then claims under that attempt: if
+    /// the earlier claim becomes visible later, with its lease over, the store recognises it and does not park the record.
     ///
     /// # Errors
-    /// The record must not be claimed: the store did not answer, or does not take the end of an attempt.
+    /// If the record must not be claimed: the store failed, or the end of an attempt cannot be stored.
     pub(crate) async fn settle_earlier(
         self: &Arc<Self>,
         request: &ClaimRequest,
@@ -118,7 +118,7 @@ impl Inner {
         for end in self.unstored.of(&request.id) {
             match self.store_end(&end).await {
                 Err(error) if error.kind().may_pass() => {
-                    // Whatever else the store says is decided, by this end or by another process.
+                    // If the record is not open, this end or another process has decided it.
                     let record = self.store.lookup(request.id).await.map_err(EarlierClaimError::Out)?;
                     let attempt = end.attempt();
                     let is_open = record.is_some_and(|record| {
@@ -151,15 +151,15 @@ impl Inner {
         let policy = doubt.request.policy;
         let lease_over = Instant::now() + policy.lease;
         let give_up = lease_over + policy.retention;
-        let often = (policy.lease / 3).min(PAUSE_LATE);
+        let often = (policy.lease / 3).min(MAX_PAUSE_LATE);
         let mut phase = Phase::Unanswered { _place: place };
-        let mut pause = PAUSE_FIRST;
+        let mut pause = FIRST_PAUSE;
         loop {
             let at = give_up.min(Instant::now() + pause);
             let may_end = !matches!(phase, Phase::Unanswered { .. }) || Instant::now() >= lease_over;
             let is_closing = tokio::select! {
                 () = sleep_until(at) => false,
-                // What most likely never comes keeps no engine from ending.
+                // A claim that most likely never arrives must not keep the engine from ending.
                 () = self.closing.cancelled(), if may_end => true,
             };
             let seen = self.look(doubt).await;
@@ -167,20 +167,20 @@ impl Inner {
                 return;
             }
             if let LookResult::Out(error) = seen {
-                pause = again_after((pause * 2).min(PAUSE_OUT), &error);
+                pause = again_after((pause * 2).min(MAX_PAUSE_OUT), &error);
                 continue;
             }
             (phase, pause) = match phase {
                 Phase::Unanswered { .. } => {
                     let Ok(place) = self.late.clone().try_acquire_owned() else { return };
-                    (Phase::Late { _place: place, since: Instant::now() }, PAUSE_FIRST)
+                    (Phase::Late { _place: place, since: Instant::now() }, FIRST_PAUSE)
                 }
                 Phase::Late { since, .. } if since.elapsed() >= LATE_OFTEN => {
                     let Ok(place) = self.very_late.clone().try_acquire_owned() else { return };
-                    (Phase::VeryLate { _place: place }, PAUSE_LATE)
+                    (Phase::VeryLate { _place: place }, MAX_PAUSE_LATE)
                 }
                 late @ Phase::Late { .. } => (late, (pause * 2).min(often)),
-                very_late @ Phase::VeryLate { .. } => (very_late, PAUSE_LATE),
+                very_late @ Phase::VeryLate { .. } => (very_late, MAX_PAUSE_LATE),
             };
         }
     }
@@ -202,17 +202,17 @@ impl Inner {
             Err(_) => return LookResult::Settled,
             Ok(None) => return LookResult::NotThere,
             Ok(Some(record)) => match record.state {
-                // Nothing was begun under this claim, but under an earlier one: the lease has to run out.
+                // Nothing was begun under this claim, but an earlier one was abandoned: the lease has to end.
                 State::InProgress { attempt: holder, after_abandoned: true, .. } if holder == attempt => {
                     return LookResult::Settled;
                 }
                 State::InProgress { attempt: holder, .. } if holder == attempt => record.token,
-                // A claim that comes late does not change these.
+                // A claim that arrives late does not change these.
                 State::Completed(_) | State::Unknown => return LookResult::Settled,
                 _ => return LookResult::NotThere,
             },
         };
-        // By its token: to claim it again may fail for the same reason as before, such as a replica that is away.
+        // Release it by its token: another claim may fail for the same reason as before, such as a replica that is away.
         let release = Release { token, retention: request.policy.released_retention() };
         match self.store.apply(request.id, Command::Release(release)).await {
             Ok(_) => {

@@ -1,8 +1,8 @@
-//! Single-flight inside one process: who is at which record, and who waits for whom.
+//! Single-flight inside one process: of several claims for one record, only the first asks the store.
 //!
-//! Of several claims for one record in one process only the first asks the store; the others follow it and are woken when it
-//! ends, so nobody polls. A flight whose attempt lost its record, or whose lease is over and not renewed, has nothing more to
-//! tell: the first follower that finds this out takes it off the map, and asks the store itself.
+//! The others follow it and are woken when it ends, so they do not poll. If the attempt of a flight lost its record, or its
+//! lease is over and not renewed, the flight cannot share an outcome. The first follower that finds this out removes the
+//! flight, and asks the store itself.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -19,7 +19,7 @@ use crate::engine::ClaimOutcome;
 #[derive(Debug, Default)]
 pub(crate) struct Flights(Sharded<RecordMap<RecordId, Arc<Flight>>>);
 
-/// One record that somebody in this process is at.
+/// A record that this process is claiming, executing or waiting for.
 #[derive(Debug)]
 pub(crate) struct Flight {
     pub(crate) fingerprint: Fingerprint,
@@ -32,9 +32,9 @@ pub(crate) struct Flight {
 pub(crate) enum Phase {
     /// The store was asked and has not answered.
     Claiming,
-    /// The record has an owner, who is executing.
+    /// The record has an owner, which is executing.
     Executing(Owner),
-    /// Over, with what there is to tell those who came along.
+    /// Over, with the outcome for the followers.
     Finished(SharedOutcome),
 }
 
@@ -52,7 +52,7 @@ pub(crate) enum Owner {
 pub(crate) struct RemoteOwner {
     /// The end of its lease, unless it is renewed.
     pub(crate) lease_until: Instant,
-    /// The attempt has been running since then, at least.
+    /// The attempt has been running at least since then.
     pub(crate) since: Instant,
 }
 
@@ -83,11 +83,11 @@ impl RemoteOwner {
 /// The outcome that a flight shares with the claims that waited for it with the same request.
 #[derive(Clone, Debug)]
 pub(crate) enum SharedOutcome {
-    /// The answer to replay.
+    /// The response to replay.
     Replay(StoredResponse),
-    /// Completed without an answer to replay.
+    /// Completed without a response to replay.
     Unreplayable,
-    /// Completed without an answer, which nobody could say now.
+    /// Completed without a response, which could not be found out now.
     AnswerAwaited,
     /// Outcome unknown.
     Unknown,
@@ -95,20 +95,20 @@ pub(crate) enum SharedOutcome {
     InProgress(RemoteOwner),
     /// The store failed.
     Failed(StoreErrorKind),
-    /// Nothing to tell: ask the store.
+    /// No outcome to share: ask the store.
     AskAgain,
 }
 
 /// The role of a claim in a record's flight.
 #[derive(Debug)]
 pub(crate) enum JoinOutcome {
-    /// Nobody was at it: go and ask the store, then land.
+    /// There was no flight: this claim asks the store, and then finishes the flight.
     Leader(Leader),
-    /// Somebody is at it.
+    /// There is a flight.
     Follower(Arc<Flight>),
 }
 
-/// Leads a flight. Dropping it lands with nothing to tell.
+/// Leads a flight. Dropping it finishes the flight without an outcome to share.
 #[derive(Debug)]
 pub(crate) struct Leader {
     flights: Arc<Flights>,
@@ -129,10 +129,10 @@ impl Flights {
         JoinOutcome::Leader(Leader { flights: self.clone(), id, flight })
     }
 
-    /// Takes this flight off the map, if it is still there: the next claim asks the store.
+    /// Removes this flight from the map, if it is still there: the next claim asks the store.
     pub(crate) fn detach(&self, id: &RecordId, flight: &Arc<Flight>) {
         let mut shard = self.0.of(id);
-        // By now it may be the flight of an attempt that came later.
+        // The map may hold a later flight by now.
         if shard.get(id).is_some_and(|present| Arc::ptr_eq(present, flight)) {
             shard.remove(id);
         }
@@ -159,7 +159,7 @@ impl Leader {
 
     pub(crate) fn finish(self, outcome: SharedOutcome) {
         self.flight.set(Phase::Finished(outcome));
-        // Dropping takes the flight off the map.
+        // Dropping removes the flight from the map.
     }
 }
 
@@ -180,8 +180,8 @@ impl Flight {
         lock(&self.phase).0.clone()
     }
 
-    /// Waits until the flight is in a phase that `wanted` accepts, or until the deadline, and returns the phase that it is in
-    /// then. `None` if too many wait already.
+    /// Waits until the flight is in a phase that `wanted` accepts, or until the deadline, and returns the phase then. `None` if
+    /// too many claims wait already.
     pub(crate) async fn wait_until(
         &self,
         deadline: Instant,
@@ -201,7 +201,7 @@ impl Flight {
         loop {
             let changed = self.changed.notified();
             tokio::pin!(changed);
-            // Registered before the look, so that no change falls between the two.
+            // Registered before the phase is read, so that no change is missed.
             changed.as_mut().enable();
             let phase = self.phase();
             if wanted(&phase) {
@@ -227,7 +227,7 @@ impl Drop for WaiterGuard<'_> {
     }
 }
 
-/// The failure of a store, as those get it who did not ask themselves.
+/// The error for claims that share the failure of another claim.
 pub(crate) fn shared_failure(kind: StoreErrorKind) -> StoreError {
     match kind {
         StoreErrorKind::Corrupt => StoreError::corrupt("the record cannot be read"),
@@ -237,7 +237,7 @@ pub(crate) fn shared_failure(kind: StoreErrorKind) -> StoreError {
     }
 }
 
-/// Every change under these locks is one assignment or one map call, so a panic elsewhere leaves them whole.
+/// A panic does not damage the data: every change under these locks is one assignment or one map call.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

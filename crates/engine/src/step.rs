@@ -1,30 +1,28 @@
-//! Steps: recovery points inside an attempt, and what takes them back.
+//! Steps: recovery points inside an attempt, and their compensations.
 //!
-//! An operation that calls several APIs of others cannot commit all of them together. Cut in [steps](Attempt::step), it goes
-//! on after the last finished one when it is executed again, and each call goes out under a key that is the same each time.
+//! An operation that calls several other APIs cannot commit all calls together. If it consists of [steps](Attempt::step), a
+//! later execution continues after the last finished step, and each call is always sent under the same key.
 //!
-//! What exactly happens at `attempt.step("charge", …).compensate(…).await`:
-//! 1. The record is looked at once per attempt, where there was an earlier one. If the step is recorded, its result is given
-//!    back and nothing runs. If another step is recorded in its place, the code has changed since:
-//!    [`StepError::Differs`], and nothing runs.
-//! 2. Otherwise the closure runs, with the key to send along: [`Attempt::downstream_key`] of the step's name.
-//! 3. Its value is recorded under the attempt's token before the step ends. An attempt that is no longer the owner hears
+//! In detail, `attempt.step("charge", …).compensate(…).await` does this:
+//! 1. An attempt that is not the first reads the record once. If the step is recorded, its result is returned and nothing runs.
+//!    If another step is recorded in its place, the code has changed: [`StepError::Differs`], and nothing runs.
+//! 2. Otherwise the closure runs. Its argument is the key for the call: [`Attempt::downstream_key`] of the step's name.
+//! 3. Its value is recorded under the attempt's token before the step ends. An attempt that no longer owns the record gets
 //!    [`StepError::Fenced`] and must stop.
-//! 4. [`StepFailure::Unsure`], which `?` makes of any error, ends the attempt and not the operation: whoever executes it again
-//!    runs this step again, under the same key.
-//! 5. [`StepFailure::Final`] says that the step did not take place and never will. That is recorded, and then what was finished
-//!    before is taken back in the opposite order, each compensation a recorded step with a key of its own. A crash among them
-//!    goes on with the next one. In the end there is [`StepError::Failed`], the same in every later attempt.
+//! 4. [`StepFailure::Unsure`], which `?` makes of any error, ends the attempt, but not the operation. The next attempt runs this
+//!    step again, under the same key.
+//! 5. [`StepFailure::Final`] means that the step did not take place and never will. It is recorded. Then the finished steps are
+//!    taken back in the opposite order. Each compensation is a recorded step with its own key, so after a crash the next
+//!    attempt continues with the next compensation. The result is [`StepError::Failed`], the same in every later attempt.
+//! 6. The operation may also end with an error of its own after finished steps: with [`Attempt::fail`], or with an error that a
+//!    function returns and that is stored. The error is recorded first, then the steps are taken back as in 5. Only then is the
+//!    error the result of the operation.
 //!
-//! 6. An error of the operation's own, after steps that were finished, is an end as well: [`Attempt::fail`], or simply the error
-//!    that a function returns and that is stored. That it ends so is recorded first, then what was finished is taken back as in
-//!    5., and only then is the error the operation's answer.
+//! The effect of a step takes place once if the called API honours the key. Otherwise a crash between the effect and its record
+//! repeats the effect.
 //!
-//! A step's effect takes place once where the other side honours the key. Where it does not, a crash between the effect and
-//! its record repeats it: nobody can know better.
-//!
-//! Steps run one after the other; their order is that of the code. They last as long as the record is not completed, over
-//! lease, release and restart, at most [`limits::MAX_STEPS`] of them.
+//! Steps run one after the other, in the order of the code. A record holds at most [`limits::MAX_STEPS`]. They are kept over
+//! leases, releases and restarts until the record is completed.
 
 use std::convert::Infallible;
 use std::error::Error as StdError;
@@ -48,40 +46,40 @@ const OWN: char = '~';
 /// The name of the step that keeps the input of a resumable function.
 pub(crate) const INPUT: &str = "~input";
 
-/// How large it may be, in bytes of its JSON: half of what a record has room for.
+/// The largest input, in bytes of its JSON: half of the limit for all steps of a record.
 pub(crate) const MAX_INPUT_BYTES: usize = limits::MAX_STEPS_BYTES / 2;
 
 /// The prefix of the name of a compensation.
 const UNDO: &str = "~undo ";
 
-/// How much may be recorded of a compensation, in bytes: why it failed, in so many characters, none of which takes more than
-/// six bytes in JSON.
+/// The most bytes that a compensation records: the reason of its failure, cut to `MAX_REASON_CHARS` characters of at most six
+/// bytes in JSON.
 const MAX_UNDO_RESULT_BYTES: usize = 1024;
 const MAX_REASON_CHARS: usize = 160;
 
-/// What is recorded where a first step may have taken place, and nothing else is: a record that is released with steps is not
-/// free for another request.
+/// The mark of a first step that may have taken place. With it, the released record has a step and is not free for other
+/// requests.
 const BEGUN: &str = "~begun";
 
-/// What is recorded before the first compensation if the operation ends with an error of its own: that of
-/// [`Attempt::fail`], and one that a function returned or that a response reports.
+/// The names under which an error of the operation is recorded before the first compensation: an error of [`Attempt::fail`],
+/// and an error that a function returned or a response reports.
 const FAIL: &str = "~fail";
 const ERROR: &str = "~error";
 
-/// What is recorded of such an error that finds no room, or that nobody could read.
+/// The record of such an error that is too large or has no JSON.
 const NO_ERROR: &[u8] = b"null";
 
 /// The failure of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StepFailure<E> {
-    /// It did not take place and never will: declined, out of stock. What was finished before is taken back.
+    /// The step did not take place and never will: declined, out of stock. The finished steps before it are taken back.
     Final(E),
-    /// It may have taken place, or may if it is tried again: a time-out, a server error. The attempt ends, and the next one
-    /// runs the step again under the same key.
+    /// The step may have taken place, or may succeed later: a time-out, a server error. The attempt ends, and the next one runs
+    /// the step again under the same key.
     Unsure(E),
 }
 
-/// [`StepFailure::Unsure`]: that something never took place has to be said.
+/// Makes [`StepFailure::Unsure`]: only explicit code may claim that a step did not take place.
 impl<E> From<E> for StepFailure<E> {
     fn from(error: E) -> Self {
         Self::Unsure(error)
@@ -92,19 +90,18 @@ impl<E> From<E> for StepFailure<E> {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum StepError<E> {
-    /// The step failed for good, and what was finished before it is taken back.
+    /// The step failed for good, and the finished steps before it are taken back.
     Failed(E),
-    /// What became of the step is not known, or it has to be tried again: execute the operation again, under its key.
+    /// The outcome of the step is unknown, or it must be tried again: execute the operation again, under its key.
     Unsure(E),
-    /// A compensation has to be tried again: as for `Unsure`.
+    /// A compensation must be tried again: execute the operation again, under its key.
     NotTakenBack {
         /// The step that it takes back.
         step: String,
         /// The error text.
         reason: String,
     },
-    /// A compensation failed for good; the others were done. An operator has to take the step back, and to say what came of
-    /// the operation.
+    /// A compensation failed for good; the others succeeded. An operator has to take the step back and resolve the record.
     Stuck {
         /// The step that it takes back.
         step: String,
@@ -113,30 +110,30 @@ pub enum StepError<E> {
     },
     /// Another attempt owns the record. Stop: it continues the operation.
     Fenced,
-    /// Another step was recorded in this place: the code has changed since. Nothing was run. With the code that fits, the
-    /// operation goes on.
+    /// Another step was recorded in this place: the code has changed. Nothing was run. The operation continues with code that
+    /// matches the record.
     Differs {
         /// The number of the step, from 0.
         number: usize,
         /// The step that is recorded.
         recorded: String,
     },
-    /// What is recorded cannot be read as the type that is asked for. Nothing was run.
+    /// The recorded result cannot be read as the requested type. Nothing was run.
     Undecodable {
         /// The step.
         step: String,
         /// The mismatch, without any part of the value.
         reason: String,
     },
-    /// The step took place, and its result could not be recorded.
+    /// The step took place, but its result could not be recorded.
     NotRecorded {
-        /// Why.
+        /// The error text.
         reason: String,
     },
-    /// The step was not run, because it is none: its name is out of bounds, starts with `~` or was used before, another step
-    /// was still running, or one has failed; or because the record has no room for it and for what may have to be taken back.
+    /// The step was not run. Its name is out of bounds, starts with `~` or was used before; another step was still running; an
+    /// earlier step failed; or the record cannot hold it together with the compensations that may follow.
     Refused {
-        /// Why.
+        /// The error text.
         reason: String,
     },
     /// The store did not answer, before the step or after it.
@@ -147,11 +144,11 @@ pub enum StepError<E> {
 }
 
 impl<E> StepError<E> {
-    /// What becomes of the operation's record: the [error policy](crate::ErrorPolicy) for functions that return this error.
+    /// The effect on the operation's record: the [error policy](crate::ErrorPolicy) for functions that return this error.
     ///
-    /// `Failed` is the operation's answer and is stored. After `Stuck` and `NotRecorded` an operator has to look. After `Store`
-    /// it is as after a crash: something may have taken place that is not recorded, and the key is not free. Else the key is
-    /// released, and the next call goes on after the last recorded step.
+    /// `Failed` is the result of the operation and is stored. `Stuck` and `NotRecorded` need an operator. `Store` is like a
+    /// crash: an effect may have happened that is not recorded, so the key is not freed. After all other errors the key is
+    /// released, and the next call continues after the last recorded step.
     #[must_use]
     pub const fn fate(&self) -> ErrorFate {
         match self {
@@ -167,23 +164,28 @@ impl<E: fmt::Display> fmt::Display for StepError<E> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Failed(error) => error.fmt(f),
-            Self::Unsure(error) => write!(f, "not known, execute it again under its key: {error}"),
+            Self::Unsure(error) => {
+                write!(f, "the outcome is unknown; execute the operation again under its key: {error}")
+            }
             Self::NotTakenBack { step, reason } => {
-                write!(f, "{step:?} is not taken back yet, execute it again under its key: {reason}")
+                write!(
+                    f,
+                    "{step:?} is not taken back yet; execute the operation again under its key: {reason}"
+                )
             }
             Self::Stuck { step, reason } => {
                 write!(f, "{step:?} cannot be taken back; an operator has to do it: {reason}")
             }
-            Self::Fenced => f.write_str("somebody else goes on with the operation"),
+            Self::Fenced => f.write_str("another attempt continues the operation"),
             Self::Differs { number, recorded } => write!(
                 f,
-                "step {number} is recorded as {recorded:?}, and the code has another one there: it has changed since"
+                "step {number} is recorded as {recorded:?}, but the code has another step there: the code has changed"
             ),
             Self::Undecodable { step, reason } => {
-                write!(f, "what is recorded of {step:?} cannot be read: {reason}")
+                write!(f, "the recorded result of {step:?} cannot be read: {reason}")
             }
             Self::NotRecorded { reason } => {
-                write!(f, "the step took place and is not recorded: {reason}")
+                write!(f, "the step took place but could not be recorded: {reason}")
             }
             Self::Refused { reason } => write!(f, "the step was not run: {reason}"),
             Self::Store { reason } => write!(f, "the store did not answer: {reason}"),
@@ -195,7 +197,7 @@ impl<E: fmt::Debug + fmt::Display> StdError for StepError<E> {}
 
 type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 
-/// The compensation of a step. It gets its key.
+/// The compensation of a step. Its argument is its key.
 type Undo = Box<dyn FnOnce(String) -> BoxFuture<'static, Result<(), StepFailure<String>>> + Send>;
 
 /// The progress of an attempt through its steps.
@@ -206,36 +208,35 @@ pub(crate) struct Progress {
     /// The number of recorded steps that the code has passed.
     passed: usize,
     undo: Vec<(String, Undo)>,
-    /// Nothing more runs under this attempt.
+    /// True if no further step may run in this attempt.
     is_over: bool,
-    /// The attempt has ended.
+    /// True if the attempt has ended.
     is_sealed: bool,
-    /// A step has begun, and nothing is recorded of how it ended.
+    /// True if a step has begun and its end is not recorded.
     is_open: bool,
-    /// What becomes of the record by the step that the attempt did not get past, if there is one.
+    /// The effect on the record of the step that stopped the attempt, if there is one.
     stopped: Option<ErrorFate>,
-    /// The error of a function ([`ERROR`]) that the operation ends with, whatever this attempt returns.
+    /// The recorded error of a function ([`ERROR`]), with which the operation ends even if this attempt returns something else.
     ends_with: Option<Bytes>,
-    /// All that was finished is taken back.
+    /// True if all finished steps are taken back.
     is_taken_back: bool,
 }
 
 /// The state of an attempt's steps when it ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct StepsState {
-    /// Something may have taken place that no record tells of: the key must not be free.
+    /// True if an effect may have happened that is not recorded: the key must not be freed.
     pub(crate) is_open: bool,
-    /// The operation is not at its end, and what there is to go on from would be lost with a completion: what becomes of the
-    /// record then.
+    /// The effect on the record if the operation stopped half-way. A completion would lose the steps to continue after.
     pub(crate) half_way: Option<ErrorFate>,
 }
 
 impl Attempt {
-    /// A part of the operation: runs the closure and records what came of it, or gives back what an earlier attempt
-    /// recorded. See the [module](crate::step) for what exactly happens.
+    /// A step of the operation: runs the closure and records its result, or returns the result that an earlier attempt
+    /// recorded. The [module](crate::step) has the details.
     ///
-    /// The name is the step's identity: another one for each step of the operation (`format!("ship {item}")` in a loop), and
-    /// the same in every attempt. The closure gets the key to send along. Nothing runs before this is awaited.
+    /// The name identifies the step. It must differ from those of all other steps of the operation (`format!("ship {item}")` in
+    /// a loop), and be the same in every attempt. The closure gets the key for its call. Nothing runs until this is awaited.
     pub fn step<'a, T, E, F, R>(&self, name: impl Into<String>, run: F) -> StepCall<'a, T, E>
     where
         F: FnOnce(String) -> R + Send + 'a,
@@ -247,10 +248,10 @@ impl Attempt {
 }
 
 impl Attempt {
-    /// Records what the operation is begun with, or gives back what the first attempt recorded.
+    /// Records the input of the operation, or returns the input that the first attempt recorded.
     pub(crate) async fn begin(&self, input: Bytes) -> Result<Bytes, StepError<Infallible>> {
         let Ok(mut progress) = self.0.progress.try_lock() else {
-            return Err(refused("it was begun before"));
+            return Err(refused("the operation has already begun"));
         };
         progress.load(self).await?;
         let input = match progress.next(INPUT)? {
@@ -264,18 +265,18 @@ impl Attempt {
         Ok(input)
     }
 
-    /// Whether its [steps](Self::step) leave the operation half-way: one of them did not come to its end, was cut off, or still
-    /// runs in a task of its own, and something was recorded or may have taken place. Not after [`StepError::Failed`],
-    /// which is an end.
+    /// Returns true if the [steps](Self::step) leave the operation half-way: a step failed, was interrupted, or still runs in a
+    /// task of its own, and a step was recorded or may have taken place. False after [`StepError::Failed`], which is an end.
     ///
-    /// To complete the record then would forget what was finished. [`Permit::stop`](crate::Permit::stop) does not.
+    /// To complete the record in this state would forget the finished steps. End the attempt with
+    /// [`Permit::stop`](crate::Permit::stop) instead.
     #[must_use]
     pub fn is_half_way(&self) -> bool {
-        self.standing(|progress| progress.standing(self)).half_way.is_some()
+        self.steps_state(|progress| progress.steps_state(self)).half_way.is_some()
     }
 
-    /// Ends the operation with this error, after steps that were finished: takes back those that have a
-    /// [compensation](StepCall::compensate), the last one first, and gives the error to return. No step runs after this.
+    /// Ends the operation with this error after finished steps: takes back those that have a
+    /// [compensation](StepCall::compensate), the last one first, and returns the error for the caller. No step runs after this.
     ///
     /// ```
     /// # use oncegate_engine::{Attempt, StepFailure, StepError};
@@ -291,8 +292,8 @@ impl Attempt {
     /// }
     /// ```
     ///
-    /// It is [`StepError::Failed`] with this error, or with that of an earlier attempt that ended here; or what kept the steps
-    /// from being taken back, as for a step that fails.
+    /// The result is [`StepError::Failed`] with this error, or with the error of an earlier attempt that ended here. If the steps
+    /// could not be taken back, it is the reason for that.
     pub async fn fail<E: Serialize + DeserializeOwned>(&self, error: E) -> StepError<E> {
         let Ok(mut progress) = self.0.progress.try_lock() else {
             return refused("another step is still running");
@@ -311,19 +312,19 @@ impl Attempt {
         }
     }
 
-    /// Takes back what its steps finished, before an error of the operation is its answer. Does nothing if there is nothing to
-    /// take back. No step runs after this.
+    /// Takes back the finished steps before the operation ends with an error. Does nothing if there is nothing to take back. No
+    /// step runs after this.
     ///
-    /// A function does this by itself where its error is stored, and the layer where a response reports an error.
+    /// Functions do this by themselves before they store an error, and the layer does it if a response reports an error.
     ///
     /// # Errors
-    /// What kept a step from being taken back: the operation is not at its end.
+    /// The reason why a step could not be taken back. Then the operation has not ended.
     pub async fn take_back(&self) -> Result<(), StepError<Infallible>> {
         self.take_back_before(None).await.map(drop)
     }
 
-    /// As [`take_back`](Self::take_back), before this error, which is kept with the record for the attempt that goes on after a
-    /// crash. Returns the recorded error, which may be that of an earlier attempt; `None` if nothing was recorded.
+    /// As [`take_back`](Self::take_back), and records this error, so that an attempt after a crash ends with it, too. Returns the
+    /// recorded error, which may be that of an earlier attempt; `None` if nothing was recorded.
     pub(crate) async fn take_back_before(
         &self,
         error: Option<Bytes>,
@@ -332,37 +333,37 @@ impl Attempt {
             return Err(refused("a step is still running"));
         };
         match progress.stopped {
-            // All of it was taken back, or there was nothing.
+            // All steps were taken back, or there were none.
             Some(ErrorFate::Store) => Ok(progress.ends_with.clone()),
-            Some(_) => Err(refused("a step did not come to its end")),
+            Some(_) => Err(refused("a step did not end")),
             None => progress.end(self, ERROR, error).await,
         }
     }
 
-    /// Whether an earlier attempt has recorded that the operation ends with an error, as far as this one has come.
+    /// True if an attempt has recorded that the operation ends with an error.
     pub(crate) fn ends_with_error(&self) -> bool {
         self.0.progress.try_lock().is_ok_and(|progress| {
             progress.recorded.iter().any(|step| step.name() == FAIL || step.name() == ERROR)
         })
     }
 
-    /// How its steps stand. No other one begins after this.
+    /// Prevents further steps, and returns the state of the steps.
     pub(crate) fn seal(&self) -> StepsState {
-        self.standing(|progress| {
+        self.steps_state(|progress| {
             progress.is_sealed = true;
-            progress.standing(self)
+            progress.steps_state(self)
         })
     }
 
-    fn standing(&self, look: impl FnOnce(&mut Progress) -> StepsState) -> StepsState {
+    fn steps_state(&self, read: impl FnOnce(&mut Progress) -> StepsState) -> StepsState {
         match self.0.progress.try_lock() {
-            Ok(mut progress) => look(&mut progress),
-            // A step runs, in a task of its own. It is the last one: none begins that is not asked for by then.
+            Ok(mut progress) => read(&mut progress),
+            // A step still runs in a task of its own.
             Err(_) => StepsState { is_open: true, half_way: Some(ErrorFate::Unknown) },
         }
     }
 
-    /// Whether an earlier attempt recorded what the operation is begun with, as far as can be told.
+    /// True if an earlier attempt is known to have recorded the input of the operation.
     pub(crate) async fn was_begun(&self) -> bool {
         let Ok(mut progress) = self.0.progress.try_lock() else { return false };
         progress.load::<Infallible>(self).await.is_ok()
@@ -375,7 +376,7 @@ type Run<'a, T, E> = Box<dyn FnOnce(String) -> BoxFuture<'a, Result<T, StepFailu
 /// A compensation that still lacks the value of its step.
 type UndoOf<T> = Box<dyn FnOnce(T) -> Undo + Send>;
 
-/// A step that was not begun: await it.
+/// A step that has not begun: await it.
 #[must_use = "a step runs when it is awaited"]
 pub struct StepCall<'a, T, E> {
     attempt: Attempt,
@@ -391,8 +392,8 @@ impl<T, E> fmt::Debug for StepCall<'_, T, E> {
 }
 
 impl<'a, T: Send + 'static, E> StepCall<'a, T, E> {
-    /// What takes this step back where a later one fails for good. It gets a key of its own and the step's value, and is
-    /// tried again until it succeeds, under the same key.
+    /// Sets the compensation: it takes this step back if the operation fails later. It gets a key of its own and the step's
+    /// value, and is tried again under the same key until it succeeds or fails for good.
     pub fn compensate<E2, F, R>(self, undo: F) -> Self
     where
         E2: fmt::Display,
@@ -452,9 +453,9 @@ impl Progress {
             return Err(refused("its attempt has ended"));
         }
         if self.is_over {
-            return Err(refused("an earlier one did not succeed"));
+            return Err(refused("an earlier step did not succeed"));
         }
-        // Also where this future is dropped in the middle: what comes after a step must not run without it.
+        // This stays if the future is dropped in the middle: no later step may run without this one.
         self.is_over = true;
         self.stopped = Some(ErrorFate::Unknown);
         let result = self.try_step(attempt, name, run, undo).await;
@@ -464,21 +465,21 @@ impl Progress {
         result
     }
 
-    fn standing(&self, attempt: &Attempt) -> StepsState {
-        // What an earlier attempt began: recorded, or not to be told.
+    fn steps_state(&self, attempt: &Attempt) -> StepsState {
+        // If the record was not read, an earlier attempt may have recorded steps.
         let was_begun = match self.is_loaded {
             true => !self.recorded.is_empty(),
             false => attempt.number() > 1,
         };
-        // One that was abandoned may have taken effect, and what this one says of itself says nothing of it. A released key would
-        // forget that: the next attempt would take itself for one that follows nobody, and another request could have the key.
-        // Who is asked first (`reconcile`) has said what became of it.
-        let follows_somebody = attempt.is_after_abandoned()
+        // An abandoned attempt may have had an effect that this attempt knows nothing of. A release would forget that: the next
+        // attempt would not get `is_after_abandoned`, and another request could claim the key. Under `reconcile`, the service
+        // has reported the outcome of the abandoned attempt.
+        let follows_abandoned = attempt.is_after_abandoned()
             && attempt.0.policy.on_abandoned == OnAbandoned::Reexecute
             && self.recorded.is_empty();
         let stopped = self.stopped.filter(|fate| *fate != ErrorFate::Store);
         StepsState {
-            is_open: self.is_open || follows_somebody,
+            is_open: self.is_open || follows_abandoned,
             half_way: stopped.filter(|_| self.is_open || was_begun),
         }
     }
@@ -495,36 +496,34 @@ impl Progress {
         E: Serialize + DeserializeOwned,
     {
         if name.starts_with(OWN) {
-            return Err(refused(format!("names that start with {OWN} are the engine's own")));
+            return Err(refused(format!("names that start with {OWN} are reserved for the engine")));
         }
-        Step::new(&name, Bytes::new()).map_err(|unfit| refused(unfit.to_string()))?;
+        Step::new(&name, Bytes::new()).map_err(|error| refused(error.to_string()))?;
         self.load(attempt).await?;
         if self.recorded.is_empty() && attempt.is_after_abandoned() {
-            // Whoever was here before may have ended in a first step. What this one releases must not forget that.
+            // The abandoned attempt may have died in its first step. A release of this attempt must not forget that.
             self.record(attempt, BEGUN, Bytes::from_static(b"null")).await?;
             self.passed = 1;
         }
         let passed = self.recorded.get(..self.passed).unwrap_or_default();
         if passed.iter().any(|step| step.name() == name) {
             return Err(refused(format!(
-                "{name:?} was there before, and its key with it: name each step differently"
+                "{name:?} is the name of an earlier step, which has the same key: give each step another name"
             )));
         }
         if let Some(recorded) = self.recorded_end() {
-            // An earlier attempt ended here, with an error of the operation's own.
+            // An earlier attempt ended here with an error of the operation.
             self.go_back(attempt, &recorded).await?;
             return Err(match value::decode(&recorded) {
                 Ok(error) => StepError::Failed(error),
-                Err(_) => {
-                    refused("an earlier attempt ended with an error, and what was finished is taken back")
-                }
+                Err(_) => refused("an earlier attempt ended with an error, and its steps are taken back"),
             });
         }
         let bytes = match self.next(&name)? {
             Some(bytes) => bytes,
             None => {
-                let room = self.room_for(&name, undo.is_some()).ok_or_else(|| {
-                    refused("the record has no room for it and for what may have to be taken back")
+                let max_bytes = self.max_result_bytes(&name, undo.is_some()).ok_or_else(|| {
+                    refused("the record cannot hold it together with the compensations that may follow")
                 })?;
                 if !attempt.is_owner() {
                     return Err(StepError::Fenced);
@@ -541,7 +540,7 @@ impl Progress {
                         return Err(StepError::Unsure(error));
                     }
                 };
-                let bytes = value::encode(&result, room).map(Bytes::from);
+                let bytes = value::encode(&result, max_bytes).map(Bytes::from);
                 let bytes = bytes.map_err(not_recorded)?;
                 self.record(attempt, &name, bytes.clone()).await?;
                 self.is_open = false;
@@ -577,14 +576,14 @@ impl Progress {
             let owned = found.filter(|record| record.token == attempt.token());
             let steps = owned.ok_or(StepError::Fenced)?.steps;
             self.recorded = steps.as_slice().to_vec();
-            // It stands for no step of the code.
+            // The mark is not a step of the code.
             self.passed = usize::from(self.recorded.first().is_some_and(|step| step.name() == BEGUN));
         }
         self.is_loaded = true;
         Ok(())
     }
 
-    /// What is recorded in the place of the next step, if anything is.
+    /// The result that is recorded in the place of the next step, if there is one.
     fn next<E>(&self, name: &str) -> Result<Option<Bytes>, StepError<E>> {
         match self.recorded.get(self.passed) {
             None => Ok(None),
@@ -593,14 +592,14 @@ impl Progress {
         }
     }
 
-    /// What an earlier attempt recorded in the place of the next step, if it ended with an error of the operation's own there.
+    /// The error that an earlier attempt recorded in the place of the next step, if the operation ended there.
     fn recorded_end(&self) -> Option<Bytes> {
         let step = self.recorded.get(self.passed)?;
         (step.name() == FAIL || step.name() == ERROR).then(|| step.result().clone())
     }
 
-    /// Ends the operation with an error of its own: records that, and takes back what was finished. Returns the recorded error,
-    /// which may be that of an earlier attempt; `None` if nothing was recorded, because there was nothing to take back.
+    /// Ends the operation with an error of its own: records the error, and takes back the finished steps. Returns the recorded
+    /// error, which may be that of an earlier attempt; `None` if nothing was recorded, because there was nothing to take back.
     async fn end<E>(
         &mut self,
         attempt: &Attempt,
@@ -612,7 +611,7 @@ impl Progress {
         }
         match self.stopped {
             Some(ErrorFate::Store) => return Ok(None),
-            Some(_) => return Err(refused("an earlier step did not come to its end")),
+            Some(_) => return Err(refused("an earlier step did not end")),
             None => {}
         }
         self.is_over = true;
@@ -632,7 +631,7 @@ impl Progress {
             Some(recorded) => recorded,
             None if self.undo.is_empty() => return Ok(None),
             None => {
-                // An earlier attempt went on here, and this one does not know how to take that back.
+                // An earlier attempt recorded further steps, and this attempt does not have their compensations.
                 if let Some(step) = self.recorded.get(self.passed) {
                     let recorded = step.name().to_owned();
                     return Err(StepError::Differs { number: self.passed, recorded });
@@ -640,8 +639,8 @@ impl Progress {
                 if !attempt.is_owner() {
                     return Err(StepError::Fenced);
                 }
-                let room = limits::MAX_STEPS_BYTES.saturating_sub(self.size_with_undo(None) + mark.len());
-                let error = error.filter(|error| error.len() <= room);
+                let used = self.size_with_undo(None) + mark.len();
+                let error = error.filter(|error| error.len() <= limits::MAX_STEPS_BYTES.saturating_sub(used));
                 let error = error.unwrap_or(Bytes::from_static(NO_ERROR));
                 self.record(attempt, mark, error.clone()).await?;
                 error
@@ -651,7 +650,7 @@ impl Progress {
         Ok(Some(recorded))
     }
 
-    /// Takes back what was finished before this recorded error.
+    /// Takes back the steps that were finished before this recorded error.
     async fn go_back<E>(&mut self, attempt: &Attempt, recorded: &Bytes) -> Result<(), StepError<E>> {
         if self.recorded.get(self.passed).is_some_and(|step| step.name() == ERROR) {
             self.ends_with = Some(recorded.clone());
@@ -662,30 +661,30 @@ impl Progress {
         Ok(())
     }
 
-    /// The steps that may have to be taken back, with this one.
+    /// The names of the steps that may have to be taken back, including this one.
     fn undone<'a>(&'a self, own: Option<&'a str>) -> impl Iterator<Item = &'a str> {
         self.undo.iter().map(|(step, _)| step.as_str()).chain(own)
     }
 
-    /// How many bytes are recorded, and may come to it where all of this is taken back.
+    /// The size of the recorded steps and of all compensations that may follow, in bytes.
     fn size_with_undo(&self, own: Option<&str>) -> usize {
         self.recorded.iter().map(Step::size).sum::<usize>()
             + self.undone(own).map(|step| UNDO.len() + step.len() + MAX_UNDO_RESULT_BYTES).sum::<usize>()
     }
 
-    /// How many bytes the result of the next step may have, so that all that was finished by then can still be taken back.
-    /// `None` where there is no room for the step at all: it must not be run, because nobody could go on after it.
-    fn room_for(&self, name: &str, is_undone: bool) -> Option<usize> {
+    /// The largest result of the next step, in bytes, so that all finished steps can still be taken back. `None` if the record
+    /// cannot hold the step at all: then it must not run, because no attempt could continue after it.
+    fn max_result_bytes(&self, name: &str, is_undone: bool) -> Option<usize> {
         let own = is_undone.then_some(name);
         if own.is_some_and(|name| UNDO.len() + name.len() > limits::MAX_STEP_NAME_BYTES) {
             return None;
         }
         let undone = self.undone(own).count();
-        // Before anything is taken back it may have to be recorded that the operation failed.
+        // An error of the operation may have to be recorded before the first compensation.
         let (marks, mark) = if undone > 0 { (1, ERROR.len() + NO_ERROR.len()) } else { (0, 0) };
         let bytes = self.size_with_undo(own) + mark + name.len();
-        let room = limits::MAX_STEPS_BYTES.checked_sub(bytes).filter(|room| *room > 0);
-        room.filter(|_| self.recorded.len() + 1 + undone + marks <= limits::MAX_STEPS)
+        let left = limits::MAX_STEPS_BYTES.checked_sub(bytes).filter(|left| *left > 0);
+        left.filter(|_| self.recorded.len() + 1 + undone + marks <= limits::MAX_STEPS)
     }
 
     async fn run<'a, T, F, E>(
@@ -699,8 +698,8 @@ impl Progress {
         Ok(run(attempt.downstream_key(name)).await)
     }
 
-    /// Notes a step that was just finished. Where the store does not answer it is asked again, as long as the attempt owns its
-    /// record, and for the length of a lease: the effect took place.
+    /// Records a step that was just finished. If the store fails, this tries again for the length of a lease, while the attempt
+    /// owns its record: the effect took place.
     async fn record<E>(&mut self, attempt: &Attempt, name: &str, result: Bytes) -> Result<(), StepError<E>> {
         let step = Step::new(name, result).map_err(not_recorded)?;
         let number = self.recorded.len();
@@ -716,7 +715,7 @@ impl Progress {
                 }
                 Ok(Outcome::StepsFull) => {
                     return Err(StepError::NotRecorded {
-                        reason: "the record has no room for it".to_owned(),
+                        reason: "the limits of a record's steps are reached".to_owned(),
                     });
                 }
                 Ok(other) => {
@@ -734,7 +733,7 @@ impl Progress {
         Ok(())
     }
 
-    /// Takes back what was finished, the last one first.
+    /// Takes back the finished steps, the last one first.
     async fn take_back<E>(&mut self, attempt: &Attempt) -> Result<(), StepError<E>> {
         let mut stuck = None;
         while let Some((step, undo)) = self.undo.pop() {
@@ -758,7 +757,7 @@ impl Progress {
                 }
             };
             self.passed += 1;
-            // What cannot be taken back is an operator's; the rest is taken back all the same.
+            // A compensation that failed for good needs an operator. The others still run.
             let failed = value::decode::<Option<String>>(&bytes);
             if let Some(reason) = failed.map_err(|reason| StepError::Undecodable { step: name, reason })? {
                 stuck.get_or_insert(StepError::Stuck { step, reason });

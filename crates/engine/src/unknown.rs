@@ -24,7 +24,7 @@ impl UnknownOutcomes {
         self.logged.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether the record was not logged yet. It counts as logged from now on.
+    /// Returns true if the record was not logged yet. It counts as logged from now on.
     fn is_first(&self, id: RecordId) -> bool {
         let mut logged = self.lock();
         if logged.len() >= MAX_LOGGED {
@@ -41,7 +41,7 @@ impl UnknownOutcomes {
         }
     }
 
-    /// Logs that the outcome of this attempt of our own is unknown.
+    /// Logs that the outcome of an attempt of this process is unknown.
     pub(crate) fn log(&self, attempt: &Attempt, reason: &str) {
         let id = attempt.record_id();
         self.is_first(id);
@@ -50,8 +50,8 @@ impl UnknownOutcomes {
         warn(id, inner.label.operation(), inner.grant.attempts, reason, duration);
     }
 
-    /// As [`log`](Self::log), for an attempt that ended with nothing recorded. Under another policy than `park` the next claim
-    /// settles it, so its outcome is open and not unknown.
+    /// As [`log`](Self::log), for an attempt that ended without a record of its end. Under policies other than `park` the next
+    /// claim settles it, so its outcome is open, not unknown, and nothing is logged.
     pub(crate) fn log_abandoned(&self, attempt: &Attempt, reason: &str) {
         if attempt.0.policy.on_abandoned == OnAbandoned::Park {
             self.log(attempt, reason);
@@ -60,8 +60,8 @@ impl UnknownOutcomes {
 }
 
 impl Inner {
-    /// Logs a record that a claim found unknown, unless this process has logged it: the process that owned it may have crashed
-    /// and said nothing. Reads the record in a task of its own, so that the client does not wait for it.
+    /// Logs a record that a claim found unknown, unless this process has logged it: its owner may have crashed without a log
+    /// line. Reads the record in a task of its own, so that the client does not wait.
     pub(crate) fn log_found_unknown(self: &Arc<Self>, id: RecordId) {
         if !self.unknown.is_first(id) {
             return;
@@ -101,7 +101,7 @@ fn warn(id: RecordId, operation: &str, attempt: u32, reason: &str, duration: Dur
 }
 
 impl Attempt {
-    /// Logs that this attempt executed and no longer owns its record, so that the store did not take its end.
+    /// Logs that this attempt executed, but no longer owned its record at its end.
     pub(crate) fn log_fenced(&self) {
         let inner = &self.0;
         tracing::warn!(
@@ -110,8 +110,8 @@ impl Attempt {
             attempt = inner.grant.attempts,
             token = %self.token(),
             duration = ?Instant::now().saturating_duration_since(inner.begun),
-            "an attempt executed, but another attempt or an operator had taken its record, so the record does not have its answer: \
-             a second effect is possible; find out"
+            "an attempt executed, but another attempt or an operator had taken its record, so its result is not recorded; \
+             find out if the effect happened twice"
         );
     }
 }

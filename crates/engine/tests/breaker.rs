@@ -406,7 +406,7 @@ fn probes_continue_after_the_runtime_that_sent_them_is_gone() {
 
 #[test]
 fn the_command_timeout_is_bounded() {
-    let with = |patience| Breaker::builder(memory_at_fixed_time()).with_probe_timeout(patience).is_ok();
+    let with = |timeout| Breaker::builder(memory_at_fixed_time()).with_probe_timeout(timeout).is_ok();
     let bit = Duration::from_nanos(1);
     let (min, max) = (Duration::from_millis(10), Duration::from_secs(60));
     assert!(with(min) && with(max) && !with(min - bit) && !with(max + bit));

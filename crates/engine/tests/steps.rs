@@ -580,7 +580,7 @@ async fn an_attempt_after_one_that_died_in_its_first_step_keeps_the_key() {
     let said = shop
         .orders
         .run_in_place("order-1", "the input", async |attempt: Attempt| {
-            // Refused, because there is no room for its compensation's name.
+            // Refused, because the name of its compensation is too long.
             let step = attempt.step("n".repeat(250), async |_| Ok::<_, StepFailure<String>>(1_u8));
             step.compensate(async |_, _: u8| Ok::<_, StepFailure<String>>(())).await
         })

@@ -13,12 +13,13 @@ const LEASE: Duration = Duration::from_secs(2);
 const MINUTE: Duration = Duration::from_secs(60);
 const DAY: u64 = 86_400_000;
 
-/// A lease that was given while the store's clock was a day ahead ends within its own length once the clock is set right and
-/// another claim has come, not after a day. An owner that lives keeps it by renewing. The store holds no record yet and shows
-/// this clock.
+/// Checks leases that were given while the store's clock was a day ahead: once the clock is right and another claim has come,
+/// they end after their own length, not after a day. An owner that is alive keeps its lease by renewing it.
+///
+/// The store must be empty and use this clock.
 ///
 /// # Panics
-/// If that is not so.
+/// If the store fails the check.
 pub fn check_clock_set_back<S: Store>(store: &S, clock: &ManualClock) {
     let right = clock.now().as_millis();
     clock.set_millis(right + DAY);
@@ -36,7 +37,7 @@ pub fn check_clock_set_back<S: Store>(store: &S, clock: &ManualClock) {
     clock.advance(Duration::from_secs(1));
     let taken = claim(store, 1, 5);
     let Outcome::Execute(grant) = &taken else {
-        panic!("nobody owns the record, and a claim gets {taken:?}")
+        panic!("no attempt owns the record, but a claim gets {taken:?}")
     };
     assert!(grant.token > dead && grant.after_abandoned && grant.attempts == 2, "{grant:?}");
     assert_eq!(complete(store, 1, dead), Outcome::Fenced);
@@ -70,6 +71,6 @@ fn complete<S: Store>(store: &S, record: u8, token: FencingToken) -> Outcome {
 fn granted(outcome: &Outcome) -> FencingToken {
     match outcome {
         Outcome::Execute(grant) => grant.token,
-        other => panic!("the record is free, and a claim gets {other:?}"),
+        other => panic!("the record is free, but a claim gets {other:?}"),
     }
 }

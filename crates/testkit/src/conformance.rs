@@ -1,17 +1,18 @@
-//! The suite that every store passes.
+//! The conformance suite of stores.
 //!
-//! A store is given random sequences of commands on a few records: first claims and claims that are sent again, renewals,
-//! steps, completions and releases with current, stale and invented tokens, an operator's resolutions, purges, listings, a
-//! clock that moves by a millisecond, to the edge of a lease, or past everything, and, where the store survives it,
-//! closing and opening again. After each step
+//! The suite sends random sequences of commands on a few records to a store: first claims and claims that are sent again;
+//! renewals, steps, completions and releases with current, stale and invented tokens; an operator's resolutions; purges and
+//! listings. The clock moves by a millisecond, to the edge of a lease, or past everything. A durable store is also closed and
+//! opened again. After each step the suite checks:
 //!
-//! 1. the answer is what [`decide`] gives over a plain map,
-//! 2. every record, the listing and the audit trail are what the map holds,
-//! 3. what must hold whatever [`decide`] says does hold: tokens of a record grow strictly, over releases, expiries and
-//!    purges too (I6); states never go backwards and a completed record never changes (I8); an answer that says that
-//!    nothing was changed is true (I5); a purge removes only what is expired (I10), and in the end all of it.
+//! 1. The answer equals that of [`decide`] on a plain map.
+//! 2. All records, the listing and the audit trail equal the content of the map.
+//! 3. The invariants of GUARANTEES.md hold, checked without [`decide`]: the tokens of a record grow strictly, even over
+//!    releases, expiries and purges (I6); states never go backwards, and a completed record never changes (I8); an answer
+//!    without a change leaves the record unchanged (I5); a purge removes only expired records (I10), and in the end all of
+//!    them.
 //!
-//! A store's time must be that of the clock that it was opened with, moved ahead by a constant at the most.
+//! The store's time must be that of the clock that it was opened with, or ahead of it by a constant.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -62,46 +63,46 @@ impl Suite {
         }
     }
 
-    /// So many sequences.
+    /// Sets the number of sequences.
     #[must_use]
     pub const fn with_cases(mut self, cases: u32) -> Self {
         self.cases = cases;
         self
     }
 
-    /// Sequences of up to so many steps.
+    /// Sets the largest number of steps in a sequence.
     #[must_use]
     pub const fn with_steps(mut self, steps: usize) -> Self {
         self.steps = steps;
         self
     }
 
-    /// How long after the latest expiry that a record ever had a purge may still leave it. Default: two seconds.
+    /// Sets the time by which a purge may be late, counted from the latest expiry that a record ever had: two seconds by default.
     #[must_use]
     pub const fn with_purge_grace(mut self, grace: Duration) -> Self {
         self.purge_grace = grace;
         self
     }
 
-    /// For a store that removes expired records by itself, when it likes: a purge has nothing to do, and says so.
+    /// Accepts a store that removes expired records by itself, so that a purge has nothing to do and returns zero.
     #[must_use]
     pub const fn with_own_expiry(mut self) -> Self {
         self.own_expiry = true;
         self
     }
 
-    /// For a store that lists records in an order of its own.
+    /// Accepts a store that lists records in an order of its own.
     #[must_use]
     pub const fn with_any_order(mut self) -> Self {
         self.any_order = true;
         self
     }
 
-    /// Runs the sequences. `make` is called for each; what it returns opens the store, and opens it again, with the same
-    /// records, after it was dropped, where the store says that it is [`Durability::Synced`].
+    /// Runs the sequences. `make` is called for each. Its result opens the store. If the store is [`Durability::Synced`], it is
+    /// also dropped and opened again, and must then have the same records.
     ///
     /// # Panics
-    /// With the shortest failing sequence found, and what was expected.
+    /// If the store fails, with the shortest failing sequence that was found and the expected result.
     pub fn check<S, M, O>(&self, make: M)
     where
         S: Store,
@@ -129,11 +130,11 @@ impl Suite {
     }
 }
 
-/// Many threads claim one record at once: one executes, the others hear that it is in progress, and after its completion
-/// all of them hear its answer.
+/// Checks that of many threads that claim one record at once, one executes and the others get `InProgress`, and that all get
+/// its response after its completion.
 ///
 /// # Panics
-/// If that is not so.
+/// If the store fails the check.
 pub fn check_concurrent_claims<S: Store>(store: &S, rounds: u8, threads: u8) {
     for round in 0..rounds {
         let id = RecordId::from_bytes([round; 32]);
@@ -172,11 +173,11 @@ pub fn check_concurrent_claims<S: Store>(store: &S, rounds: u8, threads: u8) {
     }
 }
 
-/// A record takes as many steps, and as many bytes of them, as its limits say, and not one more; it goes on as before then. What
-/// was released with steps is another request's no more than before, and an operator may end it.
+/// Checks the limits on the steps of a record: their number and their bytes. A record at a limit must remain usable. A record
+/// that was released with steps must not be free for another request, and an operator must be able to complete it.
 ///
 /// # Panics
-/// If that is not so.
+/// If the store fails the check.
 pub fn check_steps<S: Store>(store: &S) {
     let minute = Duration::from_secs(60);
     let apply = |id, command| block_on(store.apply(id, command)).expect("the store answers");
@@ -206,7 +207,7 @@ pub fn check_steps<S: Store>(store: &S) {
     assert_eq!(record(large, 1, step(half - 1)), Outcome::StepsFull, "with the bytes of both names");
     assert_eq!(record(large, 1, step(half - 2)), Outcome::StepRecorded);
     assert_eq!(record(large, 2, step(0)), Outcome::StepsFull);
-    // Released half-way: it is not free for another request, and an operator may say what came of it.
+    // Released half-way: it is not free for another request, and an operator may resolve it.
     let left = owned(0xe2);
     assert_eq!(record(left, 0, step(1)), Outcome::StepRecorded);
     let expires_at =
@@ -271,7 +272,7 @@ enum Act {
     Step {
         on: u8,
         token: Token,
-        /// Added to the number that comes next.
+        /// The offset from the number of the next step.
         number: i8,
         result: u8,
     },
@@ -311,13 +312,13 @@ enum Act {
     Reopen,
 }
 
-/// Whose token a command shows.
+/// The owner of the token that a command shows.
 #[derive(Clone, Copy, Debug)]
 enum Token {
     Current,
-    /// One that was current before.
+    /// A token that was current before.
     Stale,
-    /// One that was never given out.
+    /// A token that was never given out.
     Invented,
 }
 
@@ -378,7 +379,7 @@ fn step() -> impl Strategy<Value = Act> {
     ]
 }
 
-/// One sequence: the store, and what it should hold.
+/// One sequence: the store, and its expected content.
 struct Run<S, O> {
     open: O,
     store: Option<S>,
@@ -390,16 +391,16 @@ struct Run<S, O> {
     attempts: u128,
 }
 
-/// A record as it should be.
+/// The expected record.
 struct Entry {
     record: Record,
     /// The latest expiry that it ever had.
     latest_expiry: Timestamp,
-    /// A purge may have removed it: it is expired, and the purge did not remove all that was.
+    /// True if a purge may have removed it: it is expired, and the purge did not remove all expired records.
     maybe_purged: bool,
 }
 
-/// What was seen of a record over its whole history, whatever became of it.
+/// The facts about a record that were seen over its whole history.
 #[derive(Default)]
 struct Seen {
     tokens: Vec<FencingToken>,
@@ -476,7 +477,7 @@ impl<S: Store, O: Fn(Arc<ManualClock>) -> S> Run<S, O> {
         }
     }
 
-    /// The command of a step, with the tokens and attempts that are known by now.
+    /// The command of a step, with the tokens and attempts that are known so far.
     fn command(&mut self, step: &Act) -> (RecordId, Command) {
         let token = |seen: Option<&Seen>, token: &Token| {
             let tokens = seen.map_or(&[][..], |seen| &seen.tokens);
@@ -496,7 +497,7 @@ impl<S: Store, O: Fn(Arc<ManualClock>) -> S> Run<S, O> {
                     lease: *lease,
                     retention: *retention,
                     on_abandoned: *abandoned,
-                    // Not every program gives the tag of the key, and not each time.
+                    // Some claims have no tag of the key.
                     label: Label::new(caller_tag(*on % 2), &operation_of(*on))
                         .with_key(key_tag((*on + input) % 3)),
                 };
@@ -565,7 +566,7 @@ impl<S: Store, O: Fn(Arc<ManualClock>) -> S> Run<S, O> {
         let outcome = block_on(self.store().apply(id, command.clone())).map_err(in_words)?;
         let entry = self.records.get(&id);
         let decision = decide(entry.map(|entry| &entry.record), command, now);
-        // Whether an expired record was purged already can be seen by nobody but whoever purges it.
+        // Only the purge itself shows if an expired record was still there.
         let unseen = entry.is_some_and(|entry| entry.maybe_purged) && matches!(command, Command::Purge);
         ensure!(
             outcome == decision.outcome || (unseen && outcome == Outcome::Kept),
@@ -597,7 +598,7 @@ impl<S: Store, O: Fn(Arc<ManualClock>) -> S> Run<S, O> {
         self.check_invariants(id, &outcome, before.as_ref(), after.as_ref())
     }
 
-    /// What must hold whatever `decide` says.
+    /// Checks the invariants that do not depend on `decide`.
     fn check_invariants(
         &mut self,
         id: RecordId,
@@ -657,7 +658,7 @@ impl<S: Store, O: Fn(Arc<ManualClock>) -> S> Run<S, O> {
         if purged == expired {
             self.records.retain(|_, entry| !entry.record.is_expired(now));
         } else if purged < limit {
-            // It said that there are no more.
+            // The purge reported that there are no more.
             self.records.retain(|_, entry| !overdue(entry));
         }
         for entry in self.records.values_mut().filter(|entry| entry.record.is_expired(now)) {
@@ -666,7 +667,7 @@ impl<S: Store, O: Fn(Arc<ManualClock>) -> S> Run<S, O> {
         Ok(())
     }
 
-    /// Everything that can be seen is what it should be.
+    /// Checks that all records, the listing and the audit trail are as expected.
     fn check_all(&self) -> Checked {
         let now = self.now();
         for id in (0..RECORDS).map(id) {
@@ -691,7 +692,7 @@ impl<S: Store, O: Fn(Arc<ManualClock>) -> S> Run<S, O> {
         expected.sort_by_key(|(id, _)| *id);
         let mut found = Vec::new();
         let mut query = query.clone();
-        // A page may be short or empty, but each goes further than the one before.
+        // A page may be short or empty, but its cursor must advance.
         for _ in 0..=2 * RECORDS {
             let ListPage { records, unreadable, next } =
                 block_on(self.store().list(query.clone())).map_err(in_words)?;
@@ -726,7 +727,7 @@ impl<S: Store, O: Fn(Arc<ManualClock>) -> S> Run<S, O> {
         Ok(())
     }
 
-    /// In the end, everything expires and a purge removes all of it.
+    /// Checks that in the end all records expire and are purged.
     fn finish(&mut self) -> Checked {
         self.clock.advance(Duration::from_secs(86_400));
         self.check_all()?;
@@ -746,19 +747,19 @@ impl<S: Store, O: Fn(Arc<ManualClock>) -> S> Run<S, O> {
 
 const ONE_MILLI: Duration = Duration::from_millis(1);
 
-/// Whether a record may become the other one in one step, in the words of the protocol and not by its function.
+/// True if the protocol allows this change of a record in one step. Written independently of `decide`.
 fn may_follow(before: &Record, after: &Record) -> bool {
     if after.token < before.token || (after.token == before.token && after.attempts != before.attempts) {
         return false;
     }
     let same_owner = before.token == after.token;
-    // An operator parked it, under a token that nobody owns.
+    // An operator parked it, under a token that no attempt owns.
     let is_parked = after.state == State::Unknown && after.by_operator && !same_owner;
     let (done, done_after) = (before.steps.as_slice(), after.steps.as_slice());
     let keeps_steps = if matches!(after.state, State::Completed(_)) && !after.by_operator {
         done_after.is_empty()
     } else {
-        // None is changed or forgotten, and only an owner adds some.
+        // No step changes or is lost, and only an owner adds steps.
         let may_grow =
             matches!((&before.state, &after.state), (State::InProgress { .. }, State::InProgress { .. }));
         done_after.starts_with(done)
@@ -773,7 +774,7 @@ fn may_follow(before: &Record, after: &Record) -> bool {
         (State::Unknown, State::Unknown | State::Completed(_) | State::Released) => same_owner,
         (State::Unknown, State::InProgress { .. }) => false,
         (State::Completed(Answer::Awaited), State::Completed(_)) => same_owner,
-        // What an operator said, an operator may replace or park.
+        // An operator may replace or park the resolution of an operator.
         (State::Completed(_) | State::Released, State::Completed(_)) if before.by_operator => {
             before == after || same_owner && after.by_operator
         }
@@ -796,7 +797,7 @@ fn granted(outcome: &Outcome) -> Option<FencingToken> {
     }
 }
 
-/// Spread over the whole range, so that a store that keeps records in several places uses them.
+/// The identifiers are spread over the whole range, so that a store with several shards uses all of them.
 fn id(on: u8) -> RecordId {
     RecordId::from_bytes([on.wrapping_mul(0x3b); 32])
 }
@@ -805,7 +806,7 @@ fn caller_tag(n: u8) -> CallerTag {
     CallerTag::from_bytes([n; 8])
 }
 
-/// The tag of a key; none for 2.
+/// The tag of the key of this record; record 2 has none.
 fn key_tag(n: u8) -> Option<KeyTag> {
     (n < 2).then(|| KeyTag::from_bytes([0xf0 | n; 8]))
 }

@@ -1,4 +1,4 @@
-//! Stores that a test changes in a few methods only.
+//! Delegation for stores of tests that change only a few methods.
 
 /// Implements the named methods of `Store` in a test's wrapper: each calls the same method of the wrapped store.
 ///

@@ -13,7 +13,7 @@ use oncegate_core::{
     RecordId, Store, StoreError, StoreFuture, Timestamp,
 };
 
-/// Any store, with faults on demand. Without a fault it is the store inside.
+/// A store with faults on demand. Without a fault it behaves like the wrapped store.
 ///
 /// ```
 /// use oncegate_core::{MemoryStore, Store};
@@ -91,7 +91,7 @@ pub enum Fault {
     Refuse,
     /// It is refused because the store is full ([`Extent::Writes`]), and nothing is done.
     Full,
-    /// It is refused because somebody else holds the record ([`Extent::Record`]), and nothing is done.
+    /// It is refused because a transaction holds the record ([`Extent::Record`]), and nothing is done.
     Busy,
     /// It is done, and its answer is lost: unavailable.
     LoseAnswer,
@@ -101,7 +101,7 @@ pub enum Fault {
     StallBefore(Latch),
     /// It is done, and not answered before the latch opens.
     StallAfter(Latch),
-    /// It is refused as unavailable, and a command is on its way all the same: [`Faults::arrive`] has it done.
+    /// It is refused as unavailable, but the command is still on its way: [`Faults::arrive`] applies it.
     Delay,
 }
 
@@ -121,35 +121,34 @@ struct State {
 struct Rule {
     operation: Operation,
     fault: Fault,
-    /// The number of times that it is still to happen; `None` until it is healed.
+    /// The number of times that the fault will still happen; `None` means until it is healed.
     left: Option<usize>,
 }
 
 impl Faults {
-    /// From now on until it is healed, the operation goes wrong like this.
+    /// Makes the operation fail in this way until it is healed.
     pub fn always(&self, operation: Operation, fault: Fault) {
         self.lock().rules.push(Rule { operation, fault, left: None });
     }
 
-    /// The next so many times, the operation goes wrong like this. Of several faults the first one that was asked for
-    /// comes first.
+    /// Makes the operation fail in this way the next `times` times. Several faults happen in the order of these calls.
     pub fn next(&self, times: usize, operation: Operation, fault: Fault) {
         self.lock().rules.push(Rule { operation, fault, left: Some(times) });
     }
 
-    /// Every operation is refused until it is healed.
+    /// Refuses every operation until it is healed.
     pub fn outage(&self) {
         for operation in Operation::ALL {
             self.always(operation, Fault::Refuse);
         }
     }
 
-    /// Nothing goes wrong any more. What is stalled stays so until its latch opens.
+    /// Ends all faults. Stalled operations wait until their latch opens.
     pub fn heal(&self) {
         self.lock().rules.clear();
     }
 
-    /// Does what was delayed, in the order in which it was sent, and says what came of it.
+    /// Applies the delayed commands in the order in which they were sent, and returns their results.
     pub async fn arrive(&self) -> Vec<Result<Outcome, StoreError>> {
         let delayed = std::mem::take(&mut self.lock().delayed);
         let mut outcomes = Vec::new();
@@ -187,7 +186,7 @@ impl fmt::Debug for Faults {
 }
 
 impl FaultyStore {
-    /// The store, and the handle on its faults.
+    /// Wraps a store, and returns it with the handle on its faults.
     #[must_use]
     pub fn new(store: impl IntoStore) -> (Self, Faults) {
         let inner = store.into_store();
@@ -286,7 +285,7 @@ impl Store for FaultyStore {
     }
 }
 
-/// A door that opens once, for everybody who waits at it and who comes later. All clones are one.
+/// A latch that opens once, for all present and later waiters. Clones share one latch.
 #[derive(Clone, Default)]
 pub struct Latch {
     state: Arc<Mutex<LatchState>>,
@@ -299,13 +298,13 @@ struct LatchState {
 }
 
 impl Latch {
-    /// A closed one.
+    /// A closed latch.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Opens it.
+    /// Opens the latch.
     pub fn open(&self) {
         let waiting = {
             let mut state = self.lock();
@@ -315,7 +314,7 @@ impl Latch {
         waiting.into_iter().for_each(Waker::wake);
     }
 
-    /// Waits until it is open.
+    /// Waits until the latch is open.
     pub async fn opened(&self) {
         Opened(self).await;
     }

@@ -1,15 +1,14 @@
 //! Tools that hold every Oncegate store to the protocol.
 //!
-//! - [`conformance`]: random command sequences, run against a store and against [`decide`](oncegate_core::decide()) over
-//!   a plain map, with everything that can be seen compared after each step. A sequence that fails is made as short as
-//!   it can be.
+//! - [`conformance`]: random command sequences, run against a store and against [`decide`](oncegate_core::decide()) on a
+//!   plain map, and compared after each step. A failing sequence is made as short as possible.
 //! - [`ManualClock`]: a clock that moves only by hand. [`TokioClock`]: a clock that follows tokio's time.
 //! - [`until`]: waits for a condition.
-//! - [`FaultyStore`]: any store, with faults on demand: refused commands, lost answers, damaged records, stalls.
-//! - [`delegate_store!`]: the methods that a test's own store leaves to the store that it wraps.
+//! - [`FaultyStore`]: a store with faults on demand: refused commands, lost answers, damaged records, stalls.
+//! - [`delegate_store!`]: the methods that a store of a test passes on to the store that it wraps.
 //! - [`block_on`]: waits for one future without a runtime.
 //!
-//! A store is held to the suite by one test:
+//! One test runs the suite on a store:
 //!
 //! ```
 //! use oncegate_core::MemoryStore;

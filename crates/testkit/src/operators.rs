@@ -1,4 +1,4 @@
-//! Checks of what an operator may take back, on a store with a clock of its own.
+//! Checks of the resolutions of operators, on a store with a clock of its own.
 
 use std::time::Duration;
 
@@ -12,11 +12,13 @@ use crate::block_on;
 
 const MINUTE: Duration = Duration::from_secs(60);
 
-/// An operator's answer can be replaced and parked, its steps survive that, and what its owner completed cannot. Whoever was
-/// fenced stays fenced after a park. Records are found by the tag of their key. The store holds no record yet.
+/// Checks that an operator's resolution can be replaced and parked without losing steps, that a record that its owner completed
+/// cannot, that a fenced owner stays fenced after a park, and that records are found by the tag of their key.
+///
+/// The store must be empty.
 ///
 /// # Panics
-/// If that is not so.
+/// If the store fails the check.
 pub fn check_operators<S: Store>(store: &S) {
     let mut desk = Desk { store, attempts: 0 };
     desk.takes_back_an_answer();
@@ -61,7 +63,7 @@ impl<S: Store> Desk<'_, S> {
         self.apply(id, Command::Complete(Complete { token, completion, retention: MINUTE }))
     }
 
-    /// A record whose owner did not know what came of it, and the owner's token.
+    /// A record whose outcome is unknown to its owner, and the owner's token.
     fn unknown(&mut self, n: u8) -> (RecordId, FencingToken) {
         let id = record_id(n);
         let token = self.owned(id);
@@ -88,7 +90,7 @@ impl<S: Store> Desk<'_, S> {
         block_on(self.store.lookup(id)).expect("the store answers").expect("the record is there")
     }
 
-    /// Whoever had this token changes nothing any more.
+    /// Checks that the owner of this token can no longer change the record.
     fn is_fenced(&self, id: RecordId, token: FencingToken) {
         let before = self.record(id);
         let (lease, retention) = (MINUTE, MINUTE);
@@ -135,10 +137,10 @@ impl<S: Store> Desk<'_, S> {
     }
 
     fn holds_a_released_key(&mut self) {
-        // By an operator.
+        // Completed by an operator.
         let (id, first) = self.unknown(3);
         assert_eq!(self.resolve(id, Resolution::Release), Outcome::Resolved { from: StateName::Unknown });
-        // By its owner.
+        // Completed by its owner.
         let other = record_id(4);
         let second = self.owned(other);
         let release = Release { token: second, retention: MINUTE };
@@ -155,7 +157,7 @@ impl<S: Store> Desk<'_, S> {
             assert!(next > parked && parked > token, "{token} {parked} {next}");
             assert!(!self.record(id).by_operator);
             assert_eq!(self.complete(id, token, Completion::Tombstone), Outcome::Fenced);
-            // It has an owner again, who may be running.
+            // It has an owner again, which may be running.
             let in_progress = Outcome::NotResolvable { state: Some(StateName::InProgress) };
             assert_eq!(self.resolve(id, Resolution::Park), in_progress);
         }
@@ -177,7 +179,7 @@ impl<S: Store> Desk<'_, S> {
             }
             assert_eq!(self.record(id), before);
         }
-        // Nor is a release of its owner an operator's word to amend.
+        // A release by its owner cannot be amended either.
         let id = record_id(8);
         let token = self.owned(id);
         assert_eq!(self.apply(id, Command::Release(Release { token, retention: MINUTE })), Outcome::Released);
@@ -190,7 +192,7 @@ impl<S: Store> Desk<'_, S> {
         let (id, token) = self.unknown(9);
         let completed = |n| Resolution::Complete(Some(response(n)));
         self.resolve(id, completed(1));
-        // Another operator, who does not know that.
+        // Another operator, who does not know of the first one.
         let raced = Outcome::NotResolvable { state: Some(StateName::Completed) };
         assert_eq!(self.resolve(id, completed(2)), raced);
         assert_eq!(self.claim(id), Outcome::Replay(response(1)));
@@ -210,7 +212,7 @@ impl<S: Store> Desk<'_, S> {
         assert!(self.owned(id) > token);
     }
 
-    /// An answer that is taken back leaves the steps that took place: the next attempt goes on after them.
+    /// Checks that a resolution that is taken back leaves the steps: the next attempt continues after them.
     fn keeps_steps(&mut self) {
         let id = record_id(10);
         let token = self.owned(id);
@@ -267,7 +269,7 @@ fn record_id(n: u8) -> RecordId {
     RecordId::from_bytes(bytes)
 }
 
-/// Two records have one.
+/// The tag of a key that two records have.
 fn key_tag(id: RecordId) -> Option<KeyTag> {
     Some(KeyTag::from_bytes([id.as_bytes()[0] / 2; 8]))
 }

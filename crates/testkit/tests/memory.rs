@@ -1,4 +1,4 @@
-//! The memory store, held to the suite that every other store is held to.
+//! The conformance suite, run on the memory store.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,7 +21,7 @@ fn one_of_many_claimants_executes() {
 }
 
 #[test]
-fn an_operator_takes_back_what_an_operator_said() {
+fn an_operator_takes_a_resolution_back() {
     check_operators(&MemoryStore::new(ManualClock::at_millis(1)));
 }
 
@@ -31,7 +31,7 @@ fn steps_are_bounded() {
 }
 
 #[test]
-fn a_full_store_refuses_new_records_and_pushes_none_out() {
+fn a_full_store_refuses_new_records_and_evicts_none() {
     const RECORDS: u8 = 20;
     let store = MemoryStore::new(ManualClock::at_millis(1_000)).with_max_records(RECORDS.into());
     let claim = |first: u8, last: u8| {
@@ -56,7 +56,7 @@ fn a_full_store_refuses_new_records_and_pushes_none_out() {
 }
 
 #[test]
-fn a_store_whose_records_have_all_their_bytes_refuses_new_ones_until_some_are_purged() {
+fn a_store_at_its_limit_of_bytes_refuses_new_records_until_some_are_purged() {
     const ANSWER: usize = 10_000;
     let clock = Arc::new(ManualClock::at_millis(1_000));
     let store = MemoryStore::new(clock.clone()).with_max_record_bytes(35_000);

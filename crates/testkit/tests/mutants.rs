@@ -1,4 +1,4 @@
-//! The suite's own test: stores that are wrong in one way each, which it must find.
+//! The test of the suite itself: it must find the bug in each of these stores.
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -12,19 +12,14 @@ use oncegate_core::{
 use oncegate_testkit::ManualClock;
 use oncegate_testkit::conformance::Suite;
 
-/// What is wrong with a store.
+/// The bug of a store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Bug {
     None,
-    /// M1
     CompletesWithoutToken,
-    /// M2
     ReleasesWithoutToken,
-    /// M4
     IgnoresFingerprint,
-    /// M14
     TakesEveryClaimForTheOwner,
-    /// M15
     ForgetsTokenOnRelease,
     ForgetsWhatAnOperatorDid,
     ParksUnderTheSameToken,
@@ -72,7 +67,7 @@ struct Held {
     audit: Vec<AuditEntry>,
 }
 
-/// The simplest store there is, but for one bug.
+/// The simplest possible store, with one bug.
 struct Mutant {
     bug: Bug,
     clock: Arc<ManualClock>,

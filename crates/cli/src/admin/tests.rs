@@ -716,7 +716,7 @@ async fn a_resolution_that_says_too_little_or_too_much_changes_nothing() {
         (json!({"outcome": "completed", "status": 201}), "The body: missing field `reason`"),
         (
             json!({"outcome": "completed", "status": 201, "reason": " "}),
-            "reason: it is empty; the audit trail keeps it.",
+            "reason: it is empty; the audit trail needs a text.",
         ),
         (
             json!({"outcome": "completed", "status": 201, "reason": "a\nb"}),

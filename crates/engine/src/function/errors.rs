@@ -15,15 +15,15 @@ use super::value::{self, JsonError};
 /// | variant | the function | what to do |
 /// |---|---|---|
 /// | `Failed` | ran and returned this error, now or (`replayed`) before | as the error says |
-/// | `InProgress` | runs for somebody else | the same key, later |
+/// | `InProgress` | runs for another call | the same key, later |
 /// | `KeyReused` | was called with this key and another input | fix the caller |
-/// | `Unknown` | ran, and nobody knows whether it took effect | stop; somebody has to find out |
+/// | `Unknown` | ran; it is unknown if it took effect | stop; an operator has to find out |
 /// | `NotReplayable` | took effect; its result was not stored | look up the result elsewhere |
-/// | `Undecodable` | took effect; its stored result does not fit the type | read the record; a new key would do it twice |
+/// | `Undecodable` | took effect; its stored result does not match the type | read the record; a new key would do it twice |
 /// | `NotTakenBack` | returned this error, and a step is not taken back yet | the same key, later, or as the reason says |
-/// | `Panicked` | panicked in the middle | as for `Unknown` |
-/// | `Store` | was not run: the store did not answer | the same key, later |
-/// | `Key`, `Input` | was not run: the call is no call | fix the caller |
+/// | `Panicked` | panicked | as for `Unknown` |
+/// | `Store` | was not run: the store failed | the same key, later |
+/// | `Key`, `Input` | was not run: the call is invalid | fix the caller |
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum FunctionError<E> {
@@ -41,38 +41,38 @@ pub enum FunctionError<E> {
     },
     /// The key was used with another input.
     KeyReused,
-    /// It is not known whether the function took effect.
+    /// It is unknown whether the function took effect.
     Unknown,
-    /// The function ran to its end, and its result was not stored.
+    /// The function ran to its end, but its result was not stored.
     NotReplayable,
-    /// The function ran to its end, and its stored result cannot be read as the type that is asked for: the type has changed, or
-    /// somebody stored something else. It is never run again for that.
+    /// The function ran to its end, but its stored result cannot be read as the requested type: the type has changed, or an
+    /// operator stored another value. The function never runs again because of that.
     Undecodable {
         /// The function's name.
         function: Arc<str>,
         /// The mismatch, without any part of the value.
         reason: String,
     },
-    /// The function returned an error to be stored, after [steps](crate::step), and one of these is not taken back yet, or did
-    /// not come to its end. The error is not the function's result yet: the next call with the key goes on.
+    /// The function returned an error to be stored after [steps](crate::step), but a step is not taken back yet or did not end.
+    /// The error is not the function's result yet: the next call with the key continues.
     NotTakenBack {
         /// The error.
         error: E,
-        /// Why not.
+        /// The reason why the step is not taken back.
         reason: String,
     },
-    /// The function panicked in this call; what became of its effect is not known.
+    /// The function panicked in this call. It is unknown whether it took effect.
     Panicked,
-    /// The store did not answer, or cannot read the record. This call executed nothing.
+    /// The store failed, or cannot read the record. This call executed nothing.
     Store(StoreError),
-    /// The key is no key.
+    /// The key is invalid.
     Key(KeyError),
-    /// The input has no JSON to compare it by.
+    /// The input has no JSON, so it cannot be compared.
     Input(JsonError),
 }
 
 impl<E> FunctionError<E> {
-    /// The same, with another error of the function.
+    /// Converts the error of the function.
     pub fn map<U>(self, with: impl FnOnce(E) -> U) -> FunctionError<U> {
         match self {
             Self::Failed { error, replayed } => FunctionError::Failed { error: with(error), replayed },
@@ -98,22 +98,20 @@ impl<E: fmt::Display> fmt::Display for FunctionError<E> {
             Self::Failed { error, .. } => error.fmt(f),
             Self::InProgress { .. } => f.write_str("a call with this key is in progress"),
             Self::KeyReused => f.write_str("the key was used with another input"),
-            Self::Unknown => f.write_str("it is not known whether an earlier call with this key took effect"),
+            Self::Unknown => f.write_str("it is unknown whether an earlier call with this key took effect"),
             Self::NotReplayable => {
-                f.write_str("an earlier call with this key took effect, and its result was not stored")
+                f.write_str("an earlier call with this key took effect, but its result was not stored")
             }
             Self::Undecodable { function, reason } => {
                 write!(f, "the stored result of {function} cannot be read: {reason}")
             }
             Self::NotTakenBack { error, reason } => {
-                write!(f, "{error} (not at its end, call it again under its key: {reason})")
+                write!(f, "{error} (the operation has not ended; call it again with the same key: {reason})")
             }
-            Self::Panicked => {
-                f.write_str("the function panicked; it is not known whether it took effect before that")
+            Self::Panicked => f.write_str("the function panicked; it is unknown whether it took effect"),
+            Self::Store(_) => {
+                f.write_str("nothing was executed, because the store failed or cannot read the record")
             }
-            Self::Store(_) => f.write_str(
-                "nothing was executed, because the store did not answer or cannot read the record",
-            ),
             Self::Key(_) => f.write_str("nothing was executed, because the key is not valid"),
             Self::Input(_) => f.write_str("nothing was executed, because the input cannot be compared"),
         }
@@ -218,7 +216,7 @@ impl<E: Serialize + DeserializeOwned, F: Fn(&E) -> ErrorFate> ErrorPolicy<E> for
     }
 }
 
-const NOT_STORED: &str = "it holds an error, and errors of this function are not stored";
+const NOT_STORED: &str = "it is an error, and errors of this function are not stored";
 
 /// The default policy: after every error the outcome is unknown ([`ErrorFate::Unknown`]).
 ///

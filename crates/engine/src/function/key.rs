@@ -4,11 +4,11 @@ use std::fmt::{Display, Write as _};
 
 use oncegate_core::{IdempotencyKey, KeyError};
 
-/// Puts a key together of text and values, so that it can be read and no two lists of values make one key.
+/// Builds a readable key of text and values, so that different lists of values give different keys.
 ///
-/// With `-` between them, `x-y` and `z` would make the key that `x` and `y-z` make. So in each value the character that the
-/// text behind it begins with is written as in a URL (`x%2Dy-z`), and so is `%`. Where no text stands between two values, or
-/// one that begins with `%`, a comma is put there. The last value is written as it is.
+/// With a plain `-` between them, `x-y` and `z` would give the same key as `x` and `y-z`. So in each value, the first character
+/// of the text after it is percent-encoded as in a URL (`x%2Dy-z`), and so is `%`. If there is no text between two values, or
+/// text that begins with `%`, a comma is inserted. The last value is not encoded.
 ///
 /// ```
 /// use oncegate_engine::KeyText;
@@ -22,7 +22,7 @@ use oncegate_core::{IdempotencyKey, KeyError};
 #[derive(Clone, Debug, Default)]
 pub struct KeyText {
     text: String,
-    /// A value that waits for what comes behind it.
+    /// The last value, which is encoded once the text after it is known.
     last: Option<String>,
     lacks_value: bool,
 }
@@ -57,7 +57,7 @@ impl KeyText {
     /// The key.
     ///
     /// # Errors
-    /// [`KeyError::EmptyValue`] where a value was empty: all that have none would have one key. Otherwise as for
+    /// [`KeyError::EmptyValue`] if a value is empty: all calls with an empty value would share one key. Otherwise as for
     /// [`IdempotencyKey::new`].
     pub fn key(mut self) -> Result<IdempotencyKey, KeyError> {
         if self.lacks_value {
@@ -67,10 +67,10 @@ impl KeyText {
         self.text.try_into()
     }
 
-    /// Writes the value that waits, so that it ends where `behind` stands, or the comma that is put there.
-    fn end_value(&mut self, behind: Option<char>) {
+    /// Writes the last value, encoded so that it ends at the character `next`, or at an inserted comma.
+    fn end_value(&mut self, next: Option<char>) {
         let Some(value) = self.last.take() else { return };
-        let end = behind.unwrap_or(',');
+        let end = next.unwrap_or(',');
         for character in value.chars() {
             if character == end || character == '%' {
                 for byte in character.encode_utf8(&mut [0; 4]).bytes() {
@@ -81,7 +81,7 @@ impl KeyText {
                 self.text.push(character);
             }
         }
-        if behind.is_none() {
+        if next.is_none() {
             self.text.push(',');
         }
     }
@@ -102,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_two_lists_of_values_make_one_key() {
+    fn different_lists_of_values_give_different_keys() {
         let values = ["-", "--", "a", "a-", "-a", "%", "%2D", "%252D", ",", "a,", "é", "2D", "%C3%A9", "-,%"];
         for (text, suffix) in
             [("-", ""), ("--", "-"), ("", ""), ("%", ""), ("%2D", "x"), ("é", "é"), (",", ",")]
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_of_an_empty_value_is_none() {
+    fn an_empty_value_is_refused() {
         assert_eq!(KeyText::new("order-").value("").key(), Err(KeyError::EmptyValue));
         assert_eq!(KeyText::new("").key(), Err(KeyError::Empty));
         let long = "a".repeat(256);

@@ -41,28 +41,28 @@ const UNNAMED: &str = "run";
 
 const DEFAULT_MAX_RESULT_BYTES: usize = 1024 * 1024;
 
-/// A function whose effect takes place once for each key: its name, what its keys are unique within, and how long things last.
+/// A function whose effect takes place once for each key, with its name, its caller and its settings.
 ///
-/// Made by [`Engine::function`]. Cheap to clone; make it once and keep it.
+/// [`Engine::function`] makes it. Cheap to clone; make it once and keep it.
 ///
-/// # What a call does
-/// 1. The key is looked up within the caller and the function's name; the input's canonical JSON is compared with that of the
-///    first call. Another input under the same key is [`FunctionError::KeyReused`].
-/// 2. The first call runs the function. Others, in this process or another one, hear [`FunctionError::InProgress`], or wait as
-///    the [policy](Self::with_policy) says.
-/// 3. The value is stored as JSON before the first caller gets it, and every later call gets it until the retention ends: also
+/// # Steps of a call
+/// 1. The key is unique within the caller and the function's name. The canonical JSON of the input is compared with that of the
+///    first call. Another input under the same key gives [`FunctionError::KeyReused`].
+/// 2. The first call runs the function. Other calls, in any process, wait as long as the [policy](Self::with_policy) allows, and
+///    then get [`FunctionError::InProgress`].
+/// 3. The value is stored as JSON before the first caller gets it. Every later call gets it until the retention ends, even
 ///    `false`, `0`, `""`, `[]`, `None` and `()`.
-/// 4. What has no JSON that says the same ([`JsonError`]), or is too large, is not stored. The first caller gets it, the others
-///    [`FunctionError::NotReplayable`]. Nothing is run again for that.
-/// 5. An error is stored, frees the key or leaves the outcome unknown, as [`with_errors`](Self::with_errors) says. A panic
-///    always leaves it unknown.
-/// 6. Where the store does not answer, nothing is run.
+/// 4. A value that JSON cannot express exactly ([`JsonError`]), or that is too large, is not stored. The first caller gets it;
+///    later ones get [`FunctionError::NotReplayable`]. The function does not run again.
+/// 5. An error is stored, frees the key, or leaves the outcome unknown: see [`with_errors`](Self::with_errors). After a panic
+///    the outcome is always unknown.
+/// 6. If the store fails, nothing runs.
 ///
-/// # When the caller goes away
-/// [`run`](Self::run) runs the function in a task of its own: whoever drops the future, by a time-out or because a client hung
-/// up, loses the value and stops nothing; the result is stored. [`run_in_place`](Self::run_in_place) runs it where it is
-/// called, so that it may borrow; dropped in the middle it stops there, and the record is left to its lease. After that the
-/// outcome is unknown, or the function runs again under `reexecute`: the same as after a crash. The key is never freed.
+/// # Cancellation
+/// [`run`](Self::run) runs the function in a task of its own. If its future is dropped (a time-out, a client that hung up), the
+/// function still runs to its end, and its result is stored. [`run_in_place`](Self::run_in_place) runs the function in the
+/// future itself, so it may borrow. If that future is dropped, the function stops, and the record is left to its lease, as
+/// after a crash: then the outcome is unknown, or under `reexecute` the function runs again. The key is never freed.
 ///
 /// ```
 /// # use oncegate_core::MemoryStore;
@@ -101,10 +101,11 @@ struct Settings {
 }
 
 impl Engine {
-    /// A function of this name, whose calls take effect once for each key. The name is part of where its records are found: a
-    /// function that gets another name, or shares one, gets or shares keys. Functions of programs that share a store share
-    /// keys as well, unless their engines [name their services](crate::EngineBuilder::with_service). Operators see the name as
-    /// the record's operation.
+    /// A function of this name, whose calls take effect once for each key.
+    ///
+    /// The name is part of the identifier of its records. So a renamed function has new keys, and functions of the same name
+    /// share keys, also in other programs on the same store, unless their engines
+    /// [name their services](crate::EngineBuilder::with_service). Operators see the name as the record's operation.
     #[must_use]
     pub fn function(&self, name: &str) -> Function {
         let scope = self.in_service(Scope::single_tenant());
@@ -123,8 +124,8 @@ impl Engine {
         }
     }
 
-    /// Runs `run` once for this key, with the defaults: [`Function::run`] of a function that is called `run`. So the key alone
-    /// tells what is meant; where several functions have the same keys, give them [names](Self::function).
+    /// Runs `run` once for this key, with the defaults: [`Function::run`] of a function named `run`. If several functions use the
+    /// same keys, give them [names](Self::function).
     ///
     /// # Errors
     /// [`FunctionError`].
@@ -154,7 +155,7 @@ impl<P> Function<P> {
         self.with(|settings| settings.policy = policy)
     }
 
-    /// Keys are unique within this caller, told apart by `identity`; `kind` keeps equal identities of different kinds apart. By
+    /// Makes keys unique within this caller, identified by `identity`. `kind` keeps equal identities of different kinds apart. By
     /// default there is one caller. See [`Scope::caller`].
     #[must_use]
     pub fn with_caller(self, kind: &str, identity: impl AsRef<[u8]>) -> Self {
@@ -165,23 +166,19 @@ impl<P> Function<P> {
         })
     }
 
-    /// What of the input's JSON counts when two calls are compared: all of it by default. A time of sending may be left out,
-    /// or only the amount be looked at.
+    /// Sets the parts of the input's JSON that are compared: all of it by default. For example, exclude a time of sending, or
+    /// include only the amount.
     #[must_use]
     pub fn with_fingerprint(self, rules: FingerprintRules) -> Self {
         self.with(|settings| settings.rules = rules)
     }
 
-    /// How many bytes the JSON of a result, or of an error that is stored, may have: 1 MiB by default. What is larger is not
-    /// stored.
+    /// Sets the largest JSON of a result, or of a stored error, in bytes: 1 MiB by default. A larger one is not stored.
     ///
     /// # Errors
     /// More than [`limits::MAX_RESPONSE_BYTES`].
     pub fn with_max_result_bytes(self, bytes: usize) -> Result<Self, ConfigError> {
-        if bytes > limits::MAX_RESPONSE_BYTES {
-            let max = limits::MAX_RESPONSE_BYTES;
-            return Err(ConfigError::new(format!("a result of {bytes} bytes; at most {max} can be stored")));
-        }
+        let bytes = ConfigError::check("the largest result", bytes, 0..=limits::MAX_RESPONSE_BYTES)?;
         Ok(self.with(|settings| settings.max_result_bytes = bytes))
     }
 
@@ -205,11 +202,11 @@ impl<P> Function<P> {
         RecordId::derive(&self.settings.scope.within_parts(&operation), key)
     }
 
-    /// The answer with which an [operator](crate::Operator::complete) completes a record of this function, so that later calls
+    /// The response with which an [operator](crate::Operator::complete) completes a record of this function, so that later calls
     /// get this value.
     ///
     /// # Errors
-    /// JSON cannot say it, or it is too large.
+    /// If JSON cannot express the value, or it is too large.
     pub fn answer<T: Serialize + ?Sized>(&self, value: &T) -> Result<StoredResponse, JsonError> {
         run::answer(run::VALUE, value::encode_input(value)?)
     }
@@ -228,26 +225,25 @@ impl<P> Function<P> {
 }
 
 impl<P: Clone> Function<P> {
-    /// One call. What there is to know of key and input is taken from them here, so that the function may have the input, and
-    /// change it.
+    /// A call with this key and input. It keeps neither, so the function may take the input and change it.
     pub fn call<K, I>(&self, key: K, input: &I) -> Call<P>
     where
         K: TryInto<IdempotencyKey>,
         K::Error: Into<KeyError>,
         I: Serialize + ?Sized,
     {
-        let asked = key
+        let request = key
             .try_into()
             .map_err(|error| InvalidCall::Key(error.into()))
             .and_then(|key| Ok((key, value::encode_input(input).map_err(InvalidCall::Input)?)))
             .map(|(key, json)| (self.record_id(&key), KeyTag::of(&key), self.fingerprint(&json)));
-        Call { function: self.clone(), asked }
+        Call { function: self.clone(), request }
     }
 
     /// Runs `run` in a task of its own, unless this key was used before. Dropping the future does not stop it, and its result is
     /// stored; [`Engine::drain`] waits for it. Must be called inside a tokio runtime.
     ///
-    /// Where `run` takes the input with it: `function.call(key, &input).run(async move |attempt| …)`.
+    /// If `run` takes ownership of the input, use `function.call(key, &input).run(async move |attempt| …)`.
     ///
     /// # Errors
     /// [`FunctionError`].
@@ -270,8 +266,8 @@ impl<P: Clone> Function<P> {
         self.call(key, input).run(run)
     }
 
-    /// Runs `run` here, unless this key was used before. It may borrow. Where the future is dropped in the middle, `run` stops
-    /// there, and the record is left to its lease and to what the policy says of the abandoned.
+    /// Runs `run` in this future, unless this key was used before. It may borrow. If the future is dropped, `run` stops, and the
+    /// record is left to its lease and to its abandon policy.
     ///
     /// # Errors
     /// [`FunctionError`].
@@ -300,22 +296,22 @@ impl<P> fmt::Debug for Function<P> {
     }
 }
 
-/// The value itself. What `#[idempotent]` writes around each argument that it compares, so that the compiler points at the one
-/// that has no `Serialize`.
+/// Returns its argument. `#[idempotent]` writes it around each argument that it compares, so that the compiler points at an
+/// argument without `Serialize`.
 #[doc(hidden)]
 #[must_use]
 pub const fn compared<T: Serialize + ?Sized>(argument: &T) -> &T {
     argument
 }
 
-/// One call of a [`Function`], before anything is asked of the store.
-#[must_use = "a call runs when it is told how"]
+/// One call of a [`Function`] that has not started.
+#[must_use = "a call does nothing until one of its `run` methods is called"]
 pub struct Call<P = UnknownErrors> {
     function: Function<P>,
-    asked: Result<(RecordId, KeyTag, Fingerprint), InvalidCall>,
+    request: Result<(RecordId, KeyTag, Fingerprint), InvalidCall>,
 }
 
-/// Why a call is none.
+/// The reason why a call is invalid.
 #[derive(Clone, Copy)]
 enum InvalidCall {
     Key(KeyError),
@@ -333,7 +329,7 @@ impl<E> From<InvalidCall> for FunctionError<E> {
 
 impl<P> fmt::Debug for Call<P> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let record = self.asked.as_ref().ok().map(|(record, ..)| record);
+        let record = self.request.as_ref().ok().map(|(record, ..)| record);
         f.debug_struct("Call").field("function", &self.function).field("record", &record).finish()
     }
 }

@@ -1,4 +1,4 @@
-//! Functions that somebody goes on with where their owner is gone.
+//! Functions whose calls a completer finishes after their owner is gone.
 
 use std::fmt;
 use std::future::Future;
@@ -24,12 +24,11 @@ use crate::attempt::{Attempt, Permit};
 use crate::engine::{ClaimOutcome, ClaimRequest};
 use crate::step::{self, StepError};
 
-/// A function with its code, whose calls are finished by a completer where their owner is gone: so that no order hangs half-way
-/// until somebody retries. Made by [`Function::resumable`]. Cheap to clone.
+/// A function with its code, so that a completer can finish calls whose owner is gone, without a retry of the caller.
 ///
-/// Its input is recorded before the function begins, beside its [steps](Attempt::step), and every attempt gets the input that
-/// the first one had. [`complete`](Self::complete) looks for attempts that were abandoned, or that were released with
-/// finished steps, and executes them again.
+/// [`Function::resumable`] makes it. Cheap to clone. The input is recorded with the [steps](Attempt::step) before the function
+/// begins, and every attempt gets the input of the first one. [`complete`](Self::complete) finds calls that were abandoned, or
+/// released with finished steps, and executes them again.
 pub struct Resumable<I, T, E, P> {
     function: Function<P>,
     run: Run<I, T, E>,
@@ -38,16 +37,16 @@ pub struct Resumable<I, T, E, P> {
 type Run<I, T, E> =
     Arc<dyn Fn(Attempt, I) -> Pin<Box<dyn Future<Output = Result<T, E>> + Send>> + Send + Sync>;
 
-/// The limit on calls that a completer executes at a time.
+/// The limit on calls that a completer executes at a time, not counting slow ones.
 const MAX_PLACES: usize = 16;
 
-/// For how long a call that it executes has one of these places. One that hangs does not keep others from being completed.
-const PLACE_FOR: Duration = Duration::from_secs(60);
+/// The time after which a call counts as slow and gives up its place, so that calls that hang do not block others.
+const PLACE_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The limit on calls under way, with those that take longer.
+/// The limit on all calls that a completer executes at a time.
 const MAX_RUNNING_CALLS: usize = 1024;
 
-/// The calls that a completer has under way.
+/// The calls that a completer executes.
 struct RunningCalls {
     calls: JoinSet<()>,
     places: Arc<Semaphore>,
@@ -58,19 +57,19 @@ impl RunningCalls {
         Self { calls: JoinSet::new(), places: Arc::new(Semaphore::new(MAX_PLACES)) }
     }
 
-    /// Waits for a place, and so long as there are too many calls in all.
+    /// Waits for a place, and until there are fewer than [`MAX_RUNNING_CALLS`].
     async fn place(&mut self) -> Option<OwnedSemaphorePermit> {
         while self.calls.try_join_next().is_some() {}
         while self.calls.len() >= MAX_RUNNING_CALLS {
             self.calls.join_next().await;
         }
-        self.places.clone().acquire_owned().await.ok() // nobody closes it
+        self.places.clone().acquire_owned().await.ok() // it is never closed
     }
 
     fn add<R: Send + 'static>(&mut self, call: JoinHandle<R>, place: Option<OwnedSemaphorePermit>) {
         self.calls.spawn(async move {
             let mut call = call;
-            if tokio::time::timeout(PLACE_FOR, &mut call).await.is_err() {
+            if tokio::time::timeout(PLACE_TIMEOUT, &mut call).await.is_err() {
                 drop(place);
                 drop(call.await);
             }
@@ -88,8 +87,7 @@ pub struct CompleterOptions {
 }
 
 impl Default for CompleterOptions {
-    /// Every ten seconds; what was released a minute ago or earlier, then with pauses that double up to 15 minutes, until 23
-    /// hours after the first attempt.
+    /// A round every ten seconds, a first pause of a minute, a longest pause of 15 minutes, and a largest age of 23 hours.
     fn default() -> Self {
         Self {
             every: Duration::from_secs(10),
@@ -153,16 +151,16 @@ impl CompleterOptions {
 pub struct CompleterRound {
     /// The number of calls that were executed again.
     pub executed: usize,
-    /// The number of calls that were given up: too old, or their input cannot be read any more.
+    /// The number of calls that were left to an operator: too old, or their input cannot be read any more.
     pub left: usize,
 }
 
 impl<P> Function<P> {
-    /// The function with its code, so that a completer can go on with calls whose owner is gone.
+    /// Binds the code to the function, so that a completer can finish calls whose owner is gone.
     ///
     /// # Errors
-    /// Where the policy is `park`, or to reconcile: then it is not for the program to go on. Where the name has a NUL or more
-    /// than [`limits::MAX_OPERATION_BYTES`] bytes: then the function's records cannot be told by it.
+    /// If the policy is not `reexecute`: then the program must not execute a call again. If the name has a NUL or more than
+    /// [`limits::MAX_OPERATION_BYTES`] bytes: then the completer cannot find the function's records by it.
     pub fn resumable<I, T, E, F, Fut>(self, run: F) -> Result<Resumable<I, T, E, P>, ConfigError>
     where
         F: Fn(Attempt, I) -> Fut + Send + Sync + 'static,
@@ -177,7 +175,7 @@ impl<P> Function<P> {
         if self.settings.label.operation() != name || name.contains('\0') {
             let max = limits::MAX_OPERATION_BYTES;
             return Err(ConfigError::new(format!(
-                "a resumable function is found by its name: that has no NUL, and at most {max} bytes"
+                "the name of a resumable function must have at most {max} bytes and no NUL"
             )));
         }
         let run: Run<I, T, E> = Arc::new(move |attempt, input| Box::pin(run(attempt, input)));
@@ -205,7 +203,7 @@ where
         self.run_detailed(key, input).await.map(|ran| ran.value)
     }
 
-    /// As [`run`](Self::run), and tells how the value came about.
+    /// As [`run`](Self::run), and returns the origin of the value.
     ///
     /// # Errors
     /// [`FunctionError`].
@@ -221,14 +219,14 @@ where
         }
     }
 
-    /// Executes in a task of its own. Nothing is waited for between the claim and this.
+    /// Executes in a task of its own. There must be no await between the claim and this.
     fn spawn(&self, permit: Permit, json: Bytes) -> JoinHandle<Result<FunctionOutput<T>, FunctionError<E>>> {
         let this = self.clone();
         self.function.settings.engine.spawn(async move { this.execute(permit, json).await })
     }
 
     async fn execute(&self, permit: Permit, json: Bytes) -> Result<FunctionOutput<T>, FunctionError<E>> {
-        // Before anything takes effect: what nobody could go on with is not begun.
+        // Before any effect: a call that no attempt could continue must not begin.
         let input = permit.attempt().begin(json).await.and_then(|json| {
             value::decode(&json)
                 .map_err(|reason| StepError::Undecodable { step: "its input".to_owned(), reason })
@@ -249,28 +247,29 @@ where
         }
     }
 
-    /// Goes once through all records and executes the calls of this function again that were abandoned, or released half-way. The
-    /// first error of the store ends the round.
+    /// Reads all records once, and executes the calls of this function again that were abandoned or released half-way. The first
+    /// error of the store ends the round.
     ///
-    /// Several may run at once, in one process or in many: each record is claimed first.
+    /// Several completers may run at the same time, in one process or in many, because each record is claimed first.
     ///
     /// # Errors
     /// The error of the store.
-    pub async fn complete(&self, how: CompleterOptions) -> Result<CompleterRound, StoreError> {
-        let mut under_way = RunningCalls::new();
-        let round = self.round(how, &mut under_way).await?;
-        while under_way.calls.join_next().await.is_some() {}
+    pub async fn complete(&self, options: CompleterOptions) -> Result<CompleterRound, StoreError> {
+        let mut running = RunningCalls::new();
+        let round = self.round(options, &mut running).await?;
+        while running.calls.join_next().await.is_some() {}
         Ok(round)
     }
 
-    /// As [`complete`](Self::complete), and leaves behind what still runs. To drop what is under way stops none of it.
+    /// As [`complete`](Self::complete), without waiting for the calls. Dropping `running` stops none of them.
     async fn round(
         &self,
-        how: CompleterOptions,
-        under_way: &mut RunningCalls,
+        options: CompleterOptions,
+        running: &mut RunningCalls,
     ) -> Result<CompleterRound, StoreError> {
         let mut round = CompleterRound::default();
-        for (state, min_age) in [(StateName::Abandoned, Duration::ZERO), (StateName::Released, how.after)] {
+        for (state, min_age) in [(StateName::Abandoned, Duration::ZERO), (StateName::Released, options.after)]
+        {
             let mut query = ListQuery::default();
             query.states = state.into();
             query.caller =
@@ -283,27 +282,27 @@ where
                     let Some(json) = self.input(&record) else { continue };
                     let now = self.function.settings.engine.store().now();
                     let age = now.since(record.created_at);
-                    if age >= how.max_age || value::decode::<I>(&json).is_err() {
+                    if age >= options.max_age || value::decode::<I>(&json).is_err() {
                         let function = &*self.function.settings.name;
                         let attempts = record.attempts;
-                        tracing::debug!(function, record = ?id, attempts, ?age, "the completer leaves a call alone");
+                        tracing::debug!(function, record = ?id, attempts, ?age, "the completer leaves a call to an operator");
                         round.left += 1;
                         continue;
                     }
-                    if now.since(stopped_at(&record)) < how.pause(state, record.attempts) {
+                    if now.since(stopped_at(&record)) < options.pause(state, record.attempts) {
                         continue;
                     }
-                    // Before the claim: what is claimed is executed at once.
-                    let place = under_way.place().await;
+                    // Before the claim, because a claimed call is executed at once.
+                    let place = running.place().await;
                     if let Some(permit) = self.claim(id, &record).await? {
-                        // It was listed a while ago. Since then it may have come to its end and been forgotten, and then
-                        // this would begin it once more.
+                        // Since it was listed, the record may have been completed and purged. Then this would begin the call
+                        // anew.
                         if !permit.attempt().was_begun().await {
                             permit.cancel().await;
                             continue;
                         }
                         round.executed += 1;
-                        under_way.add(self.spawn(permit, json), place);
+                        running.add(self.spawn(permit, json), place);
                     }
                 }
                 query.after = page.next;
@@ -315,45 +314,45 @@ where
         Ok(round)
     }
 
-    /// Completes again and again, in a task of its own, until the engine is [drained](crate::Engine::drain). What the store does
-    /// not answer is logged and asked again in the next round.
-    pub fn spawn_completer(&self, how: CompleterOptions) -> JoinHandle<()> {
+    /// Spawns a task that completes calls in rounds until the engine is [drained](crate::Engine::drain). An error of the store is
+    /// logged and ends only its round.
+    pub fn spawn_completer(&self, options: CompleterOptions) -> JoinHandle<()> {
         let this = self.clone();
         let engine = self.function.settings.engine.clone();
         self.function.settings.engine.spawn(async move {
             let function = this.function.settings.name.clone();
-            // One that takes long holds up no later round.
-            let mut under_way = RunningCalls::new();
+            // Shared by all rounds, so that a slow call does not delay later rounds.
+            let mut running = RunningCalls::new();
             let mut left = 0;
             loop {
                 tokio::select! {
                     biased;
                     () = engine.closing() => return,
-                    round = this.round(how, &mut under_way) => match round {
+                    round = this.round(options, &mut running) => match round {
                         Ok(round) => {
                             if round.executed > 0 {
-                                tracing::info!(%function, executed = round.executed, "goes on with what was abandoned");
+                                tracing::info!(%function, executed = round.executed, "the completer executes calls again");
                             }
-                            // Once, and not in every round.
+                            // Only if there are more than before, not in every round.
                             if round.left > left {
                                 let left = round.left;
-                                tracing::warn!(%function, left, "calls are left half-way; an operator has to look");
+                                tracing::warn!(%function, left, "calls are left half-way; an operator has to resolve them");
                             }
                             left = round.left;
                         }
-                        Err(error) => tracing::warn!(%function, error = %ErrorChain(&error), "a round of the completer was cut off"),
+                        Err(error) => tracing::warn!(%function, error = %ErrorChain(&error), "a round of the completer failed and will be repeated"),
                     }
                 }
                 tokio::select! {
                     biased;
                     () = engine.closing() => return,
-                    () = tokio::time::sleep(how.every) => {}
+                    () = tokio::time::sleep(options.every) => {}
                 }
             }
         })
     }
 
-    /// The input that was recorded, where this record is a call of this function.
+    /// The recorded input, if this record is a call of this function.
     fn input(&self, record: &Record) -> Option<Bytes> {
         let first = record.steps.as_slice().first().filter(|step| step.name() == step::INPUT)?;
         (record.label.operation() == &*self.function.settings.name).then(|| first.result().clone())
@@ -365,13 +364,13 @@ where
         let request = ClaimRequest { id, fingerprint, label, policy };
         match self.function.settings.engine.claim(request).await? {
             ClaimOutcome::Execute(permit) => Ok(Some(permit)),
-            // Somebody was faster.
+            // Another process was faster, or the call has ended.
             _ => Ok(None),
         }
     }
 }
 
-/// When the last attempt at a record ended: when it was released, or its lease ran out.
+/// The end of the last attempt at a record: its release, or the end of its lease.
 fn stopped_at(record: &Record) -> Timestamp {
     match record.state {
         State::InProgress { lease_until, .. } => lease_until,

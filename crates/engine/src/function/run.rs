@@ -19,13 +19,13 @@ use crate::engine::{ClaimOutcome, ClaimRequest};
 use crate::lease::LeaseError;
 use crate::panic::catch_panic;
 
-/// The status under which a value is stored, and any other of 200 to 299 with which an operator gives one.
+/// The status of stored values. A replay accepts any status from 200 to 299, because an operator may have chosen another one.
 pub(super) const VALUE: u16 = 200;
 
 /// The status under which an error is stored.
 const ERROR: u16 = 500;
 
-/// A value, and how it came about.
+/// The value of a call, and its origin.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct FunctionOutput<T> {
@@ -33,7 +33,7 @@ pub struct FunctionOutput<T> {
     pub value: T,
     /// The number of the attempt that gave the value, from 1, if this call ran the function; `None` if the value was replayed.
     pub attempt: Option<u32>,
-    /// The storage of the value: later calls may or may not get it.
+    /// The storage of the value.
     pub stored: StorageStatus,
 }
 
@@ -45,18 +45,17 @@ impl<T> FunctionOutput<T> {
     }
 }
 
-/// The storage of a value: later calls may or may not get it.
+/// The storage of a value, which decides what later calls get.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum StorageStatus {
-    /// They do.
+    /// The value is stored: later calls get it.
     Stored,
-    /// They get [`FunctionError::NotReplayable`], for this reason. The function is not run again.
+    /// The value cannot be stored, for this reason: later calls get [`FunctionError::NotReplayable`].
     NotStored(JsonError),
-    /// The store is out of reach. The engine goes on trying until the lease ends; if that fails, the record is left to what the
-    /// policy says of the abandoned.
+    /// The store failed. The engine tries again in the background. If that never succeeds, the abandon policy decides.
     Deferred,
-    /// Not this one: the lease had run out, and somebody else took over. The effect of this call may stand beside the other's.
+    /// The value is not stored: the lease had ended, and another attempt took over. Both may have had an effect.
     Fenced,
 }
 
@@ -76,7 +75,7 @@ impl<P> Call<P> {
         self.run_detailed(run).await.map(|ran| ran.value)
     }
 
-    /// As [`run`](Self::run), and tells how the value came about.
+    /// As [`run`](Self::run), and returns the origin of the value.
     ///
     /// # Errors
     /// [`FunctionError`].
@@ -91,7 +90,7 @@ impl<P> Call<P> {
         match self.claim().await? {
             CallClaim::Execute(permit) => {
                 let engine = self.function.settings.engine.clone();
-                // Nothing is waited for between the claim and this, so that nobody's going away comes between them.
+                // No await between the claim and this: otherwise the caller could be dropped in between.
                 let task = engine.spawn(async move { self.function.execute(permit, run).await });
                 joined(task).await
             }
@@ -99,7 +98,7 @@ impl<P> Call<P> {
         }
     }
 
-    /// Runs `run` here, unless this key was used before: see [`Function::run_in_place`].
+    /// Runs `run` in this future, unless this key was used before: see [`Function::run_in_place`].
     ///
     /// # Errors
     /// [`FunctionError`].
@@ -113,7 +112,7 @@ impl<P> Call<P> {
         self.run_in_place_detailed(run).await.map(|ran| ran.value)
     }
 
-    /// As [`run_in_place`](Self::run_in_place), and tells how the value came about.
+    /// As [`run_in_place`](Self::run_in_place), and returns the origin of the value.
     ///
     /// # Errors
     /// [`FunctionError`].
@@ -134,7 +133,7 @@ impl<P> Call<P> {
     }
 
     pub(super) async fn claim<E>(&self) -> Result<CallClaim, FunctionError<E>> {
-        let (id, key, fingerprint) = self.asked?;
+        let (id, key, fingerprint) = self.request?;
         let settings = &self.function.settings;
         let label = settings.label.clone().with_key(key);
         let request = ClaimRequest { id, fingerprint, label, policy: settings.policy };
@@ -157,7 +156,7 @@ pub(super) enum CallClaim {
     Replay(StoredResponse),
 }
 
-/// A result as a record keeps it.
+/// The response in which a record keeps a result.
 pub(super) fn answer(status: u16, json: Vec<u8>) -> Result<StoredResponse, JsonError> {
     let fields = [("content-type", &b"application/json"[..])];
     StoredResponse::new(status, &fields, &[Bytes::from(json)], &[]).map_err(|_| JsonError::TooLarge)
@@ -176,7 +175,7 @@ pub(super) async fn joined<T, E>(
 }
 
 impl<P> Function<P> {
-    /// Runs the function and writes down what came of it. Whatever of this is dropped, the key stays taken.
+    /// Runs the function and stores its result. If this future is dropped, the key stays taken.
     pub(super) async fn execute<F, Fut, T, E>(
         &self,
         permit: Permit,
@@ -190,7 +189,7 @@ impl<P> Function<P> {
     {
         let attempt = permit.attempt();
         let (id, number) = (attempt.record_id(), attempt.number());
-        // I4: between the claim and this the process may have been stopped for longer than the lease.
+        // The process may have been stopped since the claim for longer than the lease.
         if let Err(error) = attempt.confirm_lease().await {
             drop(self.settle(permit.release()).await);
             return Err(match error {
@@ -198,7 +197,7 @@ impl<P> Function<P> {
                 LeaseError::Store(error) => FunctionError::Store(error),
             });
         }
-        // Also what `run` does before its future is there belongs to the run.
+        // Inside the async block, so that a panic of `run` before it returns its future is caught, too.
         let handle = attempt.clone();
         let Ok(result) = catch_panic(async move { run(handle).await }).await else {
             self.end_unknown(permit).await;
@@ -206,7 +205,7 @@ impl<P> Function<P> {
         };
         let max = self.settings.max_result_bytes;
         match result {
-            // An earlier attempt ended with an error, and has begun to take back what was finished.
+            // An earlier attempt ended with an error, and has begun to take its steps back.
             Ok(_) if attempt.ends_with_error() => {
                 drop(self.settle(permit.complete(Completion::Unknown)).await);
                 Err(FunctionError::Unknown)
@@ -216,7 +215,7 @@ impl<P> Function<P> {
                 Ok(FunctionOutput { value, attempt: Some(number), stored })
             }
             Err(error) => {
-                // A policy that panics says nothing.
+                // After a panic of the policy, the outcome is unknown.
                 let end = guarded(|| self.errors.end(&error, max)).unwrap_or(ErrorEnd::Unknown);
                 let (error, end) = match end {
                     end @ ErrorEnd::Store(_) => self.take_back(&attempt, error, end).await,
@@ -234,8 +233,8 @@ impl<P> Function<P> {
         }
     }
 
-    /// Takes back what the steps of the attempt finished, before an error is the function's result. Returns what the caller gets,
-    /// and what becomes of the record.
+    /// Takes back the finished steps of the attempt before an error becomes the function's result. Returns the error for the
+    /// caller, and the effect on the record.
     async fn take_back<E>(&self, attempt: &Attempt, error: E, end: ErrorEnd) -> (FunctionError<E>, ErrorEnd)
     where
         P: ErrorPolicy<E>,
@@ -247,7 +246,7 @@ impl<P> Function<P> {
         let failed = |error| FunctionError::Failed { error, replayed: false };
         match attempt.take_back_before(json).await {
             Ok(None) => (failed(error), end),
-            // What was recorded before the first compensation counts, also where this attempt ended in another way.
+            // The error that was recorded before the first compensation counts, even if this attempt ended in another way.
             Ok(Some(recorded)) => match guarded(|| self.errors.read(&recorded)) {
                 Some(Ok(first)) => (failed(first), ErrorEnd::Store(Ok(recorded.to_vec()))),
                 _ => {
@@ -257,7 +256,7 @@ impl<P> Function<P> {
             },
             Err(why) => {
                 let function = &*self.settings.name;
-                tracing::warn!(function, record = ?attempt.record_id(), %why, "what was finished is not taken back yet");
+                tracing::warn!(function, record = ?attempt.record_id(), %why, "the steps of a failed call are not taken back yet");
                 let end = match why.fate() {
                     ErrorFate::Release | ErrorFate::Store => ErrorEnd::Release,
                     ErrorFate::Unknown => ErrorEnd::Unknown,
@@ -268,7 +267,7 @@ impl<P> Function<P> {
         }
     }
 
-    /// Completes with this JSON, or without, where there is none.
+    /// Completes with this JSON, or without a response if there is none.
     async fn store(
         &self,
         permit: Permit,
@@ -292,15 +291,15 @@ impl<P> Function<P> {
         }
     }
 
-    /// Ends an attempt whose outcome is not known. Where an operator is to say, that is known now; where the function is to run
-    /// again, it does so after the lease, as after a crash.
+    /// Ends an attempt whose outcome is unknown. Under `park`, the record is parked now. Otherwise it is left to its lease, as
+    /// after a crash.
     async fn end_unknown(&self, permit: Permit) {
         if self.settings.policy.on_abandoned() == OnAbandoned::Park {
             drop(self.settle(permit.complete(Completion::Unknown)).await);
         }
     }
 
-    /// Waits for the end of an attempt, which goes on where the caller goes away. `None` where the runtime ended first.
+    /// Waits for the end of an attempt. The end continues if the caller goes away. `None` if the runtime ended first.
     async fn settle(
         &self,
         end: impl Future<Output = SettleOutcome> + Send + 'static,

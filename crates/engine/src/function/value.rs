@@ -1,4 +1,4 @@
-//! Values as they are stored: JSON, where JSON says all of it.
+//! The stored form of values: JSON, if JSON can express the value exactly.
 
 use std::fmt;
 use std::io;
@@ -7,21 +7,20 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use serde::de::DeserializeOwned;
 use serde::ser::{self, Serialize};
 
-/// Why a value is not stored, or not taken as an input: it has no JSON that says the same.
+/// The reason why a value is not stored, or not accepted as an input: JSON cannot express it exactly.
 ///
-/// Values are stored as JSON so that an operator can read them, and write one where the outcome of a function is unknown.
-/// What JSON cannot say is found before it is written down, because a replay must be what the first caller got.
+/// Values are stored as JSON so that an operator can read them, and can write one if the outcome of a function is unknown. A
+/// value that JSON cannot express is refused before it is stored, because a replay must equal the first caller's value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum JsonError {
-    /// It holds a number that is not finite. JSON has none; serde writes `null`.
+    /// It holds a number that is not finite. JSON has no such number; serde writes `null`.
     NotFinite,
-    /// It holds `Some` of something that is itself written as `null`, such as `Some(None)` or `Some(())`: it would be read
-    /// back as `None`.
+    /// It holds a `Some` whose content is written as `null`, such as `Some(None)` or `Some(())`: it would be read back as `None`.
     SomeOfNull,
-    /// Its `Serialize` failed, or has keys of maps that are no strings, numbers or truth values.
+    /// Its `Serialize` failed, or it has map keys other than strings, numbers and booleans.
     NotSerialized,
-    /// What was written cannot be read back as the same type: a field is left out that is needed, or it is nested too deeply.
+    /// Its JSON cannot be read back as the same type: a required field is left out, or it is nested too deeply.
     NotReadBack,
     /// Its JSON is larger than [`Function::with_max_result_bytes`](super::Function::with_max_result_bytes) allows.
     TooLarge,
@@ -30,8 +29,8 @@ pub enum JsonError {
 impl fmt::Display for JsonError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::NotFinite => "it holds a number that is not finite, and JSON has none",
-            Self::SomeOfNull => "it holds a Some that JSON cannot tell from None",
+            Self::NotFinite => "it holds a number that is not finite, which JSON does not have",
+            Self::SomeOfNull => "it holds a Some that JSON cannot distinguish from None",
             Self::NotSerialized => "it could not be serialized as JSON",
             Self::NotReadBack => "its JSON cannot be read back as its type",
             Self::TooLarge => "it is larger than the limit for results",
@@ -41,10 +40,10 @@ impl fmt::Display for JsonError {
 
 impl std::error::Error for JsonError {}
 
-/// The JSON of a result: at most `max` bytes, and read back once, so that a type that cannot be is found now and not by a
-/// replay.
+/// The JSON of a result: at most `max` bytes. It is read back once, so that a type that cannot be read back is found now, not
+/// by a replay.
 pub(crate) fn encode<T: Serialize + DeserializeOwned>(value: &T, max: usize) -> Result<Vec<u8>, JsonError> {
-    // The value's own code runs here, after the effect took place: a panic in it must not hide that.
+    // The value's own code runs here after the effect took place. A panic in it must not hide the effect.
     guarded(|| {
         value.serialize(Check(&mut ValueInfo::default())).map_err(|fault| fault.0)?;
         let mut to = Bounded { json: Vec::with_capacity(128), max, is_full: false };
@@ -61,7 +60,7 @@ pub(crate) fn encode<T: Serialize + DeserializeOwned>(value: &T, max: usize) -> 
 pub(crate) fn encode_input<T: Serialize + ?Sized>(value: &T) -> Result<Vec<u8>, JsonError> {
     let mut seen = ValueInfo::default();
     value.serialize(Check(&mut seen)).map_err(|fault| fault.0)?;
-    // A hash map has another order each time. Where numbers keep the canonical form away, its order would count.
+    // A hash map has another order each time. The order would count if the JSON has no canonical form because of its numbers.
     if seen.has_map
         && let Ok(sorted) = serde_json::to_value(value)
         && let Ok(json) = serde_json::to_vec(&sorted)
@@ -71,10 +70,10 @@ pub(crate) fn encode_input<T: Serialize + ?Sized>(value: &T) -> Result<Vec<u8>, 
     serde_json::to_vec(value).map_err(|_| JsonError::NotSerialized)
 }
 
-/// Reads a stored value. Nothing at all, which an operator may have given, is read as `null`.
+/// Reads a stored value. An empty body, which an operator may have given, is read as `null`.
 ///
 /// # Errors
-/// Why not, in words that show nothing of the value.
+/// The reason, without any part of the value.
 pub(crate) fn decode<T: DeserializeOwned>(stored: &[u8]) -> Result<T, String> {
     let stored = if stored.is_empty() { b"null" } else { stored };
     match guarded(|| serde_json::from_slice(stored)) {
@@ -84,7 +83,7 @@ pub(crate) fn decode<T: DeserializeOwned>(stored: &[u8]) -> Result<T, String> {
     }
 }
 
-/// What serde says of a value that it did not expect, without the value.
+/// The text of a serde error without the value.
 fn without_values(error: &serde_json::Error) -> String {
     let text = error.to_string();
     if text.starts_with("missing field") {
@@ -96,13 +95,13 @@ fn without_values(error: &serde_json::Error) -> String {
     }
 }
 
-/// What it gives, or `None` where it panicked.
+/// The result of a closure; `None` if it panicked.
 pub(crate) fn guarded<R>(of: impl FnOnce() -> R) -> Option<R> {
-    // What it refers to is only read, and not again after a panic.
+    // The closures only read what they refer to, and it is not read again after a panic.
     catch_unwind(AssertUnwindSafe(of)).ok()
 }
 
-/// Takes so many bytes and no more.
+/// A writer that accepts at most `max` bytes.
 struct Bounded {
     json: Vec<u8>,
     max: usize,
@@ -124,20 +123,20 @@ impl io::Write for Bounded {
     }
 }
 
-/// What there is to know of a value beside whether JSON can say it.
+/// The facts about a value that [`Check`] collects.
 #[derive(Default)]
 struct ValueInfo {
     has_map: bool,
 }
 
-/// Whether a value is written as `null`.
+/// The JSON form of a value: `null` or something else.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Shape {
     Null,
     Other,
 }
 
-/// Goes through a value, writes nothing, and stops at what JSON cannot say.
+/// A serializer that writes nothing, and fails at the first part that JSON cannot express.
 struct Check<'a>(&'a mut ValueInfo);
 
 #[derive(Debug)]
@@ -277,7 +276,7 @@ impl ser::Serializer for Check<'_> {
     }
 }
 
-/// Checks the parts of what has parts.
+/// Implements the serializers of compound values: each part is checked.
 macro_rules! parts {
     ($($of:ident: $part:ident($($name:ident: $named:ty)?)),* $(,)?) => {
         $(impl ser::$of for Check<'_> {
@@ -326,7 +325,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_number_that_is_not_finite_and_a_some_of_null_are_found_wherever_they_are() {
+    fn numbers_that_are_not_finite_and_some_of_null_are_found_at_any_depth() {
         let max = 1 << 20;
         assert_eq!(encode(&Some(f64::NAN), max), Err(JsonError::NotFinite));
         assert_eq!(encode(&vec![1.0, f64::INFINITY], max), Err(JsonError::NotFinite));
@@ -337,13 +336,13 @@ mod tests {
     }
 
     #[test]
-    fn a_result_is_bounded_in_octets() {
+    fn a_result_is_bounded_in_bytes() {
         assert_eq!(encode(&"12345678".to_owned(), 10).map(|json| json.len()), Ok(10));
         assert_eq!(encode(&"123456789".to_owned(), 10), Err(JsonError::TooLarge));
     }
 
     #[test]
-    fn a_fault_shows_nothing_of_the_value() {
+    fn an_error_shows_nothing_of_the_value() {
         let said = decode::<u32>(br#""4111 1111, expected nothing""#).unwrap_err();
         assert_eq!(said, "expected u32 at line 1 column 29");
         let said = decode::<(u32, u32)>(b"[1, 4111").unwrap_err();
