@@ -38,8 +38,6 @@ pub struct Plan {
     pub key_format: Option<&'static str>,
     /// The scope in which a key is unique, in addition to the caller.
     pub key_scope: Option<KeyScope>,
-    /// The lengths that a key may have.
-    pub key_length: Option<(usize, usize)>,
     /// The header that marks a replay.
     pub replay_marker: Option<&'static str>,
     /// The URL of the documentation of keys.
@@ -173,7 +171,6 @@ impl Default for Plan {
             key_syntax: None,
             key_format: None,
             key_scope: None,
-            key_length: None,
             replay_marker: None,
             documentation: None,
             exact_paths: false,
@@ -306,9 +303,6 @@ impl Plan {
 
     /// Applies the settings that clients see besides keys.
     fn surface(&self, mut settings: Settings) -> Settings {
-        if let Some((min, max)) = self.key_length {
-            settings = settings.with_key_length(min, max).expect("lengths that a key may have");
-        }
         if let Some(marker) = self.replay_marker {
             settings =
                 settings.with_replay_marker(HeaderName::from_static(marker)).expect("a field for it alone");
@@ -446,8 +440,6 @@ impl Plan {
                 "methods",
                 self.methods.as_ref().map(|all| all.iter().map(Method::as_str).collect::<Vec<_>>().join(",")),
             ),
-            ("min-key-length", self.key_length.map(|(min, _)| min.to_string())),
-            ("max-key-length", self.key_length.map(|(_, max)| max.to_string())),
             ("replay-marker", self.replay_marker.map(str::to_owned)),
             ("documentation", self.documentation.map(str::to_owned)),
             ("trailing-slash", self.exact_paths.then(|| "exact".to_owned())),

@@ -513,7 +513,7 @@ mod tests {
         let not_checked =
             "warn  store: not checked, because the errors above leave it unclear which store is meant";
         let by_flag = lines(dir.path(), &["--store", "other://x"]);
-        assert!(by_flag[0].contains("is a URL of none of the stores"), "{by_flag:?}");
+        assert!(by_flag[0].contains("is not the URL of a store"), "{by_flag:?}");
         assert_eq!(by_flag.last().unwrap(), not_checked);
         let file = dir.path().join("f.toml");
         fs::write(&file, "store = ").unwrap();

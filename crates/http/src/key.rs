@@ -17,8 +17,6 @@ use regex_lite::Regex;
 pub struct KeyGrammar {
     pub(crate) syntax: KeySyntax,
     pub(crate) format: KeyFormat,
-    pub(crate) min: usize,
-    pub(crate) max: usize,
 }
 
 /// The syntax of the key in its header field.
@@ -36,7 +34,7 @@ pub enum KeySyntax {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum KeyFormat {
-    /// Anything.
+    /// 1 to 255 characters.
     Any,
     /// A UUID (RFC 9562) of any version, in 36 characters; upper and lower case are one key.
     Uuid,
@@ -59,9 +57,9 @@ impl KeyFormat {
 }
 
 impl Default for KeyGrammar {
-    /// Lenient syntax, any format, 1 to 255 bytes.
+    /// Lenient syntax, any format.
     fn default() -> Self {
-        Self { syntax: KeySyntax::Lenient, format: KeyFormat::Any, min: 1, max: limits::MAX_KEY_BYTES }
+        Self { syntax: KeySyntax::Lenient, format: KeyFormat::Any }
     }
 }
 
@@ -76,20 +74,6 @@ impl KeyGrammar {
     #[must_use]
     pub fn with_format(self, format: KeyFormat) -> Self {
         Self { format, ..self }
-    }
-
-    /// Limits the length of a key, in bytes.
-    ///
-    /// # Errors
-    /// If a bound is outside 1 to [`limits::MAX_KEY_BYTES`], or `min` is above `max`.
-    pub fn with_length(self, min: usize, max: usize) -> Result<Self, ConfigError> {
-        if min == 0 || min > max || max > limits::MAX_KEY_BYTES {
-            let bound = limits::MAX_KEY_BYTES;
-            return Err(ConfigError::new(format!(
-                "key length {min} to {max}; it must lie within 1 to {bound}"
-            )));
-        }
-        Ok(Self { min, max, ..self })
     }
 
     /// The key in these headers, with its field as it was received; `None` if there is no field of this name.
@@ -124,11 +108,8 @@ impl KeyGrammar {
         if key.is_empty() || key.bytes().all(|b| b == b' ') {
             return Err(KeyHeaderError::Empty);
         }
-        if key.len() < self.min {
-            return Err(KeyHeaderError::TooShort { bytes: key.len(), min: self.min });
-        }
-        if key.len() > self.max {
-            return Err(KeyHeaderError::TooLong { bytes: key.len(), max: self.max });
+        if key.len() > limits::MAX_KEY_BYTES {
+            return Err(KeyHeaderError::TooLong { bytes: key.len() });
         }
         let key = match &self.format {
             KeyFormat::Any => key,
@@ -159,19 +140,10 @@ pub enum KeyHeaderError {
     Comma,
     /// Not in quotes, although only strings are accepted.
     NotQuoted,
-    /// Shorter than allowed.
-    TooShort {
-        /// The length, in bytes.
-        bytes: usize,
-        /// The shortest length that is allowed.
-        min: usize,
-    },
-    /// Longer than allowed.
+    /// Longer than [`limits::MAX_KEY_BYTES`].
     TooLong {
         /// The length, in bytes.
         bytes: usize,
-        /// The longest length that is allowed.
-        max: usize,
     },
     /// Not of the format that this service accepts.
     Format(&'static str),
@@ -183,15 +155,16 @@ impl fmt::Display for KeyHeaderError {
             Self::SeveralFields => f.write_str("the field was sent more than once; send one key"),
             Self::Empty => f.write_str("the key is empty; send 1 to 255 characters, such as a UUID"),
             Self::BadString => f.write_str(
-                "the key starts with a quote but is no string of RFC 9651; send \"key\" or the key without quotes",
+                "the key starts with a quote but is not a string of RFC 9651; send \"key\" or the key without quotes",
             ),
             Self::BadByte => f.write_str(
                 "the key has a character that is not allowed; send visible ASCII characters without quote and comma",
             ),
             Self::Comma => f.write_str("the key has a comma; send one key, or put it in quotes"),
             Self::NotQuoted => f.write_str("the key must be in double quotes"),
-            Self::TooShort { bytes, min } => write!(f, "the key has {bytes} characters; at least {min} are needed"),
-            Self::TooLong { bytes, max } => write!(f, "the key has {bytes} characters; at most {max} are allowed"),
+            Self::TooLong { bytes } => {
+                write!(f, "the key has {bytes} characters; at most {} are allowed", limits::MAX_KEY_BYTES)
+            }
             Self::Format(format) => write!(f, "the key is not {format}"),
         }
     }
@@ -366,10 +339,10 @@ mod tests {
     fn a_key_has_at_most_255_bytes_after_unescaping() {
         let max = limits::MAX_KEY_BYTES;
         assert!(lenient(&vec![b'k'; max]).is_ok());
-        assert_eq!(lenient(&vec![b'k'; max + 1]), Err(KeyHeaderError::TooLong { bytes: 256, max }));
+        assert_eq!(lenient(&vec![b'k'; max + 1]), Err(KeyHeaderError::TooLong { bytes: 256 }));
         let quoted = |n: usize| format!("\"{}\"", r"\\".repeat(n)).into_bytes();
         assert_eq!(lenient(&quoted(max)).unwrap().len(), max);
-        assert_eq!(lenient(&quoted(max + 1)), Err(KeyHeaderError::TooLong { bytes: 256, max }));
+        assert_eq!(lenient(&quoted(max + 1)), Err(KeyHeaderError::TooLong { bytes: 256 }));
     }
 
     #[test]
@@ -389,10 +362,8 @@ mod tests {
         assert!(read(order.clone(), b"order-12").is_ok());
         assert!(read(order, b"order-12x").is_err());
         assert!(KeyFormat::pattern("[").is_err());
-        assert!(KeyGrammar::default().with_length(0, 5).is_err());
-        assert!(KeyGrammar::default().with_length(1, 256).is_err());
-        let short = KeyGrammar::default().with_length(20, 64).unwrap();
-        assert_eq!(short.parse(b"abc"), Err(KeyHeaderError::TooShort { bytes: 3, min: 20 }));
+        let long = KeyFormat::pattern(".{20,64}").unwrap();
+        assert!(read(long.clone(), &[b'k'; 20]).is_ok() && read(long, &[b'k'; 19]).is_err());
     }
 
     #[test]

@@ -247,15 +247,6 @@ impl Settings {
         self
     }
 
-    /// Limits the length of a key, in bytes.
-    ///
-    /// # Errors
-    /// If a bound is outside 1 to [`limits::MAX_KEY_BYTES`].
-    pub fn with_key_length(mut self, min: usize, max: usize) -> Result<Self, ConfigError> {
-        self.grammar = self.grammar.with_length(min, max)?;
-        Ok(self)
-    }
-
     /// Sets the scope within which a caller's key is unique.
     #[must_use]
     pub fn with_key_scope(mut self, scope: KeyScope) -> Self {

@@ -48,8 +48,8 @@ pub(super) fn cases() -> Vec<Case> {
                     })
                 }
             };
-        "refusal-of-key-lengths": "a key has the lengths that are configured"
-            .given(Plan { key_length: Some((4, 8)), ..Plan::default() })
+        "refusal-of-key-lengths": "a pattern limits the length of a key"
+            .given(Plan { key_format: Some("pattern:.{4,8}"), ..Plan::default() })
             => steps [
                 refused("key-invalid", pay_as("abc")),
                 executes(pay_as("abcd")),

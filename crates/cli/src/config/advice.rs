@@ -8,32 +8,32 @@ use std::time::Duration;
 use http::Method;
 use oncegate_http::StoreOutage;
 
-use super::assemble::{given, is_loopback};
+use super::assemble::{given, is_given, is_loopback};
 use super::problem::{Problem, Source, did_you_mean};
-use super::settings::{Raw, Sourced, Values};
+use super::settings::{Raw, Values};
 use super::units::{StoreChoice, duration_text};
 use super::{Entry, Route, RouteConfig, TlsFiles};
 use crate::check::readable_by_all_users;
 
-/// Below this a pause of the machine (a snapshot, a long collection, a full disk) outlasts a lease.
-const LEASE_SHORT: Duration = Duration::from_secs(2);
+/// A pause of the machine (a snapshot, a long collection, a full disk) may last longer than a shorter lease.
+const SHORT_LEASE: Duration = Duration::from_secs(2);
 
-/// Above this a key is blocked after a crash for longer than clients retry.
-const LEASE_LONG: Duration = Duration::from_secs(10 * 60);
+/// After a crash, a longer lease blocks a key for longer than clients retry.
+const LONG_LEASE: Duration = Duration::from_secs(10 * 60);
 
 /// Warnings about the sidecar as a whole.
 pub(super) fn on_service(values: &Values) -> Vec<Problem> {
     let mut advice = Vec::new();
     if given(&values.store) == StoreChoice::Memory {
         let what =
-            "records are kept in memory, and nothing survives a restart: every retry after it executes again";
-        advice.push(Problem::warning(source(&values.store), what));
+            "records are kept in memory and do not survive a restart: every retry after it executes again";
+        advice.push(Problem::warning(source(values, "store"), what));
     }
     let admin = given(&values.admin);
     let has_token = values.admin_token.is_some() || values.admin_token_file.is_some();
     if !is_loopback(admin.ip()) && has_token {
-        let what = "the admin address can be reached by others, and the token goes over it in clear; put TLS before it";
-        advice.push(Problem::warning(source(&values.admin), what));
+        let what = "other machines can reach the admin address, and the token is sent without encryption; put TLS before it";
+        advice.push(Problem::warning(source(values, "admin"), what));
     }
     advice
 }
@@ -57,7 +57,7 @@ pub(super) fn on_readable_password(entry: &Entry) -> Option<Problem> {
     (mode & 0o004 != 0).then(|| {
         let file = &place.file;
         let what = format!(
-            "there is a password in this URL, and {file} can be read by everybody on this machine; run: chmod o= {file}, or put the \
+            "this URL contains a password, and {file} can be read by every user of this machine; run: chmod o= {file}, or put the \
              URL into {}",
             entry.setting.variable()
         );
@@ -83,52 +83,52 @@ pub(super) fn on_route(values: &Values, route: &RouteConfig) -> Vec<Problem> {
     let drain = given(&values.drain_timeout);
     if given(&values.store_outage) == StoreOutage::Open {
         let what = "while the store is out of reach, requests with a key are executed WITHOUT protection, and a retry may take effect twice";
-        warn(source(&values.store_outage), what.to_owned());
+        warn(source(values, "store-outage"), what.to_owned());
     }
-    if lease < LEASE_SHORT {
+    if lease < SHORT_LEASE {
         let what = format!(
-            "a lease of {} is shorter than a pause of the machine can be, and an owner that is paused for longer is taken for dead; \
-             it is renewed while a request runs, so a longer one costs nothing but the time that a key is blocked after a crash",
+            "a pause of the machine may last longer than a lease of {}, and an owner that is paused for longer counts as dead; the \
+             lease is renewed while a request runs, so a longer one costs only the time for which a key is blocked after a crash",
             duration_text(lease)
         );
-        warn(source(&values.lease), what);
+        warn(source(values, "lease"), what);
     }
-    if lease > LEASE_LONG {
+    if lease > LONG_LEASE {
         let what = format!(
-            "after a crash the keys of requests that ran are blocked for {}; the lease is renewed while a request runs, so it need not be as long as one",
+            "after a crash the keys of running requests are blocked for {}; the lease is renewed while a request runs, so it may be shorter than a request",
             duration_text(lease)
         );
-        warn(source(&values.lease), what);
+        warn(source(values, "lease"), what);
     }
     match route.upstream_timeout {
         None => {
-            let what = "a service that hangs holds its request and its key for as long as it hangs";
-            warn(source(&values.upstream_timeout), what.to_owned());
+            let what = "a service that hangs blocks its request and its key for as long as it hangs";
+            warn(source(values, "upstream-timeout"), what.to_owned());
         }
         Some(timeout) if timeout > drain => {
             let what = format!(
-                "the service may take {}, but a stop waits for {} only; what is cut off then has an unknown outcome",
+                "the service may take {}, but a stop waits only for {}; requests that are cut off then have an unknown outcome",
                 duration_text(timeout),
                 duration_text(drain)
             );
-            warn(said(&values.upstream_timeout).or(said(&values.drain_timeout)), what);
+            warn(explicit(values, "upstream-timeout").or(explicit(values, "drain-timeout")), what);
         }
         Some(_) => {}
     }
     let longest = wait.max(lease).max(route.upstream_timeout.unwrap_or_default());
     if retention < longest {
         let what = format!(
-            "an answer is kept for {}, less than the {} that a client may be waiting for it; a retry that comes later executes again",
+            "an answer is kept for {}, but a client may wait {} for it; a retry after the retention executes again",
             duration_text(retention),
             duration_text(longest)
         );
-        warn(said(&values.retention), what);
+        warn(explicit(values, "retention"), what);
     }
     let pointers = values.fingerprint_exclude.as_ref().or(values.fingerprint_include.as_ref());
     if let Some(pointers) =
         pointers.filter(|pointers| given(&values.fingerprint_raw) && !pointers.value.is_empty())
     {
-        let what = "bodies are compared byte by byte (fingerprint.raw), so no member is left out or chosen";
+        let what = "not used: bodies are compared byte by byte (fingerprint.raw)";
         warn(Some(pointers.source.clone()), what.to_owned());
     }
     advice.extend(on_methods(values));
@@ -138,18 +138,18 @@ pub(super) fn on_route(values: &Values, route: &RouteConfig) -> Vec<Problem> {
 
 /// A warning about cross-origin settings without effect.
 fn on_cors(values: &Values) -> Option<Problem> {
-    // An empty list switches them off, and what is said for the other routes stays.
+    // An empty list is no reason: a route uses it to switch off the settings that it inherits.
     if values.cors_allowed_origins.is_some() {
         return None;
     }
     let others = [
-        said(&values.cors_exposed_headers),
-        said(&values.cors_allowed_headers),
-        said(&values.cors_allowed_methods),
-        said(&values.cors_allow_credentials),
-        said(&values.cors_max_age),
+        "cors.exposed-headers",
+        "cors.allowed-headers",
+        "cors.allowed-methods",
+        "cors.allow-credentials",
+        "cors.max-age",
     ];
-    let place = others.into_iter().flatten().next()?;
+    let place = others.into_iter().find_map(|name| explicit(values, name))?;
     Some(Problem::warning(place, "not used: no origins are allowed; set cors.allowed-origins too"))
 }
 
@@ -173,7 +173,7 @@ pub(super) fn on_order(earlier: &[Route], route: &Route, place: &Source) -> Opti
     Some(Problem::warning(place.clone(), what))
 }
 
-/// On methods that no client sends, so that a route with them is never used.
+/// Warnings about methods that no client sends, so that a route with them is never used.
 fn on_methods(values: &Values) -> Vec<Problem> {
     let Some(methods) = &values.methods else { return Vec::new() };
     let unknown = methods.value.iter().filter(|method| !METHODS.contains(&method.as_str()));
@@ -186,7 +186,7 @@ fn on_methods(values: &Values) -> Vec<Problem> {
         .collect()
 }
 
-/// Those of the HTTP Method Registry that can be covered: they are neither safe nor CONNECT.
+/// The methods of the HTTP Method Registry that can be covered: they are neither safe nor CONNECT.
 const METHODS: &[&str] = &[
     "ACL",
     "BASELINE-CONTROL",
@@ -220,11 +220,11 @@ const METHODS: &[&str] = &[
     "VERSION-CONTROL",
 ];
 
-fn source<T>(given: &Option<Sourced<T>>) -> Option<Source> {
-    given.as_ref().map(|given| given.source.clone())
+fn source(values: &Values, name: &str) -> Option<Source> {
+    values.source(name).cloned()
 }
 
 /// The source of a value that was given explicitly.
-fn said<T>(given: &Option<Sourced<T>>) -> Option<Source> {
-    source(given).filter(|source| *source != Source::Default)
+fn explicit(values: &Values, name: &str) -> Option<Source> {
+    source(values, name).filter(is_given)
 }

@@ -1,4 +1,4 @@
-//! Makes a configuration of values that were read one by one, and holds them against each other.
+//! Builds a configuration from the single values, and checks them against each other.
 
 use std::fs;
 use std::net::{IpAddr, SocketAddr};
@@ -18,7 +18,7 @@ use super::settings::{Setting, Sourced, Values};
 use super::units::{self, AdminToken, Origin, StoreChoice, Upstream};
 use super::{Config, Draft, FixedValues, Route, RouteConfig, TlsFiles, apply};
 
-/// Everything that could be made of the values. `file_is_whole` is false where a file could not be read.
+/// Everything that could be built from the values. `file_is_whole` is false if the file could not be read.
 pub(super) fn draft(
     values: &Values,
     tables: &[RouteTable],
@@ -64,13 +64,13 @@ pub(super) fn draft(
     check_service(values, store.is_some(), problems);
     let admin_token = read_token(values, problems);
     check_addresses(values, problems);
-    check_room(values, problems);
-    // A URL that could not be read has been complained about already.
+    check_record_limits(values, problems);
+    // A URL that could not be read has been reported already.
     if values.to.is_none() && needs_to {
         let what = "nothing to protect: give --to URL, such as --to http://127.0.0.1:3000";
         problems.push(Problem::error(None, what));
     }
-    // A route inherits what there is to say of a value, too.
+    // A route inherits values with their warnings.
     let mut once: Vec<Problem> = Vec::new();
     for warning in warnings {
         if !once.contains(&warning) {
@@ -143,20 +143,16 @@ fn check_budgets<'a>(
 }
 
 /// Refuses limits that do not apply to a store on a server, which has its own.
-fn check_room(values: &Values, problems: &mut Vec<Problem>) {
+fn check_record_limits(values: &Values, problems: &mut Vec<Problem>) {
     let store = given(&values.store);
-    let (is_memory, is_directory) = match store.store() {
-        StoreChoice::Memory => (true, false),
-        StoreChoice::Directory(_) => (false, true),
-        _ => (false, false),
-    };
-    if let Some(given) = values.max_records.as_ref().filter(|_| !is_memory && !is_directory) {
-        let what = format!("max-records is for a store in a directory or in memory, and not for {store}");
-        problems.push(Problem::error(given.source.clone(), what));
+    if matches!(store.store(), StoreChoice::Memory | StoreChoice::Directory(_)) {
+        return;
     }
-    if let Some(given) = values.max_store_bytes.as_ref().filter(|_| !is_memory && !is_directory) {
-        let what = format!("max-store-bytes is for a store in a directory or in memory, and not for {store}");
-        problems.push(Problem::error(given.source.clone(), what));
+    for name in ["max-records", "max-store-bytes"] {
+        if let Some(source) = values.source(name) {
+            let what = format!("{name} is for a store in a directory or in memory, and not for {store}");
+            problems.push(Problem::error(source.clone(), what));
+        }
     }
 }
 
@@ -184,10 +180,9 @@ fn tls(values: &Values, problems: &mut Vec<Problem>) -> Option<TlsFiles> {
 fn route(service: &Values, table: &RouteTable, problems: &mut Vec<Problem>) -> Option<(Route, Vec<Problem>)> {
     let mut values = service.clone();
     apply(&table.entries, &mut values, problems);
-    let says_methods = table.entries.iter().any(|entry| entry.setting.name == "methods");
-    let methods = values.methods.as_ref().filter(|_| says_methods).map(|methods| methods.value.clone());
-    let says = |name| table.entries.iter().any(|entry| entry.setting.name == name);
-    let narrows = says("completion") && !says("on-abandoned");
+    let has = |name| table.entries.iter().any(|entry| entry.setting.name == name);
+    let methods = values.methods.as_ref().filter(|_| has("methods")).map(|methods| methods.value.clone());
+    let narrows = has("completion") && !has("on-abandoned");
     let config = route_config(&values, Some(&table.source), narrows, problems);
     let (path, source) = table.path.as_ref()?;
     let pattern = match PathPattern::new(path) {
@@ -201,7 +196,7 @@ fn route(service: &Values, table: &RouteTable, problems: &mut Vec<Problem>) -> O
     Some((Route { methods: methods.unwrap_or_default(), pattern, config }, advice))
 }
 
-/// `narrows` is true for a route that says who completes and leaves it to the whole what is done with abandoned attempts.
+/// Builds the configuration of a route. `narrows` is true if the route has its own `completion` and inherits `on-abandoned`.
 fn route_config(
     values: &Values,
     place: Option<&Source>,
@@ -209,17 +204,18 @@ fn route_config(
     problems: &mut Vec<Problem>,
 ) -> RouteConfig {
     if let Some(methods) = values.methods.as_ref().filter(|methods| methods.value.is_empty()) {
-        let what = "an empty list of methods: nothing would be protected";
+        let what = "the list of methods is empty, so nothing would be protected";
         push_once(problems, Problem::error(methods.source.clone(), what));
     }
     let settings = settings(values).unwrap_or_else(|error| {
-        // Every value was held against its bounds when it was read, so this is about values that don't fit each other.
+        // Every value was checked when it was read, so these are values that contradict each other.
         push_once(problems, Problem::error(place.cloned(), error.to_string()));
         Settings::default()
     });
     if settings.policy().on_abandoned() == OnAbandoned::Reconcile && values.reconcile_path.is_none() {
         let source = values.on_abandoned.as_ref().map(|given| given.source.clone());
-        let what = "no path of the service to ask; set reconcile-path, such as \"/oncegate/outcome\"";
+        let what =
+            "the service cannot be asked without a path; set reconcile-path, such as \"/oncegate/outcome\"";
         push_once(problems, Problem::error(source, what));
     }
     if settings.completed_by() == CompletedBy::Upstream {
@@ -255,7 +251,7 @@ fn cors(values: &Values, settings: &Settings, problems: &mut Vec<Problem>) -> Op
     }
 }
 
-/// The settings with the callers' scope if one is set, and what does not go with it.
+/// The settings with the callers' scope, if one is set and valid. Checks settings that need a certain scope.
 fn with_scope(settings: Settings, values: &Values, problems: &mut Vec<Problem>) -> Settings {
     let settings = match values.scope.as_ref().map(|scope| (scope, units::whole_scope(&scope.value))) {
         None => settings,
@@ -267,12 +263,11 @@ fn with_scope(settings: Settings, values: &Values, problems: &mut Vec<Problem>) 
     };
     let is_doubtful = has_error_about("scope", problems);
     if settings.natural_key().is_some() && settings.caller().allows_anonymous() && !is_doubtful {
-        let source = |given: Option<&Source>| given.cloned();
-        let source = source(values.source("scope")).or_else(|| source(values.source("key-members")));
-        let what = "the key is built of members of the body (key-members), and callers that are not told apart would get each \
+        let source = values.source("scope").or_else(|| values.source("key-members"));
+        let what = "the key is built from members of the body (key-members), and callers that are not told apart would get each \
                     other's answers; set scope = \"required-header:NAME\" or \"required-cookie:NAME\", or \"single-tenant\" \
-                    if there is one caller only";
-        push_once(problems, Problem::error(source, what));
+                    if there is only one caller";
+        push_once(problems, Problem::error(source.cloned(), what));
     }
     settings
 }
@@ -282,7 +277,7 @@ fn has_error_about(name: &str, problems: &[Problem]) -> bool {
     problems.iter().any(|problem| problem.is_error() && is_about(problem))
 }
 
-/// Two services on one store without names would take each other's answers.
+/// Checks that the service has a name if the store may be shared: without names, two services would get each other's answers.
 fn check_service(values: &Values, store_is_known: bool, problems: &mut Vec<Problem>) {
     let store = given(&values.store);
     if !store_is_known
@@ -292,7 +287,7 @@ fn check_service(values: &Values, store_is_known: bool, problems: &mut Vec<Probl
     {
         return;
     }
-    let what = "a store on a server may have other services' records in it, so this service needs a name: give --service NAME, \
+    let what = "a store on a server may contain records of other services, so this service needs a name: give --service NAME, \
                 such as --service orders. Sidecars with the same name share keys";
     push_once(problems, Problem::error(values.store.as_ref().map(|store| store.source.clone()), what));
 }
@@ -300,9 +295,9 @@ fn check_service(values: &Values, store_is_known: bool, problems: &mut Vec<Probl
 /// Checks the settings that exclude completion by the service. The layer checks the store itself once more.
 fn check_upstream_completion(values: &Values, narrows: bool, problems: &mut Vec<Problem>) {
     let abandoned = values.on_abandoned.as_ref().filter(|given| given.value != OnAbandoned::Reexecute);
-    if let Some(given) = abandoned.filter(|given| is_said(&given.source) && !narrows) {
-        let what = "the service completes its record in its own transaction (completion = \"upstream\"), so what was cut off \
-                    has committed nothing and is executed again; leave this out, or set \"reexecute\"";
+    if let Some(given) = abandoned.filter(|given| is_given(&given.source) && !narrows) {
+        let what = "the service completes its record in its own transaction (completion = \"upstream\"), so a request that was \
+                    cut off has committed nothing and is executed again; leave this out, or set \"reexecute\"";
         push_once(problems, Problem::error(given.source.clone(), what));
     }
     let without_transactions = match given(&values.store).store() {
@@ -315,7 +310,7 @@ fn check_upstream_completion(values: &Values, narrows: bool, problems: &mut Vec<
         return;
     }
     let what = format!(
-        "the service is to complete its record in its own transaction, but the store is {without_transactions}, which no \
+        "the service completes its record in its own transaction, but the store is {without_transactions}, which no \
          transaction of the service reaches; give --store postgres://… or leave completion to the sidecar"
     );
     let source = values.completion.as_ref().map(|given| given.source.clone());
@@ -336,7 +331,6 @@ fn settings(values: &Values) -> Result<Settings, ConfigError> {
         .with_policy(policy)
         .with_authority(given(&values.authority))
         .with_key_format(given(&values.key_format))
-        .with_key_length(given(&values.min_key_length), given(&values.max_key_length))?
         .with_trailing_slash(given(&values.trailing_slash))
         .with_path_case(given(&values.path_case))
         .with_max_request_body(given(&values.max_request_body))
@@ -345,7 +339,7 @@ fn settings(values: &Values) -> Result<Settings, ConfigError> {
     if given(&values.completion) == CompletedBy::Upstream {
         settings = settings.with_upstream_completion();
     }
-    // What is said wins over the profile; what is not said is left to it.
+    // These settings override the profile if they are given.
     if let Some(required) = &values.require_key {
         settings = settings.with_required_key(required.value);
     }
@@ -356,7 +350,7 @@ fn settings(values: &Values) -> Result<Settings, ConfigError> {
         let key = NaturalKey::new(members.value.clone()).ok_or_else(|| {
             let most = limits::MAX_KEY_MEMBERS;
             ConfigError::new(format!(
-                "a key is built of 1 to {most} members, and there are {}",
+                "a key is built from 1 to {most} members, and there are {}",
                 members.value.len()
             ))
         })?;
@@ -409,12 +403,11 @@ fn fingerprint_rules(values: &Values) -> FingerprintRules {
     rules
 }
 
-/// A store in memory is a new one at every start.
+/// Refuses `store-must-exist` for a store in memory, which is new at every start.
 fn check_store_must_exist(values: &Values, problems: &mut Vec<Problem>) {
     if given(&values.store_must_exist) && given(&values.store) == StoreChoice::Memory {
         let source = values.store_must_exist.as_ref().map(|given| given.source.clone());
-        let what =
-            "a store in memory is a new one at every start; leave this out, or keep records in a directory";
+        let what = "a store in memory is new at every start; leave this out, or keep records in a directory";
         problems.push(Problem::error(source, what));
     }
 }
@@ -423,7 +416,7 @@ fn read_token(values: &Values, problems: &mut Vec<Problem>) -> Option<AdminToken
     match (&values.admin_token, &values.admin_token_file) {
         (Some(token), Some(file)) => {
             let what =
-                format!("{} is set as well; the token comes from one place, so leave one out", file.source);
+                format!("{} is set, too; the token must come from one source, so leave one out", file.source);
             problems.push(Problem::error(token.source.clone(), what));
             None
         }
@@ -441,46 +434,47 @@ fn read_token(values: &Values, problems: &mut Vec<Problem>) -> Option<AdminToken
 }
 
 fn token_in(path: &Path) -> Result<AdminToken, String> {
-    const FILE_MAX: usize = 4096;
+    const MAX_FILE: usize = 4096;
     let text = fs::read(path).map_err(|error| error.to_string())?;
     match String::from_utf8(text) {
-        Ok(text) if text.len() <= FILE_MAX => units::admin_token(&text),
+        Ok(text) if text.len() <= MAX_FILE => units::admin_token(&text),
         _ => Err("is not a token: one line of at least 16 ASCII characters".to_owned()),
     }
 }
 
 fn check_addresses(values: &Values, problems: &mut Vec<Problem>) {
     let (listen, admin) = (given(&values.listen), given(&values.admin));
-    let source = |given: &Option<Sourced<SocketAddr>>| given.as_ref().map(|given| given.source.clone());
+    let source = |name| values.source(name).cloned();
     let token_was_tried = values.admin_token.is_some()
         || values.admin_token_file.is_some()
         || problems.iter().any(|p| p.source == Some(Source::Env("ONCEGATE_ADMIN_TOKEN".to_owned())));
     if !is_loopback(admin.ip()) && !token_was_tried {
         let what = format!(
-            "the admin address {admin} can be reached by others; put a token of at least {} characters into \
+            "other machines can reach the admin address {admin}; put a token of at least {} characters into \
              ONCEGATE_ADMIN_TOKEN or into a file for --admin-token-file, or use a loopback address such as \
              127.0.0.1:9090",
             AdminToken::MIN
         );
-        problems.push(Problem::error(source(&values.admin), what));
+        problems.push(Problem::error(source("admin"), what));
     }
     if meet(listen, admin) {
         let what = format!("the admin address {admin} is taken by the address for requests, {listen}");
-        problems.push(Problem::error(source(&values.admin).filter(is_said).or(source(&values.listen)), what));
+        problems.push(Problem::error(source("admin").filter(is_given).or(source("listen")), what));
     }
     if let Some(to) = &values.to
         && let Some(upstream) = socket_of(&to.value)
         && meet(listen, upstream)
     {
         let what = format!(
-            "the service {} is this sidecar's own address {listen}: requests would go round in circles",
+            "the service {} is this sidecar's own address {listen}, so requests would run in a loop",
             to.value
         );
         problems.push(Problem::error(to.source.clone(), what));
     }
 }
 
-fn is_said(source: &Source) -> bool {
+/// Returns true if a value with this source was given, and is not a default.
+pub(super) fn is_given(source: &Source) -> bool {
     *source != Source::Default
 }
 

@@ -4,9 +4,9 @@
 //! cached(cache=STORE,store=STORE[,keep=DURATION][,timeout=DURATION])
 //! ```
 //!
-//! A comma begins a new part only where one of these four names and `=` follow, and the last parenthesis is the last
-//! character; every other comma and parenthesis belongs to the store that it stands in. So a URL is written here as it is
-//! written alone. Where one has such a comma in it, that comma is percent-encoded: `%2C`.
+//! A comma begins a new part only if one of these four names and `=` follow, and the last parenthesis is the last character.
+//! All other commas and parentheses belong to a store. So a URL is written here in the same way as alone. If it contains a
+//! comma before one of these names and `=`, that comma is percent-encoded: `%2C`.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -43,18 +43,18 @@ const OPEN: &str = "cached(";
 const NAMES: [&str; 4] = ["cache", "store", "keep", "timeout"];
 const ALLOWED: &str = "write cached(cache=STORE,store=STORE), such as \"cached(cache=memory:,store=postgres://USER@HOST/DATABASE)\"";
 
-const CACHE_MEMORY: usize = 64 << 20;
-const CACHE_MEMORY_MIN: usize = 1 << 20;
-const CACHE_MEMORY_MAX: usize = 1 << 40;
-const KEEP: Duration = Duration::from_secs(60 * 60);
-const PATIENCE: Duration = Duration::from_millis(25);
+const DEFAULT_MEMORY: usize = 64 << 20;
+const MIN_MEMORY: usize = 1 << 20;
+const MAX_MEMORY: usize = 1 << 40;
+const DEFAULT_KEEP: Duration = Duration::from_secs(60 * 60);
+const DEFAULT_TIMEOUT: Duration = Duration::from_millis(25);
 
 /// Returns true if the text is meant to be a cached store.
 pub(super) fn is_one(text: &str) -> bool {
     text.starts_with(OPEN)
 }
 
-/// The name as it may be shown: without passwords.
+/// The name without passwords.
 pub(super) fn shown(text: &str) -> String {
     let Ok(parts) = parts(text) else { return format!("{OPEN}…)") };
     let show =
@@ -65,14 +65,14 @@ pub(super) fn shown(text: &str) -> String {
 pub(super) fn read(text: &str) -> Result<CachedChoice, String> {
     let parts = parts(text)?;
     if let Some((name, _)) = parts.iter().find(|(_, value)| is_one(value)) {
-        return Err(format!("{name}: a cached store has no other one in it; {ALLOWED}"));
+        return Err(format!("{name}: a cached store cannot contain another one; {ALLOWED}"));
     }
     if let Some((name, _)) = NAMES
         .map(|name| (name, parts.iter().filter(|(given, _)| *given == name).count()))
         .into_iter()
         .find(|(_, count)| *count > 1)
     {
-        return Err(format!("{name} is there twice; {ALLOWED}"));
+        return Err(format!("{name} was given twice; {ALLOWED}"));
     }
     let value = |name: &str| parts.iter().find(|(given, _)| *given == name).map(|(_, value)| *value);
     let needed = |name: &str| value(name).ok_or_else(|| format!("{name} is missing; {ALLOWED}"));
@@ -82,11 +82,11 @@ pub(super) fn read(text: &str) -> Result<CachedChoice, String> {
         Some(text) => units::bounded(text, min, max).map_err(|error| format!("{name}: {error}")),
         None => Ok(default),
     };
-    let keep = time("keep", KEEP, limits::MIN_RETENTION, limits::MAX_RETENTION)?;
-    let timeout = time("timeout", PATIENCE, Duration::from_millis(1), Duration::from_secs(1))?;
+    let keep = time("keep", DEFAULT_KEEP, limits::MIN_RETENTION, limits::MAX_RETENTION)?;
+    let timeout = time("timeout", DEFAULT_TIMEOUT, Duration::from_millis(1), Duration::from_secs(1))?;
     match (&cache, &store) {
         (CacheChoice::Redis(_), StoreChoice::Directory(_)) => {
-            Err("cache: a server is no cache of a directory, which answers sooner; write \"memory:\""
+            Err("cache: a server cannot be the cache of a directory, which answers faster; write \"memory:\""
                 .to_owned())
         }
         (CacheChoice::Directory(cache), StoreChoice::Directory(store)) if cache == store => {
@@ -101,14 +101,14 @@ pub(super) fn read(text: &str) -> Result<CachedChoice, String> {
 
 fn read_cache(text: &str) -> Result<CacheChoice, String> {
     if let Some(size) = text.strip_prefix("memory:") {
-        let size = if size.is_empty() { CACHE_MEMORY } else { units::size(size)? };
-        return if (CACHE_MEMORY_MIN..=CACHE_MEMORY_MAX).contains(&size) {
+        let size = if size.is_empty() { DEFAULT_MEMORY } else { units::size(size)? };
+        return if (MIN_MEMORY..=MAX_MEMORY).contains(&size) {
             Ok(CacheChoice::Memory(size))
         } else {
             Err(format!(
                 "{text:?} is out of bounds; from {} to {} is allowed",
-                size_text(CACHE_MEMORY_MIN as u64),
-                size_text(CACHE_MEMORY_MAX as u64)
+                size_text(MIN_MEMORY as u64),
+                size_text(MAX_MEMORY as u64)
             ))
         };
     }
@@ -116,7 +116,9 @@ fn read_cache(text: &str) -> Result<CacheChoice, String> {
     match units::store(text)? {
         StoreChoice::Directory(directory) => Ok(CacheChoice::Directory(directory)),
         StoreChoice::Redis(options) => Ok(CacheChoice::Redis(options)),
-        StoreChoice::Postgres(_) => Err(format!("PostgreSQL answers no sooner than a store; {CACHES}")),
+        StoreChoice::Postgres(_) => {
+            Err(format!("PostgreSQL cannot be a cache, because it is no faster than a store; {CACHES}"))
+        }
         StoreChoice::Memory | StoreChoice::Cached(_) => Err(CACHES.to_owned()),
     }
 }
@@ -124,16 +126,16 @@ fn read_cache(text: &str) -> Result<CacheChoice, String> {
 fn read_back(text: &str) -> Result<StoreChoice, String> {
     const BACKS: &str = "write \"postgres://…\", \"redis://…\" or a directory";
     match units::store(text)? {
-        StoreChoice::Memory => Err(format!("a store in memory needs nothing before it; {BACKS}")),
+        StoreChoice::Memory => Err(format!("a store in memory needs no cache; {BACKS}")),
         StoreChoice::Cached(_) => Err(BACKS.to_owned()),
         choice => Ok(choice),
     }
 }
 
-/// The parts in their order, or what is wrong, without a word of what may be a password.
+/// The parts in their order. An error contains no text that may be a password.
 fn parts(text: &str) -> Result<Vec<(&str, &str)>, String> {
     let rest = text.strip_prefix(OPEN).and_then(|rest| rest.strip_suffix(')'));
-    let rest = rest.ok_or_else(|| format!("there is no \")\" at the end; {ALLOWED}"))?;
+    let rest = rest.ok_or_else(|| format!("the \")\" at the end is missing; {ALLOWED}"))?;
     let name_of = |text: &str| {
         NAMES.into_iter().find(|name| text.strip_prefix(name).is_some_and(|rest| rest.starts_with('=')))
     };
@@ -146,7 +148,7 @@ fn parts(text: &str) -> Result<Vec<(&str, &str)>, String> {
     }
     if starts.first().is_none_or(|(at, _)| *at != 0) {
         return Err(format!(
-            "it begins with none of {}; {ALLOWED}",
+            "it must begin with one of {}; {ALLOWED}",
             NAMES.map(|name| format!("{name}=")).join(", ")
         ));
     }
@@ -160,7 +162,7 @@ fn parts(text: &str) -> Result<Vec<(&str, &str)>, String> {
 impl fmt::Display for CacheChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Memory(CACHE_MEMORY) => f.write_str("memory:"),
+            Self::Memory(DEFAULT_MEMORY) => f.write_str("memory:"),
             Self::Memory(size) => write!(f, "memory:{}", size_text(*size as u64).replace(" bytes", "")),
             Self::Directory(directory) => directory.display().fmt(f),
             Self::Redis(options) => f.write_str(&options.shown()),
@@ -171,10 +173,10 @@ impl fmt::Display for CacheChoice {
 impl fmt::Display for CachedChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{OPEN}cache={},store={}", self.cache, self.store)?;
-        if self.keep != KEEP {
+        if self.keep != DEFAULT_KEEP {
             write!(f, ",keep={}", duration_text(self.keep))?;
         }
-        if self.timeout != PATIENCE {
+        if self.timeout != DEFAULT_TIMEOUT {
             write!(f, ",timeout={}", duration_text(self.timeout))?;
         }
         f.write_str(")")
@@ -193,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn a_store_stands_in_it_as_it_is_written_alone() {
+    fn the_urls_inside_are_read_as_they_are_written_alone() {
         for (text, shown) in [
             (
                 "cached(cache=redis://u:hunter2@h,store=postgres://app:hunter2@db/shop?sslmode=require)",
@@ -214,7 +216,7 @@ mod tests {
             ("cached(cache=./cache,store=./store)", "cached(cache=./cache,store=./store)"),
             (
                 "cached(cache=redis://u:a%2Cback=hunter2@h,store=./cache=)",
-                "cache: a server is no cache of a directory, which answers sooner; write \"memory:\"",
+                "cache: a server cannot be the cache of a directory, which answers faster; write \"memory:\"",
             ),
         ] {
             let said = units::store(text).map_or_else(|error| error, |_| shown_of(text));
@@ -225,32 +227,35 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_said_without_a_password() {
+    fn errors_contain_no_password() {
         for (text, why) in [
-            ("cached(cache=memory:,store=./b", "there is no \")\" at the end; write cached("),
-            ("cached(cache=memory:,store=./b) ", "a blank"),
+            ("cached(cache=memory:,store=./b", "the \")\" at the end is missing; write cached("),
+            ("cached(cache=memory:,store=./b) ", "a space"),
             (
                 "cached(redis://u:hunter2@h,store=./b)",
-                "it begins with none of cache=, store=, keep=, timeout=;",
+                "it must begin with one of cache=, store=, keep=, timeout=;",
             ),
-            ("cached()", "it begins with none of"),
+            ("cached()", "it must begin with one of"),
             ("cached(cache=memory:)", "store is missing"),
             ("cached(store=postgres://u:hunter2@h/d)", "cache is missing"),
-            ("cached(cache=memory:,store=./a,store=./b)", "store is there twice"),
+            ("cached(cache=memory:,store=./a,store=./b)", "store was given twice"),
             (
                 "cached(cache=memory:9,store=./b)",
                 "cache: \"memory:9\" is out of bounds; from 1MiB to 1024GiB",
             ),
-            ("cached(cache=memory:9x,store=./b)", "cache: \"9x\" has the unit \"x\""),
+            ("cached(cache=memory:9x,store=./b)", "cache: \"9x\" has the unknown unit \"x\""),
             ("cached(cache=memory,store=./b)", "cache: \"memory\" could be a directory"),
-            ("cached(cache=,store=./b)", "cache: \"\" is no directory"),
-            ("cached(cache=postgres://u:hunter2@h/d,store=./b)", "cache: PostgreSQL answers no sooner"),
-            ("cached(cache=mysql://u:hunter2@h/d,store=./b)", "cache: \"mysql://u@h/d\" is a URL of none"),
-            ("cached(cache=memory:,store=memory:)", "store: a store in memory needs nothing before it"),
+            ("cached(cache=,store=./b)", "cache: \"\" is not a directory"),
+            ("cached(cache=postgres://u:hunter2@h/d,store=./b)", "cache: PostgreSQL cannot be a cache"),
+            (
+                "cached(cache=mysql://u:hunter2@h/d,store=./b)",
+                "cache: \"mysql://u@h/d\" is not the URL of a store",
+            ),
+            ("cached(cache=memory:,store=memory:)", "store: a store in memory needs no cache"),
             ("cached(cache=memory:,store=redis://u:hunter2@h:x)", "store: "),
             (
                 "cached(cache=memory:,store=cached(cache=memory:,store=./b))",
-                "store: a cached store has no other one in it",
+                "store: a cached store cannot contain another one",
             ),
             ("cached(cache=memory:,store=./b,keep=1)", "keep: \"1\" has no unit"),
             (

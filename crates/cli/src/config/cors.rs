@@ -1,4 +1,4 @@
-//! What pages of other origins may do (the CORS protocol of the Fetch standard): its header fields, made once.
+//! The rights of pages of other origins (the CORS protocol of the Fetch standard), with header fields that are built once.
 
 use std::time::Duration;
 
@@ -14,9 +14,9 @@ pub(crate) struct Cors {
     /// `None`: every origin.
     origins: Option<Vec<HeaderValue>>,
     expose: HeaderValue,
-    /// `None`: what a preflight request asks for.
+    /// `None`: the fields that a preflight request asks for.
     headers: Option<HeaderValue>,
-    /// `None`: what a preflight request asks for.
+    /// `None`: the method that a preflight request asks for.
     methods: Option<HeaderValue>,
     credentials: bool,
     max_age: HeaderValue,
@@ -41,7 +41,7 @@ impl Cors {
         }
     }
 
-    /// Pages may read these fields, and those that say what happened under the key.
+    /// Lets pages read these fields, and those of Oncegate: the key, the replay marker, the status and `Retry-After`.
     pub(crate) fn with_exposed(self, settings: &Settings, more: &[HeaderName]) -> Self {
         let own =
             [settings.key_header(), settings.replay_marker(), &IDEMPOTENCY_STATUS, &header::RETRY_AFTER];
@@ -72,14 +72,14 @@ impl Cors {
         Self { max_age: HeaderValue::from(max_age.as_secs()), ..self }
     }
 
-    /// Writes on an answer what lets this origin read it. A service that says itself who may read it has the last word.
+    /// Adds the fields to an answer that let this origin read it. An `Access-Control-Allow-Origin` of the service is kept.
     pub(crate) fn write(&self, origin: Option<&HeaderValue>, headers: &mut HeaderMap) {
-        let said = headers.contains_key(header::ACCESS_CONTROL_ALLOW_ORIGIN);
-        if self.origins.is_some() && !said {
+        let is_decided = headers.contains_key(header::ACCESS_CONTROL_ALLOW_ORIGIN);
+        if self.origins.is_some() && !is_decided {
             headers.append(header::VARY, HeaderValue::from_static("origin"));
         }
         let Some(allowed) = origin.and_then(|origin| self.allowed(origin)) else { return };
-        if !said {
+        if !is_decided {
             headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, allowed);
             if self.credentials {
                 headers.insert(header::ACCESS_CONTROL_ALLOW_CREDENTIALS, TRUE);
@@ -88,7 +88,7 @@ impl Cors {
         headers.append(header::ACCESS_CONTROL_EXPOSE_HEADERS, self.expose.clone());
     }
 
-    /// The header fields of the answer to a preflight request; `None` if it is not of an origin that is allowed.
+    /// The header fields of the answer to a preflight request; `None` if its origin is not allowed.
     pub(crate) fn preflight<B>(&self, request: &Request<B>) -> Option<HeaderMap> {
         let asked = request.headers();
         let allowed = self.allowed(asked.get(header::ORIGIN)?)?;

@@ -9,7 +9,7 @@ use super::settings::{Raw, SETTINGS};
 
 const PREFIX: &str = "ONCEGATE_";
 
-/// Variables of ours that are no settings of the sidecar.
+/// Variables of this program that are not settings of the sidecar.
 const OTHERS: &[&str] = &[
     "ONCEGATE_CALL_USER",
     "ONCEGATE_JOURNAL",
@@ -65,7 +65,7 @@ fn hint(name: &str) -> String {
 /// `ONCEGATE_ADMIN_PORT` and `ONCEGATE_ADMIN_PORT_80_TCP_ADDR`.
 fn is_service_link(name: &str, value: &OsStr) -> bool {
     let (Some(rest), Some(value)) = (name.strip_prefix(PREFIX), value.to_str()) else { return false };
-    // What stands behind the name of the Service.
+    // The part of the name after that of the Service.
     let behind = |word: &str| {
         rest.rsplit_once(word).filter(|(service, _)| service.is_empty() || service.ends_with('_'))
     };
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn what_another_command_reads_stops_no_sidecar() {
+    fn variables_of_other_commands_are_ignored() {
         let mut names = Vec::new();
         for command in crate::Oncegate::command().get_subcommands() {
             let variables = command.get_arguments().filter_map(|argument| argument.get_env());
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_orchestrator_puts_there_is_no_setting() {
+    fn variables_of_kubernetes_are_ignored() {
         let links = [
             ("ONCEGATE_PORT", "tcp://10.0.0.1:80"),
             ("ONCEGATE_PORT_80_TCP_ADDR", "10.0.0.1"),
@@ -169,7 +169,7 @@ mod tests {
             ("ONCEGATE_LOG", "debug"),
         ];
         assert_eq!(read_all(&links), (Vec::new(), Vec::new()));
-        // What people write by mistake is an error.
+        // Mistakes of people are errors.
         for mistake in [
             ("ONCEGATE_PORT", "8080"),
             ("ONCEGATE_LISTEN_PORT", "8080"),

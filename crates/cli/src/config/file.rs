@@ -20,12 +20,12 @@ pub(super) struct FileContent {
 /// One `[[route]]` table.
 pub(super) struct RouteTable {
     pub(super) source: Source,
-    /// Its path pattern, where it has one.
+    /// Its path pattern, if it has one.
     pub(super) path: Option<(String, Source)>,
     pub(super) entries: Vec<Entry>,
 }
 
-/// Reads the file; `None` where it is no TOML.
+/// Reads the file; `None` if it is not TOML.
 pub(super) fn read(name: &str, text: &str, problems: &mut Vec<Problem>) -> Option<FileContent> {
     let mut reader = TomlReader { name: name.into(), text, problems };
     let (table, errors) = DeTable::parse_recoverable(text);
@@ -45,7 +45,7 @@ pub(super) fn read(name: &str, text: &str, problems: &mut Vec<Problem>) -> Optio
             ("route", _) => reader.error(
                 &value.span(),
                 Some("route"),
-                "write [[route]], in two brackets: there can be many",
+                "write [[route]], with two brackets, because there can be several routes",
             ),
             _ => reader.entry("", key, value, false, &mut content.entries),
         }
@@ -76,8 +76,7 @@ impl TomlReader<'_> {
                     route.path = Some((path.to_string(), self.source(&value.span(), Some("path"))));
                 }
                 ("path", other) => {
-                    let what =
-                        format!("{} where a text such as \"/payments/{{id}}\" is meant", article(other));
+                    let what = format!("{} instead of a text such as \"/payments/{{id}}\"", article(other));
                     self.error(&value.span(), Some("path"), what);
                 }
                 ("method", _) => match Setting::named("methods") {
@@ -120,7 +119,7 @@ impl TomlReader<'_> {
                 }
                 other => {
                     let what = format!(
-                        "{} where a table is meant, such as {name} = {{ {} = [\"/meta/timestamp\"] }}",
+                        "{} instead of a table, such as {name} = {{ {} = [\"/meta/timestamp\"] }}",
                         article(other),
                         SETTINGS.iter().find_map(|s| s.name.strip_prefix(&inside)).unwrap_or_default()
                     );
@@ -134,15 +133,11 @@ impl TomlReader<'_> {
                 self.error(
                     &key.span(),
                     None,
-                    format!("`{name}` is one for the whole sidecar; write it above the first [[route]]"),
+                    format!("`{name}` is for the whole sidecar; write it above the first [[route]]"),
                 );
             }
             Some(setting) if setting.settable_in == SettableIn::Start => {
-                self.error(
-                    &key.span(),
-                    None,
-                    format!("`{name}` says where this file is; it cannot be in it"),
-                );
+                self.error(&key.span(), None, format!("`{name}` names this file, so it cannot be in it"));
             }
             Some(setting) if setting.settable_in == SettableIn::Secret => {
                 let what = format!(
@@ -158,14 +153,14 @@ impl TomlReader<'_> {
 
     fn unknown(&mut self, name: &str, key: &Key<'_>, in_route: bool) {
         if !in_route && matches!(name, "path" | "method") {
-            return self.error(&key.span(), None, format!("`{name}` belongs into a [[route]] table"));
+            return self.error(&key.span(), None, format!("`{name}` belongs in a [[route]] table"));
         }
         let settings = SETTINGS.iter().filter(|setting| match setting.settable_in {
             SettableIn::Route => true,
             SettableIn::Service | SettableIn::Live => !in_route,
             SettableIn::Start | SettableIn::Secret => false,
         });
-        // Inside of a table only what follows its name is compared: the name makes all of them alike.
+        // Inside of a table, only the part after its name is compared, because the name makes all keys similar.
         let (table, word) = name.rsplit_once('.').map_or(("", name), |(table, word)| (table, word));
         let in_table = |setting: &'static Setting| match table {
             "" => Some(setting.name),
@@ -193,7 +188,7 @@ impl TomlReader<'_> {
         self.problems.push(Problem::error(source, message));
     }
 
-    /// Line and column, both from 1, columns in characters.
+    /// The source of a value: line and column, both from 1, columns in characters.
     fn source(&self, span: &Range<usize>, key: Option<&str>) -> Source {
         let before = self.text.get(..span.start).unwrap_or(self.text);
         let line_start = before.rfind('\n').map_or(0, |at| at + 1);
@@ -206,7 +201,7 @@ impl TomlReader<'_> {
     }
 }
 
-/// The value as text, which its reader takes further.
+/// The value as text, for the reader of the setting.
 fn raw(setting: &Setting, value: &DeValue<'_>) -> Result<Raw, String> {
     match (value, setting.shape) {
         (DeValue::Array(items), Shape::Many) => {
@@ -220,11 +215,11 @@ fn raw(setting: &Setting, value: &DeValue<'_>) -> Result<Raw, String> {
         (DeValue::String(text), Shape::Many) => Ok(Raw::List(vec![text.to_string()])),
         (DeValue::Integer(number), Shape::Many) => Ok(Raw::List(vec![number.to_string()])),
         (DeValue::Boolean(yes), Shape::Switch) => Ok(Raw::Text(yes.to_string())),
-        (_, Shape::Switch) => Err(format!("{} where true or false is meant, without quotes", article(value))),
-        (_, Shape::Many) => Err(format!("{} where a list is meant, such as [\"…\", \"…\"]", article(value))),
+        (_, Shape::Switch) => Err(format!("{} instead of true or false without quotes", article(value))),
+        (_, Shape::Many) => Err(format!("{} instead of a list, such as [\"…\", \"…\"]", article(value))),
         (DeValue::String(text), Shape::One) => Ok(Raw::Text(text.to_string())),
         (DeValue::Integer(number), Shape::One) => Ok(Raw::Text(number.to_string())),
-        (_, Shape::One) => Err(format!("{} where a text is meant, such as \"…\"", article(value))),
+        (_, Shape::One) => Err(format!("{} instead of a text, such as \"…\"", article(value))),
     }
 }
 

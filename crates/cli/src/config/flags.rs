@@ -66,7 +66,7 @@ fn flag(setting: &'static Setting) -> Option<Arg> {
         .action(if setting.shape == Shape::Many { ArgAction::Append } else { ArgAction::Set });
     let arg = if long == setting.name { arg } else { arg.alias(setting.name.replace('.', "-")) };
     let arg = match setting.shape {
-        // There are no positional arguments, so `--require-key true` can only mean one thing.
+        // There are no positional arguments, so `--require-key true` is not ambiguous.
         Shape::Switch => arg.num_args(0..=1).default_missing_value("true"),
         Shape::One | Shape::Many => arg.num_args(1),
     };

@@ -1,7 +1,7 @@
-//! What the sidecar is told to do: by flags, by the environment, by a file, in this order.
+//! The configuration of the sidecar, from flags, the environment and a file. Flags win over the environment, and the
+//! environment over the file.
 //!
-//! Every setting is declared once, in [`settings`]. All problems are collected and shown together, each with the place
-//! it comes from.
+//! Every setting is declared once, in [`settings`]. All problems are collected and shown together, each with its source.
 
 mod advice;
 mod assemble;
@@ -55,7 +55,7 @@ pub(crate) use self::units::{
     without_login,
 };
 
-/// One setting as it was given.
+/// One setting with its given value.
 pub(crate) struct Entry {
     setting: &'static Setting,
     raw: Raw,
@@ -92,7 +92,7 @@ pub(crate) struct Config {
     pub(crate) max_in_flight_without_key: Option<usize>,
     /// The limit of open client connections.
     pub(crate) max_connections: usize,
-    /// The longest time that a client may accept no byte of a response.
+    /// The longest time for which a client may accept no byte of a response.
     pub(crate) write_timeout: Duration,
     /// The proxies whose information about the origin of a request is passed on.
     trusted_proxies: Vec<TrustedProxies>,
@@ -115,16 +115,16 @@ pub(crate) struct Config {
     pub(crate) tls: Option<TlsFiles>,
     /// The configuration of requests that match no route.
     pub(crate) default: RouteConfig,
-    /// In the order in which they are tried.
+    /// The routes, in the order in which they are tried.
     pub(crate) routes: Vec<Route>,
     /// The warnings, with which the sidecar starts anyway.
     pub(crate) warnings: Vec<Problem>,
     summary: String,
-    /// The settings that only a start can change, as they were written.
+    /// The settings that only a restart can change, as they were written.
     fixed: FixedValues,
 }
 
-/// The values of settings as they were written. There may be a password in them, so they are shown nowhere.
+/// The values of settings as they were written. They may contain a password, so they are shown nowhere.
 #[derive(Clone, Default, PartialEq, Eq)]
 struct FixedValues(Vec<(&'static str, Option<Raw>)>);
 
@@ -196,7 +196,7 @@ impl Config {
     /// Reads flags, environment and file.
     ///
     /// # Errors
-    /// Everything that is wrong, not only the first.
+    /// All errors, not only the first.
     pub(crate) fn load(args: &ProxyArgs) -> Result<Self, Problems> {
         let Draft { config, problems, .. } = Draft::read(args, std::env::vars_os());
         config.ok_or_else(|| Problems(problems.into_iter().filter(Problem::is_error).collect()))
@@ -293,7 +293,7 @@ impl Config {
         self.default.cors.is_some() || self.routes.iter().any(|route| route.config.cors.is_some())
     }
 
-    /// Returns true if the service has the same address and is reached in the same way.
+    /// Returns true if the service has the same address and the same settings of connections.
     pub(crate) fn reaches_the_same_upstream(&self, other: &Self) -> bool {
         self.to == other.to
             && self.upstream_protocol == other.upstream_protocol
@@ -332,7 +332,7 @@ impl Draft {
         let whole = content.is_some();
         let content = content.unwrap_or_default();
         let mut values = Values::defaults();
-        // Each overwrites the ones before it.
+        // Each layer overrides the ones before it.
         let layers = [&content.entries[..], &from_env, &from_flags];
         for entries in layers {
             apply(entries, &mut values, &mut problems);
@@ -366,12 +366,12 @@ fn summary(layers: &[&[Entry]; 3], values: &Values, routes: usize) -> String {
     let mut words = Vec::new();
     for setting in SETTINGS.iter().filter(|setting| setting.settable_in != SettableIn::Secret) {
         let entries = layers.iter().rev().flat_map(|entries| entries.iter());
-        let said = entries.filter(|entry| entry.setting.name == setting.name).find(|entry| {
+        let effective = entries.filter(|entry| entry.setting.name == setting.name).find(|entry| {
             setting.settable_in == SettableIn::Start || values.source(setting.name) == Some(&entry.source)
         });
-        if let Some(Entry { raw, source, .. }) = said {
+        if let Some(Entry { raw, source, .. }) = effective {
             let text = match raw {
-                // The one value that is no secret and may hold one. A directory is shown with its whole path.
+                // The URL of a store may contain a password. A directory is shown with its whole path.
                 Raw::Text(text) if setting.name == "store" => match &values.store {
                     Some(Sourced { value: StoreChoice::Directory(path), .. }) => path.display().to_string(),
                     _ => units::safe_url(text),
@@ -404,20 +404,20 @@ fn config_path(env: &[Entry], flags: &[Entry]) -> Option<(PathBuf, Source)> {
     last(flags).or_else(|| last(env))
 }
 
-/// A configuration is a page or two; what is larger is another file.
-const FILE_MAX: u64 = 1024 * 1024;
+/// The largest configuration file. A larger file is some other file.
+const MAX_FILE: u64 = 1024 * 1024;
 
 fn read_file(path: &Path, source: &Source, problems: &mut Vec<Problem>) -> Option<FileContent> {
     let error = |what: String| Problem::error(source.clone(), format!("{}: {what}", path.display()));
     let text = match fs::metadata(path) {
-        Ok(metadata) if metadata.len() > FILE_MAX => Err(format!("is larger than {}", size_text(FILE_MAX))),
+        Ok(metadata) if metadata.len() > MAX_FILE => Err(format!("is larger than {}", size_text(MAX_FILE))),
         Ok(_) => fs::read(path).map_err(|error| error.to_string()),
         Err(error) => Err(error.to_string()),
     };
     match text.map(String::from_utf8) {
         Ok(Ok(text)) => file::read(&path.display().to_string(), &text, problems),
         Ok(Err(_)) => {
-            problems.push(error("is not a text in UTF-8".to_owned()));
+            problems.push(error("is not a UTF-8 text".to_owned()));
             None
         }
         Err(what) => {

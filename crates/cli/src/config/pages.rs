@@ -1,4 +1,4 @@
-//! The pages name settings as the configuration does.
+//! A test that the documentation uses the real names of settings.
 
 use std::fs;
 use std::path::Path;
@@ -49,7 +49,7 @@ fn pages_name_settings_as_they_are() {
     for page in PAGES {
         let text =
             fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(page)).unwrap();
-        // Every second part stands between fences.
+        // Every second part is a code block.
         for prose in text.split("```").step_by(2) {
             for span in prose.split('`').skip(1).step_by(2) {
                 settings += usize::from(span.contains(" = "));

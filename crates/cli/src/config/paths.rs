@@ -1,8 +1,8 @@
 //! Makes relative paths absolute, so that a configuration means the same files from every working directory.
 //!
-//! A path in the configuration file is relative to the directory of that file, also one that the URL of a store names, and so
-//! is the default of `store` while there is a file. A path in a flag or in the environment is relative to the working
-//! directory, as in every program.
+//! A path in the configuration file, also inside the URL of a store, is relative to the directory of that file. So is the
+//! default of `store`, if there is a file. A path in a flag or in the environment is relative to the working directory, as in
+//! every program.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -19,8 +19,7 @@ pub(super) fn make_absolute(values: &mut Values, file: Option<&Path>, problems: 
     let base = PathBase { directory: file.and_then(Path::parent) };
     let mut note = |source: &Source, result: io::Result<()>| {
         if let Err(error) = result {
-            let what =
-                format!("a relative path in it cannot be made absolute: {error}; write an absolute path");
+            let what = format!("its relative path cannot be made absolute: {error}; write an absolute path");
             problems.push(Problem::error(source.clone(), what));
         }
     };

@@ -1,4 +1,4 @@
-//! What is wrong with a configuration, and where it was said.
+//! Errors and warnings about a configuration, with the source of the value.
 
 use std::fmt;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ pub(crate) struct FilePlace {
     pub(crate) file: Arc<str>,
     pub(crate) line: usize,
     pub(crate) column: usize,
-    /// The key's name, where a key is meant.
+    /// The name of the key, if the place is that of a key.
     pub(crate) key: Option<String>,
 }
 
@@ -67,7 +67,7 @@ impl Problem {
         Self { severity: Severity::Warning, source: source.into(), message: message.into() }
     }
 
-    /// For the order in which they are shown: the file from top to bottom, then the environment, then the flags.
+    /// The position in the output: first the file from top to bottom, then the environment, then the flags.
     pub(crate) fn rank(&self) -> (u8, usize, usize) {
         match &self.source {
             Some(Source::File(place)) => (0, place.line, place.column),
@@ -77,7 +77,7 @@ impl Problem {
         }
     }
 
-    /// Returns true if it is about the value of this setting.
+    /// Returns true if the problem is about the value of this setting.
     pub(crate) fn is_about(&self, setting: &Setting) -> bool {
         match &self.source {
             Some(Source::Flag(name)) => {
@@ -103,7 +103,7 @@ impl fmt::Display for Problem {
     }
 }
 
-/// Everything that is wrong, one line each.
+/// All errors, one per line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Problems(pub(crate) Vec<Problem>);
 
@@ -118,19 +118,19 @@ impl fmt::Display for Problems {
 
 impl std::error::Error for Problems {}
 
-/// `; did you mean X?` for the candidate that is nearest to what was written, or nothing where none is near.
+/// `; did you mean X?` for the candidate that is nearest to the written name, or nothing if none is near.
 pub(crate) fn did_you_mean<'a>(written: &str, candidates: impl IntoIterator<Item = &'a str>) -> String {
     nearest(written, candidates).map_or_else(String::new, |name| format!("; did you mean `{name}`?"))
 }
 
-/// The candidate that is nearest to what was written; `None` where none is near.
+/// The candidate that is nearest to the written name; `None` if none is near.
 pub(crate) fn nearest<'a>(written: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let fold = |name: &str| name.to_ascii_lowercase().replace('_', "-");
     let written = fold(written);
     candidates
         .into_iter()
         .map(|name| (strsim::damerau_levenshtein(&written, &fold(name)), name))
-        // One slip in three letters is a slip; more is another word.
+        // At most one wrong letter in three: otherwise it is another word.
         .filter(|(distance, name)| *distance <= name.len().max(written.len()).div_ceil(3))
         .min_by_key(|(distance, _)| *distance)
         .map(|(_, name)| name)

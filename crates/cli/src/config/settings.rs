@@ -216,7 +216,7 @@ settings! {
     /// The most memory that a store in a directory uses to cache pages of its file. Pages that do not fit are read from
     /// disk again: raise it for millions of records. At most 1024GiB.
     "max-page-cache" SERVICE Service One "SIZE" Value("64MiB");
-    max_page_cache: usize = units::page_cache;
+    max_page_cache: usize = units::memory;
 
     /// The most records that a store in a directory or in memory holds, including expired records that are not purged yet.
     /// Beyond it, a request with a new key is refused with 503 `store-unavailable`; recorded keys are still answered.
@@ -301,17 +301,10 @@ settings! {
     "key-syntax" KEYS Route One "lenient|strict" ByProfile("lenient");
     key_syntax: KeySyntax = units::key_syntax;
 
-    /// The format of keys: `any`, `uuid`, `ulid`, or `pattern:REGEX`, which the whole key must match.
+    /// The format of keys: `any` (1 to 255 characters), `uuid`, `ulid`, or `pattern:REGEX`, which the whole key must match, such
+    /// as `pattern:.{20,64}` for 20 to 64 characters.
     "key-format" KEYS Route One "FORMAT" Value("any");
     key_format: KeyFormat = units::key_format;
-
-    /// The shortest key that is accepted, in characters. From 1 to 255.
-    "min-key-length" KEYS Route One "N" Value("1");
-    min_key_length: usize = units::key_length;
-
-    /// The longest key that is accepted, in characters. From 1 to 255.
-    "max-key-length" KEYS Route One "N" Value("255");
-    max_key_length: usize = units::key_length;
 
     /// The header field that marks a replay.
     "replay-marker" KEYS Route One "NAME" ByProfile("Idempotent-Replayed");
@@ -450,7 +443,7 @@ settings! {
     /// The memory for the bodies of all requests with a key together, from their arrival until the service has them. A request
     /// whose body does not fit is refused with 503. At least max-request-body, and at most 1024GiB.
     "request-budget" LIMITS Service One "SIZE" Value("256MiB");
-    request_budget: usize = units::request_budget;
+    request_budget: usize = units::memory;
 
     /// The largest body of a response that is stored. A larger response reaches the first client whole and cannot be replayed.
     /// At most 64MiB.
@@ -461,7 +454,7 @@ settings! {
     /// that does not fit is refused with 503, and no new request is executed while the budget is used up. At least
     /// max-response-body, and at most 1024GiB.
     "response-budget" LIMITS Service One "SIZE" Value("256MiB");
-    response_budget: usize = units::response_budget;
+    response_budget: usize = units::memory;
 
     /// The most requests with a key that are in flight at the same time. A request counts until the service has responded, even
     /// if its client hangs up. Further requests are refused with 503, and nothing is executed.

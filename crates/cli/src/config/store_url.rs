@@ -1,4 +1,4 @@
-//! The URL of a database: shown without its password, and with paths that mean the same from every working directory.
+//! The URL of a database, which is shown without its password, and whose relative paths can be made absolute.
 
 use std::fmt;
 use std::io;
@@ -19,7 +19,7 @@ impl StoreUrl {
         Self(text.to_owned())
     }
 
-    /// Changes each path in the parameters. A parameter may hold a certificate itself, in PEM, and stays as it is then.
+    /// Changes each path in the parameters. A parameter that contains a certificate itself, in PEM, is not changed.
     pub(super) fn change_paths(
         &mut self,
         mut change: impl FnMut(&mut PathBuf) -> io::Result<()>,
@@ -60,7 +60,7 @@ impl fmt::Debug for StoreUrl {
     }
 }
 
-/// A URL without its password and its parameters, also where it is not quite one. What is no URL stays as it is.
+/// A URL without its password and its parameters, even if it is malformed. Other texts are not changed.
 pub(crate) fn safe_url(text: &str) -> String {
     if cached::is_one(text) {
         return cached::shown(text);
@@ -82,31 +82,31 @@ fn names_file(value: &str) -> bool {
 
 /// The value of a parameter, as it is decoded when the URL is read (application/x-www-form-urlencoded).
 fn decoded(value: &str) -> String {
-    let digit = |octet: &u8| char::from(*octet).to_digit(16).and_then(|digit| u8::try_from(digit).ok());
-    let mut octets = Vec::with_capacity(value.len());
+    let digit = |byte: &u8| char::from(*byte).to_digit(16).and_then(|digit| u8::try_from(digit).ok());
+    let mut bytes = Vec::with_capacity(value.len());
     let mut rest = value.as_bytes();
     while let Some((first, after)) = rest.split_first() {
         let escaped = match (first, after) {
             (b'%', [high, low, ..]) => digit(high).zip(digit(low)).map(|(high, low)| high << 4 | low),
             _ => None,
         };
-        octets.push(match (escaped, first) {
-            (Some(octet), _) => octet,
+        bytes.push(match (escaped, first) {
+            (Some(byte), _) => byte,
             (None, b'+') => b' ',
-            (None, octet) => *octet,
+            (None, byte) => *byte,
         });
         rest = if escaped.is_some() { after.get(2..).unwrap_or_default() } else { after };
     }
-    String::from_utf8_lossy(&octets).into_owned()
+    String::from_utf8_lossy(&bytes).into_owned()
 }
 
 fn encoded(value: &str) -> String {
     let mut text = String::with_capacity(value.len());
-    for octet in value.bytes() {
-        if octet.is_ascii_alphanumeric() || b"-._~/".contains(&octet) {
-            text.push(char::from(octet));
+    for byte in value.bytes() {
+        if byte.is_ascii_alphanumeric() || b"-._~/".contains(&byte) {
+            text.push(char::from(byte));
         } else {
-            text.push_str(&format!("%{octet:02X}"));
+            text.push_str(&format!("%{byte:02X}"));
         }
     }
     text

@@ -106,8 +106,6 @@ const SAMPLES: &[(&str, &str)] = &[
     ("key-scope", "caller"),
     ("key-syntax", "strict"),
     ("key-format", "uuid"),
-    ("min-key-length", "8"),
-    ("max-key-length", "64"),
     ("replay-marker", "X-Repeat"),
     ("documentation", "https://developer.example.com/keys"),
     ("methods", "PUT"),
@@ -219,20 +217,20 @@ fingerprint = { exlude = ["/a"] }
         file,
     };
     let expected = [
-        "oncegate.toml:2:10: listen: \"8080\" has no host; write \"127.0.0.1:8080\" for this machine only, or \"0.0.0.0:8080\" for all that can reach it",
+        "oncegate.toml:2:10: listen: \"8080\" has no host; write \"127.0.0.1:8080\" for this machine only, or \"0.0.0.0:8080\" for all machines that can reach it",
         "oncegate.toml:3:9: lease: \"30\" has no unit; write a number and a unit (ms, s, m, h, d), such as \"500ms\", \"30s\", \"5m\", \"24h\", \"7d\"",
         "oncegate.toml:4:1: no such setting `retentoin`; did you mean `retention`?",
         "oncegate.toml:5:1: no such setting `max_request_body`; did you mean `max-request-body`?",
-        "oncegate.toml:6:15: require-key: a text where true or false is meant, without quotes",
+        "oncegate.toml:6:15: require-key: a text instead of true or false without quotes",
         "oncegate.toml:7:11: methods: the method GET cannot be covered: a key protects requests that change something",
-        "oncegate.toml:7:11: methods: \"put\" is not a method that anybody sends; did you mean \"PUT\"?",
-        "oncegate.toml:8:1: `path` belongs into a [[route]] table",
+        "oncegate.toml:7:11: methods: \"put\" is not a method; did you mean \"PUT\"?",
+        "oncegate.toml:8:1: `path` belongs in a [[route]] table",
         "oncegate.toml:9:1: admin-token: a secret does not belong here; put it into ONCEGATE_ADMIN_TOKEN or name a file with `admin-token-file`",
-        "oncegate.toml:10:1: `config` says where this file is; it cannot be in it",
-        "oncegate.toml:11:15: fingerprint: a list where a table is meant, such as fingerprint = { exclude = [\"/meta/timestamp\"] }",
+        "oncegate.toml:10:1: `config` names this file, so it cannot be in it",
+        "oncegate.toml:11:15: fingerprint: a list instead of a table, such as fingerprint = { exclude = [\"/meta/timestamp\"] }",
         "oncegate.toml:14:8: path: path pattern \"payments\": it must start with a slash, as every path does",
-        "oncegate.toml:15:8: wait: \"5 seconds\" has the unit \" seconds\", which is none; write a number and a unit (ms, s, m, h, d), such as \"500ms\", \"30s\", \"5m\", \"24h\", \"7d\"",
-        "oncegate.toml:16:1: `listen` is one for the whole sidecar; write it above the first [[route]]",
+        "oncegate.toml:15:8: wait: \"5 seconds\" has the unknown unit \" seconds\"; write a number and a unit (ms, s, m, h, d), such as \"500ms\", \"30s\", \"5m\", \"24h\", \"7d\"",
+        "oncegate.toml:16:1: `listen` is for the whole sidecar; write it above the first [[route]]",
         "oncegate.toml:18:1: route: a route has a path; write one, such as path = \"/payments/{id}\" or path = \"/v1/{*rest}\"",
         "oncegate.toml:19:9: lease: \"1ms\" is out of bounds; from 100ms to 1h is allowed",
         "oncegate.toml:20:17: no such setting `fingerprint.exlude`; did you mean `exclude`?",
@@ -276,7 +274,7 @@ fn single_mistakes_have_single_answers() {
         (NOTHING, "nothing to protect: give --to URL, such as --to http://127.0.0.1:3000"),
         (
             Given { env: &[TO], flags: &["--admin", "0.0.0.0:9090"], ..NOTHING },
-            "--admin: the admin address 0.0.0.0:9090 can be reached by others; put a token of at least 16 characters into \
+            "--admin: other machines can reach the admin address 0.0.0.0:9090; put a token of at least 16 characters into \
              ONCEGATE_ADMIN_TOKEN or into a file for --admin-token-file, or use a loopback address such as 127.0.0.1:9090",
         ),
         (
@@ -293,7 +291,7 @@ fn single_mistakes_have_single_answers() {
                 flags: &["--admin-token-file", "f"],
                 ..NOTHING
             },
-            "ONCEGATE_ADMIN_TOKEN: --admin-token-file is set as well; the token comes from one place, so leave one out",
+            "ONCEGATE_ADMIN_TOKEN: --admin-token-file is set, too; the token must come from one source, so leave one out",
         ),
         (
             Given { env: &[TO], flags: &["--admin-token-file", "/nowhere/token"], ..NOTHING },
@@ -305,15 +303,15 @@ fn single_mistakes_have_single_answers() {
         ),
         (
             Given { env: &[TO], flags: &["--on-abandoned", "reconcile"], ..NOTHING },
-            "--on-abandoned: no path of the service to ask; set reconcile-path, such as \"/oncegate/outcome\"",
+            "--on-abandoned: the service cannot be asked without a path; set reconcile-path, such as \"/oncegate/outcome\"",
         ),
         (
             Given { env: &[TO], file: "[[route]]\npath = \"/a\"\non-abandoned = \"reconcile\"\n", ..NOTHING },
-            "oncegate.toml:3:16: on-abandoned: no path of the service to ask; set reconcile-path, such as \"/oncegate/outcome\"",
+            "oncegate.toml:3:16: on-abandoned: the service cannot be asked without a path; set reconcile-path, such as \"/oncegate/outcome\"",
         ),
         (
             Given { env: &[TO], flags: &["--completion", "upstream"], ..NOTHING },
-            "--completion: the service is to complete its record in its own transaction, but the store is a directory, which no \
+            "--completion: the service completes its record in its own transaction, but the store is a directory, which no \
              transaction of the service reaches; give --store postgres://… or leave completion to the sidecar",
         ),
         (
@@ -322,7 +320,7 @@ fn single_mistakes_have_single_answers() {
                 file: "[[route]]\npath = \"/a\"\ncompletion = \"upstream\"\n",
                 ..NOTHING
             },
-            "oncegate.toml:3:14: completion: the service is to complete its record in its own transaction, but the store is Redis, \
+            "oncegate.toml:3:14: completion: the service completes its record in its own transaction, but the store is Redis, \
              which no transaction of the service reaches; give --store postgres://… or leave completion to the sidecar",
         ),
         (
@@ -332,7 +330,7 @@ fn single_mistakes_have_single_answers() {
                 ..NOTHING
             },
             "oncegate.toml:4:16: on-abandoned: the service completes its record in its own transaction (completion = \"upstream\"), \
-             so what was cut off has committed nothing and is executed again; leave this out, or set \"reexecute\"",
+             so a request that was cut off has committed nothing and is executed again; leave this out, or set \"reexecute\"",
         ),
         (
             Given {
@@ -341,7 +339,7 @@ fn single_mistakes_have_single_answers() {
                 ..NOTHING
             },
             "oncegate.toml:4:16: on-abandoned: the service completes its record in its own transaction (completion = \"upstream\"), \
-             so what was cut off has committed nothing and is executed again; leave this out, or set \"reexecute\"",
+             so a request that was cut off has committed nothing and is executed again; leave this out, or set \"reexecute\"",
         ),
         (
             Given {
@@ -349,8 +347,7 @@ fn single_mistakes_have_single_answers() {
                 flags: &["--completion", "upstream", "--on-abandoned", "park"],
                 ..NOTHING
             },
-            "--on-abandoned: the service completes its record in its own transaction (completion = \"upstream\"), so what was cut \
-             off has committed nothing and is executed again; leave this out, or set \"reexecute\"",
+            "--on-abandoned: the service completes its record in its own transaction (completion = \"upstream\"), so a request that was cut off has committed nothing and is executed again; leave this out, or set \"reexecute\"",
         ),
         (
             Given { env: &[TO], flags: &["--request-budget", "1MiB"], ..NOTHING },
@@ -366,12 +363,12 @@ fn single_mistakes_have_single_answers() {
         ),
         (
             Given { env: &[TO, TRANSACTIONS], ..NOTHING },
-            "ONCEGATE_STORE: a store on a server may have other services' records in it, so this service needs a name: give \
+            "ONCEGATE_STORE: a store on a server may contain records of other services, so this service needs a name: give \
              --service NAME, such as --service orders. Sidecars with the same name share keys",
         ),
         (
             Given { env: &[TO], flags: &["--store", "cached(cache=memory:,store=redis://cache)"], ..NOTHING },
-            "--store: a store on a server may have other services' records in it, so this service needs a name: give \
+            "--store: a store on a server may contain records of other services, so this service needs a name: give \
              --service NAME, such as --service orders. Sidecars with the same name share keys",
         ),
         (
@@ -384,12 +381,12 @@ fn single_mistakes_have_single_answers() {
         ),
         (
             Given { env: &[TO], flags: &["--scope", "authorization"], ..NOTHING },
-            "--scope: \"authorization\" does not say how callers are told apart; write \"header:NAME\", \
+            "--scope: \"authorization\" is not a scope that tells callers apart; write \"header:NAME\", \
              \"required-header:NAME\", \"cookie:NAME\", \"required-cookie:NAME\" or \"single-tenant\"",
         ),
         (
             Given { env: &[TO], flags: &["--scope", "header:x-tenant,single-tenant"], ..NOTHING },
-            "--scope: \"single-tenant\" stands alone: there is nothing to tell one caller apart by",
+            "--scope: \"single-tenant\" cannot be combined with other parts, because there is only one caller",
         ),
         (
             Given {
@@ -397,18 +394,16 @@ fn single_mistakes_have_single_answers() {
                 flags: &["--scope", "header:x-tenant", "--scope", "required-header:X-Tenant"],
                 ..NOTHING
             },
-            "--scope: \"required-header:x-tenant\" is there twice",
+            "--scope: \"required-header:x-tenant\" was given twice",
         ),
         (
             Given { file: &format!("{to}scope = []"), ..NOTHING },
-            "oncegate.toml:2:9: scope: an empty list does not say how callers are told apart; write \"single-tenant\" if there is \
-             one only",
+            "oncegate.toml:2:9: scope: the list is empty; write \"single-tenant\" if there is only one caller",
         ),
         (
             Given { env: &[TO], flags: &["--key-members", "/cart"], ..NOTHING },
-            "--key-members: the key is built of members of the body (key-members), and callers that are not told apart would get each \
-             other's answers; set scope = \"required-header:NAME\" or \"required-cookie:NAME\", or \"single-tenant\" if there is \
-             one caller only",
+            "--key-members: the key is built from members of the body (key-members), and callers that are not told apart would get each \
+             other's answers; set scope = \"required-header:NAME\" or \"required-cookie:NAME\", or \"single-tenant\" if there is only one caller",
         ),
         (
             Given {
@@ -417,13 +412,12 @@ fn single_mistakes_have_single_answers() {
                 ),
                 ..NOTHING
             },
-            "oncegate.toml:2:9: scope: the key is built of members of the body (key-members), and callers that are not told apart would \
-             get each other's answers; set scope = \"required-header:NAME\" or \"required-cookie:NAME\", or \"single-tenant\" if \
-             there is one caller only",
+            "oncegate.toml:2:9: scope: the key is built from members of the body (key-members), and callers that are not told apart would \
+             get each other's answers; set scope = \"required-header:NAME\" or \"required-cookie:NAME\", or \"single-tenant\" if there is only one caller",
         ),
         (
             Given { env: &[TO], flags: &["--fingerprint-exclude", ""], ..NOTHING },
-            "--fingerprint-exclude: \"\" is the whole body, and something has to be left to compare; name a member such as \
+            "--fingerprint-exclude: \"\" is the whole body, so nothing would be compared; name a member such as \
              \"/meta/timestamp\"",
         ),
         (
@@ -432,15 +426,15 @@ fn single_mistakes_have_single_answers() {
         ),
         (
             Given { flags: &["--to", "http://localhost:8080"], ..NOTHING },
-            "--to: the service http://localhost:8080 is this sidecar's own address 127.0.0.1:8080: requests would go round in circles",
+            "--to: the service http://localhost:8080 is this sidecar's own address 127.0.0.1:8080, so requests would run in a loop",
         ),
         (
             Given { file: &format!("{to}methods = []"), ..NOTHING },
-            "oncegate.toml:2:11: methods: an empty list of methods: nothing would be protected",
+            "oncegate.toml:2:11: methods: the list of methods is empty, so nothing would be protected",
         ),
         (
             Given { file: &format!("{to}[route]\npath = \"/a\""), ..NOTHING },
-            "oncegate.toml:2:1: route: write [[route]], in two brackets: there can be many",
+            "oncegate.toml:2:1: route: write [[route]], with two brackets, because there can be several routes",
         ),
         (
             Given {
@@ -451,11 +445,11 @@ fn single_mistakes_have_single_answers() {
         ),
         (
             Given { file: &format!("{to}[[route]]\npath = 3"), ..NOTHING },
-            "oncegate.toml:3:8: path: a number where a text such as \"/payments/{id}\" is meant",
+            "oncegate.toml:3:8: path: a number instead of a text such as \"/payments/{id}\"",
         ),
         (
             Given { file: &format!("{to}listen = [\"127.0.0.1:1\"]"), ..NOTHING },
-            "oncegate.toml:2:10: listen: a list where a text is meant, such as \"…\"",
+            "oncegate.toml:2:10: listen: a list instead of a text, such as \"…\"",
         ),
         (
             Given { file: &format!("{to}methods = [\"POST\", 3.5]"), ..NOTHING },
@@ -464,10 +458,6 @@ fn single_mistakes_have_single_answers() {
         (
             Given { file: &format!("{to}release-statuses = [400, 200]"), ..NOTHING },
             "oncegate.toml:2:20: release-statuses: the status 200 is not an error; only answers from 400 to 599 can free the key",
-        ),
-        (
-            Given { file: &format!("{to}min-key-length = 20\nmax-key-length = 10"), ..NOTHING },
-            "key length 20 to 10; it must lie within 1 to 255",
         ),
         (
             Given { file: &format!("{to}replay-marker = \"Date\""), ..NOTHING },
@@ -486,7 +476,7 @@ fn single_mistakes_have_single_answers() {
         ),
         (
             Given { file: &format!("{to}[cors]\nallowed-origins = [\"https://shop.example/\"]"), ..NOTHING },
-            "oncegate.toml:3:19: cors.allowed-origins: \"https://shop.example/\" is not an origin such as \"https://shop.example\": leave out what follows the host; an origin has no path",
+            "oncegate.toml:3:19: cors.allowed-origins: \"https://shop.example/\" is not an origin such as \"https://shop.example\": leave out everything after the host; an origin has no path",
         ),
     ];
     for (given, expected) in table {
@@ -502,11 +492,11 @@ fn what_works_but_should_be_known_is_a_warning() {
     let table: &[(Given<'_>, &str)] = &[
         (
             Given { env: &[TO], flags: &["--store", "memory:"], ..NOTHING },
-            "--store: records are kept in memory, and nothing survives a restart",
+            "--store: records are kept in memory and do not survive a restart",
         ),
         (
             Given { env: &[TO, token], flags: &["--admin", "0.0.0.0:9090"], ..NOTHING },
-            "--admin: the admin address can be reached by others, and the token goes over it in clear",
+            "--admin: other machines can reach the admin address, and the token is sent without encryption",
         ),
         (
             Given { env: &[TO, ("ONCEGATE_STORE_OUTAGE", "open")], ..NOTHING },
@@ -514,7 +504,7 @@ fn what_works_but_should_be_known_is_a_warning() {
         ),
         (
             Given { env: &[TO], flags: &["--lease", "1s"], ..NOTHING },
-            "--lease: a lease of 1s is shorter than a pause",
+            "--lease: a pause of the machine may last longer than a lease of 1s",
         ),
         (Given { env: &[TO], flags: &["--lease", "1h"], ..NOTHING }, "--lease: after a crash the keys"),
         (
@@ -523,7 +513,7 @@ fn what_works_but_should_be_known_is_a_warning() {
         ),
         (
             Given { env: &[TO], flags: &["--upstream-timeout", "31s"], ..NOTHING },
-            "--upstream-timeout: the service may take 31s, but a stop waits for 30s only",
+            "--upstream-timeout: the service may take 31s, but a stop waits only for 30s",
         ),
         (
             Given { env: &[TO], flags: &["--reconcile-path", "/outcome"], ..NOTHING },
@@ -531,15 +521,15 @@ fn what_works_but_should_be_known_is_a_warning() {
         ),
         (
             Given { env: &[TO], flags: &["--drain-timeout", "5s"], ..NOTHING },
-            "--drain-timeout: the service may take 30s, but a stop waits for 5s only",
+            "--drain-timeout: the service may take 30s, but a stop waits only for 5s",
         ),
         (
             Given { env: &[TO], flags: &["--retention", "10s"], ..NOTHING },
-            "--retention: an answer is kept for 10s, less than the 30s",
+            "--retention: an answer is kept for 10s, but a client may wait 30s",
         ),
         (
             Given { env: &[TO], flags: &["--fingerprint-raw", "--fingerprint-exclude", "/a"], ..NOTHING },
-            "--fingerprint-exclude: bodies are compared byte by byte",
+            "--fingerprint-exclude: not used: bodies are compared byte by byte",
         ),
         (
             Given { env: &[TO], file: &format!("{route}{route}lease = \"60s\"\n"), ..NOTHING },
@@ -641,7 +631,7 @@ upstream-timeout = "none"
         assert_eq!(here.upstream_timeout, duration(timeout).ok(), "{method} {path}");
         assert_eq!(layer.settings(&method, path).policy(), here.settings.policy(), "{method} {path}");
     }
-    // A route that names methods covers them; one that names none leaves it to the settings.
+    // A route that names methods covers them; one that names none uses the methods of the settings.
     let covers = |method: Method, path: &str| layer.settings(&method, path).covers(&method);
     assert!(covers(Method::PUT, "/payments/7") && covers(Method::DELETE, "/orders"));
     assert!(!covers(Method::DELETE, "/payments/7"));
@@ -751,10 +741,8 @@ fn every_setting_of_a_route_arrives() {
         ("key-format", "format: Uuid"),
         (
             "methods",
-            "caller: header:authorization, authority: Compared, grammar: KeyGrammar { syntax: Lenient, format: Any, min: 1, max: 255 }, methods: [PUT]",
+            "caller: header:authorization, authority: Compared, grammar: KeyGrammar { syntax: Lenient, format: Any }, methods: [PUT]",
         ),
-        ("min-key-length", "min: 8, max: 255"),
-        ("max-key-length", "min: 1, max: 64"),
         ("replay-marker", "replay_marker: \"x-repeat\""),
         (
             "documentation",
@@ -792,7 +780,7 @@ fn every_setting_of_a_route_arrives() {
         let (_, arrives) = expected.iter().find(|(of, _)| *of == name).unwrap();
         assert!(!default.contains(arrives), "{name}: {default}");
         let variable = setting.variable();
-        // A key that is built of the body needs callers that are told apart, or one only.
+        // A key that is built from the body needs callers that are told apart, or only one caller.
         let scope = Some(("ONCEGATE_SCOPE", "single-tenant")).filter(|_| name == "key-members");
         let said: Vec<_> = [TO, TRANSACTIONS, SERVICE, (&variable, text)].into_iter().chain(scope).collect();
         let everywhere = format!("{:?}", Given { env: &said, ..NOTHING }.config().default);
@@ -960,7 +948,7 @@ fn a_relative_path_in_the_file_is_relative_to_the_directory_of_the_file() {
 fn a_store_in_memory_never_exists_before() {
     let given = Given { env: &[TO], flags: &["--store=memory:", "--store-must-exist", "true"], ..NOTHING };
     let problems = given.problems();
-    assert!(problems[0].starts_with("--store-must-exist: a store in memory is a new one"), "{problems:?}");
+    assert!(problems[0].starts_with("--store-must-exist: a store in memory is new"), "{problems:?}");
 }
 
 #[test]
@@ -992,7 +980,7 @@ fn addresses_that_only_look_alike_are_fine() {
         &["--listen", "0.0.0.0:80", "--to", "http://127.0.0.1"],
     ] {
         let problems = Given { env: &[TO], flags, ..NOTHING }.problems();
-        assert!(problems.len() == 1 && problems[0].contains("round in circles"), "{problems:?}");
+        assert!(problems.len() == 1 && problems[0].contains("run in a loop"), "{problems:?}");
     }
 }
 

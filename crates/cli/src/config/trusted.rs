@@ -1,19 +1,19 @@
-//! The hops in front of the sidecar whose word on where a request comes from is passed on.
+//! The proxies in front of the sidecar whose information about the origin of a request is passed on.
 
 use std::net::IpAddr;
 
-/// Addresses of hops that are trusted.
+/// Addresses of proxies that are trusted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum TrustedProxies {
     /// This machine.
     Loopback,
-    /// Networks that are not routed in the internet, and this machine.
+    /// Networks that are not routed on the internet, and this machine.
     Private,
     /// Every address.
     Any,
     /// No address.
     None,
-    /// A network: its first address, and how many bits of it count.
+    /// A network: its first address, and the number of bits that its addresses share.
     Network(IpAddr, u32),
 }
 
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_address_is_named() {
+    fn an_invalid_address_is_named() {
         for text in
             ["", "localhost", "10.0.0.0/33", "10.0.0.0/-1", "10.0.0.0/", "::/129", "10.0.0", "10.0.0.1:80"]
         {

@@ -1,6 +1,6 @@
-//! Reads values as people write them: durations and sizes with units, addresses, URLs, names of things.
+//! Reads values as people write them: durations and sizes with units, addresses, URLs, names.
 //!
-//! Every reader says what it was given and what is allowed; who said it and where is added by its caller.
+//! The error of a reader names the text and the allowed values. The caller adds the source of the text.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -45,7 +45,7 @@ pub(crate) enum StoreChoice {
     Postgres(StoreUrl),
     /// On Redis or Valkey.
     Redis(Box<RedisOptions>),
-    /// Answers in front, and the records behind.
+    /// A cache of responses before a store with the records.
     Cached(Box<CachedChoice>),
 }
 
@@ -92,15 +92,15 @@ impl fmt::Display for Upstream {
 /// The protocol of requests to the service.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum UpstreamProtocol {
-    /// HTTP/1.1 in the clear, whatever TLS agrees on otherwise.
+    /// HTTP/1.1 without TLS; with TLS, the protocol that it negotiates.
     Auto,
     /// HTTP/1.1.
     Http1,
-    /// HTTP/2; in the clear with prior knowledge.
+    /// HTTP/2; without TLS with prior knowledge.
     Http2,
 }
 
-/// The password of the admin API. Shown nowhere.
+/// The password of the admin API. It is shown nowhere.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct AdminToken(Box<str>);
 
@@ -129,7 +129,7 @@ pub(crate) fn admin_token(text: &str) -> Read<AdminToken> {
     }
     if !text.bytes().all(|b| b.is_ascii_graphic()) {
         return Err(
-            "the token has a space or a character that is not ASCII; neither fits into a header field"
+            "the token has a space or a character that is not ASCII, which a header field cannot contain"
                 .to_owned(),
         );
     }
@@ -160,16 +160,16 @@ pub(crate) fn duration(text: &str) -> Read<Duration> {
         "m" => number.checked_mul(60 * 1000),
         "h" => number.checked_mul(60 * 60 * 1000),
         "d" => number.checked_mul(24 * 60 * 60 * 1000),
-        _ => return Err(format!("{text:?} has the unit {unit:?}, which is none; {ALLOWED}")),
+        _ => return Err(format!("{text:?} has the unknown unit {unit:?}; {ALLOWED}")),
     };
-    millis.map(Duration::from_millis).ok_or_else(|| format!("{text:?} is longer than time; {ALLOWED}"))
+    millis.map(Duration::from_millis).ok_or_else(|| format!("{text:?} is too long; {ALLOWED}"))
 }
 
-/// A duration as [`duration`] reads it, in the largest unit that holds it whole.
+/// A duration as [`duration`] reads it, in the largest unit that needs no fraction.
 pub(crate) fn duration_text(duration: Duration) -> String {
     let millis = duration.as_millis();
     let units = [("d", 24 * 60 * 60 * 1000), ("h", 60 * 60 * 1000), ("m", 60 * 1000), ("s", 1000)];
-    // A day is shown as 24h: it is how retentions are spoken of.
+    // A day is shown as 24h, the usual form of a retention.
     let found = units
         .into_iter()
         .find(|(unit, of)| millis >= *of && millis.is_multiple_of(*of) && !(*unit == "d" && millis == *of));
@@ -224,7 +224,7 @@ pub(crate) fn shutdown_delay(text: &str) -> Read<Duration> {
     bounded(text, Duration::ZERO, 600 * SECOND)
 }
 
-/// `None` is for ever.
+/// Reads a duration, or `none` for no limit.
 pub(crate) fn upstream_timeout(text: &str) -> Read<Option<Duration>> {
     if text == "none" {
         return Ok(None);
@@ -247,12 +247,12 @@ pub(crate) fn size(text: &str) -> Read<usize> {
         "mib" => 1 << 20,
         "gb" => 1_000_000_000,
         "gib" => 1 << 30,
-        _ => return Err(format!("{text:?} has the unit {unit:?}, which is none; {ALLOWED}")),
+        _ => return Err(format!("{text:?} has the unknown unit {unit:?}; {ALLOWED}")),
     };
-    number.checked_mul(of).ok_or_else(|| format!("{text:?} is more than memory; {ALLOWED}"))
+    number.checked_mul(of).ok_or_else(|| format!("{text:?} is too large; {ALLOWED}"))
 }
 
-/// A size as [`size`] reads it, in the largest unit that holds it whole.
+/// A size as [`size`] reads it, in the largest unit that needs no fraction.
 pub(crate) fn size_text(bytes: u64) -> String {
     let units = [("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
     match units.into_iter().find(|(_, of)| bytes >= *of && bytes.is_multiple_of(*of)) {
@@ -261,53 +261,38 @@ pub(crate) fn size_text(bytes: u64) -> String {
     }
 }
 
-/// Largest request body that may be configured: it is held in memory while the request runs.
-const REQUEST_BODY_MAX: usize = 1 << 30;
-
 pub(crate) fn request_body(text: &str) -> Read<usize> {
-    at_most(text, REQUEST_BODY_MAX, "a request body is held in memory while it is executed")
+    const MAX: usize = 1 << 30;
+    at_most(text, MAX, "a request body is held in memory while it is executed")
 }
 
-/// Largest that may be configured for all request bodies together: more than machines have.
-const REQUEST_BUDGET_MAX: usize = 1 << 40;
-
-pub(crate) fn request_budget(text: &str) -> Read<usize> {
-    at_most(text, REQUEST_BUDGET_MAX, "all of it may be in memory at once")
+/// Reads a limit of memory.
+pub(crate) fn memory(text: &str) -> Read<usize> {
+    /// More than machines have.
+    const MAX: usize = 1 << 40;
+    at_most(text, MAX, "all of it may be in memory at once")
 }
 
-pub(crate) fn response_budget(text: &str) -> Read<usize> {
-    at_most(text, REQUEST_BUDGET_MAX, "all of it may be in memory at once")
-}
-
-/// Most that may be configured: a machine has no more ports for connections to one service than 65 535 for each address.
-const IN_FLIGHT_MAX: usize = 1_000_000;
+/// The largest limit of requests and connections: one process cannot have more files open.
+const MAX_OPEN: usize = 1_000_000;
 
 pub(crate) fn max_in_flight(text: &str) -> Read<usize> {
-    match text.parse() {
-        Ok(number @ 1..=IN_FLIGHT_MAX) => Ok(number),
-        _ => Err(format!("{text:?} is not a number of requests; from 1 to {IN_FLIGHT_MAX} is allowed")),
-    }
+    number(text, MAX_OPEN, "requests")
 }
 
-/// Most that may be configured: more than one process may have files open.
-const CONNECTIONS_MAX: usize = 1_000_000;
-
 pub(crate) fn max_connections(text: &str) -> Read<usize> {
+    number(text, MAX_OPEN, "connections")
+}
+
+fn number(text: &str, max: usize, of: &str) -> Read<usize> {
     match text.parse() {
-        Ok(number @ 1..=CONNECTIONS_MAX) => Ok(number),
-        _ => Err(format!("{text:?} is not a number of connections; from 1 to {CONNECTIONS_MAX} is allowed")),
+        Ok(number) if (1..=max).contains(&number) => Ok(number),
+        _ => Err(format!("{text:?} is not a number of {of}; from 1 to {max} is allowed")),
     }
 }
 
 pub(crate) fn write_timeout(text: &str) -> Read<Duration> {
     bounded(text, 100 * MILLI, 3600 * SECOND)
-}
-
-/// Largest that may be configured for the store's pages: more than machines have.
-const MAX_PAGE_CACHE: usize = 1 << 40;
-
-pub(crate) fn page_cache(text: &str) -> Read<usize> {
-    at_most(text, MAX_PAGE_CACHE, "all of it may be in memory at once")
 }
 
 pub(crate) fn max_records(text: &str) -> Read<u64> {
@@ -318,16 +303,15 @@ pub(crate) fn max_records(text: &str) -> Read<u64> {
 }
 
 pub(crate) fn max_store_bytes(text: &str) -> Read<u64> {
-    match size(text)? {
-        bytes if (bytes as u64) < STORE_BYTES_MIN => {
-            Err(format!("{text:?} is too little; at least {} is allowed", size_text(STORE_BYTES_MIN)))
+    /// A smaller limit would refuse the first large answers.
+    const MIN: u64 = 1024 * 1024;
+    match size(text)? as u64 {
+        bytes if bytes < MIN => {
+            Err(format!("{text:?} is too little; at least {} is allowed", size_text(MIN)))
         }
-        bytes => Ok(bytes as u64),
+        bytes => Ok(bytes),
     }
 }
-
-/// Less than this would refuse the first large answers.
-const STORE_BYTES_MIN: u64 = 1024 * 1024;
 
 pub(crate) fn response_body(text: &str) -> Read<usize> {
     at_most(text, limits::MAX_RESPONSE_BYTES, "a record cannot hold more")
@@ -343,10 +327,7 @@ fn at_most(text: &str, max: usize, why: &str) -> Read<usize> {
 }
 
 pub(crate) fn threads(text: &str) -> Read<usize> {
-    match text.parse() {
-        Ok(threads @ 1..=1024) => Ok(threads),
-        _ => Err(format!("{text:?} is not a number of threads; from 1 to 1024 is allowed")),
-    }
+    number(text, 1024, "threads")
 }
 
 pub(crate) fn address(text: &str) -> Read<SocketAddr> {
@@ -359,7 +340,7 @@ pub(crate) fn address(text: &str) -> Read<SocketAddr> {
     let port = text.strip_prefix(':').unwrap_or(text);
     if port.parse::<u16>().is_ok() {
         return Err(format!(
-            "{text:?} has no host; write \"127.0.0.1:{port}\" for this machine only, or \"0.0.0.0:{port}\" for all that can reach it"
+            "{text:?} has no host; write \"127.0.0.1:{port}\" for this machine only, or \"0.0.0.0:{port}\" for all machines that can reach it"
         ));
     }
     if text.trim_matches(['[', ']']).parse::<IpAddr>().is_ok() {
@@ -373,19 +354,19 @@ pub(crate) fn address(text: &str) -> Read<SocketAddr> {
 }
 
 pub(crate) fn upstream(text: &str) -> Read<Upstream> {
-    // First of all, because the value must not be repeated.
+    // First of all, because the other errors repeat the value.
     if text.contains('@') {
         return Err(
-            "the URL has a user name or password; requests keep the credentials that they come with, so \
-                    write only http://HOST:PORT or https://HOST:PORT"
+            "the URL has a user name or password; requests keep their own credentials, so write only \
+             http://HOST:PORT or https://HOST:PORT"
                 .to_owned(),
         );
     }
     const ALLOWED: &str =
-        "write http:// or https://, a host and where needed a port, such as \"http://127.0.0.1:3000\"";
+        "write http:// or https://, a host and, if needed, a port, such as \"http://127.0.0.1:3000\"";
     let Some((scheme, rest)) = text.split_once("://") else {
         let error = format!("{text:?} has no scheme; {ALLOWED}");
-        // A number alone is a port, and not the address that it would be as a host.
+        // A number alone is meant as a port and not as a host.
         let meant = match text.strip_prefix(':').unwrap_or(text).parse::<u16>() {
             Ok(port) => format!("http://127.0.0.1:{port}"),
             Err(_) => format!("http://{text}"),
@@ -404,13 +385,13 @@ pub(crate) fn upstream(text: &str) -> Read<Upstream> {
         return Err(format!("{text:?} is not a URL; {ALLOWED}"));
     };
     let port = authority.as_str().strip_prefix(authority.host()).unwrap_or_default();
-    let port_is_none = !port.is_empty() && authority.port_u16().is_none();
-    if authority.host().is_empty() || rest.contains('#') || port_is_none {
+    let is_port_invalid = !port.is_empty() && authority.port_u16().is_none();
+    if authority.host().is_empty() || rest.contains('#') || is_port_invalid {
         return Err(format!("{text:?} is not a URL of a service; {ALLOWED}"));
     }
     if uri.path() != "/" || uri.query().is_some() {
         return Err(format!(
-            "{text:?} has a path or a query; requests keep the path that they come with, so write only {:?}",
+            "{text:?} has a path or a query; requests keep their own path, so write only {:?}",
             format!("{scheme}://{authority}")
         ));
     }
@@ -431,13 +412,11 @@ const SERVERS: [&str; 8] = [
 
 pub(crate) fn store(text: &str) -> Read<StoreChoice> {
     if text.trim() != text {
-        return Err(
-            "there is a blank at the beginning or the end, which no store has; take it away".to_owned()
-        );
+        return Err("there is a space at the beginning or the end, which no store has; remove it".to_owned());
     }
     match text {
         "memory:" => Ok(StoreChoice::Memory),
-        "" => Err("\"\" is no directory; write a directory, or \"memory:\"".to_owned()),
+        "" => Err("\"\" is not a directory; write a directory, or \"memory:\"".to_owned()),
         "memory" => {
             Err("\"memory\" could be a directory; write \"memory:\" for a store in memory, or \"./memory\""
                 .to_owned())
@@ -457,8 +436,7 @@ pub(crate) fn store(text: &str) -> Read<StoreChoice> {
             Ok(options) => Ok(StoreChoice::Redis(Box::new(options))),
             Err(error) => Err(error.to_string()),
         },
-        // Names of stores that need a server, not directories that look like one by accident. Behind the scheme there may
-        // be a password.
+        // A URL is not meant as a directory. It may contain a password.
         _ if text.contains("://") => {
             let shown = safe_url(text);
             let scheme = text.split("://").next().unwrap_or_default();
@@ -468,7 +446,7 @@ pub(crate) fn store(text: &str) -> Read<StoreChoice> {
                 None => String::new(),
             };
             Err(format!(
-                "{shown:?} is a URL of none of the stores there are: a directory, \"postgres://…\", \"redis://…\", \"cached(…)\", or \"memory:\"{meant}"
+                "{shown:?} is not the URL of a store; the stores are a directory, \"postgres://…\", \"redis://…\", \"cached(…)\", and \"memory:\"{meant}"
             ))
         }
         _ => match looks_like_no_directory(text) {
@@ -478,9 +456,9 @@ pub(crate) fn store(text: &str) -> Read<StoreChoice> {
     }
 }
 
-/// Why this text is more likely a store that was mistyped than a directory. A directory that is taken by mistake is an empty
-/// store, which executes again what the real one has answered. Of what follows the scheme nothing is repeated: there may be
-/// a password in it.
+/// The reason why this text is more likely a mistyped store than a directory. A wrong directory would be an empty store,
+/// which executes again every request that the real store has answered. The text after the scheme may be a password, so it
+/// is not repeated.
 fn looks_like_no_directory(text: &str) -> Option<String> {
     const STORES: &str =
         "the stores are a directory, \"postgres://…\", \"redis://…\", \"cached(…)\", and \"memory:\";";
@@ -490,7 +468,7 @@ fn looks_like_no_directory(text: &str) -> Option<String> {
     if lower.starts_with("cached") && lower.contains('(') {
         return Some(format!("this could be a cached store; write \"cached(cache=…,store=…)\"; {OTHERWISE}"));
     }
-    // A colon that was forgotten: `redis//localhost`.
+    // A forgotten colon: `redis//localhost`.
     if let Some((scheme, _)) = text.split_once("//")
         && SERVERS.contains(&scheme.to_ascii_lowercase().as_str())
     {
@@ -516,7 +494,7 @@ fn looks_like_no_directory(text: &str) -> Option<String> {
     Some(format!("\"{written}:…\" is neither a store nor a directory; {meant} {OTHERWISE}"))
 }
 
-/// A store as logs may show it: whatever stands before the host of a URL is left out.
+/// A store as logs may show it: without the part of a URL before its host.
 pub(crate) fn without_login(text: &str) -> String {
     if cached::is_one(text) {
         return cached::shown(text);
@@ -530,7 +508,7 @@ pub(crate) fn without_login(text: &str) -> String {
 }
 
 pub(crate) fn path(text: &str) -> Read<PathBuf> {
-    if text.is_empty() { Err("\"\" is no file".to_owned()) } else { Ok(text.into()) }
+    if text.is_empty() { Err("\"\" is not a file".to_owned()) } else { Ok(text.into()) }
 }
 
 pub(crate) fn profile(text: &str) -> Read<Profile> {
@@ -541,7 +519,7 @@ pub(crate) fn service(text: &str) -> Read<ServiceName> {
     ServiceName::new(text).map_err(|error| format!("{text:?} is not the name of a service: {error}"))
 }
 
-/// One part of what callers are told apart by, or none of them.
+/// Reads one part of a scope, or `single-tenant`.
 pub(crate) fn scope(text: &str) -> Read<CallerScope> {
     const ALLOWED: &str = "write \"header:NAME\", \"required-header:NAME\", \"cookie:NAME\", \"required-cookie:NAME\" or \"single-tenant\"";
     let error = |error: ConfigError| error.to_string();
@@ -554,13 +532,13 @@ pub(crate) fn scope(text: &str) -> Read<CallerScope> {
         _ => {
             let hint = match nearest(text, ["single-tenant"]) {
                 Some(name) => format!("; did you mean `{name}`?"),
-                // The name of a field, as `X-Api-Key`.
+                // The name of a field, such as `X-Api-Key`.
                 None if text.contains('-') && text.parse::<HeaderName>().is_ok() => {
                     format!("; did you mean `required-header:{text}`?")
                 }
                 None => String::new(),
             };
-            Err(format!("{text:?} does not say how callers are told apart; {ALLOWED}{hint}"))
+            Err(format!("{text:?} is not a scope that tells callers apart; {ALLOWED}{hint}"))
         }
     }
 }
@@ -568,15 +546,17 @@ pub(crate) fn scope(text: &str) -> Read<CallerScope> {
 /// Combines all parts of a scope.
 pub(super) fn whole_scope(parts: &[CallerScope]) -> Read<CallerScope> {
     let Some((first, rest)) = parts.split_first() else {
-        return Err("an empty list does not say how callers are told apart; write \"single-tenant\" if there is one only"
-            .to_owned());
+        return Err("the list is empty; write \"single-tenant\" if there is only one caller".to_owned());
     };
     if !rest.is_empty() && parts.iter().any(CallerScope::is_single_tenant) {
-        return Err("\"single-tenant\" stands alone: there is nothing to tell one caller apart by".to_owned());
+        return Err(
+            "\"single-tenant\" cannot be combined with other parts, because there is only one caller"
+                .to_owned(),
+        );
     }
     rest.iter().try_fold(first.clone(), |scope, part| {
         let is_new = part.parts().all(|new| scope.parts().all(|old| old != new));
-        if is_new { Ok(scope.and(part.clone())) } else { Err(format!("\"{part:?}\" is there twice")) }
+        if is_new { Ok(scope.and(part.clone())) } else { Err(format!("\"{part:?}\" was given twice")) }
     })
 }
 
@@ -591,7 +571,7 @@ pub(crate) fn header_name(text: &str) -> Read<HeaderName> {
     })
 }
 
-/// The name of a field that requests are told apart by, which the sidecar has to see.
+/// Reads the name of a field by which requests are told apart, which must not be one that the sidecar removes.
 pub(crate) fn seen_header(text: &str) -> Read<HeaderName> {
     let name = header_name(text)?;
     if is_always_removed(&name) {
@@ -628,14 +608,6 @@ pub(crate) fn documentation(text: &str) -> Read<String> {
     Ok(text.to_owned())
 }
 
-pub(crate) fn key_length(text: &str) -> Read<usize> {
-    let most = limits::MAX_KEY_BYTES;
-    match text.parse() {
-        Ok(length) if (1..=most).contains(&length) => Ok(length),
-        _ => Err(format!("{text:?} is not the length of a key; write a number from 1 to {most}")),
-    }
-}
-
 pub(crate) fn release_status(text: &str) -> Read<StatusCode> {
     let not_one = || format!("{text:?} is not a status; write a number from 400 to 599, such as 422");
     let status = text.parse::<StatusCode>().map_err(|_| not_one())?;
@@ -656,7 +628,7 @@ pub(crate) fn path_case(text: &str) -> Read<PathCase> {
 pub(crate) enum Origin {
     /// Every origin.
     Any,
-    /// Those of this origin, as browsers write it.
+    /// This origin, as browsers write it.
     Named(HeaderValue),
 }
 
@@ -669,7 +641,7 @@ pub(crate) fn cors_origin(text: &str) -> Read<Origin> {
         return Err(error("it has no scheme"));
     };
     if host.contains(['/', '?', '#']) {
-        return Err(error("leave out what follows the host; an origin has no path"));
+        return Err(error("leave out everything after the host; an origin has no path"));
     }
     if text.bytes().any(|byte| byte.is_ascii_uppercase()) {
         return Err(error("browsers send it in lower case"));
@@ -697,7 +669,7 @@ pub(crate) fn cors_max_age(text: &str) -> Read<Duration> {
     bounded(text, Duration::ZERO, DAY)
 }
 
-/// A method that pages may use: also one that has no effect.
+/// Reads a method that pages may use, also one without an effect.
 pub(crate) fn cors_method(text: &str) -> Read<Method> {
     let known = Method::from_bytes(text.as_bytes()).ok().filter(|_| text == text.to_ascii_uppercase());
     known.ok_or_else(|| format!("{text:?} is not a method such as \"POST\""))
@@ -707,7 +679,7 @@ pub(crate) fn method(text: &str) -> Read<Method> {
     let method = Method::from_bytes(text.as_bytes()).map_err(|_| format!("{text:?} is not a method"))?;
     if method.as_str() != text.to_ascii_uppercase() {
         let upper = text.to_ascii_uppercase();
-        return Err(format!("{text:?} is not a method that anybody sends; did you mean {upper:?}?"));
+        return Err(format!("{text:?} is not a method; did you mean {upper:?}?"));
     }
     Settings::default().with_methods(vec![method.clone()]).map_err(|error| error.to_string())?;
     Ok(method)
@@ -718,11 +690,13 @@ pub(crate) fn json_pointer(text: &str) -> Read<JsonPointer> {
         .map_err(|error| format!("{text:?} is not a JSON pointer such as \"/meta/timestamp\": {error}"))
 }
 
-/// A member to leave out. Without the whole body there would be nothing to compare.
+/// Reads a member to leave out. It must not be the whole body, because then nothing would be compared.
 pub(crate) fn excluded(text: &str) -> Read<JsonPointer> {
     match text {
-        "" => Err("\"\" is the whole body, and something has to be left to compare; name a member such as \"/meta/timestamp\""
-            .to_owned()),
+        "" => Err(
+            "\"\" is the whole body, so nothing would be compared; name a member such as \"/meta/timestamp\""
+                .to_owned(),
+        ),
         _ => json_pointer(text),
     }
 }
@@ -757,16 +731,16 @@ pub(crate) fn completion(text: &str) -> Read<CompletedBy> {
     one_of(text, &[("sidecar", CompletedBy::Layer), ("upstream", CompletedBy::Upstream)])
 }
 
-/// A path of the service, and of no other: the caller's credentials go there.
+/// Reads a path of the service. It must not name another server, because the caller's credentials are sent there.
 pub(crate) fn reconcile_path(text: &str) -> Read<PathAndQuery> {
     const ALLOWED: &str = "write a path of the service, such as \"/oncegate/outcome\"";
     if text.contains(['{', '}']) {
         return Err(format!(
-            "{text:?} has braces, but nothing is put into the path: the key and the request are told in header fields; {ALLOWED}"
+            "{text:?} has braces, but the path is sent as it is: header fields carry the key and the request; {ALLOWED}"
         ));
     }
     if text.contains("://") {
-        return Err(format!("{text:?} is a URL, but only the service itself is asked; {ALLOWED}"));
+        return Err(format!("{text:?} is a URL, but only the service itself can be asked; {ALLOWED}"));
     }
     if !text.starts_with('/') || text.starts_with("//") {
         return Err(format!("{text:?} is not a path; {ALLOWED}"));
@@ -789,7 +763,7 @@ pub(crate) fn store_outage(text: &str) -> Read<StoreOutage> {
     one_of(text, &[("closed", StoreOutage::Closed), ("open", StoreOutage::Open)])
 }
 
-/// `None` is no access log.
+/// Reads the form of the access log; `None` is no access log.
 pub(crate) fn access_log(text: &str) -> Read<Option<AccessLogFormat>> {
     use AccessLogFormat::{Json, Text};
     one_of(text, &[("off", None), ("text", Some(Text)), ("json", Some(Json))])
@@ -805,7 +779,7 @@ fn one_of<T: Copy>(text: &str, table: &[(&str, T)]) -> Read<T> {
     found.ok_or_else(|| not_one_of(text, &table.iter().map(|(name, _)| *name).collect::<Vec<_>>()))
 }
 
-/// `"x" is not one of a, b, c`, and which of them was meant.
+/// `"x" is not one of a, b, c`, with a suggestion.
 fn not_one_of(text: &str, names: &[&str]) -> String {
     format!("{text:?} is not one of {}{}", names.join(", "), did_you_mean(text, names.iter().copied()))
 }
@@ -833,14 +807,14 @@ mod tests {
         }
         for (text, why) in [
             ("30", "\"30\" has no unit; write a number and a unit (ms, s, m, h, d), such as \"500ms\""),
-            ("30 s", "\"30 s\" has the unit \" s\", which is none"),
-            ("1.5h", "\"1.5h\" has the unit \".5h\", which is none"),
-            ("5min", "\"5min\" has the unit \"min\", which is none"),
+            ("30 s", "\"30 s\" has the unknown unit \" s\""),
+            ("1.5h", "\"1.5h\" has the unknown unit \".5h\""),
+            ("5min", "\"5min\" has the unknown unit \"min\""),
             ("", "\"\" is not a duration"),
             ("s", "\"s\" is not a duration"),
             ("-5s", "\"-5s\" is not a duration"),
             ("99999999999999999999s", "is not a duration"),
-            ("18446744073709551615d", "is longer than time"),
+            ("18446744073709551615d", "is too long"),
         ] {
             assert!(error(duration(text)).contains(why), "{text}: {}", error(duration(text)));
         }
@@ -883,10 +857,10 @@ mod tests {
             assert_eq!(size(text), Ok(bytes), "{text}");
         }
         for (text, why) in [
-            ("64K", "\"64K\" has the unit \"K\", which is none; write bytes, or a number and a unit"),
+            ("64K", "\"64K\" has the unknown unit \"K\"; write bytes, or a number and a unit"),
             ("two", "\"two\" is not a size"),
             ("-1", "\"-1\" is not a size"),
-            ("18446744073709551615GiB", "is more than memory"),
+            ("18446744073709551615GiB", "is too large"),
         ] {
             assert!(error(size(text)).contains(why), "{text}: {}", error(size(text)));
         }
@@ -897,9 +871,8 @@ mod tests {
         );
         assert!(request_body("1GiB").is_ok());
         assert!(error(request_body("1073741825")).contains("at most 1GiB"));
-        assert!(request_budget("1024GiB").is_ok());
-        assert!(response_budget("1024GiB").is_ok());
-        assert!(error(response_budget("1025GiB")).contains("at most 1024GiB"));
+        assert!(memory("1024GiB").is_ok());
+        assert!(error(memory("1025GiB")).contains("at most 1024GiB"));
         assert_eq!((max_in_flight("1"), max_in_flight("1000000")), (Ok(1), Ok(1_000_000)));
         assert_eq!((max_connections("1"), max_connections("1000000")), (Ok(1), Ok(1_000_000)));
         assert!(error(max_connections("0")).contains("from 1 to 1000000"));
@@ -908,9 +881,7 @@ mod tests {
         assert!(write_timeout("99ms").is_err() && write_timeout("3601s").is_err());
         assert!(error(max_in_flight("0")).contains("from 1 to 1000000"));
         assert!(error(max_in_flight("1000001")).contains("from 1 to 1000000"));
-        assert!(page_cache("1024GiB").is_ok());
-        assert!(error(page_cache("1025GiB")).contains("at most 1024GiB"));
-        assert!(error(request_budget("1099511627777")).contains("at most 1024GiB"));
+        assert!(error(memory("1099511627777")).contains("at most 1024GiB"));
     }
 
     #[test]
@@ -950,7 +921,7 @@ mod tests {
             ("http://host:", "is not a URL of a service"),
             (
                 "http://host/base",
-                "has a path or a query; requests keep the path that they come with, so write only \"http://host\"",
+                "has a path or a query; requests keep their own path, so write only \"http://host\"",
             ),
             ("http://host?x", "has a path or a query"),
             ("http://host/#x", "is not a URL of a service"),
@@ -981,7 +952,7 @@ mod tests {
             ),
             ("\"yes\" is neither true nor false", error(boolean("yes"))),
             (
-                "\"tenant\" does not say how callers are told apart; write \"header:NAME\", \"required-header:NAME\", \"cookie:NAME\", \"required-cookie:NAME\" or \"single-tenant\"",
+                "\"tenant\" is not a scope that tells callers apart; write \"header:NAME\", \"required-header:NAME\", \"cookie:NAME\", \"required-cookie:NAME\" or \"single-tenant\"",
                 error(scope("tenant")),
             ),
             (
@@ -989,7 +960,7 @@ mod tests {
                 error(scope("header:x y")),
             ),
             (
-                "\"X-Api-Key\" does not say how callers are told apart; write \"header:NAME\", \"required-header:NAME\", \"cookie:NAME\", \"required-cookie:NAME\" or \"single-tenant\"; did you mean `required-header:X-Api-Key`?",
+                "\"X-Api-Key\" is not a scope that tells callers apart; write \"header:NAME\", \"required-header:NAME\", \"cookie:NAME\", \"required-cookie:NAME\" or \"single-tenant\"; did you mean `required-header:X-Api-Key`?",
                 error(scope("X-Api-Key")),
             ),
             (
@@ -1004,7 +975,7 @@ mod tests {
                 "the header field set-cookie must not be stored and replayed",
                 error(stored_header("Set-Cookie")),
             ),
-            ("\"post\" is not a method that anybody sends; did you mean \"POST\"?", error(method("post"))),
+            ("\"post\" is not a method; did you mean \"POST\"?", error(method("post"))),
             (
                 "the method GET cannot be covered: a key protects requests that change something",
                 error(method("GET")),
@@ -1026,11 +997,11 @@ mod tests {
     fn the_service_is_asked_at_a_path_of_its_own() {
         assert_eq!(reconcile_path("/oncegate/outcome").unwrap(), "/oncegate/outcome");
         for (text, why) in [
-            ("http://elsewhere/outcome", "is a URL, but only the service itself is asked"),
+            ("http://elsewhere/outcome", "is a URL, but only the service itself can be asked"),
             ("//elsewhere/outcome", "is not a path"),
             ("outcome", "is not a path; write a path of the service"),
             ("", "is not a path"),
-            ("/outcomes/{key}", "has braces, but nothing is put into the path"),
+            ("/outcomes/{key}", "has braces, but the path is sent as it is"),
             ("/outcome?a=1", "has a query"),
             ("/out come", "is not a path: "),
         ] {
@@ -1066,9 +1037,9 @@ mod tests {
             ("postgre://u:hunter2@host/d", "did you mean \"postgres://…\"?"),
             ("redis//u:hunter2@host", "did you mean \"redis://…\"?"),
             ("Postgres//u:hunter2@host/d", "did you mean \"postgres://…\"?"),
-            (" memory:", "a blank"),
-            ("memory: ", "a blank"),
-            ("./data\n", "a blank"),
+            (" memory:", "a space"),
+            ("memory: ", "a space"),
+            ("./data\n", "a space"),
             ("redis:/host", "\"redis:…\" is neither a store nor a directory; did you mean \"redis://…\"?"),
             ("redis:hunter2@host", "did you mean \"redis://…\"?"),
             ("Postgres:/u:hunter2@host/d", "did you mean \"postgres://…\"?"),

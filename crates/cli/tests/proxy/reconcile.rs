@@ -706,5 +706,8 @@ async fn the_sidecar_does_not_start_without_a_path_for_questions() {
     let mut process = crate::support::Process::start(&mut command);
     assert_eq!(process.ended().await.code(), Some(1));
     let said = process.errors().await;
-    assert!(said.contains("--on-abandoned: no path of the service to ask; set reconcile-path"), "{said}");
+    assert!(
+        said.contains("--on-abandoned: the service cannot be asked without a path; set reconcile-path"),
+        "{said}"
+    );
 }
