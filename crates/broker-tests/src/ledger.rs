@@ -48,5 +48,6 @@ impl Ledger {
               WHERE NOT EXISTS (SELECT FROM ledger WHERE id = '{prefix}' || n))"
         ));
         assert_eq!(told.unwrap(), format!("{count}|{count}|0"), "effects, different ones, missing ones");
+        assert_eq!(self.server.sql("SELECT count(*) FROM oncegate.dead_letters").unwrap(), "0");
     }
 }

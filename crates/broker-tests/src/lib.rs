@@ -24,3 +24,14 @@ pub async fn within<T>(what: impl fmt::Display, future: impl Future<Output = T>)
         Err(_) => panic!("{what}: not within {TIMEOUT:?}"),
     }
 }
+
+/// Declares one test per line: its name, a function of this crate, the broker, and further arguments.
+#[macro_export]
+macro_rules! broker_tests {
+    ($($name:ident: $check:path, $broker:expr $(, $more:expr)*;)*) => {$(
+        #[tokio::test(flavor = "multi_thread")]
+        async fn $name() {
+            $check($broker.await $(, $more)*).await;
+        }
+    )*};
+}

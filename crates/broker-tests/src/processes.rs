@@ -32,7 +32,7 @@ fn consumer(broker: &impl Consumed, ledger: &Ledger, further: &[(&str, String)])
 async fn in_the_end(what: &str, timeout: Duration, mut is_so: impl AsyncFnMut() -> bool) {
     let deadline = Instant::now() + timeout;
     while !is_so().await {
-        assert!(Instant::now() < deadline, "it does not come to this: {what}");
+        assert!(Instant::now() < deadline, "not in time: {what}");
         sleep(Duration::from_millis(50)).await;
     }
 }
@@ -71,7 +71,7 @@ pub async fn dies(broker: impl Consumed, place: &str) {
 }
 
 /// A process is suspended until the broker has given its messages to another one, and is then resumed.
-pub async fn stands_still(broker: impl Consumed, count: usize) {
+pub async fn is_suspended(broker: impl Consumed, count: usize) {
     let ledger = Ledger::start().await;
     let mut both = [consumer(&broker, &ledger, &[]), consumer(&broker, &ledger, &[])];
     broker.publish_each(ids(count)).await;

@@ -100,6 +100,22 @@ impl Effects {
     }
 }
 
+/// Returns the next delivery.
+pub async fn next<S: Source>(source: &mut S) -> S::Delivery {
+    timeout(TIMEOUT, source.next()).await.expect("a delivery in time").unwrap()
+}
+
+/// Returns the fatal error that ends a source without deliveries.
+pub async fn fatal_error<S: Source>(source: &mut S) -> String {
+    loop {
+        match timeout(TIMEOUT, source.next()).await.expect("an error in time") {
+            Err(error) if error.is_fatal() => return error.to_string(),
+            Err(_) => {}
+            Ok(_) => panic!("there is nothing to deliver"),
+        }
+    }
+}
+
 /// Returns the identifier of a message.
 pub fn id(message: &Message) -> String {
     let id = message.header(oncegate_inbox::MESSAGE_ID).unwrap();
@@ -207,7 +223,7 @@ async fn take_all<S: Source>(
     let mut seen = BTreeSet::new();
     let mut deliveries = Vec::new();
     while seen.len() < count {
-        let delivery = timeout(TIMEOUT, source.next()).await.expect("a delivery").unwrap();
+        let delivery = next(source).await;
         let message = delivery.message().clone();
         let noted = effects.clone();
         let handled = inbox.process(&message, |_, message| async move {
@@ -461,7 +477,7 @@ pub async fn something_breaks<B: Broker, F: Future<Output = ()>>(
 }
 
 /// The store is restarted in the middle.
-pub async fn the_database_is_restarted(broker: &impl Broker) {
+pub async fn the_database_is_restarted(broker: impl Broker) {
     let server = tokio::task::spawn_blocking(PostgresServer::start).await.unwrap().unwrap();
     let options = PostgresOptions::new(&server.url()).unwrap();
     schema::apply(&options).await.unwrap();
@@ -475,8 +491,37 @@ pub async fn the_database_is_restarted(broker: &impl Broker) {
             server.start_again().unwrap();
         });
     };
-    let (effects, ids) = something_breaks(broker, &store, restart).await;
+    let (effects, ids) = something_breaks(&broker, &store, restart).await;
     effects.assert_all(&ids);
+}
+
+/// The first delivery is extended, then given back with a delay, and then left alone: it comes a second and a third time.
+///
+/// The redelivery time is [`SOON`]. Returns the third delivery, which is acknowledged.
+pub async fn comes_again_in_time<B: Broker>(
+    broker: &B,
+    source: &mut B::Source,
+    first: <B::Source as Source>::Delivery,
+    delay: Duration,
+) -> <B::Source as Source>::Delivery {
+    let until = Instant::now() + SOON * 2;
+    while Instant::now() < until {
+        first.extend().await.unwrap();
+        assert!(!first.is_lost());
+        assert!(timeout(SOON / 6, source.next()).await.is_err(), "no other consumer gets it");
+    }
+    let began = Instant::now();
+    first.give_back(delay).await.unwrap();
+    let second = next(source).await;
+    assert!(began.elapsed() >= Duration::from_millis(900), "{:?}", began.elapsed());
+    let third = next(source).await;
+    for (delivery, count) in [(&second, 2), (&third, 3)] {
+        assert_eq!(delivery.message().deliveries, Some(count));
+        assert_eq!(delivery.message().broker_id, first.message().broker_id);
+    }
+    third.ack().await.unwrap();
+    assert_eq!(broker.left().await, 0);
+    third
 }
 
 /// Acknowledges all remaining messages, and returns their identifiers.

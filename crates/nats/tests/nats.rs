@@ -12,12 +12,14 @@ use oncegate_inbox::{
 use oncegate_nats::async_nats::jetstream::consumer::pull::Config as ConsumerConfig;
 use oncegate_nats::async_nats::jetstream::consumer::{AckPolicy, PullConsumer};
 use oncegate_nats::async_nats::jetstream::stream::Config as StreamConfig;
-use oncegate_nats::async_nats::{self, jetstream};
+use oncegate_nats::async_nats::{self, HeaderMap, jetstream};
 use oncegate_nats::{NatsPublisher, NatsSource, ORDER_KEY};
 use oncegate_servers::NatsServer;
 use tokio::time::{Instant, sleep, timeout};
 
-use oncegate_broker_tests::suite::{self, Broker, LATE, SOON, TIMEOUT, all_ids, until};
+use oncegate_broker_tests::broker_tests;
+use oncegate_broker_tests::processes::{self, Consumed};
+use oncegate_broker_tests::suite::{self, Broker, LATE, SOON, TIMEOUT, all_ids, fatal_error, next, until};
 
 /// A server with a stream and a durable consumer of it.
 struct Nats {
@@ -96,54 +98,37 @@ impl Broker for Nats {
     }
 }
 
-async fn next(source: &mut NatsSource) -> <NatsSource as Source>::Delivery {
-    timeout(TIMEOUT, source.next()).await.expect("a delivery in time").unwrap()
+broker_tests! {
+    everything_comes_again: suite::everything_comes_again, Nats::start(SOON);
+    order_holds: suite::order_holds, Nats::start(LATE);
+    // The server keeps some messages for the closed consumer until their time is over.
+    stopping_loses_nothing: suite::stopping_loses_nothing, Nats::start(TIMEOUT / 5);
+    a_slow_handler_behind_a_full_buffer_loses_nothing: suite::a_full_buffer, Nats::start(SOON);
+    one_of_two_dies: suite::one_of_two_dies, Nats::start(SOON);
+    the_database_is_restarted: suite::the_database_is_restarted, Nats::start(SOON);
+    a_process_dies_before_it_commits: processes::dies, Nats::start(SOON), "before-commit";
+    a_process_dies_before_it_acknowledges: processes::dies, Nats::start(SOON), "before-ack";
+    a_process_is_suspended_and_resumed: processes::is_suspended, Nats::start(SOON), 20_000;
+    a_hundred_thousand_messages_among_kills: processes::among_kills, Nats::start(SOON), 100_000, TIMEOUT * 2;
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn everything_comes_again() {
-    suite::everything_comes_again(Nats::start(SOON).await).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn order_holds() {
-    suite::order_holds(Nats::start(LATE).await).await;
+async fn poison(order: Order) {
+    let nats = Nats::start(LATE).await;
+    let context = nats.context.clone();
+    let unidentified = async move {
+        context.publish("orders.none", "nothing".into()).await.unwrap().await.unwrap();
+    };
+    suite::poison(nats, order, unidentified).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn poison_in_order() {
-    let nats = Nats::start(LATE).await;
-    let context = nats.context.clone();
-    let unidentified = async move {
-        context.publish("orders.none", "nothing".into()).await.unwrap().await.unwrap();
-    };
-    suite::poison(nats, Order::PerKey, unidentified).await;
+    poison(Order::PerKey).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn poison_without_order() {
-    let nats = Nats::start(LATE).await;
-    let context = nats.context.clone();
-    let unidentified = async move {
-        context.publish("orders.none", "nothing".into()).await.unwrap().await.unwrap();
-    };
-    suite::poison(nats, Order::None, unidentified).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn stopping_loses_nothing() {
-    // As above: one message may wait for as long.
-    suite::stopping_loses_nothing(Nats::start(TIMEOUT / 5).await).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_slow_handler_behind_a_full_buffer_loses_nothing() {
-    suite::a_full_buffer(Nats::start(SOON).await).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn one_of_two_dies() {
-    suite::one_of_two_dies(Nats::start(SOON).await).await;
+    poison(Order::None).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -168,11 +153,6 @@ async fn connections_are_cut() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_database_is_restarted() {
-    suite::the_database_is_restarted(&Nats::start(SOON).await).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
 async fn a_delivery_has_the_documented_fields() {
     let nats = Nats::start(SOON).await;
     let mut message = nats.outgoing("m-1", "k");
@@ -193,25 +173,7 @@ async fn a_delivery_has_the_documented_fields() {
     assert_eq!(headers, ["Nats-Msg-Id", MESSAGE_ID, ORDER_KEY, "trace"]);
     assert_eq!(got.header(MESSAGE_ID).unwrap().unwrap(), "m-1");
 
-    // Given more time again and again it does not come again, however long that is.
-    let until = Instant::now() + SOON * 2;
-    while Instant::now() < until {
-        first.extend().await.unwrap();
-        assert!(!first.is_lost());
-        assert!(timeout(SOON / 6, source.next()).await.is_err(), "no other consumer gets it");
-    }
-    // Given back it comes after that time, and not before.
-    let began = Instant::now();
-    first.give_back(Duration::from_secs(1)).await.unwrap();
-    let second = next(&mut source).await;
-    assert!(began.elapsed() >= Duration::from_millis(900), "{:?}", began.elapsed());
-    assert_eq!(second.message().deliveries, Some(2));
-    // Left alone it comes again, too.
-    let third = next(&mut source).await;
-    assert_eq!(third.message().deliveries, Some(3));
-    assert_eq!(third.message().broker_id, second.message().broker_id);
-    third.ack().await.unwrap();
-    assert_eq!(nats.left().await, 0);
+    suite::comes_again_in_time(&nats, &mut source, first, Duration::from_secs(1)).await;
 }
 
 /// A subject is a kind of message and not a key: to keep it in order by itself would make one lane of all orders.
@@ -375,25 +337,14 @@ async fn a_consumer_that_is_deleted_ends_the_source() {
     next(&mut source).await.ack().await.unwrap();
     let stream = nats.context.get_stream("ORDERS").await.unwrap();
     stream.delete_consumer("billing").await.unwrap();
-    assert!(ends(&mut source).await.contains("does not exist any more"));
+    assert!(fatal_error(&mut source).await.contains("does not exist any more"));
 
     // So does one that was changed into one that loses messages.
     stream.create_consumer(settings(SOON)).await.unwrap();
     let mut source = nats.source();
     stream.delete_consumer("billing").await.unwrap();
     stream.create_consumer(ConsumerConfig { max_deliver: 3, ..settings(SOON) }).await.unwrap();
-    assert!(ends(&mut source).await.contains("max_deliver"));
-}
-
-/// With what it ends.
-async fn ends(source: &mut NatsSource) -> String {
-    loop {
-        match timeout(TIMEOUT, source.next()).await.expect("an error in time") {
-            Err(error) if error.is_fatal() => return error.to_string(),
-            Err(_) => {}
-            Ok(delivery) => panic!("there is nothing to deliver: {delivery:?}"),
-        }
-    }
+    assert!(fatal_error(&mut source).await.contains("max_deliver"));
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -476,55 +427,25 @@ async fn dead_letters_are_messages() {
     assert_eq!(found, [(exhausted, topic(), "3".to_owned()), (rejected, topic(), "1".to_owned())]);
 }
 
-mod processes {
-    use std::time::Duration;
+impl Consumed for Nats {
+    fn example(&self) -> (&'static str, Vec<(&'static str, String)>) {
+        let url = self.server.lock().unwrap().url();
+        ("nats", vec![("NATS_URL", url), ("NATS_STREAM", "ORDERS".to_owned())])
+    }
 
-    use oncegate_inbox::MESSAGE_ID;
-    use oncegate_nats::async_nats::HeaderMap;
-
-    use super::{Nats, SOON};
-    use oncegate_broker_tests::processes::{Consumed, among_kills, dies, stands_still};
-
-    impl Consumed for Nats {
-        fn example(&self) -> (&'static str, Vec<(&'static str, String)>) {
-            let url = self.server.lock().unwrap().url();
-            ("nats", vec![("NATS_URL", url), ("NATS_STREAM", "ORDERS".to_owned())])
-        }
-
-        async fn publish_each(&self, ids: Vec<String>) {
-            // Without `Nats-Msg-Id`, by which the stream would find duplicates.
-            for ids in ids.chunks(1000) {
-                let mut confirmations = Vec::new();
-                for id in ids {
-                    let mut headers = HeaderMap::new();
-                    headers.insert(MESSAGE_ID, id.as_str());
-                    let sent = self.context.publish_with_headers("orders.k", headers, "order".into());
-                    confirmations.push(sent.await.unwrap());
-                }
-                for confirmation in confirmations {
-                    confirmation.await.unwrap();
-                }
+    async fn publish_each(&self, ids: Vec<String>) {
+        // Without `Nats-Msg-Id`, by which the stream would find duplicates.
+        for ids in ids.chunks(1000) {
+            let mut confirmations = Vec::new();
+            for id in ids {
+                let mut headers = HeaderMap::new();
+                headers.insert(MESSAGE_ID, id.as_str());
+                let sent = self.context.publish_with_headers("orders.k", headers, "order".into());
+                confirmations.push(sent.await.unwrap());
+            }
+            for confirmation in confirmations {
+                confirmation.await.unwrap();
             }
         }
-    }
-
-    #[tokio::test(flavor = "multi_thread")]
-    async fn a_process_dies_before_it_commits() {
-        dies(Nats::start(SOON).await, "before-commit").await;
-    }
-
-    #[tokio::test(flavor = "multi_thread")]
-    async fn a_process_dies_before_it_acknowledges() {
-        dies(Nats::start(SOON).await, "before-ack").await;
-    }
-
-    #[tokio::test(flavor = "multi_thread")]
-    async fn a_process_is_suspended_and_resumed() {
-        stands_still(Nats::start(SOON).await, 20_000).await;
-    }
-
-    #[tokio::test(flavor = "multi_thread")]
-    async fn a_hundred_thousand_messages_among_kills() {
-        among_kills(Nats::start(SOON).await, 100_000, Duration::from_secs(300)).await;
     }
 }

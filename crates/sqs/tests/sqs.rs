@@ -12,11 +12,16 @@ use oncegate_servers::{SqsServer, freeze, thaw};
 use oncegate_sqs::aws_sdk_sqs::Client;
 use oncegate_sqs::aws_sdk_sqs::config::timeout::TimeoutConfig;
 use oncegate_sqs::aws_sdk_sqs::config::{BehaviorVersion, Config, Credentials, Region};
-use oncegate_sqs::aws_sdk_sqs::types::QueueAttributeName;
+use oncegate_sqs::aws_sdk_sqs::types::{
+    MessageAttributeValue, QueueAttributeName, SendMessageBatchRequestEntry,
+};
 use oncegate_sqs::{SqsPublisher, SqsSource, SqsSourceOptions};
-use tokio::time::{Instant, timeout};
+use tokio::task::JoinSet;
+use tokio::time::timeout;
 
-use oncegate_broker_tests::suite::{self, Broker, LATE, SOON, TIMEOUT, all_ids, until};
+use oncegate_broker_tests::broker_tests;
+use oncegate_broker_tests::processes::{self, Consumed};
+use oncegate_broker_tests::suite::{self, Broker, LATE, SOON, TIMEOUT, all_ids, fatal_error, next, until};
 
 /// A server with a queue.
 struct Sqs {
@@ -113,18 +118,19 @@ impl Broker for Sqs {
     }
 }
 
-async fn next(source: &mut SqsSource) -> <SqsSource as Source>::Delivery {
-    timeout(TIMEOUT, source.next()).await.expect("a delivery in time").unwrap()
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn everything_comes_again() {
-    suite::everything_comes_again(Sqs::standard(SOON).await).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn order_holds_in_a_fifo_queue() {
-    suite::order_holds(Sqs::fifo(LATE).await).await;
+broker_tests! {
+    everything_comes_again: suite::everything_comes_again, Sqs::standard(SOON);
+    order_holds_in_a_fifo_queue: suite::order_holds, Sqs::fifo(LATE);
+    stopping_loses_nothing: suite::stopping_loses_nothing, Sqs::standard(LATE);
+    stopping_loses_nothing_in_a_fifo_queue: suite::stopping_loses_nothing, Sqs::fifo(LATE);
+    a_slow_handler_behind_a_full_buffer_loses_nothing: suite::a_full_buffer, Sqs::standard(SOON);
+    one_of_two_dies: suite::one_of_two_dies, Sqs::standard(SOON);
+    one_of_two_dies_in_a_fifo_queue: suite::one_of_two_dies, Sqs::fifo(SOON);
+    the_database_is_restarted: suite::the_database_is_restarted, Sqs::standard(SOON);
+    a_process_dies_before_it_commits: processes::dies, Sqs::standard(SOON), "before-commit";
+    a_process_dies_before_it_acknowledges: processes::dies, Sqs::standard(SOON), "before-ack";
+    a_process_is_suspended_and_resumed: processes::is_suspended, Sqs::standard(SOON), 5_000;
+    a_hundred_thousand_messages_among_kills: processes::among_kills, Sqs::standard(SOON), 100_000, TIMEOUT * 4;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -142,31 +148,6 @@ async fn poison_in_a_fifo_queue() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn stopping_loses_nothing() {
-    suite::stopping_loses_nothing(Sqs::standard(LATE).await).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn stopping_loses_nothing_in_a_fifo_queue() {
-    suite::stopping_loses_nothing(Sqs::fifo(LATE).await).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_slow_handler_behind_a_full_buffer_loses_nothing() {
-    suite::a_full_buffer(Sqs::standard(SOON).await).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn one_of_two_dies() {
-    suite::one_of_two_dies(Sqs::standard(SOON).await).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn one_of_two_dies_in_a_fifo_queue() {
-    suite::one_of_two_dies(Sqs::fifo(SOON).await).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
 async fn the_server_is_suspended_for_a_while() {
     let sqs = Sqs::standard(SOON).await;
     let stand_still = || async {
@@ -179,11 +160,6 @@ async fn the_server_is_suspended_for_a_while() {
     };
     let (effects, ids) = suite::something_breaks(&sqs, &suite::store(), stand_still).await;
     effects.assert_once(&ids);
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn the_database_is_restarted() {
-    suite::the_database_is_restarted(&Sqs::standard(SOON).await).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -207,25 +183,8 @@ async fn a_delivery_has_the_documented_fields() {
     let headers: Vec<_> = got.headers.iter().map(|(name, value)| (name.as_str(), value.as_ref())).collect();
     assert_eq!(headers, [("bits", &b"\xff"[..]), (MESSAGE_ID, b"m-1"), ("trace", b"one")]);
 
-    // Given more time again and again it does not come again, however long that is.
-    let until = Instant::now() + SOON * 2;
-    while Instant::now() < until {
-        first.extend().await.unwrap();
-        assert!(!first.is_lost());
-        assert!(timeout(SOON / 6, source.next()).await.is_err(), "no other consumer gets it");
-    }
-    // Given back it comes after that time, in whole seconds, and not before.
-    let began = Instant::now();
-    first.give_back(Duration::from_millis(500)).await.unwrap();
-    let second = next(&mut source).await;
-    assert!(began.elapsed() >= Duration::from_millis(900), "{:?}", began.elapsed());
-    assert_eq!(second.message().deliveries, Some(2));
-    assert_eq!(second.message().broker_id, first.message().broker_id);
-    // Left alone it comes again, too.
-    let third = next(&mut source).await;
-    assert_eq!(third.message().deliveries, Some(3));
-    third.ack().await.unwrap();
-    assert_eq!(sqs.left().await, 0);
+    // SQS counts the delay in whole seconds.
+    let third = suite::comes_again_in_time(&sqs, &mut source, first, Duration::from_millis(500)).await;
     // A message of a group is started in its turn, even if its time is over: later ones may not be lost.
     assert!(third.extend().await.is_err());
     assert!(!third.is_lost());
@@ -291,13 +250,7 @@ async fn a_queue_with_a_redrive_policy_is_refused() {
     let mut source = sqs.open().await;
     assert!(timeout(Duration::from_millis(100), source.next()).await.is_err());
     sqs.client.delete_queue().queue_url(&sqs.queue).send().await.unwrap();
-    loop {
-        match timeout(TIMEOUT, source.next()).await.expect("an error in time") {
-            Err(error) if error.is_fatal() => break,
-            Err(_) => {}
-            Ok(delivery) => panic!("there is nothing to deliver: {delivery:?}"),
-        }
-    }
+    fatal_error(&mut source).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -366,61 +319,30 @@ async fn dead_letters_are_messages() {
     assert_eq!(letter.payload, message.payload);
 }
 
-mod processes {
-    use std::time::Duration;
+impl Consumed for Sqs {
+    fn example(&self) -> (&'static str, Vec<(&'static str, String)>) {
+        ("sqs", vec![("SQS_URL", self.server.url()), ("SQS_QUEUE", self.queue.clone())])
+    }
 
-    use oncegate_inbox::MESSAGE_ID;
-    use oncegate_sqs::aws_sdk_sqs::types::{MessageAttributeValue, SendMessageBatchRequestEntry};
-    use tokio::task::JoinSet;
-
-    use super::{SOON, Sqs};
-    use oncegate_broker_tests::processes::{Consumed, among_kills, dies, stands_still};
-
-    impl Consumed for Sqs {
-        fn example(&self) -> (&'static str, Vec<(&'static str, String)>) {
-            ("sqs", vec![("SQS_URL", self.server.url()), ("SQS_QUEUE", self.queue.clone())])
-        }
-
-        async fn publish_each(&self, ids: Vec<String>) {
-            let mut sending = JoinSet::new();
-            for ids in ids.chunks(10) {
-                let entry = |(number, id): (usize, &String)| {
-                    let id = MessageAttributeValue::builder().data_type("String").string_value(id);
-                    let entry =
-                        SendMessageBatchRequestEntry::builder().id(number.to_string()).message_body("order");
-                    entry.message_attributes(MESSAGE_ID, id.build().unwrap()).build().unwrap()
-                };
-                let entries = ids.iter().enumerate().map(entry).collect();
-                let send = self.client.send_message_batch().queue_url(&self.queue).set_entries(Some(entries));
-                if sending.len() >= 8 {
-                    sending.join_next().await.unwrap().unwrap();
-                }
-                sending.spawn(async move {
-                    let answer = send.send().await.unwrap();
-                    assert!(answer.failed.is_empty(), "{:?}", answer.failed);
-                });
+    async fn publish_each(&self, ids: Vec<String>) {
+        let mut sending = JoinSet::new();
+        for ids in ids.chunks(10) {
+            let entry = |(number, id): (usize, &String)| {
+                let id = MessageAttributeValue::builder().data_type("String").string_value(id);
+                let entry =
+                    SendMessageBatchRequestEntry::builder().id(number.to_string()).message_body("order");
+                entry.message_attributes(MESSAGE_ID, id.build().unwrap()).build().unwrap()
+            };
+            let entries = ids.iter().enumerate().map(entry).collect();
+            let send = self.client.send_message_batch().queue_url(&self.queue).set_entries(Some(entries));
+            if sending.len() >= 8 {
+                sending.join_next().await.unwrap().unwrap();
             }
-            sending.join_all().await;
+            sending.spawn(async move {
+                let answer = send.send().await.unwrap();
+                assert!(answer.failed.is_empty(), "{:?}", answer.failed);
+            });
         }
-    }
-
-    #[tokio::test(flavor = "multi_thread")]
-    async fn a_process_dies_before_it_commits() {
-        dies(Sqs::standard(SOON).await, "before-commit").await;
-    }
-
-    #[tokio::test(flavor = "multi_thread")]
-    async fn a_process_dies_before_it_acknowledges() {
-        dies(Sqs::standard(SOON).await, "before-ack").await;
-    }
-
-    #[tokio::test(flavor = "multi_thread")]
-    async fn a_process_is_suspended_and_resumed() {
-        stands_still(Sqs::standard(SOON).await, 5_000).await;
-    }
-
-    #[tokio::test(flavor = "multi_thread")]
-    async fn a_hundred_thousand_messages_among_kills() {
-        among_kills(Sqs::standard(SOON).await, 100_000, Duration::from_secs(600)).await;
+        sending.join_all().await;
     }
 }

@@ -1,4 +1,4 @@
-//! The inbox and its loop on RabbitMQ, broken in every way that it can be.
+//! The inbox and its consumer on RabbitMQ, with faults of the broker, connections and consumers.
 
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
@@ -13,21 +13,23 @@ use tokio::time::sleep;
 
 use crate::line::Line;
 use crate::setting::{Kind, Queue, broker, next, shared, until};
+use oncegate_broker_tests::broker_tests;
 use oncegate_broker_tests::suite::{self, Broker};
 
 /// A queue of a broker that may be killed.
-struct Rabbit {
+pub(crate) struct Rabbit {
     server: Arc<Mutex<RabbitServer>>,
-    name: String,
+    pub(crate) name: String,
+    pub(crate) kind: Kind,
     /// The address for consumers.
-    url: String,
+    pub(crate) url: String,
     url_of_publisher: String,
     has_order: bool,
 }
 
 impl Rabbit {
     /// A broker of its own.
-    async fn start(kind: Kind) -> Self {
+    pub(crate) async fn start(kind: Kind) -> Self {
         let server = tokio::task::spawn_blocking(RabbitServer::start).await.unwrap().unwrap();
         Self::on(Arc::new(Mutex::new(server)), "orders", kind).await
     }
@@ -50,7 +52,7 @@ impl Rabbit {
     async fn on(server: Arc<Mutex<RabbitServer>>, name: &str, kind: Kind) -> Self {
         let url = server.lock().unwrap().url();
         Queue::new(&url, name, kind).await;
-        Self { server, name: name.to_owned(), url: url.clone(), url_of_publisher: url, has_order: true }
+        Self { server, name: name.to_owned(), kind, url: url.clone(), url_of_publisher: url, has_order: true }
     }
 
     /// Does something to the broker, which takes its time.
@@ -139,9 +141,10 @@ async fn poison_without_order() {
     suite::poison(rabbit, Order::None, unidentified).await;
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn stopping_loses_nothing() {
-    suite::stopping_loses_nothing(Rabbit::queue("stopping_loses_nothing", Kind::Quorum).await).await;
+broker_tests! {
+    stopping_loses_nothing: suite::stopping_loses_nothing, Rabbit::queue("stopping", Kind::Quorum);
+    one_of_two_dies: suite::one_of_two_dies, Rabbit::queue("one_of_two", Kind::Quorum);
+    the_database_is_restarted: suite::the_database_is_restarted, Rabbit::queue("database", Kind::Quorum);
 }
 
 /// Connections are given up after two seconds of silence.
@@ -150,11 +153,6 @@ async fn a_slow_handler_behind_a_full_buffer_loses_nothing() {
     let mut rabbit = Rabbit::queue("a_full_buffer", Kind::Quorum).await;
     rabbit.url += "?heartbeat=1";
     suite::a_full_buffer(rabbit).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn one_of_two_dies() {
-    suite::one_of_two_dies(Rabbit::queue("one_of_two_dies", Kind::Quorum).await).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -189,11 +187,6 @@ async fn connections_are_cut() {
     };
     let (effects, ids) = suite::something_breaks(&rabbit, &suite::store(), cut).await;
     effects.assert_once(&ids);
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn the_database_is_restarted() {
-    suite::the_database_is_restarted(&Rabbit::queue("the_database_is_restarted", Kind::Quorum).await).await;
 }
 
 /// A failed message is given back and comes again; a quorum queue counts it.

@@ -42,32 +42,17 @@ impl Cluster {
         topic: &str,
         messages: impl IntoIterator<Item = (T, T, String)>,
     ) {
-        let producer = self.producer();
-        for (key, id, payload) in messages {
-            let headers = OwnedHeaders::new().insert(Header { key: MESSAGE_ID, value: Some(id.as_ref()) });
-            let mut record = BaseRecord::to(topic).key(key.as_ref()).payload(&payload).headers(headers);
-            while let Err((_, again)) = producer.send(record) {
-                record = again;
-                std::thread::sleep(Duration::from_millis(5));
-            }
-        }
-        producer.flush(oncegate_broker_tests::TIMEOUT).unwrap();
+        produce(&self.mock.bootstrap_servers(), topic, messages);
     }
 
     /// Publishes a message without an identifier.
     pub(crate) fn produce_without_id(&self, topic: &str) {
-        let producer = self.producer();
+        let producer = producer(&self.mock.bootstrap_servers());
         producer
             .send(BaseRecord::to(topic).key("unknown").payload("nothing"))
             .map_err(|(error, _)| error)
             .unwrap();
         producer.flush(oncegate_broker_tests::TIMEOUT).unwrap();
-    }
-
-    fn producer(&self) -> ThreadedProducer<DefaultProducerContext> {
-        let mut config = self.config();
-        config.set("enable.idempotence", "true").set("linger.ms", "5").set("batch.num.messages", "2000");
-        config.create().unwrap()
     }
 
     /// So many messages with a key each, `m0` and so on.
@@ -97,6 +82,30 @@ impl Cluster {
         };
         (0..partitions).map(end).collect()
     }
+}
+
+/// Publishes messages: a key, an identifier and a payload each, in this order.
+pub(crate) fn produce<T: AsRef<str>>(
+    bootstrap: &str,
+    topic: &str,
+    messages: impl IntoIterator<Item = (T, T, String)>,
+) {
+    let producer = producer(bootstrap);
+    for (key, id, payload) in messages {
+        let headers = OwnedHeaders::new().insert(Header { key: MESSAGE_ID, value: Some(id.as_ref()) });
+        let mut record = BaseRecord::to(topic).key(key.as_ref()).payload(&payload).headers(headers);
+        while let Err((_, again)) = producer.send(record) {
+            record = again;
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+    producer.flush(oncegate_broker_tests::TIMEOUT).unwrap();
+}
+
+fn producer(bootstrap: &str) -> ThreadedProducer<DefaultProducerContext> {
+    let mut config = config(bootstrap);
+    config.set("enable.idempotence", "true").set("linger.ms", "5").set("batch.num.messages", "2000");
+    config.create().unwrap()
 }
 
 pub(crate) fn config(bootstrap: &str) -> ClientConfig {

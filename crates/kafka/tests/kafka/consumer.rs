@@ -1,4 +1,4 @@
-//! The consumer's loop on Kafka: what every broker is tried with.
+//! The tests of every broker, on Kafka.
 
 use std::sync::Arc;
 use std::sync::Mutex;
@@ -14,18 +14,18 @@ use tokio::time::sleep;
 use crate::cluster::{Cluster, config, member};
 use oncegate_broker_tests::suite::{self, Broker, until};
 
-const TOPIC: &str = "orders";
+pub(crate) const TOPIC: &str = "orders";
 const PARTITIONS: i32 = 3;
 
-/// A group on a cluster, which lives elsewhere.
-struct Group {
-    bootstrap: String,
+/// A group on a cluster. The test owns the cluster, because it cannot be shared.
+pub(crate) struct Group {
+    pub(crate) bootstrap: String,
     publisher: Arc<KafkaPublisher>,
     asks: Mutex<BaseConsumer>,
 }
 
 impl Group {
-    fn on(cluster: &Cluster) -> Self {
+    pub(crate) fn on(cluster: &Cluster) -> Self {
         let bootstrap = cluster.mock.bootstrap_servers();
         let mut asks = config(&bootstrap);
         asks.set("group.id", "g");
@@ -79,7 +79,7 @@ impl Broker for Group {
     }
 }
 
-fn cluster() -> Cluster {
+pub(crate) fn cluster() -> Cluster {
     Cluster::start(TOPIC, PARTITIONS)
 }
 
@@ -98,7 +98,6 @@ async fn order_holds() {
 async fn poison(order: Order) {
     let cluster = cluster();
     let group = Group::on(&cluster);
-    // With a header that is not ours there is nothing to tell it by.
     let without = async { cluster.produce_without_id(TOPIC) };
     suite::poison(group, order, without).await;
 }
@@ -123,6 +122,12 @@ async fn a_slow_handler_behind_a_full_buffer_loses_nothing() {
 async fn one_of_two_dies() {
     let cluster = cluster();
     suite::one_of_two_dies(Group::on(&cluster)).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_database_is_restarted() {
+    let cluster = cluster();
+    suite::the_database_is_restarted(Group::on(&cluster)).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
