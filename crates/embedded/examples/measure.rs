@@ -22,11 +22,9 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use oncegate_core::{
-    AttemptId, CallerTag, Claim, Command, Complete, Completion, Fingerprint, Label, OnAbandoned, Outcome,
-    RecordId, Store, StoredResponse, codec,
-};
+use oncegate_core::{Command, Complete, Completion, Outcome, RecordId, Store, StoredResponse, codec};
 use oncegate_embedded::{EmbeddedOptions, EmbeddedStore};
+use oncegate_testkit::record_id as id;
 use redb::{Database, Durability, ReadableTable as _, TableDefinition};
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::oneshot;
@@ -260,25 +258,8 @@ fn replay_rate(dir: &Path, span: Duration) -> f64 {
 
 const DAY: Duration = Duration::from_secs(86_400);
 
-fn id(n: u64) -> RecordId {
-    // Spread over all bytes, because real identifiers are digests.
-    let mut bytes = [0; 32];
-    for (at, chunk) in bytes.chunks_mut(8).enumerate() {
-        let mixed = (n + 1 + at as u64 * 0x1234_5678).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        chunk.copy_from_slice(&(mixed ^ mixed >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9).to_be_bytes());
-    }
-    RecordId::from_bytes(bytes)
-}
-
 fn claim(n: u64) -> Command {
-    Command::Claim(Claim {
-        attempt: AttemptId::new(u128::from(n)),
-        fingerprint: Fingerprint::of_parts("measure", &[b"input"]),
-        lease: Duration::from_secs(30),
-        retention: DAY,
-        on_abandoned: OnAbandoned::Park,
-        label: Label::new(CallerTag::default(), "POST /payments"),
-    })
+    Command::Claim(oncegate_testkit::claim(n, b"input"))
 }
 
 fn response() -> StoredResponse {

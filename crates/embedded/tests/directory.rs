@@ -5,8 +5,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use oncegate_core::{
-    AttemptId, Claim, Command, Complete, Completion, Fingerprint, Label, OnAbandoned, Outcome, RecordId,
-    Resolution, Resolve, StateName, Store as _,
+    Command, Complete, Completion, Outcome, RecordId, Resolution, Resolve, StateName, Store as _,
 };
 use oncegate_embedded::{CheckReport, EmbeddedOpenError, EmbeddedOptions, EmbeddedStore, check};
 use oncegate_testkit::block_on;
@@ -22,14 +21,7 @@ fn open(dir: &Path) -> Result<EmbeddedStore, EmbeddedOpenError> {
 }
 
 fn claim() -> Command {
-    Command::Claim(Claim {
-        attempt: AttemptId::new(1),
-        fingerprint: Fingerprint::of_parts("test", &[]),
-        lease: Duration::from_secs(30),
-        retention: DAY,
-        on_abandoned: OnAbandoned::Park,
-        label: Label::default(),
-    })
+    Command::Claim(oncegate_testkit::claim(1_u128, b"input"))
 }
 
 fn claim_as(store: &EmbeddedStore, n: u8) -> oncegate_core::FencingToken {

@@ -11,11 +11,10 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use oncegate_core::{
-    Answer, AttemptId, Claim, Command, Complete, Completion, Fingerprint, Label, OnAbandoned, Outcome,
-    RecordId, State, Store as _, StoreErrorKind, StoredResponse,
+    Answer, Command, Complete, Completion, Outcome, State, Store as _, StoreErrorKind, StoredResponse,
 };
 use oncegate_embedded::{EmbeddedOpenError, EmbeddedOptions, EmbeddedStore};
-use oncegate_testkit::block_on;
+use oncegate_testkit::{block_on, record_id as id};
 
 const DIR: &str = "ONCEGATE_TEST_DIR";
 const FIRST: &str = "ONCEGATE_TEST_FIRST";
@@ -266,22 +265,8 @@ impl Drop for SmallDisk {
 
 const DAY: Duration = Duration::from_secs(86_400);
 
-fn id(n: u64) -> RecordId {
-    let mut bytes = [0; 32];
-    bytes[..8].copy_from_slice(&(n + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_be_bytes());
-    bytes[8..16].copy_from_slice(&n.to_be_bytes());
-    RecordId::from_bytes(bytes)
-}
-
 fn claim(n: u64) -> Command {
-    Command::Claim(Claim {
-        attempt: AttemptId::new(u128::from(n)),
-        fingerprint: Fingerprint::of_parts("test", &[b"input"]),
-        lease: Duration::from_secs(30),
-        retention: DAY,
-        on_abandoned: OnAbandoned::Park,
-        label: Label::default(),
-    })
+    Command::Claim(oncegate_testkit::claim(n, b"input"))
 }
 
 fn response(n: u64) -> StoredResponse {

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use oncegate_core::{
-    AttemptId, Claim, Command, Completion, Fingerprint, Label, MemoryStore, OnAbandoned, Outcome, RecordId,
-    Store, StoreError, StoreErrorKind, StoredResponse,
+    Command, Completion, Fingerprint, Label, MemoryStore, Outcome, RecordId, Store, StoreError,
+    StoreErrorKind, StoredResponse,
 };
 use oncegate_engine::{
     Breaker, BreakerState, ClaimOutcome, ClaimRequest, Engine, EventKind, Policy, SettleOutcome,
@@ -35,14 +35,7 @@ fn id(number: u8) -> RecordId {
 }
 
 fn claim(number: u8) -> Command {
-    Command::Claim(Claim {
-        attempt: AttemptId::new(u128::from(number)),
-        fingerprint: Fingerprint::of_parts("test", &[]),
-        lease: Duration::from_secs(30),
-        retention: Duration::from_secs(3600),
-        on_abandoned: OnAbandoned::Park,
-        label: Label::default(),
-    })
+    Command::Claim(oncegate_testkit::claim(number, b""))
 }
 
 fn request(number: u8) -> ClaimRequest {

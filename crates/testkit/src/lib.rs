@@ -4,6 +4,7 @@
 //!   plain map, and compared after each step. A failing sequence is made as short as possible.
 //! - [`ManualClock`]: a clock that moves only by hand. [`TokioClock`]: a clock that follows tokio's time.
 //! - [`until`]: waits for a condition.
+//! - [`record_id`], [`claim`], [`response`]: identifiers, claims and responses.
 //! - [`FaultyStore`]: a store with faults on demand: refused commands, lost answers, damaged records, stalls.
 //! - [`delegate_store!`]: the methods that a store of a test passes on to the store that it wraps.
 //! - [`block_on`]: waits for one future without a runtime.
@@ -23,10 +24,12 @@ pub mod conformance;
 mod delegate;
 mod faulty;
 mod operators;
+mod records;
 mod wait;
 
 pub use clock::{ManualClock, TokioClock};
 pub use faulty::{Fault, Faults, FaultyStore, Latch, Operation};
+pub use records::{claim, record_id, response};
 pub use wait::{WAIT_TIMEOUT, until};
 
 use std::future::Future;

@@ -4,38 +4,20 @@
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
 use oncegate_cache::{CacheCounts, CachedStore};
 use oncegate_core::{
-    AttemptId, AuditEntry, CallerTag, Capabilities, Claim, Clock as _, Command, Complete, Completion,
-    Durability, FencingToken, Fingerprint, Label, ListPage, ListQuery, OnAbandoned, Outcome, Record,
-    RecordId, Store, StoreError, StoreErrorKind, StoreFuture, StoredResponse, Timestamp,
+    AuditEntry, Capabilities, Claim, Clock as _, Command, Complete, Completion, Durability, FencingToken,
+    ListPage, ListQuery, Outcome, Record, RecordId, Store, StoreError, StoreErrorKind, StoreFuture,
+    Timestamp,
 };
 use oncegate_testkit::{ManualClock, until};
+pub(crate) use oncegate_testkit::{record_id as id, response};
 
 pub(crate) const MINUTE: Duration = Duration::from_secs(60);
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
 
-pub(crate) fn id(n: u64) -> RecordId {
-    let mut bytes = [0x5a; 32];
-    bytes[..8].copy_from_slice(&n.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_be_bytes());
-    RecordId::from_bytes(bytes)
-}
-
 pub(crate) fn claim_of(attempt: u64, input: &[u8]) -> Claim {
-    Claim {
-        attempt: AttemptId::new(attempt.into()),
-        fingerprint: Fingerprint::of_parts("test", &[input]),
-        lease: MINUTE,
-        retention: MINUTE,
-        on_abandoned: OnAbandoned::Park,
-        label: Label::new(CallerTag::from_bytes([1; 8]), "POST /payments"),
-    }
-}
-
-pub(crate) fn response(n: u64) -> StoredResponse {
-    let body = [Bytes::from(format!("receipt {n}"))];
-    StoredResponse::new(201, &[("content-type", &b"text/plain"[..])], &body, &[]).unwrap()
+    Claim { lease: MINUTE, retention: MINUTE, ..oncegate_testkit::claim(attempt, input) }
 }
 
 pub(crate) fn completion(token: FencingToken, n: u64, retention: Duration) -> Command {

@@ -13,12 +13,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use oncegate_core::{
-    AttemptId, CallerTag, Claim, Clock, Command, Complete, Completion, FencingToken, Fingerprint, Label,
-    OnAbandoned, Outcome, RecordId, StoredResponse,
-};
-use oncegate_testkit::ManualClock;
+use oncegate_core::{Clock, Command, Complete, Completion, FencingToken, Outcome, StoredResponse};
 use oncegate_testkit::conformance::{Suite, check_concurrent_claims};
+use oncegate_testkit::{ManualClock, record_id as id};
 
 use crate::{EmbeddedOpenError, EmbeddedOptions, EmbeddedStore};
 use disk::{Disk, DiskMedium};
@@ -47,22 +44,8 @@ fn open_with(disk: &Disk, options: EmbeddedOptions) -> Result<EmbeddedStore, Emb
 
 const DAY: Duration = Duration::from_secs(86_400);
 
-fn id(n: u64) -> RecordId {
-    let mut bytes = [0; 32];
-    bytes[..8].copy_from_slice(&(n + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_be_bytes());
-    bytes[8..16].copy_from_slice(&n.to_be_bytes());
-    RecordId::from_bytes(bytes)
-}
-
 fn claim(attempt: u128) -> Command {
-    Command::Claim(Claim {
-        attempt: AttemptId::new(attempt),
-        fingerprint: Fingerprint::of_parts("test", &[b"input"]),
-        lease: Duration::from_secs(30),
-        retention: DAY,
-        on_abandoned: OnAbandoned::Park,
-        label: Label::new(CallerTag::default(), "POST /payments"),
-    })
+    Command::Claim(oncegate_testkit::claim(attempt, b"input"))
 }
 
 fn complete(token: FencingToken, response: StoredResponse) -> Command {

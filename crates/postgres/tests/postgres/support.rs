@@ -6,8 +6,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use oncegate_core::{
-    AttemptId, CallerTag, Claim, Command, Complete, Completion, FencingToken, Fingerprint, Label,
-    OnAbandoned, Outcome, RecordId, Renew, StoredResponse,
+    Claim, Command, Complete, Completion, FencingToken, Outcome, RecordId, Renew, StoredResponse,
 };
 use oncegate_postgres::{PostgresOptions, PostgresStore, schema};
 use oncegate_servers::PostgresDatabase;
@@ -110,14 +109,7 @@ pub(crate) fn sql_id(id: RecordId) -> String {
 }
 
 pub(crate) fn claim(attempt: u128) -> Claim {
-    Claim {
-        attempt: AttemptId::new(attempt),
-        fingerprint: Fingerprint::of_parts("test", &[b"same"]),
-        lease: Duration::from_secs(30),
-        retention: Duration::from_secs(3600),
-        on_abandoned: OnAbandoned::Park,
-        label: Label::new(CallerTag::from_bytes([7; 8]), "POST /payments"),
-    }
+    Claim { retention: Duration::from_secs(3600), ..oncegate_testkit::claim(attempt, b"same") }
 }
 
 pub(crate) fn claims(attempt: u128) -> Command {

@@ -3,14 +3,13 @@
 
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
 use oncegate_core::{
-    AttemptId, CallerTag, Claim, Command, Complete, Completion, Extent, FencingToken, Fingerprint, Grant,
-    Label, OnAbandoned, Outcome, RecordId, Release, Renew, Store as _, StoreError, StoreErrorKind,
-    StoredResponse,
+    Claim, Command, Complete, Completion, Extent, FencingToken, Grant, Outcome, Release, Renew, Store as _,
+    StoreError, StoreErrorKind,
 };
 use oncegate_redis::{RedisOptions, RedisStore};
 use oncegate_servers::RedisServer;
+pub(crate) use oncegate_testkit::{record_id as id, response};
 
 pub(crate) const MINUTE: Duration = Duration::from_secs(60);
 
@@ -22,26 +21,8 @@ pub(crate) async fn open(url: &str) -> RedisStore {
     RedisStore::open(options(url)).await.unwrap()
 }
 
-pub(crate) fn id(n: u64) -> RecordId {
-    let mut bytes = [0x5a; 32];
-    bytes[..8].copy_from_slice(&n.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_be_bytes());
-    RecordId::from_bytes(bytes)
-}
-
 pub(crate) fn claim(attempt: u64) -> Claim {
-    Claim {
-        attempt: AttemptId::new(attempt.into()),
-        fingerprint: Fingerprint::of_parts("test", &[b"pay 5"]),
-        lease: MINUTE,
-        retention: MINUTE,
-        on_abandoned: OnAbandoned::Park,
-        label: Label::new(CallerTag::from_bytes([1; 8]), "POST /payments"),
-    }
-}
-
-pub(crate) fn response(n: u64) -> StoredResponse {
-    let body = [Bytes::from(format!("receipt {n}"))];
-    StoredResponse::new(201, &[("content-type", &b"text/plain"[..])], &body, &[]).unwrap()
+    Claim { lease: MINUTE, retention: MINUTE, ..oncegate_testkit::claim(attempt, b"pay 5") }
 }
 
 pub(crate) fn completion(token: FencingToken, n: u64) -> Command {
