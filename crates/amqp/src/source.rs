@@ -14,7 +14,7 @@ use lapin::types::{FieldTable, ShortString};
 use lapin::{Acker, Channel, Connection, Consumer};
 use oncegate_core::ErrorChain;
 use oncegate_engine::ConfigError;
-use oncegate_inbox::{Delivery, Message, Source, SourceError, SourceInfo};
+use oncegate_inbox::{Delivery, Message, Source, SourceError, SourceInfo, jittered};
 use tokio::runtime::Handle;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
@@ -226,14 +226,6 @@ impl AmqpSource {
         let max_hold = self.consumer_timeout.map(|time| time / 4);
         AmqpDelivery { message: Arc::new(message), acker, gone, max_hold, is_settled: AtomicBool::new(false) }
     }
-}
-
-/// Returns a random duration in the second half of the pause, so that consumers do not reconnect all at once.
-fn jittered(pause: Duration) -> Duration {
-    let mut byte = [0; 1];
-    // Without random numbers they reconnect at once.
-    let _ = getrandom::fill(&mut byte);
-    pause / 2 + pause.mul_f64(f64::from(u8::from_ne_bytes(byte)) / 512.0)
 }
 
 async fn connect(broker: AmqpBroker, queue: String, prefetch: u16) -> Result<Link, SourceError> {

@@ -16,6 +16,7 @@ use tokio_util::time::DelayQueue;
 use tracing::{Instrument as _, debug, error, info_span, warn};
 
 use crate::event::{Event, EventKind, Observer};
+use crate::jitter::jittered;
 use crate::message::Message;
 use crate::outcome::{DeadReason, ProcessOutcome, Settlement};
 use crate::processor::Processor;
@@ -363,15 +364,6 @@ impl Pause {
             None => std::future::pending().await,
         }
     }
-}
-
-/// Returns a random duration between half of the pause and the whole.
-fn jittered(pause: Duration) -> Duration {
-    let mut bits = [0; 4];
-    // Without random numbers the whole pause is used.
-    let part =
-        getrandom::fill(&mut bits).map_or(1.0, |()| f64::from(u32::from_ne_bytes(bits)) / 4_294_967_296.0);
-    pause.mul_f64(0.5 + part / 2.0)
 }
 
 struct Run<S: Source, P> {

@@ -80,6 +80,7 @@ mod dead_letters;
 mod event;
 mod identity;
 mod inbox;
+mod jitter;
 mod message;
 mod outcome;
 mod processor;
@@ -90,6 +91,7 @@ pub use dead_letters::{DeadLetter, DeadLetterSink, DeadLetterTopic, MAX_ERROR_BY
 pub use event::{Counts, Event, EventKind, Observer};
 pub use identity::{ConsumerName, Identity, IdentityError, MessageId};
 pub use inbox::{DEFAULT_MAX_ATTEMPTS, Inbox, InboxProcessor};
+pub use jitter::jittered;
 pub use message::{AmbiguousHeader, Message};
 pub use outcome::{DeadReason, HandlerError, ProcessOutcome, Settlement};
 pub use processor::Processor;

@@ -27,7 +27,7 @@ use std::time::Duration;
 
 use oncegate_core::{ErrorChain, StoreError};
 use oncegate_engine::{ConfigError, catch_panic};
-use oncegate_inbox::{MAX_ERROR_BYTES, PublishError, Publisher};
+use oncegate_inbox::{MAX_ERROR_BYTES, PublishError, Publisher, jittered};
 use oncegate_postgres::sqlx::postgres::PgPool;
 use tokio::sync::{Notify, Semaphore};
 use tokio::task::{Id, JoinError, JoinSet};
@@ -387,7 +387,7 @@ impl<P: Publisher> Publishing<P> {
         }
         self.emit(row, RelayEventKind::Unconfirmed);
         let pause = self.backoff.0.saturating_mul(2_u32.saturating_pow(row.attempts.min(30)));
-        RowOutcome::Retry(with_jitter(pause.min(self.backoff.1)), failed)
+        RowOutcome::Retry(jittered(pause.min(self.backoff.1)), failed)
     }
 
     fn emit(&self, row: &OutboxRow, kind: RelayEventKind) {
@@ -432,7 +432,7 @@ impl Pause {
     fn begin(&mut self) {
         let pause = self.first.saturating_mul(2_u32.saturating_pow(self.times.min(16))).min(self.last);
         self.times = self.times.saturating_add(1);
-        self.until = Some(Instant::now() + with_jitter(pause));
+        self.until = Some(Instant::now() + jittered(pause));
     }
 
     /// Returns `true` during the pause. The pause ends by itself.
@@ -784,13 +784,4 @@ fn shorten(error: &str) -> String {
     let mut short: String = error.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
     short.truncate(short.floor_char_boundary(MAX_ERROR_BYTES));
     short
-}
-
-/// Returns a random duration between half of the pause and the whole.
-fn with_jitter(pause: Duration) -> Duration {
-    let mut bits = [0; 4];
-    // Without random numbers the whole pause is used.
-    let part =
-        getrandom::fill(&mut bits).map_or(1.0, |()| f64::from(u32::from_ne_bytes(bits)) / 4_294_967_296.0);
-    pause.mul_f64(0.5 + part / 2.0)
 }
