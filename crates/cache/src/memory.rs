@@ -29,7 +29,7 @@ struct Entry {
     response: StoredResponse,
     /// By the store's clock.
     until: Timestamp,
-    /// By this machine's clock, which goes on while the machine sleeps. The store's clock, as it is known here, does not.
+    /// By this machine's clock, which runs on while the machine sleeps. The store's clock, as it is known here, does not.
     wall_until: SystemTime,
     was_used: bool,
 }

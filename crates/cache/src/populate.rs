@@ -67,7 +67,7 @@ impl PopulateQueue {
         self.lock().known.remove(id);
     }
 
-    /// Ends a worker, unless a record arrived in the meantime: then it returns true, and the worker goes on.
+    /// Ends a worker, unless a record arrived in the meantime: then it returns true, and the worker continues.
     pub(crate) fn end_worker(&self) -> bool {
         let state = self.lock();
         if !state.waiting.is_empty() && !state.is_closed {

@@ -2,15 +2,14 @@
 
 use std::fmt;
 use std::future::Future;
-use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use oncegate_core::{
-    Advisory, Answer, AttemptId, AuditEntry, Capabilities, Claim, Command, Complete, Completion, ErrorChain,
-    Fingerprint, IntoStore, ListPage, ListQuery, OnAbandoned, Outcome, Record, RecordId, State, Store,
-    StoreError, StoreErrorKind, StoreFuture, StoredResponse, Timestamp, limits,
+    Answer, AttemptId, Capabilities, Claim, Command, Complete, Completion, ErrorChain, Fingerprint,
+    IntoStore, OnAbandoned, Outcome, RecordId, State, Store, StoreError, StoreErrorKind, StoreFuture,
+    StoredResponse, Timestamp, delegate_store, limits,
 };
 use tokio::runtime::Handle;
 use tokio::task::AbortHandle;
@@ -462,42 +461,12 @@ impl Store for CachedStore {
         }
     }
 
-    fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
-        self.inner.store.lookup(id)
-    }
-
-    fn list(&self, query: ListQuery) -> StoreFuture<'_, ListPage> {
-        self.inner.store.list(query)
-    }
-
     fn purge(&self, limit: usize) -> StoreFuture<'_, usize> {
         self.inner.purge_cache(limit);
         self.inner.store.purge(limit)
     }
 
-    fn audit(&self, before: Option<u64>, limit: usize) -> StoreFuture<'_, Vec<AuditEntry>> {
-        self.inner.store.audit(before, limit)
-    }
-
-    fn check(&self) -> StoreFuture<'_, ()> {
-        self.inner.store.check()
-    }
-
-    fn changed(&self, id: RecordId) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
-        self.inner.store.changed(id)
-    }
-
-    fn advisories(&self) -> Vec<Advisory> {
-        self.inner.store.advisories()
-    }
-
-    fn accept_clock(&self) -> StoreFuture<'_, Option<Duration>> {
-        self.inner.store.accept_clock()
-    }
-
-    fn now(&self) -> Timestamp {
-        self.inner.store.now()
-    }
+    delegate_store!(self, self.inner.store => lookup list audit check changed advisories accept_clock now);
 
     fn capabilities(&self) -> Capabilities {
         let mut capabilities = self.inner.store.capabilities();

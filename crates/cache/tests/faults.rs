@@ -195,7 +195,7 @@ async fn damaged_or_exchanged_entries_are_not_used() {
         }
         assert!(counts(&store).errors >= errors + 6, "{name}: {:?}", counts(&store));
         errors = counts(&store).errors;
-        assert!(!counts(&store).is_out, "one bad record is no outage");
+        assert!(!counts(&store).is_out, "one damaged entry is not an outage");
     }
     assert!(errors >= 12, "the fields have other names than these: {fields}");
     for key in &keys {
@@ -464,8 +464,8 @@ async fn the_response_of_an_operator_is_not_cached() {
         let token = execute(one, 1, 1).await;
         let unknown = Complete { token, completion: Completion::Unknown, retention: MINUTE };
         one.apply(id(1), Command::Complete(unknown)).await.unwrap();
-        let said = |n| Resolution::Complete(Some(response(n)));
-        for (n, command) in [(2, resolve(said(2), false)), (3, resolve(said(3), true))] {
+        let result = |n| Resolution::Complete(Some(response(n)));
+        for (n, command) in [(2, resolve(result(2), false)), (3, resolve(result(3), true))] {
             resolved(one, command).await;
             for store in &stores {
                 // If the response were cached, the second replay would come from the cache.

@@ -2,10 +2,11 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use crate::limits;
+use crate::map::lock;
 
 /// A point in time by the store's clock: milliseconds since 1970-01-01T00:00:00Z.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
@@ -210,7 +211,7 @@ impl<C: Clock> StoreClock<C> {
     /// The disagreement between the time of day and the time that has passed, if it is more than
     /// [`limits::MAX_CLOCK_STEP`].
     pub fn skew(&self) -> Option<ClockSkew> {
-        let mut ahead = self.lock();
+        let mut ahead = lock(&self.ahead);
         let reading = self.read();
         self.note(&mut ahead, &reading);
         let Reading { time, wall, .. } = reading;
@@ -226,21 +227,17 @@ impl<C: Clock> StoreClock<C> {
 
     /// The store's time from which it lags, to be kept for the next process.
     pub fn lagging_since(&self) -> Option<Timestamp> {
-        let ahead = self.lock();
+        let ahead = lock(&self.ahead);
         ahead.since.filter(|_| !ahead.expected)
     }
 
     /// Moves the store's time ahead by the accepted [difference](ClockSkew::by). The store must first
     /// [shift](crate::Record::shifted) the records that it has written since the two disagree.
     pub fn accept(&self, by: Duration) {
-        let mut ahead = self.lock();
+        let mut ahead = lock(&self.ahead);
         self.base.fetch_add(u64::try_from(by.as_millis()).unwrap_or(u64::MAX), Ordering::SeqCst);
         *ahead = Ahead::default();
         self.is_ahead.store(false, Ordering::SeqCst);
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Ahead> {
-        self.ahead.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn read(&self) -> Reading {
@@ -281,7 +278,7 @@ impl<C: Clock> Clock for StoreClock<C> {
     fn now(&self) -> Timestamp {
         let mut reading = self.read();
         if !reading.can_follow() || self.is_ahead.load(Ordering::SeqCst) {
-            let mut ahead = self.lock();
+            let mut ahead = lock(&self.ahead);
             // Read again under the lock: this thread may have been paused, and must not undo what others have noted since.
             reading = self.read();
             self.note(&mut ahead, &reading);

@@ -41,6 +41,7 @@ mod clock;
 pub mod codec;
 mod config;
 mod decide;
+mod delegate;
 mod derived_key;
 mod error_chain;
 pub mod fingerprint;

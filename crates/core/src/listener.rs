@@ -27,8 +27,8 @@ pub trait ChangeSource: Send + 'static {
 
     /// Connects, watches the records of `watchers`, and passes notifications on to them, until the session ends.
     ///
-    /// It sets `is_connected` once it watches. If the session before was lost, it then tells all watchers, because a
-    /// notification may have been lost with that session.
+    /// It sets `is_connected` once it watches. If the previous session was lost, it then notifies all watchers, because
+    /// notifications may have been lost with that session.
     fn session(
         &mut self,
         watchers: &Watchers,

@@ -43,8 +43,8 @@ impl<T> Sharded<T> {
     }
 }
 
-/// A panic does not damage the data: every change under these locks is one map call or one assignment.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+/// Locks a mutex of this crate, even after a panic: every change under these locks leaves the data consistent.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

@@ -2,15 +2,15 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use crate::clock::{Clock, StoreClock, SystemClock, Timestamp};
 use crate::decide::{Command, Decision, Outcome, Write, decide};
 use crate::id::RecordId;
 use crate::limits;
-use crate::map::{RecordMap, Sharded};
+use crate::map::{RecordMap, Sharded, lock};
 use crate::record::{Answer, Record, State};
 use crate::store::{
     Advisory, AuditEntry, Capabilities, Durability, Extent, Fencing, ListPage, ListQuery, Store, StoreError,
@@ -323,11 +323,6 @@ impl Audit {
 /// A record is due in the first step of two seconds that starts at its expiry or after it.
 fn due_step(expires_at: Timestamp) -> u64 {
     expires_at.as_millis().div_ceil(2000).saturating_mul(2000)
-}
-
-/// A panic does not damage the data: every change under the lock is one call.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

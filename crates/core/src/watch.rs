@@ -4,11 +4,11 @@ use std::collections::HashMap;
 use std::future::{Future, poll_fn};
 use std::mem::take;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Poll, Waker};
 
 use crate::id::RecordId;
-use crate::map::RecordMap;
+use crate::map::{RecordMap, lock};
 
 /// All watchers of records in this process. Clones share the same watchers.
 ///
@@ -142,7 +142,7 @@ impl Watchers {
 
     /// A panic does not damage the state, because no code of callers (wakers, destructors) runs under this lock.
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.shared.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.shared.state)
     }
 }
 

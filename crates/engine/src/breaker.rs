@@ -20,15 +20,15 @@
 use std::fmt;
 use std::future::{Future, poll_fn};
 use std::hash::{BuildHasher as _, RandomState};
-use std::pin::{Pin, pin};
+use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::task::Poll;
 use std::time::Duration;
 
 use oncegate_core::{
-    Advisory, AuditEntry, Capabilities, Command, ErrorChain, Extent, IntoStore, ListPage, ListQuery, Outcome,
-    Record, RecordId, Store, StoreError, StoreErrorKind, StoreFuture, Timestamp,
+    AuditEntry, Command, ErrorChain, Extent, IntoStore, ListPage, ListQuery, Outcome, Record, RecordId,
+    Store, StoreError, StoreErrorKind, StoreFuture, delegate_store,
 };
 use tokio::runtime::Handle;
 use tokio::time::{Instant, sleep, timeout};
@@ -301,25 +301,7 @@ impl Store for Breaker {
         })
     }
 
-    fn changed(&self, id: RecordId) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
-        self.0.store.changed(id)
-    }
-
-    fn advisories(&self) -> Vec<Advisory> {
-        self.0.store.advisories()
-    }
-
-    fn accept_clock(&self) -> StoreFuture<'_, Option<Duration>> {
-        self.0.store.accept_clock()
-    }
-
-    fn now(&self) -> Timestamp {
-        self.0.store.now()
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        self.0.store.capabilities()
-    }
+    delegate_store!(self, self.0.store => changed advisories accept_clock now capabilities);
 }
 
 impl Shared {

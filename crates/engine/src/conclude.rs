@@ -68,9 +68,9 @@ impl Permit {
     /// or has failed.
     ///
     /// Run it in a task of its own, so that a caller that goes away does not cancel it.
-    pub async fn conclude(mut self, said: OperationReport) -> ConcludeOutcome {
+    pub async fn conclude(mut self, report: OperationReport) -> ConcludeOutcome {
         match self.0.take() {
-            Some(held) => held.conclude(said).await,
+            Some(held) => held.conclude(report).await,
             None => ConcludeOutcome::Fenced,
         }
     }
@@ -84,26 +84,26 @@ pub(crate) const COMPLETION_MISSING_INTERVAL: Duration = Duration::from_secs(10)
 const MAX_TURNS: usize = 3;
 
 impl HeldPermit {
-    async fn conclude(self, said: OperationReport) -> ConcludeOutcome {
+    async fn conclude(self, report: OperationReport) -> ConcludeOutcome {
         self.emit(EventKind::Executed);
-        match self.try_conclude(&said).await {
-            Ok(tried) => self.concluded(said, tried),
+        match self.try_conclude(&report).await {
+            Ok(tried) => self.concluded(report, tried),
             Err(error) => {
                 self.emit(EventKind::SettlementDeferred(error.kind()));
-                self.conclude_later(said);
+                self.conclude_later(report);
                 ConcludeOutcome::Deferred(error)
             }
         }
     }
 
-    async fn try_conclude(&self, said: &OperationReport) -> Result<Conclusion, StoreError> {
+    async fn try_conclude(&self, report: &OperationReport) -> Result<Conclusion, StoreError> {
         let (id, token) = (self.attempt.record_id(), self.attempt.token());
         let retention = self.attempt.0.policy.retention;
         for _ in 0..MAX_TURNS {
             let record = self.inner.store.lookup(id).await?;
             let Some(record) = record.filter(|record| record.token == token) else { break };
             let asks = self.attempt.0.policy.asks_for_answers;
-            let (command, note) = match next(record, said) {
+            let (command, note) = match next(record, report) {
                 NextWrite::Nothing((ConcludeOutcome::Awaited, note)) if !asks => {
                     return Ok((ConcludeOutcome::Unreplayable, note));
                 }
@@ -131,11 +131,11 @@ impl HeldPermit {
         Ok((ConcludeOutcome::Fenced, None))
     }
 
-    fn concluded(mut self, said: OperationReport, (concluded, note): Conclusion) -> ConcludeOutcome {
-        let (event, shared) = match (&concluded, said) {
-            (ConcludeOutcome::Fenced | ConcludeOutcome::Deferred(_), said) => {
+    fn concluded(mut self, report: OperationReport, (concluded, note): Conclusion) -> ConcludeOutcome {
+        let (event, shared) = match (&concluded, report) {
+            (ConcludeOutcome::Fenced | ConcludeOutcome::Deferred(_), report) => {
                 // A service whose transaction could not commit reports no success.
-                if matches!(said, OperationReport::Answer { success: true, .. }) {
+                if matches!(report, OperationReport::Answer { success: true, .. }) {
                     self.attempt.log_fenced();
                 }
                 self.fenced();
@@ -179,7 +179,7 @@ impl HeldPermit {
 
     /// Tries again in the background until the lease ends, which is no longer renewed. Until then, other claims of this process
     /// get `InProgress`.
-    fn conclude_later(self, said: OperationReport) {
+    fn conclude_later(self, report: OperationReport) {
         self.inner.renewer.stop(&self.attempt);
         let Ok(place) = self.inner.deferred.clone().try_acquire_owned() else {
             return self.emit(EventKind::SettlementLost);
@@ -192,8 +192,8 @@ impl HeldPermit {
             loop {
                 let again = (Instant::now() + pause).min(give_up);
                 tokio::time::sleep_until(again).await;
-                match self.try_conclude(&said).await {
-                    Ok(tried) => return drop(self.concluded(said, tried)),
+                match self.try_conclude(&report).await {
+                    Ok(tried) => return drop(self.concluded(report, tried)),
                     Err(error) if !error.kind().may_pass() || again >= give_up => {
                         let record = self.attempt.record_id();
                         tracing::warn!(%record, error = %ErrorChain(&error), "an attempt was not concluded; the next claim decides");
@@ -213,9 +213,9 @@ enum NextWrite<'a> {
     Release,
 }
 
-fn next(record: Record, said: &OperationReport) -> NextWrite<'_> {
+fn next(record: Record, report: &OperationReport) -> NextWrite<'_> {
     let upstream = Some(EventKind::CompletedUpstream);
-    match (record.state, said) {
+    match (record.state, report) {
         (State::Completed(Answer::Replayable(own)), OperationReport::Answer { completion, .. }) => {
             match completion {
                 // Perhaps an earlier try stored it, and its answer was lost.

@@ -15,10 +15,10 @@
 //!    └── fenced: claim again ◀────────────┴──▶ ask again: the record changed, or a pause is over
 //! ```
 //!
-//! `Finish` tells the claims that follow this one what it found out ([`SharedOutcome`]).
+//! `Finish` shares the outcome with the claims that follow this one ([`SharedOutcome`]).
 //!
-//! A claim is *doubtful* once the store may have applied it without answering. It may then become visible later. So, if
-//! nothing is executed under it, it is looked for and released ([`Inner::retract`]).
+//! A claim is *doubtful* once the store may have applied it without answering. It may become visible later. So, if nothing
+//! is executed under it, the engine looks for it and releases it ([`Inner::retract`]).
 
 use std::future::Future;
 use std::pin::Pin;

@@ -12,8 +12,7 @@
 //!    record, [`Attempt::lost`] fires. If the lease ended because the store was unreachable, it is renewed when the store is
 //!    back, unless another attempt claimed the record.
 //! 4. `complete` returns when the completion is durable. If the store is unreachable, the completion is tried again in the
-//!    background ([`SettleOutcome::Deferred`]). If it never succeeds, the record ends as abandoned and its outcome is
-//!    unknown: the operation never runs twice because of that.
+//!    background ([`SettleOutcome::Deferred`]). If it never succeeds, the record ends as abandoned, as after a crash.
 //! 5. A permit that is dropped leaves its record in progress until the lease ends.
 //! 6. With a [`Breaker`], commands to an unreachable store fail in microseconds instead of after a time-out, and deferred work
 //!    continues a quarter of a second after the store is back.

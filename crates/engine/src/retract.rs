@@ -1,6 +1,6 @@
-//! Claims in doubt: the answer was lost, so that the store may have granted them or may still do so. Nothing is executed
-//! under such a claim, so it is looked for and released. Otherwise its key would be blocked, and its outcome would be
-//! unknown after the lease, although nothing was ever executed.
+//! Claims in doubt: their answer was lost, so the store may have granted them or may still do so. Nothing is executed under
+//! such a claim, so the engine looks for it and releases it. Otherwise the claim would block its key until the lease ends,
+//! and then leave an unknown outcome although nothing was executed.
 //!
 //! ```text
 //!  answer lost ──▶ the store does not answer ──▶ not there (yet) ──▶ not there for five minutes ──▶ given up

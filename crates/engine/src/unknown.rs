@@ -1,7 +1,7 @@
 //! The log line of an operation whose outcome became unknown: one for each record, because an operator has to find out what
 //! happened.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use oncegate_core::{OnAbandoned, Record, RecordId, RecordMap, State};
@@ -9,6 +9,7 @@ use tokio::time::Instant;
 
 use crate::attempt::Attempt;
 use crate::engine::Inner;
+use crate::single_flight::lock;
 
 /// Most records that are remembered as logged. When there are more, all are forgotten, and a record may be logged once more.
 const MAX_LOGGED: usize = 10_000;
@@ -20,13 +21,9 @@ pub(crate) struct UnknownOutcomes {
 }
 
 impl UnknownOutcomes {
-    fn lock(&self) -> MutexGuard<'_, RecordMap<RecordId, ()>> {
-        self.logged.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Returns true if the record was not logged yet. It counts as logged from now on.
     fn is_first(&self, id: RecordId) -> bool {
-        let mut logged = self.lock();
+        let mut logged = lock(&self.logged);
         if logged.len() >= MAX_LOGGED {
             logged.clear();
         }
@@ -35,7 +32,7 @@ impl UnknownOutcomes {
 
     /// Forgets a record that is executed again: its next unknown outcome is another one.
     pub(crate) fn forget(&self, id: RecordId) {
-        let mut logged = self.lock();
+        let mut logged = lock(&self.logged);
         if !logged.is_empty() {
             logged.remove(&id);
         }

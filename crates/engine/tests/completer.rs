@@ -9,7 +9,7 @@ use oncegate_core::{ListPage, ListQuery, MemoryStore, OnAbandoned, Store, StoreF
 use oncegate_engine::{
     Attempt, CompleterOptions, Engine, ErrorFate, FunctionError, Policy, Resumable, StepError, StepFailure,
 };
-use oncegate_testkit::{ManualClock, delegate_store};
+use oncegate_testkit::ManualClock;
 
 type Orders = Resumable<Vec<String>, Vec<String>, StepError<String>, fn(&StepError<String>) -> ErrorFate>;
 
@@ -129,8 +129,8 @@ async fn the_completer_finishes_an_order_whose_owner_died() {
 async fn an_order_released_half_way_is_left_to_its_caller_for_a_while() {
     let scene = scene();
     *scene.world.fail.lock().unwrap() = Some(StepFailure::Unsure("timed out".to_owned()));
-    let said = scene.second.orders.run("order-1", &items()).await;
-    assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Unsure(_), .. })), "{said:?}");
+    let result = scene.second.orders.run("order-1", &items()).await;
+    assert!(matches!(result, Err(FunctionError::Failed { error: StepError::Unsure(_), .. })), "{result:?}");
     *scene.world.fail.lock().unwrap() = None;
     let how = CompleterOptions::default().with_first_pause(Duration::from_secs(60));
     scene.clock.advance(Duration::from_secs(59));
@@ -245,13 +245,16 @@ async fn the_completer_ignores_records_that_are_not_its_calls() {
         let name = "order";
         let other =
             scene.first.engine.function(name).with_policy(policy).with_errors(StepError::fate as fn(&_) -> _);
-        let said = other
+        let result = other
             .run_in_place("other", "", async |attempt: Attempt| {
                 attempt.step("a", |_| async { Ok::<_, StepFailure<String>>(()) }).await?;
                 attempt.step("b", |_| async { Err::<(), _>(StepFailure::Unsure("later".to_owned())) }).await
             })
             .await;
-        assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Unsure(_), .. })), "{said:?}");
+        assert!(
+            matches!(result, Err(FunctionError::Failed { error: StepError::Unsure(_), .. })),
+            "{result:?}"
+        );
     }
     let how = CompleterOptions::default().with_first_pause(Duration::ZERO);
     let round = scene.second.orders.complete(how).await.unwrap();
@@ -354,7 +357,7 @@ impl Store for SlowList {
         })
     }
 
-    delegate_store!(self, self.inner => apply lookup purge audit check now capabilities);
+    oncegate_core::delegate_store!(self, self.inner => apply lookup purge audit check now capabilities);
 }
 
 #[tokio::test]

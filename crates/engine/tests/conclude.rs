@@ -16,7 +16,6 @@ use oncegate_engine::{
     ClaimOutcome, ClaimRequest, ConcludeOutcome, Engine, EventKind, OperationReport, Permit, Policy,
 };
 use oncegate_testkit::TokioClock;
-use oncegate_testkit::delegate_store;
 use support::Events;
 
 const LEASE: Duration = Duration::from_secs(30);
@@ -57,7 +56,7 @@ impl Store for Transactional {
         })
     }
 
-    delegate_store!(self, self.records => lookup list purge audit check now capabilities);
+    oncegate_core::delegate_store!(self, self.records => lookup list purge audit check now capabilities);
 }
 
 impl Transactional {

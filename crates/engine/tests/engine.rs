@@ -19,7 +19,7 @@ use oncegate_core::{
 use oncegate_engine::{
     ClaimOutcome, ClaimRequest, CompleterOptions, Engine, EventKind, Permit, Policy, SettleOutcome,
 };
-use oncegate_testkit::{Fault, Faults, FaultyStore, Latch, Operation, delegate_store};
+use oncegate_testkit::{Fault, Faults, FaultyStore, Latch, Operation};
 use support::{Events, settle};
 use tokio::time::{Instant, sleep};
 
@@ -689,7 +689,7 @@ impl Store for NotifyingStoreHandle {
         })
     }
 
-    delegate_store!(self, self.0.inner => apply lookup list purge audit check now capabilities);
+    oncegate_core::delegate_store!(self, self.0.inner => apply lookup list purge audit check now capabilities);
 }
 
 #[tokio::test(start_paused = true)]

@@ -616,21 +616,21 @@ async fn an_error_after_an_abandoned_attempt_does_not_hide_that_attempt() {
     }
     for _ in 0..2 {
         clock.advance(lease);
-        let said = pay
+        let result = pay
             .run_in_place("k", "the input", async |attempt: Attempt| {
                 assert!(attempt.is_after_abandoned());
                 Err::<(), _>("the bank does not answer")
             })
             .await;
-        assert!(matches!(said, Err(FunctionError::Failed { .. })), "{said:?}");
+        assert!(matches!(result, Err(FunctionError::Failed { .. })), "{result:?}");
         let other = pay.run_in_place("k", "another input", async |_: Attempt| Ok::<_, &str>(())).await;
         assert!(matches!(other, Err(FunctionError::KeyReused)), "{other:?}");
     }
     clock.advance(lease);
-    let said = pay
+    let result = pay
         .run_in_place("k", "the input", async |attempt: Attempt| Ok::<_, &str>(attempt.is_after_abandoned()))
         .await;
-    assert!(said.unwrap());
+    assert!(result.unwrap());
 }
 
 #[tokio::test(start_paused = true)]

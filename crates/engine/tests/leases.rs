@@ -20,7 +20,7 @@ use oncegate_engine::{
     AuditTextError, ClaimOutcome, ClaimRequest, Engine, Event, EventKind, FunctionError, LeaseError,
     Observer, Permit, Policy, ResolveError, SettleOutcome,
 };
-use oncegate_testkit::{Fault, Faults, FaultyStore, Latch, Operation, delegate_store};
+use oncegate_testkit::{Fault, Faults, FaultyStore, Latch, Operation};
 use support::{Events, settle};
 use tokio::time::{advance, sleep};
 
@@ -202,7 +202,7 @@ async fn a_store_that_is_slower_than_the_lease_grants_nothing() {
             })
         }
 
-        delegate_store!(self, self.0 => lookup list purge audit check now capabilities);
+        oncegate_core::delegate_store!(self, self.0 => lookup list purge audit check now capabilities);
     }
     let engine = Engine::new(Slow(shared_store()));
     let error = engine.claim(with(policy().with_lease(limits::MIN_LEASE).unwrap())).await.unwrap_err();
@@ -524,7 +524,7 @@ async fn an_operator_finds_and_resolves_unsettled_records() {
         ("a".repeat(1001), AuditTextError::TooLong { bytes: 1001 }),
     ] {
         let error = operator.release(id_of("z"), &reason).await.unwrap_err();
-        assert!(matches!(error, ResolveError::Reason(said) if said == why), "{error:?}");
+        assert!(matches!(error, ResolveError::Reason(result) if result == why), "{error:?}");
     }
     assert!(one.engine.operator("").is_err());
     assert!(one.engine.operator(&"a".repeat(1000)).is_ok());

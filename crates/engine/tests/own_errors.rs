@@ -254,32 +254,32 @@ async fn an_error_is_not_the_result_before_all_compensations_are_done() {
     world.die_at.store(usize::MAX, Ordering::SeqCst);
     *world.refund.lock().unwrap() = Some(StepFailure::Unsure("the bank does not answer".to_owned()));
     for _ in 0..2 {
-        let said = shop.order(&world).await;
-        let Err(FunctionError::NotTakenBack { error: OrderError::OutOfStock, reason }) = said else {
-            panic!("{said:?}")
+        let result = shop.order(&world).await;
+        let Err(FunctionError::NotTakenBack { error: OrderError::OutOfStock, reason }) = result else {
+            panic!("{result:?}")
         };
         assert!(reason.contains("the bank does not answer"), "{reason}");
         assert_eq!(shop.state().await, StateName::Released);
         // By now there would be enough stock; but the operation has failed.
         world.in_stock.store(true, Ordering::SeqCst);
-        let said = shop.order(&world).await;
+        let result = shop.order(&world).await;
         assert!(
             matches!(
-                said,
+                result,
                 Err(FunctionError::Failed { error: OrderError::Step(_), .. }
                     | FunctionError::NotTakenBack { .. })
             ),
-            "{said:?}"
+            "{result:?}"
         );
         assert_eq!(shop.state().await, StateName::Released);
         world.in_stock.store(false, Ordering::SeqCst);
     }
     *world.refund.lock().unwrap() = None;
     for replayed in [false, true] {
-        let said = shop.order(&world).await;
+        let result = shop.order(&world).await;
         assert!(
-            matches!(said, Err(FunctionError::Failed { error: OrderError::OutOfStock, replayed: r }) if r == replayed),
-            "{said:?}"
+            matches!(result, Err(FunctionError::Failed { error: OrderError::OutOfStock, replayed: r }) if r == replayed),
+            "{result:?}"
         );
     }
     assert_eq!(world.effects(), COMPENSATED);
@@ -290,8 +290,8 @@ async fn a_compensation_that_fails_for_good_is_left_to_an_operator() {
     let (shop, world) = (Shop::new(), Arc::new(World::default()));
     world.die_at.store(usize::MAX, Ordering::SeqCst);
     *world.refund.lock().unwrap() = Some(StepFailure::Final("the account is closed".to_owned()));
-    let said = shop.order(&world).await;
-    assert!(matches!(said, Err(FunctionError::NotTakenBack { .. })), "{said:?}");
+    let result = shop.order(&world).await;
+    assert!(matches!(result, Err(FunctionError::NotTakenBack { .. })), "{result:?}");
     assert_eq!(shop.state().await, StateName::Unknown);
     assert!(matches!(shop.order(&world).await, Err(FunctionError::Unknown)));
     assert_eq!(
@@ -314,8 +314,8 @@ async fn an_error_made_from_an_unsure_step_is_not_the_result() {
             order(world, attempt).await.map_err(|_| "declined".to_owned())
         })
     };
-    let said = call().await;
-    assert!(matches!(said, Err(FunctionError::NotTakenBack { .. })), "{said:?}");
+    let result = call().await;
+    assert!(matches!(result, Err(FunctionError::NotTakenBack { .. })), "{result:?}");
     *world.ship.lock().unwrap() = None;
     assert_eq!(call().await.unwrap(), "ship done");
     assert_eq!(world.effects(), [("charge", 1), ("reserve", 1), ("ship", 1)]);
@@ -329,8 +329,8 @@ async fn an_error_that_frees_the_key_compensates_nothing() {
         let world = world.clone();
         shop.function(ReleaseIf(|_: &_| true)).run_in_place("k", "", move |attempt| order(world, attempt))
     };
-    let said = call().await;
-    assert!(matches!(said, Err(FunctionError::Failed { error: OrderError::OutOfStock, .. })), "{said:?}");
+    let result = call().await;
+    assert!(matches!(result, Err(FunctionError::Failed { error: OrderError::OutOfStock, .. })), "{result:?}");
     world.in_stock.store(true, Ordering::SeqCst);
     assert_eq!(call().await.unwrap(), "ship done");
     assert_eq!(world.effects(), [("charge", 1), ("reserve", 1), ("ship", 1)]);
@@ -339,7 +339,7 @@ async fn an_error_that_frees_the_key_compensates_nothing() {
 #[tokio::test]
 async fn an_error_without_finished_steps_needs_no_compensation_and_ends_the_steps() {
     let shop = Shop::new();
-    let said = shop
+    let result = shop
         .function(StepError::fate)
         .run_in_place("k", "", async |attempt: Attempt| {
             let error = attempt.fail("no".to_owned()).await;
@@ -350,8 +350,8 @@ async fn an_error_without_finished_steps_needs_no_compensation_and_ends_the_step
         })
         .await;
     assert!(
-        matches!(said, Err(FunctionError::Failed { error: StepError::Failed(_), replayed: false })),
-        "{said:?}"
+        matches!(result, Err(FunctionError::Failed { error: StepError::Failed(_), replayed: false })),
+        "{result:?}"
     );
     assert_eq!(shop.state().await, StateName::Completed);
 }

@@ -12,7 +12,7 @@ use oncegate_core::{Command, MemoryStore, OnAbandoned, Outcome, RecordId, Store,
 use oncegate_engine::{
     Attempt, Engine, ErrorFate, Function, FunctionError, Policy, ReleaseIf, StepError, StepFailure,
 };
-use oncegate_testkit::{ManualClock, delegate_store};
+use oncegate_testkit::ManualClock;
 
 type Fate = fn(&StepError<String>) -> ErrorFate;
 
@@ -126,7 +126,7 @@ impl Shop {
             // Nothing here waits for anything but the death of the process.
             let mut polls = 0;
             std::future::poll_fn(|cx| match call.as_mut().poll(cx) {
-                Poll::Ready(said) => Poll::Ready(Some(said)),
+                Poll::Ready(result) => Poll::Ready(Some(result)),
                 Poll::Pending if world.points.load(Ordering::SeqCst) > die_at => Poll::Ready(None),
                 Poll::Pending => {
                     polls += 1;
@@ -150,8 +150,8 @@ async fn an_order_that_dies_twice_at_any_point_takes_each_effect_once() {
     for first in 0.. {
         for second in 0.. {
             let (shop, world) = (shop(), Arc::new(World::default()));
-            let Some(dead) = shop.call_until_dead(&world, first).await.map_or(Some(true), |said| {
-                assert_eq!(said.unwrap(), ["reserve done", "charge done", "ship done"]);
+            let Some(dead) = shop.call_until_dead(&world, first).await.map_or(Some(true), |result| {
+                assert_eq!(result.unwrap(), ["reserve done", "charge done", "ship done"]);
                 None
             }) else {
                 assert!(second == 0 && first > 5, "the order was stopped at every point");
@@ -161,11 +161,11 @@ async fn an_order_that_dies_twice_at_any_point_takes_each_effect_once() {
             assert!(dead);
             let ended = shop.call_until_dead(&world, second).await;
             let is_last = ended.is_some();
-            let said = match ended {
-                Some(said) => said,
+            let result = match ended {
+                Some(result) => result,
                 None => shop.call(&world_alive(&world)).await,
             };
-            assert_eq!(said.unwrap(), ["reserve done", "charge done", "ship done"]);
+            assert_eq!(result.unwrap(), ["reserve done", "charge done", "ship done"]);
             deaths += 1;
             for what in ["reserve", "charge", "ship"] {
                 assert_eq!(world.effects(what), 1, "{what}, stopped at {first} and {second}");
@@ -194,19 +194,19 @@ async fn an_order_that_fails_for_good_and_dies_anywhere_is_compensated_once() {
         loop {
             let (shop, world) = (shop(), Arc::new(World::default()));
             *world.ship.lock().unwrap() = Some(StepFailure::Final("no such street".to_owned()));
-            let is_failed = |said: &CallResult| matches!(said, Err(FunctionError::Failed { error: StepError::Failed(why), .. }) if why == "no such street");
-            if let Some(said) = shop.call_until_dead(&world, first).await {
-                assert!(is_failed(&said), "{said:?}");
+            let is_failed = |result: &CallResult| matches!(result, Err(FunctionError::Failed { error: StepError::Failed(why), .. }) if why == "no such street");
+            if let Some(result) = shop.call_until_dead(&world, first).await {
+                assert!(is_failed(&result), "{result:?}");
                 assert!(first > 7, "the order was stopped at every point");
                 return;
             }
             let ended = shop.call_until_dead(&world, second).await;
             let is_last = ended.is_some();
-            let said = match ended {
-                Some(said) => said,
+            let result = match ended {
+                Some(result) => result,
                 None => shop.call(&world_alive(&world)).await,
             };
-            assert!(is_failed(&said), "{said:?}");
+            assert!(is_failed(&result), "{result:?}");
             for what in ["reserve", "charge", "free", "refund"] {
                 assert_eq!(world.effects(what), 1, "{what}, stopped at {first} and {second}");
             }
@@ -229,10 +229,10 @@ async fn an_order_that_fails_for_good_and_dies_anywhere_is_compensated_once() {
 async fn an_unsure_step_is_retried_and_a_finished_step_is_not() {
     let (shop, world) = (shop(), world_alive(&Arc::default()));
     *world.ship.lock().unwrap() = Some(StepFailure::Unsure("timed out".to_owned()));
-    let said = shop.call(&world).await;
+    let result = shop.call(&world).await;
     assert!(
-        matches!(said, Err(FunctionError::Failed { error: StepError::Unsure(_), replayed: false })),
-        "{said:?}"
+        matches!(result, Err(FunctionError::Failed { error: StepError::Unsure(_), replayed: false })),
+        "{result:?}"
     );
     assert_eq!(world.effects("refund"), 0, "nothing is compensated while the order may still succeed");
     *world.ship.lock().unwrap() = None;
@@ -253,26 +253,29 @@ async fn an_unsure_compensation_is_retried_and_one_that_fails_for_good_is_left_t
     let (shop, world) = (shop(), world_alive(&Arc::default()));
     *world.ship.lock().unwrap() = Some(StepFailure::Final("no such street".to_owned()));
     *world.refund.lock().unwrap() = Some(StepFailure::Unsure("the bank does not answer".to_owned()));
-    let said = shop.call(&world).await;
-    let Err(FunctionError::Failed { error: StepError::NotTakenBack { step, reason }, .. }) = said else {
-        panic!("{said:?}")
+    let result = shop.call(&world).await;
+    let Err(FunctionError::Failed { error: StepError::NotTakenBack { step, reason }, .. }) = result else {
+        panic!("{result:?}")
     };
     assert_eq!((step.as_str(), reason.as_str()), ("charge", "the bank does not answer"));
     assert_eq!(world.effects("free"), 0, "compensations run in the opposite order");
-    let said = shop.call(&world).await;
-    assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Failed(_), .. })), "{said:?}");
+    let result = shop.call(&world).await;
+    assert!(matches!(result, Err(FunctionError::Failed { error: StepError::Failed(_), .. })), "{result:?}");
     assert_eq!((world.effects("refund"), world.effects("free")), (1, 1));
 
     let (shop, world) = (self::shop(), world_alive(&Arc::default()));
     *world.ship.lock().unwrap() = Some(StepFailure::Final("no such street".to_owned()));
     *world.refund.lock().unwrap() = Some(StepFailure::Final("account closed".to_owned()));
-    let said = shop.call(&world).await;
-    assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Stuck { .. }, .. })), "{said:?}");
+    let result = shop.call(&world).await;
+    assert!(
+        matches!(result, Err(FunctionError::Failed { error: StepError::Stuck { .. }, .. })),
+        "{result:?}"
+    );
     assert_eq!(world.effects("free"), 1, "the other compensation runs");
     // Nothing runs again before an operator has decided.
     shop.clock.advance(LEASE * 2);
-    let said = shop.call(&world).await;
-    assert!(matches!(said, Err(FunctionError::Unknown)), "{said:?}");
+    let result = shop.call(&world).await;
+    assert!(matches!(result, Err(FunctionError::Unknown)), "{result:?}");
     assert_eq!(world.effects("refund"), 0);
 }
 
@@ -293,41 +296,41 @@ async fn changed_code_is_refused_before_anything_runs() {
         }
     };
     let timed_out = || Err(StepFailure::Unsure("timed out".to_owned()));
-    let said = shop
+    let result = shop
         .orders
         .run_in_place(key, "", async |attempt: Attempt| {
             step(attempt.clone(), "a", Ok(1)).await?;
             step(attempt, "b", timed_out()).await
         })
         .await;
-    assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Unsure(_), .. })), "{said:?}");
+    assert!(matches!(result, Err(FunctionError::Failed { error: StepError::Unsure(_), .. })), "{result:?}");
     assert_eq!(ran.swap(0, Ordering::SeqCst), 2);
-    let said =
+    let result =
         shop.orders.run_in_place(key, "", async |attempt: Attempt| step(attempt, "b", Ok(1)).await).await;
-    let Err(FunctionError::Failed { error: StepError::Differs { number: 0, recorded }, .. }) = said else {
-        panic!("{said:?}")
+    let Err(FunctionError::Failed { error: StepError::Differs { number: 0, recorded }, .. }) = result else {
+        panic!("{result:?}")
     };
     assert_eq!(recorded, "a");
     // The value has another type.
-    let said = shop
+    let result = shop
         .orders
         .run_in_place(key, "", async |attempt: Attempt| {
             attempt.step("a", |_| async { Ok::<_, StepFailure<String>>("text".to_owned()) }).await
         })
         .await;
     assert!(
-        matches!(said, Err(FunctionError::Failed { error: StepError::Undecodable { .. }, .. })),
-        "{said:?}"
+        matches!(result, Err(FunctionError::Failed { error: StepError::Undecodable { .. }, .. })),
+        "{result:?}"
     );
     assert_eq!(ran.load(Ordering::SeqCst), 0);
-    let said = shop
+    let result = shop
         .orders
         .run_in_place(key, "", async |attempt: Attempt| {
             step(attempt.clone(), "a", Ok(2)).await?;
             step(attempt, "b", Ok(3)).await
         })
         .await;
-    assert_eq!(said.unwrap(), 3, "the old order goes on");
+    assert_eq!(result.unwrap(), 3, "the old order continues");
     assert_eq!(ran.load(Ordering::SeqCst), 1);
 }
 
@@ -335,9 +338,9 @@ async fn changed_code_is_refused_before_anything_runs() {
 async fn a_step_is_refused_if_it_shares_a_key_or_follows_a_failed_step() {
     let shop = shop();
     let ok = |_key: String| async { Ok::<_, StepFailure<String>>(1_u8) };
-    let refused = |said: Result<u8, StepError<String>>| matches!(said, Err(StepError::Refused { .. }));
+    let refused = |result: Result<u8, StepError<String>>| matches!(result, Err(StepError::Refused { .. }));
     for (key, name) in [("k1", "a"), ("k2", "~a"), ("k3", "")] {
-        let said = shop
+        let result = shop
             .orders
             .run_in_place(key, "", async |attempt: Attempt| {
                 attempt.step("a", ok).await?;
@@ -346,7 +349,7 @@ async fn a_step_is_refused_if_it_shares_a_key_or_follows_a_failed_step() {
                 Ok::<_, StepError<String>>(())
             })
             .await;
-        assert!(said.is_ok(), "{said:?}");
+        assert!(result.is_ok(), "{result:?}");
     }
     shop.orders
         .run_in_place("k4", "", async |attempt: Attempt| {
@@ -370,15 +373,15 @@ async fn an_unsure_first_step_keeps_its_key_from_other_requests() {
     let (shop, world) = (shop(), world_alive(&Arc::default()));
     let timed_out = |_: String| async { Err::<u8, _>(StepFailure::Unsure("timed out".to_owned())) };
     let first = async |attempt: Attempt| attempt.step("reserve", timed_out).await;
-    let said = shop.orders.run_in_place("order-1", "the input", first).await;
-    assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Unsure(_), .. })), "{said:?}");
+    let result = shop.orders.run_in_place("order-1", "the input", first).await;
+    assert!(matches!(result, Err(FunctionError::Failed { error: StepError::Unsure(_), .. })), "{result:?}");
     let other =
         shop.orders.run_in_place("order-1", "another input", |attempt| order(world.clone(), attempt)).await;
     assert!(matches!(other, Err(FunctionError::KeyReused)), "{other:?}");
     assert_eq!(world.effects("reserve"), 0);
     // A retry of the same request continues, at once and any number of times.
-    let said = shop.orders.run_in_place("order-1", "the input", first).await;
-    assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Unsure(_), .. })), "{said:?}");
+    let result = shop.orders.run_in_place("order-1", "the input", first).await;
+    assert!(matches!(result, Err(FunctionError::Failed { error: StepError::Unsure(_), .. })), "{result:?}");
     assert_eq!(shop.call(&world).await.unwrap(), ["reserve done", "charge done", "ship done"]);
 }
 
@@ -394,14 +397,17 @@ async fn a_step_whose_compensation_would_not_fit_into_the_record_is_not_run() {
             Ok::<_, StepFailure<String>>(())
         })
     };
-    let said = shop
+    let result = shop
         .orders
         .run_in_place("long", "", async |attempt: Attempt| step(&attempt, "n".repeat(250), Ok(1)).await)
         .await;
-    assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Refused { .. }, .. })), "{said:?}");
+    assert!(
+        matches!(result, Err(FunctionError::Failed { error: StepError::Refused { .. }, .. })),
+        "{result:?}"
+    );
 
     // 126 steps with one compensation each, one step that fails, and the record of that failure: 255 of 256 entries.
-    let said = shop
+    let result = shop
         .orders
         .run_in_place("many", "", async |attempt: Attempt| {
             for n in 0..126 {
@@ -410,10 +416,10 @@ async fn a_step_whose_compensation_would_not_fit_into_the_record_is_not_run() {
             step(&attempt, "last".to_owned(), Err(StepFailure::Final("no".to_owned()))).await
         })
         .await;
-    assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Failed(_), .. })), "{said:?}");
+    assert!(matches!(result, Err(FunctionError::Failed { error: StepError::Failed(_), .. })), "{result:?}");
     assert_eq!(undone.swap(0, Ordering::SeqCst), 126);
 
-    let said = shop
+    let result = shop
         .orders
         .run_in_place("too many", "", async |attempt: Attempt| {
             for n in 0..127 {
@@ -422,7 +428,10 @@ async fn a_step_whose_compensation_would_not_fit_into_the_record_is_not_run() {
             step(&attempt, "last".to_owned(), Err(StepFailure::Final("no".to_owned()))).await
         })
         .await;
-    assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Refused { .. }, .. })), "{said:?}");
+    assert!(
+        matches!(result, Err(FunctionError::Failed { error: StepError::Refused { .. }, .. })),
+        "{result:?}"
+    );
     assert_eq!(undone.load(Ordering::SeqCst), 0);
 }
 
@@ -430,7 +439,7 @@ async fn a_step_whose_compensation_would_not_fit_into_the_record_is_not_run() {
 #[tokio::test]
 async fn a_result_that_leaves_no_space_for_compensations_is_not_recorded() {
     let shop = shop();
-    let said = shop
+    let result = shop
         .orders
         .run_in_place("large", "", async |attempt: Attempt| {
             attempt
@@ -440,8 +449,8 @@ async fn a_result_that_leaves_no_space_for_compensations_is_not_recorded() {
         })
         .await;
     assert!(
-        matches!(said, Err(FunctionError::Failed { error: StepError::NotRecorded { .. }, .. })),
-        "{said:?}"
+        matches!(result, Err(FunctionError::Failed { error: StepError::NotRecorded { .. }, .. })),
+        "{result:?}"
     );
 }
 
@@ -456,7 +465,7 @@ impl Store for StoreWithoutSteps {
         self.0.apply(id, command)
     }
 
-    delegate_store!(self, self.0 => lookup list purge audit check now capabilities);
+    oncegate_core::delegate_store!(self, self.0 => lookup list purge audit check now capabilities);
 }
 
 #[tokio::test]
@@ -469,10 +478,10 @@ async fn a_step_that_took_place_unrecorded_does_not_free_its_key() {
             let answer = failure.clone().map_or(Ok(1_u8), Err);
             attempt.step("reserve", async |_| answer).await
         };
-        let said = shop.orders.run_in_place("order-1", "the input", answer).await;
+        let result = shop.orders.run_in_place("order-1", "the input", answer).await;
         assert!(
-            matches!(said, Err(FunctionError::Failed { error: StepError::Store { .. }, .. })),
-            "{said:?}"
+            matches!(result, Err(FunctionError::Failed { error: StepError::Store { .. }, .. })),
+            "{result:?}"
         );
         let other =
             shop.orders.run_in_place("order-1", "another input", |attempt| order(world, attempt)).await;
@@ -487,14 +496,14 @@ async fn an_unrecorded_step_does_not_free_its_key_under_another_error() {
         let clock = Arc::new(ManualClock::at_millis(1_700_000_000_000));
         let engine = Engine::new(StoreWithoutSteps(MemoryStore::new(clock)));
         let pay = engine.function("pay").with_errors(ReleaseIf(|_: &_| true));
-        let said = pay
+        let result = pay
             .run_in_place("k", "the input", async |attempt: Attempt| {
                 let answer = failure.clone().map_or(Ok(1_u8), Err);
                 let charged = attempt.step("charge", async |_| answer).await;
                 charged.map_err(|_| "the bank does not answer")
             })
             .await;
-        assert!(matches!(said, Err(FunctionError::Failed { .. })), "{said:?}");
+        assert!(matches!(result, Err(FunctionError::Failed { .. })), "{result:?}");
         let other = pay.run_in_place("k", "another input", async |_: Attempt| Ok::<_, &str>(())).await;
         assert!(matches!(other, Err(FunctionError::KeyReused)), "{other:?}");
     }
@@ -508,13 +517,13 @@ async fn no_step_begins_after_its_attempt_has_ended() {
     for ends in [Ok(()), Err("no")] {
         let mut kept = None;
         let key = if ends.is_ok() { "done" } else { "free" };
-        let said = pay
+        let result = pay
             .run_in_place(key, "the input", async |attempt: Attempt| {
                 kept = Some(attempt);
                 ends
             })
             .await;
-        assert_eq!(said.is_ok(), ends.is_ok());
+        assert_eq!(result.is_ok(), ends.is_ok());
         let ran = AtomicUsize::new(0);
         let late = kept.unwrap().step("charge", async |_| {
             ran.fetch_add(1, Ordering::SeqCst);
@@ -531,7 +540,7 @@ async fn no_step_begins_after_its_attempt_has_ended() {
 async fn a_step_that_was_cut_off_does_not_free_its_key() {
     let engine = Engine::new(MemoryStore::new(ManualClock::at_millis(1)));
     let pay = engine.function("pay").with_errors(ReleaseIf(|_: &_| true));
-    let said = pay
+    let result = pay
         .run_in_place("k", "the input", async |attempt: Attempt| {
             let step = attempt.step("charge", |_| std::future::pending::<Result<(), StepFailure<String>>>());
             match tokio::time::timeout(Duration::from_secs(1), step.into_future()).await {
@@ -540,7 +549,7 @@ async fn a_step_that_was_cut_off_does_not_free_its_key() {
             }
         })
         .await;
-    assert!(matches!(said, Err(FunctionError::Failed { .. })), "{said:?}");
+    assert!(matches!(result, Err(FunctionError::Failed { .. })), "{result:?}");
     let other = pay.run_in_place("k", "another input", async |_: Attempt| Ok::<_, String>(())).await;
     assert!(matches!(other, Err(FunctionError::KeyReused)), "{other:?}");
     let again = pay.run_in_place("k", "the input", async |_: Attempt| Ok::<_, String>(())).await;
@@ -554,7 +563,7 @@ async fn a_step_that_still_runs_does_not_free_its_key() {
     let pay = engine.function("pay").with_errors(ReleaseIf(|_: &_| true));
     let begun = Arc::new(tokio::sync::Notify::new());
     let is_begun = begun.clone();
-    let said = pay
+    let result = pay
         .run_in_place("k", "the input", async move |attempt: Attempt| {
             let step = attempt.step("charge", async move |_| {
                 begun.notify_one();
@@ -565,7 +574,7 @@ async fn a_step_that_still_runs_does_not_free_its_key() {
             Err::<(), _>("given up".to_owned())
         })
         .await;
-    assert!(matches!(said, Err(FunctionError::Failed { .. })), "{said:?}");
+    assert!(matches!(result, Err(FunctionError::Failed { .. })), "{result:?}");
     let other = pay.run_in_place("k", "another input", async |_: Attempt| Ok::<_, String>(())).await;
     assert!(matches!(other, Err(FunctionError::KeyReused)), "{other:?}");
 }
@@ -577,7 +586,7 @@ async fn an_attempt_after_one_that_died_in_its_first_step_keeps_the_key() {
     assert!(shop.call_until_dead(&world, 1).await.is_none(), "the attempt dies after the effect");
     assert_eq!(world.effects("reserve"), 1);
     let world = world_alive(&world);
-    let said = shop
+    let result = shop
         .orders
         .run_in_place("order-1", "the input", async |attempt: Attempt| {
             // Refused, because the name of its compensation is too long.
@@ -585,7 +594,7 @@ async fn an_attempt_after_one_that_died_in_its_first_step_keeps_the_key() {
             step.compensate(async |_, _: u8| Ok::<_, StepFailure<String>>(())).await
         })
         .await;
-    assert!(said.is_err());
+    assert!(result.is_err());
     let other =
         shop.orders.run_in_place("order-1", "another input", |attempt| order(world.clone(), attempt)).await;
     assert!(matches!(other, Err(FunctionError::KeyReused)), "{other:?}");
@@ -598,7 +607,7 @@ async fn an_attempt_after_one_that_died_in_its_first_step_keeps_the_key() {
 async fn a_compensation_with_a_long_failure_text_leaves_space_for_the_others() {
     let shop = shop();
     let undone = Arc::new(AtomicUsize::new(0));
-    let said = shop
+    let result = shop
         .orders
         .run_in_place("order-1", "", async |attempt: Attempt| {
             let undone = undone.clone();
@@ -612,8 +621,8 @@ async fn a_compensation_with_a_long_failure_text_leaves_space_for_the_others() {
             attempt.step("c", async |_| Err::<u8, _>(StepFailure::Final("no".to_owned()))).await
         })
         .await;
-    let Err(FunctionError::Failed { error: StepError::Stuck { step, reason }, .. }) = said else {
-        panic!("{said:?}")
+    let Err(FunctionError::Failed { error: StepError::Stuck { step, reason }, .. }) = result else {
+        panic!("{result:?}")
     };
     assert_eq!((step.as_str(), reason.len()), ("b", 160));
     assert_eq!(undone.load(Ordering::SeqCst), 1);
@@ -623,7 +632,7 @@ async fn a_compensation_with_a_long_failure_text_leaves_space_for_the_others() {
 async fn an_attempt_that_knows_its_record_is_lost_begins_no_step() {
     let ((one, two), world) = (two_shops(), world_alive(&Arc::default()));
     let ran = AtomicUsize::new(0);
-    let said = one
+    let result = one
         .orders
         .run_in_place("order-1", "the input", async |attempt: Attempt| {
             one.clock.advance(LEASE + Duration::from_millis(1));
@@ -637,7 +646,7 @@ async fn an_attempt_that_knows_its_record_is_lost_begins_no_step() {
             late.await
         })
         .await;
-    assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Fenced, .. })), "{said:?}");
+    assert!(matches!(result, Err(FunctionError::Failed { error: StepError::Fenced, .. })), "{result:?}");
     assert_eq!(ran.load(Ordering::SeqCst), 0);
 }
 
@@ -648,7 +657,7 @@ async fn a_stale_attempt_does_not_continue_the_steps_of_the_new_owner() {
     *world.ship.lock().unwrap() = unsure.clone();
     assert!(one.call(&world).await.is_err());
     let calls = world.calls.load(Ordering::SeqCst);
-    let said = one
+    let result = one
         .orders
         .run_in_place("order-1", "the input", async |attempt: Attempt| {
             assert_eq!(attempt.number(), 2);
@@ -657,6 +666,6 @@ async fn a_stale_attempt_does_not_continue_the_steps_of_the_new_owner() {
             order(world.clone(), attempt).await
         })
         .await;
-    assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Fenced, .. })), "{said:?}");
+    assert!(matches!(result, Err(FunctionError::Failed { error: StepError::Fenced, .. })), "{result:?}");
     assert_eq!(world.calls.load(Ordering::SeqCst), calls);
 }

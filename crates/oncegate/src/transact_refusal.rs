@@ -1,5 +1,5 @@
-//! The HTTP response for an error of a transaction. It stands here because the PostgreSQL crate knows no HTTP, and the HTTP
-//! crate names no store.
+//! The HTTP response for an error of a transaction. It is here because the PostgreSQL crate knows no HTTP, and the HTTP crate
+//! names no store.
 
 use std::sync::Arc;
 

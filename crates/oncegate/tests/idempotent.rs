@@ -182,7 +182,7 @@ async fn a_method_with_generics_and_lifetimes_changes_what_it_borrows_once() {
     assert_eq!(shop.reserve(&Order { sent_at: 9, ..order.clone() }, 4).await.unwrap(), (1, 1));
     assert_eq!(shop.stock, [0, 1]);
     let reused = shop.reserve(&order, 5).await;
-    assert!(matches!(&reused, Err(ShopError::Idempotency(said)) if said == "KeyReused"), "{reused:?}");
+    assert!(matches!(&reused, Err(ShopError::Idempotency(result)) if result == "KeyReused"), "{reused:?}");
     // Another caller has keys of its own.
     "bob".clone_into(&mut shop.tenant);
     assert!(matches!(shop.reserve(&order, 4).await, Err(ShopError::SoldOut)));

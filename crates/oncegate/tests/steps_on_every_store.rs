@@ -81,7 +81,7 @@ async fn cut_off(store: &Arc<dyn Store>, world: &Arc<World>, key: &str, item: &s
                 }
             };
             tokio::select! {
-                said = call => panic!("it was to stop: {said:?}"),
+                result = call => panic!("it was to stop: {result:?}"),
                 () = stopped => {}
             }
         });
@@ -103,8 +103,8 @@ async fn is_finished_elsewhere(store: Arc<dyn Store>) {
     })
     .await
     .expect("its lease runs out");
-    let said = elsewhere.run("order-1", &"book".to_owned()).await.unwrap();
-    assert_eq!(said, ["reserve book", "charge book", "ship book"], "{name}");
+    let result = elsewhere.run("order-1", &"book".to_owned()).await.unwrap();
+    assert_eq!(result, ["reserve book", "charge book", "ship book"], "{name}");
     let names: Vec<_> = world.effects.lock().unwrap().iter().map(|(what, _)| what.clone()).collect();
     assert_eq!(names, ["reserve", "charge", "ship"], "{name}: each once");
 
@@ -112,7 +112,7 @@ async fn is_finished_elsewhere(store: Arc<dyn Store>) {
     let world = Arc::new(World::default());
     cut_off(&store, &world, "order-2", "lamp").await;
     let elsewhere = orders(&store, &world, false);
-    let said = tokio::time::timeout(Duration::from_secs(60), async {
+    let result = tokio::time::timeout(Duration::from_secs(60), async {
         loop {
             match elsewhere.run("order-2", &"lamp".to_owned()).await {
                 // The second one only if the machine is so busy that a lease ends.
@@ -122,15 +122,15 @@ async fn is_finished_elsewhere(store: Arc<dyn Store>) {
                 ) => {
                     tokio::time::sleep(Duration::from_millis(50)).await;
                 }
-                said => break said,
+                result => break result,
             }
         }
     })
     .await
     .expect("its lease runs out");
     assert!(
-        matches!(&said, Err(oncegate::FunctionError::Failed { error: StepError::Failed(why), .. }) if why == "no lamps"),
-        "{name}: {said:?}"
+        matches!(&result, Err(oncegate::FunctionError::Failed { error: StepError::Failed(why), .. }) if why == "no lamps"),
+        "{name}: {result:?}"
     );
     let effects = world.effects.lock().unwrap().clone();
     let names: Vec<_> = effects.iter().map(|(what, _)| what.as_str()).collect();

@@ -34,12 +34,14 @@ use crate::clock::ManualClock;
 pub use crate::clock_set_back::check_clock_set_back;
 pub use crate::operators::check_operators;
 
+/// The time by which a purge may be late, counted from the latest expiry that a record ever had.
+const PURGE_GRACE: Duration = Duration::from_secs(2);
+
 /// The suite that holds a store to the protocol.
 #[derive(Clone, Debug)]
 pub struct Suite {
     cases: u32,
     steps: usize,
-    purge_grace: Duration,
     own_expiry: bool,
     any_order: bool,
 }
@@ -54,13 +56,7 @@ impl Suite {
     /// 256 sequences of up to 60 steps.
     #[must_use]
     pub const fn new() -> Self {
-        Self {
-            cases: 256,
-            steps: 60,
-            purge_grace: Duration::from_secs(2),
-            own_expiry: false,
-            any_order: false,
-        }
+        Self { cases: 256, steps: 60, own_expiry: false, any_order: false }
     }
 
     /// Sets the number of sequences.
@@ -74,13 +70,6 @@ impl Suite {
     #[must_use]
     pub const fn with_steps(mut self, steps: usize) -> Self {
         self.steps = steps;
-        self
-    }
-
-    /// Sets the time by which a purge may be late, counted from the latest expiry that a record ever had: two seconds by default.
-    #[must_use]
-    pub const fn with_purge_grace(mut self, grace: Duration) -> Self {
-        self.purge_grace = grace;
         self
     }
 
@@ -215,7 +204,7 @@ pub fn check_steps<S: Store>(store: &S) {
     let before = expires_at(left.0);
     let release = Release { token: left.1, retention: Duration::from_secs(1) };
     assert_eq!(apply(left.0, Command::Release(release)), Outcome::Released);
-    assert!(expires_at(left.0) >= before, "its steps are remembered for as long as they were to be");
+    assert!(expires_at(left.0) >= before, "its steps are kept for as long as before");
     let other = Claim {
         attempt: AttemptId::new(1),
         fingerprint: Fingerprint::of_parts("conformance", &[b"other"]),
@@ -540,7 +529,7 @@ impl<S: Store, O: Fn(Arc<ManualClock>) -> S> Run<S, O> {
                     2 | 3 => Resolution::Park,
                     n => Resolution::Complete(Some(response(*n))),
                 };
-                let (actor, reason) = (format!("operator {on}"), "the bank says so".to_owned());
+                let (actor, reason) = (format!("operator {on}"), "confirmed by the bank".to_owned());
                 let resolve = Resolve {
                     resolution,
                     retention: *retention,
@@ -648,8 +637,7 @@ impl<S: Store, O: Fn(Arc<ManualClock>) -> S> Run<S, O> {
             }
             return Ok(());
         }
-        let grace = self.suite.purge_grace;
-        let overdue = |entry: &Entry| now >= entry.latest_expiry.after(grace);
+        let overdue = |entry: &Entry| now >= entry.latest_expiry.after(PURGE_GRACE);
         let must = |entry: &&Entry| overdue(entry) && !entry.maybe_purged;
         let least = self.records.values().filter(must).count().min(limit);
         let expired = self.records.values().filter(|entry| entry.record.is_expired(now)).count();
@@ -699,7 +687,7 @@ impl<S: Store, O: Fn(Arc<ManualClock>) -> S> Run<S, O> {
             ensure!(unreadable.is_empty(), "lists unreadable records {unreadable:?}");
             ensure!(records.len() <= query.bounded_limit(), "lists more than {}", query.bounded_limit());
             found.extend(records);
-            ensure!(next.is_none() || next > query.after, "the cursor {next:?} does not go on");
+            ensure!(next.is_none() || next > query.after, "the cursor {next:?} does not advance");
             query.after = next;
             if next.is_none() {
                 if self.suite.any_order {

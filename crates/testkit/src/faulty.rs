@@ -6,11 +6,10 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
-use std::time::Duration;
 
 use oncegate_core::{
-    Advisory, AuditEntry, Capabilities, Command, Extent, IntoStore, ListPage, ListQuery, Outcome, Record,
-    RecordId, Store, StoreError, StoreFuture, Timestamp,
+    AuditEntry, Command, Extent, IntoStore, ListPage, ListQuery, Outcome, Record, RecordId, Store,
+    StoreError, StoreFuture, delegate_store,
 };
 
 /// A store with faults on demand. Without a fault it behaves like the wrapped store.
@@ -264,25 +263,7 @@ impl Store for FaultyStore {
         self.run(Operation::Check, |store| store.check())
     }
 
-    fn changed(&self, id: RecordId) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
-        self.inner.changed(id)
-    }
-
-    fn advisories(&self) -> Vec<Advisory> {
-        self.inner.advisories()
-    }
-
-    fn accept_clock(&self) -> StoreFuture<'_, Option<Duration>> {
-        self.inner.accept_clock()
-    }
-
-    fn now(&self) -> Timestamp {
-        self.inner.now()
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
-    }
+    delegate_store!(self, self.inner => changed advisories accept_clock now capabilities);
 }
 
 /// A latch that opens once, for all present and later waiters. Clones share one latch.

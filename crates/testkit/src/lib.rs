@@ -6,7 +6,6 @@
 //! - [`until`]: waits for a condition.
 //! - [`record_id`], [`claim`], [`response`]: identifiers, claims and responses.
 //! - [`FaultyStore`]: a store with faults on demand: refused commands, lost answers, damaged records, stalls.
-//! - [`delegate_store!`]: the methods that a store of a test passes on to the store that it wraps.
 //! - [`block_on`]: waits for one future without a runtime.
 //!
 //! One test runs the suite on a store:
@@ -21,7 +20,6 @@
 mod clock;
 mod clock_set_back;
 pub mod conformance;
-mod delegate;
 mod faulty;
 mod operators;
 mod records;

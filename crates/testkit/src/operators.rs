@@ -174,8 +174,8 @@ impl<S: Store> Desk<'_, S> {
             let resolutions =
                 [Resolution::Park, Resolution::Release, Resolution::Complete(Some(response(6)))];
             for (resolution, amend) in resolutions.into_iter().flat_map(|r| [(r.clone(), false), (r, true)]) {
-                let said = self.say(id, resolution, amend);
-                assert!(matches!(said, Outcome::NotResolvable { state: Some(_) }), "{said:?}");
+                let result = self.say(id, resolution, amend);
+                assert!(matches!(result, Outcome::NotResolvable { state: Some(_) }), "{result:?}");
             }
             assert_eq!(self.record(id), before);
         }

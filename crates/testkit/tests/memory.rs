@@ -51,7 +51,7 @@ fn a_full_store_refuses_new_records_and_evicts_none() {
         assert!(matches!(claim(number, 0), Ok(Outcome::Execute(_))), "{number}");
     }
     assert_eq!(claim(0, 1).unwrap_err().kind(), StoreErrorKind::Unavailable);
-    assert!(matches!(claim(0, 0), Ok(Outcome::Execute(_))), "the same claim again is no new record");
+    assert!(matches!(claim(0, 0), Ok(Outcome::Execute(_))), "the same claim again makes no new record");
     assert_eq!(store.len(), usize::from(RECORDS));
 }
 

@@ -4,16 +4,14 @@
 //! label ever contains a key, a path or a caller.
 
 use std::fmt;
-use std::future::Future;
-use std::pin::Pin;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use http::StatusCode;
 use oncegate_core::{
-    Advisory, AuditEntry, Capabilities, Command, FencingToken, ListPage, ListQuery, Outcome, Record,
-    RecordId, RecordMap, Sharded, StateName, Store, StoreErrorKind, StoreFuture, Timestamp,
+    Capabilities, Command, FencingToken, Outcome, RecordId, RecordMap, Sharded, StateName, Store,
+    StoreErrorKind, StoreFuture, Timestamp, delegate_store,
 };
 use oncegate_engine::{BreakerState, Event, EventKind, Observer};
 use oncegate_http::{Condition, Disposition, LimitUsage, Reconciled, RequestEvent, RequestObserver};
@@ -797,14 +795,6 @@ impl Store for MeasuredStore {
         })
     }
 
-    fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
-        self.store.lookup(id)
-    }
-
-    fn list(&self, query: ListQuery) -> StoreFuture<'_, ListPage> {
-        self.store.list(query)
-    }
-
     fn purge(&self, limit: usize) -> StoreFuture<'_, usize> {
         Box::pin(async move {
             let started = Instant::now();
@@ -814,31 +804,7 @@ impl Store for MeasuredStore {
         })
     }
 
-    fn audit(&self, before: Option<u64>, limit: usize) -> StoreFuture<'_, Vec<AuditEntry>> {
-        self.store.audit(before, limit)
-    }
-
-    fn check(&self) -> StoreFuture<'_, ()> {
-        self.store.check()
-    }
-
-    fn changed(&self, id: RecordId) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
-        self.store.changed(id)
-    }
-
-    fn advisories(&self) -> Vec<Advisory> {
-        self.store.advisories()
-    }
-
-    fn accept_clock(&self) -> StoreFuture<'_, Option<Duration>> {
-        self.store.accept_clock()
-    }
-
-    fn now(&self) -> Timestamp {
-        self.store.now()
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        self.store.capabilities()
-    }
+    delegate_store!(
+        self, self.store => lookup list audit check changed advisories accept_clock now capabilities
+    );
 }

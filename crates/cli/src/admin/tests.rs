@@ -18,7 +18,7 @@ use oncegate_core::{
 use oncegate_http::{
     AuthorityRole, CallerScope, KeyScope, KeySyntax, Profile, RequestBody, Settings, StoreDirective,
 };
-use oncegate_testkit::{ManualClock, delegate_store};
+use oncegate_testkit::ManualClock;
 use serde_json::{Value, json};
 use tokio::sync::oneshot;
 use tower_layer::Layer as _;
@@ -68,7 +68,7 @@ impl Store for TestStore {
         self.or_away(self.memory.check())
     }
 
-    delegate_store!(self, self.memory => purge now capabilities);
+    oncegate_core::delegate_store!(self, self.memory => purge now capabilities);
 }
 
 /// The admin API on a socket, and the layer next to it.

@@ -95,7 +95,7 @@ struct Member {
 struct Writer<'s, 'b> {
     text: &'s str,
     source: &'s [u8],
-    /// The source up to here is in `out`; from here to the reading position it is canonical as it stands.
+    /// The source up to here is in `out`; from here to the reading position it is already canonical.
     copied: usize,
     /// True if the source has no unescaped character outside the basic plane.
     basic: bool,
@@ -486,7 +486,7 @@ fn hash_of(text: &[u8]) -> u64 {
 fn lower_case(word: u64) -> u64 {
     const ONES: u64 = 0x0101_0101_0101_0101;
     const HIGHS: u64 = 0x8080_8080_8080_8080;
-    // The high bit of each byte says whether the rest of it is at least `A`, and whether it is beyond `Z`.
+    // The high bit of each byte of the sums is set if the rest of the byte is at least `A`, or beyond `Z`.
     let rest = word & !HIGHS;
     let from_a = rest + ONES * (0x80 - b'A' as u64);
     let beyond_z = rest + ONES * (0x7f - b'Z' as u64);
@@ -542,7 +542,7 @@ impl Decimal {
 
     /// ECMA-262, `Number::toString`, for the numbers that `read` lets pass.
     fn write(&self, out: &mut Vec<u8>) -> Option<()> {
-        // The widest number has 17 bytes and the point moves by 6 at most before an exponent says it.
+        // The widest number has 17 bytes, and the point moves by at most 6 before an exponent is written.
         if self.scale >= 0 {
             return write!(out, "{}", self.integer()?).ok();
         }

@@ -29,7 +29,7 @@ impl JsonPointer {
     /// Reads a pointer in its plain spelling; the URI fragment spelling (`#/a`) is not accepted.
     ///
     /// # Errors
-    /// [`JsonPointerError`] says what is wrong, and where.
+    /// [`JsonPointerError`] names the mistake and its position.
     pub fn parse(text: &str) -> Result<Self, JsonPointerError> {
         let mut tokens = Vec::new();
         if !text.is_empty() {
@@ -98,7 +98,7 @@ impl std::error::Error for JsonPointerError {}
 /// One step of a pointer: a member name or an array index.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 struct Token {
-    /// The member name as it stands in a canonical document, quotes included.
+    /// The member name in its canonical spelling, quotes included.
     name: Vec<u8>,
     /// The array index, if the token can be one.
     index: Option<usize>,

@@ -200,7 +200,7 @@ where
         K: TryInto<IdempotencyKey>,
         K::Error: Into<KeyError>,
     {
-        self.run_detailed(key, input).await.map(|ran| ran.value)
+        self.run_detailed(key, input).await.map(|output| output.value)
     }
 
     /// As [`run`](Self::run), and returns the origin of the value.

@@ -72,7 +72,7 @@ impl<P> Call<P> {
         E: Send + 'static,
         P: ErrorPolicy<E> + Send + Sync + 'static,
     {
-        self.run_detailed(run).await.map(|ran| ran.value)
+        self.run_detailed(run).await.map(|output| output.value)
     }
 
     /// As [`run`](Self::run), and returns the origin of the value.
@@ -109,27 +109,11 @@ impl<P> Call<P> {
         T: Serialize + DeserializeOwned,
         P: ErrorPolicy<E>,
     {
-        self.run_in_place_detailed(run).await.map(|ran| ran.value)
-    }
-
-    /// As [`run_in_place`](Self::run_in_place), and returns the origin of the value.
-    ///
-    /// # Errors
-    /// [`FunctionError`].
-    pub async fn run_in_place_detailed<F, Fut, T, E>(
-        self,
-        run: F,
-    ) -> Result<FunctionOutput<T>, FunctionError<E>>
-    where
-        F: FnOnce(Attempt) -> Fut,
-        Fut: Future<Output = Result<T, E>>,
-        T: Serialize + DeserializeOwned,
-        P: ErrorPolicy<E>,
-    {
         match self.claim().await? {
             CallClaim::Execute(permit) => self.function.execute(permit, run).await,
             CallClaim::Replay(response) => self.function.replay(&response),
         }
+        .map(|output| output.value)
     }
 
     pub(super) async fn claim<E>(&self) -> Result<CallClaim, FunctionError<E>> {

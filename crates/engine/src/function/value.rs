@@ -158,6 +158,15 @@ impl ser::Error for CheckError {
 
 type CheckResult = Result<Shape, CheckError>;
 
+/// Begins a compound value, whose parts are checked one by one.
+macro_rules! compound {
+    ($($name:ident($($of:ty),*)),* $(,)?) => {
+        $(fn $name(self, $(_: $of),*) -> Result<Self, CheckError> {
+            Ok(self)
+        })*
+    };
+}
+
 /// Serializes into [`Shape::Other`], whatever the value.
 macro_rules! other {
     ($($name:ident: $of:ty),* $(,)?) => {
@@ -230,44 +239,17 @@ impl ser::Serializer for Check<'_> {
         Ok(Shape::Other)
     }
 
-    fn serialize_seq(self, _: Option<usize>) -> Result<Self, CheckError> {
-        Ok(self)
-    }
-
-    fn serialize_tuple(self, _: usize) -> Result<Self, CheckError> {
-        Ok(self)
-    }
-
-    fn serialize_tuple_struct(self, _: &'static str, _: usize) -> Result<Self, CheckError> {
-        Ok(self)
-    }
-
-    fn serialize_tuple_variant(
-        self,
-        _: &'static str,
-        _: u32,
-        _: &'static str,
-        _: usize,
-    ) -> Result<Self, CheckError> {
-        Ok(self)
+    compound! {
+        serialize_seq(Option<usize>),
+        serialize_tuple(usize),
+        serialize_tuple_struct(&'static str, usize),
+        serialize_tuple_variant(&'static str, u32, &'static str, usize),
+        serialize_struct(&'static str, usize),
+        serialize_struct_variant(&'static str, u32, &'static str, usize),
     }
 
     fn serialize_map(self, _: Option<usize>) -> Result<Self, CheckError> {
         self.0.has_map = true;
-        Ok(self)
-    }
-
-    fn serialize_struct(self, _: &'static str, _: usize) -> Result<Self, CheckError> {
-        Ok(self)
-    }
-
-    fn serialize_struct_variant(
-        self,
-        _: &'static str,
-        _: u32,
-        _: &'static str,
-        _: usize,
-    ) -> Result<Self, CheckError> {
         Ok(self)
     }
 
@@ -343,10 +325,10 @@ mod tests {
 
     #[test]
     fn an_error_shows_nothing_of_the_value() {
-        let said = decode::<u32>(br#""4111 1111, expected nothing""#).unwrap_err();
-        assert_eq!(said, "expected u32 at line 1 column 29");
-        let said = decode::<(u32, u32)>(b"[1, 4111").unwrap_err();
-        assert!(!said.contains("4111"), "{said}");
+        let result = decode::<u32>(br#""4111 1111, expected nothing""#).unwrap_err();
+        assert_eq!(result, "expected u32 at line 1 column 29");
+        let result = decode::<(u32, u32)>(b"[1, 4111").unwrap_err();
+        assert!(!result.contains("4111"), "{result}");
     }
 
     #[test]

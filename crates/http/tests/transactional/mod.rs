@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use oncegate_core::{Capabilities, MemoryStore, Store};
-use oncegate_testkit::{ManualClock, delegate_store};
+use oncegate_testkit::ManualClock;
 
 /// A memory store that reports that a completion can commit together with an effect.
 pub(crate) struct Transactional(pub(crate) MemoryStore<Arc<ManualClock>>);
@@ -15,5 +15,5 @@ impl Store for Transactional {
         capabilities
     }
 
-    delegate_store!(self, self.0 => apply lookup list purge audit check now);
+    oncegate_core::delegate_store!(self, self.0 => apply lookup list purge audit check now);
 }
