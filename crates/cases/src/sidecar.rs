@@ -9,7 +9,7 @@ use oncegate_testkit::until;
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::sync::watch;
 
-use crate::client::within;
+use crate::client::{Connection, Request, within};
 use crate::plan::Plan;
 
 /// `oncegate proxy`, running. It is killed when this is dropped.
@@ -126,6 +126,14 @@ impl Sidecar {
     #[must_use]
     pub fn printed(&self) -> String {
         self.output.text()
+    }
+
+    /// The value of a series in its metrics.
+    pub async fn metric(&self, series: &str) -> Option<f64> {
+        let request = Request::new("GET", "/metrics").host("127.0.0.1");
+        let answer = Connection::open(self.admin).await.exchange(&request).await.expect("an answer");
+        let text = String::from_utf8_lossy(&answer.body).into_owned();
+        text.lines().find_map(|line| line.strip_prefix(series)?.trim().parse().ok())
     }
 
     /// Kills the process, as a power cut would.

@@ -116,10 +116,25 @@ pub(super) fn cases() -> Vec<Case> {
             => start (stopped_and_parked);
         "killed-owner-is-replaced-after-its-lease":
             "killed, an owner is replaced by another process once its lease is over, and not before"
-            .given(reexecute)
+            .given(reexecute.clone())
             .two_processes()
             => start (killed_and_replaced);
+        "stopped-before-the-call-and-replaced":
+            "stopped between claim and call and replaced by another process, an owner does not call"
+            .given(Plan { lease: Some(Duration::from_secs(2)), ..reexecute.clone() })
+            .only_sidecar(IN_PROCESS)
+            .two_processes()
+            => start (stopped_before_the_call_and_replaced);
+        "stopped-before-the-call-and-not-replaced":
+            "stopped between claim and call beyond its lease, an owner that was not replaced calls"
+            .given(at(&Plan { lease: Some(Duration::from_millis(300)), ..reexecute.clone() }, "stop:executing"))
+            .only_sidecar(IN_PROCESS)
+            => start (stopped_before_the_call);
         "hundred-equal-requests-on-two-processes": "a hundred equal requests on two processes execute once"
+            .two_processes()
+            => start (hundred_on_two);
+        "hundred-requests-wait-on-two-processes": "a hundred equal requests that wait on two processes get one answer"
+            .given(Plan { wait: Some(Duration::from_secs(60)), ..Plan::default() })
             .two_processes()
             => start (hundred_on_two);
     });
@@ -569,6 +584,43 @@ async fn stopped_and_replaced(mut world: World) {
         assert_replay(&world.plan, &pay_as("a"), &second, &again);
     }
     assert_eq!(pair.backend.effects(), 2);
+    if let (Process::Sidecar(first), Process::Sidecar(second)) = (&pair.first, &pair.second) {
+        assert_eq!(first.metric("oncegate_events_total{event=\"fenced\"}").await, Some(1.0));
+        assert_eq!(second.metric("oncegate_takeovers_total").await, Some(1.0));
+    }
+}
+
+async fn stopped_before_the_call_and_replaced(mut world: World) {
+    let upstream = world.serve_backend().await;
+    let stopped = Plan { failpoint: Some("stop:executing"), ..world.plan.clone() };
+    let first = Process::Sidecar(Box::new(world.start_sidecar(&stopped, upstream).await));
+    let second = Process::Sidecar(Box::new(world.start_sidecar(&world.plan, upstream).await));
+    let late = start_ask(&first, pay_as("a"));
+    if let Process::Sidecar(first) = &first {
+        first.at_failpoint("executing").await;
+    }
+    let executed = ask_until_settled(&second, &pay_as("a")).await;
+    assert_fresh(&world.plan, &pay_as("a"), &executed);
+    first.resume();
+    assert_refusal("request-in-progress", &late.await.unwrap().expect("an answer"));
+    for child in [&first, &second] {
+        assert_replay(&world.plan, &pay_as("a"), &executed, &ask(child, &pay_as("a")).await);
+    }
+    assert_eq!(world.backend.effects(), 1);
+}
+
+async fn stopped_before_the_call(mut world: World) {
+    world.start().await;
+    let first = world.start_send(pay_as("a"));
+    world.sidecar().at_failpoint("executing").await;
+    tokio::time::sleep(Duration::from_millis(400)).await;
+    world.sidecar().resume();
+    let first = first.await.unwrap().expect("an answer");
+    assert_fresh(&world.plan, &pay_as("a"), &first);
+    assert_eq!((first.status(), first.get("idempotency-status")), (201, None), "{first:?}");
+    assert_eq!(attempt(&world.backend.seen()[0]), 1);
+    assert_replay(&world.plan, &pay_as("a"), &first, &world.send(pay_as("a")).await);
+    assert_eq!(world.backend.effects(), 1);
 }
 
 async fn stopped_and_parked(mut world: World) {
@@ -632,6 +684,7 @@ async fn hundred_on_two(mut world: World) {
         for one in all {
             let answer = one.await.unwrap().expect("an answer");
             if answer.status() == 409 {
+                assert_eq!(world.plan.wait, Some(Duration::ZERO), "it did not wait: {answer:?}");
                 assert_refusal("request-in-progress", &answer);
             } else if answer.get("idempotent-replayed").is_none() {
                 fresh.push(answer);

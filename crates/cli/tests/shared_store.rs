@@ -1,4 +1,5 @@
-//! Two sidecars on one store, Redis or PostgreSQL: which one executes, which one waits, and which one takes over.
+//! Two sidecars on one store, Redis or PostgreSQL, whose notifications do not arrive, whose clients leave, and whose clocks
+//! differ.
 
 mod support;
 
@@ -165,38 +166,9 @@ macro_rules! on_each_store {
 }
 
 on_each_store! {
-    one_of_200_equal_requests_to_both_executes_and_all_get_its_response
     a_waiting_client_gets_the_response_without_notifications
     a_client_that_leaves_ends_its_wait
-    after_the_owner_was_killed_the_outcome_is_unknown_under_park
-    after_the_owner_was_killed_the_other_sidecar_executes_under_reexecute
-    an_owner_that_was_suspended_beyond_its_lease_is_fenced
-    a_sidecar_suspended_between_grant_and_send_sends_nothing
     clocks_an_hour_apart_change_nothing
-}
-
-async fn one_of_200_equal_requests_to_both_executes_and_all_get_its_response(store: SharedStore) {
-    let service = Service::new().await;
-    let one = store.sidecar(&service, &["--wait=5m"]).await;
-    let two = store.sidecar(&service, &["--wait=5m"]).await;
-    let addresses = [one.address, two.address];
-    let asked = (0..200).map(|n| tokio::spawn(async move { ask(addresses[n % 2], &order("one")).await }));
-    let asked: Vec<_> = asked.collect();
-    let mut wire = service.accept().await;
-    let executed = wire.message().await;
-    assert_eq!(executed.text(), "{\"amount\":5}");
-    // One sidecar owns the record, and the other one waits for a notification.
-    until("the other sidecar waits", async || store.watched() == 1).await;
-    wire.send(receipt("receipt 1")).await;
-    let mut replays = 0;
-    for answer in asked {
-        let answer = answer.await.unwrap();
-        assert_eq!(answer.has_status(201).text(), "receipt 1");
-        replays += usize::from(answer.is_replay());
-    }
-    assert_eq!(replays, 199);
-    service.is_not_called().await;
-    until("no client waits", async || store.watched() == 0).await;
 }
 
 async fn a_waiting_client_gets_the_response_without_notifications(store: SharedStore) {
@@ -282,121 +254,8 @@ async fn a_client_that_leaves_ends_its_wait(store: SharedStore) {
     assert_eq!(owner.message().await.status(), 201);
 }
 
-/// Sends a request to this sidecar, kills the sidecar when the service has it, and returns the request that the service received.
-async fn kill_owner(one: &mut Sidecar, service: &Service) -> Message {
-    let mut owner = one.connect().await;
-    owner.send(order("one")).await;
-    let executed = service.accept().await.message().await;
-    assert_eq!(number(&executed, "oncegate-attempt"), 1);
-    one.process.kill().await;
-    executed
-}
-
 fn lease() -> String {
     format!("--lease={LEASE_MILLIS}ms")
-}
-
-async fn after_the_owner_was_killed_the_outcome_is_unknown_under_park(store: SharedStore) {
-    let service = Service::new().await;
-    let flags = [&*lease(), "--wait=5m"];
-    let (mut one, two) = (store.sidecar(&service, &flags).await, store.sidecar(&service, &flags).await);
-    kill_owner(&mut one, &service).await;
-    // The retry waits until the lease ends, and then gets the unknown outcome.
-    two.ask(&order("one")).await.is_problem(500, "outcome-unknown");
-    two.ask(&order("one")).await.is_problem(500, "outcome-unknown");
-    service.is_not_called().await;
-}
-
-async fn after_the_owner_was_killed_the_other_sidecar_executes_under_reexecute(store: SharedStore) {
-    let service = Service::new().await;
-    let flags = [&*lease(), "--wait=5m", "--on-abandoned=reexecute"];
-    let (mut one, two) = (store.sidecar(&service, &flags).await, store.sidecar(&service, &flags).await);
-    let first = kill_owner(&mut one, &service).await;
-    let lease_until = store.lease_until(first.get("oncegate-record").unwrap()).unwrap();
-    let mut waiting = two.connect().await;
-    waiting.send(order("one")).await;
-    let mut wire = service.accept().await;
-    let second = wire.message().await;
-    assert_eq!(number(&second, "oncegate-attempt"), 2);
-    // A token is the store's time at the claim.
-    assert!(
-        number(&second, "oncegate-token") >= lease_until,
-        "the takeover comes after the end of the lease"
-    );
-    wire.send(receipt("receipt 2")).await;
-    assert_eq!(waiting.message().await.has_status(201).text(), "receipt 2");
-    assert_eq!(metric(&two, "oncegate_takeovers_total ").await, 1.0);
-    assert!(two.ask(&order("one")).await.has_status(201).is_replay());
-}
-
-async fn an_owner_that_was_suspended_beyond_its_lease_is_fenced(store: SharedStore) {
-    let service = Service::new().await;
-    let flags = [&*lease(), "--wait=5m", "--on-abandoned=reexecute"];
-    let (one, two) = (store.sidecar(&service, &flags).await, store.sidecar(&service, &flags).await);
-    let mut owner = one.connect().await;
-    owner.send(order("one")).await;
-    let mut first = service.accept().await;
-    let executed = first.message().await;
-    one.process.freeze();
-    let mut other = two.connect().await;
-    other.send(order("one")).await;
-    let mut second = service.accept().await;
-    let again = second.message().await;
-    assert_eq!(executed.get("oncegate-record"), again.get("oncegate-record"));
-    assert!(number(&again, "oncegate-token") > number(&executed, "oncegate-token"));
-    second.send(receipt("receipt 2")).await;
-    let answer = other.message().await;
-    assert_eq!((answer.has_status(201).text(), answer.get("idempotency-status")), ("receipt 2", None));
-
-    // The sidecar continues, and receives its own response from the service only now.
-    one.process.signal(Signal::CONT);
-    first.send(receipt("receipt 1")).await;
-    let late = owner.message().await;
-    assert_eq!(late.has_status(201).text(), "receipt 1");
-    assert_eq!(late.get("idempotency-status"), Some("fenced"));
-    assert!(metric(&one, "oncegate_events_total{event=\"fenced\"} ").await >= 1.0);
-    for sidecar in [&one, &two] {
-        let replay = sidecar.ask(&order("one")).await;
-        assert_eq!((replay.has_status(201).text(), replay.is_replay()), ("receipt 2", true));
-    }
-    service.is_not_called().await;
-}
-
-async fn a_sidecar_suspended_between_grant_and_send_sends_nothing(store: SharedStore) {
-    let service = Service::new().await;
-    let flags = [&*lease(), "--on-abandoned=reexecute"];
-    let mut command = store.command(&service, &flags);
-    let mut one = Sidecar::run(command.env("ONCEGATE_FAILPOINT", "stop:executing")).await;
-    let two = store.sidecar(&service, &[&flags[..], &["--wait=5m"]].concat()).await;
-    let mut first = one.connect().await;
-    first.send(order("one")).await;
-    one.process.logs("failpoint executing").await;
-    // The other sidecar executes when the lease has ended, and its client gets a definite response.
-    let mut other = two.connect().await;
-    other.send(order("one")).await;
-    let mut wire = service.accept().await;
-    wire.message().await;
-    wire.send(receipt("receipt 2")).await;
-    assert_eq!(other.message().await.has_status(201).text(), "receipt 2");
-
-    one.process.signal(Signal::CONT);
-    first.message().await.is_problem(409, "request-in-progress");
-    let replay = one.ask(&order("one")).await;
-    assert_eq!((replay.has_status(201).text(), replay.is_replay()), ("receipt 2", true));
-    service.is_not_called().await;
-
-    // If no other sidecar claimed the key meanwhile, the lease is renewed, and the sidecar executes.
-    let mut command = store.command(&service, &flags);
-    let mut alone = Sidecar::run(command.env("ONCEGATE_FAILPOINT", "stop:executing")).await;
-    let mut client = alone.connect().await;
-    client.send(order("two")).await;
-    alone.process.logs("failpoint executing").await;
-    tokio::time::sleep(Duration::from_millis(LEASE_MILLIS + 100)).await;
-    alone.process.signal(Signal::CONT);
-    let (mut wire, executed) = service.next(wire).await;
-    assert_eq!(number(&executed, "oncegate-attempt"), 1);
-    wire.send(receipt("receipt 3")).await;
-    assert_eq!(client.message().await.has_status(201).text(), "receipt 3");
 }
 
 async fn clocks_an_hour_apart_change_nothing(store: SharedStore) {
