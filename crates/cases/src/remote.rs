@@ -36,7 +36,7 @@ use crate::sidecar::signal_child;
 use crate::world::open_shared;
 
 /// Set in the environment of this program, it makes it a child that serves: the address or URL of the store, the
-/// backend's address, the lease in milliseconds, and the policy for abandoned records.
+/// backend's address, the lease and the wait in milliseconds, and the policy for abandoned records.
 pub const CHILD: &str = "ONCEGATE_CASES_CHILD";
 
 /// A store on a loopback socket, for as long as this lives.
@@ -304,9 +304,10 @@ pub(crate) struct LayerProcess {
 impl LayerProcess {
     pub(crate) async fn start(plan: &Plan, store: &str, backend: SocketAddr) -> Self {
         let lease = plan.lease.map_or(30_000, millis);
+        let wait = plan.wait.map_or(0, millis);
         let reexecute = plan.on_abandoned == Some(OnAbandoned::Reexecute);
         let mut child = Program::new(std::env::current_exe().expect("the path of this program"))
-            .env(CHILD, format!("{store} {backend} {lease} {reexecute}"))
+            .env(CHILD, format!("{store} {backend} {lease} {wait} {reexecute}"))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -345,10 +346,11 @@ impl Drop for LayerProcess {
 pub fn child_main() {
     let orders = std::env::var(CHILD).expect("orders");
     let mut orders = orders.split(' ');
-    let mut next = || orders.next().expect("four orders");
+    let mut next = || orders.next().expect("five orders");
     let store = next();
     let backend = next().parse().expect("an address");
-    let lease = Duration::from_millis(next().parse().expect("milliseconds"));
+    let mut time = || Duration::from_millis(next().parse().expect("milliseconds"));
+    let (lease, wait) = (time(), time());
     let on_abandoned = if next() == "true" { OnAbandoned::Reexecute } else { OnAbandoned::Park };
     // The pipe ends with the parent, and so does this process.
     std::thread::spawn(|| {
@@ -357,7 +359,12 @@ pub fn child_main() {
     });
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     runtime.expect("a runtime").block_on(async {
-        let plan = Plan { lease: Some(lease), on_abandoned: Some(on_abandoned), ..Plan::default() };
+        let plan = Plan {
+            lease: Some(lease),
+            wait: Some(wait),
+            on_abandoned: Some(on_abandoned),
+            ..Plan::default()
+        };
         let store: Arc<dyn Store> = match store.parse() {
             Ok(address) => Arc::new(RemoteStore { address }),
             Err(_) => open_shared(store).await,
