@@ -1,9 +1,9 @@
-//! The behaviour of Oncegate over HTTP as one table of cases. Each case runs with every deployment (the Tower layer, the
-//! sidecar, two sidecars, a sidecar of a service in another language) on every store.
+//! The behaviour of Oncegate over HTTP as one table of cases. Each case runs with several deployments (the Tower layer, the
+//! sidecar, two sidecars, a sidecar of a service in another language) on several stores.
 //!
 //! A [`Case`](table::Case) has settings (a [`Plan`](plan::Plan)) and actions: a list of requests, each with its expected
-//! result, or a function. [`cases`](table::cases) is the whole table. A case that makes no sense on a target names the
-//! reason, and is not run there.
+//! result, or a function. [`cases`](table::cases) is the whole table. A target on which a case is not run has a
+//! [reason](table::Case::reason_against): the case makes no sense there, or another target shows the same.
 //!
 //! The service is the same for all cases ([`Backend`](backend::Backend)): it counts its effects, and each execution
 //! gives another answer, so that a second execution cannot look like a replay.

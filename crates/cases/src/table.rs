@@ -143,6 +143,9 @@ impl Case {
             Deployment::TwoSidecars if !STORES_OF_TWO_SIDECARS.contains(&store) => {
                 return Some("two processes cannot share this store, or one of its kind is enough");
             }
+            Deployment::Sidecar if is_list && store.is_shared() => {
+                return Some("two sidecars send lists of requests to stores that processes share");
+            }
             Deployment::SidecarOf(_) if !is_list && !self.every_framework => {
                 return Some("the function controls the service of this process");
             }
