@@ -288,7 +288,7 @@ impl<'a> Scope<'a> {
     /// ```
     /// use oncegate_core::Scope;
     ///
-    /// let scope = Scope::caller("customer", "42").within("payment");
+    /// let scope = Scope::caller("customer", "42").with_operation("payment");
     /// ```
     #[must_use]
     pub fn caller(kind: &str, identity: impl AsRef<[u8]>) -> Self {
@@ -329,15 +329,15 @@ impl<'a> Scope<'a> {
         Self { owner: hash.finalize().into(), ..*self }
     }
 
-    /// Narrows the caller's scope to one operation, such as `payment`.
+    /// The scope of one operation of the caller, such as `payment`. It replaces an operation that was set before.
     #[must_use]
-    pub fn within<'b, O: AsRef<[u8]> + ?Sized>(&self, operation: &'b O) -> Scope<'b> {
+    pub fn with_operation<'b, O: AsRef<[u8]> + ?Sized>(&self, operation: &'b O) -> Scope<'b> {
         Scope { caller: self.caller, owner: self.owner, operation: Operation::Part(operation.as_ref()) }
     }
 
-    /// Narrows the caller's scope to an operation of several parts, such as a method and a path.
+    /// The scope of an operation of several parts, such as a method and a path. It replaces an operation that was set before.
     #[must_use]
-    pub const fn within_parts<'b>(&self, operation: &'b [&'b [u8]]) -> Scope<'b> {
+    pub const fn with_operation_parts<'b>(&self, operation: &'b [&'b [u8]]) -> Scope<'b> {
         Scope { caller: self.caller, owner: self.owner, operation: Operation::Parts(operation) }
     }
 
@@ -500,7 +500,7 @@ mod tests {
     fn no_separator_inside_a_part_gives_two_records_one_identifier() {
         let id = |parts: &[&str], key: &str| {
             let parts: Vec<_> = parts.iter().map(|part| part.as_bytes()).collect();
-            let scope = Scope::single_tenant().within_parts(&parts);
+            let scope = Scope::single_tenant().with_operation_parts(&parts);
             RecordId::derive(&scope, &IdempotencyKey::new(key.as_bytes()).unwrap())
         };
         let ids = [
@@ -551,8 +551,8 @@ mod tests {
             assert_eq!(orders.with_service(&service("stock")), stock, "the last name counts");
             let operation: [&[u8]; 1] = [b"POST"];
             assert_ne!(
-                RecordId::derive(&orders.within_parts(&operation), &key),
-                RecordId::derive(&stock.within_parts(&operation), &key)
+                RecordId::derive(&orders.with_operation_parts(&operation), &key),
+                RecordId::derive(&stock.with_operation_parts(&operation), &key)
             );
         }
     }
@@ -566,6 +566,14 @@ mod tests {
         assert_ne!(tag("order-124"), tag("order-123"));
         assert_ne!(tag(&"k".repeat(limits::MAX_KEY_BYTES)), tag(&"k".repeat(limits::MAX_KEY_BYTES - 1)));
         assert_eq!(KeyTag::from_hex(&tag("k").to_string()), Some(tag("k")));
+    }
+
+    #[test]
+    fn an_operation_replaces_one_that_was_set_before() {
+        let caller = Scope::caller("customer", "42");
+        let payment = caller.with_operation("payment");
+        assert_eq!(caller.with_operation("order").with_operation("payment"), payment);
+        assert_eq!(payment.with_operation_parts(&[]), caller);
     }
 
     #[test]

@@ -33,7 +33,7 @@ fn record_ids_and_downstream_keys() {
         };
         let parts: Vec<_> = case["operation_hex"].as_array().unwrap().iter().map(bytes).collect();
         let parts: Vec<_> = parts.iter().map(|part| &part[..]).collect();
-        let scope = scope.within_parts(&parts);
+        let scope = scope.with_operation_parts(&parts);
         let key = IdempotencyKey::new(bytes(&case["key_hex"])).unwrap();
         assert_eq!(KeyTag::of(&key).to_string(), case["key_tag"], "{}", case["name"]);
         let id = RecordId::derive(&scope, &key);

@@ -30,7 +30,7 @@ pub(crate) fn locate(
     let label = Label::new(scope.caller_tag(), &operation).with_key(KeyTag::of(key));
     let id = match settings.profile.key_scope {
         KeyScope::Endpoint => {
-            RecordId::derive(&scope.within_parts(&[method.as_bytes(), path.as_bytes()]), key)
+            RecordId::derive(&scope.with_operation_parts(&[method.as_bytes(), path.as_bytes()]), key)
         }
         KeyScope::Caller => RecordId::derive(scope, key),
     };

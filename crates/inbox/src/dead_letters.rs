@@ -56,7 +56,7 @@ impl DeadLetter {
     pub fn separate_id(consumer: &ConsumerName, id: RecordId, discriminator: &[u8]) -> RecordId {
         let operation: [&[u8]; 3] = [b"dead letter", consumer.as_str().as_bytes(), discriminator];
         match IdempotencyKey::new(*id.as_bytes()) {
-            Ok(key) => RecordId::derive(&Scope::single_tenant().within_parts(&operation), &key),
+            Ok(key) => RecordId::derive(&Scope::single_tenant().with_operation_parts(&operation), &key),
             Err(_) => unreachable!("a record identifier has 32 bytes"),
         }
     }

@@ -308,7 +308,7 @@ impl MessageId {
     pub fn record_id(&self, consumer: &ConsumerName) -> RecordId {
         let mut operation: Vec<&[u8]> = vec![b"message", consumer.as_str().as_bytes()];
         operation.extend(self.parts.iter().map(String::as_bytes));
-        RecordId::derive(&Scope::single_tenant().within_parts(&operation), &self.key)
+        RecordId::derive(&Scope::single_tenant().with_operation_parts(&operation), &self.key)
     }
 }
 

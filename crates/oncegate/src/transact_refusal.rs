@@ -32,7 +32,7 @@ use oncegate_postgres::transaction::is_lost_in;
 /// use oncegate::{IdempotencyKey, TransactRefusal, Transactor, core::Scope};
 ///
 /// async fn pay(transactor: Transactor, key: IdempotencyKey, cents: i64) -> Result<String, TransactRefusal> {
-///     let scope = Scope::caller("customer", "42").within("POST /payments");
+///     let scope = Scope::caller("customer", "42").with_operation("POST /payments");
 ///     let paid = transactor.transact(&scope, &key, &cents, async |connection| {
 ///         let insert = sqlx::query_scalar("INSERT INTO payments (cents) VALUES ($1) RETURNING id");
 ///         let id: i64 = insert.bind(cents).fetch_one(connection).await?;

@@ -86,8 +86,8 @@ impl GenericHmac {
     /// Sets the signed text: literal text with `{payload}` and header names in braces.
     ///
     /// An example is `{x-request-time}.{payload}`. Between two braces there must be literal text. A request is refused if
-    /// the value of a header contains the literal text next to it, because then two requests could have the same signed
-    /// text.
+    /// the value of a header contains the literal text next to it, or forms it together with that text (`a-` next to `--`),
+    /// because then two requests could have the same signed text.
     ///
     /// # Errors
     /// A template without `{payload}` or with several, without text between two braces, or with an invalid header name.
@@ -106,7 +106,8 @@ impl GenericHmac {
     /// Takes the identifier from a header.
     ///
     /// If the header is not in the signed text, an attacker who has seen a request can send it again under another
-    /// identifier.
+    /// identifier. The header with the signature is refused by [`build`](Self::build): the same signature can be written in
+    /// several ways.
     ///
     /// # Errors
     /// An invalid header name.
@@ -123,7 +124,7 @@ impl GenericHmac {
     /// Builds the scheme with a secret, which is used as it is written.
     ///
     /// # Errors
-    /// A format without an identifier; a timestamp header that is not in the signed text; a secret that is empty, longer
+    /// A format without an identifier, or with that of the signature; a timestamp header that is not in the signed text; a secret that is empty, longer
     /// than 1024 bytes, or has white space around it.
     pub fn build(self, secret: &str) -> Result<WebhookScheme, ConfigError> {
         if self.id.is_none() {
@@ -137,6 +138,13 @@ impl GenericHmac {
             return Err(ConfigError::new(format!(
                 "GenericHmac: the timestamp header {name} is not in the signed text, so it proves nothing: \
                  add {{{name}}} to with_signed_text, or leave the timestamp out"
+            )));
+        }
+        if self.id == Some(IdSource::Header(self.signature.clone())) {
+            return Err(ConfigError::new(format!(
+                "GenericHmac: {} has the signature, which can be written in several ways, so it identifies nothing: \
+                 take the identifier from another header, or from the payload",
+                self.signature
             )));
         }
         WebhookScheme::generic(self, secret)
@@ -173,9 +181,13 @@ impl GenericHmac {
                 Part::Payload => payload,
                 Part::Header(name) => {
                     let value = one(headers, name.as_str())?;
-                    // Otherwise the end of the value would be ambiguous in the signed text.
-                    let neighbours = [literal(at.checked_sub(1)), literal(at.checked_add(1))];
-                    if neighbours.into_iter().flatten().any(|text| value.contains(text)) {
+                    // The value ends at the next literal, and begins after the one before. If the literal is found anywhere
+                    // else in the joined text, the same text has another reading, with other values.
+                    let before = literal(at.checked_sub(1))
+                        .is_some_and(|text| format!("{text}{value}").rfind(text) != Some(0));
+                    let after = literal(at.checked_add(1))
+                        .is_some_and(|text| format!("{value}{text}").find(text) != Some(value.len()));
+                    if before || after {
                         return Err(WebhookRefusal::HeaderMalformed);
                     }
                     value.as_bytes()

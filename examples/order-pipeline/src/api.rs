@@ -57,7 +57,7 @@ async fn place(
     if !order.is_well_formed() {
         return Err(StatusCode::BAD_REQUEST.into_response());
     }
-    let scope = Scope::caller("customer", &order.customer).within("POST /orders");
+    let scope = Scope::caller("customer", &order.customer).with_operation("POST /orders");
 
     let placed = transactor.transact(&scope, key, &order, async |connection| {
         // The customer's row is locked from here to the commit. So sequence numbers have no gaps, and the messages of a

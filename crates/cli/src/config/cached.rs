@@ -79,7 +79,9 @@ pub(super) fn read(text: &str) -> Result<CachedChoice, String> {
     let cache = read_cache(needed("cache")?).map_err(|error| format!("cache: {error}"))?;
     let store = read_back(needed("store")?).map_err(|error| format!("store: {error}"))?;
     let time = |name: &str, default, min, max| match value(name) {
-        Some(text) => units::bounded(text, min, max).map_err(|error| format!("{name}: {error}")),
+        Some(text) => number_with_unit(text)
+            .and_then(|text| units::bounded(text, min, max))
+            .map_err(|error| format!("{name}: {error}")),
         None => Ok(default),
     };
     let keep = time("keep", DEFAULT_KEEP, limits::MIN_RETENTION, limits::MAX_RETENTION)?;
@@ -101,7 +103,7 @@ pub(super) fn read(text: &str) -> Result<CachedChoice, String> {
 
 fn read_cache(text: &str) -> Result<CacheChoice, String> {
     if let Some(size) = text.strip_prefix("memory:") {
-        let size = if size.is_empty() { DEFAULT_MEMORY } else { units::size(size)? };
+        let size = if size.is_empty() { DEFAULT_MEMORY } else { units::size(number_with_unit(size)?)? };
         return if (MIN_MEMORY..=MAX_MEMORY).contains(&size) {
             Ok(CacheChoice::Memory(size))
         } else {
@@ -121,6 +123,20 @@ fn read_cache(text: &str) -> Result<CacheChoice, String> {
         }
         StoreChoice::Memory | StoreChoice::Cached(_) => Err(CACHES.to_owned()),
     }
+}
+
+/// Returns the text if it may be a number with a unit.
+///
+/// Errors quote numbers and units. Any other text may have a URL with a password in it, because the name of the next part was
+/// mistyped: then the error must not quote it.
+fn number_with_unit(text: &str) -> Result<&str, String> {
+    if text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-+ ".contains(&byte)) {
+        return Ok(text);
+    }
+    let names = NAMES.map(|name| format!("{name}=")).join(", ");
+    Err(format!(
+        "this is not a number with a unit. A comma and one of {names} begin the next part; {ALLOWED}"
+    ))
 }
 
 fn read_back(text: &str) -> Result<StoreChoice, String> {
@@ -246,6 +262,16 @@ mod tests {
             ("cached(cache=memory:9x,store=./b)", "cache: \"9x\" has the unknown unit \"x\""),
             ("cached(cache=memory,store=./b)", "cache: \"memory\" could be a directory"),
             ("cached(cache=,store=./b)", "cache: \"\" is not a directory"),
+            (
+                "cached(cache=memory:1MiB;store=postgres://u:hunter2@h/d)",
+                "cache: this is not a number with a unit. A comma and one of cache=, store=, keep=, timeout= begin",
+            ),
+            (
+                "cached(cache=memory:,back=postgres://u:hunter2@h/d)",
+                "cache: this is not a number with a unit",
+            ),
+            ("cached(cache=memory:,store=./b,keep=postgres://u:hunter2@h/d)", "keep: this is not a number"),
+            ("cached(cache=memory:,store=./b,timeout=5ms;store=redis://:hunter2@h)", "timeout: this is not"),
             ("cached(cache=postgres://u:hunter2@h/d,store=./b)", "cache: PostgreSQL cannot be a cache"),
             (
                 "cached(cache=mysql://u:hunter2@h/d,store=./b)",

@@ -199,7 +199,7 @@ impl<P> Function<P> {
     #[must_use]
     pub fn record_id(&self, key: &IdempotencyKey) -> RecordId {
         let operation = [OPERATION, self.settings.name.as_bytes()];
-        RecordId::derive(&self.settings.scope.within_parts(&operation), key)
+        RecordId::derive(&self.settings.scope.with_operation_parts(&operation), key)
     }
 
     /// The response with which an [operator](crate::Operator::complete) completes a record of this function, so that later calls

@@ -285,7 +285,7 @@ impl Transactor {
     /// let transactor = Transactor::new(pool);
     ///
     /// let pay = async || {
-    ///     let scope = Scope::caller("customer", "ada").within("POST /payments");
+    ///     let scope = Scope::caller("customer", "ada").with_operation("POST /payments");
     ///     let done = transactor.transact(&scope, "order-123", &("ada", 500), async |connection| {
     ///         let id: i64 = sqlx::query_scalar("INSERT INTO payments (customer, cents) VALUES ($1, $2) RETURNING id")
     ///             .bind("ada")

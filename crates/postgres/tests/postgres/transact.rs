@@ -21,7 +21,7 @@ pub(crate) fn key(key: &str) -> IdempotencyKey {
 }
 
 pub(crate) fn scope() -> Scope<'static> {
-    Scope::caller("customer", "ada").within("POST /payments")
+    Scope::caller("customer", "ada").with_operation("POST /payments")
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -368,7 +368,7 @@ async fn keys_and_values_with_special_characters_are_data() {
     for bytes in hostile {
         let text = format!("{}\0\u{2028}\"\\", String::from_utf8_lossy(bytes));
         let parts = [bytes, b"\0"];
-        let scope = Scope::caller("customer'", bytes).within_parts(&parts);
+        let scope = Scope::caller("customer'", bytes).with_operation_parts(&parts);
         let key = IdempotencyKey::new(bytes).unwrap();
         for replayed in [false, true] {
             let done = transactor.transact(&scope, &key, &text, async |_| Ok(text.clone())).await.unwrap();

@@ -1,5 +1,6 @@
 //! Signature schemes: the published examples of the senders, and requests with small errors.
 
+use std::collections::HashMap;
 use std::time::Duration;
 
 use base64::Engine as _;
@@ -550,6 +551,46 @@ fn a_header_value_cannot_move_the_border_of_the_payload() {
     assert_eq!(sent("a.b", "c").verify(&scheme).err(), Some(WebhookRefusal::HeaderMalformed));
 }
 
+/// All texts of at most three of the characters.
+fn short_texts(characters: &str) -> Vec<String> {
+    let mut texts = vec![String::new()];
+    for _ in 0..3 {
+        let longer = |text: &String| characters.chars().map(|c| format!("{text}{c}")).collect::<Vec<_>>();
+        let more: Vec<_> = texts.iter().flat_map(longer).collect();
+        texts.extend(more);
+    }
+    texts.sort();
+    texts.dedup();
+    texts
+}
+
+#[test]
+fn a_signature_is_valid_for_one_reading_of_the_signed_text() {
+    for template in ["{x-a}--{x-id}--{payload}", "{x-a}--{payload}--{x-id}", "{payload}--{x-a}-a-{x-id}"] {
+        let format = GenericHmac::new("x-hmac", SignatureEncoding::Hex)
+            .and_then(|format| format.with_signed_text(template))
+            .and_then(|format| format.with_id_header("x-id"));
+        let scheme = format.and_then(|format| format.build("secret")).expect("a scheme");
+        let mut readings: HashMap<String, [String; 3]> = HashMap::new();
+        let texts = short_texts("a-");
+        let count = texts.len();
+        for number in 0..count.pow(3) {
+            let [a, id, payload] =
+                [number % count, number / count % count, number / count.pow(2)].map(|at| &texts[at]);
+            let text = template.replace("{x-a}", a).replace("{x-id}", id).replace("{payload}", payload);
+            let headers =
+                vec![("x-hmac", hex(&mac(b"secret", &text))), ("x-a", a.to_owned()), ("x-id", id.to_owned())];
+            let sent = Sent { headers, payload: payload.clone().into(), at: 0 };
+            if sent.verify(&scheme).is_ok() {
+                let reading = [a.clone(), id.clone(), payload.clone()];
+                let other = readings.insert(text.clone(), reading.clone());
+                assert_eq!(other, None, "{template}: {text:?} is {reading:?}, too");
+            }
+        }
+        assert!(readings.len() > 100, "{template}: {} are accepted", readings.len());
+    }
+}
+
 #[test]
 fn a_generic_scheme_that_proves_too_little_is_refused() {
     let format = || GenericHmac::new("x-hmac", SignatureEncoding::Hex).expect("a format");
@@ -560,6 +601,8 @@ fn a_generic_scheme_that_proves_too_little_is_refused() {
     assert!(format().build("secret").is_err(), "no identifier");
     let named = || format().with_id_header("x-id").expect("a header");
     assert!(named().build("").is_err(), "no secret");
+    let same = format().with_id_header("X-HMAC").expect("a header").build("secret");
+    assert!(same.is_err(), "the signature identifies nothing");
     assert!(
         named().with_timestamp_header("x-time").expect("a header").build("secret").is_err(),
         "not signed"

@@ -33,7 +33,7 @@ async fn pay(
     KeyHeader(key): KeyHeader,
     Json(payment): Json<Payment>,
 ) -> Result<Response, TransactRefusal> {
-    let scope = Scope::caller("customer", &payment.customer).within("POST /payments");
+    let scope = Scope::caller("customer", &payment.customer).with_operation("POST /payments");
 
     let paid = transactor.transact(&scope, key, &payment, async |connection| {
         let insert = "INSERT INTO payments (customer, cents) VALUES ($1, $2) RETURNING id";

@@ -10,7 +10,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     sqlx::query("CREATE TABLE IF NOT EXISTS payments (id bigserial, cents bigint)").execute(&pool).await?;
 
     let transactor = Transactor::new(pool);
-    let scope = Scope::caller("customer", "42").within("payment");
+    let scope = Scope::caller("customer", "42").with_operation("payment");
     let cents: i64 = 500;
     let payment = transactor.transact(&scope, "order-123", &cents, async |connection| {
         let insert = sqlx::query_scalar("INSERT INTO payments (cents) VALUES ($1) RETURNING id");
