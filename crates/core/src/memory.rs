@@ -107,8 +107,8 @@ impl<C: Clock> MemoryStore<C> {
                 let bytes = bytes_of(&record);
                 if !shard.records.contains_key(&id) {
                     if !self.capacity.admit() {
-                        let full =
-                            StoreError::unavailable("the memory store is full and accepts no new keys");
+                        let reason = self.capacity.exhausted().unwrap_or_else(|| "it was full".to_owned());
+                        let full = StoreError::unavailable(reason);
                         return Err(full.with_extent(Extent::Writes).with_nothing_sent());
                     }
                     shard.note(due_step(record.expires_at.min(now.after(FIRST_LOOK))), id);
@@ -239,7 +239,9 @@ impl<C: Clock> Store for MemoryStore<C> {
     }
 
     fn advisories(&self) -> Vec<Advisory> {
-        self.clock.skew().map(|skew| Advisory::new("clock", skew.to_string())).into_iter().collect()
+        let clock = self.clock.skew().map(|skew| Advisory::new("clock", skew.to_string()));
+        let full = self.capacity.exhausted().map(|reason| Advisory::new("full", reason));
+        clock.into_iter().chain(full).collect()
     }
 
     fn accept_clock(&self) -> StoreFuture<'_, Option<Duration>> {
@@ -267,6 +269,20 @@ impl Capacity {
                     (records < self.max_records).then_some(records + 1)
                 })
                 .is_ok()
+    }
+
+    /// The reason why a new record is refused.
+    fn exhausted(&self) -> Option<String> {
+        let limit = if self.records.load(Ordering::Relaxed) >= self.max_records {
+            format!("it has reached its limit of {} records", self.max_records)
+        } else if self.bytes.load(Ordering::Relaxed) >= self.max_bytes {
+            format!("its records have reached their limit of {} bytes", self.max_bytes)
+        } else {
+            return None;
+        };
+        Some(format!(
+            "the memory store takes no new keys: {limit}: raise the limit, or wait until records expire"
+        ))
     }
 
     fn resize(&self, before: u64, after: u64) {

@@ -140,15 +140,26 @@ impl<'txn> Batch<'txn> {
 
     /// Returns the error for a claim that the protocol grants but the capacity does not allow.
     fn capacity_error(&self, is_new: bool) -> Result<Option<StoreError>, redb::Error> {
-        let Capacity { max_records, max_record_bytes, is_disk_low, is_damaged } = self.capacity;
-        Ok(if is_damaged && is_new {
-            Some(hidden_record_error())
-        } else if is_disk_low {
+        match is_new {
+            true if self.is_damaged() => Ok(Some(hidden_record_error())),
+            true => self.full(),
+            false => Ok(self.capacity.is_disk_low.then(disk_low_error)),
+        }
+    }
+
+    /// Returns the error for a claim of a new key if the disk or a limit is exhausted.
+    pub(crate) fn full(&self) -> Result<Option<StoreError>, redb::Error> {
+        let Capacity { max_records, max_record_bytes, is_disk_low, .. } = self.capacity;
+        Ok(if is_disk_low {
             Some(disk_low_error())
-        } else if is_new && self.records.len()? >= max_records {
-            Some(full_error(&format!("it has reached its limit of {max_records} records")))
-        } else if is_new && self.record_bytes >= max_record_bytes {
-            Some(full_error(&format!("its records have reached their limit of {max_record_bytes} bytes")))
+        } else if self.records.len()? >= max_records {
+            Some(full_error(&format!(
+                "it has reached its limit of {max_records} records: raise the limit, or wait until records expire"
+            )))
+        } else if self.record_bytes >= max_record_bytes {
+            Some(full_error(&format!(
+                "its records have reached their limit of {max_record_bytes} bytes: raise the limit, or wait until records expire"
+            )))
         } else {
             None
         })

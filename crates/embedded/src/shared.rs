@@ -1,7 +1,7 @@
 //! The state that the callers and the two threads share.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
 use oncegate_core::{
@@ -21,8 +21,8 @@ pub(crate) struct StoreInner {
     pub(crate) scans: Queue<Scan>,
     /// Damage was found since the file was last verified as a whole.
     has_damage: AtomicBool,
-    /// New keys are refused because a limit or the disk is exhausted.
-    pub(crate) refuses_new_keys: AtomicBool,
+    /// The reason why new keys are refused: a limit is reached, or the disk is nearly full.
+    full: Mutex<Option<String>>,
 }
 
 /// The state of the file. Only the writer changes it.
@@ -78,7 +78,7 @@ impl StoreInner {
             jobs: Queue::new(max_batch.saturating_mul(16)),
             scans: Queue::new(64),
             has_damage: AtomicBool::new(false),
-            refuses_new_keys: AtomicBool::new(false),
+            full: Mutex::new(None),
         }
     }
 
@@ -90,6 +90,11 @@ impl StoreInner {
                  record of a key; stop the program and run `oncegate check`"
             );
         }
+    }
+
+    /// The reason why new keys are refused.
+    pub(crate) fn full(&self) -> MutexGuard<'_, Option<String>> {
+        self.full.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Records that the whole file was verified.
@@ -172,10 +177,6 @@ impl State {
 }
 
 impl Job {
-    pub(crate) const fn is_claim(&self) -> bool {
-        matches!(self, Self::Apply { command: Command::Claim(_), .. })
-    }
-
     pub(crate) fn fail(self, error: impl FnOnce() -> StoreError) {
         // A send fails if the caller has gone away.
         match self {
@@ -226,7 +227,9 @@ pub(crate) fn full_error(reason: &str) -> StoreError {
 
 /// The error for a claim on a nearly full disk.
 pub(crate) fn disk_low_error() -> StoreError {
-    full_error("the disk is nearly full, and the free space is reserved for requests that are running")
+    full_error(
+        "the disk is nearly full, and the rest is reserved for requests that are running: free space on it",
+    )
 }
 
 /// The error for a record that was not found but may be hidden by damage.

@@ -1,7 +1,6 @@
 //! The store itself: the type that callers use.
 
 use std::fmt;
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
@@ -84,7 +83,7 @@ impl EmbeddedStore {
             max_record_bytes: options.max_record_bytes,
             file,
             unwritable,
-            reports_skew: false,
+            reported_skew: None,
             purges: std::collections::VecDeque::new(),
         };
         store.spawn("oncegate-writer", move || writer.run())?;
@@ -203,10 +202,8 @@ impl Store for EmbeddedStore {
         }
         if let Err(error) = self.inner.state().writable() {
             advisories.push(Advisory::new("not-writable", ErrorChain(&error).to_string()));
-        } else if self.inner.refuses_new_keys.load(Ordering::SeqCst) {
-            let text =
-                "the store is full: new keys are refused until records are purged or the limit is raised";
-            advisories.push(Advisory::new("full", text));
+        } else if let Some(reason) = self.inner.full().as_ref() {
+            advisories.push(Advisory::new("full", reason.clone()));
         }
         if self.inner.has_damage() {
             advisories.push(Advisory::new("damage", hidden_record_error().to_string()));

@@ -28,7 +28,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use oncegate_core::{Clock as _, ErrorChain, Outcome, StoreError, Timestamp};
+use oncegate_core::{Clock as _, ClockSkew, ErrorChain, Outcome, StoreError, Timestamp, limits};
 use redb::{Database, WriteTransaction};
 use tracing::{error, info, warn};
 
@@ -60,8 +60,8 @@ pub(crate) struct Writer {
     pub(crate) file: FileMeta,
     /// The reason why the file could not be opened for writing at the start.
     pub(crate) unwritable: Option<String>,
-    /// The log has reported that the two clocks disagree, and not yet that they agree again.
-    pub(crate) reports_skew: bool,
+    /// The disagreement of the two clocks that the log has reported, until it reports that they agree again.
+    pub(crate) reported_skew: Option<ClockSkew>,
     /// Purges that continue in the next transaction.
     pub(crate) purges: VecDeque<Job>,
 }
@@ -109,6 +109,8 @@ struct CommittedBatch {
     done: Vec<Result<JobOutcome, StoreError>>,
     file: FileMeta,
     is_damaged: bool,
+    /// The reason why the store takes no new keys.
+    full: Option<String>,
 }
 
 /// The reason why a batch was not committed, or is not answered.
@@ -181,15 +183,12 @@ impl Writer {
         };
         match committed.unwrap_or(Err(BatchFailure::Panic)).and_then(in_place) {
             // The commit has returned, so everything that is answered here is on disk.
-            Ok(CommittedBatch { done, file, is_damaged }) => {
+            Ok(CommittedBatch { done, file, is_damaged, full }) => {
                 self.file = file;
                 if is_damaged {
                     self.inner.report_damage();
                 }
-                let is_full = done.iter().any(|done| {
-                    done.as_ref().is_err_and(|error| error.extent() == oncegate_core::Extent::Writes)
-                });
-                self.report_capacity(&jobs, is_full);
+                self.report_capacity(full);
                 for (job, done) in jobs.into_iter().zip(done) {
                     self.answer(job, done);
                 }
@@ -225,6 +224,7 @@ impl Writer {
             });
         }
         let (changed, is_damaged) = (batch.changed, batch.is_damaged());
+        let full = batch.full()?.map(|error| ErrorChain(&error).to_string());
         let mut file = FileMeta {
             next_number: batch.next_number,
             record_bytes: batch.record_bytes,
@@ -233,7 +233,7 @@ impl Writer {
         drop(batch);
         if !changed {
             txn.abort()?;
-            return Ok(CommittedBatch { done, file, is_damaged });
+            return Ok(CommittedBatch { done, file, is_damaged, full });
         }
         let accepted = done.iter().find_map(|done| match done {
             Ok(JobOutcome::ClockAccepted(by)) => *by,
@@ -251,7 +251,7 @@ impl Writer {
         if let Some(by) = accepted {
             self.inner.clock.accept(by);
         }
-        Ok(CommittedBatch { done, file, is_damaged })
+        Ok(CommittedBatch { done, file, is_damaged, full })
     }
 
     /// Writes the clocks and the sums. The clock in the file then stays less than [`CLOCK_STEP`] behind the last write.
@@ -291,23 +291,21 @@ impl Writer {
         }
     }
 
-    /// Logs once when new keys begin to be refused, and once when they are accepted again.
-    fn report_capacity(&self, jobs: &[Job], is_full: bool) {
-        if !jobs.iter().any(Job::is_claim)
-            || is_full == self.inner.refuses_new_keys.swap(is_full, Ordering::SeqCst)
-        {
+    /// Logs when new keys begin to be refused, for each reason, and when they are accepted again.
+    fn report_capacity(&self, full: Option<String>) {
+        let mut before = self.inner.full();
+        if full == *before {
             return;
         }
-        if is_full {
-            warn!(
-                "the embedded store is full: new keys are refused until records are purged or the limit is raised"
-            );
-        } else {
-            info!("the embedded store has space again");
+        match &full {
+            Some(reason) => warn!("{reason}"),
+            None => info!("the embedded store has space again"),
         }
+        *before = full;
     }
 
-    /// Follows a correction of the machine's clock if that is safe, and logs when the two clocks begin or cease to disagree.
+    /// Follows a correction of the machine's clock if that is safe, and logs when the two clocks begin or cease to disagree,
+    /// or when the clock was set once more.
     ///
     /// The correction is safe if the clock was known to be wrong when the store was opened. Otherwise an operator has to
     /// accept it.
@@ -322,15 +320,21 @@ impl Writer {
                 );
                 self.commit(vec![Job::AcceptClock { reply }]);
             }
-            Some(skew) if !self.reports_skew => {
-                warn!(seconds = skew.by.as_secs(), "{skew}");
-                self.reports_skew = true;
+            Some(skew) => {
+                let is_reported = self.reported_skew.is_some_and(|reported| {
+                    reported.is_ahead == skew.is_ahead
+                        && reported.by.abs_diff(skew.by) <= limits::MAX_CLOCK_STEP
+                });
+                if !is_reported {
+                    warn!(seconds = skew.by.as_secs(), "{skew}");
+                    self.reported_skew = Some(skew);
+                }
             }
-            None if self.reports_skew => {
-                info!("the clock of this machine and the time of the store agree again");
-                self.reports_skew = false;
+            None => {
+                if self.reported_skew.take().is_some() {
+                    info!("the clock of this machine and the time of the store agree again");
+                }
             }
-            _ => {}
         }
     }
 

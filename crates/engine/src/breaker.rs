@@ -474,7 +474,7 @@ impl Shared {
     fn degrade(&self, watch: &mut Watch, why: &StoreError) {
         if !self.is_degraded.swap(true, Ordering::Relaxed) {
             watch.since = Some(Instant::now());
-            tracing::error!(error = %ErrorChain(why), "the store refuses writes; reads still work");
+            tracing::error!(error = %ErrorChain(why), "the store refuses writes or new keys; recorded keys are still answered");
         }
     }
 

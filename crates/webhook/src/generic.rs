@@ -124,8 +124,8 @@ impl GenericHmac {
     /// Builds the scheme with a secret, which is used as it is written.
     ///
     /// # Errors
-    /// A format without an identifier, or with that of the signature; a timestamp header that is not in the signed text; a secret that is empty, longer
-    /// than 1024 bytes, or has white space around it.
+    /// A format without an identifier, or with the signature as identifier; a timestamp header that is not in the signed text;
+    /// a secret that is empty, longer than 1024 bytes, or has white space around it.
     pub fn build(self, secret: &str) -> Result<WebhookScheme, ConfigError> {
         if self.id.is_none() {
             return Err(ConfigError::new(

@@ -260,7 +260,9 @@ async fn metrics(State(state): State<AdminState>, headers: HeaderMap) -> Respons
 async fn accept_clock(State(state): State<AdminState>) -> Result<Response, Problem> {
     let by = state.engine.store().accept_clock().await.map_err(|error| Problem::store(&error))?;
     let by = by.map(|by| by.as_secs());
-    tracing::warn!(seconds = by, "an operator accepted the time of this machine's clock");
+    if let Some(seconds) = by {
+        tracing::warn!(seconds, "an operator accepted the time of this machine's clock");
+    }
     Ok(axum::Json(serde_json::json!({ "ahead_seconds": by })).into_response())
 }
 

@@ -465,8 +465,12 @@ fn looks_like_no_directory(text: &str) -> Option<String> {
     const OTHERWISE: &str = "a directory with this name is written with \"./\" in front";
     let first = text.split('/').next().unwrap_or_default();
     let lower = first.to_ascii_lowercase();
-    if lower.starts_with("cached") && lower.contains('(') {
+    // `cashed(cache=…,store=DIR)`; a slash may stand in one of its parts.
+    if lower.contains('(') && (lower.starts_with("cached") || text.contains('=') || text.ends_with(')')) {
         return Some(format!("this could be a cached store; write \"cached(cache=…,store=…)\"; {OTHERWISE}"));
+    }
+    if SERVERS.contains(&lower.as_str()) && first == text {
+        return Some(format!("\"{text}\" could be a directory; write \"{lower}://…\"; {OTHERWISE}"));
     }
     // A forgotten colon: `redis//localhost`.
     if let Some((scheme, _)) = text.split_once("//")
@@ -1044,6 +1048,10 @@ mod tests {
             ("redis:hunter2@host", "did you mean \"redis://…\"?"),
             ("Postgres:/u:hunter2@host/d", "did you mean \"postgres://…\"?"),
             ("Cached(cache=memory:,store=./b)", "\"cached(cache=…,store=…)\""),
+            ("cashed(cache=memory:,store=b)", "\"cached(cache=…,store=…)\""),
+            ("fast(front=memory:64MiB,back=/var/lib/b)", "\"cached(cache=…,store=…)\""),
+            ("redis", "\"redis\" could be a directory; write \"redis://…\""),
+            ("Postgres", "write \"postgres://…\""),
         ] {
             let said = error(store(wrong));
             assert!(said.contains(why) && !said.contains("hunter2"), "{wrong}: {said}");

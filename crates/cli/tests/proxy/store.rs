@@ -150,7 +150,7 @@ async fn a_store_keeps_its_limit_of_records_and_freed_keys_make_space_soon() {
         sidecar.ask(&post(key)).await.has_status(429);
     }
     sidecar.ask(&post("c")).await.has_status(503);
-    assert!(ready(&sidecar).await.has_status(200).text().contains("note: the store is full"));
+    assert!(ready(&sidecar).await.has_status(200).text().contains("it has reached its limit of 2 records"));
     sidecar.ask(&post("a")).await.has_status(429);
     until("there is space again", async || sidecar.ask(&post("c")).await.status() == 429).await;
 }
@@ -171,6 +171,10 @@ async fn a_full_store_executes_nothing_new_even_with_danger_fail_open() {
         }
         assert!(sidecar.ask(&post("a")).await.has_status(200).is_replay());
         assert_eq!(service.requests(), 2, "{store}");
+        let ready = ready(&sidecar).await.has_status(200).text().to_owned();
+        assert!(ready.contains("it has reached its limit of 2 records: raise the limit"), "{store}: {ready}");
+        let metrics = admin(&sidecar, "/metrics").await;
+        assert!(metrics.text().contains("oncegate_store_advisory{name=\"full\"} 1"), "{store}");
     }
 }
 
@@ -252,6 +256,25 @@ async fn a_clock_jump_ahead_expires_nothing_and_is_reported_until_accepted() {
     assert!(sidecar.ask(&post("meanwhile")).await.has_status(200).is_replay());
     assert!(!sidecar.ask(&post("done")).await.has_status(200).is_replay(), "40 days later the key is new");
     assert_eq!(service.requests(), 3);
+}
+
+#[tokio::test]
+async fn each_jump_of_the_clock_is_logged() {
+    let directory = tempfile::tempdir().unwrap();
+    let clock = directory.path().join("clock");
+    set(&clock, "+0");
+    let service = Service::new().await.answers(OK);
+    let mut sidecar = timed(directory.path(), &service, &clock).await;
+    for (to, log) in [
+        ("-1h", "s behind the time of the store"),
+        ("+2h", "the clock of this machine was set ahead by 7"),
+        ("+9h", "the clock of this machine was set ahead by 32"),
+        ("+0", "the time of the store agree again"),
+    ] {
+        set(&clock, to);
+        sidecar.ask(&post(&format!("at{to}"))).await.has_status(200);
+        sidecar.process.logs(log).await;
+    }
 }
 
 #[tokio::test]
