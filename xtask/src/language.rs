@@ -5,9 +5,16 @@ use std::path::Path;
 /// Refused words, and the words to use instead. An identifier is split at underscores; text with hyphens is one word.
 const WORDS: &[(&str, &str)] = &[
     ("beside", "next to"),
+    ("buried", "dead letter, or given up"),
+    ("bury", "write a dead letter, or give up"),
     ("door", "entry point, deployment"),
     ("doors", "entry points, deployments"),
+    ("ear", "change listener"),
+    ("gravity", "severity"),
     ("keeper", "lease renewal"),
+    ("landed", "the shared outcome"),
+    ("landing", "the shared outcome"),
+    ("lest", "so that … not"),
     ("nobody", "name the actor"),
     ("octet", "byte"),
     ("octets", "bytes"),
@@ -15,8 +22,12 @@ const WORDS: &[(&str, &str)] = &[
     ("room", "crate, database, capacity"),
     ("rooms", "crates, databases"),
     ("somebody", "name the actor: client, operator, another process, the owner"),
+    ("twin", "duplicate, copy"),
+    ("twins", "duplicates, copies"),
+    ("wherein", "in which"),
     ("whoever", "name the actor"),
     ("whomever", "name the actor"),
+    ("witness", "the check that a replica applied a write"),
 ];
 
 /// Refused phrases, and the phrases to use instead.

@@ -65,7 +65,7 @@ impl AmqpBroker {
     }
 }
 
-/// Connects with TLS if the URI says so, or fails. Without TLS support, the client library would connect unencrypted.
+/// Connects with TLS if the URI requires it, or fails. Without TLS support, the client library would connect unencrypted.
 async fn encrypted_if_asked(uri: AMQPUri) -> lapin::Result<Connection> {
     let properties = ConnectionProperties::default();
     let connecting = Connection::connector(

@@ -60,7 +60,7 @@
 //!
 //! | answer | meaning |
 //! |---|---|
-//! | none, a time-out, or a body that broke off, whatever its status | again |
+//! | none, a time-out, or a body that broke off, with any status | again |
 //! | 2xx, 303 | [`Verdict::Done`] |
 //! | 301, 302, 304 | unknown; [`Verdict::Done`] for safe methods |
 //! | other 3xx | turned away |
@@ -76,7 +76,7 @@
 //! | 409 and 423 that name no kind of conflict | again: it may be in progress. One that names another kind is refused |
 //! | 401, 403, 404, 405, 407, 411, 413, 417, 421, 426, 431, 501, 505, 511 | turned away |
 //! | other 4xx | [`Verdict::Refused`] |
-//! | other 5xx | as [`ServerErrors`] says; again by default |
+//! | other 5xx | by [`ServerErrors`]; again by default |
 //!
 //! *Turned away* ([`Verdict::TurnedAway`]) is about the way to the operation and not about the operation: nothing took effect,
 //! and the same intent can be sent under the same key when the reason is fixed.

@@ -253,7 +253,7 @@ mod tests {
         judge(AttemptContext { in_doubt: true, ..FIRST }, status, headers, body.as_bytes())
     }
 
-    /// The statuses of an answer that says nothing else, in words that the code does not share.
+    /// The expected decisions for answers with a status only, written independently of the code.
     #[test]
     fn the_table_of_bare_statuses() {
         let turned_away = [401, 403, 404, 405, 407, 411, 413, 417, 421, 426, 431, 501, 505, 511];
@@ -477,7 +477,7 @@ mod tests {
             (422, r#"{"errorCode":["704"]}"#, Definite(Refused(FIX))),
             (409, r#"{"type":"https://shop.example/problems/name-taken"}"#, Definite(Refused(FIX))),
             (409, r#"{"error":{"code":"version_conflict"}}"#, Definite(Refused(FIX))),
-            // What ours says of the execution, others may say of anything.
+            // Only a member of an Oncegate problem counts: other services may use the same name for anything.
             (503, r#"{"code":"overloaded"}"#, Again(Doubt::May)),
             (503, r#"{"type":"https://shop.example/problems/overloaded"}"#, Again(Doubt::May)),
             (503, r#"{"type":"urn:oncegate:problem:overloaded"}"#, Again(Doubt::None)),
@@ -511,7 +511,7 @@ mod tests {
         for (status, body, expected) in table {
             assert_eq!(meaning(Keyed, status, &plain, body), expected, "{body}");
         }
-        // Adyen says by a field that the same request may be sent again later.
+        // Adyen marks by a field that the same request may be sent again later.
         for status in [409, 422, 500] {
             let transient = json(&[("transient-error", "true")]);
             assert_eq!(

@@ -65,7 +65,7 @@ pub(crate) trait Medium: Send + Sync + 'static {
     /// create a new store under the path.
     ///
     /// # Errors
-    /// The path leads nowhere, or to another file.
+    /// The path has no file, or another one.
     fn check_in_place(&self) -> io::Result<()> {
         Ok(())
     }

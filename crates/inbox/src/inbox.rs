@@ -298,7 +298,7 @@ impl Inner {
 
     /// Gives a message up, and records this after its dead letter is written. Only this attempt writes the dead letter.
     ///
-    /// If the dead letter cannot be written, the record says so. The handler then does not run again, and the reason is
+    /// If the dead letter cannot be written, the record notes it. The handler then does not run again, and the reason is
     /// kept.
     async fn dead_letter(
         &self,
@@ -341,7 +341,7 @@ impl Inner {
         self.dead_letter_separately(id, message, reason, attempts, error, reason.as_str()).await
     }
 
-    /// Gives up a message whose own record cannot say so: the dead letter has a record of its own.
+    /// Gives up a message whose own record cannot be changed: the dead letter gets a separate record.
     ///
     /// `discriminator` separates several dead letters of one message from each other.
     async fn dead_letter_separately(
@@ -464,7 +464,7 @@ fn is_unwritten(response: &StoredResponse) -> bool {
     response.headers().any(|(name, _)| name.eq_ignore_ascii_case(UNWRITTEN))
 }
 
-/// The outcome that a completed record stands for.
+/// Returns the outcome of a completed record.
 fn known(response: &StoredResponse) -> ProcessOutcome {
     if response.status() < 400 {
         return ProcessOutcome::Duplicate;

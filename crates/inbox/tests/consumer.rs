@@ -611,7 +611,7 @@ async fn an_abandoned_attempt_is_reexecuted_or_becomes_a_dead_letter_with_unknow
         } else {
             assert_eq!(keys.all().len(), 1, "it may have charged, so it must not run again");
             let reasons = world.letters.reasons();
-            assert_eq!(reasons.len(), 1, "one letter, however often the message comes: {reasons:?}");
+            assert_eq!(reasons.len(), 1, "more than one dead letter: {reasons:?}");
             assert_eq!(reasons[0].1, DeadReason::OutcomeUnknown);
         }
     }
@@ -1127,7 +1127,7 @@ async fn single_or_known_dead_letters_do_not_stop_a_consumer() {
     world.broker.is_empty().await;
     consumer.stop().await;
     assert_eq!(world.letters.reasons().len(), 200);
-    // Copies of dead letters, and duplicates, say nothing of now.
+    // Copies of dead letters, and duplicates, are no information about the present.
     send(0..300);
     let consumer = run(in_turn(Some(1)));
     world.broker.is_empty().await;

@@ -8,7 +8,7 @@
 //!
 //! The identity of a message is the header `oncegate-message-id`, as `KafkaPublisher` writes it. `KAFKA_CONFIG` has further
 //! settings of the client, `name=value` with commas between them. With `DIE=before-commit` or `DIE=before-ack` the process
-//! kills itself in the middle of the message whose number `DIE_AT` says: start it again, and count.
+//! kills itself at message number `DIE_AT`: start it again, and count the rows.
 
 use std::env;
 use std::error::Error;

@@ -10,7 +10,7 @@ pub(super) struct Partition {
     pub(super) topic: Arc<str>,
     pub(super) number: i32,
     is_lost: AtomicBool,
-    /// `true` if the client was told to pause it. Only the reading thread uses it.
+    /// `true` if the client has paused it. Only the reading thread uses it.
     is_paused: AtomicBool,
     track: Mutex<Track>,
 }

@@ -8,8 +8,7 @@
 //! ```
 //!
 //! The identity of a message is the header `oncegate-message-id`, as `NatsPublisher` writes it. With `DIE=before-commit`
-//! or `DIE=before-ack` the process kills itself in the middle of the message whose number `DIE_AT` says: start it
-//! again, and count.
+//! or `DIE=before-ack` the process kills itself at message number `DIE_AT`: start it again, and count the rows.
 
 use std::env;
 use std::error::Error;

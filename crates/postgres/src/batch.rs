@@ -30,7 +30,7 @@ pub(crate) fn is_large(batch: &[Job]) -> bool {
     batch.iter().map(|job| weight(&job.command)).sum::<usize>() >= LARGE_BYTES
 }
 
-/// The most full batches that may wait, and the least number of jobs that may wait, however small a batch is.
+/// The maximum number of full batches that may wait, and the minimum number of jobs that may wait with small batches.
 const MAX_WAITING_BATCHES: usize = 16;
 const MIN_WAITING_JOBS: usize = 1024;
 

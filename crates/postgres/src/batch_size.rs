@@ -46,7 +46,7 @@ impl BatchSize {
             }
             return;
         }
-        // A small batch that is slow says nothing about large ones.
+        // A slow small batch is no information about large ones.
         if commands < self.now.div_ceil(2) {
             return;
         }

@@ -103,7 +103,7 @@ impl std::error::Error for PostgresOpenError {}
 pub(crate) fn is_lost(error: &Error) -> bool {
     match error {
         Error::Io(_) | Error::Tls(_) | Error::Protocol(_) => true,
-        // Admin shutdown, crash shutdown, idle session timeout, and the conflicts after which SQL says to try again.
+        // Admin shutdown, crash shutdown, idle session timeout, and the conflicts that SQL allows to be tried again.
         Error::Database(error) => {
             matches!(code(&**error).as_str(), "57P01" | "57P02" | "57P05" | "25006" | "40001" | "40P01")
         }
@@ -112,7 +112,7 @@ pub(crate) fn is_lost(error: &Error) -> bool {
 }
 
 /// Tells if the server has certainly not carried out a statement whose connection [`is_lost`]: it is a standby, the session
-/// was idle for too long, or the transaction had a conflict. Such a statement can be sent again, whatever it was.
+/// was idle for too long, or the transaction had a conflict. Any such statement can be sent again.
 pub(crate) fn is_undone(error: &Error) -> bool {
     matches!(error, Error::Database(error) if matches!(code(&**error).as_str(), "25006" | "57P05" | "40001" | "40P01"))
 }
@@ -133,7 +133,7 @@ pub(crate) fn describe(error: &Error) -> String {
             match code.get(..2) {
                 // These are about the connection, the role, the database and the server's resources; never about data.
                 Some("08" | "28" | "3D" | "53" | "57" | "58") => {
-                    format!("PostgreSQL says: {} (SQLSTATE {code})", error.message())
+                    format!("PostgreSQL: {} (SQLSTATE {code})", error.message())
                 }
                 _ if code == "42501" => format!(
                     "the role lacks a right (SQLSTATE {code}): see \"Grants\" in docs/reference/store-contract-postgres.md"

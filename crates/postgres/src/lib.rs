@@ -35,7 +35,7 @@
 //! # Exactly-once effects in your own tables
 //! [`Transactor::transact`] runs a business transaction once per key: claim, rows and result are committed together. [`Guard`]
 //! completes a record in a transaction that the application keeps itself. The application, the layer or a sidecar may have
-//! claimed that record. `docs/reference/transactions.md` says which to use.
+//! claimed that record. `docs/reference/transactions.md` compares them.
 //!
 //! # Promises of the store
 //!

@@ -180,7 +180,7 @@ impl PostgresOptions {
         Ok(self)
     }
 
-    /// Connections live on this runtime, whatever runtime a call comes from. Default: the one that the store is opened on.
+    /// Connections live on this runtime, for calls from any runtime. Default: the one that opens the store.
     #[must_use]
     pub fn with_runtime(mut self, runtime: Handle) -> Self {
         self.runtime = Some(runtime);

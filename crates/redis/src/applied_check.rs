@@ -24,7 +24,7 @@ pub(crate) enum AppliedCheck {
 impl AppliedCheck {
     /// Creates the check for a command and its outcome, if that outcome has to be waited for.
     ///
-    /// A returned response is true, whichever server has it. An owner whose renewal is lost may be too late, and gets
+    /// A returned response is valid on any server. An owner whose renewal is lost may be too late, and gets
     /// `Fenced`.
     pub(crate) fn of(command: &Command, outcome: &Outcome) -> Option<Self> {
         Some(match (command, outcome) {

@@ -61,7 +61,7 @@ impl fmt::Debug for Script {
     }
 }
 
-/// A line of a script that begins like this stands for a part that several scripts share.
+/// The beginning of a line of a script that includes a part. Several scripts share a part.
 const INCLUDE: &str = "--@ ";
 
 /// The text of a shared part.

@@ -16,7 +16,7 @@ use crate::link::{Wire, ask_one};
 /// The reason to trust a server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Proof {
-    /// The server says that it flushes before it answers. It is asked again each time, because the setting may change.
+    /// The server is configured to flush before it answers. The check is repeated each time, because the setting may change.
     Always,
     /// The server was observed to wait.
     Seen,

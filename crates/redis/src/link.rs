@@ -35,7 +35,7 @@ const TOO_LATE: &str = "the server did not answer within the timeout";
 /// The connection of a store: opened when it is needed, shared by all commands, and opened again after a loss.
 pub(crate) struct Link {
     options: RedisOptions,
-    /// The runtime of the connection's driver, whichever task connects.
+    /// The runtime of the connection's driver, for connections of any task.
     runtime: Handle,
     state: Mutex<State>,
     /// Held by the task that connects.

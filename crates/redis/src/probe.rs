@@ -73,7 +73,7 @@ pub(crate) async fn inspect(wire: &Wire, options: &RedisOptions) -> Result<Serve
     }
     let mut worst =
         worst.ok_or_else(|| RedisOpenError::Unreachable("the Cluster has no primary".to_owned()))?;
-    // A part of a Cluster that is down says nothing about rights; other commands find that out.
+    // A part of a Cluster that is down is no information about rights; other commands find that out.
     worst.refused = refused(wire, options.timeout).await.unwrap_or_default();
     Ok(worst)
 }
@@ -108,7 +108,7 @@ pub(crate) async fn check_fit(
         let policy = server.policy.as_deref().unwrap_or("?");
         return Err(RedisOpenError::Unfit(format!(
             "the server's maxmemory-policy is {policy}: when its memory is used up it removes records, and each of their keys \
-             executes again. Set it to noeviction, or say danger-allow-eviction=true"
+             executes again. Set it to noeviction, or set danger-allow-eviction=true"
         )));
     }
     if let Some(wait) = options.wait {

@@ -1,7 +1,7 @@
 //! Waiting for replicas and disks, on separate connections, because a server answers nothing else on a connection that waits:
 //! one to each primary of a Cluster, or a single one.
 //!
-//! A replica with some write has every earlier one, whichever client sent it, and so has a disk. So after the command was
+//! A replica that has a write has every earlier one of all clients, and so has a disk. So after the command was
 //! answered on the shared connection, this connection checks that the record shows it, writes something, and waits for that
 //! write. Callers that come while a round waits go together into the next round.
 
@@ -133,7 +133,7 @@ impl Replicas {
             // Either of the two connections may lead to the wrong server.
             link.judge(connection, &Failure::Lost("another server has taken its place"));
         }
-        // Whatever the reason is, the record was written. So the error must not say that nothing was sent.
+        // The record was written in any case. So the error must not claim that nothing was sent.
         Err(StoreError::unavailable(format!("Redis: {short}; it may be sent again")).with_extent(extent))
     }
 

@@ -95,7 +95,7 @@ impl RedisStore {
         self.shared.link.server().findings()
     }
 
-    /// Runs a future within the store's runtime, whichever thread polls it.
+    /// Runs a future within the store's runtime. Any thread may poll it.
     fn run<'a, T: Send + 'a>(
         &'a self,
         future: impl Future<Output = Result<T, StoreError>> + Send + 'a,

@@ -10,8 +10,8 @@
 //! nothing else differs.
 //!
 //! The identity of a message is the attribute `oncegate-message-id`, as `SqsPublisher` writes it. With
-//! `DIE=before-commit` or `DIE=before-ack` the process kills itself in the middle of the message whose number `DIE_AT`
-//! says: start it again, and count.
+//! `DIE=before-commit` or `DIE=before-ack` the process kills itself at message number `DIE_AT`: start it
+//! again, and count the rows.
 
 use std::env;
 use std::error::Error;

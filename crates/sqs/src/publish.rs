@@ -19,7 +19,7 @@ const MAX_CACHED_URLS: usize = 1000;
 /// - Headers are message attributes. SQS accepts ten. Headers that are invalid as attributes, or too many, are together
 ///   in one attribute `oncegate-headers` (JSON), and [`SqsSource`](super::SqsSource) takes it apart again.
 /// - Bodies are text. Another payload is sent in Base64, and an empty one as `-`. The attribute `oncegate-encoding`
-///   says so, and the source decodes it.
+///   marks it, and the source decodes it.
 /// - For a FIFO queue the identifier is the `MessageDeduplicationId`: the queue accepts a message once within five
 ///   minutes. The group is the order key, or the identifier if there is none. Both have at most 128 letters, digits and
 ///   signs; any other value is replaced by its SHA-256.

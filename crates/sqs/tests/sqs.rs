@@ -204,7 +204,7 @@ async fn an_expired_message_without_group_is_left_to_others() {
     assert!(!second.is_lost());
     second.ack().await.unwrap();
     assert_eq!(sqs.left().await, 0);
-    // What SQS says is gone is lost before its time.
+    // A message that SQS reports as gone is lost before its time.
     assert!(second.extend().await.is_err());
     assert!(second.is_lost());
 }
@@ -292,7 +292,7 @@ async fn messages_are_published() {
 async fn dead_letters_are_messages() {
     let sqs = Sqs::standard(LATE).await;
     let dead = make(&sqs.client, "dead", &[]).await;
-    // As many headers as there may be attributes, before anything is said of the death.
+    // As many headers as there may be attributes, before those of a dead letter are added.
     let mut message = sqs.outgoing("m-1", "k");
     message.headers = (0..9).map(|n| (format!("h-{n}"), Bytes::from(vec![b'v'; n + 1]))).collect();
     sqs.publisher().publish(&message).await.unwrap();

@@ -28,7 +28,7 @@ use tokio::signal::unix::{SignalKind, signal};
 async fn handle(data: Arc<Data>, attempt: Attempt, message: Arc<Message>) -> Result<(), HandlerError> {
     data.note(&format!("{} attempt {}\n", message.topic, attempt.number()))?;
     if message.payload.is_empty() {
-        return Err(HandlerError::reject("it says nothing"));
+        return Err(HandlerError::reject("the event is empty"));
     }
     data.hang("before-effect").await;
     data.pay(&attempt.downstream_key("bank"), &message.payload)?;

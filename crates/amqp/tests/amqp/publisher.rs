@@ -37,7 +37,7 @@ async fn a_message_has_its_identifier_its_key_and_its_headers() {
         // Neither fits its property: they stay headers, and no consumer gets them as a property.
         header("amqp-type", &"t".repeat(300)),
         header("amqp-user-id", "a-user"),
-        // What another broker or an earlier way has said.
+        // Headers from another broker, or from an earlier hop.
         header("amqp-message-id", "earlier"),
         header("Oncegate-Message-Id", "earlier"),
         header("x-death", "often"),

@@ -73,7 +73,7 @@ impl Queue {
         AmqpPublisher::new(broker(&self.url))
     }
 
-    /// Publishes messages that say these texts, and have them as their message-id. It returns when all are confirmed.
+    /// Publishes messages with these payloads, which are also their `message-id`, and waits until all are confirmed.
     pub(crate) async fn send<T: AsRef<str>>(&self, texts: impl IntoIterator<Item = T>) {
         let mut confirms = Vec::new();
         for text in texts {

@@ -171,7 +171,7 @@ async fn what_was_acknowledged_is_known_to_the_broker_when_the_source_is_closed(
         }
         source.close().await.unwrap();
         queue.until_ready(200).await;
-        // It says nothing any more, and closing it again does no harm.
+        // It delivers nothing any more, and a second close has no effect.
         assert!(is_silent(&mut source).await);
         source.close().await.unwrap();
     }
@@ -269,7 +269,7 @@ async fn an_explicit_connect_returns_the_error() {
     assert!(error.contains("ACCESS_REFUSED") && !error.contains("secret"), "{error}");
 }
 
-/// A client without TLS says nothing to a broker that is to be spoken to with it: no word of this may be in the clear.
+/// A client without TLS support sends nothing to a broker that requires TLS, so nothing is sent in plain text.
 #[tokio::test]
 async fn amqps_never_falls_back_to_plain_text() {
     let listener = TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
@@ -277,7 +277,7 @@ async fn amqps_never_falls_back_to_plain_text() {
     let heard = tokio::spawn(async move {
         let (mut stream, _) = listener.accept().await.unwrap();
         let mut bytes = Vec::new();
-        // However the client ends it.
+        // The client may end the connection in any way.
         let _ = stream.read_to_end(&mut bytes).await;
         bytes
     });

@@ -1,4 +1,4 @@
-//! Processes that die, stop and come back.
+//! Processes that are killed, suspended and restarted.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -71,26 +71,26 @@ pub(super) fn cases() -> Vec<Case> {
         "killed-during-the-call-reconcile-unclear": "reconcile: killed while the service works, an unclear outcome is unknown"
             .given(asking(ReconcileReply::Unclear))
             => start (killed_during_the_call);
-        "killed-twice": "reexecute: each attempt that dies is followed by one with a higher token"
+        "killed-twice": "reexecute: the attempt after one that died has a higher token"
             .given(Plan { lease: Some(Duration::from_millis(300)), ..reexecute.clone() })
             => start (killed_twice);
-        "killed-under-load": "killed under load, everything that was answered is answered the same, and nothing ran twice"
-            // Longer than a claim takes under this load: nothing is begun under a lease that is over.
+        "killed-under-load": "killed under load: every answer is replayed unchanged, and nothing ran twice"
+            // Longer than a claim takes under this load, because no request begins under a lease that is over.
             .given(Plan { lease: Some(Duration::from_secs(4)), ..Plan::default() })
             => start (killed_under_load);
         "tokens-grow-over-restarts": "tokens grow over releases, restarts and attempts"
             .given(park.clone())
             => start (tokens_over_restarts);
-        "lease-lasts-over-a-restart": "a lease lasts as long as it was given for, also over a restart"
+        "lease-lasts-over-a-restart": "a lease keeps its end over a restart"
             .given(Plan { lease: Some(Duration::from_secs(3)), ..park.clone() })
             => start (lease_over_restarts, 1);
-        "lease-lasts-over-three-restarts": "a lease lasts as long as it was given for, also over three restarts"
+        "lease-lasts-over-three-restarts": "a lease keeps its end over three restarts"
             .given(Plan { lease: Some(Duration::from_secs(4)), ..reexecute.clone() })
             => start (lease_over_restarts, 3);
-        "retention-lasts-over-restarts": "a retention lasts as long as it was given for, also over restarts"
+        "retention-lasts-over-restarts": "a retention keeps its end over restarts"
             .given(Plan { retention: Some(Duration::from_secs(4)), ..park.clone() })
             => start (retention_over_restarts);
-        "terminated-under-load-loses-nothing": "asked to end, it answers what it has begun, and all is found again"
+        "terminated-under-load-loses-nothing": "on SIGTERM it completes the requests that it has begun, and all records are found again"
             .given(park.clone())
             => start (terminated);
     };
@@ -104,7 +104,7 @@ pub(super) fn cases() -> Vec<Case> {
             .given(Plan { lease: Some(Duration::from_millis(300)), ..Plan::default() })
             .only_sidecar(IN_PROCESS)
             => run (stopped_beyond_the_lease);
-        "stopped-and-replaced-owner-is-fenced": "stopped beyond its lease and replaced by another process, an owner is fenced"
+        "stopped-and-replaced-owner-is-fenced": "an owner that is suspended beyond its lease, and replaced by another process, is fenced"
             // Long enough that the first one, on a busy machine, does not lose its key before it is stopped.
             .given(Plan { lease: Some(Duration::from_secs(2)), ..reexecute.clone() })
             .two_processes()
@@ -147,7 +147,7 @@ async fn start_cleanly(world: &mut World) {
     world.start().await;
 }
 
-/// Kills the sidecar at the point of the plan, when so many calls were made, and asks again until there is an answer.
+/// Kills the sidecar at the point of the plan, after this many calls, and retries until there is an answer.
 async fn killed_at(mut world: World, calls: usize) {
     let point = world.plan.failpoint.expect("a point");
     world.start().await;
@@ -179,7 +179,7 @@ async fn after_the_kill(world: &World, asked: Instant, calls: usize) {
         assert_refusal("request-in-progress", &again);
         assert_refusal("key-reused", &world.send(pay_as("a").json("{}")).await);
     }
-    // Where the restart took longer than the lease, this was the retry that settled it.
+    // If the restart took longer than the lease, this was the retry that settled it.
     if again.status() == 409 {
         again = world.settled(&pay_as("a")).await;
     }
@@ -226,8 +226,7 @@ fn attempt(seen: &ReceivedRequest) -> u64 {
         .unwrap_or_else(|| panic!("no attempt: {seen:?}"))
 }
 
-/// With a longer lease and another key where the restarts did not fit into the lease: how long a restart takes is the
-/// machine's concern.
+/// Tries again with a longer lease and another key if the restarts took longer than the lease: that depends on the machine.
 async fn lease_over_restarts(mut world: World, restarts: usize) {
     let mut lease = world.plan.lease.expect("a lease");
     while !lease_lasts_over_restarts(&mut world, lease, restarts).await {
@@ -252,7 +251,7 @@ async fn lease_lasts_over_restarts(world: &mut World, lease: Duration, restarts:
         start_cleanly(world).await;
         // The next process may have renewed nothing: the lease is counted from the first kill at the latest.
         killed.get_or_insert_with(Instant::now);
-        // Something is written each time, so that each process leaves its time behind.
+        // Each process writes something, so that the store has its time.
         assert_eq!(world.send(pay_as(&format!("other-{key}-{number}"))).await.status(), 201);
         let again = world.send(pay_as(&key)).await;
         if asked.elapsed() >= lease {
@@ -337,7 +336,7 @@ async fn killed_twice(mut world: World) {
         let (address, request) =
             (world.address(), world.ready(pay_as("a").script(Script::default().held(&never))));
         let asking = tokio::spawn(async move {
-            // Until it is granted, it is told to come again.
+            // Until it is granted, it gets `request-in-progress`.
             loop {
                 match Connection::open(address).await.exchange(&request).await {
                     Ok(answer) if answer.status() == 409 => {
@@ -377,13 +376,13 @@ async fn killed_under_load(mut world: World) {
                 world.start_send(request(n).script(script))
             })
             .collect();
-        // Somewhere in the middle, and each time somewhere else. Some are never answered.
+        // Each time at another moment. Some requests are never answered.
         let enough = 30 + 40 * round;
         until("enough is answered", async || all.iter().filter(|one| one.is_finished()).count() >= enough)
             .await;
         world.end().await;
         for one in all {
-            // A store that is too slow for the load says that nothing was executed, and to come again: no answer.
+            // If the store is too slow for the load, the refusal tells that nothing was executed: no answer.
             let answer = one.await.unwrap().ok();
             answered.push(answer.filter(|answer| answer.status() != 503));
         }
@@ -395,7 +394,7 @@ async fn killed_under_load(mut world: World) {
         let last = world.settled(&request(n)).await;
         match first {
             Some(first) => assert_replay(&world.plan, &request(n), first, &last),
-            // Cut off: never claimed, completed and not told, or unknown. Nothing else.
+            // The connection was cut: never claimed, completed without an answer to the client, or unknown.
             None if last.status() == 201 => {}
             None => assert_refusal(UNKNOWN, &last),
         }

@@ -19,10 +19,10 @@ const MILLISECOND: Duration = Duration::from_millis(1);
 pub(super) fn cases() -> Vec<Case> {
     let brief = Plan { retention: Some(RETENTION), ..Plan::default() };
     cases! {
-        "answer-is-kept-for-the-retention": "an answer is there for all of the retention, and the key is new after it"
+        "answer-is-kept-for-the-retention": "an answer is replayed during the whole retention, and the key is new afterwards"
             .given(brief.clone())
             => run (expiry);
-        "replays-do-not-extend-the-retention": "replays, conflicts and mismatches do not make it last longer"
+        "replays-do-not-extend-the-retention": "replays, conflicts and mismatches do not extend the retention"
             .given(brief.clone())
             => run (replays_do_not_extend);
         "retention-counts-from-the-completion": "retention counts from the completion, not from the claim"
@@ -31,10 +31,10 @@ pub(super) fn cases() -> Vec<Case> {
         "tombstones-are-kept-as-long": "a record that cannot be replayed is kept as long as one that can"
             .given(Plan { max_response_body: Some(1), ..brief })
             => run (tombstones);
-        "crowd-at-expiry-executes-once": "at the end of the retention, a crowd executes once and not more"
+        "crowd-at-expiry-executes-once": "at the end of the retention, many equal requests execute once"
             .given(Plan { retention: Some(Duration::from_secs(1)), ..Plan::default() })
             => run (expiry_races);
-        "answers-survive-a-restart": "what was answered is answered the same after a restart"
+        "answers-survive-a-restart": "an answer is replayed unchanged after a restart"
             .only_durable("nothing in memory survives")
             => start (restart);
     }
@@ -80,7 +80,7 @@ async fn replays_do_not_extend(world: World) {
 async fn expiry_races(world: World) {
     let retention = world.plan.retention.expect("a retention");
     let give_up = Instant::now() + TIMEOUT;
-    // Of each execution, between which times it was.
+    // The earliest and the latest possible time of each execution.
     let mut executions: Vec<(Instant, Instant)> = Vec::new();
     while executions.len() < 4 {
         assert!(Instant::now() < give_up, "{} executions", executions.len());
@@ -95,7 +95,7 @@ async fn expiry_races(world: World) {
         match world.backend.effects() - before {
             0 => {}
             1 => executions.push((start, end)),
-            // On a machine that is so busy that the retention of the first one ended before its crowd was answered.
+            // On a busy machine, the retention of the first one may end before all requests were answered.
             more => assert!(retention * (more as u32 - 1) <= end - start, "{more} executions at once"),
         }
     }

@@ -24,7 +24,7 @@ const PROCESS: &str = "the service behind the layer is in its process";
 
 const SHORT: Duration = Duration::from_millis(400);
 
-/// Within it a request has to reach the service, and one that is not held to be answered, also on a busy machine.
+/// The time within which a request reaches the service, and one that is not held is answered, even on a busy machine.
 const UPSTREAM_TIMEOUT: Duration = Duration::from_secs(2);
 
 pub(super) fn cases() -> Vec<Case> {
@@ -40,9 +40,9 @@ pub(super) fn cases() -> Vec<Case> {
             => run (hang_up, true);
         "client-half-closes": "a client that closes its side does not end the handler, and its answer is kept"
             => run (hang_up, false);
-        "client-hangs-up-while-reading": "a client that goes away in the middle of its answer finds it whole later"
+        "client-hangs-up-while-reading": "a client that disconnects in the middle of its answer gets the complete answer later"
             => run (hang_up_while_reading);
-        "client-of-a-stream-hangs-up": "a stream whose client goes away leaves a record that is never run again"
+        "client-of-a-stream-hangs-up": "a stream whose client disconnects leaves a record, and never runs again"
             => run (hang_up_of_a_stream);
         "request-body-cut-short": "a body that is cut short claims nothing"
             => run (cut_short);
@@ -52,7 +52,7 @@ pub(super) fn cases() -> Vec<Case> {
         "handler-panics": "a panic leaves the outcome unknown, and nothing runs again"
             .only_layer(PANIC)
             => run (unknown_ever_after, Script::panics());
-        "handler-panics-and-the-key-is-released": "a panic frees the key where server errors do"
+        "handler-panics-and-the-key-is-released": "a panic frees the key if server errors do"
             .given(release.clone())
             .only_layer(PANIC)
             => run (handler_failed, Script::panics());
@@ -63,11 +63,11 @@ pub(super) fn cases() -> Vec<Case> {
         "handler-returns-an-error": "a handler that ends with an error is like one that panics"
             .only_layer("the sidecar sees a closed connection, which has a case of its own")
             => run (handler_error);
-        "response-body-breaks-off": "an answer that breaks off before it is whole is not known"
+        "response-body-breaks-off": "an answer that breaks off leaves the outcome unknown"
             .only_layer("the sidecar sees a closed connection, which has a case of its own")
             => run (body_breaks_off);
         // The service behind the sidecar.
-        "upstream-unreachable": "a service that cannot be reached was not asked: 502, and the key is free"
+        "upstream-unreachable": "a service that is out of reach executed nothing: 502, and the key is free"
             .only_sidecar(PROCESS)
             => start (refused_connection);
         "upstream-unreachable-with-release":
@@ -75,7 +75,7 @@ pub(super) fn cases() -> Vec<Case> {
             .given(release.clone())
             .only_sidecar(PROCESS)
             => start (refused_connection);
-        "upstream-unreachable-keeps-the-key-executable": "a retry under its key while the service is away stays executable"
+        "upstream-unreachable-keeps-the-key-executable": "while the service is out of reach, a retry keeps its key executable"
             .only_sidecar(PROCESS)
             => start (refused_ten_times);
         "upstream-times-out": "a service that does not answer in time leaves the outcome unknown: 504, then 500"
@@ -95,7 +95,7 @@ pub(super) fn cases() -> Vec<Case> {
             "a service that closes the connection without an answer leaves the outcome unknown: 502, then 500"
             .only_sidecar(PROCESS)
             => run (closes, Script::fails());
-        "upstream-closes-a-kept-connection": "a service that closes a kept connection without an answer gets nothing twice"
+        "upstream-closes-a-kept-connection": "a service that closes a kept connection without an answer gets no request twice"
             .only_sidecar(PROCESS)
             => run (closes_on_a_kept_connection);
         "upstream-cuts-its-answer": "a service that cuts its answer leaves the outcome unknown: 502, then 500"
@@ -112,16 +112,16 @@ pub(super) fn cases() -> Vec<Case> {
         "upstream-sends-no-http": "a service that does not speak HTTP leaves the outcome unknown"
             .only_sidecar(PROCESS)
             => start (garbage);
-        "upstream-unreachable-without-a-key": "without a key, a service that cannot be reached is a 502 too"
+        "upstream-unreachable-without-a-key": "without a key, a service that is out of reach is a 502, too"
             .only_sidecar(PROCESS)
             => start (refused_without_a_key);
     };
     all.extend(cases! {
         // The store.
-        "store-down": "no store, no execution: 503, and after it is back, once"
+        "store-down": "without the store nothing executes: 503; when the store is back, it executes once"
             .only_layer(STORE)
             => run (store_down);
-        "store-down-for-a-replay": "while the store is down, what was answered before is a 503 too"
+        "store-down-for-a-replay": "while the store is down, a retry of an answered request is a 503, too"
             .only_layer(STORE)
             => run (store_down_replay);
         "store-down-without-a-key": "requests without a key need no store"
@@ -141,7 +141,7 @@ pub(super) fn cases() -> Vec<Case> {
             .given(short.clone())
             .only_layer(STORE)
             => run (renewal_fails, false);
-        "one-renewal-fails": "one renewal that fails is made up for"
+        "one-renewal-fails": "a lease survives one failed renewal"
             .given(short.clone())
             .only_layer(STORE)
             => run (renewal_fails, true);
@@ -155,15 +155,15 @@ pub(super) fn cases() -> Vec<Case> {
             .given(reexecute.clone())
             .only_layer(STORE)
             => run (completion_fails_reexecute);
-        "completion-fails-once": "a store that is back within the lease has the completion"
+        "completion-fails-once": "a store that is back within the lease gets the completion"
             .given(Plan { lease: Some(Duration::from_secs(10)), ..Plan::default() })
             .only_layer(STORE)
             => run (completion_fails_once);
-        "answer-to-the-completion-is-lost": "a completion whose answer is lost is a completion"
+        "answer-to-the-completion-is-lost": "a completion whose answer is lost counts"
             .given(short.clone())
             .only_layer(STORE)
             => run (completion_lost);
-        "release-fails": "a release that fails never frees the key for two"
+        "release-fails": "a release that fails never lets two requests execute"
             .given(short.clone())
             .only_layer(STORE)
             => run (release_fails);
@@ -187,7 +187,7 @@ pub(super) fn cases() -> Vec<Case> {
             .only_layer(STORE)
             => run (corrupt);
         // The owner.
-        "stale-owner-is-fenced": "a stale owner is fenced: its client has its answer, marked, and the store the other one's"
+        "stale-owner-is-fenced": "a stale owner is fenced: its client gets its answer with a mark, and the store keeps the other answer"
             .given(reexecute)
             .only_layer("two instances on one store are needed")
             => run (stale_owner);
@@ -238,7 +238,7 @@ async fn hang_up(world: World, rudely: bool) {
     } else {
         drop(connection);
     }
-    // The server has to notice before the handler ends, or this shows nothing. It answers others meanwhile.
+    // The server has to notice before the handler ends, or the case proves nothing. It answers others meanwhile.
     for _ in 0..10 {
         assert_refusal("request-in-progress", &world.send(pay_as("a")).await);
     }
@@ -287,7 +287,7 @@ async fn cut_short(world: World) {
         connection.write(&PAYMENT.as_bytes()[..10]).await;
         if half_close {
             connection.half_close().await;
-            // A server may say what it thinks of it, or just hang up.
+            // A server may answer, or only close the connection.
             match connection.answer("POST").await {
                 Ok(answer) => assert_eq!(answer.status(), 400, "{answer:?}"),
                 Err(AnswerError::Cut { head: None, .. }) => {}
@@ -360,7 +360,7 @@ async fn panic_while_others_wait(world: World) {
     assert_eq!(world.backend.effects(), 1);
 }
 
-/// An error of the inner service is the server's to answer: hyper closes the connection. The record is what counts.
+/// The server answers an error of the inner service: hyper closes the connection. The case checks the record.
 async fn handler_error(world: World) {
     match world.try_send(pay_as("a").script(Script::fails())).await {
         Ok(answer) => assert_refusal(UNKNOWN, &answer),
@@ -577,7 +577,7 @@ async fn claim_lost(world: World) {
     }
 }
 
-/// The answer that no longer tells to come again.
+/// The first answer other than `request-in-progress`.
 async fn definite(world: &World, key: &str) -> Answer {
     let mut last = None;
     until("there is a definite answer", async || {
@@ -591,7 +591,7 @@ async fn definite(world: &World, key: &str) -> Answer {
 }
 
 async fn claim_stalls(world: World) {
-    // Who comes first, the answer of the store or the news that the client is gone, is a race: it is run often.
+    // The answer of the store and the disconnection of the client race, so the race runs often.
     for round in 0..40 {
         let stall = Latch::new();
         let fault = if round % 2 == 0 { Fault::StallBefore } else { Fault::StallAfter };
@@ -603,7 +603,7 @@ async fn claim_stalls(world: World) {
         until("the claim is under way", async || world.faults.calls(Operation::Claim) > calls).await;
         connection.reset();
         stall.open();
-        // Whether it was executed depends on who was first; in the end it is, once.
+        // The winner decides if it was executed. In the end it was, once.
         let last = definite(&world, &key).await;
         assert_eq!(last.status(), 201, "round {round}: {last:?}");
         assert_eq!(world.backend.effects(), round + 1);
@@ -648,7 +648,7 @@ async fn completion_fails(world: World) {
     not_stored(&world, &first);
     stays_in_progress(&world).await;
     world.faults.heal();
-    // Known to this process all the time, and now to the store.
+    // This process knew the answer all the time, and now the store does, too.
     assert_replay(&world.plan, &pay_as("a"), &first, &world.settled(&pay_as("a")).await);
     assert_eq!(world.backend.effects(), 1);
 }
@@ -778,14 +778,14 @@ async fn stale_owner(world: World) {
     assert_fresh(&world.plan, &pay_as("a"), &first);
     assert_eq!((first.status(), first.get("idempotency-status")), (201, Some("fenced")), "{first:?}");
     assert_eq!(first.json()["effect"], 1);
-    // The store has the other one's answer, for both.
+    // The store has the answer of the other owner, for both requests.
     assert_replay(&world.plan, &pay_as("a"), &second, &there().await);
     assert_replay(&world.plan, &pay_as("a"), &second, &world.settled(&pay_as("a")).await);
     assert_eq!(world.backend.effects(), 2);
 }
 
 async fn stale_owner_while_replaced(world: World) {
-    // Whatever the stale owner's end is: an answer, a release, an unknown outcome.
+    // The stale owner may end with an answer, a release or an unknown outcome.
     for (round, script) in [Script::default(), Script::status(429), Script::panics()].into_iter().enumerate()
     {
         let key = format!("k{round}");

@@ -1,4 +1,4 @@
-//! Calls of gRPC, over HTTP/2: what is not answered by the service is told in the way that its clients read.
+//! Calls of gRPC over HTTP/2: refusals have the form that its clients read.
 
 use bytes::Bytes;
 use http::{HeaderMap, Request, StatusCode};
@@ -25,13 +25,13 @@ pub(super) fn cases() -> Vec<Case> {
         "grpc-refusals-stripe": "gRPC: a refusal does not depend on the profile"
             .given(Plan { profile: "stripe", ..required })
             => run (refusals);
-        "grpc-failed": "a service's own trailers-only answer stays one"
+        "grpc-failed": "a service's own answer of trailers only passes unchanged"
             => run (failed);
-        "grpc-in-progress": "a call that is being processed: come again, and when"
+        "grpc-in-progress": "a call that is being processed gets a status with the time to try again"
             => run (in_progress);
         "grpc-unknown": "a call with an unknown outcome is UNKNOWN"
             => run (unknown);
-        "grpc-store-unavailable": "no store: UNAVAILABLE, and when to come again"
+        "grpc-store-unavailable": "without the store: UNAVAILABLE, with the time to try again"
             .only_layer("the sidecar's store cannot be told to fail")
             => run (store_down);
         "grpc-unreachable": "a call that did not reach the service is UNAVAILABLE"
@@ -117,7 +117,7 @@ async fn refusals(world: World) {
     let first = pay(&world, Some("a"), "1").await;
     assert_eq!((first.status, first.body.len()), (StatusCode::OK, 5 + MARK.len()), "{first:?}");
     assert_eq!((first.trailers["grpc-status"].as_bytes(), first.get("grpc-status")), (&b"0"[..], None));
-    // Nothing is told of the first one's answer, which was not kept: nor that it succeeded.
+    // The refusal contains nothing of the first answer, which was not kept, not even its status.
     let again = pay(&world, Some("a"), "1").await;
     assert_refused(&again, "replay-unavailable", 2, Some("-1"));
     assert_eq!(again.get("idempotency-key"), Some("a"), "{again:?}");

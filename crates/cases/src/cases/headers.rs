@@ -61,21 +61,21 @@ const DROPPED: [(&str, &str); 29] = [
 
 pub(super) fn cases() -> Vec<Case> {
     cases! {
-        "stored-headers-are-replayed": "the listed fields are replayed as they were"
+        "stored-headers-are-replayed": "the listed fields are replayed unchanged"
             => run (kept);
-        "other-headers-are-not-replayed": "all others are not: hop-by-hop, credentials, cookies, tracing, limits, unlisted ones"
+        "other-headers-are-not-replayed": "hop-by-hop fields, credentials, cookies, tracing, limits and unlisted fields are not replayed"
             => run (dropped);
         "header-named-by-connection-is-not-replayed": "a field that Connection names is not replayed, listed or not"
             => run (nominated);
         "replay-has-its-own-date": "the date of a replay is that of the replay"
             => run (date);
-        "replay-has-no-retry-after": "a replayed 503 has no Retry-After, which was about another moment"
+        "replay-has-no-retry-after": "a replayed 503 has no Retry-After, because its time is over"
             => run (retry_after_is_not_kept);
         "replay-has-no-age": "a replay has no Age, and only the service's own Cache-Control"
             => run (uncached);
         "several-header-lines-are-replayed-in-order": "several lines of one field are replayed in their order"
             => run (several_lines);
-        "header-value-that-is-not-ascii": "a value that is not ASCII is replayed as it was"
+        "header-value-that-is-not-ascii": "a value that is not ASCII is replayed unchanged"
             => run (odd_values);
         "configured-header-is-stored": "a configured header is stored in addition to the listed ones"
             .given(Plan { stored_header: Some("x-anything"), ..Plan::default() })
@@ -87,10 +87,10 @@ pub(super) fn cases() -> Vec<Case> {
                     Box::pin(async { never_configured() })
                 }
             };
-        "configured-header-named-by-connection-is-not-stored": "a configured field that Connection names is not kept"
+        "configured-header-named-by-connection-is-not-stored": "a configured field that Connection names is not stored"
             .given(Plan { stored_header: Some("x-anything"), ..Plan::default() })
             => run (configured_and_nominated);
-        "handler-cannot-forge-the-replay-marker": "a handler cannot pass its answer off as a replay or as another key's"
+        "handler-cannot-forge-the-replay-marker": "a handler cannot mark its answer as a replay, or as the answer to another key"
             => run (no_marker_from_inside);
     }
 }

@@ -23,7 +23,7 @@ const REUSED: &str = "key-reused";
 pub(super) fn cases() -> Vec<Case> {
     let caller = Plan { key_scope: Some(KeyScope::Caller), ..Plan::default() };
     cases! {
-        "mismatch-tells-nothing-of-the-first": "another request under the key is a 422 that tells nothing of the first"
+        "mismatch-tells-nothing-of-the-first": "another request under the key is a 422 without information about the first"
             => run (tells_nothing);
         "mismatch-changes-nothing": "after a mismatch the first request is still replayed"
             => steps {
@@ -73,7 +73,7 @@ pub(super) fn cases() -> Vec<Case> {
                 refused(REUSED, Request::new("DELETE", "/payments/1").key("a").json(PAYMENT)),
                 passes(pay_as("a")),
             ];
-        "json-order-and-space": "JSON is compared by what it means: order of members and space do not count"
+        "json-order-and-space": "JSON is compared by its meaning: order of members and white space do not count"
             => steps {
                 json(
                     r#"{"amount":1000,"currency":"usd","meta":{"a":1,"b":[1,2]}}"#,
@@ -93,7 +93,7 @@ pub(super) fn cases() -> Vec<Case> {
                     ],
                 )
             };
-        "included-member-that-matches-nothing": "a chosen member that is misspelt does not make all bodies equal"
+        "included-member-that-matches-nothing": "a chosen member that no body has does not make all bodies equal"
             .given(Plan { fingerprint_include: Some("/Amount"), ..Plan::default() })
             => steps {
                 let pay = |body: &str| Request::post("/payments").key("a").json(body);
@@ -113,7 +113,7 @@ pub(super) fn cases() -> Vec<Case> {
                     replays(0, pay(r#"{ "amount": 500 }"#)),
                 ]
             };
-        "json-names-that-fold": "members whose names differ only in case keep their order: some frameworks take them for one"
+        "json-names-that-fold": "members whose names differ only in case keep their order, because some frameworks treat them as one"
             => steps {
                 let pay = |body: &str| Request::post("/payments").key("a").json(body);
                 vec![
@@ -140,7 +140,7 @@ pub(super) fn cases() -> Vec<Case> {
                     refused(REUSED, pay_as("b")),
                 ]
             };
-        "form-names-that-fold": "pairs whose names a framework folds keep their order"
+        "form-names-that-fold": "form pairs whose names a framework treats as one keep their order"
             => steps {
                 let form = |body: &'static str| {
                     Request::post("/payments").key("a").body("application/x-www-form-urlencoded", body)
@@ -177,7 +177,7 @@ pub(super) fn cases() -> Vec<Case> {
             => steps {
                 json("[1,2,3]", &["[ 1, 2.0, 3 ]"], &["[3,2,1]", "[1,2]", "[1,2,3,3]"])
             };
-        "json-large-integers": "integers that floating point makes equal are not equal"
+        "json-large-integers": "integers that are equal only as floating-point numbers differ"
             => steps {
                 json(
                     r#"{"id":9007199254740993}"#,
@@ -185,7 +185,7 @@ pub(super) fn cases() -> Vec<Case> {
                     &[r#"{"id":9007199254740992}"#, r#"{"id":9007199254740994}"#, r#"{"id":9007199254740993.0}"#],
                 )
             };
-        "json-duplicate-members": "a body with a member twice is compared as it is"
+        "json-duplicate-members": "a body with a member twice is compared byte by byte"
             => steps {
                 json(
                     r#"{"a":1,"a":2}"#,
@@ -193,7 +193,7 @@ pub(super) fn cases() -> Vec<Case> {
                     &[r#"{"a":2}"#, r#"{"a":1}"#, r#"{"a":2,"a":1}"#, r#"{"a":1, "a":2}"#],
                 )
             };
-        "body-that-only-claims-to-be-json": "a body that only claims to be JSON is compared as it is, and is not refused"
+        "body-that-only-claims-to-be-json": "a body that only claims to be JSON is compared byte by byte, and is not refused"
             => steps {
                 let mut steps = Vec::new();
                 for body in [
@@ -216,13 +216,13 @@ pub(super) fn cases() -> Vec<Case> {
                 }
                 steps
             };
-        "deeply-nested-json": "a body of ten thousand brackets is compared, and does no harm"
+        "deeply-nested-json": "a body of ten thousand brackets is compared without harm"
             => steps {
                 let deep =
                     || Request::post("/payments").key("a").json("[".repeat(10_000) + &"]".repeat(10_000));
                 vec![executes(deep()), replays(0, deep()), executes(pay_as("b"))]
             };
-        "binary-body-sent-as-json": "bytes that are no text, sent as JSON, are compared as they are"
+        "binary-body-sent-as-json": "bytes that are not text, sent as JSON, are compared byte by byte"
             => steps {
                 let send =
                     |body: &'static [u8]| Request::post("/payments").key("a").body("application/json", body);
@@ -255,7 +255,7 @@ pub(super) fn cases() -> Vec<Case> {
                     replays(0, send("application/json")),
                 ]
             };
-        "form-pairs-in-any-order": "a form is its pairs, in any order"
+        "form-pairs-in-any-order": "the order of the pairs of a form does not count"
             => steps {
                 let send = |body: &'static str| {
                     Request::post("/payments").key("a").body("application/x-www-form-urlencoded", body)
@@ -270,7 +270,7 @@ pub(super) fn cases() -> Vec<Case> {
                     refused(REUSED, send("currency=usd&amount=1000")),
                 ]
             };
-        "multipart-boundary-does-not-count": "a multipart body is its parts: another boundary is the same request"
+        "multipart-boundary-does-not-count": "another multipart boundary is the same request"
             => steps [
                 executes(multipart("----first", "1000", "file.bin")),
                 replays(0, multipart("----first", "1000", "file.bin")),
@@ -278,7 +278,7 @@ pub(super) fn cases() -> Vec<Case> {
                 refused(REUSED, multipart("----first", "1001", "file.bin")),
                 refused(REUSED, multipart("another", "1000", "other.bin")),
             ];
-        "broken-multipart": "a multipart body that is none is compared as it is"
+        "broken-multipart": "an invalid multipart body is compared byte by byte"
             => steps {
                 let send = |body: &'static str| {
                     Request::post("/payments").key("a").body("multipart/form-data; boundary=abc", body)
@@ -290,7 +290,7 @@ pub(super) fn cases() -> Vec<Case> {
                     executes(send("--abc--").drop_field("Idempotency-Key").key("b")),
                 ]
             };
-        "gzip-and-plain-are-one-request": "a body that is coded is the same request as one that is not"
+        "gzip-and-plain-are-one-request": "a compressed body is the same request as the plain one"
             => steps {
                 let coded = |body: &str| {
                     let body = Bytes::from(gzip(body.as_bytes()));
@@ -306,7 +306,7 @@ pub(super) fn cases() -> Vec<Case> {
                     refused(REUSED, coded(r#"{"currency":"usd","amount":1001}"#)),
                 ]
             };
-        "plain-after-gzip-is-one-request": "a plain body is the same request as a coded one before it"
+        "plain-after-gzip-is-one-request": "a plain body is the same request as a compressed one before it"
             => steps {
                 let body = gzip(PAYMENT.as_bytes());
                 let coded = || {
@@ -317,12 +317,12 @@ pub(super) fn cases() -> Vec<Case> {
                 };
                 vec![executes(coded()), replays(0, coded()), replays(0, pay_as("a"))]
             };
-        "body-with-broken-coding": "a body that is not coded as it says is compared as it is"
+        "body-with-broken-coding": "a body whose Content-Encoding is wrong is compared byte by byte"
             => steps {
                 let send = |body: &'static str| pay_as("a").json(body).field("Content-Encoding", "gzip");
                 vec![executes(send("no gzip")), replays(0, send("no gzip")), refused(REUSED, send("no gzip "))]
             };
-        "decompression-bomb": "a small body that unfolds beyond the limit is answered, and never runs twice"
+        "decompression-bomb": "a small body that decompresses beyond the limit is answered, and never runs twice"
             => run (bomb);
         "other-headers-do-not-count": "other header fields do not count"
             => steps [
@@ -349,7 +349,7 @@ pub(super) fn cases() -> Vec<Case> {
                 refused(REUSED, pay_as("a").field("X-Version", "2")),
                 refused(REUSED, pay_as("a")),
             ];
-        "excluded-json-member": "a member that is left out does not count, wherever else it stands"
+        "excluded-json-member": "an excluded member does not count, and one of the same name elsewhere does"
             .given(Plan { fingerprint_exclude: Some("/meta/at"), ..Plan::default() })
             => steps {
                 json(
@@ -362,7 +362,7 @@ pub(super) fn cases() -> Vec<Case> {
                     ],
                 )
             };
-        "included-json-member": "where one member counts, the others do not"
+        "included-json-member": "if one member is chosen, the others do not count"
             .given(Plan { fingerprint_include: Some("/amount"), ..Plan::default() })
             => steps {
                 json(
@@ -371,12 +371,12 @@ pub(super) fn cases() -> Vec<Case> {
                     &[r#"{"amount":2,"note":"a"}"#, r#"{"note":"a"}"#],
                 )
             };
-        "raw-bodies-compare-byte-by-byte": "where bodies are compared byte by byte, order and space count"
+        "raw-bodies-compare-byte-by-byte": "if bodies are compared byte by byte, order and white space count"
             .given(Plan { fingerprint_raw: true, ..Plan::default() })
             => steps {
                 json(r#"{"a":1,"b":2}"#, &[r#"{"a":1,"b":2}"#], &[r#"{"b":2,"a":1}"#, r#"{"a":1, "b":2}"#])
             };
-        "empty-body-equals-absent-body": "an empty body is an absent one, however it is framed"
+        "empty-body-equals-absent-body": "an empty body equals an absent one in every framing"
             => steps [
                 executes(Request::post("/payments/1/capture").key("a")),
                 replays(0, Request::post("/payments/1/capture").key("a").untyped("")),
@@ -389,7 +389,7 @@ pub(super) fn cases() -> Vec<Case> {
                 ),
                 refused(REUSED, Request::post("/payments/1/capture").key("a").untyped("x")),
             ];
-        "chunk-boundaries-do-not-count": "how a body is cut into chunks does not count"
+        "chunk-boundaries-do-not-count": "the chunks of a body do not count"
             => steps {
                 let chunked = |size: usize| {
                     let chunks = PAYMENT.as_bytes().chunks(size).map(Bytes::copy_from_slice).collect();
@@ -402,9 +402,9 @@ pub(super) fn cases() -> Vec<Case> {
                     replays(0, pay_as("a")),
                 ]
             };
-        "mismatch-while-in-flight": "another request is a mismatch while the first still runs, and not a conflict"
+        "mismatch-while-in-flight": "while the first request runs, another one is a mismatch, not a conflict"
             => run (in_flight);
-        "mismatch-of-a-tombstone": "another request is a mismatch where the answer was not kept"
+        "mismatch-of-a-tombstone": "another request is a mismatch even if the answer was not kept"
             .given(Plan { max_response_body: Some(99), ..Plan::default() })
             => steps {
                 let large = Script::whole(201, "text/plain", vec![b'x'; 100]);
@@ -414,7 +414,7 @@ pub(super) fn cases() -> Vec<Case> {
                     refused(REUSED, Request::post("/payments").key("a").json("{}")),
                 ]
             };
-        "other-media-types-compare-byte-by-byte": "what is neither JSON nor form nor multipart is bytes"
+        "other-media-types-compare-byte-by-byte": "other media types are compared byte by byte"
             => steps {
                 let send = |body: &'static str| pay_as("a").body("text/xml", body);
                 vec![

@@ -10,7 +10,7 @@ pub(super) fn cases() -> Vec<Case> {
     let optional = Plan { key_json: Some("/customer,/cart"), ..Plan::default() };
     let required = Plan { require_key: true, ..optional.clone() };
     cases! {
-        "natural-key-one-operation": "two requests with the same values are one operation, whatever keys they send, or none"
+        "natural-key-one-operation": "two requests with the same values are one operation, even if they send other keys or none"
             .given(required.clone())
             => steps [
                 executes(checkout(r#"{"customer":"ada","cart":7,"amount":5}"#)),
@@ -34,16 +34,16 @@ pub(super) fn cases() -> Vec<Case> {
                 refused("key-reused", checkout(r#"{"customer":"ada","cart":7}"#).key("a")),
                 replays(0, checkout(r#"{"customer":"ada","cart":7,"amount":5}"#)),
             ];
-        "natural-key-mismatch-advises-no-new-key": "the refusal does not advise to send another key, which no client can"
+        "natural-key-mismatch-advises-no-new-key": "the refusal does not advise another key, because no client can send one"
             .given(required.clone())
             => start (in_words);
-        "natural-key-excluded-members-may-differ": "what is left out of the comparison may differ"
+        "natural-key-excluded-members-may-differ": "excluded members may differ"
             .given(Plan { fingerprint_exclude: Some("/sent"), by_file: true, ..required.clone() })
             => steps [
                 executes(checkout(r#"{"customer":"ada","cart":7,"sent":"09:00"}"#)),
                 replays(0, checkout(r#"{"customer":"ada","cart":7,"sent":"09:01"}"#)),
             ];
-        "natural-key-kinds-of-values": "a number, a text, null and other values are told apart"
+        "natural-key-kinds-of-values": "a number, a text, null and other values are different"
             .given(required.clone())
             => steps {
                 let values = ["1", r#""1""#, "null", r#""null""#, "true", "[]", "[1]", "{}", r#""""#];
@@ -58,7 +58,7 @@ pub(super) fn cases() -> Vec<Case> {
                 executes(checkout(r#"{"customer":"a\",\"/cart","cart":"bc"}"#)),
                 executes(checkout(r#"{"customer":"c","cart":"ab"}"#)),
             ];
-        "natural-key-required": "a body without a member, or that is no JSON, has no key"
+        "natural-key-required": "a body without the member, or without JSON, has no key"
             .given(required.clone())
             => steps [
                 refused("key-missing", checkout(r#"{"customer":"ada"}"#)),
@@ -69,7 +69,7 @@ pub(super) fn cases() -> Vec<Case> {
                 refused("key-missing", Request::post("/checkouts")),
                 passes(Request::new("DELETE", "/checkouts/1")),
             ];
-        "natural-key-optional": "where no key is required, what has none passes unprotected"
+        "natural-key-optional": "if no key is required, a request without one passes unprotected"
             .given(optional.clone())
             => steps [
                 passes(checkout(r#"{"customer":"ada"}"#)),
@@ -79,7 +79,7 @@ pub(super) fn cases() -> Vec<Case> {
                 executes(checkout(r#"{"customer":"ada","cart":7}"#)),
                 replays(4, checkout(r#"{"customer":"ada","cart":7}"#)),
             ];
-        "natural-key-callers-are-separate": "a caller's values never meet another's"
+        "natural-key-callers-are-separate": "the values of two callers never meet"
             .given(Plan { scope: Callers::RequiredHeader("x-tenant"), ..optional })
             => steps {
                 let of = |tenant: &str| checkout(r#"{"customer":"ada","cart":7}"#).field("x-tenant", tenant);

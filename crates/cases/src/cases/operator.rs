@@ -84,7 +84,7 @@ async fn taken_back(world: World) {
     let _ = world.try_send(pay_as("a").script(Script::fails())).await;
     let record = only_record(&world, "unknown").await;
     let said = async |verdict| assert!(world.resolve(&record, verdict).await, "{verdict:?} was not taken");
-    // The wrong word, and the way back.
+    // A wrong decision, and its correction.
     said(OperatorDecision::HappenedWithoutAnswer).await;
     assert_refusal("replay-unavailable", &world.send(pay_as("a")).await);
     said(OperatorDecision::Park).await;
@@ -98,7 +98,7 @@ async fn taken_back(world: World) {
     said(OperatorDecision::DidNotHappen).await;
     said(OperatorDecision::Park).await;
     assert_refusal("outcome-unknown", &world.send(pay_as("a")).await);
-    // Another operator's word does not overtake, and an amendment does.
+    // Another operator cannot change the decision without an amendment.
     said(OperatorDecision::HappenedWithoutAnswer).await;
     assert!(!world.resolve(&record, OperatorDecision::Happened).await, "changed what another operator said");
     assert_refusal("replay-unavailable", &world.send(pay_as("a")).await);

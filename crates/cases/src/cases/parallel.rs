@@ -24,7 +24,7 @@ pub(super) fn cases() -> Vec<Case> {
         "retry-after-grows": "Retry-After is 1 at first, and grows with the time that the first request takes"
             .given(Plan { lease: Some(Duration::from_secs(60)), ..Plan::default() })
             => run (retry_after_of_a_long_lease);
-        "double-click-gets-one-answer": "a second request while the first runs gets its answer, where nothing is configured"
+        "double-click-gets-one-answer": "by default, a second request while the first runs gets its answer"
             .given(Plan { wait: None, ..Plan::default() })
             .with_every_framework()
             => run (wait);
@@ -38,16 +38,16 @@ pub(super) fn cases() -> Vec<Case> {
             .given(patient.clone())
             .with_every_framework()
             => run (many_wait);
-        "waiters-hang-up": "waiters that go away leave the first one and the others alone"
+        "waiters-hang-up": "waiting requests that disconnect do not affect the first one and the others"
             .given(patient.clone())
             => run (waiters_hang_up);
         "mismatch-does-not-wait": "a mismatch is refused at once, and does not wait"
             .given(patient.clone())
             => run (mismatch_does_not_wait);
-        "wait-for-a-release": "where the first one frees the key, one that waited executes, and one only"
+        "wait-for-a-release": "if the first one frees the key, exactly one waiting request executes"
             .given(patient)
             => run (wait_for_a_release);
-        "wait-ends-with-a-conflict": "a request that waited as long as it may gets the 409"
+        "wait-ends-with-a-conflict": "a request that waited for the maximum time gets a 409"
             .given(Plan { wait: Some(Duration::from_millis(300)), ..Plan::default() })
             => run (wait_in_vain);
         "hundred-equal-requests": "a hundred equal requests at once execute once"
@@ -105,7 +105,7 @@ async fn retry_after_of_a_long_lease(world: World) {
     let sent_at = Instant::now();
     let answer = world.send(pay_as("a")).await;
     assert_refusal(IN_PROGRESS, &answer);
-    // It took effect before it is asked about, but not long before, unless the machine is very busy.
+    // It took effect before the next request, but not long before, unless the machine is very busy.
     if sent_at.elapsed() < Duration::from_millis(500) {
         assert_eq!(retry_after(&answer), 1, "{answer:?}");
     }
@@ -134,7 +134,7 @@ async fn wait(world: World) {
     let first = world.start_send(pay_as("a").script(Script::default().held(&done)));
     world.backend.until_effects(1).await;
     let second = world.start_send(pay_as("a"));
-    // It cannot be seen from outside that it waits; what can be seen is that it has no answer.
+    // A waiting request is not visible from outside. Check that it has no answer.
     tokio::time::sleep(Duration::from_millis(100)).await;
     assert!(!second.is_finished(), "it did not wait");
     done.open();

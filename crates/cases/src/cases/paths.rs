@@ -9,7 +9,7 @@ use crate::table::{Case, Step, assert_replay, executes, passes, refused, rejecte
 use crate::world::World;
 use oncegate_http::KeyScope;
 
-/// Spellings of `/orders` that are one path wherever it stands.
+/// Spellings of `/orders` that are always one path.
 const SPELLINGS: [&str; 7] =
     ["/orders", "//orders", "/%6Frders", "/%6frders", "/x/../orders", "/./orders", "/x/%2E%2e/orders"];
 
@@ -52,13 +52,13 @@ pub(super) fn cases() -> Vec<Case> {
                 steps.extend(others.map(|target| replays(0, order(target).key("a"))));
                 steps
             };
-        "path-spelling-without-a-route": "where no route matches, case counts: nothing says which part is an identifier"
+        "path-spelling-without-a-route": "if no route matches, case counts, because no part is known to be an identifier"
             => steps [
                 executes(order("/orders/Ab").key("a")),
                 replays(0, order("//orders/./Ab/").key("a")),
                 executes(order("/orders/ab").key("a")),
             ];
-        "path-parameters-keep-their-case": "what a parameter matched is data"
+        "path-parameters-keep-their-case": "the value of a path parameter is data"
             .given(on("/items/{id}", Plan::default()))
             => steps [
                 executes(order("/items/AbC").key("a")),
@@ -66,7 +66,7 @@ pub(super) fn cases() -> Vec<Case> {
                 executes(order("/items/abc").key("a")),
                 replays(2, order("/ITEMS/abc").key("a")),
             ];
-        "path-spelling-is-not-a-mismatch": "where a key belongs to the caller, another spelling is no other request"
+        "path-spelling-is-not-a-mismatch": "if keys belong to the caller, another spelling is the same request"
             .given(Plan {
                 key_scope: Some(KeyScope::Caller),
                 ..on("/orders", Plan { key_scope: Some(KeyScope::Caller), ..Plan::default() })
@@ -121,7 +121,7 @@ fn redirects() -> Vec<Step> {
         steps.push(executes(order("/orders/").key(key)));
         steps.push(replays(first + 1, order("/orders").key(key)));
     }
-    // Elsewhere, or to the answer: this is what the operation came to.
+    // A redirection to another path, or to the answer, is the outcome of the operation.
     for (key, status, location) in [
         ("d", 307, "/confirm"),
         ("e", 303, "/orders/"),

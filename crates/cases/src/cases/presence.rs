@@ -28,7 +28,7 @@ pub(super) fn cases() -> Vec<Case> {
                 refused("key-missing", Request::new("PATCH", "/payments/1").json("{}")),
                 executes(pay_as("abc")),
             ];
-        "required-key-empty": "an empty key is there and malformed, it is not missing"
+        "required-key-empty": "an empty key is malformed, not missing"
             .given(required.clone())
             => steps [refused("key-invalid", pay_as("")), refused("key-invalid", pay_as("\"\""))];
         "key-required-only-for-covered-methods": "methods that are not covered need no key"
@@ -73,7 +73,7 @@ pub(super) fn cases() -> Vec<Case> {
                     passes(Request::new("get", "/payments/1").key("abc")),
                 ]
             };
-        "put-and-delete-pass": "PUT and DELETE are not covered unless that is said"
+        "put-and-delete-pass": "by default, PUT and DELETE are not covered"
             => steps {
                 ["PUT", "PUT", "DELETE", "DELETE"]
                     .map(|method| passes(Request::new(method, "/payments/1").key("abc")))
@@ -138,13 +138,13 @@ pub(super) fn cases() -> Vec<Case> {
                     passes(Request::post("/notes").body("text/plain", vec![b'x'; 100_000])),
                 ]
             };
-        "body-limit-applies-before-the-record": "a body beyond the limit is a 413 whatever the record says"
+        "body-limit-applies-before-the-record": "a body beyond the limit is a 413, even if the record has an answer"
             .given(small.clone())
             => steps {
                 let sized = |bytes| Request::post("/notes").key("a").body("text/plain", vec![b'x'; bytes]);
                 vec![executes(sized(10)), refused("request-too-large", sized(65)), replays(0, sized(10))]
             };
-        "key-is-checked-before-the-body": "a malformed or missing key is told before the size of the body"
+        "key-is-checked-before-the-body": "a malformed or missing key is refused before the size of the body"
             .given(Plan { require_key: true, ..small })
             => steps {
                 let large = || Request::post("/notes").body("text/plain", vec![b'x'; 65]);
@@ -154,7 +154,7 @@ pub(super) fn cases() -> Vec<Case> {
                     refused("request-too-large", large().key("abc")),
                 ]
             };
-        "scope-is-checked-before-the-key": "without a scope nothing else is looked at"
+        "scope-is-checked-before-the-key": "without a scope nothing else is checked"
             .given(Plan { scope: Callers::RequiredHeader("x-tenant"), ..Plan::default() })
             => steps [
                 refused("scope-unavailable", pay_as("abc")),

@@ -56,7 +56,7 @@ pub(super) fn cases() -> Vec<Case> {
                 executes(pay_as("d")),
                 replays(9, pay_as("d")),
             ];
-        "profile-stripe-errors": "stripe: errors have its shape and say whether to try again"
+        "profile-stripe-errors": "stripe: errors have its shape and tell if a retry helps"
             .given(stripe.clone())
             => run (stripe_errors);
         "profile-stripe-delete": "stripe: DELETE can be covered too"

@@ -72,7 +72,7 @@ pub(super) fn cases() -> Vec<Case> {
                     refused("key-reused", pay_as("b")),
                     executes(broken(503).key("c")).status(503),
                     executes(pay_as("c")),
-                    // The service has the last word.
+                    // The directive of the service wins.
                     executes(
                         Request::post("/payments")
                             .json(PAYMENT)

@@ -21,7 +21,7 @@ const RELEASED: [u16; 7] = [401, 403, 407, 408, 421, 425, 429];
 
 pub(super) fn cases() -> Vec<Case> {
     let mut all = cases! {
-        "first-request-gets-the-answer": "the first one gets the handler's answer as it is, and its key"
+        "first-request-gets-the-answer": "the first request gets the handler's answer unchanged, and its key"
             => run (first);
         "retry-gets-the-same-answer": "a retry gets the same status and the same body, and takes no effect"
             => steps [executes(pay_as("abc")), replays(0, pay_as("abc"))];
@@ -48,7 +48,7 @@ pub(super) fn cases() -> Vec<Case> {
                 replays(4, pay_as("c")),
                 replays(0, pay_as("a")),
             ];
-        "requests-on-one-connection": "requests on one connection are told apart"
+        "requests-on-one-connection": "requests on one connection have nothing in common"
             => run (one_connection);
         "replay-of-a-204": "a 204 is replayed as a 204 without a body"
             => steps [executes(pay_as("abc").script(Script::empty(204))).status(204), replays(0, pay_as("abc"))];
@@ -87,11 +87,11 @@ pub(super) fn cases() -> Vec<Case> {
             };
         "handler-gets-the-request-as-sent": "the handler sees the request as it was sent"
             => run (arrives);
-        "replay-of-a-gzip-body": "a coded body is replayed as it was coded"
+        "replay-of-a-gzip-body": "a compressed body is replayed compressed"
             => run (gzip);
-        "replay-of-a-chunked-body": "a body of unknown length is replayed whole, with its length"
+        "replay-of-a-chunked-body": "a body of unknown length is replayed complete, with its length"
             => run (chunked);
-        "trailers-reach-the-first-client": "trailer fields reach the first one, and the body is replayed whole"
+        "trailers-reach-the-first-client": "trailer fields reach the first client, and the body is replayed complete"
             => run (trailers);
         "replay-of-one-mebibyte": "a body of one mebibyte is replayed byte by byte, in one piece or in many"
             .given(Plan { max_response_body: Some(1024 * 1024), ..Plan::default() })
@@ -108,10 +108,10 @@ pub(super) fn cases() -> Vec<Case> {
                     replays(2, request("b")),
                 ]
             };
-        "response-too-large-to-store": "an answer beyond the limit reaches the first one whole, and nothing runs twice"
+        "response-too-large-to-store": "an answer beyond the limit reaches the first client complete, and nothing runs twice"
             .given(Plan { max_response_body: Some(1000), ..Plan::default() })
             => run (too_large);
-        "event-stream-is-not-run-again": "a stream of events reaches the first one as it comes, and is never run again"
+        "event-stream-is-not-run-again": "a stream of events reaches the first client as it comes, and never runs again"
             => run (events);
         "replay-of-redirects": "3xx are answers like others, and are not followed"
             => steps {
@@ -124,7 +124,7 @@ pub(super) fn cases() -> Vec<Case> {
                 }
                 steps
             };
-        "replay-of-client-errors": "4xx that decide are answers like others"
+        "replay-of-client-errors": "4xx that are decisions are answers like others"
             => steps {
                 let mut steps = Vec::new();
                 for status in [400, 402, 404, 405, 406, 409, 410, 412, 413, 415, 418, 422, 423, 424, 428, 451] {
@@ -176,7 +176,7 @@ pub(super) fn cases() -> Vec<Case> {
             => steps {
                 server_errors(false)
             };
-        "handler-releases-the-key": "the handler can say that nothing was decided"
+        "handler-releases-the-key": "the handler can release the key"
             => steps {
                 let release = |status| Script::status(status).field("idempotency-store", "release");
                 vec![
@@ -203,7 +203,7 @@ pub(super) fn cases() -> Vec<Case> {
                     executes(pay_as("c")),
                 ]
             };
-        "handler-asks-for-replay": "the handler can say that its answer stands"
+        "handler-asks-for-replay": "the handler can request that its answer is replayed"
             .given(Plan { server_errors: Some(ServerErrors::Release), ..Plan::default() })
             => steps {
                 let replay = |status| Script::status(status).field("idempotency-store", "replay");
@@ -215,7 +215,7 @@ pub(super) fn cases() -> Vec<Case> {
                 }
                 steps
             };
-        "grpc-answer-passes-and-is-not-run-again": "an answer of gRPC passes as it is, trailers and all, and is never run again"
+        "grpc-answer-passes-and-is-not-run-again": "an answer of gRPC passes unchanged with its trailers, and never runs again"
             => steps {
                 let mut steps = Vec::new();
                 for media_type in
@@ -231,7 +231,7 @@ pub(super) fn cases() -> Vec<Case> {
                 }
                 steps
             };
-        "handler-asks-for-a-tombstone": "the handler can say that its answer must not be kept"
+        "handler-asks-for-a-tombstone": "the handler can forbid that its answer is stored"
             => steps {
                 let secret = || Script::status(201).field("idempotency-store", "tombstone");
                 vec![
@@ -243,9 +243,9 @@ pub(super) fn cases() -> Vec<Case> {
             };
         "directive-is-hidden-from-clients": "no client sees the handler's directive to the layer"
             => run (directive_is_taken_off);
-        "head-passes": "HEAD is not covered: it asks the service, whatever the key has seen"
+        "head-passes": "HEAD is not covered: it reaches the service, even under a key with an answer"
             => run (head);
-        "expect-continue": "a client that asks first is told to go on, and is then like others"
+        "expect-continue": "a client that sends Expect gets 100 Continue, and is then treated like others"
             => run (expect_continue);
     };
     all.extend(cases! {
@@ -403,7 +403,7 @@ async fn events(world: World) {
         Some(&b"data: one\n\n"[..]),
         "the first event comes before the second one is there"
     );
-    // Meanwhile: whatever it is told, it does not execute.
+    // Meanwhile it does not execute, with any answer.
     let meanwhile = world.send(pay_as("abc")).await;
     assert!([409, 422].contains(&meanwhile.status()), "{meanwhile:?}");
     assert_eq!(world.backend.effects(), 1);

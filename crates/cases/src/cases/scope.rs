@@ -65,7 +65,7 @@ pub(super) fn cases() -> Vec<Case> {
     let tenants = Plan { scope: TENANT, ..Plan::default() };
     let credentials = Plan { scope: Callers::Header("authorization"), ..Plan::default() };
     cases! {
-        "scope-two-callers": "two callers with one key have nothing to do with each other"
+        "scope-two-callers": "two callers with the same key are independent"
             .given(tenants.clone())
             => steps {
                 let other = || from("b", "a").json(r#"{"amount":5}"#);
@@ -77,7 +77,7 @@ pub(super) fn cases() -> Vec<Case> {
                     refused("key-reused", from("b", "a")),
                 ]
             };
-        "scope-whole-credential": "callers are told apart by their whole credential"
+        "scope-whole-credential": "callers are identified by their whole credential"
             .given(credentials.clone())
             => steps {
                 let with = |credential: &str| pay_as("a").field("Authorization", credential);
@@ -91,7 +91,7 @@ pub(super) fn cases() -> Vec<Case> {
                     replays(1, with("Bearer two")),
                 ]
             };
-        "scope-absent-header-is-one-caller": "callers without the field are one caller, and not any of the others"
+        "scope-absent-header-is-one-caller": "all callers without the field are one caller, different from the others"
             .given(tenants.clone())
             => steps [
                 executes(pay_as("a")),
@@ -100,7 +100,7 @@ pub(super) fn cases() -> Vec<Case> {
                 replays(0, from("", "a")),
                 replays(0, pay_as("a")),
             ];
-        "scope-doubled-header": "a caller that sends the header twice is none of the callers of one line"
+        "scope-doubled-header": "a caller that sends the header twice gets no answer of a caller that sends it once"
             .given(tenants.clone())
             => steps [
                 executes(from("a", "a")),
@@ -111,7 +111,7 @@ pub(super) fn cases() -> Vec<Case> {
         "scope-is-no-oracle": "no answer to one caller depends on what another one did"
             .given(tenants.clone())
             => run (no_oracle);
-        "key-of-the-caller": "a key that belongs to the caller belongs to this one only"
+        "key-of-the-caller": "a key that belongs to a caller belongs to no other one"
             .given(Plan { key_scope: Some(KeyScope::Caller), ..tenants.clone() })
             => steps {
                 let refund =
@@ -125,13 +125,13 @@ pub(super) fn cases() -> Vec<Case> {
                     replays(1, refund("b")),
                 ]
             };
-        "scope-single-tenant": "single tenant: all requests are of one caller"
+        "scope-single-tenant": "single tenant: all requests belong to one caller"
             => steps [
                 executes(pay_as("a").field("Authorization", "Bearer one")),
                 replays(0, pay_as("a").field("Authorization", "Bearer two")),
                 replays(0, pay_as("a")),
             ];
-        "scope-separators-do-not-collide": "no separator within caller, path or key makes two records meet"
+        "scope-separators-do-not-collide": "no separator within caller, path or key makes two records collide"
             .given(tenants)
             => steps {
                 let at = |tenant: &str, path: &str, key: &str| {
@@ -188,7 +188,7 @@ pub(super) fn cases() -> Vec<Case> {
                 }
                 steps
             };
-        "scope-header-with-underscores": "many services take `_` for `-`, so a caller header in that spelling is refused"
+        "scope-header-with-underscores": "a caller header with `_` instead of `-` is refused, because many services treat both alike"
             .given(Plan { scope: TENANT, ..Plan::default() })
             => steps [
                 executes(from("a", "a")),
@@ -213,10 +213,10 @@ pub(super) fn cases() -> Vec<Case> {
                     refused("scope-not-set", session("eve").field("Authorization", "Bearer")),
                     refused("scope-not-set", pay_as("a").field("X-Api-Key", "secret")),
                     refused("scope-not-set", pay_as("b").field("X-Auth-Token", "secret")),
-                    // Nothing else is looked at before.
+                    // Nothing else is checked before.
                     refused("scope-not-set", pay_as("\"broken").field("X-Api-Key", "secret")),
                     replays(0, pay_as("a").field("X-Api-Key", "").field("Cookie", " ")),
-                    // All users of a gate have one `Basic`.
+                    // All users behind a gateway have the same `Basic`.
                     refused("scope-not-set", session("ada").field("Authorization", "Basic Z2F0ZQ==")),
                     refused("scope-not-set", pay_as("a").field("Authorization", "Digest username=\"a\", nc=00000001")),
                     executes(session("ada").field("Authorization", "Bearer ada")),
@@ -231,7 +231,7 @@ pub(super) fn cases() -> Vec<Case> {
                 let session = |sid: &str| pay_as("a").field("Cookie", format!("sid={sid}"));
                 vec![executes(session("ada")), replays(0, session("eve")), replays(0, pay_as("a"))]
             };
-        "scope-cookie": "a cookie tells callers apart, wherever it stands"
+        "scope-cookie": "a cookie identifies the caller at any position"
             .given(Plan { scope: Callers::Parts(&["required-cookie:sid"]), ..Plan::default() })
             => steps {
                 let with = |cookies: &str| pay_as("a").field("Cookie", cookies);
@@ -246,7 +246,7 @@ pub(super) fn cases() -> Vec<Case> {
                     refused("scope-unavailable", pay_as("a").field("Authorization", "Bearer ada")),
                 ]
             };
-        "scope-of-parts": "a tenant and a session tell callers apart together"
+        "scope-of-parts": "a tenant and a session identify the caller together"
             .given(Plan {
                 scope: Callers::Parts(&["cookie:sid", "required-header:x-tenant"]),
                 by_file: true,
@@ -288,7 +288,7 @@ pub(super) fn cases() -> Vec<Case> {
         "host-ignored": "a service of several names may ignore the host"
             .given(Plan { authority: Some(AuthorityRole::Ignored), ..Plan::default() })
             => steps [executes(pay_as("a").host("a.test")), replays(0, pay_as("a").host("b.test:8080"))];
-        "host-scope": "where hosts are tenants, each has keys of its own"
+        "host-scope": "if hosts are tenants, each has its own keys"
             .given(Plan { authority: Some(AuthorityRole::Scope), scope: TENANT, ..Plan::default() })
             => steps {
                 let to = |host| from("t", "a").host(host);
@@ -300,7 +300,7 @@ pub(super) fn cases() -> Vec<Case> {
                     refused("key-reused", to("b.test").json(r#"{"amount":5}"#)),
                 ]
             };
-        "secrets-are-not-shown": "no answer and no line that is printed shows another's key, credential or body"
+        "secrets-are-not-shown": "no answer and no line of output shows the key, credential or body of another request"
             .given(credentials)
             => run {
                 |mut world| Box::pin(async move { secrets(&mut world).await })
@@ -333,7 +333,7 @@ async fn no_oracle(world: World) {
     world.backend.until_effects(1).await;
     let finished = world.send(from("a", "finished")).await;
     assert_eq!(finished.status(), 201);
-    // For another caller these keys are new, whatever request they come with.
+    // For another caller these keys are new, with any request.
     for key in ["running", "finished", "never used"] {
         let key = format!("\"{key}\"");
         for body in [PAYMENT, "{}"] {

@@ -39,7 +39,7 @@ pub(super) fn cases() -> Vec<Case> {
                 executes(pay_as("\"clkyoesmbgybucifusbbtdsbohtyuuwz\"")),
                 executes(pay_as("\"a\\\"b\\\\c\";v=1")),
             ];
-        "malformed-key-is-refused": "a string that does not end is a 400 though no key is required"
+        "malformed-key-is-refused": "a string without its end is a 400, even if no key is required"
             => steps {
                 let broken = [
                     "\"abc",
@@ -148,7 +148,7 @@ pub(super) fn cases() -> Vec<Case> {
                 replays(0, pay_as("abc")),
                 replays(1, pay_as("ABC")),
             ];
-        "uuid-keys-ignore-case": "where keys are UUIDs, upper and lower case are one key, and others are none"
+        "uuid-keys-ignore-case": "if keys are UUIDs, case does not count, and other keys are refused"
             .given(Plan { key_format: Some("uuid"), ..Plan::default() })
             => steps [
                 executes(pay_as(UUID)),
@@ -158,7 +158,7 @@ pub(super) fn cases() -> Vec<Case> {
                 refused("key-invalid", pay_as("8e03978e-40d5-43e8-bc93-6894a57f932g")),
                 refused("key-invalid", pay_as("abc")),
             ];
-        "ulid-keys": "where keys are ULIDs, others are none"
+        "ulid-keys": "if keys are ULIDs, other keys are refused"
             .given(Plan { key_format: Some("ulid"), ..Plan::default() })
             => steps [
                 executes(pay_as("01ARZ3NDEKTSV4RRFFQ69G5FAV")),
@@ -167,7 +167,7 @@ pub(super) fn cases() -> Vec<Case> {
                 refused("key-invalid", pay_as("01ARZ3NDEKTSV4RRFFQ69G5FAU")),
                 refused("key-invalid", pay_as(UUID)),
             ];
-        "keys-by-pattern": "where keys follow a pattern, it is the whole key that must"
+        "keys-by-pattern": "if keys have a pattern, the whole key must match"
             .given(Plan { key_format: Some("pattern:order-[0-9]{3}"), ..Plan::default() })
             => steps [
                 executes(pay_as("order-123")),
@@ -176,7 +176,7 @@ pub(super) fn cases() -> Vec<Case> {
                 refused("key-invalid", pay_as("my-order-123")),
                 refused("key-invalid", pay_as("order-123x")),
             ];
-        "hostile-keys": "a key is bytes and nothing else: it is found again, and only itself"
+        "hostile-keys": "a key is only bytes: it is found again, and equals no other"
             => steps {
                 let hostile = [
                     "'; DROP TABLE records; --",
@@ -202,19 +202,19 @@ pub(super) fn cases() -> Vec<Case> {
                 let again = hostile.iter().enumerate().map(|(n, text)| replays(n, pay_as(&key(text))));
                 first.chain(again).collect()
             };
-        "line-break-in-a-key": "a line break within the field never runs anything unprotected"
+        "line-break-in-a-key": "a line break within the field never leads to an unprotected execution"
             => steps {
                 let broken: [&[u8]; 4] = [b"abc\r\n def", b"abc\rdef", b"abc\ndef", b"\"abc\r\n\tdef\""];
                 broken.map(|key| rejected(pay().key(key))).into()
             };
-        "very-long-keys": "a key of kilobytes is a 400; of more than a server reads, whatever it says"
+        "very-long-keys": "a key of kilobytes is a 400; for a longer one, the server's own refusal"
             => steps [
                 refused("key-invalid", pay_as(&"k".repeat(8 * 1024))),
                 refused("key-invalid", pay_as(&format!("\"{}\"", "k".repeat(64 * 1024)))),
                 rejected(pay_as(&"k".repeat(1024 * 1024))),
                 executes(pay_as("k")),
             ];
-        "key-in-another-header": "the carrier can have another name; the usual one then means nothing"
+        "key-in-another-header": "the header of the key can have another name; the usual one is then ignored"
             .given(Plan { key_header: Some("x-request-token"), ..Plan::default() })
             => steps {
                 let carried = |key: &str| pay().field("X-Request-Token", key);

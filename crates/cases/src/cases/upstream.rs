@@ -36,12 +36,12 @@ pub(super) fn cases() -> Vec<Case> {
         "hop-by-hop-headers-end-at-the-sidecar": "fields of one connection end at the sidecar"
             .only_sidecar("the layer is no hop")
             => run (hop_by_hop);
-        "unprotected-bodies-stream": "without a key, bodies pass as they come, in both directions, without a limit"
+        "unprotected-bodies-stream": "without a key, bodies stream in both directions without a limit"
             .given(Plan { max_request_body: Some(64), max_response_body: Some(64), ..Plan::default() })
             => run (passing_streams);
         "service-answers-early": "a service may answer before it has read the request"
             => run (early_answer);
-        "http2": "over HTTP/2 all is as over HTTP/1.1, and one key is one key over both"
+        "http2": "HTTP/2 behaves like HTTP/1.1, and a key is the same over both"
             => run (http2);
         "routes-have-settings": "routes have their own settings; the first that matches counts"
             .given(Plan { routes: routes.clone(), ..Plan::default() })
@@ -63,7 +63,7 @@ pub(super) fn cases() -> Vec<Case> {
         "routes-have-profiles": "a route may have a profile of its own"
             .given(Plan { routes, ..Plan::default() })
             => run (route_profile);
-        "settings-in-a-file": "settings in a file are those by flags"
+        "settings-in-a-file": "settings in a file equal those by flags"
             .given(Plan {
                 by_file: true,
                 require_key: true,

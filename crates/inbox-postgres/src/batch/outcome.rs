@@ -110,7 +110,7 @@ impl Inner {
 
     /// Writes dead letters for messages whose receipts a handler committed by itself, perhaps without their effects.
     ///
-    /// Afterwards their receipts say that they are dead, so that an operator who takes a dead letter out gets its message
+    /// Afterwards their receipts have the status dead, so that an operator who takes a dead letter out gets its message
     /// processed. A message stays open if the transaction turns out not to have committed it: because it was rolled back, or
     /// because its number belongs to another transaction after a server crash.
     pub(super) async fn handler_committed(
@@ -195,7 +195,7 @@ impl Inner {
         }
     }
 
-    /// Gives a message up: writes its dead letter, and the receipt that says so.
+    /// Gives a message up: writes its dead letter and a receipt with the status dead.
     pub(super) async fn dead_letter(
         &self,
         receipt: &Receipt,

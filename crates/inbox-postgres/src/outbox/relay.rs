@@ -153,7 +153,7 @@ impl<P: Publisher> Relay<P> {
         Ok(self)
     }
 
-    /// Sets how many bytes of messages are held. One message is always allowed, whatever its size.
+    /// Sets how many bytes of messages are held. One message of any size is always allowed.
     pub fn with_max_bytes(mut self, bytes: usize) -> Self {
         self.settings.limits.bytes = bytes;
         self

@@ -20,7 +20,7 @@ async fn the_new_messages_of_a_batch_share_one_transaction() {
     let batch = [new("a"), again("b"), new("c"), new("a"), again("b")];
     let handled = process_each(&inbox, &batch, effect).await;
     assert_eq!(words(&handled), ["processed 1", "processed 1", "processed 1", "duplicate", "duplicate"]);
-    // One that fails has failed once, however often it is in the batch.
+    // A message that fails has failed once, even if the batch has it several times.
     let handled = process_each(&inbox, &[again("poison"), again("poison")], effect).await;
     assert_eq!(words(&handled), ["failed 1", "in-flight"]);
     let more = [new("d"), new("a"), new("e")];

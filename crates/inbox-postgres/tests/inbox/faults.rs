@@ -181,7 +181,8 @@ async fn a_server_restart_loses_and_repeats_nothing() {
     assert_eq!(counts, (MESSAGES as i64, MESSAGES as i64));
 }
 
-/// A number of a transaction that was lost with its server is given to another one, which commits: it says nothing of the first.
+/// The number of a transaction that was lost with its server is given to another one, which commits: that is no information
+/// about the first.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_reused_transaction_number_leads_to_no_dead_letters() {
     // Nothing is written of a transaction before its COMMIT, so that its number is forgotten with it.
@@ -201,7 +202,7 @@ async fn a_reused_transaction_number_leads_to_no_dead_letters() {
             let turn = turns.next().expect("the number was never forgotten");
             let ids: Vec<_> = ["a", "b", "c"].map(|id| format!("{id} {turn} {whose}")).into();
             let batch: Vec<_> = ids.iter().map(|id| new(id)).collect();
-            // What the first run came to: the number that was lost, and the one that was taken after the crash.
+            // The outcome of the first run: the number that was lost, and the one that was taken after the crash.
             let numbers = Arc::new(Mutex::new(None));
             let (its, there, copies, noted) = (server.clone(), url.clone(), batch.clone(), numbers.clone());
             let (other, begun) = (inbox.clone(), Instant::now());

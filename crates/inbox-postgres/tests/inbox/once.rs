@@ -244,7 +244,7 @@ async fn crashed_attempts_are_counted_and_running_ones_are_not() {
         }
         task.abort();
         assert!(task.await.unwrap_err().is_cancelled());
-        // The server has heard of it.
+        // The server received it.
         until("the end of the transaction", async || {
             let locks = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'";
             database.number(locks).await == 0

@@ -45,7 +45,8 @@ async fn an_unawaited_statement_that_fails_leads_to_a_dead_letter() {
     assert!(database.effects().await.is_empty());
 }
 
-/// It commits the receipts of its batch with the first message; of the last it leaves a statement behind that says to come again.
+/// Commits the receipts of its batch with the first message. With the last one, it leaves a running statement behind, whose
+/// error allows a retry.
 async fn commits_and_leaves(connection: &mut PgConnection, message: &Message) -> Result<(), HandlerError> {
     effect(connection, message).await?;
     if message.payload == "a" {

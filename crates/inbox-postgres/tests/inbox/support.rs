@@ -107,7 +107,7 @@ pub(crate) fn ordered(id: &str, key: &'static str) -> Arc<Message> {
     Arc::new(Message::clone(&new(id)).with_order_key(key))
 }
 
-/// A handler: the effect is a row with what the message says. `poison…` says that it fails, after the effect.
+/// A handler: the effect is a row with the payload. It fails after the effect if the payload begins with `poison`.
 pub(crate) async fn effect(connection: &mut PgConnection, message: &Message) -> Result<(), HandlerError> {
     let text = std::str::from_utf8(&message.payload)?;
     sqlx::query("INSERT INTO effects (message) VALUES ($1)").bind(text).execute(connection).await?;

@@ -25,7 +25,7 @@ pub(crate) enum Fault {
     Lost,
     /// It is not taken now, but a while after the relay got the error.
     Afterwards(Duration),
-    /// It is taken, and nothing is ever said.
+    /// The broker takes the message and never answers.
     Hang,
     Refused,
     Panic,

@@ -27,7 +27,7 @@ fn ids(rows: &[Row]) -> Vec<&str> {
     rows.iter().filter_map(|row| row.id.as_deref()).collect()
 }
 
-/// Settles the run of these rows, all of them with this outcome. Says whether it was held.
+/// Settles a run of these rows with one outcome. Returns `true` if the run held them.
 async fn settle(connection: &mut PgConnection, rows: &[Row], outcome: &str) -> bool {
     let Row { token: Some(token), line, seq: Some(first), .. } = rows[0] else { panic!("no run") };
     let seqs: Vec<String> = rows.iter().map(|row| row.seq.unwrap().to_string()).collect();

@@ -39,7 +39,7 @@ pub(crate) fn produce(broker: &str, topic: &str, wrong: Wrong) {
     assert_eq!(answer[error..error + 2], [0, 0], "{answer:?}");
 }
 
-/// One record without key or headers that says `x`.
+/// One record with the payload `x`, without key and headers.
 fn batch(wrong: Wrong) -> Vec<u8> {
     let compression = if let Wrong::Compression = wrong { 7_i16 } else { 0 };
     let mut checked = Vec::new();

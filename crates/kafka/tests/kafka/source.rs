@@ -255,7 +255,7 @@ async fn a_partition_moves_eagerly() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_partition_moves_cooperatively() {
     // The cluster of the tests sends a member away whose part of a rebalance comes after the leader's. It joins again at once,
-    // and commits are refused meanwhile, as in an eager revocation: such a turn says nothing of them.
+    // and commits are refused meanwhile, as in an eager revocation: such a round does not count.
     for _ in 0..5 {
         if a_partition_that_moves("cooperative-sticky").await {
             return;

@@ -136,7 +136,7 @@ fn not_applied(options: &PostgresOptions, error: &Error, before: &Status) -> Pos
             let bindings = before.foreign_bindings.join("; ");
             let why = format!(
                 "nothing was changed: {why}. Parts of the schema oncegate are bound to objects outside of it, which may be the reason: \
-                 {bindings}. docs/reference/store-contract-postgres.md, under \"Search path and owner\", says how to repair them by \
+                 {bindings}. docs/reference/store-contract-postgres.md, under \"Search path and owner\", explains how to repair them by \
                  hand"
             );
             PostgresOpenError::Connect { database, why }

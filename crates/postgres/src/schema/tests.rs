@@ -35,7 +35,7 @@ END $$;";
 fn second_version() -> Contract {
     let [tables, functions @ .., rights] = SQL;
     let tables = tables.replacen("SET LOCAL oncegate.version = 1;", "SET LOCAL oncegate.version = 2;", 1);
-    assert_ne!(tables, SQL[0], "the text says which version it creates");
+    assert_ne!(tables, SQL[0], "the text names the version that it creates");
     let mut sql = vec![&*tables.leak(), NEW_COLUMN];
     sql.extend(functions);
     sql.extend([NEW_FUNCTION, NEW_RIGHT, rights]);

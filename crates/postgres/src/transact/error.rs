@@ -32,7 +32,7 @@ impl RunError {
         self.0
     }
 
-    /// Tells if the database says that the same transaction may be run again: serialization failure or deadlock.
+    /// Returns `true` if the same transaction may be run again: serialization failure or deadlock.
     pub(crate) fn is_conflict(&self) -> bool {
         is_conflict_in(&*self.0)
     }
@@ -60,7 +60,7 @@ pub fn is_conflict_in(error: &(dyn StdError + 'static)) -> bool {
     false
 }
 
-/// Tells if an error of a run says that its connection or the server ended. It searches the chain of sources.
+/// Returns `true` if the connection or the server ended. It searches the chain of sources.
 #[must_use]
 pub fn is_lost_in(error: &(dyn StdError + 'static)) -> bool {
     let mut next = Some(error);
@@ -73,7 +73,7 @@ pub fn is_lost_in(error: &(dyn StdError + 'static)) -> bool {
     false
 }
 
-/// Tells if the database says that the same transaction may be run again.
+/// Returns `true` if the same transaction may be run again.
 #[must_use]
 pub fn is_conflict(error: &sqlx::Error) -> bool {
     sqlstate(error).is_some_and(|code| is_conflict_code(&code))

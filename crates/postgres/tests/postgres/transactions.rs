@@ -42,7 +42,7 @@ async fn an_open_completion_of_an_application_delays_no_other_caller() {
     for command in [renews(token), completes(token, Completion::Tombstone)] {
         let error = store.apply(id(1), command).await.unwrap_err();
         assert_eq!(error.kind(), StoreErrorKind::Locked, "{error}");
-        assert_eq!(error.extent(), Extent::Record, "it says nothing about the store");
+        assert_eq!(error.extent(), Extent::Record, "the error concerns the record only");
     }
     let purged = store.purge(10).await.unwrap();
     assert_eq!(purged, 0);

@@ -158,7 +158,7 @@ async fn run(state: Arc<State>, _attempt: Attempt, message: Arc<Message>) -> Res
         }
         Act::Retry => Err(HandlerError::retry("not now")),
         Act::Reject => Err(HandlerError::reject("never")),
-        Act::Panic => panic!("a handler panics, as it was told to"),
+        Act::Panic => panic!("a handler panics on purpose"),
     }
 }
 
@@ -254,7 +254,7 @@ async fn an_invalid_signature_is_never_recorded() {
     assert_eq!(said[0].0, r#"{"type":"urn:oncegate:problem:webhook-refused","status":400}"#);
     assert!(said.iter().all(|one| *one == said[0]), "{said:?}");
 
-    // Too long, as it says itself and as it turns out.
+    // Too long by its Content-Length, and too long without one.
     let long = Sending::standard("msg_1", NOW, vec![b'x'; 101]);
     let answer = long.send(address, PATH).await.unwrap();
     assert_eq!((answer.status, answer.problem()), (413, "request-too-large"));
@@ -272,7 +272,7 @@ async fn an_invalid_signature_is_never_recorded() {
     }
     assert_eq!((world.begun(), world.store.len(), world.letters().len()), (0, 0, 0));
     assert_eq!(world.counts.get(EventKind::Refused), 13);
-    // None of this stands in the way of the good one.
+    // The valid event is still accepted.
     assert_eq!(good.send(address, PATH).await.unwrap().status, 200);
     assert_eq!((world.effects(), world.store.len()), (1, 1));
 }

@@ -310,7 +310,7 @@ fn old_and_new_times_are_refused() {
         assert!(sent.at(sent.at - 300).verify(&scheme).is_ok());
         assert_eq!(sent.at(sent.at + 301).verify(&scheme), outside);
         assert_eq!(sent.at(sent.at - 301).verify(&scheme), outside);
-        // A wrong signature is the first thing that is said of it.
+        // A wrong signature is reported first.
         assert_eq!(sent.at(0).saying("{}").verify(&scheme), Err(WebhookRefusal::SignatureWrong));
         let scheme = scheme.with_tolerance(Duration::from_secs(10)).expect("a tolerance");
         assert!(sent.at(sent.at + 10).verify(&scheme).is_ok());

@@ -55,7 +55,7 @@ impl Part {
         self.shared.lock().unwrap().child.kill().unwrap();
     }
 
-    /// Tells it to end, and waits until it has come to rest.
+    /// Sends SIGTERM, and waits until it has ended.
     pub(crate) fn stop(mut self) {
         until("it can be told", || {
             let mut shared = self.shared.lock().unwrap();

@@ -174,7 +174,7 @@ impl World {
         self.postgres.sql(query).unwrap().parse().unwrap()
     }
 
-    /// Waits until everything that was ordered has come to its end.
+    /// Waits until every order has its final state.
     pub(crate) fn come_to_rest(&self) {
         until("the outbox is empty", || {
             (self.number("SELECT waiting + refused FROM oncegate.outbox_status()") == 0).then_some(())
@@ -182,7 +182,7 @@ impl World {
         until("everything is acknowledged", || (self.stream().1 == 0).then_some(()));
     }
 
-    /// Each of these orders is there once, and the projection says the same.
+    /// Asserts that each order exists once, in the projection, too.
     pub(crate) fn holds<'a>(&self, orders: impl IntoIterator<Item = &'a Order>) {
         let mut wanted: Vec<_> =
             orders.into_iter().map(|order| format!("{}|{}", order.customer, order.cents)).collect();
