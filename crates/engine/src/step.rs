@@ -428,7 +428,10 @@ where
             let Ok(mut progress) = attempt.0.progress.try_lock() else {
                 return Err(refused("another step is still running"));
             };
-            progress.step(&attempt, name, run, undo).await
+            progress.begin_step()?;
+            let result = progress.step(&attempt, name, run, undo).await;
+            progress.end_step(&result);
+            result
         })
     }
 }
@@ -438,31 +441,24 @@ fn refused<E>(reason: impl Into<String>) -> StepError<E> {
 }
 
 impl Progress {
-    async fn step<T, E>(
-        &mut self,
-        attempt: &Attempt,
-        name: String,
-        run: Run<'_, T, E>,
-        undo: Option<UndoOf<T>>,
-    ) -> Result<T, StepError<E>>
-    where
-        T: Serialize + DeserializeOwned,
-        E: Serialize + DeserializeOwned,
-    {
+    /// Marks the attempt as stopped while a step runs. This stays if the step's future is dropped in the middle: no later step
+    /// may run without it.
+    fn begin_step<E>(&mut self) -> Result<(), StepError<E>> {
         if self.is_sealed {
             return Err(refused("its attempt has ended"));
         }
         if self.is_over {
             return Err(refused("an earlier step did not succeed"));
         }
-        // This stays if the future is dropped in the middle: no later step may run without this one.
         self.is_over = true;
         self.stopped = Some(ErrorFate::Unknown);
-        let result = self.try_step(attempt, name, run, undo).await;
+        Ok(())
+    }
+
+    fn end_step<T, E>(&mut self, result: &Result<T, StepError<E>>) {
         self.is_over = result.is_err();
         let fate = |error: &StepError<E>| if self.is_taken_back { ErrorFate::Store } else { error.fate() };
         self.stopped = result.as_ref().err().map(fate);
-        result
     }
 
     fn steps_state(&self, attempt: &Attempt) -> StepsState {
@@ -484,7 +480,7 @@ impl Progress {
         }
     }
 
-    async fn try_step<T, E>(
+    async fn step<T, E>(
         &mut self,
         attempt: &Attempt,
         name: String,

@@ -608,7 +608,7 @@ impl<S: Store, O: Fn(Arc<ManualClock>) -> S> Run<S, O> {
             }
             ensure!(after.is_some_and(|after| after.token == token), "I6: the granted token is the record's");
         }
-        let said_unchanged = matches!(
+        let is_unchanged = matches!(
             outcome,
             Outcome::Mismatch
                 | Outcome::Fenced
@@ -620,7 +620,7 @@ impl<S: Store, O: Fn(Arc<ManualClock>) -> S> Run<S, O> {
                 | Outcome::StepsFull
                 | Outcome::Kept
         );
-        ensure!(!said_unchanged || before == after, "I5: {outcome:?} changed {before:?} into {after:?}");
+        ensure!(!is_unchanged || before == after, "I5: {outcome:?} changed {before:?} into {after:?}");
         if let (Some(before), Some(after)) = (before, after) {
             ensure!(may_follow(before, after), "I8: {before:?} became {after:?}");
         }

@@ -334,8 +334,6 @@ mod tests {
     use crate::ManualClock;
     use oncegate_core::{MemoryStore, StoreErrorKind};
 
-    const CLOCK: ManualClock = ManualClock::at_millis(1_000);
-
     fn now<T>(mut future: StoreFuture<'_, T>) -> Option<Result<T, StoreErrorKind>> {
         match future.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
             Poll::Ready(answer) => Some(answer.map_err(|error| error.kind())),
@@ -345,7 +343,7 @@ mod tests {
 
     #[test]
     fn a_fault_strikes_its_own_operation_as_often_as_asked() {
-        let (store, faults) = FaultyStore::new(MemoryStore::new(CLOCK));
+        let (store, faults) = FaultyStore::new(MemoryStore::new(ManualClock::at_millis(1_000)));
         faults.next(1, Operation::Check, Fault::Refuse);
         faults.next(1, Operation::Check, Fault::Corrupt);
         assert_eq!(now(store.purge(1)), Some(Ok(0)));
@@ -357,7 +355,7 @@ mod tests {
 
     #[test]
     fn a_lost_answer_was_given_all_the_same() {
-        let (store, faults) = FaultyStore::new(MemoryStore::new(CLOCK));
+        let (store, faults) = FaultyStore::new(MemoryStore::new(ManualClock::at_millis(1_000)));
         let id = RecordId::from_bytes([1; 32]);
         let claim = Command::Claim(oncegate_core::Claim {
             attempt: oncegate_core::AttemptId::new(1),
@@ -374,7 +372,7 @@ mod tests {
 
     #[test]
     fn a_stall_lasts_until_the_latch_opens() {
-        let (store, faults) = FaultyStore::new(MemoryStore::new(CLOCK));
+        let (store, faults) = FaultyStore::new(MemoryStore::new(ManualClock::at_millis(1_000)));
         let latch = Latch::new();
         faults.always(Operation::Check, Fault::StallBefore(latch.clone()));
         assert_eq!(now(store.check()), None);
