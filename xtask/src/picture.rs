@@ -11,13 +11,13 @@ const FIRST_LINE: usize = 58;
 
 /// The rows of the table that the picture shows.
 const ROWS: [&str; 7] = [
-    "payments meant",
+    "payments intended",
     "charges in the ledger",
     "  duplicates",
     "  missing",
-    "money meant",
+    "money intended",
     "money charged",
-    "customers told of two",
+    "customers with two",
 ];
 
 /// Runs the demo and writes the picture.

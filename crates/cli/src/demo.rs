@@ -28,8 +28,8 @@ pub(crate) struct DemoArgs {
     keep: bool,
 }
 
-/// Runs the demonstration. The exit code is 0 if with Oncegate each payment was charged once and its customer was told
-/// so, 1 if not or if the demonstration could not run, and 130 if it was interrupted.
+/// Runs the demonstration. The exit code is 0 if with Oncegate each payment was charged once and its customer got the
+/// receipt, 1 if not or if the demonstration could not run, and 130 if it was interrupted.
 pub(crate) fn run(args: &DemoArgs) -> ExitCode {
     match options(args).and_then(|options| oncegate_demo::run(&options)) {
         Ok(DemoOutcome::Clean) => ExitCode::SUCCESS,

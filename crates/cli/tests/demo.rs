@@ -207,7 +207,7 @@ fn the_demo_reports_what_it_cannot_do() {
     let failed = output(&missing, &[]);
     assert_eq!(failed.status.code(), Some(1));
     let stderr = text(&failed.stderr);
-    assert!(stderr.starts_with("error: cannot make a temporary directory: "), "{stderr}");
+    assert!(stderr.starts_with("error: cannot create a temporary directory: "), "{stderr}");
     for store in ["memory:", "records"] {
         let failed = output(directory.path(), &["--store", store]);
         assert_eq!(failed.status.code(), Some(1), "{store}");

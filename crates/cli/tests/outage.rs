@@ -83,7 +83,7 @@ enum Definite {
 }
 
 impl Definite {
-    /// Whether a retry may get `again` after this result.
+    /// Returns true if a retry may get `again` after this result.
     fn allows(&self, again: &Self) -> bool {
         match self {
             Self::PaidNotStored(receipt) => *again == Self::Unknown || *again == Self::Paid(receipt.clone()),
@@ -278,11 +278,11 @@ async fn start(to: SocketAddr, store: &str, flags: &[&str]) -> Sidecar {
     let mut command = sidecar(&format!("http://{to}"));
     let lease =
         if flags.iter().any(|flag| flag.starts_with("--lease=")) { &[][..] } else { &["--lease=2s"][..] };
-    let patience = match flags.iter().any(|flag| flag.starts_with("--store-timeout=")) {
+    let timeout = match flags.iter().any(|flag| flag.starts_with("--store-timeout=")) {
         true => &[][..],
         false => &["--store-timeout=500ms"][..],
     };
-    command.env("ONCEGATE_STORE", store).args(lease).args(patience).args(flags);
+    command.env("ONCEGATE_STORE", store).args(lease).args(timeout).args(flags);
     Sidecar::run(&mut command).await
 }
 

@@ -38,7 +38,7 @@ impl Server {
         Self { port, begun }
     }
 
-    /// Whether a client began with TLS since the last call.
+    /// Returns true if a client began with TLS since the last call.
     fn begun(&self) -> bool {
         let begun = std::mem::take(&mut *self.begun.lock().unwrap_or_else(PoisonError::into_inner));
         !begun.is_empty() && begun.iter().all(|begun| *begun)

@@ -1,8 +1,8 @@
 //! The customers' client: an ordinary, careful one.
 //!
-//! It makes one key per intent and sends it with every request for it, until there is a definite answer. It retries what
-//! broke and what it is told to retry, with backoff and jitter and no sooner than `Retry-After`; it stops where it is told
-//! to stop. It does the same in both runs: a service that knows nothing of keys ignores them.
+//! It makes one key per intent and sends it with every request, until there is a definite answer. It retries failed requests
+//! and those with the advice to retry, with backoff and jitter and no sooner than `Retry-After`. It stops if the advice is to
+//! stop. It does the same in both runs: a service without keys ignores them.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -26,8 +26,8 @@ pub(crate) const TIMEOUT: Duration = Duration::from_millis(400);
 /// The most requests that a client sends for one click.
 const MAX_ATTEMPTS: usize = 60;
 
-const BACKOFF_FIRST: Duration = Duration::from_millis(40);
-const BACKOFF_MAX: Duration = Duration::from_millis(600);
+const FIRST_BACKOFF: Duration = Duration::from_millis(40);
+const MAX_BACKOFF: Duration = Duration::from_millis(600);
 
 /// The divisor of `Retry-After`, so that the audience does not wait for whole seconds.
 const HASTE: u32 = 4;
@@ -51,11 +51,11 @@ pub(crate) struct Clients {
 /// The end of one click.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Ending {
-    /// The customer was told of this charge.
+    /// The customer got the receipt of this charge.
     Charged(String),
-    /// The customer was told that there is none.
+    /// The customer got a refusal.
     Refused(StatusCode),
-    /// The customer was told nothing.
+    /// The customer got no answer.
     GaveUp,
 }
 
@@ -102,7 +102,7 @@ impl Clients {
             let wait = match answer.map(|answer| self.judge(intent, &answer)) {
                 Some(Advice::Believe(ending)) => return ending,
                 Some(Advice::Stop) => {
-                    // Not to be retried before the operator has resolved the outcome.
+                    // Retry only after the operator has resolved the outcome.
                     let _in_vain = timeout(OPERATOR_TIMEOUT, settled.changed()).await;
                     Duration::ZERO
                 }
@@ -114,7 +114,7 @@ impl Clients {
         Ending::GaveUp
     }
 
-    /// One request; `None` where no answer came.
+    /// Sends one request; `None` if no answer came.
     async fn send(
         &self,
         request: Option<Request<Full<Bytes>>>,
@@ -123,7 +123,7 @@ impl Clients {
     ) -> Option<Response<Bytes>> {
         let exchange = exchange(self.network, request?);
         if click.faults.get(attempt) == Some(&Fault::HangUp) {
-            let _unseen = timeout(click.patience, exchange).await;
+            let _unseen = timeout(click.hang_up_after, exchange).await;
             return None;
         }
         timeout(TIMEOUT, exchange).await.ok()?.ok()
@@ -153,7 +153,7 @@ impl Clients {
     }
 }
 
-/// `None` where the request cannot be made, which no plan brings about.
+/// The request; `None` if it would be invalid, which no plan causes.
 fn request(path: &str, intent: &Intent, click: usize, attempt: usize) -> Option<Request<Full<Bytes>>> {
     let Intent { customer, cents, key, .. } = intent;
     let payment = PaymentRequest { intent: intent.name(), customer: customer.clone(), cents: *cents };
@@ -195,10 +195,10 @@ fn retry_after(headers: &HeaderMap) -> Duration {
     Duration::from_secs(seconds.unwrap_or(0))
 }
 
-/// Twice as long with each attempt, and of that between a half and the whole.
+/// The pause before a retry: it doubles with each attempt, and the jitter takes away at most half of it.
 fn backoff(attempt: usize, jitter: &mut SplitMix64) -> Duration {
-    let doubled = BACKOFF_FIRST * 2_u32.saturating_pow(attempt.min(16) as u32);
-    let half = doubled.min(BACKOFF_MAX) / 2;
+    let doubled = FIRST_BACKOFF * 2_u32.saturating_pow(attempt.min(16) as u32);
+    let half = doubled.min(MAX_BACKOFF) / 2;
     half + Duration::from_micros(jitter.below(half.as_micros() as u64))
 }
 
@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn the_client_does_as_it_is_told() {
+    fn the_client_follows_the_advice_of_responses() {
         let refused = |status| Advice::Believe(Ending::Refused(StatusCode::from_u16(status).unwrap()));
         let retry = |seconds| Advice::Retry { after: Duration::from_secs(seconds) / HASTE };
         for (status, after, body, expected) in [
@@ -238,8 +238,8 @@ mod tests {
     fn backoff_grows_and_is_bounded() {
         let mut jitter = Plan::draw(1, 1).jitter(1, 0);
         for attempt in 0..MAX_ATTEMPTS {
-            let (wait, doubled) = (backoff(attempt, &mut jitter), BACKOFF_FIRST * (1 << attempt.min(10)));
-            let whole = doubled.min(BACKOFF_MAX);
+            let (wait, doubled) = (backoff(attempt, &mut jitter), FIRST_BACKOFF * (1 << attempt.min(10)));
+            let whole = doubled.min(MAX_BACKOFF);
             assert!((whole / 2..=whole).contains(&wait), "{attempt}: {wait:?}");
         }
     }

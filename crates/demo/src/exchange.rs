@@ -11,7 +11,7 @@ use hyper_util::rt::TokioIo;
 use oncegate_core::ErrorChain;
 use tokio::net::TcpStream;
 
-/// There is no answer, or not the whole of it.
+/// There is no answer, or only a part of it.
 #[derive(Debug)]
 pub(crate) struct Broken(String);
 
@@ -36,7 +36,7 @@ pub(crate) async fn exchange(
     tokio::select! {
         biased;
         answer = &mut answer => return answer.map_err(|error: hyper::Error| broken(error)),
-        // What has come in already can still be read.
+        // Bytes that have arrived can still be read.
         _ = connection => {}
     }
     answer.await.map_err(broken)

@@ -1,4 +1,4 @@
-//! What came of a run: the ledger against the plan.
+//! The figures of a run, from the ledger and the plan.
 
 use std::collections::{HashMap, HashSet};
 
@@ -14,7 +14,7 @@ use crate::tally::Tally;
 pub(crate) struct Figures {
     pub(crate) intents: u64,
     pub(crate) attempts: u64,
-    /// The faults that happened: those planned, less what had nothing to strike while the sidecar was away.
+    /// The faults that happened: the planned ones, without those that met no request while the sidecar was down.
     pub(crate) faults: FaultCounts,
     pub(crate) replies_lost: u64,
     pub(crate) charges: u64,
@@ -24,9 +24,9 @@ pub(crate) struct Figures {
     pub(crate) missing: u64,
     pub(crate) cents_meant: u64,
     pub(crate) cents_charged: u64,
-    /// Intents whose customer was told of two charges, or of one that the ledger does not have.
+    /// Intents whose customer got two receipts, or one that the ledger does not have.
     pub(crate) contradictions: u64,
-    /// Intents whose customer was not told of a charge, though told to try again until there is an answer.
+    /// Intents whose customer got no receipt.
     pub(crate) unanswered: u64,
     pub(crate) replays: u64,
     pub(crate) refused_in_progress: u64,
@@ -51,12 +51,12 @@ pub(crate) struct TwoSidecars {
     pub(crate) requests_to_the_killed: u64,
     /// Requests that reached the other one.
     pub(crate) requests_to_the_other: u64,
-    /// Answers of one to what the other had executed, whether they came through to the client or not.
+    /// Replays by one sidecar of requests that the other had executed, even if the client did not get them.
     pub(crate) replayed_by_the_other: u64,
 }
 
 impl TwoSidecars {
-    /// The first one is the one that is killed.
+    /// Counts the work of both. The first one is the one that is killed.
     pub(crate) fn count(tally: &Tally) -> Self {
         let [killed, other] = &tally.through;
         Self {
@@ -115,7 +115,7 @@ impl Figures {
         }
     }
 
-    /// Returns true if every intent has exactly one charge, of the right amount, and every customer was told of it.
+    /// Returns true if every intent has exactly one charge, of the right amount, and every customer got its receipt.
     pub(crate) const fn is_clean(&self) -> bool {
         self.charges == self.intents
             && self.duplicates == 0
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn whatever_is_wrong_is_counted() {
+    fn every_error_is_counted() {
         let plan = Plan::draw(1, 2);
         let (a, b, c) = (charge(&plan, 1, "a"), charge(&plan, 2, "b"), charge(&plan, 1, "c"));
         let strange = Charge { cents: b.cents + 1, ..b.clone() };

@@ -3,11 +3,11 @@
 //! A small payments service charges each request that reaches it and lists every charge in a ledger. Customers pay over a
 //! network that loses, cuts and delays requests and replies. They double-click, hang up and come back, and their client
 //! retries as a careful client does. In the first run the clients reach the service directly. In the second run the
-//! sidecar stands in between, with its store on disk, and is killed with `kill -9` in the middle.
+//! sidecar is between them, with its store on disk, and is killed with `kill -9` in the middle.
 //!
 //! The plan is drawn from a seed before the runs start. It is the same in both runs and for each use of the seed. The
 //! timing depends on the machine. The result is counted in the ledger and in the answers that clients got; only the
-//! payments that were meant come from the plan.
+//! number of intended payments comes from the plan.
 //!
 //! Everything listens on the loopback address. The store and the sidecar's log are in a temporary directory.
 //!
@@ -48,7 +48,7 @@ pub struct DemoOptions {
     pub program: PathBuf,
     /// The seed of the plan; `None` picks one.
     pub seed: Option<u64>,
-    /// The number of payments that the customers mean to make.
+    /// The number of payments that the customers want to make.
     pub intents: usize,
     /// Prints the result as JSON on the standard output, and the progress on the standard error.
     pub json: bool,
@@ -61,9 +61,9 @@ pub struct DemoOptions {
 /// The end of a demonstration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DemoOutcome {
-    /// With Oncegate, each payment was charged once and its customer was told so.
+    /// With Oncegate, each payment was charged once and its customer got the receipt.
     Clean,
-    /// With Oncegate, a payment was charged twice, not at all, or its customer was told something else.
+    /// With Oncegate, a payment was charged twice or not at all, or its customer got another answer.
     Faulty,
     /// A signal ended the demonstration early.
     Interrupted,
@@ -75,11 +75,11 @@ pub enum DemoOutcome {
 /// A text for people if the demonstration cannot be run: the store cannot be used, or the sidecar does not start.
 pub fn run(options: &DemoOptions) -> Result<DemoOutcome, String> {
     let directory = tempfile::Builder::new().prefix("oncegate-demo-").tempdir();
-    let mut directory = directory.map_err(|error| format!("cannot make a temporary directory: {error}"))?;
+    let mut directory = directory.map_err(|error| format!("cannot create a temporary directory: {error}"))?;
     directory.disable_cleanup(options.keep);
     let screen = Arc::new(Screen::new(options.json));
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
-    let runtime = runtime.map_err(|error| format!("cannot start: {error}"))?;
+    let runtime = runtime.map_err(|error| format!("cannot start a runtime: {error}"))?;
     let result = runtime.block_on(async {
         tokio::select! {
             report = demonstrate(options, directory.path(), &screen) => report.map(Some),

@@ -1,6 +1,6 @@
 //! The hostile network between the clients and their server.
 //!
-//! It takes one request per connection, looks up in the plan what happens to it, and does that. Both runs go through it.
+//! It accepts one request per connection and inflicts the fault that the plan has for it. Both runs go through it.
 
 use std::collections::HashMap;
 use std::io;
@@ -26,8 +26,8 @@ const CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);
 /// The delay of a late request after the end of its client.
 const LATER: Duration = Duration::from_millis(15);
 
-/// More than any request or reply here has.
-const MESSAGE_MAX: usize = 64 * 1024;
+/// More than the longest request or reply of the demonstration.
+const MAX_MESSAGE: usize = 64 * 1024;
 
 /// The running network. Stops when dropped.
 pub(crate) struct Network {
@@ -41,7 +41,7 @@ struct Wires {
     to: Vec<SocketAddr>,
     /// The next sidecar in turn.
     turn: AtomicUsize,
-    /// Through which of them each key's request was executed, as far as its answer was seen.
+    /// The sidecar that executed the request of each key, if its answer was seen.
     executed: Mutex<HashMap<String, usize>>,
     tally: Arc<Tally>,
     story: Arc<Story>,
@@ -49,7 +49,7 @@ struct Wires {
 }
 
 impl Network {
-    /// Starts on a free port; everything that is not lost goes `to` there, to each of them in turn.
+    /// Starts on a free port. Requests that are not lost are sent `to` these addresses, in turn.
     pub(crate) async fn start(
         plan: Arc<Plan>,
         to: Vec<SocketAddr>,
@@ -66,7 +66,7 @@ impl Network {
         Ok(Self { address, carrying, accepting })
     }
 
-    /// Waits until nothing is on its way any more: late requests arrive after all clients are done.
+    /// Waits until nothing is in transit: late requests arrive after all clients are done.
     pub(crate) async fn settle(&self) {
         let mut carrying = self.carrying.clone();
         // The sender lives as long as the accepting task, which `self` owns.
@@ -107,7 +107,7 @@ impl Wires {
         }
     }
 
-    /// As a good network does.
+    /// Delivers a request and its reply without a fault.
     async fn deliver(&self, mut client: TcpStream, request: &[u8]) -> io::Result<()> {
         let reply = {
             let gone = hung_up(&mut client);
@@ -161,7 +161,7 @@ impl Wires {
         Ok(())
     }
 
-    /// A connection to the one whose turn it is, or past it where it takes none, as load balancers do.
+    /// Connects to the server whose turn it is, or to the next one if it accepts no connection, as load balancers do.
     async fn connect(&self) -> io::Result<(Passage<'_>, TcpStream)> {
         let turn = self.turn.fetch_add(1, Ordering::Relaxed);
         let mut refused = io::ErrorKind::NotConnected.into();
@@ -177,8 +177,8 @@ impl Wires {
         Err(refused)
     }
 
-    /// Notes who executed what, and who tells it again.
-    fn look_at(&self, at: usize, request: &[u8], reply: &[u8]) {
+    /// Records which sidecar executed a request, and counts replays by the other one.
+    fn inspect(&self, at: usize, request: &[u8], reply: &[u8]) {
         let Some(key) = field(request, "idempotency-key").filter(|_| self.to.len() > 1) else { return };
         let mut executed = self.executed.lock().unwrap_or_else(PoisonError::into_inner);
         if field(reply, "idempotent-replayed").is_some() {
@@ -191,18 +191,17 @@ impl Wires {
         }
     }
 
-    /// Sends the request over a connection of its own and takes the whole reply: clients ask for the connection to be
-    /// closed after it.
+    /// Sends the request over a connection of its own and reads the whole reply, after which the connection closes.
     async fn send(&self, request: &[u8]) -> io::Result<Vec<u8>> {
         let (passage, mut upstream) = self.connect().await?;
         let _best_effort = upstream.set_nodelay(true);
         upstream.write_all(request).await?;
         let mut reply = Vec::new();
-        upstream.take(MESSAGE_MAX as u64).read_to_end(&mut reply).await?;
+        upstream.take(MAX_MESSAGE as u64).read_to_end(&mut reply).await?;
         if head_length(&reply).is_none() {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
-        self.look_at(passage.at, request, &reply);
+        self.inspect(passage.at, request, &reply);
         Ok(reply)
     }
 
@@ -212,7 +211,7 @@ impl Wires {
     }
 }
 
-/// A request that is with one of those that it may go to, for as long as this lives.
+/// Counts a request at one of the servers until this is dropped.
 struct Passage<'a> {
     tally: &'a Tally,
     at: usize,
@@ -257,7 +256,7 @@ async fn read_request(client: &mut TcpStream) -> io::Result<Vec<u8>> {
         {
             return Ok(request);
         }
-        if request.len() > MESSAGE_MAX {
+        if request.len() > MAX_MESSAGE {
             return Err(io::ErrorKind::InvalidData.into());
         }
     }
@@ -265,7 +264,7 @@ async fn read_request(client: &mut TcpStream) -> io::Result<Vec<u8>> {
 
 /// The length of the head, once it is complete.
 fn head_length(message: &[u8]) -> Option<usize> {
-    message.windows(4).position(|octets| octets == b"\r\n\r\n").map(|at| at + 4)
+    message.windows(4).position(|bytes| bytes == b"\r\n\r\n").map(|at| at + 4)
 }
 
 fn message_length(message: &[u8]) -> Option<usize> {
@@ -297,7 +296,7 @@ mod tests {
     const REQUEST: &[u8] = b"POST /payments HTTP/1.1\r\nX-Request-Id: 7/0/1\r\ncontent-length: 4\r\n\r\nabcd";
 
     #[test]
-    fn a_request_is_whole_when_its_body_is() {
+    fn a_request_is_complete_with_its_body() {
         assert_eq!(message_length(REQUEST), Some(REQUEST.len()));
         assert_eq!(message_length(&REQUEST[..40]), None);
         assert_eq!(request_id(REQUEST), Some("7/0/1"));

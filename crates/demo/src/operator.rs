@@ -1,7 +1,7 @@
 //! The operator: looks up the payments whose outcome is unknown in the ledger, and reports them to the sidecar.
 //!
-//! A record is resolved by what the ledger says, never by what is likely: where there is a charge, its receipt is the
-//! answer; where there is none, twice, with some time between, the key is free again.
+//! A record is resolved only by the ledger. If there is a charge, its receipt is the answer. If there is no charge at two
+//! checks with some time between them, the key is free again.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -22,25 +22,25 @@ use crate::story::Story;
 use crate::tally::Tally;
 
 /// The time without a charge in the ledger after which the operator concludes that there will be none.
-const SECOND_LOOK: Duration = Duration::from_millis(500);
+const SECOND_CHECK: Duration = Duration::from_millis(500);
 
-const ADMIN_PATIENCE: Duration = Duration::from_secs(5);
+const ADMIN_TIMEOUT: Duration = Duration::from_secs(5);
 
 pub(crate) struct Operator {
     pub(crate) admin: SocketAddr,
-    /// Of which operation it looks at the records, as a URL says it, where the store has those of others too.
+    /// The operation whose records it checks, encoded for a URL, if the store may have other records, too.
     pub(crate) operation: Option<String>,
     pub(crate) ledger: Arc<Ledger>,
     pub(crate) tally: Arc<Tally>,
     pub(crate) story: Arc<Story>,
     /// The number of settled outcomes, which stopped clients watch.
     pub(crate) settled: watch::Sender<u64>,
-    /// Since when a record is known to have no charge.
+    /// The times at which records were first found to have no charge.
     pub(crate) nothing_since: HashMap<String, Instant>,
 }
 
 impl Operator {
-    /// Looks at every record whose outcome is unknown, and resolves those of which the ledger knows.
+    /// Checks every record whose outcome is unknown, and resolves those that the ledger decides.
     pub(crate) async fn round(&mut self) -> Result<(), String> {
         for record in self.unknown().await? {
             match self.ledger.find(&record) {
@@ -48,7 +48,7 @@ impl Operator {
                 Finding::StillRunning => {}
                 Finding::Nothing => {
                     let since = *self.nothing_since.entry(record.clone()).or_insert_with(Instant::now);
-                    if since.elapsed() >= SECOND_LOOK {
+                    if since.elapsed() >= SECOND_CHECK {
                         self.release(&record).await?;
                     }
                 }
@@ -57,7 +57,7 @@ impl Operator {
         Ok(())
     }
 
-    /// Every record whose outcome is unknown, page by page.
+    /// All records whose outcome is unknown, from all pages.
     async fn unknown(&self) -> Result<Vec<String>, String> {
         let mut records = Vec::new();
         let mut cursor = String::new();
@@ -66,7 +66,7 @@ impl Operator {
         loop {
             let page = self.ask(Method::GET, &format!("/v1/keys?state=unknown{of}{cursor}"), None).await?;
             let listed = page.get("records").and_then(Value::as_array);
-            let listed = listed.ok_or_else(|| format!("the sidecar listed no records but {page}"))?;
+            let listed = listed.ok_or_else(|| format!("the sidecar did not list records: {page}"))?;
             records.extend(listed.iter().filter_map(|line| line.get("record")?.as_str()).map(str::to_owned));
             match page.get("next").and_then(Value::as_str) {
                 Some(next) => cursor = format!("&cursor={next}"),
@@ -76,14 +76,14 @@ impl Operator {
     }
 
     async fn complete(&self, record: &str, charge: &Charge) -> Result<(), String> {
-        let word = json!({
+        let resolution = json!({
             "outcome": "completed",
             "status": 201,
             "headers": { "content-type": "application/json" },
             "body": charge.receipt(),
             "reason": format!("the ledger has {}", charge.charge),
         });
-        self.resolve(record, word).await?;
+        self.resolve(record, resolution).await?;
         self.tally.resolved_completed.add();
         let text = format!(
             "the operator finds {} in the ledger ({}) → that is the answer",
@@ -95,8 +95,8 @@ impl Operator {
     }
 
     async fn release(&self, record: &str) -> Result<(), String> {
-        let word = json!({ "outcome": "released", "reason": "the ledger has no charge" });
-        self.resolve(record, word).await?;
+        let resolution = json!({ "outcome": "released", "reason": "the ledger has no charge" });
+        self.resolve(record, resolution).await?;
         self.tally.resolved_released.add();
         let short = record.get(..8).unwrap_or(record);
         let text = format!("the operator finds no charge for record {short} → its key is free again");
@@ -105,8 +105,8 @@ impl Operator {
         Ok(())
     }
 
-    async fn resolve(&self, record: &str, word: Value) -> Result<(), String> {
-        self.ask(Method::POST, &format!("/v1/keys/{record}/resolve"), Some(word)).await.map(|_| ())
+    async fn resolve(&self, record: &str, resolution: Value) -> Result<(), String> {
+        self.ask(Method::POST, &format!("/v1/keys/{record}/resolve"), Some(resolution)).await.map(|_| ())
     }
 
     fn settle(&self) {
@@ -124,7 +124,7 @@ impl Operator {
             .header(header::CONTENT_TYPE, "application/json")
             .body(Full::new(body));
         let request = request.map_err(|error| format!("cannot ask the sidecar {what}: {error}"))?;
-        match timeout(ADMIN_PATIENCE, exchange(self.admin, request)).await {
+        match timeout(ADMIN_TIMEOUT, exchange(self.admin, request)).await {
             Ok(Ok(answer)) => understand(&what, &answer),
             Ok(Err(error)) => Err(format!("the sidecar's admin address did not answer {what}: {error}")),
             Err(_) => Err(format!("the sidecar's admin address did not answer {what} in time")),
@@ -140,5 +140,5 @@ fn understand(what: &str, answer: &Response<Bytes>) -> Result<Value, String> {
     if body.is_empty() {
         return Ok(Value::Null);
     }
-    serde_json::from_slice(body).map_err(|error| format!("the sidecar answered {what} with no JSON: {error}"))
+    serde_json::from_slice(body).map_err(|error| format!("the sidecar answered {what} without JSON: {error}"))
 }

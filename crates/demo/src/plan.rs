@@ -1,8 +1,8 @@
-//! What will happen, drawn from the seed before anything starts.
+//! The plan of a demonstration, drawn from the seed before the runs start.
 //!
-//! Both runs follow the same plan: the same payments, the same double clicks, and for each request of each client the
-//! same fault on its way. A client's faults come first and its way is clear after them, so that every planned fault does
-//! happen and every client comes through in the end.
+//! Both runs follow the same plan: the same payments, the same double clicks, and the same fault for each request of each
+//! client. The faults hit the first requests of a client, and its later requests meet none. So every planned fault happens,
+//! and every client succeeds in the end.
 
 use std::time::Duration;
 
@@ -91,7 +91,7 @@ impl FaultCounts {
     }
 }
 
-/// One payment that a customer means to make, once.
+/// One payment that a customer wants to make once.
 #[derive(Clone, Debug)]
 pub(crate) struct Intent {
     /// Counts from one.
@@ -100,7 +100,7 @@ pub(crate) struct Intent {
     pub(crate) cents: u64,
     /// The idempotency key: one per intent, the same in every request for it.
     pub(crate) key: String,
-    /// One, or two for a double click: each sends for itself, until it has an answer.
+    /// One click, or two for a double click. Each sends its own requests, until it has an answer.
     pub(crate) clicks: Vec<Click>,
 }
 
@@ -110,7 +110,7 @@ impl Intent {
         name(self.number)
     }
 
-    /// The label of one request of it, as ordinary clients put one into `X-Request-Id`.
+    /// The label of one request, as ordinary clients send it in `X-Request-Id`.
     pub(crate) fn request_id(&self, click: usize, attempt: usize) -> String {
         format!("{}/{click}/{attempt}", self.number)
     }
@@ -129,10 +129,10 @@ pub(crate) struct Click {
     /// The faults of its first requests, one each. The requests after them meet no fault.
     pub(crate) faults: Vec<Fault>,
     /// The time after which the client hangs up, if that is the fault.
-    pub(crate) patience: Duration,
+    pub(crate) hang_up_after: Duration,
 }
 
-/// The whole of it.
+/// The plan: all payments with their clicks and faults.
 #[derive(Clone, Debug)]
 pub(crate) struct Plan {
     pub(crate) seed: u64,
@@ -193,12 +193,12 @@ fn draw_intent(seed: u64, number: usize) -> Intent {
             _ => 3,
         };
         let faults = (0..faults).map(|_| Fault::draw(&mut random)).collect();
-        Click { after, faults, patience: Duration::from_millis(10 + random.below(30)) }
+        Click { after, faults, hang_up_after: Duration::from_millis(10 + random.below(30)) }
     });
     Intent { number, customer, cents, key, clicks: clicks.collect() }
 }
 
-/// A key as clients make them: a UUID of version 4, but from the seed.
+/// A key: a UUID of version 4, as clients make it, but from the seed.
 fn uuid(random: &mut SplitMix64) -> String {
     let (a, b) = (random.next(), random.next());
     format!(
@@ -236,7 +236,7 @@ impl SplitMix64 {
         z ^ (z >> 31)
     }
 
-    /// Below `bound`; as good as evenly, for bounds as small as those here.
+    /// A number below `bound`, evenly distributed for the small bounds of the demonstration.
     pub(crate) fn below(&mut self, bound: u64) -> u64 {
         self.next() % bound.max(1)
     }
@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn the_way_is_clear_after_the_planned_faults() {
+    fn there_are_no_faults_but_the_planned_ones() {
         let plan = Plan::draw(5, 200);
         let mut seen = 0;
         for intent in &plan.intents {
@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn labels_of_nobody_meet_no_fault() {
+    fn unknown_labels_meet_no_fault() {
         let plan = Plan::draw(5, 3);
         for label in ["", "0/0/0", "4/0/0", "1/9/0", "1/0/99", "x/y/z", "1/0"] {
             assert_eq!(plan.fault(label), None, "{label}");

@@ -1,4 +1,4 @@
-//! The table at the end, and the sentence under it. Both are computed; neither knows how it should have gone.
+//! The table at the end, and the conclusion under it. Both are computed from the counts of the runs.
 
 use serde::Serialize;
 
@@ -14,7 +14,7 @@ pub(crate) struct Report {
     without_oncegate: Figures,
     with_oncegate: Figures,
     conclusion: String,
-    /// True if each intent has one charge with Oncegate, and its customer knows of it.
+    /// True if with Oncegate each intent has one charge, and its customer got the receipt.
     clean: bool,
 }
 
@@ -87,22 +87,22 @@ impl Report {
             Some(_) => "one of two sidecars killed (kill -9)",
         };
         let mut rows = vec![
-            both("payments meant (intents)", |f| f.intents.to_string()),
+            both("payments intended", |f| f.intents.to_string()),
             both("requests sent (attempts)", |f| f.attempts.to_string()),
             both("requests lost before delivery", |f| f.faults.request_lost.to_string()),
             both("replies lost", |f| f.replies_lost.to_string()),
             both("charges in the ledger", |f| f.charges.to_string()),
             wrong("  duplicates", |f| f.duplicates.to_string()),
             wrong("  missing", |f| f.missing.to_string()),
-            both("money meant", |f| money(f.cents_meant)),
+            both("money intended", |f| money(f.cents_meant)),
             both("money charged", |f| money(f.cents_charged)),
-            wrong("customers told of two different charges", |f| f.contradictions.to_string()),
-            wrong("customers left without an answer", |f| f.unanswered.to_string()),
+            wrong("customers with two different receipts", |f| f.contradictions.to_string()),
+            wrong("customers without an answer", |f| f.unanswered.to_string()),
             sidecar("replays: the first answer again", |f| f.replays.to_string()),
             sidecar("refused: 409, in progress", |f| f.refused_in_progress.to_string()),
             sidecar("refused: outcome unknown", |f| f.refused_outcome_unknown.to_string()),
             sidecar(killed, |f| f.sidecar_kills.to_string()),
-            sidecar("  outcomes that it could not know", |f| f.resolved().to_string()),
+            sidecar("  outcomes that it could not find out", |f| f.resolved().to_string()),
             sidecar("    resolved by the operator: charged", |f| f.resolved_completed.to_string()),
             sidecar("    resolved by the operator: not charged", |f| f.resolved_released.to_string()),
         ];
@@ -134,7 +134,7 @@ fn conclude(without: &Figures, with: &Figures) -> String {
     let before = match without.duplicates {
         0 => "Without Oncegate no customer was charged twice this time".to_owned(),
         n => format!(
-            "Without Oncegate, retries made {} that nobody meant, {} too much",
+            "Without Oncegate, retries made {} that no customer intended, {} too much",
             counted(n, "charge"),
             money(without.cents_charged.saturating_sub(without.cents_meant))
         ),
@@ -150,7 +150,7 @@ fn conclude(without: &Figures, with: &Figures) -> String {
     let unknown = match with.resolved() {
         0 => String::new(),
         n => {
-            format!(" and left {} unknown, which an operator settled from the ledger", counted(n, "outcome"))
+            format!(" and left {} unknown, which an operator resolved from the ledger", counted(n, "outcome"))
         }
     };
     if with.is_clean() {
@@ -178,7 +178,7 @@ fn counted(n: u64, what: &str) -> String {
     }
 }
 
-/// As in `1,234.50`: of no currency in particular.
+/// An amount without a currency, such as `1,234.50`.
 fn money(cents: u64) -> String {
     let whole = (cents / 100).to_string();
     let mut grouped = String::new();
@@ -217,14 +217,14 @@ mod tests {
     }
 
     #[test]
-    fn the_conclusion_says_what_was_counted() {
+    fn the_conclusion_has_the_counts() {
         let without = Figures { charges: 13, duplicates: 3, cents_charged: 1_350, ..clean() };
         let with = Figures { sidecar_kills: 1, resolved_completed: 2, ..clean() };
         assert_eq!(
             conclude(&without, &with),
-            "Without Oncegate, retries made 3 charges that nobody meant, 3.50 too much; with Oncegate, the same \
+            "Without Oncegate, retries made 3 charges that no customer intended, 3.50 too much; with Oncegate, the same \
              traffic made one charge for each of 10 payments, though it was killed in the middle and left 2 outcomes \
-             unknown, which an operator settled from the ledger."
+             unknown, which an operator resolved from the ledger."
         );
         assert!(
             conclude(&clean(), &clean())
@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_is_not_talked_away() {
+    fn a_failure_is_in_the_conclusion() {
         for (with, what) in [
             (Figures { charges: 11, duplicates: 1, ..clean() }, "1 duplicate charge."),
             (Figures { charges: 8, missing: 2, ..clean() }, "2 missing charges."),

@@ -1,4 +1,4 @@
-//! One run of the traffic: straight to the service, or through the sidecar.
+//! One run of the traffic: directly to the service, or through the sidecar.
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -35,7 +35,7 @@ const OUTAGE: Duration = Duration::from_millis(300);
 /// The interval between two rounds of the operator.
 const OPERATOR_ROUND: Duration = Duration::from_millis(100);
 
-/// The path of payments in a store of one's own.
+/// The path of payments if the store belongs to the demonstration alone.
 const PATH: &str = "/payments";
 
 /// The result of a run.
@@ -55,18 +55,18 @@ struct Stage {
     started: Instant,
 }
 
-/// Clients → hostile network → service.
+/// Runs the traffic: clients → hostile network → service.
 pub(crate) async fn without_oncegate(plan: Arc<Plan>, screen: Arc<Screen>) -> Result<Outcome, String> {
     let stage = Stage::set(plan, screen, PATH).await?;
     let network = stage.network(vec![stage.service.address]).await?;
-    let (_nobody, settled) = tokio::sync::watch::channel(0);
+    let (_no_operator, settled) = tokio::sync::watch::channel(0);
     let clients = stage.clients(&network, settled);
     let endings = stage.watched(pursue_all(clients)).await?;
     stage.end(&network, &endings, None, None).await
 }
 
-/// Clients → hostile network → sidecar → service, and one kill -9 in the middle. Where a store is `shared`, two sidecars
-/// have it, and the one that is killed stays away.
+/// Runs the traffic: clients → hostile network → sidecar → service, with one kill -9 in the middle. Two sidecars use a `shared`
+/// store, and the one that is killed stays down.
 pub(crate) async fn with_oncegate(
     plan: Arc<Plan>,
     screen: Arc<Screen>,
@@ -136,7 +136,7 @@ impl Stage {
         }
     }
 
-    /// One kill in the middle; from then on, the operator's work.
+    /// Kills the sidecar once in the middle, and then does the operator's work.
     async fn disturb(
         &self,
         sidecar: &mut Sidecar,
@@ -160,8 +160,8 @@ impl Stage {
         }
     }
 
-    /// Kills the sidecar in the middle of the run, with requests in flight. Says how many were; where there is another one,
-    /// through both.
+    /// Kills the sidecar in the middle of the run, with requests in flight. Returns their number, over both sidecars if there
+    /// are two.
     async fn kill(&self, sidecar: &mut Sidecar, mut other: Option<&mut Sidecar>) -> Result<usize, String> {
         let middle = (self.plan.intents.len() as u64 / 2).max(1);
         while self.tally.begun.get() < middle {
@@ -179,7 +179,7 @@ impl Stage {
         }
         let its_own = &self.tally.through[0];
         if other.is_some() {
-            // The service cannot tell whose requests those are.
+            // The service does not know which sidecar sent a request.
             let some = async {
                 while its_own.now() == 0 || *running.borrow() == 0 {
                     sleep(Duration::from_millis(1)).await;
@@ -213,7 +213,7 @@ impl Stage {
         Ok(())
     }
 
-    /// Shows how far it is while it runs.
+    /// Shows the progress while a run lasts.
     async fn watched<T>(&self, run: impl Future<Output = T>) -> T {
         let mut run = std::pin::pin!(run);
         let intents = self.plan.intents.len() as u64;
@@ -243,7 +243,7 @@ impl Stage {
         )
     }
 
-    /// Waits for what is still on its way, and counts.
+    /// Waits for requests in transit, and counts the result.
     async fn end(
         &self,
         network: &Network,

@@ -1,9 +1,9 @@
-//! Where the demonstration is watched: a terminal with a line that is alive, or plain lines.
+//! The output of the demonstration: a terminal with a status line, or plain lines.
 
 use std::io::{self, IsTerminal, Write};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// The style of a text, on a terminal that has colours.
+/// The style of a text on a terminal with colours.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Style {
     Bold,
@@ -35,21 +35,21 @@ pub(crate) struct Screen {
 
 struct Out {
     to: Box<dyn Write + Send>,
-    /// The line that is alive, as it stands there now.
+    /// The current status line.
     status: String,
 }
 
 const CLEAR_LINE: &str = "\r\x1b[2K";
-/// So that a line that is too long for the terminal is cut and can be written over.
+/// Without wrapping, a line that is too long for the terminal is cut and can be overwritten.
 const WRAP_OFF: &str = "\x1b[?7l";
 const WRAP_ON: &str = "\x1b[?7h";
 
 impl Screen {
-    /// On the standard output, or on the standard error where the output is for a program.
+    /// Writes to the standard output, or to the standard error if a program reads the standard output.
     pub(crate) fn new(on_stderr: bool) -> Self {
         let terminal = if on_stderr { io::stderr().is_terminal() } else { io::stdout().is_terminal() };
         let live = terminal && std::env::var_os("TERM").is_none_or(|term| term != "dumb");
-        // https://no-color.org: set to anything but nothing.
+        // https://no-color.org: any value that is not empty counts.
         let colours = live && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
         let to: Box<dyn Write + Send> =
             if on_stderr { Box::new(io::stderr()) } else { Box::new(io::stdout()) };
@@ -64,7 +64,7 @@ impl Screen {
         if self.colours { format!("\x1b[{}m{text}\x1b[0m", style.code()) } else { text.to_owned() }
     }
 
-    /// Writes lines that stay.
+    /// Writes permanent lines.
     pub(crate) fn line(&self, text: &str) {
         let mut out = self.lock();
         let status = out.status.clone();
@@ -75,7 +75,7 @@ impl Screen {
         });
     }
 
-    /// Writes the line that is alive, over what it was. Nothing without a terminal.
+    /// Replaces the status line. Does nothing without a terminal.
     pub(crate) fn status(&self, text: &str) {
         let mut out = self.lock();
         if self.live && out.status != text {
@@ -84,7 +84,7 @@ impl Screen {
         }
     }
 
-    /// Takes the line that is alive away.
+    /// Removes the status line.
     pub(crate) fn end_status(&self) {
         let mut out = self.lock();
         if !out.status.is_empty() {
@@ -99,7 +99,7 @@ impl Screen {
 }
 
 impl Out {
-    /// A reader that went away misses the rest; the run goes on to its exit code, and cleans up.
+    /// Writes a text. An error is ignored, so that the run ends with its exit code and cleans up.
     fn write(&mut self, text: &str) {
         let _gone = self.to.write_all(text.as_bytes()).and_then(|()| self.to.flush());
     }
@@ -115,8 +115,8 @@ mod tests {
     struct Paper(Arc<Mutex<Vec<u8>>>);
 
     impl Write for Paper {
-        fn write(&mut self, octets: &[u8]) -> io::Result<usize> {
-            self.0.lock().unwrap().write(octets)
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.lock().unwrap().write(bytes)
         }
 
         fn flush(&mut self) -> io::Result<()> {
@@ -128,12 +128,12 @@ mod tests {
         let paper = Paper::default();
         let out = Mutex::new(Out { to: Box::new(paper.clone()), status: String::new() });
         act(&Screen { live, colours, out });
-        let octets = paper.0.lock().unwrap().clone();
-        String::from_utf8(octets).unwrap()
+        let bytes = paper.0.lock().unwrap().clone();
+        String::from_utf8(bytes).unwrap()
     }
 
     #[test]
-    fn without_a_terminal_there_are_plain_lines_and_nothing_else() {
+    fn without_a_terminal_there_are_only_plain_lines() {
         let text = written(false, false, |screen| {
             screen.status("1 of 2");
             screen.line(&screen.paint(Style::Bad, "lost"));
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_that_stays_goes_above_the_one_that_is_alive() {
+    fn a_permanent_line_is_written_above_the_status_line() {
         let text = written(true, true, |screen| {
             screen.status("1 of 2");
             screen.line(&screen.paint(Style::Good, "found"));

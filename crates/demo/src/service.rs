@@ -1,7 +1,7 @@
-//! The payments service: an ordinary one, which charges whenever it is told to, and a ledger that shows every charge.
+//! The payments service: an ordinary one, which charges for every request, and a ledger with every charge.
 //!
-//! It knows nothing of keys. What it was told twice it does twice, and the ledger says so: nothing in here removes a
-//! duplicate, or hides one.
+//! It has no keys. A request that arrives twice is charged twice, and the ledger shows both: nothing here removes or hides a
+//! duplicate.
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -35,7 +35,7 @@ pub(crate) struct Charge {
 }
 
 impl Charge {
-    /// The response of the service, equal at each repetition.
+    /// The response of the service, the same at each repetition.
     pub(crate) fn receipt(&self) -> String {
         let Self { charge, intent, cents, .. } = self;
         serde_json::json!({ "charge": charge, "intent": intent, "cents": cents }).to_string()
@@ -71,7 +71,7 @@ pub(crate) enum Finding {
     Charged(Charge),
     /// A request under this record is still being executed.
     StillRunning,
-    /// Nothing is known of it.
+    /// The ledger has nothing about it.
     Nothing,
 }
 
@@ -96,7 +96,7 @@ impl Ledger {
         charge.cloned().map_or(Finding::Nothing, Finding::Charged)
     }
 
-    /// Notes that a request has come in, and says which one it is for its intent.
+    /// Records the arrival of a request. Returns its number among the requests for its intent.
     fn begin(&self, intent: &str, record: Option<&str>) -> usize {
         let mut entries = self.lock();
         if let Some(record) = record {
@@ -107,7 +107,7 @@ impl Ledger {
         *begun
     }
 
-    /// Charges. Whether that was done before is nothing that this service asks itself.
+    /// Charges a payment, even if it was charged before.
     fn insert(&self, payment: PaymentRequest, record: Option<String>) -> Charge {
         let mut entries = self.lock();
         if let Some(running) = record.as_ref().and_then(|record| entries.running.get_mut(record)) {
@@ -143,7 +143,7 @@ struct Desk {
 }
 
 impl Service {
-    /// Starts on a free port, and takes payments at this path.
+    /// Starts on a free port, and accepts payments at this path.
     pub(crate) async fn start(plan: Arc<Plan>, story: Arc<Story>, path: String) -> Result<Self, String> {
         let cannot = |error| format!("cannot open a port for the payments service: {error}");
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.map_err(cannot)?;
@@ -170,7 +170,7 @@ impl Drop for Service {
 async fn accept(listener: TcpListener, desk: Arc<Desk>) {
     loop {
         let Ok((stream, _)) = listener.accept().await else {
-            // Too many open files, most likely: others have to close first.
+            // Most likely too many files are open, so others have to close first.
             tokio::time::sleep(std::time::Duration::from_millis(20)).await;
             continue;
         };
@@ -181,7 +181,7 @@ async fn accept(listener: TcpListener, desk: Arc<Desk>) {
     }
 }
 
-/// A caller that hangs up does not stop what it has started, as in most services.
+/// Answers in a task of its own: as in most services, a caller that hangs up does not stop its request.
 fn answer(
     desk: Arc<Desk>,
     request: Request<Incoming>,
@@ -212,7 +212,7 @@ impl Desk {
         self.running.send_modify(|running| *running += 1);
         let nth = self.ledger.begin(&payment.intent, record.as_deref());
         let time = self.plan.service_time(&payment.intent, nth);
-        // The charge is made on the way, so that a caller that goes away may miss it or not.
+        // The charge is made in the middle, so that a caller that leaves may do so before or after it.
         tokio::time::sleep(time / 2).await;
         let charge = self.ledger.insert(payment, record);
         if nth > 1 {

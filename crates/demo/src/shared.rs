@@ -1,10 +1,10 @@
-//! The database in which two sidecars keep their records together. It is not the demonstration's own, so only the records
-//! that the demonstration made are touched.
+//! The database that two sidecars share. It does not belong to the demonstration, so the demonstration changes only its own
+//! records.
 
 /// The service name that keeps the records of a demonstration apart from those of real services.
 pub(crate) const SERVICE: &str = "oncegate-demo";
 
-/// The retention of the records, because they stay in a database that is not the demonstration's own.
+/// The retention of the records. It is short, because they stay in the database after the demonstration.
 pub(crate) const RETENTION: &str = "1h";
 
 /// A store on a server, for two sidecars.

@@ -78,7 +78,7 @@ impl SidecarConfig {
 /// A process that ends no later than this value.
 struct Process {
     child: Child,
-    /// Kept open: a process that cannot write its standard output may end.
+    /// Kept open, because a process may end if it cannot write its standard output.
     stdout: Option<BufReader<ChildStdout>>,
 }
 
@@ -86,14 +86,14 @@ impl Sidecar {
     /// Starts it on free ports in front of the service `to`.
     pub(crate) async fn start(to: SocketAddr, config: SidecarConfig) -> Result<Self, String> {
         let mut failure = String::new();
-        // Another process may take a port between the look and the start.
+        // Another process may take a port between the check and the start.
         for _ in 0..3 {
             let (listen, admin) = free_ports()?;
             match launch(listen, admin, to, &config).await {
                 Ok(process) => return Ok(Self { listen, admin, to, config, process }),
                 Err(error) => failure = error,
             }
-            // What it says of a failure, it says once.
+            // The log must contain only the last failure.
             let _not_there = std::fs::remove_file(config.log());
         }
         Err(failure)
@@ -114,12 +114,12 @@ impl Sidecar {
         Ok(())
     }
 
-    /// An error where it has ended by itself.
+    /// Returns an error if the sidecar has ended by itself.
     pub(crate) fn check(&mut self) -> Result<(), String> {
         match self.process.child.try_wait() {
             Ok(None) => Ok(()),
             Ok(Some(status)) => Err(ended(status, &self.config)),
-            Err(error) => Err(format!("cannot see whether the sidecar still runs: {error}")),
+            Err(error) => Err(format!("cannot check that the sidecar still runs: {error}")),
         }
     }
 }
@@ -129,7 +129,7 @@ pub(crate) async fn try_store(home: &Home, shared: &SharedStore) -> Result<(), S
     let config = SidecarConfig { home: home.clone(), log: "store.log", shared: Some(shared.clone()) };
     // Nothing listens on port 9 (discard), and no request is sent there.
     let mut sidecar = Sidecar::start((Ipv4Addr::LOCALHOST, 9).into(), config).await?;
-    // It starts without its server, too, and would wait for it.
+    // A sidecar starts without its database, too, and waits for it.
     let deadline = tokio::time::Instant::now() + STORE_TIMEOUT;
     while let Err(why) = readiness(sidecar.admin).await {
         if tokio::time::Instant::now() >= deadline {
@@ -141,7 +141,7 @@ pub(crate) async fn try_store(home: &Home, shared: &SharedStore) -> Result<(), S
     sidecar.kill()
 }
 
-/// Checks that the sidecar would accept requests with a key; an error tells why not.
+/// Checks that the sidecar would accept requests with a key. An error is the reason why it would not.
 async fn readiness(admin: SocketAddr) -> Result<(), String> {
     let ask = Request::get("/readyz").header(header::HOST, admin.to_string()).body(Full::new(Bytes::new()));
     let ask = ask.map_err(|error| error.to_string())?;
@@ -154,7 +154,7 @@ async fn readiness(admin: SocketAddr) -> Result<(), String> {
 }
 
 impl Process {
-    /// Takes as long as the system needs to take a process down. Nothing happens to one that has ended already.
+    /// Kills the process and waits until it has ended. Does nothing if it has ended already.
     fn kill(&mut self) -> io::Result<ExitStatus> {
         self.child.kill()?;
         self.child.wait()
@@ -163,7 +163,7 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // Waited for, too: the directory that it writes into is about to be removed.
+        // Waits for its end, because its directory is about to be removed.
         let _gone_already = self.kill();
     }
 }
@@ -187,7 +187,7 @@ async fn launch(
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(log);
-    // What is configured for others must not change what is shown here.
+    // The configuration of other sidecars must not change the demonstration.
     for (name, _) in std::env::vars_os() {
         if name.to_string_lossy().starts_with("ONCEGATE_") {
             command.env_remove(name);
@@ -205,7 +205,7 @@ async fn launch(
     let child = command.spawn().map_err(|error| format!("cannot start {}: {error}", program.display()))?;
     let mut process = Process { child, stdout: None };
     let stdout = process.child.stdout.take().ok_or("the sidecar has no standard output")?;
-    // The task ends with the process at the latest, as that has the other end.
+    // The task ends at the latest with the process, which owns the other end.
     let line = tokio::task::spawn_blocking(|| first_line(stdout));
     let Ok(line) = timeout(START_TIMEOUT, line).await else {
         return Err(failed(
@@ -216,16 +216,16 @@ async fn launch(
     let (line, stdout) = line
         .map_err(io::Error::from)
         .and_then(|line| line)
-        .map_err(|error| failed(&format!("cannot read what the sidecar says: {error}"), config))?;
+        .map_err(|error| failed(&format!("cannot read the output of the sidecar: {error}"), config))?;
     if line.is_empty() {
         return Err(match process.kill() {
             Ok(status) => ended(status, config),
-            Err(error) => failed(&format!("the sidecar does not say where it listens: {error}"), config),
+            Err(error) => failed(&format!("the sidecar does not print its address: {error}"), config),
         });
     }
     if !line.contains(" listening on ") {
         return Err(failed(
-            &format!("the sidecar said {:?} instead of where it listens", line.trim_end()),
+            &format!("the sidecar printed {:?} instead of its address", line.trim_end()),
             config,
         ));
     }
@@ -248,10 +248,10 @@ fn failed(what: &str, config: &SidecarConfig) -> String {
     let log = std::fs::read_to_string(config.log()).unwrap_or_default();
     let lines: Vec<_> = log.lines().collect();
     if lines.is_empty() {
-        return format!("{what}; it wrote nothing about it");
+        return format!("{what}; its log is empty");
     }
     let last = lines.get(lines.len().saturating_sub(LOG_LINES)..).unwrap_or_default();
-    format!("{what}; it wrote:\n  {}", last.join("\n  "))
+    format!("{what}; its log:\n  {}", last.join("\n  "))
 }
 
 /// The first error that the sidecar logged, without its time and place.
@@ -259,12 +259,12 @@ fn first_error(config: &SidecarConfig) -> Option<String> {
     let log = std::fs::read_to_string(config.log()).ok()?;
     let error = log.lines().find_map(|line| line.split_once(" ERROR "))?.1;
     let error = error.split_once(": ").map_or(error, |(_, error)| error);
-    // A sidecar that serves goes on without its store; the demonstration does not.
+    // A sidecar continues without its store, but the demonstration does not.
     Some(error.split("; starting without").next().unwrap_or(error).to_owned())
 }
 
-/// Two free ports below those that systems hand out to outgoing connections: the same ones are needed again after the
-/// kill, and none of the many connections of the demonstration may have taken one by then.
+/// Two free ports below the range of outgoing connections: the same ports are needed again after the kill, and no connection
+/// of the demonstration may have taken one by then.
 fn free_ports() -> Result<(SocketAddr, SocketAddr), String> {
     let since = std::time::SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();
     let first = since.subsec_nanos() ^ std::process::id().rotate_left(16);
@@ -307,21 +307,18 @@ mod tests {
     }
 
     #[test]
-    fn what_the_sidecar_wrote_is_shown() {
+    fn the_log_of_the_sidecar_is_shown() {
         let dir = tempfile::tempdir().unwrap();
         let home = config(dir.path());
-        assert_eq!(failed("it ended", &home), "it ended; it wrote nothing about it");
+        assert_eq!(failed("it ended", &home), "it ended; its log is empty");
         let written: String = (0..50).map(|n| format!("line {n}\n")).collect();
         std::fs::write(home.log(), written).unwrap();
         let text = failed("it ended", &home);
-        assert!(
-            text.starts_with("it ended; it wrote:\n  line 30\n") && text.ends_with("  line 49"),
-            "{text}"
-        );
+        assert!(text.starts_with("it ended; its log:\n  line 30\n") && text.ends_with("  line 49"), "{text}");
     }
 
     #[tokio::test]
-    async fn a_sidecar_that_does_not_start_says_why() {
+    async fn a_failed_start_has_a_reason() {
         let dir = tempfile::tempdir().unwrap();
         // Here, the program that is to be the sidecar is the one that runs the tests, which knows no such flag.
         let Err(error) = Sidecar::start(([127, 0, 0, 1], 9).into(), config(dir.path())).await else {

@@ -1,4 +1,4 @@
-//! What is going on, in words: each thing once, the first time that it happens.
+//! Describes the events of a run: each kind once, when it first happens.
 
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use crate::plan::Fault;
 use crate::screen::{Screen, Style};
 
-/// Something that happens.
+/// An event of a run.
 #[derive(Clone, Debug)]
 pub(crate) enum Tale<'a> {
     Fault(Fault),
@@ -18,7 +18,7 @@ pub(crate) enum Tale<'a> {
     OutcomeUnknown { intent: &'a str },
 }
 
-/// Tells one run.
+/// Prints the events of one run.
 pub(crate) struct Story {
     screen: Arc<Screen>,
     told: Mutex<HashSet<&'static str>>,
@@ -29,7 +29,7 @@ impl Story {
         Self { screen, told: Mutex::default() }
     }
 
-    /// Tells of it if nothing of its kind was told before.
+    /// Prints an event if it is the first of its kind.
     pub(crate) fn tell(&self, tale: Tale<'_>) {
         let title = tale.title();
         if self.told.lock().unwrap_or_else(PoisonError::into_inner).insert(title) {
@@ -37,7 +37,7 @@ impl Story {
         }
     }
 
-    /// Tells of it, however often.
+    /// Prints an event.
     pub(crate) fn say(&self, title: &str, style: Style, text: &str) {
         let title = self.screen.paint(style, &format!("{title:<15}"));
         self.screen.line(&format!("  {title} {text}"));
@@ -99,7 +99,8 @@ impl Tale<'_> {
                 format!("{intent} gets its first answer again ({charge}); nothing is charged")
             }
             Self::ReplayedByTheOther => {
-                "what went through one sidecar is asked for at the other, which gives that answer".to_owned()
+                "a retry of a request through one sidecar reaches the other, which replays the answer"
+                    .to_owned()
             }
             Self::InProgress { intent } => {
                 format!("409: {intent} is being charged → the client waits, then asks again")

@@ -1,10 +1,10 @@
-//! What is counted while the traffic runs.
+//! The counts of a run.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::plan::{Fault, FaultCounts};
 
-/// One number that many tasks add to.
+/// One number to which many tasks add.
 #[derive(Debug, Default)]
 pub(crate) struct Count(AtomicU64);
 
@@ -18,7 +18,7 @@ impl Count {
     }
 }
 
-/// Requests that one of several has received, and how many of them it has now.
+/// The requests that one sidecar has received, and the number that it has now.
 #[derive(Debug, Default)]
 pub(crate) struct Passages {
     begun: Count,
@@ -39,7 +39,7 @@ impl Passages {
     }
 
     pub(crate) fn now(&self) -> u64 {
-        // In this order, so that none is missing; one that ends in between is counted still.
+        // In this order, so that none is missing. A request that ends in between is still counted.
         let ended = self.ended.get();
         self.begun.get().saturating_sub(ended)
     }
@@ -48,13 +48,13 @@ impl Passages {
 /// The counts of one run. Figures of the ledger are counted from the ledger, afterwards.
 #[derive(Debug, Default)]
 pub(crate) struct Tally {
-    /// Intents that a client has begun with.
+    /// Intents that a client has begun.
     pub(crate) begun: Count,
     /// Intents whose clients all have a definite answer, or have given up.
     pub(crate) ended: Count,
     /// Requests sent.
     pub(crate) attempts: Count,
-    /// Answers that were marked as given before.
+    /// Answers that were marked as replays.
     pub(crate) replays: Count,
     /// 409: the first request is still being executed.
     pub(crate) in_progress: Count,
@@ -62,11 +62,11 @@ pub(crate) struct Tally {
     pub(crate) outcome_unknown: Count,
     /// Records that the operator resolved with the answer found in the ledger.
     pub(crate) resolved_completed: Count,
-    /// Records that the operator released, as the ledger has no charge.
+    /// Records that the operator released, because the ledger has no charge.
     pub(crate) resolved_released: Count,
-    /// Requests that reached each of those that the network leads to.
+    /// Requests that reached each server behind the network.
     pub(crate) through: [Passages; 2],
-    /// Answers of one of two sidecars to what the other had executed.
+    /// Replays by one of two sidecars of requests that the other had executed.
     pub(crate) replayed_by_the_other: Count,
     /// The number of times that the sidecar was killed.
     pub(crate) kills: Count,

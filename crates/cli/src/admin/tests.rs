@@ -410,8 +410,8 @@ async fn find_says_what_is_missing() {
         ),
         (
             "caller",
-            json!("somebody"),
-            "The body: unknown variant `somebody`, expected one of `anonymous`, `single-tenant`, `value`, `fields`",
+            json!("other"),
+            "The body: unknown variant `other`, expected one of `anonymous`, `single-tenant`, `value`, `fields`",
         ),
         (
             "keey",
@@ -724,7 +724,7 @@ async fn a_resolution_that_says_too_little_or_too_much_changes_nothing() {
         ),
         (
             json!({"outcome": "completed", "status": 201, "reason": "r".repeat(1001)}),
-            "reason: it has 1001 bytes; at most 1000 are kept.",
+            "reason: it has 1001 bytes; at most 1000 are allowed.",
         ),
         (
             json!({"outcome": "completed", "status": 201, "reason": "r", "actor": "\u{1b}[31m"}),
@@ -906,7 +906,7 @@ async fn readiness_follows_the_store_and_the_drain() {
     becomes("it is known", async || ready().await == (503, "the store is out of reach\n".to_owned())).await;
     assert_eq!(sidecar.get("/livez").await.status, 200);
     let detail = sidecar.get("/v1/keys").await.refused(503, "store-unavailable");
-    assert!(detail.starts_with("the store is out of reach"), "{detail}");
+    assert!(detail.starts_with("the store is unreachable"), "{detail}");
     let text = sidecar.get("/metrics").await.text();
     let breaker = |text: &str, state: &str| series(text, &format!("oncegate_breaker{{state=\"{state}\"}}"));
     assert_eq!(series(&text, "oncegate_degraded"), 1.0);
@@ -941,7 +941,7 @@ fn series(text: &str, name: &str) -> f64 {
 }
 
 #[tokio::test]
-async fn every_outcome_is_counted_and_nobody_is_named() {
+async fn every_outcome_is_counted_and_no_label_names_a_caller() {
     let sidecar = Sidecar::start().await;
     let metrics = async || sidecar.get("/metrics").await.text();
     let requests = |text: &str, outcome: &str, status: &str| {

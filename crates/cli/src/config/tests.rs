@@ -1,4 +1,4 @@
-//! What flags, environment and file come to together.
+//! Tests of the configuration from flags, environment and file together.
 
 use std::ffi::OsString;
 
@@ -849,9 +849,8 @@ fn a_route_that_leaves_completion_to_the_service_executes_again() {
     }
 }
 
-/// For the answer that it left out of the record; with nobody to ask, it is as it always was.
 #[test]
-fn a_service_that_completes_its_records_is_asked_where_there_is_a_place_to_ask_at() {
+fn a_service_that_completes_its_records_is_asked_for_answers_if_there_is_a_reconcile_path() {
     let route = "[[route]]\npath = \"/a\"\ncompletion = \"upstream\"\n";
     for (elsewhere, own, place) in [
         ("", "", None),

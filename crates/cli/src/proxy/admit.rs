@@ -1,5 +1,5 @@
-//! What comes before everything else: requests that no gateway may pass on are refused, and what HTTP/1.1 and HTTP/2 say
-//! in different ways is said in one.
+//! The first step for every request: refuses requests that no gateway may pass on, and gives requests of HTTP/1.1 and HTTP/2
+//! the same form.
 
 use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use http::uri::Authority;
@@ -12,11 +12,11 @@ use super::{MAX_HEAD, MAX_LINES};
 use crate::admin::Metrics;
 use crate::config::Config;
 
-/// Afterwards there is one valid `Host`, or none where the client need not say any, one line of cookies, and no field that the
-/// service must not get from this peer.
+/// Checks and normalizes a request. Afterwards it has one valid `Host`, or none if the protocol does not require it, one line
+/// of cookies, and no field that the service must not get from this peer.
 ///
 /// # Errors
-/// The answer for a request that goes no further, as its route words refusals.
+/// The refusal, in the form of the route.
 pub(super) fn admit<B>(
     request: &mut Request<B>,
     peer: &Peer,
@@ -58,7 +58,7 @@ const fn unsupported(detail: &'static str) -> Refused {
     Refused { condition: Condition::RequestUnsupported, detail }
 }
 
-/// HTTP/1.1 says it itself, without a body: there is no request then.
+/// Only for HTTP/2: the library refuses such heads of HTTP/1.1 by itself.
 const fn too_large(detail: &'static str) -> Refused {
     Refused { condition: Condition::RequestHeadTooLarge, detail }
 }
@@ -69,24 +69,24 @@ impl Refused {
         let response = refusal.into_response(settings, GrpcForm::of(request.headers()));
         let mut response = response.map(ProxyBody::own);
         if request.version() != Version::HTTP_2 {
-            // The client may disagree with this proxy about where the next request begins.
+            // The client may disagree with this proxy about the beginning of the next request.
             response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
         }
         response
     }
 }
 
-/// Finds what is wrong; otherwise the host, where another place than `Host` says it.
+/// Checks a request. Returns the host if the target contains it.
 fn check<B>(request: &Request<B>) -> Result<Option<HeaderValue>, Refused> {
     let is = |method: Method| request.method().as_str().eq_ignore_ascii_case(method.as_str());
     if is(Method::CONNECT) {
-        return Err(unsupported("This is no proxy for CONNECT."));
+        return Err(unsupported("This proxy does not support CONNECT."));
     }
     if is(Method::HEAD) && request.method() != Method::HEAD {
-        // A service that takes it for HEAD sends a length and no body, and this proxy would wait for the body.
-        return Err(unsupported("The method HEAD is understood in upper case only."));
+        // A service that reads it as HEAD sends a length and no body, and this proxy would wait for the body.
+        return Err(unsupported("The method HEAD must be in upper case."));
     }
-    // RFC 9112, 3.2.3 and 3.2.4. A service may take such a target for `/`, which has a route.
+    // RFC 9112, 3.2.3 and 3.2.4. A service may read such a target as `/`, which has a route.
     let path = request.uri().path();
     let is_of_the_server = path == "*" && request.method() == Method::OPTIONS;
     if !path.starts_with('/') && !is_of_the_server {
@@ -95,10 +95,10 @@ fn check<B>(request: &Request<B>) -> Result<Option<HeaderValue>, Refused> {
     let headers = request.headers();
     if is_too_large(headers) {
         return Err(too_large(
-            "Nothing was executed. It has more than 1000 field lines, or more than 128 KiB.",
+            "Nothing was executed. The head has more than 1000 field lines, or more than 128 KiB.",
         ));
     }
-    // HTTP/1.1 takes two that are equal for one. HTTP/2 passes them on, and the service would get both.
+    // The library accepts two equal fields: it joins them in HTTP/1.1, but in HTTP/2 the service would get both.
     if headers.get_all(header::CONTENT_LENGTH).iter().nth(1).is_some() {
         return Err(malformed("There are several Content-Length fields."));
     }
@@ -106,15 +106,15 @@ fn check<B>(request: &Request<B>) -> Result<Option<HeaderValue>, Refused> {
     if let Some(coding) = codings.next()
         && (!coding.as_bytes().eq_ignore_ascii_case(b"chunked") || codings.next().is_some())
     {
-        // RFC 9112, 6.1. The service would not learn that something is left to be undone.
-        return Err(unsupported("The one transfer coding that is understood is chunked."));
+        // RFC 9112, 6.1. The service would not learn about the other coding.
+        return Err(unsupported("The only supported transfer coding is chunked."));
     }
-    // RFC 9112, 3.2: otherwise two that read it could take it for requests to different hosts.
+    // RFC 9112, 3.2: otherwise this proxy and the service could read different hosts.
     let mut hosts = headers.get_all(header::HOST).iter();
     match (hosts.next(), hosts.next()) {
         (Some(_), Some(_)) => return Err(malformed("There are several Host fields.")),
         (Some(host), None) if !is_host(host.as_bytes()) => {
-            return Err(malformed("The Host field is none."));
+            return Err(malformed("The Host field is not a valid host name."));
         }
         (None, _) if request.version() == Version::HTTP_11 => {
             return Err(malformed("There is no Host field."));
@@ -122,10 +122,10 @@ fn check<B>(request: &Request<B>) -> Result<Option<HeaderValue>, Refused> {
         _ => {}
     }
     let Some(authority) = request.uri().authority() else { return Ok(None) };
-    // RFC 9112, 3.2.2; RFC 9113, 8.3.1: what the target says counts.
+    // RFC 9112, 3.2.2; RFC 9113, 8.3.1: the host in the target wins.
     match HeaderValue::try_from(authority.as_str()) {
         Ok(host) if is_host(host.as_bytes()) => Ok(Some(host)),
-        _ => Err(malformed("The target's authority is no host.")),
+        _ => Err(malformed("The authority of the target is not a valid host name.")),
     }
 }
 
@@ -136,19 +136,19 @@ pub(super) fn is_too_large(headers: &HeaderMap) -> bool {
     headers.len() > MAX_LINES || headers.iter().map(bytes).sum::<usize>() > MAX_HEAD
 }
 
-/// A host and perhaps a port, or nothing at all, which is what a client says where its target has no authority.
-fn is_host(octets: &[u8]) -> bool {
-    let plain = |octet: &u8| octet.is_ascii_alphanumeric() || matches!(octet, b'.' | b'-');
-    let name = octets.iter().position(|octet| !plain(octet)).unwrap_or(octets.len());
-    match octets.split_at(name).1 {
-        // Nearly all are, at a glance.
+/// Returns true for a host with or without a port, and for an empty value, which a client sends if its target has no authority.
+fn is_host(bytes: &[u8]) -> bool {
+    let plain = |byte: &u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'-');
+    let name = bytes.iter().position(|byte| !plain(byte)).unwrap_or(bytes.len());
+    match bytes.split_at(name).1 {
+        // Fast path for nearly all hosts.
         [] => true,
         [b':', port @ ..] if port.iter().all(u8::is_ascii_digit) => true,
-        _ => Authority::try_from(octets).is_ok_and(|authority| {
-            // User information before the host is not part of the host.
-            let behind = authority.as_str().strip_prefix(authority.host());
-            let port = behind.map(|behind| behind.strip_prefix(':').unwrap_or(behind));
-            port.is_some_and(|port| port.bytes().all(|octet| octet.is_ascii_digit()))
+        _ => Authority::try_from(bytes).is_ok_and(|authority| {
+            // User information before the host is not allowed.
+            let rest = authority.as_str().strip_prefix(authority.host());
+            let port = rest.map(|rest| rest.strip_prefix(':').unwrap_or(rest));
+            port.is_some_and(|port| port.bytes().all(|byte| byte.is_ascii_digit()))
         }),
     }
 }
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_of_hosts() {
+    fn a_request_gets_one_valid_host_or_is_refused() {
         let (one, one_0, two) = (Version::HTTP_11, Version::HTTP_10, Version::HTTP_2);
         for (target, version, hosts, expected) in [
             ("/", one, &["a.test"][..], Ok(Some("a.test"))),
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_gateway_does_not_do() {
+    fn unsupported_codings_methods_and_targets_are_refused() {
         let host = ("host", "a.test");
         let coded = |codings: &[&'static str]| {
             let mut fields = vec![host];

@@ -1,4 +1,4 @@
-//! Bodies that notice when nothing moves any more.
+//! Bodies that fail if no bytes arrive for too long.
 
 use std::future::Future as _;
 use std::pin::Pin;
@@ -24,7 +24,7 @@ pub(super) struct Activity {
     start: Instant,
     /// Milliseconds after `start`.
     last: Arc<AtomicU64>,
-    /// The client's body ended before it was whole.
+    /// True if the client's body ended before it was complete.
     broken: Arc<AtomicBool>,
 }
 
@@ -48,10 +48,10 @@ impl Activity {
     }
 }
 
-/// A time that the service may take, which runs only while this process does.
+/// A timer for the service that does not count the time for which this process was paused.
 ///
-/// A process that was stopped, or whose machine was, wakes up to a time that is long over, and to answers that have been waiting
-/// in its sockets. They are read first: a response that came in time is not late because the process was stopped.
+/// If the process or its machine was paused, the deadline may be long over when it continues, while answers wait in its
+/// sockets. They are read first: a response that came in time is not late because this process was paused.
 #[derive(Debug)]
 pub(super) struct RunningTimer {
     sleep: Pin<Box<Sleep>>,
@@ -59,13 +59,13 @@ pub(super) struct RunningTimer {
     looked: bool,
 }
 
-/// A timer that fires so late was stopped, together with everything else in the process.
-const STOPPED: Duration = Duration::from_millis(100);
+/// A timer that fires this late was paused, together with the whole process.
+const PAUSED: Duration = Duration::from_millis(100);
 
-/// The most time after a stop of this process, in which the service's earlier bytes are read and the rest arrives.
-const AFTER_STOP: Duration = Duration::from_secs(5);
+/// The most time after a pause of this process for reading the waiting bytes of the service and receiving the rest.
+const AFTER_PAUSE: Duration = Duration::from_secs(5);
 
-/// Sockets are looked at before timers, so that the shortest sleep is a turn for them.
+/// The runtime polls sockets before timers, so the shortest sleep gives the sockets one turn.
 const LAST_TURN: Duration = Duration::from_millis(1);
 
 impl RunningTimer {
@@ -73,13 +73,13 @@ impl RunningTimer {
         Self { sleep: Box::pin(tokio::time::sleep_until(deadline)), looked: false }
     }
 
-    /// Ready when the time is over. `timeout` is the whole time.
+    /// Ready when the time is over. `timeout` is the full time.
     pub(super) fn poll(&mut self, cx: &mut Context<'_>, timeout: Duration) -> Poll<()> {
         loop {
             ready!(self.sleep.as_mut().poll(cx));
             let now = Instant::now();
-            if now.saturating_duration_since(self.sleep.deadline()) > STOPPED {
-                self.sleep.as_mut().reset(now + timeout.min(AFTER_STOP));
+            if now.saturating_duration_since(self.sleep.deadline()) > PAUSED {
+                self.sleep.as_mut().reset(now + timeout.min(AFTER_PAUSE));
                 self.looked = false;
             } else if self.looked {
                 return Poll::Ready(());
@@ -92,11 +92,11 @@ impl RunningTimer {
 }
 
 pin_project! {
-    /// A body from the network whose end counts only if its sender ended it.
+    /// A body from the network that is complete only if its sender ended it.
     ///
-    /// The HTTP library takes a stream of HTTP/2 that is reset with `NO_ERROR` for one that has ended. That is how proxies such
-    /// as Envoy cut it when the client behind them goes away in the middle of an upload: half a request would be
-    /// executed, and half an answer kept.
+    /// The HTTP library treats an HTTP/2 stream that is reset with `NO_ERROR` as one that has ended. Proxies such as Envoy reset
+    /// it in this way when their client leaves in the middle of an upload: half a request would be executed, and half an
+    /// answer kept.
     #[derive(Debug)]
     pub(super) struct WholeBody {
         #[pin]
@@ -121,7 +121,7 @@ impl Body for WholeBody {
     ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         let mut this = self.project();
         let frame = ready!(this.body.as_mut().poll_frame(cx));
-        // All that its length promised is the whole, however it was ended.
+        // A body with its declared length is complete, however it ended.
         let is_cut = frame.is_none()
             && *this.is_http2
             && !this.body.is_end_stream()
@@ -143,7 +143,7 @@ impl Body for WholeBody {
 }
 
 pin_project! {
-    /// A request's body that notes when it moves, and whose trailers have no field that belongs into the head.
+    /// A request body that records when its bytes move, and removes trailer fields that belong in the head.
     #[derive(Debug)]
     pub(super) struct ObservedBody<B> {
         #[pin]
@@ -192,7 +192,7 @@ impl<B: Body> Body for ObservedBody<B> {
 }
 
 pin_project! {
-    /// The body of an answer: the upstream's, which breaks off when nothing comes for too long, or the proxy's own words.
+    /// The body of an answer: the upstream's, which fails if no bytes arrive for too long, or that of the proxy itself.
     pub(super) struct ProxyBody {
         #[pin]
         inner: Inner,
@@ -214,7 +214,7 @@ pin_project! {
 }
 
 impl ProxyBody {
-    /// The permit is given back with the body.
+    /// The body of the upstream. The permit is released with it.
     pub(super) const fn upstream(
         body: WholeBody,
         idle: Option<Duration>,
@@ -245,7 +245,7 @@ impl Body for ProxyBody {
                     *timer = None;
                     return Poll::Ready(frame);
                 }
-                // Only a body that keeps its reader waiting needs a timer.
+                // Only a body that does not arrive at once needs a timer.
                 let Some(idle) = *idle else { return Poll::Pending };
                 let timer = timer.get_or_insert_with(|| RunningTimer::until(Instant::now() + idle));
                 timer.poll(cx, idle).map(|()| Some(Err("the upstream sent nothing for too long".into())))

@@ -1,4 +1,4 @@
-//! The cache of a cached store: opened, put before the store, counted.
+//! Opens the cache of a cached store and puts it before the store.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,17 +13,17 @@ use super::run::open_directory;
 use crate::admin::{CacheCollector, Metrics};
 use crate::config::{CacheChoice, CachedChoice, Config, StoreChoice};
 
-/// A cache that is to be put before a store.
+/// An opened cache, before it is put before a store.
 pub(super) struct PendingCache {
     cache: Cache,
     options: CacheOptions,
     stats: CacheStats,
 }
 
-/// Between two attempts to open a cache that was not there at the start.
-const AGAIN_AFTER: Duration = Duration::from_secs(2);
+/// The pause between two attempts to open a cache that could not be opened at the start.
+const RETRY_INTERVAL: Duration = Duration::from_secs(2);
 
-/// The cache, where one is configured. One on a server that cannot be used yet is opened later.
+/// Opens the cache, if one is configured. A cache on a server that cannot be used yet is opened later.
 pub(super) async fn open(config: &Config) -> Result<Option<PendingCache>, String> {
     let StoreChoice::Cached(choice) = &config.store else { return Ok(None) };
     let cache = match &choice.cache {
@@ -41,23 +41,23 @@ pub(super) async fn open(config: &Config) -> Result<Option<PendingCache>, String
 }
 
 fn options(choice: &CachedChoice) -> Result<CacheOptions, ConfigError> {
-    // Two sidecars that call one database by two names do not find each other's answers: slower, and never wrong.
+    // Sidecars that use different names for one database do not find each other's answers, which is slower but never wrong.
     let store = crate::config::without_login(&choice.store.to_string());
     let options = CacheOptions::new().with_keep(choice.keep)?.with_timeout(choice.timeout)?;
     Ok(options.with_namespace(store))
 }
 
 async fn open_redis(options: &RedisOptions) -> Cache {
-    // What is evicted from a cache is asked of the store.
+    // An answer that was evicted from the cache is read from the store.
     let options = options.clone().with_danger_allow_eviction(true);
     let shown = options.shown();
     match RedisStore::open(options.clone()).await {
         Ok(store) => Cache::on(Arc::new(store)),
         Err(error) => {
-            tracing::warn!("cache {shown}: {}; it is left out, and tried again", ErrorChain(&error));
+            tracing::warn!("cache {shown}: {}; continuing without it, and trying again", ErrorChain(&error));
             Cache::later(async move {
                 loop {
-                    tokio::time::sleep(AGAIN_AFTER).await;
+                    tokio::time::sleep(RETRY_INTERVAL).await;
                     match RedisStore::open(options.clone()).await {
                         Ok(store) => {
                             tracing::info!("cache {shown}: opened");
@@ -71,25 +71,25 @@ async fn open_redis(options: &RedisOptions) -> Cache {
     }
 }
 
-/// The metrics of the store, and of what stands before it.
-pub(super) fn metrics(store: Arc<dyn Store>, tier: Option<&PendingCache>) -> Metrics {
-    let Some(tier) = tier else { return Metrics::new(move || store.capabilities()) };
+/// The metrics of the store, and of the cache before it.
+pub(super) fn metrics(store: Arc<dyn Store>, cache: Option<&PendingCache>) -> Metrics {
+    let Some(cache) = cache else { return Metrics::new(move || store.capabilities()) };
     let capabilities = move || {
         let mut capabilities = store.capabilities();
         capabilities.name = "cached";
         capabilities
     };
-    let collector = CacheCollector(tier.stats.clone());
+    let collector = CacheCollector(cache.stats.clone());
     Metrics::with(capabilities, |registry| registry.register_collector(Box::new(collector)))
 }
 
-/// The store that the engine drives, and the cached one, where it is one. What is measured is the store: a key that the cache
-/// answered tells nothing of whether the store can be reached.
+/// Puts the cache before the store. Returns the store for the engine, and the cached store if there is a cache. Only the
+/// store behind is measured: an answer of the cache does not tell if the store can be reached.
 pub(super) fn before(
     store: Arc<dyn Store>,
-    tier: Option<PendingCache>,
+    cache: Option<PendingCache>,
 ) -> (Arc<dyn Store>, Option<Arc<CachedStore>>) {
-    let Some(PendingCache { cache, options, .. }) = tier else { return (store, None) };
+    let Some(PendingCache { cache, options, .. }) = cache else { return (store, None) };
     let cached = Arc::new(CachedStore::new(cache, store, options));
     (cached.clone(), Some(cached))
 }

@@ -1,4 +1,4 @@
-//! How long a certificate is valid. rustls checks the dates of others' certificates, and tells nothing of those in one's own.
+//! The dates of a certificate. rustls checks those of other certificates, but not those of the listener's own.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -6,8 +6,8 @@ use oncegate_core::Timestamp;
 
 use crate::admin::{days_to, time};
 
-/// A certificate that ends within this time, or within a quarter of the time for which it is valid, is warned of: its renewal is
-/// late, which is usually due when a third is left, and there is time to find out why.
+/// The log warns about a certificate that ends within this time, or within a quarter of its validity. Its renewal is late
+/// then, because it is usually due when a third is left, and there is still time to find out why.
 const ENDS_SOON: i64 = 14 * DAY;
 const DAY: i64 = 24 * 3600;
 
@@ -19,7 +19,7 @@ pub(crate) struct Validity {
 }
 
 impl Validity {
-    /// Reads the dates in a certificate (RFC 5280, 4.1). `None` if it is no certificate.
+    /// Reads the dates in a certificate (RFC 5280, 4.1). `None` if it is not a certificate.
     pub(crate) fn of(mut certificate: &[u8]) -> Option<Self> {
         let mut certificate = element(&mut certificate, SEQUENCE)?;
         let mut signed = element(&mut certificate, SEQUENCE)?;
@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_certificate_has_no_dates() {
+    fn an_invalid_certificate_has_no_dates() {
         let whole = certificate((2024, 1, 1), (2025, 1, 1));
         // The dates are in the first part of it.
         for length in 0..90 {
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_warned_of_before_and_after_it_is_valid_and_near_its_end() {
+    fn there_is_a_warning_before_and_after_the_validity_and_near_its_end() {
         let validity = Validity { not_before: 100 * DAY, not_after: 200 * DAY };
         let warning = |now| validity.warning(now).unwrap_or_default();
         assert!(

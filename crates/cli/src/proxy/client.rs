@@ -1,8 +1,8 @@
-//! The client's side of a connection: how long it may keep an answer waiting, and when it counts as gone.
+//! The client's side of a connection: detects clients that take no bytes of an answer, and clients that have left.
 //!
-//! An answer that is not taken is held in memory. On HTTP/1.1 it waits for the socket, so a write that does not move for too
-//! long ends the connection ([`ClientStream`]). On HTTP/2 a client may take nothing of one answer while the connection goes on,
-//! so an answer that does not move resets its stream ([`StreamExecutor`]).
+//! An answer that the client does not take stays in memory. On HTTP/1.1 it waits for the socket, so a write without progress
+//! for too long ends the connection ([`ClientStream`]). On HTTP/2 a client may take no bytes of one answer while the connection
+//! goes on, so an answer without progress resets its stream ([`StreamExecutor`]).
 
 use std::future::Future;
 use std::io;
@@ -30,11 +30,11 @@ pub(super) struct ClientStream {
     write_timeout: Duration,
     /// Runs while a write waits.
     timer: Option<Pin<Box<Sleep>>>,
-    /// Runs while it is not known whether the client has gone.
+    /// Runs while the client may have left.
     doubt: Option<Pin<Box<Sleep>>>,
-    /// True if the end of the client's side is watched. Below TLS it cannot be seen.
+    /// True if the end of the client's side is watched. With TLS it cannot be seen.
     watches_end: bool,
-    /// As long as this is open, it counts as a connection: also after an upgrade.
+    /// Counts the socket as a connection while it is open, also after an upgrade.
     _permit: OwnedSemaphorePermit,
 }
 
@@ -42,25 +42,25 @@ pub(super) struct ClientStream {
 #[derive(Debug, Default)]
 pub(super) struct ConnectionState {
     phase: AtomicU8,
-    /// The client had said all it has to say before its answer began.
+    /// True if the client ended its side before its answer began.
     half_closed: AtomicBool,
 }
 
 impl ConnectionState {
-    /// The request whose answer is owed is executed under a key: the client gets its answer however long that takes.
+    /// Notes that the request is executed under a key, so the client gets its answer however long that takes.
     pub(super) fn executes(&self) {
-        let (from, to) = (OWING, EXECUTING);
-        // Otherwise its answer has begun, or its connection is over.
+        let (from, to) = (PENDING, EXECUTING);
+        // In another phase, its answer has begun or its connection is over.
         let _late = self.phase.compare_exchange(from, to, Ordering::Relaxed, Ordering::Relaxed);
     }
 }
 
 const IDLE: u8 = 0;
 /// A request was received, and its answer has not begun.
-const OWING: u8 = 1;
-/// The same, and it is executed under a key: it goes on whatever becomes of the client.
+const PENDING: u8 = 1;
+/// The same for a request that is executed under a key, which continues even if the client leaves.
 const EXECUTING: u8 = 2;
-/// The head of the answer is there, and not the end of its body.
+/// The answer has begun, and its body has not ended.
 const ANSWERING: u8 = 3;
 
 /// The time for which a request that is not executed under a key continues after its client has ended its side. Such
@@ -85,7 +85,7 @@ impl ClientStream {
         self.state.clone()
     }
 
-    /// Fails a write that has not moved for too long.
+    /// Fails a write without progress for too long.
     fn timed<T>(&mut self, cx: &mut Context<'_>, written: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
         if written.is_ready() {
             self.timer = None;
@@ -97,17 +97,17 @@ impl ClientStream {
         Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, "the client took nothing for too long")))
     }
 
-    /// Looks whether the client has said all it has to say. It may do so while it waits for its answer: HTTP allows it. A client
-    /// that does it while it gets its answer has gone: there is nothing more that it could want to say.
-    fn look_for_end(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
+    /// Checks if the client has ended its side. HTTP allows that while the client waits for its answer. A client that does it
+    /// while it receives its answer has left.
+    fn check_end(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
         let phase = self.state.phase.load(Ordering::Relaxed);
-        if phase != OWING {
+        if phase != PENDING {
             self.doubt = None;
         }
         if !self.watches_end || phase == IDLE {
             return Ok(());
         }
-        let gone = || Err(io::Error::new(io::ErrorKind::ConnectionAborted, "the client has gone"));
+        let gone = || Err(io::Error::new(io::ErrorKind::ConnectionAborted, "the client has left"));
         if !self.state.half_closed.load(Ordering::Relaxed) {
             let mut byte = [0; 1];
             match self.stream.poll_peek(cx, &mut ReadBuf::new(&mut byte)) {
@@ -118,7 +118,7 @@ impl ClientStream {
                 Poll::Ready(Ok(_)) | Poll::Pending => return Ok(()),
             }
         }
-        if phase == OWING {
+        if phase == PENDING {
             let doubt = self.doubt.get_or_insert_with(|| Box::pin(tokio::time::sleep(DOUBT)));
             if doubt.as_mut().poll(cx).is_ready() {
                 return gone();
@@ -157,10 +157,10 @@ impl AsyncWrite for ClientStream {
         self.stream.is_write_vectored()
     }
 
-    /// Called whenever the connection is looked after and nothing is left to write.
+    /// Called whenever the connection is polled and has nothing left to write.
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         ready!(Pin::new(&mut self.stream).poll_flush(cx))?;
-        Poll::Ready(self.look_for_end(cx))
+        Poll::Ready(self.check_end(cx))
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -174,7 +174,7 @@ struct PendingResponse(Arc<ConnectionState>);
 impl PendingResponse {
     fn new(state: Arc<ConnectionState>) -> Self {
         state.half_closed.store(false, Ordering::Relaxed);
-        state.phase.store(OWING, Ordering::Relaxed);
+        state.phase.store(PENDING, Ordering::Relaxed);
         Self(state)
     }
 
@@ -189,26 +189,26 @@ impl Drop for PendingResponse {
     }
 }
 
-/// The way of one answer to its client.
+/// The delivery of one answer to its client.
 pub(super) struct Delivery(Option<PendingResponse>);
 
 impl Delivery {
-    /// For a request that was just received.
+    /// The delivery for a request that was just received.
     pub(super) fn of(version: Version, state: &Arc<ConnectionState>) -> Self {
         Self((version != Version::HTTP_2).then(|| PendingResponse::new(state.clone())))
     }
 
-    /// The body of the answer, which is there now. To be called in the task of the request.
+    /// Begins the delivery of a body. To be called in the task of the request.
     pub(super) fn begin<B>(self, body: B) -> ClientBody<B> {
-        let way = match (self.0, PROGRESS.try_with(Arc::clone)) {
-            (Some(owed), _) => {
-                owed.begins();
-                DeliveryTracking::Http1 { _owed: owed }
+        let tracking = match (self.0, PROGRESS.try_with(Arc::clone)) {
+            (Some(response), _) => {
+                response.begins();
+                DeliveryTracking::Http1 { _response: response }
             }
             (None, Ok(progress)) => DeliveryTracking::Http2 { pieces: Pieces::new(progress) },
             (None, Err(_)) => DeliveryTracking::Unwatched,
         };
-        ClientBody { body, way }
+        ClientBody { body, tracking }
     }
 }
 
@@ -217,13 +217,13 @@ pin_project! {
     pub(super) struct ClientBody<B> {
         #[pin]
         body: B,
-        way: DeliveryTracking,
+        tracking: DeliveryTracking,
     }
 }
 
 enum DeliveryTracking {
     Http1 {
-        _owed: PendingResponse,
+        _response: PendingResponse,
     },
     Http2 {
         pieces: Pieces,
@@ -241,7 +241,7 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>>> Body for ClientBody<B> {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         let this = self.project();
-        match this.way {
+        match this.tracking {
             DeliveryTracking::Http2 { pieces } => pieces.poll_next(cx, this.body),
             DeliveryTracking::Http1 { .. } | DeliveryTracking::Unwatched => {
                 this.body.poll_frame(cx).map(|frame| frame.map(|frame| frame.map_err(Into::into)))
@@ -250,7 +250,7 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>>> Body for ClientBody<B> {
     }
 
     fn is_end_stream(&self) -> bool {
-        match &self.way {
+        match &self.tracking {
             DeliveryTracking::Http2 { pieces } => pieces.are_at_end(&self.body),
             DeliveryTracking::Http1 { .. } | DeliveryTracking::Unwatched => self.body.is_end_stream(),
         }
@@ -262,12 +262,12 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>>> Body for ClientBody<B> {
     }
 }
 
-/// Largest piece of an answer that is given to an HTTP/2 connection at a time. A client that takes this much in the time that it
-/// has is not cut off.
-const PIECE_MAX: usize = 64 * 1024;
+/// The largest piece of an answer that is given to an HTTP/2 connection at a time. A client that takes one piece within the
+/// write timeout is not cut off.
+const MAX_PIECE: usize = 64 * 1024;
 
-/// A body in pieces. Its end is said once all of them were written: a stream that has ended cannot be reset, and what it has left
-/// would be held for as long as its connection is open.
+/// A body in pieces. Its end is reported only after all pieces were written: a stream that has ended cannot be reset, and its
+/// remaining pieces would stay in memory until its connection ends.
 struct Pieces {
     progress: Arc<Progress>,
     rest: Bytes,
@@ -286,7 +286,7 @@ impl Pieces {
     ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         loop {
             if !self.rest.is_empty() {
-                let piece = self.rest.split_to(self.rest.len().min(PIECE_MAX));
+                let piece = self.rest.split_to(self.rest.len().min(MAX_PIECE));
                 return Poll::Ready(Some(Ok(Frame::data(self.progress.give(piece)))));
             }
             if let Some(trailers) = &mut self.end {
@@ -314,7 +314,7 @@ impl Pieces {
 }
 
 tokio::task_local! {
-    /// That of the stream whose task this is.
+    /// The progress of the stream whose task this is.
     static PROGRESS: Arc<Progress>;
 }
 
@@ -324,9 +324,9 @@ struct Progress(Mutex<ProgressState>);
 
 #[derive(Debug, Default)]
 struct ProgressState {
-    /// Since when the client has taken nothing of what there is for it: the last piece was given, or written, then.
+    /// The time since which pieces wait for the client without progress.
     waits_since: Option<Instant>,
-    /// Pieces that are not written yet.
+    /// The number of pieces that are not written yet.
     unwritten: usize,
     waker: Option<Waker>,
 }
@@ -373,7 +373,7 @@ impl Progress {
     }
 }
 
-/// A piece that was given to a connection. It was written, or given up, when this is dropped.
+/// A piece that was given to a connection. It is dropped when it was written or given up.
 struct Piece {
     data: Bytes,
     progress: Arc<Progress>,
@@ -391,7 +391,7 @@ impl Drop for Piece {
     }
 }
 
-/// Runs the streams of HTTP/2 connections, and drops those whose client takes nothing for too long, which resets them.
+/// Runs the streams of HTTP/2 connections. Drops a stream whose client takes no bytes for too long, which resets it.
 #[derive(Clone, Debug)]
 pub(super) struct StreamExecutor {
     pub(super) write_timeout: Duration,

@@ -1,7 +1,7 @@
-//! Pages of other origins: their preflight requests are answered, and answers say that they may be read.
+//! Pages of other origins: answers their preflight requests, and adds the fields that let them read responses.
 //!
-//! A record keeps no `Access-Control-*` of the service, because these fields belong to the request that got them. So a replay
-//! has none, and neither has a refusal: without the fields that are written here, a browser hides both from its page.
+//! A record keeps no `Access-Control-*` field of the service, because these fields belong to the request that got them. So
+//! replays and refusals have none. Without the fields that are added here, a browser hides both from its page.
 
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ pub(super) struct CrossOrigin {
 }
 
 impl CrossOrigin {
-    /// `None` if no page of another origin may read the answer, or if the answer is one of [`preflight`].
+    /// The fields for a request; `None` if no page of another origin may read the answer, or for a [`preflight`] request.
     pub(super) fn of<B>(request: &Request<B>, config: &Config) -> Option<Self> {
         if !config.has_cors() || asked_method(request).is_some() {
             return None;
@@ -33,10 +33,10 @@ impl CrossOrigin {
     }
 }
 
-/// Answers a preflight request of an origin that is allowed. Others are for the service.
+/// Answers a preflight request of an allowed origin. The service answers other ones.
 ///
 /// # Errors
-/// The answer.
+/// The answer, so that the request is not passed on.
 pub(super) fn preflight<B>(request: &Request<B>, config: &Config) -> Result<(), Box<Response<ProxyBody>>> {
     let Some(method) = asked_method(request).filter(|_| config.has_cors()) else { return Ok(()) };
     let route = config.route(&method, request.uri().path());

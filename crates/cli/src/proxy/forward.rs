@@ -1,4 +1,4 @@
-//! Sends one request to the upstream and brings its answer back.
+//! Sends one request to the upstream and returns its answer.
 
 use std::convert::Infallible;
 use std::future::{Future, poll_fn};
@@ -41,20 +41,20 @@ pub(super) type UpstreamClient = Client<ToService, ObservedBody<RequestBody<Whol
 /// The state that all connections of one thread share.
 pub(super) struct Upstream {
     pub(super) client: UpstreamClient,
-    /// For upgrades, which HTTP/2 does not have, where `client` may speak it.
+    /// For upgrades, which HTTP/2 does not have, if `client` may use HTTP/2.
     pub(super) http1: Option<UpstreamClient>,
-    /// The hosts that `client` has connections for.
+    /// The hosts to which `client` has connections.
     pub(super) hosts: Arc<HostLimit>,
-    /// The requests without a key, and the connections that were upgraded.
+    /// Counts the requests without a key, and upgraded connections.
     pub(super) without_key: RequestLimit,
     pub(super) config: Arc<Config>,
-    /// Of this thread alone: each request takes a reference.
+    /// Not shared with other threads, because each request takes a reference.
     pub(super) head_fields: Arc<HeadFields>,
     pub(super) metrics: Metrics,
 }
 
-/// For warnings that come with every request while the service is away, or by clients who send what it does not take. Each
-/// line says how many were left out since the one before.
+/// Limits for warnings that every request may cause while the service is away, or if clients send invalid requests. Each line
+/// reports the number of suppressed lines.
 static AWAY: LazyLock<LogThrottle> = LazyLock::new(|| LogThrottle::new(WARNING_INTERVAL));
 static WITHOUT_RECORD: LazyLock<LogThrottle> = LazyLock::new(|| LogThrottle::new(WARNING_INTERVAL));
 static TOO_MANY: LazyLock<LogThrottle> = LazyLock::new(|| LogThrottle::new(FULL_WARNING_INTERVAL));
@@ -66,7 +66,7 @@ fn may_warn(has_record: bool) -> Option<u64> {
     if has_record { Some(0) } else { WITHOUT_RECORD.pass() }
 }
 
-/// The service behind the layer: one connection's way to the upstream.
+/// The service behind the layer: forwards the requests of one connection to the upstream.
 #[derive(Clone)]
 pub(super) struct Forward {
     upstream: Arc<Upstream>,
@@ -113,7 +113,7 @@ impl Forward {
         let grpc = GrpcForm::of(request.headers());
         let upgrade = prepare(&mut request, &self.peer);
         let client_side = upgrade.as_ref().and_then(|_| request.extensions_mut().remove::<OnUpgrade>());
-        // What has a key is counted by the layer, until it is answered.
+        // The layer counts requests with a key, until their answer.
         let permit =
             (attempt.is_none() || client_side.is_some()).then(|| self.upstream.without_key.try_enter());
         let Some(permit) = permit.map_or(Some(None), |permit| permit.map(Some)) else {
@@ -136,7 +136,7 @@ impl Forward {
             }
         };
         let answer = tokio::select! {
-            // An answer that is there has come in time.
+            // An answer that has arrived is not late.
             biased;
             answer = sending => Some(answer),
             () = silence(&activity, timeout) => None,
@@ -155,7 +155,7 @@ impl Forward {
             Some(Ok(response)) => {
                 self.bring_back(response, (client_side, permit), timeout, (settings, grpc), record)
             }
-            // No request was sent without a connection.
+            // Without a connection, no request was sent.
             None if attempt.is_some_and(|(_, connection)| connection.connection_metadata().is_none()) => {
                 if let Some(suppressed) = AWAY.pass() {
                     tracing::warn!(record, suppressed, ?timeout, "no connection to the upstream in time");
@@ -195,8 +195,8 @@ impl Forward {
         response
     }
 
-    /// Gives a request the address of the service, and returns the client that sends it. `None` if as many hosts have
-    /// connections of their own as may.
+    /// Sets the address of the service in a request, and returns the client that sends it. `None` if the limit of hosts is
+    /// reached.
     fn address<B>(&self, request: &mut Request<B>, upgrade: Option<HeaderValue>) -> Option<&UpstreamClient> {
         let config = &self.upstream.config;
         let mut client = &self.upstream.client;
@@ -218,7 +218,7 @@ impl Forward {
         Some(client)
     }
 
-    /// The upstream's answer as the client gets it, or what is said in its place.
+    /// Prepares the upstream's answer for the client, or replaces it by a refusal.
     fn bring_back(
         &self,
         mut response: Response<Incoming>,
@@ -249,7 +249,7 @@ impl Forward {
         if response.status() == StatusCode::SWITCHING_PROTOCOLS {
             let (Some(protocol), Some(client_side)) = (protocol, client_side) else {
                 if let Some(suppressed) = may_warn(record.is_some()) {
-                    tracing::warn!(record, suppressed, "upstream switched protocols unasked");
+                    tracing::warn!(record, suppressed, "upstream switched protocols without being asked");
                 }
                 return (UpstreamResult::Broken, unanswered(settings, StatusCode::BAD_GATEWAY, grpc));
             };
@@ -257,7 +257,7 @@ impl Forward {
             let upstream_side = hyper::upgrade::on(&mut response);
             tokio::spawn(tunnel(client_side, upstream_side, permit.take()));
         }
-        // RFC 9110, 6.2: the version is that of this hop. In HTTP/1.0 the client could not tell a whole body from a cut one.
+        // RFC 9110, 6.2: the version is that of this hop. With HTTP/1.0 the client could not detect a truncated body.
         let version = std::mem::replace(response.version_mut(), Version::HTTP_11);
         response.extensions_mut().insert(UpstreamResponse);
         (
@@ -267,7 +267,7 @@ impl Forward {
     }
 }
 
-/// Two equal lengths are one to the library, which refuses different ones. A client may see it in another way.
+/// Removes repeated lengths. The library accepts equal ones and refuses different ones, but a client may not accept both.
 fn keep_one_length(headers: &mut http::HeaderMap) {
     if headers.get_all(header::CONTENT_LENGTH).iter().nth(1).is_some()
         && let Some(length) = headers.get(header::CONTENT_LENGTH).cloned()
@@ -288,7 +288,7 @@ fn is_head_too_large(error: &(dyn std::error::Error + 'static)) -> bool {
     false
 }
 
-/// Takes the host off, for the address. An empty one stays: no address has it.
+/// Moves the host from the fields to the address. An empty one stays, because an address cannot have it.
 pub(super) fn take_host(headers: &mut http::HeaderMap) -> Option<Authority> {
     let host = Authority::try_from(headers.get(header::HOST)?.as_bytes()).ok()?;
     headers.remove(header::HOST);
@@ -313,8 +313,8 @@ async fn tunnel(client: OnUpgrade, upstream: OnUpgrade, _permit: Option<RequestP
     }
 }
 
-/// Sends a request unless the lease of its attempt is over. This process can be stopped at any moment, also while the connection
-/// is made, so the lease is looked at each time before the request may go on its way.
+/// Sends a request unless the lease of its attempt is over. This process may be paused at any moment, also while it connects,
+/// so the lease is checked before each step until there is a connection.
 async fn under_lease<T>(
     attempt: &Attempt,
     connection: &CaptureConnection,
@@ -335,7 +335,7 @@ async fn under_lease<T>(
     }
 }
 
-/// Nothing was sent, because the lease was over. The layer words the answer.
+/// The response if nothing was sent because the lease was over. The layer writes its body.
 fn not_begun() -> Response<ProxyBody> {
     let mut response = Response::new(ProxyBody::own(bytes::Bytes::new()));
     *response.status_mut() = StatusCode::SERVICE_UNAVAILABLE;
@@ -343,20 +343,20 @@ fn not_begun() -> Response<ProxyBody> {
     response
 }
 
-/// Ends when nothing has moved towards the upstream for `patience`.
-async fn silence(activity: &Activity, patience: Option<Duration>) {
-    let Some(patience) = patience else { return std::future::pending().await };
+/// Ends when no bytes have moved towards the upstream for `timeout`.
+async fn silence(activity: &Activity, timeout: Option<Duration>) {
+    let Some(timeout) = timeout else { return std::future::pending().await };
     loop {
-        let until = activity.last() + patience;
+        let until = activity.last() + timeout;
         let mut timer = RunningTimer::until(until);
-        poll_fn(|cx| timer.poll(cx, patience)).await;
-        if activity.last() + patience <= until {
+        poll_fn(|cx| timer.poll(cx, timeout)).await;
+        if activity.last() + timeout <= until {
             return;
         }
     }
 }
 
-/// The service answered, and its answer cannot be passed on: as one that is too large to be kept.
+/// The response if the service's answer cannot be passed on. The record becomes a tombstone.
 fn cannot_be_passed_on(
     condition: Condition,
     settings: &Settings,
@@ -368,7 +368,7 @@ fn cannot_be_passed_on(
     (UpstreamResult::Answered, response)
 }
 
-/// The body of a request without a key came in pieces, and one of them was malformed or did not come.
+/// The response if the body of a request without a key broke off or was malformed while it was forwarded.
 fn request_broke_off(settings: &Settings, grpc: Option<GrpcForm>) -> Response<ProxyBody> {
     let refusal = Refusal::new(Condition::RequestMalformed).with_detail(
         "The body of the request is malformed, or it ended early. A part of it may have reached the service.",
@@ -376,8 +376,8 @@ fn request_broke_off(settings: &Settings, grpc: Option<GrpcForm>) -> Response<Pr
     refusal.into_response(settings, grpc).map(ProxyBody::own)
 }
 
-/// The request was sent, at least in part, and there is no answer: whether it took effect is not known. For a request with a
-/// key the layer words the answer.
+/// The response if the request was sent, at least in part, and there is no answer: its effect is unknown. For a request with a
+/// key the layer writes the response.
 fn unanswered(settings: &Settings, status: StatusCode, grpc: Option<GrpcForm>) -> Response<ProxyBody> {
     let refusal = Refusal::new(Condition::UpstreamUnanswered).with_status(Some(status));
     let mut response = refusal.into_response(settings, grpc).map(ProxyBody::own);
@@ -385,14 +385,18 @@ fn unanswered(settings: &Settings, status: StatusCode, grpc: Option<GrpcForm>) -
     response
 }
 
-/// Nothing was sent, because as much as may be is under way: `limit` names what.
+/// The response if nothing was sent because this limit is reached.
 fn too_many(settings: &Settings, grpc: Option<GrpcForm>, limit: &str) -> Response<ProxyBody> {
     if let Some(suppressed) = TOO_MANY.pass() {
-        tracing::warn!(suppressed, limit, "as many requests are under way as may be; more are refused");
+        tracing::warn!(
+            suppressed,
+            limit,
+            "the limit of requests in flight is reached; further requests are refused"
+        );
     }
     let refusal = Refusal::new(Condition::Overloaded)
         .with_detail(
-            "Nothing was sent to the service: too many requests are under way. Send the same request later.",
+            "Nothing was sent to the service: too many requests are in progress. Send the same request later.",
         )
         .with_retry_after(1);
     not_forwarded(refusal, settings, grpc)
@@ -402,7 +406,7 @@ fn unreachable_upstream(settings: &Settings, grpc: Option<GrpcForm>) -> Response
     not_forwarded(Refusal::new(Condition::UpstreamUnreachable), settings, grpc)
 }
 
-/// Nothing was sent, so the key is free again.
+/// The response if nothing was sent, so that the key is free again.
 fn not_forwarded(refusal: Refusal, settings: &Settings, grpc: Option<GrpcForm>) -> Response<ProxyBody> {
     let condition = refusal.condition;
     let mut response = refusal.into_response(settings, grpc).map(ProxyBody::own);
@@ -437,9 +441,9 @@ mod tests {
         }
     }
 
-    /// Sends a request while the connection is not there until the lease is over. Returns the result, and whether it was sent.
+    /// Sends a request whose connection takes longer than its lease. Returns true for success, and true if it was sent.
     async fn sent_late(store: &Arc<dyn Store>, meanwhile: impl AsyncFnOnce()) -> (bool, bool) {
-        // Its leases are not renewed, as where the process is stopped.
+        // This engine does not renew leases, as if the process were paused.
         let stopped = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let engine = Engine::builder(store.clone()).with_runtime(stopped.handle().clone()).build();
         let permit = claim(&engine, limits::MIN_LEASE).await.unwrap();
@@ -465,7 +469,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_request_whose_lease_ended_while_a_connection_was_made_is_not_sent_where_another_took_over() {
+    async fn a_request_whose_lease_ended_while_connecting_is_not_sent_after_a_takeover() {
         let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
         let other = Engine::new(store.clone());
         let result = sent_late(&store, async || {
@@ -476,7 +480,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_request_whose_lease_ended_while_a_connection_was_made_is_sent_under_a_new_one() {
+    async fn a_request_whose_lease_ended_while_connecting_is_sent_under_a_new_lease() {
         let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
         assert_eq!(sent_late(&store, async || {}).await, (true, true));
     }

@@ -1,4 +1,4 @@
-//! Where the body of an answer ends.
+//! Detects answers whose body has no reliable end, or a transfer coding that is not decoded.
 
 use http::{HeaderMap, Response, StatusCode, Version, header};
 use hyper::body::{Body as _, Incoming};
@@ -21,7 +21,7 @@ pub(super) fn has_other_coding(response: &Response<Incoming>) -> bool {
     let mut codings = transfer_codings(response.headers()).peekable();
     while let Some(coding) = codings.next() {
         let is_last = codings.peek().is_none();
-        // `identity` is none (RFC 2616, 3.6), and old services say it.
+        // `identity` is not a coding (RFC 2616, 3.6), but old services send it.
         if !(is_chunked(coding) && is_last || coding.eq_ignore_ascii_case(b"identity")) {
             return true;
         }

@@ -1,4 +1,4 @@
-//! What a proxy does to header fields: RFC 9110 (7.6) and RFC 7239.
+//! The header fields that a proxy removes and adds (RFC 9110, 7.6; RFC 7239).
 
 use std::cell::LazyCell;
 use std::net::{IpAddr, SocketAddr};
@@ -13,7 +13,7 @@ use oncegate_http::{CallerScope, IdempotencyContext};
 use super::FULL_WARNING_INTERVAL;
 use crate::config::{Config, Upstream};
 
-/// Limits the log lines about fields that were removed and are needed.
+/// Limits the log lines about removed fields that the settings need.
 static UNTRUSTED: LazyLock<LogThrottle> = LazyLock::new(|| LogThrottle::new(FULL_WARNING_INTERVAL));
 
 const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
@@ -25,16 +25,16 @@ pub(crate) const RECORD: HeaderName = HeaderName::from_static("oncegate-record")
 pub(crate) const TOKEN: HeaderName = HeaderName::from_static("oncegate-token");
 pub(crate) const ATTEMPT: HeaderName = HeaderName::from_static("oncegate-attempt");
 
-/// The client of a connection, as the upstream is told.
+/// The client of a connection, as it is described to the upstream.
 #[derive(Debug)]
 pub(crate) struct Peer {
     address: HeaderValue,
-    /// The beginning of a `Forwarded` element: all but the host.
+    /// The `Forwarded` element without its host.
     forwarded: String,
     scheme: HeaderValue,
     /// True if its information about the proxies before it is passed on.
     is_trusted: bool,
-    /// The host of the last request and the whole element for it: nearly always that of the next one too.
+    /// The host of the last request and its element: nearly always those of the next request, too.
     last: Mutex<Option<(HeaderValue, HeaderValue)>>,
 }
 
@@ -70,7 +70,7 @@ impl Peer {
     }
 }
 
-/// The fields that belong to one connection, besides those that `Connection` names.
+/// The fields that belong to one connection, in addition to those that `Connection` names.
 const HOP_BY_HOP: [HeaderName; 7] = [
     header::CONNECTION,
     header::TRANSFER_ENCODING,
@@ -81,13 +81,12 @@ const HOP_BY_HOP: [HeaderName; 7] = [
     PROXY_CONNECTION,
 ];
 
-/// Takes off the fields that belong to one connection, but none of those that `is_needed` names. Returns what an upgrade asks
-/// for.
+/// Removes the fields that belong to one connection, except those that are needed. Returns the protocol of an upgrade.
 pub(crate) fn remove_hop_by_hop(
     headers: &mut HeaderMap,
     is_needed: impl Fn(&HeaderName) -> bool,
 ) -> Option<HeaderValue> {
-    // Most messages have none of them, which one look at the names tells.
+    // Fast path: most messages have none of them.
     if !headers.keys().any(|name| HOP_BY_HOP.contains(name)) {
         return None;
     }
@@ -104,7 +103,7 @@ pub(crate) fn remove_hop_by_hop(
                 }
             }
         }
-        // A client must not take off what tells the service whose request it is and what is in it: the layer has seen it.
+        // A client must not remove fields that identify its request: the layer and the service must read the same fields.
         for name in &nominated {
             if headers.contains_key(name) && !PROTECTED.contains(name) && !is_needed(name) {
                 headers.remove(name);
@@ -112,14 +111,14 @@ pub(crate) fn remove_hop_by_hop(
         }
     }
     if headers.contains_key(header::TRANSFER_ENCODING) {
-        // RFC 9112, 6.3: the length of a message that has both is not what it says.
+        // RFC 9112, 6.3: in a message with both, the length has no meaning.
         headers.remove(header::CONTENT_LENGTH);
     }
     for name in &HOP_BY_HOP {
         headers.remove(name);
     }
     if trailers {
-        // What gRPC asks for, and this proxy passes them on.
+        // gRPC needs trailers, and this proxy passes them on.
         headers.insert(header::TE, HeaderValue::from_static("trailers"));
     }
     upgrade
@@ -137,7 +136,7 @@ fn has_token(headers: &HeaderMap, name: &HeaderName, token: &[u8]) -> bool {
     members.any(|member| member.trim_ascii().eq_ignore_ascii_case(token))
 }
 
-/// Fields that no client can have removed by naming them in `Connection`.
+/// Fields that are not removed if a client names them in `Connection`.
 const PROTECTED: [HeaderName; 5] =
     [header::HOST, header::AUTHORIZATION, header::CONTENT_LENGTH, header::CONTENT_TYPE, header::COOKIE];
 
@@ -145,14 +144,14 @@ const PROTECTED: [HeaderName; 5] =
 #[derive(Clone)]
 struct UpgradeTo(HeaderValue);
 
-/// Takes off all fields of a client that the service must not see: those of one connection, those that only this proxy sends, and
-/// what a peer that is not trusted says of hops in front of it. Done before the layer reads the request: a scope or a
-/// fingerprint must not go by a field that the service does not get.
+/// Removes all fields of a client that the service must not get: those of one connection, those that only this proxy sends, and
+/// information about earlier hops from a peer that is not trusted. This happens before the layer reads the request, so that
+/// scope and fingerprint never use a field that the service does not get.
 pub(crate) fn remove_unforwarded<B>(request: &mut Request<B>, peer: &Peer, config: &Config) {
     let mut headers = std::mem::take(request.headers_mut());
     let settings = LazyCell::new(|| &config.route(request.method(), request.uri().path()).settings);
     let upgrade = remove_hop_by_hop(&mut headers, |name| settings.goes_by(name));
-    // The client's expectation was met by this proxy, which asked for the body itself.
+    // This proxy has fulfilled the client's expectation already.
     headers.remove(header::EXPECT);
     remove_ours(&mut headers);
     if !peer.is_trusted {
@@ -175,8 +174,8 @@ pub(crate) fn remove_unforwarded<B>(request: &mut Request<B>, peer: &Peer, confi
     }
 }
 
-/// Makes the request of a client one to the upstream. Its fields are those that [`remove_unforwarded`] left. Returns the protocol
-/// of the upgrade that the client asks for.
+/// Adds the fields for the upstream to a request, after [`remove_unforwarded`]. Returns the protocol of the upgrade that the
+/// client asks for.
 pub(crate) fn prepare<B>(request: &mut Request<B>, peer: &Peer) -> Option<HeaderValue> {
     let context = request.extensions().get::<IdempotencyContext>().map(|context| context.attempt().clone());
     let upgrade = request.extensions_mut().remove::<UpgradeTo>().map(|UpgradeTo(protocol)| protocol);
@@ -205,15 +204,15 @@ fn is_ours(name: &HeaderName) -> bool {
     name.starts_with(OURS) && matches!(name.get(OURS.len()), Some(b'-' | b'_'))
 }
 
-/// Only this proxy says which attempt it is. Many services do not tell `_` from `-`.
+/// Removes fields that only this proxy sends. `_` counts as `-`, because many services treat them alike.
 pub(crate) fn remove_ours(headers: &mut HeaderMap) {
     while let Some(name) = headers.keys().find(|name| is_ours(name)).cloned() {
         headers.remove(name);
     }
 }
 
-/// The fields that no trailer may have: those of a connection, of the length or the way of a message, of its caller or of its
-/// attempt, and those that a request is compared by (RFC 9110, 6.5.1). Some services merge trailers into the head.
+/// The fields that must not be trailers, because some services merge trailers into the head: fields of the connection, the
+/// framing, the routing, the caller and the attempt, and fields that are compared (RFC 9110, 6.5.1).
 #[derive(Debug)]
 pub(super) struct HeadFields(Arc<Config>);
 
@@ -222,7 +221,7 @@ impl HeadFields {
         Self(config)
     }
 
-    /// Removes them. The fields of all routes count: the layer looked at the head alone.
+    /// Removes these fields, with those of all routes, from trailers. The layer has read only the head.
     pub(super) fn remove_from(&self, trailers: &mut HeaderMap) {
         remove_from_trailers(trailers);
         let goes_by = |name: &HeaderName| {
@@ -260,8 +259,8 @@ fn remove_from_trailers(trailers: &mut HeaderMap) {
     }
 }
 
-/// Takes off what a proxy says of the request that it got: where it comes from, and which address it was for. Many services do
-/// not tell `_` from `-`.
+/// Removes the fields in which a proxy reports the origin and the original address of a request. `_` counts as `-`, because
+/// many services treat them alike.
 fn remove_forwarded(headers: &mut HeaderMap, removed: impl Fn(&HeaderName)) {
     const FORWARDED: &[u8] = b"x-forwarded";
     const OTHERS: [&str; 6] = [
@@ -315,7 +314,7 @@ fn forward(headers: &mut HeaderMap, peer: &Peer) {
     if let Some(address) = address {
         headers.insert(X_FORWARDED_FOR, address);
     }
-    // What the hop in front said of the first client stays.
+    // Information of a trusted hop about the first client is kept.
     headers.entry(X_FORWARDED_PROTO).or_insert_with(|| peer.scheme.clone());
     if let Some(host) = host {
         headers.entry(X_FORWARDED_HOST).or_insert(host);
@@ -331,14 +330,14 @@ fn list(headers: &HeaderMap, name: &HeaderName) -> Option<String> {
     (!lines.is_empty()).then(|| lines.join(", "))
 }
 
-/// The address of the request at the upstream. Its authority is the service's own, or in HTTP/2, where the address is the
-/// place for it, the host that the client asked for.
+/// The address of the request at the upstream. Its authority is the service's own, or with HTTP/2 the host that the client
+/// asked for.
 pub(crate) fn rewrite(to: &Upstream, asked: &Uri, host: Option<Authority>) -> Uri {
     let mut parts = http::uri::Parts::default();
     parts.scheme = Some(to.scheme.clone());
     parts.authority = Some(host.unwrap_or_else(|| to.authority.clone()));
     parts.path_and_query = asked.path_and_query().cloned().or_else(|| Some(PathAndQuery::from_static("/")));
-    // The halves of two addresses make one.
+    // All parts are present, so this cannot fail.
     Uri::from_parts(parts).unwrap_or_default()
 }
 
@@ -356,7 +355,7 @@ mod tests {
         request
     }
 
-    /// Passes a request on as the sidecar does with these flags besides.
+    /// Passes a request on as the sidecar does with these additional flags.
     fn pass(request: &mut Request<()>, peer: &Peer, flags: &[&str]) {
         let flags = [&["--to=http://127.0.0.1:3000"], flags].concat();
         let config = Config::load(&crate::config::parse_flags(&flags).unwrap()).unwrap();
@@ -369,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn fields_of_one_connection_are_taken_off() {
+    fn fields_of_one_connection_are_removed() {
         let mut request = request(&[
             ("connection", "close, X-Secret, Authorization"),
             ("x-secret", "1"),
@@ -387,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_cannot_take_off_what_the_key_goes_by() {
+    fn a_client_cannot_remove_fields_that_identify_its_request() {
         let nominated = "X-Tenant, Idempotency-Key, Content-Encoding, X-Other, Keep-Alive";
         let mut request = request(&[
             ("connection", nominated),
@@ -407,7 +406,7 @@ mod tests {
     }
 
     #[test]
-    fn an_upgrade_is_found_and_trailers_are_asked_for_on() {
+    fn an_upgrade_is_found_and_te_trailers_is_kept() {
         let mut request =
             request(&[("connection", "keep-alive, Upgrade"), ("upgrade", "websocket"), ("te", "trailers")]);
         assert_eq!(remove_hop_by_hop(request.headers_mut(), |_| false).unwrap(), "websocket");
@@ -415,7 +414,7 @@ mod tests {
     }
 
     #[test]
-    fn the_upstream_is_told_who_asked() {
+    fn the_upstream_gets_the_origin_of_a_request() {
         let mut request = request(&[("host", "api.example:8080")]);
         pass(&mut request, &peer(), &[]);
         let headers = request.headers();
@@ -427,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn what_hops_in_front_said_is_kept() {
+    fn information_of_trusted_hops_is_kept() {
         let mut request = request(&[
             ("host", "inner"),
             ("x-forwarded-for", "198.51.100.1"),
@@ -449,7 +448,7 @@ mod tests {
     }
 
     #[test]
-    fn what_hops_say_that_are_not_trusted_is_taken_off() {
+    fn information_of_untrusted_hops_is_removed() {
         let mut request = request(&[
             ("host", "inner"),
             ("x-forwarded-for", "198.51.100.1"),
@@ -480,7 +479,7 @@ mod tests {
     }
 
     #[test]
-    fn trailers_say_nothing_that_belongs_into_the_head() {
+    fn fields_of_the_head_are_removed_from_trailers() {
         let mut trailers = request(&[
             ("oncegate-token", "9"),
             ("ONCEGATE_RECORD", "9"),
@@ -505,7 +504,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_cannot_say_which_attempt_it_is() {
+    fn a_client_cannot_set_the_fields_of_an_attempt() {
         let mut request =
             request(&[("oncegate-token", "9"), ("oncegate-record", "x"), ("oncegate-attempt", "1")]);
         pass(&mut request, &peer(), &[]);

@@ -1,8 +1,8 @@
-//! Bounds the connections to a service for different hosts.
+//! Limits the connections to a service for different hosts.
 //!
-//! In HTTP/2 the address of a request has the host that the client asked for, and the library keeps connections by address.
-//! So each host has a connection of its own, which stays for `upstream-idle-timeout` after its last request. Clients can make up
-//! any number of hosts.
+//! In HTTP/2 the address of a request contains the host that the client asked for, and the library keeps connections by
+//! address. So each host has a connection of its own, which stays for `upstream-idle-timeout` after its last request. Clients
+//! can invent any number of hosts.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -20,12 +20,12 @@ pub(super) struct HostLimit {
 }
 
 impl HostLimit {
-    /// The library looks for idle connections once in `idle_timeout`, so one may stay for twice as long.
+    /// The library checks for idle connections once per `idle_timeout`, so one may stay for twice that time.
     pub(super) fn new(max: usize, idle_timeout: Duration) -> Self {
         Self { max, kept_for: idle_timeout.saturating_mul(2), hosts: Mutex::default() }
     }
 
-    /// Decides if a request to this host may be sent: the host was used recently, or there are few enough others.
+    /// Returns true if a request to this host may be sent: the host was used recently, or the limit is not reached.
     pub(super) fn admit(&self, host: &Authority, now: Instant) -> bool {
         // Only one thread takes this lock.
         let mut hosts = self.hosts.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,7 +1,7 @@
 //! A store that is out of reach when the sidecar starts.
 //!
-//! The sidecar starts anyway, so that requests that need no store pass: otherwise a restart during an outage would take the
-//! service down with it. What trying again does not mend, such as a wrong password, ends it instead.
+//! The sidecar starts anyway, so that requests without a key pass: otherwise a restart during an outage would take the service
+//! down, too. Errors that a retry cannot fix, such as a wrong password, end the sidecar.
 
 use std::fmt;
 use std::future::{Future, pending, ready};
@@ -21,9 +21,9 @@ use crate::config::{Config, StoreChoice};
 /// The reason why a store was not opened.
 #[derive(Debug)]
 pub(super) enum StoreOpenError {
-    /// It cannot be reached. Trying again may help.
+    /// It cannot be reached. A retry may help.
     Unreachable(String),
-    /// It cannot be used. Trying again does not help.
+    /// It cannot be used. A retry does not help.
     Unfit(String),
 }
 
@@ -35,10 +35,10 @@ impl fmt::Display for StoreOpenError {
     }
 }
 
-/// A store. `is_there` is true if it is open already.
+/// A store. `is_open` is false if it will be opened later.
 pub(super) struct OpenedStore {
     pub(super) store: Arc<dyn Store>,
-    pub(super) is_there: bool,
+    pub(super) is_open: bool,
 }
 
 /// Opens the store now, or, if it cannot be reached, at the first health check at which it can.
@@ -47,18 +47,20 @@ pub(super) struct OpenedStore {
 /// If it cannot be used.
 pub(super) async fn open(config: &Arc<Config>) -> Result<OpenedStore, String> {
     match run::open(config).await {
-        Ok(store) => Ok(OpenedStore { store, is_there: true }),
+        Ok(store) => Ok(OpenedStore { store, is_open: true }),
         Err(StoreOpenError::Unfit(why)) => Err(why),
         Err(StoreOpenError::Unreachable(why)) => {
-            tracing::error!("{why}; starting without it: requests with a key are refused until it is there");
+            tracing::error!(
+                "{why}; starting without it: requests with a key are refused until it can be reached"
+            );
             let store = LateStore {
                 config: config.clone(),
                 opened: OnceLock::new(),
                 opening: PendingOpen::default(),
-                said: Mutex::new(why),
+                reason: Mutex::new(why),
                 clock: SystemClock::new(),
             };
-            Ok(OpenedStore { store: Arc::new(store), is_there: false })
+            Ok(OpenedStore { store: Arc::new(store), is_open: false })
         }
     }
 }
@@ -68,13 +70,13 @@ struct LateStore {
     config: Arc<Config>,
     opened: OnceLock<Arc<dyn Store>>,
     opening: PendingOpen,
-    /// The reason why it was not opened the last time.
-    said: Mutex<String>,
+    /// The reason why the last attempt to open it failed.
+    reason: Mutex<String>,
     clock: SystemClock,
 }
 
-/// The running attempt to open it. It continues after its health check gave up: opening takes several answers of the
-/// server, and a health check waits for one.
+/// The running attempt to open the store. It continues after its health check gave up, because opening takes longer than a
+/// health check may.
 #[derive(Default)]
 struct PendingOpen(tokio::sync::Mutex<Option<JoinHandle<OpenResult>>>);
 
@@ -115,17 +117,17 @@ impl LateStore {
         *opening = None;
         match ended.unwrap_or_else(|error| Err(StoreOpenError::Unreachable(ErrorChain(&error).to_string()))) {
             Ok(store) => {
-                tracing::info!("the store is there");
-                // Only the holder of the lock sets it.
+                tracing::info!("the store was opened");
+                // Only the owner of the lock sets it.
                 let _first = self.opened.set(store);
                 Ok(())
             }
             Err(why) => {
-                let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut reason = self.reason.lock().unwrap_or_else(PoisonError::into_inner);
                 let words = why.to_string();
-                if *said != words {
-                    tracing::error!("{words}; tried again");
-                    said.clone_from(&words);
+                if *reason != words {
+                    tracing::error!("{words}; trying again");
+                    reason.clone_from(&words);
                 }
                 Err(match why {
                     StoreOpenError::Unreachable(_) => StoreError::unavailable(words).with_nothing_sent(),
@@ -177,7 +179,7 @@ impl Store for LateStore {
         match self.opened.get() {
             Some(store) => store.advisories(),
             None => {
-                let why = self.said.lock().unwrap_or_else(PoisonError::into_inner);
+                let why = self.reason.lock().unwrap_or_else(PoisonError::into_inner);
                 vec![Advisory::new("not-opened", format!("the store could not be opened yet: {why}"))]
             }
         }
@@ -191,7 +193,7 @@ impl Store for LateStore {
         self.opened.get().map_or_else(|| self.clock.now(), |store| store.now())
     }
 
-    /// As little as its kind promises, until it is there and says itself.
+    /// The guarantees of the store. Before it is open, the least that stores of its kind promise.
     fn capabilities(&self) -> Capabilities {
         if let Some(store) = self.opened.get() {
             return store.capabilities();

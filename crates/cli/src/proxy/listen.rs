@@ -1,6 +1,6 @@
-//! Takes connections: one single-threaded runtime per core, each with a listener of its own on the same address.
+//! Accepts connections: one single-threaded runtime per core, each with a listener of its own on the same address.
 //!
-//! A connection lives on one core, its upstream connections too, and nothing of it is handed between threads.
+//! A connection and its upstream connections stay on one core. Threads exchange no parts of them.
 
 use std::convert::Infallible;
 use std::error::Error;
@@ -38,35 +38,37 @@ use super::{MAX_HEAD, MAX_HEAD_U32, MAX_LINES};
 use crate::admin::{ADMIN_FIELD, Metrics};
 
 /// Limits the time of a TLS handshake, and of the head of a request.
-const PATIENCE: Duration = Duration::from_secs(30);
+const HEAD_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The same limit after the process was told to stop: time for bytes in transit to arrive. Such a request has not
 /// begun, so nothing is lost with it.
-const LAST_PATIENCE: Duration = Duration::from_secs(1);
+const LAST_HEAD_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// An address that this process has, and on which it does not take connections yet. A start that fails because an address is
-/// taken has created no store, and while a store is opened, connections are refused instead of kept waiting.
+/// An address that this process has reserved, without accepting connections yet. So a start that fails because an address is
+/// taken has created no store, and connections are refused instead of left waiting while a store is opened.
 pub(crate) struct BoundAddress {
     pub(crate) address: SocketAddr,
     socket: Socket,
 }
 
 impl BoundAddress {
+    /// Reserves an address.
+    ///
     /// # Errors
-    /// If the address is taken, or is none of this machine's.
+    /// If the address is taken, or does not belong to this machine.
     pub(crate) fn new(address: SocketAddr) -> io::Result<Self> {
         let socket = bound(address, false)?;
         let local = socket.local_addr()?.as_socket();
         Ok(Self { address: local.unwrap_or(address), socket })
     }
 
-    /// Takes connections, on as many sockets as there are threads.
+    /// Accepts connections, on one socket per thread.
     ///
     /// # Errors
     /// If another process has taken the address meanwhile.
     pub(crate) fn listen(self, threads: usize) -> io::Result<Vec<std::net::TcpListener>> {
-        // Sockets that share an address would be shared with another process of the same user as well; so this one first
-        // finds out whether the address is free.
+        // Shared sockets would be shared with other processes of the same user, too. So this one first checks that the address
+        // is free.
         self.socket.listen(BACKLOG)?;
         if threads == 1 {
             return Ok(vec![self.socket.into()]);
@@ -81,7 +83,7 @@ impl BoundAddress {
     }
 }
 
-/// Connections that wait to be taken, on each socket.
+/// The connections that may wait to be accepted, on each socket.
 const BACKLOG: i32 = 4096;
 
 fn bound(address: SocketAddr, shared: bool) -> io::Result<Socket> {
@@ -94,8 +96,8 @@ fn bound(address: SocketAddr, shared: bool) -> io::Result<Socket> {
     Ok(socket)
 }
 
-/// Requests that one client of HTTP/2 may have under way on a connection.
-const STREAMS_MAX: u32 = 100;
+/// The most requests in flight on one HTTP/2 connection.
+const MAX_STREAMS: u32 = 100;
 
 /// The limit of open client connections, over all threads. All clones share it.
 #[derive(Clone, Debug)]
@@ -123,11 +125,11 @@ impl ConnectionLimit {
 /// The listener of one thread.
 pub(super) struct ThreadListener {
     pub(super) current: Arc<ThreadLive>,
-    /// Tells of reloads.
+    /// Receives reloads.
     pub(super) live: watch::Receiver<Live>,
     pub(super) connections: ConnectionLimit,
     pub(super) metrics: Metrics,
-    /// Limits the log lines that say that none is left.
+    /// Limits the log lines about the limit of connections.
     pub(super) full_warnings: Arc<LogThrottle>,
 }
 
@@ -143,7 +145,7 @@ pub(super) struct DrainResult {
 type Builder = auto::Builder<StreamExecutor>;
 
 impl ThreadListener {
-    /// Serves until `stop` turns true; then stops accepting and finishes what runs, for the drain time-out at the longest.
+    /// Serves until `stop` turns true. Then it stops accepting, and waits for running requests until the drain timeout.
     pub(super) async fn serve(
         mut self,
         socket: std::net::TcpListener,
@@ -158,7 +160,7 @@ impl ThreadListener {
                 _ = stop.wait_for(|stop| *stop) => break,
                 Ok(()) = self.live.changed() => {
                     if let Err(error) = self.current.replace(&self.live.borrow_and_update()) {
-                        tracing::error!(error, "a thread goes on with the configuration before");
+                        tracing::error!(error, "a thread keeps the previous configuration");
                     }
                     builders = self.builders();
                     continue;
@@ -221,7 +223,7 @@ impl ThreadListener {
     + use<> {
         let peer = Arc::new(peer);
         let service = self.current.service(peer.clone(), state.clone());
-        // One thread takes the requests of one connection: no thread ever waits for this lock.
+        // One thread serves the requests of one connection, so no thread ever waits for this lock.
         let service = Mutex::new(service);
         let metrics = self.metrics.clone();
         service_fn(move |mut request: Request<Incoming>| {
@@ -257,23 +259,23 @@ fn builder(write_timeout: Duration, half_close: bool) -> Builder {
     builder
         .http1()
         .timer(TokioTimer::new())
-        .header_read_timeout(PATIENCE)
+        .header_read_timeout(HEAD_TIMEOUT)
         .half_close(half_close)
         .max_headers(MAX_LINES)
         .max_buf_size(MAX_HEAD);
     builder
         .http2()
         .timer(TokioTimer::new())
-        .max_concurrent_streams(STREAMS_MAX)
+        .max_concurrent_streams(MAX_STREAMS)
         .max_header_list_size(MAX_HEAD_U32)
-        .keep_alive_interval(PATIENCE);
+        .keep_alive_interval(HEAD_TIMEOUT);
     builder
 }
 
-/// It is tried again every few milliseconds.
+/// Limits the log lines about connections that cannot be accepted, because a retry follows every few milliseconds.
 static UNACCEPTED: LazyLock<LogThrottle> = LazyLock::new(|| LogThrottle::new(Duration::from_secs(10)));
 
-/// The next connection, as soon as one more may be open.
+/// Accepts the next connection, as soon as the limit allows it.
 async fn accept(
     listener: &TcpListener,
     connections: &ConnectionLimit,
@@ -283,14 +285,14 @@ async fn accept(
         Ok((stream, address)) => {
             if connections.permits.available_permits() == 0 && full_warnings.pass().is_some() {
                 tracing::warn!(
-                    "as many connections are open as may be (max-connections); one more waits for another to end"
+                    "the limit of open connections is reached (max-connections); a new one waits until another ends"
                 );
             }
             let permit = connections.permits.clone().acquire_owned().await.ok()?;
             Some((stream, address, permit))
         }
         Err(error) => {
-            // Too many open files, most likely: others have to close first.
+            // Most likely too many files are open, so others have to close first.
             if let Some(suppressed) = UNACCEPTED.pass() {
                 tracing::warn!(suppressed, error = %ErrorChain(&error), "cannot accept a connection");
             }
@@ -304,17 +306,16 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Serves a connection to its end, or until its first request has not come in time: before it is known which version a
-/// client speaks, nothing else looks at the clock. And a head of which a part has come is nothing idle to HTTP/1.1, which
-/// would wait for the rest of it although it was told to stop.
+/// Serves a connection to its end, or until the timeout of its first request. The library has no timeout before it knows the
+/// client's protocol version. And after a stop, its HTTP/1.1 would wait for the rest of a head that has begun.
 async fn run(
     connection: impl Future<Output = Result<(), Box<dyn Error + Send + Sync>>>,
     begun: Arc<AtomicBool>,
     mut stop: watch::Receiver<bool>,
 ) {
     let silent = async {
-        if tokio::time::timeout(PATIENCE, stop.wait_for(|stop| *stop)).await.is_ok() {
-            tokio::time::sleep(LAST_PATIENCE).await;
+        if tokio::time::timeout(HEAD_TIMEOUT, stop.wait_for(|stop| *stop)).await.is_ok() {
+            tokio::time::sleep(LAST_HEAD_TIMEOUT).await;
         }
     };
     let (mut connection, mut silent) = (pin!(connection), pin!(silent));

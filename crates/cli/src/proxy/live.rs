@@ -1,7 +1,7 @@
-//! What a reload replaces while requests are served.
+//! The state that a reload replaces while requests are served.
 //!
-//! The control thread sends a new [`Live`]; each serving thread makes its own [`ThreadLive`] of it, and each connection takes
-//! that up with its next request. A request that runs goes on under the configuration that it began with.
+//! The control thread sends a new [`Live`]. Each serving thread builds its own [`ThreadLive`] from it, which each connection
+//! uses from its next request on. A running request keeps the configuration that it began with.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -20,7 +20,7 @@ use super::{client_of, max_idle_connections};
 use crate::admin::Metrics;
 use crate::config::{Config, UpstreamProtocol};
 
-/// The configuration in force, and what is made of it for all threads.
+/// The configuration in force, and the objects that all threads share.
 #[derive(Clone)]
 pub(crate) struct Live {
     pub(crate) config: Arc<Config>,
@@ -30,7 +30,7 @@ pub(crate) struct Live {
 
 /// The live configuration of one thread.
 pub(super) struct ThreadLive {
-    /// Grows with each reload, so that a connection sees with one load whether it is up to date.
+    /// Grows with each reload, so that a connection can check cheaply if it is up to date.
     generation: AtomicU64,
     current: Mutex<Current>,
 }
@@ -47,7 +47,7 @@ impl ThreadLive {
         Ok(Self { generation: AtomicU64::new(0), current: Mutex::new(Current::of(live, upstream)) })
     }
 
-    /// Takes up a new configuration. The one before stays if that is not possible.
+    /// Switches to a new configuration. After an error, the previous one stays in force.
     pub(super) fn replace(&self, live: &Live) -> Result<(), String> {
         let mut current = self.lock();
         let before = current.upstream.clone();
@@ -89,14 +89,14 @@ impl ThreadLive {
 
 impl Current {
     fn of(live: &Live, upstream: Upstream) -> Self {
-        // Nothing that every request counts references of is shared between threads: the count would be passed from core to
-        // core all the time.
+        // Threads share no object whose references every request counts: all cores would contend for the count.
         let tls = live.tls.clone().map(|tls| TlsAcceptor::from(tls.config));
         Self { layer: live.layer.unshared(), upstream: Arc::new(upstream), tls }
     }
 }
 
-/// The upstream of a thread. The connections of the one before are kept if the address and how it is reached are the same.
+/// The upstream of a thread. Connections of the previous one are kept if the service and the settings of connections are the
+/// same.
 fn upstream_of(
     live: &Live,
     metrics: &Metrics,
@@ -119,7 +119,7 @@ fn upstream_of(
     Ok(Upstream { client, http1: http1.transpose()?, hosts, without_key, config, head_fields, metrics })
 }
 
-/// The service of one connection, which takes up a reload with the next request.
+/// The service of one connection, which follows a reload from the next request on.
 pub(super) struct ConnectionService {
     thread: Arc<ThreadLive>,
     peer: Arc<Peer>,

@@ -1,7 +1,7 @@
 //! The sidecar's data path: listeners, the layer, the upstream.
 //!
-//! A request's way: `listen` takes its connection, the layer of `oncegate-http` decides whether and under which key it
-//! runs, `forward` sends it to the upstream and brings the answer back, which the layer stores before the client sees it.
+//! The path of a request: `listen` accepts its connection, the layer of `oncegate-http` decides if and under which key it
+//! runs, and `forward` sends it to the upstream. The layer stores the answer before the client gets it.
 
 mod admit;
 mod body;
@@ -45,11 +45,11 @@ use forward::UpstreamClient;
 use listen::{DrainResult, ThreadListener};
 use live::{Live, ThreadLive};
 
-/// Most field lines in the head of a request or an answer, whatever the protocol. Services that are verbose have a hundred.
+/// The most field lines in the head of a request or an answer, with any protocol. Verbose services have a hundred.
 pub(crate) const MAX_LINES: usize = 1000;
 
-/// Largest head of a request or an answer, in bytes, whatever the protocol: what common servers accept, several times. Also
-/// what is read of a connection at a time, and so the largest piece that waits.
+/// The largest head of a request or an answer, in bytes, with any protocol: several times the limit of common servers. Also
+/// the most bytes that are read from a connection at a time, and so the largest piece that waits in memory.
 pub(crate) const MAX_HEAD: usize = 128 * 1024;
 const MAX_HEAD_U32: u32 = MAX_HEAD as u32;
 
@@ -61,14 +61,14 @@ pub(crate) const MAX_LIBRARY_HEAD: u32 = 8 * 1024 * 1024;
 /// answer the ping. Without it, a lost connection would hold all requests for a long time.
 const UPSTREAM_PING: Duration = Duration::from_secs(10);
 
-/// At most one log line in this interval says that no more connections may be open.
+/// The interval between log lines about a limit that is reached.
 const FULL_WARNING_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Everything that the data path needs.
 pub(crate) struct DataPath {
     pub(crate) engine: Engine,
     pub(crate) metrics: Metrics,
-    /// Of all threads together.
+    /// The limit for all threads together.
     pub(crate) connections: ConnectionLimit,
     pub(crate) without_key: RequestLimit,
     pub(crate) live: watch::Receiver<Live>,
@@ -80,7 +80,7 @@ pub(crate) struct Serving(Vec<JoinHandle<io::Result<Unfinished>>>);
 /// The requests that still ran at the end of the drain timeout.
 #[derive(Clone, Copy, Debug, Default)]
 struct Unfinished {
-    /// Of all threads: each of them waits for the requests of all.
+    /// The requests of all threads, because each thread waits for all of them.
     requests: usize,
     has_connections: bool,
 }
@@ -122,7 +122,7 @@ impl DataPath {
 
 fn client_of(config: &Config, protocol: UpstreamProtocol) -> Result<UpstreamClient, String> {
     let connector = tls::connector(&config.to, protocol, config.upstream_connect_timeout)?;
-    // None is the library's word for connections of which each takes one request.
+    // For the library, 0 means that each connection carries only one request.
     let max_idle = if config.upstream_idle_timeout.is_zero() { 0 } else { max_idle_connections(config) };
     Ok(Client::builder(TokioExecutor::new())
         .timer(TokioTimer::new())
@@ -139,7 +139,7 @@ fn client_of(config: &Config, protocol: UpstreamProtocol) -> Result<UpstreamClie
 }
 
 impl Serving {
-    /// Waits until all have stopped.
+    /// Waits until all threads have stopped.
     pub(crate) fn join(self) -> Result<(), String> {
         let mut all = Unfinished::default();
         for thread in self.0 {

@@ -1,7 +1,7 @@
-//! Asks the service what became of an attempt whose owner is gone, or for the answer of one that it completed without it.
+//! Asks the service for the outcome of an abandoned attempt, or for the answer that a completed record lacks.
 //!
-//! Money depends on the answer, so nothing is read into it: only an answer that says what it is about, and what it says,
-//! in fields that only it sends, counts. Everything else is not an answer.
+//! Money depends on the report, so nothing is guessed: a response counts only if it names the attempt and the outcome, in
+//! fields that only such a response has. Everything else is no report.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -35,18 +35,18 @@ use crate::config::{Config, RouteConfig};
 
 /// The header field in which the service reports the outcome.
 const OUTCOME: HeaderName = HeaderName::from_static("oncegate-outcome");
-/// The method and the target of the request that is asked about.
+/// The method and the target of the request in question.
 const METHOD: HeaderName = HeaderName::from_static("oncegate-method");
 const TARGET: HeaderName = HeaderName::from_static("oncegate-target");
 
-/// A service that comes back is asked soon, and one that stays away is not asked all the time.
+/// The pauses between questions grow: a service that is back is asked soon, and one that stays away is not asked all the time.
 const FIRST_PAUSE: Duration = Duration::from_millis(200);
 const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 
-/// Asks, on all routes.
+/// Makes the clients of all routes.
 #[derive(Clone)]
 pub(super) struct ReconcileClients {
-    /// With a connection for each question: they are rare, and one that is kept could be one that is broken.
+    /// Uses a new connection for each question: questions are rare, and a kept connection may be broken.
     client: Client<ToService, Empty<Bytes>>,
     config: Arc<Config>,
     metrics: Metrics,
@@ -67,25 +67,25 @@ impl ReconcileClients {
         Ok(Self { client, config, metrics })
     }
 
-    /// The layer's settings of this route, with the service to ask if the route has a path for it.
+    /// The layer's settings of this route, with a client that asks the service if the route has a path for questions.
     pub(super) fn settings(&self, route: &RouteConfig) -> Settings {
         let settings = route.settings.clone();
         let Some(path) = route.reconcile_path.clone() else { return settings };
-        let asker = ReconcileClient {
-            questions: self.clone(),
+        let client = ReconcileClient {
+            clients: self.clone(),
             path,
-            patience: route.reconcile_timeout,
+            timeout: route.reconcile_timeout,
             settings: settings.clone(),
         };
-        settings.with_reconcile(asker)
+        settings.with_reconcile(client)
     }
 }
 
-/// Asks, on one route.
+/// Asks the service, on one route.
 struct ReconcileClient {
-    questions: ReconcileClients,
+    clients: ReconcileClients,
     path: PathAndQuery,
-    patience: Duration,
+    timeout: Duration,
     /// The settings that define which part of a response is kept.
     settings: Settings,
 }
@@ -94,7 +94,7 @@ struct ReconcileClient {
 enum Answer {
     Happened(Reconciled),
     DidNotHappen,
-    /// None, and why; whether it said before it broke off that the operation took place.
+    /// No report, with the reason; true if the response reported that the operation took place, but broke off.
     None(String, bool),
 }
 
@@ -111,14 +111,14 @@ impl Reconcile for ReconcileClient {
         Box::pin(async move {
             let found = self.find_out(context, request).await;
             let result = ReconcileResult::of(&found);
-            self.questions.metrics.observe_reconciled(result);
+            self.clients.metrics.observe_reconciled(result);
             let record = context.attempt().record_id();
             let about = self.about();
             tracing::info!(
                 %record,
                 result = result.as_str(),
                 about,
-                "asked the service what became of a request"
+                "asked the service for the outcome of a request"
             );
             found
         })
@@ -126,28 +126,28 @@ impl Reconcile for ReconcileClient {
 }
 
 impl ReconcileClient {
-    /// Asks until there is an answer, or the time is over.
+    /// Asks until there is a report, or the time is over.
     async fn find_out(&self, context: &IdempotencyContext, request: &Parts) -> Reconciled {
-        let deadline = Instant::now() + self.patience;
+        let deadline = Instant::now() + self.timeout;
         let mut pause = FIRST_PAUSE;
-        let mut said_happened = false;
+        let mut reported_happened = false;
         loop {
             let answer = timeout_at(deadline, self.ask(context, request)).await;
             let why = match answer.unwrap_or_else(|_| none("it did not answer in time")) {
                 Answer::Happened(found) => return found,
-                // A service that contradicts itself is not believed in what could take effect twice.
-                Answer::DidNotHappen if said_happened => {
-                    "it said both that it happened and that not".to_owned()
+                // If the service contradicts itself, an execution could be the second one.
+                Answer::DidNotHappen if reported_happened => {
+                    "it reported both that it happened and that it did not".to_owned()
                 }
                 Answer::DidNotHappen => return Reconciled::DidNotHappen,
-                Answer::None(why, said) => {
-                    said_happened |= said;
+                Answer::None(why, happened) => {
+                    reported_happened |= happened;
                     why
                 }
             };
             let record = context.attempt().record_id();
             let about = self.about();
-            tracing::warn!(%record, why, about, "the service does not say what became of a request");
+            tracing::warn!(%record, why, about, "the service does not report the outcome of a request");
             if Instant::now() + pause >= deadline {
                 return Reconciled::CannotTell;
             }
@@ -159,7 +159,7 @@ impl ReconcileClient {
     /// The subject of the question.
     fn about(&self) -> &'static str {
         match self.settings.completed_by() {
-            CompletedBy::Upstream => "an answer that its record has not got",
+            CompletedBy::Upstream => "an answer that its record lacks",
             _ => "an abandoned attempt",
         }
     }
@@ -167,16 +167,16 @@ impl ReconcileClient {
     async fn ask(&self, context: &IdempotencyContext, request: &Parts) -> Answer {
         let Some(question) = self.question(context, request) else { return none("it cannot be asked") };
         let asked = question.headers().clone();
-        match self.questions.client.request(question).await {
+        match self.clients.client.request(question).await {
             Ok(answer) => self.read(&asked, answer).await,
             Err(error) => none(ErrorChain(&error).to_string()),
         }
     }
 
-    /// The question: who asks is told as for the request itself, because the service must not tell one caller of
-    /// another's operations. What the body or a cache would be concerned with is not part of it.
+    /// The question. It carries the caller's credentials as the request itself, because the service must not report
+    /// operations of other callers. Fields about the body or about caches are left out.
     fn question(&self, context: &IdempotencyContext, request: &Parts) -> Option<Request<Empty<Bytes>>> {
-        let config = &self.questions.config;
+        let config = &self.clients.config;
         let mut headers = request.headers.clone();
         remove_hop_by_hop(&mut headers, |name| self.settings.goes_by(name));
         remove_ours(&mut headers);
@@ -203,14 +203,14 @@ impl ReconcileClient {
     }
 
     async fn read(&self, asked: &HeaderMap, answer: Response<Incoming>) -> Answer {
-        // Half of such a body looks like the whole.
+        // Half of such a body looks complete.
         let has_no_end = is_unframed(&answer) || has_other_coding(&answer);
         let (mut head, body) = answer.into_parts();
         let status = head.status;
-        // An answer to another question, from a cache or a service that mixed them up, is none to this one.
+        // The answer to another question, from a cache or from a service that mixed them up, does not count.
         for name in [RECORD, TOKEN] {
             if only(&head.headers, &name) != asked.get(&name) {
-                return none(format!("{status} without the {name} that it was asked with"));
+                return none(format!("{status} without the {name} of the question"));
             }
         }
         let outcome = only(&head.headers, &OUTCOME).map(HeaderValue::as_bytes);
@@ -218,15 +218,19 @@ impl ReconcileClient {
             Some(b"did-not-happen") if is_plain(status) => return Answer::DidNotHappen,
             Some(b"happened") if is_final(status) => {}
             Some(b"did-not-happen" | b"happened") => {
-                return none(format!("{status}, which does not go with what it says of the outcome"));
+                return none(format!("{status}, which contradicts the outcome that it reports"));
             }
             Some(b"unknown") => return none("it does not know"),
-            _ => return none(format!("{status} that says nothing of the outcome")),
+            _ => return none(format!("{status} without an outcome")),
         }
         match take_store_directive(&mut head.headers) {
             Ok(None | Some(StoreDirective::Replay)) => {}
             Ok(Some(StoreDirective::Tombstone)) => return Answer::Happened(Reconciled::Unreplayable),
-            _ => return none("it happened and is not to be kept, which is a contradiction"),
+            _ => {
+                return none(
+                    "it reports that it happened and that it must not be kept, which is a contradiction",
+                );
+            }
         }
         if has_no_end {
             return Answer::None("a body without a length".to_owned(), true);
@@ -243,7 +247,7 @@ impl ReconcileClient {
     }
 }
 
-/// The body and its trailers; `None` where it is larger than the limit.
+/// The body and its trailers; `None` if it is larger than the limit.
 async fn read_whole(
     mut body: WholeBody,
     limit: usize,
@@ -267,20 +271,19 @@ async fn read_whole(
     Ok(Some((chunks, trailers)))
 }
 
-/// The value of a field that is there once.
+/// The value of a field, unless it is repeated.
 fn only<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Option<&'a HeaderValue> {
     let mut values = headers.get_all(name).iter();
     values.next().filter(|_| values.next().is_none())
 }
 
-/// Statuses with which the service may report that nothing happened: no proxy in front of it uses them but
-/// that it was asked.
+/// Statuses with which the service may report that nothing happened.
 fn is_plain(status: StatusCode) -> bool {
     matches!(status.as_u16(), 200 | 204 | 404)
 }
 
-/// Statuses that an answer to keep has. The others say that nothing was decided, or that something is broken, which does
-/// not go with an operation that took place; and 304 is about the question.
+/// Statuses that a stored answer may have. The others mean that nothing was decided or that the service failed, which
+/// contradicts an operation that took place; and 304 is about the question itself.
 fn is_final(status: StatusCode) -> bool {
     match status.as_u16() {
         304 | 401 | 403 | 407 | 408 | 421 | 425 | 429 => false,
@@ -288,7 +291,7 @@ fn is_final(status: StatusCode) -> bool {
     }
 }
 
-/// `Err` where there is a directive, and it is none.
+/// Takes the directive from the fields. `Err` if it is invalid.
 fn take_store_directive(headers: &mut HeaderMap) -> Result<Option<StoreDirective>, ()> {
     const IDEMPOTENCY_STORE: HeaderName = HeaderName::from_static("idempotency-store");
     if !headers.contains_key(IDEMPOTENCY_STORE) {
@@ -299,8 +302,8 @@ fn take_store_directive(headers: &mut HeaderMap) -> Result<Option<StoreDirective
     word.and_then(|word| StoreDirective::from_name(&word)).map(Some).ok_or(())
 }
 
-/// Fields of the retry that are none of the question: of its body, those that would make the question conditional, and
-/// what only this proxy could say of where it comes from and does not, because it asks for itself.
+/// Fields of the retry that do not belong in the question: those of its body, those that would make the question conditional,
+/// and those about the origin of the request, because this proxy asks on its own behalf.
 fn is_unwanted(name: &HeaderName) -> bool {
     const PREFIXES: [&str; 5] = ["content-", "if-", "x-forwarded-", "x-http-method", "x-original-"];
     const NAMES: [&str; 10] = [
@@ -324,7 +327,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_table_of_statuses() {
+    fn the_statuses_that_a_report_may_have() {
         for (status, happened, did_not) in [
             (200, true, true),
             (201, true, false),
@@ -347,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn a_field_that_is_there_twice_is_not_there_once() {
+    fn a_repeated_field_does_not_count() {
         let mut headers = HeaderMap::new();
         assert_eq!(only(&headers, &OUTCOME), None);
         headers.append(OUTCOME, HeaderValue::from_static("happened"));

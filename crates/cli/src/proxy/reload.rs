@@ -1,8 +1,8 @@
 //! Reloads: SIGHUP reads the configuration again, and certificate files are read again when they change.
 //!
-//! A configuration that is wrong, or that changes what only a start can change, is refused as a whole: the one before stays in
-//! force. So is a certificate that does not fit its key, as in the middle of a renewal, or that clients would refuse by its
-//! dates while they accept the one before.
+//! An invalid configuration, and one that changes settings that only a restart can change, are refused as a whole: the previous
+//! one stays in force. So are a certificate that does not match its key, as in the middle of a renewal, and one whose dates
+//! clients would refuse while they accept the previous one.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,18 +21,18 @@ use crate::admin::{AdminLive, Metrics, ReloadSubject};
 use crate::config::{Config, ProxyArgs, TlsFiles};
 
 /// The interval in which the certificate files are checked.
-const CERTIFICATE_EVERY: Duration = Duration::from_secs(2);
+const CERTIFICATE_INTERVAL: Duration = Duration::from_secs(2);
 
 /// The interval in which the dates of the certificate in use are checked, and in which the log repeats the same
 /// warning.
-const DATES_EVERY: Duration = Duration::from_secs(3600);
+const DATES_INTERVAL: Duration = Duration::from_secs(3600);
 const WARNING_INTERVAL: Duration = Duration::from_secs(24 * 3600);
 
 /// Replaces the configuration of a sidecar that runs.
 pub(super) struct Reloader {
     args: ProxyArgs,
     metrics: Metrics,
-    /// With the engine, the observer and the budgets, which a reload keeps.
+    /// The layer with the engine, the observer and the budgets, which a reload keeps.
     base: IdempotencyLayer,
     live: watch::Sender<Live>,
     admin: watch::Sender<AdminLive>,
@@ -44,9 +44,9 @@ pub(super) struct Reloader {
 /// The certificate files as they were last seen. `None` is a file that cannot be read.
 #[derive(Default)]
 struct Certificate {
-    /// In use, or refused.
+    /// The content that is in use, or that was refused.
     tried: Option<Content>,
-    /// Seen once. It is tried when it is seen again, because a file may be half written.
+    /// New content. It is tried when it is seen a second time, because a file may be half written.
     seen: Option<Content>,
     /// The time at which a certificate that is not valid yet is tried again, in seconds since 1970.
     retry_at: Option<i64>,
@@ -70,14 +70,14 @@ impl Reloader {
     /// Reloads on each hangup, and when the certificate files change.
     pub(super) async fn run(mut self, mut hangup: Signal) {
         self.certificate.tried = self.read_certificate().await;
-        let mut tick = tokio::time::interval(CERTIFICATE_EVERY);
-        let mut dates = tokio::time::interval(DATES_EVERY);
+        let mut tick = tokio::time::interval(CERTIFICATE_INTERVAL);
+        let mut dates = tokio::time::interval(DATES_INTERVAL);
         tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             tokio::select! {
                 Some(()) = hangup.recv() => self.reload().await,
                 _ = dates.tick() => self.note_certificate(),
-                _ = tick.tick() => self.look_at_certificate().await,
+                _ = tick.tick() => self.check_certificate().await,
             }
         }
     }
@@ -105,7 +105,7 @@ impl Reloader {
                 for problem in &problems {
                     tracing::error!("{problem}");
                 }
-                tracing::error!("the configuration was not reloaded; the one before stays in force");
+                tracing::error!("the configuration was not reloaded; the previous one stays in force");
             }
         }
     }
@@ -117,7 +117,7 @@ impl Reloader {
         let fixed = self.live.borrow().config.fixed_changes(&config);
         if !fixed.is_empty() {
             return Err(vec![format!(
-                "{}: changed, and only a restart can change that; nothing was reloaded",
+                "{}: only a restart can change this; nothing was reloaded",
                 fixed.join(", ")
             )]);
         }
@@ -128,7 +128,7 @@ impl Reloader {
         if let (Some(tls), Some(files)) = (&tls, &config.tls) {
             tls.may_replace(self.live.borrow().tls.as_ref(), &files.cert).map_err(one)?;
         }
-        // The threads make their own connectors and must not fail at it.
+        // The threads make their own connectors, which must not fail.
         tls::connector(&config.to, config.upstream_protocol, config.upstream_connect_timeout).map_err(one)?;
         let questions = ReconcileClients::new(config.clone(), self.metrics.clone()).map_err(one)?;
         let layer = config.routes_on(self.base.clone().without_routes(), |route| questions.settings(route));
@@ -138,7 +138,7 @@ impl Reloader {
         Ok(config)
     }
 
-    async fn look_at_certificate(&mut self) {
+    async fn check_certificate(&mut self) {
         let Some(content) = self.read_certificate().await else { return };
         let is_due = self.certificate.retry_at.is_some_and(|at| at <= certificate::now());
         if self.certificate.tried.as_ref() == Some(&content) && !is_due {
@@ -165,7 +165,7 @@ impl Reloader {
                 self.date_warnings = LogThrottle::new(WARNING_INTERVAL);
                 self.note_certificate();
             }
-            Err(error) => tracing::error!("{error}; the certificate before stays in use"),
+            Err(error) => tracing::error!("{error}; the previous certificate stays in use"),
         }
     }
 

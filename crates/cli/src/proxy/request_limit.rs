@@ -1,18 +1,18 @@
-//! Bounds the requests that are under way without a key.
+//! Limits the requests in flight without a key.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// The limit of requests without a key, and of upgraded connections, over all threads. All clones share it.
 ///
-/// A counter, because each request takes it: giving back a permit of a semaphore takes a lock that all threads share.
+/// A counter, because releasing a permit of a semaphore takes a lock that all threads share.
 #[derive(Clone, Debug)]
 pub(crate) struct RequestLimit {
     used: Arc<AtomicUsize>,
     max: usize,
 }
 
-/// One of them, until this is dropped.
+/// Counts one request until it is dropped.
 #[derive(Debug)]
 pub(super) struct RequestPermit(Arc<AtomicUsize>);
 
@@ -25,12 +25,12 @@ impl RequestLimit {
         self.max
     }
 
-    /// The number of them now.
+    /// The number of requests now.
     pub(crate) fn used(&self) -> usize {
         self.used.load(Ordering::Relaxed)
     }
 
-    /// One more. `None` if there are as many as may be.
+    /// Counts one more request. `None` at the limit.
     pub(super) fn try_enter(&self) -> Option<RequestPermit> {
         // The counter guards no memory.
         let entered = self

@@ -1,4 +1,4 @@
-//! `oncegate proxy`: from the configuration to a process that serves, and back out of it.
+//! `oncegate proxy`: starts the sidecar from its configuration, and stops it.
 
 use std::future::poll_fn;
 use std::io::{ErrorKind, Write as _};
@@ -35,7 +35,7 @@ pub(crate) fn run(args: &ProxyArgs) -> Result<(), String> {
         .enable_all()
         .build()
         .map_err(|error| format!("cannot start a runtime: {error}"))?;
-    // First of all: until then, SIGHUP ends the process.
+    // First of all, because before this, SIGHUP ends the process.
     let hangup = {
         let _context = control.enter();
         signal(SignalKind::hangup()).map_err(|error| format!("cannot listen for signals: {error}"))?
@@ -59,44 +59,42 @@ pub(crate) fn run(args: &ProxyArgs) -> Result<(), String> {
 }
 
 /// The log line for a configuration without a scope.
-pub(crate) const DEFAULT_SCOPE: &str = "`scope` is not set: callers are told apart by Authorization, so a retry with a renewed token is \
-     another caller's and executes again; requests without any credential share one scope (under one key they get each other's \
-     answers); and requests with another credential, such as a cookie, are refused";
+pub(crate) const DEFAULT_SCOPE: &str = "`scope` is not set: callers are told apart by Authorization, so a retry with a renewed token \
+     counts as another caller and executes again; requests without any credential share one scope (with the same key they get \
+     each other's answers); and requests with another credential, such as a cookie, are refused";
 
 /// The log line for sidecars that share keys while hosts are compared.
 pub(crate) const HOSTS_COMPARED: &str = "the host and port of a request are compared: if clients send one request to several names or ports \
      of the service, the second is refused (host-differs) until `authority` is ignore";
 
-/// Open files that are kept for what is not a connection of a client or to the service: the store, the admin address, logs,
-/// certificates.
+/// The open files that are reserved for other purposes than connections: the store, the admin address, logs, certificates.
 const RESERVED_FILES: u64 = 64;
 
-/// Most connections to the service that are kept without a request, of all threads together, and the part of the open files
-/// that they may be.
-const IDLE_MAX: u64 = 1024;
-const IDLE_PART: u64 = 8;
+/// The most idle connections to the service, of all threads together, and the share of the open files that they may use.
+const MAX_IDLE: u64 = 1024;
+const IDLE_SHARE: u64 = 8;
 
-/// At least so many requests without a key may be under way if nothing is configured and files are left: a load balancer may
-/// send them all over a few connections of HTTP/2.
-const WITHOUT_KEY_MIN: usize = 1024;
+/// The default limit of requests without a key is at least this, if files are left: a load balancer may send many requests over
+/// a few HTTP/2 connections.
+const MIN_WITHOUT_KEY: usize = 1024;
 
-/// The limits that need open files: one for each connection of a client, and one for each request under way, for its connection
-/// to the service.
+/// The limits that need open files: one file for each connection of a client, and one for each request in flight, for its
+/// connection to the service.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct FileUse {
     connections: usize,
     in_flight: usize,
-    /// `None` is as many as `connections` but at least [`WITHOUT_KEY_MIN`], or as many as there are files left for.
+    /// `None` is the value of `connections`, but at least [`MIN_WITHOUT_KEY`], or less if fewer files are left.
     without_key: Option<usize>,
 }
 
-/// Raises the limit of open files as far as the system allows. If that is not enough for what may be under way, less may be:
-/// clients must not take the admin address and the store their files.
+/// Raises the limit of open files as far as the system allows. If that is not enough, the limits of connections and requests are
+/// lowered: clients must not use up the files that the admin address and the store need.
 pub(super) fn allow_many_files(config: &mut Config) {
     let mut limit = getrlimit(Resource::Nofile);
     limit.current = limit.maximum;
     if let Err(error) = setrlimit(Resource::Nofile, limit) {
-        tracing::debug!(error = %ErrorChain(&error), "the limit of open files stays");
+        tracing::debug!(error = %ErrorChain(&error), "cannot raise the limit of open files");
     }
     let allowed = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
     let wanted = FileUse {
@@ -114,7 +112,7 @@ pub(super) fn allow_many_files(config: &mut Config) {
             max_in_flight = granted.in_flight,
             max_in_flight_without_key = granted.without_key,
             "the system allows this process too few open files, so these limits are lower than configured. Raise the limit of \
-             open files (ulimit -n), or set these lower",
+             open files (ulimit -n), or lower these settings",
         );
     }
     config.max_connections = granted.connections;
@@ -123,14 +121,14 @@ pub(super) fn allow_many_files(config: &mut Config) {
 }
 
 impl FileUse {
-    /// The limits if so many files may be open.
+    /// The limits for this number of open files.
     fn within(self, allowed: u64) -> Self {
         let other = RESERVED_FILES.min(allowed / 2) + idle_files(allowed);
         let available = usize::try_from(allowed.saturating_sub(other)).unwrap_or(usize::MAX);
         let requests_max = (available / 4).max(1);
         let left = available.saturating_sub(self.connections).saturating_sub(self.in_flight);
         let without_key = self.without_key.unwrap_or_else(|| {
-            let wanted = self.connections.max(WITHOUT_KEY_MIN);
+            let wanted = self.connections.max(MIN_WITHOUT_KEY);
             wanted.min(left.max(requests_max))
         });
         let needed = self.connections.saturating_add(self.in_flight).saturating_add(without_key);
@@ -143,9 +141,9 @@ impl FileUse {
     }
 }
 
-/// The number of idle connections to the service if so many files may be open.
+/// The number of idle connections to the service for this number of open files.
 fn idle_files(allowed: u64) -> u64 {
-    IDLE_MAX.min(allowed / IDLE_PART)
+    MAX_IDLE.min(allowed / IDLE_SHARE)
 }
 
 /// The number of idle connections to the service for one thread.
@@ -155,25 +153,25 @@ pub(super) fn max_idle_connections(config: &Config) -> usize {
     (all / config.threads.unwrap_or_else(cores)).max(1)
 }
 
-/// Names the flag, and what most often has the address.
+/// The error for an address, with its flag and the most likely reason.
 fn cannot_listen(flag: &str, address: SocketAddr, error: &std::io::Error) -> String {
     let hint = match error.kind() {
         ErrorKind::AddrInUse => {
-            "; another program has this address, or another sidecar: several on one machine need different ones"
+            "; another program or another sidecar uses this address; each sidecar on a machine needs its own"
         }
         ErrorKind::AddrNotAvailable => "; it is not an address of this machine",
-        ErrorKind::PermissionDenied => "; ports below 1024 need a right of their own",
+        ErrorKind::PermissionDenied => "; ports below 1024 need a special permission",
         _ => "",
     };
     format!("{flag} {address}: cannot listen: {error}{hint}")
 }
 
-/// Limits the time that a stopping sidecar waits for responses that are being put into the cache.
+/// Limits the time that a stopping sidecar waits for pending writes to the cache.
 const CACHE_TIMEOUT: Duration = Duration::from_secs(1);
 
 async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), String> {
     let config = Arc::new(config);
-    // Until then, each of them ends the process.
+    // Before this, each of these signals ends the process.
     let mut signals = Signals::new().map_err(|error| format!("cannot listen for signals: {error}"))?;
     let tls = config.tls.as_ref().map(|files| server_config(&files.cert, &files.key)).transpose()?;
     let threads = config.threads.unwrap_or_else(cores);
@@ -184,7 +182,7 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
         BoundAddress::new(config.admin).map_err(|error| cannot_listen("--admin", config.admin, &error))?;
     let (listen_address, admin_address) = (listen.address, admin.address);
     let opened = late::open(&config).await?;
-    let tier = cached::open(&config).await?;
+    let cache = cached::open(&config).await?;
     let sockets =
         listen.listen(threads).map_err(|error| cannot_listen("--listen", listen_address, &error))?;
     let admin = admin
@@ -192,13 +190,13 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
         .and_then(|mut sockets| sockets.pop().map_or_else(|| Err(ErrorKind::AddrNotAvailable.into()), Ok))
         .and_then(tokio::net::TcpListener::from_std)
         .map_err(|error| cannot_listen("--admin", admin_address, &error))?;
-    let metrics = cached::metrics(opened.store.clone(), tier.as_ref());
+    let metrics = cached::metrics(opened.store.clone(), cache.as_ref());
     let control = tokio::runtime::Handle::current();
     let breaker = Breaker::builder(metrics.measured(opened.store)).with_runtime(control.clone());
-    let breaker = if opened.is_there { breaker } else { breaker.opened() };
+    let breaker = if opened.is_open { breaker } else { breaker.opened() };
     let breaker =
         breaker.with_probe_timeout(config.store_timeout).map_err(|error| error.to_string())?.build();
-    let (store, cached) = cached::before(Arc::new(breaker.clone()), tier);
+    let (store, cached) = cached::before(Arc::new(breaker.clone()), cache);
     let left = AbandonedRecords::default();
     let builder = Engine::builder(store).with_runtime(control);
     let builder = match config.service.clone() {
@@ -247,7 +245,7 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
     let path = DataPath { engine, metrics, connections, without_key, live: live_changes.clone() };
     let serving = path.serve(sockets, &stopped)?;
     tokio::spawn(reloader.run(hangup));
-    // The only line on the standard output; a caller that does not read it loses nothing.
+    // The only line on the standard output, except the access log. An error is ignored.
     let _unread = writeln!(std::io::stdout(), "{line}");
 
     let mut ended = tokio::task::spawn_blocking(move || serving.join());
@@ -261,18 +259,18 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
         (live.config.shutdown_delay, live.config.drain_timeout)
     };
     if !delay.is_zero() {
-        tracing::info!(?delay, "not ready any more; requests are still taken");
+        tracing::info!(?delay, "not ready any more; requests are still accepted");
         tokio::select! {
             result = &mut ended => return flatten(result),
             () = tokio::time::sleep(delay) => {}
             () = signals.second() => return Err(SECOND_SIGNAL.into()),
         }
     }
-    tracing::info!(?drain, "stopping; running requests are finished");
-    let _nobody_listens = stop.send(true);
+    tracing::info!(?drain, "stopping; waiting for running requests");
+    let _all_stopped = stop.send(true);
     tokio::select! {
         result = ended => {
-            // Last, so that an operator can watch it drain.
+            // Last, so that an operator can watch the drain.
             drop(close);
             let _cancelled = admin.await;
             if let Some(access_log) = access_log {
@@ -289,15 +287,15 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
 
 const SECOND_SIGNAL: &str = "stopped at once, by a second signal";
 
-/// Signals so soon after the first one are the same: `timeout`, shells and supervisors send one to the process and one to its
-/// group.
+/// Signals within this time after the first one count as the same: `timeout`, shells and supervisors send one to the process
+/// and one to its group.
 const SAME_SIGNAL: Duration = Duration::from_millis(250);
 
 /// The signals that stop the sidecar.
 struct Signals {
     terminate: Signal,
     interrupt: Signal,
-    /// Until when signals are the first one again, if it has come and this is not over.
+    /// The time until which signals count as a repetition of the first one.
     repeats_until: Option<Instant>,
 }
 
@@ -313,10 +311,10 @@ impl Signals {
         self.repeats_until = Some(Instant::now() + SAME_SIGNAL);
     }
 
-    /// Waits for one after the first. May be cancelled and called again.
+    /// Waits for a second signal. May be cancelled and called again.
     async fn second(&mut self) {
         if let Some(until) = self.repeats_until {
-            // What has come is looked at afterwards: on a busy machine nothing tells when it came.
+            // Signals of this time are taken at its end: on a busy machine, their exact time is unknown.
             tokio::time::sleep_until(until.into()).await;
             let _ = poll_fn(|cx| Poll::Ready(self.poll(cx))).await;
             self.repeats_until = None;
@@ -324,7 +322,7 @@ impl Signals {
         poll_fn(|cx| self.poll(cx)).await;
     }
 
-    /// Ready if one or both have come, which are taken.
+    /// Takes the signals that have arrived. Ready if there was one.
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         let is_there = self.terminate.poll_recv(cx).is_ready() | self.interrupt.poll_recv(cx).is_ready();
         if is_there { Poll::Ready(()) } else { Poll::Pending }
@@ -335,11 +333,11 @@ fn flatten(result: Result<Result<(), String>, tokio::task::JoinError>) -> Result
     result.unwrap_or_else(|error| Err(ErrorChain(&error).to_string()))
 }
 
-/// The default limit of records in memory, all of which are in the memory of this process.
+/// The default limits of a store in memory.
 const MEMORY_MAX_RECORDS: u64 = 10_000_000;
 const MEMORY_MAX_BYTES: u64 = 1 << 30;
 
-/// Opens the store, or the back of a cached one.
+/// Opens the store, or the store behind a cache.
 pub(super) async fn open(config: &Config) -> Result<Arc<dyn Store>, StoreOpenError> {
     Ok(match config.store.store() {
         StoreChoice::Memory => Arc::new(
@@ -360,7 +358,7 @@ pub(super) async fn open(config: &Config) -> Result<Arc<dyn Store>, StoreOpenErr
             if found.is_err() {
                 tracing::warn!(
                     directory = %directory.display(),
-                    "a new, empty store was created: no key of an earlier store is known, and its retries execute again. \
+                    "a new, empty store was created: it has no key of an earlier store, whose retries would execute again. \
                      After the first start, set store-must-exist"
                 );
             }
@@ -369,7 +367,7 @@ pub(super) async fn open(config: &Config) -> Result<Arc<dyn Store>, StoreOpenErr
         StoreChoice::Postgres(url) => Arc::new(open_postgres(url, config.store_timeout).await?),
         StoreChoice::Redis(options) => Arc::new(open_redis(options).await?),
         StoreChoice::Cached(_) => {
-            return Err(StoreOpenError::Unfit("a cached store has no other one in it".to_owned()));
+            return Err(StoreOpenError::Unfit("a cached store cannot contain another one".to_owned()));
         }
     })
 }
@@ -387,12 +385,12 @@ pub(super) fn open_directory(
     })
 }
 
-async fn open_postgres(url: &StoreUrl, patience: Duration) -> Result<PostgresStore, StoreOpenError> {
+async fn open_postgres(url: &StoreUrl, timeout: Duration) -> Result<PostgresStore, StoreOpenError> {
     let options = PostgresOptions::new(url.reveal())
         .map_err(|error| StoreOpenError::Unfit(ErrorChain(&error).to_string()))?;
-    // What takes longer is out of reach to the breaker, so its connection is of no use either.
+    // After this time the breaker treats the store as out of reach, so the connection is given up, too.
     let options = options
-        .with_command_timeout(patience)
+        .with_command_timeout(timeout)
         .map_err(|error| StoreOpenError::Unfit(ErrorChain(&error).to_string()))?;
     PostgresStore::open(options).await.map_err(|error| match error {
         oncegate_postgres::PostgresOpenError::Unreachable { .. } => {
@@ -436,7 +434,7 @@ mod tests {
         };
         assert_eq!(within(1 << 20, 10_000, 2048, None), (10_000, 2048, 10_000));
         assert_eq!(within(1 << 20, 10_000, 2048, Some(20_000)), (10_000, 2048, 20_000));
-        // What is not configured takes what is left.
+        // A limit that is not configured uses the remaining files.
         assert_eq!(within(20_000, 10_000, 2048, None), (10_000, 2048, 6_864));
         assert_eq!(within(20_000, 10_000, 2048, Some(6_864)), (10_000, 2048, 6_864));
         assert_eq!(within(20_000, 10_000, 2048, Some(6_865)), (10_000, 2048, 4_728));

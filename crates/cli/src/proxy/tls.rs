@@ -31,10 +31,10 @@ pub(crate) struct ListenerTls {
 }
 
 impl ListenerTls {
-    /// Checks that it may replace the one in use.
+    /// Checks that this configuration may replace the one in use.
     ///
     /// # Errors
-    /// Clients would refuse its certificate, and accept the one before.
+    /// If clients would refuse its certificate, and accept the one in use.
     pub(super) fn may_replace(&self, before: Option<&Self>, certificate: &Path) -> Result<(), String> {
         let now = certificate::now();
         let refused = self.validity.filter(|validity| !validity.includes(now));
@@ -50,7 +50,7 @@ impl ListenerTls {
     }
 }
 
-/// Reads a certificate chain and its key, in PEM, for the listener. HTTP/2 and HTTP/1.1 are offered.
+/// Reads a certificate chain and its key, in PEM, for a listener that offers HTTP/2 and HTTP/1.1.
 pub(crate) fn server_config(certificate: &Path, key: &Path) -> Result<ListenerTls, String> {
     let say = |path: &Path, what: &str, error: &dyn std::error::Error| {
         format!("{}: {what}: {}", path.display(), ErrorChain(error))
@@ -69,12 +69,12 @@ pub(crate) fn server_config(certificate: &Path, key: &Path) -> Result<ListenerTl
         .map_err(|error| ErrorChain(&error).to_string())?
         .with_no_client_auth()
         .with_single_cert(chain, private)
-        .map_err(|error| say(certificate, "the certificate does not fit the key", &error))?;
+        .map_err(|error| say(certificate, "the certificate does not match the key", &error))?;
     config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
     Ok(ListenerTls { config: Arc::new(config), validity })
 }
 
-/// Connects to the service, whatever host a request asks for.
+/// Connects to the service, independent of the host that a request asks for.
 #[derive(Clone)]
 pub(crate) struct ToService {
     connector: HttpsConnector<HttpConnector>,
@@ -96,7 +96,7 @@ impl Service<Uri> for ToService {
     fn call(&mut self, _: Uri) -> Self::Future {
         let connecting = Service::call(&mut self.connector, self.to.clone());
         let connect_timeout = self.connect_timeout;
-        // The timeout of the inner connector does not count the handshake of TLS.
+        // The timeout of the inner connector does not include the TLS handshake.
         Box::pin(async move {
             timeout(connect_timeout, connecting).await.unwrap_or_else(|_| {
                 let what = "the connection was not made within upstream-connect-timeout";
@@ -126,8 +126,8 @@ pub(crate) fn connector(
     Ok(ToService { connector, to: rewrite(to, &Uri::default(), None), connect_timeout })
 }
 
-/// A client that trusts the system's certificates, which take milliseconds to read and need not be there: where no address
-/// needs them, it trusts no certificate.
+/// A client that trusts the system's certificates. Reading them takes milliseconds and fails if there are none, so without
+/// HTTPS it trusts no certificate.
 pub(crate) fn trusting_system(is_https: bool) -> Result<ClientConfig, String> {
     if !is_https {
         return trusting(RootCertStore::empty());

@@ -215,7 +215,7 @@ async fn two_signals_at_the_same_time_count_as_one() {
     // `timeout` signals its child first, and then the group.
     world.sidecar.process.signal(Signal::TERM);
     world.sidecar.process.signal(Signal::INT);
-    world.sidecar.process.logs("running requests are finished").await;
+    world.sidecar.process.logs("waiting for running requests").await;
     wire.send(OK).await;
     client.message().await.has_status(200);
     drop(client);

@@ -83,8 +83,8 @@ async fn the_log_reports_an_unknown_outcome_before_and_after_its_retention_ends(
         let listed = admin(&sidecar, "/v1/keys?state=unsettled").await.json();
         assert!(listed["records"][0]["expires_in_seconds"].as_u64().unwrap() <= 20, "{listed}");
         sidecar.process.logs("are removed soon").await;
-        sidecar.process.logs("nobody had settled it").await;
-        let logged = sidecar.process.error_lines("nobody had settled it");
+        sidecar.process.logs("no operator had settled it").await;
+        let logged = sidecar.process.error_lines("no operator had settled it");
         assert!(logged.len() == 1 && logged[0].contains(&record), "{logged:#?}");
         assert!(logged[0].contains("operation=\"POST /orders\""), "{logged:#?}");
         assert_eq!(sidecar.process.error_lines("are removed soon").len(), 1);

@@ -15,7 +15,7 @@ fn oncegate(args: &[&str], url: &str) -> Output {
     command.args(args).env_clear().envs([("ONCEGATE_STORE", url), service]).output().unwrap()
 }
 
-/// Whether the command succeeded, and its output. Asserts that the output never contains the password.
+/// The result of a command: true for success, and its output. Asserts that the output never contains the password.
 fn said(server: &PostgresServer, output: &Output) -> (bool, String) {
     let text = [&output.stdout[..], &output.stderr].concat();
     let text = String::from_utf8(text).unwrap();

@@ -127,7 +127,7 @@ async fn an_invalid_configuration_changes_nothing() {
             "[[route]]\npath = \"/orders\"\nrequire-kye = true\n",
             "oncegate.toml:5:1: no such setting `require-kye`",
         ),
-        ("store-timeout = \"1s\"\n", "store-timeout: changed, and only a restart can change that"),
+        ("store-timeout = \"1s\"\n", "store-timeout: only a restart can change this"),
         ("tls-cert = \"none.pem\"\ntls-key = \"none.pem\"\n", "tls-cert: changed"),
     ] {
         world.reload(wrong, NOT_RELOADED).await;
@@ -213,7 +213,7 @@ async fn a_renewed_certificate_is_used() {
     until("the mismatched files are refused", async || series(&sidecar, CERTIFICATE).await == Some(1.0))
         .await;
     until("the refusal is logged", async || {
-        sidecar.process.error_lines("the certificate before stays in use").len() == 1
+        sidecar.process.error_lines("the previous certificate stays in use").len() == 1
     })
     .await;
     assert!(works(&before).await.is_some());
@@ -260,11 +260,11 @@ async fn a_certificate_is_checked_against_its_dates() {
     let first_end = Some((day(10) - 60) as f64);
     until("the end of validity is shown", async || series(&sidecar, END).await == first_end).await;
     for (authority, word) in [(&old, "expired at"), (&early, "is not valid before")] {
-        let refused = sidecar.process.error_lines("the certificate before stays in use").len();
+        let refused = sidecar.process.error_lines("the previous certificate stays in use").len();
         fs::copy(authority.file("cert.pem"), &cert).unwrap();
         fs::copy(authority.file("key.pem"), &key).unwrap();
         until("the certificate is refused", async || {
-            let lines = sidecar.process.error_lines("the certificate before stays in use");
+            let lines = sidecar.process.error_lines("the previous certificate stays in use");
             lines.len() > refused && lines.last().unwrap().contains(word)
         })
         .await;
