@@ -291,6 +291,8 @@ impl fmt::Debug for Attempt {
 /// It comes only from [`Engine::claim`](crate::Engine::claim) and cannot be copied. [`complete`](Self::complete) and
 /// [`release`](Self::release) use it up. While it lives, its lease is renewed. Dropping it leaves the record in progress until
 /// the lease ends, and then to its abandon policy. Dropping never frees the key, because the effect may have happened.
+///
+/// Run the methods that end the attempt in a task of its own, so that a caller that goes away does not cancel them.
 #[must_use = "a permit that is dropped leaves its record to the abandon policy"]
 pub struct Permit(pub(crate) Option<HeldPermit>);
 
@@ -343,8 +345,6 @@ impl Permit {
     }
 
     /// Ends the attempt with a result. Returns when the store has made it durable, or has failed.
-    ///
-    /// Run it in a task of its own, so that a caller that goes away does not cancel it.
     pub async fn complete(mut self, completion: Completion) -> SettleOutcome {
         match self.0.take() {
             Some(held) => {
@@ -361,8 +361,6 @@ impl Permit {
 
     /// Ends the attempt with [`Completion::Unknown`] and logs a reason for the operator. The reason must not contain a key, a
     /// credential or a body.
-    ///
-    /// Run it in a task of its own, so that a caller that goes away does not cancel it.
     pub async fn park(mut self, reason: impl Into<Cow<'static, str>>) -> SettleOutcome {
         match self.0.take() {
             Some(held) => {
@@ -378,8 +376,6 @@ impl Permit {
     /// Under `reexecute`, [`StepError::fate`](crate::StepError::fate) of the failed step decides: the key is free again for the
     /// same request, or the record is left to its lease. Under `park`, or if the step needs an operator, the outcome is
     /// unknown.
-    ///
-    /// Run it in a task of its own, so that a caller that goes away does not cancel it.
     pub async fn stop(mut self) -> SettleOutcome {
         let Some(held) = self.0.take() else { return SettleOutcome::Fenced };
         let sealed = held.attempt.seal();

@@ -66,8 +66,6 @@ type Conclusion = (ConcludeOutcome, Option<EventKind>);
 impl Permit {
     /// Ends the attempt of an operation that completes its record itself. Returns when the store has made all writes durable,
     /// or has failed.
-    ///
-    /// Run it in a task of its own, so that a caller that goes away does not cancel it.
     pub async fn conclude(mut self, report: OperationReport) -> ConcludeOutcome {
         match self.0.take() {
             Some(held) => held.conclude(report).await,

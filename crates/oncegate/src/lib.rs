@@ -4,7 +4,7 @@
 //! makes a retry safe. The first request with a key executes. Every other request with that key gets the response of the
 //! first. If Oncegate does not know whether the first one took effect, it says so instead of guessing.
 //!
-//! This crate has no code of its own. It re-exports:
+//! Apart from `TransactRefusal`, this crate has no code of its own. It re-exports:
 //! - [`http`]: the Tower layer for axum, hyper and tonic services ([`IdempotencyLayer`]).
 //! - [`embedded`]: the durable store that needs no server ([`EmbeddedStore`]).
 //! - `postgres` (feature `postgres`): the store for any number of machines, and business transactions that commit together

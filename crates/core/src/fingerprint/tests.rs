@@ -283,7 +283,7 @@ fn canonical_json_is_that_of_rfc_8785() {
         (r#"{"abcdefgh":1,"abcdefg":2}"#, r#"{"abcdefg":2,"abcdefgh":1}"#),
         (r#"{"abcdefghj":1,"abcdefghi":2,"abcdefgh":3}"#, r#"{"abcdefgh":3,"abcdefghi":2,"abcdefghj":1}"#),
         (r#"{"b":{"d":1,"c":[{"f":1,"e":2}]},"a":0}"#, r#"{"a":0,"b":{"c":[{"e":2,"f":1}],"d":1}}"#),
-        // The last string of a document, shorter than what is read at once.
+        // The last string of a document, shorter than the block that is read at once.
         (r#"{"b":"","a":""}"#, r#"{"a":"","b":""}"#),
         ("\"\u{7f}\u{2028}\"", "\"\u{7f}\u{2028}\""),
         (r#""\u0000\u001F\b\f\u0008\u000C""#, r#""\u0000\u001f\b\f\b\f""#),
@@ -799,7 +799,7 @@ fn pointers_that_leave_nothing_to_compare_do_not_make_all_bodies_equal() {
     assert_ne!(under(&root, JSON, r#"[{"amount":1}]"#), under(&root, JSON, r#"[{"amount":2}]"#));
     assert_ne!(under(&list, JSON, "[1]"), under(&list, JSON, "[2]"));
     assert_eq!(under(&list, JSON, "[1,3]"), under(&list, JSON, "[2,3]"));
-    // What is excluded stays excluded where no included value is there.
+    // An excluded value stays excluded if the body has no included value.
     let both = including("/Amount").exclude(pointer("/sent"));
     assert_eq!(
         under(&both, JSON, r#"{"amount":1,"sent":1}"#),
@@ -851,7 +851,7 @@ fn exclusion_comes_before_inclusion() {
     let body = r#"{"a":{"b":{"c":1,"d":2}}}"#;
     assert_eq!(under("/a/b/c", body), under("/a/b/c", r#"{"a":{"b":{"c":9,"d":2}}}"#));
     assert_ne!(under("/a/b/c", body), under("/a/b/c", r#"{"a":{"b":{"c":1,"d":9}}}"#));
-    // What is included and excluded is not there. Without it nothing is left, so all of the body counts.
+    // A value that is included and excluded is absent. Then nothing is left, so the whole body counts.
     for exclude in ["/a/b", "/a", ""] {
         assert_eq!(under(exclude, body), of(JSON, body), "{exclude}");
     }
