@@ -186,7 +186,7 @@ impl Condition {
     pub(crate) const fn detail(self) -> &'static str {
         match self {
             Self::KeyMissing => {
-                "This operation requires a key. Make one per intent, such as a UUID, and send it with every retry."
+                "This operation requires a key in the header field {field}. Make one per intent, such as a UUID, and send it with every retry."
             }
             Self::KeyInvalid => "The key is malformed.",
             Self::RequestTooLarge => "Nothing was executed. Send a smaller body.",
@@ -335,10 +335,10 @@ impl Refusal {
         Self { detail: Some(detail.to_string()), ..self }
     }
 
-    /// Adds a `Retry-After` of this many seconds. Zero is sent as one second.
+    /// Adds a `Retry-After` of this many seconds.
     #[must_use]
     pub fn with_retry_after(self, seconds: u64) -> Self {
-        Self { retry_after: Some(seconds.max(1)), ..self }
+        Self { retry_after: Some(seconds), ..self }
     }
 
     /// Replaces the status of the condition, if there is another one: a proxy uses 502 and 504.
@@ -363,12 +363,7 @@ impl Refusal {
                 format!("{}: {detail}.", shown(&profile.key_header))
             }
             (Some(detail), _) => detail.clone(),
-            (None, Condition::KeyMissing) => format!(
-                "This operation requires a key in the header field {}. Make one per intent, such as a UUID, and send it with \
-                 every retry.",
-                shown(&profile.key_header)
-            ),
-            (None, _) => condition.detail().to_owned(),
+            (None, _) => condition.detail().replace("{field}", &shown(&profile.key_header)),
         };
         let mut response = match grpc {
             None => Self::problem(settings, condition, &values, &detail, self.record),
