@@ -68,7 +68,6 @@ pub(crate) struct Inner {
     pub(crate) identity: Identity,
     pub(crate) max_attempts: u32,
     pub(crate) compares_payloads: bool,
-    pub(crate) counts_crashes: bool,
     pub(crate) max_runs: u32,
     pub(crate) isolation: Option<Isolation>,
     pub(crate) max_batch: usize,
@@ -106,7 +105,6 @@ impl TransactionalInbox {
             identity,
             max_attempts: DEFAULT_MAX_ATTEMPTS,
             compares_payloads: false,
-            counts_crashes: true,
             max_runs: 5,
             isolation: None,
             max_batch: BATCH,
@@ -152,15 +150,6 @@ impl TransactionalInbox {
     #[must_use]
     pub fn with_payloads_compared(self, compares_payloads: bool) -> Self {
         self.with(|inner| inner.compares_payloads = compares_payloads)
-    }
-
-    /// Sets whether the start of a message is recorded, if the message may have been delivered before. On by default.
-    ///
-    /// The record counts attempts that end the process, so that such a message becomes a dead letter in the end. It
-    /// costs one more call for each batch of such messages; its commit does not wait for the disk.
-    #[must_use]
-    pub fn with_crashes_counted(self, counts_crashes: bool) -> Self {
-        self.with(|inner| inner.counts_crashes = counts_crashes)
     }
 
     /// Sets the timeout of the inbox's own statements, from 100 ms to 10 minutes. Default: 10 s.
@@ -254,49 +243,6 @@ impl TransactionalInbox {
         handled.into_iter().next().unwrap_or(ProcessOutcome::NotBegun)
     }
 
-    /// Processes several messages and returns the outcome of each, in their order.
-    ///
-    /// The new ones among them share one transaction. `run` gets all of them at once, for statements that write many rows. If
-    /// it fails, everything is rolled back, and it runs again for each message alone, in order, as a list of one. After a
-    /// message that is to be delivered again, later ones with its order key are [`NotBegun`](ProcessOutcome::NotBegun).
-    ///
-    /// A handler that commits by a statement of its own commits the receipts of the whole batch. If that is found out, all of
-    /// these messages become dead letters with an unknown outcome.
-    ///
-    /// More messages than [`with_max_batch`](Self::with_max_batch) allows are processed as several batches.
-    ///
-    /// ```
-    /// # use std::sync::Arc;
-    /// # use oncegate_inbox_postgres::TransactionalInbox;
-    /// # use oncegate_inbox::{ProcessOutcome, Identity, Message};
-    /// # use oncegate_postgres::{PostgresOptions, schema, sqlx};
-    /// # #[tokio::main] async fn main() -> Result<(), Box<dyn std::error::Error>> {
-    /// # let server = oncegate_servers::PostgresServer::start()?;
-    /// # schema::apply(&PostgresOptions::new(&server.url())?).await?;
-    /// # let pool = sqlx::PgPool::connect(&server.url()).await?;
-    /// # sqlx::query("CREATE TABLE invoices (order_number text)").execute(&pool).await?;
-    /// # let inbox = TransactionalInbox::new(pool, "billing", Identity::payload())?;
-    /// let messages: Vec<_> = ["17", "18", "17"].map(|order| Arc::new(Message::new("orders", order))).into();
-    /// let handled = inbox.process_batch(&messages, async |connection, messages| {
-    ///     let orders: Vec<_> = messages.iter().map(|m| String::from_utf8_lossy(&m.payload).into_owned()).collect();
-    ///     sqlx::query("INSERT INTO invoices SELECT unnest($1::text[])").bind(orders).execute(connection).await?;
-    ///     Ok(())
-    /// });
-    /// let handled = handled.await;
-    /// use ProcessOutcome::{Duplicate, Processed};
-    /// assert!(matches!(handled[..], [Processed { .. }, Processed { .. }, Duplicate]));
-    /// # Ok(()) }
-    /// ```
-    pub async fn process_batch<F>(&self, messages: &[Arc<Message>], run: F) -> Vec<ProcessOutcome>
-    where
-        F: for<'c> TransactFnWith<&'c mut PgConnection, &'c [&'c Message], (), HandlerError, Fut: Send>
-            + Clone
-            + Send
-            + Sync,
-    {
-        self.inner.process_all(messages, &WholeBatch(run)).await
-    }
-
     /// Processes the message of a dead letter of this consumer, once.
     ///
     /// One transaction deletes the dead letter, writes the receipt and makes the effect. A copy that is delivered later
@@ -329,7 +275,7 @@ impl TransactionalInbox {
     /// Creates a processor for a consumer's loop with a handler of one message.
     ///
     /// The new messages of a batch share one transaction, and `run` is called for one after the other. Otherwise it
-    /// behaves as [`process_batch`](Self::process_batch).
+    /// behaves as [`batch_processor`](Self::batch_processor).
     pub fn processor<F>(self, run: F) -> TransactionalProcessor<PerMessage<F>>
     where
         F: for<'c> TransactFnWith<&'c mut PgConnection, &'c Message, (), HandlerError, Fut: Send>
@@ -341,8 +287,39 @@ impl TransactionalInbox {
         TransactionalProcessor { inbox: self, work: PerMessage(run) }
     }
 
-    /// Creates a processor for a consumer's loop with a handler of the whole batch, as
-    /// [`process_batch`](Self::process_batch).
+    /// Creates a processor for a consumer's loop with a handler of the whole batch.
+    ///
+    /// The new messages of a batch share one transaction. `run` gets all of them at once, for statements that write many rows.
+    /// If it fails, everything is rolled back, and it runs again for each message alone, in order, as a list of one. After a
+    /// message that is to be delivered again, later ones with its order key are [`NotBegun`](ProcessOutcome::NotBegun).
+    ///
+    /// A handler that commits by a statement of its own commits the receipts of the whole batch. If that is found out, all of
+    /// these messages become dead letters with an unknown outcome.
+    ///
+    /// More messages than [`with_max_batch`](Self::with_max_batch) allows are processed as several batches.
+    ///
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use oncegate_inbox_postgres::TransactionalInbox;
+    /// # use oncegate_inbox::{ProcessOutcome, Processor as _, Identity, Message};
+    /// # use oncegate_postgres::{PostgresOptions, schema, sqlx};
+    /// # #[tokio::main] async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let server = oncegate_servers::PostgresServer::start()?;
+    /// # schema::apply(&PostgresOptions::new(&server.url())?).await?;
+    /// # let pool = sqlx::PgPool::connect(&server.url()).await?;
+    /// # sqlx::query("CREATE TABLE invoices (order_number text)").execute(&pool).await?;
+    /// # let inbox = TransactionalInbox::new(pool, "billing", Identity::payload())?;
+    /// let processor = inbox.batch_processor(async |connection, messages| {
+    ///     let orders: Vec<_> = messages.iter().map(|m| String::from_utf8_lossy(&m.payload).into_owned()).collect();
+    ///     sqlx::query("INSERT INTO invoices SELECT unnest($1::text[])").bind(orders).execute(connection).await?;
+    ///     Ok(())
+    /// });
+    /// let messages = ["17", "18", "17"].map(|order| Arc::new(Message::new("orders", order)));
+    /// let outcomes = processor.process(&messages).await;
+    /// use ProcessOutcome::{Duplicate, Processed};
+    /// assert!(matches!(outcomes[..], [Processed { .. }, Processed { .. }, Duplicate]));
+    /// # Ok(()) }
+    /// ```
     pub fn batch_processor<F>(self, run: F) -> TransactionalProcessor<WholeBatch<F>>
     where
         F: for<'c> TransactFnWith<&'c mut PgConnection, &'c [&'c Message], (), HandlerError, Fut: Send>

@@ -151,13 +151,6 @@ impl PostgresOptions {
         Ok(self)
     }
 
-    /// Sets the name of the connections in `pg_stat_activity`. Default: `oncegate`.
-    #[must_use]
-    pub fn with_application_name(mut self, name: &str) -> Self {
-        self.connect = self.connect.application_name(name);
-        self
-    }
-
     /// Set it if the connections go through a pooler that gives each transaction another session, such as PgBouncer in
     /// transaction mode.
     ///

@@ -95,9 +95,6 @@ impl<W: Work> Batch<'_, '_, W> {
 
     /// Records the start of messages that may have been delivered before, and notes what is known of them.
     async fn record_starts(&mut self) -> Result<(), StoreError> {
-        if !self.inbox.counts_crashes {
-            return Ok(());
-        }
         let (slots, ids) = self.plan.possibly_redelivered();
         if ids.is_empty() {
             return Ok(());

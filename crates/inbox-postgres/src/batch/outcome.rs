@@ -80,7 +80,7 @@ impl Inner {
     ) -> ProcessOutcome {
         if failure.error().is::<StreamBusy>() {
             // The broker may give the message to another process next. It must not count this start as a crash.
-            if self.counts_crashes && is_possibly_redelivered(message) {
+            if is_possibly_redelivered(message) {
                 self.receipts.not_begun(&[receipt.id]).await;
             }
             return ProcessOutcome::InFlight { retry_after: RETRY_AFTER };
