@@ -1,5 +1,8 @@
 //! The transactional inbox on a real PostgreSQL server.
 
+#[path = "../common/database.rs"]
+mod common;
+
 mod batch;
 mod faults;
 mod once;

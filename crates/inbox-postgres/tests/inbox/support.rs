@@ -1,43 +1,27 @@
 //! A server for all tests of this program, a database for each, and effects that are counted without the inbox.
 
-use std::ops::Deref;
 use std::str::FromStr as _;
 use std::sync::Arc;
 use std::time::Duration;
 
 use oncegate_inbox::{HandlerError, Identity, Message, ProcessOutcome, Processor as _};
 use oncegate_inbox_postgres::TransactionalInbox;
+use oncegate_postgres::TransactFnWith;
 use oncegate_postgres::sqlx::postgres::{PgConnectOptions, PgConnection, PgPool, PgPoolOptions, PgSslMode};
 use oncegate_postgres::sqlx::{self, AssertSqlSafe, Connection as _};
-use oncegate_postgres::{PostgresOptions, TransactFnWith, schema};
-use oncegate_servers::PostgresDatabase;
+
+use crate::common::apply_schema;
+pub(crate) use crate::common::{Database, run};
 
 /// Machines of tests are busy.
 pub(crate) const LONG: Duration = Duration::from_secs(60);
 
-/// A database with the contract and a table of effects.
-pub(crate) struct Database(PostgresDatabase);
-
-impl Deref for Database {
-    type Target = PostgresDatabase;
-
-    fn deref(&self) -> &PostgresDatabase {
-        &self.0
-    }
-}
-
 impl Database {
+    /// Creates a database with the schema and a table of effects.
     pub(crate) async fn fresh() -> Self {
-        let database = Self(tokio::task::spawn_blocking(PostgresDatabase::fresh).await.unwrap().unwrap());
-        prepare(&database.url()).await;
+        let database = Self::with_schema().await;
+        create_effects(&database.url()).await;
         database
-    }
-
-    pub(crate) async fn connect(&self) -> PgConnection {
-        let mut connection = PgConnection::connect(&self.url()).await.unwrap();
-        // A wait for a lock that should be free must be an error, not a hang.
-        run(&mut connection, "SET statement_timeout = '20s'").await;
-        connection
     }
 
     pub(crate) async fn pool(&self, connections: u32) -> PgPool {
@@ -64,10 +48,13 @@ impl Database {
     }
 }
 
-/// The contract, and a table of effects without a unique key: it is the ledger, which is counted at the end.
+/// Creates the schema, and a table of effects without a unique key.
 pub(crate) async fn prepare(url: &str) {
-    let options = PostgresOptions::new(url).unwrap().with_connect_timeout(LONG).unwrap();
-    schema::apply(&options).await.unwrap();
+    apply_schema(url).await;
+    create_effects(url).await;
+}
+
+async fn create_effects(url: &str) {
     let table = "CREATE TABLE public.effects (number bigserial, message text NOT NULL, transaction bigint DEFAULT txid_current())";
     run(&mut PgConnection::connect(url).await.unwrap(), table).await;
 }
@@ -151,9 +138,4 @@ pub(crate) fn word(handled: &ProcessOutcome) -> String {
 
 pub(crate) fn words(handled: &[ProcessOutcome]) -> Vec<String> {
     handled.iter().map(word).collect()
-}
-
-/// Runs statements of the test's own.
-pub(crate) async fn run(connection: &mut PgConnection, sql: &str) {
-    sqlx::raw_sql(AssertSqlSafe(sql.to_owned())).execute(connection).await.unwrap();
 }

@@ -63,7 +63,7 @@ async fn after_the_lease(connection: &mut PgConnection) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn outcomes_of_a_line_that_another_relay_took_change_nothing() {
-    let database = Database::fresh().await;
+    let database = Database::with_schema().await;
     let (mut slow, mut other) = (database.connect().await, database.connect().await);
     database.send(&[1, 2, 3].map(|n| message(Some("k"), n))).await;
     database.send(&[message(None, 1)]).await;
@@ -95,7 +95,7 @@ async fn outcomes_of_a_line_that_another_relay_took_change_nothing() {
 /// The token decides, and not the time: what was published while the database was away counts.
 #[tokio::test(flavor = "multi_thread")]
 async fn an_ended_lease_can_be_renewed_if_no_relay_took_the_line() {
-    let database = Database::fresh().await;
+    let database = Database::with_schema().await;
     let mut relay = database.connect().await;
     database.send(&[1, 2, 3].map(|n| message(Some("k"), n))).await;
     let taken = take(&mut relay, "null, 100, 1000000, 100, 1").await;
@@ -109,7 +109,7 @@ async fn an_ended_lease_can_be_renewed_if_no_relay_took_the_line() {
 /// A clock that is set back by a day delays no message by a day.
 #[tokio::test(flavor = "multi_thread")]
 async fn no_lease_is_longer_than_an_hour() {
-    let database = Database::fresh().await;
+    let database = Database::with_schema().await;
     let mut relay = database.connect().await;
     database.send(&[message(Some("k"), 1), message(None, 1)]).await;
     for (held_for, count) in [(3_500_000, 0), (86_400_000, 2)] {
@@ -122,7 +122,7 @@ async fn no_lease_is_longer_than_an_hour() {
 /// A row that was committed late, before a held run, is a run of its own: its relay does not get rows of the held run.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_run_ends_where_another_one_begins() {
-    let database = Database::fresh().await;
+    let database = Database::with_schema().await;
     let (mut relay, mut late) = (database.connect().await, database.connect().await);
     let mut transaction = late.begin().await.unwrap();
     Outbox::new().send(&mut transaction, &message(Some("k"), "late")).await.unwrap();
@@ -144,7 +144,7 @@ async fn a_run_ends_where_another_one_begins() {
 /// published as if the smaller one were not there. The moment in between is made long by a lock of the test's.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_row_that_commits_during_a_take_is_seen() {
-    let database = Database::fresh().await;
+    let database = Database::with_schema().await;
     let (mut gate, mut late, mut relay) =
         (database.connect().await, database.connect().await, database.connect().await);
     let lock = "            SELECT o.seq INTO h.seq FROM oncegate.outbox AS o";
@@ -183,7 +183,7 @@ async fn a_row_that_commits_during_a_take_is_seen() {
 /// A locked row blocks only its own line.
 #[tokio::test(flavor = "multi_thread")]
 async fn locked_rows_block_the_rows_behind_them() {
-    let database = Database::fresh().await;
+    let database = Database::with_schema().await;
     let (mut other, mut relay) = (database.connect().await, database.connect().await);
     database.send(&[message(Some("a"), 1), message(Some("a"), 2), message(Some("b"), 1)]).await;
     database.send(&[message(None, 1), message(None, 2)]).await;
@@ -195,7 +195,7 @@ async fn locked_rows_block_the_rows_behind_them() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn takes_are_limited_and_go_round_all_lines() {
-    let database = Database::fresh().await;
+    let database = Database::with_schema().await;
     let mut relay = database.connect().await;
     for key in ["a", "b", "c"] {
         database.send(&[1, 2, 3, 4].map(|n| message(Some(key), n))).await;
@@ -266,7 +266,7 @@ async fn takes_are_limited_and_go_round_all_lines() {
 /// A sender makes neither another sender of the key nor a relay wait; and it waits for neither.
 #[tokio::test(flavor = "multi_thread")]
 async fn senders_do_not_wait() {
-    let database = Database::fresh().await;
+    let database = Database::with_schema().await;
     let (mut one, mut two, mut relay) =
         (database.connect().await, database.connect().await, database.connect().await);
     let mut open = one.begin().await.unwrap();
@@ -286,7 +286,7 @@ async fn senders_do_not_wait() {
 /// A standby that was behind takes over: rows and numbers of the last moments are gone, and given again to others.
 #[tokio::test(flavor = "multi_thread")]
 async fn confirmations_before_a_failover_do_not_apply_to_rows_after_it() {
-    let database = Database::fresh().await;
+    let database = Database::with_schema().await;
     let (mut before, mut after) = (database.connect().await, database.connect().await);
     run(&mut before, "SELECT nextval('oncegate.outbox_seq'), nextval('oncegate.outbox_token')").await;
     for key in [None, Some("k")] {
@@ -312,7 +312,7 @@ async fn confirmations_before_a_failover_do_not_apply_to_rows_after_it() {
 /// The size of well compressed data counts uncompressed, as a relay gets it.
 #[tokio::test(flavor = "multi_thread")]
 async fn headers_count_uncompressed() {
-    let database = Database::fresh().await;
+    let database = Database::with_schema().await;
     let mut relay = database.connect().await;
     let with_header = |key, n| {
         let mut message = message(key, n);
@@ -342,7 +342,7 @@ async fn headers_count_uncompressed() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_take_under_an_old_snapshot_skips_deleted_rows_once_not_per_line() {
     const DELETED: i64 = 10_000;
-    let database = Database::fresh().await;
+    let database = Database::with_schema().await;
     let mut admin = database.connect().await;
     for key in ["int4send(n % 500)", "NULL"] {
         let mut old = database.connect().await;

@@ -1,6 +1,5 @@
 //! A server for all tests of this program, a database for each; relays on it.
 
-use std::ops::Deref;
 use std::str::FromStr as _;
 use std::time::Duration;
 
@@ -8,37 +7,13 @@ use oncegate_inbox::{Outgoing, Publisher};
 use oncegate_inbox_postgres::{Outbox, OutboxStatus, Relay};
 use oncegate_postgres::sqlx::postgres::{PgConnectOptions, PgConnection, PgPool, PgPoolOptions, PgRow};
 use oncegate_postgres::sqlx::{self, AssertSqlSafe, Connection as _};
-use oncegate_postgres::{PostgresOptions, schema};
-use oncegate_servers::PostgresDatabase;
 use oncegate_testkit::until;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
-/// A database with the contract.
-pub(crate) struct Database(PostgresDatabase);
-
-impl Deref for Database {
-    type Target = PostgresDatabase;
-
-    fn deref(&self) -> &PostgresDatabase {
-        &self.0
-    }
-}
+pub(crate) use crate::common::{Database, apply_schema, run};
 
 impl Database {
-    pub(crate) async fn fresh() -> Self {
-        let database = Self(tokio::task::spawn_blocking(PostgresDatabase::fresh).await.unwrap().unwrap());
-        apply(&database.url()).await;
-        database
-    }
-
-    pub(crate) async fn connect(&self) -> PgConnection {
-        let mut connection = PgConnection::connect(&self.url()).await.unwrap();
-        // A wait for a lock that should be free must be an error, not a hang.
-        run(&mut connection, "SET statement_timeout = '30s'").await;
-        connection
-    }
-
     pub(crate) fn pool(&self) -> PgPool {
         pool(&self.url())
     }
@@ -67,20 +42,11 @@ impl Database {
     }
 }
 
-pub(crate) async fn apply(url: &str) {
-    let options = PostgresOptions::new(url).unwrap().with_connect_timeout(Duration::from_secs(30)).unwrap();
-    schema::apply(&options).await.unwrap();
-}
-
 pub(crate) fn pool(url: &str) -> PgPool {
     // A pooler does not know the setting.
     let options = PgConnectOptions::from_str(url).unwrap().extra_float_digits(None);
     let pool = PgPoolOptions::new().max_connections(2).acquire_timeout(Duration::from_secs(30));
     pool.connect_lazy_with(options)
-}
-
-pub(crate) async fn run(connection: &mut PgConnection, sql: &str) -> Vec<PgRow> {
-    try_run(connection, sql).await.unwrap()
 }
 
 pub(crate) async fn try_run(connection: &mut PgConnection, sql: &str) -> Result<Vec<PgRow>, sqlx::Error> {

@@ -10,12 +10,12 @@ use oncegate_testkit::until;
 use tokio::time::sleep;
 
 use crate::broker::{Broker, Fault};
-use crate::database::{Database, Running, apply, message, pool, relay, run};
+use crate::database::{Database, Running, apply_schema, message, pool, relay, run};
 
 /// Confirmed messages are settled before a relay ends, so no relay publishes them again.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_relay_settles_everything_before_it_stops() {
-    let database = Database::fresh().await;
+    let database = Database::with_schema().await;
     let broker = Broker::new(|_, _| Fault::Late(Duration::from_millis(5)));
     let many: Vec<_> =
         (0..600).map(|n| message((n % 3 > 0).then(|| format!("k{}", n % 5)).as_deref(), n)).collect();
@@ -37,7 +37,7 @@ async fn a_relay_settles_everything_before_it_stops() {
 /// A shutdown ends in time, even if the broker hangs; messages confirmed by then count.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_relay_stops_even_if_the_broker_hangs() {
-    let database = Database::fresh().await;
+    let database = Database::with_schema().await;
     let broker = Broker::new(
         |taken, times| if taken.payload == "2" && times == 0 { Fault::Hang } else { Fault::None },
     );
@@ -60,7 +60,7 @@ async fn a_relay_stops_even_if_the_broker_hangs() {
 /// A broker that is away: the relay does not try everything that there is, and goes on when it is back.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_broker_that_is_down_is_not_overloaded() {
-    let database = Database::fresh().await;
+    let database = Database::with_schema().await;
     let is_back = Arc::new(AtomicBool::new(false));
     let back = is_back.clone();
     let broker = Broker::new(move |_, _| if back.load(Ordering::SeqCst) { Fault::None } else { Fault::Lost });
@@ -82,7 +82,7 @@ async fn a_broker_that_is_down_is_not_overloaded() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_database_restart_loses_nothing() {
     let mut server = tokio::task::spawn_blocking(PostgresServer::start).await.unwrap().unwrap();
-    apply(&server.url()).await;
+    apply_schema(&server.url()).await;
     let broker = Broker::new(|_, _| Fault::Late(Duration::from_millis(2)));
     let mut connection = PgConnection::connect(&server.url()).await.unwrap();
     let send = "SELECT count(oncegate.send_text('orders', n::text, CASE WHEN n % 10 > 0 THEN 'k' || n % 10 END, null, n::text)) \
@@ -120,7 +120,7 @@ async fn a_database_restart_loses_nothing() {
 /// Behind PgBouncer in transaction mode, senders and relays.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_relay_works_behind_a_transaction_pooler() {
-    let database = Database::fresh().await;
+    let database = Database::with_schema().await;
     let server = database.server.clone();
     let pooler = tokio::task::spawn_blocking(move || PgBouncer::start(&server, 2)).await.unwrap().unwrap();
     let url = pooler.url_of(&database.name);
@@ -145,7 +145,7 @@ async fn a_relay_works_behind_a_transaction_pooler() {
 /// Connections that are cut while a call is away.
 #[tokio::test(flavor = "multi_thread")]
 async fn lost_connections_lose_nothing() {
-    let database = Database::fresh().await;
+    let database = Database::with_schema().await;
     let broker = Broker::good();
     let relay =
         Running::start(relay(database.pool(), broker.clone()).with_lease(Duration::from_secs(1)).unwrap());

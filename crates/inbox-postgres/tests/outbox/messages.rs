@@ -30,7 +30,7 @@ impl Publisher for RecordingPublisher {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn committed_messages_are_published_and_rolled_back_ones_are_not() {
-    let database = Database::fresh().await;
+    let database = Database::with_schema().await;
     let publisher = RecordingPublisher::default();
     let relay = Running::start(relay(database.pool(), publisher.clone()));
     let mut connection = database.connect().await;
@@ -68,7 +68,7 @@ async fn committed_messages_are_published_and_rolled_back_ones_are_not() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn plain_sql_can_send() {
-    let database = Database::fresh().await;
+    let database = Database::with_schema().await;
     let publisher = RecordingPublisher::default();
     let mut connection = database.connect().await;
     run(
@@ -93,7 +93,7 @@ async fn plain_sql_can_send() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_invalid_message_is_refused_at_send() {
-    let database = Database::fresh().await;
+    let database = Database::with_schema().await;
     let mut connection = database.connect().await;
     for arguments in [
         "'', '\\x00'",
@@ -135,7 +135,7 @@ async fn an_invalid_message_is_refused_at_send() {
 /// A role that may send and nothing else, and one that may relay and nothing else.
 #[tokio::test(flavor = "multi_thread")]
 async fn each_role_needs_only_its_grants() {
-    let database = Database::fresh().await;
+    let database = Database::with_schema().await;
     let mut owner = database.connect().await;
     run(
         &mut owner,
@@ -182,7 +182,7 @@ impl DeadLetterSink for Catch {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn dead_letters_go_through_the_outbox() {
-    let database = Database::fresh().await;
+    let database = Database::with_schema().await;
     let dead = OutboxDeadLetters::new(database.pool(), "dead");
     let caught = Arc::default();
     let inbox = Inbox::new(

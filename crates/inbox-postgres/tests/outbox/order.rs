@@ -49,7 +49,7 @@ impl DeadLetterSink for None_ {
 /// Three relays, one of which dies now and then in the middle of everything; a broker that loses, doubles, delays and hangs.
 #[tokio::test(flavor = "multi_thread")]
 async fn order_holds_per_key_and_a_consumer_sees_each_message_once() {
-    let database = Database::fresh().await;
+    let database = Database::with_schema().await;
     let broker = faulty();
     let start = |broker: &Broker| {
         let relay = relay(database.pool(), broker.clone()).with_max_run_length(7).unwrap();
@@ -110,7 +110,7 @@ async fn order_holds_per_key_and_a_consumer_sees_each_message_once() {
 /// A smaller seq that is committed later is neither skipped, nor waited for.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_transaction_that_commits_late_is_published_late() {
-    let database = Database::fresh().await;
+    let database = Database::with_schema().await;
     let broker = Broker::good();
     let relay = Running::start(relay(database.pool(), broker.clone()));
     let mut slow = database.connect().await;
@@ -135,7 +135,7 @@ async fn a_transaction_that_commits_late_is_published_late() {
 /// they do.
 #[tokio::test(flavor = "multi_thread")]
 async fn transactions_that_lock_what_they_change_are_in_order_among_others_that_do_not() {
-    let database = Database::fresh().await;
+    let database = Database::with_schema().await;
     run(
         &mut database.connect().await,
         "CREATE TABLE accounts (id int PRIMARY KEY, n int NOT NULL); INSERT INTO accounts SELECT i, 0 FROM generate_series(0, 3) AS i",
@@ -188,7 +188,7 @@ async fn transactions_that_lock_what_they_change_are_in_order_among_others_that_
 /// While a message is not confirmed, no relay publishes anything behind it; other keys go on.
 #[tokio::test(flavor = "multi_thread")]
 async fn an_unconfirmed_message_blocks_only_its_key() {
-    let database = Database::fresh().await;
+    let database = Database::with_schema().await;
     let heals = Arc::new(AtomicBool::new(false));
     let healed = heals.clone();
     let broker = Broker::new(move |taken, _| {
@@ -215,7 +215,7 @@ async fn an_unconfirmed_message_blocks_only_its_key() {
 /// A broker that takes longer than the lease: it is renewed, and no other relay publishes the message, too.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_lease_is_renewed_while_the_broker_is_slow() {
-    let database = Database::fresh().await;
+    let database = Database::with_schema().await;
     let counts = RelayCounts::default();
     let broker = Broker::new(|_, _| Fault::Late(Duration::from_secs(7)));
     let relays = [0, 1, 2].map(|_| {
@@ -240,7 +240,7 @@ async fn a_lease_is_renewed_while_the_broker_is_slow() {
 /// A smaller seq that is committed while a run is published is a run of its own, and takes nothing away from the other.
 #[tokio::test(flavor = "multi_thread")]
 async fn rows_that_commit_in_front_of_a_run_cause_no_copies() {
-    let database = Database::fresh().await;
+    let database = Database::with_schema().await;
     let broker = Broker::new(|taken, _| match &*taken.payload {
         "early" => Fault::Late(Duration::from_secs(2)),
         _ => Fault::None,

@@ -68,7 +68,7 @@ async fn the_relay_of_a_process() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_hundred_thousand_messages_and_relays_that_are_killed_and_stopped() {
     const MESSAGES: i64 = 100_000;
-    let database = Database::fresh().await;
+    let database = Database::with_schema().await;
     let broker = Broker::good();
     let address = broker.listen().await;
     let lease = Duration::from_secs(2);
@@ -117,7 +117,7 @@ async fn a_hundred_thousand_messages_and_relays_that_are_killed_and_stopped() {
 /// count.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_relay_that_resumes_after_its_lease_changes_nothing() {
-    let database = Database::fresh().await;
+    let database = Database::with_schema().await;
     // The first attempt at `2` is never answered: by that time the process is stopped.
     let broker = Broker::new(|taken, times| {
         if taken.payload == "2" && times == 0 { Fault::Late(Duration::from_secs(3)) } else { Fault::None }

@@ -39,7 +39,7 @@ impl RelayObserver for Refusals {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_key_waits_until_an_operator_has_decided() {
-    let database = Database::fresh().await;
+    let database = Database::with_schema().await;
     let (broker, takes_all) = picky();
     let events = Refusals::default();
     let relay = Running::start(relay(database.pool(), broker.clone()).with_observer(events.clone()));
@@ -96,7 +96,7 @@ async fn a_key_waits_until_an_operator_has_decided() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_key_continues_behind_a_refused_message_if_allowed() {
-    let database = Database::fresh().await;
+    let database = Database::with_schema().await;
     let (broker, takes_all) = picky();
     let relay = Running::start(relay(database.pool(), broker.clone()).with_on_refused(OnRefused::Continue));
     database.send(&["bad", "1", "bad too", "2"].map(|payload| message(Some("a"), payload))).await;

@@ -39,7 +39,7 @@ async fn slow_proxy(to: u16, bytes: usize) -> SocketAddr {
 
 /// A relay that gets a limited number of bytes per second, and publishes the first message in the end.
 async fn publishes(payloads: usize, bytes: usize, lease: Duration) {
-    let database = Database::fresh().await;
+    let database = Database::with_schema().await;
     let large = |n| {
         let mut message = message(None, n);
         message.payload = vec![b'x'; bytes].into();
