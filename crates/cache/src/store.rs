@@ -119,13 +119,8 @@ impl CachedStore {
         let _in_time = tokio::time::timeout(timeout, self.inner.queue.idle()).await;
     }
 
-    /// Applies a command to the store. If `is_answered` accepts the outcome, its response is written to the cache later.
-    fn apply_then_populate(
-        &self,
-        id: RecordId,
-        command: Command,
-        is_answered: impl FnOnce(&Outcome) -> bool + Send + 'static,
-    ) -> StoreFuture<'_, Outcome> {
+    /// Applies a claim, or a completion with a response, to the store. The response is written to the cache later.
+    fn apply_then_populate(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
         let outcome = self.inner.store.apply(id, command);
         Box::pin(async move {
             let outcome = outcome.await?;
@@ -134,7 +129,7 @@ impl CachedStore {
                 Outcome::Replay(response) if !self.inner.fits(response) => {
                     self.inner.stats.add(|cells| &cells.shed);
                 }
-                outcome if is_answered(outcome) => self.inner.populate_later(id),
+                Outcome::Replay(_) | Outcome::Completed => self.inner.populate_later(id),
                 _ => {}
             }
             Ok(outcome)
@@ -142,7 +137,6 @@ impl CachedStore {
     }
 
     fn claim(&self, id: RecordId, claim: Claim) -> StoreFuture<'_, Outcome> {
-        let by_store = |outcome: &Outcome| matches!(outcome, Outcome::Replay(_));
         match &self.inner.cache {
             Opened::Memory(cache) => match cache.get(&id, &claim.fingerprint, self.inner.store.now()) {
                 Some(response) => {
@@ -151,20 +145,20 @@ impl CachedStore {
                 }
                 None => {
                     self.inner.stats.add(|cells| &cells.misses);
-                    self.apply_then_populate(id, Command::Claim(claim), by_store)
+                    self.apply_then_populate(id, Command::Claim(claim))
                 }
             },
             Opened::Store(cache) => {
                 let cache = cache.get().filter(|_| !self.inner.is_out());
                 let Some(cache) = cache else {
                     self.inner.stats.add(|cells| &cells.skipped);
-                    return self.apply_then_populate(id, Command::Claim(claim), by_store);
+                    return self.apply_then_populate(id, Command::Claim(claim));
                 };
                 Box::pin(async move {
                     if let Some(response) = self.inner.ask(cache, &id, &claim.fingerprint).await {
                         return Ok(Outcome::Replay(response));
                     }
-                    self.apply_then_populate(id, Command::Claim(claim), by_store).await
+                    self.apply_then_populate(id, Command::Claim(claim)).await
                 })
             }
         }
@@ -454,7 +448,7 @@ impl Store for CachedStore {
                     self.inner.stats.add(|cells| &cells.shed);
                     return self.inner.store.apply(id, command);
                 }
-                self.apply_then_populate(id, command, |outcome| *outcome == Outcome::Completed)
+                self.apply_then_populate(id, command)
             }
             // The response of an operator is not cached: see `try_populate`.
             _ => self.inner.store.apply(id, command),
