@@ -210,7 +210,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keeps_what_belongs_to_the_answer_and_nothing_else() {
+    fn keeps_only_fields_of_the_answer() {
         let mut headers = HeaderMap::new();
         for name in ["content-type", "location", "etag", "link", "x-order"] {
             headers.insert(HeaderName::from_static(name), HeaderValue::from_static("v"));
@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn what_must_not_be_kept_cannot_be_configured() {
+    fn fields_that_are_never_kept_cannot_be_configured() {
         let by_prefix =
             ["x-datadog-trace-id", "x-amz-cf-id", "x-envoy-upstream-service-time", "x-b3-traceid"];
         for name in NEVER.iter().chain(REQUEST_IDS).chain(&by_prefix) {

@@ -530,7 +530,7 @@ mod tests {
     }
 
     #[test]
-    fn a_field_that_is_there_twice_is_refused() {
+    fn a_repeated_field_is_refused() {
         for scope in
             [CallerScope::default(), CallerScope::header(AUTHORIZATION), tenant().and(CallerScope::default())]
         {

@@ -631,7 +631,7 @@ mod tests {
     }
 
     #[test]
-    fn fields_that_a_key_goes_by_are_known() {
+    fn fields_that_identify_a_request_are_known() {
         let name = HeaderName::from_static;
         let settings = Settings::default()
             .with_caller(CallerScope::header(name("x-tenant")).and(CallerScope::cookie("sid").unwrap()))

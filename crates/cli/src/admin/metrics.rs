@@ -24,7 +24,7 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::metrics::info::Info;
-use prometheus_client::registry::{Registry, Unit};
+use prometheus_client::registry::{Metric, Registry, Unit};
 
 use super::AdminState;
 use super::census::Counts;
@@ -171,82 +171,45 @@ impl Metrics {
         let r = &mut registry;
         r.register("build", "The program", Info::new([("version", env!("CARGO_PKG_VERSION"))]));
         r.register_collector(Box::new(StorePromises(Box::new(store))));
-        let requests = Family::default();
-        r.register("requests", "Requests by outcome and class of status", requests.clone());
-        let events: Family<[Label; 1], Counter> = Family::default();
-        r.register("events", "Events of records", events.clone());
-        let takeovers = Counter::default();
-        r.register("takeovers", "Claims that took over an abandoned attempt", takeovers.clone());
-        let reconciled: Family<[Label; 1], Counter> = Family::default();
-        r.register("reconciled", "Reports of the service about the outcome of requests", reconciled.clone());
-        let replays_after_wait = Counter::default();
-        r.register(
-            "replays_after_wait",
-            "Replays that waited for the owner's answer",
-            replays_after_wait.clone(),
-        );
-        let store_errors = Family::default();
-        r.register("store_errors", "Errors of the store, by command and kind", store_errors.clone());
+        let requests = add(r, "requests", "Requests by outcome and class of status", Family::default());
+        let events: Family<[Label; 1], Counter> = add(r, "events", "Events of records", Family::default());
+        let help = "Claims that took over an abandoned attempt";
+        let takeovers = add(r, "takeovers", help, Counter::default());
+        let help = "Reports of the service about the outcome of requests";
+        let reconciled: Family<[Label; 1], Counter> = add(r, "reconciled", help, Family::default());
+        let help = "Replays that waited for the owner's answer";
+        let replays_after_wait = add(r, "replays_after_wait", help, Counter::default());
+        let help = "Errors of the store, by command and kind";
+        let store_errors = add(r, "store_errors", help, Family::default());
+        let help = "Time that the store took for a command";
         let store_durations = Family::<[Label; 1], Histogram, _>::new_with_constructor(store_histogram);
-        r.register_with_unit(
-            "store_duration",
-            "Time that the store took for a command",
-            Unit::Seconds,
-            store_durations.clone(),
-        );
-        let attempt_durations = upstream_histogram();
-        r.register_with_unit(
-            "attempt_duration",
-            "Time that attempts executed, from the grant of their claim to the end of their handler",
-            Unit::Seconds,
-            attempt_durations.clone(),
-        );
+        let store_durations = add_seconds(r, "store_duration", help, store_durations);
+        let help = "Time that attempts executed, from the grant of their claim to the end of their handler";
+        let attempt_durations = add_seconds(r, "attempt_duration", help, upstream_histogram());
+        let help = "Time until the answer of the service began, or until the request was given up";
         let upstream_durations = Family::<[Label; 1], Histogram, _>::new_with_constructor(upstream_histogram);
-        r.register_with_unit(
-            "upstream_duration",
-            "Time until the answer of the service began, or until the request was given up",
-            Unit::Seconds,
-            upstream_durations.clone(),
-        );
-        let [executing, records_in_flight, degraded, draining] = std::array::from_fn(|_| Gauge::default());
-        r.register("executing", "Attempts that execute", executing.clone());
-        r.register(
-            "records_in_flight",
-            "Records that a request is claiming or executing",
-            records_in_flight.clone(),
-        );
+        let upstream_durations = add_seconds(r, "upstream_duration", help, upstream_durations);
+        let executing = add(r, "executing", "Attempts that execute", Gauge::default());
+        let help = "Records that a request is claiming or executing";
+        let records_in_flight = add(r, "records_in_flight", help, Gauge::default());
         let limits = LimitGauges::register(r);
-        r.register("degraded", "1 while the store is out of reach or accepts no writes", degraded.clone());
-        let breakers: Family<[Label; 1], Gauge> = Family::default();
-        r.register(
-            "breaker",
-            "1 for the current state of the circuit breaker of the store",
-            breakers.clone(),
-        );
-        let breaker_openings = Counter::default();
-        r.register("breaker_openings", "Times that the store went out of reach", breaker_openings.clone());
-        r.register("draining", "1 while the sidecar stops", draining.clone());
-        let access_lines_dropped = Counter::default();
-        r.register(
-            "access_lines_dropped",
-            "Lines of the access log that were dropped because the standard output was not read",
-            access_lines_dropped.clone(),
-        );
-        r.register(
-            "log_lines_dropped",
-            "Lines of the log that were dropped because the standard error was not read",
-            crate::log::dropped(),
-        );
+        let help = "1 while the store is out of reach or accepts no writes";
+        let degraded = add(r, "degraded", help, Gauge::default());
+        let help = "1 for the current state of the circuit breaker of the store";
+        let breakers: Family<[Label; 1], Gauge> = add(r, "breaker", help, Family::default());
+        let help = "Times that the store went out of reach";
+        let breaker_openings = add(r, "breaker_openings", help, Counter::default());
+        let draining = add(r, "draining", "1 while the sidecar stops", Gauge::default());
+        let help = "Lines of the access log that were dropped because the standard output was not read";
+        let access_lines_dropped = add(r, "access_lines_dropped", help, Counter::default());
+        let help = "Lines of the log that were dropped because the standard error was not read";
+        r.register("log_lines_dropped", help, crate::log::dropped());
         let reloads = ReloadMetrics::register(r);
         let certificate_end = CertificateEnd::default();
         r.register_collector(Box::new(certificate_end.clone()));
         let unsettled = UnsettledMetrics::register(r);
-        let advisories = Family::<[Label; 1], Gauge>::default();
-        r.register(
-            "store_advisory",
-            "1 while the store has this note for an operator, by name",
-            advisories.clone(),
-        );
+        let help = "1 while the store has this note for an operator, by name";
+        let advisories = add(r, "store_advisory", help, Family::default());
         Self(Arc::new(Inner {
             requests: RequestCounters::new(requests),
             events: EVENTS.map(|event| events.get_or_create_owned(&[("event", event)])),
@@ -383,6 +346,18 @@ impl Metrics {
     }
 }
 
+/// Registers a metric, and returns it.
+fn add<M: Metric + Clone>(registry: &mut Registry, name: &str, help: &str, metric: M) -> M {
+    registry.register(name, help, metric.clone());
+    metric
+}
+
+/// Registers a metric in seconds, and returns it.
+fn add_seconds<M: Metric + Clone>(registry: &mut Registry, name: &str, help: &str, metric: M) -> M {
+    registry.register_with_unit(name, help, Unit::Seconds, metric.clone());
+    metric
+}
+
 fn gauged(count: impl TryInto<i64>) -> i64 {
     count.try_into().unwrap_or(i64::MAX)
 }
@@ -392,45 +367,34 @@ struct LimitGauges([(Gauge, Gauge); 5]);
 
 impl LimitGauges {
     fn register(registry: &mut Registry) -> Self {
-        let mut gauge = |name, help, unit: Option<Unit>| {
+        let mut count = |name, help| add(registry, name, help, Gauge::default());
+        let requests = (
+            count("requests_in_flight", "Requests with a key in flight"),
+            count("requests_in_flight_limit", "Most requests with a key in flight (max-in-flight)"),
+        );
+        let connections = (
+            count("connections_open", "Connections of clients that are open"),
+            count("connections_limit", "Most connections of clients (max-connections)"),
+        );
+        let help = "Most requests without a key in flight (max-in-flight-without-key)";
+        let without_key = (
+            count("requests_without_key_in_flight", "Requests without a key in flight"),
+            count("requests_without_key_in_flight_limit", help),
+        );
+        let mut bytes = |name, help| {
             let gauge = Gauge::default();
-            match unit {
-                Some(unit) => registry.register_with_unit(name, help, unit, gauge.clone()),
-                None => registry.register(name, help, gauge.clone()),
-            }
+            registry.register_with_unit(name, help, Unit::Bytes, gauge.clone());
             gauge
         };
-        let bytes = || Some(Unit::Bytes);
-        Self([
-            (
-                gauge("requests_in_flight", "Requests with a key in flight", None),
-                gauge("requests_in_flight_limit", "Most requests with a key in flight (max-in-flight)", None),
-            ),
-            (
-                gauge("connections_open", "Connections of clients that are open", None),
-                gauge("connections_limit", "Most connections of clients (max-connections)", None),
-            ),
-            (
-                gauge("requests_without_key_in_flight", "Requests without a key in flight", None),
-                gauge(
-                    "requests_without_key_in_flight_limit",
-                    "Most requests without a key in flight (max-in-flight-without-key)",
-                    None,
-                ),
-            ),
-            (
-                gauge("request_budget_used", "Memory for the bodies of requests with a key", bytes()),
-                gauge("request_budget_limit", "Most memory for these bodies (request-budget)", bytes()),
-            ),
-            (
-                gauge("response_budget_used", "Memory for the bodies of answers to them", bytes()),
-                gauge(
-                    "response_budget_limit",
-                    "Memory that these bodies should not exceed (response-budget)",
-                    bytes(),
-                ),
-            ),
-        ])
+        let request_budget = (
+            bytes("request_budget_used", "Memory for the bodies of requests with a key"),
+            bytes("request_budget_limit", "Most memory for these bodies (request-budget)"),
+        );
+        let response_budget = (
+            bytes("response_budget_used", "Memory for the bodies of answers to them"),
+            bytes("response_budget_limit", "Memory that these bodies should not exceed (response-budget)"),
+        );
+        Self([requests, connections, without_key, request_budget, response_budget])
     }
 
     fn set(&self, layer: &LimitUsage, connections: &ConnectionLimit, without_key: &RequestLimit) {
@@ -475,14 +439,10 @@ struct ReloadMetrics {
 
 impl ReloadMetrics {
     fn register(registry: &mut Registry) -> [Self; ReloadSubject::ALL.len()] {
-        let reloads: Family<[Label; 2], Counter> = Family::default();
-        registry.register("reloads", "Reloads, by subject and result", reloads.clone());
-        let refused: Family<[Label; 1], Gauge> = Family::default();
-        registry.register(
-            "reload_refused",
-            "1 while the newest one is invalid and the previous one is in force",
-            refused.clone(),
-        );
+        let help = "Reloads, by subject and result";
+        let reloads: Family<[Label; 2], Counter> = add(registry, "reloads", help, Family::default());
+        let help = "1 while the newest one is invalid and the previous one is in force";
+        let refused: Family<[Label; 1], Gauge> = add(registry, "reload_refused", help, Family::default());
         ReloadSubject::ALL.map(|subject| {
             let subject = ("subject", subject.as_str());
             let counter = |result| reloads.get_or_create_owned(&[subject, ("result", result)]);
@@ -507,36 +467,16 @@ struct UnsettledMetrics {
 
 impl UnsettledMetrics {
     fn register(registry: &mut Registry) -> Self {
-        let unsettled = Self {
-            records: Family::default(),
-            counts: Mutex::default(),
-            oldest: Gauge::default(),
-            retention_left: Gauge::default(),
-            expired: Counter::default(),
-        };
-        registry.register(
-            "records",
-            "Records that are not settled, by state; counted by a slow walk through the store",
-            unsettled.records.clone(),
-        );
-        registry.register_with_unit(
-            "oldest_unsettled",
-            "Time that the oldest record whose outcome is unknown has waited for an operator; 0 if there is none",
-            Unit::Seconds,
-            unsettled.oldest.clone(),
-        );
-        registry.register_with_unit(
-            "unsettled_retention_left",
-            "Time until the first record whose outcome is unknown is removed; infinite if there is none",
-            Unit::Seconds,
-            unsettled.retention_left.clone(),
-        );
-        registry.register(
-            "unsettled_expired",
-            "Records that were removed at the end of their retention before an operator settled them",
-            unsettled.expired.clone(),
-        );
-        unsettled
+        let help = "Records that are not settled, by state; counted by a slow walk through the store";
+        let records = add(registry, "records", help, Family::default());
+        let help = "Time that the oldest record whose outcome is unknown has waited for an operator; 0 if there is none";
+        let oldest = add_seconds(registry, "oldest_unsettled", help, Gauge::default());
+        let help =
+            "Time until the first record whose outcome is unknown is removed; infinite if there is none";
+        let retention_left = add_seconds(registry, "unsettled_retention_left", help, Gauge::default());
+        let help = "Records that were removed at the end of their retention before an operator settled them";
+        let expired = add(registry, "unsettled_expired", help, Counter::default());
+        Self { records, counts: Mutex::default(), oldest, retention_left, expired }
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Counts>> {
@@ -666,62 +606,45 @@ impl RequestObserver for Metrics {
     }
 }
 
-/// The names of [`EventKind`], in the order of [`event_place`]; the last one is for kinds that are newer.
-const EVENTS: [&str; 25] = [
-    "executing",
-    "replayed",
-    "in-progress",
-    "mismatch",
-    "unknown",
-    "unreplayable",
-    "claim-failed",
-    "claim-cancelled",
-    "executed",
-    "completed",
-    "tombstoned",
-    "parked",
-    "released",
-    "fenced",
-    "abandoned",
-    "renewed",
-    "renewal-failed",
-    "lease-lost",
-    "settlement-deferred",
-    "settlement-lost",
-    "completed-upstream",
-    "answer-added",
-    "answer-differs",
-    "completion-missing",
-    "other",
-];
+/// A table of labels, and a function that returns the place of a value in it.
+macro_rules! labels {
+    ($table:ident, $place:ident: $type:ty, { $($pattern:pat => $label:literal,)+ }) => {
+        const $table: [&str; [$($label),+].len()] = [$($label),+];
 
-const fn event_place(kind: EventKind) -> usize {
-    match kind {
-        EventKind::Executing { .. } => 0,
-        EventKind::Replayed { .. } => 1,
-        EventKind::InProgress => 2,
-        EventKind::Mismatch => 3,
-        EventKind::Unknown => 4,
-        EventKind::Unreplayable => 5,
-        EventKind::ClaimFailed(_) => 6,
-        EventKind::ClaimCancelled => 7,
-        EventKind::Executed => 8,
-        EventKind::Completed => 9,
-        EventKind::Tombstoned => 10,
-        EventKind::Parked => 11,
-        EventKind::Released => 12,
-        EventKind::Fenced => 13,
-        EventKind::Abandoned => 14,
-        EventKind::Renewed => 15,
-        EventKind::RenewalFailed(_) => 16,
-        EventKind::LeaseLost => 17,
-        EventKind::SettlementDeferred(_) => 18,
-        EventKind::SettlementLost => 19,
-        EventKind::CompletedUpstream => 20,
-        EventKind::AnswerAdded => 21,
-        EventKind::AnswerDiffers => 22,
-        EventKind::CompletionMissing => 23,
-        _ => 24,
+        fn $place(value: $type) -> usize {
+            let label = match value { $($pattern => $label),+ };
+            $table.iter().position(|known| *known == label).unwrap_or_default()
+        }
+    };
+}
+
+labels! {
+    EVENTS, event_place: EventKind, {
+        EventKind::Executing { .. } => "executing",
+        EventKind::Replayed { .. } => "replayed",
+        EventKind::InProgress => "in-progress",
+        EventKind::Mismatch => "mismatch",
+        EventKind::Unknown => "unknown",
+        EventKind::Unreplayable => "unreplayable",
+        EventKind::ClaimFailed(_) => "claim-failed",
+        EventKind::ClaimCancelled => "claim-cancelled",
+        EventKind::Executed => "executed",
+        EventKind::Completed => "completed",
+        EventKind::Tombstoned => "tombstoned",
+        EventKind::Parked => "parked",
+        EventKind::Released => "released",
+        EventKind::Fenced => "fenced",
+        EventKind::Abandoned => "abandoned",
+        EventKind::Renewed => "renewed",
+        EventKind::RenewalFailed(_) => "renewal-failed",
+        EventKind::LeaseLost => "lease-lost",
+        EventKind::SettlementDeferred(_) => "settlement-deferred",
+        EventKind::SettlementLost => "settlement-lost",
+        EventKind::CompletedUpstream => "completed-upstream",
+        EventKind::AnswerAdded => "answer-added",
+        EventKind::AnswerDiffers => "answer-differs",
+        EventKind::CompletionMissing => "completion-missing",
+        _ => "other",
     }
 }
 
@@ -767,19 +690,15 @@ struct MeasuredStore {
     metrics: Metrics,
 }
 
-const COMMANDS: [&str; 7] = ["claim", "renew", "complete", "release", "resolve", "purge", "other"];
-
-const PURGE: usize = 5;
-
-const fn command_place(command: &Command) -> usize {
-    match command {
-        Command::Claim(_) => 0,
-        Command::Renew(_) => 1,
-        Command::Complete(_) => 2,
-        Command::Release(_) => 3,
-        Command::Resolve(_) => 4,
-        Command::Purge => PURGE,
-        _ => 6,
+labels! {
+    COMMANDS, command_place: &Command, {
+        Command::Claim(_) => "claim",
+        Command::Renew(_) => "renew",
+        Command::Complete(_) => "complete",
+        Command::Release(_) => "release",
+        Command::Resolve(_) => "resolve",
+        Command::Purge => "purge",
+        _ => "other",
     }
 }
 
@@ -799,7 +718,8 @@ impl Store for MeasuredStore {
         Box::pin(async move {
             let started = Instant::now();
             let answer = self.store.purge(limit).await;
-            self.metrics.0.store_durations[PURGE].observe(started.elapsed().as_secs_f64());
+            self.metrics.0.store_durations[command_place(&Command::Purge)]
+                .observe(started.elapsed().as_secs_f64());
             answer
         })
     }

@@ -30,7 +30,7 @@ use crate::config::admin_token;
 const START: u64 = 1_700_000_000_000;
 pub(crate) const TOKEN: &str = "0123456789abcdef";
 
-/// A store in memory that can be taken away.
+/// A store in memory that can be made unreachable.
 struct TestStore {
     memory: MemoryStore<Arc<ManualClock>>,
     is_away: Arc<AtomicBool>,
@@ -196,7 +196,7 @@ impl Sidecar {
         self.send(request.body(body.into()).unwrap()).await
     }
 
-    /// A request through the layer to a service that answers 201 with what it was sent; `Idempotency-Store` is its word.
+    /// A request through the layer to a service that echoes the body with 201 and passes on its `Idempotency-Store`.
     pub(crate) async fn call(&self, target: &str, headers: &[(&'static str, &str)], body: &[u8]) -> Reply {
         let service = tower_service_fn(async |request: Request<RequestBody<Full<Bytes>>>| {
             let word = request.headers().get("idempotency-store").map(|word| word.as_bytes().to_vec());
@@ -230,7 +230,7 @@ impl Sidecar {
         (id, grant.token)
     }
 
-    /// Notes a step of the record's attempt.
+    /// Records a step of the record's attempt.
     pub(crate) async fn step(
         &self,
         (id, token): (RecordId, FencingToken),
@@ -243,7 +243,7 @@ impl Sidecar {
         assert_eq!(self.engine.store().apply(id, command).await.unwrap(), Outcome::StepRecorded);
     }
 
-    /// A record whose owner is gone, after a retry looked at it.
+    /// A record whose owner is gone, after a retry.
     pub(crate) async fn unknown(&self, number: u8, operation: &str) -> RecordId {
         let (id, _) = self.in_progress(number, operation).await;
         self.clock.advance(Duration::from_secs(31));
@@ -297,7 +297,7 @@ where
 }
 
 #[tokio::test]
-async fn find_looks_where_the_layer_put_it() {
+async fn find_uses_the_record_of_the_layer() {
     let sidecar = Sidecar::start().await;
     let bearer = json!({"value": "Bearer a"});
     type Case<'a> = (&'a str, &'a [(&'static str, &'a str)], Value);
@@ -387,7 +387,7 @@ async fn find_looks_where_the_layer_put_it() {
 }
 
 #[tokio::test]
-async fn find_says_what_is_missing() {
+async fn find_names_the_missing_member() {
     let sidecar = Sidecar::start().await;
     let whole = json!({"key": "k", "method": "POST", "path": "/pay", "caller": "anonymous"});
     for (member, value, expected) in [
@@ -549,7 +549,7 @@ async fn bodies_that_are_no_text_are_shown_in_base64() {
 }
 
 #[tokio::test]
-async fn steps_are_named_and_what_came_of_them_is_shown_on_demand() {
+async fn steps_are_named_and_their_results_are_shown_on_demand() {
     let sidecar = Sidecar::start().await;
     let (id, token) = sidecar.in_progress(1, "function:order").await;
     let path = format!("/v1/keys/{id}");
@@ -581,7 +581,7 @@ async fn parked(sidecar: &Sidecar, path: &str) -> String {
 }
 
 #[tokio::test]
-async fn what_an_operator_says_is_what_retries_get() {
+async fn retries_get_the_answer_of_an_operator() {
     let sidecar = Sidecar::start().await;
     let id = sidecar.unknown(1, "POST /long").await;
     let resolve = format!("/v1/keys/{id}/resolve");
@@ -595,7 +595,7 @@ async fn what_an_operator_says_is_what_retries_get() {
         (&resolved.json()["from"], &resolved.json()["state"]),
         (&json!("unknown"), &json!("completed"))
     );
-    // Kept as long as the settings of the record's route say.
+    // The retention is that of the record's route.
     assert_eq!(resolved.json()["changed_at"], "2023-11-14T22:13:51.000Z");
     assert_eq!(resolved.json()["expires_at"], "2023-11-17T22:13:51.000Z");
     let replayed = sidecar.engine.store().apply(id, claim(9, "POST /long")).await.unwrap();
@@ -626,7 +626,7 @@ async fn what_an_operator_says_is_what_retries_get() {
     let again = sidecar.engine.store().apply(released, claim(9, "POST /pay")).await.unwrap();
     assert!(matches!(again, Outcome::Execute(grant) if grant.attempts == 2));
 
-    // Who, what and why is kept, newest first; what was refused is not.
+    // The audit trail has only changes that were made, newest first.
     let audit = sidecar.get("/v1/audit").await.json();
     let entries = audit["entries"].as_array().unwrap();
     let texts = |member: &str| entries.iter().map(|e| e[member].as_str().unwrap()).collect::<Vec<_>>();
@@ -708,7 +708,7 @@ async fn a_living_owner_is_fenced_only_by_force() {
 }
 
 #[tokio::test]
-async fn a_resolution_that_says_too_little_or_too_much_changes_nothing() {
+async fn an_invalid_resolution_changes_nothing() {
     let sidecar = Sidecar::start().await;
     let id = sidecar.unknown(1, "POST /pay").await;
     let path = format!("/v1/keys/{id}/resolve");
@@ -789,13 +789,13 @@ async fn a_resolution_that_says_too_little_or_too_much_changes_nothing() {
     assert!(detail.starts_with("The body: EOF"), "{detail}");
     assert_eq!(sidecar.get(&format!("/v1/keys/{id}")).await.json()["state"], "unknown");
     assert_eq!(sidecar.get("/v1/audit").await.json()["entries"], json!([]));
-    // At the bound and one beyond it.
+    // At the limit and one beyond it.
     let reason = |n: usize| json!({"outcome": "completed", "tombstone": true, "reason": "r".repeat(n)});
     assert_eq!(sidecar.post(&path, reason(1000)).await.status, 200);
 }
 
 #[tokio::test]
-async fn what_is_too_large_is_refused() {
+async fn too_large_requests_are_refused() {
     let sidecar = Sidecar::start().await;
     let id = sidecar.unknown(1, "POST /pay").await;
     let path = format!("/v1/keys/{id}/resolve");
@@ -809,7 +809,7 @@ async fn what_is_too_large_is_refused() {
 }
 
 #[tokio::test]
-async fn paths_and_methods_that_are_none_are_named() {
+async fn unknown_paths_and_methods_are_named() {
     let sidecar = Sidecar::start().await;
     assert_eq!(sidecar.get("/v1/kyes").await.refused(404, "no-such-path"), "There is no /v1/kyes.");
     let detail = sidecar.get("/v1/keys/find").await.refused(405, "no-such-method");
@@ -822,10 +822,10 @@ async fn paths_and_methods_that_are_none_are_named() {
 }
 
 #[tokio::test]
-async fn another_sites_page_gets_nowhere() {
+async fn pages_of_other_sites_are_refused() {
     let sidecar = Sidecar::start().await;
     let send = async |request: http::request::Builder| sidecar.send(request.body("{}".into()).unwrap()).await;
-    // A name of its own that points here.
+    // A host name of the page's own that points here.
     for host in
         ["evil.example", "evil.example:9090", "localhost.evil.example", "10.0.0.1", "[2001:db8::1]:80", "@"]
     {
@@ -839,7 +839,7 @@ async fn another_sites_page_gets_nowhere() {
         let reply = send(Request::get(sidecar.url("/v1/keys")).header("host", host)).await;
         assert_eq!(reply.status, 200, "{host}");
     }
-    // What a form or a fetch can send without asking first.
+    // Requests that a form or a fetch can send without a preflight request.
     let post = || Request::post(sidecar.url("/v1/keys/find"));
     send(post()).await.refused(415, "media-type");
     for media_type in ["text/plain", "application/x-www-form-urlencoded", "application/jsonp", ""] {
@@ -851,7 +851,7 @@ async fn another_sites_page_gets_nowhere() {
     }
     send(post().header("sec-fetch-site", "cross-site")).await.refused(403, "forbidden");
     send(post().header("sec-fetch-site", "same-site")).await.refused(403, "forbidden");
-    // A page that the admin address itself serves, were there one.
+    // A page of the admin address itself would be allowed.
     let own = format!("http://{}", sidecar.address);
     send(post().header("origin", own).header("sec-fetch-site", "same-origin"))
         .await
@@ -882,7 +882,7 @@ async fn with_a_token_only_the_token_opens() {
         assert_eq!(get(path, &format!("Bearer {TOKEN}")).await.status, 200);
         assert_eq!(get(path, &format!("bearer  {TOKEN}")).await.status, 200);
     }
-    // Probes have no token; and with one, the host's name is not asked for.
+    // Probes need no token; with a token, the host is not checked.
     assert_eq!(sidecar.get("/livez").await.status, 200);
     assert_eq!(sidecar.get("/readyz").await.status, 200);
     let request = Request::get(sidecar.url("/v1/keys"))
@@ -902,7 +902,7 @@ async fn readiness_follows_the_store_and_the_drain() {
     sidecar.is_away.store(true, Ordering::SeqCst);
     let detail = sidecar.get("/v1/keys").await.refused(503, "store-unavailable");
     assert!(detail.starts_with("the disk is full."), "{detail}");
-    // Found out by the first one that fails, and known from then on.
+    // The first command that fails opens the breaker.
     becomes("it is known", async || ready().await == (503, "the store is out of reach\n".to_owned())).await;
     assert_eq!(sidecar.get("/livez").await.status, 200);
     let detail = sidecar.get("/v1/keys").await.refused(503, "store-unavailable");
@@ -924,7 +924,7 @@ async fn readiness_follows_the_store_and_the_drain() {
     assert_eq!(sidecar.get("/livez").await.status, 200);
 }
 
-/// Waits until this is so.
+/// Waits until the condition is true.
 async fn becomes(what: &str, mut holds: impl AsyncFnMut() -> bool) {
     let give_up = std::time::Instant::now() + Duration::from_secs(30);
     while !holds().await {
@@ -950,10 +950,10 @@ async fn every_outcome_is_counted_and_no_label_names_a_caller() {
     let events =
         |text: &str, event: &str| series(text, &format!("oncegate_events_total{{event=\"{event}\"}}"));
 
-    // Everything that can be counted is there from the start, as zero.
+    // Every series exists from the start, as zero.
     let text = metrics().await;
     for condition in oncegate_http::Condition::ALL {
-        // The outcome of a request with a key is another one, and a request without a key counts when it is passed on.
+        // With a key these requests have another outcome, and without a key they count as passed on.
         if ["upstream-unanswered", "upstream-head-too-large", "upstream-unsupported"]
             .contains(&condition.slug())
         {
@@ -1022,7 +1022,7 @@ async fn every_outcome_is_counted_and_no_label_names_a_caller() {
 }
 
 #[tokio::test]
-async fn attempts_that_execute_are_gauged_also_where_they_are_dropped() {
+async fn the_gauge_of_executing_attempts_counts_dropped_ones_down() {
     let sidecar = Sidecar::start().await;
     let gauge = async |name: &str| series(&sidecar.get("/metrics").await.text(), name);
     let request = |number: u8| oncegate_engine::ClaimRequest {
@@ -1044,18 +1044,18 @@ async fn attempts_that_execute_are_gauged_also_where_they_are_dropped() {
     drop(permits.pop());
     assert_eq!(gauge("oncegate_executing").await, 1.0);
     sidecar.clock.advance(Duration::from_secs(60));
-    // What an abandoned attempt leaves is taken over where the policy says so.
+    // The policy allows to take over an abandoned attempt.
     let policy = oncegate_engine::Policy::default().with_on_abandoned(OnAbandoned::Reexecute);
     let taken = sidecar.engine.claim(oncegate_engine::ClaimRequest { policy, ..request(2) }).await.unwrap();
     assert!(matches!(taken, oncegate_engine::ClaimOutcome::Execute(_)));
     assert_eq!(gauge("oncegate_takeovers_total").await, 1.0);
     assert_eq!(gauge("oncegate_executing").await, 2.0);
-    // A permit that is dropped is no execution that took its time.
+    // A dropped permit does not count as an execution.
     assert_eq!(gauge("oncegate_attempt_duration_seconds_count").await, 1.0);
 }
 
 #[tokio::test]
-async fn it_ends_when_it_is_told_to() {
+async fn the_admin_api_ends_when_it_is_stopped() {
     let mut sidecar = Sidecar::start().await;
     assert_eq!(sidecar.get("/livez").await.status, 200);
     drop(sidecar.stop.take());

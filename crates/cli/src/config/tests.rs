@@ -39,7 +39,7 @@ impl Given<'_> {
         draft.config.unwrap_or_else(|| panic!("{shown}"))
     }
 
-    /// Everything that is wrong, with the directory of the file taken off.
+    /// All problems, without the directory of the file.
     fn problems(&self) -> Vec<String> {
         let (draft, dir) = self.draft();
         let prefix = format!("{}/", dir.path().display());
@@ -66,7 +66,7 @@ fn flags_win_over_the_environment_and_the_environment_over_the_file_and_the_file
 }
 
 #[test]
-fn what_is_not_said_is_the_default() {
+fn settings_have_defaults() {
     let (draft, dir) = Given { env: &[TO], ..NOTHING }.draft();
     let config = draft.config.unwrap();
     assert_eq!(config.admin, "127.0.0.1:9090".parse().unwrap());
@@ -80,7 +80,7 @@ fn what_is_not_said_is_the_default() {
     assert_eq!(config.warnings, []);
 }
 
-/// One value for every setting, that it takes wherever it may be said.
+/// One valid value for every setting.
 const SAMPLES: &[(&str, &str)] = &[
     ("to", "https://api.internal"),
     ("listen", "127.0.0.1:1"),
@@ -152,7 +152,7 @@ const SAMPLES: &[(&str, &str)] = &[
 ];
 
 #[test]
-fn every_setting_can_be_said_in_every_way_that_its_place_allows() {
+fn every_setting_can_be_given_everywhere_it_is_allowed() {
     for setting in SETTINGS.iter().filter(|setting| setting.name != "config") {
         let (_, text) = SAMPLES.iter().find(|(name, _)| *name == setting.name).unwrap();
         let value = if setting.shape == Shape::Switch { (*text).to_owned() } else { format!("{text:?}") };
@@ -160,8 +160,7 @@ fn every_setting_can_be_said_in_every_way_that_its_place_allows() {
         let in_route = format!("[[route]]\npath = \"/a\"\n{in_file}");
         let flag = setting.flag().map(|flag| format!("--{flag}={text}"));
 
-        // By itself a value may lack its other half, such as a key without a certificate; so what counts is whether it
-        // was taken, which the summary tells.
+        // Alone, a value may be incomplete, such as a key without a certificate. So the summary shows if it was accepted.
         let mut problems = Vec::new();
         let mut ways: Vec<(&str, Vec<Entry>)> = Vec::new();
         if let Some(flag) = &flag {
@@ -248,7 +247,7 @@ fingerprint = { exlude = ["/a"] }
 }
 
 #[test]
-fn what_is_no_toml_is_named_by_line_and_column_and_nothing_is_guessed_of_it() {
+fn invalid_toml_is_named_by_line_and_column_and_not_used() {
     let problems = Given { file: "lease = \"5s\"\nwait = \nretention = 3h\n", ..NOTHING }.problems();
     assert!(problems[0].starts_with("oncegate.toml:2:"), "{problems:?}");
     assert!(problems.iter().all(|problem| problem.contains("not TOML: ")), "{problems:?}");
@@ -256,7 +255,7 @@ fn what_is_no_toml_is_named_by_line_and_column_and_nothing_is_guessed_of_it() {
 }
 
 #[test]
-fn a_file_that_cannot_be_read_is_named_with_who_named_it() {
+fn an_unreadable_file_is_named_with_its_source() {
     let args = ProxyArgs::default();
     let env = [("ONCEGATE_CONFIG".into(), "/nowhere/oncegate.toml".into())];
     let problems = Draft::read(&args, env).problems;
@@ -486,7 +485,7 @@ fn single_mistakes_have_single_answers() {
 }
 
 #[test]
-fn what_works_but_should_be_known_is_a_warning() {
+fn risky_settings_are_warnings() {
     let token = ("ONCEGATE_ADMIN_TOKEN", "0123456789abcdef");
     let route = "[[route]]\npath = \"/a\"\nmethod = \"POST\"\n";
     let table: &[(Given<'_>, &str)] = &[
@@ -567,13 +566,13 @@ fn what_works_but_should_be_known_is_a_warning() {
         assert!(problems.len() == 1 && problems[0].starts_with(expected), "{expected}\n{problems:?}");
         assert_eq!(given.config().warnings.len(), 1);
     }
-    // Said once for everything, it is shown once, however many routes inherit it.
+    // A value that several routes inherit has one warning.
     let inherited = Given { env: &[TO], flags: &["--lease", "1s"], file: route };
     assert_eq!(inherited.problems().len(), 1);
 }
 
 #[test]
-fn what_is_said_wins_over_the_profile_and_a_route_over_all() {
+fn settings_override_the_profile_and_routes_override_settings() {
     let file = r#"
 profile = "classic"
 retention = "48h"
@@ -650,13 +649,13 @@ fn routes_take_their_own_callers_and_keys() {
 }
 
 #[test]
-fn who_said_nothing_of_callers_has_the_default_scope_and_a_route_may_say_it() {
+fn the_scope_has_a_default_and_a_route_may_set_it() {
     let has_default =
         |flags: &[&str], file: &str| Given { env: &[TO], flags, file }.config().has_default_scope();
     assert!(has_default(&[], ""));
     assert!(has_default(&["--profile", "stripe"], ""));
     assert!(has_default(&[], "[[route]]\npath = \"/a\"\nscope = \"single-tenant\"\n"));
-    // To say what the default is, is to have said it.
+    // A default that is given explicitly counts as given.
     assert!(!has_default(&["--scope", "header:authorization"], ""));
     assert!(!has_default(
         &[],
@@ -676,7 +675,7 @@ fn who_said_nothing_of_callers_has_the_default_scope_and_a_route_may_say_it() {
 }
 
 #[test]
-fn the_summary_says_what_was_said_and_by_whom_and_no_secret() {
+fn the_summary_has_the_given_settings_with_their_sources_and_no_secret() {
     let given = Given {
         flags: &["--lease", "20s", "--methods", "POST,PUT"],
         env: &[TO, ("ONCEGATE_ADMIN_TOKEN", "hunter2hunter2hunter2"), ("ONCEGATE_LEASE", "10s")],
@@ -710,7 +709,7 @@ fn the_summary_shows_no_password_of_a_store() {
 }
 
 #[test]
-fn what_the_help_says_of_the_profile_is_what_it_says() {
+fn the_defaults_of_the_profile_in_the_help_are_its_own() {
     let by_profile = format!("{:?}", Given { env: &[TO], ..NOTHING }.config().default.settings);
     for setting in SETTINGS {
         let Fallback::Profile(text) = setting.default else { continue };
@@ -720,7 +719,7 @@ fn what_the_help_says_of_the_profile_is_what_it_says() {
     }
 }
 
-/// A store that can do everything.
+/// A store that supports all settings.
 const TRANSACTIONS: (&str, &str) = ("ONCEGATE_STORE", "postgres://sidecar@db/shop");
 
 /// The setting that a store on a server needs.
@@ -771,7 +770,7 @@ fn every_setting_of_a_route_arrives() {
         ("upstream-timeout", "upstream_timeout: Some(10s)"),
     ];
     let default = format!("{:?}", Given { env: &[TO], ..NOTHING }.config().default);
-    // The others of cors are nothing without origins: the next test has them.
+    // The other settings of cors have no effect without origins: the next test has them.
     let alone =
         |setting: &&Setting| setting.name == "cors.allowed-origins" || !setting.name.starts_with("cors.");
     for setting in SETTINGS.iter().filter(|setting| setting.settable_in == SettableIn::Route).filter(alone) {
@@ -789,7 +788,7 @@ fn every_setting_of_a_route_arrives() {
         let scope = scope.map_or("", |_| "scope = \"single-tenant\"\n");
         let file = format!("[[route]]\npath = \"/a\"\n{scope}{name} = {value}\n");
         let config = Given { env: &[TO, TRANSACTIONS, SERVICE], file: &file, ..NOTHING }.config();
-        // The methods of a route are what it matches.
+        // A route matches only its methods.
         let route = format!("{:?}", config.route(&Method::PUT, "/a"));
         assert!(route.contains(arrives), "{name}: {route}");
         assert_eq!(format!("{:?}", config.route(&Method::PUT, "/b")), default, "{name}");
@@ -797,7 +796,7 @@ fn every_setting_of_a_route_arrives() {
 }
 
 #[test]
-fn what_pages_of_other_origins_may_do_arrives() {
+fn the_cors_settings_arrive() {
     let file = r#"
 [cors]
 allowed-origins = ["https://shop.example", "http://localhost:5173"]
@@ -828,7 +827,7 @@ cors = { allowed-origins = [] }
     }
     assert!(of("/open").contains("origins: None") && of("/open").contains("credentials: false"));
     assert_eq!(of("/closed"), "None");
-    // Nothing is forgotten where they are switched off.
+    // There is no warning if a route switches them off.
     assert!(config.warnings.is_empty(), "{:?}", config.warnings);
 }
 

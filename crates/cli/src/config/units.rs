@@ -192,36 +192,27 @@ pub(super) fn bounded(text: &str, min: Duration, max: Duration) -> Read<Duration
     ))
 }
 
-pub(crate) fn lease(text: &str) -> Read<Duration> {
-    bounded(text, limits::MIN_LEASE, limits::MAX_LEASE)
+/// Readers of durations, with their bounds.
+macro_rules! durations {
+    ($($name:ident: $min:expr, $max:expr;)+) => {
+        $(pub(crate) fn $name(text: &str) -> Read<Duration> {
+            bounded(text, $min, $max)
+        })+
+    };
 }
 
-pub(crate) fn retention(text: &str) -> Read<Duration> {
-    bounded(text, limits::MIN_RETENTION, limits::MAX_RETENTION)
-}
-
-pub(crate) fn wait(text: &str) -> Read<Duration> {
-    bounded(text, Duration::ZERO, limits::MAX_LEASE)
-}
-
-pub(crate) fn upstream_connect_timeout(text: &str) -> Read<Duration> {
-    bounded(text, MILLI, 600 * SECOND)
-}
-
-pub(crate) fn upstream_idle_timeout(text: &str) -> Read<Duration> {
-    bounded(text, Duration::ZERO, 600 * SECOND)
-}
-
-pub(crate) fn store_timeout(text: &str) -> Read<Duration> {
-    bounded(text, 10 * MILLI, 60 * SECOND)
-}
-
-pub(crate) fn drain_timeout(text: &str) -> Read<Duration> {
-    bounded(text, Duration::ZERO, DAY)
-}
-
-pub(crate) fn shutdown_delay(text: &str) -> Read<Duration> {
-    bounded(text, Duration::ZERO, 600 * SECOND)
+durations! {
+    lease: limits::MIN_LEASE, limits::MAX_LEASE;
+    retention: limits::MIN_RETENTION, limits::MAX_RETENTION;
+    wait: Duration::ZERO, limits::MAX_LEASE;
+    upstream_connect_timeout: MILLI, 600 * SECOND;
+    upstream_idle_timeout: Duration::ZERO, 600 * SECOND;
+    store_timeout: 10 * MILLI, 60 * SECOND;
+    drain_timeout: Duration::ZERO, DAY;
+    shutdown_delay: Duration::ZERO, 600 * SECOND;
+    write_timeout: 100 * MILLI, 3600 * SECOND;
+    cors_max_age: Duration::ZERO, DAY;
+    reconcile_timeout: 10 * MILLI, 600 * SECOND;
 }
 
 /// Reads a duration, or `none` for no limit.
@@ -289,10 +280,6 @@ fn number(text: &str, max: usize, of: &str) -> Read<usize> {
         Ok(number) if (1..=max).contains(&number) => Ok(number),
         _ => Err(format!("{text:?} is not a number of {of}; from 1 to {max} is allowed")),
     }
-}
-
-pub(crate) fn write_timeout(text: &str) -> Read<Duration> {
-    bounded(text, 100 * MILLI, 3600 * SECOND)
 }
 
 pub(crate) fn max_records(text: &str) -> Read<u64> {
@@ -669,10 +656,6 @@ pub(crate) fn cors_origin(text: &str) -> Read<Origin> {
     }
 }
 
-pub(crate) fn cors_max_age(text: &str) -> Read<Duration> {
-    bounded(text, Duration::ZERO, DAY)
-}
-
 /// Reads a method that pages may use, also one without an effect.
 pub(crate) fn cors_method(text: &str) -> Read<Method> {
     let known = Method::from_bytes(text.as_bytes()).ok().filter(|_| text == text.to_ascii_uppercase());
@@ -753,10 +736,6 @@ pub(crate) fn reconcile_path(text: &str) -> Read<PathAndQuery> {
         return Err(format!("{text:?} has a query or a fragment; {ALLOWED}"));
     }
     PathAndQuery::try_from(text).map_err(|error| format!("{text:?} is not a path: {error}; {ALLOWED}"))
-}
-
-pub(crate) fn reconcile_timeout(text: &str) -> Read<Duration> {
-    bounded(text, 10 * MILLI, 600 * SECOND)
 }
 
 pub(crate) fn server_errors(text: &str) -> Read<ServerErrors> {

@@ -153,7 +153,7 @@ async fn steps_have_a_line_each() {
     assert!(shown.contains(r#", 11 bytes: {"Ok":4111}"#), "{shown}");
     assert!(shown.contains("ship, 2 bytes, in base64: /wA=\n"), "{shown}");
 
-    // To free such a key is not to begin anew.
+    // A released key with steps continues after them.
     let mut out = Vec::new();
     let view = serde_json::json!({ "record": "r", "state": "abandoned", "steps": [{ "name": "ship", "result_bytes": 2 }] });
     print::record(&view, "", false, &mut out).unwrap();
@@ -163,7 +163,7 @@ async fn steps_have_a_line_each() {
 }
 
 #[tokio::test]
-async fn an_unknown_outcome_is_resolved_and_the_trail_tells_by_whom() {
+async fn an_unknown_outcome_is_resolved_and_the_audit_trail_names_the_actor() {
     let sidecar = Sidecar::start().await;
     let [first, second, third] = [
         sidecar.unknown(1, "POST /pay").await.to_string(),
@@ -221,7 +221,7 @@ async fn an_unknown_outcome_is_resolved_and_the_trail_tells_by_whom() {
 }
 
 #[tokio::test]
-async fn what_makes_no_sense_is_not_sent() {
+async fn invalid_arguments_are_not_sent() {
     let sidecar = Sidecar::start().await;
     let id = sidecar.unknown(1, "POST /pay").await.to_string();
     for (line, expected) in [
@@ -285,7 +285,7 @@ async fn an_unreachable_sidecar_differs_from_a_refusal() {
         "{words}"
     );
 
-    // An admin API of which this program knows nothing.
+    // An admin API of an unknown version.
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let other = listener.local_addr().unwrap().to_string();
     let router = axum::Router::new().fallback(async || ([("oncegate-admin", "9")], "{\"n\":1}"));
@@ -296,7 +296,7 @@ async fn an_unreachable_sidecar_differs_from_a_refusal() {
     }
     served.abort();
 
-    // Behind one address, another program than a moment ago.
+    // An address at which another program answers after the probe.
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let other = listener.local_addr().unwrap().to_string();
     let livez = axum::routing::get(async || [("oncegate-admin", "1")]);

@@ -122,12 +122,12 @@ async fn an_invalid_log_level_is_refused() {
     let mut command = sidecar("http://127.0.0.1:1");
     let mut process = Process::start(command.arg("--store=memory:").env("ONCEGATE_LOG", "debgu"));
     let errors = process.errors().await;
-    assert!(errors.contains("ONCEGATE_LOG") && errors.contains("\"debgu\" is no level"), "{errors}");
+    assert!(errors.contains("ONCEGATE_LOG") && errors.contains("\"debgu\" is not a level"), "{errors}");
     let output = Command::new(env!("CARGO_BIN_EXE_oncegate"))
         .args(["check", "--to=http://127.0.0.1:1", "--store=memory:"])
         .env("ONCEGATE_LOG", "verbose")
         .output()
         .unwrap();
     assert_eq!(output.status.code(), Some(1));
-    assert!(String::from_utf8_lossy(&output.stdout).contains("\"verbose\" is no level"));
+    assert!(String::from_utf8_lossy(&output.stdout).contains("\"verbose\" is not a level"));
 }

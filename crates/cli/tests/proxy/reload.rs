@@ -128,7 +128,7 @@ async fn an_invalid_configuration_changes_nothing() {
             "oncegate.toml:5:1: no such setting `require-kye`",
         ),
         ("store-timeout = \"1s\"\n", "store-timeout: only a restart can change this"),
-        ("tls-cert = \"none.pem\"\ntls-key = \"none.pem\"\n", "tls-cert: changed"),
+        ("tls-cert = \"none.pem\"\ntls-key = \"none.pem\"\n", "tls-cert: only a restart can change this"),
     ] {
         world.reload(wrong, NOT_RELOADED).await;
         assert_eq!(world.sidecar.process.error_lines(why).len(), 1, "{why}");

@@ -312,7 +312,7 @@ async fn a_clock_that_was_ahead_at_the_start_and_is_corrected_needs_no_action() 
         let words = ready.text();
         ready.status() == 200
             && words.contains("s behind the time of the store")
-            && words.contains("If it was ahead before and is right now, nothing has to be done")
+            && words.contains("If it was ahead before and is right now, do nothing")
     })
     .await;
     assert!(sidecar.ask(&post("before")).await.has_status(200).is_replay());
