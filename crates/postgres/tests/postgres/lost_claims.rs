@@ -17,6 +17,9 @@ const LONG: Duration = Duration::from_secs(60);
 /// A text that only the message of a claim contains.
 const A_CLAIM: &[u8] = b"POST /payments";
 
+/// The same text in a message to a pooler, whose arguments are in hexadecimal.
+const A_CLAIM_IN_HEX: &[u8] = b"504f5354202f7061796d656e7473";
+
 /// A server whose commits wait, on request, for a standby that does not exist.
 struct World {
     server: PostgresServer,
@@ -79,8 +82,9 @@ async fn a_claim_is_not_sent_again_by_the_store() {
         // Once a claim is prepared, it is sent in a single message.
         world.store.apply(id(9), claims(9)).await.unwrap();
         block_in_place(|| world.hold_commits());
-        world.proxy.arm(A_CLAIM, Fault::Sent);
+        world.proxy.arm(if pooler { A_CLAIM_IN_HEX } else { A_CLAIM }, Fault::Sent);
         let error = world.store.apply(id(1), claims(1)).await.unwrap_err();
+        tokio::time::timeout(LONG, world.proxy.broken()).await.expect("the connection is cut");
         assert_eq!(error.kind(), StoreErrorKind::Unavailable);
         assert!(!error.is_unsent(), "it may have been granted: {error}");
         // A sender that repeats the claim gets no final answer while the first one commits.
