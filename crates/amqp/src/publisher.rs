@@ -48,10 +48,10 @@ const NOT_FOUND: u16 = 404;
 /// two messages in order, publish the second one after the first one is confirmed.
 #[derive(Clone)]
 pub struct AmqpPublisher {
-    shared: Arc<Shared>,
+    shared: Arc<PublisherInner>,
 }
 
-struct Shared {
+struct PublisherInner {
     broker: AmqpBroker,
     exchange: String,
     settings: Settings,
@@ -90,7 +90,7 @@ impl AmqpPublisher {
 
     fn made(broker: AmqpBroker, exchange: String, settings: Settings) -> Self {
         let slots = Semaphore::new(usize::from(settings.channels));
-        let shared = Shared {
+        let shared = PublisherInner {
             broker,
             exchange,
             settings,
@@ -161,7 +161,7 @@ impl Publisher for AmqpPublisher {
     }
 }
 
-impl Shared {
+impl PublisherInner {
     async fn publish(&self, message: Outgoing) -> Result<(), PublishError> {
         if message.payload.len() > self.settings.max_payload_bytes {
             return Err(PublishError::refused(format!(

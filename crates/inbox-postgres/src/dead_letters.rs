@@ -42,7 +42,7 @@ pub struct StoredDeadLetter {
 }
 
 /// A dead letter that was taken out, if its transaction commits.
-pub(crate) struct Taken {
+pub(crate) struct TakenDeadLetter {
     /// The receipt of the message.
     pub(crate) id: Vec<u8>,
     pub(crate) consumer: String,
@@ -112,8 +112,9 @@ impl DeadLetterTable {
         T: Send,
         F: for<'c> TransactFnWith<&'c mut PgConnection, Arc<Message>, T, HandlerError, Fut: Send> + Send,
     {
-        let run =
-            async move |connection: &mut PgConnection, taken: Taken| run(connection, taken.message).await;
+        let run = async move |connection: &mut PgConnection, taken: TakenDeadLetter| {
+            run(connection, taken.message).await
+        };
         self.take_with(number, None, run).await
     }
 
@@ -126,7 +127,7 @@ impl DeadLetterTable {
     ) -> Result<Option<T>, HandlerError>
     where
         T: Send,
-        F: for<'c> TransactFnWith<&'c mut PgConnection, Taken, T, HandlerError, Fut: Send> + Send,
+        F: for<'c> TransactFnWith<&'c mut PgConnection, TakenDeadLetter, T, HandlerError, Fut: Send> + Send,
     {
         let unavailable = |error: StatementError| HandlerError::retry(StoreError::from(error));
         let mut held = TransactionConnection::acquire(&self.pool).await.map_err(unavailable)?;
@@ -212,8 +213,8 @@ fn kept(row: &PgRow) -> Result<StoredDeadLetter, sqlx::Error> {
     })
 }
 
-fn taken(row: &PgRow) -> Result<(i64, Taken), sqlx::Error> {
-    let taken = Taken {
+fn taken(row: &PgRow) -> Result<(i64, TakenDeadLetter), sqlx::Error> {
+    let taken = TakenDeadLetter {
         id: row.try_get("id")?,
         consumer: row.try_get("consumer")?,
         message: Arc::new(message(row)?),

@@ -14,7 +14,7 @@ use oncegate_postgres::sqlx::postgres::{PgConnection, PgPool};
 use oncegate_postgres::{Isolation, TransactFnWith};
 
 use crate::batch::digest;
-use crate::dead_letters::{DeadLetterTable, Taken};
+use crate::dead_letters::{DeadLetterTable, TakenDeadLetter};
 use crate::receipts::Receipts;
 use crate::work::{PerMessage, WholeBatch, Work};
 
@@ -258,7 +258,7 @@ impl TransactionalInbox {
         F: for<'c> TransactFnWith<&'c mut PgConnection, Arc<Message>, T, HandlerError, Fut: Send> + Send,
     {
         let inner = &self.inner;
-        let process = async move |connection: &mut PgConnection, taken: Taken| {
+        let process = async move |connection: &mut PgConnection, taken: TakenDeadLetter| {
             if taken.consumer != inner.consumer.as_str() {
                 return Err(HandlerError::retry(format!(
                     "the dead letter belongs to the consumer {}",

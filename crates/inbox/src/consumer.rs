@@ -281,13 +281,13 @@ enum LaneKey {
 
 /// The messages of one key.
 struct Lane<D> {
-    waiting: VecDeque<Held<D>>,
+    waiting: VecDeque<HeldDelivery<D>>,
     /// `true` if the lane is in `ready`, in `batches` or in `delayed`. A lane with messages is in exactly one of them.
     is_placed: bool,
 }
 
 /// A message that is neither acknowledged nor given back.
-struct Held<D> {
+struct HeldDelivery<D> {
     delivery: Arc<D>,
     /// The time at which the broker last granted time for it.
     since: Instant,
@@ -295,7 +295,7 @@ struct Held<D> {
     failures: u32,
 }
 
-impl<D: Delivery> Held<D> {
+impl<D: Delivery> HeldDelivery<D> {
     fn message(&self) -> &Arc<Message> {
         self.delivery.message()
     }
@@ -303,7 +303,7 @@ impl<D: Delivery> Held<D> {
 
 /// A running batch, and the lanes of its messages.
 struct Batch<D> {
-    lanes: Vec<(LaneKey, Vec<Held<D>>)>,
+    lanes: Vec<(LaneKey, Vec<HeldDelivery<D>>)>,
     began: Instant,
 }
 
@@ -480,7 +480,7 @@ impl<S: Source, P: Processor> Run<S, P> {
             .lanes
             .entry(key.clone())
             .or_insert_with(|| Lane { waiting: VecDeque::new(), is_placed: false });
-        lane.waiting.push_back(Held { delivery, since: Instant::now(), failures: 0 });
+        lane.waiting.push_back(HeldDelivery { delivery, since: Instant::now(), failures: 0 });
         if !lane.is_placed {
             lane.is_placed = true;
             self.ready.push_back(key);
@@ -521,7 +521,7 @@ impl<S: Source, P: Processor> Run<S, P> {
     }
 
     /// Takes the first messages of a lane, without those that the broker delivers to another consumer by now.
-    fn take(&mut self, key: &LaneKey, most: usize) -> Vec<Held<S::Delivery>> {
+    fn take(&mut self, key: &LaneKey, most: usize) -> Vec<HeldDelivery<S::Delivery>> {
         let mut taken = Vec::new();
         let mut lost = Vec::new();
         if let Some(lane) = self.lanes.get_mut(key) {
@@ -552,7 +552,7 @@ impl<S: Source, P: Processor> Run<S, P> {
         }
     }
 
-    fn forget(&mut self, held: &Held<S::Delivery>, kind: EventKind) {
+    fn forget(&mut self, held: &HeldDelivery<S::Delivery>, kind: EventKind) {
         self.held -= 1;
         self.bytes -= weight(held.message());
         self.emit(&held.message().topic, kind, Duration::ZERO);
@@ -575,7 +575,7 @@ impl<S: Source, P: Processor> Run<S, P> {
         let mut is_away = false;
         for (key, taken) in batch.lanes {
             // The messages to try again in place, and the pause before it.
-            let mut kept: Vec<Held<S::Delivery>> = Vec::new();
+            let mut kept: Vec<HeldDelivery<S::Delivery>> = Vec::new();
             let mut after = None;
             for mut held in taken {
                 let settlement = match handled.next() {
@@ -667,7 +667,7 @@ impl<S: Source, P: Processor> Run<S, P> {
     }
 
     /// Acknowledges a delivery, or gives it back with a delay.
-    fn settle(&mut self, held: Held<S::Delivery>, give_back: Option<Duration>) {
+    fn settle(&mut self, held: HeldDelivery<S::Delivery>, give_back: Option<Duration>) {
         if held.delivery.is_lost() {
             return self.forget(&held, EventKind::Lost);
         }
@@ -785,7 +785,7 @@ impl<S: Source, P: Processor> Run<S, P> {
     }
 
     /// Gives back a message that was not processed, and forgets it.
-    fn leave(&mut self, held: Held<S::Delivery>) {
+    fn leave(&mut self, held: HeldDelivery<S::Delivery>) {
         if S::Delivery::GIVES_BACK {
             self.settle(held, Some(Duration::ZERO));
         } else {

@@ -21,7 +21,7 @@ use tokio::sync::oneshot;
 
 use super::partition::Partition;
 use super::settings::{self, KafkaOrder, OnTruncation, Start};
-use super::shared::Shared;
+use super::shared::SourceState;
 use super::{RECORD_KEY, TOMBSTONE, UNREADABLE};
 
 /// The number of messages that are read before the thread does anything else.
@@ -58,7 +58,7 @@ pub(super) fn start(
     config: &ClientConfig,
     topics: &[&str],
     start: Start,
-    shared: Arc<Shared>,
+    shared: Arc<SourceState>,
 ) -> Result<oneshot::Receiver<Result<(), String>>, ConfigError> {
     let context = Context {
         shared: Arc::clone(&shared),
@@ -87,7 +87,7 @@ pub(super) fn start(
 struct Reader {
     consumer: BaseConsumer<Context>,
     topics: Vec<String>,
-    shared: Arc<Shared>,
+    shared: Arc<SourceState>,
 }
 
 impl Reader {
@@ -322,7 +322,7 @@ pub(super) fn log(level: RDKafkaLogLevel, facility: &str, message: &str) {
 
 /// The callbacks of the client within its polls.
 struct Context {
-    shared: Arc<Shared>,
+    shared: Arc<SourceState>,
     start: Start,
     /// `true` if the group may have committed offsets that the log does not have.
     is_unresolved: AtomicBool,

@@ -15,13 +15,13 @@ const MAX_ERRORS: usize = 16;
 
 /// A message that was read and is not settled.
 #[derive(Clone, Debug)]
-pub(super) struct Held {
+pub(super) struct BufferedMessage {
     pub(super) message: Arc<Message>,
     pub(super) partition: Arc<Partition>,
     pub(super) offset: i64,
 }
 
-impl Held {
+impl BufferedMessage {
     fn bytes(&self) -> usize {
         let headers: usize = self.message.headers.iter().map(|(name, value)| name.len() + value.len()).sum();
         self.message.payload.len() + headers + self.message.order_key.as_ref().map_or(0, bytes::Bytes::len)
@@ -29,10 +29,10 @@ impl Held {
 }
 
 #[derive(Debug)]
-pub(super) struct Shared {
+pub(super) struct SourceState {
     pub(super) options: KafkaOptions,
     state: Mutex<State>,
-    /// Signals that [`Shared::take`] may find something.
+    /// Signals that [`SourceState::take`] may find something.
     arrived: Notify,
     /// Signals that there is space, or that the source was closed.
     space: Condvar,
@@ -40,11 +40,11 @@ pub(super) struct Shared {
 
 #[derive(Debug, Default)]
 struct State {
-    ready: VecDeque<Held>,
+    ready: VecDeque<BufferedMessage>,
     /// The bytes of the messages in `ready`.
     bytes: usize,
     /// The messages that were given back, and the time from which they may be taken again.
-    given_back: Vec<(Instant, Held)>,
+    given_back: Vec<(Instant, BufferedMessage)>,
     errors: VecDeque<SourceError>,
     fatal: Option<String>,
     is_closing: bool,
@@ -52,16 +52,16 @@ struct State {
     assigned: BTreeMap<Arc<str>, BTreeMap<i32, Arc<Partition>>>,
 }
 
-/// The result of [`Shared::take`].
-pub(super) enum Taken {
-    Message(Held),
+/// The result of [`SourceState::take`].
+pub(super) enum TakeResult {
+    Message(BufferedMessage),
     Error(SourceError),
     /// Nothing is ready. A message that was given back is due at this time.
     Until(Instant),
     Nothing,
 }
 
-impl Shared {
+impl SourceState {
     pub(super) fn new(options: KafkaOptions) -> Self {
         Self { options, state: Mutex::default(), arrived: Notify::new(), space: Condvar::new() }
     }
@@ -71,13 +71,13 @@ impl Shared {
     }
 
     /// Takes the next message or error.
-    pub(super) fn take(&self) -> Taken {
+    pub(super) fn take(&self) -> TakeResult {
         let mut state = self.state();
         if let Some(what) = &state.fatal {
-            return Taken::Error(SourceError::fatal(what.clone()));
+            return TakeResult::Error(SourceError::fatal(what.clone()));
         }
         if let Some(error) = state.errors.pop_front() {
-            return Taken::Error(error);
+            return TakeResult::Error(error);
         }
         let now = Instant::now();
         let due = state.given_back.iter().enumerate().min_by_key(|(_, (at, held))| (*at, held.offset));
@@ -87,7 +87,7 @@ impl Shared {
         {
             let (_, held) = state.given_back.swap_remove(index);
             held.partition.track().hand_over();
-            return Taken::Message(held);
+            return TakeResult::Message(held);
         }
         if let Some(held) = state.ready.pop_front() {
             state.bytes = state.bytes.saturating_sub(held.bytes());
@@ -95,9 +95,9 @@ impl Shared {
             if self.has_space(&state) {
                 self.space.notify_all();
             }
-            return Taken::Message(held);
+            return TakeResult::Message(held);
         }
-        due.map_or(Taken::Nothing, |(_, at)| Taken::Until(at))
+        due.map_or(TakeResult::Nothing, |(_, at)| TakeResult::Until(at))
     }
 
     /// Waits until [`take`](Self::take) may find something.
@@ -113,7 +113,7 @@ impl Shared {
         if partition.is_lost() || !partition.track().read(offset) {
             return self.has_space(&state);
         }
-        let held = Held { message: Arc::new(message), partition: Arc::clone(partition), offset };
+        let held = BufferedMessage { message: Arc::new(message), partition: Arc::clone(partition), offset };
         state.bytes = state.bytes.saturating_add(held.bytes());
         state.ready.push_back(held);
         let has_space = self.has_space(&state);
@@ -123,7 +123,7 @@ impl Shared {
     }
 
     /// Gives a message back, to be taken again after a delay.
-    pub(super) fn give_back(&self, held: &Held, after: Duration) {
+    pub(super) fn give_back(&self, held: &BufferedMessage, after: Duration) {
         let mut state = self.state();
         held.partition.track().take_back();
         if !held.partition.is_lost() && !state.is_closing {
@@ -219,6 +219,6 @@ impl State {
     fn forget(&mut self, partition: &Arc<Partition>) {
         self.ready.retain(|held| !Arc::ptr_eq(&held.partition, partition));
         self.given_back.retain(|(_, held)| !Arc::ptr_eq(&held.partition, partition));
-        self.bytes = self.ready.iter().map(Held::bytes).sum();
+        self.bytes = self.ready.iter().map(BufferedMessage::bytes).sum();
     }
 }

@@ -11,7 +11,7 @@ use tokio::sync::oneshot;
 
 use super::reader;
 use super::settings::{self, KafkaOptions};
-use super::shared::{Held, Shared, Taken};
+use super::shared::{BufferedMessage, SourceState, TakeResult};
 
 /// A member of a consumer group that reads topics.
 ///
@@ -20,7 +20,7 @@ use super::shared::{Held, Shared, Taken};
 /// still commits and leaves the group, in the background.
 #[derive(Debug)]
 pub struct KafkaSource {
-    shared: Arc<Shared>,
+    shared: Arc<SourceState>,
     /// The result of the thread after it has left the group.
     left: Option<oneshot::Receiver<Result<(), String>>>,
 }
@@ -42,7 +42,7 @@ impl KafkaSource {
         if topics.is_empty() {
             return Err(ConfigError::new("Kafka: the list of topics is empty"));
         }
-        let shared = Arc::new(Shared::new(options));
+        let shared = Arc::new(SourceState::new(options));
         let left = reader::start(&config, topics, start, Arc::clone(&shared))?;
         Ok(Self { shared, left: Some(left) })
     }
@@ -61,16 +61,16 @@ impl Source for KafkaSource {
             // Register before the check, so that no notification is missed.
             let arrived = self.shared.arrived();
             match self.shared.take() {
-                Taken::Message(held) => {
+                TakeResult::Message(held) => {
                     let shared = Arc::clone(&self.shared);
                     return Ok(KafkaDelivery { held, shared, is_settled: AtomicBool::new(false) });
                 }
-                Taken::Error(error) => return Err(error),
-                Taken::Until(at) => {
+                TakeResult::Error(error) => return Err(error),
+                TakeResult::Until(at) => {
                     let at = tokio::time::Instant::from_std(at);
                     let _ = tokio::time::timeout_at(at, arrived).await;
                 }
-                Taken::Nothing => arrived.await,
+                TakeResult::Nothing => arrived.await,
             }
         }
     }
@@ -100,8 +100,8 @@ impl Drop for KafkaSource {
 /// A message of a partition. If it is dropped without an acknowledgement, it is taken again, as if it was given back.
 #[derive(Debug)]
 pub struct KafkaDelivery {
-    held: Held,
-    shared: Arc<Shared>,
+    held: BufferedMessage,
+    shared: Arc<SourceState>,
     is_settled: AtomicBool,
 }
 

@@ -37,13 +37,13 @@ const LOCKED_PAUSES: [Duration; 4] = [
 
 /// The store on a PostgreSQL primary. See the [crate's documentation](crate).
 pub struct PostgresStore {
-    shared: Arc<Shared>,
+    shared: Arc<StoreInner>,
     runtime: Handle,
     /// `None` behind a pooler that keeps no session.
     listener: Option<(ChangeListener, Listener)>,
 }
 
-struct Shared {
+struct StoreInner {
     pool: PgPool,
     clock: ServerClock,
     command_timeout: Duration,
@@ -67,7 +67,7 @@ impl PostgresStore {
     pub async fn open(options: PostgresOptions) -> Result<Self, PostgresOpenError> {
         let runtime = options.runtime.clone().unwrap_or_else(Handle::current);
         let listener = max_watchers(&options).map(|max| (ChangeListener::new(max), Listener::new(&options)));
-        let opened = runtime.spawn(Shared::open(options)).await;
+        let opened = runtime.spawn(StoreInner::open(options)).await;
         let shared = opened
             .unwrap_or_else(|_| Err(PostgresOpenError::Url("the runtime is shutting down".to_owned())))?;
         Ok(Self { shared: Arc::new(shared), runtime, listener })
@@ -84,7 +84,7 @@ impl PostgresStore {
     }
 
     /// Runs on the store's own runtime, so that a caller that goes away leaves no connection in the middle of an answer.
-    fn on_runtime<T, F>(&self, run: impl FnOnce(Arc<Shared>) -> F) -> StoreFuture<'_, T>
+    fn on_runtime<T, F>(&self, run: impl FnOnce(Arc<StoreInner>) -> F) -> StoreFuture<'_, T>
     where
         T: Send + 'static,
         F: Future<Output = Result<T, StoreError>> + Send + 'static,
@@ -224,7 +224,7 @@ impl fmt::Debug for PostgresStore {
     }
 }
 
-impl Shared {
+impl StoreInner {
     async fn open(options: PostgresOptions) -> Result<Self, PostgresOpenError> {
         let database = options.database();
         let pool = PgPoolOptions::new()

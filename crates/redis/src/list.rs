@@ -15,7 +15,7 @@ use crate::contract::record_of;
 use crate::error::Failure;
 use crate::link::{Connection, Link, ask_all};
 use crate::reply::{bytes, number, unexpected_reply};
-use crate::store::Shared;
+use crate::store::StoreInner;
 
 /// The most keys that one page looks at.
 const MAX_KEYS: usize = 10_000;
@@ -62,7 +62,7 @@ impl Cursor {
 }
 
 /// A page of records.
-pub(crate) async fn list(shared: &Shared, query: &ListQuery) -> Result<ListPage, StoreError> {
+pub(crate) async fn list(shared: &StoreInner, query: &ListQuery) -> Result<ListPage, StoreError> {
     let link = &shared.link;
     let connection = link.connection().await?;
     let nodes = nodes(link, &connection).await?;

@@ -29,11 +29,11 @@ use crate::watch::{Listener, MAX_WATCHERS};
 
 /// The store on Redis or Valkey. See the [crate's documentation](crate).
 pub struct RedisStore {
-    pub(crate) shared: Shared,
+    pub(crate) shared: StoreInner,
     listener: ChangeListener,
 }
 
-pub(crate) struct Shared {
+pub(crate) struct StoreInner {
     pub(crate) link: Arc<Link>,
     scripts: Scripts,
     replicas: Replicas,
@@ -70,7 +70,7 @@ impl RedisStore {
         if let Some(wait) = link.options().wait {
             replicas.prove(wait, &link, &link.connection().await?).await?;
         }
-        let shared = Shared {
+        let shared = StoreInner {
             link,
             scripts,
             replicas,
@@ -112,7 +112,7 @@ impl RedisStore {
     }
 }
 
-impl Shared {
+impl StoreInner {
     /// Calls a script by its digest, or with its full text if the server does not know it.
     async fn call(
         &self,

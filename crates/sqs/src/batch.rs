@@ -26,19 +26,19 @@ const MAX_REQUESTS: usize = 8;
 const MAX_WAITING: usize = 1000;
 
 /// The error of a settlement.
-pub(super) struct Failed {
+pub(super) struct SettleError {
     pub(super) error: SourceError,
     /// `true` if SQS reports that the receipt is no longer valid.
     pub(super) is_gone: bool,
 }
 
-impl Failed {
+impl SettleError {
     fn passing(error: impl Into<String>) -> Self {
         Self { error: SourceError::transient(error), is_gone: false }
     }
 }
 
-type Answer = Result<(), Failed>;
+type Answer = Result<(), SettleError>;
 
 struct Entry {
     receipt: String,
@@ -69,7 +69,7 @@ impl Batcher {
         let (answer, answered) = oneshot::channel();
         let entry = Entry { receipt: receipt.to_owned(), visibility, answer };
         let entries = if visibility.is_some() { &self.change } else { &self.delete };
-        let ended = || Failed::passing("the source has ended");
+        let ended = || SettleError::passing("the source has ended");
         entries.send(entry).await.map_err(|_| ended())?;
         answered.await.map_err(|_| ended())?
     }
@@ -93,7 +93,7 @@ async fn run(client: Client, queue_url: Arc<str>, mut entries: mpsc::Receiver<En
             let asked = asked.unwrap_or_else(|_| Err("SQS does not answer".to_owned()));
             for (number, entry) in batch.into_iter().enumerate() {
                 let answer = match &asked {
-                    Err(why) => Err(Failed::passing(why.clone())),
+                    Err(why) => Err(SettleError::passing(why.clone())),
                     Ok(answered) => answered.to(&number.to_string()),
                 };
                 // The caller may be gone.
@@ -104,24 +104,24 @@ async fn run(client: Client, queue_url: Arc<str>, mut entries: mpsc::Receiver<En
 }
 
 /// The answer of SQS for the entries of a request.
-struct Answered {
+struct BatchAnswer {
     done: Vec<String>,
     failed: Vec<BatchResultErrorEntry>,
 }
 
-impl Answered {
+impl BatchAnswer {
     fn to(&self, id: &str) -> Answer {
         if let Some(failed) = self.failed.iter().find(|failed| failed.id == id) {
             return Err(refused(failed));
         }
         // Only an explicit success counts.
         let is_done = self.done.iter().any(|done| done == id);
-        if is_done { Ok(()) } else { Err(Failed::passing("SQS did not report the result")) }
+        if is_done { Ok(()) } else { Err(SettleError::passing("SQS did not report the result")) }
     }
 }
 
 /// Sends a request, and returns the answer or the error.
-async fn ask(client: &Client, queue_url: &str, batch: &[Entry]) -> Result<Answered, String> {
+async fn ask(client: &Client, queue_url: &str, batch: &[Entry]) -> Result<BatchAnswer, String> {
     let is_deleting = batch.first().is_some_and(|entry| entry.visibility.is_none());
     if is_deleting {
         let mut request = client.delete_message_batch().queue_url(queue_url);
@@ -133,7 +133,7 @@ async fn ask(client: &Client, queue_url: &str, batch: &[Entry]) -> Result<Answer
         }
         let answer = request.send().await.map_err(|error| said(&error))?;
         let done = answer.successful.into_iter().map(|entry| entry.id).collect();
-        Ok(Answered { done, failed: answer.failed })
+        Ok(BatchAnswer { done, failed: answer.failed })
     } else {
         let mut request = client.change_message_visibility_batch().queue_url(queue_url);
         for (number, entry) in batch.iter().enumerate() {
@@ -145,14 +145,14 @@ async fn ask(client: &Client, queue_url: &str, batch: &[Entry]) -> Result<Answer
         }
         let answer = request.send().await.map_err(|error| said(&error))?;
         let done = answer.successful.into_iter().map(|entry| entry.id).collect();
-        Ok(Answered { done, failed: answer.failed })
+        Ok(BatchAnswer { done, failed: answer.failed })
     }
 }
 
-fn refused(entry: &BatchResultErrorEntry) -> Failed {
+fn refused(entry: &BatchResultErrorEntry) -> SettleError {
     // `AWS.SimpleQueueService.MessageNotInflight` in the older protocol.
     let code = entry.code.rsplit('.').next().unwrap_or_default();
     let is_gone = matches!(code, "MessageNotInflight" | "ReceiptHandleIsInvalid");
     let why = entry.message.as_deref().unwrap_or_default();
-    Failed { error: SourceError::transient(format!("SQS refused it: {code} {why}")), is_gone }
+    SettleError { error: SourceError::transient(format!("SQS refused it: {code} {why}")), is_gone }
 }

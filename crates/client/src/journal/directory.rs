@@ -17,7 +17,7 @@ use super::entry::{
     self, Entry, MAX_ENTRY_BYTES, MAYBE_SENT, NEVER_SENT, STATE_AT, decode, encode, file_name,
 };
 use super::files::Files;
-use super::finished::{DIRECTORY as FINISHED, Finished, FinishedFile, FinishedIntents};
+use super::finished::{DIRECTORY as FINISHED, FinishedFile, FinishedIntent, FinishedIntents};
 use super::{Journal, JournalEntry, JournalFuture, JournalOpenError, JournaledIntent};
 use crate::client::Transport;
 use crate::failure::BoxError;
@@ -384,7 +384,7 @@ impl LockedEntry {
         let is_remembered =
             !is_safe(intent.method()) && !matches!(verdict, Verdict::Refused(_) | Verdict::TurnedAway);
         let remember = || {
-            let finished = Finished::of(&intent, verdict == Verdict::Done);
+            let finished = FinishedIntent::of(&intent, verdict == Verdict::Done);
             inner.finished.add(&inner.files, intent.key(), &finished, |bytes| inner.create_new(bytes))
         };
         let remembered = if is_remembered { remember() } else { Ok(()) };
@@ -519,7 +519,7 @@ impl Inner {
         }
         let entry = Box::new(FinishedLock { _file: file });
         let is_same_caller = self.other_credentials || finished.is_caller(intent.headers());
-        let Finished { created_at, key_lifetime, is_done, .. } = finished;
+        let FinishedIntent { created_at, key_lifetime, is_done, .. } = finished;
         Ok(Some(match (is_done, is_same_caller) {
             (true, true) => JournaledIntent::done_before(entry, created_at, key_lifetime),
             // For another caller the service may execute it again.

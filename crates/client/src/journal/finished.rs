@@ -32,7 +32,7 @@ const DAY: u64 = 24 * 60 * 60 * 1000;
 
 /// An intent that has a definite answer.
 #[derive(Clone, Debug)]
-pub(super) struct Finished {
+pub(super) struct FinishedIntent {
     pub(super) created_at: Timestamp,
     pub(super) key_lifetime: Option<Duration>,
     /// `true` if it was done. Otherwise the service reported that it failed, or that it cannot give the answer again.
@@ -41,7 +41,7 @@ pub(super) struct Finished {
     caller: Caller,
 }
 
-impl Finished {
+impl FinishedIntent {
     /// The memory of this intent.
     pub(super) fn of(intent: &Intent, is_done: bool) -> Self {
         Self {
@@ -120,7 +120,7 @@ fn request(intent: &Intent) -> String {
 
 /// A finished intent, and its file, which is not locked.
 pub(super) struct FinishedFile {
-    pub(super) finished: Finished,
+    pub(super) finished: FinishedIntent,
     pub(super) path: PathBuf,
     pub(super) file: File,
 }
@@ -164,7 +164,7 @@ impl FinishedIntents {
                 Err(error) => return Err(unreadable(&path, error)),
             };
             let bytes = files.read(&file, MAX_BYTES).map_err(|error| unreadable(&path, error))?;
-            return match Finished::decode(&bytes) {
+            return match FinishedIntent::decode(&bytes) {
                 Some(finished) => Ok(Some(FinishedFile { finished, path, file })),
                 None => Err(DamagedFile { path, reason: "it is damaged".to_owned(), is_unreadable: false }),
             };
@@ -179,7 +179,7 @@ impl FinishedIntents {
         &self,
         files: &Files,
         key: &IdempotencyKey,
-        finished: &Finished,
+        finished: &FinishedIntent,
         create: impl FnOnce(&[u8]) -> io::Result<(PathBuf, File)>,
     ) -> io::Result<()> {
         if self.retention.is_zero() {
