@@ -97,7 +97,7 @@ async fn a_success_without_a_completion_is_stored_and_logged() {
     assert_eq!(asked.answer(CREATED).await.has_status(201).text(), "paid");
     assert!(asked.retry().await.has_status(201).is_replay());
     assert_eq!(counted(&asked.sidecar, &REPORTED).await, [0, 0, 0, 1]);
-    asked.sidecar.process.logs("had not completed the record in its transaction").await;
+    asked.sidecar.process.logs("its transaction had not completed the record").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
