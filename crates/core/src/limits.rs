@@ -60,9 +60,13 @@ pub const MAX_STEPS_BYTES: usize = 1024 * 1024;
 /// Most requests that wait for one owner's response. Further ones get "in progress" at once.
 pub const MAX_WAITERS: usize = 1000;
 
-/// Most completions that an engine tries to write in the background while its store is unreachable. Each holds a response in
-/// memory.
-pub const MAX_DEFERRED: usize = 1024;
+/// Most attempts of an engine that are not settled: those that run, and those whose end the store has not accepted yet.
+/// Further claims are refused, so that every attempt that begins can wait for the store with its end.
+pub const MAX_UNSETTLED: usize = 65_536;
+
+/// Most bytes of responses that an engine holds until the store accepts them. Beyond that, the end of an attempt is stored
+/// without its response.
+pub const MAX_DEFERRED_BYTES: usize = 256 * 1024 * 1024;
 
 /// Most pairs of a form that are compared as pairs. A form with more is compared byte by byte. Frameworks read at most 1000
 /// to 4096 pairs, and to sort hundreds of thousands takes a second of processor time.

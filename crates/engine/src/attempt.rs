@@ -7,9 +7,9 @@ use std::sync::{Arc, Mutex};
 
 use oncegate_core::{
     AttemptId, Command, Complete, Completion, ErrorChain, FencingToken, Grant, Label, OnAbandoned, Outcome,
-    Record, RecordId, Release, Renew, Store, StoreError, StoreErrorKind, limits,
+    Record, RecordId, Release, Renew, Store, StoreError, StoreErrorKind, StoredResponse, limits,
 };
-use tokio::sync::Notify;
+use tokio::sync::{Notify, OwnedSemaphorePermit};
 use tokio::time::{Duration, Instant};
 
 use crate::engine::{ClaimRequest, Inner};
@@ -303,6 +303,8 @@ pub(crate) struct HeldPermit {
     pub(crate) leader: Leader,
     /// The claim, if an answer to it was lost: it may reach the store again after the attempt has ended.
     claim: Option<Box<(ClaimRequest, AttemptId)>>,
+    /// Held until the end of the attempt is stored. `None` once a search for the claim has taken it over.
+    place: Option<OwnedSemaphorePermit>,
 }
 
 /// The outcome of storing the end of an attempt.
@@ -322,10 +324,15 @@ pub enum SettleOutcome {
 }
 
 impl Permit {
-    pub(crate) fn new(inner: Arc<Inner>, attempt: Attempt, leader: Leader) -> Self {
+    pub(crate) fn new(
+        inner: Arc<Inner>,
+        attempt: Attempt,
+        leader: Leader,
+        place: Option<OwnedSemaphorePermit>,
+    ) -> Self {
         inner.renewer.start(&attempt);
         leader.set_executing(Owner::Local(attempt.clone()));
-        Self(Some(HeldPermit { inner, attempt, leader, claim: None }))
+        Self(Some(HeldPermit { inner, attempt, leader, claim: None, place }))
     }
 
     /// Notes that an answer to the claim was lost before it was granted.
@@ -557,7 +564,7 @@ impl HeldPermit {
     pub(crate) fn retract_late_claim(&mut self) {
         if let Some(claim) = self.claim.take() {
             let (request, attempt) = *claim;
-            self.inner.retract(request, attempt);
+            self.inner.retract(request, attempt, self.place.take());
         }
     }
 
@@ -576,14 +583,10 @@ impl HeldPermit {
     /// store accepts it under the current token, even for a record that was parked in the meantime.
     fn defer(self, ending: AttemptEnd) {
         self.inner.renewer.stop(&self.attempt);
-        let Ok(place) = self.inner.deferred.clone().try_acquire_owned() else {
-            let reason = "its end could not be stored, and too many other ends wait for the store";
-            self.inner.unknown.log_abandoned(&self.attempt, reason);
-            return self.emit(EventKind::SettlementLost);
-        };
+        let (ending, held) = self.inner.hold(ending, &self.attempt);
         let inner = self.inner.clone();
         inner.tasks.spawn(async move {
-            let _place = place;
+            let _held = held;
             let lease_until = self.attempt.lease_until();
             let mut pause = FIRST_PAUSE;
             loop {
@@ -608,11 +611,16 @@ impl HeldPermit {
 
     /// Tries again after the lease. Waiting claims ask the store themselves.
     async fn outlast(self, ending: AttemptEnd, mut error: StoreError) {
-        let Self { inner, attempt, leader, claim } = self;
+        let Self { inner, attempt, leader, claim, place } = self;
         let record = attempt.record_id();
         let give_up = Instant::now() + attempt.0.policy.retention;
-        let unstored =
-            UnstoredEnd { attempt, ending, claim: Mutex::new(claim), stored: tokio::sync::Mutex::default() };
+        let unstored = UnstoredEnd {
+            attempt,
+            ending,
+            claim: Mutex::new(claim),
+            place: Mutex::new(place),
+            stored: tokio::sync::Mutex::default(),
+        };
         let unstored = inner.unstored.add(record, unstored);
         drop(leader);
         if error.kind().may_pass() {
@@ -641,6 +649,7 @@ pub(crate) struct UnstoredEnd {
     attempt: Attempt,
     ending: AttemptEnd,
     claim: Mutex<Option<Box<(ClaimRequest, AttemptId)>>>,
+    place: Mutex<Option<OwnedSemaphorePermit>>,
     /// True once the store has accepted or refused the end. Locked while the end is sent, so that it is sent by one task only.
     stored: tokio::sync::Mutex<bool>,
 }
@@ -661,6 +670,44 @@ enum SettleError {
 }
 
 impl Inner {
+    /// Takes a place for a claim and the attempt that may follow.
+    ///
+    /// It is held until the store has accepted the end of the attempt, or until the search for a doubtful claim is over. An
+    /// end that is known must never be given up for want of space: without it, an attempt after the lease would execute
+    /// again. So the space is taken before the claim is sent.
+    ///
+    /// # Errors
+    /// [`limits::MAX_UNSETTLED`] attempts run or wait for the store. Nothing was sent.
+    pub(crate) fn place(&self) -> Result<OwnedSemaphorePermit, StoreError> {
+        self.places.clone().try_acquire_owned().map_err(|_| {
+            let reason =
+                format!("{} attempts run, or wait for the store to accept their end", limits::MAX_UNSETTLED);
+            StoreError::unavailable(reason).with_nothing_sent()
+        })
+    }
+
+    /// Reserves memory for the response of an end that the store has not accepted, until the reservation is dropped. If there
+    /// is no memory left, the end loses its response, so that the record at least shows that the operation took place.
+    fn hold(&self, ending: AttemptEnd, attempt: &Attempt) -> (AttemptEnd, Option<OwnedSemaphorePermit>) {
+        let AttemptEnd::Complete(Completion::Replayable(response)) = &ending else { return (ending, None) };
+        match self.hold_response(response) {
+            Some(held) => (ending, Some(held)),
+            None => {
+                tracing::error!(
+                    record = %attempt.record_id(),
+                    "too many responses wait for the store: this attempt is recorded as done, without its response"
+                );
+                (AttemptEnd::Complete(Completion::Tombstone), None)
+            }
+        }
+    }
+
+    /// Reserves memory for a response that the store has not accepted, if there is any left.
+    pub(crate) fn hold_response(&self, response: &StoredResponse) -> Option<OwnedSemaphorePermit> {
+        let kib = u32::try_from(response.as_encoded().len().div_ceil(1024)).ok()?;
+        self.deferred_kib.clone().try_acquire_many_owned(kib).ok()
+    }
+
     /// Sends the end of an attempt to the store, once.
     async fn end(&self, attempt: &Attempt, ending: &AttemptEnd) -> Result<(), SettleError> {
         match self.store.apply(attempt.record_id(), ending.command(attempt)).await {
@@ -701,7 +748,7 @@ impl Inner {
         let claim = lock(&unstored.claim).take();
         if let (EventKind::Released, Some(claim)) = (kind, claim) {
             let (request, attempt) = *claim;
-            self.retract(request, attempt);
+            self.retract(request, attempt, lock(&unstored.place).take());
         }
         Ok(())
     }
@@ -721,6 +768,3 @@ pub(crate) fn again_after(pause: Duration, error: &StoreError) -> Duration {
 
 /// The limit on renewals in [`Attempt::confirm_lease`] if each lease is over before it could be used.
 const MAX_RENEWALS: usize = 3;
-
-/// The limit on completions that are tried again in the background at a time.
-pub(crate) const DEFERRED: usize = limits::MAX_DEFERRED;

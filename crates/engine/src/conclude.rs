@@ -179,12 +179,19 @@ impl HeldPermit {
     /// get `InProgress`.
     fn conclude_later(self, report: OperationReport) {
         self.inner.renewer.stop(&self.attempt);
-        let Ok(place) = self.inner.deferred.clone().try_acquire_owned() else {
-            return self.emit(EventKind::SettlementLost);
+        let held = match &report {
+            OperationReport::Answer { completion: Completion::Replayable(response), .. } => {
+                match self.inner.hold_response(response) {
+                    Some(held) => Some(held),
+                    // The record shows if the operation took place, and the next claim reads it.
+                    None => return self.emit(EventKind::SettlementLost),
+                }
+            }
+            _ => None,
         };
         let inner = self.inner.clone();
         inner.tasks.spawn(async move {
-            let _place = place;
+            let _held = held;
             let give_up = self.attempt.lease_until();
             let mut pause = Duration::from_millis(50);
             loop {

@@ -11,7 +11,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use oncegate_core::{
     ConfigError, Fingerprint, IntoStore, Label, RecordId, Scope, ServiceName, Store, StoreError,
-    StoredResponse,
+    StoredResponse, limits,
 };
 use tokio::runtime::Handle;
 use tokio::sync::{Semaphore, oneshot};
@@ -21,7 +21,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use crate::answer::AnswerPermit;
-use crate::attempt::{Attempt, DEFERRED, Permit, UnstoredEnd};
+use crate::attempt::{Attempt, Permit, UnstoredEnd};
 use crate::conclude::COMPLETION_MISSING_INTERVAL;
 use crate::event::{Event, EventKind, Observer};
 use crate::lead::WaitLimit;
@@ -48,7 +48,10 @@ pub(crate) struct Inner {
     pub(crate) service: Option<ServiceName>,
     pub(crate) renewer: LeaseRenewer,
     pub(crate) tasks: TaskTracker,
-    pub(crate) deferred: Arc<Semaphore>,
+    /// The places of claims and attempts that are not settled with the store.
+    pub(crate) places: Arc<Semaphore>,
+    /// The KiB of responses that the store has not accepted yet.
+    pub(crate) deferred_kib: Arc<Semaphore>,
     /// Claims whose answer was lost.
     pub(crate) doubts: Pending<DoubtfulClaim>,
     /// Ends of attempts that could not be stored before the lease was over.
@@ -160,7 +163,8 @@ impl EngineBuilder {
                 observer: self.observer,
                 service: self.service,
                 tasks: TaskTracker::new(),
-                deferred: Arc::new(Semaphore::new(DEFERRED)),
+                places: Arc::new(Semaphore::new(limits::MAX_UNSETTLED)),
+                deferred_kib: Arc::new(Semaphore::new(limits::MAX_DEFERRED_BYTES / 1024)),
                 doubts: Pending::default(),
                 unstored: Pending::default(),
                 late: Arc::new(Semaphore::new(LATE)),

@@ -27,7 +27,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use oncegate_core::{AttemptId, Claim, Command, Outcome, StoreError, StoreErrorKind};
-use tokio::sync::Notify;
+use tokio::sync::{Notify, OwnedSemaphorePermit};
 use tokio::time::{Instant, sleep_until, timeout_at};
 
 use crate::attempt::{Attempt, Permit};
@@ -80,6 +80,8 @@ struct LeadingClaim {
     inner: Arc<Inner>,
     leader: Leader,
     request: ClaimRequest,
+    /// The place for the attempt, or for the search if the claim stays doubtful. `None` once it is handed on.
+    place: Option<OwnedSemaphorePermit>,
     number: u64,
     attempt: AttemptId,
     /// The store may have applied the claim without answering.
@@ -126,12 +128,20 @@ impl Inner {
         request: ClaimRequest,
         wait: Option<Arc<WaitLimit>>,
     ) -> Result<ClaimOutcome, StoreError> {
+        let place = match self.place() {
+            Ok(place) => Some(place),
+            Err(error) => {
+                leader.finish(SharedOutcome::Failed(error.kind()));
+                return Err(error);
+            }
+        };
         let (number, attempt) = self.new_attempt();
         let now = Instant::now();
         let mut claim = LeadingClaim {
             inner: self,
             leader,
             request,
+            place,
             number,
             attempt,
             is_doubtful: false,
@@ -321,30 +331,39 @@ impl LeadingClaim {
     async fn begin(mut self, granted: Attempt) -> Result<Result<ClaimOutcome, StoreError>, Self> {
         match granted.confirm_lease().await {
             Ok(()) => {
-                let mut permit = Permit::new(self.inner, granted, self.leader);
+                let mut permit = Permit::new(self.inner, granted, self.leader, self.place);
                 if self.is_doubtful {
                     permit.claimed_in_doubt(self.request, self.attempt);
                 }
                 Ok(Ok(ClaimOutcome::Execute(permit)))
             }
             Err(LeaseError::Fenced) => {
-                self.retract_if_doubtful();
+                if self.is_doubtful {
+                    self.retract_if_doubtful();
+                    match self.inner.place() {
+                        Ok(place) => self.place = Some(place),
+                        Err(error) => {
+                            self.leader.finish(SharedOutcome::Failed(error.kind()));
+                            return Ok(Err(error));
+                        }
+                    }
+                }
                 self.is_doubtful = false;
                 (self.number, self.attempt) = self.inner.new_attempt();
                 Err(self)
             }
             Err(LeaseError::Store(error)) => {
                 self.leader.finish(SharedOutcome::Failed(error.kind()));
-                self.inner.retract(self.request, self.attempt);
+                self.inner.retract(self.request, self.attempt, self.place);
                 Ok(Err(error))
             }
         }
     }
 
     /// Looks for the claim in the background and releases it, if the store may have applied it.
-    fn retract_if_doubtful(&self) {
+    fn retract_if_doubtful(&mut self) {
         if self.is_doubtful {
-            self.inner.retract(self.request.clone(), self.attempt);
+            self.inner.retract(self.request.clone(), self.attempt, self.place.take());
         }
     }
 }

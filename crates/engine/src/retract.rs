@@ -60,7 +60,7 @@ impl DoubtfulClaim {
 
 /// The phase of the search for a claim, with its place among those of the same phase.
 enum Phase {
-    /// The store has not answered yet. The place counts as one of the deferred completions.
+    /// The store has not answered yet. The place is that of the claim.
     Unanswered {
         _place: OwnedSemaphorePermit,
     },
@@ -93,9 +93,14 @@ enum LookResult {
 
 impl Inner {
     /// Looks for a claim in doubt in the background, and releases it if it was granted. Nothing may be executed under the
-    /// claim.
-    pub(crate) fn retract(self: &Arc<Self>, request: ClaimRequest, attempt: AttemptId) {
-        let Ok(place) = self.deferred.clone().try_acquire_owned() else { return };
+    /// claim. The search takes over the place of the claim; without one, there is no search.
+    pub(crate) fn retract(
+        self: &Arc<Self>,
+        request: ClaimRequest,
+        attempt: AttemptId,
+        place: Option<OwnedSemaphorePermit>,
+    ) {
+        let Some(place) = place else { return };
         let doubt =
             self.doubts.add(request.id, DoubtfulClaim { request, attempt, settled: Mutex::new(false) });
         let inner = self.clone();

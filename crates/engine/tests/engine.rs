@@ -904,18 +904,77 @@ async fn a_waiter_beyond_the_limit_gets_in_progress_at_once() {
     }
 }
 
+/// The claim of a record of its own.
+fn numbered(number: usize) -> ClaimRequest {
+    let key = IdempotencyKey::new(number.to_string().as_bytes()).unwrap();
+    ClaimRequest { id: RecordId::derive(&Scope::single_tenant(), &key), ..request() }
+}
+
 #[tokio::test(start_paused = true)]
-async fn a_completion_beyond_the_retry_limit_is_lost_at_once() {
+async fn each_attempt_that_began_keeps_its_end_until_the_store_accepts_it() {
+    const COUNT: usize = 4000;
     let world = World::new();
+    let mut permits = Vec::new();
+    for number in 0..COUNT {
+        permits.push(world.permit(numbered(number)).await);
+    }
     world.faults.always(Operation::Complete, Fault::Refuse);
-    for number in 0..=limits::MAX_DEFERRED {
-        assert!(!world.events.has(EventKind::SettlementLost), "{number}");
-        let mut id = [0; 32];
-        id[..8].copy_from_slice(&number.to_be_bytes());
-        let permit = world.permit(ClaimRequest { id: RecordId::from_bytes(id), ..request() }).await;
+    for permit in permits {
         assert!(matches!(permit.complete(answer("one")).await, SettleOutcome::Deferred(_)));
     }
-    assert_eq!(world.events.count_if(|kind| *kind == EventKind::SettlementLost), 1);
+    world.faults.heal();
+    // The lease lasts, so no other claim can come first.
+    tokio::time::sleep(LEASE / 2).await;
+    for number in 0..COUNT {
+        assert!(replays(&world.claim(numbered(number)).await, "one"), "{number}");
+    }
+    assert!(!world.events.has(EventKind::SettlementLost));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_claim_beyond_the_limit_of_unsettled_attempts_is_refused_before_it_is_sent() {
+    let world = World::new();
+    let mut permits = Vec::new();
+    for number in 0..limits::MAX_UNSETTLED {
+        permits.push(world.permit(numbered(number)).await);
+    }
+    let one_more = numbered(limits::MAX_UNSETTLED);
+    let error = world.engine.claim(one_more.clone()).await.unwrap_err();
+    assert!(error.is_unsent() && error.kind() == StoreErrorKind::Unavailable, "{error}");
+    assert!(world.store.lookup(one_more.id).await.unwrap().is_none());
+    permits.pop().unwrap().release().await;
+    drop(world.permit(one_more).await);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_end_without_memory_for_its_response_is_stored_without_it() {
+    let body = bytes::Bytes::from(vec![b'x'; 1024 * 1024]);
+    let large =
+        || Completion::Replayable(StoredResponse::new(200, &[], std::slice::from_ref(&body), &[]).unwrap());
+    let fitting = limits::MAX_DEFERRED_BYTES / (1024 * 1024 + 1024);
+    let world = World::new();
+    let mut permits = Vec::new();
+    for number in 0..=fitting {
+        permits.push(world.permit(numbered(number)).await);
+    }
+    world.faults.always(Operation::Complete, Fault::Refuse);
+    for permit in permits {
+        assert!(matches!(permit.complete(large()).await, SettleOutcome::Deferred(_)));
+    }
+    world.faults.heal();
+    tokio::time::sleep(LEASE / 2).await;
+    let last = world.claim(numbered(fitting)).await;
+    assert!(matches!(last, ClaimOutcome::Unreplayable), "{last:?}");
+    for number in 0..fitting {
+        assert!(matches!(world.claim(numbered(number)).await, ClaimOutcome::Replay(_)), "{number}");
+    }
+    // The memory is free again.
+    let permit = world.permit(numbered(fitting + 1)).await;
+    world.faults.always(Operation::Complete, Fault::Refuse);
+    permit.complete(large()).await;
+    world.faults.heal();
+    tokio::time::sleep(LEASE / 2).await;
+    assert!(matches!(world.claim(numbered(fitting + 1)).await, ClaimOutcome::Replay(_)));
 }
 
 #[test]

@@ -130,6 +130,13 @@ pub(crate) fn describe(error: &Error) -> String {
                 return "a pooler before PostgreSQL takes no settings; add pooler=transaction to the URL"
                     .to_owned();
             }
+            let is_mixed = code == "08P01" && error.message().contains("bind message supplies");
+            if is_mixed || matches!(code.as_str(), "42P05" | "26000") {
+                return format!(
+                    "a pooler before PostgreSQL mixes the prepared statements of its clients (SQLSTATE {code}); add \
+                     pooler=transaction to the URL"
+                );
+            }
             match code.get(..2) {
                 // These are about the connection, the role, the database and the server's resources; never about data.
                 Some("08" | "28" | "3D" | "53" | "57" | "58") => {
@@ -138,8 +145,8 @@ pub(crate) fn describe(error: &Error) -> String {
                 _ if code == "42501" => format!(
                     "the role lacks a right (SQLSTATE {code}): see \"Grants\" in docs/reference/store-contract-postgres.md"
                 ),
-                _ if matches!(code.as_str(), "3F000" | "42883") => format!(
-                    "a schema or a function is missing (SQLSTATE {code}): check the database with `oncegate schema status postgres`"
+                _ if matches!(code.as_str(), "3F000" | "42883" | "42P01" | "42704") => format!(
+                    "a schema, a table or a function is missing (SQLSTATE {code}): run `oncegate schema apply postgres --url URL`"
                 ),
                 _ => format!("PostgreSQL refuses with SQLSTATE {code}"),
             }
@@ -177,6 +184,9 @@ fn extent(code: &str) -> Extent {
 }
 
 /// Converts an error for callers. The text contains nothing that was sent.
+///
+/// A missing right, function or table (classes 42, 3F, 0A and 26) is an error that may pass: an operator renews the grants,
+/// repairs the schema or adds a pooler while programs run. An attempt that ends meanwhile must not give its end up.
 #[must_use]
 pub fn store_error(error: &Error) -> StoreError {
     let words = describe(error);
@@ -184,7 +194,7 @@ pub fn store_error(error: &Error) -> StoreError {
         Error::Database(error) => {
             let code = code(&**error);
             match code.get(..2) {
-                Some("22" | "23" | "42" | "3F" | "0A") => StoreError::invalid(words),
+                Some("22" | "23") => StoreError::invalid(words),
                 Some("XX") if code != "XX000" => StoreError::corrupt(words),
                 _ if code == "OG003" => StoreError::corrupt(words),
                 _ => StoreError::unavailable(words).with_extent(extent(&code)),

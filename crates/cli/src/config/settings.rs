@@ -457,7 +457,7 @@ settings! {
     response_budget: usize = units::memory;
 
     /// The most requests with a key that are in flight at the same time. A request counts until the service has responded, even
-    /// if its client hangs up. Further requests are refused with 503, and nothing is executed.
+    /// if its client hangs up. Further requests are refused with 503, and nothing is executed. At most 65536.
     "max-in-flight" LIMITS Service One "N" Value("2048");
     max_in_flight: usize = units::max_in_flight;
 
@@ -469,7 +469,7 @@ settings! {
     /// The most requests without a key that are in flight at the same time, until their responses have ended. Upgraded
     /// connections, such as WebSockets, count until they end. Further requests are refused with 503.
     "max-in-flight-without-key" LIMITS Service One "N" Nothing("as max-connections, but at least 1024; fewer if the system's limit of open files leaves fewer");
-    max_in_flight_without_key: usize = units::max_in_flight;
+    max_in_flight_without_key: usize = units::max_without_key;
 
     /// The most client connections that are open at the same time. A further connection waits until another one ends.
     "max-connections" LIMITS Service One "N" Value("10000");

@@ -268,6 +268,10 @@ pub(crate) fn memory(text: &str) -> Read<usize> {
 const MAX_OPEN: usize = 1_000_000;
 
 pub(crate) fn max_in_flight(text: &str) -> Read<usize> {
+    number(text, limits::MAX_UNSETTLED, "requests")
+}
+
+pub(crate) fn max_without_key(text: &str) -> Read<usize> {
     number(text, MAX_OPEN, "requests")
 }
 
@@ -856,13 +860,15 @@ mod tests {
         assert!(error(request_body("1073741825")).contains("at most 1GiB"));
         assert!(memory("1024GiB").is_ok());
         assert!(error(memory("1025GiB")).contains("at most 1024GiB"));
-        assert_eq!((max_in_flight("1"), max_in_flight("1000000")), (Ok(1), Ok(1_000_000)));
+        assert_eq!((max_in_flight("1"), max_in_flight("65536")), (Ok(1), Ok(65_536)));
+        assert!(error(max_in_flight("65537")).contains("from 1 to 65536"));
+        assert_eq!((max_without_key("1"), max_without_key("1000000")), (Ok(1), Ok(1_000_000)));
         assert_eq!((max_connections("1"), max_connections("1000000")), (Ok(1), Ok(1_000_000)));
         assert!(error(max_connections("0")).contains("from 1 to 1000000"));
         assert!(error(max_connections("1000001")).contains("from 1 to 1000000"));
         assert!(write_timeout("100ms").is_ok() && write_timeout("1h").is_ok());
         assert!(write_timeout("99ms").is_err() && write_timeout("3601s").is_err());
-        assert!(error(max_in_flight("0")).contains("from 1 to 1000000"));
+        assert!(error(max_in_flight("0")).contains("from 1 to 65536"));
         assert!(error(max_in_flight("1000001")).contains("from 1 to 1000000"));
         assert!(error(memory("1099511627777")).contains("at most 1024GiB"));
     }

@@ -257,3 +257,51 @@ async fn a_closed_store_is_unavailable() {
     store.close().await;
     assert_eq!(store.apply(id(1), claims(1)).await.unwrap_err().kind(), StoreErrorKind::Unavailable);
 }
+
+/// A statement that makes commands of the store fail, and one that repairs the database.
+const REPAIRS: [(&str, &str, &str); 5] = [
+    ("42501", "REVOKE USAGE ON SCHEMA oncegate FROM ROLE", "GRANT USAGE ON SCHEMA oncegate TO ROLE"),
+    (
+        "42501",
+        "REVOKE EXECUTE ON ALL FUNCTIONS IN SCHEMA oncegate FROM ROLE",
+        "GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA oncegate TO ROLE",
+    ),
+    ("3F000", "ALTER SCHEMA oncegate RENAME TO away", "ALTER SCHEMA away RENAME TO oncegate"),
+    ("42704", "ALTER TABLE oncegate.records RENAME TO away", "ALTER TABLE oncegate.away RENAME TO records"),
+    (
+        "42883",
+        "ALTER FUNCTION oncegate.complete_if_owner RENAME TO away",
+        "ALTER FUNCTION oncegate.away RENAME TO complete_if_owner",
+    ),
+];
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_error_that_an_operator_repairs_while_programs_run_may_pass() {
+    let database = Database::fresh().await;
+    let mut admin = database.connect().await;
+    let role = format!("app_{}", database.name);
+    run(
+        &mut admin,
+        &format!(
+            "CREATE ROLE {role} LOGIN PASSWORD 'app'; GRANT USAGE ON SCHEMA oncegate TO {role};
+             GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA oncegate TO {role}"
+        ),
+    )
+    .await;
+    let url = format!(
+        "postgres://{role}:app@127.0.0.1:{}/{}?sslmode=disable",
+        database.server.port(),
+        database.name
+    );
+    let store = PostgresStore::open(PostgresOptions::new(&url).unwrap()).await.unwrap();
+    for (number, (code, breaks, repairs)) in (1..).zip(REPAIRS) {
+        let owner = token(&store.apply(id(number), claims(1)).await.unwrap());
+        let complete = || completes(owner, Completion::Replayable(response(b"paid")));
+        run(&mut admin, &breaks.replace("ROLE", &role)).await;
+        let error = store.apply(id(number), complete()).await.unwrap_err();
+        assert!(error.kind().may_pass() && error.to_string().contains(code), "{breaks}: {error}");
+        run(&mut admin, &repairs.replace("ROLE", &role)).await;
+        let outcome = store.apply(id(number), complete()).await.unwrap();
+        assert!(matches!(outcome, Outcome::Completed), "{breaks}: {outcome:?}");
+    }
+}
