@@ -94,7 +94,8 @@ pub enum OnAbandoned {
     Park,
     /// Executes again under a new token: at least one execution.
     Reexecute,
-    /// Gives ownership under a new token. The new owner asks the service about the earlier attempt instead of executing.
+    /// Gives ownership under a new token. The new owner must ask the service about the earlier attempt before it executes, and
+    /// park the record if the service cannot tell. Only the HTTP layer and the sidecar can ask.
     Reconcile,
 }
 

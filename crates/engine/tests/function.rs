@@ -443,7 +443,9 @@ async fn the_function_continues_and_its_result_is_stored_when_the_caller_leaves(
 
 #[tokio::test(start_paused = true)]
 async fn a_call_in_place_that_is_dropped_while_it_runs_never_frees_its_key() {
-    for (policy, runs_again) in [(Policy::default(), false), (reexecuting(), true)] {
+    // A function cannot ask anybody, so it does not run again under `Reconcile` either.
+    let reconciling = Policy::default().with_on_abandoned(OnAbandoned::Reconcile);
+    for (policy, runs_again) in [(Policy::default(), false), (reexecuting(), true), (reconciling, false)] {
         let world = World::new();
         let charge = world.charge().with_policy(policy);
         let borrowed = "a borrowed order".to_owned();

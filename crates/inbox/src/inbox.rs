@@ -87,7 +87,8 @@ impl Inbox {
     /// message is tried 10 times.
     ///
     /// # Errors
-    /// [`ConfigError`] for an invalid [name](ConsumerName::new).
+    /// [`ConfigError`] for an invalid [name](ConsumerName::new), and for [`OnAbandoned::Reconcile`], because there is no service
+    /// to ask about a message.
     pub fn new(
         engine: Engine,
         consumer: impl TryInto<ConsumerName, Error: Into<ConfigError>>,
@@ -96,6 +97,11 @@ impl Inbox {
         dead: impl DeadLetterSink,
     ) -> Result<Self, ConfigError> {
         let consumer = consumer.try_into().map_err(Into::into)?;
+        if on_abandoned == OnAbandoned::Reconcile {
+            return Err(ConfigError::new(
+                "an inbox has no service to ask what happened to a message: choose OnAbandoned::Park or Reexecute",
+            ));
+        }
         let policy = Policy::default().with_on_abandoned(on_abandoned);
         let policy = policy.with_lease(LEASE).and_then(|policy| policy.with_retention(RETENTION));
         // No waiting: a message in progress elsewhere must not block others. The broker delivers it again.

@@ -1329,3 +1329,11 @@ fn counts_are_written_for_prometheus() {
     assert!(text.contains(&line("dead", "no-identity", 0)), "{text}");
     assert_eq!(text.lines().count(), 2 + EventKind::ALL.len());
 }
+
+#[test]
+fn an_inbox_that_would_have_to_ask_a_service_is_refused() {
+    let engine = Engine::new(MemoryStore::default());
+    let letters = World::new().letters;
+    let inbox = Inbox::new(engine, "billing", Identity::header("id"), OnAbandoned::Reconcile, letters);
+    assert!(inbox.is_err_and(|error| error.to_string().contains("choose OnAbandoned::Park")));
+}

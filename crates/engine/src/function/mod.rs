@@ -11,8 +11,8 @@ use std::future::Future;
 use std::sync::Arc;
 
 use oncegate_core::{
-    Fingerprint, FingerprintInput, FingerprintRules, IdempotencyKey, KeyError, KeyTag, Label, RecordId,
-    Scope, StoredResponse, limits,
+    Fingerprint, FingerprintInput, FingerprintRules, IdempotencyKey, KeyError, KeyTag, Label, OnAbandoned,
+    RecordId, Scope, StoredResponse, limits,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -150,8 +150,15 @@ impl Engine {
 
 impl<P> Function<P> {
     /// Sets the lease, the retention and the action if an earlier call was abandoned.
+    ///
+    /// There is no service that could be asked about an abandoned call, so [`OnAbandoned::Reconcile`] is
+    /// [`OnAbandoned::Park`] here: the outcome stays unknown.
     #[must_use]
     pub fn with_policy(self, policy: Policy) -> Self {
+        let policy = match policy.on_abandoned() {
+            OnAbandoned::Reconcile => policy.with_on_abandoned(OnAbandoned::Park),
+            _ => policy,
+        };
         self.with(|settings| settings.policy = policy)
     }
 
