@@ -172,7 +172,8 @@ impl DiskState {
         match &mut self.fault {
             Some(fault) if fault.on == operation && fault.after > 0 => fault.after -= 1,
             Some(fault) if fault.on == operation && fault.times > 0 => {
-                fault.times -= 1;
+                // A permanent fault stays one, so that the probe finds it, too.
+                fault.times -= u64::from(fault.times < u64::MAX);
                 return Err(io::Error::from_raw_os_error(fault.errno));
             }
             _ => {}
