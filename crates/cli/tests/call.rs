@@ -723,20 +723,27 @@ async fn a_cron_job_that_is_killed_again_and_again_pays_each_payout_once() {
     assert_eq!(left.filter(|name| name != "finished").count(), 0);
 }
 
-/// With an expired token every payout is rejected. The payouts stay due, the run reports why, and the next run pays them.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_cron_job_with_an_expired_token_keeps_its_payouts() {
+/// Runs the example while the service turns every request away, and again after the repair. Returns the numbers of payouts that
+/// were paid and refused.
+async fn payouts_after_a_repair(status: &'static str, sidecar: Option<&[&str]>) -> (usize, usize) {
     let example = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/cron-payout");
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("due.csv"), "7,DE02,500\n8,DE44,1250\n9,closed,300\n").unwrap();
-    let expired = Arc::new(std::sync::atomic::AtomicBool::new(true));
-    let still = Arc::clone(&expired);
-    let (address, seen) = service(move |number| match number {
-        _ if still.load(std::sync::atomic::Ordering::SeqCst) => Some(answer("401 Unauthorized", "", "")),
+    let broken = Arc::new(std::sync::atomic::AtomicBool::new(true));
+    let still = Arc::clone(&broken);
+    let (mut address, seen) = service(move |number| match number {
+        _ if still.load(std::sync::atomic::Ordering::SeqCst) => Some(answer(status, "", "")),
         _ if number % 2 == 0 => Some(answer("201 Created", "", "paid")),
         _ => Some(answer("422 Unprocessable", "", "closed")),
     })
     .await;
+    let sidecar = match sidecar {
+        Some(flags) => Some(Sidecar::start(address, flags).await),
+        None => None,
+    };
+    if let Some(sidecar) = &sidecar {
+        address = sidecar.address;
+    }
     let run = async || {
         let mut job = Command::new("sh");
         job.arg(example.join("pay.sh")).arg(dir.path()).env("ONCEGATE", env!("CARGO_BIN_EXE_oncegate"));
@@ -749,14 +756,31 @@ async fn a_cron_job_with_an_expired_token_keeps_its_payouts() {
     for list in ["done.csv", "refused.csv", "unknown.csv"] {
         assert!(!dir.path().join(list).exists(), "{list}");
     }
-    let sent = seen.count();
-    assert!(sent >= 3);
-    expired.store(false, std::sync::atomic::Ordering::SeqCst);
+    assert!(seen.count() >= 3);
+    broken.store(false, std::sync::atomic::Ordering::SeqCst);
     let end = run().await;
     assert_eq!(end.code, Some(0), "{end:?}");
     let lines = |name: &str| fs::read_to_string(dir.path().join(name)).unwrap_or_default().lines().count();
-    assert_eq!(lines("done.csv") + lines("refused.csv"), 3);
     assert_eq!(lines("unknown.csv"), 0);
+    (lines("done.csv"), lines("refused.csv"))
+}
+
+/// With an expired token every payout is rejected. The payouts stay due, the run reports why, and the next run pays them.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_cron_job_with_an_expired_token_keeps_its_payouts() {
+    let (paid, refused) = payouts_after_a_repair("401 Unauthorized", None).await;
+    assert_eq!(paid + refused, 3);
+    assert!(paid > 0);
+}
+
+/// The sidecar keeps a 404, unless it is among the statuses that free the key.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn behind_a_sidecar_a_payout_is_paid_after_a_404_only_if_it_frees_the_key() {
+    let free = ["--release-statuses", "404,405,411,413,417,426,431,501,505,511"];
+    let (paid, refused) = payouts_after_a_repair("404 Not Found", Some(&free)).await;
+    assert_eq!(paid + refused, 3);
+    assert!(paid > 0);
+    assert_eq!(payouts_after_a_repair("404 Not Found", Some(&[])).await, (0, 3));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -1,8 +1,8 @@
 //! Does what the pages in `docs/start` say: the programs on them are the binaries of this package, the commands run in a shell
 //! as they stand, and the lines that they show come out, each as often as it is shown.
 //!
-//! Three things differ from what a reader does: `cargo run` starts the program that is built already, `cargo install` checks
-//! only its path, and ports are replaced by free ones.
+//! Four things differ from what a reader does: `cargo run` starts the program that is built already, `cargo install` checks
+//! only its path, ports are replaced by free ones, and instead of a reader the test waits until a program listens.
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 

@@ -59,7 +59,7 @@ const EXIT_CODES: [(End, &str, &str); 8] = [
     (
         End::TurnedAway,
         "turned away before the operation: nothing happened",
-        "fixes the reason, then makes the same call",
+        "fixes the reason, then makes the same call; if that one gets the same response as a replay, another intent",
     ),
 ];
 

@@ -10,7 +10,7 @@ async fn charge(engine: &Engine, order: String, cents: u64) -> Result<String, Fu
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let store = EmbeddedStore::open("records")?;
+    let store = EmbeddedStore::open("charges")?;
     let engine = Engine::new(store);
     println!("{}", charge(&engine, "order-123".to_owned(), 500).await?);
     Ok(())
