@@ -17,7 +17,7 @@ use crate::config::{
     CacheChoice, CachedChoice, Config, Draft, ProxyArgs, StoreChoice, StoreUrl, TlsFiles, duration_text,
     size_text,
 };
-use crate::proxy::{DEFAULT_SCOPE, HOSTS_COMPARED, certificate, server_config};
+use crate::proxy::{DEFAULT_SCOPE, HOSTS_COMPARED, certificate, check_certificate_file, server_config};
 
 mod online;
 
@@ -187,6 +187,11 @@ fn configuration(config: &Config, is_online: bool, report: &mut Report) {
         online::service(config, report);
     } else {
         report.ok(format!("service {}: not contacted", config.to));
+        if config.to.scheme == http::uri::Scheme::HTTPS
+            && let Err(why) = check_certificate_file()
+        {
+            report.error(why);
+        }
     }
     if let Some(name) = &config.service {
         report.ok(format!("service name {name}: sidecars with this name on the same store share keys"));
@@ -396,9 +401,11 @@ fn content(dir: &Path, found: &CheckReport, report: &mut Report) {
     // No process has the store open, so no request is executing those that are in progress.
     let waiting = [StateName::Unknown, StateName::Abandoned, StateName::InProgress];
     let waiting: u64 = waiting.iter().filter_map(|state| found.records.get(state)).sum();
-    if waiting > 0 {
+    // A damaged store is restored from a backup first.
+    if waiting > 0 && found.is_sound() {
         report.warn(format!(
-            "store {shown}: {waiting} of its requests have an unknown outcome; start the sidecar, and run `oncegate keys ls`"
+            "store {shown}: {waiting} of its requests have an unknown outcome; start the sidecar, and run `oncegate keys ls \
+             --state unsettled`"
         ));
     }
 }

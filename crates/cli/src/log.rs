@@ -26,15 +26,17 @@ struct Log {
     told: AtomicU64,
 }
 
+/// The notices and slow statements that this library logs name neither the store nor what to do. The sidecar reports faults of
+/// the store itself.
+const DATABASE_LIBRARY: &str = "sqlx=error";
+
 /// Starts the log on the standard error, with the levels in `ONCEGATE_LOG`.
 ///
 /// # Errors
 /// If `ONCEGATE_LOG` is invalid, or no thread can be started.
 pub(crate) fn start() -> Result<(), String> {
-    let filter = match std::env::var_os(VARIABLE) {
-        Some(value) => filter(&value.to_string_lossy()).map_err(|error| format!("{VARIABLE}: {error}"))?,
-        None => EnvFilter::new("info"),
-    };
+    let value = std::env::var_os(VARIABLE).unwrap_or_default();
+    let filter = filter(&value.to_string_lossy()).map_err(|error| format!("{VARIABLE}: {error}"))?;
     let lines = LineWriter::start("log", io::stderr(), dropped())
         .map_err(|error| format!("cannot start the log: {error}"))?;
     let terminal = io::IsTerminal::is_terminal(&io::stderr());
@@ -60,9 +62,9 @@ pub(crate) fn dropped() -> Counter {
 }
 
 /// Parses a value of `ONCEGATE_LOG`: a level, or `PART=LEVEL`, or several of them separated by commas. Parts that are
-/// not named have the level `info`.
+/// not named have the level `info`, but for [`DATABASE_LIBRARY`].
 pub(crate) fn filter(value: &str) -> Result<EnvFilter, String> {
-    let mut directives = vec!["info"];
+    let mut directives = vec!["info", DATABASE_LIBRARY];
     for directive in value.split(',').map(str::trim).filter(|directive| !directive.is_empty()) {
         // The library would read an unknown level as a part of the program, and switch everything else off.
         let level = directive.rsplit_once('=').map_or(directive, |(_, level)| level);
@@ -139,7 +141,11 @@ mod tests {
 
     #[test]
     fn parts_without_a_level_have_the_level_info() {
-        assert_eq!(filter("oncegate_engine=debug").unwrap().to_string(), "oncegate_engine=debug,info");
-        assert_eq!(filter("warn").unwrap().to_string(), "warn");
+        assert_eq!(
+            filter("oncegate_engine=debug").unwrap().to_string(),
+            "oncegate_engine=debug,sqlx=error,info"
+        );
+        assert_eq!(filter("warn").unwrap().to_string(), "sqlx=error,warn");
+        assert_eq!(filter("sqlx=debug").unwrap().to_string(), "sqlx=debug,info");
     }
 }

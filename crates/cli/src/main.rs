@@ -87,7 +87,11 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let code = run(Oncegate::parse().command);
+    let parsed = Oncegate::try_parse().unwrap_or_else(|mut error| {
+        config::drop_far_suggestion(&mut error);
+        error.exit()
+    });
+    let code = run(parsed.command);
     log::flush();
     code
 }

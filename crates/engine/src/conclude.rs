@@ -156,12 +156,12 @@ impl HeldPermit {
         if let Some(note) = note {
             self.emit(note);
             if note == EventKind::CompletionMissing
-                && let Some(others) = self.inner.completion_missing.pass()
+                && let Some(suppressed) = self.inner.completion_missing.pass()
             {
                 let record = self.attempt.record_id();
                 tracing::warn!(
                     %record,
-                    others,
+                    suppressed,
                     "the service reported a success, but its transaction had not completed the record: after a crash in \
                      between, the operation would have run twice"
                 );

@@ -7,12 +7,48 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use oncegate_core::CallerTag;
+use oncegate_engine::LogThrottle;
 
 /// The number of maps that hold the counts of callers, so that threads rarely wait for each other.
 const SHARDS: usize = 16;
+
+/// A limit at which requests with a key are refused. Its name is that of the setting.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Limit {
+    MaxInFlight,
+    MaxInFlightPerCaller,
+    ResponseBudget,
+}
+
+const WARNING_INTERVAL: Duration = Duration::from_secs(60);
+/// One for each limit, so that one busy caller does not hide that the service is at its limit.
+static WARNINGS: LazyLock<[LogThrottle; 3]> =
+    LazyLock::new(|| [(); 3].map(|()| LogThrottle::new(WARNING_INTERVAL)));
+
+impl Limit {
+    /// Logs, at most once a minute for each limit, that a request is refused at it.
+    pub(crate) fn warn(self, caller: Option<CallerTag>) {
+        let Some(suppressed) = WARNINGS.get(self as usize).and_then(LogThrottle::pass) else { return };
+        let (limit, what) = match self {
+            Self::MaxInFlight => ("max-in-flight", "requests with a key are in flight"),
+            Self::MaxInFlightPerCaller => {
+                ("max-in-flight-per-caller", "requests with a key of one caller are in flight")
+            }
+            Self::ResponseBudget => ("response-budget", "bytes of responses are in memory"),
+        };
+        let caller = caller.filter(|_| self == Self::MaxInFlightPerCaller).map(tracing::field::display);
+        tracing::warn!(
+            limit,
+            caller,
+            suppressed,
+            "a limit is reached: as many {what} as are allowed; further requests with a key are refused with 503"
+        );
+    }
+}
 
 /// The requests in flight. Copies share their counts.
 #[derive(Clone)]
@@ -50,23 +86,26 @@ impl InFlight {
         self.counts.all.load(Ordering::Relaxed)
     }
 
-    /// Counts one more request of this caller (`None` if there is only one caller). Returns `None` at a limit.
-    pub(crate) fn enter(self: &Arc<Self>, caller: Option<CallerTag>) -> Option<Slot> {
+    /// Counts one more request of this caller (`None` if there is only one caller).
+    ///
+    /// # Errors
+    /// The limit that is reached.
+    pub(crate) fn enter(self: &Arc<Self>, caller: Option<CallerTag>) -> Result<Slot, Limit> {
         let all = &self.counts.all;
         let entered =
             all.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |now| (now < self.max).then_some(now + 1));
-        entered.ok()?;
+        entered.map_err(|_| Limit::MaxInFlight)?;
         let mut slot = Slot { in_flight: self.clone(), caller: None };
         if let Some(caller) = caller {
             let mut callers = self.counts.callers(caller);
             let now = callers.entry(caller).or_insert(0);
             if *now >= self.max_per_caller {
-                return None;
+                return Err(Limit::MaxInFlightPerCaller);
             }
             *now += 1;
             slot.caller = Some(caller);
         }
-        Some(slot)
+        Ok(slot)
     }
 }
 
@@ -122,23 +161,25 @@ mod tests {
         let (ada, bob) = (Some(CallerTag::from_bytes([1; 8])), Some(CallerTag::from_bytes([2; 8])));
         for _ in 0..3 {
             let mut slots = vec![in_flight.enter(ada).unwrap(), in_flight.enter(ada).unwrap()];
-            assert!(in_flight.enter(ada).is_none());
+            assert_eq!(in_flight.enter(ada).unwrap_err(), Limit::MaxInFlightPerCaller);
             slots.push(in_flight.enter(bob).unwrap());
-            assert!(in_flight.enter(bob).is_none() && in_flight.enter(None).is_none());
+            for caller in [bob, None] {
+                assert_eq!(in_flight.enter(caller).unwrap_err(), Limit::MaxInFlight);
+            }
             slots.remove(0);
             slots.push(in_flight.enter(ada).unwrap());
             drop(slots);
             assert_eq!((in_flight.now(), remembered(&in_flight)), (0, 0));
         }
         let slots: Vec<_> = (0..3).map(|_| in_flight.enter(None).unwrap()).collect();
-        assert!(in_flight.enter(None).is_none());
+        assert!(in_flight.enter(None).is_err());
         drop(slots);
     }
 
     #[test]
     fn a_refused_caller_leaves_nothing_behind() {
         let in_flight = Arc::new(InFlight::new(10, 0));
-        assert!(in_flight.enter(Some(CallerTag::from_bytes([1; 8]))).is_none());
+        assert!(in_flight.enter(Some(CallerTag::from_bytes([1; 8]))).is_err());
         assert_eq!(in_flight.now(), 0);
     }
 }

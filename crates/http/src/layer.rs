@@ -281,7 +281,7 @@ impl Shared {
 
     /// Logs, at most once a minute, that requests are refused because it is not configured how callers are told apart.
     pub(crate) fn warn_of_missing_scope(&self, credential: &HeaderName, doubt: CallerDoubt) {
-        let Some(others) = self.scope_warnings.pass() else { return };
+        let Some(suppressed) = self.scope_warnings.pass() else { return };
         let meant = match credential.as_str() {
             "authorization" => {
                 "required-header:NAME, with a field whose value is the same in a retry".to_owned()
@@ -293,10 +293,10 @@ impl Shared {
             name => format!("required-header:{name}"),
         };
         tracing::warn!(
-            others,
-            "requests with {} are refused, because it is not configured how callers are told apart: set `scope` \
-             (Settings::with_caller), for example to {meant}; or set it to header:authorization if that field alone tells \
-             callers apart, and callers without it may get each other's answers",
+            suppressed,
+            "requests with {} are refused, because `scope` (Settings::with_caller) is not set: set it, for example, to {meant}; \
+             or set it to header:authorization if that field alone tells callers apart, and callers without it may get each \
+             other's answers",
             doubt.describe(credential)
         );
     }

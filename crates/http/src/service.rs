@@ -31,7 +31,7 @@ use crate::event::{Disposition, KeyedEvent, RequestEvent};
 use crate::execute::{Execution, ExecutionEnd, FENCED, take_directive};
 use crate::grpc::GrpcForm;
 use crate::headers::restore;
-use crate::in_flight::Slot;
+use crate::in_flight::{Limit, Slot};
 use crate::layer::Shared;
 use crate::method;
 use crate::refusal::{Condition, Refusal};
@@ -341,7 +341,11 @@ impl KeyedResponse {
     /// Counts this request as in flight, unless a limit is reached or the budget for answers is used up.
     fn enter(&self, scope: &Scope<'_>) -> Option<Slot> {
         let caller = (!self.settings.caller.is_single_tenant()).then(|| scope.caller_tag());
-        self.shared.in_flight.enter(caller).filter(|_| self.shared.response_budget.has_capacity())
+        let entered = match self.shared.in_flight.enter(caller) {
+            Ok(_) if !self.shared.response_budget.has_capacity() => Err(Limit::ResponseBudget),
+            entered => entered,
+        };
+        entered.map_err(|limit| limit.warn(caller)).ok()
     }
 
     /// Computes the fingerprint of a request. A body that is large, or that becomes large when it is decoded, is

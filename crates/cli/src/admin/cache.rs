@@ -24,8 +24,8 @@ impl Collector for CacheCollector {
         ];
         let writes = [("filled", counts.populated), ("failed", counts.failed), ("shed", counts.shed)];
         let families = [
-            ("cache_claims", "Claims by the result of the cache before the store", &claims[..]),
-            ("cache_fills", "Answers for the cache, by result", &writes[..]),
+            ("cache_claims", "Claims, by the answer of the cache", &claims[..]),
+            ("cache_fills", "Writes of responses to the cache, by result", &writes[..]),
         ];
         for (name, help, results) in families {
             let mut family = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
@@ -34,7 +34,7 @@ impl Collector for CacheCollector {
             }
         }
         let gauges = [
-            ("cache_pending", "Answers that wait to be put into the cache", counts.pending),
+            ("cache_pending", "Responses that wait to be written to the cache", counts.pending),
             ("cache_out", "1 while the cache is not used, because it did not answer", counts.is_out.into()),
         ];
         for (name, help, value) in gauges {

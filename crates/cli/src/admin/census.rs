@@ -22,6 +22,7 @@ use oncegate_engine::{Event, EventKind, Observer};
 use tokio::time::Instant;
 
 use super::Metrics;
+use crate::config::rounded_duration_text;
 
 /// The rest after a page of a walk, as a multiple of the time that the page took.
 const REST_FACTOR: u32 = 100;
@@ -137,7 +138,7 @@ fn log_expired(id: RecordId, record: &CountedRecord) {
         record = %id,
         operation = record.label.operation(),
         state = record.state.as_str(),
-        since = record.since.as_millis(),
+        since = super::view::time(record.since),
         "a record was removed at the end of its retention, and no operator had settled it: its outcome stays unknown, and its key executes again"
     );
 }
@@ -286,7 +287,7 @@ impl Census {
         if let Some(first) = first {
             tracing::warn!(
                 records,
-                first_in = ?first.since(now),
+                first_in = rounded_duration_text(first.since(now)),
                 "records that wait for an operator are removed soon, at the end of their retention, and their keys execute again; see \
                  `oncegate keys ls --state unsettled`"
             );
@@ -300,8 +301,8 @@ impl Census {
             let oldest = counts.oldest.map_or(Duration::ZERO, |oldest| self.store.now().since(oldest));
             tracing::warn!(
                 unsettled,
-                ?oldest,
-                "records wait for an operator; see `oncegate keys ls --state unsettled`"
+                oldest = rounded_duration_text(oldest),
+                "records with an unknown outcome wait for an operator: run `oncegate keys ls --state unsettled`"
             );
         }
         self.reported = unsettled;

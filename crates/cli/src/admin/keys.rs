@@ -459,13 +459,13 @@ async fn settle(state: &AdminState, id: RecordId, verdict: Verdict, audit: Audit
     }
 }
 
-/// The reason why a verdict was refused. The texts use words that are both flags of the command and members of the API.
+/// The reason why a verdict was refused. Members of requests are between backticks: the command line shows its flags instead.
 fn why_not(state: StateName, by_operator: bool, verdict: &Verdict) -> String {
     let is_park = verdict.resolution == Resolution::Park;
     match state {
         StateName::Completed | StateName::Tombstone if by_operator => format!(
             "An operator resolved it already: it is {state}. To replace that answer, which clients may have got, resolve it with \
-             \"amend\"; to withdraw it, park it."
+             `amend`; to withdraw it, park it."
         ),
         StateName::Completed | StateName::Tombstone => format!(
             "It is {state} by its service's own answer, which never changes before its retention is over. Only an answer of an \
@@ -475,7 +475,7 @@ fn why_not(state: StateName, by_operator: bool, verdict: &Verdict) -> String {
             "It is unknown already: nothing executes until it is resolved.".to_owned()
         }
         StateName::Unknown | StateName::Abandoned if verdict.amend => {
-            format!("It is {state}: there is no answer of an operator to amend. Resolve it without \"amend\".")
+            format!("It is {state}: there is no answer of an operator to amend. Resolve it without `amend`.")
         }
         StateName::Abandoned => {
             "It is abandoned: its owner's lease is over, and its outcome is unknown. Resolve it.".to_owned()
@@ -492,7 +492,7 @@ fn why_not(state: StateName, by_operator: bool, verdict: &Verdict) -> String {
             "Its owner has a lease and may be running. Wait until the request or its lease ends.".to_owned()
         }
         StateName::InProgress => "A request is in progress and has a lease. Wait until the request or its lease ends. Or release it \
-             with force, if you know that its owner is gone: if it is not, its effect may happen in addition to that of \
+             with `force`, if you know that its owner is gone: if it is not, its effect may happen in addition to that of \
              the next request."
             .to_owned(),
         state => format!("It is {state}."),
@@ -523,7 +523,7 @@ impl ResolveRequest {
     fn answer(self) -> Result<StoredResponse, Problem> {
         let Some(status) = self.status else {
             return Err(Problem::bad_request(
-                "status: give the answer that retries get (status, headers, body), or \"tombstone\": true if the answer is lost.",
+                "status: give the answer that retries get (status, headers, body), or set tombstone to true if the answer is lost.",
             ));
         };
         let status = StatusCode::from_u16(status).ok().filter(|s| (200..=599).contains(&s.as_u16()));

@@ -172,24 +172,25 @@ impl Metrics {
         r.register("build", "The program", Info::new([("version", env!("CARGO_PKG_VERSION"))]));
         r.register_collector(Box::new(StorePromises(Box::new(store))));
         let requests = add(r, "requests", "Requests by outcome and class of status", Family::default());
-        let events: Family<[Label; 1], Counter> = add(r, "events", "Events of records", Family::default());
-        let help = "Claims that took over an abandoned attempt";
+        let events: Family<[Label; 1], Counter> =
+            add(r, "events", "Events of records, by event", Family::default());
+        let help = "Claims that took over the record of an abandoned attempt";
         let takeovers = add(r, "takeovers", help, Counter::default());
-        let help = "Reports of the service about the outcome of requests";
+        let help = "Answers of the service to questions about the outcome of requests, by result";
         let reconciled: Family<[Label; 1], Counter> = add(r, "reconciled", help, Family::default());
-        let help = "Replays that waited for the owner's answer";
+        let help = "Replays that waited for the response of the request in flight";
         let replays_after_wait = add(r, "replays_after_wait", help, Counter::default());
         let help = "Errors of the store, by command and kind";
         let store_errors = add(r, "store_errors", help, Family::default());
-        let help = "Time that the store took for a command";
+        let help = "Duration of commands to the store";
         let store_durations = Family::<[Label; 1], Histogram, _>::new_with_constructor(store_histogram);
         let store_durations = add_seconds(r, "store_duration", help, store_durations);
-        let help = "Time that attempts executed, from the grant of their claim to the end of their handler";
+        let help = "Duration of attempts, from their claim to the end of their handler";
         let attempt_durations = add_seconds(r, "attempt_duration", help, upstream_histogram());
-        let help = "Time until the answer of the service began, or until the request was given up";
+        let help = "Time until the response of the service began, or until the sidecar gave the request up";
         let upstream_durations = Family::<[Label; 1], Histogram, _>::new_with_constructor(upstream_histogram);
         let upstream_durations = add_seconds(r, "upstream_duration", help, upstream_durations);
-        let executing = add(r, "executing", "Attempts that execute", Gauge::default());
+        let executing = add(r, "executing", "Attempts that are executing", Gauge::default());
         let help = "Records that a request is claiming or executing";
         let records_in_flight = add(r, "records_in_flight", help, Gauge::default());
         let limits = LimitGauges::register(r);
@@ -208,7 +209,7 @@ impl Metrics {
         let certificate_end = CertificateEnd::default();
         r.register_collector(Box::new(certificate_end.clone()));
         let unsettled = UnsettledMetrics::register(r);
-        let help = "1 while the store has this note for an operator, by name";
+        let help = "1 while the store reports this condition to operators, by name";
         let advisories = add(r, "store_advisory", help, Family::default());
         Self(Arc::new(Inner {
             requests: RequestCounters::new(requests),
@@ -370,13 +371,13 @@ impl LimitGauges {
         let mut count = |name, help| add(registry, name, help, Gauge::default());
         let requests = (
             count("requests_in_flight", "Requests with a key in flight"),
-            count("requests_in_flight_limit", "Most requests with a key in flight (max-in-flight)"),
+            count("requests_in_flight_limit", "Limit of requests with a key in flight (max-in-flight)"),
         );
         let connections = (
             count("connections_open", "Connections of clients that are open"),
-            count("connections_limit", "Most connections of clients (max-connections)"),
+            count("connections_limit", "Limit of connections of clients (max-connections)"),
         );
-        let help = "Most requests without a key in flight (max-in-flight-without-key)";
+        let help = "Limit of requests without a key in flight (max-in-flight-without-key)";
         let without_key = (
             count("requests_without_key_in_flight", "Requests without a key in flight"),
             count("requests_without_key_in_flight_limit", help),
@@ -387,12 +388,18 @@ impl LimitGauges {
             gauge
         };
         let request_budget = (
-            bytes("request_budget_used", "Memory for the bodies of requests with a key"),
-            bytes("request_budget_limit", "Most memory for these bodies (request-budget)"),
+            bytes("request_budget_used", "Memory that the bodies of requests with a key hold"),
+            bytes(
+                "request_budget_limit",
+                "Limit of the memory for bodies of requests with a key (request-budget)",
+            ),
         );
         let response_budget = (
-            bytes("response_budget_used", "Memory for the bodies of answers to them"),
-            bytes("response_budget_limit", "Memory that these bodies should not exceed (response-budget)"),
+            bytes("response_budget_used", "Memory that the bodies of responses to requests with a key hold"),
+            bytes(
+                "response_budget_limit",
+                "Limit of the memory for bodies of responses (response-budget), which responses of operations that took place may exceed",
+            ),
         );
         Self([requests, connections, without_key, request_budget, response_budget])
     }
@@ -441,7 +448,8 @@ impl ReloadMetrics {
     fn register(registry: &mut Registry) -> [Self; ReloadSubject::ALL.len()] {
         let help = "Reloads, by subject and result";
         let reloads: Family<[Label; 2], Counter> = add(registry, "reloads", help, Family::default());
-        let help = "1 while the newest one is invalid and the previous one is in force";
+        let help =
+            "1 while the newest configuration or certificate is invalid and the previous one is in force";
         let refused: Family<[Label; 1], Gauge> = add(registry, "reload_refused", help, Family::default());
         ReloadSubject::ALL.map(|subject| {
             let subject = ("subject", subject.as_str());
@@ -467,14 +475,14 @@ struct UnsettledMetrics {
 
 impl UnsettledMetrics {
     fn register(registry: &mut Registry) -> Self {
-        let help = "Records that are not settled, by state; counted by a slow walk through the store";
+        let help = "Unsettled records, by state; counted in the background";
         let records = add(registry, "records", help, Family::default());
-        let help = "Time that the oldest record whose outcome is unknown has waited for an operator; 0 if there is none";
-        let oldest = add_seconds(registry, "oldest_unsettled", help, Gauge::default());
         let help =
-            "Time until the first record whose outcome is unknown is removed; infinite if there is none";
+            "Time that the oldest abandoned or unknown record has waited for an operator; 0 if there is none";
+        let oldest = add_seconds(registry, "oldest_unsettled", help, Gauge::default());
+        let help = "Time until the first abandoned or unknown record is removed at the end of its retention; infinite if there is none";
         let retention_left = add_seconds(registry, "unsettled_retention_left", help, Gauge::default());
-        let help = "Records that were removed at the end of their retention before an operator settled them";
+        let help = "Abandoned and unknown records that were removed at the end of their retention";
         let expired = add(registry, "unsettled_expired", help, Counter::default());
         Self { records, counts: Mutex::default(), oldest, retention_left, expired }
     }

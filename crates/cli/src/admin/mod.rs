@@ -53,7 +53,7 @@ use tokio::sync::{Semaphore, watch};
 
 use self::exposition::Exposition;
 use self::problem::Problem;
-use crate::config::AdminToken;
+use crate::config::{AdminToken, duration_text};
 use crate::proxy::{ConnectionLimit, RequestLimit};
 
 pub(crate) use self::cache::CacheCollector;
@@ -236,7 +236,7 @@ async fn readyz(State(state): State<AdminState>) -> Response {
             not_ready(format!("the store would not accept a write: {why}\n"))
         }
         Err(_) => {
-            tracing::debug!(timeout = ?READY_TIMEOUT, "not ready: the store does not answer");
+            tracing::debug!(timeout = duration_text(READY_TIMEOUT), "not ready: the store does not answer");
             not_ready("the store does not answer\n")
         }
     }

@@ -90,8 +90,12 @@ impl Problem {
 
     /// The record exists, but its state does not allow this.
     pub(super) fn not_resolvable(id: RecordId, detail: impl Into<String>) -> Self {
-        let problem =
-            Self::new(StatusCode::CONFLICT, "not-resolvable", "The record cannot be resolved now", detail);
+        let problem = Self::new(
+            StatusCode::CONFLICT,
+            "not-resolvable",
+            "The state of the record does not allow this",
+            detail,
+        );
         Self { record: Some(id), ..problem }
     }
 

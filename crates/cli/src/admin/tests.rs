@@ -691,7 +691,7 @@ async fn a_living_owner_is_fenced_only_by_force() {
     let (id, token) = sidecar.in_progress(1, "POST /pay").await;
     let release = format!("/v1/keys/{id}/release");
     let detail = sidecar.post(&release, json!({"reason": "r"})).await.refused(409, "not-resolvable");
-    assert!(detail.contains("release it with force"), "{detail}");
+    assert!(detail.contains("release it with `force`"), "{detail}");
     let resolve = json!({"outcome": "released", "reason": "r"});
     sidecar.post(&format!("/v1/keys/{id}/resolve"), resolve).await.refused(409, "not-resolvable");
     let forced = sidecar.post(&release, json!({"reason": "host is gone", "force": true})).await;

@@ -47,7 +47,13 @@ pub(crate) struct CallArgs {
     pub(super) plain: bool,
 
     /// Keeps the intent in this directory until there is a definite answer, so that it survives this process
-    #[arg(long, value_name = "DIR", env = "ONCEGATE_JOURNAL", help_heading = "Journal")]
+    #[arg(
+        long,
+        value_name = "DIR",
+        env = "ONCEGATE_JOURNAL",
+        hide_env_values = true,
+        help_heading = "Journal"
+    )]
     pub(super) journal: Option<PathBuf>,
     /// Sends the pending requests of the journal. It contains no credentials (-u, Authorization, Cookie, X-Api-Key and the like):
     /// give them again

@@ -162,6 +162,9 @@ async fn list(journal: &JournalDir) -> End {
     };
     let mut out = io::stdout().lock();
     let mut end = End::Done;
+    if found.is_empty() {
+        complain!("no pending requests in {}", journal.path().display());
+    }
     for one in found {
         let printed = match one {
             Ok(pending) => {

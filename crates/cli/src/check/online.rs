@@ -11,14 +11,10 @@ use oncegate_core::ErrorChain;
 
 use super::Report;
 use crate::config::{Config, UpstreamProtocol, duration_text};
-use crate::proxy::{MAX_HEAD, MAX_LIBRARY_HEAD, MAX_LINES, connector};
+use crate::proxy::{MAX_HEAD, MAX_LIBRARY_HEAD, MAX_LINES, connector, handshake_hint};
 
 /// Limits the time of one answer of the service.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// Advice for a certificate that no authority of the system has signed.
-const UNKNOWN_ISSUER: &str = "; if the service has a certificate authority of its own, name its certificate in the environment \
-     of this command and of the sidecar: SSL_CERT_FILE=ca.pem";
 
 /// Connects as the sidecar does, with TLS if the address has it, and sends one `GET /` without a key.
 pub(super) fn service(config: &Config, report: &mut Report) {
@@ -31,8 +27,7 @@ pub(super) fn service(config: &Config, report: &mut Report) {
             report.ok(format!("service {to}: reached; it answers GET / with {status} ({version:?})"));
         }
         Err(why) => {
-            let hint = if why.contains("UnknownIssuer") { UNKNOWN_ISSUER } else { "" };
-            report.error(format!("service {to}: {why}{hint}"));
+            report.error(format!("service {to}: {why}{}", handshake_hint(&why)));
         }
     }
 }

@@ -129,13 +129,6 @@ impl TomlReader<'_> {
             return;
         }
         match Setting::named(&name) {
-            Some(setting) if in_route && setting.settable_in != SettableIn::Route => {
-                self.error(
-                    &key.span(),
-                    None,
-                    format!("`{name}` is for the whole sidecar; write it above the first [[route]]"),
-                );
-            }
             Some(setting) if setting.settable_in == SettableIn::Start => {
                 self.error(&key.span(), None, format!("`{name}` names this file, so it cannot be in it"));
             }
@@ -145,6 +138,13 @@ impl TomlReader<'_> {
                     setting.variable()
                 );
                 self.error(&key.span(), Some(&name), what);
+            }
+            Some(setting) if in_route && setting.settable_in != SettableIn::Route => {
+                self.error(
+                    &key.span(),
+                    None,
+                    format!("`{name}` is for the whole sidecar; write it above the first [[route]]"),
+                );
             }
             Some(setting) => self.value(setting, &name, value, entries),
             None => self.unknown(&name, key, in_route),

@@ -1,10 +1,11 @@
 //! Settings as flags.
 
 use clap::builder::ValueHint;
+use clap::error::{ContextKind, ContextValue};
 use clap::{Arg, ArgAction, ArgMatches, Command};
 
 use super::Entry;
-use super::problem::Source;
+use super::problem::{Source, nearest};
 use super::settings::{Fallback, Raw, SETTINGS, Setting, Shape};
 
 /// The sidecar's settings on the command line.
@@ -84,6 +85,19 @@ fn help(setting: &Setting) -> String {
     format!("{text}{default} [env: {}]", setting.variable())
 }
 
+/// Removes the suggestion for an unknown flag if it is another word, as for settings in the file.
+pub(crate) fn drop_far_suggestion(error: &mut clap::Error) {
+    let name = |kind| match error.get(kind) {
+        Some(ContextValue::String(name)) => Some(name.trim_start_matches('-').to_owned()),
+        _ => None,
+    };
+    if let (Some(written), Some(near)) = (name(ContextKind::InvalidArg), name(ContextKind::SuggestedArg))
+        && nearest(&written, [near.as_str()]).is_none()
+    {
+        error.remove(ContextKind::SuggestedArg);
+    }
+}
+
 #[cfg(test)]
 pub(crate) fn parse(flags: &[&str]) -> Result<ProxyArgs, clap::Error> {
     use clap::{Args as _, FromArgMatches as _};
@@ -117,8 +131,14 @@ mod tests {
     fn an_unknown_flag_is_an_error_with_a_suggestion() {
         let error = parse(&["--leese", "5s"]).unwrap_err().to_string();
         assert!(error.contains("unexpected argument '--leese'") && error.contains("'--lease'"), "{error}");
-        let error = parse(&["--admin-token", "secret"]).unwrap_err().to_string();
-        assert!(error.contains("--admin-token-file"), "{error}");
+        let shown = |flag| {
+            let mut error = parse(&[flag, "x"]).unwrap_err();
+            drop_far_suggestion(&mut error);
+            error.to_string()
+        };
+        assert!(shown("--admin-token").contains("--admin-token-file"));
+        let far = shown("--store-patience");
+        assert!(far.contains("'--store-patience'") && !far.contains("'--store'"), "{far}");
     }
 
     #[test]

@@ -42,17 +42,17 @@ use self::settings::{Raw, SETTINGS, SettableIn, Setting, Sourced, Values};
 
 pub(crate) use self::cached::{CacheChoice, CachedChoice};
 pub(crate) use self::cors::{Cors, asked_method};
-pub(crate) use self::flags::ProxyArgs;
 #[cfg(test)]
 pub(crate) use self::flags::parse as parse_flags;
+pub(crate) use self::flags::{ProxyArgs, drop_far_suggestion};
 pub(crate) use self::problem::{Problem, Problems, Source, did_you_mean};
 use self::trusted::TrustedProxies;
 #[cfg(test)]
 pub(crate) use self::units::admin_token;
 pub(crate) use self::units::store as read_store;
 pub(crate) use self::units::{
-    AdminToken, StoreChoice, StoreUrl, Upstream, UpstreamProtocol, duration, duration_text, size_text, store,
-    without_login,
+    AdminToken, StoreChoice, StoreUrl, Upstream, UpstreamProtocol, duration, duration_text,
+    rounded_duration_text, size_text, store, without_login,
 };
 
 /// One setting with its given value.

@@ -151,11 +151,16 @@ const SAMPLES: &[(&str, &str)] = &[
     ("drain-timeout", "60s"),
 ];
 
+fn sample(setting: &str) -> &'static str {
+    let sample = SAMPLES.iter().find(|(name, _)| *name == setting);
+    sample.unwrap_or_else(|| panic!("add a valid value of `{setting}` to SAMPLES")).1
+}
+
 #[test]
 fn every_setting_can_be_given_everywhere_it_is_allowed() {
     for setting in SETTINGS.iter().filter(|setting| setting.name != "config") {
-        let (_, text) = SAMPLES.iter().find(|(name, _)| *name == setting.name).unwrap();
-        let value = if setting.shape == Shape::Switch { (*text).to_owned() } else { format!("{text:?}") };
+        let text = sample(setting.name);
+        let value = if setting.shape == Shape::Switch { text.to_owned() } else { format!("{text:?}") };
         let in_file = format!("{} = {value}\n", setting.name);
         let in_route = format!("[[route]]\npath = \"/a\"\n{in_file}");
         let flag = setting.flag().map(|flag| format!("--{flag}={text}"));
@@ -775,8 +780,11 @@ fn every_setting_of_a_route_arrives() {
         |setting: &&Setting| setting.name == "cors.allowed-origins" || !setting.name.starts_with("cors.");
     for setting in SETTINGS.iter().filter(|setting| setting.settable_in == SettableIn::Route).filter(alone) {
         let name = setting.name;
-        let (_, text) = SAMPLES.iter().find(|(sample, _)| *sample == name).unwrap();
-        let (_, arrives) = expected.iter().find(|(of, _)| *of == name).unwrap();
+        let text = sample(name);
+        let (_, arrives) = expected
+            .iter()
+            .find(|(of, _)| *of == name)
+            .unwrap_or_else(|| panic!("add what `{name}` changes in the configuration to this test"));
         assert!(!default.contains(arrives), "{name}: {default}");
         let variable = setting.variable();
         // A key that is built from the body needs callers that are told apart, or only one caller.
@@ -784,7 +792,7 @@ fn every_setting_of_a_route_arrives() {
         let said: Vec<_> = [TO, TRANSACTIONS, SERVICE, (&variable, text)].into_iter().chain(scope).collect();
         let everywhere = format!("{:?}", Given { env: &said, ..NOTHING }.config().default);
         assert!(everywhere.contains(arrives), "{name}: {everywhere}");
-        let value = if setting.shape == Shape::Switch { (*text).to_owned() } else { format!("{text:?}") };
+        let value = if setting.shape == Shape::Switch { text.to_owned() } else { format!("{text:?}") };
         let scope = scope.map_or("", |_| "scope = \"single-tenant\"\n");
         let file = format!("[[route]]\npath = \"/a\"\n{scope}{name} = {value}\n");
         let config = Given { env: &[TO, TRANSACTIONS, SERVICE], file: &file, ..NOTHING }.config();
@@ -877,6 +885,7 @@ fn every_setting_of_the_service_arrives() {
     fs::write(token.path(), "0123456789abcdef").unwrap();
     let token = token.path().to_str().unwrap();
     let here = std::env::current_dir().unwrap();
+    let mut tested = vec!["config", "tls-cert", "tls-key"];
     for (name, text, arrives) in [
         ("to", "https://api.internal", "to: Upstream { scheme: \"https\", authority: api.internal }"),
         ("listen", "127.0.0.1:1", "listen: 127.0.0.1:1"),
@@ -897,10 +906,10 @@ fn every_setting_of_the_service_arrives() {
         ("request-budget", "64MiB", "request_budget: 67108864"),
         ("response-budget", "64MiB", "response_budget: 67108864"),
         ("max-in-flight", "100", "max_in_flight: 100"),
-        ("max-in-flight-per-caller", "10", "max_in_flight_per_caller: 10"),
+        ("max-in-flight-per-caller", "20", "max_in_flight_per_caller: 20"),
         ("max-in-flight-without-key", "30", "max_in_flight_without_key: Some(30)"),
         ("upstream-idle-timeout", "2s", "upstream_idle_timeout: 2s"),
-        ("max-connections", "100", "max_connections: 100"),
+        ("max-connections", "200", "max_connections: 200"),
         ("write-timeout", "5s", "write_timeout: 5s"),
         ("trusted-proxies", "private,10.0.0.0/8", "trusted_proxies: [Private, Network(10.0.0.0, 8)]"),
         ("max-page-cache", "1GiB", "max_page_cache: 1073741824"),
@@ -911,6 +920,16 @@ fn every_setting_of_the_service_arrives() {
         let said = [TO, (&variable, text)];
         let config = format!("{:?}", Given { env: &said[usize::from(name == "to")..], ..NOTHING }.config());
         assert!(config.contains(arrives), "{name}: {config}");
+        let default = format!("{:?}", Given { env: &[TO], ..NOTHING }.config());
+        assert!(!default.contains(arrives), "{name}: {default}");
+        tested.push(name);
+    }
+    for setting in SETTINGS.iter().filter(|setting| setting.settable_in != SettableIn::Route) {
+        assert!(
+            tested.contains(&setting.name),
+            "add what `{}` changes in the configuration to this test",
+            setting.name
+        );
     }
     let flags = ["--tls-cert", "c.pem", "--tls-key", "k.pem"];
     let tls = Given { env: &[TO], flags: &flags, ..NOTHING }.config().tls;
@@ -1002,7 +1021,7 @@ fn the_reference_page_has_a_row_for_every_setting_as_it_is() {
             Fallback::Nothing("") => "–".to_owned(),
             Fallback::Nothing(words) => words.to_owned(),
         };
-        let (name, value) = (setting.name, setting.value.replace('|', "&#124;"));
+        let (name, value) = (setting.name, setting.value.replace('|', r"\|"));
         let help = setting.help.split_whitespace().collect::<Vec<_>>().join(" ");
         let row = format!("| `{name}`{mark} | `{value}` | {default} | {help} |\n");
         assert!(page.contains(&row), "docs/reference/configuration.md lacks this row:\n{row}");

@@ -17,6 +17,7 @@ use tokio::sync::OnceCell;
 
 use super::Failure;
 use crate::admin::ADMIN_FIELD;
+use crate::proxy::trusting_system;
 
 /// Limits the time of one answer of the sidecar.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
@@ -92,7 +93,7 @@ impl Client {
             )));
         };
         match serde_json::from_slice::<Value>(&body) {
-            Ok(body) if !status.is_success() => Err(self.refusal(status, &body)),
+            Ok(body) if !status.is_success() => Err(self.refusal(path, status, &body)),
             Ok(body) if body.get(member_of(path)).is_some() => Ok(body),
             _ => Err(self.unreachable(&format!(
                 "this program does not understand its answer ({status}); check that the sidecar has the same version"
@@ -116,8 +117,8 @@ impl Client {
             if self.scheme == Scheme::HTTP {
                 return self.send(HttpConnector::new(), request).await;
             }
-            let connector = HttpsConnectorBuilder::new().with_native_roots();
-            let connector = connector.map_err(|error| self.unreachable(&ErrorChain(&error).to_string()))?;
+            let tls = trusting_system(true).map_err(|error| self.unreachable(&error))?;
+            let connector = HttpsConnectorBuilder::new().with_tls_config(tls);
             self.send(connector.https_only().enable_http1().build(), request).await
         };
         let late = |_| self.unreachable(&format!("no answer within {} seconds", ANSWER_TIMEOUT.as_secs()));
@@ -142,7 +143,7 @@ impl Client {
     }
 
     /// Describes a problem in terms of the command line.
-    fn refusal(&self, status: StatusCode, problem: &Value) -> Failure {
+    fn refusal(&self, path: &str, status: StatusCode, problem: &Value) -> Failure {
         let text = |name: &str| problem[name].as_str().unwrap_or_default();
         match (status, text("type").rsplit(':').next().unwrap_or_default()) {
             (StatusCode::UNAUTHORIZED, _) => {
@@ -159,10 +160,9 @@ impl Client {
             }
             _ => {}
         }
-        let detail = text("detail");
+        let detail = &in_flags(text("detail"));
         let about = detail.split_once(": ").filter(|(name, _)| *name == text("parameter"));
-        if let Some(("caller", _)) = about {
-            let (_, what) = about.unwrap_or_default();
+        if let Some(("caller", what)) = about.filter(|_| path == "/v1/keys/find") {
             return Failure::Usage(format!(
                 "name the caller of the request: --caller-file FILE with the value of the header field that tells callers apart, \
                  --caller-fields FILE if several do, --anonymous if the request had no such field, or --single-tenant if the \
@@ -173,8 +173,14 @@ impl Client {
         if let Some((flag, what)) = about.and_then(|(name, what)| Some((flag(name)?, what))) {
             return Failure::Usage(format!("{flag}: {what}"));
         }
-        let mut words = match (text("title"), detail) {
+        if status == StatusCode::BAD_REQUEST && !detail.is_empty() {
+            return Failure::Usage(detail.clone());
+        }
+        let title = text("title");
+        let repeats_title = detail.get(..title.len()).is_some_and(|start| start.eq_ignore_ascii_case(title));
+        let mut words = match (title, detail.as_str()) {
             ("", "") => status.to_string(),
+            (_, detail) if repeats_title => detail.to_owned(),
             (title, detail) => format!("{title}: {detail}"),
         };
         if let Some(record) = problem["record"].as_str() {
@@ -211,9 +217,18 @@ fn member_of(path: &str) -> &'static str {
     }
 }
 
+/// The text with flags instead of the members of requests, which the admin API writes between backticks.
+fn in_flags(text: &str) -> String {
+    FLAGS.iter().fold(text.to_owned(), |text, (member, flag)| text.replace(&format!("`{member}`"), flag))
+}
+
 /// The flags that set the members and parameters of requests.
-const FLAGS: [(&str, &str); 17] = [
+const FLAGS: [(&str, &str); 21] = [
     ("state", "--state"),
+    ("caller", "--caller"),
+    ("host", "--host"),
+    ("amend", "--amend"),
+    ("force", "--force"),
     ("key_tag", "--key"),
     ("operation", "--operation"),
     ("min_age", "--min-age"),

@@ -564,7 +564,9 @@ impl Resolve {
         if let Some(status) = self.status {
             let headers = self.header.iter().map(|header| match header.split_once(':') {
                 Some((name, value)) => Ok(json!([name.trim(), value.trim()])),
-                None => Err(Failure::Usage(format!("--header {header:?}: write \"Name: value\""))),
+                None => Err(Failure::Usage(format!(
+                    "--header {header:?}: write \"Name: value\", such as \"Location: /payments/7\""
+                ))),
             });
             request.insert("status".to_owned(), status.into());
             request.insert("headers".to_owned(), headers.collect::<Result<Value, _>>()?);

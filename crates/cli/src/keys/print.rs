@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde_json::Value;
 
 use super::Failure;
-use crate::config::duration_text;
+use crate::config::rounded_duration_text;
 
 type Printed = Result<(), Failure>;
 
@@ -46,7 +46,8 @@ pub(super) fn newest(page: &Value, as_json: bool, out: &mut impl Write) -> Print
         .collect();
     let least = if is_complete { "" } else { "at least " };
     let newest = if shown < total { format!(", the newest {shown} are shown") } else { String::new() };
-    writeln!(out, "{least}{total} records ({}){newest}", states.join(", "))?;
+    let records = if total == 1 { "record" } else { "records" };
+    writeln!(out, "{least}{total} {records} ({}){newest}", states.join(", "))?;
     if !is_complete {
         writeln!(
             out,
@@ -67,7 +68,9 @@ fn rows(page: &Value, out: &mut impl Write) -> Printed {
             text(&record["state"]),
             age(record),
             text(&record["changed_at"]),
-            rough(Duration::from_secs(record["expires_in_seconds"].as_u64().unwrap_or_default())),
+            rounded_duration_text(Duration::from_secs(
+                record["expires_in_seconds"].as_u64().unwrap_or_default(),
+            )),
             text(&record["attempts"]),
             text(&record["caller"]),
             text(&record["operation"]),
@@ -86,7 +89,7 @@ fn rows(page: &Value, out: &mut impl Write) -> Printed {
 }
 
 fn age(record: &Value) -> String {
-    rough(Duration::from_secs(record["age_seconds"].as_u64().unwrap_or_default()))
+    rounded_duration_text(Duration::from_secs(record["age_seconds"].as_u64().unwrap_or_default()))
 }
 
 /// A record in one line.
@@ -163,7 +166,7 @@ pub(super) fn record(view: &Value, flags: &str, as_json: bool, out: &mut impl Wr
 fn advice(view: &Value, flags: &str) -> Option<String> {
     let record = text(&view["record"]);
     let (known, released) = if view["steps"].is_null() {
-        ("It is not known whether this took effect.", "It did not, and the next request executes")
+        ("It is not known whether this took effect.", "It did not take place, and the next request executes")
     } else {
         (
             "Its steps took place; it is not known whether the next one did.",
@@ -197,9 +200,9 @@ fn advice(view: &Value, flags: &str) -> Option<String> {
         )),
         ("unknown" | "abandoned", _) => Some(format!(
             "{known} Find out, and then resolve it.\n\n\
-             # It did, and retries get this answer:\n\
+             # It took place, and retries get this answer:\n\
              oncegate keys resolve{flags} {record} {answer}\n\
-             # It did, and its answer is lost:\n\
+             # It took place, and its answer is lost:\n\
              oncegate keys resolve{flags} {record} --tombstone --reason \"…\"\n\
              # {released}:\n\
              oncegate keys resolve{flags} {record} --released --reason \"…\""
@@ -280,22 +283,21 @@ fn text(value: &Value) -> String {
     }
 }
 
-/// Escapes control characters, so that text from clients and services cannot control the operator's terminal.
+/// Escapes control characters, and the marks that change the direction of text, so that text from clients and services cannot
+/// control the operator's terminal or show something else than it says.
 fn printable(text: &str, with_lines: bool) -> String {
     let mut printable = String::with_capacity(text.len());
     for char in text.chars() {
         match char {
             '\n' | '\t' if with_lines => printable.push(char),
-            char if char.is_control() => printable.extend(char.escape_default()),
+            char if char.is_control() || is_direction_mark(char) => printable.extend(char.escape_default()),
             char => printable.push(char),
         }
     }
     printable
 }
 
-/// An age in its largest unit, which is exact enough for people.
-fn rough(age: Duration) -> String {
-    let seconds = age.as_secs();
-    let unit = [24 * 3600, 3600, 60].into_iter().find(|unit| seconds >= 2 * unit).unwrap_or(1);
-    duration_text(Duration::from_secs(seconds / unit * unit))
+/// Returns true for the marks, embeddings, overrides and isolates of the Unicode bidirectional algorithm.
+fn is_direction_mark(char: char) -> bool {
+    matches!(char, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }

@@ -135,7 +135,7 @@ async fn a_record_is_shown_by_its_request_and_its_body_on_demand() {
     );
     let words = refused(keys(&sidecar, &["show", "--key", "k", "--path", "/tenant"]).await);
     assert!(words.starts_with("There is no such record: "), "{words}");
-    let words = refused(keys(&sidecar, &["show", "../audit"]).await);
+    let words = usage(keys(&sidecar, &["show", "../audit"]).await);
     assert!(words.contains("\"../audit\" is not a record"), "{words}");
 }
 
@@ -198,11 +198,18 @@ async fn an_unknown_outcome_is_resolved_and_the_audit_trail_names_the_actor() {
     let line = ["resolve", &third, "--released", "--reason", "never sent"];
     assert_eq!(keys(&sidecar, &line).await.unwrap(), format!("{third}: unknown → released\n"));
     let words = refused(keys(&sidecar, &["resolve", &first, "--released", "--reason", "again"]).await);
-    assert!(words.contains("it is completed") && words.contains(&first), "{words}");
+    assert!(words.contains("resolve it with --amend") && words.contains(&first), "{words}");
+    for (line, expected) in [
+        (&["show", "2"][..], "\"2\" is not a record"),
+        (&["ls", "--caller", "xyz"], "--caller: \"xyz\" is not a caller's tag"),
+    ] {
+        let words = usage(keys(&sidecar, line).await);
+        assert!(words.starts_with(expected), "{words}");
+    }
 
     let (busy, _) = sidecar.in_progress(4, "POST /pay").await;
     let line = ["release", &busy.to_string(), "--reason", "host burnt down"];
-    assert!(refused(keys(&sidecar, &line).await).contains("release it with force"));
+    assert!(refused(keys(&sidecar, &line).await).contains("release it with --force"));
     let forced = keys(&sidecar, &[&line[..], &["--force"]].concat()).await.unwrap();
     assert_eq!(forced, format!("{busy}: in-progress → released\n"));
 
@@ -232,7 +239,7 @@ async fn invalid_arguments_are_not_sent() {
         (&["resolve", &id, "--released"], "--reason"),
         (
             &["resolve", &id, "--status", "201", "--header", "x", "--reason", "r"],
-            "--header \"x\": write \"Name: value\"",
+            "--header \"x\": write \"Name: value\", such as \"Location: /payments/7\"",
         ),
         (
             &["resolve", &id, "--status", "201", "--body", "@/nowhere", "--reason", "r"],
@@ -319,7 +326,7 @@ async fn a_record_is_found_by_the_beginning_of_its_identifier() {
     }
     let shown = keys(&sidecar, &["show", &format!("urn:oncegate:record:{first}")]).await.unwrap();
     assert!(shown.contains(first.as_str()) && !shown.contains("after abandoned"), "{shown}");
-    let words = refused(keys(&sidecar, &["show", &first[..5]]).await);
+    let words = usage(keys(&sidecar, &["show", &first[..5]]).await);
     assert!(words.contains("the first 6 or more of them"), "{words}");
     let words = refused(keys(&sidecar, &["show", "abcdef"]).await);
     assert!(words.contains("No record begins with abcdef"), "{words}");

@@ -32,9 +32,9 @@ use super::framing::{has_other_coding, is_unframed};
 use super::headers::{HeadFields, Peer, prepare, remove_hop_by_hop, rewrite};
 use super::hosts::HostLimit;
 use super::request_limit::{RequestLimit, RequestPermit};
-use super::tls::ToService;
+use super::tls::{ToService, handshake_hint};
 use crate::admin::{Metrics, UpstreamResult};
-use crate::config::Config;
+use crate::config::{Config, duration_text};
 
 pub(super) type UpstreamClient = Client<ToService, ObservedBody<RequestBody<WholeBody>>>;
 
@@ -146,7 +146,7 @@ impl Forward {
             None => None,
             Some(Err(error)) => {
                 if let Some(suppressed) = AWAY.pass() {
-                    tracing::warn!(suppressed, error = %ErrorChain(&error), "the request was not sent to the upstream");
+                    tracing::warn!(suppressed, error = %ErrorChain(&error), "the request was not sent to the service");
                 }
                 return not_begun();
             }
@@ -158,19 +158,28 @@ impl Forward {
             // Without a connection, no request was sent.
             None if attempt.is_some_and(|(_, connection)| connection.connection_metadata().is_none()) => {
                 if let Some(suppressed) = AWAY.pass() {
-                    tracing::warn!(record, suppressed, ?timeout, "no connection to the upstream in time");
+                    let timeout = timeout.map(duration_text);
+                    tracing::warn!(record, suppressed, to = %config.to, timeout, "no connection to the service within upstream-timeout");
                 }
                 (UpstreamResult::Unreached, unreachable_upstream(settings, grpc))
             }
             None => {
                 if let Some(suppressed) = may_warn(record.is_some()) {
-                    tracing::warn!(record, suppressed, ?timeout, "upstream did not answer in time");
+                    let timeout = timeout.map(duration_text);
+                    tracing::warn!(
+                        record,
+                        suppressed,
+                        timeout,
+                        "the service did not respond within upstream-timeout"
+                    );
                 }
                 (UpstreamResult::TimedOut, unanswered(settings, StatusCode::GATEWAY_TIMEOUT, grpc))
             }
             Some(Err(error)) if error.is_connect() => {
                 if let Some(suppressed) = AWAY.pass() {
-                    tracing::warn!(record, suppressed, error = %ErrorChain(&error), "upstream is unreachable");
+                    let error = ErrorChain(&error).to_string();
+                    let hint = handshake_hint(&error);
+                    tracing::warn!(record, suppressed, to = %config.to, error, "the service cannot be reached{hint}");
                 }
                 (UpstreamResult::Unreached, unreachable_upstream(settings, grpc))
             }
@@ -186,7 +195,8 @@ impl Forward {
             }
             Some(Err(error)) => {
                 if let Some(suppressed) = may_warn(record.is_some()) {
-                    tracing::warn!(record, suppressed, error = %ErrorChain(&error), "upstream broke off");
+                    let what = "the service closed the connection before its response began";
+                    tracing::warn!(record, suppressed, error = %ErrorChain(&error), "{what}");
                 }
                 (UpstreamResult::Broken, unanswered(settings, StatusCode::BAD_GATEWAY, grpc))
             }
@@ -249,7 +259,8 @@ impl Forward {
         if response.status() == StatusCode::SWITCHING_PROTOCOLS {
             let (Some(protocol), Some(client_side)) = (protocol, client_side) else {
                 if let Some(suppressed) = may_warn(record.is_some()) {
-                    tracing::warn!(record, suppressed, "upstream switched protocols without being asked");
+                    let what = "the service sent 101, although the request asked for no upgrade";
+                    tracing::warn!(record, suppressed, "{what}");
                 }
                 return (UpstreamResult::Broken, unanswered(settings, StatusCode::BAD_GATEWAY, grpc));
             };
@@ -388,11 +399,7 @@ fn unanswered(settings: &Settings, status: StatusCode, grpc: Option<GrpcForm>) -
 /// The response if nothing was sent because this limit is reached.
 fn too_many(settings: &Settings, grpc: Option<GrpcForm>, limit: &str) -> Response<ProxyBody> {
     if let Some(suppressed) = TOO_MANY.pass() {
-        tracing::warn!(
-            suppressed,
-            limit,
-            "the limit of requests in flight is reached; further requests are refused"
-        );
+        tracing::warn!(suppressed, limit, "a limit is reached; further requests are refused with 503");
     }
     let refusal = Refusal::new(Condition::Overloaded)
         .with_detail(

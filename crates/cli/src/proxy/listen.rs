@@ -284,9 +284,7 @@ async fn accept(
     match listener.accept().await {
         Ok((stream, address)) => {
             if connections.permits.available_permits() == 0 && full_warnings.pass().is_some() {
-                tracing::warn!(
-                    "the limit of open connections is reached (max-connections); a new one waits until another ends"
-                );
+                tracing::warn!("max-connections is reached: a new connection waits until another one ends");
             }
             let permit = connections.permits.clone().acquire_owned().await.ok()?;
             Some((stream, address, permit))

@@ -37,7 +37,7 @@ pub(crate) use listen::{BoundAddress, ConnectionLimit};
 pub(crate) use request_limit::RequestLimit;
 use run::max_idle_connections;
 pub(crate) use run::{DEFAULT_SCOPE, HOSTS_COMPARED, run};
-pub(crate) use tls::{connector, server_config};
+pub(crate) use tls::{check_certificate_file, connector, handshake_hint, server_config, trusting_system};
 
 use crate::admin::Metrics;
 use crate::config::{Config, UpstreamProtocol};

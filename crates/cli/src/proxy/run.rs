@@ -25,7 +25,7 @@ use super::{BoundAddress, ConnectionLimit, DataPath, RequestLimit, cached, serve
 use crate::access_log::AccessLog;
 use crate::admin::{self, AbandonedRecords, AdminLive, AdminState, Draining, count_records};
 use crate::check::{existing, has_other_files};
-use crate::config::{Config, ProxyArgs, StoreChoice, StoreUrl};
+use crate::config::{Config, ProxyArgs, StoreChoice, StoreUrl, duration_text};
 
 /// Runs the sidecar until it is told to stop.
 pub(crate) fn run(args: &ProxyArgs) -> Result<(), String> {
@@ -259,14 +259,20 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
         (live.config.shutdown_delay, live.config.drain_timeout)
     };
     if !delay.is_zero() {
-        tracing::info!(?delay, "not ready any more; requests are still accepted");
+        tracing::info!(
+            delay = duration_text(delay),
+            "stopping soon: /readyz is 503, and requests are still accepted for shutdown-delay"
+        );
         tokio::select! {
             result = &mut ended => return flatten(result),
             () = tokio::time::sleep(delay) => {}
             () = signals.second() => return Err(SECOND_SIGNAL.into()),
         }
     }
-    tracing::info!(?drain, "stopping; waiting for running requests");
+    tracing::info!(
+        drain = duration_text(drain),
+        "stopping: no new connections; waiting for running requests, at most for drain-timeout"
+    );
     let _all_stopped = stop.send(true);
     tokio::select! {
         result = ended => {

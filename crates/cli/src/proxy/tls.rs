@@ -69,7 +69,14 @@ pub(crate) fn server_config(certificate: &Path, key: &Path) -> Result<ListenerTl
         .map_err(|error| ErrorChain(&error).to_string())?
         .with_no_client_auth()
         .with_single_cert(chain, private)
-        .map_err(|error| say(certificate, "the certificate does not match the key", &error))?;
+        .map_err(|error| match error {
+            rustls::Error::InconsistentKeys(_) => format!(
+                "{}: the certificate does not belong to the private key in {}",
+                certificate.display(),
+                key.display()
+            ),
+            error => say(certificate, "cannot be used", &error),
+        })?;
     config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
     Ok(ListenerTls { config: Arc::new(config), validity })
 }
@@ -126,12 +133,37 @@ pub(crate) fn connector(
     Ok(ToService { connector, to: rewrite(to, &Uri::default(), None), connect_timeout })
 }
 
+/// Checks that the file in `SSL_CERT_FILE` can be read. The library would use the certificates of the system instead.
+pub(crate) fn check_certificate_file() -> Result<(), String> {
+    let Some(file) = std::env::var_os("SSL_CERT_FILE").filter(|file| !file.is_empty()) else { return Ok(()) };
+    let read = std::fs::read(&file).map(drop);
+    read.map_err(|error| {
+        format!(
+            "SSL_CERT_FILE: {}: cannot read the certificates to trust: {error}",
+            Path::new(&file).display()
+        )
+    })
+}
+
+/// A hint for an error of a TLS handshake, for an operator.
+pub(crate) fn handshake_hint(error: &str) -> &'static str {
+    if error.contains("UnknownIssuer") {
+        "; if the service has a certificate authority of its own, name its certificate in the environment of this command and of \
+         the sidecar: SSL_CERT_FILE=ca.pem"
+    } else if error.contains("InvalidContentType") {
+        "; the service does not speak TLS on this port: write http:// instead of https://"
+    } else {
+        ""
+    }
+}
+
 /// A client that trusts the system's certificates. Reading them takes milliseconds and fails if there are none, so without
 /// HTTPS it trusts no certificate.
 pub(crate) fn trusting_system(is_https: bool) -> Result<ClientConfig, String> {
     if !is_https {
         return trusting(RootCertStore::empty());
     }
+    check_certificate_file()?;
     let config = ClientConfig::builder_with_provider(provider()).with_safe_default_protocol_versions();
     let config = config.map_err(|error| ErrorChain(&error).to_string())?.with_native_roots();
     Ok(config

@@ -1,6 +1,6 @@
 //! `oncegate schema`: prepares a database, so that a sidecar can keep records in it.
 
-use std::io::Write as _;
+use std::io::{ErrorKind, Write as _};
 
 use clap::{Args, Subcommand, ValueEnum};
 use oncegate_core::{Durability, ErrorChain, Store as _};
@@ -124,14 +124,19 @@ fn print(contract: Contract, script: Option<&str>) -> Result<(), String> {
 pub(crate) fn usable(url: &str) -> Result<bool, String> {
     let options = options(url)?;
     let durability = block_on(async {
+        let status = schema::status(&options).await;
         // Objects of other owners are worse than a version that is too old, so they are reported first.
-        let bindings = schema::status(&options).await?.foreign_bindings;
-        if !bindings.is_empty() {
-            return Err(PostgresOpenError::ForeignBindings { database: options.database(), bindings });
+        if let Ok(bindings) = status.as_ref().map(|status| &status.foreign_bindings)
+            && !bindings.is_empty()
+        {
+            let (database, bindings) = (options.database(), bindings.clone());
+            return Err(PostgresOpenError::ForeignBindings { database, bindings });
         }
+        // The error of a start is the better one if a right is missing, because it names what to grant.
         let store = PostgresStore::open(options).await?;
         let durability = store.capabilities().durability;
         store.close().await;
+        status?;
         Ok(durability)
     })?;
     Ok(durability == Durability::Synced)
@@ -152,5 +157,9 @@ fn block_on<T>(run: impl Future<Output = Result<T, PostgresOpenError>>) -> Resul
 }
 
 fn say(text: &str) -> Result<(), String> {
-    std::io::stdout().write_all(text.as_bytes()).map_err(|error| format!("cannot print: {error}"))
+    match std::io::stdout().write_all(text.as_bytes()) {
+        // `oncegate schema print redis | head` is not an error.
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(format!("cannot print: {error}")),
+        _ => Ok(()),
+    }
 }

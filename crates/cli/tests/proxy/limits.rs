@@ -56,7 +56,7 @@ async fn a_connection_beyond_the_limit_waits_until_another_ends() {
 #[tokio::test]
 async fn requests_of_clients_that_hung_up_are_bounded() {
     let service = Service::new().await;
-    let sidecar = Sidecar::start(service.address, &["--max-in-flight=3", "--threads=2"]).await;
+    let mut sidecar = Sidecar::start(service.address, &["--max-in-flight=3", "--threads=2"]).await;
     let mut wires = Vec::new();
     for key in 0..3 {
         let mut client = sidecar.connect().await;
@@ -70,6 +70,8 @@ async fn requests_of_clients_that_hung_up_are_bounded() {
         is_overloaded(&sidecar.ask(&with_key(key)).await);
     }
     service.is_not_called().await;
+    sidecar.process.logs("limit=\"max-in-flight\" suppressed=0").await;
+    assert_eq!(sidecar.process.error_lines("a limit is reached").len(), 1);
     let mut client = sidecar.connect().await;
     client.send(request("POST", "/", &[], "{}")).await;
     let mut wire = service.accept().await;
@@ -90,7 +92,7 @@ async fn requests_of_clients_that_hung_up_are_bounded() {
 #[tokio::test]
 async fn one_caller_gets_no_more_than_its_share() {
     let service = Service::new().await;
-    let sidecar = Sidecar::start(service.address, &["--max-in-flight-per-caller=1"]).await;
+    let mut sidecar = Sidecar::start(service.address, &["--max-in-flight-per-caller=1"]).await;
     let of = |caller: &str, key: usize| {
         let fields = [format!("Idempotency-Key: key-{key}"), format!("Authorization: {caller}")];
         request("POST", "/orders", &[&fields[0], &fields[1]], "{}")
@@ -100,6 +102,7 @@ async fn one_caller_gets_no_more_than_its_share() {
     let mut wire = service.accept().await;
     wire.message().await;
     is_overloaded(&sidecar.ask(&of("ada", 2)).await);
+    sidecar.process.logs("limit=\"max-in-flight-per-caller\" caller=").await;
     let mut second = sidecar.connect().await;
     second.send(of("bob", 2)).await;
     let mut other = service.accept().await;

@@ -47,7 +47,7 @@ async fn an_unknown_outcome_is_logged_once_counted_and_named_in_the_answer() {
     for part in ["WARN", &record_field, "operation=\"POST /orders\"", "attempt=1", reason, "duration="] {
         assert!(logged[0].contains(part), "no {part} in {}", logged[0]);
     }
-    let upstream = sidecar.process.error_lines("upstream did not answer in time");
+    let upstream = sidecar.process.error_lines("the service did not respond within upstream-timeout");
     assert!(upstream.len() == 1 && upstream[0].contains(&record_field), "{upstream:#?}");
     until("the record is counted", async || {
         series(&sidecar, "oncegate_records{state=\"unknown\"}").await == Some(1.0)
@@ -111,7 +111,7 @@ async fn records_abandoned_by_a_crash_are_reported_before_any_retry() {
         series(&sidecar, "oncegate_records{state=\"abandoned\"}").await == Some(1.0)
     })
     .await;
-    sidecar.process.logs("records wait for an operator").await;
+    sidecar.process.logs("an unknown outcome wait for an operator").await;
     assert!(series(&sidecar, "oncegate_oldest_unsettled_seconds").await.unwrap() > 0.0);
     assert_eq!(sidecar.process.error_lines(UNKNOWN), [""; 0]);
     let listed = admin(&sidecar, "/v1/keys?state=unsettled").await.json();

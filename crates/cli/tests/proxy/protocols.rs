@@ -396,7 +396,15 @@ async fn system_certificates_are_required_only_for_services_that_need_them() {
     let mut process = Process::start(command.env("SSL_CERT_DIR", none));
     assert!(!process.ended().await.success());
     let errors = process.errors().await;
-    assert!(errors.contains("cannot read the system's certificates"), "{errors}");
+    assert!(errors.contains("SSL_CERT_FILE: /there/are/none.pem: cannot read"), "{errors}");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+    command.args(["check", "--store=memory:", "--to=https://localhost:1"]).env("SSL_CERT_FILE", none);
+    let checked = command.output().await.unwrap();
+    let words = String::from_utf8(checked.stdout).unwrap();
+    assert!(
+        !checked.status.success() && words.contains("error SSL_CERT_FILE: /there/are/none.pem"),
+        "{words}"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
