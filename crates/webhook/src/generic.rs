@@ -115,7 +115,8 @@ impl GenericHmac {
         Ok(Self { id: Some(IdSource::Header(header_name(name)?)), ..self })
     }
 
-    /// Takes the identifier from a member of a JSON payload: a string that is not empty, or an integer.
+    /// Takes the identifier from a member of a JSON payload: a string that is not empty, or an integer. The string `"1"` and
+    /// the number `1` are two identifiers: the string keeps its quotes.
     #[must_use]
     pub fn with_json_id(self, pointer: JsonPointer) -> Self {
         Self { id: Some(IdSource::Json(pointer)), ..self }
@@ -229,6 +230,12 @@ impl GenericHmac {
 fn json_id(payload: &[u8], pointer: &JsonPointer) -> Option<String> {
     let payload: Value = serde_json::from_slice(payload).ok()?;
     match payload.pointer(pointer.as_str())? {
+        // A number has no quotes, so a string that could be taken for one keeps them, and so does one that begins with a quote.
+        Value::String(id)
+            if id.starts_with('"') || id.parse::<i64>().is_ok() || id.parse::<u64>().is_ok() =>
+        {
+            serde_json::to_string(id).ok()
+        }
         Value::String(id) if !id.is_empty() => Some(id.clone()),
         Value::Number(id) if id.is_u64() || id.is_i64() => Some(id.to_string()),
         _ => None,

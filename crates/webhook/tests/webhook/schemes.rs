@@ -523,6 +523,10 @@ fn a_generic_scheme_takes_base64_and_an_identifier_from_the_payload() {
     };
     for (payload, id) in [
         (r#"{"order":{"id":41}}"#, Some("41")),
+        (r#"{"order":{"id":"41"}}"#, Some("\"41\"")),
+        (r#"{"order":{"id":"\"41\""}}"#, Some(r#""\"41\"""#)),
+        (r#"{"order":{"id":-1}}"#, Some("-1")),
+        (r#"{"order":{"id":"-1"}}"#, Some("\"-1\"")),
         (r#"{"order":{"id":"a"}}"#, Some("a")),
         (r#"{"order":{"id":""}}"#, None),
         ("no JSON", None),
