@@ -27,7 +27,8 @@ pub enum KeyError {
         /// The number of bytes.
         bytes: usize,
     },
-    /// A value that the key is made of is empty. All operations with an empty value would share one key.
+    /// A value that the key is made of, or the identity of the caller, is empty. All operations with an empty value would share
+    /// one key.
     EmptyValue,
 }
 
@@ -38,7 +39,9 @@ impl fmt::Display for KeyError {
             Self::TooLong { bytes } => {
                 write!(f, "the key has {bytes} bytes; at most {} are allowed", limits::MAX_KEY_BYTES)
             }
-            Self::EmptyValue => f.write_str("a value that the key is made of is empty"),
+            Self::EmptyValue => {
+                f.write_str("a value that the key is made of, or the identity of the caller, is empty")
+            }
         }
     }
 }
@@ -284,6 +287,9 @@ impl Eq for Operation<'_> {}
 impl<'a> Scope<'a> {
     /// The scope of one caller, identified by `identity`. `kind` (such as `header:authorization`) keeps equal identities of
     /// different kinds apart.
+    ///
+    /// Refuse a request whose identity is missing before you call this: all callers with an empty identity share one scope, so
+    /// one of them can get the response of another.
     ///
     /// ```
     /// use oncegate_core::Scope;

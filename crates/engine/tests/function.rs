@@ -327,6 +327,8 @@ async fn another_input_under_a_key_is_refused_and_another_name_or_caller_has_its
     assert_eq!(call(world.engine.function("refund"), &nine).await.unwrap(), 2);
     assert_eq!(call(world.charge().with_caller("tenant", "ada"), &nine).await.unwrap(), 3);
     assert_eq!(call(world.charge().with_caller("tenant", b"bob"), &nine).await.unwrap(), 4);
+    let error = call(world.charge().with_caller("tenant", ""), &nine).await.unwrap_err();
+    assert!(matches!(error, FunctionError::Key(KeyError::EmptyValue)), "{error}");
 
     let rules = FingerprintRules::new().exclude(JsonPointer::parse("/at").unwrap());
     let timed = |at: u8| {

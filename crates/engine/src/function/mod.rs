@@ -94,6 +94,8 @@ struct Settings {
     name: Arc<str>,
     scope: Scope<'static>,
     has_caller: bool,
+    /// True if the identity of the caller is empty.
+    lacks_identity: bool,
     label: Label,
     policy: Policy,
     rules: FingerprintRules,
@@ -116,6 +118,7 @@ impl Engine {
                 label: Label::new(scope.caller_tag(), name),
                 scope,
                 has_caller: false,
+                lacks_identity: false,
                 policy: Policy::default(),
                 rules: FingerprintRules::new(),
                 max_result_bytes: DEFAULT_MAX_RESULT_BYTES,
@@ -163,11 +166,13 @@ impl<P> Function<P> {
     }
 
     /// Makes keys unique within this caller, identified by `identity`. `kind` keeps equal identities of different kinds apart. By
-    /// default there is one caller. See [`Scope::caller`].
+    /// default there is one caller. See [`Scope::caller`]. With an empty identity every call is refused with
+    /// [`KeyError::EmptyValue`], because all callers without one would share their keys.
     #[must_use]
     pub fn with_caller(self, kind: &str, identity: impl AsRef<[u8]>) -> Self {
         self.with(|settings| {
             settings.has_caller = true;
+            settings.lacks_identity = identity.as_ref().is_empty();
             settings.scope = settings.engine.in_service(Scope::caller(kind, identity));
             settings.label = Label::new(settings.scope.caller_tag(), &settings.name);
         })
@@ -242,6 +247,10 @@ impl<P: Clone> Function<P> {
         let request = key
             .try_into()
             .map_err(|error| InvalidCall::Key(error.into()))
+            .and_then(|key| match self.settings.lacks_identity {
+                true => Err(InvalidCall::Key(KeyError::EmptyValue)),
+                false => Ok(key),
+            })
             .and_then(|key| Ok((key, value::encode_input(input).map_err(InvalidCall::Input)?)))
             .map(|(key, json)| (self.record_id(&key), KeyTag::of(&key), self.fingerprint(&json)));
         Call { function: self.clone(), request }
