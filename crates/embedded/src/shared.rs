@@ -170,7 +170,9 @@ impl State {
     /// Returns the error for a write, or `Ok` if the file can be written.
     pub(crate) fn writable(&self) -> Result<(), StoreError> {
         match self {
-            Self::ReadOnly(_, reason) => Err(full_error(&format!("its file cannot be written to: {reason}"))),
+            Self::ReadOnly(_, reason) => Err(unwritten_error(&format!(
+                "the embedded store takes no writes, because its file cannot be written to: {reason}"
+            ))),
             state => state.database().map(drop),
         }
     }
@@ -220,9 +222,11 @@ pub(crate) fn push_error(error: PushError) -> StoreError {
 
 /// The error for a claim that a limit or a full disk refuses. The claim was not applied. Other commands still work.
 pub(crate) fn full_error(reason: &str) -> StoreError {
-    StoreError::unavailable(format!("the embedded store takes no new keys: {reason}"))
-        .with_extent(Extent::Writes)
-        .with_nothing_sent()
+    unwritten_error(&format!("the embedded store takes no new keys: {reason}"))
+}
+
+fn unwritten_error(text: &str) -> StoreError {
+    StoreError::unavailable(text.to_owned()).with_extent(Extent::Writes).with_nothing_sent()
 }
 
 /// The error for a claim on a nearly full disk.
