@@ -64,8 +64,6 @@ pub enum Command {
     Release(Release),
     /// Records an operator's decision, or takes one back. Answers: `Resolved`, `NotResolvable`.
     Resolve(Resolve),
-    /// Removes the record if its retention is over. Answers: `Purged`, `Kept`.
-    Purge,
 }
 
 /// A claim. If it is sent again with the same `attempt`, it is the same claim.
@@ -233,10 +231,6 @@ pub enum Outcome {
         /// The state; `None` if there is no record.
         state: Option<StateName>,
     },
-    /// The record was removed.
-    Purged,
-    /// There was no record, or its retention is not over.
-    Kept,
 }
 
 /// The ownership of a record, as a claim gives it.
@@ -259,8 +253,6 @@ pub enum Write {
     Keep,
     /// Writes this record, and replaces an earlier one.
     Put(Record),
-    /// Deletes the record.
-    Delete,
 }
 
 /// The result of [`decide`]: the answer, and the write that must come before it.
@@ -295,10 +287,6 @@ pub fn decide(record: Option<&Record>, command: &Command, now: Timestamp) -> Dec
         Command::Complete(complete) => decide_complete(live, complete, now),
         Command::Release(release) => decide_release(live, release, now),
         Command::Resolve(resolve) => decide_resolve(live, resolve, now),
-        Command::Purge => match (record, live) {
-            (Some(_), None) => Decision { outcome: Outcome::Purged, write: Write::Delete },
-            _ => Decision::keep(Outcome::Kept),
-        },
     }
 }
 

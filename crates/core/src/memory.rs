@@ -135,11 +135,6 @@ impl<C: Clock> MemoryStore<C> {
                     }
                 }
             }
-            Write::Delete => {
-                if let Some(record) = shard.records.remove(&id) {
-                    self.capacity.leave(&record);
-                }
-            }
         }
         Ok(outcome)
     }

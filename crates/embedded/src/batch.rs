@@ -124,10 +124,6 @@ impl<'txn> Batch<'txn> {
                     })?;
                 }
             }
-            Write::Delete => {
-                note.map(|note| self.expiry.remove(note)).transpose()?;
-                self.remove(id.as_bytes())?;
-            }
         }
         self.changed = true;
         Ok(Ok(decision.outcome))

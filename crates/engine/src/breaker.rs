@@ -130,7 +130,6 @@ const fn is_written(outcome: &Outcome) -> bool {
             | Outcome::Completed
             | Outcome::Released
             | Outcome::Resolved { .. }
-            | Outcome::Purged
     )
 }
 

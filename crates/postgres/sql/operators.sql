@@ -30,6 +30,9 @@ DECLARE
     entry bigint;
     expiry bigint;
 BEGIN
+    IF (octet_length(resolve.id) = 32) IS NOT TRUE THEN
+        PERFORM oncegate.check_size('id', resolve.id, 32);
+    END IF;
     IF end_state IS NULL OR end_state IN ('released', 'unknown') AND resolve.response IS NOT NULL THEN
         RAISE EXCEPTION 'oncegate: resolution must be complete, or release or park without a response' USING ERRCODE = '22023';
     END IF;
@@ -100,6 +103,9 @@ CREATE OR REPLACE FUNCTION oncegate.lookup(id bytea) RETURNS TABLE (
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
+    IF (octet_length(lookup.id) = 32) IS NOT TRUE THEN
+        PERFORM oncegate.check_size('id', lookup.id, 32);
+    END IF;
     clock := oncegate.now_ms();
     RETURN QUERY SELECT t.state, t.fingerprint, t.token, t.attempts, t.attempt, t.lease_until, t.after_abandoned, t.caller,
             t.key_tag, t.operation, t.created_at, t.changed_at, t.expires_at, t.response, t.step_names, t.step_results,
@@ -225,23 +231,6 @@ BEGIN
         PERFORM oncegate.purge_reached('records', clock, began, coalesce((SELECT t.purge_at FROM oncegate.records AS t
             WHERE t.purge_at >= began ORDER BY t.purge_at LIMIT 1), clock));
     END IF;
-END
-$$;
-
--- Removes one record if its retention is over. Outcomes: purged, kept, locked.
-CREATE OR REPLACE FUNCTION oncegate.purge_one(id bytea, OUT outcome text, OUT clock bigint)
-LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
-AS $$
-BEGIN
-    clock := oncegate.now_ms();
-    PERFORM FROM oncegate.records AS t WHERE t.id = purge_one.id AND t.expires_at <= purge_one.clock FOR UPDATE SKIP LOCKED;
-    IF FOUND THEN
-        DELETE FROM oncegate.records AS t WHERE t.id = purge_one.id;
-        outcome := 'purged';
-        RETURN;
-    END IF;
-    PERFORM FROM oncegate.records AS t WHERE t.id = purge_one.id AND t.expires_at <= purge_one.clock;
-    outcome := CASE WHEN FOUND THEN 'locked' ELSE 'kept' END;
 END
 $$;
 

@@ -44,6 +44,18 @@ BEGIN
 END
 $$;
 
+-- Refuses bytes of another size. Callers compare the size themselves first, because a call costs more than a comparison.
+CREATE OR REPLACE FUNCTION oncegate.check_size(name text, bytes bytea, size integer) RETURNS boolean
+LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    IF (octet_length(bytes) = size) IS NOT TRUE THEN
+        RAISE EXCEPTION 'oncegate: % must have % bytes', name, size USING ERRCODE = '22023';
+    END IF;
+    RETURN true;
+END
+$$;
+
 -- Transactions that notify commit one after the other in the whole cluster, so only watched records are notified of. A watch is
 -- an advisory lock in shared mode that the listening session holds. The session that ends an attempt tries the same lock in
 -- exclusive mode, so it sees the watch without reading or writing anything.
@@ -74,7 +86,9 @@ $$;
 -- as oncegate.watch, or with the session. Each takes an entry in the server's lock table.
 CREATE OR REPLACE FUNCTION oncegate.watch(ids bytea[]) RETURNS SETOF bytea
 LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
-AS $$ SELECT a.id FROM unnest(ids) AS a (id) WHERE pg_try_advisory_lock_shared(oncegate.watch_key(a.id)) $$;
+AS $$ SELECT a.id FROM unnest(ids) AS a (id) WHERE CASE
+    WHEN octet_length(a.id) = 32 OR oncegate.check_size('ids', a.id, 32) THEN pg_try_advisory_lock_shared(oncegate.watch_key(a.id))
+END $$;
 
 CREATE OR REPLACE FUNCTION oncegate.unwatch(ids bytea[]) RETURNS void
 LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
@@ -115,20 +129,14 @@ DECLARE
     -- because the lease was granted before the server's clock was set back.
     bound bigint;
 BEGIN
-    IF claim.id IS NULL OR octet_length(claim.id) <> 32 THEN
-        RAISE EXCEPTION 'oncegate: id must have 32 bytes' USING ERRCODE = '22023';
-    END IF;
-    IF claim.attempt IS NULL OR octet_length(claim.attempt) <> 16 THEN
-        RAISE EXCEPTION 'oncegate: attempt must have 16 bytes' USING ERRCODE = '22023';
-    END IF;
-    IF claim.fingerprint IS NULL OR octet_length(claim.fingerprint) <> 33 THEN
-        RAISE EXCEPTION 'oncegate: fingerprint must have 33 bytes' USING ERRCODE = '22023';
+    IF (octet_length(claim.id) = 32 AND octet_length(claim.attempt) = 16 AND octet_length(claim.fingerprint) = 33
+        AND octet_length(claim.caller) = 8) IS NOT TRUE
+    THEN
+        PERFORM oncegate.check_size('id', claim.id, 32), oncegate.check_size('attempt', claim.attempt, 16),
+            oncegate.check_size('fingerprint', claim.fingerprint, 33), oncegate.check_size('caller', claim.caller, 8);
     END IF;
     IF claim.on_abandoned IS NULL OR claim.on_abandoned NOT IN ('park', 'reexecute', 'reconcile') THEN
         RAISE EXCEPTION 'oncegate: on_abandoned must be park, reexecute or reconcile' USING ERRCODE = '22023';
-    END IF;
-    IF claim.caller IS NULL OR octet_length(claim.caller) <> 8 THEN
-        RAISE EXCEPTION 'oncegate: caller must have 8 bytes' USING ERRCODE = '22023';
     END IF;
     IF octet_length(claim.key_tag) <> 8 THEN
         RAISE EXCEPTION 'oncegate: key_tag must have 8 bytes or be null' USING ERRCODE = '22023';
@@ -312,6 +320,9 @@ CREATE OR REPLACE FUNCTION oncegate.renew(
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
+    IF (octet_length(renew.id) = 32) IS NOT TRUE THEN
+        PERFORM oncegate.check_size('id', renew.id, 32);
+    END IF;
     PERFORM oncegate.check_duration('lease_ms', renew.lease_ms, 3600000);
     PERFORM oncegate.check_duration('retention_ms', renew.retention_ms, 34560000000);
     clock := oncegate.now_ms();
@@ -353,6 +364,9 @@ DECLARE
     count integer;
     bytes bigint;
 BEGIN
+    IF (octet_length(step.id) = 32) IS NOT TRUE THEN
+        PERFORM oncegate.check_size('id', step.id, 32);
+    END IF;
     IF (step.number >= 0 AND octet_length(step.name) BETWEEN 1 AND 255 AND octet_length(step.result) <= 1048576) IS NOT TRUE
     THEN
         RAISE EXCEPTION 'oncegate: a step must have a number from 0, a name of 1 to 255 bytes, and a result of at most 1 MiB'
@@ -408,6 +422,9 @@ AS $$
 DECLARE
     r oncegate.records;
 BEGIN
+    IF (octet_length(complete_if_owner.id) = 32) IS NOT TRUE THEN
+        PERFORM oncegate.check_size('id', complete_if_owner.id, 32);
+    END IF;
     IF complete_if_owner.state IS NULL OR complete_if_owner.state NOT IN ('completed', 'awaited', 'tombstone', 'unknown') THEN
         RAISE EXCEPTION 'oncegate: state must be completed, awaited, tombstone or unknown' USING ERRCODE = '22023';
     END IF;
@@ -481,6 +498,12 @@ DECLARE
     end_state text := CASE
         WHEN complete.tombstone THEN 'tombstone' WHEN complete.response IS NULL THEN 'awaited' ELSE 'completed' END;
 BEGIN
+    IF (octet_length(complete.id) = 32) IS NOT TRUE THEN
+        PERFORM oncegate.check_size('id', complete.id, 32);
+    END IF;
+    IF (coalesce(complete.retention_ms, 1) BETWEEN 1 AND 34560000000) IS NOT TRUE THEN
+        PERFORM oncegate.check_duration('retention_ms', complete.retention_ms, 34560000000);
+    END IF;
     IF complete.response IS NOT NULL AND (complete.tombstone OR NOT oncegate.is_response(complete.response)) THEN
         RAISE EXCEPTION 'oncegate: response is not in the published encoding, or was given with a tombstone'
             USING ERRCODE = '22023';
@@ -530,6 +553,9 @@ DECLARE
     r oncegate.records;
     expiry bigint;
 BEGIN
+    IF (octet_length(release.id) = 32) IS NOT TRUE THEN
+        PERFORM oncegate.check_size('id', release.id, 32);
+    END IF;
     PERFORM oncegate.check_duration('retention_ms', release.retention_ms, 34560000000);
     clock := oncegate.now_ms();
     SELECT t.* INTO r FROM oncegate.records AS t

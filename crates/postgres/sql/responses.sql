@@ -58,11 +58,11 @@ DECLARE
     field_name bytea;
     field_value bytea;
 BEGIN
-    IF status IS NULL OR status NOT BETWEEN 200 AND 999 OR fields > 128
+    IF status IS NULL OR status NOT BETWEEN 200 AND 999 OR fields > 256
         OR fields <> coalesce(array_length(header_values, 1), 0)
         OR array_ndims(header_names) > 1 OR array_ndims(header_values) > 1
     THEN
-        RAISE EXCEPTION 'oncegate: a response must have a status from 200 to 999, and at most 128 header names with as many values'
+        RAISE EXCEPTION 'oncegate: a response must have a status from 200 to 999, and at most 256 header names with as many values'
             USING ERRCODE = '22023';
     END IF;
     encoded := decode('01', 'hex') || int2send(status::smallint) || int2send(fields::smallint) || int2send(0::smallint);

@@ -30,8 +30,8 @@ CREATE OR REPLACE FUNCTION oncegate.reserve_or_claim(
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
-    IF reserve_or_claim.id IS NULL OR octet_length(reserve_or_claim.id) <> 32 THEN
-        RAISE EXCEPTION 'oncegate: id must have 32 bytes' USING ERRCODE = '22023';
+    IF (octet_length(reserve_or_claim.id) = 32) IS NOT TRUE THEN
+        PERFORM oncegate.check_size('id', reserve_or_claim.id, 32);
     END IF;
     IF pg_try_advisory_xact_lock(hashtextextended(encode(reserve_or_claim.id, 'hex'), 1868784485)) THEN
         PERFORM FROM oncegate.records AS t WHERE t.id = reserve_or_claim.id;
@@ -74,7 +74,16 @@ BEGIN
         AND coalesce(octet_length(complete_reserved.key_tag), 8) = 8
         AND complete_reserved.transaction > 0) IS NOT TRUE
     THEN
-        RAISE EXCEPTION 'oncegate: an argument of complete_reserved is out of range' USING ERRCODE = '22023';
+        PERFORM oncegate.check_size('id', complete_reserved.id, 32), oncegate.check_size('fingerprint', complete_reserved.fingerprint, 33),
+            oncegate.check_size('caller', complete_reserved.caller, 8),
+            oncegate.check_duration('retention_ms', complete_reserved.retention_ms, 34560000000);
+        RAISE EXCEPTION 'oncegate: %', CASE
+            WHEN oncegate.may_be_response(complete_reserved.response) IS NOT TRUE
+                THEN 'response must be given, in the published encoding'
+            WHEN (octet_length(complete_reserved.operation) <= 256) IS NOT TRUE THEN 'operation must have at most 256 bytes'
+            WHEN octet_length(complete_reserved.key_tag) <> 8 THEN 'key_tag must have 8 bytes or be null'
+            ELSE 'transaction must be a number from oncegate.reserve_or_claim'
+        END USING ERRCODE = '22023';
     END IF;
     IF complete_reserved.transaction = txid_current() THEN
         -- The check for a watch is that of oncegate.notify_watchers, as a part of the INSERT.

@@ -204,6 +204,8 @@ fn weight(command: &Command) -> usize {
 
 #[cfg(test)]
 mod tests {
+    use oncegate_core::{FencingToken, Release};
+
     use super::*;
 
     const TIMEOUT: Duration = Duration::from_secs(2);
@@ -211,7 +213,8 @@ mod tests {
     fn job(id: u8) -> (Job, oneshot::Receiver<Result<Outcome, StoreError>>) {
         let (reply, answer) = oneshot::channel();
         let id = RecordId::from_bytes([id; 32]);
-        (Job { id, command: Command::Purge, reply, since: Instant::now() }, answer)
+        let release = Release { token: FencingToken::new(1), retention: TIMEOUT };
+        (Job { id, command: Command::Release(release), reply, since: Instant::now() }, answer)
     }
 
     fn ids(batch: Option<Vec<Job>>) -> Option<Vec<u8>> {

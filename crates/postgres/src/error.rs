@@ -86,7 +86,7 @@ impl fmt::Display for PostgresOpenError {
                 f,
                 "{database}: parts of the schema oncegate are bound to objects outside of it, whose owners act with the rights of \
                  the schema's owner: {}. Find out who created these objects. `oncegate schema apply postgres` binds functions \
-                 and defaults to the server's own; repair by hand what it names afterwards, as docs/reference/\
+                 and defaults to the server's own. If you just ran it, repair by hand what is named here, as docs/reference/\
                  store-contract-postgres.md says under \"Search path and owner\"",
                 bindings.join("; ")
             ),
@@ -148,6 +148,9 @@ pub(crate) fn describe(error: &Error) -> String {
                 _ if matches!(code.as_str(), "3F000" | "42883" | "42P01" | "42704") => format!(
                     "a schema, a table or a function is missing (SQLSTATE {code}): run `oncegate schema apply postgres --url URL`"
                 ),
+                _ if code == "OG003" => "the record in PostgreSQL cannot be read: it is damaged, or was written by a newer program \
+                                         (SQLSTATE OG003)"
+                    .to_owned(),
                 _ => format!("PostgreSQL refuses with SQLSTATE {code}"),
             }
         }

@@ -66,17 +66,23 @@ impl PostgresOptions {
             } else if PARAMETERS.contains(&name) {
                 parameters.push(parameter);
             } else {
-                return Err(wrong(
-                    "the URL has a parameter that is not known; there are those of libpq, such as sslmode, and \
-                     pooler=transaction",
-                ));
+                return Err(wrong(&unknown_parameter(name)));
             }
         }
         let url =
             if parameters.is_empty() { base.to_owned() } else { format!("{base}?{}", parameters.join("&")) };
         // The parser's own words may repeat a part of the URL.
-        let connect = PgConnectOptions::from_str(&url)
-            .map_err(|_| wrong("the URL cannot be read; write postgres://USER@HOST:PORT/DATABASE"))?;
+        let connect = PgConnectOptions::from_str(&url).map_err(|_| {
+            let is_wrong =
+                |parameter: &&&str| PgConnectOptions::from_str(&format!("postgres://host?{parameter}")).is_err();
+            match parameters.iter().find(is_wrong).and_then(|parameter| parameter.split('=').next()) {
+                Some("sslmode") => wrong(
+                    "sslmode in the URL is none of disable, allow, prefer, require, verify-ca and verify-full",
+                ),
+                Some(name) => wrong(&format!("the value of {name} in the URL cannot be read")),
+                None => wrong("the URL cannot be read; write postgres://USER@HOST:PORT/DATABASE"),
+            }
+        })?;
         if !names_user(base, &parameters) && env::var("PGUSER").is_err() && whoami::username().is_err() {
             return Err(wrong(
                 "the URL names no user, and the operating system has no name for the one who runs this program; write \
@@ -224,6 +230,16 @@ impl PostgresOptions {
     }
 }
 
+/// Names an unknown parameter, unless it may be a part of a password with `?` or `&` in it.
+fn unknown_parameter(name: &str) -> String {
+    let is_name = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    let parameter = if name.len() <= 32 && name.chars().all(is_name) { name } else { "a part of the URL" };
+    format!(
+        "{parameter} is not one of the parameters of a PostgreSQL URL: {} and pooler=transaction",
+        PARAMETERS.join(", ")
+    )
+}
+
 /// Tells if the URL names a user. Otherwise sqlx takes `PGUSER` or the operating system's user.
 fn names_user(base: &str, parameters: &[&str]) -> bool {
     let authority =
@@ -286,6 +302,21 @@ mod tests {
                 !error.to_string().contains("s3cret") && !format!("{error:?}").contains("s3cret"),
                 "{error:?}"
             );
+        }
+    }
+
+    #[test]
+    fn the_wrong_parameter_is_named() {
+        for (url, named) in [
+            ("postgres://h/shop?sslmode=disable&connect_timeout=5", "connect_timeout is not one of"),
+            ("postgres://app:se?cr@h/shop", "a part of the URL is not one of"),
+            ("postgres://h/shop?pooler=session", "pooler is not one of"),
+            ("postgres://h/shop?user=a&sslmode=foo", "sslmode in the URL is none of disable, allow"),
+            ("postgres://h/shop?sslmode=disable&port=1e3", "the value of port in the URL cannot be read"),
+            ("postgres://h:1e3/shop?sslmode=disable", "write postgres://USER@HOST:PORT/DATABASE"),
+        ] {
+            let error = PostgresOptions::new(url).unwrap_err().to_string();
+            assert!(error.contains(named), "{url}: {error}");
         }
     }
 

@@ -100,8 +100,6 @@ pub(crate) fn reply(row: &PgRow) -> Result<Reply, StoreError> {
         "fenced" => Outcome::Fenced,
         "resolved" => Outcome::Resolved { from: state_before(row)?.ok_or_else(unexpected_answer)? },
         "not-resolvable" => Outcome::NotResolvable { state: state_before(row)? },
-        "purged" => Outcome::Purged,
-        "kept" => Outcome::Kept,
         "locked" => return Ok(Reply::Locked),
         "later" => return Ok(Reply::Later),
         _ => return Err(unexpected_answer()),

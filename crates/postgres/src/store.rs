@@ -277,7 +277,10 @@ impl StoreInner {
                 return Err(PostgresOpenError::NewerContract { database, found, known: schema::VERSION });
             }
             Some(schema::VERSION) => {}
-            found => return Err(PostgresOpenError::NoContract { database, found, needed: schema::VERSION }),
+            found => {
+                let found = found.or(Some(0));
+                return Err(PostgresOpenError::NoContract { database, found, needed: schema::VERSION });
+            }
         }
         if standing.is_standby {
             return Err(PostgresOpenError::Standby { database });
@@ -316,7 +319,7 @@ impl StoreInner {
             // Its sender has to know that the first claim may be granted later. See decision 0038.
             Command::Claim(_) => Resend::IfUndone,
             // An operator's decision must not be applied twice.
-            Command::Resolve(_) | Command::Purge => Resend::IfUndone,
+            Command::Resolve(_) => Resend::IfUndone,
             // Sent again, each of these gets the lost answer.
             _ => Resend::Always,
         };
@@ -339,7 +342,6 @@ impl StoreInner {
             Command::Complete(complete) => complete_call(&id, complete).ok_or_else(unknown)?,
             Command::Release(release) => release_call(&id, release),
             Command::Resolve(resolve) => resolve_call(&id, resolve).ok_or_else(unknown)?,
-            Command::Purge => Call::new("SELECT * FROM oncegate.purge_one($1)", [id_arg(&id)]),
             _ => return Err(unknown()),
         };
         for pause in LOCKED_PAUSES.into_iter().map(Some).chain([None]) {
@@ -658,7 +660,7 @@ const SERVER_STATE: &str = "SELECT oncegate.contract_version() AS version, pg_is
 const MISSING_RIGHTS: &str = "SELECT string_agg(DISTINCT 'oncegate.' || p.proname::text, ', ') AS missing FROM pg_proc p \
      JOIN pg_namespace n ON n.oid = p.pronamespace WHERE n.nspname = 'oncegate' AND p.proname IN ('claim', 'claim_many', \
      'renew', 'step', 'complete_if_owner', 'complete_many', 'release', 'resolve', 'lookup', \
-     'list', 'purge', 'purge_one', 'audit_trail', 'watch', 'unwatch') AND NOT has_function_privilege(p.oid, 'EXECUTE')";
+     'list', 'purge', 'audit_trail', 'watch', 'unwatch') AND NOT has_function_privilege(p.oid, 'EXECUTE')";
 
 /// Finds a session of this role whose commit has waited for a standby for this time. Such a session stays until the standby is
 /// back, even if its caller has gone. So this check has to write nothing, and loses no further session.

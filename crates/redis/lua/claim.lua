@@ -22,7 +22,7 @@
 --@ end_attempt
 
 local attempt, version, fingerprint = ARGV[1], number(ARGV[2]), ARGV[3]
-local lease, retention, on_abandoned = duration(ARGV[4]), duration(ARGV[5]), ARGV[6]
+local lease, retention, on_abandoned = duration(ARGV[4], MAX_LEASE), duration(ARGV[5], MAX_RETENTION), ARGV[6]
 local key_tag = ARGV[9] or ''
 
 if not (hex(attempt, 32) and version and version < 256 and hex(fingerprint, 64) and lease and retention

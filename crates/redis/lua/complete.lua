@@ -19,7 +19,7 @@
 --@ response
 
 local TARGETS = {completed = 1, awaited = 1, tombstone = 1, unknown = 1}
-local token, target, retention, response = ARGV[1], ARGV[2] or '', duration(ARGV[3]), ARGV[4]
+local token, target, retention, response = ARGV[1], ARGV[2] or '', duration(ARGV[3], MAX_RETENTION), ARGV[4]
 
 if not (token and TARGETS[target] and retention and (target ~= 'completed' or response and is_response(response))) then
   return redis.error_reply('INVALID an argument is missing or out of range')

@@ -15,7 +15,7 @@
 
 --@ end_attempt
 
-local token, retention = ARGV[1], duration(ARGV[2])
+local token, retention = ARGV[1], duration(ARGV[2], MAX_RETENTION)
 
 if not (token and retention) then
   return redis.error_reply('INVALID an argument is missing or out of range')

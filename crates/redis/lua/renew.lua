@@ -14,7 +14,7 @@
 
 --@ keep
 
-local token, lease, retention = ARGV[1], duration(ARGV[2]), duration(ARGV[3])
+local token, lease, retention = ARGV[1], duration(ARGV[2], MAX_LEASE), duration(ARGV[3], MAX_RETENTION)
 
 if not (token and lease and retention) then
   return redis.error_reply('INVALID an argument is missing or out of range')

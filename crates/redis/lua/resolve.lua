@@ -23,7 +23,7 @@
 
 --@ response
 
-local resolution, retention, force, amend = ARGV[1], duration(ARGV[2]), ARGV[3], ARGV[4]
+local resolution, retention, force, amend = ARGV[1], duration(ARGV[2], MAX_RETENTION), ARGV[3], ARGV[4]
 local actor, reason, response = ARGV[5], ARGV[6], ARGV[7] or ''
 
 if not ((resolution == 'complete' or resolution == 'release' or resolution == 'park') and retention

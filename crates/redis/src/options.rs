@@ -174,11 +174,11 @@ impl RedisOptions {
                     self.danger_allow_eviction = value.parse().map_err(|_| bad("write true or false"))?;
                 }
                 _ => {
-                    return Err(RedisUrlError(
-                        "the parameters of a Redis URL are timeout, connect-timeout, ca, wait-replicas, wait-aof, wait-timeout and \
-                         danger-allow-eviction"
-                            .to_owned(),
-                    ));
+                    return Err(RedisUrlError(format!(
+                        "{} the parameters of a Redis URL: timeout, connect-timeout, ca, wait-replicas, wait-aof, \
+                         wait-timeout and danger-allow-eviction",
+                        unknown_parameter(name)
+                    )));
                 }
             }
         }
@@ -252,6 +252,16 @@ const DURATION: &str = "write a number and ms or s, such as 500ms or 2s, from 10
 
 const AOF: &str = "write local, for the server's own disk; those of replicas cannot be waited for (wait-replicas waits until \
                    they have it in memory)";
+
+/// Names an unknown parameter, unless it may be a part of a password with `?` or `&` in it.
+fn unknown_parameter(name: &str) -> String {
+    let is_name = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
+    if name.len() <= 32 && name.chars().all(is_name) {
+        format!("{name} is not one of")
+    } else {
+        "the URL has a parameter that is not one of".to_owned()
+    }
+}
 
 /// No server has more replicas, and every version of it accepts this number.
 const MAX_REPLICAS: u32 = 1000;

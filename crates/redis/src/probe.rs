@@ -127,7 +127,7 @@ async fn waits(
     let unfit = |what: String| Err(RedisOpenError::Unfit(what));
     let refused = |failure: Failure, name: &str, words: &str| match failure {
         Failure::Refused(code) if code == "ERR" => RedisOpenError::Unfit(format!("{name}: {words}")),
-        Failure::Refused(code) if code == "NOPERM" => {
+        Failure::Forbidden(_) => {
             RedisOpenError::Unfit(format!("{name}: the server's ACL does not allow it; grant it to the user"))
         }
         failure => failure.into(),
@@ -173,14 +173,14 @@ async fn nodes(wire: &Wire, options: &RedisOptions) -> Result<Vec<Node>, RedisOp
     let infos = match ask_all(wire, &info, limit).await {
         Ok(infos) => infos,
         // Forbidden or renamed. The findings name what cannot be known.
-        Err(Failure::Refused(code)) if code == "NOPERM" || code == "ERR" => vec![Value::Nil],
+        Err(failure) if failure.is("NOPERM") || failure.is("ERR") => vec![Value::Nil],
         Err(failure) => return Err(failure.into()),
     };
     let mut config = cmd("CONFIG");
     config.arg("GET").arg("append*").arg(PAUSES);
     let configs = match ask_all(wire, &config, limit).await {
         Ok(configs) => configs,
-        Err(Failure::Refused(_)) => Vec::new(),
+        Err(Failure::Refused(_) | Failure::Forbidden(_)) => Vec::new(),
         Err(failure) => return Err(failure.into()),
     };
     let default_writes = default_writes(wire, options).await?;
@@ -226,7 +226,7 @@ async fn default_writes(wire: &Wire, options: &RedisOptions) -> Result<Option<bo
     command.arg("DRYRUN").arg("default").arg("HSET").arg(AUDIT_KEY).arg("field").arg("value");
     match ask_all(wire, &command, options.timeout).await {
         Ok(answers) => Ok(Some(answers.iter().all(|answer| *answer == Value::Okay))),
-        Err(Failure::Refused(_)) => Ok(None),
+        Err(Failure::Refused(_) | Failure::Forbidden(_)) => Ok(None),
         Err(failure) => Err(failure.into()),
     }
 }

@@ -76,8 +76,6 @@ impl Reply {
                     Outcome::NotResolvable { state: Some(state) }
                 }
             },
-            "purged" => Outcome::Purged,
-            "kept" => Outcome::Kept,
             _ => return None,
         })
     }

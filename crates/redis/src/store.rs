@@ -174,7 +174,6 @@ impl StoreInner {
                 self.call(&connection, &self.scripts.release, &[&key], &bytes(&arguments)).await?.outcome()?
             }
             Command::Resolve(resolve) => self.resolve(&connection, id, &key, resolve).await?,
-            Command::Purge => self.call(&connection, &self.scripts.purge, &[&key], &[]).await?.outcome()?,
             _ => return Err(StoreError::invalid("the Redis store does not know this command")),
         };
         if let Some(wait) = self.link.options().wait

@@ -109,6 +109,39 @@ fn a_response_that_cannot_be_read_back_is_refused() {
     assert_eq!(completed[0], "completed");
 }
 
+/// A lease or a retention of nothing would free the key at once, and a very long one would keep it for ever.
+#[test]
+fn a_lease_and_a_retention_out_of_their_bounds_are_refused() {
+    let server = RedisServer::start(RedisOptions::new()).unwrap();
+    let mut connection = redis::Client::open(server.url()).unwrap().get_connection().unwrap();
+    let scripts = Scripts::published();
+    let key = format!("oncegate:{{{}}}", "ab".repeat(32));
+    let (attempt, fingerprint, caller) = ("1".repeat(32), "2".repeat(64), "3".repeat(16));
+    let (longest_lease, longest_retention) = ("3600000", "34560000000");
+    let mut word = |script: &str, arguments: &[&str]| {
+        let reply = redis::cmd("EVAL").arg(script).arg(1).arg(&key).arg(arguments).query(&mut connection);
+        reply.map_or_else(
+            |error: redis::RedisError| error.code().unwrap_or_default().to_owned(),
+            |reply: Vec<String>| reply[0].clone(),
+        )
+    };
+    for (lease, retention) in
+        [("0", "1"), ("1", "0"), ("3600001", "1"), ("1", "34560000001"), ("-1", "1"), ("1", ""), ("1.5", "1")]
+    {
+        let claim = [&attempt, "1", &fingerprint, lease, retention, "park", &caller, ""];
+        assert_eq!(word(scripts.claim.code(), &claim), "INVALID", "{lease} {retention}");
+        assert_eq!(word(scripts.renew.code(), &["1", lease, retention]), "INVALID", "{lease} {retention}");
+    }
+    for retention in ["0", "34560000001"] {
+        assert_eq!(word(scripts.release.code(), &["1", retention]), "INVALID", "{retention}");
+        assert_eq!(word(scripts.complete.code(), &["1", "tombstone", retention]), "INVALID", "{retention}");
+        let resolve = ["release", retention, "0", "0", "ann", "why"];
+        assert_eq!(word(scripts.resolve.code(), &resolve), "INVALID", "{retention}");
+    }
+    let claim = [&attempt, "1", &fingerprint, longest_lease, longest_retention, "park", &caller, ""];
+    assert_eq!(word(scripts.claim.code(), &claim), "execute");
+}
+
 #[test]
 fn the_page_names_every_script_correctly() {
     let page = include_str!("../../../docs/reference/store-contract-redis.md");

@@ -348,7 +348,6 @@ async fn an_invalid_record_is_corrupt_and_stays_unchanged() {
             completion(grant.token, n),
             release(grant.token),
             resolve(true),
-            Command::Purge,
         ];
         for command in &commands[..if foreign { 2 } else { commands.len() }] {
             let error = store.apply(id(n), command.clone()).await.unwrap_err();

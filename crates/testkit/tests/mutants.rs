@@ -108,7 +108,6 @@ impl Mutant {
                 }
                 held.records.insert(id, after);
             }
-            Write::Delete => drop(held.records.remove(&id)),
         }
         if let (Command::Resolve(resolve), Outcome::Resolved { from }) = (&command, &decision.outcome) {
             let times = match self.bug {

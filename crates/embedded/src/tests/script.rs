@@ -82,7 +82,6 @@ impl Script {
             let after = match decision.write {
                 Write::Keep => self.expected.get(&id).cloned(),
                 Write::Put(record) => Some(record),
-                Write::Delete => None,
             };
             match answer {
                 Ok(outcome) => {

@@ -233,7 +233,8 @@ async fn read_status(connection: &mut PgConnection) -> Result<Option<Status>, Er
     }
     let rows =
         sqlx::raw_sql("SELECT oncegate.contract_version() AS version").fetch_all(&mut *transaction).await?;
-    status.found = rows.first().map(|row| row.try_get("version")).transpose()?.flatten();
+    // Without a version, the schema is there and incomplete.
+    status.found = rows.first().map(|row| row.try_get("version")).transpose()?.flatten().or(Some(0));
     for row in sqlx::raw_sql(FOREIGN_BINDINGS).fetch_all(&mut *transaction).await? {
         status.foreign_bindings.push(row.try_get("binding")?);
     }

@@ -163,7 +163,29 @@ async fn values_outside_of_the_contract_are_refused() {
         &format!("SELECT * FROM oncegate.claim({})", good.replace("1000, 1000", "3600000, 34560000000")),
     )
     .await;
+    // An identifier of another size is a mistake of the caller, such as hexadecimal digits, and not a stale token.
+    for short in ["'\\xab'", "null", "'\\x'", "decode(repeat('01', 33), 'hex')"] {
+        for call in [
+            "renew({}, 1, 1000, 1000)",
+            "step({}, 1, 0, 'a', '')",
+            "complete({}, 1)",
+            "complete_if_owner({}, 1, 'tombstone', null, 1000)",
+            "complete_many(ARRAY[{}::bytea], ARRAY[1], ARRAY['tombstone'], ARRAY[null::bytea], ARRAY[1000])",
+            "release({}, 1, 1000)",
+            "resolve({}, 'release', null, 1000, false, false, 'ann', 'why')",
+            "lookup({})",
+            "watch(ARRAY[{}::bytea])",
+        ] {
+            let sql = format!("SELECT * FROM oncegate.{}", call.replace("{}", short));
+            let error = try_run(&mut app, &sql).await.unwrap_err();
+            assert_eq!(sqlstate(&error), "22023", "{sql}: {error}");
+        }
+    }
     let record = "decode(repeat('01', 32), 'hex'), (SELECT token FROM oncegate.records)";
+    for end in ["0", "34560000001"] {
+        let sql = format!("SELECT oncegate.complete({record}, null, {end})");
+        assert_eq!(sqlstate(&try_run(&mut app, &sql).await.unwrap_err()), "22023", "{sql}");
+    }
     for end in [
         "'completed', null, 1000",
         "'completed', '', 1000",

@@ -267,7 +267,8 @@ const REPAIRS: [(&str, &str, &str); 5] = [
         "GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA oncegate TO ROLE",
     ),
     ("3F000", "ALTER SCHEMA oncegate RENAME TO away", "ALTER SCHEMA away RENAME TO oncegate"),
-    ("42704", "ALTER TABLE oncegate.records RENAME TO away", "ALTER TABLE oncegate.away RENAME TO records"),
+    // 42P01 if the session has compiled the function, else 42704.
+    ("42", "ALTER TABLE oncegate.records RENAME TO away", "ALTER TABLE oncegate.away RENAME TO records"),
     (
         "42883",
         "ALTER FUNCTION oncegate.complete_if_owner RENAME TO away",

@@ -350,6 +350,8 @@ async fn a_reservation_ends_with_its_transaction() {
     ] {
         let error = try_run(&mut database.connect().await, &wrong).await.unwrap_err();
         assert_eq!(sqlstate(&error), "22023", "{wrong}");
+        let names = ["id ", "attempt ", "fingerprint ", "retention_ms ", "response ", "transaction "];
+        assert!(names.iter().any(|name| error.to_string().contains(&format!("oncegate: {name}"))), "{error}");
     }
 }
 

@@ -258,6 +258,17 @@ async fn a_response_that_no_sidecar_can_read_is_refused() {
         let call = format!("SELECT oncegate.response({status}, ARRAY['{name}'], ARRAY['{value}'], '')");
         assert_eq!(sqlstate(&try_run(&mut owner, &call).await.unwrap_err()), "22023", "{call}");
     }
+    let fields = |count: u32| {
+        format!(
+            "oncegate.response(200, array_fill('a'::text, ARRAY[{count}]), array_fill('b'::text, ARRAY[{count}]), '')"
+        )
+    };
+    assert_eq!(
+        sqlstate(&try_run(&mut owner, &format!("SELECT {}", fields(257))).await.unwrap_err()),
+        "22023"
+    );
+    let rows = try_run(&mut owner, &format!("SELECT oncegate.is_response({})", fields(256))).await.unwrap();
+    assert!(rows[0].get::<bool, _>(0));
     let rows = try_run(&mut owner, "SELECT string_agg(state, ' ') FROM oncegate.records").await.unwrap();
     assert_eq!(rows[0].get::<String, _>(0), "in-progress");
     let whole = "oncegate.response(999, ARRAY['X-Tab', 'etag'], ARRAY['a	ü', ''], 'body')";

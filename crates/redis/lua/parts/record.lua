@@ -11,10 +11,12 @@ local function number(digits)
   return value and value >= 0 and value < 9007199254740992 and text(value) == digits and value or nil
 end
 
--- A duration in milliseconds that can be added to any time.
-local function duration(digits)
+local MAX_LEASE, MAX_RETENTION = 3600000, 34560000000
+
+-- A duration in milliseconds, from 1 to this many.
+local function duration(digits, most)
   local value = number(digits)
-  return value and value <= 1125899906842624 and value or nil
+  return value and value >= 1 and value <= most and value or nil
 end
 
 local function hex(digits, count)
