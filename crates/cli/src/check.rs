@@ -404,7 +404,7 @@ fn content(dir: &Path, found: &CheckReport, report: &mut Report) {
     // A damaged store is restored from a backup first.
     if waiting > 0 && found.is_sound() {
         report.warn(format!(
-            "store {shown}: {waiting} of its requests have an unknown outcome; start the sidecar, and run `oncegate keys ls \
+            "store {shown}: requests with an unknown outcome: {waiting}; start the sidecar, and run `oncegate keys ls \
              --state unsettled`"
         ));
     }
@@ -605,7 +605,7 @@ mod tests {
         assert_eq!(lines.len(), 2, "{lines:?}"); // and no warning that other users can read it
         assert!(lines[0].starts_with("ok    store data: sound; "), "{lines:?}");
         assert!(lines[0].ends_with("; 1 in-progress; audit trail: 0"), "{lines:?}");
-        assert!(lines[1].starts_with("warn  store data: 1 of its requests have an unknown outcome"));
+        assert!(lines[1].starts_with("warn  store data: requests with an unknown outcome: 1"));
     }
 
     #[test]

@@ -42,7 +42,8 @@ pub(super) async fn list(State(state): State<AdminState>, query: Pairs) -> Answe
                 filter.states = listing::states(&text).map_err(bad)?;
             }
             "caller" => {
-                let what = "is not a caller's tag; it has 16 hexadecimal digits, as a listing shows them";
+                let what =
+                    "is not a caller's tag: 16 hexadecimal digits, as in the column CALLER of a listing";
                 filter.caller = Some(CallerTag::from_hex(&text).ok_or_else(|| bad(what.to_owned()))?);
             }
             "key_tag" => {

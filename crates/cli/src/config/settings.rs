@@ -267,7 +267,7 @@ settings! {
     /// together, such as `required-header:x-tenant,cookie:sid`, or `single-tenant` (there is only one caller). An empty value
     /// counts as missing. If the value is a credential, a caller with a rotated credential is another caller. Unless this is
     /// set, requests that carry another credential (a cookie, an API key) instead of Authorization are refused.
-    "scope" KEYS Route Many "SCOPE" Nothing("`header:authorization`, and other credentials are refused");
+    "scope" KEYS Route Many "SCOPE,…" Nothing("`header:authorization`, and other credentials are refused");
     scope: CallerScope = units::scope;
 
     /// The effect of the request's host on its key: `compare` (the same key with another host is refused), `scope` (each host
@@ -284,11 +284,10 @@ settings! {
     "key-header" KEYS Route One "NAME" ByProfile("Idempotency-Key");
     key_header: HeaderName = units::key_header;
 
-    /// Builds the key from this member of JSON bodies, such as `/customer` (a JSON pointer), together with the other members
-    /// that are given. The header field is ignored: two requests of one caller with the same values are one operation, with
-    /// any key or without one. Needs a `scope` that every caller must send, or `single-tenant`. Give it several times or with
-    /// commas.
-    "key-members" KEYS Route Many "POINTER" Nothing("the header field carries the key");
+    /// A list of members of JSON bodies from which the key is built, such as `/customer` (JSON pointers). The header field is
+    /// ignored: two requests of one caller with the same values are one operation, with any key or without one. Needs a `scope`
+    /// that every caller must send, or `single-tenant`.
+    "key-members" KEYS Route Many "POINTER,…" Nothing("the header field carries the key");
     key_members: JsonPointer = units::json_pointer;
 
     /// The scope within which a caller's key is unique: `endpoint` (method and path; on another endpoint it is another key), or
@@ -310,7 +309,8 @@ settings! {
     "replay-marker" KEYS Route One "NAME" ByProfile("Idempotent-Replayed");
     replay_marker: HeaderName = units::replay_marker;
 
-    /// The page that documents your rules for keys, such as https://developer.example.com/idempotency. Refusals link to it.
+    /// The page that documents your rules for keys: a URL such as https://developer.example.com/idempotency, or a path. Refusals
+    /// link to it.
     "documentation" KEYS Route One "URL" Nothing("no link");
     documentation: String = units::documentation;
 
@@ -373,10 +373,10 @@ settings! {
     "server-errors" RECORDS Route One "replay|release" ByProfile("replay");
     server_errors: ServerErrors = units::server_errors;
 
-    /// One more response status that frees the key, such as 400 or 422: the client can correct a refused request and send it
-    /// again under its key. The service must have done nothing when it responds so. From 400 to 599. The statuses 401, 403, 407,
-    /// 408, 421, 425 and 429 always free the key. Give it several times or with commas.
-    "release-statuses" RECORDS Route Many "STATUS" Nothing("by profile: 400 in stripe, none in the others");
+    /// A list of further response statuses that free the key, such as 400 and 422: the client can correct a refused request and
+    /// send it again under its key. The service must have done nothing when it responds so. From 400 to 599. The statuses 401,
+    /// 403, 407, 408, 421, 425 and 429 always free the key.
+    "release-statuses" RECORDS Route Many "STATUS,…" Nothing("by profile: 400 in stripe, none in the others");
     release_statuses: StatusCode = units::release_status;
 
     /// The policy for requests with a key while the store cannot be reached: `closed` (503, nothing is executed), or `open`
@@ -385,46 +385,46 @@ settings! {
     "store-outage" RECORDS Route One "closed|open" Value("closed");
     store_outage: StoreOutage = units::store_outage;
 
-    /// One more header field of responses that is stored and replayed. Give it several times or with commas. Fields such as
-    /// Content-Type, Location and ETag are always stored.
-    "stored-headers" RECORDS Route Many "NAME" Nothing("");
+    /// A list of further header fields of responses that are stored and replayed. Fields such as Content-Type, Location and ETag
+    /// are always stored.
+    "stored-headers" RECORDS Route Many "NAME,…" Nothing("");
     stored_headers: HeaderName = units::stored_header;
 
-    /// Ignores this member when JSON bodies are compared, such as `/meta/timestamp` (a JSON pointer). Give it several times or
-    /// with commas. A body that consists only of ignored members is compared as a whole.
-    "fingerprint.exclude" REQUESTS Route Many "POINTER" Nothing("");
+    /// A list of members that are ignored when JSON bodies are compared, such as `/meta/timestamp` (JSON pointers). A body that
+    /// consists only of ignored members is compared as a whole.
+    "fingerprint.exclude" REQUESTS Route Many "POINTER,…" Nothing("");
     fingerprint_exclude: JsonPointer = units::excluded;
 
-    /// Compares only this member of JSON bodies, together with the other members that are given. Give it several times or with
-    /// commas. Names are case-sensitive. A body that has none of these members is compared as a whole.
-    "fingerprint.include" REQUESTS Route Many "POINTER" Nothing("all members");
+    /// A list of members of JSON bodies: only these are compared. Names are case-sensitive. A body that has none of these members
+    /// is compared as a whole.
+    "fingerprint.include" REQUESTS Route Many "POINTER,…" Nothing("all members");
     fingerprint_include: JsonPointer = units::json_pointer;
 
     /// Compares bodies byte by byte, without parsing JSON, forms and multipart.
     "fingerprint.raw" REQUESTS Route Switch "BOOL" Value("false");
     fingerprint_raw: bool = units::boolean;
 
-    /// A header field that makes two requests different. Give it several times or with commas.
-    "fingerprint.headers" REQUESTS Route Many "NAME" Nothing("");
+    /// A list of header fields that are compared, too: requests that differ in one of them are different requests.
+    "fingerprint.headers" REQUESTS Route Many "NAME,…" Nothing("");
     fingerprint_headers: HeaderName = units::seen_header;
 
-    /// Lets pages of this origin, such as `https://shop.example`, or of every origin (`*`), read responses. The sidecar writes the
-    /// Access-Control-* fields on replays, on refusals, and on responses of the service that have none, and answers preflight
-    /// requests of these origins. Give it several times or with commas.
-    "cors.allowed-origins" BROWSERS Route Many "ORIGIN" Nothing("pages of other origins cannot read responses");
+    /// A list of origins whose pages may read responses, such as `https://shop.example`, or `*` for every origin. The sidecar
+    /// writes the Access-Control-* fields on replays, on refusals, and on responses of the service that have none, and answers
+    /// preflight requests of these origins.
+    "cors.allowed-origins" BROWSERS Route Many "ORIGIN,…" Nothing("pages of other origins cannot read responses");
     cors_allowed_origins: Origin = units::cors_origin;
 
-    /// One more header field that pages may read, besides those that are always readable and those of Oncegate (the key, the
-    /// replay marker, Idempotency-Status, Retry-After). Give it several times or with commas.
-    "cors.exposed-headers" BROWSERS Route Many "NAME" Nothing("");
+    /// A list of further header fields that pages may read, besides those that are always readable and those of Oncegate (the
+    /// key, the replay marker, Idempotency-Status, Retry-After).
+    "cors.exposed-headers" BROWSERS Route Many "NAME,…" Nothing("");
     cors_exposed_headers: HeaderName = units::header_name;
 
-    /// One header field that pages may send. Give it several times or with commas.
-    "cors.allowed-headers" BROWSERS Route Many "NAME" Nothing("those that they ask for");
+    /// A list of header fields that pages may send.
+    "cors.allowed-headers" BROWSERS Route Many "NAME,…" Nothing("those that the preflight request asks for");
     cors_allowed_headers: HeaderName = units::header_name;
 
-    /// One method that pages may use. Give it several times or with commas.
-    "cors.allowed-methods" BROWSERS Route Many "METHOD" Nothing("the one that they ask for");
+    /// A list of methods that pages may use.
+    "cors.allowed-methods" BROWSERS Route Many "METHOD,…" Nothing("the one that the preflight request asks for");
     cors_allowed_methods: Method = units::cors_method;
 
     /// Lets pages send cookies and other credentials of the browser. Cannot be combined with the origin `*`.

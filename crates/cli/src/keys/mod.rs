@@ -72,7 +72,7 @@ struct Ls {
     /// or unsettled, which is abandoned and unknown: the records that wait for an operator
     #[arg(long, value_name = "STATE")]
     state: Option<String>,
-    /// Only records of this caller, by the tag that a listing shows
+    /// Only records of this caller, by the tag in the column CALLER of a listing
     #[arg(long, value_name = "TAG")]
     caller: Option<String>,
     /// Only records of this key, of any caller and operation. Only a tag of the key is sent: 8 bytes of a hash

@@ -222,8 +222,7 @@ pub(super) fn found(page: &Value, flags: &str, as_json: bool, out: &mut impl Wri
     }
     writeln!(
         out,
-        "found by the tag of the key, 8 bytes that another key may have too: check a record with `oncegate keys show{flags} \
-         RECORD`"
+        "found by a short hash of the key, which another key may share: check a record with `oncegate keys show{flags} RECORD`"
     )?;
     Ok(())
 }

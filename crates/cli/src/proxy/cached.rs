@@ -54,7 +54,10 @@ async fn open_redis(options: &RedisOptions) -> Cache {
     match RedisStore::open(options.clone()).await {
         Ok(store) => Cache::on(Arc::new(store)),
         Err(error) => {
-            tracing::warn!("cache {shown}: {}; continuing without it, and trying again", ErrorChain(&error));
+            tracing::warn!(
+                "cache {shown}: {}; starting without the cache, and trying again in the background",
+                ErrorChain(&error)
+            );
             Cache::later(async move {
                 loop {
                     tokio::time::sleep(RETRY_INTERVAL).await;

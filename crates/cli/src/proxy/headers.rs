@@ -163,7 +163,8 @@ pub(crate) fn remove_unforwarded<B>(request: &mut Request<B>, peer: &Peer, confi
                 tracing::warn!(
                     suppressed,
                     client,
-                    "the header field {name}, by which requests are told apart, was removed: the client is not one of trusted-proxies"
+                    "{name} identifies callers (scope) or requests (fingerprint.headers), and was removed, because its sender is not \
+                     one of trusted-proxies"
                 );
             }
         });

@@ -118,7 +118,7 @@ impl Reconcile for ReconcileClient {
                 %record,
                 result = result.as_str(),
                 about,
-                "asked the service for the outcome of a request"
+                "the service was asked for the outcome of a request"
             );
             found
         })
@@ -147,7 +147,7 @@ impl ReconcileClient {
             };
             let record = context.attempt().record_id();
             let about = self.about();
-            tracing::warn!(%record, why, about, "the service does not report the outcome of a request");
+            tracing::warn!(%record, why, about, "the service did not report the outcome of a request");
             if Instant::now() + pause >= deadline {
                 return Reconciled::CannotTell;
             }
@@ -159,7 +159,7 @@ impl ReconcileClient {
     /// The subject of the question.
     fn about(&self) -> &'static str {
         match self.settings.completed_by() {
-            CompletedBy::Upstream => "an answer that its record lacks",
+            CompletedBy::Upstream => "the missing response of a completed record",
             _ => "an abandoned attempt",
         }
     }
@@ -221,7 +221,7 @@ impl ReconcileClient {
                 return none(format!("{status}, which contradicts the outcome that it reports"));
             }
             Some(b"unknown") => return none("it does not know"),
-            _ => return none(format!("{status} without an outcome")),
+            _ => return none(format!("{status} without a valid {OUTCOME}")),
         }
         match take_store_directive(&mut head.headers) {
             Ok(None | Some(StoreDirective::Replay)) => {}

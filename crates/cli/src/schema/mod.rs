@@ -66,7 +66,7 @@ pub(crate) fn run(args: &SchemaArgs) -> Result<(), String> {
         SchemaCommand::Print { contract, script } => print(*contract, script.as_deref()),
         SchemaCommand::Apply(database @ Database { kind: DatabaseKind::Postgres, .. }) => {
             let options = options(&database.url)?;
-            let before = block_on(schema::apply(&options))?;
+            let before = crate::block_on(schema::apply(&options))?.map_err(|error| still_bound(&error))?;
             let (name, version) = (options.database(), schema::VERSION);
             let mut text = match before.found {
                 Some(found) if found == version => {
@@ -99,6 +99,19 @@ pub(crate) fn run(args: &SchemaArgs) -> Result<(), String> {
                 found => Err(PostgresOpenError::NoContract { database: name, found, needed }.to_string()),
             }
         }
+    }
+}
+
+/// The error of an upgrade. Its reader has run `apply`, so it must not advise that.
+fn still_bound(error: &PostgresOpenError) -> String {
+    match error {
+        PostgresOpenError::ForeignBindings { database, bindings } => format!(
+            "{database}: the contract was applied, and parts of the schema oncegate are still bound to objects outside of it, \
+             whose owners act with the rights of the schema's owner: {}. Find out who created these objects, and repair the \
+             bindings by hand, as docs/reference/store-contract-postgres.md says under \"Search path and owner\"",
+            bindings.join("; ")
+        ),
+        error => ErrorChain(error).to_string(),
     }
 }
 

@@ -115,7 +115,11 @@ async fn redis_caches_the_responses_of_postgres() {
     assert_eq!(service.requests(), 2, "one effect for each key");
     assert!(stop_and_read_log(one, &passwords).await.contains("store cached(cache=redis://127.0.0.1:"));
     stop_and_read_log(two, &passwords).await;
-    assert!(stop_and_read_log(third, &passwords).await.contains("continuing without it, and trying again"));
+    assert!(
+        stop_and_read_log(third, &passwords)
+            .await
+            .contains("starting without the cache, and trying again in the background")
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]

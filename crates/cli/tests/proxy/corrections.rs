@@ -29,7 +29,7 @@ async fn find_record(sidecar: &Sidecar) -> String {
     let listed = run_keys(sidecar, &["find", "--key", "intent-1"]).await.unwrap();
     let lines: Vec<_> = listed.lines().collect();
     assert!(lines.len() == 3 && lines[1].contains("POST /orders"), "{listed}");
-    assert!(lines[2].contains("another key may have"), "{listed}");
+    assert!(lines[2].contains("another key may share"), "{listed}");
     lines[1].split_whitespace().last().unwrap().to_owned()
 }
 
