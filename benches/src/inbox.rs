@@ -25,7 +25,7 @@ const IN_FLIGHT: usize = 8;
 
 pub(crate) async fn measure() -> Result<()> {
     let server = PostgresServer::start_with(durable())?;
-    schema::apply(&PostgresOptions::new(&server.url())?).await?;
+    schema::apply(&PostgresOptions::from_url(&server.url())?).await?;
     let pool = PgPoolOptions::new().max_connections(32).connect(&server.url()).await?;
     for table in [
         "CREATE TABLE effects (id bigserial PRIMARY KEY, customer text NOT NULL, cents bigint NOT NULL)",

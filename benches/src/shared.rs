@@ -197,7 +197,7 @@ fn attempt(number: u64) -> String {
 /// connections as are in flight.
 pub(crate) async fn on_postgres() -> Result<()> {
     let server = PostgresServer::start_with(durable())?;
-    let options = PostgresOptions::new(&server.url())?.with_pool_size(16)?;
+    let options = PostgresOptions::from_url(&server.url())?.with_pool_size(16)?;
     schema::apply(&options).await?;
     let store: Arc<dyn Store> = Arc::new(PostgresStore::open(options).await?);
     let pool = PgPoolOptions::new().max_connections(64).connect(&server.url()).await?;
@@ -274,7 +274,7 @@ async fn cycle_of_rows(pool: &PgPool, in_flight: usize, records: u64) -> Result<
 pub(crate) async fn same_transaction() -> Result<()> {
     const RECORDS: u64 = 6_000;
     let server = PostgresServer::start_with(durable())?;
-    schema::apply(&PostgresOptions::new(&server.url())?).await?;
+    schema::apply(&PostgresOptions::from_url(&server.url())?).await?;
     let pool = PgPoolOptions::new().max_connections(64).connect(&server.url()).await?;
     for table in [
         "CREATE TABLE payments (id bigserial PRIMARY KEY, customer text NOT NULL, cents bigint NOT NULL)",
@@ -371,7 +371,7 @@ pub(crate) async fn growth_on_postgres(few: u64, many: u64) -> Result<()> {
     let mut stores: Vec<(Arc<dyn Store>, PgPool, u64)> = Vec::new();
     for (name, records) in [("few", few), ("many", many)] {
         sqlx::query(sqlx::AssertSqlSafe(format!("CREATE DATABASE {name}"))).execute(&admin).await?;
-        let options = PostgresOptions::new(&server.url_of(name))?.with_pool_size(16)?;
+        let options = PostgresOptions::from_url(&server.url_of(name))?.with_pool_size(16)?;
         schema::apply(&options).await?;
         let pool = PgPoolOptions::new().max_connections(1).connect(&server.url_of(name)).await?;
         let begun = std::time::Instant::now();

@@ -19,7 +19,7 @@ use tokio::signal::unix::{SignalKind, signal};
 /// Consumes until the process gets SIGTERM.
 pub async fn run(source: impl Source, order: Order) -> Result<(), Box<dyn Error>> {
     let url = env::var("DATABASE_URL")?;
-    schema::apply(&PostgresOptions::new(&url)?).await?;
+    schema::apply(&PostgresOptions::from_url(&url)?).await?;
     // The database ends the transaction of a process that is suspended, so that others can have its messages.
     let connect = url.parse::<PgConnectOptions>()?.options([("idle_in_transaction_session_timeout", "5s")]);
     let pool = PgPoolOptions::new().max_connections(6).connect_with(connect).await?;

@@ -20,7 +20,7 @@ impl Ledger {
             PostgresServer::start_with(options).unwrap()
         };
         let server = tokio::task::spawn_blocking(start).await.unwrap();
-        schema::apply(&PostgresOptions::new(&server.url()).unwrap()).await.unwrap();
+        schema::apply(&PostgresOptions::from_url(&server.url()).unwrap()).await.unwrap();
         server.sql("CREATE TABLE ledger (id text NOT NULL, who text DEFAULT current_setting('application_name'))").unwrap();
         Self { server }
     }

@@ -479,7 +479,7 @@ pub async fn something_breaks<B: Broker, F: Future<Output = ()>>(
 /// The store is restarted in the middle.
 pub async fn the_database_is_restarted(broker: impl Broker) {
     let server = tokio::task::spawn_blocking(PostgresServer::start).await.unwrap().unwrap();
-    let options = PostgresOptions::new(&server.url()).unwrap();
+    let options = PostgresOptions::from_url(&server.url()).unwrap();
     schema::apply(&options).await.unwrap();
     let store: Arc<dyn Store> = Arc::new(PostgresStore::open(options).await.unwrap());
     let server = Mutex::new(server);

@@ -94,7 +94,7 @@ fn redis_before_postgres() {
     let redis = RedisServer::start(ServerOptions::new()).unwrap();
     let postgres = PostgresServer::start().unwrap();
     let timeout = Duration::from_secs(20);
-    let database = PostgresOptions::new(&postgres.url()).unwrap();
+    let database = PostgresOptions::from_url(&postgres.url()).unwrap();
     let database = database
         .with_pool_size(6)
         .unwrap()

@@ -30,7 +30,7 @@ async fn redis(url: &str) -> Arc<RedisStore> {
 
 /// A store that gives up soon, because the tests make outages.
 async fn postgres(server: &PostgresServer) -> Arc<PostgresStore> {
-    let options = PostgresOptions::new(&server.url()).unwrap();
+    let options = PostgresOptions::from_url(&server.url()).unwrap();
     schema::apply(
         &options.clone().with_connect_timeout(MINUTE).unwrap().with_statement_timeout(MINUTE).unwrap(),
     )

@@ -255,7 +255,7 @@ async fn make_postgres(server: &PostgresServer, database: &str) -> io::Result<()
     let mut connection = PgConnection::connect(&server.url()).await.map_err(io::Error::other)?;
     let create = sqlx::AssertSqlSafe(format!("CREATE DATABASE {database}"));
     sqlx::raw_sql(create).execute(&mut connection).await.map_err(io::Error::other)?;
-    let options = StoreOptions::new(&server.url_of(database)).map_err(io::Error::other)?;
+    let options = StoreOptions::from_url(&server.url_of(database)).map_err(io::Error::other)?;
     schema::apply(&options).await.map_err(io::Error::other)?;
     Ok(())
 }

@@ -286,7 +286,7 @@ impl Plan {
             settings = settings.with_server_errors(server_errors);
         }
         if let Some(bytes) = self.max_request_body {
-            settings = settings.with_max_request_body(bytes);
+            settings = settings.with_max_request_body(bytes).expect("a size within bounds");
         }
         if let Some(bytes) = self.max_response_body {
             settings = settings.with_max_response_body(bytes).expect("a size that a record can hold");
@@ -342,11 +342,12 @@ impl Plan {
         let mut layer =
             IdempotencyLayer::new(engine).with_settings(self.settings()).expect("settings that fit");
         if let Some(bytes) = self.request_budget {
-            layer = layer.with_request_budget(bytes);
+            layer = layer.with_request_budget(bytes).expect("a budget");
         }
         for route in &self.routes {
             let settings = route.plan.settings();
-            layer = layer.with_route(route.methods.clone(), route.path, settings).expect("a route");
+            let methods = (!route.methods.is_empty()).then(|| route.methods.clone());
+            layer = layer.with_route(methods, route.path, settings).expect("a route");
         }
         layer
     }

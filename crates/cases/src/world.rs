@@ -184,7 +184,7 @@ async fn open_one(url: &str) -> Arc<dyn Store> {
         let options = RedisOptions::from_url(url).expect("a URL of Redis");
         return Arc::new(RedisStore::open(options).await.expect("a store on Redis"));
     }
-    let options = PostgresOptions::new(url).expect("a URL of PostgreSQL");
+    let options = PostgresOptions::from_url(url).expect("a URL of PostgreSQL");
     let long = Duration::from_secs(15);
     let options = options
         .with_pool_size(4)

@@ -169,7 +169,7 @@ async fn two_sidecars_share_a_redis_server() {
 async fn two_sidecars_share_a_postgresql_database() {
     let server = PostgresServer::start().unwrap();
     let url = server.url();
-    let options = PostgresOptions::new(&url).unwrap();
+    let options = PostgresOptions::from_url(&url).unwrap();
     // Without the schema, the program reports what is missing before it shows anything.
     let directory = tempfile::tempdir().unwrap();
     let failed = output(directory.path(), &["--store", &url]);

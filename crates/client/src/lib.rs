@@ -76,7 +76,7 @@
 //! | 409 and 423 that name no kind of conflict | again: it may be in progress. One that names another kind is refused |
 //! | 401, 403, 404, 405, 407, 411, 413, 417, 421, 426, 431, 501, 505, 511 | turned away |
 //! | other 4xx | [`Verdict::Refused`] |
-//! | other 5xx | by [`ServerErrors`]; again by default |
+//! | other 5xx | by [`ServerErrorPolicy`]; again by default |
 //!
 //! *Turned away* ([`Verdict::TurnedAway`]) is about the way to the operation and not about the operation: nothing took effect,
 //! and the same intent can be sent under the same key when the reason is fixed.
@@ -142,7 +142,7 @@ pub use journal::{DamagedFile, JournalDir, PendingIntent, Resume, ResumeError, R
 pub use journal::{Journal, JournalEntry, JournalFuture, JournalOpenError, JournaledIntent};
 pub use key::{Carrier, ulid_key, uuid_v7_key};
 pub use oncegate_core::{ConfigError, IdempotencyKey, KeyError};
-pub use policy::{Api, RetryPolicy, ServerErrors};
+pub use policy::{Api, RetryPolicy, ServerErrorPolicy};
 pub use received::ReceivedBody;
 pub use report::{Answer, Report, SendError, SendErrorKind};
 pub use verdict::{Advice, Verdict};

@@ -21,7 +21,7 @@ pub enum Api {
 /// The meaning of an answer from 500 to 599 without further signals: not 501 to 505, not 511, no replay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum ServerErrors {
+pub enum ServerErrorPolicy {
     /// Send again under the same key. A service that keeps such answers replays it, and a replay is final. A service that
     /// undid everything executes the request. This is the default for requests that can be repeated.
     Again,
@@ -35,7 +35,7 @@ pub enum ServerErrors {
 #[derive(Clone, Debug)]
 pub struct RetryPolicy {
     pub(crate) api: Api,
-    pub(crate) server_errors: ServerErrors,
+    pub(crate) server_errors: ServerErrorPolicy,
     pub(crate) attempts: u32,
     pub(crate) jitter: Jitter,
     pub(crate) base: Duration,
@@ -53,7 +53,7 @@ impl Default for RetryPolicy {
     fn default() -> Self {
         Self {
             api: Api::Idempotent,
-            server_errors: ServerErrors::Again,
+            server_errors: ServerErrorPolicy::Again,
             attempts: 6,
             jitter: Jitter::Full,
             base: Duration::from_millis(200),
@@ -76,7 +76,7 @@ impl RetryPolicy {
 
     /// Sets the meaning of an answer from 500 to 599 without further signals.
     #[must_use]
-    pub fn with_server_errors(self, server_errors: ServerErrors) -> Self {
+    pub fn with_server_errors(self, server_errors: ServerErrorPolicy) -> Self {
         Self { server_errors, ..self }
     }
 

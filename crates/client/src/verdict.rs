@@ -6,7 +6,7 @@ use http::{HeaderMap, StatusCode};
 
 use crate::answers::Signal;
 use crate::hint;
-use crate::policy::ServerErrors;
+use crate::policy::ServerErrorPolicy;
 
 /// The meaning of a definite answer. Only [`TurnedAway`](Self::TurnedAway) can change when the same request is sent again
 /// under the same key.
@@ -98,7 +98,7 @@ pub(crate) enum Protection {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AttemptContext {
     pub(crate) protection: Protection,
-    pub(crate) server_errors: ServerErrors,
+    pub(crate) server_errors: ServerErrorPolicy,
     /// An earlier attempt may have taken effect.
     pub(crate) in_doubt: bool,
 }
@@ -189,7 +189,7 @@ fn read(asked: AttemptContext, status: StatusCode, headers: &HeaderMap, body: &[
         Some(true) => return Plain(Again(doubt)),
         Some(false) if is_about_the_way(code) => return Before(Verdict::TurnedAway),
         Some(false) if code < 500 => return Refused(Advice::Stop),
-        Some(false) if server_errors != ServerErrors::Final => return Plain(Meaning::Unknown),
+        Some(false) if server_errors != ServerErrorPolicy::Final => return Plain(Meaning::Unknown),
         Some(false) => return Plain(Definite(Failed)),
         None => {}
     }
@@ -205,9 +205,9 @@ fn read(asked: AttemptContext, status: StatusCode, headers: &HeaderMap, body: &[
         400..=499 => Refused(Advice::FixRequest),
         502..=504 => Plain(Again(doubt)),
         _ => Plain(match (protection, server_errors) {
-            (_, ServerErrors::Final) => Definite(Failed),
-            (Protection::Once, _) | (_, ServerErrors::Unknown) => Meaning::Unknown,
-            (_, ServerErrors::Again) => Again(doubt),
+            (_, ServerErrorPolicy::Final) => Definite(Failed),
+            (Protection::Once, _) | (_, ServerErrorPolicy::Unknown) => Meaning::Unknown,
+            (_, ServerErrorPolicy::Again) => Again(doubt),
         }),
     }
 }
@@ -228,7 +228,8 @@ mod tests {
     use Verdict::{Done, Failed, Processed, Refused, TurnedAway};
 
     const STANDINGS: [Protection; 4] = [Keyed, Safe, Repeatable, Once];
-    const POLICIES: [ServerErrors; 3] = [ServerErrors::Again, ServerErrors::Final, ServerErrors::Unknown];
+    const POLICIES: [ServerErrorPolicy; 3] =
+        [ServerErrorPolicy::Again, ServerErrorPolicy::Final, ServerErrorPolicy::Unknown];
     const FIX: Advice = Advice::FixRequest;
 
     fn json(fields: &[(&'static str, &str)]) -> HeaderMap {
@@ -241,7 +242,7 @@ mod tests {
     }
 
     const FIRST: AttemptContext =
-        AttemptContext { protection: Keyed, server_errors: ServerErrors::Again, in_doubt: false };
+        AttemptContext { protection: Keyed, server_errors: ServerErrorPolicy::Again, in_doubt: false };
 
     fn meaning(protection: Protection, status: u16, headers: &HeaderMap, body: &str) -> Meaning {
         let status = StatusCode::from_u16(status).unwrap();
@@ -270,8 +271,8 @@ mod tests {
                         409 | 423 if protection == Keyed => Again(InProgress),
                         _ if turned_away.contains(&status) => Definite(TurnedAway),
                         400..500 => Definite(Refused(FIX)),
-                        _ if server_errors == ServerErrors::Final => Definite(Failed),
-                        _ if server_errors == ServerErrors::Unknown || protection == Once => Unknown,
+                        _ if server_errors == ServerErrorPolicy::Final => Definite(Failed),
+                        _ if server_errors == ServerErrorPolicy::Unknown || protection == Once => Unknown,
                         _ => Again(Doubt::May),
                     };
                     let code = StatusCode::from_u16(status).unwrap();
@@ -540,7 +541,7 @@ mod tests {
         }
         let no = json(&[("stripe-should-retry", "false")]);
         let status = StatusCode::INTERNAL_SERVER_ERROR;
-        let last = AttemptContext { server_errors: ServerErrors::Final, ..FIRST };
+        let last = AttemptContext { server_errors: ServerErrorPolicy::Final, ..FIRST };
         assert_eq!(judge(last, status, &no, b""), Definite(Failed));
     }
 }

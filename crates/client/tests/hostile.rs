@@ -17,7 +17,7 @@ use oncegate_client::reqwest::{IntentMiddleware, ReqwestTransport, send_error};
 use oncegate_client::tower::TowerTransport;
 use oncegate_client::{
     Api, AttemptFailureKind, Client, IdempotencyKey, Intent, Report, RetryBudget, SendErrorKind,
-    ServerErrors, Transport, Verdict,
+    ServerErrorPolicy, Transport, Verdict,
 };
 use support::{End, Hostile, Reply, answer, quick};
 use tokio::net::TcpSocket;
@@ -506,7 +506,7 @@ async fn an_answer_beyond_the_limit_streams_through_the_middleware_whole() {
     let body = long.clone();
     let service = Hostile::new(move |_, _| answer(200, "", &body)).await;
     let client = reqwest::Client::builder().no_proxy().build().unwrap();
-    let policy = quick().with_max_answer_bytes(10).with_server_errors(ServerErrors::Final);
+    let policy = quick().with_max_answer_bytes(10).with_server_errors(ServerErrorPolicy::Final);
     let middleware = IntentMiddleware::new().with_policy(policy);
     let client = reqwest_middleware::ClientBuilder::new(client).with(middleware).build();
     let response = client.post(service.url("/")).header("idempotency-key", "k").send().await.unwrap();

@@ -10,7 +10,7 @@ use http_body_util::Full;
 use oncegate_client::{
     Advice, Answer, Api, AttemptFailure, AttemptFailureKind, BoxError, Client, IdempotencyKey, Intent,
     Jitter, Journal, JournalEntry, JournalFuture, JournalOpenError, JournaledIntent, Random, RetryBudget,
-    RetryPolicy, SendError, SendErrorKind, ServerErrors, Transport, Verdict,
+    RetryPolicy, SendError, SendErrorKind, ServerErrorPolicy, Transport, Verdict,
 };
 use oncegate_core::Timestamp;
 use oncegate_testkit::TokioClock;
@@ -460,9 +460,9 @@ async fn an_unexplained_server_error_is_retried_until_it_is_a_replay() {
     let kept = answer(&service, policy(), &pay()).await;
     assert_eq!((kept.verdict, kept.attempts), (Verdict::Failed, 2));
     let service = Service::new([answers(500)]);
-    let last = answer(&service, policy().with_server_errors(ServerErrors::Final), &pay()).await;
+    let last = answer(&service, policy().with_server_errors(ServerErrorPolicy::Final), &pay()).await;
     assert_eq!((last.verdict, last.attempts), (Verdict::Failed, 1));
-    let unknown = open(&service, policy().with_server_errors(ServerErrors::Unknown), &pay()).await;
+    let unknown = open(&service, policy().with_server_errors(ServerErrorPolicy::Unknown), &pay()).await;
     assert_eq!((unknown.kind(), unknown.attempts()), (SendErrorKind::Unknown, 1));
 }
 

@@ -22,7 +22,7 @@ use crate::single_flight::{Leader, Owner, RemoteOwner, SharedOutcome};
 /// The right to add the response of an operation that completed its record without it.
 ///
 /// It comes only from [`Engine::claim`](crate::Engine::claim), under a policy that
-/// [asks for answers](crate::Policy::with_answers_asked_for). It gives no right to execute: the operation took place. While
+/// [asks for answers](crate::Policy::with_answer_recovery). It gives no right to execute: the operation took place. While
 /// it lives, other claims of this process for the record wait or get `InProgress`. Dropping it changes nothing, and the next
 /// claim gets another one.
 #[must_use = "an answer permit that is dropped leaves the record without its answer"]

@@ -49,7 +49,7 @@ pub enum ConcludeOutcome {
     /// The operation took place, and the record has no response to replay.
     Unreplayable,
     /// The operation took place, and the record has no response yet. The next claim may find it out, because the policy
-    /// [asks for answers](crate::Policy::with_answers_asked_for).
+    /// [asks for answers](crate::Policy::with_answer_recovery).
     Awaited,
     /// The operation did not take place, and no longer can. The key is free.
     Released,

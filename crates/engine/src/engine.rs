@@ -105,7 +105,7 @@ pub enum ClaimOutcome {
     /// Completed before, but the response cannot be replayed.
     Unreplayable,
     /// Completed before by the operation's own transaction, without the response. The caller may add it. Only under a policy
-    /// that [asks for answers](Policy::with_answers_asked_for).
+    /// that [asks for answers](Policy::with_answer_recovery).
     AddAnswer(AnswerPermit),
     /// As `AddAnswer`, but another claim of this process could not find out the response, or the store could not be read. Ask
     /// again later.

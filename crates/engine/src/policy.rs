@@ -71,7 +71,7 @@ impl Policy {
     /// ([`ClaimOutcome::AddAnswer`](crate::ClaimOutcome::AddAnswer)), for callers that can find it out. By default such a claim
     /// gets `Unreplayable`. This costs one more read for such a record, and nothing for all others.
     #[must_use]
-    pub const fn with_answers_asked_for(self, asks_for_answers: bool) -> Self {
+    pub const fn with_answer_recovery(self, asks_for_answers: bool) -> Self {
         Self { asks_for_answers, ..self }
     }
 

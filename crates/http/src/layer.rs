@@ -80,7 +80,8 @@ pub struct LimitUsage {
 
 #[derive(Clone)]
 struct Route {
-    methods: Vec<Method>,
+    /// `None`: all methods.
+    methods: Option<Vec<Method>>,
     pattern: PathPattern,
     settings: Arc<Settings>,
 }
@@ -117,19 +118,28 @@ impl IdempotencyLayer {
 
     /// Sets the settings of the routes that the pattern matches, such as `/payments/{id}` or `/v1/{*rest}`.
     ///
-    /// The first route that matches counts. With `methods`, the route matches only these, and covers them. Without,
-    /// the settings define the methods that are covered. Methods are compared without regard to case. Other spellings
-    /// of a path match, too: see [`Settings::with_trailing_slash`] and [`Settings::with_path_case`].
+    /// The first route that matches counts. With `methods`, the route matches only these, and covers them. With `None`,
+    /// it matches all, and the settings define the methods that are covered. Methods are compared without regard to
+    /// case. Other spellings of a path match, too: see [`Settings::with_trailing_slash`] and [`Settings::with_path_case`].
     ///
     /// # Errors
-    /// If the pattern is malformed, the settings contradict each other, or the store does not support them.
+    /// If the list of methods is empty, the pattern is malformed, the settings contradict each other, or the store does not
+    /// support them.
     pub fn with_route(
         self,
-        methods: Vec<Method>,
+        methods: Option<Vec<Method>>,
         pattern: &str,
         settings: Settings,
     ) -> Result<Self, ConfigError> {
-        let settings = if methods.is_empty() { settings } else { settings.with_methods(methods.clone())? };
+        let settings = match &methods {
+            Some(methods) if methods.is_empty() => {
+                return Err(ConfigError::new(format!(
+                    "the route {pattern} has an empty list of methods, so no request would match: use None for all methods"
+                )));
+            }
+            Some(methods) => settings.with_methods(methods.clone())?,
+            None => settings,
+        };
         settings.check(&self.shared.engine.store().capabilities())?;
         let pattern = PathPattern::new(pattern)?.with_spelling(settings.trailing_slash, settings.path_case);
         let settings = Arc::new(settings.at(pattern.clone()));
@@ -159,9 +169,12 @@ impl IdempotencyLayer {
     /// taken it. A body that does not fit is refused with a 503, and nothing is claimed. The default is 256 MiB. It
     /// should be several times [`Settings::with_max_request_body`]: a body that is larger than the whole budget is
     /// always refused.
-    #[must_use]
-    pub fn with_request_budget(self, bytes: usize) -> Self {
-        self.change(|shared| shared.request_budget = Budget::new(bytes))
+    ///
+    /// # Errors
+    /// If it is 0, because then every request with a body would be refused.
+    pub fn with_request_budget(self, bytes: usize) -> Result<Self, ConfigError> {
+        check_max("request_budget", bytes)?;
+        Ok(self.change(|shared| shared.request_budget = Budget::new(bytes)))
     }
 
     /// Limits the memory for the bodies of responses to requests with a key, in bytes.
@@ -234,7 +247,7 @@ impl IdempotencyLayer {
     /// A copy that shares the engine, the observer and the limits with this one, but no reference count. For programs with a
     /// runtime per core: there, all cores would contend for that count with every request.
     #[must_use]
-    pub fn unshared(&self) -> Self {
+    pub fn copy_for_core(&self) -> Self {
         let mut shared = Shared::clone(&self.shared);
         shared.request_budget = shared.request_budget.apart();
         shared.response_budget = shared.response_budget.apart();
@@ -266,7 +279,7 @@ impl Shared {
     /// The settings of the first route that matches, or the default ones.
     pub(crate) fn settings(&self, method: &Method, path: &str) -> &Arc<Settings> {
         let route = self.routes.iter().find(|route| {
-            (route.methods.is_empty() || method::contains(&route.methods, method))
+            route.methods.as_ref().is_none_or(|methods| method::contains(methods, method))
                 && route.pattern.matches(path)
         });
         route.map_or(&self.default, |route| &route.settings)

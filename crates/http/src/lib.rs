@@ -120,4 +120,4 @@ pub use reconcile::{Reconcile, Reconciled};
 pub use refusal::{Condition, Refusal, RetryAdvice};
 pub use scope::{CallerPart, CallerScope};
 pub use service::{Idempotency, ResponseFuture};
-pub use settings::{AuthorityRole, CompletedBy, Settings, StoreOutage};
+pub use settings::{AuthorityRole, CompletedBy, Settings};

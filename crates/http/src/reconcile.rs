@@ -29,7 +29,8 @@ pub trait Reconcile: Send + Sync + 'static {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Reconciled {
-    /// The operation took place. This is its answer: [`Settings::stored`](crate::Settings::stored) makes it from a response.
+    /// The operation took place. This is its answer, made by
+    /// [`Settings::stored_response`](crate::Settings::stored_response).
     Happened(StoredResponse),
     /// The operation took place, and its answer cannot be given again, now or later.
     Unreplayable,

@@ -36,7 +36,7 @@ use crate::layer::Shared;
 use crate::method;
 use crate::refusal::{Condition, Refusal};
 use crate::scope::NoCaller;
-use crate::settings::{AuthorityRole, Settings, StoreOutage};
+use crate::settings::{AuthorityRole, Settings};
 
 /// A service whose retries are safe. Made by [`IdempotencyLayer`](crate::IdempotencyLayer).
 #[derive(Clone)]
@@ -262,7 +262,7 @@ impl KeyedResponse {
         let (id, label) = canonical::locate(&self.settings, &scope, &parts, &key);
         (self.record, self.label, self.has_caller) = (Some(id), label.clone(), true);
         let fingerprint = compared.fingerprint;
-        let policy = self.settings.policy.with_answers_asked_for(self.asks_for_answers());
+        let policy = self.settings.policy.with_answer_recovery(self.asks_for_answers());
         let claim = ClaimRequest { id, fingerprint, label, policy };
         let request = || Request::from_parts(parts, RequestBody::whole(data, trailers, held));
         match self.shared.engine.claim(claim).await {
@@ -291,10 +291,10 @@ impl KeyedResponse {
                 }
                 // A full store does not count as an outage: a client that fills it could switch the protection off.
                 let is_away = error.kind() == StoreErrorKind::Unavailable && error.extent() == Extent::Store;
-                match (error.kind(), self.settings.store_outage) {
+                match (error.kind(), self.settings.fails_open) {
                     (StoreErrorKind::Corrupt, _) => Ok(self.refuse(Refusal::new(Condition::RecordCorrupt))),
                     // Boxed: this path is rare, and boxing keeps the common future small.
-                    (_, StoreOutage::Open) if is_away => Box::pin(self.fail_open(inner, request())).await,
+                    (_, true) if is_away => Box::pin(self.fail_open(inner, request())).await,
                     _ => {
                         let refusal = Refusal::new(Condition::StoreUnavailable);
                         let refusal = if error.extent() == Extent::Writes && error.is_unsent() {

@@ -35,7 +35,8 @@ pub struct Settings {
     pub(crate) kept: KeptHeaders,
     pub(crate) max_request_body: usize,
     pub(crate) max_response_body: usize,
-    pub(crate) store_outage: StoreOutage,
+    /// True if requests with a key are executed without protection while the store cannot be reached.
+    pub(crate) fails_open: bool,
     pub(crate) stream_timeout: Duration,
     pub(crate) body_timeout: Duration,
     pub(crate) reconcile: Option<Arc<dyn Reconcile>>,
@@ -78,17 +79,6 @@ pub enum CompletedBy {
     Upstream,
 }
 
-/// The policy for requests with a key while the store cannot be reached.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
-#[non_exhaustive]
-pub enum StoreOutage {
-    /// They are refused with a 503. Nothing is executed.
-    #[default]
-    Closed,
-    /// They are executed without protection, marked with `Idempotency-Status: unprotected`, and counted.
-    Open,
-}
-
 impl Default for Settings {
     fn default() -> Self {
         Self::new(Profile::ietf())
@@ -115,7 +105,7 @@ impl Settings {
             kept: KeptHeaders::default(),
             max_request_body: 2 * 1024 * 1024,
             max_response_body: 1024 * 1024,
-            store_outage: StoreOutage::Closed,
+            fails_open: false,
             stream_timeout: Duration::from_secs(60),
             body_timeout: Duration::from_secs(60),
             reconcile: None,
@@ -184,7 +174,7 @@ impl Settings {
     /// Returns true if a header field of this name identifies the caller, carries the key, or is compared. Such a
     /// field must reach the service as the layer saw it.
     #[must_use]
-    pub fn goes_by(&self, name: &HeaderName) -> bool {
+    pub fn depends_on_header(&self, name: &HeaderName) -> bool {
         let identifies = |part| match part {
             CallerPart::Header(own) => own == name,
             CallerPart::Cookie(_) => name == http::header::COOKIE,
@@ -376,11 +366,14 @@ impl Settings {
         Ok(self)
     }
 
-    /// Limits the body of a request with a key, in bytes. It is held in memory to be fingerprinted; a larger one is
-    /// refused with a 413.
-    #[must_use]
-    pub fn with_max_request_body(self, bytes: usize) -> Self {
-        Self { max_request_body: bytes, ..self }
+    /// Limits the body of a request with a key, in bytes, at most to 1 GiB. It is held in memory to be fingerprinted; a
+    /// larger one is refused with a 413.
+    ///
+    /// # Errors
+    /// If it is above 1 GiB.
+    pub fn with_max_request_body(self, bytes: usize) -> Result<Self, ConfigError> {
+        let max_request_body = ConfigError::check("the largest request body, in bytes,", bytes, 0..=1 << 30)?;
+        Ok(Self { max_request_body, ..self })
     }
 
     /// Limits the response body that is stored, in bytes. A larger one goes to the first client whole and leaves a
@@ -417,7 +410,7 @@ impl Settings {
     /// cannot serve this record, still refuses them.
     #[must_use]
     pub fn danger_fail_open(self) -> Self {
-        Self { store_outage: StoreOutage::Open, ..self }
+        Self { fails_open: true, ..self }
     }
 
     /// Sets the service that is asked for outcomes.
@@ -466,7 +459,7 @@ impl Settings {
     /// The part of a response that a record keeps, for a [`Reconcile`] that received the response of an earlier
     /// attempt. `None` if the response cannot be replayed: it has no end, is another protocol, or is too large.
     #[must_use]
-    pub fn stored(
+    pub fn stored_response(
         &self,
         head: &http::response::Parts,
         body: &[Bytes],
@@ -604,6 +597,8 @@ mod tests {
     fn the_stored_body_is_bounded_by_what_a_record_holds() {
         assert!(Settings::default().with_max_response_body(limits::MAX_RESPONSE_BYTES).is_ok());
         assert!(Settings::default().with_max_response_body(limits::MAX_RESPONSE_BYTES + 1).is_err());
+        assert!(Settings::default().with_max_request_body(1 << 30).is_ok());
+        assert!(Settings::default().with_max_request_body((1 << 30) + 1).is_err());
     }
 
     #[test]
@@ -641,12 +636,12 @@ mod tests {
         for own in
             ["x-tenant", "cookie", "x-key", "x-version", "content-type", "content-encoding", "x-http-method"]
         {
-            assert!(settings.goes_by(&name(own)), "{own}");
+            assert!(settings.depends_on_header(&name(own)), "{own}");
         }
         for other in ["authorization", "idempotency-key", "x-other"] {
-            assert!(!settings.goes_by(&name(other)), "{other}");
+            assert!(!settings.depends_on_header(&name(other)), "{other}");
         }
-        assert!(Settings::default().goes_by(&name("authorization")));
+        assert!(Settings::default().depends_on_header(&name("authorization")));
     }
 
     #[test]

@@ -82,7 +82,7 @@ async fn handlers_of_clients_that_hung_up_count_until_they_end() {
     let layer = layer().with_max_in_flight(3).unwrap();
     let mut service = layer.layer(handler.clone());
     // A clone of the service, as for another thread, counts with it.
-    let mut other = layer.unshared().layer(handler.clone());
+    let mut other = layer.copy_for_core().layer(handler.clone());
     hang_up(&mut service, "1", "1").await;
     hang_up(&mut other, "2", "2").await;
     hang_up(&mut service, "3", "3").await;
@@ -103,8 +103,8 @@ async fn handlers_of_clients_that_hung_up_count_until_they_end() {
 async fn one_caller_gets_no_more_than_its_share() {
     let handler = Handler::default();
     let layer = layer().with_max_in_flight_per_caller(2).unwrap();
-    let mut service = layer.unshared().layer(handler.clone());
-    let mut other = layer.unshared().layer(handler.clone());
+    let mut service = layer.copy_for_core().layer(handler.clone());
+    let mut other = layer.copy_for_core().layer(handler.clone());
     for key in ["1", "2"] {
         hang_up(&mut service, "ada", key).await;
     }

@@ -94,7 +94,8 @@ impl World {
         let layer = IdempotencyLayer::new(Engine::new(store))
             .with_settings(Settings::default().with_body_timeout(Duration::from_secs(5)))
             .unwrap()
-            .with_request_budget(BUDGET);
+            .with_request_budget(BUDGET)
+            .unwrap();
         Self { service: layer.layer(Handler), keys: 0 }
     }
 

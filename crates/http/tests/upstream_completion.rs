@@ -174,6 +174,10 @@ fn upstream_completion_refuses_a_store_without_transactions() {
     let upstream = || Settings::default().with_upstream_completion();
     let error = layer().with_settings(upstream()).unwrap_err().to_string();
     assert!(error.contains("the store memory cannot commit a completion together with an effect"), "{error}");
-    assert!(layer().with_route(vec![], "/orders", upstream()).is_err());
-    assert!(layer().with_route(vec![], "/orders", Settings::default()).is_ok());
+    assert!(layer().with_route(None, "/orders", upstream()).is_err());
+    assert!(layer().with_route(None, "/orders", Settings::default()).is_ok());
+    assert!(
+        layer().with_route(Some(vec![]), "/orders", Settings::default()).is_err(),
+        "it would match nothing"
+    );
 }

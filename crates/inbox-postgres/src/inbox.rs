@@ -39,7 +39,7 @@ use crate::work::{PerMessage, WholeBatch, Work};
 /// # #[tokio::main] async fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// # let server = oncegate_servers::PostgresServer::start()?;
 /// # let url = server.url();
-/// schema::apply(&PostgresOptions::new(&url)?).await?;
+/// schema::apply(&PostgresOptions::from_url(&url)?).await?;
 /// let pool = sqlx::PgPool::connect(&url).await?;
 /// # sqlx::query("CREATE TABLE invoices (order_number text)").execute(&pool).await?;
 /// let inbox = TransactionalInbox::new(pool, "billing", Identity::header("event-id"))?;
@@ -305,7 +305,7 @@ impl TransactionalInbox {
     /// # use oncegate_postgres::{PostgresOptions, schema, sqlx};
     /// # #[tokio::main] async fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// # let server = oncegate_servers::PostgresServer::start()?;
-    /// # schema::apply(&PostgresOptions::new(&server.url())?).await?;
+    /// # schema::apply(&PostgresOptions::from_url(&server.url())?).await?;
     /// # let pool = sqlx::PgPool::connect(&server.url()).await?;
     /// # sqlx::query("CREATE TABLE invoices (order_number text)").execute(&pool).await?;
     /// # let inbox = TransactionalInbox::new(pool, "billing", Identity::payload())?;

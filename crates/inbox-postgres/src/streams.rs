@@ -27,7 +27,7 @@ use oncegate_postgres::sqlx::{self, Row as _};
 /// # use oncegate_postgres::{PostgresOptions, schema, sqlx};
 /// # #[tokio::main] async fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// # let server = oncegate_servers::PostgresServer::start()?;
-/// # schema::apply(&PostgresOptions::new(&server.url())?).await?;
+/// # schema::apply(&PostgresOptions::from_url(&server.url())?).await?;
 /// # let pool = sqlx::PgPool::connect(&server.url()).await?;
 /// # sqlx::query("CREATE TABLE history (line text)").execute(&pool).await?;
 /// let streams = Streams::new("history")?;

@@ -172,7 +172,7 @@ async fn on_a_cluster() {
 #[tokio::test(flavor = "multi_thread")]
 async fn on_postgres() {
     let server = PostgresServer::start().unwrap();
-    let options = PostgresOptions::new(&server.url()).unwrap();
+    let options = PostgresOptions::from_url(&server.url()).unwrap();
     schema::apply(&options).await.unwrap();
     is_finished_elsewhere(Arc::new(PostgresStore::open(options).await.unwrap())).await;
 }

@@ -8,7 +8,7 @@
 //! # #[tokio::main] async fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! # let server = oncegate_servers::PostgresServer::start()?;
 //! # let url = server.url();
-//! let options = PostgresOptions::new(&url)?; // postgres://USER:PASSWORD@HOST/DATABASE?sslmode=verify-full
+//! let options = PostgresOptions::from_url(&url)?; // postgres://USER:PASSWORD@HOST/DATABASE?sslmode=verify-full
 //!
 //! // A database without the contract is refused.
 //! let error = PostgresStore::open(options.clone()).await.unwrap_err();

@@ -51,7 +51,7 @@ impl PostgresOptions {
     ///
     /// # Errors
     /// [`PostgresOpenError::Url`], which does not repeat the URL: the URL is invalid, or there is no name of a user.
-    pub fn new(url: &str) -> Result<Self, PostgresOpenError> {
+    pub fn from_url(url: &str) -> Result<Self, PostgresOpenError> {
         let wrong = |what: &str| PostgresOpenError::Url(what.to_owned());
         if !url.starts_with("postgres://") && !url.starts_with("postgresql://") {
             return Err(wrong("the URL does not start with postgres:// or postgresql://"));
@@ -286,7 +286,7 @@ mod tests {
     #[test]
     fn a_password_is_never_shown() {
         let url = "postgres://app:s3cret@db.example:6432/shop?sslmode=require&pooler=transaction";
-        let options = PostgresOptions::new(url).unwrap();
+        let options = PostgresOptions::from_url(url).unwrap();
         assert!(options.transaction_pooler);
         assert_eq!(options.database(), "postgres://app@db.example:6432/shop");
         assert!(!format!("{options:?}").contains("s3cret"));
@@ -297,7 +297,7 @@ mod tests {
             "postgres://h/shop?sslmode=s3cret",
             "mysql://app:s3cret@h/shop",
         ] {
-            let error = PostgresOptions::new(url).unwrap_err();
+            let error = PostgresOptions::from_url(url).unwrap_err();
             assert!(
                 !error.to_string().contains("s3cret") && !format!("{error:?}").contains("s3cret"),
                 "{error:?}"
@@ -315,14 +315,14 @@ mod tests {
             ("postgres://h/shop?sslmode=disable&port=1e3", "the value of port in the URL cannot be read"),
             ("postgres://h:1e3/shop?sslmode=disable", "write postgres://USER@HOST:PORT/DATABASE"),
         ] {
-            let error = PostgresOptions::new(url).unwrap_err().to_string();
+            let error = PostgresOptions::from_url(url).unwrap_err().to_string();
             assert!(error.contains(named), "{url}: {error}");
         }
     }
 
     #[test]
     fn values_out_of_their_bounds_are_refused() {
-        let options = || PostgresOptions::new("postgres://app@db/shop").unwrap();
+        let options = || PostgresOptions::from_url("postgres://app@db/shop").unwrap();
         assert!(options().with_pool_size(0).is_err() && options().with_pool_size(1).is_ok());
         assert!(options().with_max_batch(0).is_err() && options().with_max_batch(1025).is_err());
         assert!(options().with_max_batch(1024).is_ok());

@@ -42,7 +42,7 @@ const TABLES: &str = "
 
 /// Creates what does not exist yet.
 pub(crate) async fn run(options: Options) -> Result<()> {
-    schema::apply(&PostgresOptions::new(&options.database.database)?).await?;
+    schema::apply(&PostgresOptions::from_url(&options.database.database)?).await?;
     sqlx::raw_sql(TABLES).execute(&options.database.pool()?).await?;
 
     let jetstream = options.broker.jetstream().await?;

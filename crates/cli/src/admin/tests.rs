@@ -140,12 +140,12 @@ impl Sidecar {
         let long =
             long.clone().with_policy(long.policy().with_retention(Duration::from_secs(72 * 3600)).unwrap());
         let layer = IdempotencyLayer::new(engine.clone())
-            .with_route(vec![], "/stripe/{*rest}", strict)
-            .and_then(|layer| layer.with_route(vec![], "/tenant", tenant))
-            .and_then(|layer| layer.with_route(vec![], "/user", user))
-            .and_then(|layer| layer.with_route(vec![], "/session", session))
-            .and_then(|layer| layer.with_route(vec![], "/hosts", hosts))
-            .and_then(|layer| layer.with_route(vec![], "/long", long))
+            .with_route(None, "/stripe/{*rest}", strict)
+            .and_then(|layer| layer.with_route(None, "/tenant", tenant))
+            .and_then(|layer| layer.with_route(None, "/user", user))
+            .and_then(|layer| layer.with_route(None, "/session", session))
+            .and_then(|layer| layer.with_route(None, "/hosts", hosts))
+            .and_then(|layer| layer.with_route(None, "/long", long))
             .unwrap()
             .with_observer(metrics.clone());
         let draining = Draining::default();

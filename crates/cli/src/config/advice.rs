@@ -6,12 +6,11 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use http::Method;
-use oncegate_http::StoreOutage;
 
 use super::assemble::{given, is_given, is_loopback};
 use super::problem::{Problem, Source, did_you_mean};
 use super::settings::{Raw, Values};
-use super::units::{StoreChoice, duration_text};
+use super::units::{StoreChoice, StoreOutage, duration_text};
 use super::{Entry, Route, RouteConfig, TlsFiles};
 use crate::check::readable_by_all_users;
 

@@ -8,14 +8,14 @@ use std::sync::Arc;
 use oncegate_core::fingerprint::FingerprintRules;
 use oncegate_core::{NaturalKey, OnAbandoned, limits};
 use oncegate_engine::ConfigError;
-use oncegate_http::{CompletedBy, PathPattern, Settings, StoreOutage};
+use oncegate_http::{CompletedBy, PathPattern, Settings};
 
 use super::advice;
 use super::cors::Cors;
 use super::file::RouteTable;
 use super::problem::{Problem, Source};
 use super::settings::{Setting, Sourced, Values};
-use super::units::{self, AdminToken, Origin, StoreChoice, Upstream};
+use super::units::{self, AdminToken, Origin, StoreChoice, StoreOutage, Upstream};
 use super::{Config, Draft, FixedValues, Route, RouteConfig, TlsFiles, apply};
 
 /// Everything that could be built from the values. `file_is_whole` is false if the file could not be read.
@@ -333,7 +333,7 @@ fn settings(values: &Values) -> Result<Settings, ConfigError> {
         .with_key_format(given(&values.key_format))
         .with_trailing_slash(given(&values.trailing_slash))
         .with_path_case(given(&values.path_case))
-        .with_max_request_body(given(&values.max_request_body))
+        .with_max_request_body(given(&values.max_request_body))?
         .with_max_response_body(given(&values.max_response_body))?
         .with_fingerprint(fingerprint_rules(values));
     if given(&values.completion) == CompletedBy::Upstream {

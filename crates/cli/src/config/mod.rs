@@ -213,7 +213,7 @@ impl Config {
         settings: impl Fn(&RouteConfig) -> Settings,
     ) -> Result<IdempotencyLayer, ConfigError> {
         let layer = IdempotencyLayer::new(engine)
-            .with_request_budget(self.request_budget)
+            .with_request_budget(self.request_budget)?
             .with_response_budget(self.response_budget)
             .with_max_in_flight(self.max_in_flight)?
             .with_max_in_flight_per_caller(self.max_in_flight_per_caller)?;
@@ -231,7 +231,8 @@ impl Config {
     ) -> Result<IdempotencyLayer, ConfigError> {
         let layer = layer.with_settings(settings(&self.default))?;
         self.routes.iter().try_fold(layer, |layer, route| {
-            layer.with_route(route.methods.clone(), route.pattern.as_str(), settings(&route.config))
+            let methods = (!route.methods.is_empty()).then(|| route.methods.clone());
+            layer.with_route(methods, route.pattern.as_str(), settings(&route.config))
         })
     }
 

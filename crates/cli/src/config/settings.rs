@@ -13,12 +13,12 @@ use oncegate_core::fingerprint::JsonPointer;
 use oncegate_core::{OnAbandoned, ServiceName};
 use oncegate_http::{
     AuthorityRole, CallerScope, CompletedBy, KeyFormat, KeyScope, KeySyntax, PathCase, Profile, ServerErrors,
-    StoreOutage, TrailingSlash,
+    TrailingSlash,
 };
 
 use super::problem::Source;
 use super::trusted::{self, TrustedProxies};
-use super::units::{self, AdminToken, Origin, StoreChoice, Upstream, UpstreamProtocol};
+use super::units::{self, AdminToken, Origin, StoreChoice, StoreOutage, Upstream, UpstreamProtocol};
 use crate::access_log::AccessLogFormat;
 
 /// One setting, as flags, environment and file use it.

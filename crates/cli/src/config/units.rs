@@ -15,7 +15,7 @@ use oncegate_core::{OnAbandoned, ServiceName, limits};
 use oncegate_engine::ConfigError;
 use oncegate_http::{
     AuthorityRole, CallerScope, CompletedBy, KeyFormat, KeyScope, KeySyntax, PathCase, Profile, ServerErrors,
-    Settings, StoreOutage, TrailingSlash,
+    Settings, TrailingSlash,
 };
 use oncegate_postgres::PostgresOptions;
 
@@ -425,7 +425,7 @@ pub(crate) fn store(text: &str) -> Read<StoreChoice> {
         }
         _ if cached::is_one(text) => Ok(StoreChoice::Cached(Box::new(cached::read(text)?))),
         _ if text.starts_with("postgres://") || text.starts_with("postgresql://") => {
-            match PostgresOptions::new(text) {
+            match PostgresOptions::from_url(text) {
                 Ok(_) => Ok(StoreChoice::Postgres(StoreUrl::new(text))),
                 Err(error) => Err(format!("{:?}: {error}", safe_url(text))),
             }
@@ -751,6 +751,15 @@ pub(crate) fn reconcile_path(text: &str) -> Read<PathAndQuery> {
 
 pub(crate) fn server_errors(text: &str) -> Read<ServerErrors> {
     one_of(text, &[("replay", ServerErrors::Replay), ("release", ServerErrors::Release)])
+}
+
+/// The policy for requests with a key while the store cannot be reached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum StoreOutage {
+    /// They are refused with a 503. Nothing is executed.
+    Closed,
+    /// They are executed without protection.
+    Open,
 }
 
 pub(crate) fn store_outage(text: &str) -> Read<StoreOutage> {

@@ -150,13 +150,13 @@ struct UpgradeTo(HeaderValue);
 pub(crate) fn remove_unforwarded<B>(request: &mut Request<B>, peer: &Peer, config: &Config) {
     let mut headers = std::mem::take(request.headers_mut());
     let settings = LazyCell::new(|| &config.route(request.method(), request.uri().path()).settings);
-    let upgrade = remove_hop_by_hop(&mut headers, |name| settings.goes_by(name));
+    let upgrade = remove_hop_by_hop(&mut headers, |name| settings.depends_on_header(name));
     // This proxy has fulfilled the client's expectation already.
     headers.remove(header::EXPECT);
     remove_ours(&mut headers);
     if !peer.is_trusted {
         remove_forwarded(&mut headers, |name| {
-            if settings.goes_by(name)
+            if settings.depends_on_header(name)
                 && let Some(suppressed) = UNTRUSTED.pass()
             {
                 let client = peer.address.to_str().unwrap_or_default();
@@ -225,14 +225,16 @@ impl HeadFields {
     /// Removes these fields, with those of all routes, from trailers. The layer has read only the head.
     pub(super) fn remove_from(&self, trailers: &mut HeaderMap) {
         remove_from_trailers(trailers);
-        let goes_by = |name: &HeaderName| {
+        let depends_on_header = |name: &HeaderName| {
             let routes = self.0.routes.iter().map(|route| &route.config);
-            routes.chain([&self.0.default]).any(|route| route.settings.goes_by(name))
+            routes.chain([&self.0.default]).any(|route| route.settings.depends_on_header(name))
         };
         let is_of_head = |name: &HeaderName| {
             let hyphenated = name.as_str().contains('_').then(|| name.as_str().replace('_', "-"));
             let hyphenated = hyphenated.and_then(|name| HeaderName::try_from(name).ok());
-            CallerScope::is_credential(name) || goes_by(name) || hyphenated.is_some_and(|name| goes_by(&name))
+            CallerScope::is_credential(name)
+                || depends_on_header(name)
+                || hyphenated.is_some_and(|name| depends_on_header(&name))
         };
         while let Some(name) = trailers.keys().find(|name| is_of_head(name)).cloned() {
             trailers.remove(name);

@@ -91,7 +91,7 @@ impl Current {
     fn of(live: &Live, upstream: Upstream) -> Self {
         // Threads share no object whose references every request counts: all cores would contend for the count.
         let tls = live.tls.clone().map(|tls| TlsAcceptor::from(tls.config));
-        Self { layer: live.layer.unshared(), upstream: Arc::new(upstream), tls }
+        Self { layer: live.layer.copy_for_core(), upstream: Arc::new(upstream), tls }
     }
 }
 

@@ -178,7 +178,7 @@ impl ReconcileClient {
     fn question(&self, context: &IdempotencyContext, request: &Parts) -> Option<Request<Empty<Bytes>>> {
         let config = &self.clients.config;
         let mut headers = request.headers.clone();
-        remove_hop_by_hop(&mut headers, |name| self.settings.goes_by(name));
+        remove_hop_by_hop(&mut headers, |name| self.settings.depends_on_header(name));
         remove_ours(&mut headers);
         let unwanted: Vec<_> = headers.keys().filter(|name| is_unwanted(name)).cloned().collect();
         for name in unwanted {
@@ -238,7 +238,7 @@ impl ReconcileClient {
         remove_hop_by_hop(&mut head.headers, |_| false);
         match read_whole(WholeBody::new(body, head.version), self.settings.max_response_body()).await {
             Ok(Some((chunks, trailers))) => {
-                let stored = self.settings.stored(&head, &chunks, trailers.as_ref());
+                let stored = self.settings.stored_response(&head, &chunks, trailers.as_ref());
                 Answer::Happened(stored.map_or(Reconciled::Unreplayable, Reconciled::Happened))
             }
             Ok(None) => Answer::Happened(Reconciled::Unreplayable),

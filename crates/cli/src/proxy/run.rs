@@ -392,7 +392,7 @@ pub(super) fn open_directory(
 }
 
 async fn open_postgres(url: &StoreUrl, timeout: Duration) -> Result<PostgresStore, StoreOpenError> {
-    let options = PostgresOptions::new(url.reveal())
+    let options = PostgresOptions::from_url(url.reveal())
         .map_err(|error| StoreOpenError::Unfit(ErrorChain(&error).to_string()))?;
     // After this time the breaker treats the store as out of reach, so the connection is given up, too.
     let options = options

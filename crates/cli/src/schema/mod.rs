@@ -162,7 +162,7 @@ fn options(url: &str) -> Result<PostgresOptions, String> {
         Some(StoreChoice::Postgres(url)) => url.reveal(),
         _ => url,
     };
-    PostgresOptions::new(url).map_err(|error| ErrorChain(&error).to_string())
+    PostgresOptions::from_url(url).map_err(|error| ErrorChain(&error).to_string())
 }
 
 fn block_on<T>(run: impl Future<Output = Result<T, PostgresOpenError>>) -> Result<T, String> {

@@ -35,7 +35,8 @@ impl Database {
 }
 
 pub(crate) async fn apply_schema(url: &str) {
-    let options = PostgresOptions::new(url).unwrap().with_connect_timeout(Duration::from_secs(60)).unwrap();
+    let options =
+        PostgresOptions::from_url(url).unwrap().with_connect_timeout(Duration::from_secs(60)).unwrap();
     schema::apply(&options).await.unwrap();
 }
 

@@ -54,7 +54,7 @@ impl Database {
 
     fn options(&self) -> PostgresOptions {
         let long = Duration::from_secs(20);
-        let options = PostgresOptions::new(&self.0.url()).unwrap();
+        let options = PostgresOptions::from_url(&self.0.url()).unwrap();
         options.with_connect_timeout(long).unwrap().with_statement_timeout(long).unwrap()
     }
 

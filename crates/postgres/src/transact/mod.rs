@@ -279,7 +279,7 @@ impl Transactor {
     ///
     /// # #[tokio::main] async fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// # let server = oncegate_servers::PostgresServer::start()?;
-    /// # oncegate_postgres::schema::apply(&oncegate_postgres::PostgresOptions::new(&server.url())?).await?;
+    /// # oncegate_postgres::schema::apply(&oncegate_postgres::PostgresOptions::from_url(&server.url())?).await?;
     /// let pool = sqlx::PgPool::connect(&server.url()).await?;
     /// # sqlx::query("CREATE TABLE payments (id bigserial, customer text, cents bigint)").execute(&pool).await?;
     /// let transactor = Transactor::new(pool);
@@ -632,7 +632,7 @@ impl Transactor {
     /// use oncegate_postgres::{GuardClaim, Transactor, sqlx};
     /// # #[tokio::main] async fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// # let server = oncegate_servers::PostgresServer::start()?;
-    /// # oncegate_postgres::schema::apply(&oncegate_postgres::PostgresOptions::new(&server.url())?).await?;
+    /// # oncegate_postgres::schema::apply(&oncegate_postgres::PostgresOptions::from_url(&server.url())?).await?;
     /// # let pool = sqlx::PgPool::connect(&server.url()).await?;
     /// # sqlx::query("CREATE TABLE payments (cents bigint)").execute(&pool).await?;
     /// # let scope = Scope::single_tenant();

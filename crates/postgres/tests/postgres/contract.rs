@@ -539,7 +539,7 @@ async fn a_role_with_function_rights_only_can_do_its_work_and_nothing_else() {
     run(&mut admin, &format!("GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA oncegate TO {name}")).await;
     let url =
         database.url().replace("oncegate:", &format!("{name}:")).replace(database.server.password(), "app");
-    let options = oncegate_postgres::PostgresOptions::new(&url).unwrap();
+    let options = oncegate_postgres::PostgresOptions::from_url(&url).unwrap();
     // It needs all of them: a missing right must be found at the start, and not during the first burst.
     run(&mut admin, &format!("REVOKE EXECUTE ON FUNCTION oncegate.complete_many FROM {name}")).await;
     let refused = PostgresStore::open(options.clone()).await.unwrap_err().to_string();

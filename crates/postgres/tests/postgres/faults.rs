@@ -14,8 +14,10 @@ async fn the_store_recovers_from_a_crash_of_the_server_without_a_restart() {
     let mut options = oncegate_servers::PostgresOptions::default();
     options.fsync = true;
     let mut server = PostgresServer::start_with(options).unwrap();
-    let options =
-        PostgresOptions::new(&server.url()).unwrap().with_connect_timeout(Duration::from_secs(2)).unwrap();
+    let options = PostgresOptions::from_url(&server.url())
+        .unwrap()
+        .with_connect_timeout(Duration::from_secs(2))
+        .unwrap();
     schema::apply(&options).await.unwrap();
     let store = Arc::new(PostgresStore::open(options).await.unwrap());
     assert_eq!(store.capabilities().durability, oncegate_core::Durability::Synced);
@@ -90,7 +92,7 @@ async fn the_store_recovers_from_a_crash_of_the_server_without_a_restart() {
 async fn a_claim_whose_caller_gave_up_is_not_sent_after_the_outage() {
     let server = PostgresServer::start().unwrap();
     // Claims are sent one after the other, and each waits for its connection until the server is back.
-    let options = PostgresOptions::new(&server.url()).unwrap().with_pool_size(1).unwrap();
+    let options = PostgresOptions::from_url(&server.url()).unwrap().with_pool_size(1).unwrap();
     let options = options.with_connect_timeout(Duration::from_secs(120)).unwrap();
     schema::apply(&options).await.unwrap();
     let store = Arc::new(PostgresStore::open(options).await.unwrap());
@@ -172,7 +174,7 @@ async fn silent_connections_cost_one_command_timeout_each() {
         let proxy = FaultProxy::start(database.server.port()).await.unwrap();
         let url =
             database.url().replace(&format!(":{}/", database.server.port()), &format!(":{}/", proxy.port()));
-        let options = PostgresOptions::new(&format!("{url}?sslmode=disable")).unwrap();
+        let options = PostgresOptions::from_url(&format!("{url}?sslmode=disable")).unwrap();
         let options =
             options.with_command_timeout(Duration::from_secs(1)).unwrap().with_transaction_pooler(pooler);
         let store = Arc::new(
@@ -238,7 +240,7 @@ fn keepalives(port: u16) -> Vec<u64> {
 #[tokio::test(flavor = "multi_thread")]
 async fn the_server_sends_keepalives_on_idle_connections() {
     let server = tokio::task::spawn_blocking(PostgresServer::start).await.unwrap().unwrap();
-    let options = PostgresOptions::new(&server.url()).unwrap();
+    let options = PostgresOptions::from_url(&server.url()).unwrap();
     schema::apply(&options).await.unwrap();
     let store = PostgresStore::open(options).await.unwrap();
     store.check().await.unwrap();
@@ -294,7 +296,7 @@ async fn an_error_that_an_operator_repairs_while_programs_run_may_pass() {
         database.server.port(),
         database.name
     );
-    let store = PostgresStore::open(PostgresOptions::new(&url).unwrap()).await.unwrap();
+    let store = PostgresStore::open(PostgresOptions::from_url(&url).unwrap()).await.unwrap();
     for (number, (code, breaks, repairs)) in (1..).zip(REPAIRS) {
         let owner = token(&store.apply(id(number), claims(1)).await.unwrap());
         let complete = || completes(owner, Completion::Replayable(response(b"paid")));

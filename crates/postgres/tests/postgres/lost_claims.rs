@@ -30,10 +30,10 @@ struct World {
 impl World {
     async fn open(pooler: bool) -> Self {
         let server = tokio::task::spawn_blocking(PostgresServer::start).await.unwrap().unwrap();
-        schema::apply(&PostgresOptions::new(&server.url()).unwrap()).await.unwrap();
+        schema::apply(&PostgresOptions::from_url(&server.url()).unwrap()).await.unwrap();
         let proxy = FaultProxy::start(server.port()).await.unwrap();
         let url = server.url().replace(&format!(":{}/", server.port()), &format!(":{}/", proxy.port()));
-        let options = PostgresOptions::new(&format!("{url}?sslmode=disable")).unwrap();
+        let options = PostgresOptions::from_url(&format!("{url}?sslmode=disable")).unwrap();
         let options = options
             .with_connect_timeout(LONG)
             .unwrap()

@@ -141,7 +141,7 @@ async fn a_call_dropped_during_begin_leaves_no_transaction_behind() {
 #[tokio::test(flavor = "multi_thread")]
 async fn during_a_commit_a_write_finds_out_its_outcome_and_a_lookup_does_not() {
     let server = tokio::task::spawn_blocking(|| PostgresServer::start().unwrap()).await.unwrap();
-    let options = PostgresOptions::new(&server.url()).unwrap().with_connect_timeout(LONG).unwrap();
+    let options = PostgresOptions::from_url(&server.url()).unwrap().with_connect_timeout(LONG).unwrap();
     schema::apply(&options).await.unwrap();
     let store = PostgresStore::open(options).await.unwrap();
     let owner = token(&store.apply(id(1), claims(1)).await.unwrap());

@@ -24,7 +24,7 @@ pub(crate) async fn bouncer(database: &Database, sessions: u16) -> PgBouncer {
 pub(crate) fn options(bouncer: &PgBouncer, database: &Database) -> PostgresOptions {
     let url = format!("{}&pooler=transaction", bouncer.url_of(&database.name));
     let timeout = Duration::from_secs(20);
-    let options = PostgresOptions::new(&url).unwrap().with_command_timeout(timeout).unwrap();
+    let options = PostgresOptions::from_url(&url).unwrap().with_command_timeout(timeout).unwrap();
     options.with_connect_timeout(timeout).unwrap().with_statement_timeout(timeout).unwrap()
 }
 

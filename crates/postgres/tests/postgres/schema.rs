@@ -127,7 +127,7 @@ async fn the_contract_is_bound_to_no_object_of_another_role() {
         assert_eq!(schema::status(&database.options()).await.unwrap().foreign_bindings, [""; 0]);
 
         // The statements of the store do not call them either, in its own sessions and behind a pooler.
-        let pooler = PostgresOptions::new(&format!("{}?pooler=transaction", database.url())).unwrap();
+        let pooler = PostgresOptions::from_url(&format!("{}?pooler=transaction", database.url())).unwrap();
         for (number, options) in [(1, database.options()), (2, pooler)] {
             let is_pooler = number == 2;
             if is_pooler && by_hand {
@@ -309,7 +309,7 @@ async fn errors_contain_no_password() {
     let password = database.server.password();
     let wrong = database.url().replace(password, "wr0ng-s3cret");
     for url in [wrong, "postgres://app:wr0ng-s3cret@127.0.0.1:1/shop".to_owned()] {
-        let options = PostgresOptions::new(&url).unwrap();
+        let options = PostgresOptions::from_url(&url).unwrap();
         let error = PostgresStore::open(options.clone()).await.unwrap_err();
         let texts = format!("{error} {error:?} {options:?} {:?}", schema::apply(&options).await.unwrap_err());
         assert!(!texts.contains("s3cret") && texts.contains("127.0.0.1"), "{texts}");

@@ -40,7 +40,7 @@ impl Database {
     /// Options with longer timeouts than the defaults, because test machines are busy.
     pub(crate) fn options(&self) -> PostgresOptions {
         let timeout = Duration::from_secs(20);
-        let options = PostgresOptions::new(&self.url()).unwrap();
+        let options = PostgresOptions::from_url(&self.url()).unwrap();
         let options = options.with_connect_timeout(timeout).unwrap().with_statement_timeout(timeout).unwrap();
         options.with_command_timeout(timeout).unwrap()
     }

@@ -201,7 +201,7 @@ async fn the_number_of_watched_records_is_bounded() {
 #[tokio::test(flavor = "multi_thread")]
 async fn behind_a_transaction_pooler_the_store_does_not_listen() {
     let database = Database::fresh().await;
-    let options = PostgresOptions::new(&format!("{}?pooler=transaction", database.url())).unwrap();
+    let options = PostgresOptions::from_url(&format!("{}?pooler=transaction", database.url())).unwrap();
     let store = PostgresStore::open(options).await.unwrap();
     let granted = store.apply(id(1), claims(1)).await.unwrap();
     let mut changed = store.changed(id(1));

@@ -46,7 +46,9 @@ async fn send_until_done(number: usize, to: SocketAddr, hangs_up: bool) {
 async fn each_webhook_is_one_row_whatever_its_senders_and_the_database_do() {
     let server = tokio::task::spawn_blocking(PostgresServer::start).await.unwrap().unwrap();
     let url = server.url();
-    schema::apply(&PostgresOptions::new(&url).unwrap().with_connect_timeout(TIMEOUT).unwrap()).await.unwrap();
+    schema::apply(&PostgresOptions::from_url(&url).unwrap().with_connect_timeout(TIMEOUT).unwrap())
+        .await
+        .unwrap();
     let mut operator = PgConnection::connect(&url).await.unwrap();
     // The ledger: no key makes it unique.
     sqlx::query("CREATE TABLE ledger (event integer NOT NULL)").execute(&mut operator).await.unwrap();

@@ -58,7 +58,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let port: u16 = std::env::var("PORT").unwrap_or_else(|_| "3000".into()).parse()?;
 
     // A service that may not do that leaves it to `oncegate schema apply postgres`.
-    schema::apply(&PostgresOptions::new(&url)?).await?;
+    schema::apply(&PostgresOptions::from_url(&url)?).await?;
     let pool = sqlx::PgPool::connect(&url).await?;
     let table = "CREATE TABLE IF NOT EXISTS payments (id bigserial PRIMARY KEY, customer text NOT NULL, cents bigint NOT NULL)";
     sqlx::raw_sql(table).execute(&pool).await?;
