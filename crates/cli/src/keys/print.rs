@@ -300,3 +300,14 @@ fn printable(text: &str, with_lines: bool) -> String {
 fn is_direction_mark(char: char) -> bool {
     matches!(char, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
+
+#[cfg(test)]
+mod tests {
+    use super::printable;
+
+    #[test]
+    fn characters_that_control_a_terminal_are_escaped() {
+        assert_eq!(printable("a\u{9b}\u{202e}\u{2066}é\n", false), "a\\u{9b}\\u{202e}\\u{2066}é\\n");
+        assert_eq!(printable("a\n\u{200f}", true), "a\n\\u{200f}");
+    }
+}
