@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use oncegate_core::{
-    AttemptId, Command, Complete, Completion, ErrorChain, FencingToken, Grant, Label, OnAbandoned, Outcome,
-    Record, RecordId, Release, Renew, Store, StoreError, StoreErrorKind, StoredResponse, limits,
+    AttemptId, Command, Complete, Completion, ErrorChain, Extent, FencingToken, Grant, Label, OnAbandoned,
+    Outcome, Record, RecordId, Release, Renew, Store, StoreError, StoreErrorKind, StoredResponse, limits,
 };
 use tokio::sync::{Notify, OwnedSemaphorePermit};
 use tokio::time::{Duration, Instant};
@@ -682,7 +682,8 @@ impl Inner {
         self.places.clone().try_acquire_owned().map_err(|_| {
             let reason =
                 format!("{} attempts run, or wait for the store to accept their end", limits::MAX_UNSETTLED);
-            StoreError::unavailable(reason).with_nothing_sent()
+            // As a store that is full: a client that takes all places must not look like an outage of the store.
+            StoreError::unavailable(reason).with_extent(Extent::Writes).with_nothing_sent()
         })
     }
 

@@ -13,8 +13,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use oncegate_core::{
-    AttemptId, Claim, Command, Completion, Fingerprint, IdempotencyKey, Label, MemoryStore, OnAbandoned,
-    RecordId, Scope, StateName, Store, StoreErrorKind, StoredResponse, limits,
+    AttemptId, Claim, Command, Completion, Extent, Fingerprint, IdempotencyKey, Label, MemoryStore,
+    OnAbandoned, RecordId, Scope, StateName, Store, StoreErrorKind, StoredResponse, limits,
 };
 use oncegate_engine::{
     ClaimOutcome, ClaimRequest, CompleterOptions, Engine, EventKind, Permit, Policy, SettleOutcome,
@@ -941,6 +941,7 @@ async fn a_claim_beyond_the_limit_of_unsettled_attempts_is_refused_before_it_is_
     let one_more = numbered(limits::MAX_UNSETTLED);
     let error = world.engine.claim(one_more.clone()).await.unwrap_err();
     assert!(error.is_unsent() && error.kind() == StoreErrorKind::Unavailable, "{error}");
+    assert_eq!(error.extent(), Extent::Writes, "not an outage, which may open a route");
     assert!(world.store.lookup(one_more.id).await.unwrap().is_none());
     permits.pop().unwrap().release().await;
     drop(world.permit(one_more).await);

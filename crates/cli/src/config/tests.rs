@@ -764,7 +764,7 @@ fn every_setting_of_a_route_arrives() {
         ("reconcile-path", "reconcile_path: Some(/outcomes)"),
         ("reconcile-timeout", "reconcile_timeout: 3s"),
         ("server-errors", "server_errors: Release"),
-        ("store-outage", "store_outage: Open"),
+        ("store-outage", "fails_open: true"),
         ("stored-headers", "kept: KeptHeaders { more: [\"x-order\"] }"),
         ("fingerprint.exclude", "include: [], exclude: [JsonPointer(\"/meta\")]"),
         ("fingerprint.include", "include: [JsonPointer(\"/order\")], exclude: []"),

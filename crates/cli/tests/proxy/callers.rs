@@ -27,7 +27,13 @@ async fn without_a_configured_scope_credentials_are_refused_and_the_log_explains
     assert_eq!(log.matches("`scope` is not set").count(), 1, "{log}");
     let warnings: Vec<_> = log.lines().filter(|line| line.contains("are refused, because")).collect();
     let [warning] = warnings[..] else { panic!("not one warning: {log}") };
-    for word in ["WARN", "cookie", "set `scope`", "required-cookie:NAME", "header:authorization"] {
+    for word in [
+        "WARN",
+        "cookie",
+        "`scope` (Settings::with_caller) is not set",
+        "required-cookie:NAME",
+        "header:authorization",
+    ] {
         assert!(warning.contains(word), "no {word} in {warning}");
     }
     assert!(!log.contains("sid=") && !log.contains("hunter2"), "{log}");

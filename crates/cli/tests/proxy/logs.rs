@@ -30,9 +30,11 @@ async fn an_unreachable_service_is_logged_now_and_then_and_not_for_each_request(
         let key = if n % 2 == 0 { &[&*key][..] } else { &[] };
         sidecar.ask(&request("POST", "/", key, "{}")).await.is_problem(502, "upstream-unreachable");
     }
-    until("the log reports the service", async || !sidecar.process.error_lines("unreachable").is_empty())
-        .await;
-    let lines = sidecar.process.error_lines("unreachable");
+    until("the log reports the service", async || {
+        !sidecar.process.error_lines("cannot be reached").is_empty()
+    })
+    .await;
+    let lines = sidecar.process.error_lines("cannot be reached");
     // At most one line every ten seconds: on a busy machine there may be several.
     assert!(lines.len() < 10, "{} lines for 100 requests: {lines:?}", lines.len());
 }
