@@ -166,7 +166,7 @@ impl Inner {
                 return Ok(ClaimOutcome::AnswerAwaited);
             }
             Err(error) => {
-                leader.finish(SharedOutcome::Failed(error.kind()));
+                leader.finish(SharedOutcome::Failed((&error).into()));
                 return Err(error);
             }
         };

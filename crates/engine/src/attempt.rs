@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 
 use oncegate_core::{
     AttemptId, Command, Complete, Completion, ErrorChain, Extent, FencingToken, Grant, Label, OnAbandoned,
-    Outcome, Record, RecordId, Release, Renew, Store, StoreError, StoreErrorKind, StoredResponse, limits,
+    Outcome, Record, RecordId, Release, Renew, Store, StoreError, StoredResponse, limits,
 };
 use tokio::sync::{Notify, OwnedSemaphorePermit};
 use tokio::time::{Duration, Instant};
@@ -17,7 +17,7 @@ use crate::event::{Event, EventKind, Observer};
 use crate::function::ErrorFate;
 use crate::lease::{ClockReading, LeaseEnd, LeaseError};
 use crate::policy::Policy;
-use crate::single_flight::{Leader, Owner, SharedOutcome, lock, shared_failure};
+use crate::single_flight::{Leader, Owner, SharedFailure, SharedOutcome, lock};
 use crate::step::Progress;
 
 /// One execution under one token, as seen by its handler. Cheap to clone.
@@ -39,8 +39,8 @@ pub(crate) struct AttemptInner {
     lease: Mutex<LeaseEnd>,
     /// The number of failed renewals that [`Attempt::confirm_lease`] asked for.
     failures: AtomicU64,
-    /// The kind of the last such failure. Held during the renewal, so that one asks at a time.
-    last_failure: tokio::sync::Mutex<StoreErrorKind>,
+    /// The last such failure. Held during the renewal, so that one asks at a time.
+    last_failure: tokio::sync::Mutex<Option<SharedFailure>>,
     ended: AtomicBool,
     lost: AtomicBool,
     lost_notify: Notify,
@@ -72,7 +72,7 @@ impl Attempt {
             due: Mutex::new(None),
             lease: Mutex::new(LeaseEnd::after(claimed_at, policy.lease)),
             failures: AtomicU64::new(0),
-            last_failure: tokio::sync::Mutex::new(StoreErrorKind::Unavailable),
+            last_failure: tokio::sync::Mutex::default(),
             ended: AtomicBool::new(false),
             lost: AtomicBool::new(false),
             lost_notify: Notify::new(),
@@ -172,12 +172,14 @@ impl Attempt {
         let failures = self.0.failures.load(Ordering::Acquire);
         let mut last_failure = self.0.last_failure.lock().await;
         // Another caller tried while this one waited for the lock: share its failure.
-        if self.0.failures.load(Ordering::Acquire) != failures {
-            return Err(LeaseError::Store(shared_failure(*last_failure)));
+        if let Some(failure) = *last_failure
+            && self.0.failures.load(Ordering::Acquire) != failures
+        {
+            return Err(LeaseError::Store(failure.into()));
         }
         let result = self.renew_until_it_lasts().await;
         if let Err(LeaseError::Store(error)) = &result {
-            *last_failure = error.kind();
+            *last_failure = Some(error.into());
             self.0.failures.fetch_add(1, Ordering::Release);
         }
         result

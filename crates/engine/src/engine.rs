@@ -31,9 +31,7 @@ use crate::pending::Pending;
 use crate::policy::Policy;
 use crate::renewal::LeaseRenewer;
 use crate::retract::{DoubtfulClaim, LATE, VERY_LATE};
-use crate::single_flight::{
-    Flight, Flights, JoinOutcome, Leader, Owner, Phase, SharedOutcome, shared_failure,
-};
+use crate::single_flight::{Flight, Flights, JoinOutcome, Leader, Owner, Phase, SharedOutcome};
 use crate::unknown::UnknownOutcomes;
 
 /// Drives one store: claims, renews, waits, completes. Cheap to clone; clones share one engine.
@@ -423,7 +421,7 @@ impl Inner {
             Phase::Finished(SharedOutcome::AnswerAwaited) => ClaimOutcome::AnswerAwaited,
             Phase::Finished(SharedOutcome::Unknown) => ClaimOutcome::Unknown,
             Phase::Finished(SharedOutcome::InProgress(elsewhere)) => elsewhere.outcome(),
-            Phase::Finished(SharedOutcome::Failed(kind)) => return Some(Err(shared_failure(kind))),
+            Phase::Finished(SharedOutcome::Failed(failure)) => return Some(Err(failure.into())),
             Phase::Finished(SharedOutcome::AskAgain) => return None,
         };
         Some(Ok(outcome))

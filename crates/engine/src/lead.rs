@@ -26,7 +26,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use oncegate_core::{AttemptId, Claim, Command, Outcome, StoreError, StoreErrorKind};
+use oncegate_core::{AttemptId, Claim, Command, Outcome, StoreError};
 use tokio::sync::{Notify, OwnedSemaphorePermit};
 use tokio::time::{Instant, sleep_until, timeout_at};
 
@@ -115,7 +115,7 @@ enum LeadState {
 
 impl LeadState {
     fn fail(error: StoreError) -> Self {
-        Self::Finish(SharedOutcome::Failed(error.kind()), Err(error))
+        Self::Finish(SharedOutcome::Failed((&error).into()), Err(error))
     }
 }
 
@@ -131,7 +131,7 @@ impl Inner {
         let place = match self.place() {
             Ok(place) => Some(place),
             Err(error) => {
-                leader.finish(SharedOutcome::Failed(error.kind()));
+                leader.finish(SharedOutcome::Failed((&error).into()));
                 return Err(error);
             }
         };
@@ -282,10 +282,7 @@ impl LeadingClaim {
             Outcome::Unreplayable => {
                 LeadState::Finish(SharedOutcome::Unreplayable, Ok(ClaimOutcome::Unreplayable))
             }
-            other => LeadState::Finish(
-                SharedOutcome::Failed(StoreErrorKind::Invalid),
-                Err(StoreError::invalid(format!("the store answered {other:?} to a claim"))),
-            ),
+            other => LeadState::fail(StoreError::invalid(format!("the store answered {other:?} to a claim"))),
         }
     }
 
@@ -343,7 +340,7 @@ impl LeadingClaim {
                     match self.inner.place() {
                         Ok(place) => self.place = Some(place),
                         Err(error) => {
-                            self.leader.finish(SharedOutcome::Failed(error.kind()));
+                            self.leader.finish(SharedOutcome::Failed((&error).into()));
                             return Ok(Err(error));
                         }
                     }
@@ -353,7 +350,7 @@ impl LeadingClaim {
                 Err(self)
             }
             Err(LeaseError::Store(error)) => {
-                self.leader.finish(SharedOutcome::Failed(error.kind()));
+                self.leader.finish(SharedOutcome::Failed((&error).into()));
                 self.inner.retract(self.request, self.attempt, self.place);
                 Ok(Err(error))
             }

@@ -7,7 +7,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use oncegate_core::{
-    Fingerprint, RecordId, RecordMap, Sharded, StoreError, StoreErrorKind, StoredResponse, limits,
+    Extent, Fingerprint, RecordId, RecordMap, Sharded, StoreError, StoreErrorKind, StoredResponse, limits,
 };
 use tokio::sync::Notify;
 use tokio::time::Instant;
@@ -94,9 +94,18 @@ pub(crate) enum SharedOutcome {
     /// An attempt of another process owns the record.
     InProgress(RemoteOwner),
     /// The store failed.
-    Failed(StoreErrorKind),
+    Failed(SharedFailure),
     /// No outcome to share: ask the store.
     AskAgain,
+}
+
+/// The facts about a store error that the claims share: a decision about one of them, such as to fail open, is a decision
+/// about all.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SharedFailure {
+    kind: StoreErrorKind,
+    extent: Extent,
+    is_unsent: bool,
 }
 
 /// The role of a claim in a record's flight.
@@ -227,13 +236,22 @@ impl Drop for WaiterGuard<'_> {
     }
 }
 
-/// The error for claims that share the failure of another claim.
-pub(crate) fn shared_failure(kind: StoreErrorKind) -> StoreError {
-    match kind {
-        StoreErrorKind::Corrupt => StoreError::corrupt("the record cannot be read"),
-        StoreErrorKind::Invalid => StoreError::invalid("the store refused the claim"),
-        StoreErrorKind::Locked => StoreError::locked("another transaction holds the record"),
-        _ => StoreError::unavailable("the store did not answer another claim for this record"),
+impl From<&StoreError> for SharedFailure {
+    fn from(error: &StoreError) -> Self {
+        Self { kind: error.kind(), extent: error.extent(), is_unsent: error.is_unsent() }
+    }
+}
+
+impl From<SharedFailure> for StoreError {
+    fn from(failure: SharedFailure) -> Self {
+        let error = match failure.kind {
+            StoreErrorKind::Corrupt => Self::corrupt("the record cannot be read"),
+            StoreErrorKind::Invalid => Self::invalid("the store refused the claim"),
+            StoreErrorKind::Locked => Self::locked("another transaction holds the record"),
+            _ => Self::unavailable("the store failed for another command of this record"),
+        };
+        let error = error.with_extent(failure.extent);
+        if failure.is_unsent { error.with_nothing_sent() } else { error }
     }
 }
 

@@ -587,6 +587,22 @@ async fn during_an_outage_all_duplicates_fail_and_share_their_claims() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn duplicates_of_a_claim_that_a_full_store_refused_do_not_take_it_for_an_outage() {
+    let world = Arc::new(World::new());
+    world.faults.always(Operation::Claim, Fault::Full);
+    let claims: Vec<_> = (0..20)
+        .map(|_| {
+            let world = world.clone();
+            tokio::spawn(async move { world.engine.claim(request()).await.unwrap_err().extent() })
+        })
+        .collect();
+    for claim in claims {
+        assert_eq!(claim.await.unwrap(), Extent::Writes, "an entry point may fail open in an outage");
+    }
+    assert!(world.faults.calls(Operation::Claim) < 20, "no claim shared the failure of another");
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_caller_that_leaves_during_its_claim_leaves_no_record_in_progress() {
     let world = World::new();
     let latch = Latch::new();
