@@ -15,10 +15,9 @@ use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
 
 use crate::exchange::exchange;
-use crate::plan::{Click, Fault, Intent, Plan, SplitMix64};
+use crate::plan::{Click, Fault, Intent, SplitMix64};
 use crate::service::PaymentRequest;
-use crate::story::{Story, Tale};
-use crate::tally::Tally;
+use crate::stage::{Stage, Style};
 
 /// The time that a client waits for a response.
 pub(crate) const TIMEOUT: Duration = Duration::from_millis(400);
@@ -37,27 +36,15 @@ const OPERATOR_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The state that all clients share.
 pub(crate) struct Clients {
-    pub(crate) plan: Arc<Plan>,
-    pub(crate) tally: Arc<Tally>,
-    pub(crate) story: Arc<Story>,
+    pub(crate) stage: Arc<Stage>,
     /// The network's address: the only one that clients know.
     pub(crate) network: SocketAddr,
-    /// The path of payments.
-    pub(crate) path: String,
     /// The number of outcomes that the operator has settled so far.
     pub(crate) settled: watch::Receiver<u64>,
 }
 
-/// The end of one click.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Ending {
-    /// The customer got the receipt of this charge.
-    Charged(String),
-    /// The customer got a refusal.
-    Refused(StatusCode),
-    /// The customer got no answer.
-    GaveUp,
-}
+/// The end of one click: the charge on the customer's receipt; `None` after a refusal, or without any response.
+pub(crate) type Ending = Option<String>;
 
 /// The client's reaction to a response.
 #[derive(Debug, PartialEq, Eq)]
@@ -70,10 +57,11 @@ enum Advice {
 impl Clients {
     /// Pursues an intent until each of its clicks has ended.
     pub(crate) async fn pursue(&self, intent: &Intent) -> Vec<Ending> {
-        self.tally.begun.add();
+        self.stage.figures().begun += 1;
         let endings = match intent.clicks.as_slice() {
             [first, second] => {
-                self.story.tell(Tale::DoubleClick { intent: &intent.name() });
+                let text = format!("{}: two requests at once, with the same key", intent.name());
+                self.stage.say_once("double click", Style::Bold, &text);
                 let (first, second) =
                     tokio::join!(self.pursue_click(intent, 0, first), self.pursue_click(intent, 1, second));
                 vec![first, second]
@@ -86,20 +74,20 @@ impl Clients {
                 endings
             }
         };
-        self.tally.ended.add();
+        self.stage.figures().ended += 1;
         endings
     }
 
     async fn pursue_click(&self, intent: &Intent, number: usize, click: &Click) -> Ending {
         sleep(click.after).await;
-        let mut jitter = self.plan.jitter(intent.number, number);
+        let mut jitter = self.stage.plan.jitter(intent.number, number);
         let mut settled = self.settled.clone();
         for attempt in 0..MAX_ATTEMPTS {
-            self.tally.attempts.add();
+            self.stage.figures().attempts += 1;
             settled.mark_unchanged();
-            let request = request(&self.path, intent, number, attempt);
-            let answer = self.send(request, click, attempt).await;
-            let wait = match answer.map(|answer| self.judge(intent, &answer)) {
+            let request = request(&self.stage.path, intent, number, attempt);
+            let response = self.send(request, click, attempt).await;
+            let wait = match response.map(|response| self.judge(intent, &response)) {
                 Some(Advice::Believe(ending)) => return ending,
                 Some(Advice::Stop) => {
                     // Retry only after the operator has resolved the outcome.
@@ -111,10 +99,10 @@ impl Clients {
             };
             sleep(wait.max(backoff(attempt, &mut jitter))).await;
         }
-        Ending::GaveUp
+        None
     }
 
-    /// Sends one request; `None` if no answer came.
+    /// Sends one request; `None` if no response came.
     async fn send(
         &self,
         request: Option<Request<Full<Bytes>>>,
@@ -129,23 +117,25 @@ impl Clients {
         timeout(TIMEOUT, exchange).await.ok()?.ok()
     }
 
-    fn judge(&self, intent: &Intent, answer: &Response<Bytes>) -> Advice {
+    fn judge(&self, intent: &Intent, response: &Response<Bytes>) -> Advice {
         let name = intent.name();
-        let advice = advice(answer);
-        match (&advice, answer.status()) {
-            (Advice::Believe(Ending::Charged(charge)), _)
-                if answer.headers().contains_key("idempotent-replayed") =>
-            {
-                self.tally.replays.add();
-                self.story.tell(Tale::Replayed { intent: &name, charge });
+        let advice = advice(response);
+        let is_replay = response.headers().contains_key("idempotent-replayed");
+        match (&advice, response.status()) {
+            (Advice::Believe(Some(charge)), _) if is_replay => {
+                self.stage.figures().replays += 1;
+                let text = format!("{name} gets its first answer again ({charge}); nothing is charged");
+                self.stage.say_once("replayed", Style::Good, &text);
             }
             (Advice::Retry { .. }, StatusCode::CONFLICT) => {
-                self.tally.in_progress.add();
-                self.story.tell(Tale::InProgress { intent: &name });
+                self.stage.figures().refused_in_progress += 1;
+                let text = format!("409: {name} is being charged → the client waits, then asks again");
+                self.stage.say_once("in progress", Style::Notice, &text);
             }
             (Advice::Stop, _) => {
-                self.tally.outcome_unknown.add();
-                self.story.tell(Tale::OutcomeUnknown { intent: &name });
+                self.stage.figures().refused_outcome_unknown += 1;
+                let text = format!("was {name} charged before the crash? No guess: the client stops");
+                self.stage.say_once("unknown", Style::Notice, &text);
             }
             _ => {}
         }
@@ -168,25 +158,22 @@ fn request(path: &str, intent: &Intent, click: usize, attempt: usize) -> Option<
         .ok()
 }
 
-fn advice(answer: &Response<Bytes>) -> Advice {
-    let body: serde_json::Value = serde_json::from_slice(answer.body()).unwrap_or_default();
+fn advice(response: &Response<Bytes>) -> Advice {
+    let body: serde_json::Value = serde_json::from_slice(response.body()).unwrap_or_default();
     let text = |member: &str| body.get(member).and_then(serde_json::Value::as_str);
-    let status = answer.status();
+    let status = response.status();
     if status.is_success() {
-        return match text("charge") {
-            Some(charge) => Advice::Believe(Ending::Charged(charge.to_owned())),
-            None => Advice::Believe(Ending::Refused(status)),
-        };
+        return Advice::Believe(text("charge").map(str::to_owned));
     }
-    let retry = Advice::Retry { after: retry_after(answer.headers()) / HASTE };
     match text("retry") {
-        Some("same-key") => retry,
         // A server error leaves the outcome unknown; a client error is final.
         Some("stop") if status.is_server_error() => Advice::Stop,
-        Some(_) => Advice::Believe(Ending::Refused(status)),
+        Some("same-key") => Advice::Retry { after: retry_after(response.headers()) / HASTE },
         // Without advice in the response. Ordinary clients treat these as temporary.
-        None if matches!(status.as_u16(), 408 | 409 | 425 | 429 | 500..) => retry,
-        None => Advice::Believe(Ending::Refused(status)),
+        None if matches!(status.as_u16(), 408 | 409 | 425 | 429 | 500..) => {
+            Advice::Retry { after: retry_after(response.headers()) / HASTE }
+        }
+        _ => Advice::Believe(None),
     }
 }
 
@@ -205,32 +192,29 @@ fn backoff(attempt: usize, jitter: &mut SplitMix64) -> Duration {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn answer(status: u16, retry_after: Option<&str>, body: &'static str) -> Response<Bytes> {
-        let mut answer = Response::builder().status(status);
-        if let Some(seconds) = retry_after {
-            answer = answer.header("retry-after", seconds);
-        }
-        answer.body(Bytes::from_static(body.as_bytes())).unwrap()
-    }
+    use crate::plan::Plan;
 
     #[test]
     fn the_client_follows_the_advice_of_responses() {
-        let refused = |status| Advice::Believe(Ending::Refused(StatusCode::from_u16(status).unwrap()));
         let retry = |seconds| Advice::Retry { after: Duration::from_secs(seconds) / HASTE };
         for (status, after, body, expected) in [
-            (201, None, r#"{"charge":"ch-1"}"#, Advice::Believe(Ending::Charged("ch-1".into()))),
-            (200, None, "no charge", refused(200)),
-            (409, Some("2"), r#"{"retry":"same-key"}"#, retry(2)),
-            (503, Some("1"), r#"{"retry":"same-key"}"#, retry(1)),
-            (500, None, r#"{"retry":"stop"}"#, Advice::Stop),
-            (422, None, r#"{"retry":"stop"}"#, refused(422)),
-            (422, None, r#"{"retry":"new-key"}"#, refused(422)),
-            (400, None, r#"{"retry":"fix-request"}"#, refused(400)),
-            (502, None, "", retry(0)),
-            (404, None, "", refused(404)),
+            (201, "0", r#"{"charge":"ch-1"}"#, Advice::Believe(Some("ch-1".into()))),
+            (200, "0", "no charge", Advice::Believe(None)),
+            (409, "2", r#"{"retry":"same-key"}"#, retry(2)),
+            (503, "1", r#"{"retry":"same-key"}"#, retry(1)),
+            (500, "0", r#"{"retry":"stop"}"#, Advice::Stop),
+            (422, "0", r#"{"retry":"stop"}"#, Advice::Believe(None)),
+            (422, "0", r#"{"retry":"new-key"}"#, Advice::Believe(None)),
+            (400, "0", r#"{"retry":"fix-request"}"#, Advice::Believe(None)),
+            (502, "", "", retry(0)),
+            (404, "", "", Advice::Believe(None)),
         ] {
-            assert_eq!(advice(&answer(status, after, body)), expected, "{status}");
+            let response = Response::builder().status(status).header("retry-after", after);
+            assert_eq!(
+                advice(&response.body(Bytes::from_static(body.as_bytes())).unwrap()),
+                expected,
+                "{status}"
+            );
         }
     }
 

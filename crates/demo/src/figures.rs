@@ -5,14 +5,20 @@ use std::collections::{HashMap, HashSet};
 use serde::Serialize;
 
 use crate::client::Ending;
-use crate::plan::{FaultCounts, Plan, name};
+use crate::plan::{FaultCounts, Plan};
 use crate::service::Charge;
-use crate::tally::Tally;
 
-/// The result of a run.
+/// The counts of a run while it lasts, and its result when it has ended.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct Figures {
+    /// Intents that a client has begun.
+    #[serde(skip)]
+    pub(crate) begun: u64,
+    /// Intents whose clicks have all ended.
+    #[serde(skip)]
+    pub(crate) ended: u64,
     pub(crate) intents: u64,
+    /// Requests sent.
     pub(crate) attempts: u64,
     /// The faults that happened: the planned ones, without those that met no request while the sidecar was down.
     pub(crate) faults: FaultCounts,
@@ -28,6 +34,7 @@ pub(crate) struct Figures {
     pub(crate) contradictions: u64,
     /// Intents whose customer got no receipt.
     pub(crate) unanswered: u64,
+    /// Responses that were marked as replays.
     pub(crate) replays: u64,
     pub(crate) refused_in_progress: u64,
     pub(crate) refused_outcome_unknown: u64,
@@ -38,7 +45,7 @@ pub(crate) struct Figures {
     pub(crate) sidecar_kills: u64,
     /// The number of payments at the service when the sidecar was killed.
     pub(crate) in_flight_at_kill: Option<usize>,
-    /// The figures of two sidecars that share a store.
+    /// The work of two sidecars that share a store.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) two_sidecars: Option<TwoSidecars>,
     pub(crate) milliseconds: u64,
@@ -55,64 +62,28 @@ pub(crate) struct TwoSidecars {
     pub(crate) replayed_by_the_other: u64,
 }
 
-impl TwoSidecars {
-    /// Counts the work of both. The first one is the one that is killed.
-    pub(crate) fn count(tally: &Tally) -> Self {
-        let [killed, other] = &tally.through;
-        Self {
-            requests_to_the_killed: killed.get(),
-            requests_to_the_other: other.get(),
-            replayed_by_the_other: tally.replayed_by_the_other.get(),
-        }
-    }
-}
-
 impl Figures {
-    pub(crate) fn count(plan: &Plan, tally: &Tally, ledger: &[Charge], endings: &[Vec<Ending>]) -> Self {
+    /// Adds the figures of the ledger and of the customers' receipts.
+    pub(crate) fn conclude(&mut self, plan: &Plan, ledger: &[Charge], endings: &[Vec<Ending>]) {
         let mut by_intent: HashMap<&str, HashSet<&str>> = HashMap::new();
         for charge in ledger {
             by_intent.entry(&charge.intent).or_default().insert(&charge.charge);
         }
-        let (mut missing, mut contradictions, mut unanswered) = (0, 0, 0);
         for (at, intent) in plan.intents.iter().enumerate() {
-            let name = name(intent.number);
-            let charges = by_intent.get(name.as_str());
+            let charges = by_intent.get(intent.name().as_str());
             let endings = endings.get(at).map_or(&[][..], Vec::as_slice);
-            let told: HashSet<_> = endings
-                .iter()
-                .filter_map(
-                    |ending| if let Ending::Charged(charge) = ending { Some(charge.as_str()) } else { None },
-                )
-                .collect();
-            let unbacked = told.iter().any(|charge| charges.is_none_or(|charges| !charges.contains(charge)));
-            let silent = endings.is_empty() || endings.iter().any(|e| !matches!(e, Ending::Charged(_)));
-            missing += u64::from(charges.is_none());
-            contradictions += u64::from(told.len() > 1 || unbacked);
-            unanswered += u64::from(silent);
+            let receipts: HashSet<_> = endings.iter().flatten().map(String::as_str).collect();
+            let is_unbacked = |receipt| charges.is_none_or(|charges| !charges.contains(receipt));
+            self.missing += u64::from(charges.is_none());
+            self.contradictions += u64::from(receipts.len() > 1 || receipts.iter().copied().any(is_unbacked));
+            self.unanswered += u64::from(endings.is_empty() || endings.iter().any(Option::is_none));
         }
-        let faults = tally.faults();
-        Self {
-            intents: plan.intents.len() as u64,
-            attempts: tally.attempts.get(),
-            faults,
-            replies_lost: faults.replies_lost(),
-            charges: ledger.len() as u64,
-            duplicates: (ledger.len() - by_intent.len()) as u64,
-            missing,
-            cents_meant: plan.cents(),
-            cents_charged: ledger.iter().map(|charge| charge.cents).sum(),
-            contradictions,
-            unanswered,
-            replays: tally.replays.get(),
-            refused_in_progress: tally.in_progress.get(),
-            refused_outcome_unknown: tally.outcome_unknown.get(),
-            resolved_completed: tally.resolved_completed.get(),
-            resolved_released: tally.resolved_released.get(),
-            sidecar_kills: tally.kills.get(),
-            in_flight_at_kill: None,
-            two_sidecars: None,
-            milliseconds: 0,
-        }
+        self.intents = plan.intents.len() as u64;
+        self.replies_lost = self.faults.replies_lost();
+        self.charges = ledger.len() as u64;
+        self.duplicates = (ledger.len() - by_intent.len()) as u64;
+        self.cents_meant = plan.cents();
+        self.cents_charged = ledger.iter().map(|charge| charge.cents).sum();
     }
 
     /// Returns true if every intent has exactly one charge, of the right amount, and every customer got its receipt.
@@ -146,14 +117,20 @@ mod tests {
     }
 
     fn told(charge: &str) -> Vec<Ending> {
-        vec![Ending::Charged(charge.into())]
+        vec![Some(charge.into())]
+    }
+
+    fn count(plan: &Plan, ledger: &[Charge], endings: &[Vec<Ending>]) -> Figures {
+        let mut figures = Figures::default();
+        figures.conclude(plan, ledger, endings);
+        figures
     }
 
     #[test]
     fn one_charge_for_each_intent_is_clean() {
         let plan = Plan::draw(1, 2);
         let ledger = [charge(&plan, 1, "a"), charge(&plan, 2, "b")];
-        let figures = Figures::count(&plan, &Tally::default(), &ledger, &[told("a"), told("b")]);
+        let figures = count(&plan, &ledger, &[told("a"), told("b")]);
         assert!(figures.is_clean(), "{figures:?}");
     }
 
@@ -162,16 +139,16 @@ mod tests {
         let plan = Plan::draw(1, 2);
         let (a, b, c) = (charge(&plan, 1, "a"), charge(&plan, 2, "b"), charge(&plan, 1, "c"));
         let strange = Charge { cents: b.cents + 1, ..b.clone() };
-        let two = vec![Ending::Charged("a".into()), Ending::Charged("c".into())];
+        let two = vec![Some("a".into()), Some("c".into())];
         for (ledger, endings, duplicates, missing, contradictions, unanswered) in [
             (vec![a.clone(), b.clone(), c.clone()], vec![told("a"), told("b")], 1, 0, 0, 0),
             (vec![a.clone(), b.clone(), c.clone()], vec![two, told("b")], 1, 0, 1, 0),
-            (vec![a.clone()], vec![told("a"), vec![Ending::GaveUp]], 0, 1, 0, 1),
+            (vec![a.clone()], vec![told("a"), vec![None]], 0, 1, 0, 1),
             (vec![a.clone(), c], vec![told("a"), told("b")], 1, 1, 1, 0),
             (vec![a.clone(), b.clone()], vec![told("a"), vec![]], 0, 0, 0, 1),
             (vec![a, strange], vec![told("a"), told("b")], 0, 0, 0, 0),
         ] {
-            let figures = Figures::count(&plan, &Tally::default(), &ledger, &endings);
+            let figures = count(&plan, &ledger, &endings);
             let counted = (figures.duplicates, figures.missing, figures.contradictions, figures.unanswered);
             assert_eq!(counted, (duplicates, missing, contradictions, unanswered));
             assert!(!figures.is_clean());

@@ -22,12 +22,9 @@ mod operator;
 mod plan;
 mod report;
 mod run;
-mod screen;
 mod service;
-mod shared;
 mod sidecar;
-mod story;
-mod tally;
+mod stage;
 
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -36,10 +33,10 @@ use std::time::Duration;
 
 use plan::Plan;
 use report::Report;
-use screen::{Screen, Style};
 use service::Charge;
-pub use shared::SharedStore;
-use sidecar::Home;
+pub use sidecar::SharedStore;
+use sidecar::SidecarConfig;
+use stage::{Screen, Style};
 
 /// The settings of a demonstration.
 #[derive(Clone)]
@@ -77,25 +74,21 @@ pub fn run(options: &DemoOptions) -> Result<DemoOutcome, String> {
     let directory = tempfile::Builder::new().prefix("oncegate-demo-").tempdir();
     let mut directory = directory.map_err(|error| format!("cannot create a temporary directory: {error}"))?;
     directory.disable_cleanup(options.keep);
-    let screen = Arc::new(Screen::new(options.json));
+    let screen = Screen::new(options.json);
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     let runtime = runtime.map_err(|error| format!("cannot start a runtime: {error}"))?;
     let result = runtime.block_on(async {
         tokio::select! {
-            report = demonstrate(options, directory.path(), &screen) => report.map(Some),
+            report = demonstrate(options, directory.path(), screen) => report.map(Some),
             signal = interruption() => signal.map(|()| None),
         }
     });
     runtime.shutdown_timeout(Duration::from_millis(200));
-    screen.end_status();
     if options.keep {
         screen.line(&format!("Kept: {}", directory.path().display()));
     }
     let Some(report) = result? else {
-        screen.line(match options.store {
-            None => "Interrupted. The sidecar is stopped.",
-            Some(_) => "Interrupted. The sidecars are stopped.",
-        });
+        screen.line("Interrupted. The sidecar is stopped.");
         return Ok(DemoOutcome::Interrupted);
     };
     if options.json {
@@ -105,34 +98,29 @@ pub fn run(options: &DemoOptions) -> Result<DemoOutcome, String> {
     Ok(if report.is_clean() { DemoOutcome::Clean } else { DemoOutcome::Faulty })
 }
 
-async fn demonstrate(
-    options: &DemoOptions,
-    directory: &Path,
-    screen: &Arc<Screen>,
-) -> Result<Report, String> {
-    let home = Home { program: options.program.clone(), dir: directory.to_owned() };
+async fn demonstrate(options: &DemoOptions, directory: &Path, screen: Screen) -> Result<Report, String> {
+    let config = SidecarConfig {
+        program: options.program.clone(),
+        dir: directory.to_owned(),
+        log: "store.log",
+        shared: options.store.clone(),
+    };
     if let Some(store) = &options.store {
-        sidecar::try_store(&home, store).await?;
+        sidecar::try_store(config.clone(), &store.shown).await?;
     }
     let plan = Arc::new(Plan::draw(options.seed.unwrap_or_else(any_seed), options.intents));
     introduce(&plan, screen);
     let bold = |text: &str| screen.line(&format!("\n{}", screen.paint(Style::Bold, text)));
     bold("1 of 2  Without Oncegate: customers → hostile network → payments service");
-    let without = run::without_oncegate(plan.clone(), screen.clone()).await?;
-    match &options.store {
-        None => {
-            bold("2 of 2  With Oncegate: customers → hostile network → oncegate proxy → payments service")
-        }
-        Some(SharedStore { shown, path, .. }) => {
-            bold(
-                "2 of 2  With Oncegate: customers → hostile network → 2 × oncegate proxy → payments service",
-            );
-            screen.line(&format!(
-                "Both sidecars keep their records in {shown},\nas those of POST {path}, for an hour."
-            ));
-        }
+    let without = run::without_oncegate(plan.clone(), screen).await?;
+    let proxies = if options.store.is_some() { "2 × oncegate proxy" } else { "oncegate proxy" };
+    bold(&format!("2 of 2  With Oncegate: customers → hostile network → {proxies} → payments service"));
+    if let Some(SharedStore { shown, path, .. }) = &options.store {
+        screen.line(&format!(
+            "Both sidecars keep their records in {shown},\nas those of POST {path}, for an hour."
+        ));
     }
-    let with = run::with_oncegate(plan.clone(), screen.clone(), &home, options.store.as_ref()).await?;
+    let with = run::with_oncegate(plan.clone(), screen, &config).await?;
     if options.keep {
         keep_ledger(directory, "ledger-without.jsonl", &without.ledger)?;
         keep_ledger(directory, "ledger-with.jsonl", &with.ledger)?;
@@ -142,7 +130,7 @@ async fn demonstrate(
     Ok(report)
 }
 
-fn introduce(plan: &Plan, screen: &Screen) {
+fn introduce(plan: &Plan, screen: Screen) {
     let (seed, intents) = (plan.seed, plan.intents.len());
     let (double_clicks, faults) = (plan.double_clicks(), plan.faults().total());
     screen.line(&screen.paint(
@@ -170,22 +158,15 @@ fn keep_ledger(directory: &Path, name: &str, ledger: &[Charge]) -> Result<(), St
 
 /// Waits for Ctrl-C or another signal that asks a program to end.
 async fn interruption() -> Result<(), String> {
-    #[cfg(unix)]
-    {
-        use tokio::signal::unix::{SignalKind, signal};
-        let listen = |kind| signal(kind).map_err(|error| format!("cannot listen for signals: {error}"));
-        let (mut interrupt, mut terminate, mut hang_up) = (
-            listen(SignalKind::interrupt())?,
-            listen(SignalKind::terminate())?,
-            listen(SignalKind::hangup())?,
-        );
-        tokio::select! {
-            _ = interrupt.recv() => {}
-            _ = terminate.recv() => {}
-            _ = hang_up.recv() => {}
-        }
-        Ok(())
+    use tokio::signal::unix::{SignalKind, signal};
+    let listen = |kind| signal(kind).map_err(|error| format!("cannot listen for signals: {error}"));
+    let mut interrupt = listen(SignalKind::interrupt())?;
+    let mut terminate = listen(SignalKind::terminate())?;
+    let mut hang_up = listen(SignalKind::hangup())?;
+    tokio::select! {
+        _ = interrupt.recv() => {}
+        _ = terminate.recv() => {}
+        _ = hang_up.recv() => {}
     }
-    #[cfg(not(unix))]
-    tokio::signal::ctrl_c().await.map_err(|error| format!("cannot listen for signals: {error}"))
+    Ok(())
 }

@@ -16,9 +16,8 @@ use tokio::sync::watch;
 use tokio::task::AbortHandle;
 use tokio::time::timeout;
 
-use crate::plan::{Fault, Plan};
-use crate::story::{Story, Tale};
-use crate::tally::Tally;
+use crate::plan::Fault;
+use crate::stage::{Stage, Style};
 
 /// The longest time of a connection, so that one that is never closed does not stay for ever.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);
@@ -37,31 +36,24 @@ pub(crate) struct Network {
 }
 
 struct Wires {
-    plan: Arc<Plan>,
+    stage: Arc<Stage>,
     to: Vec<SocketAddr>,
     /// The next sidecar in turn.
     turn: AtomicUsize,
-    /// The sidecar that executed the request of each key, if its answer was seen.
+    /// The sidecar that executed the request of each key, if its response was seen.
     executed: Mutex<HashMap<String, usize>>,
-    tally: Arc<Tally>,
-    story: Arc<Story>,
     carrying: watch::Sender<usize>,
 }
 
 impl Network {
     /// Starts on a free port. Requests that are not lost are sent `to` these addresses, in turn.
-    pub(crate) async fn start(
-        plan: Arc<Plan>,
-        to: Vec<SocketAddr>,
-        tally: Arc<Tally>,
-        story: Arc<Story>,
-    ) -> Result<Self, String> {
+    pub(crate) async fn start(stage: Arc<Stage>, to: Vec<SocketAddr>) -> Result<Self, String> {
         let cannot = |error| format!("cannot open a port for the hostile network: {error}");
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.map_err(cannot)?;
         let address = listener.local_addr().map_err(cannot)?;
         let (sender, carrying) = watch::channel(0);
         let (turn, executed) = (AtomicUsize::new(0), Mutex::default());
-        let wires = Arc::new(Wires { plan, to, turn, executed, tally, story, carrying: sender });
+        let wires = Arc::new(Wires { stage, to, turn, executed, carrying: sender });
         let accepting = tokio::spawn(accept(listener, wires)).abort_handle();
         Ok(Self { address, carrying, accepting })
     }
@@ -100,7 +92,7 @@ impl Wires {
     async fn carry(&self, mut client: TcpStream) -> io::Result<()> {
         let _best_effort = client.set_nodelay(true);
         let request = read_request(&mut client).await?;
-        let fault = request_id(&request).and_then(|id| self.plan.fault(id));
+        let fault = field(&request, "x-request-id").and_then(|id| self.stage.plan.fault(id));
         match fault {
             None => self.deliver(client, &request).await,
             Some(fault) => self.spoil(client, &request, fault).await,
@@ -137,7 +129,7 @@ impl Wires {
                 self.send(request).await
             }
             Fault::HangUp => {
-                let (_passage, mut upstream) = self.connect().await?;
+                let (_, mut upstream) = self.connect().await?;
                 upstream.write_all(request).await?;
                 hung_up(&mut client).await;
                 self.suffered(fault);
@@ -162,14 +154,23 @@ impl Wires {
     }
 
     /// Connects to the server whose turn it is, or to the next one if it accepts no connection, as load balancers do.
-    async fn connect(&self) -> io::Result<(Passage<'_>, TcpStream)> {
+    async fn connect(&self) -> io::Result<(usize, TcpStream)> {
         let turn = self.turn.fetch_add(1, Ordering::Relaxed);
         let mut refused = io::ErrorKind::NotConnected.into();
-        for at in (0..self.to.len()).map(|n| turn.wrapping_add(n) % self.to.len()) {
-            let Some(to) = self.to.get(at) else { continue };
+        for (at, to) in
+            self.to.iter().enumerate().cycle().skip(turn % self.to.len().max(1)).take(self.to.len())
+        {
             match TcpStream::connect(to).await {
                 Ok(stream) => {
-                    return Ok((Passage::begin(&self.tally, at), stream));
+                    if let Some(two) = &mut self.stage.figures().two_sidecars {
+                        let requests = if at == 0 {
+                            &mut two.requests_to_the_killed
+                        } else {
+                            &mut two.requests_to_the_other
+                        };
+                        *requests += 1;
+                    }
+                    return Ok((at, stream));
                 }
                 Err(error) => refused = error,
             }
@@ -179,12 +180,17 @@ impl Wires {
 
     /// Records which sidecar executed a request, and counts replays by the other one.
     fn inspect(&self, at: usize, request: &[u8], reply: &[u8]) {
-        let Some(key) = field(request, "idempotency-key").filter(|_| self.to.len() > 1) else { return };
+        let mut figures = self.stage.figures();
+        let Some((two, key)) = figures.two_sidecars.as_mut().zip(field(request, "idempotency-key")) else {
+            return;
+        };
         let mut executed = self.executed.lock().unwrap_or_else(PoisonError::into_inner);
         if field(reply, "idempotent-replayed").is_some() {
             if executed.get(key).is_some_and(|by| *by != at) {
-                self.tally.replayed_by_the_other.add();
-                self.story.tell(Tale::ReplayedByTheOther);
+                two.replayed_by_the_other += 1;
+                let text =
+                    "a retry of a request through one sidecar reaches the other, which replays the answer";
+                self.stage.say_once("the other one", Style::Good, text);
             }
         } else if reply.starts_with(b"HTTP/1.1 201 ") {
             executed.insert(key.to_owned(), at);
@@ -193,7 +199,7 @@ impl Wires {
 
     /// Sends the request over a connection of its own and reads the whole reply, after which the connection closes.
     async fn send(&self, request: &[u8]) -> io::Result<Vec<u8>> {
-        let (passage, mut upstream) = self.connect().await?;
+        let (at, mut upstream) = self.connect().await?;
         let _best_effort = upstream.set_nodelay(true);
         upstream.write_all(request).await?;
         let mut reply = Vec::new();
@@ -201,36 +207,14 @@ impl Wires {
         if head_length(&reply).is_none() {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
-        self.inspect(passage.at, request, &reply);
+        self.inspect(at, request, &reply);
         Ok(reply)
     }
 
     fn suffered(&self, fault: Fault) {
-        self.tally.fault(fault);
-        self.story.tell(Tale::Fault(fault));
-    }
-}
-
-/// Counts a request at one of the servers until this is dropped.
-struct Passage<'a> {
-    tally: &'a Tally,
-    at: usize,
-}
-
-impl<'a> Passage<'a> {
-    fn begin(tally: &'a Tally, at: usize) -> Self {
-        if let Some(through) = tally.through.get(at) {
-            through.begin();
-        }
-        Self { tally, at }
-    }
-}
-
-impl Drop for Passage<'_> {
-    fn drop(&mut self) {
-        if let Some(through) = self.tally.through.get(self.at) {
-            through.end();
-        }
+        self.stage.figures().faults.add(fault);
+        let (title, text) = fault.describe();
+        self.stage.say_once(title, Style::Bold, text);
     }
 }
 
@@ -273,10 +257,6 @@ fn message_length(message: &[u8]) -> Option<usize> {
     Some(head + body.unwrap_or(0))
 }
 
-fn request_id(message: &[u8]) -> Option<&str> {
-    field(message, "x-request-id")
-}
-
 fn field<'a>(message: &'a [u8], name: &str) -> Option<&'a str> {
     let head = std::str::from_utf8(message.get(..head_length(message)?)?).ok()?;
     let fields = head.lines().filter_map(|line| line.split_once(':'));
@@ -299,7 +279,7 @@ mod tests {
     fn a_request_is_complete_with_its_body() {
         assert_eq!(message_length(REQUEST), Some(REQUEST.len()));
         assert_eq!(message_length(&REQUEST[..40]), None);
-        assert_eq!(request_id(REQUEST), Some("7/0/1"));
+        assert_eq!(field(REQUEST, "x-request-id"), Some("7/0/1"));
     }
 
     #[test]

@@ -8,31 +8,21 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
-use http::{Method, Request, Response, header};
-use http_body_util::Full;
+use http::Method;
 use serde_json::{Value, json};
 use tokio::sync::watch;
-use tokio::time::timeout;
 
-use crate::exchange::exchange;
-use crate::screen::Style;
+use crate::exchange::ask_admin;
 use crate::service::{Charge, Finding, Ledger};
-use crate::story::Story;
-use crate::tally::Tally;
+use crate::stage::{Stage, Style};
 
 /// The time without a charge in the ledger after which the operator concludes that there will be none.
 const SECOND_CHECK: Duration = Duration::from_millis(500);
 
-const ADMIN_TIMEOUT: Duration = Duration::from_secs(5);
-
 pub(crate) struct Operator {
     pub(crate) admin: SocketAddr,
-    /// The operation whose records it checks, encoded for a URL, if the store may have other records, too.
-    pub(crate) operation: Option<String>,
     pub(crate) ledger: Arc<Ledger>,
-    pub(crate) tally: Arc<Tally>,
-    pub(crate) story: Arc<Story>,
+    pub(crate) stage: Arc<Stage>,
     /// The number of settled outcomes, which stopped clients watch.
     pub(crate) settled: watch::Sender<u64>,
     /// The times at which records were first found to have no charge.
@@ -57,14 +47,12 @@ impl Operator {
         Ok(())
     }
 
-    /// All records whose outcome is unknown, from all pages.
+    /// All records of this run whose outcome is unknown, from all pages. A shared store may have other records, too.
     async fn unknown(&self) -> Result<Vec<String>, String> {
-        let mut records = Vec::new();
-        let mut cursor = String::new();
-        let of =
-            self.operation.as_ref().map(|operation| format!("&operation={operation}")).unwrap_or_default();
+        let (mut records, mut cursor) = (Vec::new(), String::new());
+        let query = format!("state=unknown&operation=POST%20{}", self.stage.path);
         loop {
-            let page = self.ask(Method::GET, &format!("/v1/keys?state=unknown{of}{cursor}"), None).await?;
+            let page = self.ask(Method::GET, &format!("/v1/keys?{query}{cursor}"), None).await?;
             let listed = page.get("records").and_then(Value::as_array);
             let listed = listed.ok_or_else(|| format!("the sidecar did not list records: {page}"))?;
             records.extend(listed.iter().filter_map(|line| line.get("record")?.as_str()).map(str::to_owned));
@@ -84,61 +72,41 @@ impl Operator {
             "reason": format!("the ledger has {}", charge.charge),
         });
         self.resolve(record, resolution).await?;
-        self.tally.resolved_completed.add();
-        let text = format!(
-            "the operator finds {} in the ledger ({}) → that is the answer",
-            charge.intent, charge.charge
-        );
-        self.story.say("resolved", Style::Good, &text);
-        self.settle();
+        self.stage.figures().resolved_completed += 1;
+        let Charge { intent, charge, .. } = charge;
+        let text = format!("the operator finds {intent} in the ledger ({charge}) → that is the answer");
+        self.stage.say("resolved", Style::Good, &text);
         Ok(())
     }
 
     async fn release(&self, record: &str) -> Result<(), String> {
         let resolution = json!({ "outcome": "released", "reason": "the ledger has no charge" });
         self.resolve(record, resolution).await?;
-        self.tally.resolved_released.add();
+        self.stage.figures().resolved_released += 1;
         let short = record.get(..8).unwrap_or(record);
         let text = format!("the operator finds no charge for record {short} → its key is free again");
-        self.story.say("released", Style::Good, &text);
-        self.settle();
+        self.stage.say("released", Style::Good, &text);
         Ok(())
     }
 
     async fn resolve(&self, record: &str, resolution: Value) -> Result<(), String> {
-        self.ask(Method::POST, &format!("/v1/keys/{record}/resolve"), Some(resolution)).await.map(|_| ())
-    }
-
-    fn settle(&self) {
+        self.ask(Method::POST, &format!("/v1/keys/{record}/resolve"), Some(resolution)).await?;
         self.settled.send_modify(|settled| *settled += 1);
+        Ok(())
     }
 
     async fn ask(&self, method: Method, path: &str, body: Option<Value>) -> Result<Value, String> {
-        let what = format!("{method} {path}");
-        let body = body.map_or_else(Bytes::new, |body| Bytes::from(body.to_string()));
-        let request = Request::builder()
-            .method(method)
-            .uri(path)
-            .header(header::HOST, self.admin.to_string())
-            .header(header::CONNECTION, "close")
-            .header(header::CONTENT_TYPE, "application/json")
-            .body(Full::new(body));
-        let request = request.map_err(|error| format!("cannot ask the sidecar {what}: {error}"))?;
-        match timeout(ADMIN_TIMEOUT, exchange(self.admin, request)).await {
-            Ok(Ok(answer)) => understand(&what, &answer),
-            Ok(Err(error)) => Err(format!("the sidecar's admin address did not answer {what}: {error}")),
-            Err(_) => Err(format!("the sidecar's admin address did not answer {what} in time")),
+        let request = format!("{method} {path}");
+        let body = body.map_or_else(String::new, |body| body.to_string());
+        let response = ask_admin(self.admin, method, path, body)
+            .await
+            .map_err(|error| format!("the sidecar's admin address did not answer {request}: {error}"))?;
+        let (status, body) = (response.status(), response.body());
+        if !status.is_success() {
+            let body = String::from_utf8_lossy(body);
+            return Err(format!("the sidecar answered {request} with {status}: {body}"));
         }
+        serde_json::from_slice(body)
+            .map_err(|error| format!("the sidecar answered {request} without JSON: {error}"))
     }
-}
-
-fn understand(what: &str, answer: &Response<Bytes>) -> Result<Value, String> {
-    let (status, body) = (answer.status(), answer.body());
-    if !status.is_success() {
-        return Err(format!("the sidecar answered {what} with {status}: {}", String::from_utf8_lossy(body)));
-    }
-    if body.is_empty() {
-        return Ok(Value::Null);
-    }
-    serde_json::from_slice(body).map_err(|error| format!("the sidecar answered {what} without JSON: {error}"))
 }

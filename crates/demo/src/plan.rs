@@ -26,15 +26,6 @@ pub(crate) enum Fault {
 }
 
 impl Fault {
-    pub(crate) const ALL: [Self; 6] = [
-        Self::RequestLost,
-        Self::RequestLate,
-        Self::ReplyLost,
-        Self::ReplyCut,
-        Self::ReplyLate,
-        Self::HangUp,
-    ];
-
     /// The weights of the faults. Lost replies have the largest, because they are the subject of the demonstration.
     const WEIGHTS: [(Self, u64); 6] = [
         (Self::ReplyLost, 30),
@@ -56,6 +47,24 @@ impl Fault {
         }
         Self::ReplyLost
     }
+
+    /// The title of the fault in the output, and its description.
+    pub(crate) const fn describe(self) -> (&'static str, &'static str) {
+        match self {
+            Self::RequestLost => ("request lost", "it never arrives → the client retries with the same key"),
+            Self::RequestLate => {
+                ("request late", "the client gives up and retries; then the first request arrives after all")
+            }
+            Self::ReplyLost => {
+                ("reply lost", "served, but the reply gets lost → the client retries with the same key")
+            }
+            Self::ReplyCut => {
+                ("reply cut", "it breaks off in the middle → the client retries with the same key")
+            }
+            Self::ReplyLate => ("timeout", "the reply takes too long → the client retries with the same key"),
+            Self::HangUp => ("hang-up", "the customer leaves before the reply, comes back and tries again"),
+        }
+    }
 }
 
 /// The number of faults of each kind.
@@ -70,15 +79,16 @@ pub(crate) struct FaultCounts {
 }
 
 impl FaultCounts {
-    pub(crate) fn of(mut count: impl FnMut(Fault) -> u64) -> Self {
-        Self {
-            request_lost: count(Fault::RequestLost),
-            request_late: count(Fault::RequestLate),
-            reply_lost: count(Fault::ReplyLost),
-            reply_cut: count(Fault::ReplyCut),
-            reply_late: count(Fault::ReplyLate),
-            hang_up: count(Fault::HangUp),
-        }
+    pub(crate) const fn add(&mut self, fault: Fault) {
+        let count = match fault {
+            Fault::RequestLost => &mut self.request_lost,
+            Fault::RequestLate => &mut self.request_late,
+            Fault::ReplyLost => &mut self.reply_lost,
+            Fault::ReplyCut => &mut self.reply_cut,
+            Fault::ReplyLate => &mut self.reply_late,
+            Fault::HangUp => &mut self.hang_up,
+        };
+        *count += 1;
     }
 
     pub(crate) const fn total(&self) -> u64 {
@@ -107,18 +117,13 @@ pub(crate) struct Intent {
 impl Intent {
     /// The name of the intent at the payments service.
     pub(crate) fn name(&self) -> String {
-        name(self.number)
+        format!("payment-{}", self.number)
     }
 
     /// The label of one request, as ordinary clients send it in `X-Request-Id`.
     pub(crate) fn request_id(&self, click: usize, attempt: usize) -> String {
         format!("{}/{click}/{attempt}", self.number)
     }
-}
-
-/// The name of the intent with this number at the payments service.
-pub(crate) fn name(number: usize) -> String {
-    format!("payment-{number}")
 }
 
 /// One press of the button.
@@ -173,8 +178,9 @@ impl Plan {
     }
 
     pub(crate) fn faults(&self) -> FaultCounts {
-        let faults = || self.intents.iter().flat_map(|i| &i.clicks).flat_map(|click| &click.faults);
-        FaultCounts::of(|fault| faults().filter(|planned| **planned == fault).count() as u64)
+        let mut counts = FaultCounts::default();
+        self.intents.iter().flat_map(|i| &i.clicks).flat_map(|c| &c.faults).for_each(|f| counts.add(*f));
+        counts
     }
 }
 
@@ -255,15 +261,9 @@ mod tests {
 
     #[test]
     fn the_same_seed_is_the_same_plan_and_another_is_another() {
-        let text = |seed| format!("{:?}", Plan::draw(seed, 50).intents);
-        assert_eq!(text(7), text(7));
-        assert_ne!(text(7), text(8));
-    }
-
-    #[test]
-    fn a_longer_plan_begins_like_a_shorter_one() {
-        let (short, long) = (Plan::draw(3, 10), Plan::draw(3, 20));
-        assert_eq!(format!("{:?}", short.intents), format!("{:?}", &long.intents[..10]));
+        let text = |seed, intents| format!("{:?}", &Plan::draw(seed, intents).intents[..50]);
+        assert_eq!(text(7, 50), text(7, 60));
+        assert_ne!(text(7, 50), text(8, 50));
     }
 
     #[test]
@@ -293,13 +293,7 @@ mod tests {
             }
         }
         assert_eq!(seen, plan.faults().total());
-        assert!(Fault::ALL.iter().all(|fault| FaultCounts::of(|f| u64::from(f == *fault)).total() == 1));
-    }
-
-    #[test]
-    fn unknown_labels_meet_no_fault() {
-        let plan = Plan::draw(5, 3);
-        for label in ["", "0/0/0", "4/0/0", "1/9/0", "1/0/99", "x/y/z", "1/0"] {
+        for label in ["", "0/0/0", "201/0/0", "1/9/0", "1/0/99", "x/y/z", "1/0"] {
             assert_eq!(plan.fault(label), None, "{label}");
         }
     }

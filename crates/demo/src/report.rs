@@ -4,7 +4,7 @@ use serde::Serialize;
 
 use crate::figures::Figures;
 use crate::plan::{FaultCounts, Plan};
-use crate::screen::{Screen, Style};
+use crate::stage::{Screen, Style};
 
 /// The whole result.
 #[derive(Clone, Debug, Serialize)]
@@ -53,7 +53,7 @@ impl Report {
             .map_err(|error| format!("cannot write the report as JSON: {error}"))
     }
 
-    pub(crate) fn show(&self, screen: &Screen) {
+    pub(crate) fn show(&self, screen: Screen) {
         screen.line("");
         let head = format!("{:<44}{:>18}{:>18}", "", "without Oncegate", "with Oncegate");
         screen.line(&screen.paint(Style::Bold, head.trim_end()));
@@ -107,12 +107,8 @@ impl Report {
             sidecar("    resolved by the operator: not charged", |f| f.resolved_released.to_string()),
         ];
         if let Some(two) = two {
-            let row = |title, number: u64| Row {
-                title,
-                without: "–".to_owned(),
-                with: number.to_string(),
-                should_be_zero: false,
-            };
+            let row =
+                |title, number: u64| Row { with: number.to_string(), ..sidecar(title, |_| String::new()) };
             rows.extend([
                 row("requests to the sidecar that was killed", two.requests_to_the_killed),
                 row("requests to the other one", two.requests_to_the_other),

@@ -1,11 +1,12 @@
 //! One run of the traffic: directly to the service, or through the sidecar.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
@@ -14,12 +15,9 @@ use crate::figures::{Figures, TwoSidecars};
 use crate::network::Network;
 use crate::operator::Operator;
 use crate::plan::Plan;
-use crate::screen::{Screen, Style};
 use crate::service::{Charge, Service};
-use crate::shared::SharedStore;
-use crate::sidecar::{Home, Sidecar, SidecarConfig};
-use crate::story::Story;
-use crate::tally::Tally;
+use crate::sidecar::{Sidecar, SidecarConfig};
+use crate::stage::{Screen, Stage, Style};
 
 /// The number of intents that are pursued at the same time.
 const CONCURRENCY: usize = 12;
@@ -44,115 +42,98 @@ pub(crate) struct Outcome {
     pub(crate) ledger: Vec<Charge>,
 }
 
-/// The state that all parts of a run share.
-struct Stage {
-    plan: Arc<Plan>,
-    tally: Arc<Tally>,
-    story: Arc<Story>,
-    screen: Arc<Screen>,
+/// One run: its state, its service and its start.
+struct Run {
+    stage: Arc<Stage>,
     service: Service,
-    path: String,
     started: Instant,
 }
 
 /// Runs the traffic: clients → hostile network → service.
-pub(crate) async fn without_oncegate(plan: Arc<Plan>, screen: Arc<Screen>) -> Result<Outcome, String> {
-    let stage = Stage::set(plan, screen, PATH).await?;
-    let network = stage.network(vec![stage.service.address]).await?;
-    let (_no_operator, settled) = tokio::sync::watch::channel(0);
-    let clients = stage.clients(&network, settled);
-    let endings = stage.watched(pursue_all(clients)).await?;
-    stage.end(&network, &endings, None, None).await
+pub(crate) async fn without_oncegate(plan: Arc<Plan>, screen: Screen) -> Result<Outcome, String> {
+    let run = Run::start(Stage::new(plan, PATH.to_owned(), screen)).await?;
+    let network = Network::start(run.stage.clone(), vec![run.service.address]).await?;
+    let (_no_operator, settled) = watch::channel(0);
+    let endings = run.watched(pursue_all(&run.stage, &network, settled)).await?;
+    run.end(&network, &endings).await
 }
 
-/// Runs the traffic: clients → hostile network → sidecar → service, with one kill -9 in the middle. Two sidecars use a `shared`
+/// Runs the traffic: clients → hostile network → sidecar → service, with one kill -9 in the middle. Two sidecars use a shared
 /// store, and the one that is killed stays down.
 pub(crate) async fn with_oncegate(
     plan: Arc<Plan>,
-    screen: Arc<Screen>,
-    home: &Home,
-    shared: Option<&SharedStore>,
+    screen: Screen,
+    config: &SidecarConfig,
 ) -> Result<Outcome, String> {
-    let stage = Stage::set(plan, screen, shared.map_or(PATH, |shared| &shared.path)).await?;
-    let to = stage.service.address;
-    let (mut sidecar, mut other) = match shared {
-        None => (Sidecar::start(to, SidecarConfig::single(home)).await?, None),
-        Some(shared) => {
-            let [first, second] = SidecarConfig::pair(home, shared);
-            (Sidecar::start(to, first).await?, Some(Sidecar::start(to, second).await?))
-        }
-    };
-    let network =
-        stage.network([Some(&sidecar), other.as_ref()].into_iter().flatten().map(|s| s.listen).collect());
-    let network = network.await?;
-    let (settled, receiver) = tokio::sync::watch::channel(0);
-    let mut operator = Operator {
-        admin: other.as_ref().unwrap_or(&sidecar).admin,
-        operation: shared.map(SharedStore::operation),
-        ledger: stage.service.ledger.clone(),
-        tally: stage.tally.clone(),
-        story: stage.story.clone(),
-        settled,
-        nothing_since: HashMap::new(),
-    };
-    let clients = stage.clients(&network, receiver);
-    let mut in_flight_at_kill = None;
+    let path = config.shared.as_ref().map_or(PATH, |shared| &shared.path);
+    let run = Run::start(Stage::new(plan, path.to_owned(), screen)).await?;
+    let logs =
+        if config.shared.is_some() { &["sidecar-1.log", "sidecar-2.log"][..] } else { &["sidecar.log"] };
+    let mut sidecars = VecDeque::new();
+    for log in logs {
+        sidecars
+            .push_back(Sidecar::start(run.service.address, SidecarConfig { log, ..config.clone() }).await?);
+    }
+    run.stage.figures().two_sidecars = config.shared.as_ref().map(|_| TwoSidecars::default());
+    let network = Network::start(run.stage.clone(), sidecars.iter().map(|s| s.listen).collect()).await?;
+    let (settled, receiver) = watch::channel(0);
     let traffic = async {
         tokio::select! {
-            endings = pursue_all(clients) => endings,
-            ended = stage.disturb(&mut sidecar, other.as_mut(), &mut operator, &mut in_flight_at_kill) => match ended? {},
+            endings = pursue_all(&run.stage, &network, receiver) => endings,
+            ended = run.disturb(sidecars, settled) => match ended? {},
         }
     };
-    let endings = stage.watched(traffic).await?;
-    let two = other.is_some().then_some(TwoSidecars::count as fn(&Tally) -> TwoSidecars);
-    let outcome = stage.end(&network, &endings, in_flight_at_kill, two).await;
-    sidecar.kill()?;
-    if let Some(mut other) = other {
-        other.kill()?;
-    }
-    outcome
+    let endings = run.watched(traffic).await?;
+    run.end(&network, &endings).await
 }
 
-impl Stage {
-    async fn set(plan: Arc<Plan>, screen: Arc<Screen>, path: &str) -> Result<Self, String> {
-        let story = Arc::new(Story::new(screen.clone()));
-        let path = path.to_owned();
-        let service = Service::start(plan.clone(), story.clone(), path.clone()).await?;
-        Ok(Self { plan, tally: Arc::default(), story, screen, service, path, started: Instant::now() })
+impl Run {
+    async fn start(stage: Arc<Stage>) -> Result<Self, String> {
+        let service = Service::start(stage.clone()).await?;
+        Ok(Self { stage, service, started: Instant::now() })
     }
 
-    async fn network(&self, to: Vec<std::net::SocketAddr>) -> Result<Network, String> {
-        Network::start(self.plan.clone(), to, self.tally.clone(), self.story.clone()).await
-    }
-
-    fn clients(&self, network: &Network, settled: tokio::sync::watch::Receiver<u64>) -> Clients {
-        Clients {
-            plan: self.plan.clone(),
-            tally: self.tally.clone(),
-            story: self.story.clone(),
-            network: network.address,
-            path: self.path.clone(),
-            settled,
-        }
-    }
-
-    /// Kills the sidecar once in the middle, and then does the operator's work.
+    /// Kills the first sidecar in the middle, starts it again if it is the only one, and then does the operator's work.
     async fn disturb(
         &self,
-        sidecar: &mut Sidecar,
-        mut other: Option<&mut Sidecar>,
-        operator: &mut Operator,
-        in_flight_at_kill: &mut Option<usize>,
+        mut sidecars: VecDeque<Sidecar>,
+        settled: watch::Sender<u64>,
     ) -> Result<Infallible, String> {
-        *in_flight_at_kill = Some(self.kill(sidecar, other.as_deref_mut()).await?);
-        match &other {
-            None => self.restart(sidecar).await?,
-            Some(other) => {
-                let text = format!("it stays down; the other one ({}) has the same records", other.pid());
-                self.story.say("left alone", Style::Good, &text);
-            }
+        self.wait_for_the_middle(&mut sidecars).await?;
+        let in_flight = *self.service.running().borrow();
+        let mut sidecar = sidecars.pop_front().ok_or("there is no sidecar to kill")?;
+        let pid = sidecar.pid();
+        sidecar.kill()?;
+        {
+            let mut figures = self.stage.figures();
+            figures.sidecar_kills += 1;
+            figures.in_flight_at_kill = Some(in_flight);
         }
-        let running = other.unwrap_or(sidecar);
+        let mut running = if let Some(other) = sidecars.pop_front() {
+            let text =
+                format!("kill -9 {pid}: one of two sidecars is gone; {in_flight} payments are in flight");
+            self.stage.say("killed", Style::Bad, &text);
+            let text = format!("it stays down; the other one ({}) has the same records", other.pid());
+            self.stage.say("left alone", Style::Good, &text);
+            other
+        } else {
+            let text = format!("kill -9 {pid}: the sidecar is gone, with {in_flight} payments in flight");
+            self.stage.say("killed", Style::Bad, &text);
+            sleep(OUTAGE).await;
+            let restarting = Instant::now();
+            sidecar.restart().await?;
+            let took = restarting.elapsed().as_millis();
+            let text = format!("the same store, the same port; it listens after {took} ms");
+            self.stage.say("restarted", Style::Good, &text);
+            sidecar
+        };
+        let mut operator = Operator {
+            admin: running.admin,
+            ledger: self.service.ledger.clone(),
+            stage: self.stage.clone(),
+            settled,
+            nothing_since: HashMap::new(),
+        };
         loop {
             running.check()?;
             operator.round().await?;
@@ -160,118 +141,68 @@ impl Stage {
         }
     }
 
-    /// Kills the sidecar in the middle of the run, with requests in flight. Returns their number, over both sidecars if there
-    /// are two.
-    async fn kill(&self, sidecar: &mut Sidecar, mut other: Option<&mut Sidecar>) -> Result<usize, String> {
-        let middle = (self.plan.intents.len() as u64 / 2).max(1);
-        while self.tally.begun.get() < middle {
-            sidecar.check()?;
-            if let Some(other) = &mut other {
-                other.check()?;
-            }
+    /// Waits for the middle of the run, and then for requests in flight.
+    async fn wait_for_the_middle(&self, sidecars: &mut VecDeque<Sidecar>) -> Result<(), String> {
+        let intents = self.stage.plan.intents.len();
+        while self.stage.figures().begun < (intents as u64 / 2).max(1) {
+            sidecars.iter_mut().try_for_each(Sidecar::check)?;
             sleep(Duration::from_millis(2)).await;
         }
         let mut running = self.service.running();
-        for wanted in [IN_FLIGHT_AT_KILL.min(self.plan.intents.len().div_ceil(4)), 1] {
+        for wanted in [IN_FLIGHT_AT_KILL.min(intents.div_ceil(4)), 1] {
             if timeout(KILL_TIMEOUT, running.wait_for(|running| *running >= wanted)).await.is_ok() {
                 break;
             }
         }
-        let its_own = &self.tally.through[0];
-        if other.is_some() {
-            // The service does not know which sidecar sent a request.
-            let some = async {
-                while its_own.now() == 0 || *running.borrow() == 0 {
-                    sleep(Duration::from_millis(1)).await;
-                }
-            };
-            let _it_has_none = timeout(KILL_TIMEOUT, some).await;
-        }
-        let (its_own, in_flight) = (its_own.now(), *running.borrow());
-        let pid = sidecar.pid();
-        sidecar.kill()?;
-        self.tally.kills.add();
-        let text = match other {
-            None => format!("kill -9 {pid}: the sidecar is gone, with {in_flight} payments in flight"),
-            Some(_) => format!(
-                "kill -9 {pid}: one of two sidecars is gone with {its_own} of the requests; {in_flight} payments are in flight"
-            ),
-        };
-        self.story.say("killed", Style::Bad, &text);
-        Ok(in_flight)
-    }
-
-    async fn restart(&self, sidecar: &mut Sidecar) -> Result<(), String> {
-        sleep(OUTAGE).await;
-        let restarting = Instant::now();
-        sidecar.restart().await?;
-        let text = format!(
-            "the same store, the same port; it listens after {} ms",
-            restarting.elapsed().as_millis()
-        );
-        self.story.say("restarted", Style::Good, &text);
         Ok(())
     }
 
-    /// Shows the progress while a run lasts.
+    /// Shows the progress after each quarter of a run.
     async fn watched<T>(&self, run: impl Future<Output = T>) -> T {
         let mut run = std::pin::pin!(run);
-        let intents = self.plan.intents.len() as u64;
-        let (every, mut quarter) = (Duration::from_millis(100), 1);
-        let result = loop {
-            if let Ok(result) = timeout(every, &mut run).await {
-                break result;
+        let (intents, mut quarter) = (self.stage.plan.intents.len() as u64, 1);
+        loop {
+            if let Ok(result) = timeout(Duration::from_millis(100), &mut run).await {
+                return result;
             }
-            let ended = self.tally.ended.get();
-            if self.screen.is_live() {
-                self.screen.status(&format!("  {} {}", bar(ended, intents), self.progress()));
-            } else if ended * 4 >= intents * quarter && ended < intents {
-                self.screen.line(&format!("  … {}", self.progress()));
+            let ended = self.stage.figures().ended;
+            if ended * 4 >= intents * quarter && ended < intents {
+                self.stage.screen.line(&format!("  … {}", self.progress()));
                 quarter = ended * 4 / intents + 1;
             }
-        };
-        self.screen.end_status();
-        result
+        }
     }
 
     fn progress(&self) -> String {
         let (charges, duplicates) = self.service.ledger.count();
-        let (ended, intents) = (self.tally.ended.get(), self.plan.intents.len());
-        let attempts = self.tally.attempts.get();
+        let Figures { ended, attempts, .. } = *self.stage.figures();
+        let intents = self.stage.plan.intents.len();
         format!(
             "{ended} of {intents} payments answered · {attempts} requests · {charges} charges · {duplicates} duplicates"
         )
     }
 
     /// Waits for requests in transit, and counts the result.
-    async fn end(
-        &self,
-        network: &Network,
-        endings: &[Vec<Ending>],
-        in_flight_at_kill: Option<usize>,
-        two_sidecars: Option<fn(&Tally) -> TwoSidecars>,
-    ) -> Result<Outcome, String> {
+    async fn end(&self, network: &Network, endings: &[Vec<Ending>]) -> Result<Outcome, String> {
         network.settle().await;
         let mut running = self.service.running();
         let _never_closed = running.wait_for(|running| *running == 0).await;
         let ledger = self.service.ledger.charges();
-        let mut figures = Figures::count(&self.plan, &self.tally, &ledger, endings);
-        figures.in_flight_at_kill = in_flight_at_kill;
-        figures.two_sidecars = two_sidecars.map(|count| count(&self.tally));
+        let mut figures = self.stage.figures().clone();
+        figures.conclude(&self.stage.plan, &ledger, endings);
         figures.milliseconds = self.started.elapsed().as_millis() as u64;
-        self.screen.line(&format!("  {}", self.screen.paint(Style::Dim, &self.progress())));
+        self.stage.screen.line(&format!("  {}", self.stage.screen.paint(Style::Dim, &self.progress())));
         Ok(Outcome { figures, ledger })
     }
 }
 
-fn bar(done: u64, of: u64) -> String {
-    let filled = (done * 20 / of.max(1)) as usize;
-    format!("▕{}{}▏", "█".repeat(filled), "░".repeat(20 - filled.min(20)))
-}
-
 /// Pursues all intents; returns the end of each click, in the order of the plan.
-async fn pursue_all(clients: Clients) -> Result<Vec<Vec<Ending>>, String> {
-    let clients = Arc::new(clients);
+async fn pursue_all(
+    stage: &Arc<Stage>,
+    network: &Network,
+    settled: watch::Receiver<u64>,
+) -> Result<Vec<Vec<Ending>>, String> {
+    let clients = Arc::new(Clients { stage: stage.clone(), network: network.address, settled });
     let next = Arc::new(AtomicUsize::new(0));
     let mut workers = JoinSet::new();
     for _ in 0..CONCURRENCY {
@@ -280,7 +211,7 @@ async fn pursue_all(clients: Clients) -> Result<Vec<Vec<Ending>>, String> {
             let mut endings = Vec::new();
             loop {
                 let at = next.fetch_add(1, Ordering::Relaxed);
-                let Some(intent) = clients.plan.intents.get(at) else {
+                let Some(intent) = clients.stage.plan.intents.get(at) else {
                     return endings;
                 };
                 endings.push((at, clients.pursue(intent).await));

@@ -3,8 +3,7 @@
 //! It has no keys. A request that arrives twice is charged twice, and the ledger shows both: nothing here removes or hides a
 //! duplicate.
 
-use std::collections::HashMap;
-use std::convert::Infallible;
+use std::collections::{HashMap, HashSet};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -19,8 +18,7 @@ use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::task::AbortHandle;
 
-use crate::plan::Plan;
-use crate::story::{Story, Tale};
+use crate::stage::{Stage, Style};
 
 /// One line of the ledger.
 #[derive(Clone, Debug, Serialize)]
@@ -52,9 +50,7 @@ pub(crate) struct PaymentRequest {
 
 /// Every charge, in the order in which it was made.
 #[derive(Default)]
-pub(crate) struct Ledger {
-    entries: Mutex<Entries>,
-}
+pub(crate) struct Ledger(Mutex<Entries>);
 
 #[derive(Default)]
 struct Entries {
@@ -83,7 +79,7 @@ impl Ledger {
     /// The number of charges, and of duplicates among them.
     pub(crate) fn count(&self) -> (usize, usize) {
         let entries = self.lock();
-        let intents: std::collections::HashSet<_> = entries.charges.iter().map(|c| &c.intent).collect();
+        let intents: HashSet<_> = entries.charges.iter().map(|c| &c.intent).collect();
         (entries.charges.len(), entries.charges.len() - intents.len())
     }
 
@@ -121,7 +117,7 @@ impl Ledger {
     }
 
     fn lock(&self) -> MutexGuard<'_, Entries> {
-        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -135,22 +131,20 @@ pub(crate) struct Service {
 
 /// The state that all requests share.
 struct Desk {
-    plan: Arc<Plan>,
-    story: Arc<Story>,
-    path: String,
+    stage: Arc<Stage>,
     ledger: Arc<Ledger>,
     running: watch::Sender<usize>,
 }
 
 impl Service {
-    /// Starts on a free port, and accepts payments at this path.
-    pub(crate) async fn start(plan: Arc<Plan>, story: Arc<Story>, path: String) -> Result<Self, String> {
+    /// Starts on a free port.
+    pub(crate) async fn start(stage: Arc<Stage>) -> Result<Self, String> {
         let cannot = |error| format!("cannot open a port for the payments service: {error}");
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.map_err(cannot)?;
         let address = listener.local_addr().map_err(cannot)?;
         let (sender, running) = watch::channel(0);
         let ledger = Arc::new(Ledger::default());
-        let desk = Arc::new(Desk { plan, story, path, ledger: ledger.clone(), running: sender });
+        let desk = Arc::new(Desk { stage, ledger: ledger.clone(), running: sender });
         let accepting = tokio::spawn(accept(listener, desk)).abort_handle();
         Ok(Self { address, ledger, running, accepting })
     }
@@ -175,34 +169,21 @@ async fn accept(listener: TcpListener, desk: Arc<Desk>) {
             continue;
         };
         let desk = desk.clone();
-        let service = service_fn(move |request| answer(desk.clone(), request));
+        let service = service_fn(move |request| {
+            let desk = desk.clone();
+            // A task of its own: as in most services, a caller that hangs up does not stop its request.
+            tokio::spawn(async move { desk.charge(request).await })
+        });
         let connection = hyper::server::conn::http1::Builder::new();
         tokio::spawn(connection.serve_connection(TokioIo::new(stream), service));
     }
 }
 
-/// Answers in a task of its own: as in most services, a caller that hangs up does not stop its request.
-fn answer(
-    desk: Arc<Desk>,
-    request: Request<Incoming>,
-) -> impl Future<Output = Result<Response<Full<Bytes>>, Infallible>> {
-    let task = tokio::spawn(async move { desk.answer(request).await });
-    async move { Ok(task.await.unwrap_or_else(|_| reply(StatusCode::INTERNAL_SERVER_ERROR, "{}".into()))) }
-}
-
 impl Desk {
-    async fn answer(&self, request: Request<Incoming>) -> Response<Full<Bytes>> {
-        match (request.method(), request.uri().path()) {
-            (&Method::POST, path) if path == self.path => self.charge(request).await,
-            (&Method::GET, "/ledger") => match serde_json::to_string(&self.ledger.charges()) {
-                Ok(ledger) => reply(StatusCode::OK, ledger),
-                Err(_) => reply(StatusCode::INTERNAL_SERVER_ERROR, "{}".into()),
-            },
-            _ => reply(StatusCode::NOT_FOUND, r#"{"error":"not found"}"#.into()),
-        }
-    }
-
     async fn charge(&self, request: Request<Incoming>) -> Response<Full<Bytes>> {
+        if (request.method(), request.uri().path()) != (&Method::POST, self.stage.path.as_str()) {
+            return reply(StatusCode::NOT_FOUND, r#"{"error":"not found"}"#.into());
+        }
         let record = record_of(request.headers());
         let body = Limited::new(request.into_body(), 16 * 1024).collect().await;
         let payment = body.ok().and_then(|body| serde_json::from_slice(&body.to_bytes()).ok());
@@ -211,12 +192,14 @@ impl Desk {
         };
         self.running.send_modify(|running| *running += 1);
         let nth = self.ledger.begin(&payment.intent, record.as_deref());
-        let time = self.plan.service_time(&payment.intent, nth);
+        let time = self.stage.plan.service_time(&payment.intent, nth);
         // The charge is made in the middle, so that a caller that leaves may do so before or after it.
         tokio::time::sleep(time / 2).await;
         let charge = self.ledger.insert(payment, record);
         if nth > 1 {
-            self.story.tell(Tale::ChargedAgain { intent: &charge.intent, charge: &charge.charge });
+            let Charge { intent, charge, .. } = &charge;
+            let text = format!("{intent}, now as {charge}: to the service a retry is a new payment");
+            self.stage.say_once("charged again", Style::Bad, &text);
         }
         tokio::time::sleep(time / 2).await;
         self.running.send_modify(|running| *running -= 1);
