@@ -1,4 +1,5 @@
-//! Every setting, declared once: its name, its parser, the places in which it may be given, its default and its help.
+//! Every setting, declared once: its name, the places in which it may be given, its default, its help, and its reader with
+//! the values that it accepts.
 //!
 //! Flags, environment, file and routes all use this table. To add a setting, add it here and read its field in `assemble.rs`.
 
@@ -10,7 +11,7 @@ use http::header::HeaderName;
 use http::uri::PathAndQuery;
 use http::{Method, StatusCode};
 use oncegate_core::fingerprint::JsonPointer;
-use oncegate_core::{OnAbandoned, ServiceName};
+use oncegate_core::{OnAbandoned, ServiceName, limits};
 use oncegate_http::{
     AuthorityRole, CallerScope, CompletedBy, KeyFormat, KeyScope, KeySyntax, PathCase, Profile, ServerErrors,
     TrailingSlash,
@@ -18,7 +19,10 @@ use oncegate_http::{
 
 use super::problem::Source;
 use super::trusted::{self, TrustedProxies};
-use super::units::{self, AdminToken, Origin, StoreChoice, StoreOutage, Upstream, UpstreamProtocol};
+use super::units::{
+    self, AdminToken, DAY, MILLI, Origin, SECOND, StoreChoice, StoreOutage, Upstream, UpstreamProtocol,
+    at_most, bounded, number, one_of,
+};
 use crate::access_log::AccessLogFormat;
 
 /// One setting, as flags, environment and file use it.
@@ -114,7 +118,7 @@ macro_rules! settings {
     ($(
         $(#[doc = $help:literal])+
         $name:literal $heading:ident $place:ident $shape:ident $value:literal $default:expr;
-        $field:ident: $type:ty = $read:path;
+        $field:ident: $type:ty = $read:expr;
     )+) => {
         /// Every setting.
         pub(crate) static SETTINGS: &[Setting] = &[$(Setting {
@@ -164,6 +168,9 @@ mod heading {
 }
 
 use Fallback::{Nothing, Profile as ByProfile, Value};
+
+/// The largest limit of requests and connections: one process cannot have more files open.
+const MAX_OPEN: usize = 1_000_000;
 
 settings! {
     /// Reads settings from this TOML file, by their names in docs/reference/configuration.md. A [[route]] table with a path
@@ -239,7 +246,10 @@ settings! {
     /// The protocol of requests to the service: `http1`, `http2` (over http with prior knowledge), or `auto` (HTTP/1.1 over
     /// http; over https, the protocol that TLS negotiates).
     "upstream-protocol" SERVICE Live One "auto|http1|http2" Value("auto");
-    upstream_protocol: UpstreamProtocol = units::upstream_protocol;
+    upstream_protocol: UpstreamProtocol = |text| one_of(
+        text,
+        &[("auto", UpstreamProtocol::Auto), ("http1", UpstreamProtocol::Http1), ("http2", UpstreamProtocol::Http2)],
+    );
 
     /// The proxies in front of the sidecar whose X-Forwarded-*, X-Real-IP, Forwarded, X-Original-URL and similar header fields
     /// are passed on: `loopback` (this machine), `private` (networks that the internet does not route, and this machine), an
@@ -251,11 +261,14 @@ settings! {
     /// Writes a line for each request with a key to the standard output, as `text` or as `json`: time, operation, status,
     /// outcome, duration, attempt, a hash of the caller, and the record. The key is never written.
     "access-log" SERVICE Service One "off|text|json" Value("off");
-    access_log: Option<AccessLogFormat> = units::access_log;
+    access_log: Option<AccessLogFormat> = |text| one_of(
+        text,
+        &[("off", None), ("text", Some(AccessLogFormat::Text)), ("json", Some(AccessLogFormat::Json))],
+    );
 
     /// The number of threads that serve requests.
     "threads" SERVICE Service One "N" Nothing("one per core");
-    threads: usize = units::threads;
+    threads: usize = |text| number(text, 1024, "threads");
 
     /// The dialect of the protocol: `ietf` (draft-ietf-httpapi-idempotency-key-header-07), `stripe`, or `classic` (common
     /// middleware). A profile sets the defaults that are marked "by profile". Settings that you give override them.
@@ -274,7 +287,10 @@ settings! {
     /// has its own keys: hosts are tenants), or `ignore` (clients reach the service under several names or ports, such as
     /// those of several sidecars). Hosts are compared in lower case, without the ports 80 and 443.
     "authority" KEYS Route One "compare|scope|ignore" Value("compare");
-    authority: AuthorityRole = units::authority;
+    authority: AuthorityRole = |text| one_of(
+        text,
+        &[("compare", AuthorityRole::Compared), ("scope", AuthorityRole::Scope), ("ignore", AuthorityRole::Ignored)],
+    );
 
     /// Refuses requests without a key if their method is covered.
     "require-key" KEYS Route Switch "BOOL" ByProfile("false");
@@ -293,12 +309,12 @@ settings! {
     /// The scope within which a caller's key is unique: `endpoint` (method and path; on another endpoint it is another key), or
     /// `caller` (the same key on another endpoint is refused as a mismatch).
     "key-scope" KEYS Route One "endpoint|caller" ByProfile("endpoint");
-    key_scope: KeyScope = units::key_scope;
+    key_scope: KeyScope = |text| one_of(text, &[("endpoint", KeyScope::Endpoint), ("caller", KeyScope::Caller)]);
 
     /// The syntax of the key in its header field: `lenient` (bare or in quotes), or `strict` (in quotes only, as the draft
     /// demands).
     "key-syntax" KEYS Route One "lenient|strict" ByProfile("lenient");
-    key_syntax: KeySyntax = units::key_syntax;
+    key_syntax: KeySyntax = |text| one_of(text, &[("lenient", KeySyntax::Lenient), ("strict", KeySyntax::Strict)]);
 
     /// The format of keys: `any` (1 to 255 characters), `uuid`, `ulid`, or `pattern:REGEX`, which the whole key must match, such
     /// as `pattern:.{20,64}` for 20 to 64 characters.
@@ -322,39 +338,42 @@ settings! {
     /// Decides if a slash at the end makes another path: `ignore` (`/orders/` is `/orders`), or `exact`. Affects the choice of
     /// the route and of the record. The service gets the path as it was sent.
     "trailing-slash" KEYS Route One "ignore|exact" Value("ignore");
-    trailing_slash: TrailingSlash = units::trailing_slash;
+    trailing_slash: TrailingSlash = |text| one_of(text, &[("ignore", TrailingSlash::Ignore), ("exact", TrailingSlash::Exact)]);
 
     /// Decides if upper and lower case differ in the fixed parts of a route's path: `ignore` (`/Orders/7` is `/orders/7`), or
     /// `exact`. The value of a parameter such as `{id}` keeps its case. Affects the same choices as trailing-slash.
     "path-case" KEYS Route One "ignore|exact" Value("ignore");
-    path_case: PathCase = units::path_case;
+    path_case: PathCase = |text| one_of(text, &[("ignore", PathCase::Ignore), ("exact", PathCase::Exact)]);
 
     /// The time for which a request owns its key without renewing it. The sidecar renews it while the request runs. So this is
     /// the time for which a key stays blocked after a crash, and not a limit on the duration of a request. From 100ms to 1h.
     "lease" RECORDS Route One "DURATION" Value("30s");
-    lease: Duration = units::lease;
+    lease: Duration = |text| bounded(text, limits::MIN_LEASE, limits::MAX_LEASE);
 
     /// The time for which a response is kept and replayed, from its completion. From 1s to 400d.
     "retention" RECORDS Route One "DURATION" ByProfile("24h");
-    retention: Duration = units::retention;
+    retention: Duration = |text| bounded(text, limits::MIN_RETENTION, limits::MAX_RETENTION);
 
     /// The longest time that a duplicate waits for the response of the request in progress. After it, the duplicate is
     /// refused with 409 and may be sent again. At most 1h.
     "wait" RECORDS Route One "DURATION" Value("2s");
-    wait: Duration = units::wait;
+    wait: Duration = |text| bounded(text, Duration::ZERO, limits::MAX_LEASE);
 
     /// The policy for a key whose owner crashed: `park` (the outcome is unknown until an operator resolves it: at most one
     /// execution), `reexecute` (the next request with the key executes: at least one execution), or `reconcile` (the sidecar
     /// asks the service; see `reconcile-path`).
     "on-abandoned" RECORDS Route One "park|reexecute|reconcile" Value("park");
-    on_abandoned: OnAbandoned = units::on_abandoned;
+    on_abandoned: OnAbandoned = |text| one_of(
+        text,
+        &[("park", OnAbandoned::Park), ("reexecute", OnAbandoned::Reexecute), ("reconcile", OnAbandoned::Reconcile)],
+    );
 
     /// The one that completes the record of a request: `sidecar` (with the service's response, after it), or `upstream` (the
     /// service, with `SELECT oncegate.complete(record, token)` in the transaction that holds its effect, so that both commit
     /// or neither does). `upstream` needs a store on PostgreSQL, and executes a request again that was cut off before it
     /// committed.
     "completion" RECORDS Route One "sidecar|upstream" Value("sidecar");
-    completion: CompletedBy = units::completion;
+    completion: CompletedBy = |text| one_of(text, &[("sidecar", CompletedBy::Layer), ("upstream", CompletedBy::Upstream)]);
 
     /// The path at which the sidecar asks the service for the outcome of a request whose owner crashed, such as
     /// `/oncegate/outcome`. It gets a GET with the key and the caller's credentials, and must answer as docs/reference/http.md
@@ -366,12 +385,12 @@ settings! {
     /// The time for which the sidecar repeats its question until the service reports the outcome. After it, the outcome is
     /// unknown until an operator resolves it; with completion = upstream, the next retry asks again. From 10ms to 10m.
     "reconcile-timeout" RECORDS Route One "DURATION" Value("10s");
-    reconcile_timeout: Duration = units::reconcile_timeout;
+    reconcile_timeout: Duration = |text| bounded(text, 10 * MILLI, 600 * SECOND);
 
     /// The policy for responses from 500 to 599: `replay` (they are kept, because the effect may have happened), or `release`
     /// (the key is free again, because the service undoes everything before it responds so).
     "server-errors" RECORDS Route One "replay|release" ByProfile("replay");
-    server_errors: ServerErrors = units::server_errors;
+    server_errors: ServerErrors = |text| one_of(text, &[("replay", ServerErrors::Replay), ("release", ServerErrors::Release)]);
 
     /// A list of further response statuses that free the key, such as 400 and 422: the client can correct a refused request and
     /// send it again under its key. The service must have done nothing when it responds so. From 400 to 599. The statuses 401,
@@ -383,7 +402,7 @@ settings! {
     /// (executed WITHOUT protection, marked and counted). A store that can be reached but is full accepts no new keys in either
     /// case.
     "store-outage" RECORDS Route One "closed|open" Value("closed");
-    store_outage: StoreOutage = units::store_outage;
+    store_outage: StoreOutage = |text| one_of(text, &[("closed", StoreOutage::Closed), ("open", StoreOutage::Open)]);
 
     /// A list of further header fields of responses that are stored and replayed. Fields such as Content-Type, Location and ETag
     /// are always stored.
@@ -433,12 +452,12 @@ settings! {
 
     /// The time for which a browser may remember the response to a preflight request. At most 24h.
     "cors.max-age" BROWSERS Route One "DURATION" Value("1h");
-    cors_max_age: Duration = units::cors_max_age;
+    cors_max_age: Duration = |text| bounded(text, Duration::ZERO, DAY);
 
     /// The largest body of a request with a key, such as 64KiB, 2MiB, 10MB or a number of bytes. Larger bodies are refused
     /// with 413. Bodies of requests without a key have no limit. At most 1GiB.
     "max-request-body" LIMITS Route One "SIZE" Value("2MiB");
-    max_request_body: usize = units::request_body;
+    max_request_body: usize = |text| at_most(text, 1 << 30, "a request body is held in memory while it is executed");
 
     /// The memory for the bodies of all requests with a key together, from their arrival until the service has them. A request
     /// whose body does not fit is refused with 503. At least max-request-body, and at most 1024GiB.
@@ -448,7 +467,7 @@ settings! {
     /// The largest body of a response that is stored. A larger response reaches the first client whole and cannot be replayed.
     /// At most 64MiB.
     "max-response-body" LIMITS Route One "SIZE" Value("1MiB");
-    max_response_body: usize = units::response_body;
+    max_response_body: usize = |text| at_most(text, limits::MAX_RESPONSE_BYTES, "a record cannot hold more");
 
     /// The memory for the bodies of all responses to requests with a key together, until clients have received them. A replay
     /// that does not fit is refused with 503, and no new request is executed while the budget is used up. At least
@@ -459,26 +478,26 @@ settings! {
     /// The most requests with a key that are in flight at the same time. A request counts until the service has responded, even
     /// if its client hangs up. Further requests are refused with 503, and nothing is executed. At most 65536.
     "max-in-flight" LIMITS Service One "N" Value("2048");
-    max_in_flight: usize = units::max_in_flight;
+    max_in_flight: usize = |text| number(text, limits::MAX_UNSETTLED, "requests");
 
     /// The most requests with a key of one caller that are in flight at the same time. All callers without a credential count as
     /// one. It has no effect if scope is `single-tenant`.
     "max-in-flight-per-caller" LIMITS Service One "N" Value("1024");
-    max_in_flight_per_caller: usize = units::max_in_flight;
+    max_in_flight_per_caller: usize = |text| number(text, limits::MAX_UNSETTLED, "requests");
 
     /// The most requests without a key that are in flight at the same time, until their responses have ended. Upgraded
     /// connections, such as WebSockets, count until they end. Further requests are refused with 503.
     "max-in-flight-without-key" LIMITS Service One "N" Nothing("as max-connections, but at least 1024; fewer if the system's limit of open files leaves fewer");
-    max_in_flight_without_key: usize = units::max_without_key;
+    max_in_flight_without_key: usize = |text| number(text, MAX_OPEN, "requests");
 
     /// The most client connections that are open at the same time. A further connection waits until another one ends.
     "max-connections" LIMITS Service One "N" Value("10000");
-    max_connections: usize = units::max_connections;
+    max_connections: usize = |text| number(text, MAX_OPEN, "connections");
 
     /// The longest time that a client may accept no byte of a response that is ready for it. After it, its connection is closed;
     /// with HTTP/2, only that response is given up. From 100ms to 1h.
     "write-timeout" LIMITS Service One "DURATION" Value("60s");
-    write_timeout: Duration = units::write_timeout;
+    write_timeout: Duration = |text| bounded(text, 100 * MILLI, 3600 * SECOND);
 
     /// The longest time that the service may stay silent, before its response begins and within it, or `none`. If the response to
     /// a request with a key does not come in time, its outcome is unknown.
@@ -487,30 +506,30 @@ settings! {
 
     /// The longest time that connecting to the service may take, TLS included. After it, nothing was sent and the key is free.
     "upstream-connect-timeout" LIMITS Live One "DURATION" Value("5s");
-    upstream_connect_timeout: Duration = units::upstream_connect_timeout;
+    upstream_connect_timeout: Duration = |text| bounded(text, MILLI, 600 * SECOND);
 
     /// The time for which an idle connection to the service is kept; with `0s`, no connection is used twice. It must be less than
     /// the time after which the service closes idle connections (gunicorn 2 s, Node and uvicorn 5 s). Otherwise a request with a
     /// key may be sent on a connection that the service is just closing, and its outcome is unknown. At most 10m.
     "upstream-idle-timeout" LIMITS Live One "DURATION" Value("1s");
-    upstream_idle_timeout: Duration = units::upstream_idle_timeout;
+    upstream_idle_timeout: Duration = |text| bounded(text, Duration::ZERO, 600 * SECOND);
 
     /// The longest time that a command to the store may take before the sidecar checks the health of the store, and the longest
     /// time that this check may take. A store that fails the check counts as unreachable: requests with a key are refused at
     /// once until it answers again. On PostgreSQL, a connection whose command gets no answer in this time is also given up, and
     /// a slow server gets smaller batches of commands, so that they finish in time. From 10ms to 1m.
     "store-timeout" LIMITS Service One "DURATION" Value("2s");
-    store_timeout: Duration = units::store_timeout;
+    store_timeout: Duration = |text| bounded(text, 10 * MILLI, 60 * SECOND);
 
     /// The longest time that running requests may take to finish after SIGTERM. Requests that still run are then cut off, and
     /// their outcome is unknown.
     "drain-timeout" LIMITS Live One "DURATION" Value("30s");
-    drain_timeout: Duration = units::drain_timeout;
+    drain_timeout: Duration = |text| bounded(text, Duration::ZERO, DAY);
 
     /// The time for which requests are still accepted after SIGTERM, while /readyz already responds with 503. Set it to the time
     /// that load balancers need to notice and to stop sending requests. The drain-timeout begins after it. At most 10m.
     "shutdown-delay" LIMITS Live One "DURATION" Value("0s");
-    shutdown_delay: Duration = units::shutdown_delay;
+    shutdown_delay: Duration = |text| bounded(text, Duration::ZERO, 600 * SECOND);
 }
 
 impl Values {
