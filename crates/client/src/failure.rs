@@ -1,13 +1,13 @@
 //! Failures of attempts.
 
 use std::error::Error;
-use std::fmt;
 
 /// Any error of a transport.
 pub type BoxError = Box<dyn Error + Send + Sync>;
 
 /// The failure of an attempt: its kind, and the error of the transport.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{}", kind.text())]
 pub struct AttemptFailure {
     kind: AttemptFailureKind,
     source: BoxError,
@@ -27,6 +27,17 @@ pub enum AttemptFailureKind {
     Doubtful,
 }
 
+impl AttemptFailureKind {
+    const fn text(self) -> &'static str {
+        match self {
+            Self::NotSent => "the request was not sent",
+            Self::NotProcessed => "the service did not process the request",
+            Self::Unsendable => "the request cannot be sent",
+            Self::Doubtful => "the request has no answer",
+        }
+    }
+}
+
 impl AttemptFailure {
     /// A failure of this kind.
     pub fn new(kind: AttemptFailureKind, source: impl Into<BoxError>) -> Self {
@@ -43,23 +54,6 @@ impl AttemptFailure {
     #[must_use]
     pub fn into_source(self) -> BoxError {
         self.source
-    }
-}
-
-impl fmt::Display for AttemptFailure {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self.kind {
-            AttemptFailureKind::NotSent => "the request was not sent",
-            AttemptFailureKind::NotProcessed => "the service did not process the request",
-            AttemptFailureKind::Unsendable => "the request cannot be sent",
-            AttemptFailureKind::Doubtful => "the request has no answer",
-        })
-    }
-}
-
-impl Error for AttemptFailure {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        Some(&*self.source)
     }
 }
 

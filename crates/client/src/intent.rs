@@ -32,50 +32,24 @@ pub struct Intent {
 }
 
 /// An [`Intent`] could not be made.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum IntentError {
     /// The key is empty or too long.
-    Key(KeyError),
+    #[error(transparent)]
+    Key(#[from] KeyError),
     /// The key has a character that is not visible ASCII, or a quote or a comma: not every header syntax can carry it.
+    #[error("the key has a character that is not visible ASCII, or a quote or a comma")]
     KeyCharacter,
     /// The system has no random bits. A key made without them could equal the key of another intent.
+    #[error("the system has no random bits to make a key of")]
     NoRandomness,
     /// The address is not a URI with a scheme and a host.
+    #[error("the address is not a URI with a scheme and a host, such as https://shop.example/payments")]
     Uri,
     /// The name or the value of a header cannot be sent.
+    #[error("the name or the value of a header cannot be sent")]
     Header,
-}
-
-impl fmt::Display for IntentError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Key(error) => error.fmt(f),
-            Self::KeyCharacter => {
-                f.write_str("the key has a character that is not visible ASCII, or a quote or a comma")
-            }
-            Self::NoRandomness => f.write_str("the system has no random bits to make a key of"),
-            Self::Uri => f.write_str(
-                "the address is not a URI with a scheme and a host, such as https://shop.example/payments",
-            ),
-            Self::Header => f.write_str("the name or the value of a header cannot be sent"),
-        }
-    }
-}
-
-impl std::error::Error for IntentError {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        match self {
-            Self::Key(error) => error.source(),
-            Self::KeyCharacter | Self::NoRandomness | Self::Uri | Self::Header => None,
-        }
-    }
-}
-
-impl From<KeyError> for IntentError {
-    fn from(error: KeyError) -> Self {
-        Self::Key(error)
-    }
 }
 
 impl Intent {

@@ -137,20 +137,13 @@ pub enum JournalOpenError {
 
 impl JournalOpenError {
     pub(crate) fn send_error(self, sent_before: bool) -> SendError {
-        match self {
-            Self::NotWritten(error) => {
-                SendError::new(SendErrorKind::Journal, 0, sent_before).with_source(Some(error))
-            }
-            Self::InFlight => SendError::new(SendErrorKind::InFlight, 0, true),
-            Self::Conflict(error) => {
-                SendError::new(SendErrorKind::JournalConflict, 0, true).with_source(Some(error))
-            }
-            Self::OtherCredentials(error) => {
-                SendError::new(SendErrorKind::OtherCredentials, 0, true).with_source(Some(error))
-            }
-            Self::Unreadable(error) => {
-                SendError::new(SendErrorKind::JournalUnreadable, 0, true).with_source(Some(error))
-            }
-        }
+        let (kind, may_have_taken_effect, source) = match self {
+            Self::NotWritten(error) => (SendErrorKind::Journal, sent_before, Some(error)),
+            Self::InFlight => (SendErrorKind::InFlight, true, None),
+            Self::Conflict(error) => (SendErrorKind::JournalConflict, true, Some(error)),
+            Self::OtherCredentials(error) => (SendErrorKind::OtherCredentials, true, Some(error)),
+            Self::Unreadable(error) => (SendErrorKind::JournalUnreadable, true, Some(error)),
+        };
+        SendError::new(kind, 0, may_have_taken_effect).with_source(source)
     }
 }

@@ -21,8 +21,6 @@
 //! | 15 | tag of the key (8 bytes) | if it is known |
 //! | 16 | true: an operator put the record into its state | if one did |
 
-use std::fmt;
-
 use bytes::Bytes;
 use minicbor::data::Type;
 use minicbor::{Decoder, Encoder};
@@ -40,30 +38,19 @@ pub const VERSION: u8 = 1;
 const HEAD: usize = 1 + 4;
 
 /// The reason why bytes cannot be read as a record.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CodecError {
     /// The record has another version, written by a newer program.
+    #[error("the record has format version {0}; this program knows version {VERSION}")]
     UnknownVersion(u8),
     /// The checksum does not match, or the bytes were cut.
+    #[error("the record is damaged: its checksum does not match")]
     Damaged,
     /// The checksum matches, but a part is missing or out of range.
+    #[error("the record is malformed: a part is missing or out of range")]
     Malformed,
 }
-
-impl fmt::Display for CodecError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::UnknownVersion(version) => {
-                write!(f, "the record has format version {version}; this program knows version {VERSION}")
-            }
-            Self::Damaged => f.write_str("the record is damaged: its checksum does not match"),
-            Self::Malformed => f.write_str("the record is malformed: a part is missing or out of range"),
-        }
-    }
-}
-
-impl std::error::Error for CodecError {}
 
 /// The bytes of a record that is kept under `id`.
 #[must_use]

@@ -5,7 +5,8 @@ use std::fmt;
 use std::ops::RangeInclusive;
 
 /// A setting out of its bounds.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
 pub struct ConfigError(String);
 
 impl ConfigError {
@@ -31,14 +32,6 @@ impl ConfigError {
         Err(Self(format!("{name} is {value:?}; it must be from {least:?} to {most:?}")))
     }
 }
-
-impl fmt::Display for ConfigError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for ConfigError {}
 
 /// A conversion that cannot fail has no invalid value.
 impl From<Infallible> for ConfigError {

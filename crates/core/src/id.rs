@@ -17,36 +17,23 @@ use crate::limits;
 pub struct IdempotencyKey(Arc<[u8]>);
 
 /// The reason why bytes are not an [`IdempotencyKey`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum KeyError {
     /// There are no bytes.
+    #[error("the key is empty; send 1 to 255 bytes")]
     Empty,
     /// There are more than [`limits::MAX_KEY_BYTES`] bytes.
+    #[error("the key has {bytes} bytes; at most {} are allowed", limits::MAX_KEY_BYTES)]
     TooLong {
         /// The number of bytes.
         bytes: usize,
     },
     /// A value that the key is made of, or the identity of the caller, is empty. All operations with an empty value would share
     /// one key.
+    #[error("a value that the key is made of, or the identity of the caller, is empty")]
     EmptyValue,
 }
-
-impl fmt::Display for KeyError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Empty => f.write_str("the key is empty; send 1 to 255 bytes"),
-            Self::TooLong { bytes } => {
-                write!(f, "the key has {bytes} bytes; at most {} are allowed", limits::MAX_KEY_BYTES)
-            }
-            Self::EmptyValue => {
-                f.write_str("a value that the key is made of, or the identity of the caller, is empty")
-            }
-        }
-    }
-}
-
-impl std::error::Error for KeyError {}
 
 impl IdempotencyKey {
     /// A key of these bytes: a byte string, a `str`, a `String`, a `Vec<u8>`.
@@ -207,16 +194,9 @@ impl fmt::Debug for KeyTag {
 pub struct ServiceName(Arc<str>);
 
 /// The error for a text that is not a [`ServiceName`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("a service name has 1 to {} ASCII characters and no space", limits::MAX_SERVICE_NAME_CHARS)]
 pub struct ServiceNameError;
-
-impl fmt::Display for ServiceNameError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "a service name has 1 to {} ASCII characters and no space", limits::MAX_SERVICE_NAME_CHARS)
-    }
-}
-
-impl std::error::Error for ServiceNameError {}
 
 impl ServiceName {
     /// Reads a name.

@@ -24,36 +24,25 @@ pub struct StoredResponse {
 }
 
 /// The reason why a response cannot be stored.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ResponseError {
     /// The status is not from 200 to 999, so it is not the final response to a request.
+    #[error("the status of the response is not from 200 to 999")]
     NotFinal,
     /// A field's name is not ASCII.
+    #[error("the response has a field name that is not ASCII")]
     NotAscii,
     /// More than [`limits::MAX_HEADER_FIELDS`] header or trailer fields.
+    #[error("the response has more than {} header or trailer fields", limits::MAX_HEADER_FIELDS)]
     TooManyFields,
     /// A field's name is longer than 65 535 bytes.
+    #[error("the response has a field name longer than 65535 bytes")]
     FieldTooLong,
     /// Larger than [`limits::MAX_RESPONSE_BYTES`] bytes in all.
+    #[error("the response is larger than {} bytes", limits::MAX_RESPONSE_BYTES)]
     TooLarge,
 }
-
-impl fmt::Display for ResponseError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::NotFinal => f.write_str("the status of the response is not from 200 to 999"),
-            Self::NotAscii => f.write_str("the response has a field name that is not ASCII"),
-            Self::TooManyFields => {
-                write!(f, "the response has more than {} header or trailer fields", limits::MAX_HEADER_FIELDS)
-            }
-            Self::FieldTooLong => f.write_str("the response has a field name longer than 65535 bytes"),
-            Self::TooLarge => write!(f, "the response is larger than {} bytes", limits::MAX_RESPONSE_BYTES),
-        }
-    }
-}
-
-impl std::error::Error for ResponseError {}
 
 const VERSION: u8 = 1;
 const HEAD: usize = 1 + 2 + 2 + 2;

@@ -15,34 +15,22 @@ pub struct Step {
 }
 
 /// The reason why a step cannot be recorded.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum StepLimitError {
     /// The name is empty, longer than [`limits::MAX_STEP_NAME_BYTES`] bytes, or has a NUL, which PostgreSQL cannot store.
+    #[error("the name of a step has 1 to {} bytes, and no NUL", limits::MAX_STEP_NAME_BYTES)]
     Name,
     /// Name and result have more than [`limits::MAX_STEPS_BYTES`] bytes.
+    #[error(
+        "the result of the step has {bytes} bytes; all of a record's steps may have {} together",
+        limits::MAX_STEPS_BYTES
+    )]
     TooLarge {
         /// The length of the result.
         bytes: usize,
     },
 }
-
-impl fmt::Display for StepLimitError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Name => {
-                write!(f, "the name of a step has 1 to {} bytes, and no NUL", limits::MAX_STEP_NAME_BYTES)
-            }
-            Self::TooLarge { bytes } => write!(
-                f,
-                "the result of the step has {bytes} bytes; all of a record's steps may have {} together",
-                limits::MAX_STEPS_BYTES
-            ),
-        }
-    }
-}
-
-impl std::error::Error for StepLimitError {}
 
 impl Step {
     /// A step with this name and result. To a store, results are bytes.

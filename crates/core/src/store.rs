@@ -1,7 +1,6 @@
 //! The interface of a store.
 
 use std::error::Error as StdError;
-use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -268,7 +267,8 @@ pub struct AuditEntry {
 }
 
 /// The error of a store.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{message}")]
 pub struct StoreError {
     kind: StoreErrorKind,
     extent: Extent,
@@ -377,18 +377,6 @@ impl StoreError {
     #[must_use]
     pub const fn is_unsent(&self) -> bool {
         self.unsent
-    }
-}
-
-impl fmt::Display for StoreError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.message)
-    }
-}
-
-impl StdError for StoreError {
-    fn source(&self) -> Option<&(dyn StdError + 'static)> {
-        self.source.as_ref().map(|s| &**s as &(dyn StdError + 'static))
     }
 }
 

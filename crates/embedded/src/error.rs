@@ -1,16 +1,19 @@
 //! The error of opening a store.
 
-use std::fmt;
 use std::io;
 use std::path::PathBuf;
 
 use crate::database::is_full;
 
 /// The reason why a store does not open. Its `Display` is a sentence for the operator.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum EmbeddedOpenError {
     /// Another process, or this one, has the directory open. Only one owner at a time is allowed.
+    #[error(
+        "the store in {} is in use by {}; only one process can own it at a time: stop that process first, or use another directory",
+        .dir.display(), owner(*.pid)
+    )]
     InUse {
         /// The directory.
         dir: PathBuf,
@@ -18,6 +21,8 @@ pub enum EmbeddedOpenError {
         pid: Option<u32>,
     },
     /// A newer program wrote the file. Nothing was changed.
+    #[error("the store in {} has format version {found}, and this program knows versions up to {known}; no \
+         record was changed: start a newer version of the program", .dir.display())]
     NewerFormat {
         /// The directory.
         dir: PathBuf,
@@ -27,6 +32,9 @@ pub enum EmbeddedOpenError {
         known: u64,
     },
     /// The file is incomplete or changed. Nothing was written to it, and no missing record leads to an execution.
+    #[error("{} is damaged: {damage}; nothing was changed: keep a copy, run `oncegate check` to see what can be \
+         read, and restore the directory from a backup (a start without it would execute recorded requests \
+         again)", .file.display())]
     Damaged {
         /// The file.
         file: PathBuf,
@@ -34,6 +42,7 @@ pub enum EmbeddedOpenError {
         damage: String,
     },
     /// The directory or the file cannot be read or written.
+    #[error("cannot {operation}")]
     Io {
         /// The operation that failed, and the path.
         operation: String,
@@ -55,43 +64,10 @@ impl EmbeddedOpenError {
     }
 }
 
-impl fmt::Display for EmbeddedOpenError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::InUse { dir, pid } => {
-                write!(f, "the store in {} is in use by ", dir.display())?;
-                match pid {
-                    Some(pid) if *pid == std::process::id() => write!(f, "this process (pid {pid})"),
-                    Some(pid) => write!(f, "the process with pid {pid}"),
-                    None => f.write_str("another process"),
-                }?;
-                f.write_str(
-                    "; only one process can own it at a time: stop that process first, or use another directory",
-                )
-            }
-            Self::NewerFormat { dir, found, known } => write!(
-                f,
-                "the store in {} has format version {found}, and this program knows versions up to {known}; no \
-                 record was changed: start a newer version of the program",
-                dir.display()
-            ),
-            Self::Damaged { file, damage } => write!(
-                f,
-                "{} is damaged: {damage}; nothing was changed: keep a copy, run `oncegate check` to see what can be \
-                 read, and restore the directory from a backup (a start without it would execute recorded requests \
-                 again)",
-                file.display()
-            ),
-            Self::Io { operation, .. } => write!(f, "cannot {operation}"),
-        }
-    }
-}
-
-impl std::error::Error for EmbeddedOpenError {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        match self {
-            Self::Io { source, .. } => Some(source),
-            _ => None,
-        }
+fn owner(pid: Option<u32>) -> String {
+    match pid {
+        Some(pid) if pid == std::process::id() => format!("this process (pid {pid})"),
+        Some(pid) => format!("the process with pid {pid}"),
+        None => "another process".to_owned(),
     }
 }

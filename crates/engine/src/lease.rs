@@ -5,8 +5,6 @@
 //! suspended; the wall clock does not. So both are checked before an effect that needs the lease, and the one that has moved
 //! more counts. A wall clock that was set ahead only costs an unnecessary renewal.
 
-use std::error::Error as StdError;
-use std::fmt;
 use std::time::{Duration, SystemTime};
 
 use oncegate_core::StoreError;
@@ -46,31 +44,15 @@ impl LeaseEnd {
 }
 
 /// The reason why an execution must not begin or continue.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LeaseError {
     /// The attempt no longer owns its record: another attempt does, or an operator has decided about it.
+    #[error("the attempt no longer owns its record")]
     Fenced,
     /// The lease was over, and the store did not renew it in time. The attempt may still own its record.
-    Store(StoreError),
-}
-
-impl fmt::Display for LeaseError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Fenced => "the attempt no longer owns its record",
-            Self::Store(_) => "the lease is over, and the store did not renew it",
-        })
-    }
-}
-
-impl StdError for LeaseError {
-    fn source(&self) -> Option<&(dyn StdError + 'static)> {
-        match self {
-            Self::Fenced => None,
-            Self::Store(error) => Some(error),
-        }
-    }
+    #[error("the lease is over, and the store did not renew it")]
+    Store(#[source] StoreError),
 }
 
 #[cfg(test)]

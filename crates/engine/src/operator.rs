@@ -1,7 +1,5 @@
 //! The actions of an operator on the records of a store, inside the program that has it open.
 
-use std::error::Error as StdError;
-use std::fmt;
 use std::time::Duration;
 
 use oncegate_core::{
@@ -46,77 +44,44 @@ pub struct Operator {
 }
 
 /// The error of a resolution.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ResolveError {
     /// There is no record, or its retention is over.
+    #[error("there is no such record, or its retention is over")]
     NoRecord,
     /// The record is in this state and cannot be resolved now. A record that its owner completed never changes, and a record in
     /// progress belongs to its owner.
+    #[error("the record is {0} and cannot be resolved now")]
     NotResolvable(StateName),
     /// An operator resolved the record before, and it is in this state now. [`Operator::amend`] replaces the resolution.
+    #[error("an operator resolved the record before, and it is {0}: amend that, or park the record")]
     NeedsAmendment(StateName),
     /// The reason cannot be written to the audit trail.
-    Reason(AuditTextError),
+    #[error("the reason cannot be written to the audit trail")]
+    Reason(#[source] AuditTextError),
     /// The store failed. It may have applied the resolution.
-    Store(StoreError),
-}
-
-impl fmt::Display for ResolveError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::NoRecord => f.write_str("there is no such record, or its retention is over"),
-            Self::NotResolvable(state) => write!(f, "the record is {state} and cannot be resolved now"),
-            Self::NeedsAmendment(state) => {
-                write!(
-                    f,
-                    "an operator resolved the record before, and it is {state}: amend that, or park the record"
-                )
-            }
-            Self::Reason(_) => f.write_str("the reason cannot be written to the audit trail"),
-            Self::Store(_) => f.write_str("the store failed; it may have applied the resolution"),
-        }
-    }
-}
-
-impl StdError for ResolveError {
-    fn source(&self) -> Option<&(dyn StdError + 'static)> {
-        match self {
-            Self::NoRecord | Self::NotResolvable(_) | Self::NeedsAmendment(_) => None,
-            Self::Reason(error) => Some(error),
-            Self::Store(error) => Some(error),
-        }
-    }
+    #[error("the store failed; it may have applied the resolution")]
+    Store(#[source] StoreError),
 }
 
 /// The reason why a text cannot be written to the audit trail.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum AuditTextError {
     /// It is empty.
+    #[error("it is empty; the audit trail needs a text")]
     Empty,
     /// It has more than [`limits::MAX_AUDIT_TEXT_BYTES`] bytes.
+    #[error("it has {bytes} bytes; at most {} are allowed", limits::MAX_AUDIT_TEXT_BYTES)]
     TooLong {
         /// The length of the text.
         bytes: usize,
     },
     /// It has control characters, which could control a terminal.
+    #[error("it has control characters; write one line of text")]
     Control,
 }
-
-impl fmt::Display for AuditTextError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Empty => f.write_str("it is empty; the audit trail needs a text"),
-            Self::TooLong { bytes } => {
-                write!(f, "it has {bytes} bytes; at most {} are allowed", limits::MAX_AUDIT_TEXT_BYTES)
-            }
-            Self::Control => f.write_str("it has control characters; write one line of text"),
-        }
-    }
-}
-
-impl StdError for AuditTextError {}
 
 /// Checks a text for the audit trail, and removes blanks around it.
 ///

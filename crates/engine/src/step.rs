@@ -25,7 +25,6 @@
 //! leases, releases and restarts until the record is completed.
 
 use std::convert::Infallible;
-use std::error::Error as StdError;
 use std::fmt;
 use std::future::{Future, IntoFuture};
 use std::pin::Pin;
@@ -87,14 +86,17 @@ impl<E> From<E> for StepFailure<E> {
 }
 
 /// The error of a step: the reason why it has no value.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[non_exhaustive]
 pub enum StepError<E> {
     /// The step failed for good, and the finished steps before it are taken back.
+    #[error("{0}")]
     Failed(E),
     /// The outcome of the step is unknown, or it must be tried again: execute the operation again, under its key.
+    #[error("the outcome is unknown; execute the operation again under its key: {0}")]
     Unsure(E),
     /// A compensation must be tried again: execute the operation again, under its key.
+    #[error("{step:?} is not taken back yet; execute the operation again under its key: {reason}")]
     NotTakenBack {
         /// The step that it takes back.
         step: String,
@@ -102,6 +104,7 @@ pub enum StepError<E> {
         reason: String,
     },
     /// A compensation failed for good; the others succeeded. An operator has to take the step back and resolve the record.
+    #[error("{step:?} cannot be taken back; an operator has to do it: {reason}")]
     Stuck {
         /// The step that it takes back.
         step: String,
@@ -109,9 +112,13 @@ pub enum StepError<E> {
         reason: String,
     },
     /// Another attempt owns the record. Stop: it continues the operation.
+    #[error("another attempt continues the operation")]
     Fenced,
     /// Another step was recorded in this place: the code has changed. Nothing was run. The operation continues with code that
     /// matches the record.
+    #[error(
+        "step {number} is recorded as {recorded:?}, but the code has another step there: the code has changed"
+    )]
     Differs {
         /// The number of the step, from 0.
         number: usize,
@@ -119,6 +126,7 @@ pub enum StepError<E> {
         recorded: String,
     },
     /// The recorded result cannot be read as the requested type. Nothing was run.
+    #[error("the recorded result of {step:?} cannot be read: {reason}")]
     Undecodable {
         /// The step.
         step: String,
@@ -126,17 +134,20 @@ pub enum StepError<E> {
         reason: String,
     },
     /// The step took place, but its result could not be recorded.
+    #[error("the step took place but could not be recorded: {reason}")]
     NotRecorded {
         /// The error text.
         reason: String,
     },
     /// The step was not run. Its name is out of bounds, starts with `~` or was used before; another step was still running; an
     /// earlier step failed; or the record cannot hold it together with the compensations that may follow.
+    #[error("the step was not run: {reason}")]
     Refused {
         /// The error text.
         reason: String,
     },
     /// The store did not answer, before the step or after it.
+    #[error("the store did not answer: {reason}")]
     Store {
         /// The error text.
         reason: String,
@@ -159,41 +170,6 @@ impl<E> StepError<E> {
         }
     }
 }
-
-impl<E: fmt::Display> fmt::Display for StepError<E> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Failed(error) => error.fmt(f),
-            Self::Unsure(error) => {
-                write!(f, "the outcome is unknown; execute the operation again under its key: {error}")
-            }
-            Self::NotTakenBack { step, reason } => {
-                write!(
-                    f,
-                    "{step:?} is not taken back yet; execute the operation again under its key: {reason}"
-                )
-            }
-            Self::Stuck { step, reason } => {
-                write!(f, "{step:?} cannot be taken back; an operator has to do it: {reason}")
-            }
-            Self::Fenced => f.write_str("another attempt continues the operation"),
-            Self::Differs { number, recorded } => write!(
-                f,
-                "step {number} is recorded as {recorded:?}, but the code has another step there: the code has changed"
-            ),
-            Self::Undecodable { step, reason } => {
-                write!(f, "the recorded result of {step:?} cannot be read: {reason}")
-            }
-            Self::NotRecorded { reason } => {
-                write!(f, "the step took place but could not be recorded: {reason}")
-            }
-            Self::Refused { reason } => write!(f, "the step was not run: {reason}"),
-            Self::Store { reason } => write!(f, "the store did not answer: {reason}"),
-        }
-    }
-}
-
-impl<E: fmt::Debug + fmt::Display> StdError for StepError<E> {}
 
 type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 

@@ -101,31 +101,17 @@ impl ApplyOutcome {
 }
 
 /// Another transaction is working on this stream. The message is delivered again, and no failed attempt is counted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("another transaction is working on this stream")]
 pub struct StreamBusy;
 
-impl fmt::Display for StreamBusy {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("another transaction is working on this stream")
-    }
-}
-
-impl std::error::Error for StreamBusy {}
-
 /// Events of a stream are missing, and this one could be neither applied, buffered nor preceded by fetched ones.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("event {expected} of the stream is missing")]
 pub struct StreamGap {
     /// The first missing event.
     pub expected: u64,
 }
-
-impl fmt::Display for StreamGap {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "event {} of the stream is missing", self.expected)
-    }
-}
-
-impl std::error::Error for StreamGap {}
 
 const EVENT: &str =
     "SELECT e.outcome, e.expected, e.is_more FROM oncegate.stream_event($1, $2, $3, $4, $5, $6) AS e";

@@ -72,17 +72,24 @@ pub enum Order {
 }
 
 /// The reason why a consumer ended by itself.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConsumerError {
     /// The settings do not fit together. Nothing was consumed.
-    Config(ConfigError),
+    #[error("the settings of the consumer do not fit together")]
+    Config(#[source] ConfigError),
     /// The source cannot be used any more. Running messages were finished first.
-    Source(SourceError),
+    #[error("the source cannot be used any more")]
+    Source(#[source] SourceError),
     /// Too many messages in a row became dead letters, and none was processed in between.
     ///
     /// Typical causes are a missing table, a wrong identity, or a changed producer. The rest stays with the broker.
     /// Running messages were finished first.
+    #[error(
+        "the last {in_a_row} messages became dead letters, and none was processed in between ({reason}{}); nothing more is \
+         consumed: look at the dead letters, remove the cause, and start again",
+        .failure.as_ref().map(|failure| format!("; the last failure was: {failure}")).unwrap_or_default()
+    )]
     OnlyDeadLetters {
         /// The number of dead letters in a row.
         in_a_row: u32,
@@ -91,37 +98,6 @@ pub enum ConsumerError {
         /// The last error of an attempt, if there was one.
         failure: Option<String>,
     },
-}
-
-impl fmt::Display for ConsumerError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Config(_) => f.write_str("the settings of the consumer do not fit together"),
-            Self::Source(_) => f.write_str("the source cannot be used any more"),
-            Self::OnlyDeadLetters { in_a_row, reason, failure } => {
-                write!(
-                    f,
-                    "the last {in_a_row} messages became dead letters, and none was processed in between ({reason}"
-                )?;
-                if let Some(failure) = failure {
-                    write!(f, "; the last failure was: {failure}")?;
-                }
-                f.write_str(
-                    "); nothing more is consumed: look at the dead letters, remove the cause, and start again",
-                )
-            }
-        }
-    }
-}
-
-impl std::error::Error for ConsumerError {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        match self {
-            Self::Config(error) => Some(error),
-            Self::Source(error) => Some(error),
-            Self::OnlyDeadLetters { .. } => None,
-        }
-    }
 }
 
 /// The timeout for closing the source: long enough to send the last acknowledgements.

@@ -244,16 +244,9 @@ fn cloud_event<'m>(
 }
 
 /// The reason why a message has no identity. Without one, duplicates cannot be recognized.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
 pub struct IdentityError(String);
-
-impl fmt::Display for IdentityError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for IdentityError {}
 
 /// The identifier of one message. `Debug` does not show it, because such identifiers often contain customer data.
 #[derive(Clone, PartialEq, Eq, Hash)]

@@ -127,7 +127,8 @@ pub trait Delivery: Send + Sync + 'static {
 }
 
 /// An error of a broker, or of the connection to it.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{message}")]
 pub struct SourceError {
     is_fatal: bool,
     message: String,
@@ -156,18 +157,6 @@ impl SourceError {
     #[must_use]
     pub const fn is_fatal(&self) -> bool {
         self.is_fatal
-    }
-}
-
-impl fmt::Display for SourceError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.message)
-    }
-}
-
-impl Error for SourceError {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        self.source.as_deref().map(|source| source as _)
     }
 }
 
@@ -229,13 +218,15 @@ pub trait Publisher: Send + Sync + 'static {
 pub type PublishFuture<'a> = Pin<Box<dyn Future<Output = Result<(), PublishError>> + Send + 'a>>;
 
 /// The reason why a message was not published, as far as it is known.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PublishError {
     /// The broker will never accept the message: it is too large, its destination does not exist, or it is not allowed.
-    Refused(Box<dyn Error + Send + Sync>),
+    #[error("the broker refuses the message")]
+    Refused(#[source] Box<dyn Error + Send + Sync>),
     /// The broker did not confirm the message. It may have it.
-    Unconfirmed(Box<dyn Error + Send + Sync>),
+    #[error("the broker did not confirm the message")]
+    Unconfirmed(#[source] Box<dyn Error + Send + Sync>),
 }
 
 impl PublishError {
@@ -247,22 +238,5 @@ impl PublishError {
     /// Creates an error for a message that the broker did not confirm.
     pub fn unconfirmed(error: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
         Self::Unconfirmed(error.into())
-    }
-}
-
-impl fmt::Display for PublishError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Refused(_) => "the broker refuses the message",
-            Self::Unconfirmed(_) => "the broker did not confirm the message",
-        })
-    }
-}
-
-impl Error for PublishError {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        match self {
-            Self::Refused(error) | Self::Unconfirmed(error) => Some(&**error),
-        }
     }
 }

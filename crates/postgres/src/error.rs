@@ -1,6 +1,5 @@
 //! Errors of opening a store, and the meaning of database errors for callers.
 
-use std::fmt;
 use std::io::ErrorKind;
 
 use oncegate_core::{ErrorChain, Extent, StoreError};
@@ -8,12 +7,14 @@ use sqlx::Error;
 use sqlx::error::DatabaseError;
 
 /// An error of opening a store. Its `Display` is a sentence for operators, without the password of the URL.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PostgresOpenError {
     /// The URL is invalid or has an unknown part. Its text is not repeated, because it may contain a password.
+    #[error("{0}")]
     Url(String),
     /// The database cannot be reached or does not answer. Trying again may help.
+    #[error("{database} cannot be used: {why}")]
     Unreachable {
         /// The database, as [`PostgresOptions::database`](crate::PostgresOptions::database) names it.
         database: String,
@@ -21,6 +22,7 @@ pub enum PostgresOpenError {
         why: String,
     },
     /// The database refuses.
+    #[error("{database} cannot be used: {why}")]
     Connect {
         /// The database.
         database: String,
@@ -28,6 +30,7 @@ pub enum PostgresOpenError {
         why: String,
     },
     /// The database has no contract, or an older one.
+    #[error("{}", no_contract(database, *.found, *.needed))]
     NoContract {
         /// The database.
         database: String,
@@ -37,6 +40,9 @@ pub enum PostgresOpenError {
         needed: i32,
     },
     /// The contract in the database is newer than this program.
+    #[error(
+        "the schema of {database} is version {found}, and this program knows versions up to {known}; upgrade this program"
+    )]
     NewerContract {
         /// The database.
         database: String,
@@ -47,6 +53,13 @@ pub enum PostgresOpenError {
     },
     /// Parts of the contract are bound to objects outside of it. The owners of these objects act with the rights of the
     /// schema's owner.
+    #[error(
+        "{database}: parts of the schema oncegate are bound to objects outside of it, whose owners act with the rights of \
+         the schema's owner: {}. Find out who created these objects. `oncegate schema apply postgres` binds functions \
+         and defaults to the server's own. If you just ran it, repair by hand what is named here, as docs/reference/\
+         store-contract-postgres.md says under \"Search path and owner\"",
+        .bindings.join("; ")
+    )]
     ForeignBindings {
         /// The database.
         database: String,
@@ -54,50 +67,25 @@ pub enum PostgresOpenError {
         bindings: Vec<String>,
     },
     /// The database is a standby, which takes no writes.
+    #[error("{database} is a standby, which takes no writes; use the URL of the primary")]
     Standby {
         /// The database.
         database: String,
     },
 }
 
-impl fmt::Display for PostgresOpenError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Url(what) => f.write_str(what),
-            Self::Unreachable { database, why } | Self::Connect { database, why } => {
-                write!(f, "{database} cannot be used: {why}")
-            }
-            Self::NoContract { database, found: None, .. } => write!(
-                f,
-                "{database} has no schema oncegate, or this role may not use it; run `oncegate schema apply postgres --url URL` as the \
-                 database's owner, and give the role the grants in docs/reference/store-contract-postgres.md"
-            ),
-            Self::NoContract { database, found: Some(found), needed } => write!(
-                f,
-                "the schema of {database} is version {found}, and this program needs version {needed}; run `oncegate schema apply \
-                 postgres --url URL`"
-            ),
-            Self::NewerContract { database, found, known } => write!(
-                f,
-                "the schema of {database} is version {found}, and this program knows versions up to {known}; upgrade this \
-                 program"
-            ),
-            Self::ForeignBindings { database, bindings } => write!(
-                f,
-                "{database}: parts of the schema oncegate are bound to objects outside of it, whose owners act with the rights of \
-                 the schema's owner: {}. Find out who created these objects. `oncegate schema apply postgres` binds functions \
-                 and defaults to the server's own. If you just ran it, repair by hand what is named here, as docs/reference/\
-                 store-contract-postgres.md says under \"Search path and owner\"",
-                bindings.join("; ")
-            ),
-            Self::Standby { database } => {
-                write!(f, "{database} is a standby, which takes no writes; use the URL of the primary")
-            }
-        }
+fn no_contract(database: &str, found: Option<i32>, needed: i32) -> String {
+    match found {
+        None => format!(
+            "{database} has no schema oncegate, or this role may not use it; run `oncegate schema apply postgres --url URL` as the \
+             database's owner, and give the role the grants in docs/reference/store-contract-postgres.md"
+        ),
+        Some(found) => format!(
+            "the schema of {database} is version {found}, and this program needs version {needed}; run `oncegate schema apply \
+             postgres --url URL`"
+        ),
     }
 }
-
-impl std::error::Error for PostgresOpenError {}
 
 /// Tells if the connection is gone or about to end, so that the store needs another one.
 pub(crate) fn is_lost(error: &Error) -> bool {

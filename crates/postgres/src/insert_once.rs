@@ -1,7 +1,5 @@
 //! Rows that are inserted once, by their own unique key.
 
-use std::fmt;
-
 use sqlx::postgres::{PgArguments, PgConnection, PgRow};
 use sqlx::query::QueryAs;
 use sqlx::{FromRow, Postgres};
@@ -37,41 +35,19 @@ impl<R> InsertOutcome<R> {
 }
 
 /// An error of [`insert_once`].
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum InsertError {
     /// The insert met a row, and the look did not find it, eight times. Either another transaction deletes it each time, or
     /// the two statements are about different rows.
+    #[error(
+        "the insert met a row that the look did not find: another transaction deletes it each time, or the two statements \
+         are about different rows"
+    )]
     Vanished,
     /// The database is out of reach, or refuses.
-    Database(sqlx::Error),
-}
-
-impl fmt::Display for InsertError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Vanished => f.write_str(
-                "the insert met a row that the look did not find: another transaction deletes it each time, or the two statements \
-                 are about different rows",
-            ),
-            Self::Database(_) => f.write_str("the database did not insert or find the row"),
-        }
-    }
-}
-
-impl std::error::Error for InsertError {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        match self {
-            Self::Vanished => None,
-            Self::Database(error) => Some(error),
-        }
-    }
-}
-
-impl From<sqlx::Error> for InsertError {
-    fn from(error: sqlx::Error) -> Self {
-        Self::Database(error)
-    }
+    #[error("the database did not insert or find the row")]
+    Database(#[from] sqlx::Error),
 }
 
 /// Inserts a row, or returns the existing one.

@@ -6,19 +6,13 @@ use oncegate_core::{Extent, StoreError};
 use redis::{ErrorKind, RedisError};
 
 /// A URL that names no store.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
 pub struct RedisUrlError(pub(crate) String);
 
-impl fmt::Display for RedisUrlError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for RedisUrlError {}
-
 /// An error of opening a store. Its `Display` is a sentence for operators.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
 #[non_exhaustive]
 pub enum RedisOpenError {
     /// The server cannot be reached or is not ready. Trying again may help.
@@ -26,16 +20,6 @@ pub enum RedisOpenError {
     /// The configuration of the server or of this program is wrong. Trying again does not help.
     Unfit(String),
 }
-
-impl fmt::Display for RedisOpenError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Unreachable(what) | Self::Unfit(what) => f.write_str(what),
-        }
-    }
-}
-
-impl std::error::Error for RedisOpenError {}
 
 /// A command without an answer. The server's text after its error code is never shown, because it may repeat the arguments.
 #[derive(Clone, Debug, PartialEq, Eq)]

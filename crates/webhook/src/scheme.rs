@@ -71,7 +71,8 @@ impl Kind {
 }
 
 /// The reason why a request was refused. The sender does not get it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
+#[error("{}", self.as_str())]
 #[non_exhaustive]
 pub enum WebhookRefusal {
     /// A header of the scheme is missing.
@@ -100,14 +101,6 @@ impl WebhookRefusal {
         }
     }
 }
-
-impl fmt::Display for WebhookRefusal {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
-    }
-}
-
-impl std::error::Error for WebhookRefusal {}
 
 impl WebhookScheme {
     /// Standard Webhooks 1.0, with a secret `whsec_…`.

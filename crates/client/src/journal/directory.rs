@@ -18,6 +18,7 @@ use super::entry::{
 };
 use super::files::Files;
 use super::finished::{DIRECTORY as FINISHED, FinishedFile, FinishedIntent, FinishedIntents};
+use super::resume::ResumeError;
 use super::{Journal, JournalEntry, JournalFuture, JournalOpenError, JournaledIntent};
 use crate::client::Transport;
 use crate::failure::BoxError;
@@ -154,7 +155,8 @@ pub struct PendingIntent {
 }
 
 /// A file that cannot be read, or holds no complete intent. The journal does not change it.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{}: {reason}", .path.display())]
 #[non_exhaustive]
 pub struct DamagedFile {
     /// Its path.
@@ -177,34 +179,9 @@ impl fmt::Debug for PendingIntent {
     }
 }
 
-impl fmt::Display for DamagedFile {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {}", self.path.display(), self.reason)
-    }
-}
-
-impl std::error::Error for DamagedFile {}
-
 impl fmt::Debug for JournalDir {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("JournalDir").field(&self.0.path).finish()
-    }
-}
-
-/// The reason for which an intent of a listing is not sent.
-pub(super) enum TakeError {
-    /// It is no longer in the journal.
-    Gone,
-    /// These headers are missing.
-    MissingFields(Vec<HeaderName>),
-    /// It may have been sent with other credentials.
-    OtherCredentials,
-    Journal(JournalOpenError),
-}
-
-impl From<JournalOpenError> for TakeError {
-    fn from(error: JournalOpenError) -> Self {
-        Self::Journal(error)
     }
 }
 
@@ -313,15 +290,17 @@ impl JournalDir {
         blocking(move || inner.pending()).await.unwrap_or_else(|error| Err(io::Error::other(error)))
     }
 
-    /// Locks the intent in this file, and adds the headers that the journal left out.
+    /// Locks the intent of a listing, and adds the headers that the journal left out.
     pub(super) async fn take(
         &self,
-        path: PathBuf,
+        pending: &PendingIntent,
         brought: HeaderMap,
-    ) -> Result<(Intent, JournaledIntent), TakeError> {
-        let inner = Arc::clone(&self.0);
-        let taken = blocking(move || inner.take(&path, &brought)).await;
-        taken.unwrap_or_else(|error| Err(TakeError::Journal(JournalOpenError::Conflict(error))))
+    ) -> Result<(Intent, JournaledIntent), ResumeError> {
+        let (inner, path, maybe_sent) = (Arc::clone(&self.0), pending.path.clone(), pending.maybe_sent);
+        let taken = blocking(move || inner.take(&path, &brought, maybe_sent)).await;
+        taken.unwrap_or_else(|error| {
+            Err(ResumeError::Sending(JournalOpenError::Conflict(error).send_error(maybe_sent)))
+        })
     }
 
     /// Sends the intents without a definite answer again. Programs call it when they start, before they send anything new.
@@ -418,15 +397,18 @@ impl Inner {
         entry.maybe_sent && !self.other_credentials && !entry.is_of(headers)
     }
 
+    /// Takes an intent of a listing. `maybe_sent` is what the listing says.
     fn take(
         self: &Arc<Self>,
         path: &Path,
         brought: &HeaderMap,
-    ) -> Result<(Intent, JournaledIntent), TakeError> {
-        let Some((entry, file)) = self.take_up(path)? else { return Err(TakeError::Gone) };
+        maybe_sent: bool,
+    ) -> Result<(Intent, JournaledIntent), ResumeError> {
+        let failed = |error: JournalOpenError| ResumeError::Sending(error.send_error(maybe_sent));
+        let (entry, file) = self.take_up(path).map_err(failed)?.ok_or(ResumeError::Gone)?;
         let missing: Vec<HeaderName> = entry.caller.missing_in(brought).cloned().collect();
         if !missing.is_empty() {
-            return Err(TakeError::MissingFields(missing));
+            return Err(ResumeError::MissingFields(missing));
         }
         let mut headers = entry.intent.headers().clone();
         // Add only the missing headers: they may be credentials, and other intents of the directory may go to other services.
@@ -439,12 +421,11 @@ impl Inner {
             }
         }
         if self.is_another_caller(&entry, &headers) {
-            return Err(TakeError::OtherCredentials);
+            return Err(ResumeError::OtherCredentials);
         }
         let intent = entry.intent.clone().with_headers(headers);
-        let now = now();
-        let opened = self.to_be_sent(path, file, &entry, &intent.clone().with_created_at(now))?;
-        Ok((intent, opened))
+        let opened = self.to_be_sent(path, file, &entry, &intent.clone().with_created_at(now()));
+        Ok((intent, opened.map_err(failed)?))
     }
 
     fn open(self: &Arc<Self>, intent: &Intent) -> Result<JournaledIntent, JournalOpenError> {

@@ -8,7 +8,7 @@ use http::header::{HeaderMap, HeaderName};
 use oncegate_core::{ConfigError, ErrorChain};
 use tokio::task::JoinSet;
 
-use super::directory::{DamagedFile, JournalDir, OTHER_CREDENTIALS, PendingIntent, TakeError};
+use super::directory::{DamagedFile, JournalDir, OTHER_CREDENTIALS, PendingIntent};
 use crate::client::{Client, Transport};
 use crate::failure::BoxError;
 use crate::report::{Answer, SendError};
@@ -36,47 +36,27 @@ pub struct ResumedIntent {
 }
 
 /// An intent of the journal got no definite answer.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ResumeError {
     /// The error that any other intent would get, too. With [`SendErrorKind::InFlight`](crate::SendErrorKind::InFlight),
     /// another process or task is sending it.
+    #[error(transparent)]
     Sending(SendError),
     /// It is no longer in the journal: another process has its answer.
+    #[error("another process has its answer")]
     Gone,
     /// It was not sent, because these headers are missing. The journal left them out, and [`Resume::with_fields`] did not
     /// return them.
+    #[error("not sent: the journal does not store credentials; give these headers again: {}", .0.join(" "))]
     MissingFields(Vec<HeaderName>),
     /// It was not sent, because it may have been sent before with other credentials than those of [`Resume::with_fields`].
     /// See [`JournalDir::with_other_credentials`].
+    #[error("not sent: {OTHER_CREDENTIALS}")]
     OtherCredentials,
     /// It was not sent, because the function of [`Resume::with_fields`] failed.
-    FieldsFailed(BoxError),
-}
-
-impl fmt::Display for ResumeError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Sending(error) => error.fmt(f),
-            Self::Gone => f.write_str("another process has its answer"),
-            Self::MissingFields(names) => {
-                f.write_str("not sent: the journal does not store credentials; give these headers again:")?;
-                names.iter().try_for_each(|name| write!(f, " {name}"))
-            }
-            Self::OtherCredentials => write!(f, "not sent: {OTHER_CREDENTIALS}"),
-            Self::FieldsFailed(_) => f.write_str("not sent: its credentials are not available"),
-        }
-    }
-}
-
-impl std::error::Error for ResumeError {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        match self {
-            Self::Sending(error) => error.source(),
-            Self::FieldsFailed(error) => Some(&**error),
-            Self::Gone | Self::MissingFields(_) | Self::OtherCredentials => None,
-        }
-    }
+    #[error("not sent: its credentials are not available")]
+    FieldsFailed(#[source] BoxError),
 }
 
 impl<T: Transport + Clone + 'static> Resume<T> {
@@ -148,13 +128,7 @@ async fn send<T: Transport>(
         None => HeaderMap::new(),
     };
     // Take only an intent that still exists: another process may have sent or closed it since the listing.
-    let taken = journal.take(pending.path.clone(), brought).await;
-    let (intent, opened) = taken.map_err(|error| match error {
-        TakeError::Gone => ResumeError::Gone,
-        TakeError::MissingFields(names) => ResumeError::MissingFields(names),
-        TakeError::OtherCredentials => ResumeError::OtherCredentials,
-        TakeError::Journal(error) => ResumeError::Sending(error.send_error(pending.maybe_sent)),
-    })?;
+    let (intent, opened) = journal.take(pending, brought).await?;
     client.send_opened(&intent, Some(opened)).await.map_err(ResumeError::Sending)
 }
 

@@ -1,7 +1,5 @@
 //! Keys that are built of members of the request body, for callers that send none.
 
-use std::fmt;
-
 use sha2::{Digest as _, Sha256};
 
 use super::json::{self, Scratch};
@@ -41,26 +39,17 @@ pub struct NaturalKey {
 }
 
 /// The reason why a request has no natural key.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum NaturalKeyError {
     /// The body is not of a JSON media type, or has no canonical form: it is not JSON, repeats a member, or has a number that
     /// programs read in different ways.
+    #[error("the body is no JSON that every program reads alike")]
     NotJson,
     /// The body has no such member.
+    #[error("the body has no member {0}")]
     Missing(JsonPointer),
 }
-
-impl fmt::Display for NaturalKeyError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::NotJson => f.write_str("the body is no JSON that every program reads alike"),
-            Self::Missing(member) => write!(f, "the body has no member {member}"),
-        }
-    }
-}
-
-impl std::error::Error for NaturalKeyError {}
 
 impl NaturalKey {
     /// A key of these members; `None` if there are none, or more than [`limits::MAX_KEY_MEMBERS`].

@@ -70,30 +70,19 @@ impl fmt::Debug for JsonPointer {
 }
 
 /// The reason why a text is not a [`JsonPointer`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum JsonPointerError {
     /// The text is not empty and does not start with `/`.
+    #[error("a JSON pointer is empty or starts with '/'")]
     MissingSlash,
     /// A `~` is not followed by `0` or `1`.
+    #[error("'~' at byte {at} of a JSON pointer is not followed by '0' or '1'")]
     BadEscape {
         /// The position of the `~`, in bytes from the start of the pointer.
         at: usize,
     },
 }
-
-impl fmt::Display for JsonPointerError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::MissingSlash => f.write_str("a JSON pointer is empty or starts with '/'"),
-            Self::BadEscape { at } => {
-                write!(f, "'~' at byte {at} of a JSON pointer is not followed by '0' or '1'")
-            }
-        }
-    }
-}
-
-impl std::error::Error for JsonPointerError {}
 
 /// One step of a pointer: a member name or an array index.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -1,6 +1,5 @@
 //! Errors of a function, and the reasons why it did not run.
 
-use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -24,29 +23,36 @@ use super::value::{self, JsonError};
 /// | `Panicked` | panicked | as for `Unknown` |
 /// | `Store` | was not run: the store failed | the same key, later |
 /// | `Key`, `Input` | was not run: the call is invalid | fix the caller |
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FunctionError<E> {
     /// The function returned an error.
+    #[error("{error}")]
     Failed {
-        /// The error.
+        /// The error. It is not the [source](std::error::Error::source), because `E` need not be an error itself (`String`,
+        /// `anyhow::Error`).
         error: E,
         /// True if an earlier call got the error, and this one gets it from the record.
         replayed: bool,
     },
     /// Another call with this key is in progress.
+    #[error("a call with this key is in progress")]
     InProgress {
         /// The rest of the owner's lease, which the owner renews while it lives.
         lease_left: Duration,
     },
     /// The key was used with another input.
+    #[error("the key was used with another input")]
     KeyReused,
     /// It is unknown whether the function took effect.
+    #[error("it is unknown whether an earlier call with this key took effect")]
     Unknown,
     /// The function ran to its end, but its result was not stored.
+    #[error("an earlier call with this key took effect, but its result was not stored")]
     NotReplayable,
     /// The function ran to its end, but its stored result cannot be read as the requested type: the type has changed, or an
     /// operator stored another value. The function never runs again because of that.
+    #[error("the stored result of {function} cannot be read: {reason}")]
     Undecodable {
         /// The function's name.
         function: Arc<str>,
@@ -55,6 +61,7 @@ pub enum FunctionError<E> {
     },
     /// The function returned an error to be stored after [steps](crate::step), but a step is not taken back yet or did not end.
     /// The error is not the function's result yet: the next call with the key continues.
+    #[error("{error} (the operation has not ended; call it again with the same key: {reason})")]
     NotTakenBack {
         /// The error.
         error: E,
@@ -62,13 +69,17 @@ pub enum FunctionError<E> {
         reason: String,
     },
     /// The function panicked in this call. It is unknown whether it took effect.
+    #[error("the function panicked; it is unknown whether it took effect")]
     Panicked,
     /// The store failed, or cannot read the record. This call executed nothing.
-    Store(StoreError),
+    #[error("nothing was executed, because the store failed or cannot read the record")]
+    Store(#[source] StoreError),
     /// The key is invalid.
-    Key(KeyError),
+    #[error("nothing was executed, because the key is not valid")]
+    Key(#[source] KeyError),
     /// The input has no JSON, so it cannot be compared.
-    Input(JsonError),
+    #[error("nothing was executed, because the input cannot be compared")]
+    Input(#[source] JsonError),
 }
 
 impl<E> FunctionError<E> {
@@ -92,44 +103,8 @@ impl<E> FunctionError<E> {
     }
 }
 
-impl<E: fmt::Display> fmt::Display for FunctionError<E> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Failed { error, .. } => error.fmt(f),
-            Self::InProgress { .. } => f.write_str("a call with this key is in progress"),
-            Self::KeyReused => f.write_str("the key was used with another input"),
-            Self::Unknown => f.write_str("it is unknown whether an earlier call with this key took effect"),
-            Self::NotReplayable => {
-                f.write_str("an earlier call with this key took effect, but its result was not stored")
-            }
-            Self::Undecodable { function, reason } => {
-                write!(f, "the stored result of {function} cannot be read: {reason}")
-            }
-            Self::NotTakenBack { error, reason } => {
-                write!(f, "{error} (the operation has not ended; call it again with the same key: {reason})")
-            }
-            Self::Panicked => f.write_str("the function panicked; it is unknown whether it took effect"),
-            Self::Store(_) => {
-                f.write_str("nothing was executed, because the store failed or cannot read the record")
-            }
-            Self::Key(_) => f.write_str("nothing was executed, because the key is not valid"),
-            Self::Input(_) => f.write_str("nothing was executed, because the input cannot be compared"),
-        }
-    }
-}
-
 /// An error whatever `E` is, so that `?` accepts it if `E` is not an error itself (`String`, `anyhow::Error`). Therefore
 /// [`Failed`](Self::Failed) has no source: the source of `E` is in its field.
-impl<E: fmt::Debug + fmt::Display> std::error::Error for FunctionError<E> {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        match self {
-            Self::Store(error) => Some(error),
-            Self::Key(error) => Some(error),
-            Self::Input(error) => Some(error),
-            _ => None,
-        }
-    }
-}
 
 /// The effect of a function's error on its record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

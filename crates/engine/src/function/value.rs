@@ -11,34 +11,25 @@ use serde::ser::{self, Serialize};
 ///
 /// Values are stored as JSON so that an operator can read them, and can write one if the outcome of a function is unknown. A
 /// value that JSON cannot express is refused before it is stored, because a replay must equal the first caller's value.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum JsonError {
     /// It holds a number that is not finite. JSON has no such number; serde writes `null`.
+    #[error("it holds a number that is not finite, which JSON does not have")]
     NotFinite,
     /// It holds a `Some` whose content is written as `null`, such as `Some(None)` or `Some(())`: it would be read back as `None`.
+    #[error("it holds a Some that JSON cannot distinguish from None")]
     SomeOfNull,
     /// Its `Serialize` failed, or it has map keys other than strings, numbers and booleans.
+    #[error("it could not be serialized as JSON")]
     NotSerialized,
     /// Its JSON cannot be read back as the same type: a required field is left out, or it is nested too deeply.
+    #[error("its JSON cannot be read back as its type")]
     NotReadBack,
     /// Its JSON is larger than [`Function::with_max_result_bytes`](super::Function::with_max_result_bytes) allows.
+    #[error("it is larger than the limit for results")]
     TooLarge,
 }
-
-impl fmt::Display for JsonError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::NotFinite => "it holds a number that is not finite, which JSON does not have",
-            Self::SomeOfNull => "it holds a Some that JSON cannot distinguish from None",
-            Self::NotSerialized => "it could not be serialized as JSON",
-            Self::NotReadBack => "its JSON cannot be read back as its type",
-            Self::TooLarge => "it is larger than the limit for results",
-        })
-    }
-}
-
-impl std::error::Error for JsonError {}
 
 /// The JSON of a result: at most `max` bytes. It is read back once, so that a type that cannot be read back is found now, not
 /// by a replay.
@@ -139,16 +130,9 @@ enum Shape {
 /// A serializer that writes nothing, and fails at the first part that JSON cannot express.
 struct Check<'a>(&'a mut ValueInfo);
 
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error(transparent)]
 struct CheckError(JsonError);
-
-impl fmt::Display for CheckError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
-    }
-}
-
-impl std::error::Error for CheckError {}
 
 impl ser::Error for CheckError {
     fn custom<T: fmt::Display>(_: T) -> Self {

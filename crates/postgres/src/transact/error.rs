@@ -109,30 +109,38 @@ pub fn is_rolled_back(error: &sqlx::Error) -> bool {
 /// An error of [`Transactor::transact`](crate::Transactor::transact).
 ///
 /// Except for [`CommitUnknown`](Self::CommitUnknown), this call committed nothing.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TransactError {
     /// The key is empty or too long.
-    Key(KeyError),
+    #[error("the key cannot be used")]
+    Key(#[source] KeyError),
     /// Another transaction or another attempt works on the key. Try again with the same key.
+    #[error("the same operation is in progress")]
     InProgress {
         /// The rest of its lease; zero if it is an open transaction.
         lease_left: Duration,
     },
     /// The key was used with another input.
+    #[error("the key was used with another input")]
     Mismatch,
     /// The outcome is not known: an earlier attempt, not one of `transact`, was abandoned, or a run committed its transaction
     /// itself. An operator has to decide.
+    #[error(
+        "the outcome of record {record} is not known; an operator has to decide (`oncegate keys resolve`)"
+    )]
     Unknown {
         /// The record.
         record: RecordId,
     },
     /// The operation was completed before, without a result to return again.
+    #[error("the operation of record {record} was completed, and its result is not stored")]
     Unreplayable {
         /// The record.
         record: RecordId,
     },
     /// The operation was completed before, and its stored result cannot be read as this type. It is never run again.
+    #[error("the result of record {record} cannot be read: {reason}")]
     Undecodable {
         /// The record.
         record: RecordId,
@@ -140,15 +148,24 @@ pub enum TransactError {
         reason: String,
     },
     /// The run returned this error. It was rolled back, and the key is free.
-    Failed(Box<dyn StdError + Send + Sync>),
+    #[error("the run failed, and the transaction was rolled back")]
+    Failed(#[source] Box<dyn StdError + Send + Sync>),
     /// The run ended the transaction itself, or another attempt owns the record. Nothing more was committed. If the run
     /// committed, the outcome in its record is unknown.
+    #[error(
+        "this attempt no longer owns record {record}; nothing more was committed, unless the run itself ended the transaction \
+         before"
+    )]
     Fenced {
         /// The record.
         record: RecordId,
     },
     /// The answer to COMMIT was lost, and its outcome could not be found out in time. The same call with the same key finds it
     /// out, within the retention.
+    #[error(
+        "the outcome of COMMIT for attempt {token} of record {record} could not be found out in time; the same call finds it \
+         out"
+    )]
     CommitUnknown {
         /// The record.
         record: RecordId,
@@ -156,60 +173,12 @@ pub enum TransactError {
         token: FencingToken,
     },
     /// The input or the value cannot be written as JSON.
-    Unserializable(serde_json::Error),
+    #[error("the input or the result cannot be written as JSON")]
+    Unserializable(#[source] serde_json::Error),
     /// The value is too large to be stored.
-    TooLarge(ResponseError),
+    #[error("the result cannot be stored, and the transaction was rolled back")]
+    TooLarge(#[source] ResponseError),
     /// The database is unavailable or refuses, or no connection is free.
-    Store(StoreError),
-}
-
-impl fmt::Display for TransactError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Key(_) => f.write_str("the key cannot be used"),
-            Self::InProgress { .. } => f.write_str("the same operation is in progress"),
-            Self::Mismatch => f.write_str("the key was used with another input"),
-            Self::Unknown { record } => {
-                write!(
-                    f,
-                    "the outcome of record {record} is not known; an operator has to decide (`oncegate keys resolve`)"
-                )
-            }
-            Self::Unreplayable { record } => {
-                write!(f, "the operation of record {record} was completed, and its result is not stored")
-            }
-            Self::Undecodable { record, reason } => {
-                write!(f, "the result of record {record} cannot be read: {reason}")
-            }
-            Self::Failed(_) => f.write_str("the run failed, and the transaction was rolled back"),
-            Self::Fenced { record } => write!(
-                f,
-                "this attempt no longer owns record {record}; nothing more was committed, unless the run itself ended the transaction \
-                 before"
-            ),
-            Self::CommitUnknown { record, token } => write!(
-                f,
-                "the outcome of COMMIT for attempt {token} of record {record} could not be found out in time; the same call finds it \
-                 out"
-            ),
-            Self::Unserializable(_) => f.write_str("the input or the result cannot be written as JSON"),
-            Self::TooLarge(_) => {
-                f.write_str("the result cannot be stored, and the transaction was rolled back")
-            }
-            Self::Store(_) => f.write_str("the store did not carry out the transaction"),
-        }
-    }
-}
-
-impl StdError for TransactError {
-    fn source(&self) -> Option<&(dyn StdError + 'static)> {
-        match self {
-            Self::Key(error) => Some(error),
-            Self::Unserializable(error) => Some(error),
-            Self::Failed(error) => Some(&**error),
-            Self::TooLarge(error) => Some(error),
-            Self::Store(error) => Some(error),
-            _ => None,
-        }
-    }
+    #[error("the store did not carry out the transaction")]
+    Store(#[source] StoreError),
 }

@@ -50,70 +50,40 @@ pub enum GuardClaim {
 }
 
 /// An error of completing a record. The transaction has failed: roll back, or commit nothing.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum GuardError {
     /// The key is empty or too long.
-    Key(KeyError),
+    #[error("the key cannot be used")]
+    Key(#[source] KeyError),
     /// Another attempt owns the record, or its outcome is settled. The effect must not take place.
+    #[error("the attempt no longer owns its record, so its effect must not take place")]
     Fenced,
     /// Another open transaction held the record for a quarter of a second.
+    #[error("another transaction holds the record")]
     Locked,
     /// The snapshot of the transaction is older than the record (`REPEATABLE READ`, `SERIALIZABLE`): run the transaction again.
+    #[error("the transaction's snapshot is older than the record; run it again")]
     Conflict,
     /// The response cannot be stored.
-    Response(StoreError),
+    #[error("the input or the response cannot be stored")]
+    Response(#[source] StoreError),
     /// The database is unavailable, or refuses. It also refuses after an earlier statement failed and its error was ignored.
-    Store(StoreError),
-}
-
-impl fmt::Display for GuardError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Key(_) => f.write_str("the key cannot be used"),
-            Self::Fenced => {
-                f.write_str("the attempt no longer owns its record, so its effect must not take place")
-            }
-            Self::Locked => f.write_str("another transaction holds the record"),
-            Self::Conflict => {
-                f.write_str("the transaction's snapshot is older than the record; run it again")
-            }
-            Self::Response(_) => f.write_str("the input or the response cannot be stored"),
-            Self::Store(_) => f.write_str("the store did not complete the record"),
-        }
-    }
-}
-
-impl std::error::Error for GuardError {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        match self {
-            Self::Key(error) => Some(error),
-            Self::Response(error) | Self::Store(error) => Some(error),
-            Self::Fenced | Self::Locked | Self::Conflict => None,
-        }
-    }
+    #[error("the store did not complete the record")]
+    Store(#[source] StoreError),
 }
 
 /// Header fields that a sidecar did not write.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum GuardHeaderError {
     /// `Oncegate-Record` is not 64 hexadecimal digits.
+    #[error("Oncegate-Record must be 64 hexadecimal digits")]
     Record,
     /// `Oncegate-Token` is not a number from 0 to 2^63 − 1 in decimal digits.
+    #[error("Oncegate-Token must be a decimal number")]
     Token,
 }
-
-impl fmt::Display for GuardHeaderError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Record => "Oncegate-Record must be 64 hexadecimal digits",
-            Self::Token => "Oncegate-Token must be a decimal number",
-        })
-    }
-}
-
-impl std::error::Error for GuardHeaderError {}
 
 impl Guard {
     pub(crate) const fn new(
