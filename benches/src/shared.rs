@@ -307,8 +307,8 @@ pub(crate) async fn same_transaction() -> Result<()> {
             })
             .await?;
             let inserted = cycle_by_hand(&pool, in_flight, records, ByHand::Key).await?;
-            let kept = cycle_by_hand(&pool, in_flight, records, ByHand::Answer).await?;
-            let as_many = cycle_by_hand(&pool, in_flight, records, ByHand::AnswerAndRoundTrip).await?;
+            let kept = cycle_by_hand(&pool, in_flight, records, ByHand::Response).await?;
+            let as_many = cycle_by_hand(&pool, in_flight, records, ByHand::ResponseAndRoundTrip).await?;
             if round > 0 {
                 rounds.note("against a bare key", [transacted, inserted]);
                 rounds.note("against key, fingerprint, answer", [transacted, kept]);
@@ -324,8 +324,8 @@ pub(crate) async fn same_transaction() -> Result<()> {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum ByHand {
     Key,
-    Answer,
-    AnswerAndRoundTrip,
+    Response,
+    ResponseAndRoundTrip,
 }
 
 /// Seconds for so many payments with a row under a unique key.
@@ -342,8 +342,8 @@ async fn cycle_by_hand(pool: &PgPool, in_flight: usize, records: u64, how: ByHan
                         sqlx::query("INSERT INTO keys (key, response) VALUES ($1, '{\"status\": 201}')");
                     insert.bind(&key).execute(&mut *transaction).await?;
                 }
-                ByHand::Answer => {}
-                ByHand::AnswerAndRoundTrip => {
+                ByHand::Response => {}
+                ByHand::ResponseAndRoundTrip => {
                     sqlx::query("SELECT 1").execute(&mut *transaction).await?;
                 }
             }

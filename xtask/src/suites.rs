@@ -66,7 +66,7 @@ const QUICK: [&str; 35] = [
     "engine leases",
     "engine own_errors",
     "engine steps",
-    "http awaited_answers",
+    "http awaited_responses",
     "http concurrency",
     "http request_budget",
     "http slow_body",

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use oncegate_inbox::{
-    Consumer, Event, EventKind, HandlerError, Identity, MESSAGE_ID, Observer, Order, Source,
+    Consumer, HandlerError, Identity, InboxEvent, InboxEventKind, InboxObserver, MESSAGE_ID, Order, Source,
 };
 use oncegate_inbox_postgres::TransactionalInbox;
 use oncegate_postgres::sqlx::postgres::{PgConnectOptions, PgPoolOptions};
@@ -81,10 +81,10 @@ impl Die {
     }
 }
 
-impl Observer for Die {
-    fn observe(&self, event: &Event<'_>) {
+impl InboxObserver for Die {
+    fn observe(&self, event: &InboxEvent<'_>) {
         // A message that is reported as processed is committed, and not acknowledged yet.
-        if event.kind == EventKind::Processed {
+        if event.kind == InboxEventKind::Processed {
             self.at("before-ack", 1);
         }
     }

@@ -9,8 +9,8 @@ use std::time::Duration;
 use oncegate_core::{MemoryStore, OnAbandoned, Store, SystemClock};
 use oncegate_engine::Engine;
 use oncegate_inbox::{
-    Consumer, Counts, DeadLetter, DeadLetterSink, DeadReason, Delivery, EventKind, HandlerError, Identity,
-    Inbox, Message, Order, Outgoing, ProcessOutcome, Publisher, PutFuture, Source,
+    Consumer, DeadLetter, DeadLetterSink, DeadReason, Delivery, HandlerError, Identity, Inbox, InboxCounts,
+    InboxEventKind, Message, Order, Outgoing, ProcessOutcome, Publisher, PutFuture, Source,
 };
 use oncegate_postgres::{PostgresOptions, PostgresStore, schema};
 use oncegate_servers::PostgresServer;
@@ -152,12 +152,12 @@ pub struct Running {
     stop: oneshot::Sender<()>,
     task: JoinHandle<()>,
     /// The events of the consumer.
-    pub counts: Counts,
+    pub counts: InboxCounts,
 }
 
 impl Running {
     /// Stops the consumer and waits until it has ended.
-    pub async fn stop(self) -> Counts {
+    pub async fn stop(self) -> InboxCounts {
         self.stop.send(()).unwrap();
         timeout(TIMEOUT, self.task).await.unwrap().unwrap();
         self.counts
@@ -183,7 +183,7 @@ where
     F: Fn(oncegate_engine::Attempt, Arc<Message>) -> Fut + Send + Sync + 'static,
     Fut: Future<Output = Result<(), HandlerError>> + Send + 'static,
 {
-    let counts = Counts::default();
+    let counts = InboxCounts::default();
     let consumer = Consumer::new(source, inbox.processor(handler)).with_observer(counts.clone());
     let consumer =
         change(consumer.with_backoff(Duration::from_millis(10), Duration::from_millis(100)).unwrap());
@@ -260,8 +260,8 @@ pub async fn everything_comes_again<B: Broker>(broker: B) {
     all_acknowledged(&broker).await;
     let counts = running.stop().await;
     effects.assert_once(&ids);
-    assert_eq!(counts.get(EventKind::Processed), 0);
-    assert!(counts.get(EventKind::Duplicate) >= ids.len() as u64);
+    assert_eq!(counts.get(InboxEventKind::Processed), 0);
+    assert!(counts.get(InboxEventKind::Duplicate) >= ids.len() as u64);
 }
 
 /// Every third message fails the first time, at a concurrency of eight.
@@ -370,10 +370,10 @@ pub async fn stopping_loses_nothing<B: Broker>(broker: B) {
     let counts = stopped.await.unwrap();
     let done = effects.count() as u64;
     assert!((40..=44).contains(&done), "{done}");
-    assert_eq!(counts.get(EventKind::Acknowledged), done);
+    assert_eq!(counts.get(InboxEventKind::Acknowledged), done);
     // NATS counts a message twice that it was about to deliver after the last request, until it delivers it.
     until("all the rest is left", || async { broker.left().await >= ids.len() as u64 - done }).await;
-    assert_eq!(counts.get(EventKind::SettlementFailed), 0);
+    assert_eq!(counts.get(InboxEventKind::SettlementFailed), 0);
     let running = noting(&broker, &store, &effects).await;
     all_acknowledged(&broker).await;
     running.stop().await;
@@ -438,7 +438,7 @@ pub async fn one_of_two_dies<B: Broker>(broker: B) {
     );
     until("20 took effect", || async { effects.count() >= 20 }).await;
     let other = noting(&broker, &store, &effects).await;
-    until("the other one is at it", || async { other.counts.get(EventKind::Processed) > 20 }).await;
+    until("the other one is at it", || async { other.counts.get(InboxEventKind::Processed) > 20 }).await;
     dying.die();
     all_acknowledged(&broker).await;
     other.stop().await;

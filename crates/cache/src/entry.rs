@@ -2,7 +2,7 @@
 //! holds the end of the entry and a checksum.
 
 use oncegate_core::{
-    Answer, CallerTag, Fingerprint, Label, Record, RecordId, State, StoredResponse, Timestamp,
+    CallerTag, Fingerprint, Label, Record, RecordId, RecordedResponse, State, StoredResponse, Timestamp,
 };
 use sha2::{Digest as _, Sha256};
 
@@ -47,7 +47,7 @@ pub(crate) fn read(
     }
     // Another process is writing it, or died while it did.
     let State::Completed(answer) = record.state else { return Ok(None) };
-    let Answer::Replayable(response) = answer else { return Err(Unreadable) };
+    let RecordedResponse::Replayable(response) = answer else { return Err(Unreadable) };
     if seal.sum != sum(id, seal.until, &response) {
         return Err(Unreadable);
     }
@@ -88,7 +88,7 @@ mod tests {
     }
 
     fn completed(label: Label, response: StoredResponse) -> Record {
-        let state = State::Completed(Answer::Replayable(response));
+        let state = State::Completed(RecordedResponse::Replayable(response));
         Record::new(fingerprint(b"a"), FencingToken::new(1), state, label, NOW)
     }
 
@@ -119,7 +119,7 @@ mod tests {
                 completed(Label::new(CallerTag::default(), "POST /payments"), response(b"x"))
             }),
             ("no answer", own, a, {
-                let state = State::Completed(Answer::Tombstone);
+                let state = State::Completed(RecordedResponse::Tombstone);
                 Record::new(a, FencingToken::new(1), state, sealed.clone(), NOW)
             }),
         ];

@@ -7,8 +7,8 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use oncegate_core::{
-    Answer, AttemptId, Capabilities, Claim, Command, Complete, Completion, ErrorChain, Fingerprint,
-    IntoStore, OnAbandoned, Outcome, RecordId, State, Store, StoreError, StoreErrorKind, StoreFuture,
+    AttemptId, Capabilities, Claim, Command, Complete, Completion, ErrorChain, Fingerprint, IntoStore,
+    OnAbandoned, Outcome, RecordId, RecordedResponse, State, Store, StoreError, StoreErrorKind, StoreFuture,
     StoredResponse, Timestamp, delegate_store, limits,
 };
 use tokio::runtime::Handle;
@@ -282,7 +282,7 @@ impl Inner {
 
     async fn try_populate(&self, id: RecordId) -> Result<Populated, StoreError> {
         let Some(record) = self.store.lookup(id).await? else { return Ok(Populated::NotNeeded) };
-        let State::Completed(Answer::Replayable(response)) = record.state else {
+        let State::Completed(RecordedResponse::Replayable(response)) = record.state else {
             return Ok(Populated::NotNeeded);
         };
         // An operator may take the response of an operator back, and the caches of other processes would not learn of it. The

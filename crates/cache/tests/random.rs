@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use oncegate_cache::{Cache, CacheOptions, CachedStore};
 use oncegate_core::{
-    Answer, AttemptId, Claim, Clock, Command, FencingToken, Fingerprint, MemoryStore, OnAbandoned, Outcome,
-    Release, State, Store, StoreErrorKind, Timestamp,
+    AttemptId, Claim, Clock, Command, FencingToken, Fingerprint, MemoryStore, OnAbandoned, Outcome,
+    RecordedResponse, Release, State, Store, StoreErrorKind, Timestamp,
 };
 use oncegate_testkit::{Fault, Faults, FaultyStore, ManualClock, Operation};
 use support::*;
@@ -130,7 +130,7 @@ impl World {
         let Some(faults) = faults.cloned() else { return };
         let operation =
             [Operation::Claim, Operation::Complete, Operation::Lookup][self.dice.roll(3) as usize];
-        let fault = [Fault::Refuse, Fault::LoseAnswer, Fault::Corrupt][self.dice.roll(3) as usize].clone();
+        let fault = [Fault::Refuse, Fault::LoseReply, Fault::Corrupt][self.dice.roll(3) as usize].clone();
         match self.dice.roll(4) {
             0 => faults.heal(),
             1 => faults.always(operation, fault),
@@ -158,7 +158,7 @@ impl World {
             }
             Ok(Outcome::Replay(response)) => {
                 self.replays += 1;
-                assert_eq!(state, Some(&State::Completed(Answer::Replayable(response))));
+                assert_eq!(state, Some(&State::Completed(RecordedResponse::Replayable(response))));
                 assert_eq!(truth.map(|record| record.fingerprint), Some(fingerprint));
             }
             Ok(Outcome::Mismatch) => assert_ne!(truth.map(|record| record.fingerprint), Some(fingerprint)),
@@ -210,7 +210,7 @@ async fn a_claim_gets_what_the_store_holds_whatever_fails() {
 async fn a_fault_of_the_cache_is_not_an_error_of_the_store() {
     let clock = Arc::new(ManualClock::at_millis(1_000_000));
     for operation in [Operation::Claim, Operation::Complete, Operation::Lookup] {
-        for fault in [Fault::Refuse, Fault::LoseAnswer, Fault::Corrupt] {
+        for fault in [Fault::Refuse, Fault::LoseReply, Fault::Corrupt] {
             let (cache, faults) = FaultyStore::new(MemoryStore::new(clock.clone()));
             let backing = Arc::new(MemoryStore::new(clock.clone()));
             let store = CachedStore::new(Cache::on(Arc::new(cache)), backing, CacheOptions::new());

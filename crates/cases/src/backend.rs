@@ -59,7 +59,7 @@ pub enum BodyPart {
 
 #[derive(Clone, Copy, PartialEq)]
 enum End {
-    Answer,
+    ScriptedBody,
     Panic,
     Fail,
 }
@@ -72,7 +72,7 @@ impl Default for Script {
             answer: Content::Receipt,
             trailers: Vec::new(),
             held: None,
-            end: End::Answer,
+            end: End::ScriptedBody,
             early: false,
         }
     }
@@ -252,7 +252,7 @@ impl Backend {
         HttpServer::on(self.clone(), listener)
     }
 
-    async fn execute<B>(self, request: Request<B>) -> io::Result<Response<Answer>>
+    async fn execute<B>(self, request: Request<B>) -> io::Result<Response<ScriptedBody>>
     where
         B: Body<Error: Into<Box<dyn std::error::Error + Send + Sync>>>,
     {
@@ -286,15 +286,15 @@ impl Backend {
             // Without the panic hook, which would print a message.
             End::Panic => std::panic::resume_unwind(Box::new("as ordered")),
             End::Fail => return Err(io::Error::other("as ordered")),
-            End::Answer => {}
+            End::ScriptedBody => {}
         }
         Ok(script.respond(effect))
     }
 }
 
 impl Script {
-    fn respond(self, effect: usize) -> Response<Answer> {
-        let mut response = Response::new(Answer::default());
+    fn respond(self, effect: usize) -> Response<ScriptedBody> {
+        let mut response = Response::new(ScriptedBody::default());
         *response.status_mut() = StatusCode::from_u16(self.status).expect("a status");
         for (name, value) in &self.fields {
             let name = HeaderName::from_bytes(name.as_bytes()).expect("a field name");
@@ -334,7 +334,7 @@ impl Script {
 
 impl ReconcileReply {
     /// The answer to a question about the outcome of an attempt.
-    fn told(self, asked: &HeaderMap) -> Response<Answer> {
+    fn told(self, asked: &HeaderMap) -> Response<ScriptedBody> {
         let (outcome, script) = match self {
             Self::Found => ("happened", Script::whole(202, "text/plain", FOUND)),
             Self::NotFound => ("did-not-happen", Script::empty(404)),
@@ -353,9 +353,9 @@ impl<B> Service<Request<B>> for Backend
 where
     B: Body<Data: Send, Error: Into<Box<dyn std::error::Error + Send + Sync>>> + Send + 'static,
 {
-    type Response = Response<Answer>;
+    type Response = Response<ScriptedBody>;
     type Error = io::Error;
-    type Future = Pin<Box<dyn Future<Output = io::Result<Response<Answer>>> + Send>>;
+    type Future = Pin<Box<dyn Future<Output = io::Result<Response<ScriptedBody>>> + Send>>;
 
     fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<io::Result<()>> {
         Poll::Ready(Ok(()))
@@ -368,14 +368,14 @@ where
 
 /// The body of an answer, part by part.
 #[derive(Default)]
-pub struct Answer {
+pub struct ScriptedBody {
     pieces: VecDeque<BodyPart>,
     waiting: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
     trailers: Option<HeaderMap>,
     sized: bool,
 }
 
-impl Body for Answer {
+impl Body for ScriptedBody {
     type Data = Bytes;
     type Error = io::Error;
 

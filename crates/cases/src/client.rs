@@ -187,7 +187,7 @@ impl Request {
 
 /// The reason why there is no complete answer.
 #[derive(Debug)]
-pub enum AnswerError {
+pub enum ResponseError {
     /// The connection ended or was reset.
     Cut {
         /// The head, if it was read.
@@ -214,7 +214,7 @@ pub struct Head {
 
 /// A complete answer.
 #[derive(Clone)]
-pub struct Answer {
+pub struct Response {
     /// The head.
     pub head: Head,
     /// The body, without the framing.
@@ -240,7 +240,7 @@ impl Head {
     }
 }
 
-impl Answer {
+impl Response {
     /// The status.
     #[must_use]
     pub const fn status(&self) -> u16 {
@@ -266,7 +266,7 @@ impl Answer {
     }
 }
 
-impl fmt::Debug for Answer {
+impl fmt::Debug for Response {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.head.status)?;
         for (name, value) in &self.head.fields {
@@ -324,13 +324,13 @@ impl Connection {
     }
 
     /// Sends a request and reads its answer.
-    pub async fn exchange(&mut self, request: &Request) -> Result<Answer, AnswerError> {
+    pub async fn exchange(&mut self, request: &Request) -> Result<Response, ResponseError> {
         self.write(&request.bytes()).await;
         self.answer(&request.method).await
     }
 
     /// Reads the answer to a request with this method.
-    pub async fn answer(&mut self, method: &str) -> Result<Answer, AnswerError> {
+    pub async fn answer(&mut self, method: &str) -> Result<Response, ResponseError> {
         let head = self.head().await?;
         let mut framing = framing(method, &head)?;
         let mut body = BytesMut::new();
@@ -338,29 +338,29 @@ impl Connection {
             match self.data(&mut framing).await {
                 Ok(Some(data)) => body.extend_from_slice(&data),
                 Ok(None) => break,
-                Err(AnswerError::Cut { .. }) => {
-                    return Err(AnswerError::Cut { head: Some(head), body: body.freeze() });
+                Err(ResponseError::Cut { .. }) => {
+                    return Err(ResponseError::Cut { head: Some(head), body: body.freeze() });
                 }
                 Err(other) => return Err(other),
             }
         }
         let trailers = if framing == Framing::Ended { self.trailers().await? } else { Vec::new() };
-        Ok(Answer { head, body: body.freeze(), trailers })
+        Ok(Response { head, body: body.freeze(), trailers })
     }
 
     /// Reads one interim answer and returns its status.
-    pub async fn interim(&mut self) -> Result<u16, AnswerError> {
+    pub async fn interim(&mut self) -> Result<u16, ResponseError> {
         let line = self.line().await?;
         let status = std::str::from_utf8(&line).ok().and_then(|line| line.split(' ').nth(1)?.parse().ok());
         self.trailers().await?;
         match status {
             Some(status @ 100..200) => Ok(status),
-            _ => Err(AnswerError::Garbage(line.escape_ascii().to_string())),
+            _ => Err(ResponseError::Garbage(line.escape_ascii().to_string())),
         }
     }
 
     /// Reads the head of an answer, and the interim ones before it.
-    pub async fn head(&mut self) -> Result<Head, AnswerError> {
+    pub async fn head(&mut self) -> Result<Head, ResponseError> {
         let mut interim = Vec::new();
         loop {
             let line = self.line().await?;
@@ -368,7 +368,7 @@ impl Connection {
             let (version, status) = (words.next().unwrap_or_default(), words.next().unwrap_or_default());
             let status = std::str::from_utf8(status).ok().and_then(|s| s.parse::<u16>().ok());
             let (true, Some(status)) = (version.starts_with(b"HTTP/1."), status) else {
-                return Err(AnswerError::Garbage(line.escape_ascii().to_string()));
+                return Err(ResponseError::Garbage(line.escape_ascii().to_string()));
             };
             let fields = self.trailers().await?;
             if (100..200).contains(&status) && status != 101 {
@@ -380,14 +380,14 @@ impl Connection {
     }
 
     /// Reads a part of a body; `None` at its end.
-    pub async fn data(&mut self, framing: &mut Framing) -> Result<Option<Bytes>, AnswerError> {
+    pub async fn data(&mut self, framing: &mut Framing) -> Result<Option<Bytes>, ResponseError> {
         let left = match *framing {
             Framing::None | Framing::Ended | Framing::Sized(0) => return Ok(None),
             Framing::Sized(left) => left,
             Framing::Close => {
                 return match self.fill().await {
                     Ok(()) => Ok(Some(self.buffer.split().freeze())),
-                    Err(AnswerError::Cut { .. }) => Ok(None),
+                    Err(ResponseError::Cut { .. }) => Ok(None),
                     Err(other) => Err(other),
                 };
             }
@@ -401,7 +401,7 @@ impl Connection {
                         return Ok(None);
                     }
                     Ok(size) => size,
-                    Err(_) => return Err(AnswerError::Garbage(format!("chunk size {text:?}"))),
+                    Err(_) => return Err(ResponseError::Garbage(format!("chunk size {text:?}"))),
                 }
             }
             Framing::Chunked(left) => left,
@@ -417,7 +417,7 @@ impl Connection {
             Framing::Chunked(rest) => {
                 *rest = left;
                 if left == 0 && !self.line().await?.is_empty() {
-                    return Err(AnswerError::Garbage("a chunk that does not end where it says".to_owned()));
+                    return Err(ResponseError::Garbage("a chunk that does not end where it says".to_owned()));
                 }
             }
             _ => {}
@@ -426,7 +426,7 @@ impl Connection {
     }
 
     /// Reads header lines up to the empty line.
-    async fn trailers(&mut self) -> Result<Vec<(String, Vec<u8>)>, AnswerError> {
+    async fn trailers(&mut self) -> Result<Vec<(String, Vec<u8>)>, ResponseError> {
         let mut fields = Vec::new();
         loop {
             let line = self.line().await?;
@@ -434,14 +434,14 @@ impl Connection {
                 return Ok(fields);
             }
             let Some(colon) = line.iter().position(|&b| b == b':') else {
-                return Err(AnswerError::Garbage(line.escape_ascii().to_string()));
+                return Err(ResponseError::Garbage(line.escape_ascii().to_string()));
             };
             let name = String::from_utf8_lossy(&line[..colon]).into_owned();
             fields.push((name, line[colon + 1..].trim_ascii().to_vec()));
         }
     }
 
-    async fn line(&mut self) -> Result<Bytes, AnswerError> {
+    async fn line(&mut self) -> Result<Bytes, ResponseError> {
         loop {
             if let Some(end) = self.buffer.windows(2).position(|two| two == b"\r\n") {
                 let line = self.buffer.split_to(end).freeze();
@@ -452,24 +452,24 @@ impl Connection {
         }
     }
 
-    async fn fill(&mut self) -> Result<(), AnswerError> {
+    async fn fill(&mut self) -> Result<(), ResponseError> {
         match within(self.stream.read_buf(&mut self.buffer)).await {
-            None => Err(AnswerError::Late),
-            Some(Ok(0) | Err(_)) => Err(AnswerError::Cut { head: None, body: Bytes::new() }),
+            None => Err(ResponseError::Late),
+            Some(Ok(0) | Err(_)) => Err(ResponseError::Cut { head: None, body: Bytes::new() }),
             Some(Ok(_)) => Ok(()),
         }
     }
 }
 
 /// The framing of the body after this head (RFC 9112, 6.3).
-pub fn framing(method: &str, head: &Head) -> Result<Framing, AnswerError> {
+pub fn framing(method: &str, head: &Head) -> Result<Framing, ResponseError> {
     let lengths = head.all("content-length");
     let codings = head.all("transfer-encoding");
     if lengths.len() > 1 || codings.len() > 1 || (!lengths.is_empty() && !codings.is_empty()) {
-        return Err(AnswerError::Garbage(format!("framed twice: {head:?}")));
+        return Err(ResponseError::Garbage(format!("framed twice: {head:?}")));
     }
     if head.status == 204 && !(lengths.is_empty() && codings.is_empty()) {
-        return Err(AnswerError::Garbage(format!("a 204 with a framed body: {head:?}")));
+        return Err(ResponseError::Garbage(format!("a 204 with a framed body: {head:?}")));
     }
     if method == "HEAD" || head.status == 204 || head.status == 304 {
         return Ok(Framing::None);
@@ -483,7 +483,7 @@ pub fn framing(method: &str, head: &Head) -> Result<Framing, AnswerError> {
             .ok()
             .and_then(|text| text.parse().ok())
             .map(Framing::Sized)
-            .ok_or_else(|| AnswerError::Garbage(format!("Content-Length {}", text.escape_ascii()))),
+            .ok_or_else(|| ResponseError::Garbage(format!("Content-Length {}", text.escape_ascii()))),
     }
 }
 

@@ -266,10 +266,10 @@ impl Plan {
             settings = settings.with_methods(methods.clone()).expect("methods that have an effect");
         }
         if let Some(field) = self.stored_header {
-            settings = settings.with_stored_header(name(field)).expect("a field that may be stored");
+            settings = settings.with_stored_headers([name(field)]).expect("a field that may be stored");
         }
         if let Some(field) = self.fingerprint_header {
-            settings = settings.with_fingerprint_headers(vec![name(field)]);
+            settings = settings.with_fingerprint_headers([name(field)]);
         }
         let mut rules = FingerprintRules::new();
         if self.fingerprint_raw {

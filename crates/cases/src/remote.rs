@@ -60,7 +60,7 @@ impl StoreServer {
                     let Some((id, command)) = read_asked(&asked) else { return };
                     // The caller may have left by now; its command is executed anyway.
                     let answer = store.apply(id, command).await;
-                    send(&mut stream, &write_answer(&answer)).await;
+                    send(&mut stream, &write_reply(&answer)).await;
                 });
             }
         });
@@ -102,7 +102,7 @@ async fn look_up(store: &dyn Store, asked: &Value) -> Value {
 
 impl Store for RemoteStore {
     fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
-        Box::pin(async move { read_answer(&self.ask(write_asked(&id, &command)).await?) })
+        Box::pin(async move { read_reply(&self.ask(write_asked(&id, &command)).await?) })
     }
 
     fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
@@ -249,7 +249,7 @@ fn read_asked(asked: &Value) -> Option<(RecordId, Command)> {
     Some((id, command))
 }
 
-fn write_answer(answer: &Result<Outcome, StoreError>) -> Value {
+fn write_reply(answer: &Result<Outcome, StoreError>) -> Value {
     match answer {
         Ok(Outcome::Execute(grant)) => json!(["execute", {
             "token": grant.token.get(),
@@ -267,7 +267,7 @@ fn write_answer(answer: &Result<Outcome, StoreError>) -> Value {
     }
 }
 
-fn read_answer(answer: &Value) -> Result<Outcome, StoreError> {
+fn read_reply(answer: &Value) -> Result<Outcome, StoreError> {
     let broken = || StoreError::unavailable(format!("no answer: {answer}"));
     let number = |value: &Value| value.as_u64().ok_or_else(broken);
     let detail = &answer[1];

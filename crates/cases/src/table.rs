@@ -5,7 +5,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 
 use crate::backend::MARK;
-use crate::client::{Answer, Request};
+use crate::client::{Request, Response};
 use crate::databases;
 use crate::framework::Framework;
 use crate::plan::Plan;
@@ -248,7 +248,7 @@ impl Step {
 }
 
 async fn run_steps(world: World, steps: Vec<Step>) {
-    let mut answers: Vec<Answer> = Vec::new();
+    let mut answers: Vec<Response> = Vec::new();
     for (number, step) in steps.into_iter().enumerate() {
         let before = world.backend.effects();
         let answer = world.send(step.request.clone()).await;
@@ -285,13 +285,13 @@ async fn run_steps(world: World, steps: Vec<Step>) {
 }
 
 /// Asserts that the answer is the first one under its key: no marker, and the key as it was sent.
-pub fn assert_fresh(plan: &Plan, request: &Request, answer: &Answer) {
+pub fn assert_fresh(plan: &Plan, request: &Request, answer: &Response) {
     assert_eq!(answer.get(plan.marker()), None, "marked as a replay: {answer:?}");
     assert_echo(plan, request, answer);
 }
 
 /// Asserts that the answer is a marked copy of the earlier one, with the key as it was sent this time.
-pub fn assert_replay(plan: &Plan, request: &Request, first: &Answer, again: &Answer) {
+pub fn assert_replay(plan: &Plan, request: &Request, first: &Response, again: &Response) {
     assert_eq!(again.status(), first.status(), "{again:?}\nfirst {first:?}");
     assert_eq!(again.body, first.body, "{again:?}\nfirst {first:?}");
     assert_eq!(again.get("content-type"), first.get("content-type"), "{again:?}\nfirst {first:?}");
@@ -301,7 +301,7 @@ pub fn assert_replay(plan: &Plan, request: &Request, first: &Answer, again: &Ans
 }
 
 /// Asserts that the answer has the key as it was sent, once, or the key that was built from the body.
-pub fn assert_echo(plan: &Plan, request: &Request, answer: &Answer) {
+pub fn assert_echo(plan: &Plan, request: &Request, answer: &Response) {
     if plan.key_json.is_some() {
         let [key] = answer.all(plan.carrier())[..] else { panic!("no key, or several: {answer:?}") };
         assert!(key.starts_with(b"\"json-") && key.ends_with(b"\"") && key.len() == 71, "{answer:?}");
@@ -333,13 +333,13 @@ const REFUSALS: &[(&str, u16, Option<&str>, Option<&str>)] = &[
 ];
 
 /// Asserts that the answer is a refusal with this slug and the status of the protocol's table.
-pub fn assert_refusal(slug: &str, answer: &Answer) {
+pub fn assert_refusal(slug: &str, answer: &Response) {
     let row = REFUSALS.iter().find(|row| row.0 == slug).expect("a slug of the protocol");
     assert_problem(slug, row.1, answer);
 }
 
 /// Asserts that the answer is a refusal with this slug and status.
-pub fn assert_problem(slug: &str, status: u16, answer: &Answer) {
+pub fn assert_problem(slug: &str, status: u16, answer: &Response) {
     let &(_, _, retry, title) = REFUSALS.iter().find(|row| row.0 == slug).expect("a slug of the protocol");
     assert_eq!(answer.status(), status, "{slug}: {answer:?}");
     assert_eq!(answer.get("content-type"), Some("application/problem+json"), "{answer:?}");
@@ -364,7 +364,7 @@ pub fn assert_problem(slug: &str, status: u16, answer: &Answer) {
 }
 
 /// The seconds in `Retry-After`, at least 1.
-pub fn retry_after(answer: &Answer) -> u64 {
+pub fn retry_after(answer: &Response) -> u64 {
     let seconds = answer.get("retry-after").and_then(|text| text.parse().ok());
     let seconds = seconds.unwrap_or_else(|| panic!("no Retry-After in seconds: {answer:?}"));
     assert!(seconds >= 1, "{answer:?}");

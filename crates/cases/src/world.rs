@@ -20,7 +20,7 @@ use tempfile::TempDir;
 use tower_layer::Layer;
 
 use crate::backend::{Backend, HttpServer};
-use crate::client::{Answer, AnswerError, Connection, Request};
+use crate::client::{Connection, Request, Response, ResponseError};
 use crate::databases::{CACHE_TIMEOUT, TestDatabase};
 use crate::framework::{CaseServer, Framework};
 use crate::plan::Plan;
@@ -112,7 +112,7 @@ pub enum OperatorDecision {
     /// It happened, and its answer is [`RESOLVED`] with status 202.
     Happened,
     /// It happened, and its answer is unknown.
-    HappenedWithoutAnswer,
+    HappenedWithoutResponse,
     /// It did not happen.
     DidNotHappen,
     /// The key is released, although the owner may be alive.
@@ -408,7 +408,7 @@ impl World {
                     OperatorDecision::Happened | OperatorDecision::AmendedToHappened => {
                         Resolution::Complete(Some(answer))
                     }
-                    OperatorDecision::HappenedWithoutAnswer => Resolution::Complete(None),
+                    OperatorDecision::HappenedWithoutResponse => Resolution::Complete(None),
                     OperatorDecision::DidNotHappen
                     | OperatorDecision::ForceRelease
                     | OperatorDecision::AmendedToDidNotHappen => Resolution::Release,
@@ -435,7 +435,7 @@ impl World {
                     json!({ "outcome": "completed", "status": 202, "headers": fields, "body": RESOLVED }),
                 )
             }
-            OperatorDecision::HappenedWithoutAnswer => {
+            OperatorDecision::HappenedWithoutResponse => {
                 ("resolve", json!({ "outcome": "completed", "tombstone": true }))
             }
             OperatorDecision::DidNotHappen | OperatorDecision::AmendedToDidNotHappen => {
@@ -469,7 +469,7 @@ impl World {
     }
 
     /// Sends a request to the admin address of the sidecar.
-    pub async fn admin(&self, request: Request) -> Answer {
+    pub async fn admin(&self, request: Request) -> Response {
         let Some(Instance::Sidecar(sidecar)) = &self.instance else { panic!("there is no sidecar") };
         let answer = Connection::open(sidecar.admin).await.exchange(&request.host("127.0.0.1")).await;
         answer.unwrap_or_else(|broken| panic!("no answer: {broken:?}"))
@@ -494,24 +494,24 @@ impl World {
     ///
     /// # Panics
     /// If there is no answer.
-    pub async fn send(&self, request: Request) -> Answer {
+    pub async fn send(&self, request: Request) -> Response {
         self.try_send(request).await.unwrap_or_else(|broken| panic!("no answer: {broken:?}"))
     }
 
     /// Sends a request on a new connection.
-    pub async fn try_send(&self, request: Request) -> Result<Answer, AnswerError> {
+    pub async fn try_send(&self, request: Request) -> Result<Response, ResponseError> {
         self.connect().await.exchange(&self.ready(request)).await
     }
 
     /// Sends a request in the background.
     #[must_use]
-    pub fn start_send(&self, request: Request) -> tokio::task::JoinHandle<Result<Answer, AnswerError>> {
+    pub fn start_send(&self, request: Request) -> tokio::task::JoinHandle<Result<Response, ResponseError>> {
         let (address, request) = (self.address(), self.ready(request));
         tokio::spawn(async move { Connection::open(address).await.exchange(&request).await })
     }
 
     /// Sends the request again and again until it is no longer in progress.
-    pub async fn settled(&self, request: &Request) -> Answer {
+    pub async fn settled(&self, request: &Request) -> Response {
         let mut last = None;
         until("the request is no longer in progress", async || {
             let answer = self.send(request.clone()).await;

@@ -16,7 +16,8 @@ use hyper_util::client::legacy::{Client as HyperClient, Error as HyperError, con
 use hyper_util::rt::TokioExecutor;
 use oncegate_client::tower::TowerTransport;
 use oncegate_client::{
-    Advice, Answer, AttemptFailureKind, Client, Intent, RetryPolicy, SendError, SendErrorKind, Verdict,
+    Advice, AttemptFailureKind, Client, DefiniteResponse, Intent, RetryPolicy, SendError, SendErrorKind,
+    Verdict,
 };
 use oncegate_testkit::until;
 use support::{Service, Sidecar, Wire, sidecar, within};
@@ -92,7 +93,7 @@ fn pay(to: SocketAddr, key: &str) -> Intent {
     intent.with_key(key).unwrap().with_json(r#"{"amount":5}"#)
 }
 
-async fn send(to: SocketAddr, key: &str) -> Result<Answer, SendError> {
+async fn send(to: SocketAddr, key: &str) -> Result<DefiniteResponse, SendError> {
     within(format!("an end of {key}"), client().send(&pay(to, key))).await
 }
 
@@ -107,7 +108,7 @@ async fn start(store: &Path, to: SocketAddr, port: u16, failpoint: Option<&str>,
 
 /// Kills the sidecar at this point of a payment and starts it again while the client keeps trying. Returns the client's result
 /// and the number of payments.
-async fn killed_at(point: &str, flags: &[&str]) -> (Result<Answer, SendError>, usize) {
+async fn killed_at(point: &str, flags: &[&str]) -> (Result<DefiniteResponse, SendError>, usize) {
     let directory = tempfile::tempdir().unwrap();
     let store = directory.path().join("store");
     let (ledger, service) = ledger().await;

@@ -644,7 +644,7 @@ async fn danger_fail_open_executes_without_the_store_and_reports_it() {
         let key = format!("open-{}", number % 2);
         let answer = pay(sidecar.address, &key).await.unwrap();
         answer.has_status(201);
-        assert_eq!(answer.get("idempotency-status"), Some("unprotected"), "{answer:?}");
+        assert_eq!(answer.get("idempotency-status"), Some("failed-open"), "{answer:?}");
     }
     assert_eq!(
         (ledger.executions("open-0").len(), ledger.executions("open-1").len()),
@@ -658,7 +658,7 @@ async fn danger_fail_open_executes_without_the_store_and_reports_it() {
     block_in_place(|| server.restart()).unwrap();
     until("the sidecar protects again", async || {
         let answer = pay(sidecar.address, "after").await.unwrap();
-        answer.has_status(201).get("idempotency-status") != Some("unprotected")
+        answer.has_status(201).get("idempotency-status") != Some("failed-open")
     })
     .await;
     is_healthy_again(&sidecar).await;

@@ -17,7 +17,7 @@ use crate::intent::{Intent, IntentError};
 use crate::journal::{Journal, JournaledIntent};
 use crate::key::Carrier;
 use crate::policy::{Api, RetryPolicy};
-use crate::report::{Answer, SendError, SendErrorKind};
+use crate::report::{DefiniteResponse, SendError, SendErrorKind};
 use crate::send::{AttemptSender, RequestInfo, RequestRunner, is_repeatable, is_safe};
 use crate::verdict::{Protection, Verdict};
 
@@ -103,7 +103,7 @@ impl<T: Transport> Client<T> {
     /// Sends the intent until there is a definite answer or a reason to stop.
     ///
     /// An answer counts only when it was read to its end. If it is larger than
-    /// [the limit](RetryPolicy::with_max_answer_bytes), the intent ends as [`SendErrorKind::AnswerTooLarge`] with the head of the
+    /// [the limit](RetryPolicy::with_max_response_bytes), the intent ends as [`SendErrorKind::ResponseTooLarge`] with the head of the
     /// answer. With a higher limit the same intent gets the answer again. Trailers are dropped.
     ///
     /// Dropping the future stops the sending. A request that was already sent may still take effect: mark such an intent with
@@ -113,7 +113,7 @@ impl<T: Transport> Client<T> {
     ///
     /// # Errors
     /// [`SendError`], which tells if the request may have taken effect.
-    pub async fn send(&self, intent: &Intent) -> Result<Answer, SendError> {
+    pub async fn send(&self, intent: &Intent) -> Result<DefiniteResponse, SendError> {
         let Some(journal) = &self.journal else { return self.send_opened(intent, None).await };
         let intent = self.for_journal(intent);
         match journal.open(&intent).await {
@@ -139,7 +139,7 @@ impl<T: Transport> Client<T> {
         &self,
         intent: &Intent,
         opened: Option<JournaledIntent>,
-    ) -> Result<Answer, SendError> {
+    ) -> Result<DefiniteResponse, SendError> {
         let sent = self.send_until(intent, opened.as_ref()).await;
         let noted = match (&sent, opened) {
             // It can be sent under the same key when the reason is fixed.
@@ -163,7 +163,7 @@ impl<T: Transport> Client<T> {
         &self,
         intent: &Intent,
         opened: Option<&JournaledIntent>,
-    ) -> Result<Answer, SendError> {
+    ) -> Result<DefiniteResponse, SendError> {
         let protection = match self.runner.policy.api {
             _ if is_safe(intent.method()) => Protection::Safe,
             Api::Idempotent => Protection::Keyed,
@@ -192,10 +192,10 @@ impl<T: Transport> Client<T> {
         let (response, report) = self.runner.run(&ask, &mut tries).await?;
         let Some(whole) = response.body().whole().cloned() else {
             let head = response.map(|_| Bytes::new());
-            return Err(SendError::new(SendErrorKind::AnswerTooLarge, report.attempts, true)
+            return Err(SendError::new(SendErrorKind::ResponseTooLarge, report.attempts, true)
                 .with_response(Some(head)));
         };
-        Ok(Answer {
+        Ok(DefiniteResponse {
             response: response.map(|_| whole),
             verdict: report.verdict,
             attempts: report.attempts,

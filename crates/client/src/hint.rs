@@ -4,7 +4,7 @@ use http::header::CONTENT_TYPE;
 use http::{HeaderMap, StatusCode};
 use serde_json::Value;
 
-use crate::answers::{At, SIGNAL_RULES, Signal, SignalRule};
+use crate::signals::{At, SIGNAL_RULES, Signal, SignalRule};
 use crate::verdict::Advice;
 
 /// The largest body that is searched for a problem. Real problems have some hundred bytes.

@@ -26,7 +26,7 @@ pub use self::directory::{DamagedFile, JournalDir, PendingIntent};
 pub use self::resume::{Resume, ResumeError, ResumedIntent};
 use crate::failure::BoxError;
 use crate::intent::Intent;
-use crate::report::{Answer, SendError, SendErrorKind};
+use crate::report::{DefiniteResponse, SendError, SendErrorKind};
 
 /// The future of a call of a [`Journal`].
 pub type JournalFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
@@ -57,7 +57,7 @@ pub trait JournalEntry: Send + Sync {
     ///
     /// # Errors
     /// If the journal could not store this. The answer counts anyway.
-    fn close<'a>(self: Box<Self>, answer: &'a Answer) -> JournalFuture<'a, Result<(), BoxError>>;
+    fn close<'a>(self: Box<Self>, answer: &'a DefiniteResponse) -> JournalFuture<'a, Result<(), BoxError>>;
 
     /// Notes that no attempt of the intent was ever processed, by this process or an earlier one: no attempt arrived, or the
     /// service turned it away ([`Verdict::TurnedAway`](crate::Verdict::TurnedAway)).

@@ -68,7 +68,7 @@
 //! | problem member `retry` = `same-key` | again |
 //! | … `new-key`, `fix-request` | [`Verdict::Refused`] with that [`Advice`]; turned away if the status is one of those below |
 //! | … `stop`, with `outcome-unknown` | [`SendErrorKind::Unknown`] |
-//! | … `stop`, with `replay-unavailable` | [`Verdict::Processed`] |
+//! | … `stop`, with `replay-unavailable` | [`Verdict::Unreplayable`] |
 //! | … `stop`, else | 4xx refused, 5xx unknown |
 //! | an error that names a request in progress, a key of another request, an unknown outcome | again, refused, unknown |
 //! | `Stripe-Should-Retry` | again, or as `stop` |
@@ -108,7 +108,6 @@
 
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
 
-mod answers;
 mod backoff;
 mod budget;
 mod client;
@@ -126,6 +125,7 @@ mod report;
 pub mod reqwest;
 mod retry_after;
 mod send;
+mod signals;
 #[cfg(feature = "tower")]
 pub mod tower;
 mod verdict;
@@ -144,5 +144,5 @@ pub use key::{Carrier, ulid_key, uuid_v7_key};
 pub use oncegate_core::{ConfigError, IdempotencyKey, KeyError};
 pub use policy::{Api, RetryPolicy, ServerErrorPolicy};
 pub use received::ReceivedBody;
-pub use report::{Answer, Report, SendError, SendErrorKind};
+pub use report::{DefiniteResponse, Report, SendError, SendErrorKind};
 pub use verdict::{Advice, Verdict};

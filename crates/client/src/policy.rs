@@ -44,7 +44,7 @@ pub struct RetryPolicy {
     pub(crate) deadline: Duration,
     pub(crate) max_retry_after: Duration,
     pub(crate) key_lifetime: Duration,
-    pub(crate) max_answer_bytes: usize,
+    pub(crate) max_response_bytes: usize,
 }
 
 impl Default for RetryPolicy {
@@ -62,7 +62,7 @@ impl Default for RetryPolicy {
             deadline: Duration::from_secs(120),
             max_retry_after: Duration::from_secs(60),
             key_lifetime: Duration::from_secs(24 * 60 * 60),
-            max_answer_bytes: 8 * 1024 * 1024,
+            max_response_bytes: 8 * 1024 * 1024,
         }
     }
 }
@@ -130,7 +130,7 @@ impl RetryPolicy {
 
     /// Sets the largest answer that is read. See [`Client::send`](crate::Client::send).
     #[must_use]
-    pub fn with_max_answer_bytes(self, bytes: usize) -> Self {
-        Self { max_answer_bytes: bytes, ..self }
+    pub fn with_max_response_bytes(self, bytes: usize) -> Self {
+        Self { max_response_bytes: bytes, ..self }
     }
 }

@@ -28,7 +28,7 @@ pub struct Report {
 ///
 /// `Debug` shows neither headers nor body of the response.
 #[non_exhaustive]
-pub struct Answer {
+pub struct DefiniteResponse {
     /// The response of the service.
     pub response: Response<Bytes>,
     /// The meaning of the answer.
@@ -39,7 +39,7 @@ pub struct Answer {
     pub replayed: bool,
 }
 
-impl Answer {
+impl DefiniteResponse {
     /// The body as text. Bytes that are not UTF-8 are replaced.
     #[must_use]
     pub fn text(&self) -> Cow<'_, str> {
@@ -88,7 +88,7 @@ pub enum SendErrorKind {
     /// The key is older than its lifetime, and the request may have been sent.
     KeyLifetime,
     /// The answer is larger than the policy allows. [`SendError::response`] has its head.
-    AnswerTooLarge,
+    ResponseTooLarge,
     /// The request cannot be sent: its address is malformed, or the transport does not support its scheme.
     Unsendable,
     /// The journal could not store the intent, so nothing was sent.
@@ -166,7 +166,7 @@ impl SendError {
             SendErrorKind::JournalUnreadable => true, // when its file can be read
             SendErrorKind::OtherCredentials => true,  // with its earlier credentials
             SendErrorKind::TurnedAway => true,        // with other credentials, or another way there
-            SendErrorKind::AnswerTooLarge => true,    // with a higher limit
+            SendErrorKind::ResponseTooLarge => true,  // with a higher limit
             SendErrorKind::Body => true,              // with the body from its beginning
             SendErrorKind::Unknown
             | SendErrorKind::KeyLifetime
@@ -215,7 +215,7 @@ impl fmt::Display for SendError {
             SendErrorKind::ComeBackLater => "the Retry-After of the service is longer than the policy allows",
             SendErrorKind::Body => "no definite answer, and the body cannot be sent again",
             SendErrorKind::KeyLifetime => "no definite answer, and the service may have forgotten the key",
-            SendErrorKind::AnswerTooLarge => "the answer is larger than the policy allows",
+            SendErrorKind::ResponseTooLarge => "the answer is larger than the policy allows",
             SendErrorKind::Unsendable => "the request cannot be sent",
             SendErrorKind::Journal => "the journal could not store the intent, so it was not sent",
             SendErrorKind::InFlight => "another process or task is sending it now",
@@ -254,9 +254,9 @@ impl fmt::Debug for SendError {
     }
 }
 
-impl fmt::Debug for Answer {
+impl fmt::Debug for DefiniteResponse {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Answer")
+        f.debug_struct("DefiniteResponse")
             .field("status", &self.response.status())
             .field("verdict", &self.verdict)
             .field("attempts", &self.attempts)

@@ -222,7 +222,7 @@ impl RequestRunner {
         };
         let (head, body) = response.into_parts();
         let after = retry_after(&head.headers, self.wall());
-        let body = match ReceivedBody::read(body, self.policy.max_answer_bytes).await {
+        let body = match ReceivedBody::read(body, self.policy.max_response_bytes).await {
             Ok(body) => body,
             // A status with an incomplete body is not an answer. The same key gets it whole.
             Err(error) => {

@@ -4,9 +4,9 @@ use std::fmt;
 
 use http::{HeaderMap, StatusCode};
 
-use crate::answers::Signal;
 use crate::hint;
 use crate::policy::ServerErrorPolicy;
+use crate::signals::Signal;
 
 /// The meaning of a definite answer. Only [`TurnedAway`](Self::TurnedAway) can change when the same request is sent again
 /// under the same key.
@@ -26,7 +26,7 @@ pub enum Verdict {
     /// The service failed, and keeps this answer. It does not tell what took effect before the failure.
     Failed,
     /// The request was processed, and its answer cannot be replayed: `replay-unavailable`.
-    Processed,
+    Unreplayable,
 }
 
 /// Advice to the caller after a refusal.
@@ -48,7 +48,7 @@ impl fmt::Display for Verdict {
             Self::Refused(_) => "refused",
             Self::TurnedAway => "turned away",
             Self::Failed => "failed",
-            Self::Processed => "processed",
+            Self::Unreplayable => "unreplayable",
         })
     }
 }
@@ -166,7 +166,7 @@ fn read(asked: AttemptContext, status: StatusCode, headers: &HeaderMap, body: &[
         Some(Err(_)) if hint.signal == Some(Signal::ScopeUnavailable) => return Before(Verdict::TurnedAway),
         Some(Err(Advice::Stop)) => {
             return match hint.signal {
-                Some(Signal::ReplayUnavailable) => Plain(Definite(Verdict::Processed)),
+                Some(Signal::ReplayUnavailable) => Plain(Definite(Verdict::Unreplayable)),
                 Some(Signal::OutcomeUnknown) => Plain(Meaning::Unknown),
                 _ if code >= 500 => Plain(Meaning::Unknown),
                 // The service asks not to retry.
@@ -179,7 +179,7 @@ fn read(asked: AttemptContext, status: StatusCode, headers: &HeaderMap, body: &[
     }
     match hint.signal {
         Some(Signal::InProgress | Signal::Again) if keyed => return Plain(Again(doubt)),
-        Some(Signal::ReplayUnavailable) if keyed => return Plain(Definite(Verdict::Processed)),
+        Some(Signal::ReplayUnavailable) if keyed => return Plain(Definite(Verdict::Unreplayable)),
         Some(Signal::KeyReused) if keyed && code < 500 => return Before(Verdict::Refused(Advice::NewKey)),
         Some(Signal::ScopeUnavailable) if keyed && code < 500 => return Before(Verdict::TurnedAway),
         Some(Signal::OutcomeUnknown) => return Plain(Meaning::Unknown),
@@ -225,7 +225,7 @@ mod tests {
     use Doubt::InProgress;
     use Meaning::{Again, Contested, Definite, Unknown};
     use Protection::{Keyed, Once, Repeatable, Safe};
-    use Verdict::{Done, Failed, Processed, Refused, TurnedAway};
+    use Verdict::{Done, Failed, Refused, TurnedAway, Unreplayable};
 
     const STANDINGS: [Protection; 4] = [Keyed, Safe, Repeatable, Once];
     const POLICIES: [ServerErrorPolicy; 3] =
@@ -409,7 +409,7 @@ mod tests {
             ("request-in-progress", 409, "same-key", Again(InProgress)),
             ("request-in-progress", 504, "same-key", Again(InProgress)),
             ("request-in-progress", 429, "same-key", Again(InProgress)),
-            ("replay-unavailable", 422, "stop", Definite(Processed)),
+            ("replay-unavailable", 422, "stop", Definite(Unreplayable)),
             ("outcome-unknown", 500, "stop", Unknown),
             ("outcome-unknown", 504, "stop", Unknown),
             ("record-corrupt", 500, "stop", Unknown),
@@ -505,7 +505,7 @@ mod tests {
             (
                 400,
                 r#"{"error":{"type":"idempotency_error","code":"idempotency_replay_unavailable"}}"#,
-                Definite(Processed),
+                Definite(Unreplayable),
             ),
             (500, r#"{"type":"outcome-unknown"}"#, Unknown),
         ];

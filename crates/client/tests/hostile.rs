@@ -506,7 +506,7 @@ async fn an_answer_beyond_the_limit_streams_through_the_middleware_whole() {
     let body = long.clone();
     let service = Hostile::new(move |_, _| answer(200, "", &body)).await;
     let client = reqwest::Client::builder().no_proxy().build().unwrap();
-    let policy = quick().with_max_answer_bytes(10).with_server_errors(ServerErrorPolicy::Final);
+    let policy = quick().with_max_response_bytes(10).with_server_errors(ServerErrorPolicy::Final);
     let middleware = IntentMiddleware::new().with_policy(policy);
     let client = reqwest_middleware::ClientBuilder::new(client).with(middleware).build();
     let response = client.post(service.url("/")).header("idempotency-key", "k").send().await.unwrap();

@@ -8,9 +8,9 @@ use bytes::Bytes;
 use http::{HeaderMap, Method, Request, Response};
 use http_body_util::Full;
 use oncegate_client::{
-    Advice, Answer, Api, AttemptFailure, AttemptFailureKind, BoxError, Client, IdempotencyKey, Intent,
-    Jitter, Journal, JournalEntry, JournalFuture, JournalOpenError, JournaledIntent, Random, RetryBudget,
-    RetryPolicy, SendError, SendErrorKind, ServerErrorPolicy, Transport, Verdict,
+    Advice, Api, AttemptFailure, AttemptFailureKind, BoxError, Client, DefiniteResponse, IdempotencyKey,
+    Intent, Jitter, Journal, JournalEntry, JournalFuture, JournalOpenError, JournaledIntent, Random,
+    RetryBudget, RetryPolicy, SendError, SendErrorKind, ServerErrorPolicy, Transport, Verdict,
 };
 use oncegate_core::Timestamp;
 use oncegate_testkit::TokioClock;
@@ -124,7 +124,7 @@ async fn open(service: &Service, policy: RetryPolicy, intent: &Intent) -> SendEr
     client(service, policy).send(intent).await.expect_err("no definite answer")
 }
 
-async fn answer(service: &Service, policy: RetryPolicy, intent: &Intent) -> Answer {
+async fn answer(service: &Service, policy: RetryPolicy, intent: &Intent) -> DefiniteResponse {
     client(service, policy).send(intent).await.expect("a definite answer")
 }
 
@@ -552,11 +552,11 @@ async fn nothing_is_sent_again_under_a_key_that_may_be_forgotten() {
 async fn an_answer_beyond_the_limit_is_reported_with_its_head() {
     let service = Service::new([Act::Answers(201, Vec::new(), "0123456789")]);
     assert_eq!(
-        answer(&service, policy().with_max_answer_bytes(10), &pay()).await.response.body(),
+        answer(&service, policy().with_max_response_bytes(10), &pay()).await.response.body(),
         "0123456789"
     );
-    let open = open(&service, policy().with_max_answer_bytes(9), &pay()).await;
-    assert_eq!(open.kind(), SendErrorKind::AnswerTooLarge);
+    let open = open(&service, policy().with_max_response_bytes(9), &pay()).await;
+    assert_eq!(open.kind(), SendErrorKind::ResponseTooLarge);
     assert_eq!(open.response().unwrap().status(), 201);
     assert!(open.may_have_taken_effect() && open.is_resumable());
 }
@@ -584,7 +584,7 @@ impl Journal for Pages {
 }
 
 impl JournalEntry for Page {
-    fn close<'a>(self: Box<Self>, answer: &'a Answer) -> JournalFuture<'a, Result<(), BoxError>> {
+    fn close<'a>(self: Box<Self>, answer: &'a DefiniteResponse) -> JournalFuture<'a, Result<(), BoxError>> {
         let line = format!("close {} {}", self.1, answer.verdict);
         self.0.0.lock().unwrap().push(line);
         Box::pin(async { Ok(()) })

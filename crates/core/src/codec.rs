@@ -28,7 +28,7 @@ use minicbor::{Decoder, Encoder};
 use crate::clock::Timestamp;
 use crate::fingerprint::Fingerprint;
 use crate::id::{AttemptId, CallerTag, FencingToken, KeyTag, RecordId};
-use crate::record::{Answer, Label, Record, State};
+use crate::record::{Label, Record, RecordedResponse, State};
 use crate::response::StoredResponse;
 use crate::step::{Step, Steps};
 
@@ -56,7 +56,7 @@ pub enum CodecError {
 #[must_use]
 pub fn encode(id: &RecordId, record: &Record) -> Vec<u8> {
     let response_len = match &record.state {
-        State::Completed(Answer::Replayable(response)) => response.as_encoded().len(),
+        State::Completed(RecordedResponse::Replayable(response)) => response.as_encoded().len(),
         _ => 0,
     };
     let mut bytes = Vec::with_capacity(160 + record.label.operation().len() + response_len);
@@ -103,7 +103,7 @@ fn encode_map(to: &mut Encoder<&mut Vec<u8>>, record: &Record) -> Result<(), cor
 fn try_encode_map(to: &mut Encoder<&mut Vec<u8>>, record: &Record) -> Result<(), Infallible> {
     let extra = match &record.state {
         State::InProgress { .. } => 3,
-        State::Completed(Answer::Replayable(_)) => 1,
+        State::Completed(RecordedResponse::Replayable(_)) => 1,
         _ => 0,
     };
     let optional = [!record.steps.is_empty(), record.label.key().is_some(), record.by_operator];
@@ -115,9 +115,9 @@ fn try_encode_map(to: &mut Encoder<&mut Vec<u8>>, record: &Record) -> Result<(),
     to.u8(4)?.u8(match &record.state {
         State::InProgress { .. } => 0,
         State::Unknown => 1,
-        State::Completed(Answer::Replayable(_)) => 2,
-        State::Completed(Answer::Awaited) => 3,
-        State::Completed(Answer::Tombstone) => 4,
+        State::Completed(RecordedResponse::Replayable(_)) => 2,
+        State::Completed(RecordedResponse::Awaited) => 3,
+        State::Completed(RecordedResponse::Tombstone) => 4,
         State::Released => 5,
     })?;
     to.u8(5)?.u64(record.created_at.as_millis())?;
@@ -131,7 +131,7 @@ fn try_encode_map(to: &mut Encoder<&mut Vec<u8>>, record: &Record) -> Result<(),
             to.u8(11)?.u64(lease_until.as_millis())?;
             to.u8(12)?.bool(*after_abandoned)?;
         }
-        State::Completed(Answer::Replayable(response)) => {
+        State::Completed(RecordedResponse::Replayable(response)) => {
             to.u8(13)?.bytes(response.as_encoded())?;
         }
         _ => {}
@@ -212,11 +212,11 @@ fn decode_map(map: &[u8]) -> Option<Record> {
             after_abandoned: parts.after_abandoned?,
         },
         1 => State::Unknown,
-        2 => State::Completed(Answer::Replayable(StoredResponse::decode(Bytes::copy_from_slice(
+        2 => State::Completed(RecordedResponse::Replayable(StoredResponse::decode(Bytes::copy_from_slice(
             parts.response?,
         ))?)),
-        3 => State::Completed(Answer::Awaited),
-        4 => State::Completed(Answer::Tombstone),
+        3 => State::Completed(RecordedResponse::Awaited),
+        4 => State::Completed(RecordedResponse::Tombstone),
         5 => State::Released,
         _ => return None,
     };
@@ -278,9 +278,9 @@ mod tests {
         [
             in_progress,
             State::Unknown,
-            State::Completed(Answer::Replayable(response)),
-            State::Completed(Answer::Awaited),
-            State::Completed(Answer::Tombstone),
+            State::Completed(RecordedResponse::Replayable(response)),
+            State::Completed(RecordedResponse::Awaited),
+            State::Completed(RecordedResponse::Tombstone),
             State::Released,
         ]
         .map(|state| Record {

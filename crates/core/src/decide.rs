@@ -31,7 +31,7 @@
 //! 2. A fingerprint that differs gives [`Outcome::Mismatch`] in every state, and changes nothing. One exception: a released
 //!    key is free for any request, unless its attempts recorded steps. Those belong to their request.
 //! 3. A completed record never changes before it expires, with two exceptions: the response that its own owner may add once
-//!    ([`Answer::Awaited`]), and the resolution of an operator, which an operator may replace or park.
+//!    ([`RecordedResponse::Awaited`]), and the resolution of an operator, which an operator may replace or park.
 //! 4. A command that is sent again because its answer was lost gets the same answer.
 //! 5. A record past its retention is absent, even if it was not purged yet.
 //! 6. Only the owner adds steps, one after the other, and no step ever changes. They outlive their attempt and end with the
@@ -44,7 +44,7 @@ use crate::clock::Timestamp;
 use crate::fingerprint::Fingerprint;
 use crate::id::{AttemptId, FencingToken};
 use crate::limits;
-use crate::record::{Answer, Label, Record, State, StateName};
+use crate::record::{Label, Record, RecordedResponse, State, StateName};
 use crate::response::StoredResponse;
 use crate::step::{Step, Steps};
 
@@ -325,8 +325,12 @@ fn decide_claim(
             OnAbandoned::Reexecute | OnAbandoned::Reconcile => execute(live, last_token, claim, now, true),
         },
         State::Unknown => Decision::keep(Outcome::Unknown),
-        State::Completed(Answer::Replayable(response)) => Decision::keep(Outcome::Replay(response.clone())),
-        State::Completed(Answer::Awaited | Answer::Tombstone) => Decision::keep(Outcome::Unreplayable),
+        State::Completed(RecordedResponse::Replayable(response)) => {
+            Decision::keep(Outcome::Replay(response.clone()))
+        }
+        State::Completed(RecordedResponse::Awaited | RecordedResponse::Tombstone) => {
+            Decision::keep(Outcome::Unreplayable)
+        }
     }
 }
 
@@ -443,16 +447,19 @@ fn decide_complete(live: Option<&Record>, complete: &Complete, now: Timestamp) -
         return Decision::keep(Outcome::Fenced); // rule 1
     };
     let state = match &complete.completion {
-        Completion::Replayable(response) => State::Completed(Answer::Replayable(response.clone())),
-        Completion::Awaited => State::Completed(Answer::Awaited),
-        Completion::Tombstone => State::Completed(Answer::Tombstone),
+        Completion::Replayable(response) => State::Completed(RecordedResponse::Replayable(response.clone())),
+        Completion::Awaited => State::Completed(RecordedResponse::Awaited),
+        Completion::Tombstone => State::Completed(RecordedResponse::Tombstone),
         Completion::Unknown => State::Unknown,
     };
     match (&record.state, &state) {
         // An unknown outcome became known after all: the owner of the current token reports it.
         (State::InProgress { .. }, _) | (State::Unknown, State::Completed(_)) => {}
         // The owner adds the response that its own transaction left out (rule 3).
-        (State::Completed(Answer::Awaited), State::Completed(Answer::Replayable(_) | Answer::Tombstone)) => {}
+        (
+            State::Completed(RecordedResponse::Awaited),
+            State::Completed(RecordedResponse::Replayable(_) | RecordedResponse::Tombstone),
+        ) => {}
         (before, after) if before == after => return Decision::keep(Outcome::Completed), // rule 4
         _ => return Decision::keep(Outcome::Fenced),
     }
@@ -487,7 +494,9 @@ fn decide_resolve(live: Option<&Record>, resolve: &Resolve, now: Timestamp) -> D
     let record = match &resolve.resolution {
         // The steps stay: this resolution may be taken back, and then the next attempt must not begin at the first step.
         Resolution::Complete(response) => Record {
-            state: State::Completed(response.clone().map_or(Answer::Tombstone, Answer::Replayable)),
+            state: State::Completed(
+                response.clone().map_or(RecordedResponse::Tombstone, RecordedResponse::Replayable),
+            ),
             changed_at: now,
             expires_at: now.after(resolve.retention),
             ..record.clone()

@@ -75,7 +75,7 @@ pub use id::{
 pub use listener::{ChangeListener, ChangeSource, SessionEnd, listen};
 pub use map::{RecordHashState, RecordHasher, RecordMap, Sharded};
 pub use memory::MemoryStore;
-pub use record::{Answer, Label, Record, State, StateName, StateSet};
+pub use record::{Label, Record, RecordedResponse, State, StateName, StateSet};
 pub use response::{ResponseError, StoredResponse};
 pub use server_clock::ServerClock;
 pub use step::{Step, StepLimitError, Steps};

@@ -11,7 +11,7 @@ use crate::decide::{Command, Decision, Outcome, Write, decide};
 use crate::id::RecordId;
 use crate::limits;
 use crate::map::{RecordMap, Sharded, lock};
-use crate::record::{Answer, Record, State};
+use crate::record::{Record, RecordedResponse, State};
 use crate::store::{
     Advisory, AuditEntry, Capabilities, Durability, Extent, Fencing, ListPage, ListQuery, Store, StoreError,
     StoreFuture,
@@ -298,7 +298,7 @@ impl Capacity {
 fn bytes_of(record: &Record) -> u64 {
     const TABLES: usize = 256;
     let answer = match &record.state {
-        State::Completed(Answer::Replayable(response)) => response.as_encoded().len(),
+        State::Completed(RecordedResponse::Replayable(response)) => response.as_encoded().len(),
         _ => 0,
     };
     (size_of::<Record>() + TABLES + answer + record.steps.size()) as u64

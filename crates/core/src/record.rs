@@ -55,7 +55,7 @@ pub enum State {
     /// It is unknown whether the effect took place, and an operator has to resolve the record.
     Unknown,
     /// The operation took place, with this answer.
-    Completed(Answer),
+    Completed(RecordedResponse),
     /// The key is free again. The record stays so that its token continues to grow.
     Released,
 }
@@ -63,7 +63,7 @@ pub enum State {
 /// The answer of a completed record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Answer {
+pub enum RecordedResponse {
     /// The response to replay.
     Replayable(StoredResponse),
     /// Completed inside a transaction of the owner, without the response. The same owner may add the response once.
@@ -221,8 +221,8 @@ impl Record {
             State::InProgress { lease_until, .. } if now >= *lease_until => StateName::Abandoned,
             State::InProgress { .. } => StateName::InProgress,
             State::Unknown => StateName::Unknown,
-            State::Completed(Answer::Replayable(_)) => StateName::Completed,
-            State::Completed(Answer::Awaited | Answer::Tombstone) => StateName::Tombstone,
+            State::Completed(RecordedResponse::Replayable(_)) => StateName::Completed,
+            State::Completed(RecordedResponse::Awaited | RecordedResponse::Tombstone) => StateName::Tombstone,
             State::Released => StateName::Released,
         }
     }

@@ -44,8 +44,8 @@ pub trait Store: Send + Sync + 'static {
     /// As for [`Store::apply`]. A record that cannot be read is not an error: the page lists it as unreadable.
     fn list(&self, query: ListQuery) -> StoreFuture<'_, ListPage>;
 
-    /// Removes at most `limit` records whose retention is over, without reading the others, and returns how many. The number
-    /// is smaller than `limit` if there are no more for now, and zero if the store removes such records by itself.
+    /// Removes at most `limit` records whose retention is over, without reading the others, and returns how many. A
+    /// number below `limit` means that no more are due now. A store that removes such records by itself returns zero.
     ///
     /// # Errors
     /// As for [`Store::apply`].

@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use oncegate_core::{
-    Answer, Command, Complete, Completion, Outcome, State, Store as _, StoreErrorKind, StoredResponse,
+    Command, Complete, Completion, Outcome, RecordedResponse, State, Store as _, StoreErrorKind,
+    StoredResponse,
 };
 use oncegate_embedded::{EmbeddedOpenError, EmbeddedOptions, EmbeddedStore};
 use oncegate_testkit::{block_on, record_id as id};
@@ -154,7 +155,7 @@ fn a_killed_process_loses_nothing_that_it_acknowledged() {
             assert_eq!(record.token.get(), *token, "record {n}");
             match record.state {
                 // The child may have been killed before it could print the completion.
-                State::Completed(Answer::Replayable(found)) => assert_eq!(found, response(*n)),
+                State::Completed(RecordedResponse::Replayable(found)) => assert_eq!(found, response(*n)),
                 State::InProgress { .. } => assert!(!completed, "the completion of record {n} is lost"),
                 other => panic!("record {n} is {other:?}"),
             }

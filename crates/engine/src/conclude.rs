@@ -6,7 +6,7 @@
 //! the store compares the token and the state with each write.
 
 use oncegate_core::{
-    Answer, Command, Complete, Completion, ErrorChain, Outcome, Record, Release, State, StoreError,
+    Command, Complete, Completion, ErrorChain, Outcome, Record, RecordedResponse, Release, State, StoreError,
     StoredResponse,
 };
 use tokio::time::{Duration, Instant};
@@ -20,28 +20,28 @@ use crate::single_flight::SharedOutcome;
 #[non_exhaustive]
 pub enum OperationReport {
     /// A response that decides: it will be replayed, or it cannot be ([`Completion::Tombstone`]).
-    Answer {
+    Response {
         /// The completion for the record, unless the operation's own transaction has already stored a response.
         completion: Completion,
         /// True if the response reports a success. Then the operation's own transaction should have completed the record.
         success: bool,
     },
     /// No response, or one that decides nothing (a server error). Only the record shows if the effect took place.
-    NoAnswer,
+    NoResponse,
 }
 
 impl OperationReport {
     /// The report of a response that decides.
     #[must_use]
-    pub const fn answer(completion: Completion, success: bool) -> Self {
-        Self::Answer { completion, success }
+    pub const fn response(completion: Completion, success: bool) -> Self {
+        Self::Response { completion, success }
     }
 }
 
-/// The outcome of [`Permit::conclude`].
+/// The outcome of [`Permit::report`].
 #[derive(Debug)]
 #[non_exhaustive]
-pub enum ConcludeOutcome {
+pub enum ReportOutcome {
     /// The record has the response.
     Stored,
     /// The operation's own transaction stored this response in the record. All callers get it.
@@ -49,7 +49,7 @@ pub enum ConcludeOutcome {
     /// The operation took place, and the record has no response to replay.
     Unreplayable,
     /// The operation took place, and the record has no response yet. The next claim may find it out, because the policy
-    /// [asks for answers](crate::Policy::with_answer_recovery).
+    /// [asks for answers](crate::Policy::with_response_recovery).
     Awaited,
     /// The operation did not take place, and no longer can. The key is free.
     Released,
@@ -61,15 +61,15 @@ pub enum ConcludeOutcome {
 }
 
 /// The outcome of one try, and an additional event.
-type Conclusion = (ConcludeOutcome, Option<EventKind>);
+type Conclusion = (ReportOutcome, Option<EventKind>);
 
 impl Permit {
     /// Ends the attempt of an operation that completes its record itself. Returns when the store has made all writes durable,
     /// or has failed.
-    pub async fn conclude(mut self, report: OperationReport) -> ConcludeOutcome {
+    pub async fn report(mut self, report: OperationReport) -> ReportOutcome {
         match self.0.take() {
             Some(held) => held.conclude(report).await,
-            None => ConcludeOutcome::Fenced,
+            None => ReportOutcome::Fenced,
         }
     }
 }
@@ -82,14 +82,14 @@ pub(crate) const COMPLETION_MISSING_INTERVAL: Duration = Duration::from_secs(10)
 const MAX_TURNS: usize = 3;
 
 impl HeldPermit {
-    async fn conclude(self, report: OperationReport) -> ConcludeOutcome {
+    async fn conclude(self, report: OperationReport) -> ReportOutcome {
         self.emit(EventKind::Executed);
         match self.try_conclude(&report).await {
             Ok(tried) => self.concluded(report, tried),
             Err(error) => {
                 self.emit(EventKind::SettlementDeferred(error.kind()));
                 self.conclude_later(report);
-                ConcludeOutcome::Deferred(error)
+                ReportOutcome::Deferred(error)
             }
         }
     }
@@ -100,10 +100,10 @@ impl HeldPermit {
         for _ in 0..MAX_TURNS {
             let record = self.inner.store.lookup(id).await?;
             let Some(record) = record.filter(|record| record.token == token) else { break };
-            let asks = self.attempt.0.policy.asks_for_answers;
+            let asks = self.attempt.0.policy.recovers_responses;
             let (command, note) = match next(record, report) {
-                NextWrite::Nothing((ConcludeOutcome::Awaited, note)) if !asks => {
-                    return Ok((ConcludeOutcome::Unreplayable, note));
+                NextWrite::Nothing((ReportOutcome::Awaited, note)) if !asks => {
+                    return Ok((ReportOutcome::Unreplayable, note));
                 }
                 NextWrite::Nothing(tried) => return Ok(tried),
                 NextWrite::Complete(completion, note) => {
@@ -116,8 +116,8 @@ impl HeldPermit {
                 }
             };
             match self.inner.store.apply(id, command).await? {
-                Outcome::Completed => return Ok((ConcludeOutcome::Stored, note)),
-                Outcome::Released => return Ok((ConcludeOutcome::Released, None)),
+                Outcome::Completed => return Ok((ReportOutcome::Stored, note)),
+                Outcome::Released => return Ok((ReportOutcome::Released, None)),
                 // The transaction committed in between, or another attempt took over: read again.
                 Outcome::Fenced => {}
                 other => {
@@ -126,31 +126,31 @@ impl HeldPermit {
                 }
             }
         }
-        Ok((ConcludeOutcome::Fenced, None))
+        Ok((ReportOutcome::Fenced, None))
     }
 
-    fn concluded(mut self, report: OperationReport, (concluded, note): Conclusion) -> ConcludeOutcome {
+    fn concluded(mut self, report: OperationReport, (concluded, note): Conclusion) -> ReportOutcome {
         let (event, shared) = match (&concluded, report) {
-            (ConcludeOutcome::Fenced | ConcludeOutcome::Deferred(_), report) => {
+            (ReportOutcome::Fenced | ReportOutcome::Deferred(_), report) => {
                 // A service whose transaction could not commit reports no success.
-                if matches!(report, OperationReport::Answer { success: true, .. }) {
+                if matches!(report, OperationReport::Response { success: true, .. }) {
                     self.attempt.log_fenced();
                 }
                 self.fenced();
                 return concluded;
             }
-            (ConcludeOutcome::Recorded(response), _) => {
+            (ReportOutcome::Recorded(response), _) => {
                 (EventKind::Completed, SharedOutcome::Replay(response.clone()))
             }
             (
-                ConcludeOutcome::Stored,
-                OperationReport::Answer { completion: Completion::Replayable(response), .. },
+                ReportOutcome::Stored,
+                OperationReport::Response { completion: Completion::Replayable(response), .. },
             ) => (EventKind::Completed, SharedOutcome::Replay(response)),
-            (ConcludeOutcome::Awaited, _) => (EventKind::Tombstoned, SharedOutcome::AskAgain),
-            (ConcludeOutcome::Stored | ConcludeOutcome::Unreplayable, _) => {
+            (ReportOutcome::Awaited, _) => (EventKind::Tombstoned, SharedOutcome::AskAgain),
+            (ReportOutcome::Stored | ReportOutcome::Unreplayable, _) => {
                 (EventKind::Tombstoned, SharedOutcome::Unreplayable)
             }
-            (ConcludeOutcome::Released, _) => (EventKind::Released, SharedOutcome::AskAgain),
+            (ReportOutcome::Released, _) => (EventKind::Released, SharedOutcome::AskAgain),
         };
         self.inner.renewer.stop(&self.attempt);
         if let Some(note) = note {
@@ -168,7 +168,7 @@ impl HeldPermit {
             }
         }
         self.emit(event);
-        if matches!(concluded, ConcludeOutcome::Released) {
+        if matches!(concluded, ReportOutcome::Released) {
             self.retract_late_claim();
         }
         self.leader.finish(shared);
@@ -180,7 +180,7 @@ impl HeldPermit {
     fn conclude_later(self, report: OperationReport) {
         self.inner.renewer.stop(&self.attempt);
         let held = match &report {
-            OperationReport::Answer { completion: Completion::Replayable(response), .. } => {
+            OperationReport::Response { completion: Completion::Replayable(response), .. } => {
                 match self.inner.hold_response(response) {
                     Some(held) => Some(held),
                     // The record shows if the operation took place, and the next claim reads it.
@@ -221,38 +221,43 @@ enum NextWrite<'a> {
 fn next(record: Record, report: &OperationReport) -> NextWrite<'_> {
     let upstream = Some(EventKind::CompletedUpstream);
     match (record.state, report) {
-        (State::Completed(Answer::Replayable(own)), OperationReport::Answer { completion, .. }) => {
+        (
+            State::Completed(RecordedResponse::Replayable(own)),
+            OperationReport::Response { completion, .. },
+        ) => {
             match completion {
                 // Perhaps an earlier try stored it, and its answer was lost.
                 Completion::Replayable(response) if *response == own => {
-                    NextWrite::Nothing((ConcludeOutcome::Stored, upstream))
+                    NextWrite::Nothing((ReportOutcome::Stored, upstream))
                 }
                 Completion::Replayable(response) if !is_same(response, &own) => {
-                    NextWrite::Nothing((ConcludeOutcome::Recorded(own), Some(EventKind::AnswerDiffers)))
+                    NextWrite::Nothing((ReportOutcome::Recorded(own), Some(EventKind::ResponseDiffers)))
                 }
-                _ => NextWrite::Nothing((ConcludeOutcome::Recorded(own), upstream)),
+                _ => NextWrite::Nothing((ReportOutcome::Recorded(own), upstream)),
             }
         }
-        (State::Completed(Answer::Replayable(own)), OperationReport::NoAnswer) => {
-            NextWrite::Nothing((ConcludeOutcome::Recorded(own), upstream))
+        (State::Completed(RecordedResponse::Replayable(own)), OperationReport::NoResponse) => {
+            NextWrite::Nothing((ReportOutcome::Recorded(own), upstream))
         }
-        (State::Completed(Answer::Awaited), OperationReport::Answer { completion, .. }) => match completion {
-            Completion::Replayable(_) => NextWrite::Complete(completion, Some(EventKind::AnswerAdded)),
-            _ => NextWrite::Complete(completion, upstream),
-        },
-        (State::Completed(Answer::Awaited), OperationReport::NoAnswer) => {
-            NextWrite::Nothing((ConcludeOutcome::Awaited, upstream))
+        (State::Completed(RecordedResponse::Awaited), OperationReport::Response { completion, .. }) => {
+            match completion {
+                Completion::Replayable(_) => NextWrite::Complete(completion, Some(EventKind::ResponseAdded)),
+                _ => NextWrite::Complete(completion, upstream),
+            }
         }
-        (State::Completed(_), _) => NextWrite::Nothing((ConcludeOutcome::Unreplayable, upstream)),
+        (State::Completed(RecordedResponse::Awaited), OperationReport::NoResponse) => {
+            NextWrite::Nothing((ReportOutcome::Awaited, upstream))
+        }
+        (State::Completed(_), _) => NextWrite::Nothing((ReportOutcome::Unreplayable, upstream)),
         // An earlier try released it and its answer was lost, or an operator released it and so fenced the attempt.
-        (State::Released, OperationReport::NoAnswer) => NextWrite::Nothing((ConcludeOutcome::Released, None)),
-        (State::Released, OperationReport::Answer { .. }) => {
-            NextWrite::Nothing((ConcludeOutcome::Fenced, None))
+        (State::Released, OperationReport::NoResponse) => NextWrite::Nothing((ReportOutcome::Released, None)),
+        (State::Released, OperationReport::Response { .. }) => {
+            NextWrite::Nothing((ReportOutcome::Fenced, None))
         }
-        (_, OperationReport::Answer { completion, success }) => {
+        (_, OperationReport::Response { completion, success }) => {
             NextWrite::Complete(completion, success.then_some(EventKind::CompletionMissing))
         }
-        (_, OperationReport::NoAnswer) => NextWrite::Release,
+        (_, OperationReport::NoResponse) => NextWrite::Release,
     }
 }
 

@@ -20,7 +20,6 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use crate::answer::AnswerPermit;
 use crate::attempt::{Attempt, Permit, UnstoredEnd};
 use crate::conclude::COMPLETION_MISSING_INTERVAL;
 use crate::event::{Event, EventKind, Observer};
@@ -30,6 +29,7 @@ use crate::log_throttle::LogThrottle;
 use crate::pending::Pending;
 use crate::policy::Policy;
 use crate::renewal::LeaseRenewer;
+use crate::response::ResponsePermit;
 use crate::retract::{DoubtfulClaim, LATE, VERY_LATE};
 use crate::single_flight::{Flight, Flights, JoinOutcome, Leader, Owner, Phase, SharedOutcome};
 use crate::unknown::UnknownOutcomes;
@@ -103,11 +103,11 @@ pub enum ClaimOutcome {
     /// Completed before, but the response cannot be replayed.
     Unreplayable,
     /// Completed before by the operation's own transaction, without the response. The caller may add it. Only under a policy
-    /// that [asks for answers](Policy::with_answer_recovery).
-    AddAnswer(AnswerPermit),
-    /// As `AddAnswer`, but another claim of this process could not find out the response, or the store could not be read. Ask
+    /// that [asks for answers](Policy::with_response_recovery).
+    AddResponse(ResponsePermit),
+    /// As `AddResponse`, but another claim of this process could not find out the response, or the store could not be read. Ask
     /// again later.
-    AnswerAwaited,
+    ResponseAwaited,
 }
 
 /// The builder of an [`Engine`].
@@ -208,7 +208,7 @@ impl Engine {
 
     /// The scope within the service of this engine.
     #[must_use]
-    pub fn in_service<'a>(&self, scope: Scope<'a>) -> Scope<'a> {
+    pub fn service_scope<'a>(&self, scope: Scope<'a>) -> Scope<'a> {
         match &self.inner.service {
             Some(service) => scope.with_service(service),
             None => scope,
@@ -418,7 +418,7 @@ impl Inner {
             Phase::Finished(_) if !same => return None,
             Phase::Finished(SharedOutcome::Replay(response)) => ClaimOutcome::Replay(response),
             Phase::Finished(SharedOutcome::Unreplayable) => ClaimOutcome::Unreplayable,
-            Phase::Finished(SharedOutcome::AnswerAwaited) => ClaimOutcome::AnswerAwaited,
+            Phase::Finished(SharedOutcome::ResponseAwaited) => ClaimOutcome::ResponseAwaited,
             Phase::Finished(SharedOutcome::Unknown) => ClaimOutcome::Unknown,
             Phase::Finished(SharedOutcome::InProgress(elsewhere)) => elsewhere.outcome(),
             Phase::Finished(SharedOutcome::Failed(failure)) => return Some(Err(failure.into())),
@@ -445,7 +445,7 @@ impl Inner {
             Ok(ClaimOutcome::InProgress { .. }) => (None, EventKind::InProgress),
             Ok(ClaimOutcome::Mismatch) => (None, EventKind::Mismatch),
             Ok(ClaimOutcome::Unknown) => (None, EventKind::Unknown),
-            Ok(ClaimOutcome::Unreplayable | ClaimOutcome::AddAnswer(_) | ClaimOutcome::AnswerAwaited) => {
+            Ok(ClaimOutcome::Unreplayable | ClaimOutcome::AddResponse(_) | ClaimOutcome::ResponseAwaited) => {
                 (None, EventKind::Unreplayable)
             }
             Err(error) => (None, EventKind::ClaimFailed(error.kind())),

@@ -80,10 +80,10 @@ pub enum EventKind {
     CompletedUpstream,
     /// The operation's own transaction had completed the record without a response, and the response was added. In addition to
     /// the end of the attempt, or later by a claim that found the response out.
-    AnswerAdded,
+    ResponseAdded,
     /// The operation gave another response than the record has. In addition to the end of the attempt, or later when the
     /// service was asked.
-    AnswerDiffers,
+    ResponseDiffers,
     /// The operation reported a success, but its own transaction had not completed the record. After a crash before the
     /// response was stored, it would have run again. In addition to the end of the attempt.
     CompletionMissing,

@@ -107,7 +107,7 @@ enum LeadState {
     Ask,
     Granted(Attempt),
     Wait(RemoteOwner, Duration),
-    FindAnswer,
+    FindResponse,
     Finish(SharedOutcome, Result<ClaimOutcome, StoreError>),
     /// Returns without an outcome for the followers: they ask the store themselves.
     Leave(ClaimOutcome),
@@ -163,9 +163,9 @@ impl Inner {
                         LeadState::Ask
                     }
                 },
-                LeadState::FindAnswer => {
+                LeadState::FindResponse => {
                     let LeadingClaim { inner, leader, request, number, .. } = claim;
-                    return inner.look_for_answer(leader, &request, number).await;
+                    return inner.find_response(leader, &request, number).await;
                 }
                 LeadState::Finish(shared, result) => {
                     claim.leader.finish(shared);
@@ -278,7 +278,7 @@ impl LeadingClaim {
                 self.inner.log_found_unknown(self.request.id);
                 LeadState::Finish(SharedOutcome::Unknown, Ok(ClaimOutcome::Unknown))
             }
-            Outcome::Unreplayable if self.request.policy.asks_for_answers => LeadState::FindAnswer,
+            Outcome::Unreplayable if self.request.policy.recovers_responses => LeadState::FindResponse,
             Outcome::Unreplayable => {
                 LeadState::Finish(SharedOutcome::Unreplayable, Ok(ClaimOutcome::Unreplayable))
             }

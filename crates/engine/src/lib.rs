@@ -16,8 +16,8 @@
 //! 5. A permit that is dropped leaves its record in progress until the lease ends.
 //! 6. With a [`Breaker`], commands to an unreachable store fail in microseconds instead of after a time-out, and deferred work
 //!    continues a quarter of a second after the store is back.
-//! 7. If the operation completes its record in its own transaction, [`Permit::conclude`] reads the committed record and adds
-//!    the response if it is missing. If all processes died before that, a later claim may get an [`AnswerPermit`] to add it.
+//! 7. If the operation completes its record in its own transaction, [`Permit::report`] reads the committed record and adds
+//!    the response if it is missing. If all processes died before that, a later claim may get an [`ResponsePermit`] to add it.
 //! 8. A [`Function`] does all of this for a function of the program: it runs once for each key, and later calls get its value.
 //! 9. An attempt in [steps](step) records each finished step. The next attempt, in any process, continues after them.
 //!
@@ -50,7 +50,6 @@
 
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
 
-mod answer;
 mod attempt;
 mod breaker;
 mod conclude;
@@ -65,15 +64,15 @@ mod panic;
 mod pending;
 mod policy;
 mod renewal;
+mod response;
 mod retract;
 mod single_flight;
 pub mod step;
 mod unknown;
 
-pub use answer::{AddAnswerOutcome, AnswerPermit};
 pub use attempt::{Attempt, Permit, SettleOutcome};
 pub use breaker::{Breaker, BreakerBuilder, BreakerState};
-pub use conclude::{ConcludeOutcome, OperationReport};
+pub use conclude::{OperationReport, ReportOutcome};
 pub use engine::{ClaimOutcome, ClaimRequest, Engine, EngineBuilder};
 pub use event::{Event, EventKind, Observer};
 pub use function::{
@@ -88,4 +87,5 @@ pub use oncegate_core::ConfigError;
 pub use operator::{AuditTextError, Operator, ResolveError, audit_text};
 pub use panic::{PanicError, catch_panic};
 pub use policy::Policy;
+pub use response::{AddResponseOutcome, ResponsePermit};
 pub use step::{StepCall, StepError, StepFailure};

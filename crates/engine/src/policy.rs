@@ -12,7 +12,7 @@ pub struct Policy {
     pub(crate) retention: Duration,
     pub(crate) wait: Duration,
     pub(crate) on_abandoned: OnAbandoned,
-    pub(crate) asks_for_answers: bool,
+    pub(crate) recovers_responses: bool,
 }
 
 /// See [`Policy::released_retention`].
@@ -26,7 +26,7 @@ impl Default for Policy {
             retention: Duration::from_secs(24 * 60 * 60),
             wait: Duration::from_secs(2),
             on_abandoned: OnAbandoned::Park,
-            asks_for_answers: false,
+            recovers_responses: false,
         }
     }
 }
@@ -68,11 +68,11 @@ impl Policy {
     }
 
     /// Lets a claim add the response of a record that was completed without it
-    /// ([`ClaimOutcome::AddAnswer`](crate::ClaimOutcome::AddAnswer)), for callers that can find it out. By default such a claim
+    /// ([`ClaimOutcome::AddResponse`](crate::ClaimOutcome::AddResponse)), for callers that can find it out. By default such a claim
     /// gets `Unreplayable`. This costs one more read for such a record, and nothing for all others.
     #[must_use]
-    pub const fn with_answer_recovery(self, asks_for_answers: bool) -> Self {
-        Self { asks_for_answers, ..self }
+    pub const fn with_response_recovery(self, recovers_responses: bool) -> Self {
+        Self { recovers_responses, ..self }
     }
 
     /// The length of the lease.
@@ -102,8 +102,8 @@ impl Policy {
 
     /// Returns true if a claim may add the missing response of a completed record.
     #[must_use]
-    pub const fn asks_for_answers(&self) -> bool {
-        self.asks_for_answers
+    pub const fn recovers_responses(&self) -> bool {
+        self.recovers_responses
     }
 
     /// The action of a claim if an earlier owner's lease has ended.

@@ -88,7 +88,7 @@ pub(crate) enum SharedOutcome {
     /// Completed without a response to replay.
     Unreplayable,
     /// Completed without a response, which could not be found out now.
-    AnswerAwaited,
+    ResponseAwaited,
     /// Outcome unknown.
     Unknown,
     /// An attempt of another process owns the record.

@@ -97,7 +97,7 @@ pub enum StepError<E> {
     Unsure(E),
     /// A compensation must be tried again: execute the operation again, under its key.
     #[error("{step:?} is not taken back yet; execute the operation again under its key: {reason}")]
-    NotTakenBack {
+    NotCompensated {
         /// The step that it takes back.
         step: String,
         /// The error text.
@@ -163,7 +163,7 @@ impl<E> StepError<E> {
     #[must_use]
     pub const fn fate(&self) -> ErrorFate {
         match self {
-            Self::Failed(_) => ErrorFate::Store,
+            Self::Failed(_) => ErrorFate::Keep,
             Self::Stuck { .. } | Self::NotRecorded { .. } => ErrorFate::Park,
             Self::Store { .. } => ErrorFate::Unknown,
             _ => ErrorFate::Release,
@@ -195,7 +195,7 @@ pub(crate) struct Progress {
     /// The recorded error of a function ([`ERROR`]), with which the operation ends even if this attempt returns something else.
     ends_with: Option<Bytes>,
     /// True if all finished steps are taken back.
-    is_taken_back: bool,
+    is_compensated: bool,
 }
 
 /// The state of an attempt's steps when it ends.
@@ -295,13 +295,13 @@ impl Attempt {
     ///
     /// # Errors
     /// The reason why a step could not be taken back. Then the operation has not ended.
-    pub async fn take_back(&self) -> Result<(), StepError<Infallible>> {
-        self.take_back_before(None).await.map(drop)
+    pub async fn compensate_steps(&self) -> Result<(), StepError<Infallible>> {
+        self.compensate_before(None).await.map(drop)
     }
 
-    /// As [`take_back`](Self::take_back), and records this error, so that an attempt after a crash ends with it, too. Returns the
+    /// As [`compensate_steps`](Self::compensate_steps), and records this error, so that an attempt after a crash ends with it, too. Returns the
     /// recorded error, which may be that of an earlier attempt; `None` if nothing was recorded.
-    pub(crate) async fn take_back_before(
+    pub(crate) async fn compensate_before(
         &self,
         error: Option<Bytes>,
     ) -> Result<Option<Bytes>, StepError<Infallible>> {
@@ -310,7 +310,7 @@ impl Attempt {
         };
         match progress.stopped {
             // All steps were taken back, or there were none.
-            Some(ErrorFate::Store) => Ok(progress.ends_with.clone()),
+            Some(ErrorFate::Keep) => Ok(progress.ends_with.clone()),
             Some(_) => Err(refused("a step did not end")),
             None => progress.end(self, ERROR, error).await,
         }
@@ -433,7 +433,7 @@ impl Progress {
 
     fn end_step<T, E>(&mut self, result: &Result<T, StepError<E>>) {
         self.is_over = result.is_err();
-        let fate = |error: &StepError<E>| if self.is_taken_back { ErrorFate::Store } else { error.fate() };
+        let fate = |error: &StepError<E>| if self.is_compensated { ErrorFate::Keep } else { error.fate() };
         self.stopped = result.as_ref().err().map(fate);
     }
 
@@ -449,7 +449,7 @@ impl Progress {
         let follows_abandoned = attempt.is_after_abandoned()
             && attempt.0.policy.on_abandoned == OnAbandoned::Reexecute
             && self.recorded.is_empty();
-        let stopped = self.stopped.filter(|fate| *fate != ErrorFate::Store);
+        let stopped = self.stopped.filter(|fate| *fate != ErrorFate::Keep);
         StepsState {
             is_open: self.is_open || follows_abandoned,
             half_way: stopped.filter(|_| self.is_open || was_begun),
@@ -532,7 +532,7 @@ impl Progress {
                 Ok(value)
             }
             Err(error) => {
-                self.take_back(attempt).await?;
+                self.compensate_steps(attempt).await?;
                 Err(StepError::Failed(error))
             }
         }
@@ -582,14 +582,14 @@ impl Progress {
             return Err(refused("its attempt has ended"));
         }
         match self.stopped {
-            Some(ErrorFate::Store) => return Ok(None),
+            Some(ErrorFate::Keep) => return Ok(None),
             Some(_) => return Err(refused("an earlier step did not end")),
             None => {}
         }
         self.is_over = true;
         self.stopped = Some(ErrorFate::Unknown);
         let result = self.try_end(attempt, mark, error).await;
-        self.stopped = Some(result.as_ref().err().map_or(ErrorFate::Store, StepError::fate));
+        self.stopped = Some(result.as_ref().err().map_or(ErrorFate::Keep, StepError::fate));
         result
     }
 
@@ -628,8 +628,8 @@ impl Progress {
             self.ends_with = Some(recorded.clone());
         }
         self.passed += 1;
-        self.take_back(attempt).await?;
-        self.is_taken_back = true;
+        self.compensate_steps(attempt).await?;
+        self.is_compensated = true;
         Ok(())
     }
 
@@ -706,7 +706,7 @@ impl Progress {
     }
 
     /// Takes back the finished steps, the last one first.
-    async fn take_back<E>(&mut self, attempt: &Attempt) -> Result<(), StepError<E>> {
+    async fn compensate_steps<E>(&mut self, attempt: &Attempt) -> Result<(), StepError<E>> {
         let mut stuck = None;
         while let Some((step, undo)) = self.undo.pop() {
             let name = format!("{UNDO}{step}");
@@ -716,7 +716,7 @@ impl Progress {
                     let failed = match Self::run(attempt, &name, undo).await? {
                         Ok(()) => None,
                         Err(StepFailure::Unsure(reason)) => {
-                            return Err(StepError::NotTakenBack { step, reason });
+                            return Err(StepError::NotCompensated { step, reason });
                         }
                         Err(StepFailure::Final(reason)) => {
                             Some(reason.chars().take(MAX_REASON_CHARS).collect::<String>())

@@ -9,11 +9,12 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use oncegate_core::{
-    Answer, Command, Complete, Completion, FencingToken, Fingerprint, IdempotencyKey, Label, MemoryStore,
-    OnAbandoned, Outcome, RecordId, Release, Scope, State, Store, StoreError, StoreFuture, StoredResponse,
+    Command, Complete, Completion, FencingToken, Fingerprint, IdempotencyKey, Label, MemoryStore,
+    OnAbandoned, Outcome, RecordId, RecordedResponse, Release, Scope, State, Store, StoreError, StoreFuture,
+    StoredResponse,
 };
 use oncegate_engine::{
-    ClaimOutcome, ClaimRequest, ConcludeOutcome, Engine, EventKind, OperationReport, Permit, Policy,
+    ClaimOutcome, ClaimRequest, Engine, EventKind, OperationReport, Permit, Policy, ReportOutcome,
 };
 use oncegate_testkit::TokioClock;
 use support::Events;
@@ -130,11 +131,11 @@ fn replayable(body: &'static str) -> Completion {
 }
 
 fn success(body: &'static str) -> OperationReport {
-    OperationReport::answer(replayable(body), true)
+    OperationReport::response(replayable(body), true)
 }
 
 fn replays(state: &State, body: &str) -> bool {
-    matches!(state, State::Completed(Answer::Replayable(response)) if response.body() == body)
+    matches!(state, State::Completed(RecordedResponse::Replayable(response)) if response.body() == body)
 }
 
 #[tokio::test(start_paused = true)]
@@ -142,26 +143,26 @@ async fn a_record_committed_without_an_answer_gets_the_answer() {
     let world = World::new();
     let permit = world.permit().await;
     world.store.commit(permit.attempt().token(), None).await;
-    assert!(matches!(permit.conclude(success("paid")).await, ConcludeOutcome::Stored));
+    assert!(matches!(permit.report(success("paid")).await, ReportOutcome::Stored));
     assert!(replays(&world.store.state().await, "paid"));
-    assert_eq!(after(&world.events), [EventKind::AnswerAdded, EventKind::Completed]);
+    assert_eq!(after(&world.events), [EventKind::ResponseAdded, EventKind::Completed]);
 }
 
 #[tokio::test(start_paused = true)]
 async fn an_answer_that_was_committed_stays_and_is_returned() {
     for (report, note) in [
         (success("mine"), EventKind::CompletedUpstream),
-        (success("another"), EventKind::AnswerDiffers),
-        (OperationReport::answer(Completion::Tombstone, true), EventKind::CompletedUpstream),
-        (OperationReport::NoAnswer, EventKind::CompletedUpstream),
+        (success("another"), EventKind::ResponseDiffers),
+        (OperationReport::response(Completion::Tombstone, true), EventKind::CompletedUpstream),
+        (OperationReport::NoResponse, EventKind::CompletedUpstream),
     ] {
         let world = World::new();
         let permit = world.permit().await;
         world.store.commit(permit.attempt().token(), Some("mine")).await;
-        match permit.conclude(report.clone()).await {
-            ConcludeOutcome::Recorded(own) => assert_eq!(own.body(), "mine"),
-            ConcludeOutcome::Stored => {
-                assert!(matches!(report, OperationReport::Answer { .. }), "{report:?}")
+        match permit.report(report.clone()).await {
+            ReportOutcome::Recorded(own) => assert_eq!(own.body(), "mine"),
+            ReportOutcome::Stored => {
+                assert!(matches!(report, OperationReport::Response { .. }), "{report:?}")
             }
             other => panic!("{report:?}: {other:?}"),
         }
@@ -176,8 +177,8 @@ async fn answers_that_differ_only_in_header_order_are_equal() {
     let permit = world.permit().await;
     world.store.commit(permit.attempt().token(), Some("mine")).await;
     let turned = StoredResponse::new(201, &[("b", b"2"), ("a", b"1")], &["mine".into()], &[]).unwrap();
-    let concluded = permit.conclude(OperationReport::answer(Completion::Replayable(turned), true)).await;
-    assert!(matches!(concluded, ConcludeOutcome::Recorded(own) if own == response("mine")));
+    let outcome = permit.report(OperationReport::response(Completion::Replayable(turned), true)).await;
+    assert!(matches!(outcome, ReportOutcome::Recorded(own) if own == response("mine")));
     assert_eq!(after(&world.events), [EventKind::CompletedUpstream, EventKind::Completed]);
 }
 
@@ -185,11 +186,11 @@ async fn answers_that_differ_only_in_header_order_are_equal() {
 async fn an_answer_without_a_commit_is_stored_and_a_success_is_reported() {
     for (report, events) in [
         (success("paid"), &[EventKind::CompletionMissing, EventKind::Completed][..]),
-        (OperationReport::answer(replayable("no"), false), &[EventKind::Completed]),
-        (OperationReport::answer(Completion::Tombstone, false), &[EventKind::Tombstoned]),
+        (OperationReport::response(replayable("no"), false), &[EventKind::Completed]),
+        (OperationReport::response(Completion::Tombstone, false), &[EventKind::Tombstoned]),
     ] {
         let world = World::new();
-        assert!(matches!(world.permit().await.conclude(report).await, ConcludeOutcome::Stored));
+        assert!(matches!(world.permit().await.report(report).await, ReportOutcome::Stored));
         assert_eq!(after(&world.events), events);
     }
 }
@@ -199,7 +200,7 @@ async fn no_answer_and_no_commit_frees_the_key_and_fences_a_late_commit() {
     let world = World::new();
     let permit = world.permit().await;
     let token = permit.attempt().token();
-    assert!(matches!(permit.conclude(OperationReport::NoAnswer).await, ConcludeOutcome::Released));
+    assert!(matches!(permit.report(OperationReport::NoResponse).await, ReportOutcome::Released));
     let late = Command::Complete(Complete { token, completion: Completion::Awaited, retention: RETENTION });
     assert_eq!(world.store.apply(id(), late).await.unwrap(), Outcome::Fenced);
     assert!(matches!(world.claim_in_another_process().await, ClaimOutcome::Execute(_)));
@@ -211,8 +212,8 @@ async fn no_answer_after_a_commit_without_one_leaves_the_record_as_it_is() {
     let world = World::new();
     let permit = world.permit().await;
     world.store.commit(permit.attempt().token(), None).await;
-    assert!(matches!(permit.conclude(OperationReport::NoAnswer).await, ConcludeOutcome::Unreplayable));
-    assert_eq!(world.store.state().await, State::Completed(Answer::Awaited));
+    assert!(matches!(permit.report(OperationReport::NoResponse).await, ReportOutcome::Unreplayable));
+    assert_eq!(world.store.state().await, State::Completed(RecordedResponse::Awaited));
     assert_eq!(after(&world.events), [EventKind::CompletedUpstream, EventKind::Tombstoned]);
 }
 
@@ -220,30 +221,30 @@ async fn no_answer_after_a_commit_without_one_leaves_the_record_as_it_is() {
 #[tokio::test(start_paused = true)]
 async fn a_commit_between_read_and_write_is_seen() {
     for (report, answer) in [
-        (OperationReport::NoAnswer, None),
-        (OperationReport::NoAnswer, Some("mine")),
+        (OperationReport::NoResponse, None),
+        (OperationReport::NoResponse, Some("mine")),
         (success("paid"), Some("mine")),
         (success("paid"), None),
     ] {
         let world = World::new();
         let permit = world.permit().await;
         world.store.set(Meanwhile::Commits(answer));
-        let concluded = permit.conclude(report.clone()).await;
+        let outcome = permit.report(report.clone()).await;
         let state = world.store.state().await;
         match (&report, answer) {
             (_, Some(_)) => {
                 assert!(
-                    matches!(concluded, ConcludeOutcome::Recorded(own) if own.body() == "mine"),
+                    matches!(outcome, ReportOutcome::Recorded(own) if own.body() == "mine"),
                     "{report:?}"
                 );
                 assert!(replays(&state, "mine"));
             }
-            (OperationReport::NoAnswer, None) => {
-                assert!(matches!(concluded, ConcludeOutcome::Unreplayable));
-                assert_eq!(state, State::Completed(Answer::Awaited));
+            (OperationReport::NoResponse, None) => {
+                assert!(matches!(outcome, ReportOutcome::Unreplayable));
+                assert_eq!(state, State::Completed(RecordedResponse::Awaited));
             }
             _ => {
-                assert!(matches!(concluded, ConcludeOutcome::Stored));
+                assert!(matches!(outcome, ReportOutcome::Stored));
                 assert!(replays(&state, "paid"));
             }
         }
@@ -253,13 +254,13 @@ async fn a_commit_between_read_and_write_is_seen() {
 #[tokio::test(start_paused = true)]
 async fn a_record_that_a_transaction_holds_is_concluded_when_it_is_freed() {
     for (report, commits) in
-        [(OperationReport::NoAnswer, false), (OperationReport::NoAnswer, true), (success("paid"), true)]
+        [(OperationReport::NoResponse, false), (OperationReport::NoResponse, true), (success("paid"), true)]
     {
         let world = World::new();
         let permit = world.permit().await;
         let token = permit.attempt().token();
         world.store.set(Meanwhile::Holds);
-        assert!(matches!(permit.conclude(report.clone()).await, ConcludeOutcome::Deferred(_)));
+        assert!(matches!(permit.report(report.clone()).await, ReportOutcome::Deferred(_)));
         // A duplicate in this process gets "in progress".
         let duplicate = world.engine.claim(request()).await.unwrap();
         assert!(matches!(duplicate, ClaimOutcome::InProgress { .. }), "{duplicate:?}");
@@ -272,8 +273,10 @@ async fn a_record_that_a_transaction_holds_is_concluded_when_it_is_freed() {
         tokio::time::sleep(LEASE).await;
         let state = world.store.state().await;
         match (&report, commits) {
-            (OperationReport::NoAnswer, false) => assert_eq!(state, State::Released),
-            (OperationReport::NoAnswer, true) => assert_eq!(state, State::Completed(Answer::Awaited)),
+            (OperationReport::NoResponse, false) => assert_eq!(state, State::Released),
+            (OperationReport::NoResponse, true) => {
+                assert_eq!(state, State::Completed(RecordedResponse::Awaited))
+            }
             _ => assert!(replays(&state, "paid")),
         }
     }
@@ -285,7 +288,7 @@ async fn a_record_that_is_held_beyond_the_lease_is_left_alone() {
     let world = World::new();
     let permit = world.permit().await;
     world.store.set(Meanwhile::Holds);
-    assert!(matches!(permit.conclude(OperationReport::NoAnswer).await, ConcludeOutcome::Deferred(_)));
+    assert!(matches!(permit.report(OperationReport::NoResponse).await, ReportOutcome::Deferred(_)));
     tokio::time::sleep(LEASE * 2).await;
     assert!(matches!(world.store.state().await, State::InProgress { .. }));
     assert_eq!(after(&world.events).last(), Some(&EventKind::SettlementLost));
@@ -296,9 +299,11 @@ async fn a_record_that_is_held_beyond_the_lease_is_left_alone() {
 
 #[tokio::test(start_paused = true)]
 async fn a_stale_owner_changes_nothing() {
-    for report in
-        [OperationReport::NoAnswer, success("late"), OperationReport::answer(Completion::Tombstone, false)]
-    {
+    for report in [
+        OperationReport::NoResponse,
+        success("late"),
+        OperationReport::response(Completion::Tombstone, false),
+    ] {
         let world = World::new();
         let permit = world.permit().await;
         // An operator may free a key by force, and another process executes under another token.
@@ -307,7 +312,7 @@ async fn a_stale_owner_changes_nothing() {
         let ClaimOutcome::Execute(other) = world.claim_in_another_process().await else {
             panic!("the key is not free")
         };
-        assert!(matches!(permit.conclude(report.clone()).await, ConcludeOutcome::Fenced));
+        assert!(matches!(permit.report(report.clone()).await, ReportOutcome::Fenced));
         assert!(matches!(world.store.state().await, State::InProgress { .. }));
         assert_eq!(after(&world.events), [EventKind::Fenced]);
         other.complete(replayable("other")).await;

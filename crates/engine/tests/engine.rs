@@ -278,7 +278,7 @@ async fn a_completion_that_fails_once_is_retried_in_the_background() {
 async fn a_completion_whose_reply_is_lost_succeeds_when_it_is_sent_again() {
     let world = World::new();
     let permit = world.permit(request()).await;
-    world.faults.next(1, Operation::Complete, Fault::LoseAnswer);
+    world.faults.next(1, Operation::Complete, Fault::LoseReply);
     assert!(matches!(permit.complete(answer("one")).await, SettleOutcome::Deferred(_)));
     sleep(Duration::from_secs(1)).await;
     assert!(world.events.has(EventKind::Completed) && !world.events.has(EventKind::Fenced));
@@ -320,7 +320,7 @@ async fn a_completion_is_written_after_an_outage_that_outlasted_its_lease() {
 #[tokio::test(start_paused = true)]
 async fn a_claim_whose_reply_is_lost_is_recognised() {
     let world = World::new();
-    world.faults.next(1, Operation::Claim, Fault::LoseAnswer);
+    world.faults.next(1, Operation::Claim, Fault::LoseReply);
     let permit = world.permit(request()).await;
     assert_eq!(permit.attempt().number(), 1);
     assert!(matches!(permit.complete(answer("one")).await, SettleOutcome::Done));
@@ -329,7 +329,7 @@ async fn a_claim_whose_reply_is_lost_is_recognised() {
 #[tokio::test(start_paused = true)]
 async fn a_granted_claim_whose_reply_was_lost_is_taken_back() {
     let world = World::new();
-    world.faults.next(2, Operation::Claim, Fault::LoseAnswer);
+    world.faults.next(2, Operation::Claim, Fault::LoseReply);
     let error = world.engine.claim(request()).await.unwrap_err();
     assert_eq!(error.kind(), StoreErrorKind::Unavailable);
     assert_eq!(world.state().await, Some(StateName::InProgress), "the store granted the claim");
@@ -441,7 +441,7 @@ async fn a_claim_that_becomes_visible_hours_later_is_taken_back() {
 #[tokio::test(start_paused = true)]
 async fn a_claim_that_is_lost_for_longer_than_its_lease_parks_nothing() {
     let world = World::new();
-    world.faults.next(2, Operation::Claim, Fault::LoseAnswer);
+    world.faults.next(2, Operation::Claim, Fault::LoseReply);
     world.faults.always(Operation::Lookup, Fault::Refuse);
     assert!(world.engine.claim(request()).await.is_err());
     assert_eq!(world.state().await, Some(StateName::InProgress));
@@ -508,7 +508,7 @@ async fn a_doubtful_claim_that_a_failed_retry_took_over_is_looked_for_again() {
 #[tokio::test(start_paused = true)]
 async fn a_claim_whose_replies_are_all_lost_is_released_by_its_token() {
     let world = World::new();
-    world.faults.always(Operation::Claim, Fault::LoseAnswer);
+    world.faults.always(Operation::Claim, Fault::LoseReply);
     assert!(world.engine.claim(request()).await.is_err());
     assert_eq!(world.state().await, Some(StateName::InProgress));
     sleep(LEASE / 2).await;
@@ -630,7 +630,7 @@ async fn taking_back_a_claim_keeps_the_abandoned_attempt_before_it() {
         drop(world.permit(request()).await);
         sleep(LEASE).await;
         if is_told {
-            world.faults.next(2, Operation::Claim, Fault::LoseAnswer);
+            world.faults.next(2, Operation::Claim, Fault::LoseReply);
             assert!(world.engine.claim(reconciling()).await.is_err());
         } else {
             let latch = Latch::new();

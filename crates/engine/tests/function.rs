@@ -184,7 +184,7 @@ async fn a_result_that_json_cannot_represent_is_returned_once_and_never_replayed
             })
         };
         assert_eq!(call().await.unwrap().stored, StorageStatus::NotStored(why), "{value:?}");
-        assert!(matches!(call().await, Err(FunctionError::NotReplayable)), "{value:?}");
+        assert!(matches!(call().await, Err(FunctionError::Unreplayable)), "{value:?}");
         assert_eq!(executions.count(), 1);
         assert_eq!(world.state(&world.charge()).await, Some(StateName::Tombstone));
     }
@@ -230,7 +230,7 @@ async fn a_stored_result_that_cannot_be_read_is_an_error_and_not_a_second_execut
     // A result of another type; and an error, although the type stores no errors.
     let result = world.charge().run("k", &1, async |_| Ok::<_, String>(7)).await;
     assert!(matches!(result, Err(FunctionError::Undecodable { .. })), "{result:?}");
-    let failing = world.charge().with_errors(|_: &_| ErrorFate::Store);
+    let failing = world.charge().with_errors(|_: &_| ErrorFate::Keep);
     failing.run("k2", &1, async |_| Err::<(), _>(PayError::NotSent)).await.unwrap_err();
     let result = world.charge().run("k2", &1, async |_| Ok::<_, PayError>(())).await;
     assert!(matches!(result, Err(FunctionError::Undecodable { .. })), "{result:?}");
@@ -239,7 +239,7 @@ async fn a_stored_result_that_cannot_be_read_is_an_error_and_not_a_second_execut
 #[tokio::test(start_paused = true)]
 async fn the_policy_decides_whether_an_error_is_stored_frees_the_key_or_is_unknown() {
     let policy = |error: &PayError| match error {
-        PayError::Declined { .. } => ErrorFate::Store,
+        PayError::Declined { .. } => ErrorFate::Keep,
         PayError::NotSent => ErrorFate::Release,
         PayError::TimedOut => ErrorFate::Unknown,
     };

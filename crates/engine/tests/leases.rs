@@ -506,7 +506,7 @@ async fn an_operator_finds_and_resolves_unsettled_records() {
     assert_eq!(operator.release(id_of("d"), "not in the bank's list").await.unwrap(), StateName::Abandoned);
     assert!(operator.unsettled("charge").await.unwrap().is_empty());
     assert_eq!(run("a").await.unwrap(), 7);
-    assert!(matches!(run("b").await, Err(FunctionError::NotReplayable)));
+    assert!(matches!(run("b").await, Err(FunctionError::Unreplayable)));
     for key in ["c", "d"] {
         assert_eq!(function.run(key, &(), async |_| Ok::<_, String>(8)).await.unwrap(), 8);
     }

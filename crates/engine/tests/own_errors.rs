@@ -64,7 +64,7 @@ impl From<StepError<String>> for OrderError {
 impl OrderError {
     fn fate(&self) -> ErrorFate {
         match self {
-            Self::OutOfStock => ErrorFate::Store,
+            Self::OutOfStock => ErrorFate::Keep,
             Self::Step(error) => error.fate(),
         }
     }
@@ -255,7 +255,7 @@ async fn an_error_is_not_the_result_before_all_compensations_are_done() {
     *world.refund.lock().unwrap() = Some(StepFailure::Unsure("the bank does not answer".to_owned()));
     for _ in 0..2 {
         let result = shop.order(&world).await;
-        let Err(FunctionError::NotTakenBack { error: OrderError::OutOfStock, reason }) = result else {
+        let Err(FunctionError::NotCompensated { error: OrderError::OutOfStock, reason }) = result else {
             panic!("{result:?}")
         };
         assert!(reason.contains("the bank does not answer"), "{reason}");
@@ -267,7 +267,7 @@ async fn an_error_is_not_the_result_before_all_compensations_are_done() {
             matches!(
                 result,
                 Err(FunctionError::Failed { error: OrderError::Step(_), .. }
-                    | FunctionError::NotTakenBack { .. })
+                    | FunctionError::NotCompensated { .. })
             ),
             "{result:?}"
         );
@@ -291,7 +291,7 @@ async fn a_compensation_that_fails_for_good_is_left_to_an_operator() {
     world.die_at.store(usize::MAX, Ordering::SeqCst);
     *world.refund.lock().unwrap() = Some(StepFailure::Final("the account is closed".to_owned()));
     let result = shop.order(&world).await;
-    assert!(matches!(result, Err(FunctionError::NotTakenBack { .. })), "{result:?}");
+    assert!(matches!(result, Err(FunctionError::NotCompensated { .. })), "{result:?}");
     assert_eq!(shop.state().await, StateName::Unknown);
     assert!(matches!(shop.order(&world).await, Err(FunctionError::Unknown)));
     assert_eq!(
@@ -310,12 +310,12 @@ async fn an_error_made_from_an_unsure_step_is_not_the_result() {
     *world.ship.lock().unwrap() = Some(StepFailure::Unsure("timed out".to_owned()));
     let call = || {
         let world = world.clone();
-        shop.function(|_: &_| ErrorFate::Store).run_in_place("k", "", async move |attempt| {
+        shop.function(|_: &_| ErrorFate::Keep).run_in_place("k", "", async move |attempt| {
             order(world, attempt).await.map_err(|_| "declined".to_owned())
         })
     };
     let result = call().await;
-    assert!(matches!(result, Err(FunctionError::NotTakenBack { .. })), "{result:?}");
+    assert!(matches!(result, Err(FunctionError::NotCompensated { .. })), "{result:?}");
     *world.ship.lock().unwrap() = None;
     assert_eq!(call().await.unwrap(), "ship done");
     assert_eq!(world.effects(), [("charge", 1), ("reserve", 1), ("ship", 1)]);

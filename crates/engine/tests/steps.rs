@@ -254,7 +254,7 @@ async fn an_unsure_compensation_is_retried_and_one_that_fails_for_good_is_left_t
     *world.ship.lock().unwrap() = Some(StepFailure::Final("no such street".to_owned()));
     *world.refund.lock().unwrap() = Some(StepFailure::Unsure("the bank does not answer".to_owned()));
     let result = shop.call(&world).await;
-    let Err(FunctionError::Failed { error: StepError::NotTakenBack { step, reason }, .. }) = result else {
+    let Err(FunctionError::Failed { error: StepError::NotCompensated { step, reason }, .. }) = result else {
         panic!("{result:?}")
     };
     assert_eq!((step.as_str(), reason.as_str()), ("charge", "the bank does not answer"));

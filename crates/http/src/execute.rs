@@ -160,9 +160,9 @@ impl Execution {
         if fate == ResponseTreatment::Replay
             && directive.is_none()
             && is_error
-            && let Err(why) = self.permit.attempt().take_back().await
+            && let Err(why) = self.permit.attempt().compensate_steps().await
         {
-            return ExecutionEnd::with(Box::pin(self.not_taken_back(&why)).await);
+            return ExecutionEnd::with(Box::pin(self.not_compensated(&why)).await);
         }
         let (parts, body) = response.into_parts();
         // Only an answer that will be replayed has to be read before the client gets it.
@@ -275,7 +275,7 @@ impl Execution {
 
     /// Ends an attempt whose handler answered with an error, if its finished steps are not compensated yet. The error is not
     /// the answer then.
-    async fn not_taken_back<RB>(self, why: &StepError<Infallible>) -> Executed<RB> {
+    async fn not_compensated<RB>(self, why: &StepError<Infallible>) -> Executed<RB> {
         let attempt = self.permit.attempt();
         tracing::warn!(record = %attempt.record_id(), %why, "finished steps are not compensated yet");
         self.permit.stop().await;

@@ -113,7 +113,7 @@ impl Condition {
             | Self::RequestHeadTooLarge => GrpcCode::InvalidArgument,
             Self::RequestUnsupported => GrpcCode::Unimplemented,
             Self::KeyReused | Self::HostDiffers => GrpcCode::FailedPrecondition,
-            Self::RequestInProgress | Self::AnswerAwaited => GrpcCode::Aborted,
+            Self::RequestInProgress | Self::ResponseAwaited => GrpcCode::Aborted,
             Self::ReplayUnavailable
             | Self::OutcomeUnknown
             | Self::UpstreamUnanswered

@@ -289,7 +289,7 @@ impl Shared {
     pub(crate) fn scope(&self, settings: &Settings, request: &Parts) -> Result<Scope<'static>, NoCaller> {
         let authority = (settings.authority() == AuthorityRole::Scope).then(|| canonical::authority(request));
         let scope = settings.caller().of(request, authority.as_deref(), &settings.profile.key_header)?;
-        Ok(self.engine.in_service(scope))
+        Ok(self.engine.service_scope(scope))
     }
 
     /// Logs, at most once a minute, that requests are refused because it is not configured how callers are told apart.

@@ -79,7 +79,6 @@
 
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
 
-mod answer;
 mod body;
 mod budget;
 mod canonical;
@@ -93,6 +92,7 @@ mod in_flight;
 mod key;
 mod layer;
 mod method;
+mod missing_response;
 mod overrides;
 mod path;
 mod profile;

@@ -38,7 +38,7 @@ pub enum Reconciled {
     /// completed, this report is wrong: nothing is executed, and the retry is refused with `replay-unavailable`.
     DidNotHappen,
     /// The service cannot tell, so the outcome stays unknown. If only the answer was asked for, the retry is refused with
-    /// `answer-awaited`, and the next one asks again.
+    /// `response-awaited`, and the next one asks again.
     CannotTell,
 }
 

@@ -38,7 +38,7 @@ pub enum Condition {
     /// The request was processed, but its answer cannot be replayed.
     ReplayUnavailable,
     /// The request was processed, and its answer is not available yet.
-    AnswerAwaited,
+    ResponseAwaited,
     /// The outcome is unknown: the operation may have taken place.
     OutcomeUnknown,
     /// The record cannot be read.
@@ -109,7 +109,7 @@ impl Condition {
         Self::HostDiffers,
         Self::RequestInProgress,
         Self::ReplayUnavailable,
-        Self::AnswerAwaited,
+        Self::ResponseAwaited,
         Self::OutcomeUnknown,
         Self::RecordCorrupt,
         Self::HandlerFailed,
@@ -137,7 +137,7 @@ impl Condition {
             Self::KeyReused => "key-reused",
             Self::RequestInProgress => "request-in-progress",
             Self::ReplayUnavailable => "replay-unavailable",
-            Self::AnswerAwaited => "answer-awaited",
+            Self::ResponseAwaited => "response-awaited",
             Self::OutcomeUnknown => "outcome-unknown",
             Self::RecordCorrupt => "record-corrupt",
             Self::HandlerFailed => "handler-failed",
@@ -167,7 +167,7 @@ impl Condition {
             Self::KeyReused => "Idempotency-Key is already used",
             Self::RequestInProgress => "A request is outstanding for this Idempotency-Key",
             Self::ReplayUnavailable => "The request was completed, but its answer cannot be given again",
-            Self::AnswerAwaited => "The request was completed, and its answer is not available yet",
+            Self::ResponseAwaited => "The request was completed, and its answer is not available yet",
             Self::OutcomeUnknown => "It is not known whether the request took effect",
             Self::RecordCorrupt => "The record of this Idempotency-Key cannot be read",
             Self::HandlerFailed => "The service failed without an answer",
@@ -213,7 +213,7 @@ impl Condition {
             Self::ReplayUnavailable => {
                 "The first request with this key was processed and is not processed again. Its answer was too large, was streamed, was lost, or must not be kept."
             }
-            Self::AnswerAwaited => {
+            Self::ResponseAwaited => {
                 "The first request with this key was processed and is not processed again. Its answer is not available at the moment. Send the same request with the same key later to get it."
             }
             Self::OutcomeUnknown => {
@@ -263,7 +263,7 @@ impl Condition {
             | Self::Overloaded
             | Self::StoreUnavailable
             | Self::RequestInProgress
-            | Self::AnswerAwaited
+            | Self::ResponseAwaited
             | Self::HandlerFailed
             | Self::UpstreamUnreachable => RetryAdvice::SameKey,
             Self::ReplayUnavailable
@@ -292,7 +292,7 @@ impl Condition {
             | Self::UpstreamHeadTooLarge
             | Self::UpstreamUnsupported => StatusCode::BAD_GATEWAY,
             Self::RequestTooLarge => StatusCode::PAYLOAD_TOO_LARGE,
-            Self::Overloaded | Self::StoreUnavailable | Self::AnswerAwaited => {
+            Self::Overloaded | Self::StoreUnavailable | Self::ResponseAwaited => {
                 StatusCode::SERVICE_UNAVAILABLE
             }
             // 409 only for requests in progress: common clients retry a 409 by themselves.

@@ -17,12 +17,11 @@ use oncegate_core::{
     CallerTag, ErrorChain, Extent, Fingerprint, IdempotencyKey, Label, NaturalKeyError, RecordId, Scope,
     StoreErrorKind, StoredResponse,
 };
-use oncegate_engine::{AnswerPermit, ClaimOutcome, ClaimRequest, Permit};
+use oncegate_engine::{ClaimOutcome, ClaimRequest, Permit, ResponsePermit};
 use pin_project_lite::pin_project;
 use tokio::sync::oneshot;
 use tower_service::Service;
 
-use crate::answer::{Question, QuestionResult, awaited};
 use crate::body::{BoxError, Read, RequestBody, ResponseBody, join, read_up_to};
 use crate::budget::{BudgetExhausted, BudgetReservation, TIED_REQUEST, tie};
 use crate::canonical;
@@ -34,6 +33,7 @@ use crate::headers::restore;
 use crate::in_flight::{Limit, Slot};
 use crate::layer::Shared;
 use crate::method;
+use crate::missing_response::{Question, QuestionResult, awaited};
 use crate::refusal::{Condition, Refusal};
 use crate::scope::NoCaller;
 use crate::settings::{AuthorityRole, Settings};
@@ -262,7 +262,7 @@ impl KeyedResponse {
         let (id, label) = canonical::locate(&self.settings, &scope, &parts, &key);
         (self.record, self.label, self.has_caller) = (Some(id), label.clone(), true);
         let fingerprint = compared.fingerprint;
-        let policy = self.settings.policy.with_answer_recovery(self.asks_for_answers());
+        let policy = self.settings.policy.with_response_recovery(self.recovers_responses());
         let claim = ClaimRequest { id, fingerprint, label, policy };
         let request = || Request::from_parts(parts, RequestBody::whole(data, trailers, held));
         match self.shared.engine.claim(claim).await {
@@ -277,10 +277,10 @@ impl KeyedResponse {
                 Ok(self.refuse(refusal))
             }
             Ok(ClaimOutcome::Unknown) => Ok(self.refuse(Refusal::new(Condition::OutcomeUnknown))),
-            Ok(ClaimOutcome::AddAnswer(permit)) => {
-                Ok(Box::pin(self.ask_for_answer(permit, key, request().into_parts().0)).await)
+            Ok(ClaimOutcome::AddResponse(permit)) => {
+                Ok(Box::pin(self.recover_response(permit, key, request().into_parts().0)).await)
             }
-            Ok(ClaimOutcome::AnswerAwaited) => Ok(self.refuse(awaited())),
+            Ok(ClaimOutcome::ResponseAwaited) => Ok(self.refuse(awaited())),
             Ok(_) => Ok(self.refuse(Refusal::new(Condition::ReplayUnavailable))),
             Err(error) => {
                 if error.is_unsent() {
@@ -546,20 +546,20 @@ impl KeyedResponse {
 
     /// Returns true if there is a service to ask for a response that is missing in its record. A response to a gRPC
     /// call is never kept.
-    fn asks_for_answers(&self) -> bool {
-        self.settings.asks_for_answers() && self.grpc.is_none()
+    fn recovers_responses(&self) -> bool {
+        self.settings.recovers_responses() && self.grpc.is_none()
     }
 
     /// Asks in a task of its own: the answer is kept even if the client has hung up meanwhile.
-    async fn ask_for_answer<RB>(
+    async fn recover_response<RB>(
         self,
-        permit: AnswerPermit,
+        permit: ResponsePermit,
         key: IdempotencyKey,
         parts: Parts,
     ) -> Response<ResponseBody<RB>> {
         let question = Question { settings: self.settings.clone(), permit, key };
         match self.shared.engine.spawn(question.ask(parts)).await {
-            Ok(QuestionResult::Answer(stored, status)) => {
+            Ok(QuestionResult::Response(stored, status)) => {
                 let mut response = self.replay(&stored, self.held_always(&stored));
                 if let Some(status) = status {
                     set_status(&mut response, status);
@@ -582,7 +582,7 @@ impl KeyedResponse {
     {
         let mut response = inner.call(request).await?;
         take_directive(&mut response);
-        set_status(&mut response, "unprotected");
+        set_status(&mut response, Disposition::FailedOpen.as_str());
         self.observe(Disposition::FailedOpen, Some(response.status()));
         Ok(self.echoed(response.map(ResponseBody::passing)))
     }
@@ -687,9 +687,10 @@ const RESPONSE_BUDGET_USED_UP: &str = "The first request with this key was proce
 const TOO_MANY: &str = "Nothing was executed: too many requests with a key are in progress, or too many answers wait for their \
      clients. Send the same request with the same key later.";
 
-/// The detail of `store-unavailable` if the store was reached and is full.
-const STORE_FULL: &str = "The store of keys is full at the moment. Requests with keys that it already has are still answered. \
-     Nothing was executed. Send the same request with the same key later.";
+/// The detail of `store-unavailable` if the store was reached and is full, or if the engine has no place for another
+/// unsettled attempt.
+const STORE_FULL: &str = "The store of keys is full at the moment, or too many earlier requests have no recorded end yet. Requests \
+     with keys that it already has may still be answered. Nothing was executed. Send the same request with the same key later.";
 
 /// The detail of `key-reused` if the key is built from the body.
 const REUSED_MEMBERS: &str = "The key of this operation is built from members of its JSON body. Another request had the same \

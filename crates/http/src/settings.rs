@@ -294,19 +294,25 @@ impl Settings {
     /// Sets header fields that are compared: a different value makes a different request. Fields that name another method or
     /// path (`X-HTTP-Method-Override`, `X-Original-URL` and the like) are always compared.
     #[must_use]
-    pub fn with_fingerprint_headers(mut self, mut names: Vec<HeaderName>) -> Self {
+    pub fn with_fingerprint_headers(mut self, names: impl IntoIterator<Item = HeaderName>) -> Self {
+        let mut names: Vec<_> = names.into_iter().collect();
         names.sort_unstable_by(|a, b| a.as_str().cmp(b.as_str()));
         names.dedup();
         self.fingerprint_headers = names;
         self
     }
 
-    /// Adds a header field of the response that is stored and replayed.
+    /// Adds header fields of the response to those that are stored and replayed.
     ///
     /// # Errors
-    /// If the field must never be replayed (hop-by-hop, `Set-Cookie`, `Date` and others).
-    pub fn with_stored_header(mut self, name: HeaderName) -> Result<Self, ConfigError> {
-        self.kept.add(name)?;
+    /// If a field must never be replayed (hop-by-hop, `Set-Cookie`, `Date` and others).
+    pub fn with_stored_headers(
+        mut self,
+        names: impl IntoIterator<Item = HeaderName>,
+    ) -> Result<Self, ConfigError> {
+        for name in names {
+            self.kept.add(name)?;
+        }
         Ok(self)
     }
 
@@ -406,7 +412,7 @@ impl Settings {
     }
 
     /// While the store is out of reach, executes requests with a key **without protection**: a retry may take effect
-    /// twice. Each is marked with `Idempotency-Status: unprotected` and counted. A store that can be reached and is full, or
+    /// twice. Each is marked with `Idempotency-Status: failed-open` and counted. A store that can be reached and is full, or
     /// cannot serve this record, still refuses them.
     #[must_use]
     pub fn danger_fail_open(self) -> Self {
@@ -440,7 +446,7 @@ impl Settings {
 
     /// Returns true if there is a service to ask for the response of an operation that completed its record without
     /// it.
-    pub(crate) const fn asks_for_answers(&self) -> bool {
+    pub(crate) const fn recovers_responses(&self) -> bool {
         matches!(self.completed_by, CompletedBy::Upstream) && self.reconcile.is_some()
     }
 
@@ -632,7 +638,7 @@ mod tests {
             .with_caller(CallerScope::header(name("x-tenant")).and(CallerScope::cookie("sid").unwrap()))
             .with_key_header(name("x-key"))
             .unwrap()
-            .with_fingerprint_headers(vec![name("x-version")]);
+            .with_fingerprint_headers([name("x-version")]);
         for own in
             ["x-tenant", "cookie", "x-key", "x-version", "content-type", "content-encoding", "x-http-method"]
         {

@@ -9,9 +9,8 @@ use http::response::Parts;
 use http::{Response, StatusCode};
 use http_body::Body;
 use oncegate_core::{Completion, ErrorChain, StoredResponse};
-use oncegate_engine::{ConcludeOutcome, OperationReport, PanicError, catch_panic};
+use oncegate_engine::{OperationReport, PanicError, ReportOutcome, catch_panic};
 
-use crate::answer::awaited;
 use crate::body::{BoxError, Read, ResponseBody, join, read_up_to};
 use crate::budget::BudgetReservation;
 use crate::context::{LeaseExpired, NoUpstreamResponse, UpstreamResponse};
@@ -20,6 +19,7 @@ use crate::execute::{
     stream, take_directive,
 };
 use crate::headers::{kept_trailers, restore};
+use crate::missing_response::awaited;
 use crate::refusal::{Condition, Refusal};
 use crate::service::{Executed, take_status};
 use crate::settings::Settings;
@@ -42,14 +42,15 @@ impl Execution {
         let (parts, body) = response.into_parts();
         let settings = self.settings.clone();
         let mut held = BudgetReservation::nothing(self.response_budget.clone());
-        let answer = |completion| OperationReport::Answer { completion, success: parts.status.is_success() };
+        let answer =
+            |completion| OperationReport::Response { completion, success: parts.status.is_success() };
         if fate != ResponseTreatment::Replay || cannot_be_stored(&parts) {
             let nothing = matches!(fate, ResponseTreatment::Release | ResponseTreatment::Unknown);
-            let said = if nothing { OperationReport::NoAnswer } else { answer(Completion::Tombstone) };
-            let concluded = self.permit.conclude(said).await;
-            let status = status_of(&concluded).filter(|status| !nothing || *status == FENCED);
-            return match concluded {
-                ConcludeOutcome::Recorded(own) => ExecutionEnd::with(instead(&settings, parts, &own, held)),
+            let said = if nothing { OperationReport::NoResponse } else { answer(Completion::Tombstone) };
+            let outcome = self.permit.report(said).await;
+            let status = status_of(&outcome).filter(|status| !nothing || *status == FENCED);
+            return match outcome {
+                ReportOutcome::Recorded(own) => ExecutionEnd::with(instead(&settings, parts, &own, held)),
                 // Without a body, as the handler sent it: a gRPC client reads the status of its call in the head then.
                 _ if body.is_end_stream() => {
                     let body = ResponseBody::own(Bytes::new());
@@ -67,10 +68,10 @@ impl Execution {
                     &kept_trailers(trailers.as_ref()),
                 );
                 let said = answer(stored.map_or(Completion::Tombstone, Completion::Replayable));
-                let concluded = self.permit.conclude(said).await;
-                let status = status_of(&concluded);
-                ExecutionEnd::with(match concluded {
-                    ConcludeOutcome::Recorded(own) => instead(&settings, parts, &own, held),
+                let outcome = self.permit.report(said).await;
+                let status = status_of(&outcome);
+                ExecutionEnd::with(match outcome {
+                    ReportOutcome::Recorded(own) => instead(&settings, parts, &own, held),
                     _ => {
                         let body = ResponseBody::whole(join(chunks), trailers, held);
                         Executed::Response(marked(parts, body, status))
@@ -78,12 +79,10 @@ impl Execution {
                 })
             }
             Ok(Read::More { chunks, rest }) => {
-                let concluded = self.permit.conclude(answer(Completion::Tombstone)).await;
-                let status = status_of(&concluded);
-                match concluded {
-                    ConcludeOutcome::Recorded(own) => {
-                        ExecutionEnd::with(instead(&settings, parts, &own, held))
-                    }
+                let outcome = self.permit.report(answer(Completion::Tombstone)).await;
+                let status = status_of(&outcome);
+                match outcome {
+                    ReportOutcome::Recorded(own) => ExecutionEnd::with(instead(&settings, parts, &own, held)),
                     _ => stream(&settings, parts, (chunks, held), rest, status),
                 }
             }
@@ -100,14 +99,12 @@ impl Execution {
     /// Ends an execution whose handler ended without an answer. The record shows whether its transaction has committed, so
     /// the outcome is never left unknown.
     pub(crate) async fn fail_upstream<RB>(self, status: Option<StatusCode>) -> Executed<RB> {
-        let refusal = match self.permit.conclude(OperationReport::NoAnswer).await {
-            ConcludeOutcome::Recorded(own) => return Executed::Recorded(own, None),
-            ConcludeOutcome::Stored | ConcludeOutcome::Unreplayable => {
-                Refusal::new(Condition::ReplayUnavailable)
-            }
+        let refusal = match self.permit.report(OperationReport::NoResponse).await {
+            ReportOutcome::Recorded(own) => return Executed::Recorded(own, None),
+            ReportOutcome::Stored | ReportOutcome::Unreplayable => Refusal::new(Condition::ReplayUnavailable),
             // A retry asks the service for the answer.
-            ConcludeOutcome::Awaited => awaited().with_status(status),
-            ConcludeOutcome::Released => Refusal::new(Condition::HandlerFailed).with_status(status),
+            ReportOutcome::Awaited => awaited().with_status(status),
+            ReportOutcome::Released => Refusal::new(Condition::HandlerFailed).with_status(status),
             // Its transaction is still open, or another attempt executes: a retry gets the outcome.
             _ => Refusal::new(Condition::RequestInProgress).with_status(status).with_retry_after(1),
         };
@@ -145,10 +142,10 @@ fn instead<RB>(
 }
 
 /// The `Idempotency-Status` of a response that the record does not have.
-const fn status_of(concluded: &ConcludeOutcome) -> Option<&'static str> {
-    match concluded {
-        ConcludeOutcome::Fenced => Some(FENCED),
-        ConcludeOutcome::Deferred(_) => Some(NOT_STORED),
+const fn status_of(outcome: &ReportOutcome) -> Option<&'static str> {
+    match outcome {
+        ReportOutcome::Fenced => Some(FENCED),
+        ReportOutcome::Deferred(_) => Some(NOT_STORED),
         _ => None,
     }
 }

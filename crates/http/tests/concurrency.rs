@@ -54,9 +54,9 @@ fn layer() -> IdempotencyLayer {
     IdempotencyLayer::new(Engine::new(MemoryStore::new(ManualClock::at_millis(1))))
 }
 
-type Answer = Response<ResponseBody<Full<Bytes>>>;
+type ServiceResponse = Response<ResponseBody<Full<Bytes>>>;
 
-async fn send(service: &mut Idempotency<Handler>, path: &str, caller: &str, key: &str) -> Answer {
+async fn send(service: &mut Idempotency<Handler>, path: &str, caller: &str, key: &str) -> ServiceResponse {
     let mut request = Request::post(path).header("idempotency-key", key);
     if !caller.is_empty() {
         request = request.header("authorization", caller);
@@ -65,7 +65,7 @@ async fn send(service: &mut Idempotency<Handler>, path: &str, caller: &str, key:
 }
 
 #[track_caller]
-fn is_overloaded(answer: &Answer) {
+fn is_overloaded(answer: &ServiceResponse) {
     assert_eq!(answer.status(), StatusCode::SERVICE_UNAVAILABLE);
     assert_eq!(answer.headers()["retry-after"], "1");
 }

@@ -15,7 +15,7 @@ use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until, timeout, t
 use tokio_util::time::DelayQueue;
 use tracing::{Instrument as _, debug, error, info_span, warn};
 
-use crate::event::{Event, EventKind, Observer};
+use crate::event::{InboxEvent, InboxEventKind, InboxObserver};
 use crate::jitter::jittered;
 use crate::message::Message;
 use crate::outcome::{DeadReason, ProcessOutcome, Settlement};
@@ -48,7 +48,7 @@ struct Settings {
     backoff: (Duration, Duration),
     shutdown_timeout: Duration,
     max_dead_in_a_row: Option<u32>,
-    observer: Arc<dyn Observer>,
+    observer: Arc<dyn InboxObserver>,
 }
 
 impl<S, P> fmt::Debug for Consumer<S, P> {
@@ -207,7 +207,7 @@ impl<S: Source, P: Processor> Consumer<S, P> {
     }
 
     /// Sets the observer of all events.
-    pub fn with_observer(mut self, observer: impl Observer) -> Self {
+    pub fn with_observer(mut self, observer: impl InboxObserver) -> Self {
         self.settings.observer = Arc::new(observer);
         self
     }
@@ -420,7 +420,7 @@ impl<S: Source, P: Processor> Run<S, P> {
                     self.accept(delivery);
                 }
                 Err(error) => {
-                    self.emit("", EventKind::SourceFailed, Duration::ZERO);
+                    self.emit("", InboxEventKind::SourceFailed, Duration::ZERO);
                     if error.is_fatal() {
                         return Err(error);
                     }
@@ -508,7 +508,7 @@ impl<S: Source, P: Processor> Run<S, P> {
             }
         }
         for held in lost {
-            self.forget(&held, EventKind::Lost);
+            self.forget(&held, InboxEventKind::Lost);
         }
         taken
     }
@@ -528,7 +528,7 @@ impl<S: Source, P: Processor> Run<S, P> {
         }
     }
 
-    fn forget(&mut self, held: &HeldDelivery<S::Delivery>, kind: EventKind) {
+    fn forget(&mut self, held: &HeldDelivery<S::Delivery>, kind: InboxEventKind) {
         self.held -= 1;
         self.bytes -= weight(held.message());
         self.emit(&held.message().topic, kind, Duration::ZERO);
@@ -545,7 +545,7 @@ impl<S: Source, P: Processor> Run<S, P> {
         let panicked = handled.is_none();
         if panicked {
             warn!("the processor panicked; its messages are tried again");
-            self.emit("", EventKind::Panicked, took);
+            self.emit("", InboxEventKind::Panicked, took);
         }
         let mut handled = handled.into_iter().flatten();
         let mut is_away = false;
@@ -563,7 +563,7 @@ impl<S: Source, P: Processor> Run<S, P> {
                             _ => 0,
                         };
                         let backoff = self.backoff(held.failures.max(before));
-                        self.emit(&held.message().topic, EventKind::of(&handled), took);
+                        self.emit(&held.message().topic, InboxEventKind::of(&handled), took);
                         self.log(held.message(), &handled);
                         self.dead_in_a_row.note(&handled);
                         match &handled {
@@ -584,7 +584,7 @@ impl<S: Source, P: Processor> Run<S, P> {
                 match settlement {
                     (Settlement::Acknowledge, _) => self.settle(held, None),
                     (Settlement::RedeliverAfter(_), _) if held.delivery.is_lost() => {
-                        self.forget(&held, EventKind::Lost)
+                        self.forget(&held, InboxEventKind::Lost)
                     }
                     (Settlement::RedeliverAfter(wait), true)
                         if S::Delivery::GIVES_BACK && matches!(key, LaneKey::Single(_)) =>
@@ -632,7 +632,12 @@ impl<S: Source, P: Processor> Run<S, P> {
                 warn!(consumer, topic, error = %ErrorChain(&error), "a message cannot be processed now; it is tried again");
             }
             handled => {
-                debug!(consumer, topic, outcome = EventKind::of(handled).as_str(), "a message was handled")
+                debug!(
+                    consumer,
+                    topic,
+                    outcome = InboxEventKind::of(handled).as_str(),
+                    "a message was handled"
+                )
             }
         }
     }
@@ -645,26 +650,26 @@ impl<S: Source, P: Processor> Run<S, P> {
     /// Acknowledges a delivery, or gives it back with a delay.
     fn settle(&mut self, held: HeldDelivery<S::Delivery>, give_back: Option<Duration>) {
         if held.delivery.is_lost() {
-            return self.forget(&held, EventKind::Lost);
+            return self.forget(&held, InboxEventKind::Lost);
         }
         let (observer, processor) = (self.settings.observer.clone(), self.processor.clone());
         self.settling.spawn(async move {
             let began = Instant::now();
             let message = held.message().clone();
             let (told, kind) = match give_back {
-                Some(after) => (catch_panic(held.delivery.give_back(after)).await, EventKind::GivenBack),
-                None => (catch_panic(held.delivery.ack()).await, EventKind::Acknowledged),
+                Some(after) => (catch_panic(held.delivery.give_back(after)).await, InboxEventKind::GivenBack),
+                None => (catch_panic(held.delivery.ack()).await, InboxEventKind::Acknowledged),
             };
             let kind = match told {
                 Ok(Ok(())) => kind,
                 Ok(Err(error)) => {
                     debug!(error = %ErrorChain(&error), "the broker did not confirm a settlement; the message is delivered again");
-                    EventKind::SettlementFailed
+                    InboxEventKind::SettlementFailed
                 }
-                Err(PanicError) => EventKind::SettlementFailed,
+                Err(PanicError) => InboxEventKind::SettlementFailed,
             };
             let consumer = processor.consumer().as_str();
-            observer.observe(&Event::new(consumer, &message.topic, kind, began.elapsed()));
+            observer.observe(&InboxEvent::new(consumer, &message.topic, kind, began.elapsed()));
             weight(&message)
         });
     }
@@ -708,8 +713,8 @@ impl<S: Source, P: Processor> Run<S, P> {
                     if let Err(error) = delivery.extend().await {
                         debug!(error = %ErrorChain(&error), "the broker did not extend the time of a message");
                         let (consumer, topic) = (processor.consumer().as_str(), &delivery.message().topic);
-                        let kind = EventKind::ExtensionFailed;
-                        observer.observe(&Event::new(consumer, topic, kind, began.elapsed()));
+                        let kind = InboxEventKind::ExtensionFailed;
+                        observer.observe(&InboxEvent::new(consumer, topic, kind, began.elapsed()));
                     }
                 });
             }
@@ -765,13 +770,13 @@ impl<S: Source, P: Processor> Run<S, P> {
         if S::Delivery::GIVES_BACK {
             self.settle(held, Some(Duration::ZERO));
         } else {
-            self.forget(&held, EventKind::GivenBack);
+            self.forget(&held, InboxEventKind::GivenBack);
         }
     }
 
-    fn emit(&self, topic: &str, kind: EventKind, took: Duration) {
+    fn emit(&self, topic: &str, kind: InboxEventKind, took: Duration) {
         let consumer = self.processor.consumer().as_str();
-        self.settings.observer.observe(&Event::new(consumer, topic, kind, took));
+        self.settings.observer.observe(&InboxEvent::new(consumer, topic, kind, took));
     }
 }
 

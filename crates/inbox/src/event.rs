@@ -10,21 +10,21 @@ use crate::outcome::{DeadReason, ProcessOutcome};
 /// An event of a delivery. It contains neither the message nor its content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Event<'a> {
+pub struct InboxEvent<'a> {
     /// The consumer of the message.
     pub consumer: &'a str,
     /// The topic of the message.
     pub topic: &'a str,
     /// The kind of the event.
-    pub kind: EventKind,
+    pub kind: InboxEventKind,
     /// The duration of processing its batch, or of settling it.
     pub took: Duration,
 }
 
-impl<'a> Event<'a> {
+impl<'a> InboxEvent<'a> {
     /// Creates an event.
     #[must_use]
-    pub const fn new(consumer: &'a str, topic: &'a str, kind: EventKind, took: Duration) -> Self {
+    pub const fn new(consumer: &'a str, topic: &'a str, kind: InboxEventKind, took: Duration) -> Self {
         Self { consumer, topic, kind, took }
     }
 }
@@ -32,7 +32,7 @@ impl<'a> Event<'a> {
 /// The kind of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum EventKind {
+pub enum InboxEventKind {
     /// A message was processed now.
     Processed,
     /// A message was processed before.
@@ -67,7 +67,7 @@ pub enum EventKind {
     Overloaded,
 }
 
-impl EventKind {
+impl InboxEventKind {
     /// All kinds.
     pub const ALL: [Self; 20] = [
         Self::Processed,
@@ -137,43 +137,43 @@ impl EventKind {
     }
 }
 
-/// Receives every [`Event`]. It is called on the processing path, so it must be quick and must not block.
-pub trait Observer: Send + Sync + 'static {
+/// Receives every [`InboxEvent`]. It is called on the processing path, so it must be quick and must not block.
+pub trait InboxObserver: Send + Sync + 'static {
     /// Receives one event.
-    fn observe(&self, event: &Event<'_>);
+    fn observe(&self, event: &InboxEvent<'_>);
 }
 
 /// Ignores all events.
-impl Observer for () {
-    fn observe(&self, _: &Event<'_>) {}
+impl InboxObserver for () {
+    fn observe(&self, _: &InboxEvent<'_>) {}
 }
 
 /// Passes each event to both observers.
-impl<A: Observer, B: Observer> Observer for (A, B) {
-    fn observe(&self, event: &Event<'_>) {
+impl<A: InboxObserver, B: InboxObserver> InboxObserver for (A, B) {
+    fn observe(&self, event: &InboxEvent<'_>) {
         self.0.observe(event);
         self.1.observe(event);
     }
 }
 
 /// Calls the closure with each event.
-impl<F: Fn(&Event<'_>) + Send + Sync + 'static> Observer for F {
-    fn observe(&self, event: &Event<'_>) {
+impl<F: Fn(&InboxEvent<'_>) + Send + Sync + 'static> InboxObserver for F {
+    fn observe(&self, event: &InboxEvent<'_>) {
         self(event);
     }
 }
 
 /// Counts events. Clones are cheap and share the counts.
 #[derive(Clone, Debug, Default)]
-pub struct Counts(Arc<Cells>);
+pub struct InboxCounts(Arc<Cells>);
 
 #[derive(Debug, Default)]
-struct Cells([AtomicU64; EventKind::ALL.len()]);
+struct Cells([AtomicU64; InboxEventKind::ALL.len()]);
 
-impl Counts {
+impl InboxCounts {
     /// Returns the number of events of this kind.
     #[must_use]
-    pub fn get(&self, kind: EventKind) -> u64 {
+    pub fn get(&self, kind: InboxEventKind) -> u64 {
         self.cell(kind).map_or(0, |cell| cell.load(Ordering::Relaxed))
     }
 
@@ -184,7 +184,7 @@ impl Counts {
             "# HELP oncegate_messages_total What became of deliveries.\n# TYPE oncegate_messages_total counter\n",
         );
         let consumer = consumer.as_str().replace('\\', "\\\\").replace('"', "\\\"");
-        for kind in EventKind::ALL {
+        for kind in InboxEventKind::ALL {
             let (event, reason, count) = (kind.as_str(), kind.reason(), self.get(kind));
             let _written = writeln!(
                 text,
@@ -194,13 +194,13 @@ impl Counts {
         text
     }
 
-    fn cell(&self, kind: EventKind) -> Option<&AtomicU64> {
-        self.0.0.get(EventKind::ALL.iter().position(|one| *one == kind)?)
+    fn cell(&self, kind: InboxEventKind) -> Option<&AtomicU64> {
+        self.0.0.get(InboxEventKind::ALL.iter().position(|one| *one == kind)?)
     }
 }
 
-impl Observer for Counts {
-    fn observe(&self, event: &Event<'_>) {
+impl InboxObserver for InboxCounts {
+    fn observe(&self, event: &InboxEvent<'_>) {
         if let Some(cell) = self.cell(event.kind) {
             cell.fetch_add(1, Ordering::Relaxed);
         }

@@ -275,7 +275,7 @@ impl Inner {
         };
         // Compensate finished steps before the message is given up.
         let failure = match failure {
-            HandlerError::Reject(error) => match permit.attempt().take_back().await {
+            HandlerError::Reject(error) => match permit.attempt().compensate_steps().await {
                 Ok(()) => HandlerError::Reject(error),
                 Err(why) => {
                     HandlerError::unsure(format!("rejected, but a step is not compensated yet: {why}"))

@@ -88,7 +88,7 @@ mod source;
 
 pub use consumer::{Consumer, ConsumerError, Order};
 pub use dead_letters::{DeadLetter, DeadLetterSink, DeadLetterTopic, MAX_ERROR_BYTES, PutFuture};
-pub use event::{Counts, Event, EventKind, Observer};
+pub use event::{InboxCounts, InboxEvent, InboxEventKind, InboxObserver};
 pub use identity::{ConsumerName, Identity, IdentityError, MessageId};
 pub use inbox::{DEFAULT_MAX_ATTEMPTS, Inbox, InboxProcessor};
 pub use jitter::jittered;

@@ -15,8 +15,8 @@ use oncegate_core::{
 };
 use oncegate_engine::{Attempt, Engine};
 use oncegate_inbox::{
-    Consumer, ConsumerError, ConsumerName, Counts, DeadLetter, DeadLetterSink, DeadLetterTopic, DeadReason,
-    Delivery, EventKind, HandlerError, Identity, Inbox, Message, Order, Outgoing, ProcessOutcome,
+    Consumer, ConsumerError, ConsumerName, DeadLetter, DeadLetterSink, DeadLetterTopic, DeadReason, Delivery,
+    HandlerError, Identity, Inbox, InboxCounts, InboxEventKind, Message, Order, Outgoing, ProcessOutcome,
     PublishError, PublishFuture, Publisher, PutFuture, Source, SourceError, SourceInfo,
 };
 use oncegate_testkit::{FaultyStore, TokioClock};
@@ -297,7 +297,7 @@ struct World {
     store: Arc<dyn Store>,
     ledger: Ledger,
     letters: Letters,
-    counts: Counts,
+    counts: InboxCounts,
 }
 
 impl World {
@@ -307,7 +307,7 @@ impl World {
             store: store(),
             ledger: Ledger::default(),
             letters: Letters::default(),
-            counts: Counts::default(),
+            counts: InboxCounts::default(),
         }
     }
 
@@ -334,7 +334,7 @@ impl World {
         Consumer::new(Subscription::of(&self.broker), processor).with_observer(self.counts.clone())
     }
 
-    fn seen(&self, kind: EventKind) -> u64 {
+    fn seen(&self, kind: InboxEventKind) -> u64 {
         self.counts.get(kind)
     }
 }
@@ -408,8 +408,8 @@ async fn each_message_takes_effect_once_and_every_delivery_is_acknowledged() {
     let expected: Vec<_> = (0..200).map(|n| format!("m{n:03}")).collect();
     assert_eq!(world.ledger.sorted(), expected);
     assert_eq!(world.broker.acknowledged(), 400);
-    assert_eq!(world.seen(EventKind::Processed), 200);
-    assert_eq!(world.seen(EventKind::Acknowledged), 400);
+    assert_eq!(world.seen(InboxEventKind::Processed), 200);
+    assert_eq!(world.seen(InboxEventKind::Acknowledged), 400);
     assert_eq!(world.letters.reasons(), []);
 }
 
@@ -434,12 +434,12 @@ async fn a_duplicate_of_a_message_in_flight_is_not_acknowledged() {
         })
         .await;
     assert_eq!(world.broker.acknowledged(), 0);
-    assert!(world.seen(EventKind::InFlight) >= 2);
+    assert!(world.seen(InboxEventKind::InFlight) >= 2);
     gate.notify_one();
     world.broker.is_empty().await;
     consumer.stop().await;
     assert_eq!(world.ledger.all(), ["a"]);
-    assert_eq!(world.seen(EventKind::Duplicate), 1);
+    assert_eq!(world.seen(InboxEventKind::Duplicate), 1);
 }
 
 #[tokio::test(start_paused = true)]
@@ -523,8 +523,8 @@ async fn a_failing_message_is_retried_later_and_becomes_one_dead_letter() {
         let letter = ("{\"id\":\"poison\"}".to_owned(), DeadReason::AttemptsExhausted, 3);
         assert_eq!(world.letters.reasons(), [letter]);
         assert_eq!(world.letters.letters.lock().unwrap()[0].error, "no such customer");
-        assert_eq!(world.seen(EventKind::Failed), 2);
-        assert!(world.seen(EventKind::Dead(DeadReason::AttemptsExhausted)) >= 1);
+        assert_eq!(world.seen(InboxEventKind::Failed), 2);
+        assert!(world.seen(InboxEventKind::Dead(DeadReason::AttemptsExhausted)) >= 1);
     }
 }
 
@@ -716,7 +716,7 @@ async fn a_message_is_kept_until_its_dead_letter_is_written_under_one_identifier
         let consumer = run(world.consumer(inbox, |_, _| async { Err(HandlerError::retry("no")) }));
         world.broker.is_empty().await;
         consumer.stop().await;
-        assert_eq!(world.seen(EventKind::Unavailable), (refused + lost) as u64);
+        assert_eq!(world.seen(InboxEventKind::Unavailable), (refused + lost) as u64);
         assert_eq!(world.ledger.count("a"), 1, "attempts are over");
         let letters = world.letters.letters.lock().unwrap();
         assert_eq!(letters.len(), 1 + lost);
@@ -871,8 +871,8 @@ async fn slow_messages_are_extended_and_not_delivered_again() {
     world.broker.is_empty().await;
     consumer.stop().await;
     assert!(world.broker.with(|queue| queue.extended) >= 30, "each of three, every ten seconds");
-    assert_eq!(world.seen(EventKind::Processed), 3);
-    assert_eq!(world.seen(EventKind::Duplicate), 0);
+    assert_eq!(world.seen(InboxEventKind::Processed), 3);
+    assert_eq!(world.seen(InboxEventKind::Duplicate), 0);
 }
 
 #[tokio::test(start_paused = true)]
@@ -959,7 +959,7 @@ async fn while_the_store_is_down_messages_are_held_without_counting_attempts() {
     sleep(Duration::from_secs(300)).await;
     assert_eq!(world.broker.acknowledged(), 0);
     assert_eq!(world.broker.deliveries(), [1; 10]);
-    assert!(world.seen(EventKind::Unavailable) < 2_000, "it is not asked all the time");
+    assert!(world.seen(InboxEventKind::Unavailable) < 2_000, "it is not asked all the time");
     faults.heal();
     world.broker.is_empty().await;
     consumer.stop().await;
@@ -981,7 +981,7 @@ async fn a_lost_delivery_is_not_started() {
             Ok(())
         }
     }));
-    while world.seen(EventKind::Lost) < 5 {
+    while world.seen(InboxEventKind::Lost) < 5 {
         sleep(Duration::from_millis(10)).await;
     }
     consumer.stop().await;
@@ -1012,7 +1012,7 @@ async fn a_log_without_returns_has_its_messages_retried_in_place() {
         world.broker.is_empty().await;
         consumer.stop().await;
         assert_eq!((world.ledger.all().len(), world.ledger.count("m2")), (7, 3));
-        assert_eq!(world.seen(EventKind::GivenBack), 0);
+        assert_eq!(world.seen(InboxEventKind::GivenBack), 0);
     }
 }
 
@@ -1132,7 +1132,7 @@ async fn single_or_known_dead_letters_do_not_stop_a_consumer() {
     let consumer = run(in_turn(Some(1)));
     world.broker.is_empty().await;
     consumer.stop().await;
-    assert_eq!((world.letters.reasons().len(), world.seen(EventKind::Duplicate)), (200, 100));
+    assert_eq!((world.letters.reasons().len(), world.seen(InboxEventKind::Duplicate)), (200, 100));
     // Without a limit, nothing ends the consumer.
     for number in 0..150 {
         world.broker.send(&format!("m{}", number * 3 + 1000));
@@ -1163,7 +1163,7 @@ async fn a_transient_source_error_is_retried_and_a_fatal_one_ends_the_consumer()
     let ended = timeout(TIMEOUT, consumer.task).await.unwrap().unwrap().unwrap_err();
     assert!(matches!(&ended, ConsumerError::Source(error) if error.is_fatal()), "{ended}");
     assert!(ErrorChain(&ended).to_string().contains("the queue is deleted"));
-    assert_eq!(world.seen(EventKind::SourceFailed), 6);
+    assert_eq!(world.seen(InboxEventKind::SourceFailed), 6);
     assert_eq!(world.broker.acknowledged(), 1, "what ran was ended and acknowledged");
 }
 
@@ -1310,15 +1310,17 @@ async fn messages_that_fail_during_a_shutdown_are_given_back() {
     consumer.stop().await;
     let now = Instant::now();
     assert!(world.broker.with(|queue| queue.messages.values().all(|(_, at, _)| *at <= now)));
-    assert_eq!((world.seen(EventKind::Failed), world.seen(EventKind::GivenBack)), (1, 1));
+    assert_eq!((world.seen(InboxEventKind::Failed), world.seen(InboxEventKind::GivenBack)), (1, 1));
 }
 
 #[test]
 fn counts_are_written_for_prometheus() {
-    let counts = Counts::default();
-    let event = |kind| oncegate_inbox::Event::new("billing", "orders", kind, Duration::ZERO);
-    for kind in [EventKind::Processed, EventKind::Processed, EventKind::Dead(DeadReason::Rejected)] {
-        oncegate_inbox::Observer::observe(&counts, &event(kind));
+    let counts = InboxCounts::default();
+    let event = |kind| oncegate_inbox::InboxEvent::new("billing", "orders", kind, Duration::ZERO);
+    for kind in
+        [InboxEventKind::Processed, InboxEventKind::Processed, InboxEventKind::Dead(DeadReason::Rejected)]
+    {
+        oncegate_inbox::InboxObserver::observe(&counts, &event(kind));
     }
     let text = counts.to_prometheus(&consumer_name("billing"));
     let line = |event: &str, reason: &str, n: u64| {
@@ -1327,7 +1329,7 @@ fn counts_are_written_for_prometheus() {
     assert!(text.contains(&line("processed", "", 2)), "{text}");
     assert!(text.contains(&line("dead", "rejected", 1)), "{text}");
     assert!(text.contains(&line("dead", "no-identity", 0)), "{text}");
-    assert_eq!(text.lines().count(), 2 + EventKind::ALL.len());
+    assert_eq!(text.lines().count(), 2 + InboxEventKind::ALL.len());
 }
 
 #[test]

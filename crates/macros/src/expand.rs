@@ -349,7 +349,7 @@ impl Expansion<'_> {
         let krate = self.krate;
         let policy = match &self.options.errors {
             ErrorPolicy::Unknown => return None,
-            ErrorPolicy::Store => quote!(|_: &_| #krate::engine::ErrorFate::Store),
+            ErrorPolicy::Keep => quote!(|_: &_| #krate::engine::ErrorFate::Keep),
             ErrorPolicy::Release => quote!(#krate::engine::ReleaseIf(|_: &_| true)),
             ErrorPolicy::Custom(policy) => quote!(#policy),
         };

@@ -24,7 +24,7 @@ use proc_macro::TokenStream;
 /// #[derive(Clone, serde::Serialize)]
 /// struct Order { id: u64, cents: u64 }
 ///
-/// #[idempotent(key = "order-{order.id}", scope = "charge", errors = "store", attempt = attempt)]
+/// #[idempotent(key = "order-{order.id}", scope = "charge", errors = "keep", attempt = attempt)]
 /// async fn charge(engine: &Engine, order: Order) -> Result<String, FunctionError<String>> {
 ///     if order.cents == 0 {
 ///         return Err("nothing to pay".to_owned());
@@ -49,7 +49,7 @@ use proc_macro::TokenStream;
 ///   empty value is refused (see `KeyText`). Without quotes, it is an expression for the key.
 /// - `scope = "charge"`: the namespace of the keys, and the name of the function in the store. Do not change it when the function
 ///   moves.
-/// - `errors = "store"`, `"release"` or `"unknown"`: the rule for the key when the body returns an error. `"store"`: every later
+/// - `errors = "keep"`, `"release"` or `"unknown"`: the rule for the key when the body returns an error. `"keep"`: every later
 ///   call gets the same error. `"release"`: the key becomes free and the next call runs again. **Use it only if an error means
 ///   that nothing took effect.** `"unknown"`: the body may have taken effect, so later calls are refused until an operator
 ///   decides. Other values are the path of a `fn(&E) -> ErrorFate`, such as `StepError::fate`, and `ReleaseIf(…)`.
@@ -94,18 +94,18 @@ use proc_macro::TokenStream;
 ///
 /// ```compile_fail
 /// # use oncegate::{Engine, FunctionError, idempotent};
-/// #[idempotent(key = "order-{ordr}", scope = "charge", errors = "store")] // there is no argument `ordr`; did you mean `order`?
+/// #[idempotent(key = "order-{ordr}", scope = "charge", errors = "keep")] // there is no argument `ordr`; did you mean `order`?
 /// async fn charge(engine: &Engine, order: u64) -> Result<(), FunctionError<String>> { Ok(()) }
 /// ```
 /// ```compile_fail
 /// # use oncegate::{Engine, FunctionError, idempotent};
-/// #[idempotent(key = "order-{order}", scope = "charge", errors = "store", lease = "2h")] // `lease` is 7200s; it must be from 100ms to 3600s
+/// #[idempotent(key = "order-{order}", scope = "charge", errors = "keep", lease = "2h")] // `lease` is 7200s; it must be from 100ms to 3600s
 /// async fn charge(engine: &Engine, order: u64) -> Result<(), FunctionError<String>> { Ok(()) }
 /// ```
 /// ```compile_fail
 /// # use oncegate::{Engine, FunctionError, idempotent};
 /// struct Connection; // the trait bound `Connection: Serialize` is not satisfied: skip(connection)
-/// #[idempotent(key = "order-{order}", scope = "charge", errors = "store")]
+/// #[idempotent(key = "order-{order}", scope = "charge", errors = "keep")]
 /// async fn charge(engine: &Engine, connection: Connection, order: u64) -> Result<(), FunctionError<String>> { Ok(()) }
 /// ```
 /// ```compile_fail
@@ -122,7 +122,7 @@ use proc_macro::TokenStream;
 /// This function compiles:
 /// ```
 /// # use oncegate::{Engine, FunctionError, idempotent};
-/// #[idempotent(key = "order-{order}", scope = "charge", errors = "store", lease = "1h")]
+/// #[idempotent(key = "order-{order}", scope = "charge", errors = "keep", lease = "1h")]
 /// async fn charge(engine: &Engine, order: u64) -> Result<(), FunctionError<String>> { Ok(()) }
 /// ```
 #[proc_macro_attribute]

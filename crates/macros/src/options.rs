@@ -81,7 +81,7 @@ pub(crate) enum OnAbandoned {
 }
 
 pub(crate) enum ErrorPolicy {
-    Store,
+    Keep,
     Release,
     Unknown,
     /// Any other policy, such as a function from an error to its fate.
@@ -188,7 +188,7 @@ impl ParsedOptions {
         let Some(errors) = self.errors else {
             return Err(missing(
                 "errors = …",
-                "the rule for its key when it returns an error. \"store\": later calls get the same error. \"release\": the key \
+                "the rule for its key when it returns an error. \"keep\": later calls get the same error. \"release\": the key \
                  becomes free and the next call runs again; use it only if an error means that nothing took effect. \"unknown\": \
                  the function may have taken effect, so later calls are refused until an operator decides. Or the path of a \
                  `fn(&E) -> ErrorFate`, which decides for each error",
@@ -286,10 +286,10 @@ fn on_abandoned(text: &LitStr) -> Result<OnAbandoned> {
 fn errors(value: Expr) -> Result<ErrorPolicy> {
     match value {
         Expr::Lit(ExprLit { lit: Lit::Str(text), .. }) => match text.value().as_str() {
-            "store" => Ok(ErrorPolicy::Store),
+            "keep" => Ok(ErrorPolicy::Keep),
             "release" => Ok(ErrorPolicy::Release),
             "unknown" => Ok(ErrorPolicy::Unknown),
-            other => Err(Error::new(text.span(), one_of("errors", other, &["store", "release", "unknown"]))),
+            other => Err(Error::new(text.span(), one_of("errors", other, &["keep", "release", "unknown"]))),
         },
         policy => Ok(ErrorPolicy::Custom(Box::new(policy))),
     }

@@ -8,7 +8,7 @@ use crate::expand::idempotent;
 
 const PAY: &str =
     "async fn pay(engine: &Engine, order: Order, note: &str) -> Result<u8, FunctionError<String>> { Ok(1) }";
-const GOOD: &str = r#"key = "{order.id}", scope = "pay", errors = "store""#;
+const GOOD: &str = r#"key = "{order.id}", scope = "pay", errors = "keep""#;
 
 fn tokens(text: &str) -> TokenStream {
     TokenStream::from_str(text).unwrap()
@@ -61,7 +61,7 @@ fn a_mistake_in_the_attribute_is_reported_at_its_place() {
         ),
         (
             r#"key = "{order.id}", scope = "s""#,
-            "an idempotent function needs `errors = …`: the rule for its key when it returns an error. \"store\": later \
+            "an idempotent function needs `errors = …`: the rule for its key when it returns an error. \"keep\": later \
              calls get the same error. \"release\": the key becomes free and the next call runs again; use it only if an \
              error means that nothing took effect. \"unknown\": the function may have taken effect, so later calls are \
              refused until an operator decides. Or the path of a `fn(&E) -> ErrorFate`, which decides for each error",
@@ -70,7 +70,7 @@ fn a_mistake_in_the_attribute_is_reported_at_its_place() {
         ("skip = note", "`skip(…)` takes a list of arguments", "skip"),
         ("fingerprint", "`fingerprint(…)` takes a list of arguments, or parts of them", "fingerprint"),
         (
-            r#"key = "{order.id}", scope = "s", errors = "store", fingerprint(order), skip(note)"#,
+            r#"key = "{order.id}", scope = "s", errors = "keep", fingerprint(order), skip(note)"#,
             "`fingerprint` lists the values that are compared, `skip` the arguments that are not: use only one",
             "skip",
         ),
@@ -96,9 +96,9 @@ fn a_mistake_in_the_attribute_is_reported_at_its_place() {
             "\"reconcile\"",
         ),
         (
-            r#"errors = "keep""#,
-            "`errors` must be one of \"store\", \"release\", \"unknown\", not \"keep\"",
-            "\"keep\"",
+            r#"errors = "store""#,
+            "`errors` must be one of \"keep\", \"release\", \"unknown\", not \"store\"",
+            "\"store\"",
         ),
     ] {
         assert_eq!(fault(attribute, PAY), (message.to_owned(), at.to_owned()), "{attribute}");
@@ -133,7 +133,7 @@ fn a_mistake_in_the_key_is_reported() {
         ),
     ] {
         let literal = format!("\"{key}\"");
-        let attribute = format!("scope = \"s\", errors = \"store\", key = {literal}");
+        let attribute = format!("scope = \"s\", errors = \"keep\", key = {literal}");
         assert_eq!(fault(&attribute, PAY), (message.to_owned(), literal), "{key}");
     }
 }
@@ -249,7 +249,7 @@ fn a_body_that_owns_its_arguments_runs_detached() {
         let engine = if arguments.contains("engine") { "" } else { ", engine = ENGINE.clone()" };
         let item = format!("async fn pay({arguments}) -> Result<u8, E> {{ Ok(1) }}");
         let text =
-            expanded(&format!("key = id(), scope = \"pay\", errors = \"store\"{engine}{option}"), &item);
+            expanded(&format!("key = id(), scope = \"pay\", errors = \"keep\"{engine}{option}"), &item);
         match (text.contains(". run ("), text.contains(". run_in_place (")) {
             (true, false) => true,
             (false, true) => false,
@@ -280,5 +280,5 @@ fn a_body_that_owns_its_arguments_runs_detached() {
         assert!(is_detached(borrowed, ", detached"), "{borrowed}");
     }
     let generic = "async fn pay<T: Serialize>(engine: Engine, order: T) -> Result<u8, E> { Ok(1) }";
-    assert!(expanded(r#"key = id(), scope = "pay", errors = "store""#, generic).contains("run_in_place"));
+    assert!(expanded(r#"key = id(), scope = "pay", errors = "keep""#, generic).contains("run_in_place"));
 }

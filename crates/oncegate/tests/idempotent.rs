@@ -192,7 +192,7 @@ async fn a_method_with_generics_and_lifetimes_changes_what_it_borrows_once() {
 
 fn fate(error: &PayError) -> ErrorFate {
     match error {
-        PayError::Declined => ErrorFate::Store,
+        PayError::Declined => ErrorFate::Keep,
         PayError::NotSent => ErrorFate::Release,
     }
 }
@@ -208,7 +208,7 @@ async fn by_fate<I: TryInto<IdempotencyKey, Error = KeyError> + Serialize + Clon
     Err(error)
 }
 
-#[idempotent(key = "{id}", scope = "stored", errors = "store", skip(bank))]
+#[idempotent(key = "{id}", scope = "stored", errors = "keep", skip(bank))]
 async fn stored(engine: Arc<Engine>, bank: &Bank, id: u32) -> Result<(), FunctionError<String>> {
     Err(format!("run {} of {id}", bank.charge(1).run))
 }
@@ -276,7 +276,7 @@ async fn a_detached_function_outlives_its_caller() {
 }
 
 /// The function borrows its engine and uses it; everything else it owns.
-#[idempotent(key = "{id}", scope = "owned", errors = "store", skip(bank, begun, go_on), wait = "60s")]
+#[idempotent(key = "{id}", scope = "owned", errors = "keep", skip(bank, begun, go_on), wait = "60s")]
 async fn owned(
     engine: &Engine,
     bank: Bank,
@@ -308,7 +308,7 @@ async fn a_function_that_owns_its_arguments_outlives_its_caller_unasked() {
 }
 
 /// More arguments than a tuple with traits can hold, in patterns of all kinds.
-#[idempotent(key = "{a}.{b}", scope = "many", errors = "store", engine = engine)]
+#[idempotent(key = "{a}.{b}", scope = "many", errors = "keep", engine = engine)]
 #[expect(clippy::too_many_arguments, reason = "it is about many")]
 async fn many(
     (engine, a): (&Engine, &str),
@@ -345,7 +345,7 @@ async fn every_argument_counts() {
     assert!(matches!(call(2).await, Err(FunctionError::KeyReused)));
 }
 
-#[idempotent(key = "{id}", scope = "settings", errors = "store", lease = "2m", retain = "7d", wait = "0s", fingerprint(), attempt = attempt)]
+#[idempotent(key = "{id}", scope = "settings", errors = "keep", lease = "2m", retain = "7d", wait = "0s", fingerprint(), attempt = attempt)]
 async fn settings<F: Future<Output = ()>>(
     engine: &Engine,
     id: u32,
@@ -355,7 +355,7 @@ async fn settings<F: Future<Output = ()>>(
     Ok(())
 }
 
-#[idempotent(key = "{id}", scope = "settings", errors = "store", wait = "60s", fingerprint())]
+#[idempotent(key = "{id}", scope = "settings", errors = "keep", wait = "60s", fingerprint())]
 async fn waits(engine: &Engine, id: u32) -> Result<(), FunctionError<String>> {
     panic!("it ran again: {id}")
 }

@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use oncegate_core::{
-    Answer, AttemptId, AuditEntry, CallerTag, Completion, FencingToken, Fingerprint, Grant, KeyTag, Label,
-    OnAbandoned, Outcome, Record, RecordId, State, StateName, Step, StoreError, StoredResponse, Timestamp,
-    limits,
+    AttemptId, AuditEntry, CallerTag, Completion, FencingToken, Fingerprint, Grant, KeyTag, Label,
+    OnAbandoned, Outcome, Record, RecordId, RecordedResponse, State, StateName, Step, StoreError,
+    StoredResponse, Timestamp, limits,
 };
 use sqlx::postgres::PgRow;
 use sqlx::{Decode, Postgres, Row as _, Type};
@@ -38,10 +38,10 @@ pub(crate) fn column<'r, T>(row: &'r PgRow, column: &str) -> Result<T, StoreErro
 where
     T: Decode<'r, Postgres> + Type<Postgres>,
 {
-    optional(row, column)?.ok_or_else(unexpected_answer)
+    optional(row, column)?.ok_or_else(unexpected_reply)
 }
 
-pub(crate) fn unexpected_answer() -> StoreError {
+pub(crate) fn unexpected_reply() -> StoreError {
     StoreError::invalid("the answer of PostgreSQL is not one of the contract")
 }
 
@@ -98,18 +98,18 @@ pub(crate) fn reply(row: &PgRow) -> Result<Reply, StoreError> {
         "completed" => Outcome::Completed,
         "released" => Outcome::Released,
         "fenced" => Outcome::Fenced,
-        "resolved" => Outcome::Resolved { from: state_before(row)?.ok_or_else(unexpected_answer)? },
+        "resolved" => Outcome::Resolved { from: state_before(row)?.ok_or_else(unexpected_reply)? },
         "not-resolvable" => Outcome::NotResolvable { state: state_before(row)? },
         "locked" => return Ok(Reply::Locked),
         "later" => return Ok(Reply::Later),
-        _ => return Err(unexpected_answer()),
+        _ => return Err(unexpected_reply()),
     };
     Ok(Reply::Outcome(outcome))
 }
 
 fn state_before(row: &PgRow) -> Result<Option<StateName>, StoreError> {
     optional::<&str>(row, "state_before")?
-        .map(|name| StateName::from_name(name).ok_or_else(unexpected_answer))
+        .map(|name| StateName::from_name(name).ok_or_else(unexpected_reply))
         .transpose()
 }
 
@@ -122,9 +122,9 @@ pub(crate) fn record(row: &PgRow) -> Result<Record, StoreError> {
             after_abandoned: column(row, "after_abandoned")?,
         },
         "unknown" => State::Unknown,
-        "completed" => State::Completed(Answer::Replayable(response(row)?)),
-        "awaited" => State::Completed(Answer::Awaited),
-        "tombstone" => State::Completed(Answer::Tombstone),
+        "completed" => State::Completed(RecordedResponse::Replayable(response(row)?)),
+        "awaited" => State::Completed(RecordedResponse::Awaited),
+        "tombstone" => State::Completed(RecordedResponse::Tombstone),
         "released" => State::Released,
         _ => return Err(corrupt("state")),
     };
@@ -158,7 +158,7 @@ pub(crate) fn record_id(row: &PgRow) -> Result<RecordId, StoreError> {
 
 pub(crate) fn audit_entry(row: &PgRow) -> Result<AuditEntry, StoreError> {
     let state = |name| {
-        column::<&str>(row, name).and_then(|name| StateName::from_name(name).ok_or_else(unexpected_answer))
+        column::<&str>(row, name).and_then(|name| StateName::from_name(name).ok_or_else(unexpected_reply))
     };
     Ok(AuditEntry {
         number: number(row, "number")?,

@@ -22,7 +22,7 @@ use crate::batch::{Admission, Job, Lane, SenderRole, is_large, is_large_end};
 use crate::call::{Arg, Call};
 use crate::error::{PostgresOpenError, describe, is_lost, is_undone, store_error};
 use crate::options::PostgresOptions;
-use crate::record::{self, Reply, optional, unexpected_answer};
+use crate::record::{self, Reply, optional, unexpected_reply};
 use crate::schema;
 use crate::watch::{Listener, max_watchers};
 
@@ -151,8 +151,8 @@ impl Store for PostgresStore {
             let args = [Arg::Small(i32::try_from(limit).unwrap_or(i32::MAX))];
             let call = Call::new("SELECT * FROM oncegate.purge($1)", args);
             let rows = shared.call(call, CallOptions::long(Resend::IfUndone)).await?;
-            let purged: i32 = record::column(rows.first().ok_or_else(unexpected_answer)?, "purged")?;
-            usize::try_from(purged).map_err(|_| unexpected_answer())
+            let purged: i32 = record::column(rows.first().ok_or_else(unexpected_reply)?, "purged")?;
+            usize::try_from(purged).map_err(|_| unexpected_reply())
         })
     }
 
@@ -170,7 +170,7 @@ impl Store for PostgresStore {
     fn check(&self) -> StoreFuture<'_, ()> {
         self.on_runtime(|shared| async move {
             let rows = shared.call(Call::new(SERVER_STATE, []), CallOptions::command(Resend::Always)).await?;
-            let standing = ServerState::read(rows.first().ok_or_else(unexpected_answer)?)?;
+            let standing = ServerState::read(rows.first().ok_or_else(unexpected_reply)?)?;
             if standing.is_standby {
                 return Err(StoreError::unavailable("the database is a standby, which takes no writes"));
             }
@@ -191,7 +191,7 @@ impl Store for PostgresStore {
             }
             let rows =
                 shared.call(Call::new(MISSING_RIGHTS, []), CallOptions::command(Resend::Always)).await?;
-            match optional::<String>(rows.first().ok_or_else(unexpected_answer)?, "missing")? {
+            match optional::<String>(rows.first().ok_or_else(unexpected_reply)?, "missing")? {
                 None => Ok(()),
                 Some(missing) => Err(StoreError::invalid(format!("the role may not call {missing}"))),
             }
@@ -346,7 +346,7 @@ impl StoreInner {
         };
         for pause in LOCKED_PAUSES.into_iter().map(Some).chain([None]) {
             let rows = self.call(call.clone(), terms).await?;
-            match (record::reply(rows.first().ok_or_else(unexpected_answer)?)?, pause) {
+            match (record::reply(rows.first().ok_or_else(unexpected_reply)?)?, pause) {
                 (Reply::Outcome(outcome), _) => return Ok(outcome),
                 (Reply::Locked, Some(pause)) => tokio::time::sleep(pause).await,
                 (Reply::Locked, None) => break,
@@ -363,15 +363,15 @@ impl StoreInner {
         command: &Command,
         wanted: Wanted<'_>,
     ) -> Result<Outcome, StoreError> {
-        let Command::Claim(claim) = command else { return Err(unexpected_answer()) };
-        let call = claim_call(CLAIM, id, claim).ok_or_else(unexpected_answer)?;
+        let Command::Claim(claim) = command else { return Err(unexpected_reply()) };
+        let call = claim_call(CLAIM, id, claim).ok_or_else(unexpected_reply)?;
         // The semaphore is never closed.
-        let _place = self.large.acquire().await.map_err(|_| unexpected_answer())?;
+        let _place = self.large.acquire().await.map_err(|_| unexpected_reply())?;
         let rows = self.call(call, CallOptions { wanted, ..CallOptions::long(Resend::IfUndone) }).await?;
-        match record::reply(rows.first().ok_or_else(unexpected_answer)?)? {
+        match record::reply(rows.first().ok_or_else(unexpected_reply)?)? {
             Reply::Outcome(outcome) => Ok(outcome),
             Reply::Locked => Err(StoreError::locked("another transaction holds the record")),
-            Reply::Large | Reply::Later => Err(unexpected_answer()),
+            Reply::Large | Reply::Later => Err(unexpected_reply()),
         }
     }
 
@@ -414,7 +414,7 @@ impl StoreInner {
                 }
                 return left;
             }
-            Ok(_) => unexpected_answer(),
+            Ok(_) => unexpected_reply(),
             Err(error) => error,
         };
         if error.kind() != StoreErrorKind::Unavailable {

@@ -109,7 +109,7 @@ pub(crate) async fn list(shared: &StoreInner, query: &ListQuery) -> Result<ListP
 
 fn size_of(record: &oncegate_core::Record) -> usize {
     let response = match &record.state {
-        oncegate_core::State::Completed(oncegate_core::Answer::Replayable(response)) => {
+        oncegate_core::State::Completed(oncegate_core::RecordedResponse::Replayable(response)) => {
             response.as_encoded().len()
         }
         _ => 0,

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use oncegate_core::{
-    Answer, AttemptId, AuditEntry, CallerTag, FencingToken, Fingerprint, Grant, KeyTag, Label, Outcome,
-    Record, RecordId, State, StateName, Step, StoreError, StoredResponse, Timestamp,
+    AttemptId, AuditEntry, CallerTag, FencingToken, Fingerprint, Grant, KeyTag, Label, Outcome, Record,
+    RecordId, RecordedResponse, State, StateName, Step, StoreError, StoredResponse, Timestamp,
 };
 use redis::Value;
 
@@ -131,14 +131,16 @@ impl FoundRecord {
             },
             b"unknown" => State::Unknown,
             b"completed" => match take("response") {
-                Some(bytes) => State::Completed(Answer::Replayable(response(bytes)?)),
+                Some(bytes) => State::Completed(RecordedResponse::Replayable(response(bytes)?)),
                 None => {
                     is_head = true;
-                    State::Completed(Answer::Replayable(StoredResponse::new(200, &[], &[], &[]).ok()?))
+                    State::Completed(RecordedResponse::Replayable(
+                        StoredResponse::new(200, &[], &[], &[]).ok()?,
+                    ))
                 }
             },
-            b"awaited" => State::Completed(Answer::Awaited),
-            b"tombstone" => State::Completed(Answer::Tombstone),
+            b"awaited" => State::Completed(RecordedResponse::Awaited),
+            b"tombstone" => State::Completed(RecordedResponse::Tombstone),
             b"released" => State::Released,
             _ => return None,
         };

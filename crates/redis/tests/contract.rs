@@ -5,7 +5,7 @@ mod support;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use oncegate_core::{Answer, RecordId, State, Store as _};
+use oncegate_core::{RecordId, RecordedResponse, State, Store as _};
 use oncegate_redis::contract::Scripts;
 use oncegate_servers::{RedisCluster, RedisOptions, RedisServer};
 use support::open;
@@ -25,7 +25,7 @@ async fn a_python_service_uses_the_whole_contract_and_rust_reads_its_records() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let store = open(&server.url()).await;
     let record = store.lookup(RecordId::from_bytes([0xab; 32])).await.unwrap().expect("Python left it");
-    let State::Completed(Answer::Replayable(response)) = record.state else { panic!("{record:?}") };
+    let State::Completed(RecordedResponse::Replayable(response)) = record.state else { panic!("{record:?}") };
     assert_eq!(response.status(), 201);
     assert_eq!(response.body().len(), 25_600);
     assert_eq!(store.audit(None, 10).await.unwrap().len(), 1);

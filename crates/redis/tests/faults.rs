@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use oncegate_core::{
-    Answer, CallerTag, Command, Complete, Completion, Durability, Extent, Fencing, Label, ListQuery, Outcome,
-    Resolution, Resolve, State, StateName, Store as _, StoreErrorKind, StoredResponse,
+    CallerTag, Command, Complete, Completion, Durability, Extent, Fencing, Label, ListQuery, Outcome,
+    RecordedResponse, Resolution, Resolve, State, StateName, Store as _, StoreErrorKind, StoredResponse,
 };
 use oncegate_redis::contract::record_key;
 use oncegate_redis::{RedisOpenError, RedisStore, Severity};
@@ -114,7 +114,7 @@ async fn acknowledged_commands_survive_kill_9_if_every_write_is_flushed() {
             let record = store.lookup(id(n)).await.unwrap().expect("it was acknowledged");
             assert_eq!(record.token, *token);
             if n % 2 == 0 {
-                assert_eq!(record.state, State::Completed(Answer::Replayable(response(n))));
+                assert_eq!(record.state, State::Completed(RecordedResponse::Replayable(response(n))));
             } else {
                 // The same attempt continues with its token.
                 assert_eq!(granted(&store, n, n).await.token, *token);

@@ -150,12 +150,12 @@ async fn until_the_end(from: &mut OwnedReadHalf) -> io::Result<()> {
 }
 
 /// Passes answers on. Ends with the connection that it belongs to.
-struct Answers {
+struct Replies {
     task: JoinHandle<io::Result<(OwnedReadHalf, OwnedWriteHalf)>>,
     stop: Arc<Notify>,
 }
 
-impl Answers {
+impl Replies {
     fn pass(from: OwnedReadHalf, to: OwnedWriteHalf, shared: Arc<Shared>, number: u64) -> Self {
         let stop = Arc::new(Notify::new());
         Self { task: tokio::spawn(copy(from, to, stop.clone(), shared, number)), stop }
@@ -168,7 +168,7 @@ impl Answers {
     }
 }
 
-impl Drop for Answers {
+impl Drop for Replies {
     fn drop(&mut self) {
         self.task.abort();
     }
@@ -184,7 +184,7 @@ async fn pass(client: TcpStream, shared: &Arc<Shared>) -> io::Result<()> {
     let (from_server, mut to_server) = server.into_split();
     // The first message has no letter.
     let mut letter = 0;
-    let answers = Answers::pass(from_server, to_client, shared.clone(), number);
+    let answers = Replies::pass(from_server, to_client, shared.clone(), number);
     loop {
         let message = message(&mut from_client, letter).await?;
         if shared.is_swallowed(number) {

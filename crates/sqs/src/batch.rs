@@ -38,13 +38,13 @@ impl SettleError {
     }
 }
 
-type Answer = Result<(), SettleError>;
+type SettleResult = Result<(), SettleError>;
 
 struct Entry {
     receipt: String,
     /// The new visibility timeout in seconds; `None` to delete the message.
     visibility: Option<i32>,
-    answer: oneshot::Sender<Answer>,
+    answer: oneshot::Sender<SettleResult>,
 }
 
 /// Collects settlements. Clones are cheap; it ends with the last one.
@@ -65,7 +65,7 @@ impl Batcher {
     }
 
     /// Deletes a message, or sets its visibility timeout in seconds from now.
-    pub(super) async fn settle(&self, receipt: &str, visibility: Option<i32>) -> Answer {
+    pub(super) async fn settle(&self, receipt: &str, visibility: Option<i32>) -> SettleResult {
         let (answer, answered) = oneshot::channel();
         let entry = Entry { receipt: receipt.to_owned(), visibility, answer };
         let entries = if visibility.is_some() { &self.change } else { &self.delete };
@@ -104,13 +104,13 @@ async fn run(client: Client, queue_url: Arc<str>, mut entries: mpsc::Receiver<En
 }
 
 /// The answer of SQS for the entries of a request.
-struct BatchAnswer {
+struct BatchReply {
     done: Vec<String>,
     failed: Vec<BatchResultErrorEntry>,
 }
 
-impl BatchAnswer {
-    fn to(&self, id: &str) -> Answer {
+impl BatchReply {
+    fn to(&self, id: &str) -> SettleResult {
         if let Some(failed) = self.failed.iter().find(|failed| failed.id == id) {
             return Err(refused(failed));
         }
@@ -121,7 +121,7 @@ impl BatchAnswer {
 }
 
 /// Sends a request, and returns the answer or the error.
-async fn ask(client: &Client, queue_url: &str, batch: &[Entry]) -> Result<BatchAnswer, String> {
+async fn ask(client: &Client, queue_url: &str, batch: &[Entry]) -> Result<BatchReply, String> {
     let is_deleting = batch.first().is_some_and(|entry| entry.visibility.is_none());
     if is_deleting {
         let mut request = client.delete_message_batch().queue_url(queue_url);
@@ -133,7 +133,7 @@ async fn ask(client: &Client, queue_url: &str, batch: &[Entry]) -> Result<BatchA
         }
         let answer = request.send().await.map_err(|error| said(&error))?;
         let done = answer.successful.into_iter().map(|entry| entry.id).collect();
-        Ok(BatchAnswer { done, failed: answer.failed })
+        Ok(BatchReply { done, failed: answer.failed })
     } else {
         let mut request = client.change_message_visibility_batch().queue_url(queue_url);
         for (number, entry) in batch.iter().enumerate() {
@@ -145,7 +145,7 @@ async fn ask(client: &Client, queue_url: &str, batch: &[Entry]) -> Result<BatchA
         }
         let answer = request.send().await.map_err(|error| said(&error))?;
         let done = answer.successful.into_iter().map(|entry| entry.id).collect();
-        Ok(BatchAnswer { done, failed: answer.failed })
+        Ok(BatchReply { done, failed: answer.failed })
     }
 }
 

@@ -20,10 +20,10 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use oncegate_core::{
-    Answer, AttemptId, AuditEntry, CallerTag, Claim, Command, Complete, Completion, Durability, ErrorChain,
+    AttemptId, AuditEntry, CallerTag, Claim, Command, Complete, Completion, Durability, ErrorChain,
     FencingToken, Fingerprint, KeyTag, Label, ListPage, ListQuery, OnAbandoned, Outcome, Record, RecordId,
-    RecordStep, Release, Renew, Resolution, Resolve, State, StateName, StateSet, Step, Store, StoreError,
-    StoredResponse, Timestamp, Write, decide, limits,
+    RecordStep, RecordedResponse, Release, Renew, Resolution, Resolve, State, StateName, StateSet, Step,
+    Store, StoreError, StoredResponse, Timestamp, Write, decide, limits,
 };
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -748,7 +748,7 @@ fn may_follow(before: &Record, after: &Record) -> bool {
         (State::InProgress { .. }, _) => !is_parked,
         (State::Unknown, State::Unknown | State::Completed(_) | State::Released) => same_owner,
         (State::Unknown, State::InProgress { .. }) => false,
-        (State::Completed(Answer::Awaited), State::Completed(_)) => same_owner,
+        (State::Completed(RecordedResponse::Awaited), State::Completed(_)) => same_owner,
         // An operator may replace or park the resolution of an operator.
         (State::Completed(_) | State::Released, State::Completed(_)) if before.by_operator => {
             before == after || same_owner && after.by_operator

@@ -93,7 +93,7 @@ pub enum Fault {
     /// It is refused because a transaction holds the record ([`Extent::Record`]), and nothing is done.
     Busy,
     /// It is done, and its answer is lost: unavailable.
-    LoseAnswer,
+    LoseReply,
     /// It is refused because the record cannot be read.
     Corrupt,
     /// It is not begun before the latch opens.
@@ -216,7 +216,7 @@ impl FaultyStore {
             Some(Fault::Corrupt) => {
                 Box::pin(async move { Err(StoreError::corrupt("record damaged on demand")) })
             }
-            Some(Fault::LoseAnswer) => Box::pin(async move {
+            Some(Fault::LoseReply) => Box::pin(async move {
                 act(&*self.inner).await?;
                 Err(StoreError::unavailable(format!("answer to {operation:?} lost on demand")))
             }),
@@ -365,7 +365,7 @@ mod tests {
             on_abandoned: oncegate_core::OnAbandoned::Park,
             label: oncegate_core::Label::default(),
         });
-        faults.next(1, Operation::Claim, Fault::LoseAnswer);
+        faults.next(1, Operation::Claim, Fault::LoseReply);
         assert_eq!(now(store.apply(id, claim)), Some(Err(StoreErrorKind::Unavailable)));
         assert!(matches!(now(store.lookup(id)), Some(Ok(Some(_)))));
     }

@@ -21,7 +21,7 @@ const MINUTE: Duration = Duration::from_secs(60);
 /// If the store fails the check.
 pub fn check_operators<S: Store>(store: &S) {
     let mut desk = Desk { store, attempts: 0 };
-    desk.takes_back_an_answer();
+    desk.takes_back_a_response();
     desk.holds_a_released_key();
     desk.keeps_what_an_owner_said();
     desk.amends();
@@ -104,7 +104,7 @@ impl<S: Store> Desk<'_, S> {
         assert_eq!(self.record(id), before);
     }
 
-    fn takes_back_an_answer(&mut self) {
+    fn takes_back_a_response(&mut self) {
         for (n, first) in [(1, Some(response(1))), (2, None)] {
             let (id, token) = self.unknown(n);
             let resolved = self.resolve(id, Resolution::Complete(first.clone()));

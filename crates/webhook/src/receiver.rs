@@ -14,7 +14,9 @@ use http::{HeaderName, StatusCode};
 use http_body_util::{BodyExt as _, LengthLimitError, Limited};
 use oncegate_core::{Clock, ErrorChain, SystemClock};
 use oncegate_engine::{ConfigError, PanicError, catch_panic};
-use oncegate_inbox::{Event, EventKind, Message, Observer, ProcessOutcome, Processor, SourceInfo};
+use oncegate_inbox::{
+    InboxEvent, InboxEventKind, InboxObserver, Message, ProcessOutcome, Processor, SourceInfo,
+};
 use tokio::sync::Semaphore;
 use tokio_util::task::TaskTracker;
 use tracing::{debug, error, warn};
@@ -56,7 +58,7 @@ pub struct WebhookOptions {
     max_running: usize,
     headers: Vec<String>,
     clock: Arc<dyn Clock>,
-    observer: Arc<dyn Observer>,
+    observer: Arc<dyn InboxObserver>,
 }
 
 impl WebhookOptions {
@@ -154,10 +156,10 @@ impl WebhookOptions {
         Self { clock: Arc::new(clock), ..self }
     }
 
-    /// Sets the observer of all requests: [`Refused`](EventKind::Refused), [`Overloaded`](EventKind::Overloaded), or
+    /// Sets the observer of all requests: [`Refused`](InboxEventKind::Refused), [`Overloaded`](InboxEventKind::Overloaded), or
     /// the outcome.
     #[must_use]
-    pub fn with_observer(self, observer: impl Observer) -> Self {
+    pub fn with_observer(self, observer: impl InboxObserver) -> Self {
         Self { observer: Arc::new(observer), ..self }
     }
 }
@@ -192,12 +194,12 @@ enum Outcome {
 }
 
 impl Outcome {
-    const fn event(&self) -> EventKind {
+    const fn event(&self) -> InboxEventKind {
         match self {
-            Self::Refused(_) | Self::TooLarge | Self::Incomplete => EventKind::Refused,
-            Self::Overloaded => EventKind::Overloaded,
-            Self::Panicked => EventKind::Panicked,
-            Self::Verified(handled) => EventKind::of(handled),
+            Self::Refused(_) | Self::TooLarge | Self::Incomplete => InboxEventKind::Refused,
+            Self::Overloaded => InboxEventKind::Overloaded,
+            Self::Panicked => InboxEventKind::Panicked,
+            Self::Verified(handled) => InboxEventKind::of(handled),
         }
     }
 
@@ -409,7 +411,7 @@ impl<P: Processor> Inner<P> {
                 debug!(consumer, topic, outcome = kind.as_str(), "a request was answered");
             }
         }
-        self.options.observer.observe(&Event::new(consumer, topic, kind, started.elapsed()));
+        self.options.observer.observe(&InboxEvent::new(consumer, topic, kind, started.elapsed()));
     }
 }
 

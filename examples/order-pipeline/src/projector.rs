@@ -4,7 +4,7 @@
 use axum::Router;
 use axum::routing::get;
 use oncegate::core::ErrorChain;
-use oncegate::inbox::{Consumer, ConsumerName, Counts, HandlerError, Identity, Message};
+use oncegate::inbox::{Consumer, ConsumerName, HandlerError, Identity, InboxCounts, Message};
 use oncegate::inbox_postgres::{ApplyOutcome, DeadLetterTable, Streams, TransactionalInbox};
 use oncegate::nats::NatsSource;
 use oncegate::postgres::sqlx::{self, PgConnection, PgPool};
@@ -101,7 +101,7 @@ pub(crate) async fn run(options: Options) -> Result<()> {
         consumer.map_err(|error| format!("{}: was `order-pipeline setup` run?", ErrorChain(&error)))?;
     let source = NatsSource::new(jetstream, consumer)?;
 
-    let counts = Counts::default();
+    let counts = InboxCounts::default();
     let consumer = Consumer::new(Mortal::new(source, faults.clone()), Mortal::new(processor, faults))
         .with_observer(counts.clone());
     let metrics = async move || counts.to_prometheus(&name);

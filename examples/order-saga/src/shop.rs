@@ -46,7 +46,7 @@ pub(crate) struct Options {
     lease_ms: u64,
     /// The time-out for an answer of another service, in milliseconds.
     #[arg(long, default_value_t = 10_000)]
-    answer_timeout_ms: u64,
+    response_timeout_ms: u64,
     /// Every how many milliseconds it looks for orders to go on with; 0 for never.
     #[arg(long, default_value_t = 1000)]
     complete_every_ms: u64,
@@ -117,13 +117,13 @@ struct Others {
 struct Other {
     client: Client<HttpConnector, Full<Bytes>>,
     url: Arc<str>,
-    answer_timeout: Duration,
+    response_timeout: Duration,
 }
 
 impl Other {
     /// Gives the number of the effect.
     async fn call(&self, action: &str, key: String, about: Value) -> Result<u64, StepFailure<String>> {
-        let answer = tokio::time::timeout(self.answer_timeout, self.send(action, key, about));
+        let answer = tokio::time::timeout(self.response_timeout, self.send(action, key, about));
         let (status, body) = match answer.await {
             Ok(Ok(answer)) => answer,
             Ok(Err(error)) => return Err(StepFailure::Unsure(format!("{action}: {}", ErrorChain(&*error)))),
@@ -213,9 +213,9 @@ async fn open(store: &str) -> Result<Arc<dyn Store>, Box<dyn Error>> {
 /// Serves `POST /orders`, and goes on with what was left half-way.
 pub(crate) async fn serve(options: Options) -> Result<(), Box<dyn Error>> {
     let client = Client::builder(TokioExecutor::new()).build_http();
-    let answer_timeout = Duration::from_millis(options.answer_timeout_ms);
+    let response_timeout = Duration::from_millis(options.response_timeout_ms);
     let other =
-        |url: &str| Other { client: client.clone(), url: url.trim_end_matches('/').into(), answer_timeout };
+        |url: &str| Other { client: client.clone(), url: url.trim_end_matches('/').into(), response_timeout };
     let others =
         Others { stock: other(&options.stock), bank: other(&options.bank), carrier: other(&options.carrier) };
 

@@ -7,14 +7,14 @@ use std::time::Duration;
 use crate::run::Result;
 
 /// The answer of a server.
-pub(super) struct Answer {
+pub(super) struct Response {
     pub(super) status: u16,
     pub(super) header: String,
     pub(super) body: String,
 }
 
 /// Sends a request with a JSON body. `fields` are whole lines.
-pub(super) fn request(server: &str, line: &str, fields: &str, body: &str) -> Result<Answer> {
+pub(super) fn request(server: &str, line: &str, fields: &str, body: &str) -> Result<Response> {
     let mut stream = send(server, line, fields, body)?;
     let mut text = Vec::new();
     stream.read_to_end(&mut text).map_err(|error| format!("{server}: {line}: {error}"))?;
@@ -22,7 +22,7 @@ pub(super) fn request(server: &str, line: &str, fields: &str, body: &str) -> Res
     let (header, body) = text.split_once("\r\n\r\n").ok_or(format!("{server}: {line}: answered {text:?}"))?;
     let status = header.split(' ').nth(1).and_then(|status| status.parse().ok());
     let status = status.ok_or_else(|| format!("{server}: {line}: answered {header}"))?;
-    Ok(Answer { status, header: header.to_owned(), body: body.to_owned() })
+    Ok(Response { status, header: header.to_owned(), body: body.to_owned() })
 }
 
 /// Sends a request and reads nothing.

@@ -6,7 +6,7 @@ use std::time::Duration;
 use lapin::BasicProperties;
 use oncegate_amqp::{AmqpSource, ORDER_KEY, lapin};
 use oncegate_inbox::{DeadLetterTopic, DeadReason, Delivery as _, MESSAGE_ID, Order, Outgoing, Publisher};
-use oncegate_inbox::{EventKind, Source as _};
+use oncegate_inbox::{InboxEventKind, Source as _};
 
 use oncegate_servers::RabbitServer;
 use tokio::time::sleep;
@@ -212,7 +212,7 @@ async fn dead_letters_are_messages_of_a_queue() {
         },
     );
     dead.until_ready(1).await;
-    until("it is acknowledged", async || running.counts.get(EventKind::Acknowledged) == 1).await;
+    until("it is acknowledged", async || running.counts.get(InboxEventKind::Acknowledged) == 1).await;
     running.stop().await;
     assert_eq!(*deliveries.lock().unwrap(), [(false, Some(1)), (true, Some(2)), (true, Some(3))]);
     assert_eq!(queue.ready().await, 0);
@@ -276,9 +276,12 @@ async fn a_single_active_consumer_keeps_the_order_of_two() {
     };
     let (first, second) = (consume(), consume());
     until("some took effect", async || effects.count() > 20).await;
-    assert!([&first, &second].iter().any(|one| one.counts.get(EventKind::Processed) == 0), "one has all");
+    assert!(
+        [&first, &second].iter().any(|one| one.counts.get(InboxEventKind::Processed) == 0),
+        "one has all"
+    );
     let (active, other) =
-        if second.counts.get(EventKind::Processed) == 0 { (first, second) } else { (second, first) };
+        if second.counts.get(InboxEventKind::Processed) == 0 { (first, second) } else { (second, first) };
     active.stop().await;
     until("all took effect", async || effects.count() == ids.len()).await;
     until("all is acknowledged", async || server.messages("single").unwrap() == 0).await;

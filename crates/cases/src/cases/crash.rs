@@ -9,7 +9,7 @@ use oncegate_testkit::{Latch, until};
 
 use super::{PAYMENT, pay_as};
 use crate::backend::{Backend, ReceivedRequest, Script};
-use crate::client::{Answer, Connection, Request, TIMEOUT};
+use crate::client::{Connection, Request, Response, TIMEOUT};
 use crate::plan::{FOUND, Plan, ReconcileReply};
 use crate::remote::{LayerProcess, StoreServer};
 use crate::sidecar::Sidecar;
@@ -367,7 +367,7 @@ async fn killed_under_load(mut world: World) {
     let request =
         |n: usize| Request::post("/payments").key(format!("k{n}")).json(format!("{{\"amount\":{n}}}"));
     let never = Latch::new();
-    let mut answered: Vec<Option<Answer>> = Vec::new();
+    let mut answered: Vec<Option<Response>> = Vec::new();
     for round in 0..3 {
         let base = answered.len();
         let all: Vec<_> = (base..base + 200)
@@ -534,12 +534,12 @@ async fn pair(world: &mut World) -> Pair {
     Pair { first, second, backend: world.backend.clone(), _store: server }
 }
 
-async fn ask(child: &Process, request: &Request) -> Answer {
+async fn ask(child: &Process, request: &Request) -> Response {
     let answer = Connection::open(child.address()).await.exchange(request).await;
     answer.unwrap_or_else(|broken| panic!("no answer: {broken:?}"))
 }
 
-async fn ask_until_settled(child: &Process, request: &Request) -> Answer {
+async fn ask_until_settled(child: &Process, request: &Request) -> Response {
     let mut last = None;
     until("the request is no longer in progress", async || {
         let answer = ask(child, request).await;
@@ -554,7 +554,7 @@ async fn ask_until_settled(child: &Process, request: &Request) -> Answer {
 fn start_ask(
     child: &Process,
     request: Request,
-) -> tokio::task::JoinHandle<Result<Answer, crate::client::AnswerError>> {
+) -> tokio::task::JoinHandle<Result<Response, crate::client::ResponseError>> {
     let address = child.address();
     tokio::spawn(async move { Connection::open(address).await.exchange(&request).await })
 }

@@ -10,7 +10,7 @@ use tokio::net::{TcpListener, TcpSocket};
 
 use super::{PAYMENT, pay, pay_as};
 use crate::backend::{BodyPart, Script};
-use crate::client::{Answer, AnswerError, Request};
+use crate::client::{Request, Response, ResponseError};
 use crate::plan::{FOUND, Plan, ReconcileReply};
 use crate::table::{
     Case, assert_echo, assert_fresh, assert_problem, assert_refusal, assert_replay, retry_after,
@@ -290,7 +290,7 @@ async fn cut_short(world: World) {
             // A server may answer, or only close the connection.
             match connection.answer("POST").await {
                 Ok(answer) => assert_eq!(answer.status(), 400, "{answer:?}"),
-                Err(AnswerError::Cut { head: None, .. }) => {}
+                Err(ResponseError::Cut { head: None, .. }) => {}
                 Err(other) => panic!("{other:?}"),
             }
         } else {
@@ -364,7 +364,7 @@ async fn panic_while_others_wait(world: World) {
 async fn handler_error(world: World) {
     match world.try_send(pay_as("a").script(Script::fails())).await {
         Ok(answer) => assert_refusal(UNKNOWN, &answer),
-        Err(AnswerError::Cut { head: None, .. }) => {}
+        Err(ResponseError::Cut { head: None, .. }) => {}
         Err(other) => panic!("{other:?}"),
     }
     stays_unknown(&world).await;
@@ -563,7 +563,7 @@ async fn store_down_without_a_key(world: World) {
 async fn claim_lost(world: World) {
     for (key, times) in [("a", 1), ("b", 100)] {
         let before = world.backend.effects();
-        world.faults.next(times, Operation::Claim, Fault::LoseAnswer);
+        world.faults.next(times, Operation::Claim, Fault::LoseReply);
         let first = world.send(pay_as(key)).await;
         world.faults.heal();
         assert!([201, 503].contains(&first.status()), "{first:?}");
@@ -578,7 +578,7 @@ async fn claim_lost(world: World) {
 }
 
 /// The first answer other than `request-in-progress`.
-async fn definite(world: &World, key: &str) -> Answer {
+async fn definite(world: &World, key: &str) -> Response {
     let mut last = None;
     until("there is a definite answer", async || {
         let answer = world.send(pay_as(key)).await;
@@ -661,7 +661,7 @@ async fn stays_in_progress(world: &World) {
     }
 }
 
-fn not_stored(world: &World, first: &Answer) {
+fn not_stored(world: &World, first: &Response) {
     assert_fresh(&world.plan, &pay_as("a"), first);
     assert_eq!((first.status(), first.get("idempotency-status")), (201, Some("not-stored")), "{first:?}");
 }
@@ -686,7 +686,7 @@ async fn completion_fails_once(world: World) {
 }
 
 async fn completion_lost(world: World) {
-    world.faults.always(Operation::Complete, Fault::LoseAnswer);
+    world.faults.always(Operation::Complete, Fault::LoseReply);
     let first = world.send(pay_as("a")).await;
     assert_eq!(first.status(), 201, "{first:?}");
     let later = world.settled(&pay_as("a")).await;
@@ -714,7 +714,7 @@ async fn fail_open(world: World) {
         let answer = world.send(pay_as("b")).await;
         assert_eq!(
             (answer.status(), answer.get("idempotency-status")),
-            (201, Some("unprotected")),
+            (201, Some("failed-open")),
             "{answer:?}"
         );
         assert_eq!(answer.get("idempotent-replayed"), None, "{answer:?}");

@@ -45,7 +45,7 @@ pub(super) fn cases() -> Vec<Case> {
 
 /// The result of a call.
 #[derive(Debug)]
-struct Answer {
+struct Response {
     status: StatusCode,
     fields: HeaderMap,
     /// `true` if the stream ended with the headers.
@@ -54,13 +54,13 @@ struct Answer {
     trailers: HeaderMap,
 }
 
-impl Answer {
+impl Response {
     fn get(&self, name: &str) -> Option<&str> {
         self.fields.get(name).map(|value| value.to_str().expect("ASCII"))
     }
 }
 
-async fn call(world: &World, media_type: &str, key: Option<&str>, body: &str, script: Script) -> Answer {
+async fn call(world: &World, media_type: &str, key: Option<&str>, body: &str, script: Script) -> Response {
     let stream = TcpStream::connect(world.address()).await.expect("a connection");
     let handshake = hyper::client::conn::http2::handshake(TokioExecutor::new(), TokioIo::new(stream));
     let (mut client, connection) = handshake.await.expect("HTTP/2");
@@ -79,12 +79,12 @@ async fn call(world: &World, media_type: &str, key: Option<&str>, body: &str, sc
     let trailers_only = body.is_end_stream();
     let body = within(body.collect()).await.expect("in time").expect("a whole answer");
     let trailers = body.trailers().cloned().unwrap_or_default();
-    Answer { status: head.status, fields: head.headers, trailers_only, body: body.to_bytes(), trailers }
+    Response { status: head.status, fields: head.headers, trailers_only, body: body.to_bytes(), trailers }
 }
 
 const GRPC: &str = "application/grpc";
 
-async fn pay(world: &World, key: Option<&str>, body: &str) -> Answer {
+async fn pay(world: &World, key: Option<&str>, body: &str) -> Response {
     call(world, GRPC, key, body, paid()).await
 }
 
@@ -96,7 +96,7 @@ fn paid() -> Script {
         .field("trailer", "grpc-status")
 }
 
-fn assert_refused(answer: &Answer, slug: &str, code: u8, pushback: Option<&str>) {
+fn assert_refused(answer: &Response, slug: &str, code: u8, pushback: Option<&str>) {
     assert_eq!(answer.status, StatusCode::OK, "{answer:?}");
     assert!(answer.trailers_only && answer.body.is_empty(), "{answer:?}");
     assert_eq!(answer.get("content-type"), Some(GRPC), "{answer:?}");

@@ -4,7 +4,7 @@ use std::time::{Duration, SystemTime};
 
 use super::{pay, pay_as};
 use crate::backend::Script;
-use crate::client::Answer;
+use crate::client::Response;
 use crate::plan::Plan;
 use crate::table::{Case, assert_replay};
 use crate::world::World;
@@ -102,7 +102,7 @@ fn with_all(mut script: Script, fields: &[(&str, &str)]) -> Script {
     script
 }
 
-async fn twice(world: &World, script: Script) -> (Answer, Answer) {
+async fn twice(world: &World, script: Script) -> (Response, Response) {
     let request = pay_as("abc").script(script);
     let first = world.send(request.clone()).await;
     let again = world.send(request.clone()).await;
@@ -230,7 +230,7 @@ fn never_configured() {
         "server-timing",
     ];
     for name in never {
-        let settings = Plan::default().settings().with_stored_header(http::HeaderName::from_static(name));
+        let settings = Plan::default().settings().with_stored_headers([http::HeaderName::from_static(name)]);
         assert!(settings.is_err(), "{name} can be configured");
     }
 }

@@ -15,7 +15,7 @@ pub(super) fn cases() -> Vec<Case> {
         "resolved-as-completed": "an unknown outcome that an operator found is replayed"
             => run (resolved, OperatorDecision::Happened);
         "resolved-without-an-answer": "an unknown outcome that an operator resolved without an answer cannot be replayed"
-            => run (resolved, OperatorDecision::HappenedWithoutAnswer);
+            => run (resolved, OperatorDecision::HappenedWithoutResponse);
         "resolved-as-not-happened": "an unknown outcome that an operator resolved as not happened is executed"
             => run (resolved, OperatorDecision::DidNotHappen);
         "operator-parks-and-amends-a-resolution":
@@ -66,7 +66,7 @@ async fn resolved(world: World, verdict: OperatorDecision) {
         | OperatorDecision::AmendedToDidNotHappen => {
             unreachable!("not the first word on a record")
         }
-        OperatorDecision::HappenedWithoutAnswer => {
+        OperatorDecision::HappenedWithoutResponse => {
             assert_refusal("replay-unavailable", &again);
             assert_eq!(last, ["unknown", "tombstone", "cases", "in the ledger"]);
             assert_eq!(world.backend.effects(), 1);
@@ -85,7 +85,7 @@ async fn taken_back(world: World) {
     let record = only_record(&world, "unknown").await;
     let said = async |verdict| assert!(world.resolve(&record, verdict).await, "{verdict:?} was not taken");
     // A wrong decision, and its correction.
-    said(OperatorDecision::HappenedWithoutAnswer).await;
+    said(OperatorDecision::HappenedWithoutResponse).await;
     assert_refusal("replay-unavailable", &world.send(pay_as("a")).await);
     said(OperatorDecision::Park).await;
     assert_eq!(world.last_audit().await.expect("an entry")[..2], ["tombstone", "unknown"]);
@@ -99,7 +99,7 @@ async fn taken_back(world: World) {
     said(OperatorDecision::Park).await;
     assert_refusal("outcome-unknown", &world.send(pay_as("a")).await);
     // Another operator cannot change the decision without an amendment.
-    said(OperatorDecision::HappenedWithoutAnswer).await;
+    said(OperatorDecision::HappenedWithoutResponse).await;
     assert!(!world.resolve(&record, OperatorDecision::Happened).await, "changed what another operator said");
     assert_refusal("replay-unavailable", &world.send(pay_as("a")).await);
     said(OperatorDecision::AmendedToHappened).await;
@@ -122,7 +122,7 @@ async fn taken_back(world: World) {
 
 const ALL_BUT_FORCE: [OperatorDecision; 6] = [
     OperatorDecision::Happened,
-    OperatorDecision::HappenedWithoutAnswer,
+    OperatorDecision::HappenedWithoutResponse,
     OperatorDecision::DidNotHappen,
     OperatorDecision::Park,
     OperatorDecision::AmendedToHappened,

@@ -7,7 +7,7 @@ use oncegate_testkit::{Latch, until};
 
 use super::pay_as;
 use crate::backend::Script;
-use crate::client::{Answer, Request};
+use crate::client::{Request, Response};
 use crate::plan::Plan;
 use crate::table::{Case, assert_fresh, assert_refusal, assert_replay, retry_after};
 use crate::world::World;
@@ -156,8 +156,8 @@ async fn many_wait(world: World) {
 }
 
 async fn answers(
-    all: Vec<tokio::task::JoinHandle<Result<Answer, crate::client::AnswerError>>>,
-) -> Vec<Answer> {
+    all: Vec<tokio::task::JoinHandle<Result<Response, crate::client::ResponseError>>>,
+) -> Vec<Response> {
     let mut answers = Vec::new();
     for one in all {
         answers.push(one.await.unwrap().expect("an answer"));
@@ -165,7 +165,7 @@ async fn answers(
     answers
 }
 
-fn one_executed_the_rest_replayed(world: &World, answers: &[Answer]) {
+fn one_executed_the_rest_replayed(world: &World, answers: &[Response]) {
     assert_eq!(world.backend.effects(), 1);
     let (fresh, again): (Vec<_>, Vec<_>) =
         answers.iter().partition(|answer| answer.get("idempotent-replayed").is_none());
@@ -263,7 +263,7 @@ async fn hundred_quick(world: World) {
         let answers = answers(all).await;
         assert_eq!(world.backend.effects(), round + 1);
         let executed =
-            |answer: &&Answer| answer.status() == 201 && answer.get("idempotent-replayed").is_none();
+            |answer: &&Response| answer.status() == 201 && answer.get("idempotent-replayed").is_none();
         let fresh: Vec<_> = answers.iter().filter(executed).collect();
         assert_eq!(fresh.len(), 1, "{fresh:?}");
         for answer in answers.iter().filter(|answer| answer.status() != 409 && !executed(answer)) {

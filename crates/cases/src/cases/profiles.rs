@@ -5,7 +5,7 @@ use oncegate_testkit::Latch;
 
 use super::{PAYMENT, pay, pay_as};
 use crate::backend::Script;
-use crate::client::{Answer, Request};
+use crate::client::{Request, Response};
 use crate::plan::Plan;
 use crate::table::{Case, assert_echo, assert_fresh, assert_replay, executes, passes, replays, retry_after};
 use crate::world::World;
@@ -90,7 +90,7 @@ async fn classic_errors(world: World) {
     assert_replay(&world.plan, &pay_as("a"), &first, &world.send(pay_as("a")).await);
 }
 
-fn classic_error(answer: &Answer, status: u16, error: &str) {
+fn classic_error(answer: &Response, status: u16, error: &str) {
     assert_eq!(
         (answer.status(), answer.get("content-type")),
         (status, Some("application/json")),
@@ -127,7 +127,7 @@ async fn stripe_errors(world: World) {
     assert_eq!(world.backend.effects(), 1);
 }
 
-fn stripe_error(answer: &Answer, status: u16, should_retry: &str) {
+fn stripe_error(answer: &Response, status: u16, should_retry: &str) {
     assert_eq!(
         (answer.status(), answer.get("content-type")),
         (status, Some("application/json")),

@@ -40,7 +40,7 @@ pub(super) fn cases() -> Vec<Case> {
             .given(Plan { max_request_body: Some(64), max_response_body: Some(64), ..Plan::default() })
             => run (passing_streams);
         "service-answers-early": "a service may answer before it has read the request"
-            => run (early_answer);
+            => run (early_response);
         "http2": "HTTP/2 behaves like HTTP/1.1, and a key is the same over both"
             => run (http2);
         "routes-have-settings": "routes have their own settings; the first that matches counts"
@@ -203,7 +203,7 @@ async fn http2(world: World) {
     assert_eq!(world.backend.effects(), 2);
 }
 
-async fn early_answer(world: World) {
+async fn early_response(world: World) {
     let early = || Script::status(413).early();
     let request = pay_as("a").body("text/plain", vec![b'x'; 500_000]).script(early());
     let first = world.send(request.clone()).await;

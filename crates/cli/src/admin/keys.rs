@@ -24,11 +24,11 @@ use super::view::{self, Detail};
 use super::{AdminState, listing};
 use crate::config::{did_you_mean, duration};
 
-type Answer = Result<Response, Problem>;
+type AdminResult = Result<Response, Problem>;
 type Pairs = Result<Query<Vec<(String, String)>>, QueryRejection>;
 type Body = Result<Bytes, BytesRejection>;
 
-pub(super) async fn list(State(state): State<AdminState>, query: Pairs) -> Answer {
+pub(super) async fn list(State(state): State<AdminState>, query: Pairs) -> AdminResult {
     let mut filter = ListQuery::default();
     let names =
         ["state", "caller", "key_tag", "operation", "min_age", "since", "until", "limit", "order", "cursor"];
@@ -89,7 +89,11 @@ pub(super) async fn list(State(state): State<AdminState>, query: Pairs) -> Answe
     })))
 }
 
-pub(super) async fn show(State(state): State<AdminState>, Path(id): Path<String>, query: Pairs) -> Answer {
+pub(super) async fn show(
+    State(state): State<AdminState>,
+    Path(id): Path<String>,
+    query: Pairs,
+) -> AdminResult {
     let mut detail = Detail::Whole;
     for (name, text) in pairs(query, &["body"])? {
         detail = match text.as_str() {
@@ -129,7 +133,7 @@ enum Caller {
     Fields(std::collections::BTreeMap<String, String>),
 }
 
-pub(super) async fn find(State(state): State<AdminState>, body: Body) -> Answer {
+pub(super) async fn find(State(state): State<AdminState>, body: Body) -> AdminResult {
     let find: Find = from_json(body)?;
     if find.path.is_none() {
         return find_by_key(&state, &find).await;
@@ -173,7 +177,7 @@ fn spelling_hint(settings: &Settings, caller: Option<&Caller>) -> String {
 }
 
 /// All records of a key, of whatever operation and caller, the newest first.
-async fn find_by_key(state: &AdminState, find: &Find) -> Answer {
+async fn find_by_key(state: &AdminState, find: &Find) -> AdminResult {
     if find.method.is_some() || find.host.is_some() || find.caller.is_some() || find.body {
         return Err(Problem::bad_request(
             "path: add it to find one record, or give the key alone to list all records that have it.",
@@ -340,7 +344,7 @@ pub(super) async fn resolve(
     Path(id): Path<String>,
     headers: HeaderMap,
     body: Body,
-) -> Answer {
+) -> AdminResult {
     let id = listing::find(&state, &id).await?;
     let request: ResolveRequest = from_json(body)?;
     let audit = AuditTexts::read(request.actor.as_deref(), &request.reason, &headers)?;
@@ -363,7 +367,7 @@ pub(super) async fn release(
     Path(id): Path<String>,
     headers: HeaderMap,
     body: Body,
-) -> Answer {
+) -> AdminResult {
     let id = listing::find(&state, &id).await?;
     let request: ReleaseRequest = from_json(body)?;
     let audit = AuditTexts::read(request.actor.as_deref(), &request.reason, &headers)?;
@@ -383,7 +387,7 @@ pub(super) async fn park(
     Path(id): Path<String>,
     headers: HeaderMap,
     body: Body,
-) -> Answer {
+) -> AdminResult {
     let id = listing::find(&state, &id).await?;
     let request: ParkRequest = from_json(body)?;
     let audit = AuditTexts::read(request.actor.as_deref(), &request.reason, &headers)?;
@@ -391,7 +395,7 @@ pub(super) async fn park(
     settle(&state, id, verdict, audit).await
 }
 
-pub(super) async fn audit(State(state): State<AdminState>, query: Pairs) -> Answer {
+pub(super) async fn audit(State(state): State<AdminState>, query: Pairs) -> AdminResult {
     let (mut before, mut most) = (None, ListQuery::default().limit);
     for (name, text) in pairs(query, &["before", "limit"])? {
         match name.as_str() {
@@ -417,7 +421,7 @@ async fn lookup(state: &AdminState, id: RecordId) -> Result<Record, Problem> {
     found.ok_or_else(|| Problem::no_record(id))
 }
 
-async fn settle(state: &AdminState, id: RecordId, verdict: Verdict, audit: AuditTexts) -> Answer {
+async fn settle(state: &AdminState, id: RecordId, verdict: Verdict, audit: AuditTexts) -> AdminResult {
     let AuditTexts { actor, reason } = audit;
     let record = lookup(state, id).await?;
     // The retention is that of the route.
@@ -502,11 +506,11 @@ fn why_not(state: StateName, by_operator: bool, verdict: &Verdict) -> String {
 
 impl ResolveRequest {
     fn resolution(self) -> Result<Resolution, Problem> {
-        let has_answer = self.status.is_some()
+        let has_response = self.status.is_some()
             || self.headers.is_some()
             || self.body.is_some()
             || self.body_base64.is_some();
-        match (self.outcome, self.tombstone, has_answer) {
+        match (self.outcome, self.tombstone, has_response) {
             (OutcomeName::Released, false, false) => Ok(Resolution::Release),
             (OutcomeName::Released, ..) => Err(Problem::bad_request(
                 "outcome: a released key has no answer; leave status, headers, body and tombstone out.",
@@ -562,7 +566,7 @@ fn field(name: &str, value: &str) -> Result<(HeaderName, HeaderValue), Problem> 
     let bad = |what: &dyn std::fmt::Display| Problem::bad_request(format!("headers: {what}."));
     let header: HeaderName =
         name.parse().map_err(|_| bad(&format!("{name:?} is not the name of a field")))?;
-    Settings::default().with_stored_header(header.clone()).map_err(|error| bad(&error))?;
+    Settings::default().with_stored_headers([header.clone()]).map_err(|error| bad(&error))?;
     let value = HeaderValue::from_str(value)
         .map_err(|_| bad(&format!("the value of {name} has characters that a field cannot contain")))?;
     Ok((header, value))

@@ -649,8 +649,8 @@ labels! {
         EventKind::SettlementDeferred(_) => "settlement-deferred",
         EventKind::SettlementLost => "settlement-lost",
         EventKind::CompletedUpstream => "completed-upstream",
-        EventKind::AnswerAdded => "answer-added",
-        EventKind::AnswerDiffers => "answer-differs",
+        EventKind::ResponseAdded => "response-added",
+        EventKind::ResponseDiffers => "response-differs",
         EventKind::CompletionMissing => "completion-missing",
         _ => "other",
     }

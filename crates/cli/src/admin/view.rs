@@ -5,7 +5,7 @@ use axum::response::{IntoResponse as _, Response};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use http::header::{self, HeaderValue};
-use oncegate_core::{Answer, AuditEntry, Record, RecordId, State, Step, StoredResponse, Timestamp};
+use oncegate_core::{AuditEntry, Record, RecordId, RecordedResponse, State, Step, StoredResponse, Timestamp};
 use serde_json::{Map, Value};
 
 /// The extent to which a record is shown.
@@ -41,7 +41,7 @@ pub(super) fn record(id: RecordId, record: &Record, now: Timestamp, detail: Deta
                 members.insert("lease_until".to_owned(), time(*lease_until).into());
                 members.insert("after_abandoned".to_owned(), (*after_abandoned).into());
             }
-            State::Completed(Answer::Replayable(stored)) => {
+            State::Completed(RecordedResponse::Replayable(stored)) => {
                 members.insert("response".to_owned(), response(stored, detail));
             }
             _ => {}

@@ -11,7 +11,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use oncegate_client::{Answer, Api, Client, JournalDir, PendingIntent, ResumeError, RetryPolicy};
+use oncegate_client::{Api, Client, DefiniteResponse, JournalDir, PendingIntent, ResumeError, RetryPolicy};
 use oncegate_core::ErrorChain;
 
 pub(crate) use self::args::CallArgs;
@@ -142,7 +142,7 @@ async fn resume(args: &CallArgs, path: &Path) -> Result<End, String> {
     Ok(worst)
 }
 
-fn resumed_line(args: &CallArgs, name: &str, answer: &Answer) -> End {
+fn resumed_line(args: &CallArgs, name: &str, answer: &DefiniteResponse) -> End {
     let end = outcome::verdict(answer.verdict);
     if !args.silent {
         let replayed = if answer.replayed { ", replayed" } else { "" };

@@ -6,7 +6,7 @@ use std::io::{self, Write};
 use std::process::ExitCode;
 use std::time::UNIX_EPOCH;
 
-use oncegate_client::{Advice, Answer, SendError, SendErrorKind, Verdict};
+use oncegate_client::{Advice, DefiniteResponse, SendError, SendErrorKind, Verdict};
 use oncegate_core::{ErrorChain, Timestamp};
 
 use super::args::CallArgs;
@@ -204,7 +204,7 @@ impl Sink {
 }
 
 /// Writes the answer to its destination, and the message about it to the standard error.
-pub(super) fn say(args: &CallArgs, sink: &mut Sink, sent: Result<Answer, SendError>) -> End {
+pub(super) fn say(args: &CallArgs, sink: &mut Sink, sent: Result<DefiniteResponse, SendError>) -> End {
     let (end, words, response) = match sent {
         Ok(answer) => {
             let end = verdict(answer.verdict);
@@ -216,7 +216,7 @@ pub(super) fn say(args: &CallArgs, sink: &mut Sink, sent: Result<Answer, SendErr
                 Verdict::Refused(Advice::FixRequest) => "; a corrected request takes a key of its own",
                 Verdict::TurnedAway => hint(status.as_u16()),
                 Verdict::Failed => "; the service keeps this failure, and does not report what took effect",
-                Verdict::Processed => "; it was processed, and its answer is no longer available",
+                Verdict::Unreplayable => "; it was processed, and its answer is no longer available",
                 _ => "",
             };
             let replayed = if answer.replayed { ", replayed" } else { "" };

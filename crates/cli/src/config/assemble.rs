@@ -380,8 +380,8 @@ fn settings(values: &Values) -> Result<Settings, ConfigError> {
     if let Some(names) = &values.fingerprint_headers {
         settings = settings.with_fingerprint_headers(names.value.clone());
     }
-    for name in values.stored_headers.iter().flat_map(|names| names.value.iter()) {
-        settings = settings.with_stored_header(name.clone())?;
+    if let Some(names) = &values.stored_headers {
+        settings = settings.with_stored_headers(names.value.iter().cloned())?;
     }
     if given(&values.store_outage) == StoreOutage::Open {
         settings = settings.danger_fail_open();

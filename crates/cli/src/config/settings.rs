@@ -481,7 +481,7 @@ settings! {
     max_in_flight: usize = |text| number(text, limits::MAX_UNSETTLED, "requests");
 
     /// The most requests with a key of one caller that are in flight at the same time. All callers without a credential count as
-    /// one. It has no effect if scope is `single-tenant`.
+    /// one. It has no effect if scope is `single-tenant`. At most 65536.
     "max-in-flight-per-caller" LIMITS Service One "N" Value("1024");
     max_in_flight_per_caller: usize = |text| number(text, limits::MAX_UNSETTLED, "requests");
 

@@ -533,7 +533,7 @@ pub(crate) fn key_header(text: &str) -> Read<HeaderName> {
 
 pub(crate) fn stored_header(text: &str) -> Read<HeaderName> {
     let name = header_name(text)?;
-    match Settings::default().with_stored_header(name.clone()) {
+    match Settings::default().with_stored_headers([name.clone()]) {
         Ok(_) => Ok(name),
         Err(error) => Err(error.to_string()),
     }

@@ -34,7 +34,7 @@ pub(super) struct Client {
 }
 
 /// An answer, read to its end.
-struct Answer {
+struct Response {
     status: StatusCode,
     /// True if the answer comes from an admin API.
     is_admin: bool,
@@ -86,7 +86,7 @@ impl Client {
             request = request.header(header::AUTHORIZATION, token);
         }
         let answer = self.exchange(request, body).await?;
-        let Answer { status, is_admin: true, body } = answer else {
+        let Response { status, is_admin: true, body } = answer else {
             return Err(self.unreachable(&format!(
                 "an admin API answered first, and another server did now ({}); if this command changes a record, check if it did",
                 answer.status
@@ -111,7 +111,7 @@ impl Client {
         Request::builder().method(method).uri(format!("{}://{}{path}", self.scheme, self.authority))
     }
 
-    async fn exchange(&self, request: request::Builder, body: Bytes) -> Result<Answer, Failure> {
+    async fn exchange(&self, request: request::Builder, body: Bytes) -> Result<Response, Failure> {
         let request = request.body(Full::new(body)).map_err(|error| Failure::Usage(error.to_string()))?;
         let answer = async {
             if self.scheme == Scheme::HTTP {
@@ -125,7 +125,7 @@ impl Client {
         tokio::time::timeout(ANSWER_TIMEOUT, answer).await.map_err(late)?
     }
 
-    async fn send<C>(&self, connector: C, request: Request<Full<Bytes>>) -> Result<Answer, Failure>
+    async fn send<C>(&self, connector: C, request: Request<Full<Bytes>>) -> Result<Response, Failure>
     where
         C: Connect + Clone + Send + Sync + 'static,
     {
@@ -139,7 +139,7 @@ impl Client {
         let body = Limited::new(response.into_body(), MAX_ANSWER).collect().await;
         let body = body
             .map_err(|error| self.unreachable(&format!("the answer broke off: {}", ErrorChain(&*error))))?;
-        Ok(Answer { status, is_admin, body: body.to_bytes() })
+        Ok(Response { status, is_admin, body: body.to_bytes() })
     }
 
     /// Describes a problem in terms of the command line.

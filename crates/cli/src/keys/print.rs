@@ -61,7 +61,8 @@ pub(super) fn newest(page: &Value, as_json: bool, out: &mut impl Write) -> Print
 fn rows(page: &Value, out: &mut impl Write) -> Printed {
     let records = page["records"].as_array().map_or(&[][..], Vec::as_slice);
     let mut rows = vec![
-        ["STATE", "AGE", "SINCE", "EXPIRES IN", "TRIES", "CALLER", "OPERATION", "RECORD"].map(str::to_owned),
+        ["STATE", "AGE", "SINCE", "EXPIRES IN", "ATTEMPTS", "CALLER", "OPERATION", "RECORD"]
+            .map(str::to_owned),
     ];
     rows.extend(records.iter().map(|record| {
         [

@@ -56,9 +56,9 @@ async fn a_listing_is_a_table() {
     assert_eq!(
         keys(&sidecar, &["ls"]).await.unwrap(),
         format!(
-            "STATE        AGE  SINCE                     EXPIRES IN  TRIES  CALLER            OPERATION                 RECORD\n\
-             in-progress  0s   {busy_since}  1h          1      0000000000000000  POST /refunds/\\u{{1b}}[31m  {busy}\n\
-             unknown      0s   {unknown_since}  1h          1      0000000000000000  POST /pay                 {unknown}\n\
+            "STATE        AGE  SINCE                     EXPIRES IN  ATTEMPTS  CALLER            OPERATION                 RECORD\n\
+             in-progress  0s   {busy_since}  1h          1         0000000000000000  POST /refunds/\\u{{1b}}[31m  {busy}\n\
+             unknown      0s   {unknown_since}  1h          1         0000000000000000  POST /pay                 {unknown}\n\
              2 records (1 in-progress, 1 unknown)\n"
         )
     );

@@ -91,15 +91,15 @@ struct ReconcileClient {
 }
 
 /// The result of one question.
-enum Answer {
+enum Report {
     Happened(Reconciled),
     DidNotHappen,
     /// No report, with the reason; true if the response reported that the operation took place, but broke off.
     None(String, bool),
 }
 
-fn none(why: impl Into<String>) -> Answer {
-    Answer::None(why.into(), false)
+fn none(why: impl Into<String>) -> Report {
+    Report::None(why.into(), false)
 }
 
 impl Reconcile for ReconcileClient {
@@ -134,13 +134,13 @@ impl ReconcileClient {
         loop {
             let answer = timeout_at(deadline, self.ask(context, request)).await;
             let why = match answer.unwrap_or_else(|_| none("it did not answer in time")) {
-                Answer::Happened(found) => return found,
+                Report::Happened(found) => return found,
                 // If the service contradicts itself, an execution could be the second one.
-                Answer::DidNotHappen if reported_happened => {
+                Report::DidNotHappen if reported_happened => {
                     "it reported both that it happened and that it did not".to_owned()
                 }
-                Answer::DidNotHappen => return Reconciled::DidNotHappen,
-                Answer::None(why, happened) => {
+                Report::DidNotHappen => return Reconciled::DidNotHappen,
+                Report::None(why, happened) => {
                     reported_happened |= happened;
                     why
                 }
@@ -164,7 +164,7 @@ impl ReconcileClient {
         }
     }
 
-    async fn ask(&self, context: &IdempotencyContext, request: &Parts) -> Answer {
+    async fn ask(&self, context: &IdempotencyContext, request: &Parts) -> Report {
         let Some(question) = self.question(context, request) else { return none("it cannot be asked") };
         let asked = question.headers().clone();
         match self.clients.client.request(question).await {
@@ -202,7 +202,7 @@ impl ReconcileClient {
         Some(question)
     }
 
-    async fn read(&self, asked: &HeaderMap, answer: Response<Incoming>) -> Answer {
+    async fn read(&self, asked: &HeaderMap, answer: Response<Incoming>) -> Report {
         // Half of such a body looks complete.
         let has_no_end = is_unframed(&answer) || has_other_coding(&answer);
         let (mut head, body) = answer.into_parts();
@@ -215,7 +215,7 @@ impl ReconcileClient {
         }
         let outcome = only(&head.headers, &OUTCOME).map(HeaderValue::as_bytes);
         match outcome {
-            Some(b"did-not-happen") if is_plain(status) => return Answer::DidNotHappen,
+            Some(b"did-not-happen") if is_plain(status) => return Report::DidNotHappen,
             Some(b"happened") if is_final(status) => {}
             Some(b"did-not-happen" | b"happened") => {
                 return none(format!("{status}, which contradicts the outcome that it reports"));
@@ -225,7 +225,7 @@ impl ReconcileClient {
         }
         match take_store_directive(&mut head.headers) {
             Ok(None | Some(StoreDirective::Replay)) => {}
-            Ok(Some(StoreDirective::Tombstone)) => return Answer::Happened(Reconciled::Unreplayable),
+            Ok(Some(StoreDirective::Tombstone)) => return Report::Happened(Reconciled::Unreplayable),
             _ => {
                 return none(
                     "it reports that it happened and that it must not be kept, which is a contradiction",
@@ -233,16 +233,16 @@ impl ReconcileClient {
             }
         }
         if has_no_end {
-            return Answer::None("a body without a length".to_owned(), true);
+            return Report::None("a body without a length".to_owned(), true);
         }
         remove_hop_by_hop(&mut head.headers, |_| false);
         match read_whole(WholeBody::new(body, head.version), self.settings.max_response_body()).await {
             Ok(Some((chunks, trailers))) => {
                 let stored = self.settings.stored_response(&head, &chunks, trailers.as_ref());
-                Answer::Happened(stored.map_or(Reconciled::Unreplayable, Reconciled::Happened))
+                Report::Happened(stored.map_or(Reconciled::Unreplayable, Reconciled::Happened))
             }
-            Ok(None) => Answer::Happened(Reconciled::Unreplayable),
-            Err(error) => Answer::None(ErrorChain(&*error).to_string(), true),
+            Ok(None) => Report::Happened(Reconciled::Unreplayable),
+            Err(error) => Report::None(ErrorChain(&*error).to_string(), true),
         }
     }
 }

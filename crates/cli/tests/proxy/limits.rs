@@ -131,14 +131,14 @@ fn keyed(key: &str) -> Request<Full<Bytes>> {
 }
 
 /// A service whose response has half a megabyte.
-async fn large_answers() -> FixedService {
+async fn large_responses() -> FixedService {
     let answer = format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n{}", MIB / 2, "x".repeat(MIB / 2));
     Service::new().await.answers(answer.leak())
 }
 
 #[tokio::test]
 async fn unread_replays_are_bounded_and_given_up() {
-    let service = large_answers().await;
+    let service = large_responses().await;
     let flags = ["--response-budget=4MiB", "--write-timeout=1s", "--threads=1"];
     let sidecar = Sidecar::start_in_small_pages(service.address, &flags).await;
     sidecar.ask(&request("POST", "/orders", &["Idempotency-Key: k"], "{}")).await.has_status(200);
@@ -185,7 +185,7 @@ async fn unread_replays_are_bounded_and_given_up() {
 
 #[tokio::test]
 async fn a_response_that_is_read_slowly_is_not_given_up() {
-    let service = large_answers().await;
+    let service = large_responses().await;
     let sidecar = Sidecar::start(service.address, &["--write-timeout=1s", "--threads=1"]).await;
     let mut client = http2(&sidecar, 64 * 1024).await;
     for _ in 0..2 {
@@ -635,7 +635,7 @@ async fn fields_of_an_untrusted_hop_are_ignored() {
 
 #[tokio::test]
 async fn unread_responses_keep_new_keys_from_being_executed() {
-    let service = large_answers().await;
+    let service = large_responses().await;
     let flags = ["--response-budget=4MiB", "--threads=1"];
     let sidecar = Sidecar::start_in_small_pages(service.address, &flags).await;
     let mut client = http2(&sidecar, 0).await;

@@ -448,7 +448,7 @@ impl Wire {
         let mut message = Message::of(head);
         let (chunked, length) = (message.get("transfer-encoding"), message.get("content-length"));
         assert!(chunked.is_none() || length.is_none(), "two lengths: {:?}", message.head);
-        let is_answer = message.head.line.starts_with("HTTP/");
+        let is_response = message.head.line.starts_with("HTTP/");
         let length: Option<usize> = length.map(|length| length.parse().unwrap());
         if chunked.is_some() {
             assert_eq!(chunked, Some("chunked"));
@@ -460,9 +460,9 @@ impl Wire {
                     return message;
                 }
             }
-        } else if let Some(length) = length.filter(|_| !is_answer || message.status() != 304) {
+        } else if let Some(length) = length.filter(|_| !is_response || message.status() != 304) {
             message.body = self.take(length).await;
-        } else if is_answer && !matches!(message.status(), 100..200 | 204 | 304) {
+        } else if is_response && !matches!(message.status(), 100..200 | 204 | 304) {
             while self.more().await {}
             message.body = std::mem::take(&mut self.read);
         }

@@ -96,7 +96,7 @@ pub(crate) async fn a_service_killed_after_its_commit_is_asked_when_it_is_back(k
 }
 
 fn is_told_to_retry_later(answer: &Message, status: u16) {
-    answer.is_problem(status, "answer-awaited");
+    answer.is_problem(status, "response-awaited");
     assert_eq!((&answer.json()["retry"], answer.get("retry-after")), (&"same-key".into(), Some("1")));
 }
 
@@ -207,7 +207,7 @@ async fn a_committed_request_is_never_executed_again_whatever_the_service_report
     let answer = committed.response_to_retry(&yes).await;
     assert_eq!((answer.has_status(201).text(), answer.is_replay()), ("paid", true));
     assert_eq!(questions(&committed.sidecar).await, [1, 0, 1, 0]);
-    assert_eq!(counted(&committed.sidecar, &["executing", "answer-added"]).await, [1, 1]);
+    assert_eq!(counted(&committed.sidecar, &["executing", "response-added"]).await, [1, 1]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -265,7 +265,7 @@ async fn two_sidecars_agree_on_the_first_response() {
         }
         committed.service.is_not_called().await;
         let differs = if asker_is_first { &committed.sidecar } else { &other };
-        assert_eq!(counted(differs, &["answer-differs"]).await, [1]);
+        assert_eq!(counted(differs, &["response-differs"]).await, [1]);
     }
 }
 
@@ -297,7 +297,7 @@ async fn the_response_is_stored_although_the_client_hangs_up() {
     drop(client);
     question.send(committed.reports("201 Created", "happened", "", "found")).await;
     oncegate_testkit::until("the response is stored", async || {
-        counted(&committed.sidecar, &["answer-added"]).await == [1]
+        counted(&committed.sidecar, &["response-added"]).await == [1]
     })
     .await;
     let answer = committed.sidecar.ask(&order()).await;

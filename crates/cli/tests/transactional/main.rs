@@ -4,9 +4,9 @@
 #[path = "../support/mod.rs"]
 mod support;
 
-mod answers;
 mod lost_responses;
 mod relay;
+mod responses;
 mod world;
 
 use lost_responses::{
@@ -44,7 +44,7 @@ async fn a_committed_request_is_answered_from_the_record(kind: Kind) {
         world.sidecar.ask(&bare).await.has_status(201);
         assert_eq!(world.effects(operation).await, 2);
     }
-    let events = ["completed-upstream", "answer-added", "answer-differs", "completion-missing"];
+    let events = ["completed-upstream", "response-added", "response-differs", "completion-missing"];
     assert_eq!(counted(&world.sidecar, &events).await, [1, 1, 0, 0]);
 }
 

@@ -24,7 +24,7 @@ use crate::client::Transport;
 use crate::failure::BoxError;
 use crate::intent::Intent;
 use crate::key::{now, random_bits};
-use crate::report::Answer;
+use crate::report::DefiniteResponse;
 use crate::send::is_safe;
 use crate::verdict::Verdict;
 
@@ -335,7 +335,7 @@ impl Journal for JournalDir {
 }
 
 impl JournalEntry for LockedEntry {
-    fn close<'a>(self: Box<Self>, answer: &'a Answer) -> JournalFuture<'a, Result<(), BoxError>> {
+    fn close<'a>(self: Box<Self>, answer: &'a DefiniteResponse) -> JournalFuture<'a, Result<(), BoxError>> {
         let verdict = answer.verdict;
         Box::pin(async move { Ok(blocking(move || self.finish(verdict)).await??) })
     }
@@ -349,7 +349,7 @@ impl JournalEntry for LockedEntry {
 }
 
 impl JournalEntry for FinishedLock {
-    fn close<'a>(self: Box<Self>, _: &'a Answer) -> JournalFuture<'a, Result<(), BoxError>> {
+    fn close<'a>(self: Box<Self>, _: &'a DefiniteResponse) -> JournalFuture<'a, Result<(), BoxError>> {
         Box::pin(async { Ok(()) })
     }
 }

@@ -11,7 +11,7 @@ use tokio::task::JoinSet;
 use super::directory::{DamagedFile, JournalDir, OTHER_CREDENTIALS, PendingIntent};
 use crate::client::{Client, Transport};
 use crate::failure::BoxError;
-use crate::report::{Answer, SendError};
+use crate::report::{DefiniteResponse, SendError};
 
 type Fields = Arc<dyn Fn(&PendingIntent) -> Result<HeaderMap, BoxError> + Send + Sync>;
 
@@ -32,7 +32,7 @@ pub struct ResumedIntent {
     /// The intent.
     pub pending: PendingIntent,
     /// Its definite answer, or the error. With an answer, it is no longer in the journal.
-    pub end: Result<Answer, ResumeError>,
+    pub end: Result<DefiniteResponse, ResumeError>,
 }
 
 /// An intent of the journal got no definite answer.
@@ -122,7 +122,7 @@ async fn send<T: Transport>(
     client: &Client<T>,
     pending: &PendingIntent,
     fields: Option<Fields>,
-) -> Result<Answer, ResumeError> {
+) -> Result<DefiniteResponse, ResumeError> {
     let brought = match fields {
         Some(fields) => fields(pending).map_err(ResumeError::FieldsFailed)?,
         None => HeaderMap::new(),

@@ -13,15 +13,15 @@ use super::disk::{Disk, DiskHold};
 use super::{DAY, claim, complete, id, open, open_with, response, token};
 use crate::{EmbeddedOptions, EmbeddedStore};
 
-type Answer<'a> = Pin<Box<dyn Future<Output = Result<Outcome, StoreError>> + Send + 'a>>;
+type Reply<'a> = Pin<Box<dyn Future<Output = Result<Outcome, StoreError>> + Send + 'a>>;
 
 fn poll_once<T>(future: &mut Pin<Box<dyn Future<Output = T> + Send + '_>>) -> Poll<T> {
     future.as_mut().poll(&mut Context::from_waker(Waker::noop()))
 }
 
 /// Sends commands without waiting for their answers.
-fn send(store: &EmbeddedStore, n: u64, command: Command) -> Answer<'_> {
-    let mut answer: Answer<'_> = store.apply(id(n), command);
+fn send(store: &EmbeddedStore, n: u64, command: Command) -> Reply<'_> {
+    let mut answer: Reply<'_> = store.apply(id(n), command);
     assert!(poll_once(&mut answer).is_pending(), "a command is answered before it can be on disk");
     answer
 }
@@ -33,7 +33,7 @@ fn new_store() -> (Disk, Arc<ManualClock>, EmbeddedStore) {
 }
 
 /// Holds the disk while one command waits for it.
-fn hold_with_one_command<'a>(disk: &Disk, store: &'a EmbeddedStore) -> (DiskHold, Answer<'a>) {
+fn hold_with_one_command<'a>(disk: &Disk, store: &'a EmbeddedStore) -> (DiskHold, Reply<'a>) {
     let held = disk.hold();
     let first = send(store, 1000, claim(1000));
     disk.wait_until_held();
@@ -95,7 +95,7 @@ fn a_command_that_arrives_while_the_file_is_reopened_is_refused_at_once() {
     assert!(block_on(first).is_err() && block_on(waiting).is_err());
     disk.wait_until_held();
     for _ in 0..100 {
-        let mut answer: Answer<'_> = store.apply(id(1), complete(granted, response(1, 10)));
+        let mut answer: Reply<'_> = store.apply(id(1), complete(granted, response(1, 10)));
         match poll_once(&mut answer) {
             Poll::Ready(Err(error)) => assert_eq!(error.kind(), StoreErrorKind::Unavailable),
             other => panic!("not refused at once: {other:?}"),

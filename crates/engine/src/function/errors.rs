@@ -17,9 +17,9 @@ use super::value::{self, JsonError};
 /// | `InProgress` | runs for another call | the same key, later |
 /// | `KeyReused` | was called with this key and another input | fix the caller |
 /// | `Unknown` | ran; it is unknown if it took effect | stop; an operator has to find out |
-/// | `NotReplayable` | took effect; its result was not stored | look up the result elsewhere |
+/// | `Unreplayable` | took effect; its result was not stored | look up the result elsewhere |
 /// | `Undecodable` | took effect; its stored result does not match the type | read the record; a new key would do it twice |
-/// | `NotTakenBack` | returned this error, and a step is not taken back yet | the same key, later, or as the reason says |
+/// | `NotCompensated` | returned this error, and a step is not taken back yet | the same key, later, or as the reason says |
 /// | `Panicked` | panicked | as for `Unknown` |
 /// | `Store` | was not run: the store failed | the same key, later |
 /// | `Key`, `Input` | was not run: the call is invalid | fix the caller |
@@ -49,7 +49,7 @@ pub enum FunctionError<E> {
     Unknown,
     /// The function ran to its end, but its result was not stored.
     #[error("an earlier call with this key took effect, but its result was not stored")]
-    NotReplayable,
+    Unreplayable,
     /// The function ran to its end, but its stored result cannot be read as the requested type: the type has changed, or an
     /// operator stored another value. The function never runs again because of that.
     #[error("the stored result of {function} cannot be read: {reason}")]
@@ -62,7 +62,7 @@ pub enum FunctionError<E> {
     /// The function returned an error to be stored after [steps](crate::step), but a step is not taken back yet or did not end.
     /// The error is not the function's result yet: the next call with the key continues.
     #[error("{error} (the operation has not ended; call it again with the same key: {reason})")]
-    NotTakenBack {
+    NotCompensated {
         /// The error.
         error: E,
         /// The reason why the step is not taken back.
@@ -90,10 +90,10 @@ impl<E> FunctionError<E> {
             Self::InProgress { lease_left } => FunctionError::InProgress { lease_left },
             Self::KeyReused => FunctionError::KeyReused,
             Self::Unknown => FunctionError::Unknown,
-            Self::NotReplayable => FunctionError::NotReplayable,
+            Self::Unreplayable => FunctionError::Unreplayable,
             Self::Undecodable { function, reason } => FunctionError::Undecodable { function, reason },
-            Self::NotTakenBack { error, reason } => {
-                FunctionError::NotTakenBack { error: with(error), reason }
+            Self::NotCompensated { error, reason } => {
+                FunctionError::NotCompensated { error: with(error), reason }
             }
             Self::Panicked => FunctionError::Panicked,
             Self::Store(error) => FunctionError::Store(error),
@@ -111,7 +111,7 @@ impl<E> FunctionError<E> {
 #[non_exhaustive]
 pub enum ErrorFate {
     /// Stores the error as the result: every later call gets the same error, and nothing runs again.
-    Store,
+    Keep,
     /// Frees the key: the next call runs the function. **Only if it is certain that nothing took effect.**
     Release,
     /// Leaves the outcome unknown. Under [`park`](oncegate_core::OnAbandoned::Park), every later call gets
@@ -126,8 +126,8 @@ pub enum ErrorFate {
 /// The fate of one error, with its JSON if it is to be stored.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ErrorEnd {
-    /// [`ErrorFate::Store`], with the bytes to store.
-    Store(Result<Vec<u8>, JsonError>),
+    /// [`ErrorFate::Keep`], with the bytes to store.
+    Keep(Result<Vec<u8>, JsonError>),
     /// [`ErrorFate::Release`].
     Release,
     /// [`ErrorFate::Unknown`].
@@ -154,7 +154,7 @@ pub enum ErrorEnd {
 ///
 /// let engine = Engine::new(MemoryStore::default());
 /// let pay = engine.function("pay").with_errors(|error: &PayError| match error {
-///     PayError::CardDeclined => ErrorFate::Store,
+///     PayError::CardDeclined => ErrorFate::Keep,
 ///     PayError::NotSent => ErrorFate::Release,
 ///     PayError::TimedOut => ErrorFate::Unknown,
 /// });
@@ -179,7 +179,7 @@ pub trait ErrorPolicy<E> {
 impl<E: Serialize + DeserializeOwned, F: Fn(&E) -> ErrorFate> ErrorPolicy<E> for F {
     fn end(&self, error: &E, max: usize) -> ErrorEnd {
         match self(error) {
-            ErrorFate::Store => ErrorEnd::Store(value::encode(error, max)),
+            ErrorFate::Keep => ErrorEnd::Keep(value::encode(error, max)),
             ErrorFate::Release => ErrorEnd::Release,
             ErrorFate::Unknown => ErrorEnd::Unknown,
             ErrorFate::Park => ErrorEnd::Park,

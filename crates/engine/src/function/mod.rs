@@ -53,7 +53,7 @@ const DEFAULT_MAX_RESULT_BYTES: usize = 1024 * 1024;
 /// 3. The value is stored as JSON before the first caller gets it. Every later call gets it until the retention ends, even
 ///    `false`, `0`, `""`, `[]`, `None` and `()`.
 /// 4. A value that JSON cannot express exactly ([`JsonError`]), or that is too large, is not stored. The first caller gets it;
-///    later ones get [`FunctionError::NotReplayable`]. The function does not run again.
+///    later ones get [`FunctionError::Unreplayable`]. The function does not run again.
 /// 5. An error is stored, frees the key, or leaves the outcome unknown: see [`with_errors`](Self::with_errors). After a panic
 ///    the outcome is always unknown.
 /// 6. If the store fails, nothing runs.
@@ -110,7 +110,7 @@ impl Engine {
     /// [name their services](crate::EngineBuilder::with_service). Operators see the name as the record's operation.
     #[must_use]
     pub fn function(&self, name: &str) -> Function {
-        let scope = self.in_service(Scope::single_tenant());
+        let scope = self.service_scope(Scope::single_tenant());
         Function {
             settings: Arc::new(Settings {
                 engine: self.clone(),
@@ -173,7 +173,7 @@ impl<P> Function<P> {
         self.with(|settings| {
             settings.has_caller = true;
             settings.lacks_identity = identity.as_ref().is_empty();
-            settings.scope = settings.engine.in_service(Scope::caller(kind, identity));
+            settings.scope = settings.engine.service_scope(Scope::caller(kind, identity));
             settings.label = Label::new(settings.scope.caller_tag(), &settings.name);
         })
     }

@@ -51,7 +51,7 @@ impl<T> FunctionOutput<T> {
 pub enum StorageStatus {
     /// The value is stored: later calls get it.
     Stored,
-    /// The value cannot be stored, for this reason: later calls get [`FunctionError::NotReplayable`].
+    /// The value cannot be stored, for this reason: later calls get [`FunctionError::Unreplayable`].
     NotStored(JsonError),
     /// The store failed. The engine tries again in the background. If that never succeeds, the abandon policy decides.
     Deferred,
@@ -127,8 +127,8 @@ impl<P> Call<P> {
             Ok(ClaimOutcome::InProgress { lease_left, .. }) => Err(FunctionError::InProgress { lease_left }),
             Ok(ClaimOutcome::Mismatch) => Err(FunctionError::KeyReused),
             Ok(ClaimOutcome::Unknown) => Err(FunctionError::Unknown),
-            Ok(ClaimOutcome::Unreplayable | ClaimOutcome::AddAnswer(_) | ClaimOutcome::AnswerAwaited) => {
-                Err(FunctionError::NotReplayable)
+            Ok(ClaimOutcome::Unreplayable | ClaimOutcome::AddResponse(_) | ClaimOutcome::ResponseAwaited) => {
+                Err(FunctionError::Unreplayable)
             }
             Err(error) => Err(FunctionError::Store(error)),
         }
@@ -202,12 +202,12 @@ impl<P> Function<P> {
                 // After a panic of the policy, the outcome is unknown.
                 let end = guarded(|| self.errors.end(&error, max)).unwrap_or(ErrorEnd::Unknown);
                 let (error, end) = match end {
-                    end @ ErrorEnd::Store(_) => self.take_back(&attempt, error, end).await,
-                    end if attempt.ends_with_error() => self.take_back(&attempt, error, end).await,
+                    end @ ErrorEnd::Keep(_) => self.compensate_steps(&attempt, error, end).await,
+                    end if attempt.ends_with_error() => self.compensate_steps(&attempt, error, end).await,
                     end => (FunctionError::Failed { error, replayed: false }, end),
                 };
                 match end {
-                    ErrorEnd::Store(json) => drop(self.store(permit, id, ERROR, json).await),
+                    ErrorEnd::Keep(json) => drop(self.store(permit, id, ERROR, json).await),
                     ErrorEnd::Release => drop(self.settle(permit.release()).await),
                     ErrorEnd::Unknown => self.end_unknown(permit).await,
                     ErrorEnd::Park => drop(self.settle(permit.complete(Completion::Unknown)).await),
@@ -219,22 +219,27 @@ impl<P> Function<P> {
 
     /// Takes back the finished steps of the attempt before an error becomes the function's result. Returns the error for the
     /// caller, and the effect on the record.
-    async fn take_back<E>(&self, attempt: &Attempt, error: E, end: ErrorEnd) -> (FunctionError<E>, ErrorEnd)
+    async fn compensate_steps<E>(
+        &self,
+        attempt: &Attempt,
+        error: E,
+        end: ErrorEnd,
+    ) -> (FunctionError<E>, ErrorEnd)
     where
         P: ErrorPolicy<E>,
     {
         let json = match &end {
-            ErrorEnd::Store(Ok(json)) => Some(Bytes::copy_from_slice(json)),
+            ErrorEnd::Keep(Ok(json)) => Some(Bytes::copy_from_slice(json)),
             _ => None,
         };
         let failed = |error| FunctionError::Failed { error, replayed: false };
-        match attempt.take_back_before(json).await {
+        match attempt.compensate_before(json).await {
             Ok(None) => (failed(error), end),
             // The error that was recorded before the first compensation counts, even if this attempt ended in another way.
             Ok(Some(recorded)) => match guarded(|| self.errors.read(&recorded)) {
-                Some(Ok(first)) => (failed(first), ErrorEnd::Store(Ok(recorded.to_vec()))),
+                Some(Ok(first)) => (failed(first), ErrorEnd::Keep(Ok(recorded.to_vec()))),
                 _ => {
-                    let end = if matches!(end, ErrorEnd::Store(_)) { end } else { ErrorEnd::Park };
+                    let end = if matches!(end, ErrorEnd::Keep(_)) { end } else { ErrorEnd::Park };
                     (failed(error), end)
                 }
             },
@@ -242,11 +247,11 @@ impl<P> Function<P> {
                 let function = &*self.settings.name;
                 tracing::warn!(function, record = ?attempt.record_id(), %why, "the steps of a failed call are not taken back yet");
                 let end = match why.fate() {
-                    ErrorFate::Release | ErrorFate::Store => ErrorEnd::Release,
+                    ErrorFate::Release | ErrorFate::Keep => ErrorEnd::Release,
                     ErrorFate::Unknown => ErrorEnd::Unknown,
                     ErrorFate::Park => ErrorEnd::Park,
                 };
-                (FunctionError::NotTakenBack { error, reason: why.to_string() }, end)
+                (FunctionError::NotCompensated { error, reason: why.to_string() }, end)
             }
         }
     }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::Mutex;
 use std::time::Duration;
 
-use oncegate_inbox::{EventKind, Order, Outgoing, Publisher};
+use oncegate_inbox::{InboxEventKind, Order, Outgoing, Publisher};
 use oncegate_kafka::rdkafka::consumer::{BaseConsumer, Consumer as _};
 use oncegate_kafka::rdkafka::{Offset, TopicPartitionList};
 use oncegate_kafka::{KafkaOptions, KafkaPublisher, KafkaSource};
@@ -176,12 +176,12 @@ async fn stopping_loses_nothing() {
     let counts = stopped.await.unwrap();
     let done = effects.count() as u64;
     assert!((40..=44).contains(&done), "{done}");
-    assert_eq!(counts.get(EventKind::Acknowledged), done);
+    assert_eq!(counts.get(InboxEventKind::Acknowledged), done);
     let left = group.left().await;
     assert!((ids.len() as u64 - done..ids.len() as u64).contains(&left), "{left} are left of {done} done");
     let running = suite::noting(&group, &store, &effects).await;
     until("everything is acknowledged", || async { group.left().await == 0 }).await;
     let counts = running.stop().await;
     effects.assert_once(&ids);
-    assert_eq!(counts.get(EventKind::Duplicate), left - (ids.len() as u64 - done));
+    assert_eq!(counts.get(InboxEventKind::Duplicate), left - (ids.len() as u64 - done));
 }

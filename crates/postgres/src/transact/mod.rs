@@ -127,7 +127,7 @@ impl Request {
             on_abandoned: OnAbandoned::Park,
             label: self.label.clone(),
         };
-        claim_call(sql, &self.record, &claim).ok_or_else(record::unexpected_answer)
+        claim_call(sql, &self.record, &claim).ok_or_else(record::unexpected_reply)
     }
 }
 
@@ -455,7 +455,7 @@ impl Transactor {
                         RunResult::Failed(TransactError::Unreplayable { record })
                     }
                     Reply::Outcome(_) | Reply::Large | Reply::Later => {
-                        RunResult::Failed(TransactError::Store(record::unexpected_answer()))
+                        RunResult::Failed(TransactError::Store(record::unexpected_reply()))
                     }
                 };
             }
@@ -580,7 +580,7 @@ impl Transactor {
         match rows.first().map(Reservation::of).transpose() {
             Ok(Some(Some(reserved))) => Ok(ClaimStart::Reservation(reserved)),
             Ok(_) => first_reply(&rows).map(ClaimStart::Reply),
-            Err(_) => Err(RunResult::Failed(TransactError::Store(record::unexpected_answer()))),
+            Err(_) => Err(RunResult::Failed(TransactError::Store(record::unexpected_reply()))),
         }
     }
 
@@ -685,7 +685,7 @@ impl Transactor {
             Reply::Outcome(Outcome::Unknown) => GuardClaim::Unknown,
             Reply::Outcome(Outcome::Unreplayable) => GuardClaim::Unreplayable,
             Reply::Outcome(_) | Reply::Large | Reply::Later => {
-                return Err(GuardError::Store(record::unexpected_answer()));
+                return Err(GuardError::Store(record::unexpected_reply()));
             }
         })
     }
@@ -721,7 +721,7 @@ fn first_reply<T>(rows: &[PgRow]) -> Result<Reply, RunResult<T>> {
 }
 
 fn said(row: Option<&PgRow>) -> Result<Reply, StoreError> {
-    record::reply(row.ok_or_else(record::unexpected_answer)?)
+    record::reply(row.ok_or_else(record::unexpected_reply)?)
 }
 
 fn replay<T: DeserializeOwned>(record: RecordId, response: &StoredResponse, is_ours: bool) -> RunResult<T> {

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use oncegate_core::{
-    Answer, CallerTag, Capabilities, Command, Completion, Durability, Fencing, Label, ListQuery, OnAbandoned,
-    Outcome, RecordStep, Resolution, Resolve, State, StateName, Step, Store, StoreErrorKind, StoredResponse,
-    limits,
+    CallerTag, Capabilities, Command, Completion, Durability, Fencing, Label, ListQuery, OnAbandoned,
+    Outcome, RecordStep, RecordedResponse, Resolution, Resolve, State, StateName, Step, Store,
+    StoreErrorKind, StoredResponse, limits,
 };
 use oncegate_postgres::PostgresStore;
 use sqlx::Row as _;
@@ -523,14 +523,14 @@ async fn a_role_with_function_rights_only_can_do_its_work_and_nothing_else() {
     run(&mut app, "SET search_path = evil, pg_catalog").await;
     run(&mut app, &format!("SELECT oncegate.complete({}, {owner})", sql_id(id(1)))).await;
     let record = store.lookup(id(1)).await.unwrap().unwrap();
-    assert_eq!(record.state, State::Completed(Answer::Awaited));
+    assert_eq!(record.state, State::Completed(RecordedResponse::Awaited));
     // A service encodes its response in the same statement.
     let owner = token(&store.apply(id(3), claims(1)).await.unwrap());
     let response = "oncegate.response(201, ARRAY['Content-Type'], ARRAY['text/plain'], 'paid')";
     run(&mut app, &format!("SELECT oncegate.complete({}, {owner}, {response})", sql_id(id(3)))).await;
     let record = store.lookup(id(3)).await.unwrap().unwrap();
     assert!(
-        matches!(&record.state, State::Completed(Answer::Replayable(it)) if it.status() == 201),
+        matches!(&record.state, State::Completed(RecordedResponse::Replayable(it)) if it.status() == 201),
         "{record:?}"
     );
     run(&mut admin, &format!("GRANT EXECUTE ON FUNCTION oncegate.is_response TO {name}")).await;

@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use oncegate_core::{Answer, Command, Completion, ErrorChain, OnAbandoned, Outcome, State, Store as _};
+use oncegate_core::{
+    Command, Completion, ErrorChain, OnAbandoned, Outcome, RecordedResponse, State, Store as _,
+};
 use oncegate_postgres::{Guard, GuardClaim, GuardError, Transactor};
 
 use crate::support::{Database, claim, claims, completes, id, response, token};
@@ -66,7 +68,7 @@ async fn a_service_completes_the_claim_of_a_sidecar_with_or_without_a_response()
         transaction.commit().await.unwrap();
         if !with_response {
             let record = store.lookup(id(number)).await.unwrap().unwrap();
-            assert_eq!(record.state, State::Completed(Answer::Awaited));
+            assert_eq!(record.state, State::Completed(RecordedResponse::Awaited));
             let adds = completes(owner, Completion::Replayable(response(b"paid")));
             assert_eq!(store.apply(id(number), adds).await.unwrap(), Outcome::Completed);
         }

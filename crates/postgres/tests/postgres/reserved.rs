@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use oncegate_core::{
-    Answer, Claim, Command, Completion, Fingerprint, FingerprintInput, FingerprintRules, KeyTag, Outcome,
-    RecordId, Release, State, Store as _,
+    Claim, Command, Completion, Fingerprint, FingerprintInput, FingerprintRules, KeyTag, Outcome, RecordId,
+    RecordedResponse, Release, State, Store as _,
 };
 use oncegate_postgres::{Isolation, PostgresStore, TransactError, TransactOutcome, Transactor};
 use sqlx::postgres::{PgConnection, PgPool};
@@ -119,7 +119,7 @@ async fn the_record_equals_that_of_a_claim_and_a_completion_and_is_written_once(
     let transactor = transactor.with_retention(Duration::from_secs(7200)).unwrap();
     pay(&transactor, "order-1", 500).await.unwrap();
     let made = store.lookup(record("order-1")).await.unwrap().unwrap();
-    assert!(matches!(&made.state, State::Completed(Answer::Replayable(_))), "{made:?}");
+    assert!(matches!(&made.state, State::Completed(RecordedResponse::Replayable(_))), "{made:?}");
     assert_eq!((made.attempts, made.fingerprint), (1, fingerprint(500)));
     assert_eq!(made.label.operation(), "POST /payments");
     assert_eq!(made.label.caller(), scope().caller_tag());

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use oncegate_core::{
-    Answer, Command, Completion, Extent, OnAbandoned, Outcome, State, Store as _, StoreErrorKind,
+    Command, Completion, Extent, OnAbandoned, Outcome, RecordedResponse, State, Store as _, StoreErrorKind,
 };
 
 use crate::support::{
@@ -245,6 +245,6 @@ async fn a_completion_under_a_snapshot_older_than_a_renewal_is_refused() {
         run(&mut app, "ROLLBACK").await;
         run(&mut app, &format!("BEGIN ISOLATION LEVEL {level}; {complete}; COMMIT")).await;
         let record = store.lookup(id(number)).await.unwrap().unwrap();
-        assert_eq!(record.state, State::Completed(Answer::Awaited));
+        assert_eq!(record.state, State::Completed(RecordedResponse::Awaited));
     }
 }

@@ -16,8 +16,8 @@ use hmac::{Hmac, KeyInit as _, Mac as _};
 use oncegate_core::{Clock, MemoryStore, OnAbandoned, SystemClock};
 use oncegate_engine::{Attempt, Engine};
 use oncegate_inbox::{
-    Counts, DeadLetter, DeadLetterSink, DeadReason, EventKind, HandlerError, Identity, Inbox, Message,
-    Processor, PutFuture,
+    DeadLetter, DeadLetterSink, DeadReason, HandlerError, Identity, Inbox, InboxCounts, InboxEventKind,
+    Message, Processor, PutFuture,
 };
 use oncegate_testkit::{Faults, FaultyStore, ManualClock, until};
 use oncegate_webhook::{DEFAULT_WINDOW, MIN_WINDOW, WebhookOptions, WebhookReceiver, WebhookScheme};
@@ -26,7 +26,7 @@ use tokio::io::AsyncWriteExt as _;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 
-use self::sender::{Answer, SECRET, Sending, TIMEOUT, now};
+use self::sender::{Response, SECRET, Sending, TIMEOUT, now};
 
 // ---- a receiver in this process
 
@@ -51,7 +51,7 @@ struct World {
     engine: Engine,
     /// The clock that times are compared with.
     clock: Arc<ManualClock>,
-    counts: Counts,
+    counts: InboxCounts,
     state: Arc<State>,
 }
 
@@ -97,7 +97,7 @@ impl World {
             faults,
             engine: Engine::new(faulty),
             clock: Arc::new(ManualClock::at_millis(NOW * 1000)),
-            counts: Counts::default(),
+            counts: InboxCounts::default(),
             state: Arc::new(state),
         }
     }
@@ -177,8 +177,8 @@ async fn a_webhook_takes_effect_once_also_when_it_is_sent_again_at_another_time(
         assert_eq!(answer.status, 200);
     }
     assert_eq!((world.effects(), world.store.len()), (1, 1));
-    assert_eq!(world.counts.get(EventKind::Processed), 1);
-    assert_eq!(world.counts.get(EventKind::Duplicate), 4);
+    assert_eq!(world.counts.get(InboxEventKind::Processed), 1);
+    assert_eq!(world.counts.get(InboxEventKind::Duplicate), 4);
     // Another one is another one.
     let at = world.clock.now().as_millis() / 1000;
     assert_eq!(Sending::standard("msg_2", at, "{}").send(address, PATH).await.unwrap().status, 200);
@@ -264,14 +264,14 @@ async fn an_invalid_signature_is_never_recorded() {
     for _ in 0..2 {
         let _sent = stream.write_all(format!("33\r\n{}\r\n", "x".repeat(0x33)).as_bytes()).await;
     }
-    assert_eq!(Answer::read(stream).await.unwrap().status, 413);
+    assert_eq!(Response::read(stream).await.unwrap().status, 413);
 
     for method in ["GET", "PUT", "DELETE", "OPTIONS"] {
         let answer = Sending { method, ..good.clone() }.send(address, PATH).await.unwrap();
         assert_eq!((answer.status, answer.header("allow")), (405, Some("POST")), "{method}");
     }
     assert_eq!((world.begun(), world.store.len(), world.letters().len()), (0, 0, 0));
-    assert_eq!(world.counts.get(EventKind::Refused), 13);
+    assert_eq!(world.counts.get(InboxEventKind::Refused), 13);
     // The valid event is still accepted.
     assert_eq!(good.send(address, PATH).await.unwrap().status, 200);
     assert_eq!((world.effects(), world.store.len()), (1, 1));
@@ -287,7 +287,7 @@ async fn a_payload_that_does_not_arrive_is_never_recorded() {
     let mut stream = TcpStream::connect(address).await.unwrap();
     stream.write_all(good.head(PATH, 2).as_bytes()).await.unwrap();
     stream.write_all(b"{").await.unwrap();
-    let answer = Answer::read(stream).await.unwrap();
+    let answer = Response::read(stream).await.unwrap();
     assert_eq!((answer.status, answer.problem()), (400, "request-incomplete"));
     // The connection breaks, so there is no response.
     let mut stream = TcpStream::connect(address).await.unwrap();
@@ -320,7 +320,7 @@ async fn payloads_need_not_be_text() {
         stream.write_all(b"\r\n").await.unwrap();
     }
     stream.write_all(b"0\r\n\r\n").await.unwrap();
-    assert_eq!(Answer::read(stream).await.unwrap().status, 200);
+    assert_eq!(Response::read(stream).await.unwrap().status, 200);
     let seen = world.state.effects.lock().unwrap()[0].clone();
     assert_eq!(seen.payload, payload);
     assert_eq!((seen.topic.as_str(), seen.broker_id.as_deref()), ("sender", Some("msg_1")));
@@ -340,7 +340,7 @@ async fn a_hundred_at_once_take_effect_once() {
         })
         .collect();
     // 99 of them get a 503 while the first one is being processed.
-    until("the others are answered", async || world.counts.get(EventKind::InFlight) == 99).await;
+    until("the others are answered", async || world.counts.get(InboxEventKind::InFlight) == 99).await;
     assert_eq!(world.begun(), 1);
     world.state.gate.add_permits(1_000_000);
     let mut sent_away = 0;
@@ -375,7 +375,7 @@ async fn processing_goes_on_when_the_sender_hangs_up() {
     world.state.gate.add_permits(1);
     assert!(receiver.drain(TIMEOUT).await);
     assert_eq!((world.begun(), world.effects()), (1, 1));
-    assert_eq!(world.counts.get(EventKind::Processed), 1);
+    assert_eq!(world.counts.get(InboxEventKind::Processed), 1);
     assert_eq!(sending.send(address, PATH).await.unwrap().status, 200);
     assert_eq!((world.begun(), world.effects()), (1, 1));
 }
@@ -413,7 +413,7 @@ async fn failed_webhooks_come_again_and_dead_ones_do_not() {
         [DeadReason::Rejected, DeadReason::AttemptsExhausted]
     );
     assert_eq!((world.begun(), world.effects()), (3 + 1 + 10, 1));
-    assert_eq!(world.counts.get(EventKind::Dead(DeadReason::Rejected)), 3);
+    assert_eq!(world.counts.get(InboxEventKind::Dead(DeadReason::Rejected)), 3);
 }
 
 #[tokio::test]
@@ -447,7 +447,7 @@ async fn the_number_of_running_webhooks_is_limited() {
     // One whose sender hung up counts as long as it runs.
     streams.pop();
     assert_eq!(third.send(address, PATH).await.unwrap().status, 503);
-    assert_eq!((world.counts.get(EventKind::Overloaded), world.begun()), (2, 2));
+    assert_eq!((world.counts.get(InboxEventKind::Overloaded), world.begun()), (2, 2));
     // A sender without a valid signature does not learn that the receiver is busy.
     let bad = third.clone().with("webhook-id", "msg_4");
     assert_eq!(bad.send(address, PATH).await.unwrap().status, 400);
@@ -628,7 +628,7 @@ async fn a_receiver_that_is_killed_in_the_middle_pays_once() {
             Sending::standard("msg_1", now(), "{}").begin(service.address, "/webhooks/standard").await;
         until("the handler is where it hangs", async || ledger(data) == (paid, 1)).await;
         service.kill();
-        assert_eq!(Answer::read(stream).await, None);
+        assert_eq!(Response::read(stream).await, None);
 
         // Its sender comes again, to the next process.
         let mut service = Service::start(data, None);

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use axum::Router;
-use oncegate_inbox::{Counts, EventKind, Identity};
+use oncegate_inbox::{Identity, InboxCounts, InboxEventKind};
 use oncegate_inbox_postgres::TransactionalInbox;
 use oncegate_postgres::sqlx::postgres::PgPoolOptions;
 use oncegate_postgres::sqlx::{self, Connection as _, PgConnection};
@@ -61,7 +61,7 @@ async fn each_webhook_is_one_row_whatever_its_senders_and_the_database_do() {
         sqlx::query("INSERT INTO ledger VALUES ($1)").bind(event).execute(connection).await?;
         Ok(())
     });
-    let counts = Counts::default();
+    let counts = InboxCounts::default();
     let options = WebhookOptions::new(WebhookScheme::standard(SECRET).unwrap()).with_observer(counts.clone());
     let receiver = WebhookReceiver::new("standard", options, processor).unwrap();
     let router = Router::new().route(PATH, receiver.route());
@@ -110,7 +110,7 @@ async fn each_webhook_is_one_row_whatever_its_senders_and_the_database_do() {
     let ledger = "SELECT count(*), count(DISTINCT event), coalesce(max(event), 0) FROM ledger";
     let ledger: (i64, i64, i32) = sqlx::query_as(ledger).fetch_one(&mut operator).await.unwrap();
     assert_eq!(ledger, (EVENTS as i64, EVENTS as i64, EVENTS as i32 - 1));
-    let duplicates = counts.get(EventKind::Duplicate) + counts.get(EventKind::InFlight);
+    let duplicates = counts.get(InboxEventKind::Duplicate) + counts.get(InboxEventKind::InFlight);
     assert!(duplicates >= 300, "{duplicates} duplicates");
     assert!(cuts > 0, "no connection was cut");
 }

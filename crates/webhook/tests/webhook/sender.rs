@@ -73,19 +73,19 @@ impl Sending {
     }
 
     /// Sends it and reads the response; `None` if the connection ended without one.
-    pub(crate) async fn send(&self, to: SocketAddr, path: &str) -> Option<Answer> {
-        Answer::read(self.begin(to, path).await).await
+    pub(crate) async fn send(&self, to: SocketAddr, path: &str) -> Option<Response> {
+        Response::read(self.begin(to, path).await).await
     }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Answer {
+pub(crate) struct Response {
     pub(crate) status: u16,
     pub(crate) headers: Vec<(String, String)>,
     pub(crate) body: String,
 }
 
-impl Answer {
+impl Response {
     pub(crate) async fn read(mut stream: TcpStream) -> Option<Self> {
         let mut bytes = Vec::new();
         // A reset behind a whole answer does not take it away.

@@ -38,14 +38,14 @@ pub(crate) fn until<T>(what: &str, mut it_is: impl FnMut() -> Option<T>) -> T {
 
 /// The response of a service.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Answer {
+pub(crate) struct Response {
     pub(crate) status: u16,
     pub(crate) is_replayed: bool,
     pub(crate) body: String,
 }
 
 /// Sends a request. `None` if there is no complete response.
-fn send(address: &str, line: &str, fields: &str, body: &str) -> Option<Answer> {
+fn send(address: &str, line: &str, fields: &str, body: &str) -> Option<Response> {
     let mut stream = TcpStream::connect(address).ok()?;
     stream.set_read_timeout(Some(Duration::from_secs(20))).ok()?;
     let length = body.len();
@@ -54,7 +54,7 @@ fn send(address: &str, line: &str, fields: &str, body: &str) -> Option<Answer> {
     let mut text = String::new();
     stream.read_to_string(&mut text).ok()?;
     let (head, body) = text.split_once("\r\n\r\n")?;
-    Some(Answer {
+    Some(Response {
         status: head.split(' ').nth(1)?.parse().ok()?,
         is_replayed: head.contains("idempotent-replayed: true"),
         body: body.to_owned(),
@@ -84,7 +84,7 @@ pub(crate) struct Order {
 
 impl Order {
     /// Sends the order until there is a final response, like a client that must not give up.
-    pub(crate) fn place(&self, address: &str) -> Answer {
+    pub(crate) fn place(&self, address: &str) -> Response {
         let body = json!({ "customer": self.customer, "cents": self.cents }).to_string();
         let key = format!("idempotency-key: {}\r\n", self.key);
         let answer = until("an order is answered", || {

@@ -30,7 +30,7 @@ fn an_effect_whose_answer_is_an_error_takes_place_once() {
 
 #[test]
 fn an_effect_that_comes_late_or_is_never_heard_of_takes_place_once() {
-    let short_timeout = Shop { answer_timeout_ms: 300, ..Shop::default() };
+    let short_timeout = Shop { response_timeout_ms: 300, ..Shop::default() };
     for fault in ["slow", "hang", "lost"] {
         order_with(&Order::good(), short_timeout, |world| {
             for action in ["reserve", "charge", "ship"] {

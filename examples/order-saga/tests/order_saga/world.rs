@@ -27,14 +27,14 @@ pub(crate) fn until<T>(what: &str, mut it_is: impl FnMut() -> Option<T>) -> T {
 
 /// The answer of a service; `None` if it died before.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Answer {
+pub(crate) struct Response {
     pub(crate) status: u16,
     pub(crate) is_replayed: bool,
     pub(crate) body: String,
 }
 
 /// Sends a request. `None` where there is no whole answer.
-pub(crate) fn send(address: &str, line: &str, fields: &str, body: &str) -> Option<Answer> {
+pub(crate) fn send(address: &str, line: &str, fields: &str, body: &str) -> Option<Response> {
     let mut stream = TcpStream::connect(address).ok()?;
     stream.set_read_timeout(Some(WAIT_TIMEOUT)).unwrap();
     let length = body.len();
@@ -43,7 +43,7 @@ pub(crate) fn send(address: &str, line: &str, fields: &str, body: &str) -> Optio
     let mut text = String::new();
     stream.read_to_string(&mut text).ok()?;
     let (head, body) = text.split_once("\r\n\r\n")?;
-    Some(Answer {
+    Some(Response {
         status: head.split(' ').nth(1)?.parse().ok()?,
         is_replayed: head.contains("idempotent-replayed: true"),
         body: body.to_owned(),
@@ -170,7 +170,7 @@ impl Other {
 #[derive(Clone, Copy)]
 pub(crate) struct Shop {
     pub(crate) lease_ms: u64,
-    pub(crate) answer_timeout_ms: u64,
+    pub(crate) response_timeout_ms: u64,
     /// 0 for never.
     pub(crate) complete_every_ms: u64,
 }
@@ -178,7 +178,7 @@ pub(crate) struct Shop {
 impl Default for Shop {
     /// One that lives, and keeps its orders however slow the machine is.
     fn default() -> Self {
-        Self { lease_ms: 60_000, answer_timeout_ms: 60_000, complete_every_ms: 0 }
+        Self { lease_ms: 60_000, response_timeout_ms: 60_000, complete_every_ms: 0 }
     }
 }
 
@@ -223,7 +223,7 @@ impl World {
         }
         let numbers = [
             ("--lease-ms", how.lease_ms),
-            ("--answer-timeout-ms", how.answer_timeout_ms),
+            ("--answer-timeout-ms", how.response_timeout_ms),
             ("--complete-every-ms", how.complete_every_ms),
         ];
         for (flag, number) in numbers {
@@ -279,7 +279,7 @@ impl Order {
     }
 
     /// Orders it, once.
-    pub(crate) fn send(&self, shop: &str) -> Option<Answer> {
+    pub(crate) fn send(&self, shop: &str) -> Option<Response> {
         let Self { key, customer, item, address } = self;
         let body =
             format!(r#"{{"customer":"{customer}","item":"{item}","cents":500,"address":"{address}"}}"#);
@@ -287,13 +287,13 @@ impl Order {
     }
 
     /// Orders it in a thread of its own.
-    pub(crate) fn spawn(&self, shop: &Process) -> JoinHandle<Option<Answer>> {
+    pub(crate) fn spawn(&self, shop: &Process) -> JoinHandle<Option<Response>> {
         let (order, shop) = (self.clone(), shop.address.clone());
         std::thread::spawn(move || order.send(&shop))
     }
 
     /// Orders it until the answer is a final one: neither in progress nor to be tried again.
-    pub(crate) fn settle(&self, shop: &Process) -> Answer {
+    pub(crate) fn settle(&self, shop: &Process) -> Response {
         until("a final answer", || {
             self.send(&shop.address).filter(|answer| !matches!(answer.status, 409 | 503))
         })

@@ -1,6 +1,6 @@
 //! A consumer of a NATS stream: writes one invoice for each order, however often the order is delivered.
 
-use oncegate::inbox::{Consumer, Event, Identity};
+use oncegate::inbox::{Consumer, Identity, InboxEvent};
 use oncegate::inbox_postgres::TransactionalInbox;
 use oncegate::nats::NatsSource;
 use oncegate::nats::async_nats::{self, HeaderMap, jetstream, jetstream::consumer::pull};
@@ -26,7 +26,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         sqlx::query("INSERT INTO invoices VALUES ($1)").bind(order).execute(connection).await?;
         Ok(())
     });
-    let print = |event: &Event<'_>| println!("{:?}", event.kind);
+    let print = |event: &InboxEvent<'_>| println!("{:?}", event.kind);
     Consumer::new(source, processor).with_observer(print).run(tokio::signal::ctrl_c()).await?;
     Ok(())
 }

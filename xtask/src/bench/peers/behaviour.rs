@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use super::super::client::{Answer, request, send};
+use super::super::client::{Response, request, send};
 use crate::run::Result;
 
 /// The address for requests, and the address at which the service reports its number of calls.
@@ -62,7 +62,7 @@ pub(super) fn behaviour(target: &Target<'_>) -> Result<String> {
 }
 
 /// The result of a retry.
-fn told(executed: u64, answer: &Answer, first: &Answer) -> String {
+fn told(executed: u64, answer: &Response, first: &Response) -> String {
     let what = match (executed, answer) {
         (0, answer) if answer.status == first.status && answer.body == first.body => "replayed",
         (0, _) => "refused",
@@ -82,7 +82,7 @@ fn wait(condition: impl Fn() -> Result<bool>) -> Result<()> {
 }
 
 impl Target<'_> {
-    fn post(&self, path: &str, key: &str, body: &str) -> Result<Answer> {
+    fn post(&self, path: &str, key: &str, body: &str) -> Result<Response> {
         request(self.address, &format!("POST {path}"), &self.fields(key), body)
     }
 

@@ -8,8 +8,8 @@ use std::fmt;
 use std::sync::Arc;
 
 use oncegate_core::{
-    Answer, Command, Complete, Completion, ErrorChain, Fingerprint, Outcome, Record, State, StoreError,
-    StoredResponse,
+    Command, Complete, Completion, ErrorChain, Fingerprint, Outcome, Record, RecordedResponse, State,
+    StoreError, StoredResponse,
 };
 use tokio::time::Instant;
 
@@ -22,20 +22,20 @@ use crate::single_flight::{Leader, Owner, RemoteOwner, SharedOutcome};
 /// The right to add the response of an operation that completed its record without it.
 ///
 /// It comes only from [`Engine::claim`](crate::Engine::claim), under a policy that
-/// [asks for answers](crate::Policy::with_answer_recovery). It gives no right to execute: the operation took place. While
+/// [asks for answers](crate::Policy::with_response_recovery). It gives no right to execute: the operation took place. While
 /// it lives, other claims of this process for the record wait or get `InProgress`. Dropping it changes nothing, and the next
 /// claim gets another one.
 #[must_use = "an answer permit that is dropped leaves the record without its answer"]
-pub struct AnswerPermit {
+pub struct ResponsePermit {
     inner: Arc<Inner>,
     attempt: Attempt,
     leader: Leader,
 }
 
-/// The outcome of [`AnswerPermit::add`].
+/// The outcome of [`ResponsePermit::add`].
 #[derive(Debug)]
 #[non_exhaustive]
-pub enum AddAnswerOutcome {
+pub enum AddResponseOutcome {
     /// The record has the response.
     Stored,
     /// Another response was added first. All callers get that one.
@@ -51,7 +51,7 @@ pub enum AddAnswerOutcome {
 /// The limit on reads of the record after the store refused the response. One is enough, unless the record changes each time.
 const MAX_TURNS: usize = 2;
 
-impl AnswerPermit {
+impl ResponsePermit {
     /// The attempt that completed the record. It no longer owns the record.
     #[must_use]
     pub fn attempt(&self) -> Attempt {
@@ -62,7 +62,7 @@ impl AnswerPermit {
     /// latter.
     ///
     /// Run it in a task of its own, so that a caller that goes away does not cancel it.
-    pub async fn add(self, completion: Completion) -> AddAnswerOutcome {
+    pub async fn add(self, completion: Completion) -> AddResponseOutcome {
         let completion = match completion {
             Completion::Replayable(response) => Completion::Replayable(response),
             _ => Completion::Tombstone,
@@ -73,15 +73,15 @@ impl AnswerPermit {
                 let record = self.attempt.record_id();
                 tracing::warn!(%record, error = %ErrorChain(&error), "a response could not be added to its record; the next claim asks for it again");
                 self.leader.finish(SharedOutcome::AskAgain);
-                AddAnswerOutcome::NotStored(error)
+                AddResponseOutcome::NotStored(error)
             }
         }
     }
 
-    /// Gives up, because the response could not be found out now. Waiting claims get `AnswerAwaited`, and the next claim gets
+    /// Gives up, because the response could not be found out now. Waiting claims get `ResponseAwaited`, and the next claim gets
     /// another permit.
     pub fn leave(self) {
-        self.leader.finish(SharedOutcome::AnswerAwaited);
+        self.leader.finish(SharedOutcome::ResponseAwaited);
     }
 
     /// Gives up, because the service gave an invalid response. Waiting claims get `Unreplayable`. The record is unchanged, and
@@ -90,13 +90,13 @@ impl AnswerPermit {
         self.leader.finish(SharedOutcome::Unreplayable);
     }
 
-    async fn try_add(&self, completion: &Completion) -> Result<AddAnswerOutcome, StoreError> {
+    async fn try_add(&self, completion: &Completion) -> Result<AddResponseOutcome, StoreError> {
         let (id, token) = (self.attempt.record_id(), self.attempt.token());
         let retention = self.attempt.0.policy.retention;
         for _ in 0..MAX_TURNS {
             let command = Command::Complete(Complete { token, completion: completion.clone(), retention });
             match self.inner.store.apply(id, command).await? {
-                Outcome::Completed => return Ok(AddAnswerOutcome::Stored),
+                Outcome::Completed => return Ok(AddResponseOutcome::Stored),
                 Outcome::Fenced => {}
                 other => {
                     return Err(StoreError::invalid(format!("the store answered {other:?} to an answer")));
@@ -105,30 +105,34 @@ impl AnswerPermit {
             // Another response came first, or the record was replaced.
             let record = self.inner.store.lookup(id).await?;
             match record.filter(|record| record.token == token).map(|record| record.state) {
-                Some(State::Completed(Answer::Replayable(response))) => {
-                    return Ok(AddAnswerOutcome::Recorded(response));
+                Some(State::Completed(RecordedResponse::Replayable(response))) => {
+                    return Ok(AddResponseOutcome::Recorded(response));
                 }
-                Some(State::Completed(Answer::Tombstone)) => return Ok(AddAnswerOutcome::Unreplayable),
-                Some(State::Completed(Answer::Awaited)) => {}
-                _ => return Ok(AddAnswerOutcome::Gone),
+                Some(State::Completed(RecordedResponse::Tombstone)) => {
+                    return Ok(AddResponseOutcome::Unreplayable);
+                }
+                Some(State::Completed(RecordedResponse::Awaited)) => {}
+                _ => return Ok(AddResponseOutcome::Gone),
             }
         }
-        Ok(AddAnswerOutcome::Gone)
+        Ok(AddResponseOutcome::Gone)
     }
 
-    fn added(self, completion: Completion, added: AddAnswerOutcome) -> AddAnswerOutcome {
+    fn added(self, completion: Completion, added: AddResponseOutcome) -> AddResponseOutcome {
         let (event, shared) = match (&added, completion) {
-            (AddAnswerOutcome::Stored, Completion::Replayable(response)) => {
-                (Some(EventKind::AnswerAdded), SharedOutcome::Replay(response))
+            (AddResponseOutcome::Stored, Completion::Replayable(response)) => {
+                (Some(EventKind::ResponseAdded), SharedOutcome::Replay(response))
             }
-            (AddAnswerOutcome::Stored | AddAnswerOutcome::Unreplayable, _) => {
+            (AddResponseOutcome::Stored | AddResponseOutcome::Unreplayable, _) => {
                 (None, SharedOutcome::Unreplayable)
             }
-            (AddAnswerOutcome::Recorded(own), completion) => {
+            (AddResponseOutcome::Recorded(own), completion) => {
                 let differs = matches!(completion, Completion::Replayable(found) if !is_same(&found, own));
-                (differs.then_some(EventKind::AnswerDiffers), SharedOutcome::Replay(own.clone()))
+                (differs.then_some(EventKind::ResponseDiffers), SharedOutcome::Replay(own.clone()))
             }
-            (AddAnswerOutcome::Gone | AddAnswerOutcome::NotStored(_), _) => (None, SharedOutcome::AskAgain),
+            (AddResponseOutcome::Gone | AddResponseOutcome::NotStored(_), _) => {
+                (None, SharedOutcome::AskAgain)
+            }
         };
         if let Some(event) = event {
             self.emit(event);
@@ -142,15 +146,15 @@ impl AnswerPermit {
     }
 }
 
-impl fmt::Debug for AnswerPermit {
+impl fmt::Debug for ResponsePermit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("AnswerPermit").field(&self.attempt).finish()
+        f.debug_tuple("ResponsePermit").field(&self.attempt).finish()
     }
 }
 
 impl Inner {
     /// Reads a record that a claim found completed without a response, and decides if the claim may add it.
-    pub(crate) async fn look_for_answer(
+    pub(crate) async fn find_response(
         self: Arc<Self>,
         leader: Leader,
         request: &ClaimRequest,
@@ -162,27 +166,27 @@ impl Inner {
             // `store-outage = "open"` it would let the operation run again.
             Err(error) if error.kind().may_pass() => {
                 tracing::warn!(record = %request.id, error = %ErrorChain(&error), "a completed record could not be read to see if its response is missing");
-                leader.finish(SharedOutcome::AnswerAwaited);
-                return Ok(ClaimOutcome::AnswerAwaited);
+                leader.finish(SharedOutcome::ResponseAwaited);
+                return Ok(ClaimOutcome::ResponseAwaited);
             }
             Err(error) => {
                 leader.finish(SharedOutcome::Failed((&error).into()));
                 return Err(error);
             }
         };
-        let (shared, outcome) = match record.map(|record| FoundAnswer::of(record, request.fingerprint)) {
-            Some(FoundAnswer::Awaited(record)) => {
+        let (shared, outcome) = match record.map(|record| FoundRecord::of(record, request.fingerprint)) {
+            Some(FoundRecord::Awaited(record)) => {
                 let attempt = Attempt::completed(&self, request.id, &record, request.policy, number);
                 let now = Instant::now();
                 leader.set_executing(Owner::Remote(RemoteOwner { lease_until: now, since: now }));
-                return Ok(ClaimOutcome::AddAnswer(AnswerPermit { inner: self, attempt, leader }));
+                return Ok(ClaimOutcome::AddResponse(ResponsePermit { inner: self, attempt, leader }));
             }
-            Some(FoundAnswer::Answered(response)) => {
+            Some(FoundRecord::Replayable(response)) => {
                 (SharedOutcome::Replay(response.clone()), ClaimOutcome::Replay(response))
             }
-            Some(FoundAnswer::Unreplayable) => (SharedOutcome::Unreplayable, ClaimOutcome::Unreplayable),
+            Some(FoundRecord::Unreplayable) => (SharedOutcome::Unreplayable, ClaimOutcome::Unreplayable),
             // Its retention ended between the claim and the read. The next claim is decided anew.
-            Some(FoundAnswer::Another) | None => (SharedOutcome::AskAgain, ClaimOutcome::AnswerAwaited),
+            Some(FoundRecord::Another) | None => (SharedOutcome::AskAgain, ClaimOutcome::ResponseAwaited),
         };
         leader.finish(shared);
         Ok(outcome)
@@ -190,22 +194,22 @@ impl Inner {
 }
 
 /// The state of a completed record on a second read.
-enum FoundAnswer {
+enum FoundRecord {
     Awaited(Record),
-    Answered(StoredResponse),
+    Replayable(StoredResponse),
     Unreplayable,
     Another,
 }
 
-impl FoundAnswer {
+impl FoundRecord {
     fn of(record: Record, fingerprint: Fingerprint) -> Self {
         if record.fingerprint != fingerprint {
             return Self::Another;
         }
         match record.state {
-            State::Completed(Answer::Awaited) => Self::Awaited(record),
-            State::Completed(Answer::Replayable(response)) => Self::Answered(response),
-            State::Completed(Answer::Tombstone) => Self::Unreplayable,
+            State::Completed(RecordedResponse::Awaited) => Self::Awaited(record),
+            State::Completed(RecordedResponse::Replayable(response)) => Self::Replayable(response),
+            State::Completed(RecordedResponse::Tombstone) => Self::Unreplayable,
             _ => Self::Another,
         }
     }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use http::request::Parts;
 use oncegate_core::{Completion, IdempotencyKey, StoredResponse};
-use oncegate_engine::{AddAnswerOutcome, AnswerPermit, catch_panic};
+use oncegate_engine::{AddResponseOutcome, ResponsePermit, catch_panic};
 
 use crate::context::IdempotencyContext;
 use crate::execute::NOT_STORED;
@@ -18,14 +18,14 @@ use crate::settings::Settings;
 /// A question for a missing answer.
 pub(crate) struct Question {
     pub(crate) settings: Arc<Settings>,
-    pub(crate) permit: AnswerPermit,
+    pub(crate) permit: ResponsePermit,
     pub(crate) key: IdempotencyKey,
 }
 
 /// The result of the question.
 pub(crate) enum QuestionResult {
     /// The answer, and its `Idempotency-Status` if the record could not keep it.
-    Answer(StoredResponse, Option<&'static str>),
+    Response(StoredResponse, Option<&'static str>),
     Refused(Refusal),
 }
 
@@ -57,14 +57,16 @@ impl Question {
             }
         };
         match (self.permit.add(completion.clone()).await, completion) {
-            (AddAnswerOutcome::Stored, Completion::Replayable(stored))
-            | (AddAnswerOutcome::Recorded(stored), _) => QuestionResult::Answer(stored, None),
+            (AddResponseOutcome::Stored, Completion::Replayable(stored))
+            | (AddResponseOutcome::Recorded(stored), _) => QuestionResult::Response(stored, None),
             // The response is right anyway, and the next retry asks again.
-            (AddAnswerOutcome::NotStored(_), Completion::Replayable(stored)) => {
-                QuestionResult::Answer(stored, Some(NOT_STORED))
+            (AddResponseOutcome::NotStored(_), Completion::Replayable(stored)) => {
+                QuestionResult::Response(stored, Some(NOT_STORED))
             }
             (
-                AddAnswerOutcome::Stored | AddAnswerOutcome::Unreplayable | AddAnswerOutcome::NotStored(_),
+                AddResponseOutcome::Stored
+                | AddResponseOutcome::Unreplayable
+                | AddResponseOutcome::NotStored(_),
                 _,
             ) => QuestionResult::Refused(Refusal::new(Condition::ReplayUnavailable)),
             // Another request has the key by now; the retry is decided anew.
@@ -75,5 +77,5 @@ impl Question {
 
 /// The refusal of a retry whose request took place, and whose answer may be there at the next retry.
 pub(crate) fn awaited() -> Refusal {
-    Refusal::new(Condition::AnswerAwaited).with_retry_after(1)
+    Refusal::new(Condition::ResponseAwaited).with_retry_after(1)
 }

@@ -1,4 +1,4 @@
-//! The signals of services about a key, as data. The page docs/reference/answers.md has the same rows.
+//! The signals of services about a key, as data. The page docs/reference/signals.md has the same rows.
 
 /// The meaning of a signal in an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -183,7 +183,7 @@ mod tests {
 
     #[test]
     fn the_page_has_every_row_and_no_other() {
-        let page = include_str!("../../../docs/reference/answers.md");
+        let page = include_str!("../../../docs/reference/signals.md");
         let rows: Vec<&str> = page.lines().filter(|line| line.contains("[source](")).collect();
         let expected: Vec<String> = SIGNAL_RULES.iter().map(line).collect();
         assert_eq!(rows, expected, "the page should have:\n{}", expected.join("\n"));

@@ -18,8 +18,8 @@ use http::request::Parts;
 use http::{Request, Response, StatusCode};
 use http_body_util::{BodyExt as _, Full};
 use oncegate_core::{
-    Answer, Command, Complete, Completion, FencingToken, MemoryStore, Outcome, RecordId, State, Store,
-    StoredResponse,
+    Command, Complete, Completion, FencingToken, MemoryStore, Outcome, RecordId, RecordedResponse, State,
+    Store, StoredResponse,
 };
 use oncegate_engine::{Engine, Event, EventKind, Observer, Policy};
 use oncegate_http::{
@@ -172,7 +172,7 @@ impl World {
         change: impl FnOnce(Settings) -> Settings,
     ) -> Self {
         let mut world = Self::before(replies, Completion::Awaited, change);
-        assert_eq!(world.ask().await, problem(504, "answer-awaited"), "the first request");
+        assert_eq!(world.ask().await, problem(504, "response-awaited"), "the first request");
         world
     }
 
@@ -277,7 +277,7 @@ async fn send(
     (status, slug.map_or_else(|| String::from_utf8_lossy(&body).into_owned(), str::to_owned), replayed, told)
 }
 
-const AWAITED: State = State::Completed(Answer::Awaited);
+const AWAITED: State = State::Completed(RecordedResponse::Awaited);
 
 #[tokio::test]
 async fn an_answer_is_stored_and_replayed_without_another_question() {
@@ -286,8 +286,8 @@ async fn an_answer_is_stored_and_replayed_without_another_question() {
     assert_eq!(world.ask().await, replay("mine"));
     let (id, token) = world.last();
     assert_eq!(*world.replies.asked.lock().unwrap(), [(id, token, 1, false)], "the attempt that committed");
-    assert_eq!(world.state().await, State::Completed(Answer::Replayable(found("mine"))));
-    assert_eq!(world.events.count(EventKind::AnswerAdded), 1);
+    assert_eq!(world.state().await, State::Completed(RecordedResponse::Replayable(found("mine"))));
+    assert_eq!(world.events.count(EventKind::ResponseAdded), 1);
     assert_eq!(world.ask().await, replay("mine"));
     assert_eq!((world.asked(), world.effects()), (1, 1));
 }
@@ -297,7 +297,7 @@ async fn an_answer_that_is_gone_is_not_asked_for_again() {
     let mut world = World::new([Reply::Is(Reconciled::Unreplayable)]).await;
     for _ in 0..2 {
         assert_eq!(world.ask().await, problem(422, "replay-unavailable"));
-        assert_eq!(world.state().await, State::Completed(Answer::Tombstone));
+        assert_eq!(world.state().await, State::Completed(RecordedResponse::Tombstone));
     }
     assert_eq!((world.asked(), world.effects()), (1, 1));
 }
@@ -317,7 +317,7 @@ async fn the_answer_stays_awaited_while_it_is_unknown() {
     let cannot_tell = || Reply::Is(Reconciled::CannotTell);
     let mut world = World::new([cannot_tell(), Reply::Panics, cannot_tell(), happened("mine")]).await;
     for asked in 1..=3 {
-        assert_eq!(world.ask().await, problem(503, "answer-awaited"));
+        assert_eq!(world.ask().await, problem(503, "response-awaited"));
         assert_eq!((world.state().await, world.asked()), (AWAITED, asked));
     }
     assert_eq!(world.ask().await, replay("mine"));
@@ -342,8 +342,8 @@ async fn waiting_duplicates_get_the_answer() {
         (happened("mine"), replay("mine")),
         (Reply::Is(Reconciled::Unreplayable), problem(422, "replay-unavailable")),
         (Reply::Is(Reconciled::DidNotHappen), problem(422, "replay-unavailable")),
-        (Reply::Is(Reconciled::CannotTell), problem(503, "answer-awaited")),
-        (Reply::Panics, problem(503, "answer-awaited")),
+        (Reply::Is(Reconciled::CannotTell), problem(503, "response-awaited")),
+        (Reply::Panics, problem(503, "response-awaited")),
     ] {
         let latch = Latch::new();
         let world = World::with([Reply::Waits(latch.clone(), Box::new(reply))], |settings| {
@@ -406,7 +406,7 @@ async fn the_first_answer_wins() {
         latch.open();
         assert_eq!(asking.await.unwrap(), heard);
         assert_eq!(world.state().await, state);
-        assert_eq!(world.events.count(EventKind::AnswerDiffers), differs);
+        assert_eq!(world.events.count(EventKind::ResponseDiffers), differs);
         assert_eq!(world.ask().await, heard);
         assert_eq!((world.asked(), world.effects()), (1, 1));
     }
@@ -432,7 +432,7 @@ async fn the_key_has_another_owner(is_answered: bool) {
     let settings = Settings::default().with_upstream_completion().with_reconcile(other.replies.clone());
     let layer = IdempotencyLayer::new(engine).with_settings(settings).unwrap();
     other.service = layer.layer(world.handler.clone());
-    assert_eq!(other.ask().await, problem(504, "answer-awaited"));
+    assert_eq!(other.ask().await, problem(504, "response-awaited"));
     assert_eq!((world.last().0, world.effects()), (id, 2));
     assert_ne!(world.last().1, token);
     if is_answered {
@@ -440,7 +440,7 @@ async fn the_key_has_another_owner(is_answered: bool) {
     }
     let state = world.state().await;
     latch.open();
-    assert_eq!(asking.await.unwrap(), problem(503, "answer-awaited"));
+    assert_eq!(asking.await.unwrap(), problem(503, "response-awaited"));
     assert_eq!(world.state().await, state);
     assert_eq!(other.ask().await, replay("new"));
 }
@@ -450,9 +450,9 @@ async fn the_key_has_another_owner(is_answered: bool) {
 async fn a_request_whose_record_cannot_be_read_is_not_executed() {
     let mut world = World::with([happened("mine")], Settings::danger_fail_open).await;
     world.faults.next(1, Operation::Lookup, Fault::Refuse);
-    assert_eq!(world.ask().await, problem(503, "answer-awaited"));
+    assert_eq!(world.ask().await, problem(503, "response-awaited"));
     world.faults.next(1, Operation::Lookup, Fault::Busy);
-    assert_eq!(world.ask().await, problem(503, "answer-awaited"));
+    assert_eq!(world.ask().await, problem(503, "response-awaited"));
     world.faults.next(1, Operation::Lookup, Fault::Corrupt);
     assert_eq!(world.ask().await, problem(500, "record-corrupt"));
     assert_eq!((world.asked(), world.effects()), (0, 1));
@@ -461,7 +461,7 @@ async fn a_request_whose_record_cannot_be_read_is_not_executed() {
 
 #[tokio::test]
 async fn an_answer_that_cannot_be_stored_is_returned_and_asked_for_again() {
-    for (fault, asked) in [(Fault::Refuse, 2), (Fault::Busy, 2), (Fault::LoseAnswer, 1)] {
+    for (fault, asked) in [(Fault::Refuse, 2), (Fault::Busy, 2), (Fault::LoseReply, 1)] {
         let mut world = World::new([happened("mine")]).await;
         world.faults.next(1, Operation::Complete, fault);
         let not_stored = Some("not-stored".to_owned());
@@ -500,6 +500,6 @@ async fn mismatches_and_grpc_calls_get_their_usual_refusals() {
 async fn after_its_retention_a_request_is_new() {
     let mut world = World::new([happened("mine")]).await;
     world.clock.advance(RETENTION);
-    assert_eq!(world.ask().await, problem(504, "answer-awaited"));
+    assert_eq!(world.ask().await, problem(504, "response-awaited"));
     assert_eq!((world.asked(), world.effects()), (0, 2));
 }

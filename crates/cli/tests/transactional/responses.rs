@@ -52,7 +52,8 @@ impl ReceivedRequest {
     }
 }
 
-const REPORTED: [&str; 4] = ["completed-upstream", "answer-added", "answer-differs", "completion-missing"];
+const REPORTED: [&str; 4] =
+    ["completed-upstream", "response-added", "response-differs", "completion-missing"];
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_committed_record_decides_the_response() {
