@@ -102,9 +102,9 @@ impl<T: Transport> Client<T> {
 
     /// Sends the intent until there is a definite answer or a reason to stop.
     ///
-    /// An answer counts only when it was read to its end. If it is larger than
-    /// [the limit](RetryPolicy::with_max_response_bytes), the intent ends as [`SendErrorKind::ResponseTooLarge`] with the head of the
-    /// answer. With a higher limit the same intent gets the answer again. Trailers are dropped.
+    /// A response counts only when it was read to its end. If it is larger than
+    /// [the limit](RetryPolicy::with_max_response_bytes), the intent ends as [`SendErrorKind::ResponseTooLarge`] with the head of
+    /// the response. With a higher limit the same intent gets the response again. Trailers are dropped.
     ///
     /// Dropping the future stops the sending. A request that was already sent may still take effect: mark such an intent with
     /// [`Intent::sent_before`] when you send it again.

@@ -68,8 +68,8 @@ impl Policy {
     }
 
     /// Lets a claim add the response of a record that was completed without it
-    /// ([`ClaimOutcome::AddResponse`](crate::ClaimOutcome::AddResponse)), for callers that can find it out. By default such a claim
-    /// gets `Unreplayable`. This costs one more read for such a record, and nothing for all others.
+    /// ([`ClaimOutcome::AddResponse`](crate::ClaimOutcome::AddResponse)), for callers that can find it out. By default such a
+    /// claim gets `Unreplayable`. This costs one more read for such a record, and nothing for all others.
     #[must_use]
     pub const fn with_response_recovery(self, recovers_responses: bool) -> Self {
         Self { recovers_responses, ..self }

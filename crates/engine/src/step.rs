@@ -299,8 +299,8 @@ impl Attempt {
         self.compensate_before(None).await.map(drop)
     }
 
-    /// As [`compensate_steps`](Self::compensate_steps), and records this error, so that an attempt after a crash ends with it, too. Returns the
-    /// recorded error, which may be that of an earlier attempt; `None` if nothing was recorded.
+    /// As [`compensate_steps`](Self::compensate_steps), and records this error, so that an attempt after a crash ends with it,
+    /// too. Returns the recorded error, which may be that of an earlier attempt; `None` if nothing was recorded.
     pub(crate) async fn compensate_before(
         &self,
         error: Option<Bytes>,
