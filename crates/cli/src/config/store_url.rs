@@ -4,6 +4,8 @@ use std::fmt;
 use std::io;
 use std::path::PathBuf;
 
+use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_percent_encode};
+
 use super::cached;
 
 /// The URL of a database. It may contain a password, so it is never shown.
@@ -33,7 +35,7 @@ impl StoreUrl {
                     let mut path = PathBuf::from(decoded(value));
                     change(&mut path)?;
                     let path = path.to_str().ok_or_else(|| io::Error::other("the path is not UTF-8"))?;
-                    format!("{name}={}", encoded(path))
+                    format!("{name}={}", utf8_percent_encode(path, PATH))
                 }
                 _ => parameter.to_owned(),
             });
@@ -82,35 +84,11 @@ fn names_file(value: &str) -> bool {
 
 /// The value of a parameter, as it is decoded when the URL is read (application/x-www-form-urlencoded).
 fn decoded(value: &str) -> String {
-    let digit = |byte: &u8| char::from(*byte).to_digit(16).and_then(|digit| u8::try_from(digit).ok());
-    let mut bytes = Vec::with_capacity(value.len());
-    let mut rest = value.as_bytes();
-    while let Some((first, after)) = rest.split_first() {
-        let escaped = match (first, after) {
-            (b'%', [high, low, ..]) => digit(high).zip(digit(low)).map(|(high, low)| high << 4 | low),
-            _ => None,
-        };
-        bytes.push(match (escaped, first) {
-            (Some(byte), _) => byte,
-            (None, b'+') => b' ',
-            (None, byte) => *byte,
-        });
-        rest = if escaped.is_some() { after.get(2..).unwrap_or_default() } else { after };
-    }
-    String::from_utf8_lossy(&bytes).into_owned()
+    percent_decode_str(&value.replace('+', " ")).decode_utf8_lossy().into_owned()
 }
 
-fn encoded(value: &str) -> String {
-    let mut text = String::with_capacity(value.len());
-    for byte in value.bytes() {
-        if byte.is_ascii_alphanumeric() || b"-._~/".contains(&byte) {
-            text.push(char::from(byte));
-        } else {
-            text.push_str(&format!("%{byte:02X}"));
-        }
-    }
-    text
-}
+/// Encodes all characters but those that RFC 3986 calls unreserved, and slashes.
+const PATH: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~').remove(b'/');
 
 #[cfg(test)]
 mod tests {

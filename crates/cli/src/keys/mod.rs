@@ -17,6 +17,7 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use clap::{Args, Subcommand};
 use oncegate_core::KeyTag;
+use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use serde_json::{Map, Value, json};
 
 use self::client::Client;
@@ -52,7 +53,7 @@ enum KeysCommand {
     /// Lists records
     #[command(visible_alias = "list")]
     Ls(Ls),
-    /// Shows one record, by its identifier or by key, method, path and caller
+    /// Shows one record, by its identifier
     Show(Show),
     /// Finds one record by key, method, path and caller; or all records of a key, by the key alone
     Find(Find),
@@ -112,17 +113,13 @@ enum ListOrder {
 #[derive(Args, Debug)]
 struct Show {
     /// The record, as a listing or the log shows it, or a unique beginning of it
-    #[arg(required_unless_present = "key", conflicts_with = "key")]
-    record: Option<String>,
-    #[command(flatten)]
-    request: Request,
+    record: String,
     /// Shows the stored body too, and the result of each step
     #[arg(long)]
     body: bool,
 }
 
 #[derive(Args, Debug)]
-#[command(group = clap::ArgGroup::new("sought").required(true).args(["key"]))]
 struct Find {
     #[command(flatten)]
     request: Request,
@@ -136,12 +133,12 @@ struct Find {
 struct Request {
     /// The key that the client sent
     #[arg(long, value_name = "KEY")]
-    key: Option<String>,
+    key: String,
     /// The method of the request [default: POST]
     #[arg(long, value_name = "METHOD", requires = "path")]
     method: Option<String>,
     /// The path of the request
-    #[arg(long, value_name = "PATH", requires = "key")]
+    #[arg(long, value_name = "PATH")]
     path: Option<String>,
     /// Reads the value of the header field that tells callers apart (such as "Bearer …") from this file; - is the
     /// standard input. The value is not a flag, because other users can see command lines
@@ -300,19 +297,15 @@ async fn execute(
     let flags = args.access.flags();
     match &args.command {
         KeysCommand::Ls(ls) => ls.run(&client, as_json, out).await,
-        KeysCommand::Show(Show { record: Some(record), body, .. }) => {
+        KeysCommand::Show(Show { record, body }) => {
             let query = if *body { "?body=true" } else { "" };
             let view = client.get(&format!("/v1/keys/{}{query}", escaped(record))).await?;
             print::record(&view, &flags, as_json, out)
         }
-        KeysCommand::Find(Find { request: Request { key: Some(key), path: None, .. }, .. }) => {
+        KeysCommand::Find(Find { request: Request { key, path: None, .. }, .. }) => {
             find_by_key(&client, key, &flags, as_json, out).await
         }
-        KeysCommand::Show(Show { request, .. }) if request.path.is_none() => Err(Failure::Usage(
-            "several records may have this key: list them with `oncegate keys find --key KEY`, or add --path"
-                .to_owned(),
-        )),
-        KeysCommand::Show(Show { request, body, .. }) | KeysCommand::Find(Find { request, body }) => {
+        KeysCommand::Find(Find { request, body }) => {
             let view = client.post("/v1/keys/find", &request.json(*body)?).await?;
             print::record(&view, &flags, as_json, out)
         }
@@ -638,12 +631,6 @@ fn shell_quoted(text: &str) -> String {
 
 /// The text in percent-encoding, for one segment of a path or one value of a query.
 fn escaped(text: &str) -> String {
-    let mut escaped = String::with_capacity(text.len());
-    for byte in text.bytes() {
-        match byte {
-            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' => escaped.push(byte.into()),
-            _ => escaped.push_str(&format!("%{byte:02X}")),
-        }
-    }
-    escaped
+    const ENCODED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~');
+    utf8_percent_encode(text, ENCODED).to_string()
 }

@@ -100,7 +100,7 @@ async fn a_record_is_shown_by_its_request_and_its_body_on_demand() {
     let file = dir.path().join("caller");
     fs::write(&file, "Bearer s\n").unwrap();
     let caller = ["--key", "k", "--path", "/pay", "--caller-file", file.to_str().unwrap()];
-    let shown = keys(&sidecar, &[&["show"], &caller[..]].concat()).await.unwrap();
+    let shown = keys(&sidecar, &[&["find"], &caller[..]].concat()).await.unwrap();
     assert!(shown.contains("state           completed\n"), "{shown}");
     assert!(shown.contains("answer          201, 13 bytes\n"), "{shown}");
     assert!(shown.contains("header          content-type: text/plain\n"), "{shown}");
@@ -125,15 +125,15 @@ async fn a_record_is_shown_by_its_request_and_its_body_on_demand() {
     let words = usage(keys(&sidecar, &of_host).await);
     assert_eq!(words, "--caller-fields: a line is not \"Name: value\"");
 
-    let words = refused(keys(&sidecar, &["show", "--key", "k", "--path", "/pay", "--anonymous"]).await);
+    let words = refused(keys(&sidecar, &["find", "--key", "k", "--path", "/pay", "--anonymous"]).await);
     assert!(words.starts_with("There is no such record: "), "{words}");
-    let words = usage(keys(&sidecar, &["show", "--key", "k", "--path", "/pay"]).await);
+    let words = usage(keys(&sidecar, &["find", "--key", "k", "--path", "/pay"]).await);
     assert!(
         words.starts_with("name the caller of the request: --caller-file FILE")
             && words.contains("field authorization"),
         "{words}"
     );
-    let words = refused(keys(&sidecar, &["show", "--key", "k", "--path", "/tenant"]).await);
+    let words = refused(keys(&sidecar, &["find", "--key", "k", "--path", "/tenant"]).await);
     assert!(words.starts_with("There is no such record: "), "{words}");
     let words = usage(keys(&sidecar, &["show", "../audit"]).await);
     assert!(words.contains("\"../audit\" is not a record"), "{words}");
@@ -246,8 +246,8 @@ async fn invalid_arguments_are_not_sent() {
             "--body @/nowhere: No such file",
         ),
         (&["show"], "required"),
-        (&["show", &id, "--key", "k"], "cannot be used with"),
-        (&["show", "--key", "k"], "--path"),
+        (&["show", &id, "--key", "k"], "unexpected argument"),
+        (&["find", "--key", "k"], "--path"),
         (&["find", "--path", "/pay"], "--key"),
         (&["find", "--key", "k", "--path", "/pay", "--anonymous", "--single-tenant"], "cannot be used with"),
         (&["ls", "--admin", "http://host/path"], "write only scheme, host and port"),
