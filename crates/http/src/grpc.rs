@@ -1,12 +1,11 @@
 //! Refusals for gRPC clients, which read the gRPC status and neither the HTTP status nor a body.
 
-use std::fmt::Write as _;
-
 use bytes::Bytes;
 use http::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
 use http::{Response, StatusCode};
+use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
 
-use crate::refusal::{Condition, RetryAdvice};
+use crate::refusal::RetryAdvice;
 
 /// The gRPC status codes that refusals have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -97,50 +96,11 @@ const GRPC_MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
 /// gRFC A6: the milliseconds after which to send the call again. A negative number means never.
 const PUSHBACK: HeaderName = HeaderName::from_static("grpc-retry-pushback-ms");
 
-impl Condition {
-    /// The gRPC status of a call that is refused for this reason, chosen by the reaction of common clients. `ALREADY_EXISTS`
-    /// is not used: clients read it as "my earlier try succeeded", which is wrong for a key that another call used, and for an
-    /// answer that was not kept.
-    #[must_use]
-    pub const fn grpc_code(self) -> GrpcCode {
-        match self {
-            Self::KeyMissing
-            | Self::KeyInvalid
-            | Self::RequestTooLarge
-            | Self::RequestMalformed
-            | Self::ScopeUnavailable
-            | Self::ScopeNotSet
-            | Self::RequestHeadTooLarge => GrpcCode::InvalidArgument,
-            Self::RequestUnsupported => GrpcCode::Unimplemented,
-            Self::KeyReused | Self::HostDiffers => GrpcCode::FailedPrecondition,
-            Self::RequestInProgress | Self::ResponseAwaited => GrpcCode::Aborted,
-            Self::ReplayUnavailable
-            | Self::OutcomeUnknown
-            | Self::UpstreamUnanswered
-            | Self::UpstreamHeadTooLarge
-            | Self::UpstreamUnsupported => GrpcCode::Unknown,
-            Self::RecordCorrupt => GrpcCode::DataLoss,
-            Self::RequestIncomplete
-            | Self::StoreUnavailable
-            | Self::Overloaded
-            | Self::HandlerFailed
-            | Self::UpstreamUnreachable => GrpcCode::Unavailable,
-        }
-    }
-}
-
 /// The text of `grpc-message`. gRPC over HTTP/2 percent-encodes all but visible ASCII and spaces, and the percent sign.
 fn message(slug: &str, detail: &str) -> String {
+    const ENCODED: &AsciiSet = &CONTROLS.add(b'%');
     let text = format!("{}{slug}: {detail}", crate::profile::PROBLEM_TYPES);
-    let mut encoded = String::with_capacity(text.len());
-    for byte in text.bytes() {
-        if matches!(byte, b' '..=b'~') && byte != b'%' {
-            encoded.push(char::from(byte));
-        } else {
-            let _infallible = write!(encoded, "%{byte:02X}");
-        }
-    }
-    encoded
+    utf8_percent_encode(&text, ENCODED).to_string()
 }
 
 #[cfg(test)]

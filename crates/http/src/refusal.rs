@@ -11,59 +11,6 @@ use crate::grpc::{GrpcCode, GrpcForm};
 use crate::profile::{ErrorValues, Profile};
 use crate::settings::Settings;
 
-/// The reason why the layer responds instead of the handler.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Condition {
-    /// A key is required and there is none.
-    KeyMissing,
-    /// The key is malformed.
-    KeyInvalid,
-    /// The body is larger than can be fingerprinted.
-    RequestTooLarge,
-    /// The request's body ended early.
-    RequestIncomplete,
-    /// The memory for requests or answers is used up, or too many requests are in flight.
-    Overloaded,
-    /// The request does not identify its caller, or does so twice.
-    ScopeUnavailable,
-    /// The request has a credential, and it is not configured that callers are told apart by it.
-    ScopeNotSet,
-    /// The store could not be asked.
-    StoreUnavailable,
-    /// The key was used for another request.
-    KeyReused,
-    /// Another request with this key is in progress.
-    RequestInProgress,
-    /// The request was processed, but its answer cannot be replayed.
-    ReplayUnavailable,
-    /// The request was processed, and its answer is not available yet.
-    ResponseAwaited,
-    /// The outcome is unknown: the operation may have taken place.
-    OutcomeUnknown,
-    /// The record cannot be read.
-    RecordCorrupt,
-    /// The handler ended without an answer, and the key is free again.
-    HandlerFailed,
-    /// A proxy did not reach its service, and nothing was sent.
-    UpstreamUnreachable,
-    /// A proxy sent a request without a key to its service and got no whole answer. With a key it is
-    /// [`OutcomeUnknown`](Self::OutcomeUnknown) or [`HandlerFailed`](Self::HandlerFailed).
-    UpstreamUnanswered,
-    /// The request is malformed, so that no proxy may pass it on.
-    RequestMalformed,
-    /// The request asks for something that the proxy does not support.
-    RequestUnsupported,
-    /// The head of the request has too many lines or too many bytes.
-    RequestHeadTooLarge,
-    /// The head of the service's answer has too many lines or too many bytes for the proxy.
-    UpstreamHeadTooLarge,
-    /// The service's answer has a transfer coding that the proxy cannot undo.
-    UpstreamUnsupported,
-    /// The key was used for the same request to another host.
-    HostDiffers,
-}
-
 /// The next step for the caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -94,215 +41,181 @@ impl RetryAdvice {
     }
 }
 
-impl Condition {
-    /// Every condition, in the order of the reference page.
-    pub const ALL: [Self; 23] = [
-        Self::KeyMissing,
-        Self::KeyInvalid,
-        Self::RequestTooLarge,
-        Self::RequestIncomplete,
-        Self::Overloaded,
-        Self::ScopeUnavailable,
-        Self::ScopeNotSet,
-        Self::StoreUnavailable,
-        Self::KeyReused,
-        Self::HostDiffers,
-        Self::RequestInProgress,
-        Self::ReplayUnavailable,
-        Self::ResponseAwaited,
-        Self::OutcomeUnknown,
-        Self::RecordCorrupt,
-        Self::HandlerFailed,
-        Self::UpstreamUnreachable,
-        Self::UpstreamUnanswered,
-        Self::UpstreamHeadTooLarge,
-        Self::UpstreamUnsupported,
-        Self::RequestMalformed,
-        Self::RequestHeadTooLarge,
-        Self::RequestUnsupported,
-    ];
-
-    /// The name in problem types, metrics and documents.
-    #[must_use]
-    pub const fn slug(self) -> &'static str {
-        match self {
-            Self::KeyMissing => "key-missing",
-            Self::KeyInvalid => "key-invalid",
-            Self::RequestTooLarge => "request-too-large",
-            Self::RequestIncomplete => "request-incomplete",
-            Self::Overloaded => "overloaded",
-            Self::ScopeUnavailable => "scope-unavailable",
-            Self::ScopeNotSet => "scope-not-set",
-            Self::StoreUnavailable => "store-unavailable",
-            Self::KeyReused => "key-reused",
-            Self::RequestInProgress => "request-in-progress",
-            Self::ReplayUnavailable => "replay-unavailable",
-            Self::ResponseAwaited => "response-awaited",
-            Self::OutcomeUnknown => "outcome-unknown",
-            Self::RecordCorrupt => "record-corrupt",
-            Self::HandlerFailed => "handler-failed",
-            Self::UpstreamUnreachable => "upstream-unreachable",
-            Self::UpstreamUnanswered => "upstream-unanswered",
-            Self::RequestMalformed => "request-malformed",
-            Self::RequestUnsupported => "request-unsupported",
-            Self::RequestHeadTooLarge => "request-head-too-large",
-            Self::UpstreamHeadTooLarge => "upstream-head-too-large",
-            Self::UpstreamUnsupported => "upstream-unsupported",
-            Self::HostDiffers => "host-differs",
+/// Declares every condition with its values.
+macro_rules! conditions {
+    ($(
+        $(#[doc = $doc:literal])+
+        $condition:ident: $slug:literal, $status:ident, $retry:ident, $grpc:ident, $title:literal, $detail:literal;
+    )+) => {
+        /// The reason why the layer responds instead of the handler.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        #[non_exhaustive]
+        pub enum Condition {
+            $($(#[doc = $doc])+ $condition,)+
         }
-    }
 
-    /// The title, the same at every occurrence (RFC 9457, 3.1.3). Three of them are those of draft-07, to the letter.
-    #[must_use]
-    pub const fn title(self) -> &'static str {
-        match self {
-            Self::KeyMissing => "Idempotency-Key is missing",
-            Self::KeyInvalid => "Idempotency-Key is invalid",
-            Self::RequestTooLarge => "The request is too large to be protected by an Idempotency-Key",
-            Self::RequestIncomplete => "The request ended before its body was complete",
-            Self::Overloaded => "The service is at its limit at the moment",
-            Self::ScopeUnavailable => "The request does not identify its caller",
-            Self::ScopeNotSet => "The service is not configured to tell the callers of this request apart",
-            Self::StoreUnavailable => "The store of the Idempotency-Keys is not available at the moment",
-            Self::KeyReused => "Idempotency-Key is already used",
-            Self::RequestInProgress => "A request is outstanding for this Idempotency-Key",
-            Self::ReplayUnavailable => "The request was completed, but its answer cannot be given again",
-            Self::ResponseAwaited => "The request was completed, and its answer is not available yet",
-            Self::OutcomeUnknown => "It is not known whether the request took effect",
-            Self::RecordCorrupt => "The record of this Idempotency-Key cannot be read",
-            Self::HandlerFailed => "The service failed without an answer",
-            Self::UpstreamUnreachable => "The service is unreachable",
-            Self::UpstreamUnanswered => "The service gave no answer",
-            Self::RequestMalformed => "The request is malformed",
-            Self::RequestUnsupported => "The request asks for something that this proxy does not do",
-            Self::RequestHeadTooLarge => "The head of the request is too large",
-            Self::UpstreamHeadTooLarge => "The head of the service's answer is too large",
-            Self::UpstreamUnsupported => "The service's answer is in a form that this proxy does not pass on",
-            Self::HostDiffers => "The request with this Idempotency-Key was sent to another host",
-        }
-    }
+        impl Condition {
+            /// Every condition, in the order of the reference page.
+            pub const ALL: [Self; [$($slug),+].len()] = [$(Self::$condition),+];
 
-    /// The meaning of the condition for this caller now.
-    pub(crate) const fn detail(self) -> &'static str {
-        match self {
-            Self::KeyMissing => {
-                "This operation requires a key in the header field {field}. Make one per intent, such as a UUID, and send it with every retry."
+            /// The name in problem types, metrics and documents.
+            #[must_use]
+            pub const fn slug(self) -> &'static str {
+                match self { $(Self::$condition => $slug,)+ }
             }
-            Self::KeyInvalid => "The key is malformed.",
-            Self::RequestTooLarge => "Nothing was executed. Send a smaller body.",
-            Self::RequestIncomplete => "Nothing was executed. Send the request again.",
-            Self::Overloaded => {
-                "Nothing was executed: a limit of the server is reached at the moment. Send the same request with the same key later."
+
+            /// The title, the same at every occurrence (RFC 9457, 3.1.3). Three of them are those of draft-07, to the letter.
+            #[must_use]
+            pub const fn title(self) -> &'static str {
+                match self { $(Self::$condition => $title,)+ }
             }
-            Self::ScopeUnavailable => {
-                "The request lacks the field that identifies its caller, or has it twice. Nothing was executed."
+
+            /// The meaning of the condition for this caller now.
+            pub(crate) const fn detail(self) -> &'static str {
+                match self { $(Self::$condition => $detail,)+ }
             }
-            Self::ScopeNotSet => {
-                "The request has a credential, and the service is not configured to tell callers apart by it. Nothing was executed."
+
+            /// The next step for the caller.
+            #[must_use]
+            pub const fn retry(self) -> RetryAdvice {
+                match self { $(Self::$condition => RetryAdvice::$retry,)+ }
             }
-            Self::StoreUnavailable => "Nothing was executed. Send the same request with the same key later.",
-            Self::KeyReused => {
-                "The key was used for a different request: another body, query or other part. Nothing was executed. Send a new request with a new key."
+
+            /// The status in the profile `ietf`.
+            #[must_use]
+            pub const fn status(self) -> StatusCode {
+                match self { $(Self::$condition => StatusCode::$status,)+ }
             }
-            Self::HostDiffers => {
-                "The key was used for the same request to another host (the name or port in Host). It may have taken effect there, and nothing was executed here. Send it again to the host that it was sent to first. With a new key it may take effect twice."
-            }
-            Self::RequestInProgress => {
-                "The first request with this key is still being processed. Send it again with the same key later to get its answer."
-            }
-            Self::ReplayUnavailable => {
-                "The first request with this key was processed and is not processed again. Its answer was too large, was streamed, was lost, or must not be kept."
-            }
-            Self::ResponseAwaited => {
-                "The first request with this key was processed and is not processed again. Its answer is not available at the moment. Send the same request with the same key later to get it."
-            }
-            Self::OutcomeUnknown => {
-                "It is not known how the first request with this key ended. It may have taken effect, so it is not processed again. Find out what happened before you send a new request."
-            }
-            Self::RecordCorrupt => {
-                "Nothing was executed for this request. An earlier request with this key may have taken effect: its record cannot be read, and the operator of the service has to look at it. With a new key it may take effect twice."
-            }
-            Self::HandlerFailed => {
-                "The service did not complete the request. The key is free to be used again for it."
-            }
-            Self::UpstreamUnreachable => {
-                "The request did not reach the service. Send it again, with the same key if it has one."
-            }
-            Self::UpstreamUnanswered => {
-                "The request was sent to the service, and no complete answer came back. It may have taken effect."
-            }
-            Self::RequestMalformed => "Nothing was executed. The request cannot be passed on.",
-            Self::RequestUnsupported => "Nothing was executed.",
-            Self::RequestHeadTooLarge => {
-                "Nothing was executed. The head of the request has more than 1000 field lines or more than 128 KiB."
-            }
-            Self::UpstreamUnsupported => {
-                "The request was processed. The service's answer has a transfer coding other than chunked, so that it cannot be passed on."
-            }
-            Self::UpstreamHeadTooLarge => {
-                "The request was processed. The head of the service's answer has more than 1000 field lines or more than 128 KiB, so that it cannot be passed on."
+
+            /// The gRPC status of a call that is refused for this reason, chosen by the reaction of common clients.
+            /// `ALREADY_EXISTS` is not used: clients read it as "my earlier try succeeded", which is wrong for a key that another
+            /// call used, and for an answer that was not kept.
+            #[must_use]
+            pub const fn grpc_code(self) -> GrpcCode {
+                match self { $(Self::$condition => GrpcCode::$grpc,)+ }
             }
         }
-    }
+    };
+}
 
-    /// The next step for the caller.
-    #[must_use]
-    pub const fn retry(self) -> RetryAdvice {
-        match self {
-            Self::KeyMissing
-            | Self::KeyInvalid
-            | Self::RequestTooLarge
-            | Self::RequestMalformed
-            | Self::RequestUnsupported
-            | Self::ScopeUnavailable
-            | Self::ScopeNotSet
-            | Self::RequestHeadTooLarge => RetryAdvice::FixRequest,
-            Self::KeyReused => RetryAdvice::NewKey,
-            Self::UpstreamUnanswered => RetryAdvice::Unprotected,
-            Self::RequestIncomplete
-            | Self::Overloaded
-            | Self::StoreUnavailable
-            | Self::RequestInProgress
-            | Self::ResponseAwaited
-            | Self::HandlerFailed
-            | Self::UpstreamUnreachable => RetryAdvice::SameKey,
-            Self::ReplayUnavailable
-            | Self::OutcomeUnknown
-            | Self::RecordCorrupt
-            | Self::UpstreamHeadTooLarge
-            | Self::UpstreamUnsupported
-            | Self::HostDiffers => RetryAdvice::Stop,
-        }
-    }
+// Each condition: its slug, its HTTP status, the advice, its gRPC status, its title, its detail. The status 409 is only for
+// requests in progress, because common clients retry a 409 by themselves.
+conditions! {
+    /// A key is required and there is none.
+    KeyMissing: "key-missing", BAD_REQUEST, FixRequest, InvalidArgument,
+        "Idempotency-Key is missing",
+        "This operation requires a key in the header field {field}. Make one per intent, such as a UUID, and send it with every retry.";
 
-    /// The status in the profile `ietf`.
-    #[must_use]
-    pub const fn status(self) -> StatusCode {
-        match self {
-            Self::KeyMissing
-            | Self::KeyInvalid
-            | Self::RequestIncomplete
-            | Self::RequestMalformed
-            | Self::ScopeUnavailable
-            | Self::ScopeNotSet => StatusCode::BAD_REQUEST,
-            Self::RequestUnsupported => StatusCode::NOT_IMPLEMENTED,
-            Self::RequestHeadTooLarge => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
-            Self::UpstreamUnreachable
-            | Self::UpstreamUnanswered
-            | Self::UpstreamHeadTooLarge
-            | Self::UpstreamUnsupported => StatusCode::BAD_GATEWAY,
-            Self::RequestTooLarge => StatusCode::PAYLOAD_TOO_LARGE,
-            Self::Overloaded | Self::StoreUnavailable | Self::ResponseAwaited => {
-                StatusCode::SERVICE_UNAVAILABLE
-            }
-            // 409 only for requests in progress: common clients retry a 409 by themselves.
-            Self::KeyReused | Self::HostDiffers | Self::ReplayUnavailable => StatusCode::UNPROCESSABLE_ENTITY,
-            Self::RequestInProgress => StatusCode::CONFLICT,
-            Self::OutcomeUnknown | Self::RecordCorrupt | Self::HandlerFailed => {
-                StatusCode::INTERNAL_SERVER_ERROR
-            }
-        }
-    }
+    /// The key is malformed.
+    KeyInvalid: "key-invalid", BAD_REQUEST, FixRequest, InvalidArgument,
+        "Idempotency-Key is invalid",
+        "The key is malformed.";
+
+    /// The body is larger than can be fingerprinted.
+    RequestTooLarge: "request-too-large", PAYLOAD_TOO_LARGE, FixRequest, InvalidArgument,
+        "The request is too large to be protected by an Idempotency-Key",
+        "Nothing was executed. Send a smaller body.";
+
+    /// The request's body ended early.
+    RequestIncomplete: "request-incomplete", BAD_REQUEST, SameKey, Unavailable,
+        "The request ended before its body was complete",
+        "Nothing was executed. Send the request again.";
+
+    /// The memory for requests or answers is used up, or too many requests are in flight.
+    Overloaded: "overloaded", SERVICE_UNAVAILABLE, SameKey, Unavailable,
+        "The service is at its limit at the moment",
+        "Nothing was executed: a limit of the server is reached at the moment. Send the same request with the same key later.";
+
+    /// The request does not identify its caller, or does so twice.
+    ScopeUnavailable: "scope-unavailable", BAD_REQUEST, FixRequest, InvalidArgument,
+        "The request does not identify its caller",
+        "The request lacks the field that identifies its caller, or has it twice. Nothing was executed.";
+
+    /// The request has a credential, and it is not configured that callers are told apart by it.
+    ScopeNotSet: "scope-not-set", BAD_REQUEST, FixRequest, InvalidArgument,
+        "The service is not configured to tell the callers of this request apart",
+        "The request has a credential, and the service is not configured to tell callers apart by it. Nothing was executed.";
+
+    /// The store could not be asked.
+    StoreUnavailable: "store-unavailable", SERVICE_UNAVAILABLE, SameKey, Unavailable,
+        "The store of the Idempotency-Keys is not available at the moment",
+        "Nothing was executed. Send the same request with the same key later.";
+
+    /// The key was used for another request.
+    KeyReused: "key-reused", UNPROCESSABLE_ENTITY, NewKey, FailedPrecondition,
+        "Idempotency-Key is already used",
+        "The key was used for a different request: another body, query or other part. Nothing was executed. Send a new request with a new key.";
+
+    /// The key was used for the same request to another host.
+    HostDiffers: "host-differs", UNPROCESSABLE_ENTITY, Stop, FailedPrecondition,
+        "The request with this Idempotency-Key was sent to another host",
+        "The key was used for the same request to another host (the name or port in Host). It may have taken effect there, and nothing was executed here. Send it again to the host that it was sent to first. With a new key it may take effect twice.";
+
+    /// Another request with this key is in progress.
+    RequestInProgress: "request-in-progress", CONFLICT, SameKey, Aborted,
+        "A request is outstanding for this Idempotency-Key",
+        "The first request with this key is still being processed. Send it again with the same key later to get its answer.";
+
+    /// The request was processed, but its answer cannot be replayed.
+    ReplayUnavailable: "replay-unavailable", UNPROCESSABLE_ENTITY, Stop, Unknown,
+        "The request was completed, but its answer cannot be given again",
+        "The first request with this key was processed and is not processed again. Its answer was too large, was streamed, was lost, or must not be kept.";
+
+    /// The request was processed, and its answer is not available yet.
+    ResponseAwaited: "response-awaited", SERVICE_UNAVAILABLE, SameKey, Aborted,
+        "The request was completed, and its answer is not available yet",
+        "The first request with this key was processed and is not processed again. Its answer is not available at the moment. Send the same request with the same key later to get it.";
+
+    /// The outcome is unknown: the operation may have taken place.
+    OutcomeUnknown: "outcome-unknown", INTERNAL_SERVER_ERROR, Stop, Unknown,
+        "It is not known whether the request took effect",
+        "It is not known how the first request with this key ended. It may have taken effect, so it is not processed again. Find out what happened before you send a new request.";
+
+    /// The record cannot be read.
+    RecordCorrupt: "record-corrupt", INTERNAL_SERVER_ERROR, Stop, DataLoss,
+        "The record of this Idempotency-Key cannot be read",
+        "Nothing was executed for this request. An earlier request with this key may have taken effect: its record cannot be read, and the operator of the service has to look at it. With a new key it may take effect twice.";
+
+    /// The handler ended without an answer, and the key is free again.
+    HandlerFailed: "handler-failed", INTERNAL_SERVER_ERROR, SameKey, Unavailable,
+        "The service failed without an answer",
+        "The service did not complete the request. The key is free to be used again for it.";
+
+    /// A proxy did not reach its service, and nothing was sent.
+    UpstreamUnreachable: "upstream-unreachable", BAD_GATEWAY, SameKey, Unavailable,
+        "The service is unreachable",
+        "The request did not reach the service. Send it again, with the same key if it has one.";
+
+    /// A proxy sent a request without a key to its service and got no whole answer. With a key it is
+    /// [`OutcomeUnknown`](Self::OutcomeUnknown) or [`HandlerFailed`](Self::HandlerFailed).
+    UpstreamUnanswered: "upstream-unanswered", BAD_GATEWAY, Unprotected, Unknown,
+        "The service gave no answer",
+        "The request was sent to the service, and no complete answer came back. It may have taken effect.";
+
+    /// The head of the service's answer has too many lines or too many bytes for the proxy.
+    UpstreamHeadTooLarge: "upstream-head-too-large", BAD_GATEWAY, Stop, Unknown,
+        "The head of the service's answer is too large",
+        "The request was processed. The head of the service's answer has more than 1000 field lines or more than 128 KiB, so that it cannot be passed on.";
+
+    /// The service's answer has a transfer coding that the proxy cannot undo.
+    UpstreamUnsupported: "upstream-unsupported", BAD_GATEWAY, Stop, Unknown,
+        "The service's answer is in a form that this proxy does not pass on",
+        "The request was processed. The service's answer has a transfer coding other than chunked, so that it cannot be passed on.";
+
+    /// The request is malformed, so that no proxy may pass it on.
+    RequestMalformed: "request-malformed", BAD_REQUEST, FixRequest, InvalidArgument,
+        "The request is malformed",
+        "Nothing was executed. The request cannot be passed on.";
+
+    /// The head of the request has too many lines or too many bytes.
+    RequestHeadTooLarge: "request-head-too-large", REQUEST_HEADER_FIELDS_TOO_LARGE, FixRequest, InvalidArgument,
+        "The head of the request is too large",
+        "Nothing was executed. The head of the request has more than 1000 field lines or more than 128 KiB.";
+
+    /// The request asks for something that the proxy does not support.
+    RequestUnsupported: "request-unsupported", NOT_IMPLEMENTED, FixRequest, Unimplemented,
+        "The request asks for something that this proxy does not do",
+        "Nothing was executed.";
 }
 
 impl fmt::Display for Condition {
