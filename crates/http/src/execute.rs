@@ -22,12 +22,12 @@ use crate::budget::{Budget, BudgetReservation};
 use crate::context::{
     CloseDelimited, IdempotencyContext, LeaseExpired, NoUpstreamResponse, StoreDirective, UpstreamResponse,
 };
-use crate::headers::kept_trailers;
 use crate::profile::ServerErrors;
 use crate::reconcile::Reconciled;
 use crate::refusal::{Condition, Refusal};
 use crate::service::{Executed, set_status, take_status};
 use crate::settings::{CompletedBy, Settings};
+use crate::upstream::{instead, report};
 
 /// One execution under a permit.
 pub(crate) struct Execution {
@@ -87,13 +87,11 @@ impl Execution {
         } else {
             (self, request)
         };
-        let upstream = execution.settings.completed_by == CompletedBy::Upstream;
         // I4: the process may have been paused for longer than the lease since the claim.
         if execution.permit.attempt().confirm_lease().await.is_err() {
             return ExecutionEnd::with(Box::pin(execution.not_begun()).await);
         }
         match catch_panic(call(inner, request)).await {
-            Ok(Ok(response)) if upstream => Box::pin(execution.finish_upstream(response)).await,
             Ok(Ok(response)) => execution.finish(response).await,
             Ok(Err(error)) => {
                 match Box::pin(execution.fail::<RB>(None, "the handler returned an error")).await {
@@ -148,67 +146,68 @@ impl Execution {
         take_status(&mut response);
         let mut fate = self.fate(&response, directive);
         let is_error = response.status().is_client_error() || response.status().is_server_error();
-        // If this error were kept as the answer, it would end an operation that has finished some of its steps.
-        if fate == ResponseTreatment::Replay
+        let is_kept_error = fate == ResponseTreatment::Replay
             && directive.is_none()
             && is_error
-            && self.permit.attempt().is_half_way()
-        {
+            && self.settings.completed_by != CompletedBy::Upstream;
+        // If this error were kept as the answer, it would end an operation that has finished some of its steps.
+        if is_kept_error && self.permit.attempt().is_half_way() {
             fate = ResponseTreatment::Stop;
         }
         // Finished steps are compensated before an error becomes the answer.
-        if fate == ResponseTreatment::Replay
-            && directive.is_none()
-            && is_error
-            && let Err(why) = self.permit.attempt().compensate_steps().await
-        {
+        else if is_kept_error && let Err(why) = self.permit.attempt().compensate_steps().await {
             return ExecutionEnd::with(Box::pin(self.not_compensated(&why)).await);
         }
         let (parts, body) = response.into_parts();
-        // Only an answer that will be replayed has to be read before the client gets it.
-        if fate != ResponseTreatment::Replay {
-            return Box::pin(self.settle_and_pass(fate, parts, body)).await;
-        }
-        if cannot_be_stored(&parts) {
-            return Box::pin(self.settle_and_pass(ResponseTreatment::Tombstone, parts, body)).await;
+        if fate == ResponseTreatment::Replay && cannot_be_stored(&parts) {
+            fate = ResponseTreatment::Tombstone;
         }
         let limit = self.settings.max_response_body;
         let mut held = BudgetReservation::nothing(self.response_budget.clone());
-        match catch_panic(read_up_to(body, limit, charging(&mut held))).await {
-            Ok(Read::Whole { chunks, trailers }) => {
-                let kept = self.settings.kept.of(&parts.headers);
-                let stored = StoredResponse::new(
-                    parts.status.as_u16(),
-                    &kept,
-                    &chunks,
-                    &kept_trailers(trailers.as_ref()),
-                );
-                let completion = stored.map_or(Completion::Tombstone, Completion::Replayable);
-                let settled = self.permit.complete(completion).await;
-                let body = ResponseBody::whole(join(chunks), trailers, held);
-                ExecutionEnd::with(Executed::Response(marked(parts, body, status_of(&settled))))
-            }
-            Ok(Read::More { chunks, rest }) => {
-                let settled = self.permit.complete(Completion::Tombstone).await;
-                stream(&self.settings, parts, (chunks, held), rest, status_of(&settled))
-            }
+        let read = match fate {
+            // Only a response that will be replayed has to be read before the client gets it.
+            ResponseTreatment::Replay => catch_panic(read_up_to(body, limit, charging(&mut held))).await,
+            _ => Ok(Read::More { chunks: Vec::new(), rest: Box::pin(body) }),
+        };
+        let (chunks, trailers, rest) = match read {
+            Ok(Read::Whole { chunks, trailers }) => (chunks, trailers, None),
+            Ok(Read::More { chunks, rest }) => (chunks, None, Some(rest)),
             // The client got nothing of the answer, and its rest is unknown.
             Ok(Read::Broken(error)) => {
                 let record = self.permit.attempt().record_id();
                 tracing::warn!(%record, error = %ErrorChain(&*error), "response body broke off");
                 let status = parts.extensions.get::<UpstreamResponse>().map(|_| StatusCode::BAD_GATEWAY);
-                ExecutionEnd::with(Box::pin(self.fail(status, "the body of the response broke off")).await)
+                return ExecutionEnd::with(
+                    Box::pin(self.fail(status, "the body of the response broke off")).await,
+                );
             }
-            Err(PanicError) => ExecutionEnd::with(Box::pin(self.fail(None, PANICKED)).await),
+            Err(PanicError) => return ExecutionEnd::with(Box::pin(self.fail(None, PANICKED)).await),
+        };
+        let settings = self.settings;
+        let stored = match &rest {
+            None => settings.stored_response(&parts, &chunks, trailers.as_ref()),
+            Some(_) => None,
+        };
+        let completion = stored.map_or(Completion::Tombstone, Completion::Replayable);
+        let is_success = parts.status.is_success();
+        let settled = match settings.completed_by {
+            CompletedBy::Layer => settle(self.permit, fate, completion).await,
+            CompletedBy::Upstream => Box::pin(report(self.permit, fate, completion, is_success)).await,
+        };
+        if let Some(own) = settled.own {
+            return ExecutionEnd::with(instead(&settings, parts, &own, held));
         }
+        let body = match rest {
+            None => ResponseBody::whole(join(chunks), trailers, held),
+            // Without a body, as the handler sent it: a gRPC client reads the status of its call in the head then.
+            Some(rest) if chunks.is_empty() && rest.is_end_stream() => ResponseBody::own(Bytes::new()),
+            Some(rest) => return stream(&settings, parts, (chunks, held), rest, settled.status),
+        };
+        ExecutionEnd::with(Executed::Response(marked(parts, body, settled.status)))
     }
 
     /// Decides the treatment of this response.
-    pub(crate) fn fate<RB>(
-        &self,
-        response: &Response<RB>,
-        directive: Option<StoreDirective>,
-    ) -> ResponseTreatment {
+    fn fate<RB>(&self, response: &Response<RB>, directive: Option<StoreDirective>) -> ResponseTreatment {
         if directive.is_none() && self.redirects_to_itself(response) {
             return ResponseTreatment::Release;
         }
@@ -234,38 +233,9 @@ impl Execution {
             && (keeps_method || location.path() != self.target.path())
     }
 
-    /// Settles the record of an answer that will not be replayed by its head, and passes its body through.
-    async fn settle_and_pass<RB, E>(
-        self,
-        fate: ResponseTreatment,
-        parts: Parts,
-        body: RB,
-    ) -> ExecutionEnd<RB, E>
-    where
-        RB: Body<Data: Send, Error: Into<BoxError>> + Send + 'static,
-    {
-        let settled = match fate {
-            ResponseTreatment::Release => self.permit.release().await,
-            ResponseTreatment::Unknown => {
-                self.permit.park("the handler reported it (Idempotency-Store: unknown)").await
-            }
-            ResponseTreatment::Tombstone | ResponseTreatment::Replay => {
-                self.permit.complete(Completion::Tombstone).await
-            }
-            ResponseTreatment::Stop => self.permit.stop().await,
-        };
-        if body.is_end_stream() {
-            // Without a body, as the handler sent it: a gRPC client reads the status of its call in the head then.
-            let body = ResponseBody::own(Bytes::new());
-            return ExecutionEnd::with(Executed::Response(marked(parts, body, status_of(&settled))));
-        }
-        let nothing = (Vec::new(), BudgetReservation::nothing(self.response_budget));
-        stream(&self.settings, parts, nothing, Box::pin(body), status_of(&settled))
-    }
-
     /// Ends an attempt whose lease could not be confirmed, so nothing was executed. If another attempt owns the record now, the
     /// client should retry to get its answer.
-    pub(crate) async fn not_begun<RB>(self) -> Executed<RB> {
+    async fn not_begun<RB>(self) -> Executed<RB> {
         let condition = match self.permit.release().await {
             SettleOutcome::Fenced => Condition::RequestInProgress,
             _ => Condition::StoreUnavailable,
@@ -288,7 +258,7 @@ impl Execution {
     }
 
     /// Ends an attempt whose handler ended without an answer, so that its effect is unknown. The reason is for the log.
-    pub(crate) async fn fail<RB>(self, status: Option<StatusCode>, reason: &'static str) -> Executed<RB> {
+    async fn fail<RB>(self, status: Option<StatusCode>, reason: &'static str) -> Executed<RB> {
         if self.settings.completed_by == CompletedBy::Upstream {
             return self.fail_upstream(status).await;
         }
@@ -317,11 +287,7 @@ const fn unanswered(status: StatusCode) -> &'static str {
 }
 
 /// Combines the policy of the route with the directive of the handler.
-pub(crate) fn fate(
-    settings: &Settings,
-    status: StatusCode,
-    directive: Option<StoreDirective>,
-) -> ResponseTreatment {
+fn fate(settings: &Settings, status: StatusCode, directive: Option<StoreDirective>) -> ResponseTreatment {
     let releases_errors = settings.profile.server_errors == ServerErrors::Release
         || settings.completed_by == CompletedBy::Upstream;
     match directive {
@@ -397,8 +363,30 @@ const fn status_of(settled: &SettleOutcome) -> Option<&'static str> {
     }
 }
 
+/// The end of a record.
+pub(crate) struct Settled {
+    /// The response that the operation stored itself. The client gets it instead of the handler's.
+    pub(crate) own: Option<StoredResponse>,
+    /// The `Idempotency-Status` of the handler's response.
+    pub(crate) status: Option<&'static str>,
+}
+
+/// Settles the record of an attempt by the treatment of its response.
+async fn settle(permit: Permit, fate: ResponseTreatment, completion: Completion) -> Settled {
+    let settled = match fate {
+        ResponseTreatment::Replay | ResponseTreatment::Tombstone => permit.complete(completion).await,
+        // Boxed: these are rare, and boxing keeps the common future small.
+        ResponseTreatment::Release => Box::pin(permit.release()).await,
+        ResponseTreatment::Unknown => {
+            Box::pin(permit.park("the handler reported it (Idempotency-Store: unknown)")).await
+        }
+        ResponseTreatment::Stop => Box::pin(permit.stop()).await,
+    };
+    Settled { own: None, status: status_of(&settled) }
+}
+
 /// Reserves each chunk of an answer, even beyond the budget: the operation took place.
-pub(crate) fn charging(held: &mut BudgetReservation) -> impl FnMut(usize) -> bool {
+fn charging(held: &mut BudgetReservation) -> impl FnMut(usize) -> bool {
     |bytes| {
         held.add_piece_always(bytes);
         true
@@ -406,7 +394,7 @@ pub(crate) fn charging(held: &mut BudgetReservation) -> impl FnMut(usize) -> boo
 }
 
 /// Streams an answer whose body was not read to its end: first the chunks that were read, then the rest.
-pub(crate) fn stream<RB, E>(
+fn stream<RB, E>(
     settings: &Settings,
     parts: Parts,
     (read, held): (Vec<Bytes>, BudgetReservation),
