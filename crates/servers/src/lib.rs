@@ -1,7 +1,9 @@
-//! Database servers for tests, from the system's packages: on free ports, in temporary directories, stopped when dropped.
+//! Database servers for tests, from the system's packages: on free ports, in temporary directories, stopped when dropped; and
+//! a client for services under test.
 
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
 
+mod client;
 mod database;
 mod example;
 mod fault_proxy;
@@ -15,6 +17,7 @@ mod rabbitmq;
 mod redis;
 mod sqs;
 
+pub use client::{ServiceResponse, send, until};
 pub use database::PostgresDatabase;
 pub use example::{express_orders, fastapi_orders};
 pub use fault_proxy::{Fault, FaultProxy};

@@ -247,7 +247,6 @@ async fn invalid_arguments_are_not_sent() {
         ),
         (&["show"], "required"),
         (&["show", &id, "--key", "k"], "unexpected argument"),
-        (&["find", "--key", "k"], "--path"),
         (&["find", "--path", "/pay"], "--key"),
         (&["find", "--key", "k", "--path", "/pay", "--anonymous", "--single-tenant"], "cannot be used with"),
         (&["ls", "--admin", "http://host/path"], "write only scheme, host and port"),

@@ -3,7 +3,9 @@
 use std::fs;
 
 use crate::part::Part;
-use crate::world::{Order, World, counted, until};
+use oncegate_servers::until;
+
+use crate::world::{Order, World, counted};
 
 /// The number of crashes of each part at its point.
 const TIMES: u64 = 2;

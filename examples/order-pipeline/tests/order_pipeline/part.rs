@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use crate::world::until;
+use oncegate_servers::until;
 
 /// One part of the way.
 pub(crate) struct Part {

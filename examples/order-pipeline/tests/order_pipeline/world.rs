@@ -1,20 +1,17 @@
 //! A database, a broker, and what is in them.
 
 use std::fs::OpenOptions;
-use std::io::{Read as _, Write as _};
-use std::net::TcpStream;
 use std::path::PathBuf;
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use oncegate::nats::async_nats::{self, jetstream};
-use oncegate_servers::{NatsServer, PostgresOptions, PostgresServer, free_port};
+use oncegate_servers::{
+    NatsServer, PostgresOptions, PostgresServer, ServiceResponse, free_port, send, until,
+};
 use serde_json::{Value, json};
 
 use crate::part::Part;
-
-/// The bound on everything, on a busy machine.
-const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The lease of a relay, and the redelivery time of a projector. Short, so that their work is soon taken over after a
 /// crash.
@@ -23,43 +20,6 @@ const ACK_WAIT_MS: &str = "1500";
 
 /// The broker forgets soon what it has: what is published again is in the stream twice.
 const DUPLICATE_WINDOW_MS: &str = "100";
-
-/// Waits until it is so.
-pub(crate) fn until<T>(what: &str, mut it_is: impl FnMut() -> Option<T>) -> T {
-    let end = Instant::now() + TIMEOUT;
-    loop {
-        if let Some(found) = it_is() {
-            return found;
-        }
-        assert!(Instant::now() < end, "never: {what}");
-        std::thread::sleep(Duration::from_millis(10));
-    }
-}
-
-/// The response of a service.
-#[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Response {
-    pub(crate) status: u16,
-    pub(crate) is_replayed: bool,
-    pub(crate) body: String,
-}
-
-/// Sends a request. `None` if there is no complete response.
-fn send(address: &str, line: &str, fields: &str, body: &str) -> Option<Response> {
-    let mut stream = TcpStream::connect(address).ok()?;
-    stream.set_read_timeout(Some(Duration::from_secs(20))).ok()?;
-    let length = body.len();
-    let head = format!("{line} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {length}");
-    write!(stream, "{head}\r\ncontent-type: application/json\r\n{fields}\r\n{body}").ok()?;
-    let mut text = String::new();
-    stream.read_to_string(&mut text).ok()?;
-    let (head, body) = text.split_once("\r\n\r\n")?;
-    Some(Response {
-        status: head.split(' ').nth(1)?.parse().ok()?,
-        is_replayed: head.contains("idempotent-replayed: true"),
-        body: body.to_owned(),
-    })
-}
 
 /// Returns the metrics of a part.
 fn metrics(part: &Part) -> String {
@@ -84,7 +44,7 @@ pub(crate) struct Order {
 
 impl Order {
     /// Sends the order until there is a final response, like a client that must not give up.
-    pub(crate) fn place(&self, address: &str) -> Response {
+    pub(crate) fn place(&self, address: &str) -> ServiceResponse {
         let body = json!({ "customer": self.customer, "cents": self.cents }).to_string();
         let key = format!("idempotency-key: {}\r\n", self.key);
         let answer = until("an order is answered", || {

@@ -1,6 +1,8 @@
 //! The shop is killed where it can be, and goes on.
 
-use crate::world::{Order, Process, Response, Shop, World, done, until};
+use oncegate_servers::{ServiceResponse, until};
+
+use crate::world::{Order, Process, Shop, World, done};
 
 /// Before an effect, which is after the record of the one before it; and between an effect and its record.
 const BEFORE_AND_AFTER: [&str; 2] = ["hang", "lost"];
@@ -20,7 +22,7 @@ fn was_called(world: &mut World, order: &Order, cut: &str, at: &str) {
 }
 
 /// Every retry gets the same, and each effect took place once.
-fn holds(world: &World, shop: &Process, order: &Order, first: &Response, at: &str) {
+fn holds(world: &World, shop: &Process, order: &Order, first: &ServiceResponse, at: &str) {
     let is_shipped = order.address != "Atlantis";
     assert_eq!(first.status, if is_shipped { 201 } else { 422 }, "{at}: {first:?}");
     for _ in 0..2 {

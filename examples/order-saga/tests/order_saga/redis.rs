@@ -5,9 +5,9 @@ use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use oncegate_servers::{RedisOptions, RedisServer};
+use oncegate_servers::{RedisOptions, RedisServer, until};
 
-use crate::world::{Order, Process, Shop, World, until};
+use crate::world::{Order, Process, Shop, World};
 
 /// A way to a server that ends at one message of the client: before the server has it, or before the client hears of it.
 struct Gate {

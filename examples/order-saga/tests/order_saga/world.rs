@@ -1,54 +1,13 @@
 //! Four processes, and what they wrote down.
 
 use std::fs::{self, OpenOptions};
-use std::io::{BufRead, BufReader, Read, Write};
-use std::net::TcpStream;
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
 
+use oncegate_servers::{ServiceResponse, send, until};
 use serde_json::Value;
-
-/// The bound on every wait, for a busy machine.
-const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
-
-/// Waits until it is so.
-pub(crate) fn until<T>(what: &str, mut it_is: impl FnMut() -> Option<T>) -> T {
-    let end = Instant::now() + WAIT_TIMEOUT;
-    loop {
-        if let Some(found) = it_is() {
-            return found;
-        }
-        assert!(Instant::now() < end, "never: {what}");
-        std::thread::sleep(Duration::from_millis(10));
-    }
-}
-
-/// The answer of a service; `None` if it died before.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Response {
-    pub(crate) status: u16,
-    pub(crate) is_replayed: bool,
-    pub(crate) body: String,
-}
-
-/// Sends a request. `None` where there is no whole answer.
-pub(crate) fn send(address: &str, line: &str, fields: &str, body: &str) -> Option<Response> {
-    let mut stream = TcpStream::connect(address).ok()?;
-    stream.set_read_timeout(Some(WAIT_TIMEOUT)).unwrap();
-    let length = body.len();
-    let head = format!("{line} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {length}");
-    write!(stream, "{head}\r\ncontent-type: application/json\r\n{fields}\r\n{body}").ok()?;
-    let mut text = String::new();
-    stream.read_to_string(&mut text).ok()?;
-    let (head, body) = text.split_once("\r\n\r\n")?;
-    Some(Response {
-        status: head.split(' ').nth(1)?.parse().ok()?,
-        is_replayed: head.contains("idempotent-replayed: true"),
-        body: body.to_owned(),
-    })
-}
 
 /// A process that listens.
 pub(crate) struct Process {
@@ -279,7 +238,7 @@ impl Order {
     }
 
     /// Orders it, once.
-    pub(crate) fn send(&self, shop: &str) -> Option<Response> {
+    pub(crate) fn send(&self, shop: &str) -> Option<ServiceResponse> {
         let Self { key, customer, item, address } = self;
         let body =
             format!(r#"{{"customer":"{customer}","item":"{item}","cents":500,"address":"{address}"}}"#);
@@ -287,13 +246,13 @@ impl Order {
     }
 
     /// Orders it in a thread of its own.
-    pub(crate) fn spawn(&self, shop: &Process) -> JoinHandle<Option<Response>> {
+    pub(crate) fn spawn(&self, shop: &Process) -> JoinHandle<Option<ServiceResponse>> {
         let (order, shop) = (self.clone(), shop.address.clone());
         std::thread::spawn(move || order.send(&shop))
     }
 
     /// Orders it until the answer is a final one: neither in progress nor to be tried again.
-    pub(crate) fn settle(&self, shop: &Process) -> Response {
+    pub(crate) fn settle(&self, shop: &Process) -> ServiceResponse {
         until("a final answer", || {
             self.send(&shop.address).filter(|answer| !matches!(answer.status, 409 | 503))
         })
