@@ -27,10 +27,10 @@ const LONGEST: [&str; 13] = [
     "inbox-postgres inbox",
     "inbox-postgres outbox",
     "order-pipeline order_pipeline",
+    "cli programs",
     "cli transactional",
     "nats nats",
     "redis oncegate_redis",
-    "cli outage",
 ];
 
 /// The tests to run.
@@ -42,42 +42,17 @@ pub(crate) enum Selection {
 }
 
 /// Integration tests that need no server: the directory of the package, and the name of the program.
-const QUICK: [&str; 35] = [
+const QUICK: [&str; 10] = [
     "cases behaviour",
-    "cli errors",
-    "cli ops",
-    "cli store_files",
-    "client hostile",
-    "client http2",
-    "client journal",
-    "client layer",
-    "client policy",
-    "core clock_set_back",
-    "core fingerprint_vectors",
-    "core golden_vectors",
-    "embedded conformance",
-    "embedded directory",
-    "embedded process",
-    "engine breaker",
-    "engine completer",
-    "engine conclude",
+    "cli quick",
+    "client client",
+    "core records",
+    "embedded embedded",
     "engine engine",
-    "engine function",
-    "engine leases",
-    "engine own_errors",
-    "engine steps",
-    "http awaited_responses",
-    "http concurrency",
-    "http request_budget",
-    "http slow_body",
-    "http slow_reader",
-    "http unfinished_operations",
-    "http upstream_completion",
+    "http http",
     "inbox consumer",
-    "oncegate errors",
-    "oncegate idempotent",
-    "testkit memory",
-    "testkit mutants",
+    "oncegate quick",
+    "testkit testkit",
 ];
 
 /// Programs with unit tests that need a server.

@@ -33,7 +33,7 @@ async fn in_the_end(what: &str, timeout: Duration, mut is_so: impl AsyncFnMut() 
     let deadline = Instant::now() + timeout;
     while !is_so().await {
         assert!(Instant::now() < deadline, "not in time: {what}");
-        sleep(Duration::from_millis(50)).await;
+        sleep(Duration::from_millis(100)).await;
     }
 }
 

@@ -464,3 +464,47 @@ fn random_bits() -> u64 {
     hasher.write_u128(SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_nanos()));
     hasher.finish()
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::panic)]
+mod tests {
+    use oncegate_core::{
+        Extent, Fingerprint, IdempotencyKey, Label, MemoryStore, RecordId, Scope, Store as _, StoreErrorKind,
+    };
+
+    use super::*;
+    use crate::{Permit, Policy};
+
+    fn numbered(number: u8) -> ClaimRequest {
+        ClaimRequest {
+            id: RecordId::derive(&Scope::single_tenant(), &IdempotencyKey::new([number]).unwrap()),
+            fingerprint: Fingerprint::of_parts("test", &[b"a"]),
+            label: Label::default(),
+            policy: Policy::default(),
+        }
+    }
+
+    async fn permit(engine: &Engine, number: u8) -> Permit {
+        match engine.claim(numbered(number)).await.unwrap() {
+            ClaimOutcome::Execute(permit) => permit,
+            other => panic!("expected to execute, got {other:?}"),
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_claim_beyond_the_limit_of_unsettled_attempts_is_refused_before_it_is_sent() {
+        let store = Arc::new(MemoryStore::default());
+        let engine = Engine::new(store.clone());
+        // All places but two are taken without attempts, because tens of thousands of claims take half a minute here.
+        let taken = u32::try_from(limits::MAX_UNSETTLED).unwrap() - 2;
+        let _taken = engine.inner.places.clone().try_acquire_many_owned(taken).unwrap();
+        let _first = permit(&engine, 1).await;
+        let second = permit(&engine, 2).await;
+        let error = engine.claim(numbered(3)).await.unwrap_err();
+        assert!(error.is_unsent() && error.kind() == StoreErrorKind::Unavailable, "{error}");
+        assert_eq!(error.extent(), Extent::Writes, "not an outage, which may open a route");
+        assert!(store.lookup(numbered(3).id).await.unwrap().is_none());
+        second.release().await;
+        drop(permit(&engine, 3).await);
+    }
+}

@@ -69,6 +69,8 @@
 //! the middle of an execution: [`OnAbandoned::Park`](core::OnAbandoned::Park), at most once, which is the default, or
 //! [`OnAbandoned::Reexecute`](core::OnAbandoned::Reexecute), at least once.
 
+#[cfg(feature = "macros")]
+mod macros;
 #[cfg(all(feature = "axum", feature = "postgres"))]
 mod transact_refusal;
 
@@ -109,13 +111,13 @@ pub use oncegate_client::{Client, Intent, RetryPolicy};
 pub use oncegate_core::{IdempotencyKey, MemoryStore, Store, SystemClock};
 #[cfg(feature = "embedded")]
 pub use oncegate_embedded::{EmbeddedOptions, EmbeddedStore};
+#[cfg(feature = "macros")]
+pub use macros::idempotent;
 pub use oncegate_engine::{Attempt, Breaker, Engine, Function, FunctionError, Policy};
 #[cfg(feature = "axum")]
 pub use oncegate_http::KeyHeader;
 #[cfg(feature = "http")]
 pub use oncegate_http::{IdempotencyContext, IdempotencyLayer, Profile, Settings};
-#[cfg(feature = "macros")]
-pub use oncegate_macros::idempotent;
 #[cfg(feature = "postgres")]
 pub use oncegate_postgres::{
     Guard, PostgresOptions, PostgresStore, RunError, TransactError, TransactOutcome, Transactor,

@@ -130,7 +130,7 @@ broker_tests! {
     a_process_dies_before_it_commits: processes::dies, Sqs::standard(SOON), "before-commit";
     a_process_dies_before_it_acknowledges: processes::dies, Sqs::standard(SOON), "before-ack";
     a_process_is_suspended_and_resumed: processes::is_suspended, Sqs::standard(SOON), 5_000;
-    a_hundred_thousand_messages_among_kills: processes::among_kills, Sqs::standard(SOON), 100_000, TIMEOUT * 4;
+    ten_thousand_messages_among_kills: processes::among_kills, Sqs::standard(SOON), 10_000, TIMEOUT * 2;
 }
 
 #[tokio::test(flavor = "multi_thread")]

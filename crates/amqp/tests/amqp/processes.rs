@@ -37,6 +37,6 @@ broker_tests! {
     a_process_dies_before_it_commits: processes::dies, Rabbit::start(Kind::Quorum), "before-commit";
     a_process_dies_before_it_acknowledges: processes::dies, Rabbit::start(Kind::Classic), "before-ack";
     a_process_is_suspended_and_resumed: processes::is_suspended, Rabbit::start(Kind::Quorum), 5_000;
-    a_hundred_thousand_messages_among_kills:
-        processes::among_kills, Rabbit::start(Kind::Quorum), 100_000, TIMEOUT * 10;
+    twenty_thousand_messages_among_kills:
+        processes::among_kills, Rabbit::start(Kind::Quorum), 20_000, TIMEOUT * 4;
 }

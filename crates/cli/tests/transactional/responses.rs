@@ -122,8 +122,8 @@ async fn a_service_that_answers_before_its_commit_is_not_waited_for() {
     run(&mut open, "COMMIT").await;
     until("the answer is added", async || asked.retry().await.status() == 201).await;
     // If the COMMIT falls between the sidecar's look at the record and its write, the completion looks as if it was missing.
-    let [_, added, _, missing] = counted(&asked.sidecar, &REPORTED).await[..] else { panic!("four events") };
-    assert_eq!(added + missing, 1);
+    let counts = counted(&asked.sidecar, &REPORTED).await;
+    assert!(counts == [0, 1, 0, 0] || counts == [0, 0, 0, 1], "{REPORTED:?}: {counts:?}");
 }
 
 /// The service retries a COMMIT whose reply was lost, or a proxy between them sends the request twice.

@@ -1,0 +1,13 @@
+//! The program with servers, services and other programs of this project.
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod call;
+#[cfg(feature = "failpoints")]
+mod client;
+mod demo;
+mod examples;
+mod outage;
+mod redis;
+mod shared_store;

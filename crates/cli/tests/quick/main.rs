@@ -1,0 +1,8 @@
+//! The program without a server.
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod errors;
+mod ops;
+mod store_files;

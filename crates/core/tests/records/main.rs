@@ -1,0 +1,5 @@
+//! The published vectors, and records from a clock that was set back.
+
+mod clock_set_back;
+mod fingerprint_vectors;
+mod golden_vectors;

@@ -1,0 +1,5 @@
+//! The embedded store on a real disk.
+
+mod conformance;
+mod directory;
+mod process;

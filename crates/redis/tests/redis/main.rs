@@ -1,0 +1,9 @@
+//! The Redis store on real servers.
+
+mod contract;
+mod faults;
+mod replicas;
+mod support;
+mod topologies;
+mod waitaof;
+mod watch;

@@ -1,0 +1,7 @@
+//! The services as processes.
+
+#![allow(clippy::unwrap_used)]
+
+mod payments;
+mod service;
+mod transactional;
