@@ -1,16 +1,12 @@
 //! The effects of consumers, in a table without a unique key, so that no second effect is hidden.
 
-use std::sync::{Mutex, PoisonError};
-
 use oncegate_postgres::{PostgresOptions, schema};
-use oncegate_servers::{PostgresOptions as ServerOptions, PostgresServer, PostgresSession};
+use oncegate_servers::{PostgresOptions as ServerOptions, PostgresServer};
 
 /// A server with the schema, and a table `ledger (id)` that also records the name of the connection.
 pub struct Ledger {
     /// The database server.
     pub server: PostgresServer,
-    /// Counts the effects: tests ask many times a second, and a new process for each question takes longer than the answer.
-    counter: Mutex<Option<PostgresSession>>,
 }
 
 impl Ledger {
@@ -26,7 +22,7 @@ impl Ledger {
         let server = tokio::task::spawn_blocking(start).await.unwrap();
         schema::apply(&PostgresOptions::from_url(&server.url()).unwrap()).await.unwrap();
         server.sql("CREATE TABLE ledger (id text NOT NULL, who text DEFAULT current_setting('application_name'))").unwrap();
-        Self { server, counter: Mutex::new(None) }
+        Self { server }
     }
 
     /// Returns the URL for a consumer with this name.
@@ -41,11 +37,7 @@ impl Ledger {
 
     /// Returns the number of all effects, or `None` while the server is down.
     pub fn effects(&self) -> Option<usize> {
-        let mut counter = self.counter.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut session = counter.take().or_else(|| self.server.session().ok())?;
-        let count = session.run("SELECT count(*) FROM ledger;").ok()?;
-        *counter = Some(session);
-        count.trim().parse().ok()
+        self.server.ask("SELECT count(*) FROM ledger").ok()?.parse().ok()
     }
 
     /// Asserts that each of `prefix0` to `prefix{count - 1}` took effect once, and nothing else did.

@@ -3,6 +3,7 @@
 use oncegate_core::{Completion, ListQuery, Outcome, Store as _};
 use oncegate_postgres::sqlx::Row as _;
 use oncegate_postgres::{PostgresOpenError, PostgresOptions, PostgresStore, schema};
+use oncegate_servers::PostgresServer;
 
 use crate::support::{Database, claims, completes, id, renews, response, run, sqlstate, token, try_run};
 
@@ -305,9 +306,9 @@ async fn a_schema_of_another_owner_is_neither_called_nor_extended() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn errors_contain_no_password() {
-    let database = Database::empty().await;
-    let password = database.server.password();
-    let wrong = database.url().replace(password, "wr0ng-s3cret");
+    // One that checks passwords.
+    let server = tokio::task::spawn_blocking(|| PostgresServer::start().unwrap()).await.unwrap();
+    let wrong = server.url().replace(server.password(), "wr0ng-s3cret");
     for url in [wrong, "postgres://app:wr0ng-s3cret@127.0.0.1:1/shop".to_owned()] {
         let options = PostgresOptions::from_url(&url).unwrap();
         let error = PostgresStore::open(options.clone()).await.unwrap_err();

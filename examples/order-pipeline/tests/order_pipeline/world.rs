@@ -131,7 +131,7 @@ impl World {
     }
 
     pub(crate) fn number(&self, query: &str) -> i64 {
-        self.postgres.sql(query).unwrap().parse().unwrap()
+        self.postgres.ask(query).unwrap().parse().unwrap()
     }
 
     /// Waits until every order has its final state.
