@@ -104,6 +104,8 @@ pub use oncegate_sqs as sqs;
 #[cfg(feature = "webhook")]
 pub use oncegate_webhook as webhook;
 
+#[cfg(feature = "macros")]
+pub use macros::idempotent;
 #[cfg(feature = "cache")]
 pub use oncegate_cache::{Cache, CacheOptions, CachedStore};
 #[cfg(feature = "client")]
@@ -111,8 +113,6 @@ pub use oncegate_client::{Client, Intent, RetryPolicy};
 pub use oncegate_core::{IdempotencyKey, MemoryStore, Store, SystemClock};
 #[cfg(feature = "embedded")]
 pub use oncegate_embedded::{EmbeddedOptions, EmbeddedStore};
-#[cfg(feature = "macros")]
-pub use macros::idempotent;
 pub use oncegate_engine::{Attempt, Breaker, Engine, Function, FunctionError, Policy};
 #[cfg(feature = "axum")]
 pub use oncegate_http::KeyHeader;

@@ -2,8 +2,8 @@
 
 /// Makes an async function or method take effect once for each key.
 ///
-/// The body becomes a function in the sense of [`Function`](crate::Function), whose page describes the life of a call. The signature
-/// stays as it is written.
+/// The body becomes a function in the sense of [`Function`](crate::Function), whose page describes the life of a call. The
+/// signature stays as it is written.
 ///
 /// ```
 /// # use std::sync::Arc;

@@ -79,7 +79,8 @@ impl PostgresServer {
         if let Some(Owner { uid, gid }) = owner {
             chown(dir.path(), Some(uid), Some(gid))?;
         }
-        let mut server = Self { bin: binaries()?, dir, owner, port: 0, options, child: None, asking: Mutex::default() };
+        let mut server =
+            Self { bin: binaries()?, dir, owner, port: 0, options, child: None, asking: Mutex::default() };
         server.init()?;
         // Another process may take the port between the search for a free one and the start of the server.
         for attempt in 0.. {
@@ -262,8 +263,8 @@ impl PostgresServer {
         lines.first() == Some(&pid.to_string().as_str()) && lines.get(7) == Some(&"ready")
     }
 
-    /// Makes the directory of the cluster: a copy of the first one that had the same settings, since a copy takes a quarter of the
-    /// time of `initdb`.
+    /// Makes the directory of the cluster: a copy of the first one that had the same settings, since a copy takes a quarter of
+    /// the time of `initdb`.
     fn init(&self) -> io::Result<()> {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let method = if self.options.trust { "trust" } else { "scram-sha-256" };

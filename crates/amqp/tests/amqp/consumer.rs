@@ -1,6 +1,6 @@
 //! The inbox and its consumer on RabbitMQ, with faults of the broker, connections and consumers.
 
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use lapin::BasicProperties;
@@ -16,9 +16,18 @@ use crate::setting::{Kind, Queue, broker, next, shared, until};
 use oncegate_broker_tests::broker_tests;
 use oncegate_broker_tests::suite::{self, Broker};
 
-/// A queue of a broker that may be killed.
+/// A broker.
+#[derive(Clone)]
+enum Server {
+    /// That of all tests that do it no harm.
+    Shared(Arc<RabbitServer>),
+    /// One that may be killed.
+    Own(Arc<Mutex<RabbitServer>>),
+}
+
+/// A queue of a broker.
 pub(crate) struct Rabbit {
-    server: Arc<Mutex<RabbitServer>>,
+    server: Server,
     pub(crate) name: String,
     pub(crate) kind: Kind,
     /// The address for consumers.
@@ -31,33 +40,25 @@ impl Rabbit {
     /// A broker of its own.
     pub(crate) async fn start(kind: Kind) -> Self {
         let server = tokio::task::spawn_blocking(RabbitServer::start).await.unwrap().unwrap();
-        Self::on(Arc::new(Mutex::new(server)), "orders", kind).await
+        let url = server.url();
+        Self::on(Server::Own(Arc::new(Mutex::new(server))), url, "orders", kind).await
     }
 
     /// A queue on the broker of all tests that do it no harm.
-    async fn queue(name: &str, kind: Kind) -> Self {
-        static ALL: Mutex<Weak<Mutex<RabbitServer>>> = Mutex::new(Weak::new());
-        let start = || {
-            let mut all = ALL.lock().unwrap();
-            all.upgrade().unwrap_or_else(|| {
-                let server = Arc::new(Mutex::new(RabbitServer::start().unwrap()));
-                *all = Arc::downgrade(&server);
-                server
-            })
-        };
-        let server = tokio::task::spawn_blocking(start).await.unwrap();
-        Self::on(server, &format!("{name}-{kind:?}"), kind).await
+    pub(crate) async fn queue(name: &str, kind: Kind) -> Self {
+        let server = tokio::task::spawn_blocking(shared).await.unwrap();
+        let url = server.url();
+        Self::on(Server::Shared(server), url, &format!("{name}-{kind:?}"), kind).await
     }
 
-    async fn on(server: Arc<Mutex<RabbitServer>>, name: &str, kind: Kind) -> Self {
-        let url = server.lock().unwrap().url();
+    async fn on(server: Server, url: String, name: &str, kind: Kind) -> Self {
         Queue::new(&url, name, kind).await;
         Self { server, name: name.to_owned(), kind, url: url.clone(), url_of_publisher: url, has_order: true }
     }
 
-    /// Does something to the broker, which takes its time.
+    /// Does something to the broker of this test, which takes its time.
     async fn with<T: Send + 'static>(&self, act: impl FnOnce(&mut RabbitServer) -> T + Send + 'static) -> T {
-        let server = self.server.clone();
+        let Server::Own(server) = self.server.clone() else { panic!("other tests use the broker, too") };
         tokio::task::spawn_blocking(move || act(&mut server.lock().unwrap())).await.unwrap()
     }
 
@@ -106,8 +107,12 @@ impl Broker for Rabbit {
 
     /// Once everything that was given back has arrived.
     async fn left(&self) -> u64 {
-        let name = self.name.clone();
-        self.with(move |server| server.messages(&name)).await.unwrap_or(u64::MAX)
+        let (server, name) = (self.server.clone(), self.name.clone());
+        let messages = move || match server {
+            Server::Shared(server) => server.messages(&name),
+            Server::Own(server) => server.lock().unwrap().messages(&name),
+        };
+        tokio::task::spawn_blocking(messages).await.unwrap().unwrap_or(u64::MAX)
     }
 }
 
@@ -176,9 +181,9 @@ async fn the_broker_is_killed() {
 #[tokio::test(flavor = "multi_thread")]
 async fn connections_are_cut() {
     let mut rabbit = Rabbit::queue("connections_are_cut", Kind::Quorum).await;
-    let port = rabbit.server.lock().unwrap().port();
-    let line = Line::to(port).await.unwrap();
-    rabbit.url = rabbit.server.lock().unwrap().url_at(line.port());
+    let server = shared();
+    let line = Line::to(server.port()).await.unwrap();
+    rabbit.url = server.url_at(line.port());
     let cut = async || {
         for times in 1..4 {
             line.cut();

@@ -5,6 +5,7 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use crate::support::{Settled, Total};
 use oncegate_cache::{Cache, CacheOptions, CachedStore};
 use oncegate_core::{Clock as _, MemoryStore, Store as _};
 use oncegate_embedded::{EmbeddedOptions, EmbeddedStore};
@@ -15,7 +16,6 @@ use oncegate_testkit::ManualClock;
 use oncegate_testkit::conformance::{Suite, check_concurrent_claims, check_operators};
 use sqlx::postgres::PgConnection;
 use sqlx::{Connection as _, Executor as _};
-use crate::support::{Settled, Total};
 use tokio::runtime::Runtime;
 
 /// Options with a timeout that is long enough for a busy machine.

@@ -4,6 +4,7 @@ use std::pin::Pin;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use crate::support::*;
 use oncegate_cache::{Cache, CacheOptions, CachedStore};
 use oncegate_core::{
     AuditEntry, Capabilities, Command, Complete, Completion, ListPage, ListQuery, MemoryStore, Outcome,
@@ -15,7 +16,6 @@ use oncegate_servers::{
     PostgresServer, RedisOptions as ServerOptions, RedisSentinel, RedisServer, freeze, thaw,
 };
 use oncegate_testkit::{Fault, FaultyStore, Latch, ManualClock, Operation, until};
-use crate::support::*;
 
 /// Options with a timeout that is long enough for a busy machine.
 fn options() -> CacheOptions {

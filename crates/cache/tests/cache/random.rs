@@ -5,13 +5,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::support::*;
 use oncegate_cache::{Cache, CacheOptions, CachedStore};
 use oncegate_core::{
     AttemptId, Claim, Clock, Command, FencingToken, Fingerprint, MemoryStore, OnAbandoned, Outcome,
     RecordedResponse, Release, State, Store, StoreErrorKind, Timestamp,
 };
 use oncegate_testkit::{Fault, Faults, FaultyStore, ManualClock, Operation};
-use crate::support::*;
 
 /// A small random generator, so that a failing seed can be run again.
 struct Dice(u64);

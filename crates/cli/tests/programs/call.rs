@@ -8,8 +8,8 @@ use std::process::Stdio;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use oncegate_testkit::until;
 use crate::support::{Message, Process, Service, Sidecar, Wire, within};
+use oncegate_testkit::until;
 use tokio::io::AsyncWriteExt as _;
 use tokio::process::Command;
 

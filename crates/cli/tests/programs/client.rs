@@ -6,6 +6,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use crate::support::{Service, Sidecar, Wire, sidecar, within};
 use bytes::Bytes;
 use http_body_util::Full;
 use hyper_util::client::legacy::{Client as HyperClient, Error as HyperError, connect::HttpConnector};
@@ -16,7 +17,6 @@ use oncegate_client::{
     Verdict,
 };
 use oncegate_testkit::until;
-use crate::support::{Service, Sidecar, Wire, sidecar, within};
 use tokio::net::{TcpListener, TcpSocket};
 
 /// Payments: for each key, how often it was paid.

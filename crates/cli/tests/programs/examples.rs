@@ -5,8 +5,8 @@
 
 use std::net::SocketAddr;
 
-use serde_json::{Value, json};
 use crate::support::{Message, Process, Sidecar, ask, express_orders, fastapi_orders, request};
+use serde_json::{Value, json};
 use tempfile::TempDir;
 use tokio::process::Command;
 

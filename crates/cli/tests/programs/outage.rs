@@ -11,12 +11,12 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use crate::support::{Message, Service, Sidecar, Wire, request, sidecar};
 use oncegate_servers::{
     Fault, FaultProxy, PostgresOptions, PostgresServer, PostgresSession, RedisOptions, RedisServer, freeze,
     thaw,
 };
 use oncegate_testkit::until;
-use crate::support::{Message, Service, Sidecar, Wire, request, sidecar};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::{JoinHandle, block_in_place};
 
@@ -239,9 +239,11 @@ impl Load {
 
 /// The value of a metric.
 async fn series(sidecar: &Sidecar, name: &str) -> f64 {
-    let answer =
-        crate::support::ask(sidecar.admin, &request("GET", "/metrics", &[], "").replace("orders.test", "localhost"))
-            .await;
+    let answer = crate::support::ask(
+        sidecar.admin,
+        &request("GET", "/metrics", &[], "").replace("orders.test", "localhost"),
+    )
+    .await;
     let text = answer.has_status(200).text().to_owned();
     let line = text.lines().find(|line| line.split(' ').next() == Some(name));
     line.unwrap_or_else(|| panic!("no {name}: {text}")).rsplit(' ').next().unwrap().parse().unwrap()

@@ -2,10 +2,10 @@
 
 use std::net::SocketAddr;
 
+use crate::support::{Service, Sidecar, ask, request, sidecar};
 use oncegate_servers::{RedisOptions, RedisServer};
 use oncegate_testkit::until;
 use rustix::process::Signal;
-use crate::support::{Service, Sidecar, ask, request, sidecar};
 use tokio::process::Command;
 
 const KEY: &str = "Idempotency-Key: \"order-1\"";

@@ -4,10 +4,10 @@
 
 use std::time::Duration;
 
+use crate::support::{Message, Service, Sidecar, ask, request, sidecar};
 use oncegate_servers::{PostgresServer, RedisOptions, RedisServer};
 use oncegate_testkit::until;
 use rustix::process::Signal;
-use crate::support::{Message, Service, Sidecar, ask, request, sidecar};
 
 const LEASE_MILLIS: u64 = 4000;
 

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use crate::support::{End, Hostile, Reply, answer, quick};
 use bytes::Bytes;
 use http_body_util::Full;
 use hyper_util::client::legacy::{Client as HyperClient, Error as HyperError, connect::HttpConnector};
@@ -16,7 +17,6 @@ use oncegate_client::{
     Api, AttemptFailureKind, Client, IdempotencyKey, Intent, Report, RetryBudget, SendErrorKind,
     ServerErrorPolicy, Transport, Verdict,
 };
-use crate::support::{End, Hostile, Reply, answer, quick};
 use tokio::net::TcpSocket;
 
 fn reqwest_client() -> Client<ReqwestTransport> {

@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use crate::support::quick;
 use bytes::Bytes;
 use http_body_util::Full;
 use hyper_util::client::legacy::Client as HyperClient;
@@ -11,7 +12,6 @@ use hyper_util::rt::TokioExecutor;
 use oncegate_client::reqwest::ReqwestTransport;
 use oncegate_client::tower::TowerTransport;
 use oncegate_client::{Api, Client, Intent, SendError, SendErrorKind, Transport, Verdict};
-use crate::support::quick;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 

@@ -5,13 +5,13 @@ use std::pin::Pin;
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
 
+use crate::support::quick;
 use bytes::Bytes;
 use http::{HeaderMap, Method, Request, Response};
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::{BodyExt, Full};
 use oncegate_client::tower::IntentLayer;
 use oncegate_client::{Api, AttemptFailureKind, IdempotencyKey, Report, SendErrorKind, Verdict};
-use crate::support::quick;
 use tower::{Layer, Service, ServiceExt, service_fn};
 
 /// A body that may hide its length.

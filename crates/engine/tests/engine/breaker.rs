@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::support::{Events, settle};
 use oncegate_core::{
     Command, Completion, Fingerprint, Label, MemoryStore, Outcome, RecordId, Store, StoreError,
     StoreErrorKind, StoredResponse,
@@ -11,7 +12,6 @@ use oncegate_engine::{
     Breaker, BreakerState, ClaimOutcome, ClaimRequest, Engine, EventKind, Policy, SettleOutcome,
 };
 use oncegate_testkit::{Fault, Faults, FaultyStore, Latch, ManualClock, Operation};
-use crate::support::{Events, settle};
 use tokio::time::{Instant, sleep};
 
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(2);

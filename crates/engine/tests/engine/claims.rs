@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use crate::support::{Events, settle};
 use oncegate_core::{
     AttemptId, Claim, Command, Completion, Extent, Fingerprint, IdempotencyKey, Label, MemoryStore,
     OnAbandoned, RecordId, Scope, StateName, Store, StoreErrorKind, StoredResponse, limits,
@@ -17,7 +18,6 @@ use oncegate_engine::{
     ClaimOutcome, ClaimRequest, CompleterOptions, Engine, EventKind, Permit, Policy, SettleOutcome,
 };
 use oncegate_testkit::{Fault, Faults, FaultyStore, Latch, Operation};
-use crate::support::{Events, settle};
 use tokio::time::{Instant, sleep};
 
 const LEASE: Duration = Duration::from_secs(30);

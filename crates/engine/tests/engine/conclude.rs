@@ -5,6 +5,7 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use crate::support::Events;
 use oncegate_core::{
     Command, Complete, Completion, FencingToken, Fingerprint, IdempotencyKey, Label, MemoryStore,
     OnAbandoned, Outcome, RecordId, RecordedResponse, Release, Scope, State, Store, StoreError, StoreFuture,
@@ -14,7 +15,6 @@ use oncegate_engine::{
     ClaimOutcome, ClaimRequest, Engine, EventKind, OperationReport, Permit, Policy, ReportOutcome,
 };
 use oncegate_testkit::TokioClock;
-use crate::support::Events;
 
 const LEASE: Duration = Duration::from_secs(30);
 const RETENTION: Duration = Duration::from_secs(3600);

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use crate::support::{Events, settle};
 use oncegate_core::{
     Command, Completion, Fingerprint, IdempotencyKey, KeyTag, Label, ListQuery, MemoryStore, OnAbandoned,
     RecordId, Resolution, Resolve, Scope, StateName, Store, StoreErrorKind, StoredResponse, SystemClock,
@@ -18,7 +19,6 @@ use oncegate_engine::{
     Observer, Permit, Policy, ResolveError, SettleOutcome,
 };
 use oncegate_testkit::{Fault, Faults, FaultyStore, Latch, Operation};
-use crate::support::{Events, settle};
 use tokio::time::{advance, sleep};
 
 const LEASE: Duration = Duration::from_secs(30);

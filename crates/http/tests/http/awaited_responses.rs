@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use crate::transactional::Transactional;
 use bytes::Bytes;
 use http::request::Parts;
 use http::{Request, Response, StatusCode};
@@ -25,7 +26,6 @@ use oncegate_http::{
 use oncegate_testkit::{Fault, Faults, FaultyStore, Latch, ManualClock, Operation};
 use tower_layer::Layer as _;
 use tower_service::Service;
-use crate::transactional::Transactional;
 
 const RETENTION: Duration = Duration::from_secs(60);
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);

@@ -6,6 +6,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::transactional::Transactional;
 use bytes::Bytes;
 use http::{Request, Response, StatusCode};
 use http_body_util::{BodyExt as _, Full};
@@ -18,7 +19,6 @@ use oncegate_http::{
 use oncegate_testkit::ManualClock;
 use tower_layer::Layer;
 use tower_service::Service;
-use crate::transactional::Transactional;
 
 /// Completes its record as the first path segment names, and ends as the second one names.
 #[derive(Clone)]

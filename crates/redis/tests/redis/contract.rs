@@ -3,10 +3,10 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use crate::support::open;
 use oncegate_core::{RecordId, RecordedResponse, State, Store as _};
 use oncegate_redis::contract::Scripts;
 use oncegate_servers::{RedisCluster, RedisOptions, RedisServer};
-use crate::support::open;
 
 #[tokio::test]
 async fn a_python_service_uses_the_whole_contract_and_rust_reads_its_records() {

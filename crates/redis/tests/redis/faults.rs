@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::support::*;
 use bytes::Bytes;
 use oncegate_core::{
     CallerTag, Command, Complete, Completion, Durability, Extent, Fencing, Label, ListQuery, Outcome,
@@ -12,7 +13,6 @@ use oncegate_core::{
 use oncegate_redis::contract::record_key;
 use oncegate_redis::{RedisOpenError, RedisStore, Severity};
 use oncegate_servers::{RedisOptions as ServerOptions, RedisServer};
-use crate::support::*;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 

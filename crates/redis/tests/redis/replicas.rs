@@ -6,10 +6,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::support::*;
 use oncegate_core::{Extent, Outcome, Store as _, StoreError, StoreErrorKind};
 use oncegate_servers::{RedisCluster, RedisOptions as ServerOptions, RedisServer};
 use oncegate_testkit::until;
-use crate::support::*;
 use tokio::net::{TcpListener, TcpStream};
 
 /// A time that nothing here exceeds unless it waits for a replica.

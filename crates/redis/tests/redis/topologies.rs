@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use crate::support::*;
 use oncegate_core::{
     Command, Durability, Fencing, ListQuery, OnAbandoned, Outcome, Resolution, Resolve, StateName, Store as _,
 };
@@ -10,7 +11,6 @@ use oncegate_redis::{RedisOpenError, RedisStore};
 use oncegate_servers::{
     Certificates, RedisCluster, RedisOptions as ServerOptions, RedisSentinel, RedisServer,
 };
-use crate::support::*;
 
 /// Creates an authority and a certificate for this machine.
 fn certificates() -> Certificates {

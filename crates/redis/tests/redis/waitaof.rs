@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::support::*;
 use oncegate_core::{Durability, Extent, Outcome, Store as _, StoreErrorKind};
 use oncegate_redis::{RedisOpenError, RedisStore};
 use oncegate_servers::{RedisCluster, RedisOptions as ServerOptions, RedisServer};
-use crate::support::*;
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::net::{TcpListener, TcpStream};
 

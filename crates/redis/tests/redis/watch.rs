@@ -6,10 +6,10 @@ use std::pin::Pin;
 use std::task::{Context, Waker};
 use std::time::{Duration, Instant};
 
+use crate::support::*;
 use oncegate_core::{Command, Outcome, Resolution, Resolve, Store as _};
 use oncegate_redis::RedisStore;
 use oncegate_servers::{RedisCluster, RedisOptions as ServerOptions, RedisSentinel, RedisServer};
-use crate::support::*;
 
 const NOTIFICATION_TIMEOUT: Duration = Duration::from_secs(60);
 

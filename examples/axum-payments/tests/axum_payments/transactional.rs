@@ -6,8 +6,8 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use oncegate_servers::{Fault, FaultProxy, PostgresServer};
 use crate::service::Service;
+use oncegate_servers::{Fault, FaultProxy, PostgresServer};
 
 const KEY: &str = "\r\nidempotency-key: order-123";
 const ADA: &str = r#"{"customer":"ada","cents":500}"#;
