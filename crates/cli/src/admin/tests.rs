@@ -18,7 +18,7 @@ use oncegate_core::{
 use oncegate_http::{
     AuthorityRole, CallerScope, KeyScope, KeySyntax, Profile, RequestBody, Settings, StoreDirective,
 };
-use oncegate_testkit::ManualClock;
+use oncegate_testkit::{ManualClock, until};
 use serde_json::{Value, json};
 use tokio::sync::oneshot;
 use tower_layer::Layer as _;
@@ -712,76 +712,44 @@ async fn an_invalid_resolution_changes_nothing() {
     let sidecar = Sidecar::start().await;
     let id = sidecar.unknown(1, "POST /pay").await;
     let path = format!("/v1/keys/{id}/resolve");
-    for (request, expected) in [
-        (json!({"outcome": "completed", "status": 201}), "The body: missing field `reason`"),
+    for (changes, expected) in [
+        (json!({"status": 201, "reason": null}), "The body: missing field `reason`"),
+        (json!({"status": 201, "reason": " "}), "reason: it is empty; the audit trail needs a text."),
+        (json!({"status": 201, "reason": "a\nb"}), "reason: it has control characters"),
         (
-            json!({"outcome": "completed", "status": 201, "reason": " "}),
-            "reason: it is empty; the audit trail needs a text.",
-        ),
-        (
-            json!({"outcome": "completed", "status": 201, "reason": "a\nb"}),
-            "reason: it has control characters",
-        ),
-        (
-            json!({"outcome": "completed", "status": 201, "reason": "r".repeat(1001)}),
+            json!({"status": 201, "reason": "r".repeat(1001)}),
             "reason: it has 1001 bytes; at most 1000 are allowed.",
         ),
+        (json!({"status": 201, "actor": "\u{1b}[31m"}), "actor: it has control characters"),
+        (json!({}), "status: give the answer that retries get"),
+        (json!({"body": "x"}), "status: give the answer that retries get"),
+        (json!({"status": 100}), "status: it must be from 200 to 599."),
+        (json!({"status": 600}), "status: it must be from 200 to 599."),
+        (json!({"status": 204, "body": "x"}), "body: an answer with the status 204 No Content has no body."),
+        (json!({"status": 200, "body": "x", "body_base64": "eA=="}), "body: there is body_base64, too"),
+        (json!({"status": 200, "body_base64": "?"}), "body_base64: "),
+        (json!({"status": 200, "tombstone": true}), "tombstone: a tombstone has no answer"),
+        (json!({"outcome": "released", "status": 200}), "outcome: a released key has no answer"),
+        (json!({"outcome": "done"}), "The body: unknown variant `done`, expected `completed` or `released`"),
+        (json!({"outcome": "released", "force": true}), "The body: unknown field `force`"),
         (
-            json!({"outcome": "completed", "status": 201, "reason": "r", "actor": "\u{1b}[31m"}),
-            "actor: it has control characters",
-        ),
-        (json!({"outcome": "completed", "reason": "r"}), "status: give the answer that retries get"),
-        (
-            json!({"outcome": "completed", "reason": "r", "body": "x"}),
-            "status: give the answer that retries get",
-        ),
-        (
-            json!({"outcome": "completed", "reason": "r", "status": 100}),
-            "status: it must be from 200 to 599.",
-        ),
-        (
-            json!({"outcome": "completed", "reason": "r", "status": 600}),
-            "status: it must be from 200 to 599.",
-        ),
-        (
-            json!({"outcome": "completed", "reason": "r", "status": 204, "body": "x"}),
-            "body: an answer with the status 204 No Content has no body.",
-        ),
-        (
-            json!({"outcome": "completed", "reason": "r", "status": 200, "body": "x", "body_base64": "eA=="}),
-            "body: there is body_base64, too",
-        ),
-        (json!({"outcome": "completed", "reason": "r", "status": 200, "body_base64": "?"}), "body_base64: "),
-        (
-            json!({"outcome": "completed", "reason": "r", "status": 200, "tombstone": true}),
-            "tombstone: a tombstone has no answer",
-        ),
-        (
-            json!({"outcome": "released", "reason": "r", "status": 200}),
-            "outcome: a released key has no answer",
-        ),
-        (
-            json!({"outcome": "done", "reason": "r"}),
-            "The body: unknown variant `done`, expected `completed` or `released`",
-        ),
-        (json!({"outcome": "released", "reason": "r", "force": true}), "The body: unknown field `force`"),
-        (
-            json!({"outcome": "completed", "reason": "r", "status": 200, "headers": {"Set-Cookie": "x"}}),
+            json!({"status": 200, "headers": {"Set-Cookie": "x"}}),
             "headers: the header field set-cookie must not be stored and replayed.",
         ),
+        (json!({"status": 200, "headers": [["x y", "x"]]}), "headers: \"x y\" is not the name of a field."),
         (
-            json!({"outcome": "completed", "reason": "r", "status": 200, "headers": [["x y", "x"]]}),
-            "headers: \"x y\" is not the name of a field.",
-        ),
-        (
-            json!({"outcome": "completed", "reason": "r", "status": 200, "headers": [["etag", "x\r\nset-cookie: y"]]}),
+            json!({"status": 200, "headers": [["etag", "x\r\nset-cookie: y"]]}),
             "headers: the value of etag has characters that a field cannot contain.",
         ),
         (
-            json!({"outcome": "completed", "reason": "r", "status": 200, "headers": ["etag"]}),
+            json!({"status": 200, "headers": ["etag"]}),
             "The body: headers: an object of texts, or a list of [name, value]",
         ),
     ] {
+        let mut request = json!({"outcome": "completed", "reason": "r"});
+        let members = request.as_object_mut().unwrap();
+        members.extend(changes.as_object().unwrap().clone());
+        members.retain(|_, value| !value.is_null());
         let detail = sidecar.post(&path, request.clone()).await.refused(400, "bad-request");
         assert!(detail.starts_with(expected), "{request}: {detail}");
     }
@@ -903,7 +871,7 @@ async fn readiness_follows_the_store_and_the_drain() {
     let detail = sidecar.get("/v1/keys").await.refused(503, "store-unavailable");
     assert!(detail.starts_with("the disk is full."), "{detail}");
     // The first command that fails opens the breaker.
-    becomes("it is known", async || ready().await == (503, "the store is out of reach\n".to_owned())).await;
+    until("it is known", async || ready().await == (503, "the store is out of reach\n".to_owned())).await;
     assert_eq!(sidecar.get("/livez").await.status, 200);
     let detail = sidecar.get("/v1/keys").await.refused(503, "store-unavailable");
     assert!(detail.starts_with("the store is unreachable"), "{detail}");
@@ -913,7 +881,7 @@ async fn readiness_follows_the_store_and_the_drain() {
     assert_eq!(series(&text, "oncegate_breaker_openings_total"), 1.0);
     assert_eq!((breaker(&text, "closed"), breaker(&text, "open")), (0.0, 1.0));
     sidecar.is_away.store(false, Ordering::SeqCst);
-    becomes("it is ready", async || ready().await.0 == 200).await;
+    until("it is ready", async || ready().await.0 == 200).await;
     // One command that succeeds closes it.
     assert_eq!(sidecar.get("/v1/keys").await.status, 200);
     let text = sidecar.get("/metrics").await.text();
@@ -922,15 +890,6 @@ async fn readiness_follows_the_store_and_the_drain() {
     sidecar.draining.begin();
     assert_eq!(ready().await, (503, "stopping\n".to_owned()));
     assert_eq!(sidecar.get("/livez").await.status, 200);
-}
-
-/// Waits until the condition is true.
-async fn becomes(what: &str, mut holds: impl AsyncFnMut() -> bool) {
-    let give_up = std::time::Instant::now() + Duration::from_secs(30);
-    while !holds().await {
-        assert!(std::time::Instant::now() < give_up, "waited in vain until {what}");
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
 }
 
 /// The value of a series, by its name and labels as they are written.
@@ -975,7 +934,7 @@ async fn every_outcome_is_counted_and_no_label_names_a_caller() {
     sidecar.call("/pay", &[("idempotency-key", "a,b")], b"x").await;
     sidecar.is_away.store(true, Ordering::SeqCst);
     sidecar.call("/pay", secret, b"x").await;
-    becomes("it is degraded", async || series(&metrics().await, "oncegate_degraded") == 1.0).await;
+    until("it is degraded", async || series(&metrics().await, "oncegate_degraded") == 1.0).await;
     let text = metrics().await;
     assert_eq!(requests(&text, "executed", "2xx"), 1.0);
     assert_eq!(requests(&text, "replayed", "2xx"), 1.0);
@@ -1009,7 +968,7 @@ async fn every_outcome_is_counted_and_no_label_names_a_caller() {
 
     sidecar.is_away.store(false, Ordering::SeqCst);
     let answers = async || sidecar.call("/pay", secret, b"x").await.status == 201;
-    becomes("the store is used again", answers).await;
+    until("the store is used again", answers).await;
     sidecar.engine.store().purge(1).await.unwrap();
     let more = series(&metrics().await, "oncegate_store_duration_seconds_count{command=\"purge\"}");
     assert!(more > purges);

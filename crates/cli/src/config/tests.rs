@@ -80,86 +80,92 @@ fn settings_have_defaults() {
     assert_eq!(config.warnings, []);
 }
 
-/// One valid value for every setting.
-const SAMPLES: &[(&str, &str)] = &[
-    ("to", "https://api.internal"),
-    ("listen", "127.0.0.1:1"),
-    ("admin", "127.0.0.1:2"),
-    ("admin-token-file", "TOKEN"),
-    ("admin-token", "0123456789abcdef"),
-    ("store", "./data"),
-    ("store-must-exist", "true"),
-    ("max-records", "1000"),
-    ("max-store-bytes", "1GiB"),
-    ("service", "orders"),
-    ("tls-cert", "cert.pem"),
-    ("tls-key", "key.pem"),
-    ("upstream-protocol", "http2"),
-    ("threads", "3"),
-    ("access-log", "json"),
-    ("profile", "stripe"),
-    ("scope", "single-tenant"),
-    ("authority", "scope"),
-    ("require-key", "true"),
-    ("key-header", "X-Key"),
-    ("key-members", "/customer"),
-    ("key-scope", "caller"),
-    ("key-syntax", "strict"),
-    ("key-format", "uuid"),
-    ("replay-marker", "X-Repeat"),
-    ("documentation", "https://developer.example.com/keys"),
-    ("methods", "PUT"),
-    ("trailing-slash", "exact"),
-    ("path-case", "exact"),
-    ("lease", "5s"),
-    ("retention", "48h"),
-    ("wait", "1s"),
-    ("on-abandoned", "reexecute"),
-    ("completion", "upstream"),
-    ("reconcile-path", "/outcomes"),
-    ("reconcile-timeout", "3s"),
-    ("server-errors", "release"),
-    ("release-statuses", "422"),
-    ("store-outage", "open"),
-    ("stored-headers", "X-Order"),
-    ("fingerprint.exclude", "/meta"),
-    ("fingerprint.include", "/order"),
-    ("fingerprint.raw", "true"),
-    ("fingerprint.headers", "X-Version"),
-    ("cors.allowed-origins", "https://shop.example"),
-    ("cors.exposed-headers", "X-Order"),
-    ("cors.allowed-headers", "X-Version"),
-    ("cors.allowed-methods", "GET"),
-    ("cors.allow-credentials", "true"),
-    ("cors.max-age", "5m"),
-    ("max-request-body", "64KiB"),
-    ("request-budget", "64MiB"),
-    ("response-budget", "64MiB"),
-    ("max-in-flight", "100"),
-    ("max-in-flight-per-caller", "10"),
-    ("max-in-flight-without-key", "10"),
-    ("max-connections", "100"),
-    ("write-timeout", "5s"),
-    ("trusted-proxies", "10.0.0.0/8"),
-    ("max-page-cache", "1GiB"),
-    ("max-response-body", "64KiB"),
-    ("upstream-timeout", "10s"),
-    ("upstream-connect-timeout", "1s"),
-    ("upstream-idle-timeout", "0s"),
-    ("shutdown-delay", "5s"),
-    ("store-timeout", "3s"),
-    ("drain-timeout", "60s"),
+/// For every setting, a valid value and the part of the configuration that it changes. That part is empty for the settings
+/// that have no effect alone: a certificate without its key, and rights of other origins without origins.
+const SAMPLES: &[(&str, &str, &str)] = &[
+    ("to", "https://api.internal", "to: Upstream { scheme: \"https\", authority: api.internal }"),
+    ("listen", "127.0.0.1:1", "listen: 127.0.0.1:1"),
+    ("admin", "127.0.0.1:2", "admin: 127.0.0.1:2"),
+    ("admin-token-file", "TOKEN", "admin_token: Some(AdminToken)"),
+    ("admin-token", "0123456789abcdef", "admin_token: Some(AdminToken)"),
+    ("store", "./data", "/data\")"),
+    ("store-must-exist", "true", "store_must_exist: true"),
+    ("max-records", "1000", "max_records: Some(1000)"),
+    ("max-store-bytes", "1GiB", "max_store_bytes: Some(1073741824)"),
+    ("service", "orders", "service: Some(ServiceName(\"orders\"))"),
+    ("tls-cert", "cert.pem", ""),
+    ("tls-key", "key.pem", ""),
+    ("upstream-protocol", "http2", "upstream_protocol: Http2"),
+    ("threads", "3", "threads: Some(3)"),
+    ("access-log", "json", "access_log: Some(Json)"),
+    ("profile", "stripe", "name: \"stripe\""),
+    ("scope", "single-tenant", "caller: single-tenant"),
+    ("authority", "scope", "authority: Scope"),
+    ("require-key", "true", "require_key: true"),
+    ("key-header", "X-Key", "key_header: \"x-key\""),
+    ("key-members", "/customer", "natural_key: Some(NaturalKey { members: [JsonPointer(\"/customer\")] })"),
+    ("key-scope", "caller", "key_scope: Caller"),
+    ("key-syntax", "strict", "KeyGrammar { syntax: Strict"),
+    ("key-format", "uuid", "format: Uuid"),
+    ("replay-marker", "X-Repeat", "replay_marker: \"x-repeat\""),
+    (
+        "documentation",
+        "https://developer.example.com/keys",
+        "documentation: Some(\"<https://developer.example.com/keys>; rel=\\\"describedby\\\"\")",
+    ),
+    ("methods", "PUT", "methods: [PUT]"),
+    ("trailing-slash", "exact", "trailing_slash: Exact"),
+    ("path-case", "exact", "path_case: Exact"),
+    ("lease", "5s", "lease: 5s"),
+    ("retention", "48h", "Policy { lease: 30s, retention: 172800s"),
+    ("wait", "1s", "wait: 1s"),
+    ("on-abandoned", "reexecute", "on_abandoned: Reexecute"),
+    ("completion", "upstream", "completed_by: Upstream"),
+    ("reconcile-path", "/outcomes", "reconcile_path: Some(/outcomes)"),
+    ("reconcile-timeout", "3s", "reconcile_timeout: 3s"),
+    ("server-errors", "release", "server_errors: Release"),
+    ("release-statuses", "422", "release_statuses: [422], documentation"),
+    ("store-outage", "open", "fails_open: true"),
+    ("stored-headers", "X-Order", "kept: KeptHeaders { more: [\"x-order\"] }"),
+    ("fingerprint.exclude", "/meta", "include: [], exclude: [JsonPointer(\"/meta\")]"),
+    ("fingerprint.include", "/order", "include: [JsonPointer(\"/order\")], exclude: []"),
+    ("fingerprint.raw", "true", "raw_bodies: true"),
+    ("fingerprint.headers", "X-Version", "fingerprint_headers: [\"x-version\"]"),
+    ("cors.allowed-origins", "https://shop.example", "origins: Some([\"https://shop.example\"])"),
+    ("cors.exposed-headers", "X-Order", ""),
+    ("cors.allowed-headers", "X-Version", ""),
+    ("cors.allowed-methods", "GET", ""),
+    ("cors.allow-credentials", "true", ""),
+    ("cors.max-age", "5m", ""),
+    ("max-request-body", "64KiB", "max_request_body: 65536"),
+    ("request-budget", "64MiB", "request_budget: 67108864"),
+    ("response-budget", "64MiB", "response_budget: 67108864"),
+    ("max-in-flight", "100", "max_in_flight: 100"),
+    ("max-in-flight-per-caller", "20", "max_in_flight_per_caller: 20"),
+    ("max-in-flight-without-key", "30", "max_in_flight_without_key: Some(30)"),
+    ("max-connections", "200", "max_connections: 200"),
+    ("write-timeout", "5s", "write_timeout: 5s"),
+    ("trusted-proxies", "10.0.0.0/8", "trusted_proxies: [Network(10.0.0.0, 8)]"),
+    ("max-page-cache", "1GiB", "max_page_cache: 1073741824"),
+    ("max-response-body", "64KiB", "max_response_body: 65536"),
+    ("upstream-timeout", "10s", "upstream_timeout: Some(10s)"),
+    ("upstream-connect-timeout", "1s", "upstream_connect_timeout: 1s"),
+    ("upstream-idle-timeout", "0s", "upstream_idle_timeout: 0ns"),
+    ("shutdown-delay", "5s", "shutdown_delay: 5s"),
+    ("store-timeout", "3s", "store_timeout: 3s"),
+    ("drain-timeout", "60s", "drain_timeout: 60s"),
 ];
 
-fn sample(setting: &str) -> &'static str {
-    let sample = SAMPLES.iter().find(|(name, _)| *name == setting);
-    sample.unwrap_or_else(|| panic!("add a valid value of `{setting}` to SAMPLES")).1
+fn sample(setting: &str) -> (&'static str, &'static str) {
+    let sample = SAMPLES.iter().find(|(name, ..)| *name == setting);
+    let (_, value, change) = sample.unwrap_or_else(|| panic!("add a valid value of `{setting}` to SAMPLES"));
+    (value, change)
 }
 
 #[test]
 fn every_setting_can_be_given_everywhere_it_is_allowed() {
     for setting in SETTINGS.iter().filter(|setting| setting.name != "config") {
-        let text = sample(setting.name);
+        let (text, _) = sample(setting.name);
         let value = if setting.shape == Shape::Switch { text.to_owned() } else { format!("{text:?}") };
         let in_file = format!("{} = {value}\n", setting.name);
         let in_route = format!("[[route]]\npath = \"/a\"\n{in_file}");
@@ -733,58 +739,13 @@ const SERVICE: (&str, &str) = ("ONCEGATE_SERVICE", "shop");
 /// Each setting of a route reaches the layer and the proxy.
 #[test]
 fn every_setting_of_a_route_arrives() {
-    let expected: &[(&str, &str)] = &[
-        ("profile", "name: \"stripe\""),
-        ("scope", "caller: single-tenant"),
-        ("authority", "authority: Scope"),
-        ("require-key", "require_key: true"),
-        ("key-header", "key_header: \"x-key\""),
-        ("key-members", "natural_key: Some(NaturalKey { members: [JsonPointer(\"/customer\")] })"),
-        ("key-scope", "key_scope: Caller"),
-        ("key-syntax", "KeyGrammar { syntax: Strict"),
-        ("key-format", "format: Uuid"),
-        (
-            "methods",
-            "caller: header:authorization, authority: Compared, grammar: KeyGrammar { syntax: Lenient, format: Any }, methods: [PUT]",
-        ),
-        ("replay-marker", "replay_marker: \"x-repeat\""),
-        (
-            "documentation",
-            "documentation: Some(\"<https://developer.example.com/keys>; rel=\\\"describedby\\\"\")",
-        ),
-        ("trailing-slash", "trailing_slash: Exact"),
-        ("path-case", "path_case: Exact"),
-        ("release-statuses", "release_statuses: [422], documentation"),
-        ("cors.allowed-origins", "origins: Some([\"https://shop.example\"])"),
-        ("lease", "lease: 5s"),
-        ("retention", "Policy { lease: 30s, retention: 172800s"),
-        ("wait", "wait: 1s"),
-        ("on-abandoned", "on_abandoned: Reexecute"),
-        ("completion", "completed_by: Upstream"),
-        ("reconcile-path", "reconcile_path: Some(/outcomes)"),
-        ("reconcile-timeout", "reconcile_timeout: 3s"),
-        ("server-errors", "server_errors: Release"),
-        ("store-outage", "fails_open: true"),
-        ("stored-headers", "kept: KeptHeaders { more: [\"x-order\"] }"),
-        ("fingerprint.exclude", "include: [], exclude: [JsonPointer(\"/meta\")]"),
-        ("fingerprint.include", "include: [JsonPointer(\"/order\")], exclude: []"),
-        ("fingerprint.raw", "raw_bodies: true"),
-        ("fingerprint.headers", "fingerprint_headers: [\"x-version\"]"),
-        ("max-request-body", "max_request_body: 65536"),
-        ("max-response-body", "max_response_body: 65536"),
-        ("upstream-timeout", "upstream_timeout: Some(10s)"),
-    ];
     let default = format!("{:?}", Given { env: &[TO], ..NOTHING }.config().default);
-    // The other settings of cors have no effect without origins: the next test has them.
-    let alone =
-        |setting: &&Setting| setting.name == "cors.allowed-origins" || !setting.name.starts_with("cors.");
-    for setting in SETTINGS.iter().filter(|setting| setting.settable_in == SettableIn::Route).filter(alone) {
-        let name = setting.name;
-        let text = sample(name);
-        let (_, arrives) = expected
-            .iter()
-            .find(|(of, _)| *of == name)
-            .unwrap_or_else(|| panic!("add what `{name}` changes in the configuration to this test"));
+    for setting in SETTINGS.iter().filter(|setting| setting.settable_in == SettableIn::Route) {
+        let (name, (text, arrives)) = (setting.name, sample(setting.name));
+        if arrives.is_empty() {
+            assert!(name.starts_with("cors."), "add what `{name}` changes to SAMPLES");
+            continue;
+        }
         assert!(!default.contains(arrives), "{name}: {default}");
         let variable = setting.variable();
         // A key that is built from the body needs callers that are told apart, or only one caller.
@@ -885,51 +846,20 @@ fn every_setting_of_the_service_arrives() {
     fs::write(token.path(), "0123456789abcdef").unwrap();
     let token = token.path().to_str().unwrap();
     let here = std::env::current_dir().unwrap();
-    let mut tested = vec!["config", "tls-cert", "tls-key"];
-    for (name, text, arrives) in [
-        ("to", "https://api.internal", "to: Upstream { scheme: \"https\", authority: api.internal }"),
-        ("listen", "127.0.0.1:1", "listen: 127.0.0.1:1"),
-        ("admin", "127.0.0.1:2", "admin: 127.0.0.1:2"),
-        ("admin-token", "0123456789abcdef", "admin_token: Some(AdminToken)"),
-        ("admin-token-file", token, "admin_token: Some(AdminToken)"),
-        ("store", "./data", &format!("store: Directory({:?})", here.join("data"))),
-        ("store-must-exist", "true", "store_must_exist: true"),
-        ("service", "orders", "service: Some(ServiceName(\"orders\"))"),
-        ("upstream-protocol", "http2", "upstream_protocol: Http2"),
-        ("threads", "3", "threads: Some(3)"),
-        ("access-log", "json", "access_log: Some(Json)"),
-        ("upstream-connect-timeout", "1s", "upstream_connect_timeout: 1s"),
-        ("upstream-idle-timeout", "0s", "upstream_idle_timeout: 0ns"),
-        ("store-timeout", "3s", "store_timeout: 3s"),
-        ("drain-timeout", "60s", "drain_timeout: 60s"),
-        ("shutdown-delay", "5s", "shutdown_delay: 5s"),
-        ("request-budget", "64MiB", "request_budget: 67108864"),
-        ("response-budget", "64MiB", "response_budget: 67108864"),
-        ("max-in-flight", "100", "max_in_flight: 100"),
-        ("max-in-flight-per-caller", "20", "max_in_flight_per_caller: 20"),
-        ("max-in-flight-without-key", "30", "max_in_flight_without_key: Some(30)"),
-        ("upstream-idle-timeout", "2s", "upstream_idle_timeout: 2s"),
-        ("max-connections", "200", "max_connections: 200"),
-        ("write-timeout", "5s", "write_timeout: 5s"),
-        ("trusted-proxies", "private,10.0.0.0/8", "trusted_proxies: [Private, Network(10.0.0.0, 8)]"),
-        ("max-page-cache", "1GiB", "max_page_cache: 1073741824"),
-        ("max-records", "1000", "max_records: Some(1000)"),
-        ("max-store-bytes", "1GiB", "max_store_bytes: Some(1073741824)"),
-    ] {
-        let variable = Setting::named(name).unwrap().variable();
-        let said = [TO, (&variable, text)];
+    let default = format!("{:?}", Given { env: &[TO], ..NOTHING }.config());
+    let is_of_service =
+        |setting: &&Setting| !matches!(setting.settable_in, SettableIn::Route | SettableIn::Start);
+    for setting in SETTINGS.iter().filter(is_of_service) {
+        let (name, (text, arrives)) = (setting.name, sample(setting.name));
+        if arrives.is_empty() {
+            assert!(name.starts_with("tls-"), "add what `{name}` changes to SAMPLES");
+            continue;
+        }
+        let variable = setting.variable();
+        let said = [TO, (&variable, if name == "admin-token-file" { token } else { text })];
         let config = format!("{:?}", Given { env: &said[usize::from(name == "to")..], ..NOTHING }.config());
         assert!(config.contains(arrives), "{name}: {config}");
-        let default = format!("{:?}", Given { env: &[TO], ..NOTHING }.config());
         assert!(!default.contains(arrives), "{name}: {default}");
-        tested.push(name);
-    }
-    for setting in SETTINGS.iter().filter(|setting| setting.settable_in != SettableIn::Route) {
-        assert!(
-            tested.contains(&setting.name),
-            "add what `{}` changes in the configuration to this test",
-            setting.name
-        );
     }
     let flags = ["--tls-cert", "c.pem", "--tls-key", "k.pem"];
     let tls = Given { env: &[TO], flags: &flags, ..NOTHING }.config().tls;
