@@ -11,13 +11,8 @@ const FIRST_LINE: usize = 58;
 
 /// The rows of the table that the picture shows.
 const ROWS: [&str; 7] = [
-    "payments intended",
-    "charges in the ledger",
-    "  duplicates",
-    "  missing",
-    "money intended",
-    "money charged",
-    "customers with two",
+    "payments intended", "charges in the ledger", "  duplicates", "  missing", "money intended",
+    "money charged", "customers with two",
 ];
 
 /// Runs the demo and writes the picture.

@@ -43,16 +43,8 @@ pub(crate) enum Selection {
 
 /// Integration tests that need no server: the directory of the package, and the name of the program.
 const QUICK: [&str; 10] = [
-    "cases behaviour",
-    "cli quick",
-    "client client",
-    "core records",
-    "embedded embedded",
-    "engine engine",
-    "http http",
-    "inbox consumer",
-    "oncegate quick",
-    "testkit testkit",
+    "cases behaviour", "cli quick", "client client", "core records", "embedded embedded", "engine engine",
+    "http http", "inbox consumer", "oncegate quick", "testkit testkit",
 ];
 
 /// Programs with unit tests that need a server.

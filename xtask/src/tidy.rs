@@ -52,30 +52,16 @@ const ARROWS: &[(&str, &[&str])] = &[
     (
         "oncegate-cli",
         &[
-            "oncegate-client",
-            "oncegate-core",
-            "oncegate-demo",
-            "oncegate-engine",
-            "oncegate-embedded",
-            "oncegate-http",
-            "oncegate-postgres",
-            "oncegate-redis",
-            "oncegate-cache",
+            "oncegate-client", "oncegate-core", "oncegate-demo", "oncegate-engine", "oncegate-embedded",
+            "oncegate-http", "oncegate-postgres", "oncegate-redis", "oncegate-cache",
         ],
     ),
     // Nothing may depend on these.
     (
         "oncegate-cases",
         &[
-            "oncegate-core",
-            "oncegate-engine",
-            "oncegate-embedded",
-            "oncegate-http",
-            "oncegate-postgres",
-            "oncegate-redis",
-            "oncegate-servers",
-            "oncegate-testkit",
-            "oncegate-cache",
+            "oncegate-core", "oncegate-engine", "oncegate-embedded", "oncegate-http", "oncegate-postgres",
+            "oncegate-redis", "oncegate-servers", "oncegate-testkit", "oncegate-cache",
         ],
     ),
     ("oncegate-servers", &[]),
@@ -142,22 +128,8 @@ const FREE_OF: &[(&str, &[&str])] = &[
 
 /// Libraries that must not panic: each denies the lints of [`rust`].
 const LIBRARIES: &[&str] = &[
-    "amqp",
-    "client",
-    "core",
-    "embedded",
-    "engine",
-    "http",
-    "inbox",
-    "inbox-postgres",
-    "kafka",
-    "nats",
-    "postgres",
-    "redis",
-    "servers",
-    "sqs",
-    "cache",
-    "webhook",
+    "amqp", "client", "core", "embedded", "engine", "http", "inbox", "inbox-postgres", "kafka", "nats",
+    "postgres", "redis", "servers", "sqs", "cache", "webhook",
 ];
 
 /// Brokers and stores that the code of a crate must not name, because it works with all of them. Comments may.

@@ -20,21 +20,9 @@ const PERSISTENT: u8 = 2;
 ///
 /// A header of the message with such a name is dropped, so that a producer cannot fake another message's identity.
 const FIELD_HEADERS: [&str; 15] = [
-    "amqp-app-id",
-    "amqp-content-encoding",
-    "amqp-content-type",
-    "amqp-correlation-id",
-    "amqp-exchange",
-    "amqp-expiration",
-    "amqp-message-id",
-    "amqp-priority",
-    "amqp-reply-to",
-    "amqp-routing-key",
-    "amqp-timestamp",
-    "amqp-type",
-    "amqp-user-id",
-    "amqp-delivery-mode",
-    "amqp-cluster-id",
+    "amqp-app-id", "amqp-content-encoding", "amqp-content-type", "amqp-correlation-id", "amqp-exchange",
+    "amqp-expiration", "amqp-message-id", "amqp-priority", "amqp-reply-to", "amqp-routing-key",
+    "amqp-timestamp", "amqp-type", "amqp-user-id", "amqp-delivery-mode", "amqp-cluster-id",
 ];
 
 /// Headers that the broker itself writes and reads. A published message must not set them.

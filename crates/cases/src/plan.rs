@@ -387,14 +387,8 @@ impl Plan {
         let line = |(name, value): (&str, String)| match value.as_str() {
             "true" => format!("{name} = true\n"),
             list if [
-                "methods",
-                "scope",
-                "key-members",
-                "release-statuses",
-                "stored-headers",
-                "fingerprint.headers",
-                "fingerprint.exclude",
-                "fingerprint.include",
+                "methods", "scope", "key-members", "release-statuses", "stored-headers",
+                "fingerprint.headers", "fingerprint.exclude", "fingerprint.include",
             ]
             .contains(&name) =>
             {

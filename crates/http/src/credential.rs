@@ -25,17 +25,8 @@ pub(crate) fn changes_each_time(name: &str) -> bool {
 /// signs the request, the time or a counter. A retry then has another credential than the first request.
 pub(crate) fn is_new_each_time(authorization: &[u8]) -> bool {
     const SCHEMES: [&str; 11] = [
-        "digest",
-        "signature",
-        "hawk",
-        "mac",
-        "aws",
-        "sharedkey",
-        "sharedkeylite",
-        "negotiate",
-        "ntlm",
-        "hoba",
-        "mutual",
+        "digest", "signature", "hawk", "mac", "aws", "sharedkey", "sharedkeylite", "negotiate", "ntlm",
+        "hoba", "mutual",
     ];
     let end = authorization.iter().position(|byte| *byte == b' ').unwrap_or(authorization.len());
     let (scheme, rest) = authorization.split_at(end);
@@ -84,14 +75,8 @@ fn is_usual(name: &str) -> bool {
 
 /// Fields that identify a caller and have none of the usual parts in their names.
 const LISTED: [&str; 8] = [
-    "cookie",
-    "cookie2",
-    "remote-user",
-    "x-remote-user",
-    "x-forwarded-user",
-    "x-forwarded-email",
-    "x-auth-request-user",
-    "x-consumer-id",
+    "cookie", "cookie2", "remote-user", "x-remote-user", "x-forwarded-user", "x-forwarded-email",
+    "x-auth-request-user", "x-consumer-id",
 ];
 
 fn looks_like_one(name: &str) -> bool {

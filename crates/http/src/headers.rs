@@ -115,16 +115,8 @@ const REQUEST_IDS: &[&str] = &[
 
 /// Prefixes of fields that are never kept.
 const NEVER_PREFIXES: [&str; 10] = [
-    "access-control-",
-    "oncegate-",
-    "ratelimit",
-    "x-ratelimit-",
-    "x-b3-",
-    "x-datadog-",
-    "x-instana-",
-    "x-envoy-",
-    "x-amz-cf-",
-    "x-newrelic-",
+    "access-control-", "oncegate-", "ratelimit", "x-ratelimit-", "x-b3-", "x-datadog-", "x-instana-",
+    "x-envoy-", "x-amz-cf-", "x-newrelic-",
 ];
 
 /// The fields that a record keeps.

@@ -7,13 +7,8 @@ use crate::credential::hyphenated;
 /// The fields that frameworks and servers obey. Method: Rails, Laravel, Symfony, Spring and Express with their middleware.
 /// Path: IIS, Zend and old versions of Symfony, and the proxies in front of them.
 const OVERRIDES: [&str; 7] = [
-    "x-http-method-override",
-    "x-http-method",
-    "x-method-override",
-    "x-original-method",
-    "x-original-url",
-    "x-original-uri",
-    "x-rewrite-url",
+    "x-http-method-override", "x-http-method", "x-method-override", "x-original-method", "x-original-url",
+    "x-original-uri", "x-rewrite-url",
 ];
 
 /// Returns true if a field of this name, in lower case, names another method or path. `_` counts as `-`, because many

@@ -13,22 +13,8 @@ use crate::template::Template;
 
 /// All options, in the order in which messages list them.
 const NAMES: [&str; 16] = [
-    "key",
-    "scope",
-    "caller",
-    "engine",
-    "fingerprint",
-    "skip",
-    "retain",
-    "lease",
-    "wait",
-    "on_abandoned",
-    "policy",
-    "errors",
-    "attempt",
-    "detached",
-    "in_place",
-    "crate",
+    "key", "scope", "caller", "engine", "fingerprint", "skip", "retain", "lease", "wait", "on_abandoned",
+    "policy", "errors", "attempt", "detached", "in_place", "crate",
 ];
 
 /// The complete options of the attribute.

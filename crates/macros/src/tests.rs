@@ -229,11 +229,7 @@ fn the_error_type_of_the_body_follows_from_the_signature() {
 #[test]
 fn values_at_a_limit_are_accepted_and_values_beyond_it_refused() {
     for good in [
-        "lease = \"100ms\"",
-        "lease = \"1h\"",
-        "retain = \"1s\"",
-        "retain = \"400d\"",
-        "wait = \"0s\"",
+        "lease = \"100ms\"", "lease = \"1h\"", "retain = \"1s\"", "retain = \"400d\"", "wait = \"0s\"",
         "wait = \"1h\"",
     ] {
         expanded(&format!("{GOOD}, {good}"), PAY);

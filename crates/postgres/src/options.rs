@@ -14,18 +14,8 @@ use crate::error::PostgresOpenError;
 
 /// The parameters of libpq that are supported.
 const PARAMETERS: [&str; 12] = [
-    "sslmode",
-    "sslrootcert",
-    "sslcert",
-    "sslkey",
-    "host",
-    "hostaddr",
-    "port",
-    "dbname",
-    "user",
-    "password",
-    "application_name",
-    "options",
+    "sslmode", "sslrootcert", "sslcert", "sslkey", "host", "hostaddr", "port", "dbname", "user", "password",
+    "application_name", "options",
 ];
 
 /// The options of a store.

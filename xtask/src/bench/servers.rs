@@ -57,14 +57,7 @@ impl Server {
         let mut command = Command::new(program("oncegate"));
         command.env("ONCEGATE_LOG", "error");
         command.args([
-            "proxy",
-            "--listen",
-            "127.0.0.1:0",
-            "--admin",
-            "127.0.0.1:0",
-            "--store",
-            store,
-            "--service",
+            "proxy", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--store", store, "--service",
             "bench",
         ]);
         Self::spawn(command.args(["--to", &format!("http://{upstream}")]).args(more))

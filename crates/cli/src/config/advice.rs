@@ -142,10 +142,7 @@ fn on_cors(values: &Values) -> Option<Problem> {
         return None;
     }
     let others = [
-        "cors.exposed-headers",
-        "cors.allowed-headers",
-        "cors.allowed-methods",
-        "cors.allow-credentials",
+        "cors.exposed-headers", "cors.allowed-headers", "cors.allowed-methods", "cors.allow-credentials",
         "cors.max-age",
     ];
     let place = others.into_iter().find_map(|name| explicit(values, name))?;
@@ -187,36 +184,10 @@ fn on_methods(values: &Values) -> Vec<Problem> {
 
 /// The methods of the HTTP Method Registry that can be covered: they are neither safe nor CONNECT.
 const METHODS: &[&str] = &[
-    "ACL",
-    "BASELINE-CONTROL",
-    "BIND",
-    "CHECKIN",
-    "CHECKOUT",
-    "COPY",
-    "DELETE",
-    "LABEL",
-    "LINK",
-    "LOCK",
-    "MERGE",
-    "MKACTIVITY",
-    "MKCALENDAR",
-    "MKCOL",
-    "MKREDIRECTREF",
-    "MKWORKSPACE",
-    "MOVE",
-    "ORDERPATCH",
-    "PATCH",
-    "POST",
-    "PROPPATCH",
-    "PUT",
-    "REBIND",
-    "UNBIND",
-    "UNCHECKOUT",
-    "UNLINK",
-    "UNLOCK",
-    "UPDATE",
-    "UPDATEREDIRECTREF",
-    "VERSION-CONTROL",
+    "ACL", "BASELINE-CONTROL", "BIND", "CHECKIN", "CHECKOUT", "COPY", "DELETE", "LABEL", "LINK", "LOCK",
+    "MERGE", "MKACTIVITY", "MKCALENDAR", "MKCOL", "MKREDIRECTREF", "MKWORKSPACE", "MOVE", "ORDERPATCH",
+    "PATCH", "POST", "PROPPATCH", "PUT", "REBIND", "UNBIND", "UNCHECKOUT", "UNLINK", "UNLOCK", "UPDATE",
+    "UPDATEREDIRECTREF", "VERSION-CONTROL",
 ];
 
 fn source(values: &Values, name: &str) -> Option<Source> {

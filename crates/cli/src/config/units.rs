@@ -343,13 +343,7 @@ pub(crate) fn upstream(text: &str) -> Read<Upstream> {
 
 /// The prefixes of store URLs.
 const SERVERS: [&str; 8] = [
-    "postgres",
-    "postgresql",
-    "redis",
-    "rediss",
-    "redis-cluster",
-    "rediss-cluster",
-    "redis-sentinel",
+    "postgres", "postgresql", "redis", "rediss", "redis-cluster", "rediss-cluster", "redis-sentinel",
     "rediss-sentinel",
 ];
 
@@ -968,14 +962,8 @@ mod tests {
             assert!(said.contains(why) && !said.contains("hunter2"), "{wrong}: {said}");
         }
         for right in [
-            "./redis:/host",
-            "./redis//host",
-            "redis/host",
-            "data//host",
-            "/var/lib/a:b",
-            "data",
-            "data/2024:1",
-            "./Memory:",
+            "./redis:/host", "./redis//host", "redis/host", "data//host", "/var/lib/a:b", "data",
+            "data/2024:1", "./Memory:",
         ] {
             assert_eq!(store(right), Ok(StoreChoice::Directory(right.into())));
         }

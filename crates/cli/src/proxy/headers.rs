@@ -267,11 +267,7 @@ fn remove_from_trailers(trailers: &mut HeaderMap) {
 fn remove_forwarded(headers: &mut HeaderMap, removed: impl Fn(&HeaderName)) {
     const FORWARDED: &[u8] = b"x-forwarded";
     const OTHERS: [&str; 6] = [
-        "x-real-ip",
-        "x-original-url",
-        "x-original-uri",
-        "x-original-host",
-        "x-original-method",
+        "x-real-ip", "x-original-url", "x-original-uri", "x-original-host", "x-original-method",
         "x-rewrite-url",
     ];
     let is_forwarded = |name: &HeaderName| {

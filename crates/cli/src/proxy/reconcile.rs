@@ -307,16 +307,8 @@ fn take_store_directive(headers: &mut HeaderMap) -> Result<Option<StoreDirective
 fn is_unwanted(name: &HeaderName) -> bool {
     const PREFIXES: [&str; 5] = ["content-", "if-", "x-forwarded-", "x-http-method", "x-original-"];
     const NAMES: [&str; 10] = [
-        "expect",
-        "range",
-        "te",
-        "trailer",
-        "forwarded",
-        "x-real-ip",
-        "x-method-override",
-        "x-rewrite-url",
-        "digest",
-        "pragma",
+        "expect", "range", "te", "trailer", "forwarded", "x-real-ip", "x-method-override", "x-rewrite-url",
+        "digest", "pragma",
     ];
     let name = name.as_str().replace('_', "-");
     NAMES.contains(&&*name) || PREFIXES.iter().any(|prefix| name.starts_with(prefix))

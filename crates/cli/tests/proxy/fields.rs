@@ -103,10 +103,7 @@ async fn via_names_the_http_version_of_the_client() {
 #[tokio::test]
 async fn only_the_sidecar_can_set_the_attempt_fields() {
     let forged = [
-        "Oncegate-Record: x",
-        "oncegate-token: 99",
-        "ONCEGATE-ATTEMPT: 7",
-        "Oncegate-Later: 1",
+        "Oncegate-Record: x", "oncegate-token: 99", "ONCEGATE-ATTEMPT: 7", "Oncegate-Later: 1",
         "Oncegate_Token: 9",
     ];
     let (seen, _) = pass(&request("GET", "/", &forged, ""), OK).await;

@@ -42,10 +42,7 @@ fn with_key(key: usize) -> String {
 async fn limits_have_gauges_of_their_own() {
     let service = Service::new().await;
     let flags = [
-        "--max-in-flight=7",
-        "--max-connections=70",
-        "--request-budget=3MiB",
-        "--response-budget=5MiB",
+        "--max-in-flight=7", "--max-connections=70", "--request-budget=3MiB", "--response-budget=5MiB",
         "--threads=2",
     ];
     let sidecar = Sidecar::start(service.address, &flags).await;

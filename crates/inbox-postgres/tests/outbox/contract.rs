@@ -232,11 +232,7 @@ async fn takes_are_limited_and_go_round_all_lines() {
     let taken = take(&mut relay, "null, 100, 1, 100, 60000").await;
     assert_eq!((taken.len(), taken[0].id.as_deref(), taken[1].seq), (2, Some("large/1"), None));
     for wrong in [
-        "null, 0, 1, 1, 1",
-        "null, 1, 0, 1, 1",
-        "null, 1, 1, 0, 1",
-        "null, 1, 1, 1, 0",
-        "null, null, 1, 1, 1",
+        "null, 0, 1, 1, 1", "null, 1, 0, 1, 1", "null, 1, 1, 0, 1", "null, 1, 1, 1, 0", "null, null, 1, 1, 1",
     ] {
         assert!(
             try_run(&mut relay, &format!("SELECT oncegate.outbox_take({wrong})")).await.is_err(),

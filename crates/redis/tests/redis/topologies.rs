@@ -27,11 +27,9 @@ fn certificates() -> Certificates {
 
 #[tokio::test]
 async fn tls_connects_only_to_a_server_with_a_trusted_certificate() {
-    let server = RedisServer::start(ServerOptions::new().with_tls(certificates()).with_user(
-        "app",
-        "secret",
-        "~* &* +@all",
-    ))
+    let server = RedisServer::start(
+        ServerOptions::new().with_tls(certificates()).with_user("app", "secret", "~* &* +@all"),
+    )
     .unwrap();
     let store = open(&server.url()).await;
     let grant = granted(&store, 1, 1).await;
