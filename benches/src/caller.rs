@@ -1,5 +1,5 @@
 //! The overhead of the client for a call that succeeds at once, compared with the bare HTTP client below it, with the same
-//! field in the same request, and the answer read whole.
+//! field in the same request, and the response read whole.
 
 use std::time::{Duration, Instant};
 
@@ -75,8 +75,8 @@ where
 
 async fn through<T: Transport>(client: Client<T>, url: String) -> std::result::Result<(), String> {
     let intent = Intent::post(url).map_err(|error| error.to_string())?.with_json(BODY);
-    let answer = client.send(&intent).await.map_err(|error| error.to_string())?;
-    expect(answer.response.body())
+    let outcome = client.send(&intent).await.map_err(|error| error.to_string())?;
+    expect(outcome.response.body())
 }
 
 async fn bare_hyper(client: Hyper, url: String) -> std::result::Result<(), String> {
@@ -104,5 +104,5 @@ fn key() -> std::result::Result<HeaderValue, String> {
 }
 
 fn expect(body: &[u8]) -> std::result::Result<(), String> {
-    if body == BODY.as_bytes() { Ok(()) } else { Err("another answer".to_owned()) }
+    if body == BODY.as_bytes() { Ok(()) } else { Err("another response".to_owned()) }
 }

@@ -50,10 +50,10 @@ pub(crate) async fn hold(server: SocketAddr, count: usize) -> Result<()> {
 async fn request(mut connection: TcpStream, server: SocketAddr) -> Result<TcpStream> {
     let request = format!("POST /pay HTTP/1.1\r\nHost: {server}\r\nContent-Length: 2\r\n\r\n{{}}");
     connection.write_all(request.as_bytes()).await?;
-    let mut answer = Vec::new();
-    while !answer.ends_with(b"\r\n\r\n{}") {
-        if connection.read_buf(&mut answer).await? == 0 {
-            return Err(format!("closed after {:?}", String::from_utf8_lossy(&answer)).into());
+    let mut response = Vec::new();
+    while !response.ends_with(b"\r\n\r\n{}") {
+        if connection.read_buf(&mut response).await? == 0 {
+            return Err(format!("closed after {:?}", String::from_utf8_lossy(&response)).into());
         }
     }
     Ok(connection)

@@ -32,8 +32,8 @@ pub(crate) async fn complete(
     retention: Duration,
 ) -> Result<()> {
     let body = [body.clone()];
-    let answer = StoredResponse::new(201, &[("content-type", b"application/json")], &body, &[])?;
-    let completion = Completion::Replayable(answer);
+    let response = StoredResponse::new(201, &[("content-type", b"application/json")], &body, &[])?;
+    let completion = Completion::Replayable(response);
     store.apply(id(number), Command::Complete(Complete { token, completion, retention })).await?;
     Ok(())
 }

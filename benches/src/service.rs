@@ -40,7 +40,7 @@ pub(crate) fn service() -> Router {
         .route("/executions", get(move || async move { json(told.load(Ordering::SeqCst).to_string()) }))
 }
 
-/// Answers with what it got, so that the answer is as large as the request.
+/// Answers with what it got, so that the response is as large as the request.
 async fn pay(body: Bytes) -> ([(HeaderName, &'static str); 1], Bytes) {
     ([(CONTENT_TYPE, "application/json")], body)
 }

@@ -163,9 +163,9 @@ impl Bare {
                 let mut command = redis::cmd("EVALSHA");
                 command.arg(script).arg(1).arg(bare_key(number)).arg(attempt(number)).arg(1);
                 command.arg("ab".repeat(32)).arg(30_000).arg(86_400_000).arg("park").arg("0".repeat(16));
-                let answer: Vec<String> =
+                let response: Vec<String> =
                     command.arg("POST /v1/payments").query_async(&mut connection).await?;
-                if answer[0] == "execute" { Ok(()) } else { Err(format!("{answer:?}").into()) }
+                if response[0] == "execute" { Ok(()) } else { Err(format!("{response:?}").into()) }
             }
         })
         .await?;
@@ -175,9 +175,9 @@ impl Bare {
             async move {
                 let mut command = redis::cmd("EVALSHA");
                 command.arg(script).arg(1).arg(bare_key(number)).arg(attempt(number)).arg("completed");
-                let answer: Vec<String> =
+                let response: Vec<String> =
                     command.arg(86_400_000).arg(&body[..]).query_async(&mut connection).await?;
-                if answer[0] == "completed" { Ok(()) } else { Err(format!("{answer:?}").into()) }
+                if response[0] == "completed" { Ok(()) } else { Err(format!("{response:?}").into()) }
             }
         })
         .await?;
@@ -269,7 +269,7 @@ async fn cycle_of_rows(pool: &PgPool, in_flight: usize, records: u64) -> Result<
 }
 
 /// A business row in one transaction with its record, against the same transaction with a row under a unique key: a bare one;
-/// one that also keeps the input's fingerprint and the answer, inserted at the end; and this with an empty statement more,
+/// one that also keeps the input's fingerprint and the response, inserted at the end; and this with an empty statement more,
 /// which is as many round trips as ours.
 pub(crate) async fn same_transaction() -> Result<()> {
     const RECORDS: u64 = 6_000;
@@ -279,7 +279,7 @@ pub(crate) async fn same_transaction() -> Result<()> {
     for table in [
         "CREATE TABLE payments (id bigserial PRIMARY KEY, customer text NOT NULL, cents bigint NOT NULL)",
         "CREATE TABLE keys (key text PRIMARY KEY, response jsonb NOT NULL, created_at timestamptz NOT NULL DEFAULT now())",
-        "CREATE TABLE answers (key text PRIMARY KEY, fingerprint bytea NOT NULL, response bytea NOT NULL, created_at timestamptz NOT NULL DEFAULT now())",
+        "CREATE TABLE responses (key text PRIMARY KEY, fingerprint bytea NOT NULL, response bytea NOT NULL, created_at timestamptz NOT NULL DEFAULT now())",
     ] {
         sqlx::query(table).execute(&pool).await?;
     }
@@ -311,7 +311,7 @@ pub(crate) async fn same_transaction() -> Result<()> {
             let as_many = cycle_by_hand(&pool, in_flight, records, ByHand::ResponseAndRoundTrip).await?;
             if round > 0 {
                 rounds.note("against a bare key", [transacted, inserted]);
-                rounds.note("against key, fingerprint, answer", [transacted, kept]);
+                rounds.note("against key, fingerprint, response", [transacted, kept]);
                 rounds.note("and one empty statement more", [transacted, as_many]);
             }
         }
@@ -351,7 +351,7 @@ async fn cycle_by_hand(pool: &PgPool, in_flight: usize, records: u64, how: ByHan
             let id: i64 = pay.fetch_one(&mut *transaction).await?;
             if how != ByHand::Key {
                 let insert =
-                    sqlx::query("INSERT INTO answers (key, fingerprint, response) VALUES ($1, $2, $3)");
+                    sqlx::query("INSERT INTO responses (key, fingerprint, response) VALUES ($1, $2, $3)");
                 let insert = insert.bind(&key).bind(Sha256::digest(number.to_string()).to_vec());
                 insert.bind(id.to_string().into_bytes()).execute(&mut *transaction).await?;
             }

@@ -16,7 +16,7 @@ if [ ! -r "$dir/due.csv" ]; then
     echo "$dir/due.csv cannot be read" >&2
     exit 2
 fi
-mkdir -p "$dir/answers" || exit 2
+mkdir -p "$dir/responses" || exit 2
 mkdir -p -m 700 "$journal" || exit 2
 later=0
 
@@ -45,7 +45,7 @@ END
     "$oncegate" call POST "$bank/payouts" \
         --intent "payout-$number" --journal "$journal" \
         --json "{\"payout\":\"$number\",\"account\":\"$account\",\"cents\":$cents}" \
-        --output "$dir/answers/$number.json" --silent < /dev/null
+        --output "$dir/responses/$number.json" --silent < /dev/null
     case $? in
         # 6: paid, but there is no response to write.
         0 | 6) note 'done' "$line" ;;

@@ -56,7 +56,7 @@ export function createApp(store) {
   app.post('/orders', async (req, res) => {
     const delayMs = validate(delay, req.query.delay_ms, 'delay_ms');
     const [order] = store.create([validate(newOrder, req.body, 'order')]);
-    // Stands for a slow payment provider: the order is stored, the answer takes its time.
+    // Stands for a slow payment provider: the order is stored, the response takes its time.
     await sleep(delayMs);
     res.status(201).location(`/orders/${order.id}`).json(order);
   });

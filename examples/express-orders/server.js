@@ -12,7 +12,7 @@ const server = createApp(store).listen(port, host, (error) => {
 });
 
 function stop() {
-  // Requests in flight get their answer; whatever is still open after ten seconds is cut.
+  // Requests in flight get their response; whatever is still open after ten seconds is cut.
   server.close(() => store.close());
   setInterval(() => server.closeIdleConnections(), 100).unref();
   setTimeout(() => process.exit(1), 10_000).unref();

@@ -59,45 +59,45 @@ function attemptOf(req) {
 
 /**
  * The last statement of a transaction, if the sidecar says that the request has a key: throws if another attempt owns the
- * record by now. With an answer, retries get it from the commit on, even if nobody lives to send it; without, the sidecar adds it.
+ * record by now. With a response, retries get it from the commit on, even if nobody lives to send it; without, the sidecar adds it.
  */
-async function complete(db, req, answer) {
+async function complete(db, req, response) {
   const attempt = attemptOf(req);
   if (!attempt) return;
-  if (!answer) return db.query('SELECT oncegate.complete($1, $2)', attempt);
-  const { status, fields, body } = answer;
-  const response = [status, Object.keys(fields), Object.values(fields), Buffer.from(body)];
-  return db.query('SELECT oncegate.complete($1, $2, oncegate.response($3, $4, $5, $6))', [...attempt, ...response]);
+  if (!response) return db.query('SELECT oncegate.complete($1, $2)', attempt);
+  const { status, fields, body } = response;
+  const stored = [status, Object.keys(fields), Object.values(fields), Buffer.from(body)];
+  return db.query('SELECT oncegate.complete($1, $2, oncegate.response($3, $4, $5, $6))', [...attempt, ...stored]);
 }
 
 const app = express();
 app.disable('x-powered-by');
 app.use(express.json());
 
-// Completes its record with the answer.
+// Completes its record with the response.
 app.post('/orders', async (req, res) => {
   const { success, data: order, error } = newOrder.safeParse(req.body);
   if (!success) return res.status(400).json({ error: error.message });
   const delayMs = delay.safeParse(req.query.delay_ms);
   if (!delayMs.success) return res.status(400).json({ error: `delay_ms: ${delayMs.error.message}` });
   const total = order.items.reduce((sum, item) => sum + item.quantity * item.price_cents, 0);
-  const answer = await transaction(async (db) => {
+  const response = await transaction(async (db) => {
     const { rows: [row] } = await db.query(
       'INSERT INTO orders (customer, items, total_cents) VALUES ($1, $2, $3) RETURNING *',
       [order.customer, JSON.stringify(order.items), total],
     );
     const fields = { 'Content-Type': 'application/json; charset=utf-8', Location: `/orders/${row.id}` };
-    const answer = { status: 201, fields, body: JSON.stringify(row) };
-    await complete(db, req, answer);
-    return answer;
+    const response = { status: 201, fields, body: JSON.stringify(row) };
+    await complete(db, req, response);
+    return response;
   });
-  // Stands for a slow network: the order is committed, the answer takes its time.
+  // Stands for a slow network: the order is committed, the response takes its time.
   await sleep(delayMs.data);
   // `send` would add a field, an ETag, that the record does not have.
-  res.writeHead(answer.status, answer.fields).end(answer.body);
+  res.writeHead(response.status, response.fields).end(response.body);
 });
 
-// Completes its record without the answer, which the sidecar adds.
+// Completes its record without the response, which the sidecar adds.
 app.post('/orders/:id/pay', async (req, res) => {
   const charge = await transaction(async (db) => {
     const { rows: [order] } = await db.query(
@@ -116,7 +116,7 @@ app.post('/orders/:id/pay', async (req, res) => {
   res.status(201).json(charge);
 });
 
-// Gives the answer of a payment once more, if nobody lived to add it to its record.
+// Gives the response of a payment once more, if nobody lived to add it to its record.
 app.get('/oncegate/outcome', async (req, res) => {
   const attempt = attemptOf(req);
   if (!attempt) return res.status(400).json({ error: 'only the sidecar asks here' });
@@ -136,7 +136,7 @@ app.get('/ledger', async (_req, res) => {
   res.json((await pool.query(counts)).rows[0]);
 });
 
-// A server error decides nothing, and the sidecar finds out what was committed. That is also right if the answer to COMMIT was
+// A server error decides nothing, and the sidecar finds out what was committed. That is also right if the reply to COMMIT was
 // lost: it may still run, and until it ends, no query shows whether it will succeed.
 app.use((error, _req, res, next) => {
   if (res.headersSent) return next(error);
@@ -152,7 +152,7 @@ const server = app.listen(port, host, (error) => {
 });
 
 function stop() {
-  // Requests in flight get their answer; whatever is still open after ten seconds is cut.
+  // Requests in flight get their response; whatever is still open after ten seconds is cut.
   server.close(() => pool.end());
   setInterval(() => server.closeIdleConnections(), 100).unref();
   setTimeout(() => process.exit(1), 10_000).unref();

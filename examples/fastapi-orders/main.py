@@ -61,7 +61,7 @@ async def create_order(
     delay_ms: Annotated[int, Query(ge=0, le=60_000)] = 0,
 ) -> Order:
     [created] = await run_in_threadpool(store.create, [order])
-    # Stands for a slow payment provider: the order is stored, the answer takes its time.
+    # Stands for a slow payment provider: the order is stored, the response takes its time.
     await asyncio.sleep(delay_ms / 1000)
     response.headers["Location"] = f"/orders/{created.id}"
     return created

@@ -65,13 +65,13 @@ class Attempt:
         if self.record:
             db.execute("SELECT oncegate.complete(%s, %s)", (self.record, self.token))
 
-    def complete_with(self, db: Database, answer: Response) -> None:
-        """The same, and retries get this answer from the commit on, even if nobody lives to send it."""
+    def complete_with(self, db: Database, response: Response) -> None:
+        """The same, and retries get this response from the commit on, even if nobody lives to send it."""
         if self.record:
-            fields = {name: value for name, value in answer.headers.items() if name != "content-length"}
+            fields = {name: value for name, value in response.headers.items() if name != "content-length"}
             db.execute(
                 "SELECT oncegate.complete(%s, %s, oncegate.response(%s, %s, %s, %s))",
-                (self.record, self.token, answer.status_code, list(fields), list(fields.values()), answer.body),
+                (self.record, self.token, response.status_code, list(fields), list(fields.values()), response.body),
             )
 
 
@@ -89,7 +89,7 @@ app = FastAPI(title="Orders", lifespan=lifespan)
 def database_error(_request: Request, error: psycopg.Error) -> JSONResponse:
     """A server error decides nothing, and the sidecar finds out what was committed.
 
-    That is also right if the answer to COMMIT was lost: it may still run, and until it ends, no query shows whether it will succeed.
+    That is also right if the reply to COMMIT was lost: it may still run, and until it ends, no query shows whether it will succeed.
     """
     return JSONResponse({"detail": f"the database refused: {error.sqlstate}"}, status_code=503)
 
@@ -100,28 +100,28 @@ def create_order(
     attempt: Annotated[Attempt, Depends()],
     delay_ms: Annotated[int, Query(ge=0, le=60_000)] = 0,
 ) -> Response:
-    """Completes its record with the answer."""
+    """Completes its record with the response."""
     with transaction() as db:
         items = [item.model_dump() for item in new.items]
         row = db.execute(
             "INSERT INTO orders (customer, items, total_cents) VALUES (%s, %s, %s) RETURNING *",
             (new.customer, Json(items), new.total_cents),
         ).fetchone()
-        answer = Response(
+        response = Response(
             order(row).model_dump_json(),
             status_code=201,
             headers={"Location": f"/orders/{row['id']}"},
             media_type="application/json",
         )
-        attempt.complete_with(db, answer)
-    # Stands for a slow network: the order is committed, the answer takes its time.
+        attempt.complete_with(db, response)
+    # Stands for a slow network: the order is committed, the response takes its time.
     time.sleep(delay_ms / 1000)
-    return answer
+    return response
 
 
 @app.post("/orders/{order_id}/pay", status_code=201)
 def pay_order(order_id: Annotated[int, Path(ge=1, lt=2**53)], attempt: Annotated[Attempt, Depends()]) -> Charge:
-    """Completes its record without the answer, which the sidecar adds."""
+    """Completes its record without the response, which the sidecar adds."""
     with transaction() as db:
         row = db.execute(
             "UPDATE orders SET status = 'paid' WHERE id = %s RETURNING total_cents", (order_id,)
@@ -138,7 +138,7 @@ def pay_order(order_id: Annotated[int, Path(ge=1, lt=2**53)], attempt: Annotated
 
 @app.get("/oncegate/outcome", status_code=201)
 def outcome(response: Response, attempt: Annotated[Attempt, Depends()]) -> Charge:
-    """Gives the answer of a payment once more, if nobody lived to add it to its record."""
+    """Gives the response of a payment once more, if nobody lived to add it to its record."""
     if not attempt.record:
         raise HTTPException(400, "only the sidecar asks here")
     with transaction() as db:

@@ -29,10 +29,10 @@ if (process.argv[2] === 'express-idempotency') {
       return res.status(statuses[error.code] ?? 400).json({ error: error.message });
     }
     const send = res.send;
-    res.send = (answer) => {
+    res.send = (response) => {
       res.send = send;
-      idempotency.onResponse(request, { body: answer, additional: { status: res.statusCode } }).then(
-        () => res.send(answer),
+      idempotency.onResponse(request, { body: response, additional: { status: res.statusCode } }).then(
+        () => res.send(response),
         next,
       );
       return res;

@@ -313,7 +313,7 @@ impl Source for AmqpSource {
         link.gone.cancel();
         let ended = async {
             link.channel.basic_cancel(link.consumer.tag(), BasicCancelOptions::default()).await?;
-            // The answer to this call comes after everything that was sent before.
+            // The reply to this call comes after everything that was sent before.
             link.channel.close(200, "OK".into()).await
         };
         let ended = timeout(CONNECT_TIMEOUT, ended).await;

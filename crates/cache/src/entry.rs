@@ -46,8 +46,8 @@ pub(crate) fn read(
         return Err(Unreadable);
     }
     // Another process is writing it, or died while it did.
-    let State::Completed(answer) = record.state else { return Ok(None) };
-    let RecordedResponse::Replayable(response) = answer else { return Err(Unreadable) };
+    let State::Completed(recorded) = record.state else { return Ok(None) };
+    let RecordedResponse::Replayable(response) = recorded else { return Err(Unreadable) };
     if seal.sum != sum(id, seal.until, &response) {
         return Err(Unreadable);
     }
@@ -108,7 +108,7 @@ mod tests {
         let own = id("name", &record, &a);
         let sealed = label(&own, UNTIL, &response(b"x"));
         let cases = [
-            ("another answer", own, a, completed(sealed.clone(), response(b"y"))),
+            ("another response", own, a, completed(sealed.clone(), response(b"y"))),
             ("another request", own, b, completed(sealed.clone(), response(b"x"))),
             ("another record", id("name", &record, &b), a, completed(sealed.clone(), response(b"x"))),
             ("a later end", own, a, {
@@ -118,7 +118,7 @@ mod tests {
             ("a record", own, a, {
                 completed(Label::new(CallerTag::default(), "POST /payments"), response(b"x"))
             }),
-            ("no answer", own, a, {
+            ("no response", own, a, {
                 let state = State::Completed(RecordedResponse::Tombstone);
                 Record::new(a, FencingToken::new(1), state, sealed.clone(), NOW)
             }),

@@ -1,7 +1,7 @@
 //! A fast *cache* of responses in front of an authoritative *store*.
 //!
-//! The cache answers one question: is this key completed, and with which response? If the cache has no answer, the store
-//! gives it. All other commands go to the store at once, and only the store decides. So a cache that is lost, empty, slow
+//! The cache answers one question: is this key completed, and with which response? If the cache does not know, the
+//! store answers. All other commands go to the store at once, and only the store decides. So a cache that is lost, empty, slow
 //! or full makes requests slower, never wrong. While the store is unreachable, keys that the cache knows still replay.
 //!
 //! ```

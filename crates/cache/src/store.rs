@@ -269,7 +269,7 @@ impl Inner {
             return self.stats.add(|cells| &cells.shed);
         }
         let result = tokio::time::timeout(BACKGROUND_TIMEOUT, self.try_populate(id)).await;
-        match result.unwrap_or_else(|_| Err(StoreError::unavailable("no answer in time"))) {
+        match result.unwrap_or_else(|_| Err(StoreError::unavailable("no reply in time"))) {
             Ok(Populated::Yes) => self.stats.add(|cells| &cells.populated),
             Ok(Populated::TooLarge) => self.stats.add(|cells| &cells.shed),
             Ok(Populated::NotNeeded) => {}
@@ -427,8 +427,8 @@ async fn probe(inner: Weak<Inner>, cache: Arc<dyn Store>, timeout: Duration) {
             return;
         }
         let asked = Instant::now();
-        let answer = tokio::time::timeout(BACKGROUND_TIMEOUT, cache.lookup(no_record)).await;
-        if matches!(answer, Ok(Ok(_))) && asked.elapsed() <= timeout {
+        let reply = tokio::time::timeout(BACKGROUND_TIMEOUT, cache.lookup(no_record)).await;
+        if matches!(reply, Ok(Ok(_))) && asked.elapsed() <= timeout {
             break;
         }
         pause = (pause * 2).min(MAX_PROBE_PAUSE);

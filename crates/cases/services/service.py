@@ -33,9 +33,9 @@ async def execute(request: Request) -> Response:
         "fields": [[name.decode("latin-1"), value.decode("latin-1")] for name, value in request.headers.raw],
         "body": body.hex(),
     }
-    answer = await run_in_threadpool(ask, request.headers["x-case"], execution)
-    response = Response(bytes.fromhex(answer["body"]), answer["status"])
-    for name, value in answer["fields"]:
+    scripted = await run_in_threadpool(ask, request.headers["x-case"], execution)
+    response = Response(bytes.fromhex(scripted["body"]), scripted["status"])
+    for name, value in scripted["fields"]:
         response.raw_headers.append((name.encode("latin-1"), value.encode("latin-1")))
     return response
 

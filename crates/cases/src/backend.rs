@@ -32,7 +32,7 @@ pub(crate) const ASKED_AT: &str = "/oncegate/outcome";
 pub struct Script {
     status: u16,
     fields: Vec<(String, Vec<u8>)>,
-    answer: Content,
+    response: Content,
     trailers: Vec<(String, String)>,
     held: Option<Latch>,
     end: End,
@@ -69,7 +69,7 @@ impl Default for Script {
         Self {
             status: 201,
             fields: Vec::new(),
-            answer: Content::Receipt,
+            response: Content::Receipt,
             trailers: Vec::new(),
             held: None,
             end: End::ScriptedBody,
@@ -88,7 +88,7 @@ impl Script {
     /// Answers with exactly these bytes and `Content-Length`.
     #[must_use]
     pub fn whole(status: u16, content_type: &str, body: impl Into<Bytes>) -> Self {
-        let script = Self { status, answer: Content::Whole(body.into()), ..Self::default() };
+        let script = Self { status, response: Content::Whole(body.into()), ..Self::default() };
         if content_type.is_empty() { script } else { script.field("content-type", content_type) }
     }
 
@@ -101,25 +101,25 @@ impl Script {
     /// Answers in parts, without a length.
     #[must_use]
     pub fn pieces(status: u16, content_type: &str, pieces: Vec<BodyPart>) -> Self {
-        Self { status, answer: Content::Pieces(pieces), ..Self::default() }
+        Self { status, response: Content::Pieces(pieces), ..Self::default() }
             .field("content-type", content_type)
     }
 
-    /// Adds a header line to the answer.
+    /// Adds a header line to the response.
     #[must_use]
     pub fn field(mut self, name: &str, value: impl AsRef<[u8]>) -> Self {
         self.fields.push((name.to_owned(), value.as_ref().to_vec()));
         self
     }
 
-    /// Adds a trailer field; only for an answer in parts.
+    /// Adds a trailer field; only for a response in parts.
     #[must_use]
     pub fn trailer(mut self, name: &str, value: &str) -> Self {
         self.trailers.push((name.to_owned(), value.to_owned()));
         self
     }
 
-    /// Waits for the latch after the effect, before the answer.
+    /// Waits for the latch after the effect, before the response.
     #[must_use]
     pub fn held(mut self, latch: &Latch) -> Self {
         self.held = Some(latch.clone());
@@ -132,7 +132,7 @@ impl Script {
         Self { end: End::Panic, ..Self::default() }
     }
 
-    /// Ends with an error after the effect: on a socket, the connection is closed without an answer.
+    /// Ends with an error after the effect: on a socket, the connection is closed without a response.
     #[must_use]
     pub fn fails() -> Self {
         Self { end: End::Fail, ..Self::default() }
@@ -300,23 +300,23 @@ impl Script {
             let name = HeaderName::from_bytes(name.as_bytes()).expect("a field name");
             response.headers_mut().append(name, HeaderValue::from_bytes(value).expect("a field value"));
         }
-        let answer = response.body_mut();
-        match self.answer {
+        let scripted = response.body_mut();
+        match self.response {
             Content::Receipt => {
                 let receipt = format!(r#"{{"effect":{effect},"mark":"{MARK}"}}"#);
-                answer.pieces = [BodyPart::Data(receipt.into())].into();
-                answer.sized = true;
+                scripted.pieces = [BodyPart::Data(receipt.into())].into();
+                scripted.sized = true;
                 let json = HeaderValue::from_static("application/json");
                 response.headers_mut().entry("content-type").or_insert(json);
             }
             Content::Whole(body) => {
-                answer.sized = true;
+                scripted.sized = true;
                 if !body.is_empty() {
-                    answer.pieces = [BodyPart::Data(body)].into();
+                    scripted.pieces = [BodyPart::Data(body)].into();
                 }
             }
             Content::Pieces(pieces) => {
-                answer.pieces = pieces.into();
+                scripted.pieces = pieces.into();
                 if !self.trailers.is_empty() {
                     let field = |(name, value): &(String, String)| {
                         (
@@ -324,7 +324,7 @@ impl Script {
                             HeaderValue::try_from(value.as_str()).unwrap(),
                         )
                     };
-                    answer.trailers = Some(self.trailers.iter().map(field).collect());
+                    scripted.trailers = Some(self.trailers.iter().map(field).collect());
                 }
             }
         }
@@ -333,7 +333,7 @@ impl Script {
 }
 
 impl ReconcileReply {
-    /// The answer to a question about the outcome of an attempt.
+    /// The response to a question about the outcome of an attempt.
     fn told(self, asked: &HeaderMap) -> Response<ScriptedBody> {
         let (outcome, script) = match self {
             Self::Found => ("happened", Script::whole(202, "text/plain", FOUND)),
@@ -366,7 +366,7 @@ where
     }
 }
 
-/// The body of an answer, part by part.
+/// The body of a response, part by part.
 #[derive(Default)]
 pub struct ScriptedBody {
     pieces: VecDeque<BodyPart>,

@@ -1,6 +1,6 @@
-//! A client that writes exactly the bytes of a case, and reads answers strictly.
+//! A client that writes exactly the bytes of a case, and reads responses strictly.
 //!
-//! A library would refuse to send many of these requests, and would hide the framing of an answer.
+//! A library would refuse to send many of these requests, and would hide the framing of a response.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -185,7 +185,7 @@ impl Request {
     }
 }
 
-/// The reason why there is no complete answer.
+/// The reason why there is no complete response.
 #[derive(Debug)]
 pub enum ResponseError {
     /// The connection ended or was reset.
@@ -195,24 +195,24 @@ pub enum ResponseError {
         /// The part of the body that was read.
         body: Bytes,
     },
-    /// The answer did not arrive in time.
+    /// The response did not arrive in time.
     Late,
-    /// The answer is not valid HTTP.
+    /// The response is not valid HTTP.
     Garbage(String),
 }
 
-/// The head of an answer.
+/// The head of a response.
 #[derive(Clone, Debug)]
 pub struct Head {
     /// The status.
     pub status: u16,
     /// The header lines in their order, with the names as they were sent.
     pub fields: Vec<(String, Vec<u8>)>,
-    /// The statuses of the interim answers before this one.
+    /// The statuses of the interim responses before this one.
     pub interim: Vec<u16>,
 }
 
-/// A complete answer.
+/// A complete response.
 #[derive(Clone)]
 pub struct Response {
     /// The head.
@@ -283,7 +283,7 @@ pub struct Connection {
     buffer: BytesMut,
 }
 
-/// The framing of the body of an answer.
+/// The framing of the body of a response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Framing {
     /// There is no body.
@@ -307,7 +307,7 @@ impl Connection {
         Self { stream, buffer: BytesMut::new() }
     }
 
-    /// Sends these bytes. An error is ignored here, because the answer shows it.
+    /// Sends these bytes. An error is ignored here, because the response shows it.
     pub async fn write(&mut self, bytes: &[u8]) {
         let _ = within(self.stream.write_all(bytes)).await;
     }
@@ -323,14 +323,14 @@ impl Connection {
         drop(self.stream);
     }
 
-    /// Sends a request and reads its answer.
+    /// Sends a request and reads its response.
     pub async fn exchange(&mut self, request: &Request) -> Result<Response, ResponseError> {
         self.write(&request.bytes()).await;
-        self.answer(&request.method).await
+        self.response(&request.method).await
     }
 
-    /// Reads the answer to a request with this method.
-    pub async fn answer(&mut self, method: &str) -> Result<Response, ResponseError> {
+    /// Reads the response to a request with this method.
+    pub async fn response(&mut self, method: &str) -> Result<Response, ResponseError> {
         let head = self.head().await?;
         let mut framing = framing(method, &head)?;
         let mut body = BytesMut::new();
@@ -348,7 +348,7 @@ impl Connection {
         Ok(Response { head, body: body.freeze(), trailers })
     }
 
-    /// Reads one interim answer and returns its status.
+    /// Reads one interim response and returns its status.
     pub async fn interim(&mut self) -> Result<u16, ResponseError> {
         let line = self.line().await?;
         let status = std::str::from_utf8(&line).ok().and_then(|line| line.split(' ').nth(1)?.parse().ok());
@@ -359,7 +359,7 @@ impl Connection {
         }
     }
 
-    /// Reads the head of an answer, and the interim ones before it.
+    /// Reads the head of a response, and the interim ones before it.
     pub async fn head(&mut self) -> Result<Head, ResponseError> {
         let mut interim = Vec::new();
         loop {

@@ -15,7 +15,7 @@ const RULES: &[(&str, &[&str])] = &[
     (
         "a call of gRPC",
         &[
-            "grpc-answer-passes-and-is-not-run-again",
+            "grpc-response-passes-and-is-not-run-again",
             "grpc-refusals",
             "grpc-failed",
             "grpc-in-progress",
@@ -27,7 +27,7 @@ const RULES: &[(&str, &[&str])] = &[
         &["scope-is-checked-before-the-key", "scope-required", "scope-not-set", "scope-empty-is-absent"],
     ),
     ("store unavailable at claim", &["store-down", "fail-open"]),
-    ("first request", &["first-request-gets-the-answer"]),
+    ("first request", &["first-request-gets-the-response"]),
     (
         "other fingerprint",
         &["mismatch-tells-nothing-of-the-first", "mismatch-while-in-flight", "mismatch-of-a-tombstone"],
@@ -37,11 +37,14 @@ const RULES: &[(&str, &[&str])] = &[
         &[
             "second-request-conflicts",
             "retry-after-grows",
-            "second-request-waits-for-the-answer",
+            "second-request-waits-for-the-response",
             "wait-ends-with-a-conflict",
         ],
     ),
-    ("completed", &["retry-gets-the-same-answer", "replay-of-a-binary-body", "stored-headers-are-replayed"]),
+    (
+        "completed",
+        &["retry-gets-the-same-response", "replay-of-a-binary-body", "stored-headers-are-replayed"],
+    ),
     (
         "completed, not stored",
         &["response-too-large-to-store", "event-stream-is-not-run-again", "handler-asks-for-a-tombstone"],
@@ -62,7 +65,7 @@ const RULES: &[(&str, &[&str])] = &[
     ("record corrupt", &["corrupt-record", "corrupt-record-reexecute"]),
     (
         "completion write fails",
-        &["completion-fails", "answer-to-the-completion-is-lost", "completion-fails-once"],
+        &["completion-fails", "reply-to-the-completion-is-lost", "completion-fails-once"],
     ),
     ("a stale owner completes", &["stale-owner-is-fenced", "stopped-and-replaced-owner-is-fenced"]),
     ("client hangs up", &["client-hangs-up", "client-half-closes", "client-hangs-up-while-reading"]),

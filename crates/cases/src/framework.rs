@@ -129,12 +129,12 @@ impl Service<Request<Incoming>> for Asked {
                 read_request(&serde_json::from_slice(&asked)?).ok_or(io::ErrorKind::InvalidData)?;
             let (parts, body) = backend.call(execution).await?.into_parts();
             let body = hex(&body.collect().await?.to_bytes());
-            let answer = json!({
+            let response = json!({
                 "status": parts.status.as_u16(),
                 "fields": write_fields(&parts.headers),
                 "body": body,
             });
-            Ok(Response::new(answer.to_string().into()))
+            Ok(Response::new(response.to_string().into()))
         })
     }
 }

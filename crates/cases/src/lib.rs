@@ -6,7 +6,7 @@
 //! [reason](table::Case::reason_against): the case makes no sense there, or another target shows the same.
 //!
 //! The service is the same for all cases ([`Backend`](backend::Backend)): it counts its effects, and each execution
-//! gives another answer, so that a second execution cannot look like a replay.
+//! gives another response, so that a second execution cannot look like a replay.
 
 pub mod backend;
 pub mod client;

@@ -68,7 +68,7 @@ pub struct Plan {
     pub on_abandoned: Option<OnAbandoned>,
     /// The reply to questions about an abandoned attempt.
     pub reconcile: Option<ReconcileReply>,
-    /// The policy for answers from 500 to 599.
+    /// The policy for responses from 500 to 599.
     pub server_errors: Option<ServerErrors>,
     /// The largest body of a request.
     pub max_request_body: Option<usize>,
@@ -76,7 +76,7 @@ pub struct Plan {
     pub request_budget: Option<usize>,
     /// The largest body that is stored.
     pub max_response_body: Option<usize>,
-    /// The time for which the sidecar waits for an answer.
+    /// The time for which the sidecar waits for a response.
     pub upstream_timeout: Option<Duration>,
     /// Executes without protection while the store is unavailable.
     pub fail_open: bool,
@@ -91,7 +91,7 @@ pub struct Plan {
 /// A reply to a question about an abandoned attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReconcileReply {
-    /// It happened, and [`FOUND`] was its answer.
+    /// It happened, and [`FOUND`] was its response.
     Found,
     /// It did not happen.
     NotFound,
@@ -99,7 +99,7 @@ pub enum ReconcileReply {
     Unclear,
 }
 
-/// The answer of an attempt that happened.
+/// The response of an attempt that happened.
 pub const FOUND: &str = "found when asked";
 
 impl Reconcile for ReconcileReply {
@@ -111,8 +111,8 @@ impl Reconcile for ReconcileReply {
         let word = match self {
             Self::Found => {
                 let media = ("content-type", &b"text/plain"[..]);
-                let answer = StoredResponse::new(202, &[media], &[FOUND.into()], &[]);
-                Reconciled::Happened(answer.expect("an answer that can be kept"))
+                let response = StoredResponse::new(202, &[media], &[FOUND.into()], &[]);
+                Reconciled::Happened(response.expect("a response that can be kept"))
             }
             Self::NotFound => Reconciled::DidNotHappen,
             Self::Unclear => Reconciled::CannotTell,
@@ -183,7 +183,7 @@ impl Default for Plan {
             fingerprint_raw: false,
             lease: None,
             retention: None,
-            // Most cases check the answer while the first request runs.
+            // Most cases check the response while the first request runs.
             wait: Some(Duration::ZERO),
             on_abandoned: None,
             reconcile: None,

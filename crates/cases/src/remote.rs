@@ -59,8 +59,8 @@ impl StoreServer {
                     }
                     let Some((id, command)) = read_asked(&asked) else { return };
                     // The caller may have left by now; its command is executed anyway.
-                    let answer = store.apply(id, command).await;
-                    send(&mut stream, &write_reply(&answer)).await;
+                    let reply = store.apply(id, command).await;
+                    send(&mut stream, &write_reply(&reply)).await;
                 });
             }
         });
@@ -81,13 +81,13 @@ struct RemoteStore {
 
 impl RemoteStore {
     async fn ask(&self, asked: Value) -> Result<Value, StoreError> {
-        let answer = tokio::time::timeout(Duration::from_secs(5), async {
+        let reply = tokio::time::timeout(Duration::from_secs(5), async {
             let mut stream = TcpStream::connect(self.address).await.ok()?;
             send(&mut stream, &asked).await;
             receive(&mut stream).await
         });
         let away = || StoreError::unavailable("the store's process is away");
-        answer.await.ok().flatten().ok_or_else(away)
+        reply.await.ok().flatten().ok_or_else(away)
     }
 }
 
@@ -107,9 +107,9 @@ impl Store for RemoteStore {
 
     fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
         Box::pin(async move {
-            let answer = self.ask(json!([id.to_string(), ["lookup"]])).await?;
-            let broken = || StoreError::unavailable(format!("no record: {answer}"));
-            match &answer[0] {
+            let reply = self.ask(json!([id.to_string(), ["lookup"]])).await?;
+            let broken = || StoreError::unavailable(format!("no record: {reply}"));
+            match &reply[0] {
                 Value::Null => Ok(None),
                 record => {
                     let bytes = record.as_str().and_then(unhex).ok_or_else(broken)?;
@@ -249,8 +249,8 @@ fn read_asked(asked: &Value) -> Option<(RecordId, Command)> {
     Some((id, command))
 }
 
-fn write_reply(answer: &Result<Outcome, StoreError>) -> Value {
-    match answer {
+fn write_reply(reply: &Result<Outcome, StoreError>) -> Value {
+    match reply {
         Ok(Outcome::Execute(grant)) => json!(["execute", {
             "token": grant.token.get(),
             "attempts": grant.attempts,
@@ -267,11 +267,11 @@ fn write_reply(answer: &Result<Outcome, StoreError>) -> Value {
     }
 }
 
-fn read_reply(answer: &Value) -> Result<Outcome, StoreError> {
-    let broken = || StoreError::unavailable(format!("no answer: {answer}"));
+fn read_reply(reply: &Value) -> Result<Outcome, StoreError> {
+    let broken = || StoreError::unavailable(format!("no reply: {reply}"));
     let number = |value: &Value| value.as_u64().ok_or_else(broken);
-    let detail = &answer[1];
-    Ok(match answer[0].as_str().ok_or_else(broken)? {
+    let detail = &reply[1];
+    Ok(match reply[0].as_str().ok_or_else(broken)? {
         "execute" => Outcome::Execute(Grant {
             token: FencingToken::new(number(&detail["token"])?),
             attempts: u32::try_from(number(&detail["attempts"])?).map_err(|_| broken())?,
@@ -290,7 +290,7 @@ fn read_reply(answer: &Value) -> Result<Outcome, StoreError> {
         "Completed" => Outcome::Completed,
         "Released" => Outcome::Released,
         "Fenced" => Outcome::Fenced,
-        "error" if detail == true => return Err(StoreError::corrupt(answer[2].to_string())),
+        "error" if detail == true => return Err(StoreError::corrupt(reply[2].to_string())),
         _ => return Err(broken()),
     })
 }
@@ -414,11 +414,11 @@ where
             }
             let media =
                 parts.headers.get("content-type").and_then(|value| value.to_str().ok()).unwrap_or_default();
-            let answer = Connection::open(backend).await.exchange(&outgoing.body(media, body)).await;
-            let answer = answer.map_err(|broken| std::io::Error::other(format!("{broken:?}")))?;
-            let mut response = Response::new(Full::new(answer.body));
-            *response.status_mut() = StatusCode::from_u16(answer.head.status).expect("a status");
-            *response.headers_mut() = fields(&answer.head.fields);
+            let reply = Connection::open(backend).await.exchange(&outgoing.body(media, body)).await;
+            let reply = reply.map_err(|broken| std::io::Error::other(format!("{broken:?}")))?;
+            let mut response = Response::new(Full::new(reply.body));
+            *response.status_mut() = StatusCode::from_u16(reply.head.status).expect("a status");
+            *response.headers_mut() = fields(&reply.head.fields);
             Ok(response)
         })
     }

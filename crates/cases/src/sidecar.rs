@@ -131,8 +131,8 @@ impl Sidecar {
     /// The value of a series in its metrics.
     pub async fn metric(&self, series: &str) -> Option<f64> {
         let request = Request::new("GET", "/metrics").host("127.0.0.1");
-        let answer = Connection::open(self.admin).await.exchange(&request).await.expect("an answer");
-        let text = String::from_utf8_lossy(&answer.body).into_owned();
+        let response = Connection::open(self.admin).await.exchange(&request).await.expect("a response");
+        let text = String::from_utf8_lossy(&response.body).into_owned();
         text.lines().find_map(|line| line.strip_prefix(series)?.trim().parse().ok())
     }
 

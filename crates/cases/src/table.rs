@@ -193,21 +193,21 @@ pub struct Step {
 /// The expected result of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Expect {
-    /// The request takes effect and gets the answer of that execution.
+    /// The request takes effect and gets the response of that execution.
     Executes,
     /// The request takes effect as if there were no layer.
     Passes,
-    /// The request gets the answer of the step with this number, counted from 0.
+    /// The request gets the response of the step with this number, counted from 0.
     Replays(usize),
     /// The request is refused with this slug.
     Refused(&'static str),
     /// The HTTP server or the layer refuses the request.
     Rejected,
-    /// The request is refused or takes effect, but gets no earlier answer.
+    /// The request is refused or takes effect, but gets no earlier response.
     NotReplayed,
 }
 
-/// Expects that the request takes effect and gets the answer of that execution.
+/// Expects that the request takes effect and gets the response of that execution.
 pub fn executes(request: Request) -> Step {
     Step { request, expect: Expect::Executes, status: None }
 }
@@ -217,7 +217,7 @@ pub fn passes(request: Request) -> Step {
     Step { request, expect: Expect::Passes, status: None }
 }
 
-/// Expects the answer of the step with this number, counted from 0.
+/// Expects the response of the step with this number, counted from 0.
 pub fn replays(of: usize, request: Request) -> Step {
     Step { request, expect: Expect::Replays(of), status: None }
 }
@@ -233,7 +233,7 @@ pub fn rejected(request: Request) -> Step {
 }
 
 impl Step {
-    /// Expects that the request is refused or takes effect, but gets no earlier answer.
+    /// Expects that the request is refused or takes effect, but gets no earlier response.
     #[must_use]
     pub fn not_replayed(request: Request) -> Self {
         Self { request, expect: Expect::NotReplayed, status: None }
@@ -248,13 +248,13 @@ impl Step {
 }
 
 async fn run_steps(world: World, steps: Vec<Step>) {
-    let mut answers: Vec<Response> = Vec::new();
+    let mut responses: Vec<Response> = Vec::new();
     for (number, step) in steps.into_iter().enumerate() {
         let before = world.backend.effects();
-        let answer = world.send(step.request.clone()).await;
+        let response = world.send(step.request.clone()).await;
         let effects = world.backend.effects() - before;
         let shown = format!(
-            "step {number}, {} {} key {:?}: {answer:?}",
+            "step {number}, {} {} key {:?}: {response:?}",
             step.request.method,
             step.request.target,
             step.request.sent(world.plan.carrier()).map(|key| key.escape_ascii().to_string()),
@@ -267,30 +267,30 @@ async fn run_steps(world: World, steps: Vec<Step>) {
         assert_eq!(effects, expected, "effects of {shown}");
         match step.expect {
             Expect::Executes => {
-                assert_eq!(answer.status(), step.status.unwrap_or(201), "{shown}");
-                assert_fresh(&world.plan, &step.request, &answer);
+                assert_eq!(response.status(), step.status.unwrap_or(201), "{shown}");
+                assert_fresh(&world.plan, &step.request, &response);
             }
             Expect::Passes => {
-                assert_eq!(answer.status(), step.status.unwrap_or(201), "{shown}");
-                assert_eq!(answer.get(world.plan.marker()), None, "{shown}");
-                assert_eq!(answer.get(world.plan.carrier()), None, "{shown}");
+                assert_eq!(response.status(), step.status.unwrap_or(201), "{shown}");
+                assert_eq!(response.get(world.plan.marker()), None, "{shown}");
+                assert_eq!(response.get(world.plan.carrier()), None, "{shown}");
             }
-            Expect::Replays(of) => assert_replay(&world.plan, &step.request, &answers[of], &answer),
-            Expect::Refused(slug) => assert_refusal(slug, &answer),
-            Expect::NotReplayed => assert_eq!(answer.get(world.plan.marker()), None, "{shown}"),
-            Expect::Rejected => assert!((400..500).contains(&answer.status()), "{shown}"),
+            Expect::Replays(of) => assert_replay(&world.plan, &step.request, &responses[of], &response),
+            Expect::Refused(slug) => assert_refusal(slug, &response),
+            Expect::NotReplayed => assert_eq!(response.get(world.plan.marker()), None, "{shown}"),
+            Expect::Rejected => assert!((400..500).contains(&response.status()), "{shown}"),
         }
-        answers.push(answer);
+        responses.push(response);
     }
 }
 
-/// Asserts that the answer is the first one under its key: no marker, and the key as it was sent.
-pub fn assert_fresh(plan: &Plan, request: &Request, answer: &Response) {
-    assert_eq!(answer.get(plan.marker()), None, "marked as a replay: {answer:?}");
-    assert_echo(plan, request, answer);
+/// Asserts that the response is the first one under its key: no marker, and the key as it was sent.
+pub fn assert_fresh(plan: &Plan, request: &Request, response: &Response) {
+    assert_eq!(response.get(plan.marker()), None, "marked as a replay: {response:?}");
+    assert_echo(plan, request, response);
 }
 
-/// Asserts that the answer is a marked copy of the earlier one, with the key as it was sent this time.
+/// Asserts that the response is a marked copy of the earlier one, with the key as it was sent this time.
 pub fn assert_replay(plan: &Plan, request: &Request, first: &Response, again: &Response) {
     assert_eq!(again.status(), first.status(), "{again:?}\nfirst {first:?}");
     assert_eq!(again.body, first.body, "{again:?}\nfirst {first:?}");
@@ -300,15 +300,15 @@ pub fn assert_replay(plan: &Plan, request: &Request, first: &Response, again: &R
     assert!(plan.key_json.is_none() || again.all(plan.carrier()) == first.all(plan.carrier()), "{again:?}");
 }
 
-/// Asserts that the answer has the key as it was sent, once, or the key that was built from the body.
-pub fn assert_echo(plan: &Plan, request: &Request, answer: &Response) {
+/// Asserts that the response has the key as it was sent, once, or the key that was built from the body.
+pub fn assert_echo(plan: &Plan, request: &Request, response: &Response) {
     if plan.key_json.is_some() {
-        let [key] = answer.all(plan.carrier())[..] else { panic!("no key, or several: {answer:?}") };
-        assert!(key.starts_with(b"\"json-") && key.ends_with(b"\"") && key.len() == 71, "{answer:?}");
+        let [key] = response.all(plan.carrier())[..] else { panic!("no key, or several: {response:?}") };
+        assert!(key.starts_with(b"\"json-") && key.ends_with(b"\"") && key.len() == 71, "{response:?}");
         return;
     }
     let sent = request.sent(plan.carrier()).expect("a key").trim_ascii();
-    assert_eq!(answer.all(plan.carrier()), [sent], "the key as it was sent: {answer:?}");
+    assert_eq!(response.all(plan.carrier()), [sent], "the key as it was sent: {response:?}");
 }
 
 /// Slug, status, and the members `retry` and `title` if the protocol defines them.
@@ -332,41 +332,44 @@ const REFUSALS: &[(&str, u16, Option<&str>, Option<&str>)] = &[
     ("upstream-unreachable", 502, Some("same-key"), None),
 ];
 
-/// Asserts that the answer is a refusal with this slug and the status of the protocol's table.
-pub fn assert_refusal(slug: &str, answer: &Response) {
+/// Asserts that the response is a refusal with this slug and the status of the protocol's table.
+pub fn assert_refusal(slug: &str, response: &Response) {
     let row = REFUSALS.iter().find(|row| row.0 == slug).expect("a slug of the protocol");
-    assert_problem(slug, row.1, answer);
+    assert_problem(slug, row.1, response);
 }
 
-/// Asserts that the answer is a refusal with this slug and status.
-pub fn assert_problem(slug: &str, status: u16, answer: &Response) {
+/// Asserts that the response is a refusal with this slug and status.
+pub fn assert_problem(slug: &str, status: u16, response: &Response) {
     let &(_, _, retry, title) = REFUSALS.iter().find(|row| row.0 == slug).expect("a slug of the protocol");
-    assert_eq!(answer.status(), status, "{slug}: {answer:?}");
-    assert_eq!(answer.get("content-type"), Some("application/problem+json"), "{answer:?}");
-    assert_eq!(answer.get("cache-control"), Some("no-store"), "{answer:?}");
-    assert_eq!(answer.get("age"), None, "{answer:?}");
-    assert_eq!(answer.get("idempotent-replayed"), None, "{answer:?}");
-    let problem = answer.json();
-    assert_eq!(problem["type"], format!("urn:oncegate:problem:{slug}"), "{answer:?}");
-    assert_eq!(problem["status"], status, "{answer:?}");
+    assert_eq!(response.status(), status, "{slug}: {response:?}");
+    assert_eq!(response.get("content-type"), Some("application/problem+json"), "{response:?}");
+    assert_eq!(response.get("cache-control"), Some("no-store"), "{response:?}");
+    assert_eq!(response.get("age"), None, "{response:?}");
+    assert_eq!(response.get("idempotent-replayed"), None, "{response:?}");
+    let problem = response.json();
+    assert_eq!(problem["type"], format!("urn:oncegate:problem:{slug}"), "{response:?}");
+    assert_eq!(problem["status"], status, "{response:?}");
     match retry {
-        Some(retry) => assert_eq!(problem["retry"], retry, "{answer:?}"),
-        None => assert!(problem["retry"].is_string(), "{answer:?}"),
+        Some(retry) => assert_eq!(problem["retry"], retry, "{response:?}"),
+        None => assert!(problem["retry"].is_string(), "{response:?}"),
     }
     match title {
-        Some(title) => assert_eq!(problem["title"], title, "{answer:?}"),
-        None => assert!(problem["title"].as_str().is_some_and(|title| !title.is_empty()), "{answer:?}"),
+        Some(title) => assert_eq!(problem["title"], title, "{response:?}"),
+        None => assert!(problem["title"].as_str().is_some_and(|title| !title.is_empty()), "{response:?}"),
     }
-    assert!(!String::from_utf8_lossy(&answer.body).contains(MARK), "reveals the first answer: {answer:?}");
+    assert!(
+        !String::from_utf8_lossy(&response.body).contains(MARK),
+        "reveals the first response: {response:?}"
+    );
     if matches!(slug, "request-in-progress" | "store-unavailable" | "overloaded") {
-        retry_after(answer);
+        retry_after(response);
     }
 }
 
 /// The seconds in `Retry-After`, at least 1.
-pub fn retry_after(answer: &Response) -> u64 {
-    let seconds = answer.get("retry-after").and_then(|text| text.parse().ok());
-    let seconds = seconds.unwrap_or_else(|| panic!("no Retry-After in seconds: {answer:?}"));
-    assert!(seconds >= 1, "{answer:?}");
+pub fn retry_after(response: &Response) -> u64 {
+    let seconds = response.get("retry-after").and_then(|text| text.parse().ok());
+    let seconds = seconds.unwrap_or_else(|| panic!("no Retry-After in seconds: {response:?}"));
+    assert!(seconds >= 1, "{response:?}");
     seconds
 }

@@ -74,7 +74,7 @@ pub enum StoreKind {
     RedisCluster,
     /// In PostgreSQL.
     Postgres,
-    /// In PostgreSQL, with Redis as a cache of answers.
+    /// In PostgreSQL, with Redis as a cache of responses.
     Cached,
 }
 
@@ -109,9 +109,9 @@ impl StoreKind {
 /// The decision of an operator about an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OperatorDecision {
-    /// It happened, and its answer is [`RESOLVED`] with status 202.
+    /// It happened, and its response is [`RESOLVED`] with status 202.
     Happened,
-    /// It happened, and its answer is unknown.
+    /// It happened, and its response is unknown.
     HappenedWithoutResponse,
     /// It did not happen.
     DidNotHappen,
@@ -125,7 +125,7 @@ pub enum OperatorDecision {
     AmendedToDidNotHappen,
 }
 
-/// The answer that an operator gives.
+/// The response that an operator gives.
 pub const RESOLVED: &str = "what the ledger says";
 
 /// The environment of one case. Everything that it started ends when it is dropped.
@@ -402,11 +402,12 @@ impl World {
     pub async fn resolve(&self, record: &str, verdict: OperatorDecision) -> bool {
         if let Some(Instance::Layer { engine, .. }) = &self.instance {
             let fields = [("content-type", &b"text/plain"[..])];
-            let answer = StoredResponse::new(202, &fields, &[RESOLVED.into()], &[]).expect("a small answer");
+            let response =
+                StoredResponse::new(202, &fields, &[RESOLVED.into()], &[]).expect("a small response");
             let command = Command::Resolve(Resolve {
                 resolution: match verdict {
                     OperatorDecision::Happened | OperatorDecision::AmendedToHappened => {
-                        Resolution::Complete(Some(answer))
+                        Resolution::Complete(Some(response))
                     }
                     OperatorDecision::HappenedWithoutResponse => Resolution::Complete(None),
                     OperatorDecision::DidNotHappen
@@ -451,9 +452,9 @@ impl World {
         body["reason"] = "in the ledger".into();
         body["actor"] = "cases".into();
         let request = Request::post(&format!("/v1/keys/{record}/{path}")).json(body.to_string());
-        let answer = self.admin(request).await;
-        assert!([200, 204, 404, 409, 422].contains(&answer.status()), "{answer:?}");
-        answer.status() < 300
+        let response = self.admin(request).await;
+        assert!([200, 204, 404, 409, 422].contains(&response.status()), "{response:?}");
+        response.status() < 300
     }
 
     /// The newest entry of the audit trail: state before, state after, actor, reason.
@@ -471,8 +472,8 @@ impl World {
     /// Sends a request to the admin address of the sidecar.
     pub async fn admin(&self, request: Request) -> Response {
         let Some(Instance::Sidecar(sidecar)) = &self.instance else { panic!("there is no sidecar") };
-        let answer = Connection::open(sidecar.admin).await.exchange(&request.host("127.0.0.1")).await;
-        answer.unwrap_or_else(|broken| panic!("no answer: {broken:?}"))
+        let response = Connection::open(sidecar.admin).await.exchange(&request.host("127.0.0.1")).await;
+        response.unwrap_or_else(|broken| panic!("no response: {broken:?}"))
     }
 
     /// Opens a connection to the deployment.
@@ -490,12 +491,12 @@ impl World {
         request
     }
 
-    /// Sends a request on a new connection and returns its answer.
+    /// Sends a request on a new connection and returns its response.
     ///
     /// # Panics
-    /// If there is no answer.
+    /// If there is no response.
     pub async fn send(&self, request: Request) -> Response {
-        self.try_send(request).await.unwrap_or_else(|broken| panic!("no answer: {broken:?}"))
+        self.try_send(request).await.unwrap_or_else(|broken| panic!("no response: {broken:?}"))
     }
 
     /// Sends a request on a new connection.
@@ -514,12 +515,12 @@ impl World {
     pub async fn settled(&self, request: &Request) -> Response {
         let mut last = None;
         until("the request is no longer in progress", async || {
-            let answer = self.send(request.clone()).await;
-            let in_progress = answer.status() == 409;
-            last = Some(answer);
+            let response = self.send(request.clone()).await;
+            let in_progress = response.status() == 409;
+            last = Some(response);
             !in_progress
         })
         .await;
-        last.expect("an answer")
+        last.expect("a response")
     }
 }

@@ -156,14 +156,14 @@ fn cache(cached: &CachedChoice, report: &mut Report) {
     let keep = duration_text(cached.keep);
     match &cached.cache {
         cache @ CacheChoice::Memory(_) => {
-            report.ok(format!("cache {cache}: answers are kept for {keep} at most"));
+            report.ok(format!("cache {cache}: responses are kept for {keep} at most"));
         }
         CacheChoice::Directory(dir) => store(dir, report),
         cache @ CacheChoice::Redis(options) => {
             let options = (**options).clone().with_danger_allow_eviction(true);
             match redis_findings(&options) {
                 Ok(_) => {
-                    report.ok(format!("cache {cache}: can be used; answers are kept for {keep} at most"))
+                    report.ok(format!("cache {cache}: can be used; responses are kept for {keep} at most"))
                 }
                 Err(error) => {
                     report.warn(format!(
@@ -276,7 +276,7 @@ fn existing_store(dir: &Path, report: &mut Report) {
     if !dir.join(RECORDS).exists() {
         return report.ok(format!("store {shown}: has no records; the first start creates it"));
     }
-    if let Some(warning) = readable_by_all_users("every stored answer", &dir.join(RECORDS)) {
+    if let Some(warning) = readable_by_all_users("every stored response", &dir.join(RECORDS)) {
         report.warn(warning);
     }
     match oncegate_embedded::check(&EmbeddedOptions::new(dir)) {

@@ -2,7 +2,7 @@
 //! and of paused processes.
 //!
 //! `ONCEGATE_FAILPOINT` names the point: `executing` (the claim is durable, nothing was sent to the upstream yet), `executed`
-//! (the upstream has answered, nothing of the answer is written), `completed` (the completion is durable, no response was
+//! (the upstream has answered, nothing of the response is written), `completed` (the completion is durable, no response was
 //! sent). With the prefix `stop:`, the process stops itself there once with a signal, and goes on when it is continued.
 
 use std::sync::atomic::{AtomicBool, Ordering};

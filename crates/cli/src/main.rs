@@ -73,10 +73,10 @@ enum Command {
     ///
     /// Exit codes as for `oncegate keys`.
     Clock(ClockArgs),
-    /// Sends one request until there is a definite answer: for scripts and cron jobs, where curl --retry would pay twice.
+    /// Sends one request until there is a definite response: for scripts and cron jobs, where curl --retry would pay twice.
     ///
     /// Every attempt carries the same Idempotency-Key. With --journal the intent is on disk before it is sent, and survives
-    /// this process: `oncegate call --resume --journal DIR` continues it. The body of the answer is written to the standard
+    /// this process: `oncegate call --resume --journal DIR` continues it. The body of the response is written to the standard
     /// output, all messages to the standard error.
     #[command(after_long_help = call::exit_codes())]
     Call(Box<CallArgs>),

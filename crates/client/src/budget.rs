@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 /// A bucket of tokens that all intents of a client share. It keeps retries from making an outage worse: when most requests
 /// fail, retries stop and first attempts go on.
 ///
-/// The bucket starts full. A retry takes tokens, twice as many after a time-out. An intent that ends with an answer from the
+/// The bucket starts full. A retry takes tokens, twice as many after a time-out. An intent that ends with a response from the
 /// service returns the tokens of its last retry, or one token if it needed no retry. Waiting for a request in progress costs
 /// nothing. These are the rules of the AWS SDKs.
 #[derive(Debug)]
@@ -47,7 +47,7 @@ impl RetryBudget {
         Some(cost)
     }
 
-    /// Returns the cost of the last retry of an intent that has its answer, or one token if there was no retry.
+    /// Returns the cost of the last retry of an intent that has its response, or one token if there was no retry.
     pub(crate) fn give(&self, last: Option<u32>) {
         let mut tokens = self.tokens.lock().unwrap_or_else(PoisonError::into_inner);
         *tokens = tokens.saturating_add(last.unwrap_or(1)).min(self.capacity);

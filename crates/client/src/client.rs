@@ -1,4 +1,4 @@
-//! The client: sends intents until there is a definite answer.
+//! The client: sends intents until there is a definite response.
 
 use std::fmt;
 use std::sync::Arc;
@@ -21,14 +21,14 @@ use crate::report::{DefiniteResponse, SendError, SendErrorKind};
 use crate::send::{AttemptSender, RequestInfo, RequestRunner, is_repeatable, is_safe};
 use crate::verdict::{Protection, Verdict};
 
-/// Sends one request once. The [`Client`] judges the answer and decides about retries.
+/// Sends one request once. The [`Client`] judges the response and decides about retries.
 ///
 /// A transport must not follow redirects, and must not retry by itself.
 pub trait Transport: Send + Sync {
-    /// The body of an answer.
+    /// The body of a response.
     type Body: Body<Data = Bytes, Error: Into<BoxError>> + Send;
 
-    /// Sends the request, and returns when the head of the answer has arrived.
+    /// Sends the request, and returns when the head of the response has arrived.
     ///
     /// # Errors
     /// [`AttemptFailure`], which tells if the request may have been processed.
@@ -38,7 +38,7 @@ pub trait Transport: Send + Sync {
     ) -> impl Future<Output = Result<Response<Self::Body>, AttemptFailure>> + Send;
 }
 
-/// Sends each intent under its own key until there is a definite answer or the policy ends it.
+/// Sends each intent under its own key until there is a definite response or the policy ends it.
 ///
 /// Cheap to clone if the transport is. Clones share the retry budget.
 #[derive(Clone)]
@@ -100,7 +100,7 @@ impl<T: Transport> Client<T> {
         self
     }
 
-    /// Sends the intent until there is a definite answer or a reason to stop.
+    /// Sends the intent until there is a definite response or a reason to stop.
     ///
     /// A response counts only when it was read to its end. If it is larger than
     /// [the limit](RetryPolicy::with_max_response_bytes), the intent ends as [`SendErrorKind::ResponseTooLarge`] with the head of
@@ -143,12 +143,12 @@ impl<T: Transport> Client<T> {
         let sent = self.send_until(intent, opened.as_ref()).await;
         let noted = match (&sent, opened) {
             // It can be sent under the same key when the reason is fixed.
-            (Ok(answer), Some(opened))
-                if answer.verdict == Verdict::TurnedAway && !is_safe(intent.method()) =>
+            (Ok(outcome), Some(opened))
+                if outcome.verdict == Verdict::TurnedAway && !is_safe(intent.method()) =>
             {
                 opened.entry.never_sent().await
             }
-            (Ok(answer), Some(opened)) => opened.entry.close(answer).await,
+            (Ok(outcome), Some(opened)) => opened.entry.close(outcome).await,
             (Err(open), Some(opened)) if !open.may_have_taken_effect() => opened.entry.never_sent().await,
             _ => Ok(()),
         };

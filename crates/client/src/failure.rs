@@ -13,7 +13,7 @@ pub struct AttemptFailure {
     source: BoxError,
 }
 
-/// The kind of failure of an attempt without an answer.
+/// The kind of failure of an attempt without a response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum AttemptFailureKind {
@@ -33,7 +33,7 @@ impl AttemptFailureKind {
             Self::NotSent => "the request was not sent",
             Self::NotProcessed => "the service did not process the request",
             Self::Unsendable => "the request cannot be sent",
-            Self::Doubtful => "the request has no answer",
+            Self::Doubtful => "the request has no response",
         }
     }
 }
@@ -60,7 +60,7 @@ impl AttemptFailure {
 /// Returns `true` if HTTP/2 guarantees that the request was not processed.
 ///
 /// That is a stream that the peer refused, or a stream above the last one of the peer's GOAWAY (RFC 9113, 6.8 and 8.7). The
-/// error must be that of a request without an answer.
+/// error must be that of a request without a response.
 #[cfg(feature = "http2")]
 #[must_use]
 pub fn was_refused_by_http2(error: &(dyn Error + 'static)) -> bool {

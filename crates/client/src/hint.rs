@@ -1,4 +1,4 @@
-//! Hints in an answer, beyond its status, about the next step.
+//! Hints in a response, beyond its status, about the next step.
 
 use http::header::CONTENT_TYPE;
 use http::{HeaderMap, StatusCode};
@@ -13,18 +13,18 @@ const MAX_PROBLEM_BYTES: usize = 64 * 1024;
 /// The usual members for the name of an error.
 const NAMES: [&str; 5] = ["type", "code", "name", "error.code", "error.type"];
 
-/// The hints in an answer.
+/// The hints in a response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Hint {
     /// The signal of the first rule that applies.
     pub(crate) signal: Option<Signal>,
     /// The member `retry` of a problem: `Ok` is to send the same request again, `Err` is other advice.
     pub(crate) retry: Option<Result<(), Advice>>,
-    /// The answer names its error.
+    /// The response names its error.
     pub(crate) is_named: bool,
 }
 
-/// Returns `true` if the answer is marked as a replay.
+/// Returns `true` if the response is marked as a replay.
 pub(crate) fn is_replay(status: StatusCode, headers: &HeaderMap) -> bool {
     SIGNAL_RULES.iter().any(|row| row.signal == Signal::Replayed && row.applies(status, headers, None))
 }
@@ -38,7 +38,7 @@ pub(crate) fn should_retry(headers: &HeaderMap) -> Option<bool> {
     }
 }
 
-/// Reads the hints from the headers of an answer and from a JSON body: problem details (RFC 9457), or a service's own format.
+/// Reads the hints from the headers of a response and from a JSON body: problem details (RFC 9457), or a service's own format.
 pub(crate) fn read(status: StatusCode, headers: &HeaderMap, body: &[u8]) -> Hint {
     let is_json = headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok()).is_some_and(is_json);
     let body = if is_json && body.len() <= MAX_PROBLEM_BYTES {

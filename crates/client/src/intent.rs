@@ -79,7 +79,7 @@ impl Intent {
     /// Creates a corrected intent, with a new key, that replaces this one after a refusal.
     ///
     /// Give it the corrected body. If this intent has a derived key, derive another one. A [`Journal`](crate::Journal) does not
-    /// send the corrected intent while this one has no definite answer, because both could take effect.
+    /// send the corrected intent while this one has no definite response, because both could take effect.
     ///
     /// # Errors
     /// As [`Intent::new`].
@@ -173,8 +173,8 @@ impl Intent {
         Self { carrier: Some(carrier), ..self }
     }
 
-    /// Marks the request as possibly sent before, by any process, without a definite answer. A refusal is then definite only if
-    /// it is an answer about the operation itself.
+    /// Marks the request as possibly sent before, by any process, without a definite response. A refusal is then definite only if
+    /// it is a response about the operation itself.
     #[must_use]
     pub fn sent_before(self) -> Self {
         Self { sent_before: true, ..self }

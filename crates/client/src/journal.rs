@@ -31,7 +31,7 @@ use crate::report::{DefiniteResponse, SendError, SendErrorKind};
 /// The future of a call of a [`Journal`].
 pub type JournalFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 
-/// Keeps intents beyond the end of their process. The next process finds the intents without a definite answer and sends them
+/// Keeps intents beyond the end of their process. The next process finds the intents without a definite response and sends them
 /// again. `JournalDir`, with the feature `journal`, keeps them in a directory.
 pub trait Journal: Send + Sync + 'static {
     /// Stores the intent before it is sent for the first time, or opens the stored intent of its key.
@@ -48,16 +48,16 @@ pub trait Journal: Send + Sync + 'static {
 /// An intent in a [`Journal`] that is being sent.
 ///
 /// Dropping the entry leaves the intent in the journal for a later process. That happens to an intent without a definite
-/// answer, and to one whose future was dropped.
+/// response, and to one whose future was dropped.
 pub trait JournalEntry: Send + Sync {
-    /// Notes that the intent has a definite answer and need not be sent again.
+    /// Notes that the intent has a definite response and need not be sent again.
     ///
     /// A journal should remember for some time that the intent was done ([`JournaledIntent::done_before`]). Otherwise a caller
     /// that makes the same intent again, after the service has forgotten the key, would have it done twice.
     ///
     /// # Errors
-    /// If the journal could not store this. The answer counts anyway.
-    fn close<'a>(self: Box<Self>, answer: &'a DefiniteResponse) -> JournalFuture<'a, Result<(), BoxError>>;
+    /// If the journal could not store this. The response counts anyway.
+    fn close<'a>(self: Box<Self>, response: &'a DefiniteResponse) -> JournalFuture<'a, Result<(), BoxError>>;
 
     /// Notes that no attempt of the intent was ever processed, by this process or an earlier one: no attempt arrived, or the
     /// service turned it away ([`Verdict::TurnedAway`](crate::Verdict::TurnedAway)).
@@ -99,8 +99,8 @@ impl JournaledIntent {
         Self { entry, sent_before, created_at: Some(created_at), key_lifetime, done_before: false }
     }
 
-    /// An intent that was done before, without its answer: the time of its creation, and the lifetime of its key. Within that
-    /// lifetime it is sent again for the same answer. After it, it is not sent ([`SendErrorKind::DoneBefore`]).
+    /// An intent that was done before, without its response: the time of its creation, and the lifetime of its key. Within that
+    /// lifetime it is sent again for the same response. After it, it is not sent ([`SendErrorKind::DoneBefore`]).
     #[must_use]
     pub fn done_before(
         entry: Box<dyn JournalEntry>,
@@ -126,7 +126,7 @@ pub enum JournalOpenError {
     /// Another process, or another task of this one, is sending the intent now.
     InFlight,
     /// The journal has another request or a damaged file under this key, or the intent that this one replaces has no definite
-    /// answer. A person must look at it.
+    /// response. A person must look at it.
     Conflict(BoxError),
     /// The intent may have been sent with other credentials. It can be sent with those.
     OtherCredentials(BoxError),

@@ -1,4 +1,4 @@
-//! The client side of *one key, one effect*: sends a request under one key until there is a definite answer.
+//! The client side of *one key, one effect*: sends a request under one key until there is a definite response.
 //!
 //! A client that got no reply must retry, and a retry of `POST /payments` charges twice unless the service recognizes the
 //! same payment. The unit here is therefore not the request but the **[`Intent`]**: an operation that must happen once. It has
@@ -30,12 +30,12 @@
 //!     .with_json(r#"{"order":"order-123","amount":5}"#);
 //!
 //! match client.send(&intent).await {
-//!     // Definite: it would be the same answer again. 4xx are among them.
-//!     Ok(answer) if answer.verdict == Verdict::Done => {
-//!         assert_eq!(answer.text(), r#"{"paid":5}"#);
-//!         assert_eq!((answer.attempts, answer.replayed), (1, false));
+//!     // Definite: it would be the same response again. 4xx are among them.
+//!     Ok(outcome) if outcome.verdict == Verdict::Done => {
+//!         assert_eq!(outcome.text(), r#"{"paid":5}"#);
+//!         assert_eq!((outcome.attempts, outcome.replayed), (1, false));
 //!     }
-//!     Ok(answer) => println!("refused: {}", answer.response.status()),
+//!     Ok(outcome) => println!("refused: {}", outcome.response.status()),
 //!     // Not definite. Send the same intent again, or let a person find out what happened.
 //!     Err(open) if !open.may_have_taken_effect() => {
 //!         println!("nothing happened: {}", ErrorChain(&open));
@@ -55,10 +55,10 @@
 //!
 //! The key is sent in `Idempotency-Key`, without quotes. [`Carrier`] sets another header, or quotes.
 //!
-//! # What an answer means
+//! # What a response means
 //! In this order; the first row that fits counts. *Again* is the same request under the same key.
 //!
-//! | answer | meaning |
+//! | response | meaning |
 //! |---|---|
 //! | none, a time-out, or a body that broke off, with any status | again |
 //! | 2xx, 303 | [`Verdict::Done`] |
@@ -81,7 +81,7 @@
 //! *Turned away* ([`Verdict::TurnedAway`]) is about the way to the operation and not about the operation: nothing took effect,
 //! and the same intent can be sent under the same key when the reason is fixed.
 //!
-//! **After an attempt that may have taken effect, no refusal is definite** unless it is marked as the answer to the key. A 401
+//! **After an attempt that may have taken effect, no refusal is definite** unless it is marked as the response to the key. A 401
 //! after a time-out does not prove that the card was not charged. Neither does a 422: services refuse a duplicate of a running
 //! request with it. After a refusal by the operation the client sends again under the same key, because a service that marks
 //! replays then marks it. If it stays unmarked, or if the request was refused before the operation, the intent ends as
@@ -97,7 +97,7 @@
 //!
 //! # Where it ends
 //! - A key protects as long as the service knows it, and a service that ignores it protects nothing.
-//! - An answer of HTTP/1 with neither length nor chunks ends where its connection ends. It is unknown if it is whole.
+//! - A response of HTTP/1 with neither length nor chunks ends where its connection ends. It is unknown if it is whole.
 //! - One layer of retries is enough. Turn those of the HTTP client off, as `ReqwestTransport` does.
 //! - Intents live in memory, unless there is a [`Journal`]. With the feature `journal`, `JournalDir` stores them, and the next
 //!   process after a crash continues them.

@@ -25,9 +25,9 @@ pub(crate) struct MiddlewareCore {
 
 /// The treatment of one request.
 pub(crate) enum RequestPlan {
-    /// The request has no key: it is sent once, and its answer is neither read nor judged.
+    /// The request has no key: it is sent once, and its response is neither read nor judged.
     PassThrough,
-    /// The request is sent until there is a definite answer.
+    /// The request is sent until there is a definite response.
     UntilDefinite(RequestInfo),
 }
 
@@ -67,7 +67,7 @@ impl MiddlewareCore {
         };
         match protection {
             Protection::Keyed => {}
-            // A request for a stream of events looks like any other `GET`. Reading its answer would withhold the events until
+            // A request for a stream of events looks like any other `GET`. Reading its response would withhold the events until
             // the end, and sending it again would begin the stream once more.
             _ if !self.retries_keyless => return Ok(RequestPlan::PassThrough),
             Protection::Once if self.runner.policy.api == Api::Idempotent => {
@@ -137,7 +137,7 @@ macro_rules! settings {
         /// Also retries requests without a key if their method allows it: `GET`, `HEAD`, `OPTIONS`, `TRACE`, `PUT` and `DELETE`.
         /// For [`Api::Plain`](crate::Api::Plain) it retries every request that was certainly not processed.
         ///
-        /// The whole answer is then read before it is passed on, so leave this off for a client that reads streams of events.
+        /// The whole response is then read before it is passed on, so leave this off for a client that reads streams of events.
         #[must_use]
         pub fn with_keyless_retries(mut self) -> Self {
             self.core.retries_keyless = true;

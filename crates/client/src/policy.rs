@@ -18,14 +18,14 @@ pub enum Api {
     Plain,
 }
 
-/// The meaning of an answer from 500 to 599 without further signals: not 501 to 505, not 511, no replay.
+/// The meaning of a response from 500 to 599 without further signals: not 501 to 505, not 511, no replay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ServerErrorPolicy {
-    /// Send again under the same key. A service that keeps such answers replays it, and a replay is final. A service that
+    /// Send again under the same key. A service that keeps such responses replays it, and a replay is final. A service that
     /// undid everything executes the request. This is the default for requests that can be repeated.
     Again,
-    /// The answer is final. For an API that keeps such answers but does not mark replays.
+    /// The response is final. For an API that keeps such responses but does not mark replays.
     Final,
     /// The outcome is unknown, and the client stops. Requests that cannot be repeated are always treated so.
     Unknown,
@@ -49,7 +49,7 @@ pub struct RetryPolicy {
 
 impl Default for RetryPolicy {
     /// Six attempts of at most 30 s within 2 min; pauses with full jitter from 200 ms, doubling up to 20 s; `Retry-After` up
-    /// to 1 min; keys valid for 24 h; answers up to 8 MiB.
+    /// to 1 min; keys valid for 24 h; responses up to 8 MiB.
     fn default() -> Self {
         Self {
             api: Api::Idempotent,
@@ -74,7 +74,7 @@ impl RetryPolicy {
         Self { api, ..self }
     }
 
-    /// Sets the meaning of an answer from 500 to 599 without further signals.
+    /// Sets the meaning of a response from 500 to 599 without further signals.
     #[must_use]
     pub fn with_server_errors(self, server_errors: ServerErrorPolicy) -> Self {
         Self { server_errors, ..self }
@@ -102,7 +102,7 @@ impl RetryPolicy {
         Ok(Self { base, cap: ConfigError::check("the longest pause", cap, base..=Duration::MAX)?, ..self })
     }
 
-    /// Sets the time-out of one attempt, to the end of its answer.
+    /// Sets the time-out of one attempt, to the end of its response.
     #[must_use]
     pub fn with_attempt_timeout(self, attempt_timeout: Duration) -> Self {
         Self { attempt_timeout, ..self }
@@ -128,7 +128,7 @@ impl RetryPolicy {
         Self { key_lifetime, ..self }
     }
 
-    /// Sets the largest answer that is read. See [`Client::send`](crate::Client::send).
+    /// Sets the largest response that is read. See [`Client::send`](crate::Client::send).
     #[must_use]
     pub fn with_max_response_bytes(self, bytes: usize) -> Self {
         Self { max_response_bytes: bytes, ..self }

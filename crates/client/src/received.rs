@@ -1,4 +1,4 @@
-//! Bodies of answers that were read before they are passed on.
+//! Bodies of responses that were read before they are passed on.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -8,7 +8,7 @@ use http::HeaderMap;
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::BodyExt;
 
-/// The body of an answer: the part that was read, and the rest if it is larger than the limit of the policy. It is passed on
+/// The body of a response: the part that was read, and the rest if it is larger than the limit of the policy. It is passed on
 /// byte for byte.
 #[derive(Debug)]
 pub struct ReceivedBody<B> {

@@ -1,4 +1,4 @@
-//! Definite answers, and the error without one.
+//! Definite responses, and the error without one.
 
 use std::borrow::Cow;
 use std::error::Error;
@@ -11,19 +11,19 @@ use http::Response;
 use crate::failure::BoxError;
 use crate::verdict::Verdict;
 
-/// The client's report about a definite answer. The middleware and the layer put it into the extensions of the response.
+/// The client's report about a definite response. The middleware and the layer put it into the extensions of the response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Report {
-    /// The meaning of the answer.
+    /// The meaning of the response.
     pub verdict: Verdict,
     /// The number of attempts of this call.
     pub attempts: u32,
-    /// The service marked the answer as a replay.
+    /// The service marked the response as a replay.
     pub replayed: bool,
 }
 
-/// A definite answer: the same request under the same key would get no other answer, except after
+/// A definite response: the same request under the same key would get no other response, except after
 /// [`Verdict::TurnedAway`].
 ///
 /// `Debug` shows neither headers nor body of the response.
@@ -31,11 +31,11 @@ pub struct Report {
 pub struct DefiniteResponse {
     /// The response of the service.
     pub response: Response<Bytes>,
-    /// The meaning of the answer.
+    /// The meaning of the response.
     pub verdict: Verdict,
     /// The number of attempts of this call.
     pub attempts: u32,
-    /// The service marked the answer as a replay.
+    /// The service marked the response as a replay.
     pub replayed: bool,
 }
 
@@ -47,9 +47,9 @@ impl DefiniteResponse {
     }
 }
 
-/// The intent has no definite answer. Check [`SendError::may_have_taken_effect`] first.
+/// The intent has no definite response. Check [`SendError::may_have_taken_effect`] first.
 ///
-/// `Display` and `Debug` show neither the key nor the address, and only the status of the answer.
+/// `Display` and `Debug` show neither the key nor the address, and only the status of the response.
 pub struct SendError(Box<Inner>);
 
 struct Inner {
@@ -61,7 +61,7 @@ struct Inner {
     source: Option<BoxError>,
 }
 
-/// The reason why there is no definite answer.
+/// The reason why there is no definite response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum SendErrorKind {
@@ -71,9 +71,9 @@ pub enum SendErrorKind {
     /// The last attempt was refused, or turned away before the operation, while an earlier attempt may have taken effect or may
     /// still run.
     ///
-    /// The answer was not marked as the answer to the key, so it tells nothing about the earlier attempt: many services refuse
-    /// a duplicate of a running request with a 4xx of their own. The same intent can be sent again later, or when the reason
-    /// is fixed.
+    /// The response was not marked as the response to the key, so it tells nothing about the earlier attempt: many services
+    /// refuse a duplicate of a running request with a 4xx of their own. The same intent can be sent again later, or when the
+    /// reason is fixed.
     TurnedAway,
     /// The largest number of attempts was reached.
     Attempts,
@@ -87,7 +87,7 @@ pub enum SendErrorKind {
     Body,
     /// The key is older than its lifetime, and the request may have been sent.
     KeyLifetime,
-    /// The answer is larger than the policy allows. [`SendError::response`] has its head.
+    /// The response is larger than the policy allows. [`SendError::response`] has its head.
     ResponseTooLarge,
     /// The request cannot be sent: its address is malformed, or the transport does not support its scheme.
     Unsendable,
@@ -96,7 +96,7 @@ pub enum SendErrorKind {
     /// Another process, or another task of this one, is sending the intent now. Nothing was sent by this call.
     InFlight,
     /// The journal has another request or a damaged file under this key, or the intent that this one replaces has no definite
-    /// answer. Nothing was sent by this call. A person must look at it.
+    /// response. Nothing was sent by this call. A person must look at it.
     JournalConflict,
     /// The file of the intent in the journal could not be opened, locked or read. Nothing was sent by this call. The same intent
     /// can be sent when that is fixed.
@@ -108,7 +108,7 @@ pub enum SendErrorKind {
     /// [`JournalDir::with_other_credentials`](crate::JournalDir::with_other_credentials).
     OtherCredentials,
     /// The intent was done before, and its key is older than its lifetime: sent again, it could take effect once more. Nothing
-    /// was sent by this call. The journal does not have the earlier answer.
+    /// was sent by this call. The journal does not have the earlier response.
     DoneBefore,
 }
 
@@ -152,8 +152,8 @@ impl SendError {
         self.0.may_have_taken_effect
     }
 
-    /// `true` if the same intent, sent again later, can get a definite answer. Otherwise a person must find out what happened;
-    /// after that the service may have an answer under the same key.
+    /// `true` if the same intent, sent again later, can get a definite response. Otherwise a person must find out what happened;
+    /// after that the service may have a response under the same key.
     #[must_use]
     pub fn is_resumable(&self) -> bool {
         match self.0.kind {
@@ -182,19 +182,19 @@ impl SendError {
         self.0.attempts
     }
 
-    /// The earliest time for the next attempt, if the last answer had a `Retry-After`.
+    /// The earliest time for the next attempt, if the last response had a `Retry-After`.
     #[must_use]
     pub fn come_back_at(&self) -> Option<SystemTime> {
         self.0.come_back_at
     }
 
-    /// The answer to the last attempt, if there was one. It is not definite.
+    /// The response to the last attempt, if there was one. It is not definite.
     #[must_use]
     pub fn response(&self) -> Option<&Response<Bytes>> {
         self.0.response.as_ref()
     }
 
-    /// Takes the last answer out.
+    /// Takes the last response out.
     #[must_use]
     pub fn into_response(self) -> Option<Response<Bytes>> {
         self.0.response
@@ -208,14 +208,14 @@ impl fmt::Display for SendError {
             SendErrorKind::Unknown => {
                 "it is not known if the request took effect, and sending it again does not tell"
             }
-            SendErrorKind::TurnedAway => "refused, while an earlier attempt has no definite answer",
-            SendErrorKind::Attempts => "no definite answer after as many attempts as are allowed",
-            SendErrorKind::Deadline => "no definite answer within the deadline",
-            SendErrorKind::Budget => "no definite answer, and too many retries fail to go on",
+            SendErrorKind::TurnedAway => "refused, while an earlier attempt has no definite response",
+            SendErrorKind::Attempts => "no definite response after as many attempts as are allowed",
+            SendErrorKind::Deadline => "no definite response within the deadline",
+            SendErrorKind::Budget => "no definite response, and too many retries fail to go on",
             SendErrorKind::ComeBackLater => "the Retry-After of the service is longer than the policy allows",
-            SendErrorKind::Body => "no definite answer, and the body cannot be sent again",
-            SendErrorKind::KeyLifetime => "no definite answer, and the service may have forgotten the key",
-            SendErrorKind::ResponseTooLarge => "the answer is larger than the policy allows",
+            SendErrorKind::Body => "no definite response, and the body cannot be sent again",
+            SendErrorKind::KeyLifetime => "no definite response, and the service may have forgotten the key",
+            SendErrorKind::ResponseTooLarge => "the response is larger than the policy allows",
             SendErrorKind::Unsendable => "the request cannot be sent",
             SendErrorKind::Journal => "the journal could not store the intent, so it was not sent",
             SendErrorKind::InFlight => "another process or task is sending it now",

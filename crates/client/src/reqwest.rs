@@ -21,11 +21,11 @@ use crate::middleware::{MiddlewareCore, RequestPlan, settings};
 use crate::report::{SendError, SendErrorKind};
 use crate::send::{AttemptSender, Redirected};
 
-/// The largest number of header lines of an answer. The default of reqwest, 100, is too small for some services. If the head
-/// of an answer cannot be read, the outcome of the operation stays in doubt.
+/// The largest number of header lines of a response. The default of reqwest, 100, is too small for some services. If the head
+/// of a response cannot be read, the outcome of the operation stays in doubt.
 const MAX_HEADER_LINES: usize = 1000;
 
-/// The largest head of an answer over HTTP/2, in bytes, for the same reason. The default is 16 KiB.
+/// The largest head of a response over HTTP/2, in bytes, for the same reason. The default is 16 KiB.
 #[cfg(feature = "http2")]
 const MAX_HEAD: u32 = 8 * 1024 * 1024;
 
@@ -44,10 +44,10 @@ impl ReqwestTransport {
         Self::build(reqwest::Client::builder())
     }
 
-    /// Builds the client, and turns its redirects and retries off. A redirect is the answer of the intent. After a redirect, a
+    /// Builds the client, and turns its redirects and retries off. A redirect is the response of the intent. After a redirect, a
     /// failed connection would no longer prove that nothing was sent.
     ///
-    /// The head of an answer may have 1000 header lines, and 8 MiB over HTTP/2. These settings override those of the builder.
+    /// The head of a response may have 1000 header lines, and 8 MiB over HTTP/2. These settings override those of the builder.
     ///
     /// # Errors
     /// The errors of [`reqwest::ClientBuilder::build`].
@@ -100,20 +100,20 @@ fn was_refused(error: &(dyn Error + 'static)) -> bool {
     }
 }
 
-/// Sends requests until there is a definite answer.
+/// Sends requests until there is a definite response.
 ///
 /// It takes the key of a request from its header, or from an [`IdempotencyKey`] among the extensions
-/// (`RequestBuilder::with_extension`). A request without a key is sent once, and its answer is passed on as it streams,
+/// (`RequestBuilder::with_extension`). A request without a key is sent once, and its response is passed on as it streams,
 /// unless [`with_keyless_retries`](Self::with_keyless_retries) is set.
 ///
-/// A definite answer has a [`Report`](crate::Report) among its extensions. Everything else is an error, in which
-/// [`send_error`] finds the [`SendError`] with the last answer, such as a 503.
+/// A definite response has a [`Report`](crate::Report) among its extensions. Everything else is an error, in which
+/// [`send_error`] finds the [`SendError`] with the last response, such as a 503.
 ///
 /// Turn redirects off in the client (`redirect::Policy::none()`) and set [`with_redirects_off`](Self::with_redirects_off).
 /// If a client follows redirects, the second address may refuse the connection after the first one did the operation.
 ///
 /// Set `http1_max_headers(1000)` and `http2_max_header_list_size` in the client, too. Without them reqwest reads 100 header
-/// lines of an answer, or 16 KiB over HTTP/2. A larger head ends the attempt without an answer ("message head is too large").
+/// lines of a response, or 16 KiB over HTTP/2. A larger head ends the attempt without a response ("message head is too large").
 /// The request is then sent again under its key until no attempts are left, and its outcome stays in doubt.
 pub struct IntentMiddleware {
     core: MiddlewareCore,
@@ -202,7 +202,7 @@ impl Middleware for IntentMiddleware {
 struct MiddlewareSender<'a, 'n> {
     request: Option<reqwest::Request>,
     resendable: bool,
-    /// The address of the request, then that of the last answer.
+    /// The address of the request, then that of the last response.
     url: Url,
     extensions: &'a mut Extensions,
     next: Next<'n>,

@@ -21,7 +21,7 @@ use crate::verdict::{AttemptContext, Doubt, Meaning, Protection, Verdict, judge}
 
 /// Sends the attempts of one request.
 pub(crate) trait AttemptSender: Send {
-    /// The body of an answer.
+    /// The body of a response.
     type Body: Body<Data = Bytes, Error: Into<BoxError>> + Send;
 
     /// Sends one attempt.
@@ -31,7 +31,7 @@ pub(crate) trait AttemptSender: Send {
     fn can_send_again(&self) -> bool;
 }
 
-/// Marks an answer from another address than that of the request: the transport followed a redirect.
+/// Marks a response from another address than that of the request: the transport followed a redirect.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Redirected;
 
@@ -70,7 +70,7 @@ pub(crate) fn is_safe(method: &Method) -> bool {
     matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS | Method::TRACE)
 }
 
-/// An attempt without a definite answer.
+/// An attempt without a definite response.
 struct IndefiniteAttempt {
     meaning: Meaning,
     pressure: Pressure,
@@ -95,7 +95,7 @@ impl RequestRunner {
         }
     }
 
-    /// Sends until there is a definite answer, or a reason to stop.
+    /// Sends until there is a definite response, or a reason to stop.
     pub(crate) async fn run<T: AttemptSender>(
         &self,
         ask: &RequestInfo,
@@ -124,7 +124,7 @@ impl RequestRunner {
                     }
                     tracing::debug!(
                         method = %ask.method, status = response.status().as_u16(), attempts,
-                        verdict = %report.verdict, replayed = report.replayed, "definite answer"
+                        verdict = %report.verdict, replayed = report.replayed, "definite response"
                     );
                     return Ok((response, report));
                 }
@@ -145,7 +145,7 @@ impl RequestRunner {
                             tracing::debug!(
                                 method = %ask.method, attempts, doubt,
                                 status = step.response.as_ref().map(|response| response.status().as_u16()),
-                                pause_ms = pause.as_millis() as u64, "no definite answer; sending again"
+                                pause_ms = pause.as_millis() as u64, "no definite response; sending again"
                             );
                             paid = Some(cost);
                             sleep(pause).await;
@@ -157,7 +157,7 @@ impl RequestRunner {
                 Ok(_) => SendErrorKind::KeyLifetime,
                 Err(why) => why,
             };
-            tracing::debug!(method = %ask.method, attempts, doubt, ?why, "no definite answer");
+            tracing::debug!(method = %ask.method, attempts, doubt, ?why, "no definite response");
             let now = self.wall();
             let come_back_at = step.retry_after.and_then(|after| now.checked_add(after));
             return Err(SendError::new(why, attempts, doubt)
@@ -224,7 +224,7 @@ impl RequestRunner {
         let after = retry_after(&head.headers, self.wall());
         let body = match ReceivedBody::read(body, self.policy.max_response_bytes).await {
             Ok(body) => body,
-            // A status with an incomplete body is not an answer. The same key gets it whole.
+            // A status with an incomplete body is not a response. The same key gets it whole.
             Err(error) => {
                 return AttemptOutcome::Open(IndefiniteAttempt {
                     retry_after: after,
@@ -241,7 +241,7 @@ impl RequestRunner {
         };
         let mut meaning = judge(asked, head.status, &head.headers, &whole);
         if head.extensions.get::<Redirected>().is_some() && meaning != Meaning::Definite(Verdict::Done) {
-            // It is the answer of another address to another request. Only the key can tell the outcome of this one.
+            // It is the response of another address to another request. Only the key can tell the outcome of this one.
             meaning = Meaning::Again(Doubt::May);
         }
         let verdict = match meaning {

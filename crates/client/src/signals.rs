@@ -1,15 +1,15 @@
 //! The signals of services about a key, as data. The page docs/reference/signals.md has the same rows.
 
-/// The meaning of a signal in an answer.
+/// The meaning of a signal in a response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Signal {
-    /// The answer is that of the first request with this key. It is final, also if it is a refusal or a failure.
+    /// The response is that of the first request with this key. It is final, also if it is a refusal or a failure.
     Replayed,
-    /// The service took the request under this key, and this is its answer. A refusal is final.
+    /// The service took the request under this key, and this is its response. A refusal is final.
     Accepted,
     /// A request with this key is being processed. Its effect may follow.
     InProgress,
-    /// The same request under the same key may get another answer later.
+    /// The same request under the same key may get another response later.
     Again,
     /// The key was used before, for another request or for this one.
     KeyReused,
@@ -17,18 +17,18 @@ pub(crate) enum Signal {
     NotExecuted,
     /// It is unknown if the operation took effect.
     OutcomeUnknown,
-    /// The operation was processed, and its answer cannot be given again.
+    /// The operation was processed, and its response cannot be given again.
     ReplayUnavailable,
     /// The service cannot identify the caller. Nothing was executed.
     ScopeUnavailable,
 }
 
-/// The part of an answer in which a signal is found.
+/// The part of a response in which a signal is found.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum At {
     /// A header with this value, in any case.
     Field(&'static str, &'static str),
-    /// A header with any value, in an answer whose status is not this one.
+    /// A header with any value, in a response whose status is not this one.
     FieldUnless(&'static str, u16),
     /// A member of a JSON body with this text or number. `[]` after a name means each element of a list.
     Member(&'static str, &'static str),
@@ -37,7 +37,7 @@ pub(crate) enum At {
     Name(&'static str),
 }
 
-/// A signal, and the part of an answer in which it is found.
+/// A signal, and the part of a response in which it is found.
 #[derive(Clone, Copy, Debug)]
 #[cfg_attr(not(test), allow(dead_code, reason = "a test compares the whole row with its page"))]
 pub(crate) struct SignalRule {

@@ -2,7 +2,7 @@
 //! [`Client`](crate::Client).
 //!
 //! The layer takes the key of a request from its header, or from an [`IdempotencyKey`] among its extensions. A request
-//! without a key is sent once, and its answer is passed on as it streams, unless
+//! without a key is sent once, and its response is passed on as it streams, unless
 //! [`IntentLayer::with_keyless_retries`] is set.
 //!
 //! ```
@@ -63,7 +63,7 @@ type Classify = Arc<dyn Fn(&(dyn Error + 'static)) -> AttemptFailureKind + Send 
 /// The largest body of a request that is read so that it can be sent again. See [`IntentLayer::with_max_body_bytes`].
 const MAX_BODY_BYTES: u64 = 1024 * 1024;
 
-/// Sends requests until there is a definite answer. See the [module](self).
+/// Sends requests until there is a definite response. See the [module](self).
 #[derive(Clone)]
 pub struct IntentLayer {
     core: MiddlewareCore,
@@ -189,7 +189,7 @@ where
     Ok(response)
 }
 
-/// Sends a request without protection once. Its answer is not judged.
+/// Sends a request without protection once. Its response is not judged.
 async fn past<S, B, R>(
     mut inner: S,
     layer: &IntentLayer,

@@ -1,4 +1,4 @@
-//! The meaning of an answer, in one table.
+//! The meaning of a response, in one table.
 
 use std::fmt;
 
@@ -8,7 +8,7 @@ use crate::hint;
 use crate::policy::ServerErrorPolicy;
 use crate::signals::Signal;
 
-/// The meaning of a definite answer. Only [`TurnedAway`](Self::TurnedAway) can change when the same request is sent again
+/// The meaning of a definite response. Only [`TurnedAway`](Self::TurnedAway) can change when the same request is sent again
 /// under the same key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -23,9 +23,9 @@ pub enum Verdict {
     /// version (426, 505), a gateway (501, 511), another address (300, 305 to 308). When the reason is fixed, the same intent
     /// can be sent under the same key.
     TurnedAway,
-    /// The service failed, and keeps this answer. It does not tell what took effect before the failure.
+    /// The service failed, and keeps this response. It does not tell what took effect before the failure.
     Failed,
-    /// The request was processed, and its answer cannot be replayed: `replay-unavailable`.
+    /// The request was processed, and its response cannot be replayed: `replay-unavailable`.
     Unreplayable,
 }
 
@@ -53,24 +53,24 @@ impl fmt::Display for Verdict {
     }
 }
 
-/// The meaning of one answer.
+/// The meaning of one response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Meaning {
-    /// The answer is definite.
+    /// The response is definite.
     Definite(Verdict),
-    /// This attempt was turned away or refused. An earlier attempt may have taken effect, and this answer tells nothing about
-    /// it. Sending again gets the same answer.
+    /// This attempt was turned away or refused. An earlier attempt may have taken effect, and this response tells nothing about
+    /// it. Sending again gets the same response.
     TurnedAway,
     /// This attempt was refused by the operation. An earlier attempt may have taken effect or may still run, and may be the
-    /// reason of the refusal. Sending again under the same key may get its answer.
+    /// reason of the refusal. Sending again under the same key may get its response.
     Contested,
-    /// The same request under the same key may get another answer.
+    /// The same request under the same key may get another response.
     Again(Doubt),
     /// The outcome is unknown, and sending again does not help.
     Unknown,
 }
 
-/// The possible effect of an attempt without a definite answer.
+/// The possible effect of an attempt without a definite response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Doubt {
     /// None: it was not processed.
@@ -94,7 +94,7 @@ pub(crate) enum Protection {
     Once,
 }
 
-/// The knowledge about a request when its answer arrives.
+/// The knowledge about a request when its response arrives.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AttemptContext {
     pub(crate) protection: Protection,
@@ -103,17 +103,17 @@ pub(crate) struct AttemptContext {
     pub(crate) in_doubt: bool,
 }
 
-/// The meaning of an answer without its context, as if it were the first one.
+/// The meaning of a response without its context, as if it were the first one.
 enum Reading {
     /// The meaning does not depend on earlier attempts.
     Plain(Meaning),
-    /// The operation refused the request, and the answer is not marked as final.
+    /// The operation refused the request, and the response is not marked as final.
     Refused(Advice),
     /// The request was turned away or refused before the operation.
     Before(Verdict),
 }
 
-/// The meaning of an answer. No other function judges a status.
+/// The meaning of a response. No other function judges a status.
 pub(crate) fn judge(asked: AttemptContext, status: StatusCode, headers: &HeaderMap, body: &[u8]) -> Meaning {
     // A safe request has no effect, so it is never in doubt.
     let in_doubt = asked.in_doubt && asked.protection != Protection::Safe;
@@ -121,7 +121,7 @@ pub(crate) fn judge(asked: AttemptContext, status: StatusCode, headers: &HeaderM
         Reading::Plain(meaning) => meaning,
         Reading::Refused(advice) if !in_doubt => Meaning::Definite(Verdict::Refused(advice)),
         // A service that marks replays will mark this refusal when the request is sent again, and a service that still works
-        // will have its answer then. Without a key there is no replay.
+        // will have its response then. Without a key there is no replay.
         Reading::Refused(_) if asked.protection == Protection::Keyed => Meaning::Contested,
         Reading::Before(verdict) if !in_doubt => Meaning::Definite(verdict),
         Reading::Refused(_) | Reading::Before(_) => Meaning::TurnedAway,
@@ -146,7 +146,7 @@ fn read(asked: AttemptContext, status: StatusCode, headers: &HeaderMap, body: &[
     }
     let hint = hint::read(status, headers, body);
     match hint.signal {
-        // Every further attempt would get the same answer.
+        // Every further attempt would get the same response.
         Some(Signal::Replayed) if keyed && code >= 500 => return Plain(Definite(Failed)),
         Some(Signal::Replayed) if keyed => return Plain(Definite(Verdict::Refused(Advice::FixRequest))),
         Some(Signal::Accepted) if keyed && code < 500 => {
@@ -254,7 +254,7 @@ mod tests {
         judge(AttemptContext { in_doubt: true, ..FIRST }, status, headers, body.as_bytes())
     }
 
-    /// The expected decisions for answers with a status only, written independently of the code.
+    /// The expected decisions for responses with a status only, written independently of the code.
     #[test]
     fn the_table_of_bare_statuses() {
         let turned_away = [401, 403, 404, 405, 407, 411, 413, 417, 421, 426, 431, 501, 505, 511];
@@ -283,7 +283,7 @@ mod tests {
         }
     }
 
-    /// After an attempt that may have taken effect, a refusal that is not marked as the answer to the key is never definite.
+    /// After an attempt that may have taken effect, a refusal that is not marked as the response to the key is never definite.
     #[test]
     fn in_doubt_no_unmarked_refusal_is_definite() {
         let bodies = [
@@ -330,7 +330,7 @@ mod tests {
             Meaning::TurnedAway,
             "it does not want to be asked"
         );
-        // Marked as the answer to the key, it is definite.
+        // Marked as the response to the key, it is definite.
         for mark in [
             ("idempotent-replayed", "true"),
             ("idempotency-replay", "TRUE"),

@@ -32,7 +32,7 @@
 //!    key is free for any request, unless its attempts recorded steps. Those belong to their request.
 //! 3. A completed record never changes before it expires, with two exceptions: the response that its own owner may add once
 //!    ([`RecordedResponse::Awaited`]), and the resolution of an operator, which an operator may replace or park.
-//! 4. A command that is sent again because its answer was lost gets the same answer.
+//! 4. A command that is sent again because its reply was lost gets the same reply.
 //! 5. A record past its retention is absent, even if it was not purged yet.
 //! 6. Only the owner adds steps, one after the other, and no step ever changes. They outlive their attempt and end with the
 //!    owner's completion. An operator's completion keeps them: if it is taken back, the next attempt continues after them.
@@ -52,17 +52,17 @@ use crate::step::{Step, Steps};
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Command {
-    /// Asks to execute. Answers: `Execute`, `Replay`, `InProgress`, `Mismatch`, `Unknown`, `Unreplayable`.
+    /// Asks to execute. Outcomes: `Execute`, `Replay`, `InProgress`, `Mismatch`, `Unknown`, `Unreplayable`.
     Claim(Claim),
-    /// Renews the lease. Answers: `Renewed`, `Fenced`.
+    /// Renews the lease. Outcomes: `Renewed`, `Fenced`.
     Renew(Renew),
-    /// Records a finished step of the attempt. Answers: `StepRecorded`, `StepDiffers`, `StepsFull`, `Fenced`.
+    /// Records a finished step of the attempt. Outcomes: `StepRecorded`, `StepDiffers`, `StepsFull`, `Fenced`.
     Step(RecordStep),
-    /// Ends the attempt with a result. Answers: `Completed`, `Fenced`.
+    /// Ends the attempt with a result. Outcomes: `Completed`, `Fenced`.
     Complete(Complete),
-    /// Ends the attempt and frees the key, because nothing was decided. Answers: `Released`, `Fenced`.
+    /// Ends the attempt and frees the key, because nothing was decided. Outcomes: `Released`, `Fenced`.
     Release(Release),
-    /// Records an operator's decision, or takes one back. Answers: `Resolved`, `NotResolvable`.
+    /// Records an operator's decision, or takes one back. Outcomes: `Resolved`, `NotResolvable`.
     Resolve(Resolve),
 }
 
@@ -185,7 +185,7 @@ pub enum Resolution {
     Park,
 }
 
-/// The answer of a store to a command.
+/// The reply of a store to a command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Outcome {
@@ -255,12 +255,12 @@ pub enum Write {
     Put(Record),
 }
 
-/// The result of [`decide`]: the answer, and the write that must come before it.
+/// The result of [`decide`]: the reply, and the write that must come before it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Decision {
-    /// The answer.
+    /// The reply.
     pub outcome: Outcome,
-    /// The write that must be durable before the answer is given.
+    /// The write that must be durable before the reply is given.
     pub write: Write,
 }
 
@@ -274,7 +274,7 @@ impl Decision {
     }
 }
 
-/// The whole protocol: the effect of `command` on `record` at `now`, and the answer to its sender.
+/// The whole protocol: the effect of `command` on `record` at `now`, and the reply to its sender.
 #[must_use]
 pub fn decide(record: Option<&Record>, command: &Command, now: Timestamp) -> Decision {
     // Rule 5: a record past its retention is absent. Only its token still counts, so that tokens keep growing.
@@ -389,7 +389,7 @@ fn next_token(last: Option<FencingToken>, now: Timestamp) -> FencingToken {
     FencingToken::new(last.map_or(0, |token| token.get().saturating_add(1)).max(now.as_millis()))
 }
 
-/// Answers a claim that was sent again because its answer was lost: the same token, and the lease counts from now (rule 4).
+/// Answers a claim that was sent again because its reply was lost: the same token, and the lease counts from now (rule 4).
 fn same_claim_again(record: &Record, claim: &Claim, now: Timestamp) -> Decision {
     let State::InProgress { attempt, after_abandoned, .. } = record.state else {
         return Decision::keep(Outcome::Fenced);

@@ -425,7 +425,7 @@ impl fmt::Display for FencingToken {
     }
 }
 
-/// A random number of a claim, by which the store recognises a claim that is sent again because its answer was lost.
+/// A random number of a claim, by which the store recognises a claim that is sent again because its reply was lost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AttemptId(u128);
 

@@ -297,11 +297,11 @@ impl Capacity {
 /// The approximate memory of a record: itself, its entries in the tables, its response and its steps.
 fn bytes_of(record: &Record) -> u64 {
     const TABLES: usize = 256;
-    let answer = match &record.state {
+    let response = match &record.state {
         State::Completed(RecordedResponse::Replayable(response)) => response.as_encoded().len(),
         _ => 0,
     };
-    (size_of::<Record>() + TABLES + answer + record.steps.size()) as u64
+    (size_of::<Record>() + TABLES + response + record.steps.size()) as u64
 }
 
 impl Shard {

@@ -54,13 +54,13 @@ pub enum State {
     },
     /// It is unknown whether the effect took place, and an operator has to resolve the record.
     Unknown,
-    /// The operation took place, with this answer.
+    /// The operation took place, with this response.
     Completed(RecordedResponse),
     /// The key is free again. The record stays so that its token continues to grow.
     Released,
 }
 
-/// The answer of a completed record.
+/// The response of a completed record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RecordedResponse {

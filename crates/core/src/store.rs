@@ -293,7 +293,7 @@ pub enum StoreErrorKind {
 }
 
 impl StoreErrorKind {
-    /// Returns true if the same command, sent again later, may get an answer.
+    /// Returns true if the same command, sent again later, may get a reply.
     #[must_use]
     pub const fn may_pass(self) -> bool {
         matches!(self, Self::Unavailable | Self::Locked)

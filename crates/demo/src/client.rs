@@ -1,6 +1,6 @@
 //! The customers' client: an ordinary, careful one.
 //!
-//! It makes one key per intent and sends it with every request, until there is a definite answer. It retries failed requests
+//! It makes one key per intent and sends it with every request, until there is a definite response. It retries failed requests
 //! and those with the advice to retry, with backoff and jitter and no sooner than `Retry-After`. It stops if the advice is to
 //! stop. It does the same in both runs: a service without keys ignores them.
 
@@ -124,7 +124,7 @@ impl Clients {
         match (&advice, response.status()) {
             (Advice::Believe(Some(charge)), _) if is_replay => {
                 self.stage.figures().replays += 1;
-                let text = format!("{name} gets its first answer again ({charge}); nothing is charged");
+                let text = format!("{name} gets its first response again ({charge}); nothing is charged");
                 self.stage.say_once("replayed", Style::Good, &text);
             }
             (Advice::Retry { .. }, StatusCode::CONFLICT) => {

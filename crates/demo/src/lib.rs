@@ -6,7 +6,7 @@
 //! sidecar is between them, with its store on disk, and is killed with `kill -9` in the middle.
 //!
 //! The plan is drawn from a seed before the runs start. It is the same in both runs and for each use of the seed. The
-//! timing depends on the machine. The result is counted in the ledger and in the answers that clients got; only the
+//! timing depends on the machine. The result is counted in the ledger and in the responses that clients got; only the
 //! number of intended payments comes from the plan.
 //!
 //! Everything listens on the loopback address. The store and the sidecar's log are in a temporary directory.
@@ -60,7 +60,7 @@ pub struct DemoOptions {
 pub enum DemoOutcome {
     /// With Oncegate, each payment was charged once and its customer got the receipt.
     Clean,
-    /// With Oncegate, a payment was charged twice or not at all, or its customer got another answer.
+    /// With Oncegate, a payment was charged twice or not at all, or its customer got another response.
     Faulty,
     /// A signal ended the demonstration early.
     Interrupted,

@@ -189,7 +189,7 @@ impl Wires {
             if executed.get(key).is_some_and(|by| *by != at) {
                 two.replayed_by_the_other += 1;
                 let text =
-                    "a retry of a request through one sidecar reaches the other, which replays the answer";
+                    "a retry of a request through one sidecar reaches the other, which replays the response";
                 self.stage.say_once("the other one", Style::Good, text);
             }
         } else if reply.starts_with(b"HTTP/1.1 201 ") {

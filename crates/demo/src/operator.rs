@@ -1,6 +1,6 @@
 //! The operator: looks up the payments whose outcome is unknown in the ledger, and reports them to the sidecar.
 //!
-//! A record is resolved only by the ledger. If there is a charge, its receipt is the answer. If there is no charge at two
+//! A record is resolved only by the ledger. If there is a charge, its receipt is the response. If there is no charge at two
 //! checks with some time between them, the key is free again.
 
 use std::collections::HashMap;
@@ -74,7 +74,7 @@ impl Operator {
         self.resolve(record, resolution).await?;
         self.stage.figures().resolved_completed += 1;
         let Charge { intent, charge, .. } = charge;
-        let text = format!("the operator finds {intent} in the ledger ({charge}) → that is the answer");
+        let text = format!("the operator finds {intent} in the ledger ({charge}) → that is the response");
         self.stage.say("resolved", Style::Good, &text);
         Ok(())
     }

@@ -13,7 +13,7 @@ use serde::Serialize;
 pub(crate) enum Fault {
     /// The connection is reset before the request reaches a server.
     RequestLost,
-    /// The request arrives after the client has given up waiting for its answer.
+    /// The request arrives after the client has given up waiting for its response.
     RequestLate,
     /// The request is delivered; the connection is reset before the reply.
     ReplyLost,
@@ -110,7 +110,7 @@ pub(crate) struct Intent {
     pub(crate) cents: u64,
     /// The idempotency key: one per intent, the same in every request for it.
     pub(crate) key: String,
-    /// One click, or two for a double click. Each sends its own requests, until it has an answer.
+    /// One click, or two for a double click. Each sends its own requests, until it has a response.
     pub(crate) clicks: Vec<Click>,
 }
 

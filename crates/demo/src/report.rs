@@ -97,8 +97,8 @@ impl Report {
             both("money intended", |f| money(f.cents_meant)),
             both("money charged", |f| money(f.cents_charged)),
             wrong("customers with two different receipts", |f| f.contradictions.to_string()),
-            wrong("customers without an answer", |f| f.unanswered.to_string()),
-            sidecar("replays: the first answer again", |f| f.replays.to_string()),
+            wrong("customers without a response", |f| f.unanswered.to_string()),
+            sidecar("replays: the first response again", |f| f.replays.to_string()),
             sidecar("refused: 409, in progress", |f| f.refused_in_progress.to_string()),
             sidecar("refused: outcome unknown", |f| f.refused_outcome_unknown.to_string()),
             sidecar(killed, |f| f.sidecar_kills.to_string()),
@@ -112,7 +112,7 @@ impl Report {
             rows.extend([
                 row("requests to the sidecar that was killed", two.requests_to_the_killed),
                 row("requests to the other one", two.requests_to_the_other),
-                row("answers of one replayed by the other", two.replayed_by_the_other),
+                row("responses of one replayed by the other", two.replayed_by_the_other),
             ]);
         }
         rows
@@ -158,8 +158,8 @@ fn conclude(without: &Figures, with: &Figures) -> String {
     let wrong = [
         (with.duplicates, "duplicate charge"),
         (with.missing, "missing charge"),
-        (with.contradictions, "contradicting answer"),
-        (with.unanswered, "customer without an answer"),
+        (with.contradictions, "contradicting response"),
+        (with.unanswered, "customer without a response"),
     ];
     let wrong: Vec<_> = wrong.into_iter().filter(|(n, _)| *n > 0).map(|(n, what)| counted(n, what)).collect();
     let wrong = if wrong.is_empty() { "amounts that differ".to_owned() } else { wrong.join(", ") };
@@ -233,10 +233,10 @@ mod tests {
         for (with, what) in [
             (Figures { charges: 11, duplicates: 1, ..clean() }, "1 duplicate charge."),
             (Figures { charges: 8, missing: 2, ..clean() }, "2 missing charges."),
-            (Figures { unanswered: 2, ..clean() }, "2 customers without an answer."),
+            (Figures { unanswered: 2, ..clean() }, "2 customers without a response."),
             (
                 Figures { contradictions: 1, missing: 1, ..clean() },
-                "1 missing charge, 1 contradicting answer.",
+                "1 missing charge, 1 contradicting response.",
             ),
             (Figures { cents_charged: 999, ..clean() }, "amounts that differ."),
         ] {

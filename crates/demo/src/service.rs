@@ -61,7 +61,7 @@ struct Entries {
     running: HashMap<String, usize>,
 }
 
-/// The ledger's answer about a record of the sidecar.
+/// The ledger's response about a record of the sidecar.
 pub(crate) enum Finding {
     /// The customer was charged.
     Charged(Charge),

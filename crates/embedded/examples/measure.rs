@@ -149,11 +149,11 @@ fn store_pairs(runtime: &Runtime, dir: &Path, clients: usize, span: Duration) ->
 
 /// Sends a claim and its completion.
 async fn pair(store: &EmbeddedStore, n: u64) {
-    let outcome = store.apply(id(n), claim(n)).await.expect("an answer");
+    let outcome = store.apply(id(n), claim(n)).await.expect("a reply");
     let Outcome::Execute(grant) = outcome else { panic!("not executed: {outcome:?}") };
     let completion = Completion::Replayable(response());
     let complete = Complete { token: grant.token, completion, retention: DAY };
-    store.apply(id(n), Command::Complete(complete)).await.expect("an answer");
+    store.apply(id(n), Command::Complete(complete)).await.expect("a reply");
 }
 
 /// A write for the bare loop, and the channel to the client that waits for it.
@@ -175,7 +175,7 @@ fn bare_pairs(runtime: &Runtime, dir: &Path, clients: usize, span: Duration) -> 
                 for bytes in [claimed, completed] {
                     let (done, wait) = oneshot::channel();
                     puts.send((id(n), bytes, done)).expect("the loop runs");
-                    wait.await.expect("an answer");
+                    wait.await.expect("a reply");
                 }
             }
         });
@@ -274,11 +274,11 @@ fn encoded() -> (Arc<[u8]>, Arc<[u8]>) {
     let runtime = Builder::new_current_thread().build().expect("a runtime");
     runtime.block_on(async {
         let Ok(Outcome::Execute(grant)) = store.apply(id(0), claim(0)).await else { panic!("not executed") };
-        let claimed = store.lookup(id(0)).await.expect("an answer").expect("a record");
+        let claimed = store.lookup(id(0)).await.expect("a reply").expect("a record");
         let complete =
             Complete { token: grant.token, completion: Completion::Replayable(response()), retention: DAY };
-        store.apply(id(0), Command::Complete(complete)).await.expect("an answer");
-        let completed = store.lookup(id(0)).await.expect("an answer").expect("a record");
+        store.apply(id(0), Command::Complete(complete)).await.expect("a reply");
+        let completed = store.lookup(id(0)).await.expect("a reply").expect("a record");
         (codec::encode(&id(0), &claimed).into(), codec::encode(&id(0), &completed).into())
     })
 }

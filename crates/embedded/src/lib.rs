@@ -62,7 +62,7 @@
 //!
 //! The disk is nearly full when less than 16 MiB are free, or less than an eighth of a disk that is smaller than 128 MiB.
 //!
-//! If a commit fails, its commands may or may not have been applied. A command that is sent again gets the answer that
+//! If a commit fails, its commands may or may not have been applied. A command that is sent again gets the reply that
 //! was lost. The store closes its file and tries to open it again: at once, and then after pauses that grow from 50 ms to
 //! 5 s. It continues as soon as a durable commit proves that the file can be written. No restart is needed.
 //!

@@ -37,7 +37,7 @@ pub(crate) enum State {
     Closed,
 }
 
-/// The channel to the caller who waits for an answer.
+/// The channel to the caller who waits for a reply.
 pub(crate) type Reply<T> = oneshot::Sender<Result<T, StoreError>>;
 
 /// A job for the writer.

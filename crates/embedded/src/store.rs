@@ -141,18 +141,18 @@ impl EmbeddedStore {
 
     async fn submit<T>(&self, job: impl FnOnce(Reply<T>) -> Job) -> Result<T, StoreError> {
         self.inner.state().writable()?;
-        let (reply, answer) = oneshot::channel();
+        let (reply, received) = oneshot::channel();
         self.inner.jobs.push(job(reply)).map_err(push_error)?;
         // Checked again: if the file failed in between, and the writer had already refused the waiting commands, this
         // command would wait until the file is open again.
         self.inner.state().writable()?;
-        answer.await.unwrap_or_else(|_| Err(closed_error()))
+        received.await.unwrap_or_else(|_| Err(closed_error()))
     }
 
     async fn scan<T>(&self, scan: impl FnOnce(Reply<T>) -> Scan) -> Result<T, StoreError> {
-        let (reply, answer) = oneshot::channel();
+        let (reply, received) = oneshot::channel();
         self.inner.scans.push(scan(reply)).map_err(push_error)?;
-        answer.await.unwrap_or_else(|_| Err(closed_error()))
+        received.await.unwrap_or_else(|_| Err(closed_error()))
     }
 }
 

@@ -313,7 +313,7 @@ impl Writer {
         let skew = self.inner.clock.skew();
         match skew {
             Some(skew) if skew.is_expected => {
-                let (reply, _answer) = tokio::sync::oneshot::channel();
+                let (reply, _received) = tokio::sync::oneshot::channel();
                 info!(
                     seconds = skew.by.as_secs(),
                     "the clock of this machine was corrected: the time of the store follows it"
@@ -352,7 +352,7 @@ impl Writer {
             (Job::Check { reply }, Ok(JobOutcome::Checked)) => drop(reply.send(Ok(()))),
             (Job::AcceptClock { reply }, Ok(JobOutcome::ClockAccepted(by))) => drop(reply.send(Ok(by))),
             (job, Err(error)) => job.fail(|| error),
-            (job, Ok(_)) => job.fail(|| StoreError::unavailable("the embedded store lost an answer")),
+            (job, Ok(_)) => job.fail(|| StoreError::unavailable("the embedded store lost a reply")),
         }
     }
 

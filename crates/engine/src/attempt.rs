@@ -212,7 +212,7 @@ impl Attempt {
         let command = Command::Renew(Renew { token: self.token(), lease, retention });
         let result = self.0.store.apply(self.record_id(), command).await;
         if self.has_ended() {
-            return Ok(Renewal::Ended); // the answer does not matter any more
+            return Ok(Renewal::Ended); // the reply does not matter any more
         }
         match result {
             Ok(Outcome::Renewed { .. }) => {
@@ -267,7 +267,7 @@ impl Attempt {
     }
 }
 
-/// The answer to a renewal.
+/// The reply to a renewal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Renewal {
     /// The lease lasts longer.
@@ -303,7 +303,7 @@ pub(crate) struct HeldPermit {
     pub(crate) inner: Arc<Inner>,
     pub(crate) attempt: Attempt,
     pub(crate) leader: Leader,
-    /// The claim, if an answer to it was lost: it may reach the store again after the attempt has ended.
+    /// The claim, if a reply to it was lost: it may reach the store again after the attempt has ended.
     claim: Option<Box<(ClaimRequest, AttemptId)>>,
     /// Held until the end of the attempt is stored. `None` once a search for the claim has taken it over.
     place: Option<OwnedSemaphorePermit>,
@@ -337,7 +337,7 @@ impl Permit {
         Self(Some(HeldPermit { inner, attempt, leader, claim: None, place }))
     }
 
-    /// Notes that an answer to the claim was lost before it was granted.
+    /// Notes that a reply to the claim was lost before it was granted.
     pub(crate) fn claimed_in_doubt(&mut self, request: ClaimRequest, attempt: AttemptId) {
         if let Some(held) = &mut self.0 {
             held.claim = Some(Box::new((request, attempt)));
@@ -561,7 +561,7 @@ impl HeldPermit {
         self.leader.finish(ending.shared());
     }
 
-    /// Looks for a claim that may still reach the store after a release, because an answer to it was lost. The store would
+    /// Looks for a claim that may still reach the store after a release, because a reply to it was lost. The store would
     /// grant it.
     pub(crate) fn retract_late_claim(&mut self) {
         if let Some(claim) = self.claim.take() {

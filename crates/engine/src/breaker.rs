@@ -292,11 +292,11 @@ impl Store for Breaker {
             if self.state() == BreakerState::Open {
                 return Err(self.0.refusal());
             }
-            let answer = self.0.bounded(self.0.store.check(), true).await;
-            if answer.is_err() {
+            let reply = self.0.bounded(self.0.store.check(), true).await;
+            if reply.is_err() {
                 self.0.suspect();
             }
-            answer
+            reply
         })
     }
 
@@ -338,10 +338,10 @@ impl Shared {
             }
             _ => return Err(self.refusal()),
         };
-        let answer = self.bounded(call(&*self.store), trial.is_some()).await;
-        match &answer {
+        let reply = self.bounded(call(&*self.store), trial.is_some()).await;
+        match &reply {
             Ok(_) if kind == Kind::Purges => {}
-            Ok(answer) => self.succeeded(is_written(answer), trial),
+            Ok(reply) => self.succeeded(is_written(reply), trial),
             // The store works: it refused this command.
             Err(error) if error.kind() != StoreErrorKind::Unavailable => {
                 self.succeeded(kind == Kind::Writes, trial);
@@ -355,7 +355,7 @@ impl Shared {
                 _ => self.failed(error, kind, trial),
             },
         }
-        answer
+        reply
     }
 
     /// Waits for a result. A slow command is cancelled once the store is known to be unreachable. A command `on_trial` has at
@@ -363,8 +363,8 @@ impl Shared {
     async fn bounded<T>(self: &Arc<Self>, call: StoreFuture<'_, T>, on_trial: bool) -> Result<T, StoreError> {
         let mut call = pin!(call);
         // A result that is ready at once needs no timer.
-        if let Poll::Ready(answer) = poll_fn(|cx| Poll::Ready(call.as_mut().poll(cx))).await {
-            return answer;
+        if let Poll::Ready(reply) = poll_fn(|cx| Poll::Ready(call.as_mut().poll(cx))).await {
+            return reply;
         }
         let begun = Instant::now();
         let give_up = if on_trial {
@@ -374,8 +374,8 @@ impl Shared {
         };
         let step = (self.probe_timeout / 8).max(Duration::from_millis(1));
         loop {
-            if let Ok(answer) = timeout(step, &mut call).await {
-                return answer;
+            if let Ok(reply) = timeout(step, &mut call).await {
+                return reply;
             }
             if begun.elapsed() >= self.probe_timeout {
                 self.suspect();
@@ -508,18 +508,18 @@ impl Shared {
             self.store.lookup(UNUSED_RECORD).await.map(drop)
         };
         match timeout(self.probe_timeout, asked).await {
-            Ok(answer) => answer,
+            Ok(reply) => reply,
             Err(_) => Err(StoreError::unavailable("the store did not answer a probe in time")),
         }
     }
 
     /// Notes the result of a probe. Returns true if no further probe is needed.
-    fn probed(&self, answer: &Result<(), StoreError>) -> bool {
+    fn probed(&self, reply: &Result<(), StoreError>) -> bool {
         let mut watch = lock(&self.watch);
         let is_away = |error: &StoreError| {
             error.kind() == StoreErrorKind::Unavailable && error.extent() == Extent::Store
         };
-        match (self.state(), answer) {
+        match (self.state(), reply) {
             (_, Err(error)) if is_away(error) => self.open(&mut watch, error),
             (BreakerState::Open, _) => self.set_state(BreakerState::HalfOpen),
             // A trial command runs and will decide.
@@ -585,8 +585,8 @@ impl ProbeTask {
             {
                 let Some(shared) = self.shared.upgrade() else { return };
                 lock(&shared.watch).again = false;
-                let answer = shared.probe().await;
-                if shared.probed(&answer) {
+                let reply = shared.probe().await;
+                if shared.probed(&reply) {
                     // Another task may start from now on.
                     self.is_done = true;
                     return;

@@ -49,7 +49,7 @@ pub enum ReportOutcome {
     /// The operation took place, and the record has no response to replay.
     Unreplayable,
     /// The operation took place, and the record has no response yet. The next claim may find it out, because the policy
-    /// [asks for answers](crate::Policy::with_response_recovery).
+    /// [recovers responses](crate::Policy::with_response_recovery).
     Awaited,
     /// The operation did not take place, and no longer can. The key is free.
     Released,
@@ -226,7 +226,7 @@ fn next(record: Record, report: &OperationReport) -> NextWrite<'_> {
             OperationReport::Response { completion, .. },
         ) => {
             match completion {
-                // Perhaps an earlier try stored it, and its answer was lost.
+                // Perhaps an earlier try stored it, and its reply was lost.
                 Completion::Replayable(response) if *response == own => {
                     NextWrite::Nothing((ReportOutcome::Stored, upstream))
                 }
@@ -249,7 +249,7 @@ fn next(record: Record, report: &OperationReport) -> NextWrite<'_> {
             NextWrite::Nothing((ReportOutcome::Awaited, upstream))
         }
         (State::Completed(_), _) => NextWrite::Nothing((ReportOutcome::Unreplayable, upstream)),
-        // An earlier try released it and its answer was lost, or an operator released it and so fenced the attempt.
+        // An earlier try released it and its reply was lost, or an operator released it and so fenced the attempt.
         (State::Released, OperationReport::NoResponse) => NextWrite::Nothing((ReportOutcome::Released, None)),
         (State::Released, OperationReport::Response { .. }) => {
             NextWrite::Nothing((ReportOutcome::Fenced, None))

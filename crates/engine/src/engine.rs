@@ -50,7 +50,7 @@ pub(crate) struct Inner {
     pub(crate) places: Arc<Semaphore>,
     /// The KiB of responses that the store has not accepted yet.
     pub(crate) deferred_kib: Arc<Semaphore>,
-    /// Claims whose answer was lost.
+    /// Claims whose reply was lost.
     pub(crate) doubts: Pending<DoubtfulClaim>,
     /// Ends of attempts that could not be stored before the lease was over.
     pub(crate) unstored: Pending<UnstoredEnd>,
@@ -103,7 +103,7 @@ pub enum ClaimOutcome {
     /// Completed before, but the response cannot be replayed.
     Unreplayable,
     /// Completed before by the operation's own transaction, without the response. The caller may add it. Only under a policy
-    /// that [asks for answers](Policy::with_response_recovery).
+    /// that [recovers responses](Policy::with_response_recovery).
     AddResponse(ResponsePermit),
     /// As `AddResponse`, but another claim of this process could not find out the response, or the store could not be read. Ask
     /// again later.

@@ -33,7 +33,7 @@ pub enum EventKind {
         /// True if an earlier attempt was abandoned.
         after_abandoned: bool,
     },
-    /// A claim got the stored answer.
+    /// A claim got the stored response.
     Replayed {
         /// True if the claim waited for the owner first.
         waited: bool,

@@ -37,7 +37,7 @@ use crate::policy::Policy;
 use crate::retract::EarlierClaimError;
 use crate::single_flight::{Leader, Owner, RemoteOwner, SharedOutcome};
 
-/// The pause before a claim that got no answer is sent again, once.
+/// The pause before a claim that got no reply is sent again, once.
 const ASK_AGAIN_AFTER: Duration = Duration::from_millis(10);
 
 /// The advice for a retry if this process has the response, but the store fails to accept it.
@@ -187,7 +187,7 @@ impl Inner {
         attempt.get() as u64 // the origin is in the upper half
     }
 
-    /// Sends a claim. Sends it once more if only the answer may have been lost: the store recognises it. Returns the outcome,
+    /// Sends a claim. Sends it once more if only the reply may have been lost: the store recognises it. Returns the outcome,
     /// and whether the first sending may still reach the store.
     async fn send_claim(
         &self,
@@ -365,14 +365,14 @@ impl LeadingClaim {
     }
 }
 
-/// Derives the facts about an attempt of another process from the store's answer. Stores do not report when it began. But
+/// Derives the facts about an attempt of another process from the store's reply. Stores do not report when it began. But
 /// its lease was longer at its last renewal or when it began, and it existed all the time that this claim waited.
 fn remote_owner(policy: &Policy, asked_at: Instant, lease_left: Duration, began_at: Instant) -> RemoteOwner {
     let since = asked_at.checked_sub(policy.lease.saturating_sub(lease_left)).unwrap_or(asked_at);
     RemoteOwner { lease_until: asked_at + lease_left, since: since.min(began_at) }
 }
 
-/// A claim without an answer.
+/// A claim without a reply.
 struct AskError {
     error: StoreError,
     /// True if the store may have granted the claim, so that it has to be released.

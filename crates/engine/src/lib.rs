@@ -5,7 +5,7 @@
 //! Duplicates in the same process ask the store once, and are woken when the owner ends. Every end has an [`Event`].
 //!
 //! In detail:
-//! 1. The first claim for a record asks the store. Claims of the same process that come in the meantime wait for its answer.
+//! 1. The first claim for a record asks the store. Claims of the same process that come in the meantime wait for its response.
 //! 2. If the claim is granted, the caller executes. Other claims get `InProgress`, or wait for the response if their policy
 //!    allows it.
 //! 3. The lease is renewed after a third of its length. A renewal that fails is tried again. If another attempt owns the
@@ -43,7 +43,7 @@
 //! permit.complete(Completion::Replayable(receipt)).await;
 //!
 //! // The retry gets the same response; another request under the same key is refused.
-//! assert!(matches!(engine.claim(pay(b"5")).await, Ok(ClaimOutcome::Replay(answer)) if answer.body() == "paid 5"));
+//! assert!(matches!(engine.claim(pay(b"5")).await, Ok(ClaimOutcome::Replay(response)) if response.body() == "paid 5"));
 //! assert!(matches!(engine.claim(pay(b"9")).await, Ok(ClaimOutcome::Mismatch)));
 //! # });
 //! ```

@@ -31,7 +31,7 @@ use oncegate_core::ConfigError;
 /// let operator = engine.operator("ada")?;
 /// let unsettled = operator.unsettled("charge").await?;
 /// let (record, _) = unsettled.first().expect("there is one");
-/// operator.complete(*record, Some(charge.answer(&"paid 500")?), "found in the bank's list").await?;
+/// operator.complete(*record, Some(charge.response(&"paid 500")?), "found in the bank's list").await?;
 /// assert_eq!(pay().await.unwrap(), "paid 500");
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// # }).unwrap();
@@ -188,17 +188,17 @@ impl Operator {
     }
 
     /// Records that the operation took place. Every later call gets this response, or, with `None`, `Unreplayable`.
-    /// [`Function::answer`](crate::Function::answer) makes the response of a function. Returns the state before.
+    /// [`Function::response`](crate::Function::response) makes the response of a function. Returns the state before.
     ///
     /// # Errors
     /// [`ResolveError`].
     pub async fn complete(
         &self,
         id: RecordId,
-        answer: Option<StoredResponse>,
+        response: Option<StoredResponse>,
         reason: &str,
     ) -> Result<StateName, ResolveError> {
-        self.resolve(id, Resolution::Complete(answer), Mode::First, reason).await
+        self.resolve(id, Resolution::Complete(response), Mode::First, reason).await
     }
 
     /// Records that the operation did not take place: the key is free again. Returns the state before.

@@ -22,10 +22,10 @@ use crate::single_flight::{Leader, Owner, RemoteOwner, SharedOutcome};
 /// The right to add the response of an operation that completed its record without it.
 ///
 /// It comes only from [`Engine::claim`](crate::Engine::claim), under a policy that
-/// [asks for answers](crate::Policy::with_response_recovery). It gives no right to execute: the operation took place. While
+/// [recovers responses](crate::Policy::with_response_recovery). It gives no right to execute: the operation took place. While
 /// it lives, other claims of this process for the record wait or get `InProgress`. Dropping it changes nothing, and the next
 /// claim gets another one.
-#[must_use = "an answer permit that is dropped leaves the record without its answer"]
+#[must_use = "a response permit that is dropped leaves the record without its response"]
 pub struct ResponsePermit {
     inner: Arc<Inner>,
     attempt: Attempt,
@@ -99,7 +99,7 @@ impl ResponsePermit {
                 Outcome::Completed => return Ok(AddResponseOutcome::Stored),
                 Outcome::Fenced => {}
                 other => {
-                    return Err(StoreError::invalid(format!("the store answered {other:?} to an answer")));
+                    return Err(StoreError::invalid(format!("the store answered {other:?} to a response")));
                 }
             }
             // Another response came first, or the record was replaced.

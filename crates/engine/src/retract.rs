@@ -1,12 +1,12 @@
-//! Claims in doubt: their answer was lost, so the store may have granted them or may still do so. Nothing is executed under
+//! Claims in doubt: their reply was lost, so the store may have granted them or may still do so. Nothing is executed under
 //! such a claim, so the engine looks for it and releases it. Otherwise the claim would block its key until the lease ends,
 //! and then leave an unknown outcome although nothing was executed.
 //!
 //! ```text
-//!  answer lost ──▶ the store does not answer ──▶ not there (yet) ──▶ not there for five minutes ──▶ given up
-//!                        │  every 2 s at most        │  three times in a lease   │  every 30 s      after the retention
-//!                        ▼                           ▼                           ▼
-//!                      found: released          found: released             found: released
+//!  reply lost ──▶ the store does not answer ──▶ not there (yet) ──▶ not there for five minutes ──▶ given up
+//!                       │  every 2 s at most        │  three times in a lease   │  every 30 s      after the retention
+//!                       ▼                           ▼                           ▼
+//!                     found: released          found: released             found: released
 //! ```
 //!
 //! A claim may become visible long after it was sent: a commit may wait for a standby that is away.

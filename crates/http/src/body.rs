@@ -136,7 +136,7 @@ impl<B> ResponseBody<B> {
         Self { inner: ResponseInner::Whole { body: CompleteBody::new(data, None), held: None } }
     }
 
-    /// An answer with its reservation.
+    /// A response with its reservation.
     pub(crate) fn whole(data: Bytes, trailers: Option<HeaderMap>, held: BudgetReservation) -> Self {
         let (data, held) = tie(data, held, TIED_RESPONSE);
         Self { inner: ResponseInner::Whole { body: CompleteBody::new(data, trailers), held } }

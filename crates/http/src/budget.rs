@@ -1,4 +1,4 @@
-//! The memory budgets for the bodies of requests with a key and of their answers, over all connections.
+//! The memory budgets for the bodies of requests with a key and of their responses, over all connections.
 
 use std::fmt;
 use std::sync::atomic::{AtomicIsize, Ordering};
@@ -182,7 +182,7 @@ impl BudgetReservation {
         taken
     }
 
-    /// Reserves more bytes even beyond the limit, for the answer of an operation that took place.
+    /// Reserves more bytes even beyond the limit, for the response of an operation that took place.
     pub(crate) fn add_always(&mut self, bytes: usize) {
         self.budget.take_always(bytes);
         self.bytes += bytes;
@@ -230,7 +230,7 @@ impl fmt::Debug for BudgetReservation {
 /// take a large body at once and hold it long. The reservation of a smaller one ends with the body and needs no allocation.
 pub(crate) const TIED_REQUEST: usize = 64 * 1024;
 
-/// The same for answers. One HTTP/2 client may have a hundred of them on their way that it does not read.
+/// The same for responses. One HTTP/2 client may have a hundred of them on their way that it does not read.
 pub(crate) const TIED_RESPONSE: usize = 4 * 1024;
 
 /// The bytes, and the reservation that has to live as long as the body. From `tied_from` bytes on, the bytes carry it.
@@ -329,10 +329,10 @@ mod tests {
         let other = one.apart();
         let (mut small, mut elsewhere) = (held(&one), held(&other));
         assert!(small.add(1) && elsewhere.add(1));
-        // Each answer is far larger than the bytes that are drawn ahead.
-        let mut answers: Vec<_> = (0..40).map(|_| held(&one)).collect();
-        for answer in &mut answers {
-            answer.add_always(1 << 20);
+        // Each response is far larger than the bytes that are drawn ahead.
+        let mut responses: Vec<_> = (0..40).map(|_| held(&one)).collect();
+        for response in &mut responses {
+            response.add_always(1 << 20);
         }
         assert_eq!(one.used(), 40 * (1 << 20) + 2);
         for budget in [&one, &other] {
@@ -341,12 +341,12 @@ mod tests {
             assert!(held(budget).add(0));
         }
         // Released bytes reduce the shortfall first.
-        answers.truncate(17);
+        responses.truncate(17);
         drop((small, elsewhere));
         assert!(!one.has_capacity() && !other.has_capacity());
-        answers.truncate(15);
+        responses.truncate(15);
         assert!(one.has_capacity() && other.has_capacity());
-        drop(answers);
+        drop(responses);
         assert_eq!(one.used(), 0);
         assert!(held(&one).add(limit) || held(&other).add(limit));
     }

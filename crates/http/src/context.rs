@@ -56,11 +56,11 @@ impl fmt::Debug for IdempotencyContext {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum StoreDirective {
-    /// `replay`: keep the answer and replay it.
+    /// `replay`: keep the response and replay it.
     Replay,
     /// `release`: the operation was not decided; the key is free again.
     Release,
-    /// `tombstone`: done, but the answer must not be kept.
+    /// `tombstone`: done, but the response must not be kept.
     Tombstone,
     /// `unknown`: it is not known whether the operation took place. The policy for server errors decides.
     Unknown,

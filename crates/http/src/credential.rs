@@ -7,7 +7,7 @@ use std::borrow::Cow;
 ///
 /// A list of such names cannot be complete, because each vendor invents its own. So a name counts if it contains a typical
 /// part of such names. A field that is wrongly taken for a credential costs a refusal that names it. A credential that is not
-/// recognised would give one caller the answer of another.
+/// recognised would give one caller the response of another.
 pub(crate) fn is_credential(name: &str) -> bool {
     if is_usual(name) {
         return false;

@@ -20,7 +20,7 @@ pub enum Disposition {
     /// It was executed under its key, but another attempt or an operator had taken the record when it ended: there may be a
     /// second effect.
     Fenced,
-    /// It got the stored answer.
+    /// It got the stored response.
     Replayed,
     /// The layer refused it.
     Refused(Condition),
@@ -69,7 +69,7 @@ pub struct KeyedEvent<'a> {
     pub record: Option<RecordId>,
     /// The number of the attempt, if this request executed.
     pub attempt: Option<u32>,
-    /// From the head of the request to the head of its answer.
+    /// From the head of the request to the head of its response.
     pub duration: Duration,
 }
 

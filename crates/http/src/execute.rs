@@ -1,4 +1,4 @@
-//! One execution: runs the handler, classifies its answer, and stores the answer before the client gets it.
+//! One execution: runs the handler, classifies its response, and stores the response before the client gets it.
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -42,13 +42,13 @@ pub(crate) struct Execution {
 /// The end of an execution: the response for the client, who may have left, and the work that remains while it is
 /// read.
 pub(crate) struct ExecutionEnd<RB, E> {
-    pub(crate) answer: Result<Executed<RB>, E>,
+    pub(crate) result: Result<Executed<RB>, E>,
     pub(crate) rest: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
 }
 
 impl<RB, E> ExecutionEnd<RB, E> {
-    pub(crate) const fn with(answer: Executed<RB>) -> Self {
-        Self { answer: Ok(answer), rest: None }
+    pub(crate) const fn with(response: Executed<RB>) -> Self {
+        Self { result: Ok(response), rest: None }
     }
 }
 
@@ -82,7 +82,7 @@ impl Execution {
             // Boxed: this path is rare, and boxing keeps the common future small.
             match Box::pin(self.reconcile(context, request)).await {
                 Ok(goes_on) => goes_on,
-                Err(answer) => return ExecutionEnd::with(answer),
+                Err(response) => return ExecutionEnd::with(response),
             }
         } else {
             (self, request)
@@ -96,7 +96,7 @@ impl Execution {
             Ok(Err(error)) => {
                 match Box::pin(execution.fail::<RB>(None, "the handler returned an error")).await {
                     recorded @ Executed::Recorded(..) => ExecutionEnd::with(recorded),
-                    _ => ExecutionEnd { answer: Err(error), rest: None },
+                    _ => ExecutionEnd { result: Err(error), rest: None },
                 }
             }
             Err(PanicError) => ExecutionEnd::with(Box::pin(execution.fail(None, PANICKED)).await),
@@ -150,11 +150,11 @@ impl Execution {
             && directive.is_none()
             && is_error
             && self.settings.completed_by != CompletedBy::Upstream;
-        // If this error were kept as the answer, it would end an operation that has finished some of its steps.
+        // If this error were kept as the response, it would end an operation that has finished some of its steps.
         if is_kept_error && self.permit.attempt().is_half_way() {
             fate = ResponseTreatment::Stop;
         }
-        // Finished steps are compensated before an error becomes the answer.
+        // Finished steps are compensated before an error becomes the response.
         else if is_kept_error && let Err(why) = self.permit.attempt().compensate_steps().await {
             return ExecutionEnd::with(Box::pin(self.not_compensated(&why)).await);
         }
@@ -172,7 +172,7 @@ impl Execution {
         let (chunks, trailers, rest) = match read {
             Ok(Read::Whole { chunks, trailers }) => (chunks, trailers, None),
             Ok(Read::More { chunks, rest }) => (chunks, None, Some(rest)),
-            // The client got nothing of the answer, and its rest is unknown.
+            // The client got nothing of the response, and its rest is unknown.
             Ok(Read::Broken(error)) => {
                 let record = self.permit.attempt().record_id();
                 tracing::warn!(%record, error = %ErrorChain(&*error), "response body broke off");
@@ -234,7 +234,7 @@ impl Execution {
     }
 
     /// Ends an attempt whose lease could not be confirmed, so nothing was executed. If another attempt owns the record now, the
-    /// client should retry to get its answer.
+    /// client should retry to get its response.
     async fn not_begun<RB>(self) -> Executed<RB> {
         let condition = match self.permit.release().await {
             SettleOutcome::Fenced => Condition::RequestInProgress,
@@ -244,7 +244,7 @@ impl Execution {
     }
 
     /// Ends an attempt whose handler answered with an error, if its finished steps are not compensated yet. The error is not
-    /// the answer then.
+    /// the response then.
     async fn not_compensated<RB>(self, why: &StepError<Infallible>) -> Executed<RB> {
         let attempt = self.permit.attempt();
         tracing::warn!(record = %attempt.record_id(), %why, "finished steps are not compensated yet");
@@ -257,7 +257,7 @@ impl Execution {
         })
     }
 
-    /// Ends an attempt whose handler ended without an answer, so that its effect is unknown. The reason is for the log.
+    /// Ends an attempt whose handler ended without a response, so that its effect is unknown. The reason is for the log.
     async fn fail<RB>(self, status: Option<StatusCode>, reason: &'static str) -> Executed<RB> {
         if self.settings.completed_by == CompletedBy::Upstream {
             return self.fail_upstream(status).await;
@@ -278,7 +278,7 @@ impl Execution {
 
 const PANICKED: &str = "the handler panicked";
 
-/// The reason why a proxy has no answer, by its status.
+/// The reason why a proxy has no response, by its status.
 const fn unanswered(status: StatusCode) -> &'static str {
     match status {
         StatusCode::GATEWAY_TIMEOUT => "the service did not answer in time",
@@ -306,7 +306,7 @@ fn fate(settings: &Settings, status: StatusCode, directive: Option<StoreDirectiv
     }
 }
 
-/// Returns true if an answer has no end, if its end cannot be told from a broken connection, or if it switches to another
+/// Returns true if a response has no end, if its end cannot be told from a broken connection, or if it switches to another
 /// protocol.
 pub(crate) fn cannot_be_stored(parts: &Parts) -> bool {
     if parts.status == StatusCode::SWITCHING_PROTOCOLS || parts.extensions.get::<CloseDelimited>().is_some() {
@@ -385,7 +385,7 @@ async fn settle(permit: Permit, fate: ResponseTreatment, completion: Completion)
     Settled { own: None, status: status_of(&settled) }
 }
 
-/// Reserves each chunk of an answer, even beyond the budget: the operation took place.
+/// Reserves each chunk of a response, even beyond the budget: the operation took place.
 fn charging(held: &mut BudgetReservation) -> impl FnMut(usize) -> bool {
     |bytes| {
         held.add_piece_always(bytes);
@@ -393,7 +393,7 @@ fn charging(held: &mut BudgetReservation) -> impl FnMut(usize) -> bool {
     }
 }
 
-/// Streams an answer whose body was not read to its end: first the chunks that were read, then the rest.
+/// Streams a response whose body was not read to its end: first the chunks that were read, then the rest.
 fn stream<RB, E>(
     settings: &Settings,
     parts: Parts,
@@ -419,7 +419,7 @@ where
     let pumped = StreamedBody { frames, size, is_cut: is_cut.clone(), ahead };
     let response = marked(parts, ResponseBody::pumped(pumped), status);
     let rest = pump(rest, sender, is_cut, settings.stream_timeout);
-    ExecutionEnd { answer: Ok(Executed::Response(response)), rest: Some(Box::pin(rest)) }
+    ExecutionEnd { result: Ok(Executed::Response(response)), rest: Some(Box::pin(rest)) }
 }
 
 /// Sends a handler's body to the client, at the client's pace. A client that leaves, or that takes nothing for `timeout`,

@@ -4,7 +4,7 @@ use http::HeaderMap;
 use http::header::{self, HeaderName, HeaderValue};
 use oncegate_engine::ConfigError;
 
-/// Fields that are kept by default: they describe the answer, and not its time or its connection.
+/// Fields that are kept by default: they describe the response, and not its time or its connection.
 const KEPT: [HeaderName; 16] = [
     header::CONTENT_TYPE,
     header::CONTENT_ENCODING,
@@ -16,7 +16,7 @@ const KEPT: [HeaderName; 16] = [
     header::LAST_MODIFIED,
     header::LINK,
     header::CACHE_CONTROL,
-    // Without `Vary` a cache would serve the answer to other clients; without `Content-Range` a part would look complete.
+    // Without `Vary` a cache would serve the response to other clients; without `Content-Range` a part would look complete.
     header::VARY,
     header::CONTENT_RANGE,
     HeaderName::from_static("accept-patch"),
@@ -68,7 +68,7 @@ const NEVER: [&str; 39] = [
     "idempotency-status",
 ];
 
-/// Fields in which clouds, networks and tracers name the request or the trace of an answer. Never kept: a replay would point
+/// Fields in which clouds, networks and tracers name the request or the trace of a response. Never kept: a replay would point
 /// support staff and dashboards to the first request.
 const REQUEST_IDS: &[&str] = &[
     "traceresponse",
@@ -140,7 +140,7 @@ impl KeptHeaders {
         KEPT.contains(name) || self.more.contains(name)
     }
 
-    /// The fields of an answer that are kept, in their order.
+    /// The fields of a response that are kept, in their order.
     pub(crate) fn of<'a>(&'a self, headers: &'a HeaderMap) -> Vec<(&'a str, &'a [u8])> {
         headers
             .iter()
@@ -150,7 +150,7 @@ impl KeptHeaders {
     }
 }
 
-/// The trailer fields of an answer that are kept: all that may be.
+/// The trailer fields of a response that are kept: all that may be.
 pub(crate) fn kept_trailers(trailers: Option<&HeaderMap>) -> Vec<(&str, &[u8])> {
     trailers
         .into_iter()
@@ -202,7 +202,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keeps_only_fields_of_the_answer() {
+    fn keeps_only_fields_of_the_response() {
         let mut headers = HeaderMap::new();
         for name in ["content-type", "location", "etag", "link", "x-order"] {
             headers.insert(HeaderName::from_static(name), HeaderValue::from_static("v"));

@@ -309,7 +309,7 @@ impl Shared {
             suppressed,
             "requests with {} are refused, because `scope` (Settings::with_caller) is not set: set it, for example, to {meant}; \
              or set it to header:authorization if that field alone tells callers apart, and callers without it may get each \
-             other's answers",
+             other's responses",
             doubt.describe(credential)
         );
     }

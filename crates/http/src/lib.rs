@@ -1,7 +1,7 @@
 //! Makes retries of HTTP requests safe: a Tower layer for axum, hyper and tonic services.
 //!
 //! Implements draft-ietf-httpapi-idempotency-key-header-07. The first request with a key executes. Every other request with
-//! that key gets the first one's answer. If it is unknown whether the first one took effect, the layer reports that instead
+//! that key gets the first one's response. If it is unknown whether the first one took effect, the layer reports that instead
 //! of guessing.
 //!
 //! # What happens to a request, exactly
@@ -10,11 +10,11 @@
 //! 2. The caller's scope is derived ([`CallerScope`]); then the key is read. A key that is present but malformed is
 //!    a 400, always.
 //! 3. The body is read up to [`Settings::with_max_request_body`] and fingerprinted.
-//! 4. The record is claimed. Completed: the stored answer, with `Idempotent-Replayed: true`. Another request under the same
-//!    key: 422. In progress: 409 with `Retry-After`, or the answer after waiting for it. Outcome unknown: 500.
+//! 4. The record is claimed. Completed: the stored response, with `Idempotent-Replayed: true`. Another request under the same
+//!    key: 422. In progress: 409 with `Retry-After`, or the response after waiting for it. Outcome unknown: 500.
 //! 5. If the claim is granted, the handler runs under a lease that is renewed, in a task of its own: a client that hangs up
 //!    does not cancel it. Its key and attempt are in the request's extensions ([`IdempotencyContext`]).
-//! 6. Its answer is classified by status, policy and [`StoreDirective`], stored durably, and then sent.
+//! 6. Its response is classified by status, policy and [`StoreDirective`], stored durably, and then sent.
 //!
 //! Refusals are responses and never errors. Their bodies are problem details (RFC 9457) with a member `retry`: `same-key`,
 //! `new-key`, `fix-request` or `stop`. They reveal nothing of the stored request or response. A gRPC call is refused with a
@@ -23,11 +23,11 @@
 //! # Caveats
 //! - A page of another origin can read a replay or a refusal only if a CORS layer outside of this one allows it, such as
 //!   `tower_http::cors::CorsLayer`. Expose `Idempotency-Key`, `Idempotent-Replayed`, `Idempotency-Status` and `Retry-After`.
-//! - Put the layer inside authentication (a replay must not bypass it), inside compression (a stored answer must not be
+//! - Put the layer inside authentication (a replay must not bypass it), inside compression (a stored response must not be
 //!   compressed for one client), and outside of everything that changes the request's path, such as axum's `nest`.
-//! - An answer that has no end (server-sent events, gRPC, upgrades) or is larger than [`Settings::with_max_response_body`]
+//! - A response that has no end (server-sent events, gRPC, upgrades) or is larger than [`Settings::with_max_response_body`]
 //!   streams to the first client and leaves a tombstone: a retry is refused, because the request was processed and its
-//!   answer was not kept. Nothing runs twice.
+//!   response was not kept. Nothing runs twice.
 //! - The body of a request with a key is held in memory until the handler takes it. [`IdempotencyLayer::with_request_budget`]
 //!   limits all of them together.
 //!

@@ -1,4 +1,4 @@
-//! Asks for the answer that a completed record lacks, because every process died before it was added
+//! Asks for the response that a completed record lacks, because every process died before it was added
 //! ([`Settings::with_upstream_completion`] with [`Settings::with_reconcile`]).
 //!
 //! The record shows that the operation took place, so nothing is executed, whatever the service reports.
@@ -15,7 +15,7 @@ use crate::reconcile::Reconciled;
 use crate::refusal::{Condition, Refusal};
 use crate::settings::Settings;
 
-/// A question for a missing answer.
+/// A question for a missing response.
 pub(crate) struct Question {
     pub(crate) settings: Arc<Settings>,
     pub(crate) permit: ResponsePermit,
@@ -24,18 +24,18 @@ pub(crate) struct Question {
 
 /// The result of the question.
 pub(crate) enum QuestionResult {
-    /// The answer, and its `Idempotency-Status` if the record could not keep it.
+    /// The response, and its `Idempotency-Status` if the record could not keep it.
     Response(StoredResponse, Option<&'static str>),
     Refused(Refusal),
 }
 
 impl Question {
-    /// Asks for the answer and adds it to the record. Run it in a task of its own, so that a client that hangs up does not
-    /// cancel it: the next client gets the answer.
+    /// Asks for the response and adds it to the record. Run it in a task of its own, so that a client that hangs up does not
+    /// cancel it: the next client gets the response.
     pub(crate) async fn ask(self, parts: Parts) -> QuestionResult {
         let context = IdempotencyContext::new(self.key, self.permit.attempt());
         let asked = match &self.settings.reconcile {
-            // A panic reveals nothing about the answer.
+            // A panic reveals nothing about the response.
             Some(reconcile) => catch_panic(reconcile.reconcile(&context, &parts)).await,
             None => Ok(Reconciled::CannotTell),
         };
@@ -75,7 +75,7 @@ impl Question {
     }
 }
 
-/// The refusal of a retry whose request took place, and whose answer may be there at the next retry.
+/// The refusal of a retry whose request took place, and whose response may be there at the next retry.
 pub(crate) fn awaited() -> Refusal {
     Refusal::new(Condition::ResponseAwaited).with_retry_after(1)
 }

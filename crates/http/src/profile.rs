@@ -33,7 +33,7 @@ pub struct Profile {
     pub key_scope: KeyScope,
     /// The policy for responses from 500 to 599.
     pub server_errors: ServerErrors,
-    /// Statuses of answers that free the key, in addition to those that always do (401, 403, 407, 408, 421, 425, 429).
+    /// Statuses of responses that free the key, in addition to those that always do (401, 403, 407, 408, 421, 425, 429).
     pub release_statuses: &'static [StatusCode],
     /// The time for which completed records are kept.
     pub retention: Duration,
@@ -76,7 +76,7 @@ pub enum KeyScope {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ServerErrors {
-    /// Kept and replayed: the effect may have happened. If there is no answer to keep, the outcome is unknown.
+    /// Kept and replayed: the effect may have happened. If there is no response to keep, the outcome is unknown.
     Replay,
     /// The key is free again: the service undoes everything before it answers so.
     Release,
@@ -135,7 +135,7 @@ impl Profile {
         }
     }
 
-    /// As Stripe's API does it: a key belongs to the account, another endpoint is a mismatch, a mismatch is a 400, an answer 400
+    /// As Stripe's API does it: a key belongs to the account, another endpoint is a mismatch, a mismatch is a 400, a response 400
     /// frees the key, server errors are replayed, and `Stripe-Should-Retry` tells its clients what to do.
     #[must_use]
     pub fn stripe() -> Self {

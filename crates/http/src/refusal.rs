@@ -89,7 +89,7 @@ macro_rules! conditions {
 
             /// The gRPC status of a call that is refused for this reason, chosen by the reaction of common clients.
             /// `ALREADY_EXISTS` is not used: clients read it as "my earlier try succeeded", which is wrong for a key that another
-            /// call used, and for an answer that was not kept.
+            /// call used, and for a response that was not kept.
             #[must_use]
             pub const fn grpc_code(self) -> GrpcCode {
                 match self { $(Self::$condition => GrpcCode::$grpc,)+ }
@@ -121,7 +121,7 @@ conditions! {
         "The request ended before its body was complete",
         "Nothing was executed. Send the request again.";
 
-    /// The memory for requests or answers is used up, or too many requests are in flight.
+    /// The memory for requests or responses is used up, or too many requests are in flight.
     Overloaded: "overloaded", SERVICE_UNAVAILABLE, SameKey, Unavailable,
         "The service is at its limit at the moment",
         "Nothing was executed: a limit of the server is reached at the moment. Send the same request with the same key later.";
@@ -154,17 +154,17 @@ conditions! {
     /// Another request with this key is in progress.
     RequestInProgress: "request-in-progress", CONFLICT, SameKey, Aborted,
         "A request is outstanding for this Idempotency-Key",
-        "The first request with this key is still being processed. Send it again with the same key later to get its answer.";
+        "The first request with this key is still being processed. Send it again with the same key later to get its response.";
 
-    /// The request was processed, but its answer cannot be replayed.
+    /// The request was processed, but its response cannot be replayed.
     ReplayUnavailable: "replay-unavailable", UNPROCESSABLE_ENTITY, Stop, Unknown,
-        "The request was completed, but its answer cannot be given again",
-        "The first request with this key was processed and is not processed again. Its answer was too large, was streamed, was lost, or must not be kept.";
+        "The request was completed, but its response cannot be given again",
+        "The first request with this key was processed and is not processed again. Its response was too large, was streamed, was lost, or must not be kept.";
 
-    /// The request was processed, and its answer is not available yet.
+    /// The request was processed, and its response is not available yet.
     ResponseAwaited: "response-awaited", SERVICE_UNAVAILABLE, SameKey, Aborted,
-        "The request was completed, and its answer is not available yet",
-        "The first request with this key was processed and is not processed again. Its answer is not available at the moment. Send the same request with the same key later to get it.";
+        "The request was completed, and its response is not available yet",
+        "The first request with this key was processed and is not processed again. Its response is not available at the moment. Send the same request with the same key later to get it.";
 
     /// The outcome is unknown: the operation may have taken place.
     OutcomeUnknown: "outcome-unknown", INTERNAL_SERVER_ERROR, Stop, Unknown,
@@ -176,9 +176,9 @@ conditions! {
         "The record of this Idempotency-Key cannot be read",
         "Nothing was executed for this request. An earlier request with this key may have taken effect: its record cannot be read, and the operator of the service has to look at it. With a new key it may take effect twice.";
 
-    /// The handler ended without an answer, and the key is free again.
+    /// The handler ended without a response, and the key is free again.
     HandlerFailed: "handler-failed", INTERNAL_SERVER_ERROR, SameKey, Unavailable,
-        "The service failed without an answer",
+        "The service failed without a response",
         "The service did not complete the request. The key is free to be used again for it.";
 
     /// A proxy did not reach its service, and nothing was sent.
@@ -186,21 +186,21 @@ conditions! {
         "The service is unreachable",
         "The request did not reach the service. Send it again, with the same key if it has one.";
 
-    /// A proxy sent a request without a key to its service and got no whole answer. With a key it is
+    /// A proxy sent a request without a key to its service and got no whole response. With a key it is
     /// [`OutcomeUnknown`](Self::OutcomeUnknown) or [`HandlerFailed`](Self::HandlerFailed).
     UpstreamUnanswered: "upstream-unanswered", BAD_GATEWAY, Unprotected, Unknown,
-        "The service gave no answer",
-        "The request was sent to the service, and no complete answer came back. It may have taken effect.";
+        "The service gave no response",
+        "The request was sent to the service, and no complete response came back. It may have taken effect.";
 
-    /// The head of the service's answer has too many lines or too many bytes for the proxy.
+    /// The head of the service's response has too many lines or too many bytes for the proxy.
     UpstreamHeadTooLarge: "upstream-head-too-large", BAD_GATEWAY, Stop, Unknown,
-        "The head of the service's answer is too large",
-        "The request was processed. The head of the service's answer has more than 1000 field lines or more than 128 KiB, so that it cannot be passed on.";
+        "The head of the service's response is too large",
+        "The request was processed. The head of the service's response has more than 1000 field lines or more than 128 KiB, so that it cannot be passed on.";
 
-    /// The service's answer has a transfer coding that the proxy cannot undo.
+    /// The service's response has a transfer coding that the proxy cannot undo.
     UpstreamUnsupported: "upstream-unsupported", BAD_GATEWAY, Stop, Unknown,
-        "The service's answer is in a form that this proxy does not pass on",
-        "The request was processed. The service's answer has a transfer coding other than chunked, so that it cannot be passed on.";
+        "The service's response is in a form that this proxy does not pass on",
+        "The request was processed. The service's response has a transfer coding other than chunked, so that it cannot be passed on.";
 
     /// The request is malformed, so that no proxy may pass it on.
     RequestMalformed: "request-malformed", BAD_REQUEST, FixRequest, InvalidArgument,

@@ -21,7 +21,7 @@ use crate::refusal::{Condition, Refusal};
 /// # The default
 /// `CallerScope::default()` uses `Authorization`. Requests without any credential share one scope, the anonymous one.
 /// A request that has no `Authorization` and **another** credential is refused with [`Condition::ScopeNotSet`]: two sessions
-/// must not get each other's answers. Those credentials are `Cookie`, `X-Api-Key` and the other fields for which
+/// must not get each other's responses. Those credentials are `Cookie`, `X-Api-Key` and the other fields for which
 /// [`is_credential`](Self::is_credential) is true, except the field of the key.
 ///
 /// A request that has one of them **in addition to** `Authorization` is refused, too: `Authorization` may be that of a gateway,

@@ -161,7 +161,7 @@ where
 struct KeyedResponse {
     shared: Arc<Shared>,
     settings: Arc<Settings>,
-    /// The key's field as it was received, for the answer.
+    /// The key's field as it was received, for the response.
     echo: Option<HeaderValue>,
     /// The form of refusals, if the client speaks gRPC.
     grpc: Option<GrpcForm>,
@@ -338,7 +338,7 @@ impl KeyedResponse {
         }
     }
 
-    /// Counts this request as in flight, unless a limit is reached or the budget for answers is used up.
+    /// Counts this request as in flight, unless a limit is reached or the budget for responses is used up.
     fn enter(&self, scope: &Scope<'_>) -> Option<Slot> {
         let caller = (!self.settings.caller.is_single_tenant()).then(|| scope.caller_tag());
         let entered = match self.shared.in_flight.enter(caller) {
@@ -497,21 +497,21 @@ impl KeyedResponse {
         let execution = Execution { settings, permit, key, response_budget, target };
         let mut work: Pin<Box<dyn Future<Output = ExecutionEnd<RB, S::Error>> + Send>> =
             Box::pin(execution.run(inner, request));
-        let answer = match poll_fn(|cx| Poll::Ready(work.as_mut().poll(cx))).await {
-            Poll::Ready(ExecutionEnd { answer, rest }) => {
+        let result = match poll_fn(|cx| Poll::Ready(work.as_mut().poll(cx))).await {
+            Poll::Ready(ExecutionEnd { result, rest }) => {
                 if let Some(rest) = rest {
                     self.shared.engine.spawn(async move {
                         rest.await;
                         drop(slot);
                     });
                 }
-                answer
+                result
             }
             Poll::Pending => {
                 let (send, receive) = oneshot::channel();
                 self.shared.engine.spawn(async move {
-                    let ExecutionEnd { answer, rest } = work.await;
-                    let _gone = send.send(answer);
+                    let ExecutionEnd { result, rest } = work.await;
+                    let _gone = send.send(result);
                     if let Some(rest) = rest {
                         rest.await;
                     }
@@ -522,7 +522,7 @@ impl KeyedResponse {
                 receive.await.unwrap_or_else(cut_off)
             }
         };
-        match answer {
+        match result {
             Ok(Executed::Response(mut response)) => {
                 // Only the layer marks replays.
                 response.headers_mut().remove(&self.settings.profile.replay_marker);
@@ -550,7 +550,7 @@ impl KeyedResponse {
         self.settings.recovers_responses() && self.grpc.is_none()
     }
 
-    /// Asks in a task of its own: the answer is kept even if the client has hung up meanwhile.
+    /// Asks in a task of its own: the response is kept even if the client has hung up meanwhile.
     async fn recover_response<RB>(
         self,
         permit: ResponsePermit,
@@ -587,7 +587,7 @@ impl KeyedResponse {
         Ok(self.echoed(response.map(ResponseBody::passing)))
     }
 
-    /// Replays the stored answer, or refuses if the budget is used up: a retry can get the answer later.
+    /// Replays the stored response, or refuses if the budget is used up: a retry can get the response later.
     fn replay_within_budget<RB>(&self, stored: &StoredResponse) -> Response<ResponseBody<RB>> {
         let mut held = BudgetReservation::nothing(self.shared.response_budget.clone());
         if held.add(stored.body().len()) {
@@ -641,12 +641,12 @@ impl KeyedResponse {
 
 /// The result of an execution.
 pub(crate) enum Executed<RB> {
-    /// The handler's answer.
+    /// The handler's response.
     Response(Response<ResponseBody<RB>>),
-    /// An answer from the record or for it, instead of the handler's: that of an earlier attempt that the service reported, or
+    /// A response from the record or for it, instead of the handler's: that of an earlier attempt that the service reported, or
     /// the one that the operation wrote itself. With its `Idempotency-Status` if the record could not keep it.
     Recorded(StoredResponse, Option<&'static str>),
-    /// There is no answer from the handler.
+    /// There is no response from the handler.
     Refused(Refusal),
 }
 
@@ -682,9 +682,9 @@ fn overloaded(detail: &'static str) -> Refusal {
 
 const REQUEST_BUDGET_USED_UP: &str = "Nothing was executed: the memory for the bodies of requests is used up. Send the same request \
      with the same key later.";
-const RESPONSE_BUDGET_USED_UP: &str = "The first request with this key was processed. The memory for answers is used up at the moment. \
-     Send the same request with the same key later to get the answer.";
-const TOO_MANY: &str = "Nothing was executed: too many requests with a key are in progress, or too many answers wait for their \
+const RESPONSE_BUDGET_USED_UP: &str = "The first request with this key was processed. The memory for responses is used up at the moment. \
+     Send the same request with the same key later to get the response.";
+const TOO_MANY: &str = "Nothing was executed: too many requests with a key are in progress, or too many responses wait for their \
      clients. Send the same request with the same key later.";
 
 /// The detail of `store-unavailable` if the store was reached and is full, or if the engine has no place for another
@@ -712,7 +712,7 @@ pub(crate) fn take_status<T>(response: &mut Response<T>) {
     response.headers_mut().remove(IDEMPOTENCY_STATUS);
 }
 
-/// The outcome of a request whose answer is passed on. The status field is the layer's own: a handler's was removed before.
+/// The outcome of a request whose response is passed on. The status field is the layer's own: a handler's was removed before.
 fn disposition_of<T>(response: &Response<T>) -> Disposition {
     let is_fenced = || response.headers().get(IDEMPOTENCY_STATUS).is_some_and(|status| status == FENCED);
     match response.extensions().get() {

@@ -71,7 +71,7 @@ pub enum AuthorityRole {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum CompletedBy {
-    /// The layer, with the handler's answer, after the operation.
+    /// The layer, with the handler's response, after the operation.
     #[default]
     Layer,
     /// The operation, in the transaction that holds its effect, so that both commit or neither does. See
@@ -323,7 +323,7 @@ impl Settings {
         self
     }
 
-    /// Sets the statuses of answers that free the key, instead of those of the profile: the client may correct the refused
+    /// Sets the statuses of responses that free the key, instead of those of the profile: the client may correct the refused
     /// request and send it again under the same key. The service must have done nothing when it sends such a status. 401, 403,
     /// 407, 408, 421, 425 and 429 always free the key.
     ///
@@ -332,7 +332,7 @@ impl Settings {
     pub fn with_release_statuses(self, statuses: Vec<StatusCode>) -> Result<Self, ConfigError> {
         match statuses.iter().find(|status| !status.is_client_error() && !status.is_server_error()) {
             Some(status) => Err(ConfigError::new(format!(
-                "the status {} is not an error; only answers from 400 to 599 can free the key",
+                "the status {} is not an error; only responses from 400 to 599 can free the key",
                 status.as_u16()
             ))),
             None => Ok(Self { release_statuses: statuses, ..self }),
@@ -361,7 +361,7 @@ impl Settings {
     /// Sets the header field that marks a replay.
     ///
     /// # Errors
-    /// If answers use it for another purpose, such as `Content-Type`.
+    /// If responses use it for another purpose, such as `Content-Type`.
     pub fn with_replay_marker(mut self, name: HeaderName) -> Result<Self, ConfigError> {
         if is_reserved(&name) {
             return Err(ConfigError::new(format!(
@@ -434,7 +434,7 @@ impl Settings {
     /// `SELECT oncegate.complete(record, token)` before its `COMMIT`. If the call passes no response, the layer adds it.
     ///
     /// An attempt whose lease ran out without that has committed nothing, so it is executed again: this sets
-    /// [`OnAbandoned::Reexecute`], and a policy that is set later must have the same value. Answers from 500 to 599, panics and
+    /// [`OnAbandoned::Reexecute`], and a policy that is set later must have the same value. Responses from 500 to 599, panics and
     /// timeouts free the key unless the record is completed, regardless of [`with_server_errors`](Self::with_server_errors).
     ///
     /// A layer refuses this setting with a store that cannot commit a completion together with the effect.
@@ -528,7 +528,7 @@ impl Settings {
 
 /// A key that is built from the body need not be guessed: two callers with the same cart have the same key.
 const ANONYMOUS_NATURAL_KEY: &str = "the key is built from members of the body (key-members), and callers that are not told apart \
-     would get each other's answers; require a field that identifies them (scope = \"required-header:NAME\" or \
+     would get each other's responses; require a field that identifies them (scope = \"required-header:NAME\" or \
      \"required-cookie:NAME\"), or declare that there is only one caller (scope = \"single-tenant\")";
 
 /// The natural key of a profile. A test checks that every profile's pointers are valid.

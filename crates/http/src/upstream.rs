@@ -1,7 +1,7 @@
 //! The end of an operation that completes its record itself, in the transaction that holds its effect
 //! ([`Settings::with_upstream_completion`](crate::Settings::with_upstream_completion)).
 //!
-//! The record shows what was committed. If it has an answer, the client gets that answer instead of the handler's.
+//! The record shows what was committed. If it has a response, the client gets that response instead of the handler's.
 
 use http::StatusCode;
 use http::header::{CONTENT_LENGTH, TRAILER};
@@ -39,13 +39,13 @@ pub(crate) async fn report(
 }
 
 impl Execution {
-    /// Ends an execution whose handler ended without an answer. The record shows whether its transaction has committed, so
+    /// Ends an execution whose handler ended without a response. The record shows whether its transaction has committed, so
     /// the outcome is never left unknown.
     pub(crate) async fn fail_upstream<RB>(self, status: Option<StatusCode>) -> Executed<RB> {
         let refusal = match self.permit.report(OperationReport::NoResponse).await {
             ReportOutcome::Recorded(own) => return Executed::Recorded(own, None),
             ReportOutcome::Stored | ReportOutcome::Unreplayable => Refusal::new(Condition::ReplayUnavailable),
-            // A retry asks the service for the answer.
+            // A retry asks the service for the response.
             ReportOutcome::Awaited => awaited().with_status(status),
             ReportOutcome::Released => Refusal::new(Condition::HandlerFailed).with_status(status),
             // Its transaction is still open, or another attempt executes: a retry gets the outcome.

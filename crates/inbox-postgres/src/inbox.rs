@@ -23,7 +23,7 @@ use crate::work::{PerMessage, WholeBatch, Work};
 /// Clones are cheap. The steps for each message or batch: begin a transaction; claim the messages, which writes their
 /// receipts; run the handler on the same connection; commit; only then report that the broker may forget the messages.
 /// So there is no lease to lose and nothing to clean up. After a crash at any point the message is delivered again, and
-/// is either new or a duplicate. If the answer to a COMMIT is lost, the inbox finds out whether it succeeded. A message
+/// is either new or a duplicate. If the reply to a COMMIT is lost, the inbox finds out whether it succeeded. A message
 /// that another transaction holds is reported as in flight at once, without waiting.
 ///
 /// The database must have the schema ([`schema::apply`](oncegate_postgres::schema::apply)). The role of the pool needs
@@ -154,7 +154,7 @@ impl TransactionalInbox {
 
     /// Sets the timeout of the inbox's own statements, from 100 ms to 10 minutes. Default: 10 s.
     ///
-    /// It also bounds the search for the result of a COMMIT whose answer was lost. Statements of the handler are
+    /// It also bounds the search for the result of a COMMIT whose reply was lost. Statements of the handler are
     /// bounded by the application's own `statement_timeout`.
     ///
     /// # Errors

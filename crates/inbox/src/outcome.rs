@@ -107,7 +107,7 @@ pub enum ProcessOutcome {
     NotBegun,
 }
 
-/// The answer to the broker for a delivery.
+/// The reply to the broker for a delivery.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Settlement {
     /// The broker may forget the message.
@@ -117,7 +117,7 @@ pub enum Settlement {
 }
 
 impl ProcessOutcome {
-    /// Returns the answer to the broker: it acknowledges what is durable, and nothing else.
+    /// Returns the reply to the broker: it acknowledges what is durable, and nothing else.
     ///
     /// `backoff` is the pause after a failure.
     #[must_use]

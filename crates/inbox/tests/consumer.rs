@@ -268,7 +268,7 @@ impl DeadLetterSink for Letters {
             }
             self.letters.lock().unwrap().push(letter.clone());
             if count_down(&self.lose) {
-                return Err(PublishError::unconfirmed("the answer is lost"));
+                return Err(PublishError::unconfirmed("the reply is lost"));
             }
             Ok(())
         })

@@ -193,7 +193,7 @@ impl Reader {
 
     /// Leaves the group and joins it again, so that every partition is assigned anew from a valid offset.
     ///
-    /// An assignment here would look like the answer to a rebalance that the client has begun and not reported yet.
+    /// An assignment here would look like the reply to a rebalance that the client has begun and not reported yet.
     fn join_again(&self) {
         self.consumer.context().is_unresolved.store(true, Ordering::Relaxed);
         let topics: Vec<&str> = self.topics.iter().map(String::as_str).collect();

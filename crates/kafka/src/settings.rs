@@ -127,7 +127,7 @@ impl KafkaOptions {
 
     /// Sets how long [`close`](oncegate_inbox::Source::close) waits for the last commit and for leaving the group.
     ///
-    /// Without an answer `close` returns an error, and messages whose offsets were not committed are delivered again. A
+    /// Without a reply `close` returns an error, and messages whose offsets were not committed are delivered again. A
     /// [`Consumer`](oncegate_inbox::Consumer) waits for at most 10 seconds.
     ///
     /// # Errors

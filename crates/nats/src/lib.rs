@@ -67,8 +67,8 @@ pub use async_nats;
 /// The header with the order key of a message that [`NatsPublisher`] published.
 pub const ORDER_KEY: &str = "oncegate-order-key";
 
-/// The timeout of an answer of the server.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+/// The timeout of a reply of the server.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The time that one request for messages stays at the server.
 const EXPIRES: Duration = Duration::from_secs(30);
@@ -287,7 +287,7 @@ impl Reading {
 
     async fn end(mut self) -> Result<(), SourceError> {
         self.stop.cancel();
-        let ended = timeout(ANSWER_TIMEOUT, &mut self.task).await.is_ok();
+        let ended = timeout(REPLY_TIMEOUT, &mut self.task).await.is_ok();
         let mut left = VecDeque::new();
         while let Ok(arrived) = self.arrived.try_recv() {
             left.extend(arrived.ok());
@@ -295,7 +295,7 @@ impl Reading {
         for delivery in left {
             let _comes_again_later = delivery.tell(nak(Duration::ZERO)).await;
         }
-        match timeout(ANSWER_TIMEOUT, self.client.flush()).await {
+        match timeout(REPLY_TIMEOUT, self.client.flush()).await {
             Ok(Ok(())) if ended => Ok(()),
             Ok(Err(error)) => {
                 Err(SourceError::transient("NATS did not get the end of the subscription").with_source(error))
@@ -364,7 +364,7 @@ impl Pump {
         while self.client.connection_state() != State::Connected {
             sleep(CHECK_INTERVAL).await;
         }
-        let info = timeout(ANSWER_TIMEOUT, self.consumer.get_info()).await;
+        let info = timeout(REPLY_TIMEOUT, self.consumer.get_info()).await;
         let info = info.map_err(|_| SourceError::transient("NATS does not answer"))?;
         let config = match info {
             Ok(info) => info.config,
@@ -412,7 +412,7 @@ impl Pump {
             self.ask(name, asked.messages).await?;
             tokio::select! {
                 () = self.stop.cancelled() => return self.give_up(inbox).await,
-                answered = self.answers(&mut inbox, asked, connection) => answered?,
+                answered = self.read_messages(&mut inbox, asked, connection) => answered?,
             }
         }
     }
@@ -436,14 +436,14 @@ impl Pump {
             idle_heartbeat: self.heartbeat,
             ..BatchConfig::default()
         };
-        let asked = timeout(ANSWER_TIMEOUT, self.consumer.request_batch(request, inbox.clone())).await;
+        let asked = timeout(REPLY_TIMEOUT, self.consumer.request_batch(request, inbox.clone())).await;
         asked
             .map_err(|_| SourceError::transient("NATS refused a request"))?
             .map_err(|error| passing("NATS refused a request", error))
     }
 
     /// Reads until all requested messages came, or the server ends the request.
-    async fn answers(
+    async fn read_messages(
         &self,
         inbox: &mut Subscriber,
         mut asked: OpenRequest<'_>,
@@ -504,7 +504,7 @@ impl Pump {
     async fn give_up(&self, mut inbox: Subscriber) -> Result<(), SourceError> {
         let ended = inbox.drain().await;
         ended.map_err(|error| passing("NATS refused the end of a subscription", error))?;
-        let until = Instant::now() + ANSWER_TIMEOUT / 2;
+        let until = Instant::now() + REPLY_TIMEOUT / 2;
         while let Ok(Some(message)) = tokio::time::timeout_at(until, inbox.next()).await {
             if matches!(message.status, None | Some(StatusCode::OK)) {
                 self.take(message);
@@ -572,9 +572,9 @@ impl NatsDelivery {
 
     /// Sends a settlement, and waits for its confirmation.
     async fn ask(&self, what: Bytes) -> Result<(), SourceError> {
-        let request = Request::new().payload(what).timeout(Some(ANSWER_TIMEOUT));
-        let answer = self.client.send_request(self.reply.clone(), request).await;
-        answer.map(drop).map_err(|error| passing("NATS did not confirm the settlement", error))
+        let request = Request::new().payload(what).timeout(Some(REPLY_TIMEOUT));
+        let reply = self.client.send_request(self.reply.clone(), request).await;
+        reply.map(drop).map_err(|error| passing("NATS did not confirm the settlement", error))
     }
 
     /// Sends a settlement.
@@ -686,7 +686,7 @@ impl NatsPublisher {
     ///
     /// No server answered the message. That also happens while replicas elect a leader, so ask for the stream itself.
     async fn has_no_stream(&self, message: &Outgoing) -> bool {
-        let asked = timeout(ANSWER_TIMEOUT, self.context.stream_by_subject(message.topic.clone())).await;
+        let asked = timeout(REPLY_TIMEOUT, self.context.stream_by_subject(message.topic.clone())).await;
         matches!(asked, Ok(Err(error)) if error.kind() == GetStreamByNameErrorKind::NotFound)
     }
 }

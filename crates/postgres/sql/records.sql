@@ -238,7 +238,7 @@ BEGIN
         END IF;
 
         IF is_live AND r.state = 'in-progress' AND r.attempt = claim.attempt THEN
-            -- The same claim, sent again because its answer was lost: it keeps its token.
+            -- The same claim, sent again because its reply was lost: it keeps its token.
             outcome := 'execute';
             token := r.token;
             attempts := r.attempts;
@@ -385,7 +385,7 @@ BEGIN
     END IF;
     count := coalesce(array_length(r.step_names, 1), 0);
     IF step.number < count THEN
-        -- The same step, sent again because its answer was lost.
+        -- The same step, sent again because its reply was lost.
         outcome := CASE WHEN r.step_names[step.number + 1] = step.name AND r.step_results[step.number + 1] = step.result
             THEN 'recorded' ELSE 'differs' END;
         RETURN;
@@ -480,7 +480,7 @@ $$;
 -- token is stale, or the attempt has ended. OG002: another transaction holds the record and did not release it within a quarter
 -- of a second.
 --
--- Unlike complete_if_owner, it does not succeed twice. The effect is in the transaction. If the answer to COMMIT was lost and
+-- Unlike complete_if_owner, it does not succeed twice. The effect is in the transaction. If the reply to COMMIT was lost and
 -- the service runs the attempt again under the same token, the second transaction must not commit as well.
 CREATE OR REPLACE FUNCTION oncegate.complete(
     id bytea,

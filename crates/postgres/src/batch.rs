@@ -13,7 +13,7 @@ use tokio::sync::oneshot;
 
 use crate::batch_size::BatchSize;
 
-/// The most bytes of responses in one batch, unless a single response is larger. In the contract, the answers to a batch of
+/// The most bytes of responses in one batch, unless a single response is larger. In the contract, the replies to a batch of
 /// claims have the same bound.
 const MAX_BATCH_BYTES: usize = 8 * 1024 * 1024;
 
@@ -34,7 +34,7 @@ pub(crate) fn is_large(batch: &[Job]) -> bool {
 const MAX_WAITING_BATCHES: usize = 16;
 const MIN_WAITING_JOBS: usize = 1024;
 
-/// A command, and the sender for its answer.
+/// A command, and the sender for its reply.
 pub(crate) struct Job {
     pub(crate) id: RecordId,
     pub(crate) command: Command,
@@ -211,10 +211,10 @@ mod tests {
     const TIMEOUT: Duration = Duration::from_secs(2);
 
     fn job(id: u8) -> (Job, oneshot::Receiver<Result<Outcome, StoreError>>) {
-        let (reply, answer) = oneshot::channel();
+        let (reply, received) = oneshot::channel();
         let id = RecordId::from_bytes([id; 32]);
         let release = Release { token: FencingToken::new(1), retention: TIMEOUT };
-        (Job { id, command: Command::Release(release), reply, since: Instant::now() }, answer)
+        (Job { id, command: Command::Release(release), reply, since: Instant::now() }, received)
     }
 
     fn ids(batch: Option<Vec<Job>>) -> Option<Vec<u8>> {
@@ -224,11 +224,11 @@ mod tests {
     #[test]
     fn each_record_is_once_in_a_batch_and_the_order_is_kept() {
         let lane = Lane::new(3, 1, Duration::from_secs(60), TIMEOUT);
-        let mut answers = Vec::new();
+        let mut replies = Vec::new();
         for id in [1, 2, 1, 3, 1, 2] {
-            let (job, answer) = job(id);
+            let (job, reply) = job(id);
             lane.put(job);
-            answers.push(answer);
+            replies.push(reply);
         }
         assert_eq!(ids(lane.take()), Some(vec![1, 2, 3]));
         assert_eq!(ids(lane.take()), Some(vec![1, 2]));
@@ -239,13 +239,13 @@ mod tests {
     #[test]
     fn abandoned_jobs_are_not_sent_and_late_jobs_are_given_up() {
         let lane = Lane::new(3, 1, Duration::ZERO, TIMEOUT);
-        let (first, answer) = job(1);
-        drop(answer);
-        let (second, mut answer) = job(2);
+        let (first, reply) = job(1);
+        drop(reply);
+        let (second, mut reply) = job(2);
         assert!(matches!((lane.put(first), lane.put(second)), (Admission::Start, Admission::Wait)));
         std::thread::yield_now();
         assert_eq!(ids(lane.take()), None);
-        assert!(answer.try_recv().unwrap().is_err());
+        assert!(reply.try_recv().unwrap().is_err());
         assert!(matches!(lane.put(job(3).0), Admission::Start), "the sender has ended");
     }
 

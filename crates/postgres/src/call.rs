@@ -68,7 +68,7 @@ impl Call {
     /// Sends the call as one message of the simple protocol, in one round trip; nothing outlives the transaction.
     ///
     /// The whole message is one transaction at READ COMMITTED, whatever the default of the role or the database is: above that
-    /// level, a call fails or sees an old snapshot. Answers in this protocol are text, and bytes in them are hexadecimal,
+    /// level, a call fails or sees an old snapshot. Replies in this protocol are text, and bytes in them are hexadecimal,
     /// whatever the default is.
     pub(crate) async fn in_one_message(self, connection: &mut PgConnection) -> Result<Vec<PgRow>, Error> {
         let sql = format!(

@@ -157,7 +157,7 @@ pub(crate) fn describe(error: &Error) -> String {
         Error::Protocol(_) => "PostgreSQL answered out of order".to_owned(),
         Error::Configuration(_) => "the settings of the connection are invalid".to_owned(),
         Error::ColumnDecode { .. } | Error::ColumnNotFound(_) | Error::Decode(_) | Error::RowNotFound => {
-            "the answer of PostgreSQL is not one of the contract".to_owned()
+            "the reply of PostgreSQL is not one of the contract".to_owned()
         }
         _ => "the call of PostgreSQL failed".to_owned(),
     }

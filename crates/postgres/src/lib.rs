@@ -50,15 +50,15 @@
 //! 4. No call waits for the open transaction of another session. If such a transaction holds the record, a claim is told that
 //!    it is in progress. Any other command is tried for an eighth of a second and is `Unavailable` after that.
 //! 5. Every call is bounded: by the connect timeout, and by the command timeout or, for listings and purges, the statement
-//!    timeout. A call without an answer is `Unavailable`: it may have been carried out. The store gives up its connection, and
+//!    timeout. A call without a reply is `Unavailable`: it may have been carried out. The store gives up its connection, and
 //!    idle connections with it.
 //! 6. The server's time counts. [`now`](oncegate_core::Store::now) is that time as it was last seen, plus the time since.
 //! 7. The store never sends a claim again by itself, unless the server has certainly not carried out the first one: while the
 //!    first one commits, the second one would be told that another attempt is in progress. The engine sends it again, and takes
 //!    that into account.
 //! 8. If the future of a claim or completion is dropped before its turn, or before it has a connection, the command is not
-//!    sent. Every other call runs to its end on the store's own runtime, so that no connection is left in the middle of an
-//!    answer.
+//!    sent. Every other call runs to its end on the store's own runtime, so that no connection is left in the middle of a
+//!    reply.
 //!
 //! # Failures
 //!
@@ -66,7 +66,7 @@
 //! |---|---|---|
 //! | the server is down, starting, or full | `Unavailable` | none: the store connects again by itself |
 //! | a connection died | a claim: `Unavailable`, and its sender sends it again; other commands: no effect | |
-//! | connections get neither an answer nor an end | as above, after the command timeout | |
+//! | connections get neither a reply nor an end | as above, after the command timeout | |
 //! | no connection becomes free in time | `Unavailable` | a larger pool, or a faster server |
 //! | the server became a standby | `Unavailable` | point the URL at the primary |
 //! | a record cannot be read | on that record: `Corrupt` | look at it; it is never executed |

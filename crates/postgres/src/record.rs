@@ -19,7 +19,7 @@ pub(crate) enum Reply {
     Outcome(Outcome),
     /// Another open transaction holds the record.
     Locked,
-    /// The answers before it in its batch reached their limit. Nothing was done.
+    /// The replies before it in its batch reached their limit. Nothing was done.
     Later,
     /// There is a response that is too large to be sent together with others.
     Large,
@@ -42,7 +42,7 @@ where
 }
 
 pub(crate) fn unexpected_reply() -> StoreError {
-    StoreError::invalid("the answer of PostgreSQL is not one of the contract")
+    StoreError::invalid("the reply of PostgreSQL is not one of the contract")
 }
 
 /// Names the column, but not its content.

@@ -52,7 +52,7 @@ struct StoreInner {
     durability: Durability,
     claims: Arc<Lane>,
     completions: Arc<Lane>,
-    /// Permits for answers that are larger than a batch may be.
+    /// Permits for replies that are larger than a batch may be.
     large: Semaphore,
 }
 
@@ -83,7 +83,7 @@ impl PostgresStore {
         let _ = self.runtime.spawn(async move { pool.close().await }).await;
     }
 
-    /// Runs on the store's own runtime, so that a caller that goes away leaves no connection in the middle of an answer.
+    /// Runs on the store's own runtime, so that a caller that goes away leaves no connection in the middle of a reply.
     fn on_runtime<T, F>(&self, run: impl FnOnce(Arc<StoreInner>) -> F) -> StoreFuture<'_, T>
     where
         T: Send + 'static,
@@ -95,7 +95,7 @@ impl PostgresStore {
 
     /// Sends the command together with waiting commands of its kind.
     fn in_lane(&self, lane: &Arc<Lane>, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
-        let (reply, answer) = oneshot::channel();
+        let (reply, received) = oneshot::channel();
         match lane.put(Job { id, command, reply, since: Instant::now() }) {
             Admission::Wait => {}
             Admission::Start => {
@@ -116,7 +116,7 @@ impl PostgresStore {
                 return Box::pin(std::future::ready(Err(error)));
             }
         }
-        Box::pin(async move { answer.await.unwrap_or_else(|_| Err(shutting_down())) })
+        Box::pin(async move { received.await.unwrap_or_else(|_| Err(shutting_down())) })
     }
 }
 
@@ -270,7 +270,7 @@ impl StoreInner {
         };
         let standing = standing.ok_or_else(|| PostgresOpenError::Connect {
             database: database.clone(),
-            why: "its answer is not one of the contract".to_owned(),
+            why: "its reply is not one of the contract".to_owned(),
         })?;
         match standing.version {
             Some(found) if found > schema::VERSION => {
@@ -320,7 +320,7 @@ impl StoreInner {
             Command::Claim(_) => Resend::IfUndone,
             // An operator's decision must not be applied twice.
             Command::Resolve(_) => Resend::IfUndone,
-            // Sent again, each of these gets the lost answer.
+            // Sent again, each of these gets the lost reply.
             _ => Resend::Always,
         };
         let is_large = matches!(&command, Command::Complete(complete) if is_large_end(complete));
@@ -356,7 +356,7 @@ impl StoreInner {
         Err(StoreError::locked("another transaction holds the record"))
     }
 
-    /// Sends a claim whose answer is large, which may take as long as the server allows. Few of them run at the same time.
+    /// Sends a claim whose reply is large, which may take as long as the server allows. Few of them run at the same time.
     async fn claim_large(
         &self,
         id: &RecordId,
@@ -524,7 +524,7 @@ impl StoreInner {
         }
     }
 
-    /// Sends a call once, and takes the server's time from the answer.
+    /// Sends a call once, and takes the server's time from the reply.
     async fn send(&self, call: Call, terms: CallOptions<'_>) -> Result<Vec<PgRow>, Failure> {
         let result = self.exchange(call, terms).await;
         if matches!(result, Err(Failure::Lost(_) | Failure::Undone(_) | Failure::TimedOut)) {
@@ -555,7 +555,7 @@ impl StoreInner {
                 call.prepared(&mut connection).await
             }
         };
-        let by_server = self.statement_timeout + ANSWER_MARGIN;
+        let by_server = self.statement_timeout + REPLY_MARGIN;
         let limit = if terms.is_long { by_server } else { self.command_timeout.min(by_server) };
         match tokio::time::timeout(limit, sent).await {
             Ok(Ok(rows)) => {
@@ -569,14 +569,14 @@ impl StoreInner {
             Ok(Err(error)) => {
                 // The server reports an error before it releases the locks of the statement. A caller that asks again at once,
                 // on another connection, would meet our own lock. After this ping, the server has released it.
-                match tokio::time::timeout(ANSWER_MARGIN, connection.ping()).await {
+                match tokio::time::timeout(REPLY_MARGIN, connection.ping()).await {
                     Ok(Ok(())) => return_to_pool_within(connection, limit),
                     _ => drop(connection.detach()),
                 }
                 Err(Failure::Refused(error))
             }
             Err(_) => {
-                // The connection is in the middle of an answer, or its other end is dead: it cannot be used again.
+                // The connection is in the middle of a reply, or its other end is dead: it cannot be used again.
                 drop(connection.detach());
                 Err(Failure::TimedOut)
             }
@@ -588,7 +588,7 @@ impl StoreInner {
 /// connections that a firewall forgot just then would exhaust the pool.
 fn return_to_pool_within(mut connection: PoolConnection<Postgres>, limit: Duration) {
     tokio::spawn(async move {
-        // A connection without an answer in time is dropped, which frees its place in the pool.
+        // A connection without a reply in time is dropped, which frees its place in the pool.
         let _ = tokio::time::timeout(limit, connection.return_to_pool()).await;
     });
 }
@@ -621,10 +621,10 @@ impl CallOptions<'static> {
     }
 }
 
-/// The time that we wait for an answer after the server's own timeout.
-const ANSWER_MARGIN: Duration = Duration::from_millis(500);
+/// The time that we wait for a reply after the server's own timeout.
+const REPLY_MARGIN: Duration = Duration::from_millis(500);
 
-/// Returns true as long as a caller waits for the answer.
+/// Returns true as long as a caller waits for the reply.
 type Wanted<'a> = &'a (dyn Fn() -> bool + Send + Sync);
 
 const fn always() -> bool {
@@ -642,7 +642,7 @@ const CLAIM_MANY_BRIEFLY: &str = "SELECT c.outcome, c.token, c.attempts, c.lease
      CASE WHEN pg_catalog.octet_length(c.response) <= 8388608 THEN c.response END AS response, c.clock \
      FROM oncegate.claim_many($1, $2, $3, $4, $5, $6, $7, $8, $9) WITH ORDINALITY AS c ORDER BY c.ordinality";
 
-/// The number of large answers that are received at the same time.
+/// The number of large replies that are received at the same time.
 const LARGE_AT_ONCE: usize = 2;
 
 /// Reads a record with its steps by one statement: an attempt must not see its steps of another moment.
@@ -695,13 +695,11 @@ async fn connect_error(options: &PostgresOptions) -> Option<String> {
     match tokio::time::timeout(options.connect_timeout, connect).await {
         Ok(Ok(_)) => None,
         Ok(Err(error)) => Some(describe(&error)),
-        Err(_) => {
-            Some(format!("no connection to PostgreSQL: no answer within {:?}", options.connect_timeout))
-        }
+        Err(_) => Some(format!("no connection to PostgreSQL: no reply within {:?}", options.connect_timeout)),
     }
 }
 
-/// A call without an answer.
+/// A call without a reply.
 enum Failure {
     /// The connection is gone; the call may have been carried out.
     Lost(Error),
@@ -728,7 +726,7 @@ impl Failure {
             Self::Unsent(error) => store_error(&error).with_nothing_sent(),
             Self::TimedOut => StoreError::unavailable("PostgreSQL did not answer within the command timeout"),
             Self::Unwanted => {
-                StoreError::unavailable("the caller no longer waits for the answer").with_nothing_sent()
+                StoreError::unavailable("the caller no longer waits for the reply").with_nothing_sent()
             }
         }
     }
@@ -757,7 +755,7 @@ impl fmt::Display for Failure {
                 f.write_str(&describe(error))
             }
             Self::TimedOut => f.write_str("it did not answer within the timeout"),
-            Self::Unwanted => f.write_str("the caller no longer waits for the answer"),
+            Self::Unwanted => f.write_str("the caller no longer waits for the reply"),
         }
     }
 }

@@ -180,7 +180,7 @@ fn bytes(ids: &[RecordId]) -> Vec<Option<Vec<u8>>> {
 
 async fn with_timeout<T>(
     timeout: Duration,
-    answer: impl Future<Output = Result<T, Error>>,
+    reply: impl Future<Output = Result<T, Error>>,
 ) -> Result<T, Error> {
-    time::timeout(timeout, answer).await.unwrap_or_else(|_| Err(Error::Io(ErrorKind::TimedOut.into())))
+    time::timeout(timeout, reply).await.unwrap_or_else(|_| Err(Error::Io(ErrorKind::TimedOut.into())))
 }

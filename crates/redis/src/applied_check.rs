@@ -82,7 +82,7 @@ impl AppliedCheck {
                 state == "in-progress" && number(token) == Some(*ours) && number(steps) > Some(*ours_is)
             }
             Self::Unknown => state == "unknown",
-            // The answer may have been added since.
+            // The response may have been added since.
             Self::Completed { token: ours, state: expected } => {
                 number(token) == Some(*ours) && (state == *expected || state == "completed")
             }

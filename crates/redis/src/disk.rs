@@ -1,8 +1,8 @@
 //! A check that a server reports the truth about its disk.
 //!
 //! `WAITAOF` should answer when a write is flushed. Under `appendfsync everysec`, many servers answer at once and flush up to
-//! a second later: Redis before redis/redis#13793 (8.0), and Valkey, which lacks that fix. Their answers are worthless. Under
-//! `always` the answers are true, because these servers flush before they answer anything.
+//! a second later: Redis before redis/redis#13793 (8.0), and Valkey, which lacks that fix. Their replies are worthless. Under
+//! `always` the replies are true, because these servers flush before they answer anything.
 
 use std::collections::{HashMap, VecDeque};
 use std::time::Duration;
@@ -25,7 +25,7 @@ pub(crate) enum Proof {
 /// The time of each `WAITAOF`, in milliseconds.
 const GLANCE_MILLIS: u64 = 150;
 
-/// This many answers, each for a later write, need at least two flushes. Flushes begin a second apart, so a shorter time has
+/// This many replies, each for a later write, need at least two flushes. Flushes begin a second apart, so a shorter time has
 /// no two of them.
 const SAMPLES: usize = 3;
 const TOO_SHORT: Duration = Duration::from_millis(900);
@@ -33,7 +33,7 @@ const TOO_SHORT: Duration = Duration::from_millis(900);
 /// The time of the check. While a server flushes, even one that answers too early does not answer.
 const LOOK: Duration = Duration::from_millis(1500);
 
-/// The time until the first answer.
+/// The time until the first reply.
 const LOOK_MAX: Duration = Duration::from_secs(6);
 
 const LIES: &str = "the server reports writes as on its disk before they are (fixed by redis/redis#13793 in Redis 8.0): set appendfsync \
@@ -54,8 +54,8 @@ pub(crate) async fn prove(wire: &Wire, key: &str, limit: Duration) -> Result<Pro
         _ => {}
     }
     let since = Instant::now();
-    let mut answers = VecDeque::with_capacity(SAMPLES);
-    while since.elapsed() < LOOK || answers.is_empty() {
+    let mut replies = VecDeque::with_capacity(SAMPLES);
+    while since.elapsed() < LOOK || replies.is_empty() {
         if since.elapsed() > LOOK_MAX {
             return Err(Failure::Lost("no write got to the server's disk for seconds"));
         }
@@ -69,9 +69,9 @@ pub(crate) async fn prove(wire: &Wire, key: &str, limit: Duration) -> Result<Pro
         if local == 0 {
             continue;
         }
-        answers.push_back(Instant::now());
-        if answers.len() == SAMPLES
-            && answers.pop_front().is_some_and(|first: Instant| first.elapsed() < TOO_SHORT)
+        replies.push_back(Instant::now());
+        if replies.len() == SAMPLES
+            && replies.pop_front().is_some_and(|first: Instant| first.elapsed() < TOO_SHORT)
         {
             return Err(Failure::Unfit(if fsync.is_some() { LIES } else { SAYS_NOTHING }));
         }
@@ -84,7 +84,7 @@ async fn fsync(wire: &Wire, limit: Duration) -> Result<Option<String>, Failure> 
     let mut config = cmd("CONFIG");
     config.arg("GET").arg(FSYNC);
     match ask_one(wire, &config, limit).await {
-        Ok(answer) => Ok(fsync_of(answer)),
+        Ok(reply) => Ok(fsync_of(reply)),
         Err(Failure::Refused(_) | Failure::Forbidden(_)) => Ok(None),
         Err(failure) => Err(failure),
     }
@@ -93,7 +93,7 @@ async fn fsync(wire: &Wire, limit: Duration) -> Result<Option<String>, Failure> 
 /// The setting that `CONFIG GET` reads.
 pub(crate) const FSYNC: &str = "appendfsync";
 
-/// Reads the answer of `CONFIG GET`.
-pub(crate) fn fsync_of(answer: redis::Value) -> Option<String> {
-    redis::from_redis_value::<HashMap<String, String>>(answer).ok()?.remove(FSYNC)
+/// Reads the reply of `CONFIG GET`.
+pub(crate) fn fsync_of(reply: redis::Value) -> Option<String> {
+    redis::from_redis_value::<HashMap<String, String>>(reply).ok()?.remove(FSYNC)
 }

@@ -21,7 +21,7 @@ pub enum RedisOpenError {
     Unfit(String),
 }
 
-/// A command without an answer. The server's text after its error code is never shown, because it may repeat the arguments.
+/// A command without a reply. The server's text after its error code is never shown, because it may repeat the arguments.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Failure {
     /// There was no connection to send the command on. It was not applied.

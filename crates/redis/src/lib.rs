@@ -34,7 +34,7 @@
 //!
 //! | failure | result for callers |
 //! |---|---|
-//! | no connection, no answer in time, a lost answer, a failover, a full memory | [`Unavailable`]: may be sent again |
+//! | no connection, no reply in time, a lost reply, a failover, a full memory | [`Unavailable`]: may be sent again |
 //! | the key of a record has another type, missing fields, or an unknown version | on that record: [`Corrupt`] |
 //!
 //! The next command after a lost connection connects again. While that fails, commands are refused at once, and the pauses

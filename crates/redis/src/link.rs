@@ -255,7 +255,7 @@ impl Link {
         let connecting = timeout(self.options.connect_timeout, wire(&self.options, Some(&pushes)));
         let connected = connecting
             .await
-            .map_err(|_| Failure::NotSent("no answer within the connect timeout".to_owned()))?;
+            .map_err(|_| Failure::NotSent("no reply within the connect timeout".to_owned()))?;
         connected.map_err(|error| Failure::NotSent(error.to_string()))
     }
 
@@ -273,7 +273,7 @@ impl Link {
         };
         let connected = timeout(options.connect_timeout, connecting).await;
         let connected =
-            connected.map_err(|_| Failure::NotSent("no answer within the connect timeout".to_owned()))?;
+            connected.map_err(|_| Failure::NotSent("no reply within the connect timeout".to_owned()))?;
         connected.map_err(|error| Failure::NotSent(error.to_string()))
     }
 
@@ -283,10 +283,10 @@ impl Link {
         let node = SingleNodeRoutingInfo::SpecificNode(Route::with_key(key, SlotAddr::Master));
         let mut command = cmd("CLUSTER");
         command.arg("SLOTS");
-        let answer =
+        let reply =
             routed(cluster.clone(), command, RoutingInfo::SingleNode(node), self.options.timeout).await?;
         let (host, _) = self.options.hosts.first().ok_or(Failure::UnexpectedReply)?;
-        Slots::read(answer, host).ok_or(Failure::UnexpectedReply)
+        Slots::read(reply, host).ok_or(Failure::UnexpectedReply)
     }
 
     /// Gives the connection up if the failure makes it useless and it is still the current one. The client repairs the
@@ -338,13 +338,13 @@ pub(crate) async fn ask_one(wire: &Wire, command: &Cmd, limit: Duration) -> Resu
 }
 
 async fn query(wire: Wire, command: &Cmd, limit: Duration) -> Result<Value, Failure> {
-    let answer = async {
+    let reply = async {
         match wire {
             Wire::One(mut one) => command.query_async::<Value>(&mut one).await,
             Wire::Cluster(mut cluster) => command.query_async::<Value>(&mut cluster).await,
         }
     };
-    bounded(answer, limit).await
+    bounded(reply, limit).await
 }
 
 /// Sends several commands at once, and returns the result of each.
@@ -356,11 +356,11 @@ pub(crate) async fn pipelined(
     let Wire::One(one) = wire else { return Err(Failure::UnexpectedReply) };
     let (mut one, mut pipeline) = (one.clone(), pipeline.clone());
     pipeline.ignore_errors();
-    let answers = timeout(limit, pipeline.query_async::<Value>(&mut one)).await;
-    match answers.map_err(|_| Failure::Lost(TOO_LATE))?.map_err(|error| Failure::of(&error))? {
-        Value::Array(answers) => {
-            let each = |answer: Value| answer.extract_error().map_err(|error| Failure::of(&error));
-            Ok(answers.into_iter().map(each).collect())
+    let replies = timeout(limit, pipeline.query_async::<Value>(&mut one)).await;
+    match replies.map_err(|_| Failure::Lost(TOO_LATE))?.map_err(|error| Failure::of(&error))? {
+        Value::Array(replies) => {
+            let each = |reply: Value| reply.extract_error().map_err(|error| Failure::of(&error));
+            Ok(replies.into_iter().map(each).collect())
         }
         _ => Err(Failure::UnexpectedReply),
     }
@@ -376,10 +376,10 @@ async fn routed(
 }
 
 async fn bounded(
-    answer: impl Future<Output = Result<Value, RedisError>>,
+    reply: impl Future<Output = Result<Value, RedisError>>,
     limit: Duration,
 ) -> Result<Value, Failure> {
-    match timeout(limit, answer).await {
+    match timeout(limit, reply).await {
         Ok(Ok(value)) => value.extract_error().map_err(|error| Failure::of(&error)),
         Ok(Err(error)) => Err(Failure::of(&error)),
         Err(_) => Err(Failure::Lost(TOO_LATE)),
@@ -490,7 +490,7 @@ async fn ask_sentinel(
         .map_err(|error| connect_error(host, port, &error))?;
     let mut command = cmd("SENTINEL");
     command.arg("GET-MASTER-ADDR-BY-NAME").arg(service);
-    let answer = query(Wire::One(sentinel), &command, part).await.map_err(|failure| match failure {
+    let reply = query(Wire::One(sentinel), &command, part).await.map_err(|failure| match failure {
         failure if failure.is("ERR") => RedisOpenError::Unfit(format!(
             "{host}:{port} is not a sentinel: it does not know the command SENTINEL; name a plain server redis://"
         )),
@@ -498,7 +498,7 @@ async fn ask_sentinel(
     })?;
     let unknown =
         || RedisOpenError::Unreachable(format!("the sentinel {host}:{port} knows no primary of {service}"));
-    redis::from_redis_value::<Option<(String, u16)>>(answer).ok().flatten().ok_or_else(unknown)
+    redis::from_redis_value::<Option<(String, u16)>>(reply).ok().flatten().ok_or_else(unknown)
 }
 
 async fn connect_cluster(

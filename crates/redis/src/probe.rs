@@ -184,7 +184,7 @@ async fn nodes(wire: &Wire, options: &RedisOptions) -> Result<Vec<Node>, RedisOp
         Err(failure) => return Err(failure.into()),
     };
     let default_writes = default_writes(wire, options).await?;
-    // The answers of a Cluster have no order, so the worst setting counts for all primaries.
+    // The replies of a Cluster have no order, so the worst setting counts for all primaries.
     let mut nodes: Vec<Node> = infos.into_iter().map(info_of).collect();
     for config in configs {
         let pairs: HashMap<String, String> = redis::from_redis_value(config).unwrap_or_default();
@@ -225,7 +225,7 @@ async fn default_writes(wire: &Wire, options: &RedisOptions) -> Result<Option<bo
     let mut command = cmd("ACL");
     command.arg("DRYRUN").arg("default").arg("HSET").arg(AUDIT_KEY).arg("field").arg("value");
     match ask_all(wire, &command, options.timeout).await {
-        Ok(answers) => Ok(Some(answers.iter().all(|answer| *answer == Value::Okay))),
+        Ok(replies) => Ok(Some(replies.iter().all(|reply| *reply == Value::Okay))),
         Err(Failure::Refused(_) | Failure::Forbidden(_)) => Ok(None),
         Err(failure) => Err(failure.into()),
     }

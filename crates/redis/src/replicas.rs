@@ -330,9 +330,9 @@ impl Lane {
 }
 
 /// Reads the replies to `SET`, and to `WAITAOF` and `WAIT` if they were sent.
-fn judge(answers: &[Result<Value, Failure>], wait: Wait) -> Result<(), Shortfall> {
-    let mut answers = answers.iter().cloned();
-    let mut next = || answers.next().unwrap_or(Err(Failure::UnexpectedReply)).map_err(Shortfall::Failed);
+fn judge(replies: &[Result<Value, Failure>], wait: Wait) -> Result<(), Shortfall> {
+    let mut replies = replies.iter().cloned();
+    let mut next = || replies.next().unwrap_or(Err(Failure::UnexpectedReply)).map_err(Shortfall::Failed);
     let unexpected_reply = Shortfall::Failed(Failure::UnexpectedReply);
     if next()? != Value::Okay {
         return Err(unexpected_reply);

@@ -17,8 +17,8 @@ const KEYS: [&str; 2] = ["oncegate:{check}hash", "oncegate:{check}stream"];
 const SCRIPT: &str = "\
 local refused = {}
 local function try(name, ...)
-  local answer = redis.pcall(name, ...)
-  local why = type(answer) == 'table' and answer.err and string.lower(answer.err)
+  local reply = redis.pcall(name, ...)
+  local why = type(reply) == 'table' and reply.err and string.lower(reply.err)
   -- Another error, such as that memory is used up, is not about rights.
   if why and (string.find(why, 'acl failure', 1, true) or string.find(why, 'no permissions', 1, true)
     or string.find(why, 'executing the script can', 1, true) or string.find(why, 'unknown redis command', 1, true)
@@ -63,7 +63,7 @@ pub(crate) async fn refused(wire: &Wire, limit: Duration) -> Result<MissingComma
     // A time in the past, so that the key is gone at once even if it cannot be deleted.
     command.arg(SCRIPT).arg(KEYS.len()).arg(&KEYS).arg(1);
     let names = match ask_one(wire, &command, limit).await {
-        Ok(answer) => redis::from_redis_value::<Vec<String>>(answer).map_err(|_| Failure::UnexpectedReply)?,
+        Ok(reply) => redis::from_redis_value::<Vec<String>>(reply).map_err(|_| Failure::UnexpectedReply)?,
         Err(failure) if failure.is("NOPERM") => vec!["EVAL".to_owned()],
         Err(failure) => return Err(failure),
     };

@@ -16,8 +16,8 @@ pub(crate) struct Slots(Vec<(u16, u16, Node)>);
 
 impl Slots {
     /// Reads the reply to `CLUSTER SLOTS`. A node that does not know its own host is reached at `host`.
-    pub(crate) fn read(answer: Value, host: &str) -> Option<Self> {
-        let Value::Array(parts) = answer else { return None };
+    pub(crate) fn read(reply: Value, host: &str) -> Option<Self> {
+        let Value::Array(parts) = reply else { return None };
         parts.into_iter().map(|part| read_part(part, host)).collect::<Option<_>>().map(Self)
     }
 

@@ -76,7 +76,7 @@ def main(url, lua):
     assert (word, attempts, after_abandoned) == (b"execute", b"1", b"0")
     assert abs(int(now) - time.time() * 1000) < 60_000 and int(token) == int(now)
     assert int(lease_until) == int(now) + MINUTE
-    # The answer was lost. The repeated claim is the same claim.
+    # The reply was lost. The repeated claim is the same claim.
     assert contract.claim(key, attempt, b"pay 5")[2] == token
     assert contract.claim(key, secrets.token_hex(16), b"pay 5")[0] == b"in-progress"
     assert contract.claim(key, secrets.token_hex(16), b"pay 9")[0] == b"mismatch"

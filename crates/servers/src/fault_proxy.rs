@@ -16,12 +16,12 @@ use tokio::task::JoinHandle;
 pub enum Fault {
     /// The server never receives the message; both connections end.
     Before,
-    /// The server executes the message; the client's connection ends before the answer.
+    /// The server executes the message; the client's connection ends before the reply.
     After,
     /// The server receives the message and the rest of its group; the client's connection ends at once, answered or not.
     /// The server's connection ends at [`FaultProxy::go_on`].
     Sent,
-    /// The server executes the message; the answer is never passed on, and the client's connection stays open.
+    /// The server executes the message; the reply is never passed on, and the client's connection stays open.
     Silent,
     /// The client's connection ends; the server receives the message at [`FaultProxy::go_on`].
     Late,
@@ -149,7 +149,7 @@ async fn until_the_end(from: &mut OwnedReadHalf) -> io::Result<()> {
     tokio::io::copy(from, &mut tokio::io::sink()).await.map(drop)
 }
 
-/// Passes answers on. Ends with the connection that it belongs to.
+/// Passes replies on. Ends with the connection that it belongs to.
 struct Replies {
     task: JoinHandle<io::Result<(OwnedReadHalf, OwnedWriteHalf)>>,
     stop: Arc<Notify>,
@@ -161,7 +161,7 @@ impl Replies {
         Self { task: tokio::spawn(copy(from, to, stop.clone(), shared, number)), stop }
     }
 
-    /// From here on no answer gets to the client.
+    /// From here on no reply gets to the client.
     async fn stop(mut self) -> io::Result<(OwnedReadHalf, OwnedWriteHalf)> {
         self.stop.notify_one();
         (&mut self.task).await.map_err(io::Error::other)?
@@ -184,7 +184,7 @@ async fn pass(client: TcpStream, shared: &Arc<Shared>) -> io::Result<()> {
     let (from_server, mut to_server) = server.into_split();
     // The first message has no letter.
     let mut letter = 0;
-    let answers = Replies::pass(from_server, to_client, shared.clone(), number);
+    let replies = Replies::pass(from_server, to_client, shared.clone(), number);
     loop {
         let message = message(&mut from_client, letter).await?;
         if shared.is_swallowed(number) {
@@ -208,7 +208,7 @@ async fn pass(client: TcpStream, shared: &Arc<Shared>) -> io::Result<()> {
             }
             Fault::Sent => {
                 send_whole(message, &mut from_client, &mut to_server).await?;
-                let _from_server = answers.stop().await.map(|(from_server, to_client)| {
+                let _from_server = replies.stop().await.map(|(from_server, to_client)| {
                     drop((from_client, to_client));
                     from_server
                 })?;
@@ -217,14 +217,14 @@ async fn pass(client: TcpStream, shared: &Arc<Shared>) -> io::Result<()> {
                 return Ok(());
             }
             how => {
-                let server = (answers.stop().await?, to_server);
+                let server = (replies.stop().await?, to_server);
                 return break_at(&message, how, from_client, server, shared).await;
             }
         }
     }
 }
 
-/// A message, and those after it up to the one by which the client asks for an answer.
+/// A message, and those after it up to the one by which the client asks for a reply.
 async fn send_whole(
     mut message: Vec<u8>,
     from_client: &mut OwnedReadHalf,
@@ -247,11 +247,11 @@ async fn break_at(
     ((mut from_server, to_client), mut to_server): ((OwnedReadHalf, OwnedWriteHalf), OwnedWriteHalf),
     shared: &Shared,
 ) -> io::Result<()> {
-    let mut answer = [0; 1024];
+    let mut reply = [0; 1024];
     if matches!(how, Fault::After | Fault::Silent) {
         to_server.write_all(message).await?;
-        // Its answer says that the server has carried it out.
-        let _length = from_server.read(&mut answer).await?;
+        // Its reply says that the server has carried it out.
+        let _length = from_server.read(&mut reply).await?;
     }
     if how == Fault::Silent {
         shared.broken.notify_one();
@@ -264,12 +264,12 @@ async fn break_at(
     }
     if how == Fault::Late {
         to_server.write_all(message).await?;
-        let _length = from_server.read(&mut answer).await?;
+        let _length = from_server.read(&mut reply).await?;
     }
     Ok(())
 }
 
-/// Passes answers on until it is told to stop.
+/// Passes replies on until it is told to stop.
 async fn copy(
     mut from: OwnedReadHalf,
     mut to: OwnedWriteHalf,

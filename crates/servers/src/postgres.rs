@@ -138,8 +138,8 @@ impl PostgresServer {
         Err(io::Error::other(format!("psql: {}", String::from_utf8_lossy(&output.stderr))))
     }
 
-    /// Returns the answer to a query, which changes nothing. All queries share a session: a test that asks again and again spends
-    /// more time on a process for each question than on the answers.
+    /// Returns the reply to a query, which changes nothing. All queries share a session: a test that asks again and again spends
+    /// more time on a process for each question than on the replies.
     ///
     /// # Errors
     /// If the server cannot be reached, or refuses the query.
@@ -148,7 +148,7 @@ impl PostgresServer {
         let query = format!("{query};");
         // The server may have been started again since the last question.
         let known = asking.take().and_then(|mut session| Some((session.run(&query).ok()?, session)));
-        let (answer, session) = match known {
+        let (reply, session) = match known {
             Some(known) => known,
             None => {
                 let mut session = self.session()?;
@@ -156,7 +156,7 @@ impl PostgresServer {
             }
         };
         *asking = Some(session);
-        Ok(answer.trim_end().to_owned())
+        Ok(reply.trim_end().to_owned())
     }
 
     /// Its process, while it runs.

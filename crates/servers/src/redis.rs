@@ -173,7 +173,7 @@ impl RedisServer {
         if self.options.tls.is_some() {
             return TcpStream::connect(("127.0.0.1", self.port)).is_ok();
         }
-        self.command(&["PING"]).is_ok_and(|answer| answer.contains("PONG"))
+        self.command(&["PING"]).is_ok_and(|reply| reply.contains("PONG"))
     }
 
     /// Ends it at once, as `kill -9` does.
@@ -220,7 +220,7 @@ impl RedisServer {
         }
     }
 
-    /// Sends one command in the clear on a connection of its own, and gives the whole answer as it is on the wire.
+    /// Sends one command in the clear on a connection of its own, and gives the whole reply as it is on the wire.
     ///
     /// # Errors
     /// Where the server does not answer, or with an error.
@@ -234,19 +234,19 @@ impl RedisServer {
         exchange(&stream, &mut from, parts)
     }
 
-    /// Waits until a command's answer holds this text.
+    /// Waits until a command's reply holds this text.
     ///
     /// # Errors
     /// Where it does not in time.
     pub fn wait_for(&self, parts: &[&str], text: &str) -> io::Result<()> {
         let deadline = Instant::now() + WAIT_TIMEOUT;
         loop {
-            let answer = self.command(parts);
-            if answer.as_ref().is_ok_and(|answer| answer.contains(text)) {
+            let reply = self.command(parts);
+            if reply.as_ref().is_ok_and(|reply| reply.contains(text)) {
                 return Ok(());
             }
             if Instant::now() > deadline {
-                return Err(io::Error::other(format!("no {text} in time: {answer:?}")));
+                return Err(io::Error::other(format!("no {text} in time: {reply:?}")));
             }
             std::thread::sleep(Duration::from_millis(50));
         }
@@ -265,9 +265,9 @@ fn exchange(mut to: &TcpStream, from: &mut impl io::BufRead, parts: &[&str]) -> 
         bytes += &format!("${}\r\n{part}\r\n", part.len());
     }
     to.write_all(bytes.as_bytes())?;
-    let mut answer = String::new();
-    read_value(from, &mut answer)?;
-    if answer.starts_with('-') { Err(io::Error::other(answer)) } else { Ok(answer) }
+    let mut reply = String::new();
+    read_value(from, &mut reply)?;
+    if reply.starts_with('-') { Err(io::Error::other(reply)) } else { Ok(reply) }
 }
 
 fn read_value(from: &mut impl io::BufRead, to: &mut String) -> io::Result<()> {

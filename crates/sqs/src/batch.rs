@@ -11,7 +11,7 @@ use oncegate_inbox::SourceError;
 use tokio::sync::{Semaphore, mpsc, oneshot};
 use tokio::time::{Instant, timeout, timeout_at};
 
-use super::{ANSWER_TIMEOUT, said};
+use super::{REPLY_TIMEOUT, said};
 
 /// The maximum number of entries of a request.
 const MAX_ENTRIES: usize = 10;
@@ -44,7 +44,7 @@ struct Entry {
     receipt: String,
     /// The new visibility timeout in seconds; `None` to delete the message.
     visibility: Option<i32>,
-    answer: oneshot::Sender<SettleResult>,
+    reply: oneshot::Sender<SettleResult>,
 }
 
 /// Collects settlements. Clones are cheap; it ends with the last one.
@@ -66,8 +66,8 @@ impl Batcher {
 
     /// Deletes a message, or sets its visibility timeout in seconds from now.
     pub(super) async fn settle(&self, receipt: &str, visibility: Option<i32>) -> SettleResult {
-        let (answer, answered) = oneshot::channel();
-        let entry = Entry { receipt: receipt.to_owned(), visibility, answer };
+        let (reply, answered) = oneshot::channel();
+        let entry = Entry { receipt: receipt.to_owned(), visibility, reply };
         let entries = if visibility.is_some() { &self.change } else { &self.delete };
         let ended = || SettleError::passing("the source has ended");
         entries.send(entry).await.map_err(|_| ended())?;
@@ -88,22 +88,22 @@ async fn run(client: Client, queue_url: Arc<str>, mut entries: mpsc::Receiver<En
         let Ok(permit) = permits.clone().acquire_owned().await else { return };
         let (client, queue_url) = (client.clone(), queue_url.clone());
         tokio::spawn(async move {
-            let asked = timeout(ANSWER_TIMEOUT, ask(&client, &queue_url, &batch)).await;
+            let asked = timeout(REPLY_TIMEOUT, ask(&client, &queue_url, &batch)).await;
             drop(permit);
             let asked = asked.unwrap_or_else(|_| Err("SQS does not answer".to_owned()));
             for (number, entry) in batch.into_iter().enumerate() {
-                let answer = match &asked {
+                let reply = match &asked {
                     Err(why) => Err(SettleError::passing(why.clone())),
                     Ok(answered) => answered.to(&number.to_string()),
                 };
                 // The caller may be gone.
-                let _gone = entry.answer.send(answer);
+                let _gone = entry.reply.send(reply);
             }
         });
     }
 }
 
-/// The answer of SQS for the entries of a request.
+/// The reply of SQS for the entries of a request.
 struct BatchReply {
     done: Vec<String>,
     failed: Vec<BatchResultErrorEntry>,
@@ -120,7 +120,7 @@ impl BatchReply {
     }
 }
 
-/// Sends a request, and returns the answer or the error.
+/// Sends a request, and returns the reply or the error.
 async fn ask(client: &Client, queue_url: &str, batch: &[Entry]) -> Result<BatchReply, String> {
     let is_deleting = batch.first().is_some_and(|entry| entry.visibility.is_none());
     if is_deleting {
@@ -131,9 +131,9 @@ async fn ask(client: &Client, queue_url: &str, batch: &[Entry]) -> Result<BatchR
                 .receipt_handle(&entry.receipt);
             request = request.entries(entry.build().map_err(|error| error.to_string())?);
         }
-        let answer = request.send().await.map_err(|error| said(&error))?;
-        let done = answer.successful.into_iter().map(|entry| entry.id).collect();
-        Ok(BatchReply { done, failed: answer.failed })
+        let reply = request.send().await.map_err(|error| said(&error))?;
+        let done = reply.successful.into_iter().map(|entry| entry.id).collect();
+        Ok(BatchReply { done, failed: reply.failed })
     } else {
         let mut request = client.change_message_visibility_batch().queue_url(queue_url);
         for (number, entry) in batch.iter().enumerate() {
@@ -143,9 +143,9 @@ async fn ask(client: &Client, queue_url: &str, batch: &[Entry]) -> Result<BatchR
                 .set_visibility_timeout(entry.visibility);
             request = request.entries(entry.build().map_err(|error| error.to_string())?);
         }
-        let answer = request.send().await.map_err(|error| said(&error))?;
-        let done = answer.successful.into_iter().map(|entry| entry.id).collect();
-        Ok(BatchReply { done, failed: answer.failed })
+        let reply = request.send().await.map_err(|error| said(&error))?;
+        let done = reply.successful.into_iter().map(|entry| entry.id).collect();
+        Ok(BatchReply { done, failed: reply.failed })
     }
 }
 

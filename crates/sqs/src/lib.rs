@@ -57,8 +57,8 @@ use batch::Batcher;
 pub use aws_sdk_sqs;
 pub use publish::SqsPublisher;
 
-/// The timeout of an answer, in addition to the long-polling time.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
+/// The timeout of a reply, in addition to the long-polling time.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The maximum number of messages per request.
 const BATCH: usize = 10;
@@ -214,11 +214,10 @@ impl SqsSource {
         let url = queue_url.into();
         let asked =
             client.get_queue_attributes().queue_url(&url).attribute_names(QueueAttributeName::All).send();
-        let asked = timeout(ANSWER_TIMEOUT, asked)
-            .await
-            .map_err(|_| SourceError::transient("SQS does not answer"))?;
+        let asked =
+            timeout(REPLY_TIMEOUT, asked).await.map_err(|_| SourceError::transient("SQS does not answer"))?;
         let attributes = match asked {
-            Ok(answer) => answer.attributes.unwrap_or_default(),
+            Ok(reply) => reply.attributes.unwrap_or_default(),
             Err(error) if is_missing(&error) => {
                 return Err(SourceError::fatal("there is no such SQS queue").with_source(said(&error)));
             }
@@ -394,11 +393,11 @@ impl Receiver {
             .message_system_attribute_names(MessageSystemAttributeName::All)
             .message_attribute_names("All")
             .send();
-        let asked = timeout(ANSWER_TIMEOUT + Duration::from_secs(self.wait), asked).await;
+        let asked = timeout(REPLY_TIMEOUT + Duration::from_secs(self.wait), asked).await;
         match asked.map_err(|_| SourceError::transient("SQS does not answer"))? {
-            Ok(answer) => {
+            Ok(reply) => {
                 *misses = 0;
-                Ok(answer.messages.unwrap_or_default())
+                Ok(reply.messages.unwrap_or_default())
             }
             Err(error) => {
                 *misses = if is_missing(&error) { *misses + 1 } else { 0 };

@@ -9,7 +9,7 @@ use aws_sdk_sqs::error::{ProvideErrorMetadata, SdkError};
 use oncegate_inbox::{Outgoing, PublishError, PublishFuture, Publisher};
 use tokio::time::timeout;
 
-use super::{ANSWER_TIMEOUT, is_missing, said, wire};
+use super::{REPLY_TIMEOUT, is_missing, said, wire};
 
 /// The maximum number of queue URLs that are cached by name.
 const MAX_CACHED_URLS: usize = 1000;
@@ -51,9 +51,9 @@ impl SqsPublisher {
         if let Some(url) = known {
             return Ok(url);
         }
-        let asked = timeout(ANSWER_TIMEOUT, self.client.get_queue_url().queue_name(topic).send()).await;
-        let answer = asked.map_err(PublishError::unconfirmed)?.map_err(|error| failed(&error))?;
-        let url = answer
+        let asked = timeout(REPLY_TIMEOUT, self.client.get_queue_url().queue_name(topic).send()).await;
+        let reply = asked.map_err(PublishError::unconfirmed)?.map_err(|error| failed(&error))?;
+        let url = reply
             .queue_url
             .ok_or_else(|| PublishError::unconfirmed("SQS did not return the URL of the queue"))?;
         let mut urls = urls();
@@ -81,9 +81,9 @@ impl SqsPublisher {
                 .message_group_id(wire::token(group))
                 .message_deduplication_id(wire::token(message.id.as_bytes()));
         }
-        let asked = timeout(ANSWER_TIMEOUT, request.send()).await.map_err(PublishError::unconfirmed)?;
-        let answer = asked.map_err(|error| failed(&error))?;
-        match answer.message_id {
+        let asked = timeout(REPLY_TIMEOUT, request.send()).await.map_err(PublishError::unconfirmed)?;
+        let reply = asked.map_err(|error| failed(&error))?;
+        match reply.message_id {
             Some(_) => Ok(()),
             None => Err(PublishError::unconfirmed("SQS did not report the result for the message")),
         }

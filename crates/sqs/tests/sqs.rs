@@ -107,8 +107,8 @@ impl Broker for Sqs {
 
     async fn left(&self) -> u64 {
         let asked = self.client.get_queue_attributes().queue_url(&self.queue);
-        let answer = asked.attribute_names(QueueAttributeName::All).send().await.unwrap();
-        let attributes = answer.attributes.unwrap();
+        let reply = asked.attribute_names(QueueAttributeName::All).send().await.unwrap();
+        let attributes = reply.attributes.unwrap();
         let names = [
             QueueAttributeName::ApproximateNumberOfMessages,
             QueueAttributeName::ApproximateNumberOfMessagesDelayed,
@@ -339,8 +339,8 @@ impl Consumed for Sqs {
                 sending.join_next().await.unwrap().unwrap();
             }
             sending.spawn(async move {
-                let answer = send.send().await.unwrap();
-                assert!(answer.failed.is_empty(), "{:?}", answer.failed);
+                let reply = send.send().await.unwrap();
+                assert!(reply.failed.is_empty(), "{:?}", reply.failed);
             });
         }
         sending.join_all().await;

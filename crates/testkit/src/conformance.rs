@@ -5,10 +5,10 @@
 //! listings. The clock moves by a millisecond, to the edge of a lease, or past everything. A durable store is also closed and
 //! opened again. After each step the suite checks:
 //!
-//! 1. The answer equals that of [`decide`] on a plain map.
+//! 1. The outcome equals that of [`decide`] on a plain map.
 //! 2. All records, the listing and the audit trail equal the content of the map.
 //! 3. The invariants of GUARANTEES.md hold, checked without [`decide`]: the tokens of a record grow strictly, even over
-//!    releases, expiries and purges (I6); states never go backwards, and a completed record never changes (I8); an answer
+//!    releases, expiries and purges (I6); states never go backwards, and a completed record never changes (I8); a reply
 //!    without a change leaves the record unchanged (I5); a purge removes only expired records (I10), and in the end all of
 //!    them.
 //!

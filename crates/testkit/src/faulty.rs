@@ -92,7 +92,7 @@ pub enum Fault {
     Full,
     /// It is refused because a transaction holds the record ([`Extent::Record`]), and nothing is done.
     Busy,
-    /// It is done, and its answer is lost: unavailable.
+    /// It is done, and its reply is lost: unavailable.
     LoseReply,
     /// It is refused because the record cannot be read.
     Corrupt,
@@ -218,16 +218,16 @@ impl FaultyStore {
             }
             Some(Fault::LoseReply) => Box::pin(async move {
                 act(&*self.inner).await?;
-                Err(StoreError::unavailable(format!("answer to {operation:?} lost on demand")))
+                Err(StoreError::unavailable(format!("reply to {operation:?} lost on demand")))
             }),
             Some(Fault::StallBefore(latch)) => Box::pin(async move {
                 latch.opened().await;
                 act(&*self.inner).await
             }),
             Some(Fault::StallAfter(latch)) => Box::pin(async move {
-                let answer = act(&*self.inner).await;
+                let reply = act(&*self.inner).await;
                 latch.opened().await;
-                answer
+                reply
             }),
         }
     }
@@ -336,7 +336,7 @@ mod tests {
 
     fn now<T>(mut future: StoreFuture<'_, T>) -> Option<Result<T, StoreErrorKind>> {
         match future.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
-            Poll::Ready(answer) => Some(answer.map_err(|error| error.kind())),
+            Poll::Ready(reply) => Some(reply.map_err(|error| error.kind())),
             Poll::Pending => None,
         }
     }
@@ -354,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lost_answer_was_given_all_the_same() {
+    fn a_lost_reply_was_sent_anyway() {
         let (store, faults) = FaultyStore::new(MemoryStore::new(ManualClock::at_millis(1_000)));
         let id = RecordId::from_bytes([1; 32]);
         let claim = Command::Claim(oncegate_core::Claim {

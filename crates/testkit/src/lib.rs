@@ -5,7 +5,7 @@
 //! - [`ManualClock`]: a clock that moves only by hand. [`TokioClock`]: a clock that follows tokio's time.
 //! - [`until`]: waits for a condition.
 //! - [`record_id`], [`claim`], [`response`]: identifiers, claims and responses.
-//! - [`FaultyStore`]: a store with faults on demand: refused commands, lost answers, damaged records, stalls.
+//! - [`FaultyStore`]: a store with faults on demand: refused commands, lost replies, damaged records, stalls.
 //! - [`block_on`]: waits for one future without a runtime.
 //!
 //! One test runs the suite on a store:

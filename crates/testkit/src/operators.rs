@@ -94,13 +94,13 @@ impl<S: Store> Desk<'_, S> {
     fn is_fenced(&self, id: RecordId, token: FencingToken) {
         let before = self.record(id);
         let (lease, retention) = (MINUTE, MINUTE);
-        let answers = [
+        let responses = [
             self.complete(id, token, Completion::Replayable(response(9))),
             self.complete(id, token, Completion::Unknown),
             self.apply(id, Command::Release(Release { token, retention })),
             self.apply(id, Command::Renew(Renew { token, lease, retention })),
         ];
-        assert_eq!(answers, [const { Outcome::Fenced }; 4]);
+        assert_eq!(responses, [const { Outcome::Fenced }; 4]);
         assert_eq!(self.record(id), before);
     }
 

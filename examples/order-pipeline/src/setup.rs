@@ -17,7 +17,7 @@ pub(crate) struct Options {
     database: Database,
     #[command(flatten)]
     broker: Broker,
-    /// The time in milliseconds after which the broker delivers a message again without an answer of a projector.
+    /// The time in milliseconds after which the broker delivers a message again without an acknowledgement of a projector.
     #[arg(long, default_value_t = 30_000)]
     ack_wait_ms: u64,
     /// The time in milliseconds for which the broker recognizes a message that is published again.

@@ -35,7 +35,7 @@ enum Fault {
     Hang,
     /// It takes effect, and nothing is ever answered.
     Lost,
-    /// It takes effect, and the answer is 500.
+    /// It takes effect, and the response is 500.
     Error,
     /// It takes effect, and the service dies before it answers.
     Die,
@@ -143,12 +143,12 @@ async fn act(
         }
         _ => {}
     }
-    let answer = service.answer(key, &action, about);
+    let response = service.answer(key, &action, about);
     match fault {
         Some(Fault::Lost) => std::future::pending().await,
         Some(Fault::Error) => StatusCode::INTERNAL_SERVER_ERROR.into_response(),
         Some(Fault::Die) => std::process::exit(1),
-        _ => answer,
+        _ => response,
     }
 }
 

@@ -44,7 +44,7 @@ pub(crate) struct Options {
     /// After how many milliseconds without a sign of life an order counts as abandoned.
     #[arg(long, default_value_t = 5000)]
     lease_ms: u64,
-    /// The time-out for an answer of another service, in milliseconds.
+    /// The time-out for a response of another service, in milliseconds.
     #[arg(long, default_value_t = 10_000)]
     response_timeout_ms: u64,
     /// Every how many milliseconds it looks for orders to go on with; 0 for never.
@@ -123,16 +123,16 @@ struct Other {
 impl Other {
     /// Gives the number of the effect.
     async fn call(&self, action: &str, key: String, about: Value) -> Result<u64, StepFailure<String>> {
-        let answer = tokio::time::timeout(self.response_timeout, self.send(action, key, about));
-        let (status, body) = match answer.await {
-            Ok(Ok(answer)) => answer,
+        let response = tokio::time::timeout(self.response_timeout, self.send(action, key, about));
+        let (status, body) = match response.await {
+            Ok(Ok(response)) => response,
             Ok(Err(error)) => return Err(StepFailure::Unsure(format!("{action}: {}", ErrorChain(&*error)))),
-            Err(_) => return Err(StepFailure::Unsure(format!("{action}: no answer in time"))),
+            Err(_) => return Err(StepFailure::Unsure(format!("{action}: no reply in time"))),
         };
         let body: Value = serde_json::from_slice(&body).unwrap_or_default();
         match (status, body["id"].as_u64(), body["refused"].as_str()) {
             (StatusCode::CREATED, Some(id), _) => Ok(id),
-            // Only a clear no says that nothing took place, and never will. An answer about this call, such as 401, 429 or
+            // Only a clear no says that nothing took place, and never will. A response about this call, such as 401, 429 or
             // 500, says nothing of an earlier one.
             (StatusCode::UNPROCESSABLE_ENTITY, _, Some(reason)) => {
                 Err(StepFailure::Final(format!("{action}: {reason}")))
@@ -153,9 +153,9 @@ impl Other {
             .header(header::CONTENT_TYPE, "application/json")
             .header("idempotency-key", key)
             .body(about.to_string().into())?;
-        let answer = self.client.request(request).await?;
-        let status = answer.status();
-        Ok((status, Limited::new(answer.into_body(), 64 * 1024).collect().await?.to_bytes()))
+        let response = self.client.request(request).await?;
+        let status = response.status();
+        Ok((status, Limited::new(response.into_body(), 64 * 1024).collect().await?.to_bytes()))
     }
 }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::run::Result;
 
-/// The answer of a server.
+/// The response of a server.
 pub(super) struct Response {
     pub(super) status: u16,
     pub(super) header: String,

@@ -43,10 +43,10 @@ async fn until_asked(store: &CachedStore) {
 }
 
 /// Replays until the cache gives the response.
-async fn until_hit(store: &CachedStore, n: u64, answer: u64) {
+async fn until_hit(store: &CachedStore, n: u64, response: u64) {
     let before = counts(store).hits;
-    until("the cache knows the answer", async || {
-        replays(store, n, answer).await;
+    until("the cache knows the response", async || {
+        replays(store, n, response).await;
         settled(store).await;
         counts(store).hits > before
     })

@@ -37,14 +37,14 @@ pub(crate) async fn execute(store: &dyn Store, n: u64, attempt: u64) -> FencingT
 }
 
 /// Executes, and completes with the response of this number.
-pub(crate) async fn complete(store: &dyn Store, n: u64, answer: u64) {
-    let token = execute(store, n, 1_000_000 + answer).await;
-    let outcome = store.apply(id(n), completion(token, answer, 2 * MINUTE)).await.unwrap();
+pub(crate) async fn complete(store: &dyn Store, n: u64, seed: u64) {
+    let token = execute(store, n, 1_000_000 + seed).await;
+    let outcome = store.apply(id(n), completion(token, seed, 2 * MINUTE)).await.unwrap();
     assert_eq!(outcome, Outcome::Completed);
 }
 
-pub(crate) async fn replays(store: &dyn Store, n: u64, answer: u64) {
-    assert_eq!(claim(store, n, 2_000_000 + n).await.unwrap(), Outcome::Replay(response(answer)));
+pub(crate) async fn replays(store: &dyn Store, n: u64, seed: u64) {
+    assert_eq!(claim(store, n, 2_000_000 + n).await.unwrap(), Outcome::Replay(response(seed)));
 }
 
 pub(crate) fn unavailable<T: std::fmt::Debug>(result: Result<T, StoreError>) {
@@ -94,11 +94,11 @@ impl Settled {
         act: impl FnOnce(&'a CachedStore) -> StoreFuture<'a, T>,
     ) -> StoreFuture<'a, T> {
         (self.tell_time)();
-        let answer = act(&self.store);
+        let response = act(&self.store);
         Box::pin(async move {
-            let answer = answer.await;
+            let response = response.await;
             self.settle();
-            answer
+            response
         })
     }
 }

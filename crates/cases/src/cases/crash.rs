@@ -37,21 +37,21 @@ pub(super) fn cases() -> Vec<Case> {
             .given(at(&park, "executing"))
             => start (killed_at, 0);
         "killed-after-the-call":
-            "park: killed between answer and completion, the outcome is unknown, and nothing is called again"
+            "park: killed between response and completion, the outcome is unknown, and nothing is called again"
             .given(at(&park, "executed"))
             => start (killed_at, 1);
         "killed-before-the-call-reexecute": "reexecute: killed between claim and call, it is called once, as the second attempt"
             .given(at(&reexecute, "executing"))
             => start (killed_at, 0);
         "killed-after-the-call-reexecute":
-            "reexecute: killed between answer and completion, it is called again under a higher token"
+            "reexecute: killed between response and completion, it is called again under a higher token"
             .given(at(&reexecute, "executed"))
             => start (killed_at, 1);
-        "killed-after-the-completion": "killed between completion and answer, the retry gets the answer"
+        "killed-after-the-completion": "killed between completion and response, the retry gets the response"
             .given(at(&park, "completed"))
             => start (killed_after_the_completion);
         "killed-after-the-completion-reexecute":
-            "killed between completion and answer, the retry gets the answer, also under reexecute"
+            "killed between completion and response, the retry gets the response, also under reexecute"
             .given(at(&reexecute, "completed"))
             => start (killed_after_the_completion);
         "killed-during-the-call": "park: killed while the service works, the outcome is unknown"
@@ -61,7 +61,7 @@ pub(super) fn cases() -> Vec<Case> {
             .given(reexecute.clone())
             => start (killed_during_the_call);
         "killed-during-the-call-reconcile-found":
-            "reconcile: killed while the service works, the answer of the service about it is replayed"
+            "reconcile: killed while the service works, the response of the service about it is replayed"
             .given(asking(ReconcileReply::Found))
             => start (killed_during_the_call);
         "killed-during-the-call-reconcile-not-found":
@@ -74,7 +74,7 @@ pub(super) fn cases() -> Vec<Case> {
         "killed-twice": "reexecute: the attempt after one that died has a higher token"
             .given(Plan { lease: Some(Duration::from_millis(300)), ..reexecute.clone() })
             => start (killed_twice);
-        "killed-under-load": "killed under load: every answer is replayed unchanged, and nothing ran twice"
+        "killed-under-load": "killed under load: every response is replayed unchanged, and nothing ran twice"
             // Longer than a claim takes under this load, because no request begins under a lease that is over.
             .given(Plan { lease: Some(Duration::from_secs(4)), ..Plan::default() })
             => start (killed_under_load);
@@ -133,7 +133,7 @@ pub(super) fn cases() -> Vec<Case> {
         "hundred-equal-requests-on-two-processes": "a hundred equal requests on two processes execute once"
             .two_processes()
             => start (hundred_on_two);
-        "hundred-requests-wait-on-two-processes": "a hundred equal requests that wait on two processes get one answer"
+        "hundred-requests-wait-on-two-processes": "a hundred equal requests that wait on two processes get one response"
             .given(Plan { wait: Some(Duration::from_secs(60)), ..Plan::default() })
             .two_processes()
             => start (hundred_on_two);
@@ -147,7 +147,7 @@ async fn start_cleanly(world: &mut World) {
     world.start().await;
 }
 
-/// Kills the sidecar at the point of the plan, after this many calls, and retries until there is an answer.
+/// Kills the sidecar at the point of the plan, after this many calls, and retries until there is a response.
 async fn killed_at(mut world: World, calls: usize) {
     let point = world.plan.failpoint.expect("a point");
     world.start().await;
@@ -156,7 +156,7 @@ async fn killed_at(mut world: World, calls: usize) {
     world.sidecar().at_failpoint(point).await;
     assert_eq!(world.backend.effects(), calls);
     start_cleanly(&mut world).await;
-    assert!(first.await.unwrap().is_err(), "an answer from a process that was killed");
+    assert!(first.await.unwrap().is_err(), "a response from a process that was killed");
     after_the_kill(&world, asked, calls).await;
 }
 
@@ -167,7 +167,7 @@ async fn killed_during_the_call(mut world: World) {
     let first = world.start_send(pay_as("a").script(Script::default().held(&never)));
     world.backend.until_effects(1).await;
     start_cleanly(&mut world).await;
-    assert!(first.await.unwrap().is_err(), "an answer from a process that was killed");
+    assert!(first.await.unwrap().is_err(), "a response from a process that was killed");
     after_the_kill(&world, asked, 1).await;
     never.open();
 }
@@ -259,16 +259,16 @@ async fn lease_lasts_over_restarts(world: &mut World, lease: Duration, restarts:
         }
         assert_refusal("request-in-progress", &again);
     }
-    assert!(first.await.unwrap().is_err(), "an answer from a process that was killed");
+    assert!(first.await.unwrap().is_err(), "a response from a process that was killed");
     let mut last_blocked = asked;
     let mut after = None;
     until("the lease is over", async || {
         let sent = Instant::now();
-        let answer = world.send(pay_as(&key)).await;
-        if answer.status() == 409 {
+        let response = world.send(pay_as(&key)).await;
+        if response.status() == 409 {
             last_blocked = sent;
         } else {
-            after = Some(answer);
+            after = Some(response);
         }
         after.is_some()
     })
@@ -316,7 +316,7 @@ async fn killed_after_the_completion(mut world: World) {
     let first = world.start_send(pay_as("a").script(script));
     world.sidecar().at_failpoint("completed").await;
     start_cleanly(&mut world).await;
-    assert!(first.await.unwrap().is_err(), "an answer from a process that was killed");
+    assert!(first.await.unwrap().is_err(), "a response from a process that was killed");
     for _ in 0..2 {
         let again = world.send(pay_as("\"a\"")).await;
         assert_eq!((again.status(), again.get("idempotent-replayed")), (202, Some("true")), "{again:?}");
@@ -339,7 +339,7 @@ async fn killed_twice(mut world: World) {
             // Until it is granted, it gets `request-in-progress`.
             loop {
                 match Connection::open(address).await.exchange(&request).await {
-                    Ok(answer) if answer.status() == 409 => {
+                    Ok(response) if response.status() == 409 => {
                         tokio::time::sleep(Duration::from_millis(20)).await
                     }
                     other => return other,
@@ -382,19 +382,19 @@ async fn killed_under_load(mut world: World) {
             .await;
         world.end().await;
         for one in all {
-            // If the store is too slow for the load, the refusal tells that nothing was executed: no answer.
-            let answer = one.await.unwrap().ok();
-            answered.push(answer.filter(|answer| answer.status() != 503));
+            // If the store is too slow for the load, the refusal tells that nothing was executed: no response.
+            let response = one.await.unwrap().ok();
+            answered.push(response.filter(|response| response.status() != 503));
         }
         world.start().await;
     }
     assert!(answered.iter().flatten().count() >= 30 + 70 + 110);
-    assert!(answered.iter().filter(|answer| answer.is_none()).count() >= 150);
+    assert!(answered.iter().filter(|response| response.is_none()).count() >= 150);
     for (n, first) in answered.iter().enumerate() {
         let last = world.settled(&request(n)).await;
         match first {
             Some(first) => assert_replay(&world.plan, &request(n), first, &last),
-            // The connection was cut: never claimed, completed without an answer to the client, or unknown.
+            // The connection was cut: never claimed, completed without a response to the client, or unknown.
             None if last.status() == 201 => {}
             None => assert_refusal(UNKNOWN, &last),
         }
@@ -440,7 +440,7 @@ async fn terminated(mut world: World) {
     tokio::time::sleep(Duration::from_millis(200)).await;
     assert!(world.sidecar().exited().is_none(), "it left a request behind");
     done.open();
-    let first = first.await.unwrap().expect("an answer");
+    let first = first.await.unwrap().expect("a response");
     assert_eq!((first.status(), first.get("idempotency-status")), (201, None), "{first:?}");
     until("it ends", async || world.sidecar().exited().is_some()).await;
     let ended = world.sidecar().exited().expect("an end");
@@ -459,9 +459,9 @@ async fn stopped_beyond_the_lease(mut world: World) {
     tokio::time::sleep(Duration::from_millis(900)).await;
     let second = world.start_send(pay_as("a"));
     world.sidecar().resume();
-    assert_refusal("request-in-progress", &second.await.unwrap().expect("an answer"));
+    assert_refusal("request-in-progress", &second.await.unwrap().expect("a response"));
     done.open();
-    let first = first.await.unwrap().expect("an answer");
+    let first = first.await.unwrap().expect("a response");
     assert_fresh(&world.plan, &pay_as("a"), &first);
     assert_eq!((first.status(), first.get("idempotency-status")), (201, None), "{first:?}");
     assert_replay(&world.plan, &pay_as("a"), &first, &world.send(pay_as("a")).await);
@@ -535,20 +535,20 @@ async fn pair(world: &mut World) -> Pair {
 }
 
 async fn ask(child: &Process, request: &Request) -> Response {
-    let answer = Connection::open(child.address()).await.exchange(request).await;
-    answer.unwrap_or_else(|broken| panic!("no answer: {broken:?}"))
+    let response = Connection::open(child.address()).await.exchange(request).await;
+    response.unwrap_or_else(|broken| panic!("no response: {broken:?}"))
 }
 
 async fn ask_until_settled(child: &Process, request: &Request) -> Response {
     let mut last = None;
     until("the request is no longer in progress", async || {
-        let answer = ask(child, request).await;
-        let settled = answer.status() != 409;
-        last = Some(answer);
+        let response = ask(child, request).await;
+        let settled = response.status() != 409;
+        last = Some(response);
         settled
     })
     .await;
-    last.expect("an answer")
+    last.expect("a response")
 }
 
 fn start_ask(
@@ -574,10 +574,10 @@ async fn stopped_and_replaced(mut world: World) {
     assert_eq!((attempt(&seen[0]), attempt(&seen[1])), (1, 2));
     done.open();
     pair.first.resume();
-    let first = first.await.unwrap().expect("an answer");
+    let first = first.await.unwrap().expect("a response");
     assert_fresh(&world.plan, &pay_as("a"), &first);
     assert_eq!((first.status(), first.get("idempotency-status")), (201, Some("fenced")), "{first:?}");
-    assert_eq!(first.json()["effect"], 1, "its own client has its own answer");
+    assert_eq!(first.json()["effect"], 1, "its own client has its own response");
     for child in [&pair.first, &pair.second] {
         let again = ask_until_settled(child, &pay_as("a")).await;
         assert_replay(&world.plan, &pay_as("a"), &second, &again);
@@ -601,7 +601,7 @@ async fn stopped_before_the_call_and_replaced(mut world: World) {
     let executed = ask_until_settled(&second, &pay_as("a")).await;
     assert_fresh(&world.plan, &pay_as("a"), &executed);
     first.resume();
-    assert_refusal("request-in-progress", &late.await.unwrap().expect("an answer"));
+    assert_refusal("request-in-progress", &late.await.unwrap().expect("a response"));
     for child in [&first, &second] {
         assert_replay(&world.plan, &pay_as("a"), &executed, &ask(child, &pay_as("a")).await);
     }
@@ -614,7 +614,7 @@ async fn stopped_before_the_call(mut world: World) {
     world.sidecar().at_failpoint("executing").await;
     tokio::time::sleep(Duration::from_millis(400)).await;
     world.sidecar().resume();
-    let first = first.await.unwrap().expect("an answer");
+    let first = first.await.unwrap().expect("a response");
     assert_fresh(&world.plan, &pay_as("a"), &first);
     assert_eq!((first.status(), first.get("idempotency-status")), (201, None), "{first:?}");
     assert_eq!(attempt(&world.backend.seen()[0]), 1);
@@ -632,7 +632,7 @@ async fn stopped_and_parked(mut world: World) {
     assert_refusal("key-reused", &ask(&pair.second, &pay_as("a").json("{}")).await);
     done.open();
     pair.first.resume();
-    let first = first.await.unwrap().expect("an answer");
+    let first = first.await.unwrap().expect("a response");
     assert_fresh(&world.plan, &pay_as("a"), &first);
     assert_eq!(first.status(), 201, "{first:?}");
     // No other owner executed. Its completion makes the outcome known, or the outcome stays unknown. It never runs again.
@@ -681,12 +681,12 @@ async fn hundred_on_two(mut world: World) {
         let all: Vec<_> = (0..100).map(|n| start_ask(children[n % 2], request(key))).collect();
         let mut fresh = Vec::new();
         for one in all {
-            let answer = one.await.unwrap().expect("an answer");
-            if answer.status() == 409 {
-                assert_eq!(world.plan.wait, Some(Duration::ZERO), "it did not wait: {answer:?}");
-                assert_refusal("request-in-progress", &answer);
-            } else if answer.get("idempotent-replayed").is_none() {
-                fresh.push(answer);
+            let response = one.await.unwrap().expect("a response");
+            if response.status() == 409 {
+                assert_eq!(world.plan.wait, Some(Duration::ZERO), "it did not wait: {response:?}");
+                assert_refusal("request-in-progress", &response);
+            } else if response.get("idempotent-replayed").is_none() {
+                fresh.push(response);
             }
         }
         assert_eq!((fresh.len(), pair.backend.effects()), (1, key + 1), "{fresh:?}");

@@ -19,7 +19,7 @@ const MILLISECOND: Duration = Duration::from_millis(1);
 pub(super) fn cases() -> Vec<Case> {
     let brief = Plan { retention: Some(RETENTION), ..Plan::default() };
     cases! {
-        "answer-is-kept-for-the-retention": "an answer is replayed during the whole retention, and the key is new afterwards"
+        "response-is-kept-for-the-retention": "a response is replayed during the whole retention, and the key is new afterwards"
             .given(brief.clone())
             => run (expiry);
         "replays-do-not-extend-the-retention": "replays, conflicts and mismatches do not extend the retention"
@@ -34,7 +34,7 @@ pub(super) fn cases() -> Vec<Case> {
         "crowd-at-expiry-executes-once": "at the end of the retention, many equal requests execute once"
             .given(Plan { retention: Some(Duration::from_secs(1)), ..Plan::default() })
             => run (expiry_races);
-        "answers-survive-a-restart": "an answer is replayed unchanged after a restart"
+        "responses-survive-a-restart": "a response is replayed unchanged after a restart"
             .only_durable("nothing in memory survives")
             => start (restart);
     }
@@ -45,13 +45,13 @@ async fn expiry(world: World) {
     let first = world.send(pay_as("a")).await;
     // No other request is sent, so a second effect would come from this request.
     until("the key is new", async || {
-        let answer = world.send(pay_as("a")).await;
+        let response = world.send(pay_as("a")).await;
         let new = world.backend.effects() == 2;
         if new {
-            assert_fresh(&world.plan, &pay_as("a"), &answer);
+            assert_fresh(&world.plan, &pay_as("a"), &response);
             assert!(asked.elapsed() + MILLISECOND >= RETENTION, "new after {:?}", asked.elapsed());
         } else {
-            assert_replay(&world.plan, &pay_as("a"), &first, &answer);
+            assert_replay(&world.plan, &pay_as("a"), &first, &response);
         }
         new
     })
@@ -88,8 +88,8 @@ async fn expiry_races(world: World) {
         let start = Instant::now();
         let crowd: Vec<_> = (0..20).map(|_| world.start_send(pay_as("a"))).collect();
         for one in crowd {
-            let answer = one.await.unwrap().expect("an answer");
-            assert!([201, 409].contains(&answer.status()), "{answer:?}");
+            let response = one.await.unwrap().expect("a response");
+            assert!([201, 409].contains(&response.status()), "{response:?}");
         }
         let end = Instant::now();
         match world.backend.effects() - before {
@@ -112,7 +112,7 @@ async fn from_completion(world: World) {
     tokio::time::sleep(RETENTION).await;
     let not_yet_completed = Instant::now();
     done.open();
-    let first = first.await.unwrap().expect("an answer");
+    let first = first.await.unwrap().expect("a response");
     loop {
         let again = world.send(pay_as("a")).await;
         let effects = world.backend.effects();
@@ -129,8 +129,8 @@ async fn tombstones(world: World) {
     let asked = Instant::now();
     assert_eq!(world.send(pay_as("a")).await.status(), 201);
     until("the key is new", async || {
-        let answer = world.send(pay_as("a")).await;
-        assert!([409, 422, 201].contains(&answer.status()), "{answer:?}");
+        let response = world.send(pay_as("a")).await;
+        assert!([409, 422, 201].contains(&response.status()), "{response:?}");
         world.backend.effects() == 2
     })
     .await;
@@ -139,17 +139,17 @@ async fn tombstones(world: World) {
 
 async fn restart(mut world: World) {
     world.start().await;
-    let mut answers = Vec::new();
+    let mut responses = Vec::new();
     for number in 0..10_u8 {
         let script = Script::whole(200, "application/octet-stream", vec![number; 1000 * usize::from(number)]);
         let script =
             if number == 4 { Script::empty(204) } else { script.field("etag", format!("\"{number}\"")) };
-        answers.push(world.send(pay_as(&number.to_string()).script(script)).await);
+        responses.push(world.send(pay_as(&number.to_string()).script(script)).await);
     }
     for _ in 0..2 {
         world.end().await;
         world.start().await;
-        for (number, first) in answers.iter().enumerate() {
+        for (number, first) in responses.iter().enumerate() {
             let request = pay_as(&number.to_string());
             let again = world.send(request.clone()).await;
             assert_replay(&world.plan, &request, first, &again);

@@ -35,12 +35,12 @@ pub(super) fn cases() -> Vec<Case> {
     let impatient = Plan { upstream_timeout: Some(UPSTREAM_TIMEOUT), ..Plan::default() };
     let mut all = cases! {
         // The client.
-        "client-hangs-up": "a client that hangs up does not end the handler, and its answer is kept"
+        "client-hangs-up": "a client that hangs up does not end the handler, and its response is kept"
             .with_every_framework()
             => run (hang_up, true);
-        "client-half-closes": "a client that closes its side does not end the handler, and its answer is kept"
+        "client-half-closes": "a client that closes its side does not end the handler, and its response is kept"
             => run (hang_up, false);
-        "client-hangs-up-while-reading": "a client that disconnects in the middle of its answer gets the complete answer later"
+        "client-hangs-up-while-reading": "a client that disconnects in the middle of its response gets the complete response later"
             => run (hang_up_while_reading);
         "client-of-a-stream-hangs-up": "a stream whose client disconnects leaves a record, and never runs again"
             => run (hang_up_of_a_stream);
@@ -63,7 +63,7 @@ pub(super) fn cases() -> Vec<Case> {
         "handler-returns-an-error": "a handler that ends with an error is like one that panics"
             .only_layer("the sidecar sees a closed connection, which has a case of its own")
             => run (handler_error);
-        "response-body-breaks-off": "an answer that breaks off leaves the outcome unknown"
+        "response-body-breaks-off": "a response that breaks off leaves the outcome unknown"
             .only_layer("the sidecar sees a closed connection, which has a case of its own")
             => run (body_breaks_off);
         // The service behind the sidecar.
@@ -87,18 +87,18 @@ pub(super) fn cases() -> Vec<Case> {
             .given(Plan { server_errors: Some(ServerErrors::Release), ..impatient.clone() })
             .only_sidecar(PROCESS)
             => run (hangs_released);
-        "upstream-answers-too-late": "an answer that comes too late changes nothing"
+        "upstream-answers-too-late": "a response that comes too late changes nothing"
             .given(impatient)
             .only_sidecar(PROCESS)
             => run (answers_late);
-        "upstream-closes-without-an-answer":
-            "a service that closes the connection without an answer leaves the outcome unknown: 502, then 500"
+        "upstream-closes-without-a-response":
+            "a service that closes the connection without a response leaves the outcome unknown: 502, then 500"
             .only_sidecar(PROCESS)
             => run (closes, Script::fails());
-        "upstream-closes-a-kept-connection": "a service that closes a kept connection without an answer gets no request twice"
+        "upstream-closes-a-kept-connection": "a service that closes a kept connection without a response gets no request twice"
             .only_sidecar(PROCESS)
             => run (closes_on_a_kept_connection);
-        "upstream-cuts-its-answer": "a service that cuts its answer leaves the outcome unknown: 502, then 500"
+        "upstream-cuts-its-response": "a service that cuts its response leaves the outcome unknown: 502, then 500"
             .only_sidecar(PROCESS)
             => run {
                 |world| {
@@ -106,7 +106,7 @@ pub(super) fn cases() -> Vec<Case> {
                     Box::pin(closes(world, Script::pieces(200, "text/plain", pieces)))
                 }
             };
-        "upstream-cuts-its-answer-anywhere": "an answer that the service cuts at any byte leaves the outcome unknown"
+        "upstream-cuts-its-response-anywhere": "a response that the service cuts at any byte leaves the outcome unknown"
             .only_sidecar(PROCESS)
             => start (cuts_raw);
         "upstream-sends-no-http": "a service that does not speak HTTP leaves the outcome unknown"
@@ -127,7 +127,7 @@ pub(super) fn cases() -> Vec<Case> {
         "store-down-without-a-key": "requests without a key need no store"
             .only_layer(STORE)
             => run (store_down_without_a_key);
-        "answer-to-the-claim-is-lost": "a claim whose answer is lost never executes twice, and ends in a definite answer"
+        "reply-to-the-claim-is-lost": "a claim whose reply is lost never executes twice, and ends in a definite response"
             .given(short.clone())
             .only_layer(STORE)
             => run (claim_lost);
@@ -146,12 +146,12 @@ pub(super) fn cases() -> Vec<Case> {
             .only_layer(STORE)
             => run (renewal_fails, true);
         "completion-fails":
-            "a completion that fails: the first one has its answer, and so have the others once the store takes it"
+            "a completion that fails: the first one has its response, and so have the others once the store takes it"
             .given(short.clone())
             .only_layer(STORE)
             => run (completion_fails);
         "completion-fails-reexecute":
-            "a completion that fails: under reexecute it is not executed again either, because the process has the answer"
+            "a completion that fails: under reexecute it is not executed again either, because the process has the response"
             .given(reexecute.clone())
             .only_layer(STORE)
             => run (completion_fails_reexecute);
@@ -159,7 +159,7 @@ pub(super) fn cases() -> Vec<Case> {
             .given(Plan { lease: Some(Duration::from_secs(10)), ..Plan::default() })
             .only_layer(STORE)
             => run (completion_fails_once);
-        "answer-to-the-completion-is-lost": "a completion whose answer is lost counts"
+        "reply-to-the-completion-is-lost": "a completion whose reply is lost counts"
             .given(short.clone())
             .only_layer(STORE)
             => run (completion_lost);
@@ -187,7 +187,7 @@ pub(super) fn cases() -> Vec<Case> {
             .only_layer(STORE)
             => run (corrupt);
         // The owner.
-        "stale-owner-is-fenced": "a stale owner is fenced: its client gets its answer with a mark, and the store keeps the other answer"
+        "stale-owner-is-fenced": "a stale owner is fenced: its client gets its response with a mark, and the store keeps the other response"
             .given(reexecute)
             .only_layer("two instances on one store are needed")
             => run (stale_owner);
@@ -288,8 +288,8 @@ async fn cut_short(world: World) {
         if half_close {
             connection.half_close().await;
             // A server may answer, or only close the connection.
-            match connection.answer("POST").await {
-                Ok(answer) => assert_eq!(answer.status(), 400, "{answer:?}"),
+            match connection.response("POST").await {
+                Ok(response) => assert_eq!(response.status(), 400, "{response:?}"),
                 Err(ResponseError::Cut { head: None, .. }) => {}
                 Err(other) => panic!("{other:?}"),
             }
@@ -309,9 +309,9 @@ async fn broken_chunks(world: World) {
     let request = Request::post("/payments").key("a").chunked("application/json", Vec::new());
     connection.write(&request.head()).await;
     connection.write(b"5\r\n{\"a\":\r\nnonsense\r\n").await;
-    match connection.answer("POST").await {
-        Ok(answer) => assert_refusal("request-incomplete", &answer),
-        Err(broken) => panic!("no answer: {broken:?}"),
+    match connection.response("POST").await {
+        Ok(response) => assert_refusal("request-incomplete", &response),
+        Err(broken) => panic!("no response: {broken:?}"),
     }
     assert_eq!(world.backend.effects(), 0);
     let first = world.send(pay_as("a")).await;
@@ -353,9 +353,9 @@ async fn panic_while_others_wait(world: World) {
     let others: Vec<_> = (0..5).map(|_| world.start_send(pay_as("a"))).collect();
     tokio::time::sleep(Duration::from_millis(50)).await;
     done.open();
-    assert_refusal(UNKNOWN, &first.await.unwrap().expect("an answer"));
+    assert_refusal(UNKNOWN, &first.await.unwrap().expect("a response"));
     for other in others {
-        assert_refusal(UNKNOWN, &other.await.unwrap().expect("an answer"));
+        assert_refusal(UNKNOWN, &other.await.unwrap().expect("a response"));
     }
     assert_eq!(world.backend.effects(), 1);
 }
@@ -363,7 +363,7 @@ async fn panic_while_others_wait(world: World) {
 /// The server answers an error of the inner service: hyper closes the connection. The case checks the record.
 async fn handler_error(world: World) {
     match world.try_send(pay_as("a").script(Script::fails())).await {
-        Ok(answer) => assert_refusal(UNKNOWN, &answer),
+        Ok(response) => assert_refusal(UNKNOWN, &response),
         Err(ResponseError::Cut { head: None, .. }) => {}
         Err(other) => panic!("{other:?}"),
     }
@@ -389,9 +389,9 @@ async fn refused_connection(mut world: World) {
     let (socket, address) = unused_port();
     world.start_in_front_of(address).await;
     for key in ["a", "a", "b"] {
-        let answer = world.send(pay_as(key)).await;
-        assert_refusal("upstream-unreachable", &answer);
-        assert_echo(&world.plan, &pay_as(key), &answer);
+        let response = world.send(pay_as(key)).await;
+        assert_refusal("upstream-unreachable", &response);
+        assert_echo(&world.plan, &pay_as(key), &response);
     }
     // Another request may use the key: it is free.
     assert_refusal("upstream-unreachable", &world.send(pay_as("a").json("{}")).await);
@@ -418,8 +418,8 @@ async fn refused_ten_times(mut world: World) {
 async fn refused_without_a_key(mut world: World) {
     let (_socket, address) = unused_port();
     world.start_in_front_of(address).await;
-    let answer = world.send(pay()).await;
-    assert_problem("upstream-unreachable", 502, &answer);
+    let response = world.send(pay()).await;
+    assert_problem("upstream-unreachable", 502, &response);
     assert_eq!(world.send(Request::new("GET", "/")).await.status(), 502);
 }
 
@@ -471,7 +471,7 @@ async fn closes_on_a_kept_connection(world: World) {
 
 /// A service that reads a request, writes these bytes and closes the connection. It counts the requests.
 async fn raw_service(
-    answer: &'static [u8],
+    response: &'static [u8],
 ) -> (std::net::SocketAddr, std::sync::Arc<std::sync::atomic::AtomicUsize>) {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     let listener = TcpListener::bind(("127.0.0.1", 0)).await.expect("a port");
@@ -490,7 +490,7 @@ async fn raw_service(
                     }
                 }
                 counter.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
-                let _ = stream.write_all(answer).await;
+                let _ = stream.write_all(response).await;
                 let _ = stream.shutdown().await;
             });
         }
@@ -530,10 +530,10 @@ async fn garbage(mut world: World) {
 async fn store_down(world: World) {
     world.faults.outage();
     for _ in 0..3 {
-        let answer = world.send(pay_as("a")).await;
-        assert_refusal("store-unavailable", &answer);
-        assert!(retry_after(&answer) >= 1);
-        assert_echo(&world.plan, &pay_as("a"), &answer);
+        let response = world.send(pay_as("a")).await;
+        assert_refusal("store-unavailable", &response);
+        assert!(retry_after(&response) >= 1);
+        assert_echo(&world.plan, &pay_as("a"), &response);
     }
     assert_eq!(world.backend.effects(), 0);
     world.faults.heal();
@@ -554,8 +554,8 @@ async fn store_down_replay(world: World) {
 
 async fn store_down_without_a_key(world: World) {
     world.faults.outage();
-    let answer = world.send(pay()).await;
-    assert_eq!((answer.status(), answer.get("idempotency-status")), (201, None), "{answer:?}");
+    let response = world.send(pay()).await;
+    assert_eq!((response.status(), response.get("idempotency-status")), (201, None), "{response:?}");
     assert_eq!(world.send(Request::new("GET", "/").key("a")).await.status(), 201);
     assert_refusal("key-invalid", &world.send(pay_as("a,b")).await);
 }
@@ -577,21 +577,21 @@ async fn claim_lost(world: World) {
     }
 }
 
-/// The first answer other than `request-in-progress`.
+/// The first response other than `request-in-progress`.
 async fn definite(world: &World, key: &str) -> Response {
     let mut last = None;
-    until("there is a definite answer", async || {
-        let answer = world.send(pay_as(key)).await;
-        let definite = ![409, 503].contains(&answer.status());
-        last = Some(answer);
+    until("there is a definite response", async || {
+        let response = world.send(pay_as(key)).await;
+        let definite = ![409, 503].contains(&response.status());
+        last = Some(response);
         definite
     })
     .await;
-    last.expect("an answer")
+    last.expect("a response")
 }
 
 async fn claim_stalls(world: World) {
-    // The answer of the store and the disconnection of the client race, so the race runs often.
+    // The reply of the store and the disconnection of the client race, so the race runs often.
     for round in 0..40 {
         let stall = Latch::new();
         let fault = if round % 2 == 0 { Fault::StallBefore } else { Fault::StallAfter };
@@ -614,7 +614,7 @@ async fn hundred_with_store_down(world: World) {
     world.faults.outage();
     let all: Vec<_> = (0..100).map(|_| world.start_send(pay_as("a"))).collect();
     for one in all {
-        assert_refusal("store-unavailable", &one.await.unwrap().expect("an answer"));
+        assert_refusal("store-unavailable", &one.await.unwrap().expect("a response"));
     }
     assert_eq!(world.backend.effects(), 0);
 }
@@ -635,7 +635,7 @@ async fn renewal_fails(world: World, once: bool) {
     }
     until("it was renewed twice", async || world.faults.calls(Operation::Renew) >= 2).await;
     done.open();
-    let first = first.await.unwrap().expect("an answer");
+    let first = first.await.unwrap().expect("a response");
     assert_fresh(&world.plan, &pay_as("a"), &first);
     assert_eq!((first.status(), first.get("idempotency-status")), (201, None), "{first:?}");
     assert_replay(&world.plan, &pay_as("a"), &first, &world.send(pay_as("a")).await);
@@ -648,12 +648,12 @@ async fn completion_fails(world: World) {
     not_stored(&world, &first);
     stays_in_progress(&world).await;
     world.faults.heal();
-    // This process knew the answer all the time, and now the store does, too.
+    // This process knew the response all the time, and now the store does, too.
     assert_replay(&world.plan, &pay_as("a"), &first, &world.settled(&pay_as("a")).await);
     assert_eq!(world.backend.effects(), 1);
 }
 
-/// The process that has the answer neither executes again nor reports an unknown outcome, during and after the lease.
+/// The process that has the response neither executes again nor reports an unknown outcome, during and after the lease.
 async fn stays_in_progress(world: &World) {
     let asked = Instant::now();
     while asked.elapsed() < SHORT * 3 {
@@ -711,15 +711,15 @@ async fn fail_open(world: World) {
     assert_eq!((protected.status(), protected.get("idempotency-status")), (201, None), "{protected:?}");
     world.faults.outage();
     for number in 2..4 {
-        let answer = world.send(pay_as("b")).await;
+        let response = world.send(pay_as("b")).await;
         assert_eq!(
-            (answer.status(), answer.get("idempotency-status")),
+            (response.status(), response.get("idempotency-status")),
             (201, Some("failed-open")),
-            "{answer:?}"
+            "{response:?}"
         );
-        assert_eq!(answer.get("idempotent-replayed"), None, "{answer:?}");
+        assert_eq!(response.get("idempotent-replayed"), None, "{response:?}");
         assert_eq!(
-            (answer.json()["effect"].as_u64(), world.backend.effects()),
+            (response.json()["effect"].as_u64(), world.backend.effects()),
             (Some(number as u64), number)
         );
     }
@@ -739,9 +739,9 @@ async fn fail_open_refuses(world: World) {
 async fn corrupt(world: World) {
     world.faults.always(Operation::Claim, Fault::Corrupt);
     for _ in 0..3 {
-        let answer = world.send(pay_as("a")).await;
-        assert_refusal("record-corrupt", &answer);
-        assert_echo(&world.plan, &pay_as("a"), &answer);
+        let response = world.send(pay_as("a")).await;
+        assert_refusal("record-corrupt", &response);
+        assert_echo(&world.plan, &pay_as("a"), &response);
     }
     assert_eq!(world.backend.effects(), 0);
 }
@@ -759,33 +759,33 @@ async fn stale_owner(world: World) {
     let other = world.second().await;
     let there = async || {
         let mut connection = crate::client::Connection::open(other.address).await;
-        connection.exchange(&pay_as("a")).await.expect("an answer")
+        connection.exchange(&pay_as("a")).await.expect("a response")
     };
     let mut second = None;
     until("the other instance takes over", async || {
-        let answer = there().await;
-        let took = answer.status() != 409;
-        second = Some(answer);
+        let response = there().await;
+        let took = response.status() != 409;
+        second = Some(response);
         took
     })
     .await;
-    let second = second.expect("an answer");
+    let second = second.expect("a response");
     assert_fresh(&world.plan, &pay_as("a"), &second);
     assert_eq!((second.status(), world.backend.effects()), (201, 2), "{second:?}");
     world.faults.heal();
     done.open();
-    let first = first.await.unwrap().expect("an answer");
+    let first = first.await.unwrap().expect("a response");
     assert_fresh(&world.plan, &pay_as("a"), &first);
     assert_eq!((first.status(), first.get("idempotency-status")), (201, Some("fenced")), "{first:?}");
     assert_eq!(first.json()["effect"], 1);
-    // The store has the answer of the other owner, for both requests.
+    // The store has the response of the other owner, for both requests.
     assert_replay(&world.plan, &pay_as("a"), &second, &there().await);
     assert_replay(&world.plan, &pay_as("a"), &second, &world.settled(&pay_as("a")).await);
     assert_eq!(world.backend.effects(), 2);
 }
 
 async fn stale_owner_while_replaced(world: World) {
-    // The stale owner may end with an answer, a release or an unknown outcome.
+    // The stale owner may end with a response, a release or an unknown outcome.
     for (round, script) in [Script::default(), Script::status(429), Script::panics()].into_iter().enumerate()
     {
         let key = format!("k{round}");
@@ -802,19 +802,19 @@ async fn stale_owner_while_replaced(world: World) {
         let address = other.address;
         let second = tokio::spawn(async move {
             loop {
-                let answer = crate::client::Connection::open(address).await.exchange(&request).await;
-                match answer {
-                    Ok(answer) if answer.status() == 409 => {
+                let response = crate::client::Connection::open(address).await.exchange(&request).await;
+                match response {
+                    Ok(response) if response.status() == 409 => {
                         tokio::time::sleep(Duration::from_millis(10)).await
                     }
-                    other => return other.expect("an answer"),
+                    other => return other.expect("a response"),
                 }
             }
         });
         world.backend.until_effects(before + 2).await;
         world.faults.heal();
         done_first.open();
-        let first = first.await.unwrap().expect("an answer");
+        let first = first.await.unwrap().expect("a response");
         if round < 2 {
             assert_eq!(first.get("idempotency-status"), Some("fenced"), "round {round}: {first:?}");
         }
@@ -844,38 +844,38 @@ async fn reconcile(world: World) {
     let other = world.second().await;
     let there = async || {
         let mut connection = crate::client::Connection::open(other.address).await;
-        connection.exchange(&pay_as("a")).await.expect("an answer")
+        connection.exchange(&pay_as("a")).await.expect("a response")
     };
-    let mut answer = there().await;
+    let mut response = there().await;
     if asked.elapsed() < SHORT {
-        assert_refusal("request-in-progress", &answer);
+        assert_refusal("request-in-progress", &response);
     }
     until("the lease is over", async || {
-        if answer.status() == 409 {
-            answer = there().await;
+        if response.status() == 409 {
+            response = there().await;
         }
-        answer.status() != 409
+        response.status() != 409
     })
     .await;
     let again = there().await;
     match world.plan.reconcile.expect("a word") {
         ReconcileReply::Found => {
-            assert_eq!((answer.status(), &answer.body[..]), (202, FOUND.as_bytes()), "{answer:?}");
-            assert_eq!(answer.get("idempotent-replayed"), Some("true"), "{answer:?}");
-            assert_replay(&world.plan, &pay_as("a"), &answer, &again);
+            assert_eq!((response.status(), &response.body[..]), (202, FOUND.as_bytes()), "{response:?}");
+            assert_eq!(response.get("idempotent-replayed"), Some("true"), "{response:?}");
+            assert_replay(&world.plan, &pay_as("a"), &response, &again);
             assert_eq!(world.backend.effects(), 1);
         }
         ReconcileReply::NotFound => {
-            assert_fresh(&world.plan, &pay_as("a"), &answer);
-            assert_replay(&world.plan, &pay_as("a"), &answer, &again);
+            assert_fresh(&world.plan, &pay_as("a"), &response);
+            assert_replay(&world.plan, &pay_as("a"), &response, &again);
             assert_eq!(
-                (answer.json()["effect"].as_u64(), world.backend.effects()),
+                (response.json()["effect"].as_u64(), world.backend.effects()),
                 (Some(2), 2),
-                "{answer:?}"
+                "{response:?}"
             );
         }
         ReconcileReply::Unclear => {
-            assert_refusal(UNKNOWN, &answer);
+            assert_refusal(UNKNOWN, &response);
             assert_refusal(UNKNOWN, &again);
             assert_eq!(world.backend.effects(), 1);
         }
@@ -895,34 +895,34 @@ async fn abandoned_park(world: World) {
     let other = world.second().await;
     let there = async || {
         let mut connection = crate::client::Connection::open(other.address).await;
-        connection.exchange(&pay_as("a")).await.expect("an answer")
+        connection.exchange(&pay_as("a")).await.expect("a response")
     };
     let mut not_yet_parked = Instant::now();
-    let mut answer = there().await;
+    let mut response = there().await;
     if asked.elapsed() < SHORT {
-        assert_refusal("request-in-progress", &answer);
+        assert_refusal("request-in-progress", &response);
     }
     until("the lease is over", async || {
-        if answer.status() == 409 {
+        if response.status() == 409 {
             not_yet_parked = Instant::now();
-            answer = there().await;
+            response = there().await;
         }
-        answer.status() != 409
+        response.status() != 409
     })
     .await;
-    assert_refusal(UNKNOWN, &answer);
+    assert_refusal(UNKNOWN, &response);
     // After the retention the key is new.
     until("retention is over", async || {
-        answer = there().await;
+        response = there().await;
         let effects = world.backend.effects();
         // Stores count in whole milliseconds.
         if not_yet_parked.elapsed() + Duration::from_millis(1) < retention {
-            assert_refusal(UNKNOWN, &answer);
+            assert_refusal(UNKNOWN, &response);
             assert_eq!(effects, 1);
         }
-        answer.status() != 500
+        response.status() != 500
     })
     .await;
-    assert_eq!((answer.status(), world.backend.effects()), (201, 2), "{answer:?}");
+    assert_eq!((response.status(), world.backend.effects()), (201, 2), "{response:?}");
     first.abort();
 }

@@ -25,7 +25,7 @@ pub(super) fn cases() -> Vec<Case> {
         "grpc-refusals-stripe": "gRPC: a refusal does not depend on the profile"
             .given(Plan { profile: "stripe", ..required })
             => run (refusals);
-        "grpc-failed": "a service's own answer of trailers only passes unchanged"
+        "grpc-failed": "a service's own response of trailers only passes unchanged"
             => run (failed);
         "grpc-in-progress": "a call that is being processed gets a status with the time to try again"
             => run (in_progress);
@@ -74,10 +74,10 @@ async fn call(world: &World, media_type: &str, key: Option<&str>, body: &str, sc
         request = request.header("idempotency-key", key);
     }
     let request = request.body(Full::<Bytes>::from(body.to_owned())).expect("a request");
-    let response = within(client.send_request(request)).await.expect("in time").expect("an answer");
+    let response = within(client.send_request(request)).await.expect("in time").expect("a response");
     let (head, body) = response.into_parts();
     let trailers_only = body.is_end_stream();
-    let body = within(body.collect()).await.expect("in time").expect("a whole answer");
+    let body = within(body.collect()).await.expect("in time").expect("a whole response");
     let trailers = body.trailers().cloned().unwrap_or_default();
     Response { status: head.status, fields: head.headers, trailers_only, body: body.to_bytes(), trailers }
 }
@@ -88,7 +88,7 @@ async fn pay(world: &World, key: Option<&str>, body: &str) -> Response {
     call(world, GRPC, key, body, paid()).await
 }
 
-/// A service's own answer to a call.
+/// A service's own response to a call.
 fn paid() -> Script {
     let message = [&b"\0\0\0\0\x16"[..], MARK.as_bytes()].concat();
     Script::pieces(200, GRPC, vec![BodyPart::Data(message.into())])
@@ -96,17 +96,17 @@ fn paid() -> Script {
         .field("trailer", "grpc-status")
 }
 
-fn assert_refused(answer: &Response, slug: &str, code: u8, pushback: Option<&str>) {
-    assert_eq!(answer.status, StatusCode::OK, "{answer:?}");
-    assert!(answer.trailers_only && answer.body.is_empty(), "{answer:?}");
-    assert_eq!(answer.get("content-type"), Some(GRPC), "{answer:?}");
-    assert_eq!(answer.get("cache-control"), Some("no-store"), "{answer:?}");
-    assert_eq!(answer.get("grpc-status"), Some(&*code.to_string()), "{answer:?}");
-    assert_eq!(answer.get("grpc-retry-pushback-ms"), pushback, "{answer:?}");
-    let message = answer.get("grpc-message").expect("a message");
-    assert!(message.starts_with(&format!("urn:oncegate:problem:{slug}: ")), "{answer:?}");
-    assert!(!message.contains(MARK) && message.len() > 40, "{answer:?}");
-    assert_eq!(answer.get("idempotent-replayed"), None, "{answer:?}");
+fn assert_refused(response: &Response, slug: &str, code: u8, pushback: Option<&str>) {
+    assert_eq!(response.status, StatusCode::OK, "{response:?}");
+    assert!(response.trailers_only && response.body.is_empty(), "{response:?}");
+    assert_eq!(response.get("content-type"), Some(GRPC), "{response:?}");
+    assert_eq!(response.get("cache-control"), Some("no-store"), "{response:?}");
+    assert_eq!(response.get("grpc-status"), Some(&*code.to_string()), "{response:?}");
+    assert_eq!(response.get("grpc-retry-pushback-ms"), pushback, "{response:?}");
+    let message = response.get("grpc-message").expect("a message");
+    assert!(message.starts_with(&format!("urn:oncegate:problem:{slug}: ")), "{response:?}");
+    assert!(!message.contains(MARK) && message.len() > 40, "{response:?}");
+    assert_eq!(response.get("idempotent-replayed"), None, "{response:?}");
 }
 
 async fn refusals(world: World) {
@@ -117,7 +117,7 @@ async fn refusals(world: World) {
     let first = pay(&world, Some("a"), "1").await;
     assert_eq!((first.status, first.body.len()), (StatusCode::OK, 5 + MARK.len()), "{first:?}");
     assert_eq!((first.trailers["grpc-status"].as_bytes(), first.get("grpc-status")), (&b"0"[..], None));
-    // The refusal contains nothing of the first answer, which was not kept, not even its status.
+    // The refusal contains nothing of the first response, which was not kept, not even its status.
     let again = pay(&world, Some("a"), "1").await;
     assert_refused(&again, "replay-unavailable", 2, Some("-1"));
     assert_eq!(again.get("idempotency-key"), Some("a"), "{again:?}");
@@ -129,9 +129,9 @@ async fn refusals(world: World) {
         ("application/grpc-web+proto", "application/grpc-web"),
         ("application/grpc-web-text", "application/grpc-web-text"),
     ] {
-        let answer = call(&world, media_type, Some("\"a"), "1", paid()).await;
-        assert_eq!((answer.get("content-type"), answer.get("grpc-status")), (Some(answered), Some("3")));
-        assert!(answer.trailers_only, "{answer:?}");
+        let response = call(&world, media_type, Some("\"a"), "1", paid()).await;
+        assert_eq!((response.get("content-type"), response.get("grpc-status")), (Some(answered), Some("3")));
+        assert!(response.trailers_only, "{response:?}");
     }
     assert_eq!(world.backend.effects(), 1);
 }
@@ -139,9 +139,9 @@ async fn refusals(world: World) {
 async fn failed(world: World) {
     let script = || Script::empty(200).field("content-type", GRPC).field("grpc-status", "5");
     for key in [None, Some("a")] {
-        let answer = call(&world, GRPC, key, "1", script()).await;
-        assert_eq!(answer.get("grpc-status"), Some("5"), "{answer:?}");
-        assert!(answer.trailers_only, "{answer:?}");
+        let response = call(&world, GRPC, key, "1", script()).await;
+        assert_eq!(response.get("grpc-status"), Some("5"), "{response:?}");
+        assert!(response.trailers_only, "{response:?}");
     }
     assert_refused(&pay(&world, Some("a"), "1").await, "replay-unavailable", 2, Some("-1"));
     assert_eq!(world.backend.effects(), 2);
@@ -151,11 +151,11 @@ async fn in_progress(world: World) {
     let done = Latch::new();
     let (first, ()) = tokio::join!(call(&world, GRPC, Some("a"), "1", paid().held(&done)), async {
         world.backend.until_effects(1).await;
-        let answer = pay(&world, Some("a"), "1").await;
-        let seconds: u64 = answer.get("retry-after").and_then(|text| text.parse().ok()).expect("seconds");
+        let response = pay(&world, Some("a"), "1").await;
+        let seconds: u64 = response.get("retry-after").and_then(|text| text.parse().ok()).expect("seconds");
         let millis = (seconds * 1000).to_string();
         assert!(seconds >= 1);
-        assert_refused(&answer, "request-in-progress", 10, Some(&millis));
+        assert_refused(&response, "request-in-progress", 10, Some(&millis));
         done.open();
     });
     assert_eq!(first.trailers["grpc-status"], "0");
@@ -164,21 +164,21 @@ async fn in_progress(world: World) {
 async fn unknown(world: World) {
     let script = if world.deployment == Deployment::Layer { Script::panics() } else { Script::fails() };
     for script in [script, paid()] {
-        let answer = call(&world, GRPC, Some("a"), "1", script).await;
-        assert_refused(&answer, "outcome-unknown", 2, Some("-1"));
+        let response = call(&world, GRPC, Some("a"), "1", script).await;
+        assert_refused(&response, "outcome-unknown", 2, Some("-1"));
     }
     assert_eq!(world.backend.effects(), 1);
     if world.deployment == Deployment::Sidecar {
         // Without a key it may have taken effect as well, and a retry would not be safe.
-        let answer = call(&world, GRPC, None, "1", Script::fails()).await;
-        assert_refused(&answer, "upstream-unanswered", 2, Some("-1"));
+        let response = call(&world, GRPC, None, "1", Script::fails()).await;
+        assert_refused(&response, "upstream-unanswered", 2, Some("-1"));
     }
 }
 
 async fn store_down(world: World) {
     world.faults.outage();
-    let answer = pay(&world, Some("a"), "1").await;
-    assert_refused(&answer, "store-unavailable", 14, Some("1000"));
+    let response = pay(&world, Some("a"), "1").await;
+    assert_refused(&response, "store-unavailable", 14, Some("1000"));
     world.faults.heal();
     until("the store is back", async || pay(&world, Some("a"), "1").await.get("grpc-status").is_none()).await;
     assert_eq!(world.backend.effects(), 1);
@@ -196,9 +196,9 @@ async fn unreachable(mut world: World) {
 
 async fn not_json(world: World) {
     for media_type in ["application/json", "application/grp", "text/plain"] {
-        let answer = call(&world, media_type, None, "1", Script::default()).await;
-        assert_eq!(answer.status, StatusCode::BAD_REQUEST, "{answer:?}");
-        assert_eq!(answer.get("content-type"), Some("application/problem+json"), "{answer:?}");
-        assert_eq!(answer.get("grpc-status"), None, "{answer:?}");
+        let response = call(&world, media_type, None, "1", Script::default()).await;
+        assert_eq!(response.status, StatusCode::BAD_REQUEST, "{response:?}");
+        assert_eq!(response.get("content-type"), Some("application/problem+json"), "{response:?}");
+        assert_eq!(response.get("grpc-status"), None, "{response:?}");
     }
 }

@@ -90,7 +90,7 @@ pub(super) fn cases() -> Vec<Case> {
         "configured-header-named-by-connection-is-not-stored": "a configured field that Connection names is not stored"
             .given(Plan { stored_header: Some("x-anything"), ..Plan::default() })
             => run (configured_and_nominated);
-        "handler-cannot-forge-the-replay-marker": "a handler cannot mark its answer as a replay, or as the answer to another key"
+        "handler-cannot-forge-the-replay-marker": "a handler cannot mark its response as a replay, or as the response to another key"
             => run (no_marker_from_inside);
     }
 }

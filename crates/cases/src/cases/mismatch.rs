@@ -404,7 +404,7 @@ pub(super) fn cases() -> Vec<Case> {
             };
         "mismatch-while-in-flight": "while the first request runs, another one is a mismatch, not a conflict"
             => run (in_flight);
-        "mismatch-of-a-tombstone": "another request is a mismatch even if the answer was not kept"
+        "mismatch-of-a-tombstone": "another request is a mismatch even if the response was not kept"
             .given(Plan { max_response_body: Some(99), ..Plan::default() })
             => steps {
                 let large = Script::whole(201, "text/plain", vec![b'x'; 100]);
@@ -458,13 +458,13 @@ async fn tells_nothing(world: World) {
     let first = world.send(request.clone()).await;
     assert_fresh(&world.plan, &request, &first);
     let other = Request::post("/payments").key("a").json(r#"{"amount":1}"#);
-    let answer = world.send(other.clone()).await;
-    assert_refusal(REUSED, &answer);
-    let text = format!("{answer:?}");
+    let response = world.send(other.clone()).await;
+    assert_refusal(REUSED, &response);
+    let text = format!("{response:?}");
     for secret in [MARK, "the-first-one", "1000", "usd", "201", "effect"] {
         assert!(!text.contains(secret), "tells {secret}: {text}");
     }
-    crate::table::assert_echo(&world.plan, &other, &answer);
+    crate::table::assert_echo(&world.plan, &other, &response);
     assert_eq!(world.backend.effects(), 1);
 }
 
@@ -477,7 +477,7 @@ async fn in_flight(world: World) {
     assert_refusal("request-in-progress", &world.send(pay_as("a")).await);
     assert_refusal(REUSED, &world.send(other()).await);
     done.open();
-    let first = first.await.unwrap().expect("an answer");
+    let first = first.await.unwrap().expect("a response");
     assert_fresh(&world.plan, &pay_as("a"), &first);
     assert_refusal(REUSED, &world.send(other()).await);
     assert_replay(&world.plan, &pay_as("a"), &first, &world.send(pay_as("a")).await);

@@ -14,12 +14,12 @@ pub(super) fn cases() -> Vec<Case> {
     cases! {
         "resolved-as-completed": "an unknown outcome that an operator found is replayed"
             => run (resolved, OperatorDecision::Happened);
-        "resolved-without-an-answer": "an unknown outcome that an operator resolved without an answer cannot be replayed"
+        "resolved-without-a-response": "an unknown outcome that an operator resolved without a response cannot be replayed"
             => run (resolved, OperatorDecision::HappenedWithoutResponse);
         "resolved-as-not-happened": "an unknown outcome that an operator resolved as not happened is executed"
             => run (resolved, OperatorDecision::DidNotHappen);
         "operator-parks-and-amends-a-resolution":
-            "an operator's answer can be parked and amended, and nothing executes meanwhile"
+            "an operator's response can be parked and amended, and nothing executes meanwhile"
             => run (taken_back);
         "completed-record-cannot-be-resolved":
             "a completed record cannot be resolved, released, amended or parked, not even by force"
@@ -113,7 +113,7 @@ async fn taken_back(world: World) {
     let again = world.send(pay_as("a")).await;
     assert_fresh(&world.plan, &pay_as("a"), &again);
     assert_eq!((again.status(), world.backend.effects()), (201, 2), "{again:?}");
-    // That is its service's own answer.
+    // That is its service's own response.
     for verdict in [OperatorDecision::Park, OperatorDecision::AmendedToDidNotHappen] {
         assert!(!world.resolve(&record, verdict).await, "{verdict:?} was taken");
     }
@@ -152,7 +152,7 @@ async fn running(world: World) {
     assert!(world.resolve(&record, OperatorDecision::ForceRelease).await, "not taken");
     assert_eq!(world.last_audit().await.expect("an entry")[..2], ["in-progress", "released"]);
     done.open();
-    let first = first.await.unwrap().expect("an answer");
+    let first = first.await.unwrap().expect("a response");
     assert_fresh(&world.plan, &pay_as("a"), &first);
     assert_eq!((first.status(), first.get("idempotency-status")), (201, Some("fenced")), "{first:?}");
     let second = world.settled(&pay_as("a")).await;
@@ -184,7 +184,7 @@ async fn metrics(world: World) {
         }
     }
     done.open();
-    held.await.unwrap().expect("an answer");
+    held.await.unwrap().expect("a response");
     *sent.entry("executed").or_default() += 1;
     let text = String::from_utf8(world.admin(Request::new("GET", "/metrics")).await.body.to_vec()).unwrap();
     let mut told = BTreeMap::<String, usize>::new();

@@ -24,17 +24,17 @@ pub(super) fn cases() -> Vec<Case> {
         "retry-after-grows": "Retry-After is 1 at first, and grows with the time that the first request takes"
             .given(Plan { lease: Some(Duration::from_secs(60)), ..Plan::default() })
             => run (retry_after_of_a_long_lease);
-        "double-click-gets-one-answer": "by default, a second request while the first runs gets its answer"
+        "double-click-gets-one-response": "by default, a second request while the first runs gets its response"
             .given(Plan { wait: None, ..Plan::default() })
             .with_every_framework()
             => run (wait);
         "retry-after-of-a-short-lease": "Retry-After is 1 if the lease is shorter than that"
             .given(Plan { lease: Some(Duration::from_millis(900)), ..Plan::default() })
             => run (retry_after_of_a_short_lease);
-        "second-request-waits-for-the-answer": "with a wait, the second request gets the answer of the first"
+        "second-request-waits-for-the-response": "with a wait, the second request gets the response of the first"
             .given(patient.clone())
             => run (wait);
-        "hundred-requests-wait-for-one-answer": "a hundred that wait get one answer from one execution"
+        "hundred-requests-wait-for-one-response": "a hundred that wait get one response from one execution"
             .given(patient.clone())
             .with_every_framework()
             => run (many_wait);
@@ -56,7 +56,7 @@ pub(super) fn cases() -> Vec<Case> {
         "hundred-equal-requests-with-a-quick-handler":
             "a hundred equal requests execute once, also if the handler ends before the last one arrives"
             => run (hundred_quick);
-        "many-keys-at-once": "twenty keys, each twenty times at once: twenty executions, each with its own answer"
+        "many-keys-at-once": "twenty keys, each twenty times at once: twenty executions, each with its own response"
             => run (many_keys);
         "lease-is-renewed": "a handler that takes four leases keeps its key"
             .given(Plan { lease: Some(Duration::from_millis(300)), ..Plan::default() })
@@ -70,12 +70,12 @@ pub(super) fn cases() -> Vec<Case> {
             })
             .two_processes()
             => run (renewal_against_another);
-        "pipelined-requests-execute-once": "equal requests on one connection, sent before the first answer, execute once"
+        "pipelined-requests-execute-once": "equal requests on one connection, sent before the first response, execute once"
             => run (pipelined);
         "two-instances-execute-once": "two instances on one store execute once between them"
             .two_processes()
             => run (two_instances);
-        "waiting-for-the-other-instance": "a request that waits for the other instance gets its answer"
+        "waiting-for-the-other-instance": "a request that waits for the other instance gets its response"
             .given(Plan { wait: Some(Duration::from_secs(10)), ..Plan::default() })
             .two_processes()
             => run (two_instances_wait);
@@ -87,12 +87,12 @@ async fn conflict(world: World) {
     let first = world.start_send(pay_as("a").script(Script::default().held(&done)));
     world.backend.until_effects(1).await;
     for _ in 0..5 {
-        let answer = world.send(pay_as("\"a\"")).await;
-        assert_refusal(IN_PROGRESS, &answer);
-        crate::table::assert_echo(&world.plan, &pay_as("\"a\""), &answer);
+        let response = world.send(pay_as("\"a\"")).await;
+        assert_refusal(IN_PROGRESS, &response);
+        crate::table::assert_echo(&world.plan, &pay_as("\"a\""), &response);
     }
     done.open();
-    let first = first.await.unwrap().expect("an answer");
+    let first = first.await.unwrap().expect("a response");
     assert_fresh(&world.plan, &pay_as("a"), &first);
     assert_replay(&world.plan, &pay_as("a"), &first, &world.send(pay_as("a")).await);
     assert_eq!(world.backend.effects(), 1);
@@ -103,30 +103,30 @@ async fn retry_after_of_a_long_lease(world: World) {
     let first = world.start_send(pay_as("a").script(Script::default().held(&done)));
     world.backend.until_effects(1).await;
     let sent_at = Instant::now();
-    let answer = world.send(pay_as("a")).await;
-    assert_refusal(IN_PROGRESS, &answer);
+    let response = world.send(pay_as("a")).await;
+    assert_refusal(IN_PROGRESS, &response);
     // It took effect before the next request, but not long before, unless the machine is very busy.
     if sent_at.elapsed() < Duration::from_millis(500) {
-        assert_eq!(retry_after(&answer), 1, "{answer:?}");
+        assert_eq!(retry_after(&response), 1, "{response:?}");
     }
     tokio::time::sleep(Duration::from_millis(3100).saturating_sub(sent_at.elapsed())).await;
-    let answer = world.send(pay_as("a")).await;
-    assert_refusal(IN_PROGRESS, &answer);
+    let response = world.send(pay_as("a")).await;
+    assert_refusal(IN_PROGRESS, &response);
     let ages = 3..=sent_at.elapsed().as_secs().max(3) + 1;
-    assert!(ages.contains(&retry_after(&answer)), "{answer:?}");
+    assert!(ages.contains(&retry_after(&response)), "{response:?}");
     done.open();
-    first.await.unwrap().expect("an answer");
+    first.await.unwrap().expect("a response");
 }
 
 async fn retry_after_of_a_short_lease(world: World) {
     let done = Latch::new();
     let first = world.start_send(pay_as("a").script(Script::default().held(&done)));
     world.backend.until_effects(1).await;
-    let answer = world.send(pay_as("a")).await;
-    assert_refusal(IN_PROGRESS, &answer);
-    assert_eq!(retry_after(&answer), 1, "{answer:?}");
+    let response = world.send(pay_as("a")).await;
+    assert_refusal(IN_PROGRESS, &response);
+    assert_eq!(retry_after(&response), 1, "{response:?}");
     done.open();
-    first.await.unwrap().expect("an answer");
+    first.await.unwrap().expect("a response");
 }
 
 async fn wait(world: World) {
@@ -134,12 +134,12 @@ async fn wait(world: World) {
     let first = world.start_send(pay_as("a").script(Script::default().held(&done)));
     world.backend.until_effects(1).await;
     let second = world.start_send(pay_as("a"));
-    // A waiting request is not visible from outside. Check that it has no answer.
+    // A waiting request is not visible from outside. Check that it has no response.
     tokio::time::sleep(Duration::from_millis(100)).await;
     assert!(!second.is_finished(), "it did not wait");
     done.open();
-    let first = first.await.unwrap().expect("an answer");
-    let second = second.await.unwrap().expect("an answer");
+    let first = first.await.unwrap().expect("a response");
+    let second = second.await.unwrap().expect("a response");
     assert_fresh(&world.plan, &pay_as("a"), &first);
     assert_replay(&world.plan, &pay_as("a"), &first, &second);
     assert_eq!(world.backend.effects(), 1);
@@ -151,28 +151,28 @@ async fn many_wait(world: World) {
         (0..100).map(|_| world.start_send(pay_as("a").script(Script::default().held(&done)))).collect();
     world.backend.until_effects(1).await;
     done.open();
-    let answers = answers(all).await;
-    one_executed_the_rest_replayed(&world, &answers);
+    let responses = responses(all).await;
+    one_executed_the_rest_replayed(&world, &responses);
 }
 
-async fn answers(
+async fn responses(
     all: Vec<tokio::task::JoinHandle<Result<Response, crate::client::ResponseError>>>,
 ) -> Vec<Response> {
-    let mut answers = Vec::new();
+    let mut responses = Vec::new();
     for one in all {
-        answers.push(one.await.unwrap().expect("an answer"));
+        responses.push(one.await.unwrap().expect("a response"));
     }
-    answers
+    responses
 }
 
-fn one_executed_the_rest_replayed(world: &World, answers: &[Response]) {
+fn one_executed_the_rest_replayed(world: &World, responses: &[Response]) {
     assert_eq!(world.backend.effects(), 1);
     let (fresh, again): (Vec<_>, Vec<_>) =
-        answers.iter().partition(|answer| answer.get("idempotent-replayed").is_none());
+        responses.iter().partition(|response| response.get("idempotent-replayed").is_none());
     assert_eq!(fresh.len(), 1, "{fresh:?}");
     assert_fresh(&world.plan, &pay_as("a"), fresh[0]);
-    for answer in again {
-        assert_replay(&world.plan, &pay_as("a"), fresh[0], answer);
+    for response in again {
+        assert_replay(&world.plan, &pay_as("a"), fresh[0], response);
     }
 }
 
@@ -187,9 +187,9 @@ async fn waiters_hang_up(world: World) {
         connection.reset();
     }
     done.open();
-    let first = first.await.unwrap().expect("an answer");
+    let first = first.await.unwrap().expect("a response");
     assert_fresh(&world.plan, &pay_as("a"), &first);
-    assert_replay(&world.plan, &pay_as("a"), &first, &stays.await.unwrap().expect("an answer"));
+    assert_replay(&world.plan, &pay_as("a"), &first, &stays.await.unwrap().expect("a response"));
     assert_replay(&world.plan, &pay_as("a"), &first, &world.send(pay_as("a")).await);
     assert_eq!(world.backend.effects(), 1);
 }
@@ -202,7 +202,7 @@ async fn mismatch_does_not_wait(world: World) {
     assert_refusal("key-reused", &world.send(Request::post("/payments").key("a").json("{}")).await);
     assert!(asked.elapsed() < Duration::from_secs(5), "it waited");
     done.open();
-    first.await.unwrap().expect("an answer");
+    first.await.unwrap().expect("a response");
 }
 
 async fn wait_for_a_release(world: World) {
@@ -212,13 +212,14 @@ async fn wait_for_a_release(world: World) {
     let waiting: Vec<_> = (0..5).map(|_| world.start_send(pay_as("a"))).collect();
     tokio::time::sleep(Duration::from_millis(100)).await;
     undecided.open();
-    assert_eq!(first.await.unwrap().expect("an answer").status(), 429);
-    let answers = answers(waiting).await;
-    assert_eq!(world.backend.effects(), 2, "{answers:?}");
-    let fresh: Vec<_> = answers.iter().filter(|answer| answer.get("idempotent-replayed").is_none()).collect();
-    assert_eq!(fresh.len(), 1, "{answers:?}");
-    for answer in &answers {
-        assert_eq!((answer.status(), &answer.body), (201, &fresh[0].body), "{answers:?}");
+    assert_eq!(first.await.unwrap().expect("a response").status(), 429);
+    let responses = responses(waiting).await;
+    assert_eq!(world.backend.effects(), 2, "{responses:?}");
+    let fresh: Vec<_> =
+        responses.iter().filter(|response| response.get("idempotent-replayed").is_none()).collect();
+    assert_eq!(fresh.len(), 1, "{responses:?}");
+    for response in &responses {
+        assert_eq!((response.status(), &response.body), (201, &fresh[0].body), "{responses:?}");
     }
 }
 
@@ -230,7 +231,7 @@ async fn wait_in_vain(world: World) {
     assert_refusal(IN_PROGRESS, &world.send(pay_as("a")).await);
     assert!(asked.elapsed() >= Duration::from_millis(300), "it waited {:?} only", asked.elapsed());
     done.open();
-    let first = first.await.unwrap().expect("an answer");
+    let first = first.await.unwrap().expect("a response");
     assert_replay(&world.plan, &pay_as("a"), &first, &world.send(pay_as("a")).await);
     assert_eq!(world.backend.effects(), 1);
 }
@@ -246,11 +247,11 @@ async fn hundred(world: World) {
     assert_eq!(world.backend.effects(), 1);
     let owner = all.iter().position(|one| !one.is_finished()).expect("the first one is still at it");
     let owner = all.swap_remove(owner);
-    for answer in answers(all).await {
-        assert_refusal(IN_PROGRESS, &answer);
+    for response in responses(all).await {
+        assert_refusal(IN_PROGRESS, &response);
     }
     done.open();
-    let first = owner.await.unwrap().expect("an answer");
+    let first = owner.await.unwrap().expect("a response");
     assert_fresh(&world.plan, &pay_as("a"), &first);
     assert_replay(&world.plan, &pay_as("a"), &first, &world.send(pay_as("a")).await);
     assert_eq!(world.backend.effects(), 1);
@@ -260,17 +261,17 @@ async fn hundred_quick(world: World) {
     for round in 0..5 {
         let key = round.to_string();
         let all = (0..100).map(|_| world.start_send(pay_as(&key))).collect();
-        let answers = answers(all).await;
+        let responses = responses(all).await;
         assert_eq!(world.backend.effects(), round + 1);
         let executed =
-            |answer: &&Response| answer.status() == 201 && answer.get("idempotent-replayed").is_none();
-        let fresh: Vec<_> = answers.iter().filter(executed).collect();
+            |response: &&Response| response.status() == 201 && response.get("idempotent-replayed").is_none();
+        let fresh: Vec<_> = responses.iter().filter(executed).collect();
         assert_eq!(fresh.len(), 1, "{fresh:?}");
-        for answer in answers.iter().filter(|answer| answer.status() != 409 && !executed(answer)) {
-            assert_replay(&world.plan, &pay_as(&key), fresh[0], answer);
+        for response in responses.iter().filter(|response| response.status() != 409 && !executed(response)) {
+            assert_replay(&world.plan, &pay_as(&key), fresh[0], response);
         }
-        for answer in answers.iter().filter(|answer| answer.status() == 409) {
-            assert_refusal(IN_PROGRESS, answer);
+        for response in responses.iter().filter(|response| response.status() == 409) {
+            assert_refusal(IN_PROGRESS, response);
         }
         assert_replay(&world.plan, &pay_as(&key), fresh[0], &world.send(pay_as(&key)).await);
     }
@@ -282,27 +283,27 @@ async fn many_keys(world: World) {
     let all: Vec<_> = (0..400).map(|n| (n % 20, world.start_send(request(n % 20)))).collect();
     let mut bodies = vec![Vec::new(); 20];
     for (key, one) in all {
-        let answer = one.await.unwrap().expect("an answer");
-        if answer.status() == 409 {
-            assert_refusal(IN_PROGRESS, &answer);
+        let response = one.await.unwrap().expect("a response");
+        if response.status() == 409 {
+            assert_refusal(IN_PROGRESS, &response);
         } else {
-            assert_eq!(answer.status(), 201, "{answer:?}");
-            bodies[key].push(answer.body);
+            assert_eq!(response.status(), 201, "{response:?}");
+            bodies[key].push(response.body);
         }
     }
     assert_eq!(world.backend.effects(), 20);
     let mut receipts = std::collections::HashSet::new();
     for (key, bodies) in bodies.into_iter().enumerate() {
-        assert!(bodies.iter().all(|body| body == &bodies[0]), "key {key} got several answers");
-        assert!(receipts.insert(bodies[0].clone()), "two keys got one answer");
+        assert!(bodies.iter().all(|body| body == &bodies[0]), "key {key} got several responses");
+        assert!(receipts.insert(bodies[0].clone()), "two keys got one response");
         assert_eq!(world.send(request(key)).await.body, bodies[0]);
     }
     // Each receipt names the effect that its own request had.
     for (number, seen) in world.backend.seen().iter().enumerate() {
         let key = seen.get("idempotency-key").expect("a key").to_owned();
         let body = String::from_utf8_lossy(&seen.body).into_owned();
-        let answer = world.send(Request::post("/payments").key(&key).json(body)).await;
-        assert_eq!(answer.json()["effect"], number + 1);
+        let response = world.send(Request::post("/payments").key(&key).json(body)).await;
+        assert_eq!(response.json()["effect"], number + 1);
     }
 }
 
@@ -316,7 +317,7 @@ async fn renewal(world: World) {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     done.open();
-    let first = first.await.unwrap().expect("an answer");
+    let first = first.await.unwrap().expect("a response");
     assert_fresh(&world.plan, &pay_as("a"), &first);
     assert_eq!(first.get("idempotency-status"), None, "{first:?}");
     assert_replay(&world.plan, &pay_as("a"), &first, &world.send(pay_as("a")).await);
@@ -327,7 +328,7 @@ async fn renewal_against_another(world: World) {
     let other = world.second().await;
     let there = async || {
         let mut connection = crate::client::Connection::open(other.address).await;
-        connection.exchange(&pay_as("a")).await.expect("an answer")
+        connection.exchange(&pay_as("a")).await.expect("a response")
     };
     let done = Latch::new();
     let first = world.start_send(pay_as("a").script(Script::default().held(&done)));
@@ -338,7 +339,7 @@ async fn renewal_against_another(world: World) {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     done.open();
-    let first = first.await.unwrap().expect("an answer");
+    let first = first.await.unwrap().expect("a response");
     assert_eq!((first.status(), first.get("idempotency-status")), (201, None), "{first:?}");
     assert_replay(&world.plan, &pay_as("a"), &first, &there().await);
     assert_eq!(world.backend.effects(), 1);
@@ -348,13 +349,13 @@ async fn pipelined(world: World) {
     let request = pay_as("a");
     let mut connection = world.connect().await;
     connection.write(&request.bytes().repeat(3)).await;
-    let mut answers = Vec::new();
+    let mut responses = Vec::new();
     for _ in 0..3 {
-        answers.push(connection.answer("POST").await.expect("an answer"));
+        responses.push(connection.response("POST").await.expect("a response"));
     }
-    assert_fresh(&world.plan, &request, &answers[0]);
-    assert_replay(&world.plan, &request, &answers[0], &answers[1]);
-    assert_replay(&world.plan, &request, &answers[0], &answers[2]);
+    assert_fresh(&world.plan, &request, &responses[0]);
+    assert_replay(&world.plan, &request, &responses[0], &responses[1]);
+    assert_replay(&world.plan, &request, &responses[0], &responses[2]);
     assert_eq!(world.backend.effects(), 1);
 }
 
@@ -365,12 +366,12 @@ async fn two_instances(world: World) {
     world.backend.until_effects(1).await;
     let there = async |request: &Request| {
         let mut connection = crate::client::Connection::open(other.address).await;
-        connection.exchange(request).await.expect("an answer")
+        connection.exchange(request).await.expect("a response")
     };
     assert_refusal(IN_PROGRESS, &there(&pay_as("a")).await);
     assert_refusal("key-reused", &there(&Request::post("/payments").key("a").json("{}")).await);
     done.open();
-    let first = first.await.unwrap().expect("an answer");
+    let first = first.await.unwrap().expect("a response");
     assert_replay(&world.plan, &pay_as("a"), &first, &there(&pay_as("a")).await);
     assert_eq!(world.backend.effects(), 1);
 }
@@ -382,12 +383,12 @@ async fn two_instances_wait(world: World) {
     world.backend.until_effects(1).await;
     let address = other.address;
     let second = tokio::spawn(async move {
-        crate::client::Connection::open(address).await.exchange(&pay_as("a")).await.expect("an answer")
+        crate::client::Connection::open(address).await.exchange(&pay_as("a")).await.expect("a response")
     });
     tokio::time::sleep(Duration::from_millis(100)).await;
     assert!(!second.is_finished(), "it did not wait");
     done.open();
-    let first = first.await.unwrap().expect("an answer");
+    let first = first.await.unwrap().expect("a response");
     assert_replay(&world.plan, &pay_as("a"), &first, &second.await.unwrap());
     assert_eq!(world.backend.effects(), 1);
 }

@@ -44,7 +44,7 @@ pub(super) fn cases() -> Vec<Case> {
                 let same = SPELLINGS.map(|target| refused("key-missing", order(target)));
                 same.into_iter().chain(LOOSE.map(|target| passes(order(target)))).collect()
             };
-        "path-spelling-of-a-retry": "a retry in another spelling gets the answer of the first one"
+        "path-spelling-of-a-retry": "a retry in another spelling gets the response of the first one"
             .given(on("/orders", Plan::default()))
             => steps {
                 let mut steps = vec![executes(order("/orders").key("a"))];
@@ -121,7 +121,7 @@ fn redirects() -> Vec<Step> {
         steps.push(executes(order("/orders/").key(key)));
         steps.push(replays(first + 1, order("/orders").key(key)));
     }
-    // A redirection to another path, or to the answer, is the outcome of the operation.
+    // A redirection to another path, or to the response, is the outcome of the operation.
     for (key, status, location) in [
         ("d", 307, "/confirm"),
         ("e", 303, "/orders/"),

@@ -138,7 +138,7 @@ pub(super) fn cases() -> Vec<Case> {
                     passes(Request::post("/notes").body("text/plain", vec![b'x'; 100_000])),
                 ]
             };
-        "body-limit-applies-before-the-record": "a body beyond the limit is a 413, even if the record has an answer"
+        "body-limit-applies-before-the-record": "a body beyond the limit is a 413, even if the record has a response"
             .given(small.clone())
             => steps {
                 let sized = |bytes| Request::post("/notes").key("a").body("text/plain", vec![b'x'; bytes]);
@@ -173,14 +173,14 @@ pub(super) fn cases() -> Vec<Case> {
             => run {
                 |world| {
                     Box::pin(async move {
-                        let answer = world.send(pay()).await;
-                        let problem = answer.json();
+                        let response = world.send(pay()).await;
+                        let problem = response.json();
                         let members: Vec<_> = problem.as_object().expect("an object").keys().cloned().collect();
                         for needed in ["type", "title", "status", "detail", "retry"] {
-                            assert!(members.iter().any(|member| member == needed), "{needed} is missing: {answer:?}");
+                            assert!(members.iter().any(|member| member == needed), "{needed} is missing: {response:?}");
                         }
                         assert_eq!(problem["status"], 400);
-                        assert_eq!(answer.get("content-length"), Some(answer.body.len().to_string().as_str()));
+                        assert_eq!(response.get("content-length"), Some(response.body.len().to_string().as_str()));
                     })
                 }
             };
@@ -206,7 +206,7 @@ async fn bodies_together(world: World) {
         };
         let held = world.send(sized(&format!("look-{looks}"), 401)).await.status() == 503;
         let answered = async |connection: &mut Connection| {
-            tokio::time::timeout(Duration::from_millis(20), connection.answer("POST")).await.is_ok()
+            tokio::time::timeout(Duration::from_millis(20), connection.response("POST")).await.is_ok()
         };
         let refused = !held && answered(&mut connection).await;
         slow = (!refused).then_some(connection);
@@ -215,16 +215,16 @@ async fn bodies_together(world: World) {
     .await;
     let mut connection = slow.expect("a client");
     let (refused, before) = (sized("c", 401), world.backend.effects());
-    let answer = world.send(refused.clone()).await;
-    assert_refusal("overloaded", &answer);
-    assert_echo(&world.plan, &refused, &answer);
+    let response = world.send(refused.clone()).await;
+    assert_refusal("overloaded", &response);
+    assert_echo(&world.plan, &refused, &response);
     // A replay needs a part of the budget, too.
     assert_refusal("overloaded", &world.send(sized("a", 1000)).await);
     assert_eq!(world.backend.effects(), before);
     let fits = world.send(sized("d", 400)).await;
     assert_eq!(fits.status(), 201, "{fits:?}");
     connection.write(&[b'x'; 400]).await;
-    assert_eq!(connection.answer("POST").await.expect("an answer").status(), 201);
+    assert_eq!(connection.response("POST").await.expect("a response").status(), 201);
     // Nothing was claimed: the key is free, for another body too.
     let first = world.send(sized("c", 900)).await;
     assert_eq!(first.status(), 201, "{first:?}");

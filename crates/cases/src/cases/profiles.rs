@@ -85,21 +85,21 @@ async fn classic_errors(world: World) {
     assert_echo(&world.plan, &other, &mismatch);
     classic_error(&world.send(pay_as("a,b")).await, 400, "Bad Request");
     done.open();
-    let first = first.await.unwrap().expect("an answer");
+    let first = first.await.unwrap().expect("a response");
     assert_fresh(&world.plan, &pay_as("a"), &first);
     assert_replay(&world.plan, &pay_as("a"), &first, &world.send(pay_as("a")).await);
 }
 
-fn classic_error(answer: &Response, status: u16, error: &str) {
+fn classic_error(response: &Response, status: u16, error: &str) {
     assert_eq!(
-        (answer.status(), answer.get("content-type")),
+        (response.status(), response.get("content-type")),
         (status, Some("application/json")),
-        "{answer:?}"
+        "{response:?}"
     );
-    assert_eq!(answer.get("cache-control"), Some("no-store"), "{answer:?}");
-    let body = answer.json();
-    assert_eq!(body["error"], error, "{answer:?}");
-    assert!(body["message"].as_str().is_some_and(|message| !message.is_empty()), "{answer:?}");
+    assert_eq!(response.get("cache-control"), Some("no-store"), "{response:?}");
+    let body = response.json();
+    assert_eq!(body["error"], error, "{response:?}");
+    assert!(body["message"].as_str().is_some_and(|message| !message.is_empty()), "{response:?}");
 }
 
 async fn stripe_errors(world: World) {
@@ -121,20 +121,20 @@ async fn stripe_errors(world: World) {
     }
     stripe_error(&world.send(pay_as("a,b")).await, 400, "false");
     done.open();
-    let first = first.await.unwrap().expect("an answer");
+    let first = first.await.unwrap().expect("a response");
     assert_fresh(&world.plan, &pay_as("a"), &first);
     assert_replay(&world.plan, &pay_as("a"), &first, &world.send(pay_as("a")).await);
     assert_eq!(world.backend.effects(), 1);
 }
 
-fn stripe_error(answer: &Response, status: u16, should_retry: &str) {
+fn stripe_error(response: &Response, status: u16, should_retry: &str) {
     assert_eq!(
-        (answer.status(), answer.get("content-type")),
+        (response.status(), response.get("content-type")),
         (status, Some("application/json")),
-        "{answer:?}"
+        "{response:?}"
     );
-    assert_eq!(answer.get("cache-control"), Some("no-store"), "{answer:?}");
-    assert_eq!(answer.get("stripe-should-retry"), Some(should_retry), "{answer:?}");
-    let error = &answer.json()["error"];
-    assert!(error["type"].is_string() && error["message"].is_string(), "{answer:?}");
+    assert_eq!(response.get("cache-control"), Some("no-store"), "{response:?}");
+    assert_eq!(response.get("stripe-should-retry"), Some(should_retry), "{response:?}");
+    let error = &response.json()["error"];
+    assert!(error["type"].is_string() && error["message"].is_string(), "{response:?}");
 }

@@ -1,4 +1,4 @@
-//! The texts of refusals, the replay marker, and answers that are not stored.
+//! The texts of refusals, the replay marker, and responses that are not stored.
 
 use super::{PAYMENT, pay, pay_as};
 use crate::backend::Script;
@@ -16,17 +16,17 @@ pub(super) fn cases() -> Vec<Case> {
                         for (slug, request) in
                             [("key-missing", pay()), ("key-invalid", pay().field("X-Request-Key", "\"broken"))]
                         {
-                            let answer = world.send(request).await;
-                            assert_refusal(slug, &answer);
-                            let detail = answer.json()["detail"].as_str().expect("a detail").to_owned();
-                            assert!(detail.contains("X-Request-Key"), "{answer:?}");
-                            assert_eq!(answer.get("link"), None, "{answer:?}");
+                            let response = world.send(request).await;
+                            assert_refusal(slug, &response);
+                            let detail = response.json()["detail"].as_str().expect("a detail").to_owned();
+                            assert!(detail.contains("X-Request-Key"), "{response:?}");
+                            assert_eq!(response.get("link"), None, "{response:?}");
                         }
                     })
                 }
             };
         "refusal-links-to-documentation":
-            "a refusal links to the documentation of keys (draft-07, 2.7), and other answers do not"
+            "a refusal links to the documentation of keys (draft-07, 2.7), and other responses do not"
             .given(Plan {
                 require_key: true,
                 documentation: Some("https://developer.example.com/keys"),
@@ -59,7 +59,7 @@ pub(super) fn cases() -> Vec<Case> {
         "replay-marker-of-another-name": "a replay is marked by the configured field"
             .given(Plan { replay_marker: Some("x-repeat"), ..Plan::default() })
             => steps [executes(pay_as("a")), replays(0, pay_as("a"))];
-        "release-statuses": "an answer of a configured status frees the key for the corrected request"
+        "release-statuses": "a response of a configured status frees the key for the corrected request"
             .given(Plan { release_statuses: Some(&[422, 503]), ..Plan::default() })
             => steps {
                 let broken = |status| pay().json("{}").script(Script::status(status));

@@ -1,4 +1,4 @@
-//! The first answer, and its replays.
+//! The first response, and its replays.
 
 use std::io::Write;
 
@@ -21,11 +21,11 @@ const RELEASED: [u16; 7] = [401, 403, 407, 408, 421, 425, 429];
 
 pub(super) fn cases() -> Vec<Case> {
     let mut all = cases! {
-        "first-request-gets-the-answer": "the first request gets the handler's answer unchanged, and its key"
+        "first-request-gets-the-response": "the first request gets the handler's response unchanged, and its key"
             => run (first);
-        "retry-gets-the-same-answer": "a retry gets the same status and the same body, and takes no effect"
+        "retry-gets-the-same-response": "a retry gets the same status and the same body, and takes no effect"
             => steps [executes(pay_as("abc")), replays(0, pay_as("abc"))];
-        "key-is-echoed-as-sent": "every answer has the key's field as this request spelled it"
+        "key-is-echoed-as-sent": "every response has the key's field as this request spelled it"
             => steps [
                 executes(pay_as("abc")),
                 replays(0, pay_as("\"abc\"")),
@@ -108,12 +108,12 @@ pub(super) fn cases() -> Vec<Case> {
                     replays(2, request("b")),
                 ]
             };
-        "response-too-large-to-store": "an answer beyond the limit reaches the first client complete, and nothing runs twice"
+        "response-too-large-to-store": "a response beyond the limit reaches the first client complete, and nothing runs twice"
             .given(Plan { max_response_body: Some(1000), ..Plan::default() })
             => run (too_large);
         "event-stream-is-not-run-again": "a stream of events reaches the first client as it comes, and never runs again"
             => run (events);
-        "replay-of-redirects": "3xx are answers like others, and are not followed"
+        "replay-of-redirects": "3xx are responses like others, and are not followed"
             => steps {
                 let to = |status| Script::empty(status).field("location", "/elsewhere");
                 let mut steps = Vec::new();
@@ -124,7 +124,7 @@ pub(super) fn cases() -> Vec<Case> {
                 }
                 steps
             };
-        "replay-of-client-errors": "4xx that are decisions are answers like others"
+        "replay-of-client-errors": "4xx that are decisions are responses like others"
             => steps {
                 let mut steps = Vec::new();
                 for status in [400, 402, 404, 405, 406, 409, 410, 412, 413, 415, 418, 422, 423, 424, 428, 451] {
@@ -203,7 +203,7 @@ pub(super) fn cases() -> Vec<Case> {
                     executes(pay_as("c")),
                 ]
             };
-        "handler-asks-for-replay": "the handler can request that its answer is replayed"
+        "handler-asks-for-replay": "the handler can request that its response is replayed"
             .given(Plan { server_errors: Some(ServerErrors::Release), ..Plan::default() })
             => steps {
                 let replay = |status| Script::status(status).field("idempotency-store", "replay");
@@ -215,15 +215,15 @@ pub(super) fn cases() -> Vec<Case> {
                 }
                 steps
             };
-        "grpc-answer-passes-and-is-not-run-again": "an answer of gRPC passes unchanged with its trailers, and never runs again"
+        "grpc-response-passes-and-is-not-run-again": "a response of gRPC passes unchanged with its trailers, and never runs again"
             => steps {
                 let mut steps = Vec::new();
                 for media_type in
                     ["application/grpc", "application/grpc+proto", "application/grpc-web+json; charset=utf-8"]
                 {
-                    let answer = Script::whole(200, media_type, &b"\0\0\0\0\x02hi"[..]);
+                    let response = Script::whole(200, media_type, &b"\0\0\0\0\x02hi"[..]);
                     steps.push(
-                        executes(pay_as(media_type.split(';').next().unwrap_or_default()).script(answer))
+                        executes(pay_as(media_type.split(';').next().unwrap_or_default()).script(response))
                             .status(200),
                     );
                     let again = pay_as(media_type.split(';').next().unwrap_or_default());
@@ -231,7 +231,7 @@ pub(super) fn cases() -> Vec<Case> {
                 }
                 steps
             };
-        "handler-asks-for-a-tombstone": "the handler can forbid that its answer is stored"
+        "handler-asks-for-a-tombstone": "the handler can forbid that its response is stored"
             => steps {
                 let secret = || Script::status(201).field("idempotency-store", "tombstone");
                 vec![
@@ -243,7 +243,7 @@ pub(super) fn cases() -> Vec<Case> {
             };
         "directive-is-hidden-from-clients": "no client sees the handler's directive to the layer"
             => run (directive_is_taken_off);
-        "head-passes": "HEAD is not covered: it reaches the service, even under a key with an answer"
+        "head-passes": "HEAD is not covered: it reaches the service, even under a key with a response"
             => run (head);
         "expect-continue": "a client that sends Expect gets 100 Continue, and is then treated like others"
             => run (expect_continue);
@@ -276,27 +276,27 @@ async fn first(world: World) {
     let script =
         Script::status(201).field("X-Anything", "at all").field("Set-Cookie", "a=b").field("ETag", "\"v1\"");
     let request = pay_as("\"abc\"").script(script);
-    let answer = world.send(request.clone()).await;
-    assert_eq!(answer.status(), 201);
-    assert_fresh(&world.plan, &request, &answer);
-    assert_eq!(answer.get("x-anything"), Some("at all"), "{answer:?}");
-    assert_eq!(answer.get("set-cookie"), Some("a=b"), "{answer:?}");
-    assert_eq!(answer.get("etag"), Some("\"v1\""), "{answer:?}");
-    assert_eq!(answer.get("idempotency-status"), None, "{answer:?}");
-    assert_eq!(answer.json()["effect"], 1);
+    let response = world.send(request.clone()).await;
+    assert_eq!(response.status(), 201);
+    assert_fresh(&world.plan, &request, &response);
+    assert_eq!(response.get("x-anything"), Some("at all"), "{response:?}");
+    assert_eq!(response.get("set-cookie"), Some("a=b"), "{response:?}");
+    assert_eq!(response.get("etag"), Some("\"v1\""), "{response:?}");
+    assert_eq!(response.get("idempotency-status"), None, "{response:?}");
+    assert_eq!(response.json()["effect"], 1);
 }
 
 async fn one_connection(world: World) {
     let mut connection = world.connect().await;
-    let a = connection.exchange(&pay_as("a")).await.expect("an answer");
-    let b = connection.exchange(&pay_as("b")).await.expect("an answer");
-    let again = connection.exchange(&pay_as("a")).await.expect("an answer");
+    let a = connection.exchange(&pay_as("a")).await.expect("a response");
+    let b = connection.exchange(&pay_as("b")).await.expect("a response");
+    let again = connection.exchange(&pay_as("a")).await.expect("a response");
     assert_replay(&world.plan, &pay_as("a"), &a, &again);
-    let none = connection.exchange(&pay()).await.expect("an answer");
+    let none = connection.exchange(&pay()).await.expect("a response");
     assert_eq!(none.json()["effect"], 3);
-    let other = connection.exchange(&pay_as("a").json("{}")).await.expect("an answer");
+    let other = connection.exchange(&pay_as("a").json("{}")).await.expect("a response");
     assert_refusal("key-reused", &other);
-    let again = connection.exchange(&pay_as("b")).await.expect("an answer");
+    let again = connection.exchange(&pay_as("b")).await.expect("a response");
     assert_replay(&world.plan, &pay_as("b"), &b, &again);
 }
 
@@ -403,7 +403,7 @@ async fn events(world: World) {
         Some(&b"data: one\n\n"[..]),
         "the first event comes before the second one is there"
     );
-    // Meanwhile it does not execute, with any answer.
+    // Meanwhile it does not execute, with any response.
     let meanwhile = world.send(pay_as("abc")).await;
     assert!([409, 422].contains(&meanwhile.status()), "{meanwhile:?}");
     assert_eq!(world.backend.effects(), 1);
@@ -427,9 +427,9 @@ async fn directive_is_taken_off(world: World) {
     .into_iter()
     .enumerate()
     {
-        let answer =
+        let response =
             world.send(request.clone().script(Script::status(200).field("Idempotency-Store", word))).await;
-        assert_eq!(answer.get("idempotency-store"), None, "{number}: {answer:?}");
+        assert_eq!(response.get("idempotency-store"), None, "{number}: {response:?}");
         let again = world.send(request.script(Script::status(200))).await;
         assert_eq!(again.get("idempotency-store"), None, "{number}: {again:?}");
     }
@@ -439,28 +439,28 @@ async fn head(world: World) {
     let first = world.send(pay_as("abc")).await;
     let head =
         Request::new("HEAD", "/payments").key("abc").script(Script::whole(200, "text/plain", "twelve chars"));
-    let answer = world.send(head).await;
-    assert_eq!(answer.status(), 200);
-    assert_eq!(answer.get("idempotent-replayed"), None);
-    assert_eq!(answer.get("content-length"), Some("12"), "{answer:?}");
-    assert!(answer.body.is_empty());
+    let response = world.send(head).await;
+    assert_eq!(response.status(), 200);
+    assert_eq!(response.get("idempotent-replayed"), None);
+    assert_eq!(response.get("content-length"), Some("12"), "{response:?}");
+    assert!(response.body.is_empty());
     assert_eq!(world.backend.effects(), 2);
     assert_replay(&world.plan, &pay_as("abc"), &first, &world.send(pay_as("abc")).await);
 }
 
 async fn expect_continue(world: World) {
     let request = world.ready(pay_as("abc").field("Expect", "100-continue"));
-    let mut answers = Vec::new();
+    let mut responses = Vec::new();
     for _ in 0..2 {
         let mut connection = world.connect().await;
         connection.write(&request.head()).await;
-        assert_eq!(world.backend.effects(), answers.len().min(1));
-        // An interim answer first; the body only then.
-        let interim = connection.interim().await.expect("an interim answer");
+        assert_eq!(world.backend.effects(), responses.len().min(1));
+        // An interim response first; the body only then.
+        let interim = connection.interim().await.expect("an interim response");
         assert_eq!(interim, 100);
         connection.write(&request.framed_body()).await;
-        answers.push(connection.answer("POST").await.expect("an answer"));
+        responses.push(connection.response("POST").await.expect("a response"));
     }
-    assert_replay(&world.plan, &request, &answers[0], &answers[1]);
+    assert_replay(&world.plan, &request, &responses[0], &responses[1]);
     assert_eq!(world.backend.effects(), 1);
 }

@@ -100,7 +100,7 @@ pub(super) fn cases() -> Vec<Case> {
                 replays(0, from("", "a")),
                 replays(0, pay_as("a")),
             ];
-        "scope-doubled-header": "a caller that sends the header twice gets no answer of a caller that sends it once"
+        "scope-doubled-header": "a caller that sends the header twice gets no response of a caller that sends it once"
             .given(tenants.clone())
             => steps [
                 executes(from("a", "a")),
@@ -108,7 +108,7 @@ pub(super) fn cases() -> Vec<Case> {
                 Step::not_replayed(from("a", "a").field("X-Tenant", "b")),
                 Step::not_replayed(from("b", "a").field("X-Tenant", "a")),
             ];
-        "scope-is-no-oracle": "no answer to one caller depends on what another one did"
+        "scope-is-no-oracle": "no response to one caller depends on what another one did"
             .given(tenants.clone())
             => run (no_oracle);
         "key-of-the-caller": "a key that belongs to a caller belongs to no other one"
@@ -196,7 +196,7 @@ pub(super) fn cases() -> Vec<Case> {
                 refused("scope-unavailable", from("a", "a").field("x_tenant", "b")),
                 replays(0, from("a", "a").field("X_Tenant", "")),
             ];
-        "scope-refusals-have-the-key": "a client that matches answers by their keys finds those of refused requests, too"
+        "scope-refusals-have-the-key": "a client that matches responses by their keys finds those of refused requests, too"
             .given(Plan { scope: Callers::NotSet, ..Plan::default() })
             => run (refusals_have_the_key);
         "scope-not-set":
@@ -300,7 +300,7 @@ pub(super) fn cases() -> Vec<Case> {
                     refused("key-reused", to("b.test").json(r#"{"amount":5}"#)),
                 ]
             };
-        "secrets-are-not-shown": "no answer and no line of output shows the key, credential or body of another request"
+        "secrets-are-not-shown": "no response and no line of output shows the key, credential or body of another request"
             .given(credentials)
             => run {
                 |mut world| Box::pin(async move { secrets(&mut world).await })
@@ -318,9 +318,9 @@ async fn empty_is_absent(world: World) {
             Some(value) => pay_as("a").field("Authorization", value),
             None => pay_as("a"),
         };
-        let answer = world.send(request).await;
-        assert_problem("scope-unavailable", 401, &answer);
-        assert!(answer.get("www-authenticate").is_some(), "{answer:?}");
+        let response = world.send(request).await;
+        assert_problem("scope-unavailable", 401, &response);
+        assert!(response.get("www-authenticate").is_some(), "{response:?}");
     }
     assert_eq!(world.backend.effects(), 0);
     let known = pay_as("a").field("Authorization", "Bearer a");
@@ -340,14 +340,14 @@ async fn no_oracle(world: World) {
             let tenant = format!("b-{}", body.len());
             let request = from(&tenant, &key).json(body);
             let before = world.backend.effects();
-            let answer = world.send(request.clone()).await;
-            assert_fresh(&world.plan, &request, &answer);
-            assert_eq!((answer.status(), world.backend.effects()), (201, before + 1), "{answer:?}");
+            let response = world.send(request.clone()).await;
+            assert_fresh(&world.plan, &request, &response);
+            assert_eq!((response.status(), world.backend.effects()), (201, before + 1), "{response:?}");
         }
     }
     assert_refusal("request-in-progress", &world.send(from("a", "running")).await);
     done.open();
-    held.await.unwrap().expect("an answer");
+    held.await.unwrap().expect("a response");
     assert_replay(&world.plan, &from("a", "finished"), &finished, &world.send(from("a", "finished")).await);
 }
 
@@ -376,11 +376,11 @@ async fn secrets(world: &mut World) {
 async fn refusals_have_the_key(world: World) {
     for (key, has_key) in [("a", true), ("\"a\"", true), ("\"broken", false)] {
         let request = pay_as(key).field("X-Api-Key", "secret");
-        let answer = world.send(request.clone()).await;
-        assert_refusal("scope-not-set", &answer);
+        let response = world.send(request.clone()).await;
+        assert_refusal("scope-not-set", &response);
         match has_key {
-            true => assert_echo(&world.plan, &request, &answer),
-            false => assert_eq!(answer.get("idempotency-key"), None, "{answer:?}"),
+            true => assert_echo(&world.plan, &request, &response),
+            false => assert_eq!(response.get("idempotency-key"), None, "{response:?}"),
         }
     }
 }

@@ -163,9 +163,9 @@ async fn passing_streams(world: World) {
     assert_eq!(connection.data(&mut framing).await.expect("an end"), None);
     let large: Vec<u8> = (0..=255).cycle().take(5_000_000).collect();
     let script = Script::whole(200, "application/octet-stream", large.clone());
-    let answer = world.send(Request::post("/streams").untyped(large.clone()).script(script)).await;
-    assert_eq!((answer.status(), answer.body.len()), (200, large.len()));
-    assert!(answer.body == large && world.backend.seen()[1].body == large, "bytes were changed");
+    let response = world.send(Request::post("/streams").untyped(large.clone()).script(script)).await;
+    assert_eq!((response.status(), response.body.len()), (200, large.len()));
+    assert!(response.body == large && world.backend.seen()[1].body == large, "bytes were changed");
 }
 
 async fn http2(world: World) {
@@ -185,7 +185,7 @@ async fn http2(world: World) {
         for key in key {
             request.headers_mut().append("idempotency-key", key.parse().expect("a field value"));
         }
-        let (parts, body) = sender.send_request(request).await.expect("an answer").into_parts();
+        let (parts, body) = sender.send_request(request).await.expect("a response").into_parts();
         (parts, body.collect().await.expect("a body").to_bytes())
     };
     let (first, body) = send(&["a"], PAYMENT).await;
@@ -229,7 +229,7 @@ async fn route_profile(world: World) {
     assert_refusal("request-in-progress", &world.send(at("/other")).await);
     done.open();
     for one in held {
-        assert_eq!(one.await.unwrap().expect("an answer").status(), 201);
+        assert_eq!(one.await.unwrap().expect("a response").status(), 201);
     }
     assert_eq!(world.send(at("/classic/x/y")).await.get("x-idempotent-replayed"), Some("true"));
     assert_eq!(world.send(at("/other")).await.get("idempotent-replayed"), Some("true"));

@@ -24,7 +24,7 @@ impl Collector for CacheCollector {
         ];
         let writes = [("filled", counts.populated), ("failed", counts.failed), ("shed", counts.shed)];
         let families = [
-            ("cache_claims", "Claims, by the answer of the cache", &claims[..]),
+            ("cache_claims", "Claims, by the reply of the cache", &claims[..]),
             ("cache_fills", "Writes of responses to the cache, by result", &writes[..]),
         ];
         for (name, help, results) in families {

@@ -456,7 +456,7 @@ async fn settle(state: &AdminState, id: RecordId, verdict: Verdict, audit: Audit
         }
         Outcome::NotResolvable { state: None } => Err(Problem::no_record(id)),
         Outcome::NotResolvable { state: Some(found) } => {
-            // An answer of an operator can be changed, one of the service cannot.
+            // A response of an operator can be changed, one of the service cannot.
             let by_operator = lookup(state, id).await?.by_operator;
             Err(Problem::not_resolvable(id, why_not(found, by_operator, &verdict)))
         }
@@ -469,24 +469,24 @@ fn why_not(state: StateName, by_operator: bool, verdict: &Verdict) -> String {
     let is_park = verdict.resolution == Resolution::Park;
     match state {
         StateName::Completed | StateName::Tombstone if by_operator => format!(
-            "An operator resolved it already: it is {state}. To replace that answer, which clients may have got, resolve it with \
+            "An operator resolved it already: it is {state}. To replace that response, which clients may have got, resolve it with \
              `amend`; to withdraw it, park it."
         ),
         StateName::Completed | StateName::Tombstone => format!(
-            "It is {state} by its service's own answer, which never changes before its retention is over. Only an answer of an \
+            "It is {state} by its service's own response, which never changes before its retention is over. Only a response of an \
              operator can be amended or parked."
         ),
         StateName::Unknown if is_park => {
             "It is unknown already: nothing executes until it is resolved.".to_owned()
         }
         StateName::Unknown | StateName::Abandoned if verdict.amend => {
-            format!("It is {state}: there is no answer of an operator to amend. Resolve it without `amend`.")
+            format!("It is {state}: there is no response of an operator to amend. Resolve it without `amend`.")
         }
         StateName::Abandoned => {
             "It is abandoned: its owner's lease is over, and its outcome is unknown. Resolve it.".to_owned()
         }
         StateName::Released if verdict.amend && !by_operator => {
-            "Its owner released it: there is no answer of an operator to amend. Park it, and then resolve it.".to_owned()
+            "Its owner released it: there is no response of an operator to amend. Park it, and then resolve it.".to_owned()
         }
         StateName::Released => {
             "The key is released already: the next request with it executes, or continues after the recorded steps. To block it, \
@@ -513,22 +513,22 @@ impl ResolveRequest {
         match (self.outcome, self.tombstone, has_response) {
             (OutcomeName::Released, false, false) => Ok(Resolution::Release),
             (OutcomeName::Released, ..) => Err(Problem::bad_request(
-                "outcome: a released key has no answer; leave status, headers, body and tombstone out.",
+                "outcome: a released key has no response; leave status, headers, body and tombstone out.",
             )),
             (OutcomeName::Completed, true, false) => Ok(Resolution::Complete(None)),
             (OutcomeName::Completed, true, true) => Err(Problem::bad_request(
-                "tombstone: a tombstone has no answer; leave status, headers and body out.",
+                "tombstone: a tombstone has no response; leave status, headers and body out.",
             )),
             (OutcomeName::Completed, false, _) => {
-                self.answer().map(|answer| Resolution::Complete(Some(answer)))
+                self.response().map(|response| Resolution::Complete(Some(response)))
             }
         }
     }
 
-    fn answer(self) -> Result<StoredResponse, Problem> {
+    fn response(self) -> Result<StoredResponse, Problem> {
         let Some(status) = self.status else {
             return Err(Problem::bad_request(
-                "status: give the answer that retries get (status, headers, body), or set tombstone to true if the answer is lost.",
+                "status: give the response that retries get (status, headers, body), or set tombstone to true if the response is lost.",
             ));
         };
         let status = StatusCode::from_u16(status).ok().filter(|s| (200..=599).contains(&s.as_u16()));
@@ -546,7 +546,7 @@ impl ResolveRequest {
         };
         if matches!(status.as_u16(), 204 | 205 | 304) && !body.is_empty() {
             return Err(Problem::bad_request(format!(
-                "body: an answer with the status {status} has no body."
+                "body: a response with the status {status} has no body."
             )));
         }
         let headers = match self.headers {
@@ -558,7 +558,7 @@ impl ResolveRequest {
             headers.iter().map(|(name, value)| field(name, value)).collect::<Result<Vec<_>, _>>()?;
         let headers: Vec<_> = headers.iter().map(|(name, value)| (name.as_str(), value.as_bytes())).collect();
         StoredResponse::new(status.as_u16(), &headers, &[body], &[])
-            .map_err(|error| Problem::too_large(format!("The answer cannot be stored: {error}.")))
+            .map_err(|error| Problem::too_large(format!("The response cannot be stored: {error}.")))
     }
 }
 

@@ -15,7 +15,7 @@ use super::view::{self, Detail};
 /// Limits the time for which one request may walk through the store.
 const WALK_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The most unreadable records that one answer names.
+/// The most unreadable records that one response names.
 const MAX_UNREADABLE: usize = 100;
 
 /// The prefix of a record in problems.
@@ -55,7 +55,7 @@ pub(super) fn moment(text: &str, now: Timestamp) -> Result<Timestamp, String> {
 }
 
 /// The newest records first, with the number of records in each state. If the store cannot be read in [`WALK_TIMEOUT`], the
-/// answer covers only the part that was read, and `complete` is false.
+/// response covers only the part that was read, and `complete` is false.
 pub(super) async fn newest(
     state: &AdminState,
     mut query: ListQuery,

@@ -89,7 +89,7 @@ type Label = (&'static str, &'static str);
 /// The result of a call to the service.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum UpstreamResult {
-    /// Its answer began.
+    /// Its response began.
     Answered,
     /// It was never reached: nothing was sent.
     Unreached,
@@ -115,9 +115,9 @@ impl UpstreamResult {
 /// The service's report about an abandoned attempt, or about a response that is missing in its record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ReconcileResult {
-    /// It took place, and its answer is replayed.
+    /// It took place, and its response is replayed.
     Happened,
-    /// It took place, and its answer cannot be replayed.
+    /// It took place, and its response cannot be replayed.
     Unreplayable,
     /// It did not take place, and is executed, unless the record is completed.
     DidNotHappen,
@@ -176,7 +176,7 @@ impl Metrics {
             add(r, "events", "Events of records, by event", Family::default());
         let help = "Claims that took over the record of an abandoned attempt";
         let takeovers = add(r, "takeovers", help, Counter::default());
-        let help = "Answers of the service to questions about the outcome of requests, by result";
+        let help = "Responses of the service to questions about the outcome of requests, by result";
         let reconciled: Family<[Label; 1], Counter> = add(r, "reconciled", help, Family::default());
         let help = "Replays that waited for the response of the request in flight";
         let replays_after_wait = add(r, "replays_after_wait", help, Counter::default());
@@ -714,20 +714,20 @@ impl Store for MeasuredStore {
     fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
         let place = command_place(Some(&command));
         let started = Instant::now();
-        let answer = self.store.apply(id, command);
+        let response = self.store.apply(id, command);
         Box::pin(async move {
-            let answer = answer.await;
+            let response = response.await;
             self.metrics.0.store_durations[place].observe(started.elapsed().as_secs_f64());
-            answer
+            response
         })
     }
 
     fn purge(&self, limit: usize) -> StoreFuture<'_, usize> {
         Box::pin(async move {
             let started = Instant::now();
-            let answer = self.store.purge(limit).await;
+            let response = self.store.purge(limit).await;
             self.metrics.0.store_durations[command_place(None)].observe(started.elapsed().as_secs_f64());
-            answer
+            response
         })
     }
 

@@ -1,6 +1,6 @@
 //! The admin API of a running sidecar: health, readiness, metrics, and records.
 //!
-//! | request | answer |
+//! | request | response |
 //! |---|---|
 //! | `GET /livez` | 200 while the process serves |
 //! | `GET /readyz` | 200 while requests are accepted and the store would accept a write, else 503 |
@@ -8,13 +8,13 @@
 //! | `GET /v1/keys?state=&caller=&key_tag=&operation=&min_age=&limit=&order=&cursor=` | records: the newest, or a page |
 //! | `GET /v1/keys/{record}?body=true` | one record; its stored body only if asked for |
 //! | `POST /v1/keys/find` | one record by key, method, path and caller; or all records of a key |
-//! | `POST /v1/keys/{record}/resolve` | sets the outcome of an operation; with `amend` replaces an operator's answer |
-//! | `POST /v1/keys/{record}/park` | withdraws an operator's answer, or blocks a released key |
+//! | `POST /v1/keys/{record}/resolve` | sets the outcome of an operation; with `amend` replaces an operator's response |
+//! | `POST /v1/keys/{record}/park` | withdraws an operator's response, or blocks a released key |
 //! | `POST /v1/keys/{record}/release` | frees a key; with `force` also one whose owner may be alive |
 //! | `POST /v1/clock/accept` | the store accepts the machine's clock, which was set ahead |
 //! | `GET /v1/audit?before=&limit=` | the changes by operators, with their reasons, newest first |
 //!
-//! Refusals are problem details. Every answer has the field `Oncegate-Admin`. [`guard`] controls the access.
+//! Refusals are problem details. Every response has the field `Oncegate-Admin`. [`guard`] controls the access.
 
 mod cache;
 mod census;
@@ -132,10 +132,10 @@ const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
 /// Limits the wait for open connections at the end.
 const CLOSING_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The field of every answer of the admin API, and of no other. Its value is the version of the API.
+/// The field of every response of the admin API, and of no other. Its value is the version of the API.
 pub(crate) const ADMIN_FIELD: HeaderName = HeaderName::from_static("oncegate-admin");
 
-/// Marks an answer, so that a program can tell the admin API from a service that answers at a wrong address.
+/// Marks a response, so that a program can tell the admin API from a service that answers at a wrong address.
 async fn mark(mut response: Response) -> Response {
     response.headers_mut().insert(ADMIN_FIELD, HeaderValue::from_static("1"));
     response

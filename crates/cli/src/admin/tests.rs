@@ -39,11 +39,11 @@ struct TestStore {
 }
 
 impl TestStore {
-    fn or_away<'a, T: Send + 'a>(&self, answer: StoreFuture<'a, T>) -> StoreFuture<'a, T> {
+    fn or_away<'a, T: Send + 'a>(&self, response: StoreFuture<'a, T>) -> StoreFuture<'a, T> {
         if self.is_away.load(Ordering::SeqCst) {
             return Box::pin(std::future::ready(Err(StoreError::unavailable("the disk is full"))));
         }
-        answer
+        response
     }
 }
 
@@ -291,8 +291,8 @@ where
     }
 
     fn call(&mut self, request: Request<RequestBody<Full<Bytes>>>) -> Self::Future {
-        let answer = (self.0)(request);
-        Box::pin(async { Ok(answer.await) })
+        let response = (self.0)(request);
+        Box::pin(async { Ok(response.await) })
     }
 }
 
@@ -581,15 +581,15 @@ async fn parked(sidecar: &Sidecar, path: &str) -> String {
 }
 
 #[tokio::test]
-async fn retries_get_the_answer_of_an_operator() {
+async fn retries_get_the_response_of_an_operator() {
     let sidecar = Sidecar::start().await;
     let id = sidecar.unknown(1, "POST /long").await;
     let resolve = format!("/v1/keys/{id}/resolve");
-    let answer = json!({
+    let response = json!({
         "outcome": "completed", "status": 201, "reason": "found in the ledger", "actor": "ada",
         "headers": {"Content-Type": "application/json", "Location": "/payments/7"}, "body": "{\"id\":7}",
     });
-    let resolved = sidecar.post(&resolve, answer.clone()).await;
+    let resolved = sidecar.post(&resolve, response.clone()).await;
     assert_eq!(resolved.status, 200, "{}", resolved.text());
     assert_eq!(
         (&resolved.json()["from"], &resolved.json()["state"]),
@@ -604,14 +604,14 @@ async fn retries_get_the_answer_of_an_operator() {
     let headers: Vec<_> = stored.headers().collect();
     assert_eq!(headers, [("content-type", &b"application/json"[..]), ("location", b"/payments/7")]);
 
-    // A definite answer never changes.
-    let again = sidecar.post(&resolve, answer).await.refused(409, "not-resolvable");
+    // A definite response never changes.
+    let again = sidecar.post(&resolve, response).await.refused(409, "not-resolvable");
     assert!(again.starts_with("An operator resolved it already: it is completed"), "{again}");
     let free = sidecar.post(&format!("/v1/keys/{id}/release"), json!({"reason": "r", "force": true})).await;
     free.refused(409, "not-resolvable");
 
     let tombstone = sidecar.unknown(2, "POST /pay").await;
-    let request = json!({"outcome": "completed", "tombstone": true, "reason": "done, answer lost"});
+    let request = json!({"outcome": "completed", "tombstone": true, "reason": "done, response lost"});
     let reply = sidecar.post(&format!("/v1/keys/{tombstone}/resolve"), request).await;
     assert_eq!((reply.status, &reply.json()["state"]), (200, &json!("tombstone")));
 
@@ -631,7 +631,7 @@ async fn retries_get_the_answer_of_an_operator() {
     let entries = audit["entries"].as_array().unwrap();
     let texts = |member: &str| entries.iter().map(|e| e[member].as_str().unwrap()).collect::<Vec<_>>();
     assert_eq!(texts("actor"), ["grace", "admin", "ada"]);
-    assert_eq!(texts("reason"), ["never reached the bank", "done, answer lost", "found in the ledger"]);
+    assert_eq!(texts("reason"), ["never reached the bank", "done, response lost", "found in the ledger"]);
     assert_eq!(texts("from"), ["unknown"; 3]);
     assert_eq!(texts("to"), ["released", "tombstone", "completed"]);
     assert_eq!(texts("record")[2], id.to_string());
@@ -672,7 +672,7 @@ async fn records_of_a_key_are_found_by_it_alone() {
 }
 
 #[tokio::test]
-async fn a_client_of_the_layer_gets_the_operators_answer() {
+async fn a_client_of_the_layer_gets_the_operators_response() {
     let sidecar = Sidecar::start().await;
     let id = parked(&sidecar, "/pay").await;
     let key: &[_] = &[("idempotency-key", "k")];
@@ -721,15 +721,15 @@ async fn an_invalid_resolution_changes_nothing() {
             "reason: it has 1001 bytes; at most 1000 are allowed.",
         ),
         (json!({"status": 201, "actor": "\u{1b}[31m"}), "actor: it has control characters"),
-        (json!({}), "status: give the answer that retries get"),
-        (json!({"body": "x"}), "status: give the answer that retries get"),
+        (json!({}), "status: give the response that retries get"),
+        (json!({"body": "x"}), "status: give the response that retries get"),
         (json!({"status": 100}), "status: it must be from 200 to 599."),
         (json!({"status": 600}), "status: it must be from 200 to 599."),
-        (json!({"status": 204, "body": "x"}), "body: an answer with the status 204 No Content has no body."),
+        (json!({"status": 204, "body": "x"}), "body: a response with the status 204 No Content has no body."),
         (json!({"status": 200, "body": "x", "body_base64": "eA=="}), "body: there is body_base64, too"),
         (json!({"status": 200, "body_base64": "?"}), "body_base64: "),
-        (json!({"status": 200, "tombstone": true}), "tombstone: a tombstone has no answer"),
-        (json!({"outcome": "released", "status": 200}), "outcome: a released key has no answer"),
+        (json!({"status": 200, "tombstone": true}), "tombstone: a tombstone has no response"),
+        (json!({"outcome": "released", "status": 200}), "outcome: a released key has no response"),
         (json!({"outcome": "done"}), "The body: unknown variant `done`, expected `completed` or `released`"),
         (json!({"outcome": "released", "force": true}), "The body: unknown field `force`"),
         (
@@ -967,8 +967,8 @@ async fn every_outcome_is_counted_and_no_label_names_a_caller() {
     assert!(!text.contains("SECRET") && !text.contains("/pay"), "{text}");
 
     sidecar.is_away.store(false, Ordering::SeqCst);
-    let answers = async || sidecar.call("/pay", secret, b"x").await.status == 201;
-    until("the store is used again", answers).await;
+    let responses = async || sidecar.call("/pay", secret, b"x").await.status == 201;
+    until("the store is used again", responses).await;
     sidecar.engine.store().purge(1).await.unwrap();
     let more = series(&metrics().await, "oncegate_store_duration_seconds_count{command=\"purge\"}");
     assert!(more > purges);

@@ -10,7 +10,7 @@ use http::{Method, Uri};
 
 use crate::config::duration;
 
-/// Sends one request until there is a definite answer.
+/// Sends one request until there is a definite response.
 #[derive(Args)]
 #[command(group = clap::ArgGroup::new("payload").args(["data", "data_binary", "json"]))]
 #[command(group = clap::ArgGroup::new("work").args(["resume", "list"]))]
@@ -46,7 +46,7 @@ pub(crate) struct CallArgs {
     #[arg(long, conflicts_with_all = ["key", "quoted"], help_heading = "Key")]
     pub(super) plain: bool,
 
-    /// Keeps the intent in this directory until there is a definite answer, so that it survives this process
+    /// Keeps the intent in this directory until there is a definite response, so that it survives this process
     #[arg(
         long,
         value_name = "DIR",
@@ -122,16 +122,16 @@ pub(crate) struct CallArgs {
     #[arg(long, visible_alias = "retry-max-time", value_name = "DURATION", default_value = "2m", value_parser = time, help_heading = "Retries")]
     pub(super) deadline: Duration,
 
-    /// Writes the body of the answer to this file, which is opened before anything is sent
+    /// Writes the body of the response to this file, which is opened before anything is sent
     #[arg(short = 'o', long, value_name = "FILE", help_heading = "Output")]
     pub(super) output: Option<PathBuf>,
-    /// Writes status line and header fields of the answer before its body
+    /// Writes status line and header fields of the response before its body
     #[arg(short = 'i', long, help_heading = "Output")]
     pub(super) include: bool,
     /// Prints only errors
     #[arg(short = 's', long, conflicts_with = "verbose", help_heading = "Output")]
     pub(super) silent: bool,
-    /// Prints the attempts and the header fields of the answer. Header fields of the request are not shown
+    /// Prints the attempts and the header fields of the response. Header fields of the request are not shown
     #[arg(short = 'v', long, help_heading = "Output")]
     pub(super) verbose: bool,
 }

@@ -119,7 +119,7 @@ async fn resume(args: &CallArgs, path: &Path) -> Result<End, String> {
             Ok(resumed) => {
                 let name = name(&resumed.pending);
                 match resumed.end {
-                    Ok(answer) => resumed_line(args, &name, &answer),
+                    Ok(response) => resumed_line(args, &name, &response),
                     Err(ResumeError::Gone) => End::Done,
                     Err(ResumeError::Sending(open)) => {
                         let end = outcome::end_of(&open);
@@ -142,11 +142,11 @@ async fn resume(args: &CallArgs, path: &Path) -> Result<End, String> {
     Ok(worst)
 }
 
-fn resumed_line(args: &CallArgs, name: &str, answer: &DefiniteResponse) -> End {
-    let end = outcome::verdict(answer.verdict);
+fn resumed_line(args: &CallArgs, name: &str, outcome: &DefiniteResponse) -> End {
+    let end = outcome::verdict(outcome.verdict);
     if !args.silent {
-        let replayed = if answer.replayed { ", replayed" } else { "" };
-        complain!("{name}: {} ({}{replayed})", end.words(), answer.response.status());
+        let replayed = if outcome.replayed { ", replayed" } else { "" };
+        complain!("{name}: {} ({}{replayed})", end.words(), outcome.response.status());
     }
     end
 }

@@ -16,7 +16,7 @@ use crate::admin::time;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum End {
     Done,
-    /// The answer is definite, but could not be written out.
+    /// The response is definite, but could not be written out.
     Output,
     Refused,
     Usage,
@@ -52,9 +52,9 @@ const EXIT_CODES: [(End, &str, &str); 8] = [
     ),
     (
         End::Output,
-        "done, but there is no answer: it could not be written out, or the journal has the intent as done and the service \
+        "done, but there is no response: it could not be written out, or the journal has the intent as done and the service \
          may have forgotten the key",
-        "goes on; while the service remembers the key, the same call gets the answer",
+        "goes on; while the service remembers the key, the same call gets the response",
     ),
     (
         End::TurnedAway,
@@ -106,7 +106,7 @@ impl End {
             }
             Self::Open => "it may have happened; make the same call again later",
             Self::Unknown => "it may have happened; an operator has to find out",
-            Self::Output => "done, but there is no answer to write out",
+            Self::Output => "done, but there is no response to write out",
             Self::Usage => "nothing was sent; fix that, then make the same call again",
         }
     }
@@ -118,18 +118,18 @@ impl From<End> for ExitCode {
     }
 }
 
-/// The end of a call with a definite answer.
+/// The end of a call with a definite response.
 pub(super) fn verdict(verdict: Verdict) -> End {
     match verdict {
         Verdict::Done => End::Done,
         Verdict::Refused(_) => End::Refused,
         Verdict::TurnedAway => End::TurnedAway,
-        // The verdict is final, but does not tell what took effect, or the answer is lost.
+        // The verdict is final, but does not tell what took effect, or the response is lost.
         _ => End::Unknown,
     }
 }
 
-/// The end of a call without a definite answer.
+/// The end of a call without a definite response.
 pub(super) fn end_of(open: &SendError) -> End {
     if open.kind() == SendErrorKind::DoneBefore {
         return End::Output;
@@ -203,25 +203,25 @@ impl Sink {
     }
 }
 
-/// Writes the answer to its destination, and the message about it to the standard error.
+/// Writes the response to its destination, and the message about it to the standard error.
 pub(super) fn say(args: &CallArgs, sink: &mut Sink, sent: Result<DefiniteResponse, SendError>) -> End {
     let (end, words, response) = match sent {
-        Ok(answer) => {
-            let end = verdict(answer.verdict);
-            let status = answer.response.status();
-            let more = match answer.verdict {
+        Ok(outcome) => {
+            let end = verdict(outcome.verdict);
+            let status = outcome.response.status();
+            let more = match outcome.verdict {
                 Verdict::Refused(Advice::NewKey) => {
                     "; the key belongs to another request, which may have happened"
                 }
                 Verdict::Refused(Advice::FixRequest) => "; a corrected request takes a key of its own",
                 Verdict::TurnedAway => hint(status.as_u16()),
                 Verdict::Failed => "; the service keeps this failure, and does not report what took effect",
-                Verdict::Unreplayable => "; it was processed, and its answer is no longer available",
+                Verdict::Unreplayable => "; it was processed, and its response is no longer available",
                 _ => "",
             };
-            let replayed = if answer.replayed { ", replayed" } else { "" };
-            let words = format!("{} ({status}, attempts: {}{replayed}){more}", end.words(), answer.attempts);
-            (end, words, Some(answer.response))
+            let replayed = if outcome.replayed { ", replayed" } else { "" };
+            let words = format!("{} ({status}, attempts: {}{replayed}){more}", end.words(), outcome.attempts);
+            (end, words, Some(outcome.response))
         }
         Err(open) => {
             let end = end_of(&open);
@@ -259,7 +259,7 @@ pub(super) fn say(args: &CallArgs, sink: &mut Sink, sent: Result<DefiniteRespons
     }
     let head = if args.include { head.as_slice() } else { &[] };
     if let Err(error) = sink.write(head, response.body()) {
-        complain!("oncegate: {}, and the answer could not be written: {error}", end.words());
+        complain!("oncegate: {}, and the response could not be written: {error}", end.words());
         // A script that reads only the exit code must not assume that it got the response.
         return if end == End::Done { End::Output } else { end };
     }

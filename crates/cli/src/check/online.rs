@@ -13,8 +13,8 @@ use super::Report;
 use crate::config::{Config, UpstreamProtocol, duration_text};
 use crate::proxy::{MAX_HEAD, MAX_LIBRARY_HEAD, MAX_LINES, connector, handshake_hint};
 
-/// Limits the time of one answer of the service.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+/// Limits the time of one response of the service.
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Connects as the sidecar does, with TLS if the address has it, and sends one `GET /` without a key.
 pub(super) fn service(config: &Config, report: &mut Report) {
@@ -49,10 +49,10 @@ async fn ask(config: &Config) -> Result<(http::StatusCode, Version), String> {
         .header(header::USER_AGENT, concat!("oncegate-check/", env!("CARGO_PKG_VERSION")))
         .body(Empty::new())
         .map_err(|error| error.to_string())?;
-    match tokio::time::timeout(ANSWER_TIMEOUT, client.request(request)).await {
+    match tokio::time::timeout(RESPONSE_TIMEOUT, client.request(request)).await {
         Ok(Ok(response)) => Ok((response.status(), response.version())),
         Ok(Err(error)) if error.is_connect() => Err(format!("cannot be reached: {}", ErrorChain(&error))),
         Ok(Err(error)) => Err(format!("was reached and did not answer GET /: {}", ErrorChain(&error))),
-        Err(_) => Err(format!("did not answer GET / within {}", duration_text(ANSWER_TIMEOUT))),
+        Err(_) => Err(format!("did not answer GET / within {}", duration_text(RESPONSE_TIMEOUT))),
     }
 }

@@ -117,7 +117,7 @@ pub(super) fn on_route(values: &Values, route: &RouteConfig) -> Vec<Problem> {
     let longest = wait.max(lease).max(route.upstream_timeout.unwrap_or_default());
     if retention < longest {
         let what = format!(
-            "an answer is kept for {}, but a client may wait {} for it; a retry after the retention executes again",
+            "a response is kept for {}, but a client may wait {} for it; a retry after the retention executes again",
             duration_text(retention),
             duration_text(longest)
         );

@@ -129,7 +129,7 @@ fn check_budgets<'a>(
     }
     for (budget, largest, what, name) in [
         (&values.request_budget, request, "request bodies", "max-request-body"),
-        (&values.response_budget, response, "answers", "max-response-body"),
+        (&values.response_budget, response, "responses", "max-response-body"),
     ] {
         if given(budget) < largest {
             let what = format!(
@@ -265,7 +265,7 @@ fn with_scope(settings: Settings, values: &Values, problems: &mut Vec<Problem>) 
     if settings.natural_key().is_some() && settings.caller().allows_anonymous() && !is_doubtful {
         let source = values.source("scope").or_else(|| values.source("key-members"));
         let what = "the key is built from members of the body (key-members), and callers that are not told apart would get each \
-                    other's answers; set scope = \"required-header:NAME\" or \"required-cookie:NAME\", or \"single-tenant\" \
+                    other's responses; set scope = \"required-header:NAME\" or \"required-cookie:NAME\", or \"single-tenant\" \
                     if there is only one caller";
         push_once(problems, Problem::error(source.cloned(), what));
     }
@@ -277,7 +277,7 @@ fn has_error_about(name: &str, problems: &[Problem]) -> bool {
     problems.iter().any(|problem| problem.is_error() && is_about(problem))
 }
 
-/// Checks that the service has a name if the store may be shared: without names, two services would get each other's answers.
+/// Checks that the service has a name if the store may be shared: without names, two services would get each other's responses.
 fn check_service(values: &Values, store_is_known: bool, problems: &mut Vec<Problem>) {
     let store = given(&values.store);
     if !store_is_known

@@ -72,7 +72,7 @@ impl Cors {
         Self { max_age: HeaderValue::from(max_age.as_secs()), ..self }
     }
 
-    /// Adds the fields to an answer that let this origin read it. An `Access-Control-Allow-Origin` of the service is kept.
+    /// Adds the fields to a response that let this origin read it. An `Access-Control-Allow-Origin` of the service is kept.
     pub(crate) fn write(&self, origin: Option<&HeaderValue>, headers: &mut HeaderMap) {
         let is_decided = headers.contains_key(header::ACCESS_CONTROL_ALLOW_ORIGIN);
         if self.origins.is_some() && !is_decided {
@@ -88,7 +88,7 @@ impl Cors {
         headers.append(header::ACCESS_CONTROL_EXPOSE_HEADERS, self.expose.clone());
     }
 
-    /// The header fields of the answer to a preflight request; `None` if its origin is not allowed.
+    /// The header fields of the response to a preflight request; `None` if its origin is not allowed.
     pub(crate) fn preflight<B>(&self, request: &Request<B>) -> Option<HeaderMap> {
         let asked = request.headers();
         let allowed = self.allowed(asked.get(header::ORIGIN)?)?;

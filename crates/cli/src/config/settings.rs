@@ -516,7 +516,7 @@ settings! {
 
     /// The longest time that a command to the store may take before the sidecar checks the health of the store, and the longest
     /// time that this check may take. A store that fails the check counts as unreachable: requests with a key are refused at
-    /// once until it answers again. On PostgreSQL, a connection whose command gets no answer in this time is also given up, and
+    /// once until it answers again. On PostgreSQL, a connection whose command gets no reply in this time is also given up, and
     /// a slow server gets smaller batches of commands, so that they finish in time. From 10ms to 1m.
     "store-timeout" LIMITS Service One "DURATION" Value("2s");
     store_timeout: Duration = |text| bounded(text, 10 * MILLI, 60 * SECOND);

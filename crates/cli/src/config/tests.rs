@@ -278,7 +278,7 @@ fn an_unreadable_file_is_named_with_its_source() {
 }
 
 #[test]
-fn single_mistakes_have_single_answers() {
+fn single_mistakes_have_single_errors() {
     let to = "to = \"http://127.0.0.1:3000\"\n";
     let table: &[(Given<'_>, &str)] = &[
         (NOTHING, "nothing to protect: give --to URL, such as --to http://127.0.0.1:3000"),
@@ -413,7 +413,7 @@ fn single_mistakes_have_single_answers() {
         (
             Given { env: &[TO], flags: &["--key-members", "/cart"], ..NOTHING },
             "--key-members: the key is built from members of the body (key-members), and callers that are not told apart would get each \
-             other's answers; set scope = \"required-header:NAME\" or \"required-cookie:NAME\", or \"single-tenant\" if there is only one caller",
+             other's responses; set scope = \"required-header:NAME\" or \"required-cookie:NAME\", or \"single-tenant\" if there is only one caller",
         ),
         (
             Given {
@@ -423,7 +423,7 @@ fn single_mistakes_have_single_answers() {
                 ..NOTHING
             },
             "oncegate.toml:2:9: scope: the key is built from members of the body (key-members), and callers that are not told apart would \
-             get each other's answers; set scope = \"required-header:NAME\" or \"required-cookie:NAME\", or \"single-tenant\" if there is only one caller",
+             get each other's responses; set scope = \"required-header:NAME\" or \"required-cookie:NAME\", or \"single-tenant\" if there is only one caller",
         ),
         (
             Given { env: &[TO], flags: &["--fingerprint-exclude", ""], ..NOTHING },
@@ -467,7 +467,7 @@ fn single_mistakes_have_single_answers() {
         ),
         (
             Given { file: &format!("{to}release-statuses = [400, 200]"), ..NOTHING },
-            "oncegate.toml:2:20: release-statuses: the status 200 is not an error; only answers from 400 to 599 can free the key",
+            "oncegate.toml:2:20: release-statuses: the status 200 is not an error; only responses from 400 to 599 can free the key",
         ),
         (
             Given { file: &format!("{to}replay-marker = \"Date\""), ..NOTHING },
@@ -535,7 +535,7 @@ fn risky_settings_are_warnings() {
         ),
         (
             Given { env: &[TO], flags: &["--retention", "10s"], ..NOTHING },
-            "--retention: an answer is kept for 10s, but a client may wait 30s",
+            "--retention: a response is kept for 10s, but a client may wait 30s",
         ),
         (
             Given { env: &[TO], flags: &["--fingerprint-raw", "--fingerprint-exclude", "/a"], ..NOTHING },
@@ -818,7 +818,7 @@ fn a_route_that_leaves_completion_to_the_service_executes_again() {
 }
 
 #[test]
-fn a_service_that_completes_its_records_is_asked_for_answers_if_there_is_a_reconcile_path() {
+fn a_service_that_completes_its_records_is_asked_for_responses_if_there_is_a_reconcile_path() {
     let route = "[[route]]\npath = \"/a\"\ncompletion = \"upstream\"\n";
     for (elsewhere, own, place) in [
         ("", "", None),

@@ -254,7 +254,7 @@ pub(crate) fn max_records(text: &str) -> Read<u64> {
 }
 
 pub(crate) fn max_store_bytes(text: &str) -> Read<u64> {
-    /// A smaller limit would refuse the first large answers.
+    /// A smaller limit would refuse the first large responses.
     const MIN: u64 = 1024 * 1024;
     match size(text)? as u64 {
         bytes if bytes < MIN => {

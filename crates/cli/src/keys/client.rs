@@ -19,11 +19,11 @@ use super::Failure;
 use crate::admin::ADMIN_FIELD;
 use crate::proxy::trusting_system;
 
-/// Limits the time of one answer of the sidecar.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
+/// Limits the time of one response of the sidecar.
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The largest response: a record has at most 64 MiB, and base64 turns three bytes into four.
-const MAX_ANSWER: usize = 100 * 1024 * 1024;
+const MAX_RESPONSE: usize = 100 * 1024 * 1024;
 
 pub(super) struct Client {
     scheme: Scheme,
@@ -33,10 +33,10 @@ pub(super) struct Client {
     is_admin: OnceCell<()>,
 }
 
-/// An answer, read to its end.
+/// A response, read to its end.
 struct Response {
     status: StatusCode,
-    /// True if the answer comes from an admin API.
+    /// True if the response comes from an admin API.
     is_admin: bool,
     body: Bytes,
 }
@@ -85,26 +85,26 @@ impl Client {
         if let Some(token) = &self.token {
             request = request.header(header::AUTHORIZATION, token);
         }
-        let answer = self.exchange(request, body).await?;
-        let Response { status, is_admin: true, body } = answer else {
+        let response = self.exchange(request, body).await?;
+        let Response { status, is_admin: true, body } = response else {
             return Err(self.unreachable(&format!(
                 "an admin API answered first, and another server did now ({}); if this command changes a record, check if it did",
-                answer.status
+                response.status
             )));
         };
         match serde_json::from_slice::<Value>(&body) {
             Ok(body) if !status.is_success() => Err(self.refusal(path, status, &body)),
             Ok(body) if body.get(member_of(path)).is_some() => Ok(body),
             _ => Err(self.unreachable(&format!(
-                "this program does not understand its answer ({status}); check that the sidecar has the same version"
+                "this program does not understand its response ({status}); check that the sidecar has the same version"
             ))),
         }
     }
 
     /// Checks that an admin API answers, with a request that carries no token and changes nothing.
     async fn probe(&self) -> Result<(), Failure> {
-        let answer = self.exchange(self.request(&Method::GET, "/livez"), Bytes::new()).await?;
-        if answer.is_admin { Ok(()) } else { Err(self.not_admin(answer.status)) }
+        let response = self.exchange(self.request(&Method::GET, "/livez"), Bytes::new()).await?;
+        if response.is_admin { Ok(()) } else { Err(self.not_admin(response.status)) }
     }
 
     fn request(&self, method: &Method, path: &str) -> request::Builder {
@@ -113,7 +113,7 @@ impl Client {
 
     async fn exchange(&self, request: request::Builder, body: Bytes) -> Result<Response, Failure> {
         let request = request.body(Full::new(body)).map_err(|error| Failure::Usage(error.to_string()))?;
-        let answer = async {
+        let response = async {
             if self.scheme == Scheme::HTTP {
                 return self.send(HttpConnector::new(), request).await;
             }
@@ -121,8 +121,9 @@ impl Client {
             let connector = HttpsConnectorBuilder::new().with_tls_config(tls);
             self.send(connector.https_only().enable_http1().build(), request).await
         };
-        let late = |_| self.unreachable(&format!("no answer within {} seconds", ANSWER_TIMEOUT.as_secs()));
-        tokio::time::timeout(ANSWER_TIMEOUT, answer).await.map_err(late)?
+        let late =
+            |_| self.unreachable(&format!("no response within {} seconds", RESPONSE_TIMEOUT.as_secs()));
+        tokio::time::timeout(RESPONSE_TIMEOUT, response).await.map_err(late)?
     }
 
     async fn send<C>(&self, connector: C, request: Request<Full<Bytes>>) -> Result<Response, Failure>
@@ -136,9 +137,9 @@ impl Client {
             .map_err(|error| self.unreachable(&ErrorChain(&error).to_string()))?;
         let status = response.status();
         let is_admin = response.headers().contains_key(ADMIN_FIELD);
-        let body = Limited::new(response.into_body(), MAX_ANSWER).collect().await;
+        let body = Limited::new(response.into_body(), MAX_RESPONSE).collect().await;
         let body = body
-            .map_err(|error| self.unreachable(&format!("the answer broke off: {}", ErrorChain(&*error))))?;
+            .map_err(|error| self.unreachable(&format!("the response broke off: {}", ErrorChain(&*error))))?;
         Ok(Response { status, is_admin, body: body.to_bytes() })
     }
 
@@ -196,7 +197,7 @@ impl Client {
         ))
     }
 
-    /// The error for an answer that is not from an admin API. Its sender got neither the token nor the command.
+    /// The error for a response that is not from an admin API. Its sender got neither the token nor the command.
     fn not_admin(&self, status: StatusCode) -> Failure {
         Failure::Unreachable(format!(
             "the server at {}://{} ({}) is not the admin API of a sidecar; nothing was done. Give --admin the address that the \
@@ -206,7 +207,7 @@ impl Client {
     }
 }
 
-/// A member that every answer of the admin API for this path has.
+/// A member that every response of the admin API for this path has.
 fn member_of(path: &str) -> &'static str {
     let path = path.split_once('?').map_or(path, |(path, _)| path);
     match path {

@@ -29,10 +29,10 @@ pub(super) async fn execute(
 ) -> Result<(), Failure> {
     let client = args.access.client(env)?;
     let ClockCommand::Accept = args.command;
-    let answer = client.post("/v1/clock/accept", &json!({})).await?;
+    let response = client.post("/v1/clock/accept", &json!({})).await?;
     if args.access.json {
-        writeln!(out, "{answer}")?;
-    } else if let Some(seconds) = answer["ahead_seconds"].as_u64() {
+        writeln!(out, "{response}")?;
+    } else if let Some(seconds) = response["ahead_seconds"].as_u64() {
         writeln!(out, "accepted: the time of the store is {seconds} s later than before")?;
     } else {
         writeln!(out, "nothing to accept: the clock of the machine and the time of the store agree")?;

@@ -43,7 +43,7 @@ struct Access {
     /// Reads the admin token from this file [default: the token in ONCEGATE_ADMIN_TOKEN]
     #[arg(long, value_name = "FILE", global = true)]
     token_file: Option<PathBuf>,
-    /// Prints the answers of the admin API as JSON
+    /// Prints the responses of the admin API as JSON
     #[arg(long, global = true)]
     json: bool,
 }
@@ -164,22 +164,22 @@ struct Request {
 struct Resolve {
     /// The record, as a listing or the log shows it, or a unique beginning of it
     record: String,
-    /// It took place: retries get an answer with this status
+    /// It took place: retries get a response with this status
     #[arg(long, value_name = "STATUS")]
     status: Option<u16>,
-    /// A header field of that answer, such as "Content-Type: application/json"; give it several times
+    /// A header field of that response, such as "Content-Type: application/json"; give it several times
     #[arg(long, value_name = "NAME: VALUE", conflicts_with_all = ["released", "tombstone"])]
     header: Vec<String>,
-    /// The body of that answer: the text itself, @FILE, or - for the standard input
+    /// The body of that response: the text itself, @FILE, or - for the standard input
     #[arg(long, value_name = "TEXT|@FILE|-", allow_hyphen_values = true, conflicts_with_all = ["released", "tombstone"])]
     body: Option<String>,
-    /// It took place, and its answer is lost: retries are refused, because it is done
+    /// It took place, and its response is lost: retries are refused, because it is done
     #[arg(long)]
     tombstone: bool,
     /// It did not take place: the key is free again
     #[arg(long)]
     released: bool,
-    /// Replaces the outcome that an operator set before. Clients may have got the earlier answer. An answer of the service
+    /// Replaces the outcome that an operator set before. Clients may have got the earlier response. A response of the service
     /// itself is never changed
     #[arg(long)]
     amend: bool,
@@ -243,7 +243,7 @@ enum Failure {
     Usage(String),
     /// The sidecar did not answer.
     Unreachable(String),
-    /// The answer could not be written out.
+    /// The response could not be written out.
     Output(io::Error),
 }
 
@@ -277,7 +277,7 @@ fn ask(command: impl AsyncFnOnce(&mut StdoutLock<'_>) -> Result<(), Failure>) ->
         Ok(Err(Failure::Output(error))) if error.kind() == io::ErrorKind::BrokenPipe => {
             return ExitCode::SUCCESS;
         }
-        Ok(Err(Failure::Output(error))) => (format!("cannot write the answer: {error}"), 1),
+        Ok(Err(Failure::Output(error))) => (format!("cannot write the response: {error}"), 1),
         Ok(Err(Failure::Refused(words))) | Err(words) => (words, 1),
         Ok(Err(Failure::Usage(words))) => (words, 2),
         Ok(Err(Failure::Unreachable(words))) => (words, 3),
@@ -319,7 +319,7 @@ async fn execute(
         KeysCommand::Park(park) => {
             let request = park.why.json(&env);
             let question = "make the outcome unknown again, so that retries are refused and nothing executes until it is resolved; \
-                            clients may have got its present answer";
+                            clients may have got its present response";
             let record = confirmed(&client, &park.record, confirm, park.why.yes, question).await?;
             let view = client.post(&format!("/v1/keys/{}/park", escaped(&record)), &request.into()).await?;
             print::resolved(&view, as_json, out)
@@ -363,9 +363,9 @@ fn confirm_on_terminal(question: &str) -> io::Result<bool> {
     let mut err = io::stderr().lock();
     write!(err, "{question}")?;
     err.flush()?;
-    let mut answer = String::new();
-    io::stdin().lock().read_line(&mut answer)?;
-    Ok(matches!(answer.trim().to_ascii_lowercase().as_str(), "y" | "yes"))
+    let mut response = String::new();
+    io::stdin().lock().read_line(&mut response)?;
+    Ok(matches!(response.trim().to_ascii_lowercase().as_str(), "y" | "yes"))
 }
 
 impl Access {
@@ -519,9 +519,9 @@ impl Resolve {
     fn summary(&self) -> String {
         match self.status {
             Some(status) => {
-                format!("record that it took place: retries get this answer with the status {status}")
+                format!("record that it took place: retries get this response with the status {status}")
             }
-            None if self.tombstone => "record that it took place, without an answer for retries".to_owned(),
+            None if self.tombstone => "record that it took place, without a response for retries".to_owned(),
             None => {
                 "record that it did not take place, so that the next request with the key executes".to_owned()
             }
@@ -538,7 +538,7 @@ impl Resolve {
             (false, true) => summary,
             (false, false) => {
                 format!(
-                    "{summary}; only an operator can change that later, and clients may have got the answer by then"
+                    "{summary}; only an operator can change that later, and clients may have got the response by then"
                 )
             }
         }

@@ -1,4 +1,4 @@
-//! Prints the answers of the admin API for people.
+//! Prints the responses of the admin API for people.
 
 use std::io::Write;
 use std::time::Duration;
@@ -141,7 +141,7 @@ pub(super) fn record(view: &Value, flags: &str, as_json: bool, out: &mut impl Wr
         writeln!(
             out,
             "{:<16}{}, {} bytes",
-            "answer",
+            "response",
             text(&response["status"]),
             text(&response["body_bytes"])
         )?;
@@ -176,14 +176,15 @@ fn advice(view: &Value, flags: &str) -> Option<String> {
     };
     let park = format!("oncegate keys park{flags} {record} --reason \"…\"");
     let amend = format!("oncegate keys resolve{flags} {record} --amend");
-    let answer = "--status 201 --header 'Content-Type: application/json' --body @answer.json --reason \"…\"";
+    let response =
+        "--status 201 --header 'Content-Type: application/json' --body @response.json --reason \"…\"";
     match (view["state"].as_str()?, view["by_operator"] == true) {
         ("completed" | "tombstone", true) => Some(format!(
-            "An operator resolved it, and clients may have got this answer. If it is wrong:\n\n\
+            "An operator resolved it, and clients may have got this response. If it is wrong:\n\n\
              # Retries are refused again until an operator resolves it:\n\
              {park}\n\
-             # Retries get another answer:\n\
-             {amend} {answer}\n\
+             # Retries get another response:\n\
+             {amend} {response}\n\
              # {released}:\n\
              {amend} --released --reason \"…\""
         )),
@@ -191,8 +192,8 @@ fn advice(view: &Value, flags: &str) -> Option<String> {
             "An operator released the key: the next request with it executes. If that is wrong:\n\n\
              # Nothing executes until an operator resolves it:\n\
              {park}\n\
-             # It took place, and retries get this answer:\n\
-             {amend} {answer}"
+             # It took place, and retries get this response:\n\
+             {amend} {response}"
         )),
         ("released", false) => Some(format!(
             "The next request with the key executes.\n\n\
@@ -201,9 +202,9 @@ fn advice(view: &Value, flags: &str) -> Option<String> {
         )),
         ("unknown" | "abandoned", _) => Some(format!(
             "{known} Find out, and then resolve it.\n\n\
-             # It took place, and retries get this answer:\n\
-             oncegate keys resolve{flags} {record} {answer}\n\
-             # It took place, and its answer is lost:\n\
+             # It took place, and retries get this response:\n\
+             oncegate keys resolve{flags} {record} {response}\n\
+             # It took place, and its response is lost:\n\
              oncegate keys resolve{flags} {record} --tombstone --reason \"…\"\n\
              # {released}:\n\
              oncegate keys resolve{flags} {record} --released --reason \"…\""

@@ -102,7 +102,7 @@ async fn a_record_is_shown_by_its_request_and_its_body_on_demand() {
     let caller = ["--key", "k", "--path", "/pay", "--caller-file", file.to_str().unwrap()];
     let shown = keys(&sidecar, &[&["find"], &caller[..]].concat()).await.unwrap();
     assert!(shown.contains("state           completed\n"), "{shown}");
-    assert!(shown.contains("answer          201, 13 bytes\n"), "{shown}");
+    assert!(shown.contains("response        201, 13 bytes\n"), "{shown}");
     assert!(shown.contains("header          content-type: text/plain\n"), "{shown}");
     assert!(!shown.contains("red"), "{shown}");
     let with_body = keys(&sidecar, &[&["find", "--body"], &caller[..]].concat()).await.unwrap();
@@ -180,7 +180,7 @@ async fn an_unknown_outcome_is_resolved_and_the_audit_trail_names_the_actor() {
     assert!(shown.contains(&format!("oncegate keys resolve --admin {admin} {first} --tombstone")), "{shown}");
 
     let dir = tempfile::tempdir().unwrap();
-    let file = dir.path().join("answer");
+    let file = dir.path().join("response");
     fs::write(&file, b"\xff{}").unwrap();
     let body = format!("@{}", file.display());
     let line = [
@@ -189,7 +189,7 @@ async fn an_unknown_outcome_is_resolved_and_the_audit_trail_names_the_actor() {
     ];
     assert_eq!(keys(&sidecar, &line.concat()).await.unwrap(), format!("{first}: unknown → completed\n"));
     let shown = keys(&sidecar, &["show", &first, "--body"]).await.unwrap();
-    assert!(shown.contains("answer          201, 3 bytes\n"), "{shown}");
+    assert!(shown.contains("response        201, 3 bytes\n"), "{shown}");
     assert!(shown.contains("header          location: /payments/7\n"), "{shown}");
     assert!(shown.contains("in base64:\n/3t9\n"), "{shown}");
 
@@ -298,7 +298,10 @@ async fn an_unreachable_sidecar_differs_from_a_refusal() {
     let served = tokio::spawn(async move { axum::serve(listener, router).await });
     for line in [&["ls"][..], &["show", "abcdef"], &["release", "abcdef", "--reason", "r"], &["audit"]] {
         let words = unreachable(run_with(&[line, &["--admin", &other]].concat(), |_| None).await);
-        assert!(words.contains("this program does not understand its answer (200 OK)"), "{line:?}: {words}");
+        assert!(
+            words.contains("this program does not understand its response (200 OK)"),
+            "{line:?}: {words}"
+        );
     }
     served.abort();
 

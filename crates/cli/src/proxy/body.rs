@@ -50,7 +50,7 @@ impl Activity {
 
 /// A timer for the service that does not count the time for which this process was paused.
 ///
-/// If the process or its machine was paused, the deadline may be long over when it continues, while answers wait in its
+/// If the process or its machine was paused, the deadline may be long over when it continues, while responses wait in its
 /// sockets. They are read first: a response that came in time is not late because this process was paused.
 #[derive(Debug)]
 pub(super) struct RunningTimer {
@@ -95,8 +95,8 @@ pin_project! {
     /// A body from the network that is complete only if its sender ended it.
     ///
     /// The HTTP library treats an HTTP/2 stream that is reset with `NO_ERROR` as one that has ended. Proxies such as Envoy reset
-    /// it in this way when their client leaves in the middle of an upload: half a request would be executed, and half an
-    /// answer kept.
+    /// it in this way when their client leaves in the middle of an upload: half a request would be executed, and half a
+    /// response kept.
     #[derive(Debug)]
     pub(super) struct WholeBody {
         #[pin]
@@ -192,7 +192,7 @@ impl<B: Body> Body for ObservedBody<B> {
 }
 
 pin_project! {
-    /// The body of an answer: the upstream's, which fails if no bytes arrive for too long, or that of the proxy itself.
+    /// The body of a response: the upstream's, which fails if no bytes arrive for too long, or that of the proxy itself.
     pub(super) struct ProxyBody {
         #[pin]
         inner: Inner,

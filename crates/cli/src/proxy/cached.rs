@@ -41,14 +41,14 @@ pub(super) async fn open(config: &Config) -> Result<Option<PendingCache>, String
 }
 
 fn options(choice: &CachedChoice) -> Result<CacheOptions, ConfigError> {
-    // Sidecars that use different names for one database do not find each other's answers, which is slower but never wrong.
+    // Sidecars that use different names for one database do not find each other's responses, which is slower but never wrong.
     let store = crate::config::without_login(&choice.store.to_string());
     let options = CacheOptions::new().with_keep(choice.keep)?.with_timeout(choice.timeout)?;
     Ok(options.with_namespace(store))
 }
 
 async fn open_redis(options: &RedisOptions) -> Cache {
-    // An answer that was evicted from the cache is read from the store.
+    // A response that was evicted from the cache is read from the store.
     let options = options.clone().with_danger_allow_eviction(true);
     let shown = options.shown();
     match RedisStore::open(options.clone()).await {
@@ -87,7 +87,7 @@ pub(super) fn metrics(store: Arc<dyn Store>, cache: Option<&PendingCache>) -> Me
 }
 
 /// Puts the cache before the store. Returns the store for the engine, and the cached store if there is a cache. Only the
-/// store behind is measured: an answer of the cache does not tell if the store can be reached.
+/// store behind is measured: a reply of the cache does not tell if the store can be reached.
 pub(super) fn before(
     store: Arc<dyn Store>,
     cache: Option<PendingCache>,

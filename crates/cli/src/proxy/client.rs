@@ -1,8 +1,8 @@
-//! The client's side of a connection: detects clients that take no bytes of an answer, and clients that have left.
+//! The client's side of a connection: detects clients that take no bytes of a response, and clients that have left.
 //!
-//! An answer that the client does not take stays in memory. On HTTP/1.1 it waits for the socket, so a write without progress
-//! for too long ends the connection ([`ClientStream`]). On HTTP/2 a client may take no bytes of one answer while the connection
-//! goes on, so an answer without progress resets its stream ([`StreamExecutor`]).
+//! A response that the client does not take stays in memory. On HTTP/1.1 it waits for the socket, so a write without progress
+//! for too long ends the connection ([`ClientStream`]). On HTTP/2 a client may take no bytes of one response while the connection
+//! goes on, so a response without progress resets its stream ([`StreamExecutor`]).
 
 use std::future::Future;
 use std::io;
@@ -42,25 +42,25 @@ pub(super) struct ClientStream {
 #[derive(Debug, Default)]
 pub(super) struct ConnectionState {
     phase: AtomicU8,
-    /// True if the client ended its side before its answer began.
+    /// True if the client ended its side before its response began.
     half_closed: AtomicBool,
 }
 
 impl ConnectionState {
-    /// Notes that the request is executed under a key, so the client gets its answer however long that takes.
+    /// Notes that the request is executed under a key, so the client gets its response however long that takes.
     pub(super) fn executes(&self) {
         let (from, to) = (PENDING, EXECUTING);
-        // In another phase, its answer has begun or its connection is over.
+        // In another phase, its response has begun or its connection is over.
         let _late = self.phase.compare_exchange(from, to, Ordering::Relaxed, Ordering::Relaxed);
     }
 }
 
 const IDLE: u8 = 0;
-/// A request was received, and its answer has not begun.
+/// A request was received, and its response has not begun.
 const PENDING: u8 = 1;
 /// The same for a request that is executed under a key, which continues even if the client leaves.
 const EXECUTING: u8 = 2;
-/// The answer has begun, and its body has not ended.
+/// The response has begun, and its body has not ended.
 const ANSWERING: u8 = 3;
 
 /// The time for which a request that is not executed under a key continues after its client has ended its side. Such
@@ -97,8 +97,8 @@ impl ClientStream {
         Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, "the client took nothing for too long")))
     }
 
-    /// Checks if the client has ended its side. HTTP allows that while the client waits for its answer. A client that does it
-    /// while it receives its answer has left.
+    /// Checks if the client has ended its side. HTTP allows that while the client waits for its response. A client that does it
+    /// while it receives its response has left.
     fn check_end(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
         let phase = self.state.phase.load(Ordering::Relaxed);
         if phase != PENDING {
@@ -168,7 +168,7 @@ impl AsyncWrite for ClientStream {
     }
 }
 
-/// An answer that an HTTP/1.1 client waits for or gets, until this is dropped.
+/// A response that an HTTP/1.1 client waits for or gets, until this is dropped.
 struct PendingResponse(Arc<ConnectionState>);
 
 impl PendingResponse {
@@ -189,7 +189,7 @@ impl Drop for PendingResponse {
     }
 }
 
-/// The delivery of one answer to its client.
+/// The delivery of one response to its client.
 pub(super) struct Delivery(Option<PendingResponse>);
 
 impl Delivery {
@@ -213,7 +213,7 @@ impl Delivery {
 }
 
 pin_project! {
-    /// The body of an answer on its way to the client.
+    /// The body of a response on its way to the client.
     pub(super) struct ClientBody<B> {
         #[pin]
         body: B,
@@ -262,7 +262,7 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>>> Body for ClientBody<B> {
     }
 }
 
-/// The largest piece of an answer that is given to an HTTP/2 connection at a time. A client that takes one piece within the
+/// The largest piece of a response that is given to an HTTP/2 connection at a time. A client that takes one piece within the
 /// write timeout is not cut off.
 const MAX_PIECE: usize = 64 * 1024;
 
@@ -438,7 +438,7 @@ impl<F: Future<Output = ()>> Future for WatchedStream<F> {
             if this.progress.waits_since().is_none_or(|since| since + *this.timeout > timer.deadline()) {
                 continue;
             }
-            tracing::debug!("a client took nothing of an answer for too long");
+            tracing::debug!("a client took nothing of a response for too long");
             return Poll::Ready(());
         }
     }

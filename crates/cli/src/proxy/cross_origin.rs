@@ -19,7 +19,7 @@ pub(super) struct CrossOrigin {
 }
 
 impl CrossOrigin {
-    /// The fields for a request; `None` if no page of another origin may read the answer, or for a [`preflight`] request.
+    /// The fields for a request; `None` if no page of another origin may read the response, or for a [`preflight`] request.
     pub(super) fn of<B>(request: &Request<B>, config: &Config) -> Option<Self> {
         if !config.has_cors() || asked_method(request).is_some() {
             return None;
@@ -36,7 +36,7 @@ impl CrossOrigin {
 /// Answers a preflight request of an allowed origin. The service answers other ones.
 ///
 /// # Errors
-/// The answer, so that the request is not passed on.
+/// The response, so that the request is not passed on.
 pub(super) fn preflight<B>(request: &Request<B>, config: &Config) -> Result<(), Box<Response<ProxyBody>>> {
     let Some(method) = asked_method(request).filter(|_| config.has_cors()) else { return Ok(()) };
     let route = config.route(&method, request.uri().path());

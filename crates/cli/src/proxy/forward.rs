@@ -1,4 +1,4 @@
-//! Sends one request to the upstream and returns its answer.
+//! Sends one request to the upstream and returns its response.
 
 use std::convert::Infallible;
 use std::future::{Future, poll_fn};
@@ -113,7 +113,7 @@ impl Forward {
         let grpc = GrpcForm::of(request.headers());
         let upgrade = prepare(&mut request, &self.peer);
         let client_side = upgrade.as_ref().and_then(|_| request.extensions_mut().remove::<OnUpgrade>());
-        // The layer counts requests with a key, until their answer.
+        // The layer counts requests with a key, until their response.
         let permit =
             (attempt.is_none() || client_side.is_some()).then(|| self.upstream.without_key.try_enter());
         let Some(permit) = permit.map_or(Some(None), |permit| permit.map(Some)) else {
@@ -135,14 +135,14 @@ impl Forward {
                 None => Ok(client.request(request).await),
             }
         };
-        let answer = tokio::select! {
-            // An answer that has arrived is not late.
+        let response = tokio::select! {
+            // A response that has arrived is not late.
             biased;
-            answer = sending => Some(answer),
+            response = sending => Some(response),
             () = silence(&activity, timeout) => None,
         };
-        let answer = match answer {
-            Some(Ok(answer)) => Some(answer),
+        let response = match response {
+            Some(Ok(response)) => Some(response),
             None => None,
             Some(Err(error)) => {
                 if let Some(suppressed) = AWAY.pass() {
@@ -151,7 +151,7 @@ impl Forward {
                 return not_begun();
             }
         };
-        let (result, response) = match answer {
+        let (result, response) = match response {
             Some(Ok(response)) => {
                 self.bring_back(response, (client_side, permit), timeout, (settings, grpc), record)
             }
@@ -185,7 +185,7 @@ impl Forward {
             }
             Some(Err(error)) if is_head_too_large(&error) => {
                 if let Some(suppressed) = may_warn(record.is_some()) {
-                    tracing::warn!(record, suppressed, "the head of the upstream's answer is too large");
+                    tracing::warn!(record, suppressed, "the head of the upstream's response is too large");
                 }
                 cannot_be_passed_on(Condition::UpstreamHeadTooLarge, settings, grpc)
             }
@@ -228,7 +228,7 @@ impl Forward {
         Some(client)
     }
 
-    /// Prepares the upstream's answer for the client, or replaces it by a refusal.
+    /// Prepares the upstream's response for the client, or replaces it by a refusal.
     fn bring_back(
         &self,
         mut response: Response<Incoming>,
@@ -239,19 +239,19 @@ impl Forward {
     ) -> (UpstreamResult, Response<ProxyBody>) {
         if is_too_large(response.headers()) {
             if let Some(suppressed) = may_warn(record.is_some()) {
-                tracing::warn!(record, suppressed, "the head of the upstream's answer is too large");
+                tracing::warn!(record, suppressed, "the head of the upstream's response is too large");
             }
             return cannot_be_passed_on(Condition::UpstreamHeadTooLarge, settings, grpc);
         }
         if has_other_coding(&response) {
             if let Some(suppressed) = may_warn(record.is_some()) {
-                let warning = "the upstream's answer has a transfer coding other than chunked";
+                let warning = "the upstream's response has a transfer coding other than chunked";
                 tracing::warn!(record, suppressed, "{warning}");
             }
             return cannot_be_passed_on(Condition::UpstreamUnsupported, settings, grpc);
         }
         if is_unframed(&response) {
-            tracing::debug!("upstream ends its answer by closing the connection");
+            tracing::debug!("upstream ends its response by closing the connection");
             response.extensions_mut().insert(CloseDelimited);
         }
         let protocol = remove_hop_by_hop(response.headers_mut(), |_| false);
@@ -340,7 +340,7 @@ async fn under_lease<T>(
             sending.as_mut().poll(cx).map(Some)
         });
         match sent.await {
-            Some(answer) => return Ok(answer),
+            Some(response) => return Ok(response),
             None => attempt.confirm_lease().await?,
         }
     }
@@ -367,7 +367,7 @@ async fn silence(activity: &Activity, timeout: Option<Duration>) {
     }
 }
 
-/// The response if the service's answer cannot be passed on. The record becomes a tombstone.
+/// The response if the service's response cannot be passed on. The record becomes a tombstone.
 fn cannot_be_passed_on(
     condition: Condition,
     settings: &Settings,
@@ -387,7 +387,7 @@ fn request_broke_off(settings: &Settings, grpc: Option<GrpcForm>) -> Response<Pr
     refusal.into_response(settings, grpc).map(ProxyBody::own)
 }
 
-/// The response if the request was sent, at least in part, and there is no answer: its effect is unknown. For a request with a
+/// The response if the request was sent, at least in part, and there is no response: its effect is unknown. For a request with a
 /// key the layer writes the response.
 fn unanswered(settings: &Settings, status: StatusCode, grpc: Option<GrpcForm>) -> Response<ProxyBody> {
     let refusal = Refusal::new(Condition::UpstreamUnanswered).with_status(Some(status));

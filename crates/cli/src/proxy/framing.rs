@@ -1,4 +1,4 @@
-//! Detects answers whose body has no reliable end, or a transfer coding that is not decoded.
+//! Detects responses whose body has no reliable end, or a transfer coding that is not decoded.
 
 use http::{HeaderMap, Response, StatusCode, Version, header};
 use hyper::body::{Body as _, Incoming};

@@ -240,7 +240,7 @@ impl ThreadListener {
             });
             async move {
                 let mut response: Response<_> = match admitted {
-                    Ok(answer) => answer.await?.map(Either::Left),
+                    Ok(response) => response.await?.map(Either::Left),
                     Err(refusal) => refusal.map(Either::Right),
                 };
                 if let Some(cross_origin) = cross_origin {

@@ -1,7 +1,7 @@
 //! The sidecar's data path: listeners, the layer, the upstream.
 //!
 //! The path of a request: `listen` accepts its connection, the layer of `oncegate-http` decides if and under which key it
-//! runs, and `forward` sends it to the upstream. The layer stores the answer before the client gets it.
+//! runs, and `forward` sends it to the upstream. The layer stores the response before the client gets it.
 
 mod admit;
 mod body;
@@ -45,10 +45,10 @@ use forward::UpstreamClient;
 use listen::{DrainResult, ThreadListener};
 use live::{Live, ThreadLive};
 
-/// The most field lines in the head of a request or an answer, with any protocol. Verbose services have a hundred.
+/// The most field lines in the head of a request or a response, with any protocol. Verbose services have a hundred.
 pub(crate) const MAX_LINES: usize = 1000;
 
-/// The largest head of a request or an answer, in bytes, with any protocol: several times the limit of common servers. Also
+/// The largest head of a request or a response, in bytes, with any protocol: several times the limit of common servers. Also
 /// the most bytes that are read from a connection at a time, and so the largest piece that waits in memory.
 pub(crate) const MAX_HEAD: usize = 128 * 1024;
 const MAX_HEAD_U32: u32 = MAX_HEAD as u32;

@@ -1,4 +1,4 @@
-//! Asks the service for the outcome of an abandoned attempt, or for the answer that a completed record lacks.
+//! Asks the service for the outcome of an abandoned attempt, or for the response that a completed record lacks.
 //!
 //! Money depends on the report, so nothing is guessed: a response counts only if it names the attempt and the outcome, in
 //! fields that only such a response has. Everything else is no report.
@@ -132,8 +132,8 @@ impl ReconcileClient {
         let mut pause = FIRST_PAUSE;
         let mut reported_happened = false;
         loop {
-            let answer = timeout_at(deadline, self.ask(context, request)).await;
-            let why = match answer.unwrap_or_else(|_| none("it did not answer in time")) {
+            let response = timeout_at(deadline, self.ask(context, request)).await;
+            let why = match response.unwrap_or_else(|_| none("it did not answer in time")) {
                 Report::Happened(found) => return found,
                 // If the service contradicts itself, an execution could be the second one.
                 Report::DidNotHappen if reported_happened => {
@@ -168,7 +168,7 @@ impl ReconcileClient {
         let Some(question) = self.question(context, request) else { return none("it cannot be asked") };
         let asked = question.headers().clone();
         match self.clients.client.request(question).await {
-            Ok(answer) => self.read(&asked, answer).await,
+            Ok(response) => self.read(&asked, response).await,
             Err(error) => none(ErrorChain(&error).to_string()),
         }
     }
@@ -202,12 +202,12 @@ impl ReconcileClient {
         Some(question)
     }
 
-    async fn read(&self, asked: &HeaderMap, answer: Response<Incoming>) -> Report {
+    async fn read(&self, asked: &HeaderMap, response: Response<Incoming>) -> Report {
         // Half of such a body looks complete.
-        let has_no_end = is_unframed(&answer) || has_other_coding(&answer);
-        let (mut head, body) = answer.into_parts();
+        let has_no_end = is_unframed(&response) || has_other_coding(&response);
+        let (mut head, body) = response.into_parts();
         let status = head.status;
-        // The answer to another question, from a cache or from a service that mixed them up, does not count.
+        // The response to another question, from a cache or from a service that mixed them up, does not count.
         for name in [RECORD, TOKEN] {
             if only(&head.headers, &name) != asked.get(&name) {
                 return none(format!("{status} without the {name} of the question"));
@@ -282,7 +282,7 @@ fn is_plain(status: StatusCode) -> bool {
     matches!(status.as_u16(), 200 | 204 | 404)
 }
 
-/// Statuses that a stored answer may have. The others mean that nothing was decided or that the service failed, which
+/// Statuses that a stored response may have. The others mean that nothing was decided or that the service failed, which
 /// contradicts an operation that took place; and 304 is about the question itself.
 fn is_final(status: StatusCode) -> bool {
     match status.as_u16() {

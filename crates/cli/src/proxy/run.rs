@@ -61,7 +61,7 @@ pub(crate) fn run(args: &ProxyArgs) -> Result<(), String> {
 /// The log line for a configuration without a scope.
 pub(crate) const DEFAULT_SCOPE: &str = "`scope` is not set: callers are told apart by Authorization. A retry with a renewed token is \
      another caller and executes again. Requests without any credential are one caller: with the same key they get each other's \
-     answers. Requests with another credential, such as a cookie, are refused";
+     responses. Requests with another credential, such as a cookie, are refused";
 
 /// The log line for sidecars that share keys while hosts are compared.
 pub(crate) const HOSTS_COMPARED: &str = "the host and port of a request are compared: if clients send one request to several names or ports \

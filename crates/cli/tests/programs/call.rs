@@ -60,13 +60,15 @@ impl Received {
     }
 }
 
-async fn service(answer: impl Fn(usize) -> Option<String> + Send + Sync + 'static) -> (SocketAddr, Received) {
+async fn service(
+    response: impl Fn(usize) -> Option<String> + Send + Sync + 'static,
+) -> (SocketAddr, Received) {
     let service = Service::new().await;
     let (address, seen) = (service.address, Received::default());
-    let (listener, kept, answer) = (service.into_listener(), seen.clone(), Arc::new(answer));
+    let (listener, kept, response) = (service.into_listener(), seen.clone(), Arc::new(response));
     tokio::spawn(async move {
         while let Ok((stream, _)) = listener.accept().await {
-            let (kept, answer) = (kept.clone(), Arc::clone(&answer));
+            let (kept, response) = (kept.clone(), Arc::clone(&response));
             tokio::spawn(async move {
                 let mut wire = Wire::new(stream);
                 while let Some(head) = wire.try_head().await {
@@ -76,9 +78,9 @@ async fn service(answer: impl Fn(usize) -> Option<String> + Send + Sync + 'stati
                         all.push(message);
                         all.len() - 1
                     };
-                    match answer(number) {
-                        Some(answer) => {
-                            if wire.try_send(answer).await.is_err() {
+                    match response(number) {
+                        Some(response) => {
+                            if wire.try_send(response).await.is_err() {
                                 return;
                             }
                         }
@@ -91,12 +93,12 @@ async fn service(answer: impl Fn(usize) -> Option<String> + Send + Sync + 'stati
     (address, seen)
 }
 
-fn answer(status: &str, fields: &str, body: &str) -> String {
+fn response(status: &str, fields: &str, body: &str) -> String {
     format!("HTTP/1.1 {status}\r\nContent-Length: {}\r\n{fields}\r\n{body}", body.len())
 }
 
 async fn always(status: &'static str, fields: &'static str, body: &'static str) -> (SocketAddr, Received) {
-    service(move |_| Some(answer(status, fields, body))).await
+    service(move |_| Some(response(status, fields, body))).await
 }
 
 const PROBLEM: &str = "Content-Type: application/problem+json\r\n";
@@ -188,8 +190,8 @@ async fn a_refusal_after_a_lost_response_is_not_definite_and_the_journal_keeps_t
         let still = Arc::clone(&runs);
         let (address, seen) = service(move |number| match number {
             0 => None,
-            _ if still.load(std::sync::atomic::Ordering::SeqCst) => Some(answer(status, fields, body)),
-            _ => Some(answer("201 Created", "", "paid")),
+            _ if still.load(std::sync::atomic::Ordering::SeqCst) => Some(response(status, fields, body)),
+            _ => Some(response("201 Created", "", "paid")),
         })
         .await;
         let url = format!("http://{address}/payouts");
@@ -215,8 +217,8 @@ async fn a_refusal_after_a_lost_response_is_not_definite_and_the_journal_keeps_t
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_rejected_call_stays_in_the_journal_until_its_credentials_are_fixed() {
     let (address, seen) = service(|number| match number {
-        0 | 1 => Some(answer("401 Unauthorized", "", "")),
-        _ => Some(answer("201 Created", "", "paid")),
+        0 | 1 => Some(response("401 Unauthorized", "", "")),
+        _ => Some(response("201 Created", "", "paid")),
     })
     .await;
     let url = format!("http://{address}/payouts");
@@ -283,7 +285,7 @@ async fn wrong_usage_sends_nothing() {
     let url = format!("http://{address}/payments");
     let with_login = format!("http://u:p@{address}/");
     let dir = tempfile::tempdir().unwrap();
-    let missing = dir.path().join("missing/answer");
+    let missing = dir.path().join("missing/response");
     let output = format!("--output={}", missing.display());
     let journal = dir.path().join("journal");
     let fresh = format!("--journal={}", journal.display());
@@ -371,7 +373,7 @@ async fn resume_sends_the_intents_of_a_journal_one_at_a_time_oldest_first() {
             std::thread::sleep(Duration::from_millis(40_u64.saturating_sub(number as u64)));
         }
         let status = if number < 8 { "503 Unavailable" } else { "201 Created" };
-        Some(answer(status, "", ""))
+        Some(response(status, "", ""))
     })
     .await;
     let dir = tempfile::tempdir().unwrap();
@@ -390,7 +392,7 @@ async fn resume_sends_the_intents_of_a_journal_one_at_a_time_oldest_first() {
 /// The same doubt ends with the same code, from the call and from `--resume`: the old credentials bring certainty.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_unknown_outcome_under_other_credentials_can_be_resolved() {
-    let (address, seen) = service(|number| (number > 0).then(|| answer("201 Created", "", "paid"))).await;
+    let (address, seen) = service(|number| (number > 0).then(|| response("201 Created", "", "paid"))).await;
     let url = format!("http://{address}/payouts");
     let dir = tempfile::tempdir().unwrap();
     let journal = format!("--journal={}", dir.path().join("journal").display());
@@ -465,7 +467,7 @@ async fn common_curl_flags_work() {
     let json = format!("--json=@{}", path("body"));
     let fields = format!("@{}", path("fields"));
     let out = path("out");
-    fs::write(&out, "something much longer than the answer").unwrap();
+    fs::write(&out, "something much longer than the response").unwrap();
     let end =
         ended(&["POST", &url, "--intent=7", &json, "-H", &fields, "-H", "X-Two: 2", "-o", &out, "-i"]).await;
     assert_eq!((end.code, end.out.as_str(), end.words.as_str()), (Some(0), "", ""), "{end:?}");
@@ -532,9 +534,9 @@ async fn exit_codes_are_right_even_if_no_output_can_be_written() {
         within("the end of a command", child.wait()).await.unwrap().code()
     };
     let (address, _) = service(|number| match number {
-        0 => Some(answer("400 Bad Request", "", "")),
+        0 => Some(response("400 Bad Request", "", "")),
         1 | 2 => None,
-        _ => Some(answer("201 Created", "", "paid")),
+        _ => Some(response("201 Created", "", "paid")),
     })
     .await;
     let url = format!("http://{address}/payouts");
@@ -558,8 +560,8 @@ async fn exit_codes_are_right_even_if_no_output_can_be_written() {
 async fn the_journal_resumes_unanswered_intents_and_stores_no_credentials() {
     let (address, seen) = service(|number| match number {
         0 | 1 => None,
-        2 => Some(answer("401 Unauthorized", "", "")),
-        _ => Some(answer("201 Created", "", "paid")),
+        2 => Some(response("401 Unauthorized", "", "")),
+        _ => Some(response("201 Created", "", "paid")),
     })
     .await;
     let url = format!("http://{address}/payouts");
@@ -627,13 +629,13 @@ async fn a_call_that_is_killed_and_resumed_takes_effect_once() {
         let head = wire.head().await;
         wire.body(head).await;
         dies.kill().await; // paid, but the response is lost
-        wire.send(answer("201 Created", "Connection: close\r\n", "paid")).await;
+        wire.send(response("201 Created", "Connection: close\r\n", "paid")).await;
 
         let listed = ended(&["--list", &journal]).await;
         assert_eq!(listed.out.lines().count(), 1, "{listed:?}");
         // The sidecar has the response when the call is resumed, and not before.
         let ask = format!("http://{}/payouts", sidecar.address);
-        until("the answer is stored", async || {
+        until("the response is stored", async || {
             let end = ended(&["POST", &ask, &intent, "--json={}", "--attempts=1"]).await;
             end.code == Some(0)
         })
@@ -730,9 +732,9 @@ async fn payouts_after_a_repair(status: &'static str, sidecar: Option<&[&str]>) 
     let broken = Arc::new(std::sync::atomic::AtomicBool::new(true));
     let still = Arc::clone(&broken);
     let (mut address, seen) = service(move |number| match number {
-        _ if still.load(std::sync::atomic::Ordering::SeqCst) => Some(answer(status, "", "")),
-        _ if number % 2 == 0 => Some(answer("201 Created", "", "paid")),
-        _ => Some(answer("422 Unprocessable", "", "closed")),
+        _ if still.load(std::sync::atomic::Ordering::SeqCst) => Some(response(status, "", "")),
+        _ if number % 2 == 0 => Some(response("201 Created", "", "paid")),
+        _ => Some(response("422 Unprocessable", "", "closed")),
     })
     .await;
     let sidecar = match sidecar {

@@ -42,8 +42,8 @@ impl Ledger {
                         if key.starts_with("slow") {
                             tokio::time::sleep(Duration::from_millis(1500)).await;
                         }
-                        let answer = "HTTP/1.1 201 Created\r\nContent-Length: 4\r\n\r\npaid";
-                        if wire.try_send(answer).await.is_err() {
+                        let response = "HTTP/1.1 201 Created\r\nContent-Length: 4\r\n\r\npaid";
+                        if wire.try_send(response).await.is_err() {
                             return;
                         }
                     }
@@ -129,8 +129,8 @@ async fn a_sidecar_that_dies_before_it_forwards_leaves_an_unknown_outcome() {
 #[tokio::test(flavor = "multi_thread")]
 async fn under_reexecute_a_sidecar_that_dies_before_it_forwards_executes_the_retry() {
     let (sent, effects) = killed_at("executing", &["--on-abandoned=reexecute"]).await;
-    let answer = sent.unwrap();
-    assert_eq!((answer.verdict, answer.replayed, effects), (Verdict::Done, false, 1));
+    let outcome = sent.unwrap();
+    assert_eq!((outcome.verdict, outcome.replayed, effects), (Verdict::Done, false, 1));
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -142,10 +142,10 @@ async fn a_sidecar_that_dies_with_the_response_leaves_an_unknown_outcome() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_sidecar_that_dies_after_it_stored_the_response_replays_it_to_the_retry() {
     let (sent, effects) = killed_at("completed", &[]).await;
-    let answer = sent.unwrap();
-    assert_eq!((answer.verdict, answer.replayed, effects), (Verdict::Done, true, 1));
-    assert_eq!(answer.response.body(), "paid");
-    assert!(answer.attempts > 1);
+    let outcome = sent.unwrap();
+    assert_eq!((outcome.verdict, outcome.replayed, effects), (Verdict::Done, true, 1));
+    assert_eq!(outcome.response.body(), "paid");
+    assert!(outcome.attempts > 1);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -184,9 +184,9 @@ async fn a_service_that_starts_late_gets_one_payment() {
     .await;
     let ledger = Ledger::default();
     ledger.serve(socket.listen(16).unwrap()).await;
-    let answer = within("a payment", sending).await.unwrap().unwrap();
-    assert_eq!((answer.verdict, answer.replayed, ledger.payments("early")), (Verdict::Done, false, 1));
-    assert!(answer.attempts > 1);
+    let outcome = within("a payment", sending).await.unwrap().unwrap();
+    assert_eq!((outcome.verdict, outcome.replayed, ledger.payments("early")), (Verdict::Done, false, 1));
+    assert!(outcome.attempts > 1);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -198,9 +198,9 @@ async fn two_callers_with_one_intent_get_one_response() {
         (0..8).map(|_| tokio::spawn(async move { send(to, "slow-1").await.unwrap() })).collect();
     let mut first = 0;
     for sent in sending {
-        let answer = sent.await.unwrap();
-        assert_eq!(answer.response.body(), "paid");
-        first += usize::from(!answer.replayed);
+        let outcome = sent.await.unwrap();
+        assert_eq!(outcome.response.body(), "paid");
+        first += usize::from(!outcome.replayed);
     }
     assert_eq!((first, ledger.payments("slow-1")), (1, 1));
 }

@@ -111,13 +111,13 @@ async fn an_export_streams(service: Service) {
     for _ in 0..3 {
         world.order().await.has_status(201);
     }
-    let answer = world.ask("GET", "/orders/export", &[KEY], "").await;
-    assert_eq!(answer.has_status(200).get("transfer-encoding"), Some("chunked"));
+    let response = world.ask("GET", "/orders/export", &[KEY], "").await;
+    assert_eq!(response.has_status(200).get("transfer-encoding"), Some("chunked"));
     assert_eq!(
-        answer.get("content-type").map(|t| t.split(';').next().unwrap()),
+        response.get("content-type").map(|t| t.split(';').next().unwrap()),
         Some("application/x-ndjson")
     );
-    let ids: Vec<_> = answer
+    let ids: Vec<_> = response
         .text()
         .lines()
         .map(|line| serde_json::from_str::<Value>(line).unwrap()["id"].clone())

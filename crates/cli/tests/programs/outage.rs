@@ -111,20 +111,20 @@ async fn pay(address: SocketAddr, key: &str) -> Option<Message> {
 }
 
 /// The result in a response, if it is definite.
-fn definite(answer: &Message, refused: &AtomicUsize) -> Option<Definite> {
-    match answer.status() {
-        201 if answer.get("idempotency-status") == Some("not-stored") => {
-            Some(Definite::PaidNotStored(answer.text().to_owned()))
+fn definite(response: &Message, refused: &AtomicUsize) -> Option<Definite> {
+    match response.status() {
+        201 if response.get("idempotency-status") == Some("not-stored") => {
+            Some(Definite::PaidNotStored(response.text().to_owned()))
         }
-        201 => Some(Definite::Paid(answer.text().to_owned())),
+        201 => Some(Definite::Paid(response.text().to_owned())),
         500 => {
-            answer.is_problem(500, "outcome-unknown");
+            response.is_problem(500, "outcome-unknown");
             Some(Definite::Unknown)
         }
         409 => None,
         _ => {
-            answer.is_problem(503, "store-unavailable");
-            assert!(answer.get("retry-after").is_some(), "{answer:?}");
+            response.is_problem(503, "store-unavailable");
+            assert!(response.get("retry-after").is_some(), "{response:?}");
             refused.fetch_add(1, Ordering::SeqCst);
             None
         }
@@ -151,8 +151,8 @@ impl Load {
                     }
                     let key = format!("{name}-{client}-{number}");
                     loop {
-                        let answer = pay(address, &key).await;
-                        if let Some(said) = answer.and_then(|answer| definite(&answer, &refused)) {
+                        let response = pay(address, &key).await;
+                        if let Some(said) = response.and_then(|response| definite(&response, &refused)) {
                             heard.lock().unwrap().insert(key, said);
                             break;
                         }
@@ -182,8 +182,8 @@ impl Load {
     async fn retry(&self, key: &str) -> Definite {
         let give_up = Instant::now() + LEASE + DEADLINE;
         loop {
-            let answer = pay(self.address, key).await;
-            if let Some(said) = answer.and_then(|answer| definite(&answer, &self.refused)) {
+            let response = pay(self.address, key).await;
+            if let Some(said) = response.and_then(|response| definite(&response, &self.refused)) {
                 return said;
             }
             assert!(Instant::now() < give_up, "{key} gets no definite result");
@@ -227,7 +227,7 @@ impl Load {
             }
         }
         println!(
-            "{what}: {} keys, {} refusals, {unknown} unknown outcomes, {not_stored} answers not stored; executed again: {}, answers that changed: {changed}, \
+            "{what}: {} keys, {} refusals, {unknown} unknown outcomes, {not_stored} responses not stored; executed again: {}, responses that changed: {changed}, \
              losses: {}",
             heard.len(),
             self.refused.load(Ordering::SeqCst),
@@ -239,12 +239,12 @@ impl Load {
 
 /// The value of a metric.
 async fn series(sidecar: &Sidecar, name: &str) -> f64 {
-    let answer = crate::support::ask(
+    let response = crate::support::ask(
         sidecar.admin,
         &request("GET", "/metrics", &[], "").replace("orders.test", "localhost"),
     )
     .await;
-    let text = answer.has_status(200).text().to_owned();
+    let text = response.has_status(200).text().to_owned();
     let line = text.lines().find(|line| line.split(' ').next() == Some(name));
     line.unwrap_or_else(|| panic!("no {name}: {text}")).rsplit(' ').next().unwrap().parse().unwrap()
 }
@@ -447,7 +447,7 @@ async fn a_response_is_stored_after_another_transaction_frees_its_record() {
     let reasons = sidecar.process.error_lines("out of reach");
     assert_eq!(openings(&sidecar).await, 0.0, "the breaker opened: {reasons:?}");
     run(&mut other, "ROLLBACK;");
-    until("the answer is stored", async || crate::support::ask(address, &pay).await.status() == 201).await;
+    until("the response is stored", async || crate::support::ask(address, &pay).await.status() == 201).await;
 }
 
 /// A fault proxy in front of the server, and its URL.
@@ -496,8 +496,8 @@ async fn a_claim_whose_connection_is_cut_during_its_commit_leaves_no_unknown_out
         let refused = AtomicUsize::new(0);
         let mut paid = None;
         until("the payment is made", async || {
-            let answer = pay(sidecar.address, "cut").await;
-            paid = answer.and_then(|answer| definite(&answer, &refused));
+            let response = pay(sidecar.address, "cut").await;
+            paid = response.and_then(|response| definite(&response, &refused));
             paid.is_some()
         })
         .await;
@@ -544,14 +544,14 @@ async fn postgres_behind_silent_connections_stalls_no_request_for_long() {
         proxy.swallow();
         // A running command waits for twice the timeout at most, plus the delay of a busy machine.
         let begun = Instant::now();
-        let mut answers = Vec::new();
+        let mut responses = Vec::new();
         for number in 0..10 {
             let address = sidecar.address;
-            answers.push(tokio::spawn(async move { pay(address, &format!("now-{round}-{number}")).await }));
+            responses.push(tokio::spawn(async move { pay(address, &format!("now-{round}-{number}")).await }));
         }
-        for answer in answers {
-            let answer = answer.await.unwrap().unwrap();
-            assert!([201, 503].contains(&answer.status()), "{answer:?}");
+        for response in responses {
+            let response = response.await.unwrap().unwrap();
+            assert!([201, 503].contains(&response.status()), "{response:?}");
         }
         let took = begun.elapsed();
         assert!(took < Duration::from_millis(500) * 2 + Duration::from_secs(2), "{took:?}");
@@ -599,7 +599,7 @@ async fn redis_that_flushes_every_write_executes_nothing_twice() {
     is_degraded(&sidecar).await;
     load.is_refused(50).await;
     for (key, said) in known.iter().filter(|(_, said)| matches!(said, Definite::Paid(_))).take(20) {
-        let again = pay(sidecar.address, key).await.and_then(|answer| definite(&answer, &load.refused));
+        let again = pay(sidecar.address, key).await.and_then(|response| definite(&response, &load.refused));
         assert_eq!(again.as_ref(), Some(said), "{key}");
     }
     assert_eq!(openings(&sidecar).await, opened, "the breaker opened for a store that is full");
@@ -643,9 +643,9 @@ async fn danger_fail_open_executes_without_the_store_and_reports_it() {
     server.kill();
     for number in 0..20 {
         let key = format!("open-{}", number % 2);
-        let answer = pay(sidecar.address, &key).await.unwrap();
-        answer.has_status(201);
-        assert_eq!(answer.get("idempotency-status"), Some("failed-open"), "{answer:?}");
+        let response = pay(sidecar.address, &key).await.unwrap();
+        response.has_status(201);
+        assert_eq!(response.get("idempotency-status"), Some("failed-open"), "{response:?}");
     }
     assert_eq!(
         (ledger.executions("open-0").len(), ledger.executions("open-1").len()),
@@ -658,8 +658,8 @@ async fn danger_fail_open_executes_without_the_store_and_reports_it() {
     is_degraded(&sidecar).await;
     block_in_place(|| server.restart()).unwrap();
     until("the sidecar protects again", async || {
-        let answer = pay(sidecar.address, "after").await.unwrap();
-        answer.has_status(201).get("idempotency-status") != Some("failed-open")
+        let response = pay(sidecar.address, "after").await.unwrap();
+        response.has_status(201).get("idempotency-status") != Some("failed-open")
     })
     .await;
     is_healthy_again(&sidecar).await;

@@ -120,8 +120,8 @@ async fn services_on_one_server_do_not_share_keys() {
     let (one, other) = (start("orders", orders.address).await, start("stock", stock.address).await);
     let ask = request("POST", "/orders", &[KEY], "{}");
     assert_eq!(one.ask(&ask).await.text(), "receipt");
-    let answer = other.ask(&ask).await;
-    assert_eq!((answer.text(), answer.is_replay()), ("stock", false), "another service's answer");
+    let response = other.ask(&ask).await;
+    assert_eq!((response.text(), response.is_replay()), ("stock", false), "another service's response");
     let again = start("orders", orders.address).await.ask(&ask).await;
     assert_eq!((again.text(), again.is_replay()), ("receipt", true), "the service's own response");
 

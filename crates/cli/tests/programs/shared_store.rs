@@ -73,9 +73,9 @@ impl SharedStore {
     fn lease_until(&self, record: &str) -> Option<u64> {
         let text = match self {
             Self::Redis(server) => {
-                let answer =
+                let response =
                     server.command(&["HGET", &format!("oncegate:{{{record}}}"), "lease_until"]).unwrap();
-                answer.lines().last().unwrap_or_default().to_owned()
+                response.lines().last().unwrap_or_default().to_owned()
             }
             Self::Postgres(server) => {
                 let query =
@@ -140,9 +140,9 @@ fn number(message: &Message, field: &str) -> u64 {
 
 /// The second of the day by a sidecar's clock.
 async fn second_of_day(sidecar: &Sidecar) -> i64 {
-    let answer = ask(sidecar.admin, "GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n").await;
+    let response = ask(sidecar.admin, "GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n").await;
     // Sat, 21 Nov 2026 19:20:16 GMT
-    let date = answer.get("date").unwrap().to_owned();
+    let date = response.get("date").unwrap().to_owned();
     let clock = date.split(' ').nth(4).unwrap();
     clock.split(':').fold(0, |seconds, part| seconds * 60 + part.parse::<i64>().unwrap())
 }
@@ -188,7 +188,7 @@ async fn a_waiting_client_gets_the_response_without_notifications(store: SharedS
         cut >= 3
     })
     .await;
-    let answer = async {
+    let response = async {
         wire.send(receipt("receipt 1")).await;
         assert_eq!(owner.message().await.has_status(201).text(), "receipt 1");
         waiting.message().await
@@ -199,11 +199,11 @@ async fn a_waiting_client_gets_the_response_without_notifications(store: SharedS
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     };
-    let answer = tokio::select! {
-        answer = answer => answer,
+    let response = tokio::select! {
+        response = response => response,
         () = cutting => unreachable!("the cuts go on without end"),
     };
-    assert_eq!((answer.has_status(201).text(), answer.is_replay()), ("receipt 1", true));
+    assert_eq!((response.has_status(201).text(), response.is_replay()), ("receipt 1", true));
     two.process.signal(Signal::TERM);
     assert!(two.process.errors().await.contains("waiting requests ask from time to time"));
 }
@@ -299,9 +299,9 @@ async fn clocks_an_hour_apart_change_nothing(store: SharedStore) {
         let address = two.address;
         let retry = tokio::spawn(async move {
             loop {
-                let answer = ask(address, &order(&key)).await;
-                if answer.status() != 409 {
-                    return answer;
+                let response = ask(address, &order(&key)).await;
+                if response.status() != 409 {
+                    return response;
                 }
             }
         });

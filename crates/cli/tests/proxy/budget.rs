@@ -20,11 +20,11 @@ fn post(bytes: usize) -> String {
     request("POST", "/orders", &[&key()], &"x".repeat(bytes))
 }
 
-fn is_overloaded(answer: &Message) {
-    answer.is_problem(503, "overloaded");
-    assert_eq!(answer.json()["retry"], "same-key");
-    assert_eq!(answer.get("retry-after"), Some("1"));
-    assert_eq!(answer.get("cache-control"), Some("no-store"));
+fn is_overloaded(response: &Message) {
+    response.is_problem(503, "overloaded");
+    assert_eq!(response.json()["retry"], "same-key");
+    assert_eq!(response.get("retry-after"), Some("1"));
+    assert_eq!(response.get("cache-control"), Some("no-store"));
 }
 
 /// A client that has sent this many bytes of an unfinished body.
@@ -188,8 +188,8 @@ async fn threads_share_the_budget() {
         assert!(Instant::now() < give_up, "{refused} refused");
         let mut wire = wires.remove(0);
         match tokio::time::timeout(Duration::from_millis(20), wire.message()).await {
-            Ok(answer) => {
-                is_overloaded(&answer);
+            Ok(response) => {
+                is_overloaded(&response);
                 refused += 1;
             }
             Err(_) => wires.push(wire),

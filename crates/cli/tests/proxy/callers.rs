@@ -54,7 +54,10 @@ async fn keys_from_the_body_need_a_scope_that_tells_callers_apart() {
         let mut process = Process::start(&mut command);
         assert_eq!(process.ended().await.code(), Some(1));
         let said = process.errors().await;
-        assert!(said.contains("would get each other's answers") && said.contains("single-tenant"), "{said}");
+        assert!(
+            said.contains("would get each other's responses") && said.contains("single-tenant"),
+            "{said}"
+        );
     }
     let service = Service::new().await.answers(OK);
     for scope in ["--scope=single-tenant", "--scope=required-header:x-tenant"] {

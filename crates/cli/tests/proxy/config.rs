@@ -85,8 +85,8 @@ async fn the_store_is_the_same_one_from_every_working_directory() {
         // The first name has dots in its path.
         let shown = if is_new { place.join("../records") } else { store.clone() };
         assert!(line.ends_with(&format!("store {}", shown.display())), "{line}");
-        let answer = sidecar.ask(&request("POST", "/orders", &[KEY], "{}")).await;
-        assert_eq!(answer.has_status(200).is_replay(), !is_new);
+        let response = sidecar.ask(&request("POST", "/orders", &[KEY], "{}")).await;
+        assert_eq!(response.has_status(200).is_replay(), !is_new);
         sidecar.process.signal(rustix::process::Signal::TERM);
         assert!(sidecar.process.ended().await.success());
         let said = sidecar.process.errors().await;

@@ -40,8 +40,8 @@ struct Case {
 }
 
 impl Case {
-    async fn new(store: &str, answer: &'static str) -> Self {
-        let service = Service::new().await.answers(answer);
+    async fn new(store: &str, response: &'static str) -> Self {
+        let service = Service::new().await.answers(response);
         let sidecar = Sidecar::start(service.address, &[&format!("--store={store}")]).await;
         ask(&sidecar).await;
         assert_eq!(service.requests(), 1);
@@ -62,9 +62,9 @@ impl Case {
     async fn replays(&self, body: &str) {
         let requests = self.service.requests();
         for _ in 0..3 {
-            let answer = self.ask().await;
-            answer.has_status(201);
-            assert!(answer.is_replay() && answer.text() == body, "{answer:?}");
+            let response = self.ask().await;
+            response.has_status(201);
+            assert!(response.is_replay() && response.text() == body, "{response:?}");
         }
         assert_eq!(self.service.requests(), requests);
     }
@@ -88,7 +88,7 @@ async fn ask(sidecar: &Sidecar) -> Message {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_wrong_answer_is_parked_and_amended() {
+async fn a_wrong_response_is_parked_and_amended() {
     let directory = tempfile::tempdir().unwrap();
     let dir = |name: &str| directory.path().join(name).display().to_string();
     let tiered = format!("cached(cache=memory:64MiB,store={})", dir("back"));
@@ -107,7 +107,7 @@ async fn a_wrong_answer_is_parked_and_amended() {
         let again = case.run_keys("park", &[]).await.unwrap_err();
         assert!(again.contains("It is unknown already"), "{again}");
         let nothing = case.run_keys("resolve", &["--amend", "--released"]).await.unwrap_err();
-        assert!(nothing.contains("there is no answer of an operator to amend"), "{nothing}");
+        assert!(nothing.contains("there is no response of an operator to amend"), "{nothing}");
 
         case.run_keys("resolve", &["--status=201", "--body=right"]).await.unwrap();
         case.replays("right").await;
@@ -158,10 +158,10 @@ async fn a_response_of_the_service_cannot_be_corrected() {
         ("release", &["--force"]),
     ] {
         let refused = case.run_keys(command, args).await.unwrap_err();
-        assert!(refused.contains("by its service's own answer"), "{command} {args:?}: {refused}");
+        assert!(refused.contains("by its service's own response"), "{command} {args:?}: {refused}");
     }
-    let answer = case.ask().await;
-    assert!(answer.is_replay() && answer.text() == "ok", "{answer:?}");
+    let response = case.ask().await;
+    assert!(response.is_replay() && response.text() == "ok", "{response:?}");
     assert_eq!(run_keys(&case.sidecar, &["audit"]).await.unwrap(), "no entries\n");
 }
 

@@ -20,8 +20,8 @@ const OTHER: &str = "Origin: https://other.example";
 const OWN: &str = "HTTP/1.1 201 Created\r\nAccess-Control-Allow-Origin: *\r\nAccess-Control-Allow-Headers: *\r\n\
     Access-Control-Expose-Headers: X-Order\r\nX-Order: 7\r\nContent-Length: 4\r\n\r\npaid";
 
-async fn start(answer: &'static str, flags: &[&str]) -> (FixedService, Sidecar) {
-    let service = Service::new().await.answers(answer);
+async fn start(response: &'static str, flags: &[&str]) -> (FixedService, Sidecar) {
+    let service = Service::new().await.answers(response);
     let sidecar = Sidecar::start(service.address, flags).await;
     (service, sidecar)
 }
@@ -30,8 +30,8 @@ fn post_from(origin: &str, body: &str) -> String {
     request("POST", "/orders", &[origin, KEY], body)
 }
 
-fn exposed(answer: &Message) -> Vec<String> {
-    let lines = answer.head.all("access-control-expose-headers");
+fn exposed(response: &Message) -> Vec<String> {
+    let lines = response.head.all("access-control-expose-headers");
     lines.iter().flat_map(|line| line.split(", ")).map(str::to_owned).collect()
 }
 
@@ -50,13 +50,13 @@ async fn allowed_pages_can_read_every_response() {
     let malformed = sidecar.ask(&request("POST", "/orders", &[SHOP, "Host: x"], "")).await;
     malformed.is_problem(400, "request-malformed");
     let passed = sidecar.ask(&request("GET", "/orders", &[SHOP], "")).await;
-    for answer in [&first, &replay, &reused, &malformed, &passed] {
-        assert_eq!(answer.get("access-control-allow-origin"), Some("https://shop.example"), "{answer:?}");
-        assert_eq!(answer.get("vary"), Some("origin"), "{answer:?}");
-        assert_eq!(answer.get("access-control-allow-credentials"), None, "{answer:?}");
+    for response in [&first, &replay, &reused, &malformed, &passed] {
+        assert_eq!(response.get("access-control-allow-origin"), Some("https://shop.example"), "{response:?}");
+        assert_eq!(response.get("vary"), Some("origin"), "{response:?}");
+        assert_eq!(response.get("access-control-allow-credentials"), None, "{response:?}");
         for name in ["idempotency-key", "idempotent-replayed", "idempotency-status", "retry-after", "x-order"]
         {
-            assert!(exposed(answer).iter().any(|exposed| exposed == name), "{name}: {answer:?}");
+            assert!(exposed(response).iter().any(|exposed| exposed == name), "{name}: {response:?}");
         }
     }
     for fields in [&[OTHER, KEY][..], &["Origin: null", KEY], &[KEY]] {
@@ -103,7 +103,7 @@ async fn preflight_requests_of_allowed_pages_are_answered_and_others_are_forward
     let method = "Access-Control-Request-Method: PATCH";
     let headers = "Access-Control-Request-Headers: content-type,idempotency-key";
 
-    let answer = ask("/orders", &[SHOP, method, headers]).await;
+    let response = ask("/orders", &[SHOP, method, headers]).await;
     for (name, value) in [
         ("access-control-allow-origin", "https://shop.example"),
         ("access-control-allow-methods", "PATCH"),
@@ -112,12 +112,12 @@ async fn preflight_requests_of_allowed_pages_are_answered_and_others_are_forward
         ("access-control-max-age", "300"),
         ("vary", "origin, access-control-request-method, access-control-request-headers"),
     ] {
-        assert_eq!(answer.get(name), Some(value), "{answer:?}");
+        assert_eq!(response.get(name), Some(value), "{response:?}");
     }
-    answer.has_status(204);
-    let answer = ask("/narrow", &[SHOP, method, headers]).await;
-    assert_eq!(answer.get("access-control-allow-methods"), Some("POST, GET"));
-    assert_eq!(answer.get("access-control-allow-headers"), Some("idempotency-key"));
+    response.has_status(204);
+    let response = ask("/narrow", &[SHOP, method, headers]).await;
+    assert_eq!(response.get("access-control-allow-methods"), Some("POST, GET"));
+    assert_eq!(response.get("access-control-allow-headers"), Some("idempotency-key"));
     assert_eq!(service.requests(), 0);
 
     let elsewhere: [(&str, &[&str]); 4] = [
@@ -140,11 +140,11 @@ const PAGE: &str = r#"<!doctype html><script type="module">
 const send = async (api, body) => {
   const headers = {"Content-Type": "application/json", "Idempotency-Key": "intent-1"};
   try {
-    const answer = await fetch(api + "/orders", {method: "POST", headers, body});
-    const field = (name) => answer.headers.get(name);
+    const response = await fetch(api + "/orders", {method: "POST", headers, body});
+    const field = (name) => response.headers.get(name);
     return {
-      status: answer.status, replayed: field("Idempotent-Replayed"), key: field("Idempotency-Key"),
-      order: field("X-Order"), text: await answer.text(),
+      status: response.status, replayed: field("Idempotent-Replayed"), key: field("Idempotency-Key"),
+      order: field("X-Order"), text: await response.text(),
     };
   } catch (error) {
     return {error: String(error)};

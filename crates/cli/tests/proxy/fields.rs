@@ -4,14 +4,14 @@ use crate::support::{Head, Message, Service, Sidecar, Wire, request};
 use crate::{KEY, OK};
 
 /// Sends a request through a new sidecar, and returns what the service and the client received.
-async fn pass(sent: &str, answer: &str) -> (Message, Message) {
+async fn pass(sent: &str, response: &str) -> (Message, Message) {
     let service = Service::new().await;
     let sidecar = Sidecar::start(service.address, &[]).await;
     let mut client = sidecar.connect().await;
     client.send(sent).await;
     let mut wire = service.accept().await;
     let seen = wire.message().await;
-    wire.send(answer).await;
+    wire.send(response).await;
     drop(wire);
     (seen, client.message().await)
 }
@@ -42,10 +42,10 @@ async fn hop_by_hop_fields_are_removed_in_both_directions() {
         ],
         "",
     );
-    let answer = "HTTP/1.1 200 OK\r\nConnection: keep-alive, X-Theirs\r\nX-Theirs: 1\r\nX-Kept: 1\r\nX-Kept: 2\r\n\
+    let response = "HTTP/1.1 200 OK\r\nConnection: keep-alive, X-Theirs\r\nX-Theirs: 1\r\nX-Kept: 1\r\nX-Kept: 2\r\n\
                   Keep-Alive: timeout=5\r\nProxy-Connection: keep-alive\r\nSet-Cookie: a=1\r\nSet-Cookie: b=2\r\n\
                   Content-Length: 2\r\n\r\nok";
-    let (seen, got) = pass(&sent, answer).await;
+    let (seen, got) = pass(&sent, response).await;
     assert_eq!(seen.head.line, "GET /a?b=%20c HTTP/1.1");
     let of_one_connection =
         ["keep-alive", "proxy-connection", "proxy-authorization", "te", "transfer-encoding"];
@@ -127,7 +127,7 @@ async fn every_attempt_has_a_greater_token() {
     let mut client = sidecar.connect().await;
     let mut wire: Option<Wire> = None;
     let mut said = Vec::new();
-    for answer in ["HTTP/1.1 429 Too Many Requests\r\nContent-Length: 0\r\n\r\n", OK] {
+    for response in ["HTTP/1.1 429 Too Many Requests\r\nContent-Length: 0\r\n\r\n", OK] {
         client.send(request("POST", "/", &[KEY], "{}")).await;
         let last = match wire.take() {
             Some(wire) => wire,
@@ -138,7 +138,7 @@ async fn every_attempt_has_a_greater_token() {
             ["record", "token", "attempt"]
                 .map(|name| seen.get(&format!("oncegate-{name}")).unwrap().to_owned()),
         );
-        this.send(answer).await;
+        this.send(response).await;
         client.message().await;
         wire = Some(this);
     }
@@ -150,9 +150,9 @@ async fn every_attempt_has_a_greater_token() {
 
 #[tokio::test]
 async fn the_store_directive_of_the_service_is_removed_from_the_response() {
-    let answer = "HTTP/1.1 200 OK\r\nIdempotency-Store: tombstone\r\nContent-Length: 2\r\n\r\nok";
+    let response = "HTTP/1.1 200 OK\r\nIdempotency-Store: tombstone\r\nContent-Length: 2\r\n\r\nok";
     for fields in [&[][..], &[KEY]] {
-        let (_, got) = pass(&request("POST", "/", fields, "{}"), answer).await;
+        let (_, got) = pass(&request("POST", "/", fields, "{}"), response).await;
         absent(&got.has_status(200).to_owned().head, &["idempotency-store"]);
     }
 }

@@ -66,9 +66,9 @@ async fn client(sidecar: &Sidecar, settings: &[u8]) -> Wire {
 
 #[tokio::test]
 async fn responses_that_no_client_reads_are_bounded() {
-    // The answer is larger than the buffers of the kernel, and the window is zero.
-    let answer = format!("HTTP/1.1 200 OK\r\nContent-Length: 200000\r\n\r\n{}", "x".repeat(200_000));
-    let service = Service::new().await.answers(String::leak(answer));
+    // The response is larger than the buffers of the kernel, and the window is zero.
+    let response = format!("HTTP/1.1 200 OK\r\nContent-Length: 200000\r\n\r\n{}", "x".repeat(200_000));
+    let service = Service::new().await.answers(String::leak(response));
     let sidecar = Sidecar::start(service.address, &["--response-budget=1MiB", "--threads=2"]).await;
     let no_window = [0, 4, 0, 0, 0, 0];
     let mut wire = client(&sidecar, &no_window).await;

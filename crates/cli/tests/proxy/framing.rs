@@ -40,8 +40,8 @@ async fn ambiguous_messages_are_refused_and_never_forwarded() {
             let inner = "GET /smuggled HTTP/1.1\r\nHost: orders.test\r\n\r\n";
             let head = format!("POST / HTTP/1.1\r\nHost: orders.test\r\n{key}{fields}\r\n");
             client.send(head + body + inner).await;
-            let answer = client.message().await;
-            assert!(matches!(answer.status(), 400 | 501), "{fields:?}: {:?}", answer.head);
+            let response = client.message().await;
+            assert!(matches!(response.status(), 400 | 501), "{fields:?}: {:?}", response.head);
             client.ends().await;
         }
     }
@@ -96,8 +96,8 @@ async fn bad_chunks_under_a_key_are_refused_and_never_forwarded() {
         let mut client = sidecar.connect().await;
         let head = request("POST", "/", &[KEY, "Transfer-Encoding: chunked"], "");
         client.send(format!("{head}{chunks}GET /smuggled HTTP/1.1\r\nHost: a\r\n\r\n")).await;
-        let answer = client.message().await;
-        assert_eq!(answer.status(), 400, "{chunks:?}: {:?}", answer.head);
+        let response = client.message().await;
+        assert_eq!(response.status(), 400, "{chunks:?}: {:?}", response.head);
         client.ends().await;
     }
     service.is_not_called().await;
@@ -111,8 +111,8 @@ async fn bad_chunks_without_a_key_never_reach_the_service_as_a_whole_request() {
         let mut client = sidecar.connect().await;
         client.send(request("POST", "/", &["Transfer-Encoding: chunked"], "") + chunks).await;
         // The service may have received the head already; then its request ends early.
-        let answer = client.message().await;
-        assert!(answer.status() >= 400, "{chunks:?}: {:?}", answer.head);
+        let response = client.message().await;
+        assert!(response.status() >= 400, "{chunks:?}: {:?}", response.head);
         client.ends().await;
     }
     let mut last = sidecar.connect().await;
@@ -129,7 +129,7 @@ async fn bad_chunks_without_a_key_never_reach_the_service_as_a_whole_request() {
 }
 
 #[tokio::test]
-async fn an_answer_with_two_lengths_is_forwarded_with_one() {
+async fn a_response_with_two_lengths_is_forwarded_with_one() {
     let service = Service::new().await;
     let sidecar = Sidecar::start(service.address, &[]).await;
     let mut client = sidecar.connect().await;
@@ -145,7 +145,7 @@ async fn an_answer_with_two_lengths_is_forwarded_with_one() {
 
 #[tokio::test]
 async fn a_response_that_breaks_off_stays_incomplete_for_the_client() {
-    for answer in [
+    for response in [
         "HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nabc",
         "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n",
     ] {
@@ -155,7 +155,7 @@ async fn a_response_that_breaks_off_stays_incomplete_for_the_client() {
         client.send(request("GET", "/", &[], "")).await;
         let mut wire = service.accept().await;
         wire.message().await;
-        wire.send(answer).await;
+        wire.send(response).await;
         let head = client.head().await;
         assert_eq!(head.status(), 200);
         drop(wire);
@@ -166,7 +166,7 @@ async fn a_response_that_breaks_off_stays_incomplete_for_the_client() {
 
 #[tokio::test]
 async fn an_invalid_response_is_a_bad_gateway() {
-    for answer in [
+    for response in [
         "",
         "SSH-2.0-OpenSSH_9.9\r\n",
         "HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
@@ -180,11 +180,11 @@ async fn an_invalid_response_is_a_bad_gateway() {
             client.send(request("POST", "/", fields, "{}")).await;
             let mut wire = service.accept().await;
             wire.message().await;
-            wire.send(answer).await;
+            wire.send(response).await;
             drop(wire);
             let got = client.message().await;
             let slug = if fields.is_empty() { "upstream-unanswered" } else { "outcome-unknown" };
-            assert_eq!(got.status(), 502, "{answer:?}: {:?}", got.head);
+            assert_eq!(got.status(), 502, "{response:?}: {:?}", got.head);
             got.is_problem(502, slug);
         }
     }
@@ -215,7 +215,7 @@ async fn responses_without_a_body_keep_their_length_fields() {
     let sidecar = Sidecar::start(service.address, &["--threads=1"]).await;
     let mut client = sidecar.connect().await;
     let mut last = None;
-    for (method, answer, length) in [
+    for (method, response, length) in [
         ("HEAD", "HTTP/1.1 200 OK\r\nContent-Length: 12345\r\n\r\n", Some("12345")),
         ("HEAD", "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", None),
         ("GET", "HTTP/1.1 204 No Content\r\n\r\n", None),
@@ -231,13 +231,13 @@ async fn responses_without_a_body_keep_their_length_fields() {
         };
         let (mut wire, seen) = service.next(wire).await;
         assert_eq!(seen.head.line, format!("{method} / HTTP/1.1"));
-        wire.send(answer).await;
+        wire.send(response).await;
         last = Some(wire);
         let head = client.head().await;
-        assert_eq!(head.line, answer.split("\r\n").next().unwrap());
-        assert_eq!(head.get("content-length"), length, "{answer:?}");
+        assert_eq!(head.line, response.split("\r\n").next().unwrap());
+        assert_eq!(head.get("content-length"), length, "{response:?}");
         let got = if method == "HEAD" { Message::of(head) } else { client.body(head).await };
-        assert_eq!(got.text(), if answer == OK { "ok" } else { "" });
+        assert_eq!(got.text(), if response == OK { "ok" } else { "" });
     }
 }
 

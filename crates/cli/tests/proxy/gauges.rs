@@ -142,9 +142,9 @@ async fn request_bytes_are_counted_across_threads_and_given_back() {
 
 #[tokio::test]
 async fn unread_response_bytes_are_counted_and_given_back() {
-    const ANSWER: usize = 1 << 20;
-    let answer = format!("HTTP/1.1 200 OK\r\nContent-Length: {ANSWER}\r\n\r\n{}", "x".repeat(ANSWER));
-    let service = Service::new().await.answers(answer.leak());
+    const RESPONSE: usize = 1 << 20;
+    let response = format!("HTTP/1.1 200 OK\r\nContent-Length: {RESPONSE}\r\n\r\n{}", "x".repeat(RESPONSE));
+    let service = Service::new().await.answers(response.leak());
     // A little more than three responses: budget that one thread reserves ahead is not available to another.
     let flags =
         ["--response-budget=3200KiB", "--max-response-body=1MiB", "--write-timeout=1h", "--threads=2"];
@@ -164,18 +164,18 @@ async fn unread_response_bytes_are_counted_and_given_back() {
         within("a head", client.send_request(asked)).await.unwrap()
     };
     for count in 1..=3 {
-        let answer = replay().await;
-        assert_eq!(answer.status(), StatusCode::OK);
-        unread.push(answer.into_body());
-        becomes(&sidecar, RESPONSE_BYTES, (count * ANSWER) as f64).await;
+        let response = replay().await;
+        assert_eq!(response.status(), StatusCode::OK);
+        unread.push(response.into_body());
+        becomes(&sidecar, RESPONSE_BYTES, (count * RESPONSE) as f64).await;
     }
     let refused = replay().await;
     assert_eq!(refused.status(), StatusCode::SERVICE_UNAVAILABLE);
     let problem = refused.into_body();
-    assert_eq!(gauge(&sidecar, RESPONSE_BYTES).await, (3 * ANSWER) as f64);
+    assert_eq!(gauge(&sidecar, RESPONSE_BYTES).await, (3 * RESPONSE) as f64);
     // One stream is reset, and the others end with their connection.
     drop((unread.pop(), problem));
-    becomes(&sidecar, RESPONSE_BYTES, (2 * ANSWER) as f64).await;
+    becomes(&sidecar, RESPONSE_BYTES, (2 * RESPONSE) as f64).await;
     connection.abort();
     drop((unread, client));
     all_is_zero(&sidecar).await;

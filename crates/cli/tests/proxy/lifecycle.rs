@@ -142,13 +142,13 @@ async fn a_request_with_a_key_continues_after_its_client_hangs_up() {
     drop(client);
     world.retry().await.is_problem(409, "request-in-progress");
     wire.send(OK).await;
-    let mut answer = Message::default();
-    until("the answer is stored", async || {
-        answer = world.retry().await;
-        answer.status() != 409
+    let mut response = Message::default();
+    until("the response is stored", async || {
+        response = world.retry().await;
+        response.status() != 409
     })
     .await;
-    assert!(answer.has_status(200).is_replay());
+    assert!(response.has_status(200).is_replay());
 }
 
 #[tokio::test]
@@ -178,13 +178,13 @@ async fn draining_is_bounded_and_leaves_an_unknown_outcome() {
     let errors = world.sidecar.process.errors().await;
     assert_eq!(errors.matches("requests were still running").count(), 1, "{errors}");
     world.restart(&flags).await;
-    let mut answer = Message::default();
+    let mut response = Message::default();
     until("the lease ends", async || {
-        answer = world.retry().await;
-        answer.status() != 409
+        response = world.retry().await;
+        response.status() != 409
     })
     .await;
-    answer.is_problem(500, "outcome-unknown");
+    response.is_problem(500, "outcome-unknown");
     world.service.is_not_called().await;
 }
 

@@ -30,9 +30,12 @@ fn peak(sidecar: &Sidecar) -> u64 {
 }
 
 #[track_caller]
-fn is_overloaded(answer: &Message) {
-    answer.is_problem(503, "overloaded");
-    assert_eq!((answer.json()["retry"].as_str(), answer.get("retry-after")), (Some("same-key"), Some("1")));
+fn is_overloaded(response: &Message) {
+    response.is_problem(503, "overloaded");
+    assert_eq!(
+        (response.json()["retry"].as_str(), response.get("retry-after")),
+        (Some("same-key"), Some("1"))
+    );
 }
 
 #[tokio::test]
@@ -132,8 +135,8 @@ fn keyed(key: &str) -> Request<Full<Bytes>> {
 
 /// A service whose response has half a megabyte.
 async fn large_responses() -> FixedService {
-    let answer = format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n{}", MIB / 2, "x".repeat(MIB / 2));
-    Service::new().await.answers(answer.leak())
+    let response = format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n{}", MIB / 2, "x".repeat(MIB / 2));
+    Service::new().await.answers(response.leak())
 }
 
 #[tokio::test]
@@ -150,9 +153,9 @@ async fn unread_replays_are_bounded_and_given_up() {
         let mut replays = Vec::new();
         let mut refused = 0;
         for _ in 0..40 {
-            let answer = within("a head", client.send_request(keyed("k"))).await.unwrap();
-            match answer.status() {
-                StatusCode::OK => replays.push(answer.into_body()),
+            let response = within("a head", client.send_request(keyed("k"))).await.unwrap();
+            match response.status() {
+                StatusCode::OK => replays.push(response.into_body()),
                 StatusCode::SERVICE_UNAVAILABLE => refused += 1,
                 other => panic!("{other}"),
             }
@@ -255,7 +258,7 @@ async fn a_client_that_does_not_read_a_streamed_response_blocks_no_service() {
     wire.message().await;
     wire.send(format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n", 256 * MIB)).await;
     // The sidecar reads the response to its end, although the client does not.
-    assert_eq!(within("the end of the answer", pour(wire)).await, 256 * MIB);
+    assert_eq!(within("the end of the response", pour(wire)).await, 256 * MIB);
     sidecar.ask(&sent).await.is_problem(422, "replay-unavailable");
     let rest = within("the end of the connection", client.raw_rest()).await;
     assert!(rest.len() < 64 * MIB, "{}", rest.len());
@@ -356,16 +359,16 @@ async fn a_response_with_a_large_head_is_replayed_and_one_beyond_the_limit_is_re
 /// A service that speaks HTTP/2 only, and whose responses have as many header lines as the path names.
 async fn many_lines(service: Service) {
     while let Ok((stream, _)) = service.listener().accept().await {
-        let answer = hyper::service::service_fn(|request: Request<hyper::body::Incoming>| async move {
+        let response = hyper::service::service_fn(|request: Request<hyper::body::Incoming>| async move {
             let lines: usize = request.uri().path().trim_matches('/').parse().unwrap();
-            let mut answer = http::Response::builder().status(201);
+            let mut response = http::Response::builder().status(201);
             for number in 0..lines {
-                answer = answer.header(format!("x-{number}"), "v");
+                response = response.header(format!("x-{number}"), "v");
             }
-            Ok::<_, std::convert::Infallible>(answer.body(Full::new(Bytes::from("ok"))).unwrap())
+            Ok::<_, std::convert::Infallible>(response.body(Full::new(Bytes::from("ok"))).unwrap())
         });
         let server = hyper::server::conn::http2::Builder::new(TokioExecutor::new());
-        tokio::spawn(server.serve_connection(TokioIo::new(stream), answer));
+        tokio::spawn(server.serve_connection(TokioIo::new(stream), response));
     }
 }
 
@@ -644,9 +647,9 @@ async fn unread_responses_keep_new_keys_from_being_executed() {
     sidecar.ask(&small).await.has_status(200);
     let (mut executed, mut refused) = (Vec::new(), 0);
     for key in 0..60 {
-        let answer = within("a head", client.send_request(keyed(&format!("new-{key}")))).await.unwrap();
-        match answer.status() {
-            StatusCode::OK => executed.push(answer.into_body()),
+        let response = within("a head", client.send_request(keyed(&format!("new-{key}")))).await.unwrap();
+        match response.status() {
+            StatusCode::OK => executed.push(response.into_body()),
             StatusCode::SERVICE_UNAVAILABLE => refused += 1,
             other => panic!("{other}"),
         }

@@ -28,7 +28,7 @@ fn record_of(problem: &Message) -> String {
 }
 
 #[tokio::test]
-async fn an_unknown_outcome_is_logged_once_counted_and_named_in_the_answer() {
+async fn an_unknown_outcome_is_logged_once_counted_and_named_in_the_response() {
     let service = Service::new().await;
     let sidecar = Sidecar::start(service.address, &["--upstream-timeout=200ms"]).await;
     let asked = request("POST", "/orders", &[KEY], "{}");
@@ -74,8 +74,8 @@ async fn the_log_reports_an_unknown_outcome_before_and_after_its_retention_ends(
             series(&sidecar, "oncegate_unsettled_retention_left_seconds").await == Some(f64::INFINITY)
         })
         .await;
-        let answer = sidecar.ask(&request("POST", "/orders", &[KEY], "{}")).await;
-        let record = record_of(&answer);
+        let response = sidecar.ask(&request("POST", "/orders", &[KEY], "{}")).await;
+        let record = record_of(&response);
         until("the end of its retention is shown", async || {
             series(&sidecar, "oncegate_unsettled_retention_left_seconds").await.unwrap() <= 20.0
         })
@@ -117,9 +117,9 @@ async fn records_abandoned_by_a_crash_are_reported_before_any_retry() {
     let listed = admin(&sidecar, "/v1/keys?state=unsettled").await.json();
     assert_eq!(listed["records"][0]["state"], "abandoned", "{listed}");
 
-    let answer = sidecar.ask(&asked).await;
-    answer.is_problem(500, "outcome-unknown");
-    let record = record_of(&answer);
+    let response = sidecar.ask(&asked).await;
+    response.is_problem(500, "outcome-unknown");
+    let record = record_of(&response);
     sidecar.process.logs(UNKNOWN).await;
     sidecar.ask(&asked).await.is_problem(500, "outcome-unknown");
     let logged = sidecar.process.error_lines(UNKNOWN);

@@ -41,7 +41,7 @@ async fn oncegate_keys_sends_neither_token_nor_command_to_the_port_of_the_servic
     ];
     for command in commands {
         let args = [command, &["--admin", &port]].concat();
-        let answer = async {
+        let response = async {
             let (mut wire, asked) = service.next(service.accept().await).await;
             // The service may answer whatever it likes.
             let body = "{\"n\":1,\"records\":[],\"entries\":[],\"record\":\"x\",\"ahead_seconds\":null}";
@@ -52,7 +52,7 @@ async fn oncegate_keys_sends_neither_token_nor_command_to_the_port_of_the_servic
             .await;
             asked
         };
-        let (said, asked) = tokio::join!(oncegate(&args), answer);
+        let (said, asked) = tokio::join!(oncegate(&args), response);
         assert_eq!(said.status.code(), Some(3), "{args:?}: {said:?}");
         assert_eq!(text(&said.stdout), "", "{args:?}");
         let words = text(&said.stderr);
@@ -105,8 +105,8 @@ async fn requests_that_never_reached_the_service_have_their_own_outcome() {
     ] {
         let class = if status < 500 { "4xx" } else { "5xx" };
         let before = requests(&sidecar, outcome, class).await;
-        let answer = ask(sidecar.address, &format!("{head}Connection: close\r\n\r\n")).await;
-        assert_eq!(answer.status(), status, "{head}");
+        let response = ask(sidecar.address, &format!("{head}Connection: close\r\n\r\n")).await;
+        assert_eq!(response.status(), status, "{head}");
         assert_eq!(requests(&sidecar, outcome, class).await, before + 1.0, "{head}");
     }
 }
@@ -136,8 +136,8 @@ async fn no_response_of_the_service_looks_like_one_of_the_admin_api() {
     let service = Service::new().await.answers(MARKED);
     let sidecar = Sidecar::start(service.address, &[]).await;
     for fields in [&[][..], &[KEY], &[KEY]] {
-        let answer = sidecar.ask(&request("POST", "/orders", fields, "{}")).await;
-        assert_eq!((answer.status(), answer.get("oncegate-admin")), (200, None), "{answer:?}");
+        let response = sidecar.ask(&request("POST", "/orders", fields, "{}")).await;
+        assert_eq!((response.status(), response.get("oncegate-admin")), (200, None), "{response:?}");
     }
 }
 
@@ -162,8 +162,8 @@ async fn a_completion_that_came_too_late_is_logged_with_its_record() {
         assert!(changed.len() == 1 && changed[0].contains(part), "no {part} in {changed:?}");
     }
     wire.send(OK).await;
-    let answer = client.message().await;
-    assert_eq!((answer.status(), answer.get("idempotency-status")), (200, Some("fenced")));
+    let response = client.message().await;
+    assert_eq!((response.status(), response.get("idempotency-status")), (200, Some("fenced")));
 
     sidecar.process.logs("find out if the effect happened twice").await;
     let logged = sidecar.process.error_lines("find out if the effect happened twice");
@@ -192,7 +192,7 @@ async fn a_late_success_without_a_commit_is_logged_with_its_record() {
     command.args(["--completion=upstream", "--on-abandoned=reexecute"]).env("ONCEGATE_STORE", &url);
     let mut sidecar = Sidecar::run(&mut command).await;
     let admin_address = sidecar.admin.to_string();
-    for (answer, is_logged) in [(FAILED, false), (OK, true)] {
+    for (response, is_logged) in [(FAILED, false), (OK, true)] {
         let mut client = sidecar.connect().await;
         client.send(request("POST", "/orders", &[KEY], "{}")).await;
         let (mut wire, _) = service.next(service.accept().await).await;
@@ -201,7 +201,7 @@ async fn a_late_success_without_a_commit_is_logged_with_its_record() {
         let release = ["keys", "release", &record, "--force", "--reason", "gone", "--admin", &admin_address];
         let released = oncegate(&release).await;
         assert!(released.status.success(), "{released:?}");
-        wire.send(answer).await;
+        wire.send(response).await;
         client.message().await;
         if is_logged {
             sidecar.process.logs("find out if the effect happened twice").await;

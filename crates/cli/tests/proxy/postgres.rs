@@ -64,8 +64,8 @@ async fn two_sidecars_on_one_database_share_their_keys() {
     };
     let (mut first, second) = (start().await, start().await);
     let asked = request("POST", "/orders", &[KEY], "{}");
-    let answer = first.ask(&asked).await;
-    assert_eq!(answer.has_status(200).text(), "ok");
+    let response = first.ask(&asked).await;
+    assert_eq!(response.has_status(200).text(), "ok");
     assert!(second.ask(&asked).await.has_status(200).is_replay());
     second.ask(&request("POST", "/orders", &[KEY], "{\"other\":1}")).await.is_problem(422, "key-reused");
 

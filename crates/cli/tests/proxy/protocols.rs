@@ -49,7 +49,7 @@ async fn send(
     client: &mut SendRequest<Body>,
     request: Request<Body>,
 ) -> (http::response::Parts, Bytes, HeaderMap) {
-    let response = within("an answer", client.send_request(request)).await.unwrap();
+    let response = within("a response", client.send_request(request)).await.unwrap();
     let (parts, body) = response.into_parts();
     let body = within("a body", body.collect()).await.unwrap();
     let trailers = body.trailers().cloned().unwrap_or_default();
@@ -160,7 +160,7 @@ async fn a_client_may_speak_http_2_without_tls() {
         .header("cookie", "a=1")
         .header("cookie", "b=2")
         .body(text("{}"));
-    let answer = tokio::spawn(async move {
+    let response = tokio::spawn(async move {
         let first = send(&mut client, asked.unwrap()).await;
         let again = Request::post("http://shop.test/orders?a=1").header("idempotency-key", "intent-1");
         (first, send(&mut client, again.body(text("{}")).unwrap()).await)
@@ -174,7 +174,7 @@ async fn a_client_may_speak_http_2_without_tls() {
     // RFC 9113, 8.2.3: on the way to HTTP/1.1 several cookie fields become one line.
     assert_eq!(seen.get("cookie"), Some("a=1; b=2"));
     wire.send("HTTP/1.1 201 Created\r\nConnection: keep-alive\r\nKeep-Alive: timeout=5\r\nContent-Length: 2\r\n\r\nok").await;
-    let ((first, body, _), (second, again, _)) = within("both answers", answer).await.unwrap();
+    let ((first, body, _), (second, again, _)) = within("both responses", response).await.unwrap();
     assert_eq!((first.status.as_u16(), first.version, &body[..]), (201, Version::HTTP_2, &b"ok"[..]));
     assert_eq!((second.status.as_u16(), &again[..]), (201, &b"ok"[..]));
     assert_eq!(
@@ -206,7 +206,7 @@ async fn many_streams_of_one_http_2_connection_run_at_once() {
         wire.send(OK).await;
     }
     for status in asked {
-        assert_eq!(within("an answer", status).await.unwrap(), 200);
+        assert_eq!(within("a response", status).await.unwrap(), 200);
     }
 }
 
@@ -249,8 +249,8 @@ async fn a_client_may_speak_tls_with_either_version() {
     // A client that does not speak TLS gets no response, and does not block other clients.
     let mut plain = sidecar.connect().await;
     plain.send(request("GET", "/", &[], "")).await;
-    let answer = plain.rest().await;
-    assert!(!answer.starts_with(b"HTTP/"), "{answer:?}");
+    let response = plain.rest().await;
+    assert!(!response.starts_with(b"HTTP/"), "{response:?}");
 }
 
 #[tokio::test]
@@ -304,9 +304,9 @@ async fn invented_hosts_do_not_use_up_all_connections() {
     };
     let mut refused = 0;
     for number in 0..100 {
-        let answer = get(&format!("host-{number}.test")).await;
-        if answer.status() != 200 {
-            answer.is_problem(503, "overloaded");
+        let response = get(&format!("host-{number}.test")).await;
+        if response.status() != 200 {
+            response.is_problem(503, "overloaded");
             refused += 1;
         }
     }

@@ -94,27 +94,27 @@ impl Ledger {
                 all.push(message.clone());
                 all.len()
             };
-            let answer = if is_question {
-                let (answer, closes, floods) = self.reply(&message).await;
+            let response = if is_question {
+                let (response, closes, floods) = self.reply(&message).await;
                 if closes {
-                    let _ended = wire.try_send(answer).await;
+                    let _ended = wire.try_send(response).await;
                     return;
                 }
                 if floods {
-                    let mut sent = wire.try_send(answer).await;
+                    let mut sent = wire.try_send(response).await;
                     while sent.is_ok() {
                         sent = wire.try_send("4\r\nmore\r\n".repeat(1000)).await;
                     }
                     return;
                 }
-                answer
+                response
             } else if number == 1 {
                 // The request takes effect, but its response is lost.
                 std::future::pending().await
             } else {
                 EXECUTED.into()
             };
-            if wire.try_send(answer).await.is_err() {
+            if wire.try_send(response).await.is_err() {
                 return;
             }
         }
@@ -226,9 +226,9 @@ fn keyed_order() -> String {
 async fn settled(address: std::net::SocketAddr, request: String) -> Message {
     let give_up = Instant::now() + TIMEOUT;
     loop {
-        let answer = ask(address, &request).await;
-        if answer.status() != 409 {
-            return answer;
+        let response = ask(address, &request).await;
+        if response.status() != 409 {
+            return response;
         }
         assert!(Instant::now() < give_up, "the request is still in progress");
         tokio::time::sleep(Duration::from_millis(10)).await;
@@ -259,14 +259,14 @@ async fn a_reconciled_response_is_stored_and_replayed_byte_for_byte() {
                   Set-Cookie: a=b\r\nDate: Thu, 01 Jan 1970 00:00:00 GMT\r\n";
     world.ledger.will_say([Reply::marked("202 Accepted", "happened", fields, &body)]);
     for _ in 0..3 {
-        let answer = world.settled().await;
-        assert!(answer.has_status(202).is_replay());
-        assert_eq!(answer.body, body);
-        assert_eq!(answer.get("content-type"), Some("application/byte-stream"));
-        assert_eq!((answer.get("location"), answer.get("x-order")), (Some("/orders/7"), Some("7")));
-        assert_eq!(answer.get("idempotency-key"), Some("intent-1"));
+        let response = world.settled().await;
+        assert!(response.has_status(202).is_replay());
+        assert_eq!(response.body, body);
+        assert_eq!(response.get("content-type"), Some("application/byte-stream"));
+        assert_eq!((response.get("location"), response.get("x-order")), (Some("/orders/7"), Some("7")));
+        assert_eq!(response.get("idempotency-key"), Some("intent-1"));
         for name in ["x-other", "set-cookie", "oncegate-outcome", "oncegate-record", "oncegate-token"] {
-            assert_eq!(answer.get(name), None, "{name}");
+            assert_eq!(response.get(name), None, "{name}");
         }
     }
     // Another process finds the response in the store.
@@ -299,9 +299,9 @@ async fn replies_with_chunks_and_trailers_or_without_a_body_are_accepted() {
         let world = World::new(&[]).await;
         world.ledger.will_say([Reply::says(reply)]);
         for _ in 0..2 {
-            let answer = world.settled().await;
-            assert!(answer.has_status(status).is_replay());
-            assert_eq!((answer.text(), answer.get("idempotency-store")), (body, None));
+            let response = world.settled().await;
+            assert!(response.has_status(status).is_replay());
+            assert_eq!((response.text(), response.get("idempotency-store")), (body, None));
         }
         assert_eq!(world.ledger.executed().len(), 1);
     }
@@ -378,9 +378,9 @@ async fn a_request_that_did_not_happen_is_executed_once_under_a_higher_token() {
         (0..20).map(|_| tokio::spawn(async move { settled(address, keyed_order()).await })).collect();
     let mut fresh = 0;
     for one in all {
-        let answer = one.await.unwrap();
-        assert_eq!(answer.has_status(201).text(), "executed");
-        fresh += usize::from(!answer.is_replay());
+        let response = one.await.unwrap();
+        assert_eq!(response.has_status(201).text(), "executed");
+        fresh += usize::from(!response.is_replay());
     }
     assert_eq!(fresh, 1);
     let (executed, questions) = (world.ledger.executed(), world.ledger.questions());
@@ -392,7 +392,7 @@ async fn a_request_that_did_not_happen_is_executed_once_under_a_higher_token() {
     assert!(world.metric("oncegate_reconciled_total{result=\"did-not-happen\"} 1\n").await);
 }
 
-/// Replies that are no answer, or none that can be relied on.
+/// Replies that are no response, or none that can be relied on.
 fn unclear() -> Vec<(&'static str, Reply)> {
     let bare = |status: &str, fields: &str| {
         Reply::says(format!("HTTP/1.1 {status}\r\n{fields}Content-Length: 2\r\n\r\nno"))
@@ -487,10 +487,10 @@ async fn is_unclear(what: &str, reply: Reply) {
     // Long enough for a reply on a busy machine, and short enough to wait for its end this often.
     let world = World::new(&["--reconcile-timeout=1500ms"]).await;
     world.ledger.will_say([reply]);
-    let answer = world.settled().await;
-    assert_eq!(answer.status(), 500, "{what}: {answer:?}");
-    answer.is_problem(500, "outcome-unknown");
-    assert_eq!(answer.json()["retry"], "stop");
+    let response = world.settled().await;
+    assert_eq!(response.status(), 500, "{what}: {response:?}");
+    response.is_problem(500, "outcome-unknown");
+    assert_eq!(response.json()["retry"], "stop");
     assert!(!world.ledger.questions().is_empty(), "{what}");
     // The record is parked, so the service is not asked again. A question that was given up may still arrive late.
     world.ledger.will_say([Reply::did_not_happen()]);
@@ -571,13 +571,13 @@ async fn the_lease_is_renewed_during_questions_and_questions_end() {
     let asking = tokio::spawn(async move { settled(address, keyed_order()).await });
     until("the service is asked", async || !world.ledger.questions().is_empty()).await;
     let begun = Instant::now();
-    let mut answer = world.sidecar.ask(&keyed_order()).await;
+    let mut response = world.sidecar.ask(&keyed_order()).await;
     while begun.elapsed() < Duration::from_millis(1000) {
-        answer.is_problem(409, "request-in-progress");
+        response.is_problem(409, "request-in-progress");
         // The key is not free for another request either.
         let other = request("POST", "/orders?shop=1", &[KEY, "Authorization: Bearer t"], "{}");
         world.sidecar.ask(&other).await.is_problem(422, "key-reused");
-        answer = world.sidecar.ask(&keyed_order()).await;
+        response = world.sidecar.ask(&keyed_order()).await;
     }
     assert_eq!(world.ledger.questions().len(), 1);
     asking.await.unwrap().is_problem(500, "outcome-unknown");
@@ -637,9 +637,9 @@ async fn a_sidecar_killed_between_reply_and_record_asks_again() {
         world.ledger.will_say([Reply::happened()]);
         world.restart(&[]).await;
         assert!(asking.await.unwrap().is_none(), "a killed process sent a response");
-        let answer = world.settled().await;
-        assert!(answer.has_status(201).is_replay());
-        assert_eq!(answer.text(), "found in the ledger");
+        let response = world.settled().await;
+        assert!(response.has_status(201).is_replay());
+        assert_eq!(response.text(), "found in the ledger");
         assert_eq!(
             (world.ledger.executed().len(), world.ledger.questions().len()),
             (1 + usize::from(did_not), 2)

@@ -6,16 +6,19 @@ use crate::{KEY, OK};
 const PROFILES: [&str; 2] = ["--profile=stripe", "--profile=classic"];
 
 /// Asserts that this is an error in the format of the profile.
-fn is_of_profile(answer: &Message, profile: &str, status: u16, should_retry: &str) {
-    answer.has_status(status);
-    assert_eq!(answer.get("content-type"), Some("application/json"), "{answer:?}");
-    assert_eq!(answer.get("cache-control"), Some("no-store"), "{answer:?}");
+fn is_of_profile(response: &Message, profile: &str, status: u16, should_retry: &str) {
+    response.has_status(status);
+    assert_eq!(response.get("content-type"), Some("application/json"), "{response:?}");
+    assert_eq!(response.get("cache-control"), Some("no-store"), "{response:?}");
     if profile == "--profile=stripe" {
-        let error = &answer.json()["error"];
-        assert!(error["type"].is_string() && error["message"].is_string(), "{answer:?}");
-        assert_eq!(answer.get("stripe-should-retry"), Some(should_retry), "{answer:?}");
+        let error = &response.json()["error"];
+        assert!(error["type"].is_string() && error["message"].is_string(), "{response:?}");
+        assert_eq!(response.get("stripe-should-retry"), Some(should_retry), "{response:?}");
     } else {
-        assert!(answer.json()["error"].is_string() && answer.json()["message"].is_string(), "{answer:?}");
+        assert!(
+            response.json()["error"].is_string() && response.json()["message"].is_string(),
+            "{response:?}"
+        );
     }
 }
 
@@ -25,8 +28,8 @@ async fn an_unreachable_service_is_reported_in_the_format_of_the_profile() {
         let away = Service::new().await.into_listener().local_addr().unwrap();
         let sidecar = Sidecar::start(away, &[profile]).await;
         for fields in [&[KEY][..], &[]] {
-            let answer = sidecar.ask(&request("POST", "/orders", fields, "{}")).await;
-            is_of_profile(&answer, profile, 502, "true");
+            let response = sidecar.ask(&request("POST", "/orders", fields, "{}")).await;
+            is_of_profile(&response, profile, 502, "true");
         }
     }
 }
@@ -37,8 +40,8 @@ async fn a_service_time_out_is_reported_in_the_format_of_the_profile() {
         let service = Service::new().await;
         let sidecar = Sidecar::start(service.address, &[profile, "--upstream-timeout=50ms"]).await;
         for fields in [&[KEY][..], &[]] {
-            let answer = sidecar.ask(&request("POST", "/orders", fields, "{}")).await;
-            is_of_profile(&answer, profile, 504, with_key);
+            let response = sidecar.ask(&request("POST", "/orders", fields, "{}")).await;
+            is_of_profile(&response, profile, 504, with_key);
         }
     }
 }

@@ -67,14 +67,14 @@ async fn a_reload_changes_routes_for_open_connections_too() {
 
     world.reload(REQUIRED, RELOADED).await;
     // The threads apply the configuration one after the other.
-    let mut answer = Message::default();
+    let mut response = Message::default();
     until("the route is in force", async || {
         open.send(&plain).await;
-        answer = open.message().await;
-        answer.status() != 200
+        response = open.message().await;
+        response.status() != 200
     })
     .await;
-    answer.is_problem(400, "key-missing");
+    response.is_problem(400, "key-missing");
     until("the route is in force on all threads", async || {
         let mut statuses = Vec::new();
         for _ in 0..8 {
@@ -163,8 +163,8 @@ async fn a_running_request_survives_a_reload_and_the_service_may_move() {
         let other = format!("Idempotency-Key: intent-{}", moved.requests() + 2);
         let asked = request("POST", "/other", &[&other], "{}");
         // A thread that is late may still send the request to the old service, which never answers.
-        let answer = tokio::time::timeout(Duration::from_millis(500), world.sidecar.ask(&asked));
-        answer.await.is_ok_and(|answer| answer.status() == 200)
+        let response = tokio::time::timeout(Duration::from_millis(500), world.sidecar.ask(&asked));
+        response.await.is_ok_and(|response| response.status() == 200)
     })
     .await;
 }

@@ -21,13 +21,13 @@ async fn cut(sidecar: &Sidecar, key: &str, length: Option<&str>, reason: Reason)
     if let Some(length) = length {
         head = head.header("content-length", length);
     }
-    let (_answer, mut body) = client.send_request(head.body(()).unwrap(), false).unwrap();
+    let (_response, mut body) = client.send_request(head.body(()).unwrap(), false).unwrap();
     body.send_data(Bytes::from(&BODY[..9]), false).unwrap();
     // The sidecar sends its response to the ping after it has read the first half.
-    within("an answer to a ping", ping.ping(h2::Ping::opaque())).await.unwrap();
+    within("a reply to a ping", ping.ping(h2::Ping::opaque())).await.unwrap();
     body.send_reset(reason);
     drop(body);
-    within("an answer to a ping", ping.ping(h2::Ping::opaque())).await.unwrap();
+    within("a reply to a ping", ping.ping(h2::Ping::opaque())).await.unwrap();
 }
 
 #[tokio::test]

@@ -187,10 +187,10 @@ async fn a_memory_store_keeps_its_limit_of_bytes() {
     let mut client = sidecar.connect().await;
     client.send(post("a")).await;
     let mut wire = service.accept().await;
-    let answer = format!("HTTP/1.1 200 OK\r\nContent-Length: {LARGE}\r\n\r\n{}", "x".repeat(LARGE));
+    let response = format!("HTTP/1.1 200 OK\r\nContent-Length: {LARGE}\r\n\r\n{}", "x".repeat(LARGE));
     for key in ["b", "c"] {
         wire.message().await;
-        wire.send(&answer).await;
+        wire.send(&response).await;
         client.message().await.has_status(200);
         client.send(post(key)).await;
     }

@@ -47,7 +47,8 @@ const REFUSED: [&str; 3] =
 #[tokio::test]
 async fn a_call_that_is_refused_prints_why() {
     let url = format!("http://{}/pay", unused_address());
-    let line = failure(&mut oncegate(&["call", "--attempts", "1", "POST", &url]), "no definite answer").await;
+    let line =
+        failure(&mut oncegate(&["call", "--attempts", "1", "POST", &url]), "no definite response").await;
     prints_each_cause_once(&line, &REFUSED);
 }
 

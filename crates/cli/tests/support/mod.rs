@@ -281,7 +281,7 @@ impl Service {
     }
 
     /// From now on answers every request with this response.
-    pub(crate) fn answers(self, answer: &'static str) -> FixedService {
+    pub(crate) fn answers(self, response: &'static str) -> FixedService {
         let answering =
             FixedService { address: self.address, connections: Arc::default(), requests: Arc::default() };
         let (connections, requests) = (answering.connections.clone(), answering.requests.clone());
@@ -294,7 +294,7 @@ impl Service {
                     while let Some(head) = wire.try_head().await {
                         wire.body(head).await;
                         requests.fetch_add(1, Ordering::Relaxed);
-                        if wire.try_send(answer).await.is_err() {
+                        if wire.try_send(response).await.is_err() {
                             return;
                         }
                     }
@@ -522,8 +522,8 @@ impl Head {
     }
 
     pub(crate) fn status(&self) -> u16 {
-        let word = self.line.split(' ').nth(1).unwrap_or_else(|| panic!("no answer: {:?}", self.line));
-        word.parse().unwrap_or_else(|_| panic!("no answer: {:?}", self.line))
+        let word = self.line.split(' ').nth(1).unwrap_or_else(|| panic!("no response: {:?}", self.line));
+        word.parse().unwrap_or_else(|_| panic!("no response: {:?}", self.line))
     }
 }
 

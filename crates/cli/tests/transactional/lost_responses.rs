@@ -21,20 +21,20 @@ async fn questions(sidecar: &Sidecar) -> [u64; 4] {
 /// Asserts that one payment was made, that a retry gets its response from the service, and every later one from the record.
 async fn answers_retries(world: &mut World, key: &str, effects: i64) {
     let before = questions(&world.sidecar).await;
-    let answer = world.retry(Operation::Pay, key).await;
-    assert!(answer.has_status(201).is_replay(), "{:?}", answer.head);
-    let charge = answer.json();
+    let response = world.retry(Operation::Pay, key).await;
+    assert!(response.has_status(201).is_replay(), "{:?}", response.head);
+    let charge = response.json();
     assert_eq!((&charge["order_id"], &charge["amount_cents"]), (&1.into(), &900.into()));
     let newest = world.database.number("SELECT max(id)::bigint FROM charges").await;
     assert_eq!((charge["id"].as_i64(), world.effects(Operation::Pay).await), (Some(newest), effects));
-    assert_eq!(answer.get("oncegate-outcome"), None);
+    assert_eq!(response.get("oncegate-outcome"), None);
     let after = questions(&world.sidecar).await;
     assert_eq!(after, [before[0] + 1, before[1], before[2], before[3]]);
 
     world.service.kill().await;
     let again = world.ask(Operation::Pay, key).await;
     assert!(again.has_status(201).is_replay(), "{:?}", again.head);
-    assert_eq!((&again.body, again.get("content-type")), (&answer.body, answer.get("content-type")));
+    assert_eq!((&again.body, again.get("content-type")), (&response.body, response.get("content-type")));
     assert_eq!(questions(&world.sidecar).await, after);
     world.restart_service().await;
 }
@@ -58,8 +58,9 @@ pub(crate) async fn both_are_killed_after_the_commit_and_the_response_is_asked_f
     for name in ["content-type", "location"] {
         assert_eq!(again.get(name), plain.has_status(201).get(name), "{name}");
     }
-    let members =
-        |answer: &Message| -> Vec<String> { answer.json().as_object().unwrap().keys().cloned().collect() };
+    let members = |response: &Message| -> Vec<String> {
+        response.json().as_object().unwrap().keys().cloned().collect()
+    };
     assert_eq!(members(&again), members(&plain));
     // Only the sidecar gets the details.
     let from_outside = request("GET", PATH, &["Oncegate-Record: 00", "Oncegate-Token: 1"], "");
@@ -95,9 +96,9 @@ pub(crate) async fn a_service_killed_after_its_commit_is_asked_when_it_is_back(k
     answers_retries(&mut world, "committed", 1).await;
 }
 
-fn is_told_to_retry_later(answer: &Message, status: u16) {
-    answer.is_problem(status, "response-awaited");
-    assert_eq!((&answer.json()["retry"], answer.get("retry-after")), (&"same-key".into(), Some("1")));
+fn is_told_to_retry_later(response: &Message, status: u16) {
+    response.is_problem(status, "response-awaited");
+    assert_eq!((&response.json()["retry"], response.get("retry-after")), (&"same-key".into(), Some("1")));
 }
 
 const KEY: &str = "Idempotency-Key: order-1";
@@ -176,9 +177,9 @@ impl Committed {
     }
 
     /// The response to a retry if the service sends this reply.
-    async fn response_to_retry(&self, answer: &str) -> Message {
+    async fn response_to_retry(&self, response: &str) -> Message {
         let mut client = self.retry().await;
-        self.question().await.send(answer).await;
+        self.question().await.send(response).await;
         client.message().await
     }
 }
@@ -204,8 +205,8 @@ async fn a_committed_request_is_never_executed_again_whatever_the_service_report
     assert_eq!(questions(&committed.sidecar).await, [0, 0, 1, 0]);
     // The service may have looked in the wrong place.
     let yes = committed.reports("201 Created", "happened", "Content-Type: text/x\r\n", "paid");
-    let answer = committed.response_to_retry(&yes).await;
-    assert_eq!((answer.has_status(201).text(), answer.is_replay()), ("paid", true));
+    let response = committed.response_to_retry(&yes).await;
+    assert_eq!((response.has_status(201).text(), response.is_replay()), ("paid", true));
     assert_eq!(questions(&committed.sidecar).await, [1, 0, 1, 0]);
     assert_eq!(counted(&committed.sidecar, &["executing", "response-added"]).await, [1, 1]);
 }
@@ -231,8 +232,9 @@ async fn a_service_that_cannot_tell_is_asked_until_the_time_out_and_again_by_the
     committed.sidecar.ask(&order()).await.is_problem(409, "request-in-progress");
     is_told_to_retry_later(&client.message().await, 503);
     assert_eq!(questions(&committed.sidecar).await, [0, 0, 0, 1]);
-    let answer = committed.response_to_retry(&committed.reports("201 Created", "happened", "", "paid")).await;
-    assert_eq!((answer.has_status(201).text(), answer.is_replay()), ("paid", true));
+    let response =
+        committed.response_to_retry(&committed.reports("201 Created", "happened", "", "paid")).await;
+    assert_eq!((response.has_status(201).text(), response.is_replay()), ("paid", true));
 }
 
 /// The executing sidecar is alive but slow, while another one asks for the response.
@@ -284,8 +286,8 @@ async fn two_sidecars_may_ask_at_the_same_time() {
         wire.send(&found).await;
     }
     for client in [&mut one, &mut two] {
-        let answer = client.message().await;
-        assert_eq!((answer.has_status(201).text(), answer.is_replay()), ("found", true));
+        let response = client.message().await;
+        assert_eq!((response.has_status(201).text(), response.is_replay()), ("found", true));
     }
 }
 
@@ -300,8 +302,8 @@ async fn the_response_is_stored_although_the_client_hangs_up() {
         counted(&committed.sidecar, &["response-added"]).await == [1]
     })
     .await;
-    let answer = committed.sidecar.ask(&order()).await;
-    assert_eq!((answer.has_status(201).text(), answer.is_replay()), ("found", true));
+    let response = committed.sidecar.ask(&order()).await;
+    assert_eq!((response.has_status(201).text(), response.is_replay()), ("found", true));
     committed.service.is_not_called().await;
 }
 

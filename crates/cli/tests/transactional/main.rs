@@ -21,9 +21,9 @@ use support::{Message, Sidecar, ask};
 use world::{Database, Kind, Operation, Stop, World, serve};
 
 /// Asserts the response to the first client if the service died before its transaction ended.
-fn is_told_to_retry(answer: &Message, slug: &str) {
-    answer.is_problem(502, slug);
-    assert_eq!(answer.json()["retry"], "same-key");
+fn is_told_to_retry(response: &Message, slug: &str) {
+    response.is_problem(502, slug);
+    assert_eq!(response.json()["retry"], "same-key");
 }
 
 async fn a_committed_request_is_answered_from_the_record(kind: Kind) {
@@ -120,10 +120,10 @@ async fn a_service_that_is_killed_after_its_commit_has_taken_effect(kind: Kind) 
         until("it is committed", async || world.effects(operation).await == 1).await;
         world.service.kill().await;
         // The first client gets the response in the record, too.
-        let answer = client.message().await;
+        let response = client.message().await;
         match operation {
-            Operation::Order => assert!(answer.has_status(201).is_replay()),
-            Operation::Pay => drop(answer.is_problem(422, "replay-unavailable")),
+            Operation::Order => assert!(response.has_status(201).is_replay()),
+            Operation::Pay => drop(response.is_problem(422, "replay-unavailable")),
         }
         world.relay.cut().await;
         world.restart_service().await;
@@ -167,8 +167,8 @@ async fn a_sidecar_that_is_killed_at_any_point_leaves_what_was_committed(kind: K
             world.restart_sidecar(&SHORT).await;
             if failpoint == "completed" {
                 // The response was added before the sidecar was killed.
-                let answer = world.retry(operation, failpoint).await;
-                assert!(answer.has_status(201).is_replay());
+                let response = world.retry(operation, failpoint).await;
+                assert!(response.has_status(201).is_replay());
                 assert_eq!(world.effects(operation).await, effects);
             } else {
                 world.is_done(operation, failpoint, effects).await;
@@ -258,8 +258,8 @@ async fn an_owner_that_was_paused_beyond_its_lease_rolls_back(kind: Kind) {
     // Another service and another sidecar on the same database.
     let (_service, at) = serve(kind, &world.database, &world.relay, 0).await;
     let sidecar = world.database.sidecar(at, &SHORT, "").await;
-    let answer = sidecar.ask(&operation.request("paused")).await;
-    assert!(!answer.has_status(201).is_replay());
+    let response = sidecar.ask(&operation.request("paused")).await;
+    assert!(!response.has_status(201).is_replay());
 
     world.service.signal(Signal::CONT);
     world.sidecar.process.signal(Signal::CONT);
@@ -269,7 +269,7 @@ async fn an_owner_that_was_paused_beyond_its_lease_rolls_back(kind: Kind) {
     assert_eq!(world.effects(operation).await, 1);
     let replay = world.retry(operation, "paused").await;
     assert!(replay.has_status(201).is_replay());
-    assert_eq!(replay.body, answer.body);
+    assert_eq!(replay.body, response.body);
 }
 
 /// The service keeps its transaction open, with the completion in it, for longer than a lease.
@@ -291,11 +291,11 @@ async fn an_open_transaction_blocks_no_other_request(kind: Kind) {
     assert!(metrics.contains("oncegate_degraded 0"), "{metrics}");
     assert!(metrics.contains("oncegate_store_errors_total{during=\"renewal\",kind=\"locked\"}"), "{metrics}");
     world.relay.set(Gate::Open);
-    let answer = client.message().await;
-    assert!(!answer.has_status(201).is_replay());
+    let response = client.message().await;
+    assert!(!response.has_status(201).is_replay());
     let replay = other.ask(&operation.request("open")).await;
     assert!(replay.has_status(201).is_replay());
-    assert_eq!(replay.body, answer.body);
+    assert_eq!(replay.body, response.body);
     assert_eq!(world.effects(operation).await, 1);
 }
 

@@ -61,10 +61,10 @@ async fn the_committed_record_decides_the_response() {
     asked
         .complete(", oncegate.response(202, ARRAY['content-type', 'location'], ARRAY['text/x', '/orders/7'], 'mine')")
         .await;
-    let answer = asked.answer(CREATED).await;
-    assert_eq!((answer.has_status(202).text(), answer.get("content-type")), ("mine", Some("text/x")));
-    assert_eq!((answer.get("location"), answer.get("set-cookie")), (Some("/orders/7"), Some("a=b")));
-    assert!(!answer.is_replay());
+    let response = asked.answer(CREATED).await;
+    assert_eq!((response.has_status(202).text(), response.get("content-type")), ("mine", Some("text/x")));
+    assert_eq!((response.get("location"), response.get("set-cookie")), (Some("/orders/7"), Some("a=b")));
+    assert!(!response.is_replay());
     let replay = asked.retry().await;
     assert_eq!((replay.has_status(202).text(), replay.get("content-type")), ("mine", Some("text/x")));
     assert_eq!((replay.get("location"), replay.get("set-cookie")), (Some("/orders/7"), None));
@@ -116,11 +116,11 @@ async fn a_service_that_answers_before_its_commit_is_not_waited_for() {
     let mut open = asked.database.connect().await;
     run(&mut open, "BEGIN").await;
     run(&mut open, &format!("SELECT oncegate.complete({})", asked.attempt)).await;
-    let answer = asked.answer(CREATED).await;
-    assert_eq!(answer.has_status(201).get("idempotency-status"), Some("not-stored"));
+    let response = asked.answer(CREATED).await;
+    assert_eq!(response.has_status(201).get("idempotency-status"), Some("not-stored"));
     asked.retry().await.is_problem(409, "request-in-progress");
     run(&mut open, "COMMIT").await;
-    until("the answer is added", async || asked.retry().await.status() == 201).await;
+    until("the response is added", async || asked.retry().await.status() == 201).await;
     // If the COMMIT falls between the sidecar's look at the record and its write, the completion looks as if it was missing.
     let counts = counted(&asked.sidecar, &REPORTED).await;
     assert!(counts == [0, 1, 0, 0] || counts == [0, 0, 0, 1], "{REPORTED:?}: {counts:?}");
@@ -158,10 +158,10 @@ async fn fields_that_no_record_may_keep_are_not_replayed() {
         )
         .await;
     let first = asked.answer(CREATED).await;
-    for answer in [first, asked.retry().await] {
-        assert_eq!((answer.has_status(201).text(), answer.get("content-type")), ("paid", Some("text/x")));
-        assert_eq!(answer.get("x-own"), Some("kept"), "other fields of the service are kept");
-        assert_eq!((answer.get("connection"), answer.get("oncegate-token")), (None, None));
-        assert_ne!(answer.get("set-cookie"), Some("session=1"));
+    for response in [first, asked.retry().await] {
+        assert_eq!((response.has_status(201).text(), response.get("content-type")), ("paid", Some("text/x")));
+        assert_eq!(response.get("x-own"), Some("kept"), "other fields of the service are kept");
+        assert_eq!((response.get("connection"), response.get("oncegate-token")), (None, None));
+        assert_ne!(response.get("set-cookie"), Some("session=1"));
     }
 }

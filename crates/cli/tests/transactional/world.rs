@@ -207,13 +207,13 @@ impl World {
 
     /// Sends the request again until it is no longer in progress.
     pub(crate) async fn retry(&self, operation: Operation, key: &str) -> Message {
-        let mut answer = Message::default();
+        let mut response = Message::default();
         until("the request is no longer in progress", async || {
-            answer = self.ask(operation, key).await;
-            answer.status() != 409
+            response = self.ask(operation, key).await;
+            response.status() != 409
         })
         .await;
-        answer
+        response
     }
 
     pub(crate) async fn restart_service(&mut self) {
@@ -242,16 +242,16 @@ impl World {
 
     /// Asserts that the operation took effect this often, and that a retry is answered from the record.
     pub(crate) async fn is_done(&self, operation: Operation, key: &str, effects: i64) {
-        let answer = self.retry(operation, key).await;
+        let response = self.retry(operation, key).await;
         match operation {
             Operation::Order => {
-                assert!(answer.has_status(201).is_replay(), "{:?}", answer.head);
-                let location = format!("/orders/{}", answer.json()["id"]);
-                assert_eq!(answer.get("location"), Some(&*location));
-                assert_eq!(answer.json()["customer"], "Ada");
+                assert!(response.has_status(201).is_replay(), "{:?}", response.head);
+                let location = format!("/orders/{}", response.json()["id"]);
+                assert_eq!(response.get("location"), Some(&*location));
+                assert_eq!(response.json()["customer"], "Ada");
             }
             Operation::Pay => {
-                answer.is_problem(422, "replay-unavailable");
+                response.is_problem(422, "replay-unavailable");
             }
         }
         assert_eq!(self.effects(operation).await, effects);
@@ -259,11 +259,11 @@ impl World {
 
     /// Asserts that the operation took no effect yet, that a retry executes it, and that the next retry gets the stored response.
     pub(crate) async fn is_not_done(&self, operation: Operation, key: &str, effects: i64) {
-        let answer = self.retry(operation, key).await;
-        assert!(!answer.has_status(201).is_replay(), "{:?}", answer.head);
+        let response = self.retry(operation, key).await;
+        assert!(!response.has_status(201).is_replay(), "{:?}", response.head);
         let again = self.ask(operation, key).await;
         assert!(again.has_status(201).is_replay(), "{:?}", again.head);
-        assert_eq!(again.body, answer.body);
+        assert_eq!(again.body, response.body);
         assert_eq!(self.effects(operation).await, effects + 1);
     }
 }

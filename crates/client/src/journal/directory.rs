@@ -1,4 +1,4 @@
-//! A journal in a directory: one file for each intent that has no definite answer.
+//! A journal in a directory: one file for each intent that has no definite response.
 
 use std::fmt;
 use std::fs::{self, File};
@@ -49,7 +49,7 @@ const MAX_FINISHED_PER_DAY: usize = 10_000;
 /// The age up to which an intent that was never sent keeps its file. An older one is written again, with a new time.
 const FRESH: Duration = Duration::from_secs(60);
 
-/// A [`Journal`] in a directory of a local file system: one file for each intent that has no definite answer.
+/// A [`Journal`] in a directory of a local file system: one file for each intent that has no definite response.
 ///
 /// - **Before the first sending** the file is written under a temporary name and synced. Then it gets its name, and the
 ///   directory is synced. After a crash before that, only the temporary file is left: nothing was sent for it, and
@@ -59,7 +59,7 @@ const FRESH: Duration = Duration::from_secs(60);
 ///   two services may be equal, give each service its own directory.
 /// - **While it is sent** the file is locked. The system frees the lock when the process ends, however it ends. Any number of
 ///   processes and tasks may use one directory; none sends an intent that another one is sending.
-/// - **With a definite answer** the file is removed. A power cut may bring it back; then the intent is sent again, under its
+/// - **With a definite response** the file is removed. A power cut may bring it back; then the intent is sent again, under its
 ///   key. The directory `finished` remembers for 30 days ([`with_finished_retention`](Self::with_finished_retention)) that the
 ///   intent was done: the same intent is sent again only while the service knows its key
 ///   ([`SendErrorKind::DoneBefore`](crate::SendErrorKind::DoneBefore)), and another request under its key is refused.
@@ -84,7 +84,7 @@ const FRESH: Duration = Duration::from_secs(60);
 /// #     type Body = Full<Bytes>;
 /// #     async fn send(&self, _: http::Request<Bytes>) -> Result<http::Response<Full<Bytes>>, AttemptFailure> {
 /// #         if self.0 { Ok(http::Response::new(Full::default())) }
-/// #         else { Err(AttemptFailure::new(AttemptFailureKind::Doubtful, "no answer")) }
+/// #         else { Err(AttemptFailure::new(AttemptFailureKind::Doubtful, "no response")) }
 /// #     }
 /// # }
 /// # #[tokio::main(flavor = "current_thread")]
@@ -96,7 +96,7 @@ const FRESH: Duration = Duration::from_secs(60);
 /// let client = Client::new(transport).with_journal(Arc::new(journal.clone()));
 /// # let client = client.with_policy(policy);
 /// let payout = Intent::post("https://bank.example/payouts")?.with_key(IdempotencyKey::derived("payout", ["7"]))?;
-/// let end = client.send(&payout).await; // no answer, or the process dies here
+/// let end = client.send(&payout).await; // no response, or the process dies here
 /// # assert!(end.is_err());
 ///
 /// // The next process, before anything new.
@@ -129,7 +129,7 @@ struct Inner {
     finished: FinishedIntents,
 }
 
-/// An intent without a definite answer, as a listing shows it: without headers and body.
+/// An intent without a definite response, as a listing shows it: without headers and body.
 ///
 /// [`PendingIntent::key`] and [`PendingIntent::uri`] may be confidential.
 #[non_exhaustive]
@@ -279,7 +279,7 @@ impl JournalDir {
         &self.0.path
     }
 
-    /// Lists the files that cannot be read, then the intents without a definite answer, oldest first.
+    /// Lists the files that cannot be read, then the intents without a definite response, oldest first.
     ///
     /// It removes the temporary files of processes that ended: nothing was sent for them.
     ///
@@ -303,10 +303,10 @@ impl JournalDir {
         })
     }
 
-    /// Sends the intents without a definite answer again. Programs call it when they start, before they send anything new.
+    /// Sends the intents without a definite response again. Programs call it when they start, before they send anything new.
     ///
     /// Intents are sent one after the other, oldest first, because a later one may need an earlier one. An intent that stays
-    /// without a definite answer does not block the rest. [`Resume::with_concurrency`](super::Resume::with_concurrency) sends
+    /// without a definite response does not block the rest. [`Resume::with_concurrency`](super::Resume::with_concurrency) sends
     /// several at once. Each call of [`Resume::next`](super::Resume::next) returns one result; without it, nothing is sent.
     ///
     /// # Errors
@@ -335,8 +335,8 @@ impl Journal for JournalDir {
 }
 
 impl JournalEntry for LockedEntry {
-    fn close<'a>(self: Box<Self>, answer: &'a DefiniteResponse) -> JournalFuture<'a, Result<(), BoxError>> {
-        let verdict = answer.verdict;
+    fn close<'a>(self: Box<Self>, outcome: &'a DefiniteResponse) -> JournalFuture<'a, Result<(), BoxError>> {
+        let verdict = outcome.verdict;
         Box::pin(async move { Ok(blocking(move || self.finish(verdict)).await??) })
     }
 
@@ -372,7 +372,7 @@ impl LockedEntry {
         };
         match remembered {
             Ok(()) => inner.remove(&path, &file),
-            // The intent has an answer, and removing it frees space.
+            // The intent has a response, and removing it frees space.
             Err(error) if is_full(&error) => {
                 inner.remove(&path, &file)?;
                 drop(file);
@@ -439,7 +439,7 @@ impl Inner {
                 Err(error) => return Err(at(&path, &error)),
                 Ok(_) => {
                     return Err(conflict(format!(
-                        "{}: the intent that this one replaces has no definite answer yet",
+                        "{}: the intent that this one replaces has no definite response yet",
                         path.display()
                     )));
                 }
@@ -450,7 +450,7 @@ impl Inner {
             if let Some((entry, file)) = self.take_up(&path)? {
                 if let Some(part) = difference(&entry, intent) {
                     return Err(conflict(format!(
-                        "{}: another request under the same key has no definite answer yet; its {part} differs",
+                        "{}: another request under the same key has no definite response yet; its {part} differs",
                         path.display()
                     )));
                 }
@@ -491,7 +491,7 @@ impl Inner {
         let Some(FinishedFile { finished, path, file }) = found else { return Ok(None) };
         if !finished.is_request(intent) {
             return Err(conflict(format!(
-                "{}: another request under the same key has its answer already",
+                "{}: another request under the same key has its response already",
                 path.display()
             )));
         }
@@ -625,8 +625,10 @@ impl Inner {
             file.as_ref().map_or(true, |file| file.file_name().to_str() != Some(FINISHED))
         };
         if fs::read_dir(&self.path)?.filter(is_intent).count() >= self.max_intents {
-            let many =
-                format!("the journal is full: it has {} intents without a definite answer", self.max_intents);
+            let many = format!(
+                "the journal is full: it has {} intents without a definite response",
+                self.max_intents
+            );
             return Err(io::Error::new(io::ErrorKind::QuotaExceeded, many));
         }
         let (new, file) = self.create_new(&bytes)?;

@@ -30,12 +30,12 @@ const MAX_BYTES: u64 = 64 * 1024;
 
 const DAY: u64 = 24 * 60 * 60 * 1000;
 
-/// An intent that has a definite answer.
+/// An intent that has a definite response.
 #[derive(Clone, Debug)]
 pub(super) struct FinishedIntent {
     pub(super) created_at: Timestamp,
     pub(super) key_lifetime: Option<Duration>,
-    /// `true` if it was done. Otherwise the service reported that it failed, or that it cannot give the answer again.
+    /// `true` if it was done. Otherwise the service reported that it failed, or that it cannot give the response again.
     pub(super) is_done: bool,
     request: String,
     caller: Caller,

@@ -1,4 +1,4 @@
-//! The sending of the intents that an earlier process left without a definite answer.
+//! The sending of the intents that an earlier process left without a definite response.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -15,7 +15,7 @@ use crate::report::{DefiniteResponse, SendError};
 
 type Fields = Arc<dyn Fn(&PendingIntent) -> Result<HeaderMap, BoxError> + Send + Sync>;
 
-/// The sending of pending intents, oldest first. Dropping it stops the sending; intents without an answer stay in the journal.
+/// The sending of pending intents, oldest first. Dropping it stops the sending; intents without a response stay in the journal.
 pub struct Resume<T> {
     journal: JournalDir,
     client: Client<T>,
@@ -31,11 +31,11 @@ pub struct Resume<T> {
 pub struct ResumedIntent {
     /// The intent.
     pub pending: PendingIntent,
-    /// Its definite answer, or the error. With an answer, it is no longer in the journal.
+    /// Its definite response, or the error. With a response, it is no longer in the journal.
     pub end: Result<DefiniteResponse, ResumeError>,
 }
 
-/// An intent of the journal got no definite answer.
+/// An intent of the journal got no definite response.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ResumeError {
@@ -43,8 +43,8 @@ pub enum ResumeError {
     /// another process or task is sending it.
     #[error(transparent)]
     Sending(SendError),
-    /// It is no longer in the journal: another process has its answer.
-    #[error("another process has its answer")]
+    /// It is no longer in the journal: another process has its response.
+    #[error("another process has its response")]
     Gone,
     /// It was not sent, because these headers are missing. The journal left them out, and [`Resume::with_fields`] did not
     /// return them.

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use crate::support::{End, Hostile, Reply, answer, quick};
+use crate::support::{End, Hostile, Reply, quick, response};
 use bytes::Bytes;
 use http_body_util::Full;
 use hyper_util::client::legacy::{Client as HyperClient, Error as HyperError, connect::HttpConnector};
@@ -48,7 +48,7 @@ fn closed_address() -> (TcpSocket, SocketAddr) {
     (socket, address)
 }
 
-/// A service that honours keys: each takes effect once. The first answer never arrives complete, and is replayed.
+/// A service that honours keys: each takes effect once. The first response never arrives complete, and is replayed.
 struct Ledger {
     effects: Mutex<HashMap<String, usize>>,
 }
@@ -79,22 +79,22 @@ async fn cut_everywhere<T: Transport>(client: Client<T>) {
                     let bytes = whole.as_bytes()[..at.load(Ordering::SeqCst)].to_vec();
                     return Reply { bytes, end };
                 }
-                answer(201, "idempotent-replayed: true\r\n", r#"{"paid":5}"#)
+                response(201, "idempotent-replayed: true\r\n", r#"{"paid":5}"#)
             })
             .await;
             for cut in 0..whole.len() {
                 cut_at.store(cut, Ordering::SeqCst);
                 let intent = pay(&service);
-                let answer = client.send(&intent).await.unwrap();
-                assert_eq!((answer.attempts, answer.replayed), (2, true), "cut at {cut} of {whole:?}");
-                assert_eq!(answer.verdict, Verdict::Done);
-                assert_eq!(answer.response.body(), r#"{"paid":5}"#);
+                let outcome = client.send(&intent).await.unwrap();
+                assert_eq!((outcome.attempts, outcome.replayed), (2, true), "cut at {cut} of {whole:?}");
+                assert_eq!(outcome.verdict, Verdict::Done);
+                assert_eq!(outcome.response.body(), r#"{"paid":5}"#);
                 assert_eq!(service.take(), vec![Some(intent.key().as_str().unwrap().to_owned()); 2]);
             }
             cut_at.store(whole.len(), Ordering::SeqCst);
             if end == End::Close {
-                let answer = client.send(&pay(&service)).await.unwrap();
-                assert_eq!((answer.attempts, answer.replayed), (1, false));
+                let outcome = client.send(&pay(&service)).await.unwrap();
+                assert_eq!((outcome.attempts, outcome.replayed), (1, false));
             }
             assert!(ledger.effects.lock().unwrap().len() >= whole.len());
         }
@@ -102,33 +102,33 @@ async fn cut_everywhere<T: Transport>(client: Client<T>) {
 }
 
 #[tokio::test]
-async fn an_answer_that_is_cut_at_any_byte_is_requested_again_with_reqwest() {
+async fn a_response_that_is_cut_at_any_byte_is_requested_again_with_reqwest() {
     cut_everywhere(reqwest_client()).await;
 }
 
 #[tokio::test]
-async fn an_answer_that_is_cut_at_any_byte_is_requested_again_with_hyper() {
+async fn a_response_that_is_cut_at_any_byte_is_requested_again_with_hyper() {
     cut_everywhere(hyper_client()).await;
 }
 
-/// An answer of a verbose service.
+/// A response of a verbose service.
 fn many_lines(count: usize) -> Reply {
     let lines: String = (0..count).map(|number| format!("x-{number}: v\r\n")).collect();
-    answer(201, &lines, r#"{"paid":5}"#)
+    response(201, &lines, r#"{"paid":5}"#)
 }
 
 #[tokio::test]
-async fn an_answer_may_have_many_field_lines() {
+async fn a_response_may_have_many_field_lines() {
     for count in [98, 99, 150, 990] {
         let service = Hostile::new(move |_, _| many_lines(count)).await;
-        let answer = reqwest_client().send(&pay(&service)).await.unwrap();
-        assert_eq!((answer.attempts, answer.verdict), (1, Verdict::Done), "{count}");
-        assert_eq!(answer.response.headers()[format!("x-{}", count - 1)], "v");
+        let outcome = reqwest_client().send(&pay(&service)).await.unwrap();
+        assert_eq!((outcome.attempts, outcome.verdict), (1, Verdict::Done), "{count}");
+        assert_eq!(outcome.response.headers()[format!("x-{}", count - 1)], "v");
     }
 }
 
 #[tokio::test]
-async fn an_answer_with_too_many_field_lines_leaves_a_doubt_with_its_cause() {
+async fn a_response_with_too_many_field_lines_leaves_a_doubt_with_its_cause() {
     let service = Hostile::new(|_, _| many_lines(1001)).await;
     let policy = quick().with_max_attempts(2).unwrap();
     let open = reqwest_client().with_policy(policy.clone()).send(&pay(&service)).await.unwrap_err();
@@ -144,7 +144,7 @@ async fn an_answer_with_too_many_field_lines_leaves_a_doubt_with_its_cause() {
         let client = reqwest_middleware::ClientBuilder::new(client).with(middleware).build();
         let sent = client.post(service.url("/")).header("Idempotency-Key", "order-1").body("5").send().await;
         match sent {
-            Ok(answer) => assert!(is_done && answer.status() == 201),
+            Ok(response) => assert!(is_done && response.status() == 201),
             Err(error) => {
                 assert!(!is_done && send_error(&error).unwrap().may_have_taken_effect());
                 assert!(chain(&error).contains("message head is too large"), "{}", chain(&error));
@@ -165,7 +165,7 @@ fn chain(error: &dyn std::error::Error) -> String {
 }
 
 #[tokio::test]
-async fn a_plain_api_gets_one_request_if_its_answer_is_cut() {
+async fn a_plain_api_gets_one_request_if_its_response_is_cut() {
     let whole = "HTTP/1.1 201 Created\r\ncontent-length: 10\r\n\r\n{\"paid\":5}";
     let service = Hostile::new(move |_, request| {
         let cut: usize = request.path.rsplit('/').next().unwrap().parse().unwrap();
@@ -186,7 +186,7 @@ async fn a_plain_api_gets_one_request_if_its_answer_is_cut() {
 async fn every_status_ends_or_continues_as_the_table_requires() {
     let service = Hostile::new(|_, request| {
         let status: u16 = request.path.rsplit('/').next().unwrap().parse().unwrap();
-        answer(status, "content-type: application/json\r\n", "{}")
+        response(status, "content-type: application/json\r\n", "{}")
     })
     .await;
     let policy = quick().with_max_attempts(2).unwrap();
@@ -202,13 +202,13 @@ async fn every_status_ends_or_continues_as_the_table_requires() {
             "{status}"
         );
         match sent {
-            Ok(answer) => {
+            Ok(outcome) => {
                 assert!(!again, "{status}");
-                assert_eq!(answer.response.status(), status);
+                assert_eq!(outcome.response.status(), status);
                 let done = status < 300 || status == 303;
-                assert_eq!(answer.verdict == Verdict::Done, done, "{status}");
+                assert_eq!(outcome.verdict == Verdict::Done, done, "{status}");
                 let body: &str = if status == 204 { "" } else { "{}" };
-                assert_eq!(answer.response.body(), body, "{status}");
+                assert_eq!(outcome.response.body(), body, "{status}");
             }
             Err(open) if matches!(status, 301 | 302 | 304) => {
                 assert_eq!(
@@ -234,12 +234,12 @@ async fn a_service_that_stops_answering_is_asked_again() {
     for silent_after in ["", "HTTP/1.1 201 Cre", "HTTP/1.1 201 Created\r\ncontent-length: 10\r\n\r\n{\"pa"] {
         let service = Hostile::new(move |number, _| match number {
             0 => Reply { bytes: silent_after.into(), end: End::Hang },
-            _ => answer(201, "idempotent-replayed: true\r\n", "{}"),
+            _ => response(201, "idempotent-replayed: true\r\n", "{}"),
         })
         .await;
         let client = reqwest_client().with_policy(quick().with_attempt_timeout(Duration::from_secs(2)));
-        let answer = client.send(&pay(&service)).await.unwrap();
-        assert_eq!((answer.attempts, answer.replayed), (2, true), "{silent_after:?}");
+        let outcome = client.send(&pay(&service)).await.unwrap();
+        assert_eq!((outcome.attempts, outcome.replayed), (2, true), "{silent_after:?}");
         let keys = service.take();
         assert_eq!(keys[0], keys[1]);
     }
@@ -269,15 +269,15 @@ async fn a_refused_connection_had_no_effect_and_is_tried_again_even_by_a_plain_a
 async fn an_absurd_retry_after_ends_the_sending_at_once() {
     for value in ["31536000", "999999999999999999999", "Fri, 31 Dec 9999 23:59:59 GMT"] {
         let field = format!("retry-after: {value}\r\n");
-        let service = Hostile::new(move |_, _| answer(503, &field, "")).await;
+        let service = Hostile::new(move |_, _| response(503, &field, "")).await;
         let open = reqwest_client().send(&pay(&service)).await.unwrap_err();
         assert_eq!((open.kind(), service.attempts()), (SendErrorKind::ComeBackLater, 1), "{value}");
     }
     for value in ["-1", "soon", "1e3", "Fri, 99 Dec 2026 00:00:00 GMT", "Sun, 06 Nov 1994 08:49:37 GMT"] {
         let field = format!("retry-after: {value}\r\n");
         let service = Hostile::new(move |number, _| match number {
-            0 => answer(503, &field, ""),
-            _ => answer(200, "", ""),
+            0 => response(503, &field, ""),
+            _ => response(200, "", ""),
         })
         .await;
         assert_eq!(reqwest_client().send(&pay(&service)).await.unwrap().attempts, 2, "{value}");
@@ -285,11 +285,11 @@ async fn an_absurd_retry_after_ends_the_sending_at_once() {
 }
 
 #[tokio::test]
-async fn redirections_are_answers_and_not_followed() {
-    let service = Hostile::new(|_, _| answer(303, "location: /done\r\n", "")).await;
-    let answer = reqwest_client().send(&pay(&service)).await.unwrap();
+async fn redirections_are_responses_and_not_followed() {
+    let service = Hostile::new(|_, _| response(303, "location: /done\r\n", "")).await;
+    let outcome = reqwest_client().send(&pay(&service)).await.unwrap();
     assert_eq!(
-        (answer.verdict, answer.response.status().as_u16(), service.attempts()),
+        (outcome.verdict, outcome.response.status().as_u16(), service.attempts()),
         (Verdict::Done, 303, 1)
     );
 }
@@ -299,7 +299,7 @@ async fn a_refusal_that_an_earlier_attempt_may_have_caused_does_not_count() {
     for (method, status) in [("DELETE", 410), ("PUT", 412), ("PUT", 409)] {
         let service = Hostile::new(move |number, _| match number {
             0 => Reply { bytes: Vec::new(), end: End::Close },
-            _ => answer(status, "", ""),
+            _ => response(status, "", ""),
         })
         .await;
         let intent = Intent::new(method.parse().unwrap(), service.url("/")).unwrap();
@@ -307,7 +307,7 @@ async fn a_refusal_that_an_earlier_attempt_may_have_caused_does_not_count() {
         let open = plain.send(&intent).await.unwrap_err();
         assert_eq!((open.kind(), open.attempts()), (SendErrorKind::TurnedAway, 2), "{method} {status}");
         assert!(open.may_have_taken_effect());
-        // As the first answer it counts.
+        // As the first response it counts.
         let again = plain.send(&intent).await.unwrap();
         assert!(matches!(again.verdict, Verdict::Refused(_)), "{method} {status}");
     }
@@ -324,14 +324,14 @@ fn with_middleware(
 }
 
 #[tokio::test]
-async fn the_middleware_sends_requests_with_a_key_again_and_passes_the_answer_on() {
+async fn the_middleware_sends_requests_with_a_key_again_and_passes_the_response_on() {
     let service = Hostile::new(|number, _| match number {
         0 => Reply {
             bytes: b"HTTP/1.1 201 Created\r\ncontent-length: 10\r\n\r\n{\"pa".to_vec(),
             end: End::Close,
         },
-        1 => answer(503, "", "busy"),
-        _ => answer(201, "idempotent-replayed: true\r\nx-shop: 7\r\n", r#"{"paid":5}"#),
+        1 => response(503, "", "busy"),
+        _ => response(201, "idempotent-replayed: true\r\nx-shop: 7\r\n", r#"{"paid":5}"#),
     })
     .await;
     let client = with_middleware(reqwest::Client::builder(), IntentMiddleware::new());
@@ -355,7 +355,7 @@ async fn the_middleware_sends_requests_without_a_key_once() {
     for middleware in [IntentMiddleware::new, || IntentMiddleware::new().with_redirects_off()] {
         let service = Hostile::new(|_, request| match &*request.path {
             "/cut" => Reply { bytes: b"HTTP/1.1 201 Cre".to_vec(), end: End::Reset },
-            path => answer(path[1..].parse().unwrap(), "retry-after: 0\r\n", "the service's own"),
+            path => response(path[1..].parse().unwrap(), "retry-after: 0\r\n", "the service's own"),
         })
         .await;
         let client = with_middleware(reqwest::Client::builder(), middleware());
@@ -385,7 +385,7 @@ async fn the_middleware_sends_requests_without_a_key_once() {
 
 #[tokio::test]
 async fn the_middleware_creates_one_key_per_call_if_it_is_configured_to() {
-    let service = Hostile::new(|number, _| answer(if number % 2 == 0 { 503 } else { 201 }, "", "")).await;
+    let service = Hostile::new(|number, _| response(if number % 2 == 0 { 503 } else { 201 }, "", "")).await;
     let client = with_middleware(reqwest::Client::builder(), IntentMiddleware::new().with_new_keys());
     for _ in 0..2 {
         client.post(service.url("/")).body("5").send().await.unwrap();
@@ -398,7 +398,7 @@ async fn the_middleware_creates_one_key_per_call_if_it_is_configured_to() {
 
 /// A stream of events arrives as it is sent, and is not requested again if it stops.
 #[tokio::test]
-async fn an_answer_without_a_key_streams_through_the_middleware_and_is_requested_once() {
+async fn a_response_without_a_key_streams_through_the_middleware_and_is_requested_once() {
     for method in [http::Method::GET, http::Method::HEAD, http::Method::PUT, http::Method::DELETE] {
         let service = Hostile::new(|_, _| Reply {
             bytes:
@@ -419,7 +419,7 @@ async fn an_answer_without_a_key_streams_through_the_middleware_and_is_requested
         assert_eq!(service.take(), [None], "{method}");
     }
     // With keyless retries, idempotent methods are sent again.
-    let service = Hostile::new(|number, _| answer(if number % 2 == 0 { 503 } else { 200 }, "", "")).await;
+    let service = Hostile::new(|number, _| response(if number % 2 == 0 { 503 } else { 200 }, "", "")).await;
     let again = IntentMiddleware::new().with_keyless_retries();
     let client = with_middleware(reqwest::Client::builder(), again);
     for method in [http::Method::GET, http::Method::PUT, http::Method::DELETE] {
@@ -432,7 +432,7 @@ async fn an_answer_without_a_key_streams_through_the_middleware_and_is_requested
 
 #[tokio::test]
 async fn a_streamed_body_is_sent_once() {
-    let service = Hostile::new(|_, _| answer(503, "", "")).await;
+    let service = Hostile::new(|_, _| response(503, "", "")).await;
     let client = with_middleware(reqwest::Client::builder(), IntentMiddleware::new());
     let stream = reqwest::Body::wrap(Full::new(Bytes::from("5")));
     let request = client.post(service.url("/")).header("idempotency-key", "k").body(stream);
@@ -443,11 +443,11 @@ async fn a_streamed_body_is_sent_once() {
     assert_eq!(open.response().unwrap().status(), 503);
 }
 
-/// For a safe method a redirection is the answer. For others it does not tell if the request took effect.
+/// For a safe method a redirection is the response. For others it does not tell if the request took effect.
 #[tokio::test]
-async fn a_redirection_is_an_answer_to_safe_methods_only() {
+async fn a_redirection_is_a_response_to_safe_methods_only() {
     for status in [301, 302] {
-        let service = Hostile::new(move |_, _| answer(status, "location: /elsewhere\r\n", "")).await;
+        let service = Hostile::new(move |_, _| response(status, "location: /elsewhere\r\n", "")).await;
         for api in [Api::Idempotent, Api::Plain] {
             let policy = quick().with_api(api);
             let builder = reqwest::Client::builder().redirect(reqwest::redirect::Policy::none());
@@ -472,7 +472,7 @@ async fn a_redirection_is_an_answer_to_safe_methods_only() {
 async fn a_redirection_to_a_closed_address_leaves_the_outcome_unknown() {
     let (_held, nowhere) = closed_address();
     let location = format!("location: http://{nowhere}/receipt\r\n");
-    let service = Hostile::new(move |_, _| answer(303, &location, "")).await;
+    let service = Hostile::new(move |_, _| response(303, &location, "")).await;
     let client = reqwest::Client::builder().no_proxy().build().unwrap();
     let plain = IntentMiddleware::new().with_policy(quick().with_api(Api::Plain)).with_keyless_retries();
     let client = reqwest_middleware::ClientBuilder::new(client).with(plain).build();
@@ -485,9 +485,9 @@ async fn a_redirection_to_a_closed_address_leaves_the_outcome_unknown() {
 #[tokio::test]
 async fn a_refusal_at_the_end_of_a_redirection_is_not_a_refusal_of_the_operation() {
     let service = Hostile::new(|number, request| match (&*request.path, number) {
-        ("/receipt", 0..=3) => answer(404, "", ""),
-        ("/receipt", _) => answer(200, "", "5"),
-        _ => answer(303, "location: /receipt\r\n", ""),
+        ("/receipt", 0..=3) => response(404, "", ""),
+        ("/receipt", _) => response(200, "", "5"),
+        _ => response(303, "location: /receipt\r\n", ""),
     })
     .await;
     let client = with_middleware(reqwest::Client::builder(), IntentMiddleware::new());
@@ -498,10 +498,10 @@ async fn a_refusal_at_the_end_of_a_redirection_is_not_a_refusal_of_the_operation
 }
 
 #[tokio::test]
-async fn an_answer_beyond_the_limit_streams_through_the_middleware_whole() {
+async fn a_response_beyond_the_limit_streams_through_the_middleware_whole() {
     let long = "0123456789".repeat(100_000);
     let body = long.clone();
-    let service = Hostile::new(move |_, _| answer(200, "", &body)).await;
+    let service = Hostile::new(move |_, _| response(200, "", &body)).await;
     let client = reqwest::Client::builder().no_proxy().build().unwrap();
     let policy = quick().with_max_response_bytes(10).with_server_errors(ServerErrorPolicy::Final);
     let middleware = IntentMiddleware::new().with_policy(policy);

@@ -28,7 +28,7 @@ enum Act {
     Answers,
     /// RST_STREAM with this code.
     Resets(u32),
-    /// The head of an answer, and then RST_STREAM with this code.
+    /// The head of a response, and then RST_STREAM with this code.
     ResetsLate(u32),
     /// GOAWAY with this code. Its last stream is before the request.
     LeavesOut(u32),
@@ -121,11 +121,11 @@ async fn send<T: Transport>(client: Client<T>, first: Act) -> (usize, Result<Ver
     let sent = client.send(&intent).await;
     let requests = server.requests.load(Ordering::SeqCst);
     let attempts = match &sent {
-        Ok(answer) => answer.attempts,
+        Ok(outcome) => outcome.attempts,
         Err(open) => open.attempts(),
     };
     assert_eq!(attempts as usize, requests, "{first:?}");
-    (requests, sent.map(|answer| answer.verdict))
+    (requests, sent.map(|outcome| outcome.verdict))
 }
 
 #[tokio::test]
@@ -166,25 +166,25 @@ async fn a_request_that_http2_may_have_processed_is_sent_again_under_a_key_only(
     }
 }
 
-/// The head of an answer over HTTP/2 may be larger than the 16 KiB that reqwest takes by default.
+/// The head of a response over HTTP/2 may be larger than the 16 KiB that reqwest takes by default.
 #[tokio::test]
-async fn the_head_of_an_answer_may_be_large() {
+async fn the_head_of_a_response_may_be_large() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     tokio::spawn(async move {
         while let Ok((stream, _)) = listener.accept().await {
-            let answer = hyper::service::service_fn(async |_| {
+            let outcome = hyper::service::service_fn(async |_| {
                 let large = http::Response::builder().header("x-large", "v".repeat(100 * 1024));
                 Ok::<_, std::convert::Infallible>(large.body(Full::<Bytes>::default()).unwrap())
             });
             let server = hyper::server::conn::http2::Builder::new(TokioExecutor::new());
-            tokio::spawn(server.serve_connection(hyper_util::rt::TokioIo::new(stream), answer));
+            tokio::spawn(server.serve_connection(hyper_util::rt::TokioIo::new(stream), outcome));
         }
     });
     let builder = reqwest::Client::builder().no_proxy().http2_prior_knowledge();
     let client = Client::new(ReqwestTransport::build(builder).unwrap()).with_policy(quick());
     let intent = Intent::post(format!("http://{address}/")).unwrap();
-    let answer = client.send(&intent).await.unwrap();
-    assert_eq!((answer.attempts, answer.verdict), (1, Verdict::Done));
-    assert_eq!(answer.response.headers()["x-large"].len(), 100 * 1024);
+    let outcome = client.send(&intent).await.unwrap();
+    assert_eq!((outcome.attempts, outcome.verdict), (1, Verdict::Done));
+    assert_eq!(outcome.response.headers()["x-large"].len(), 100 * 1024);
 }

@@ -25,9 +25,9 @@ use oncegate_testkit::ManualClock;
 #[derive(Clone, Copy)]
 enum Act {
     Answers(u16),
-    /// It sends the answer that it sent before.
+    /// It sends the response that it sent before.
     Replays(u16),
-    /// It executes the request, and its answer is lost.
+    /// It executes the request, and its response is lost.
     Loses,
     /// It is out of reach.
     Away,
@@ -110,7 +110,7 @@ async fn ends(journal: &JournalDir, client: &Client<Service>) -> Vec<Result<Verd
     let mut resume = journal.resume_pending(client).await.unwrap();
     let mut ends = Vec::new();
     while let Some(end) = resume.next().await {
-        ends.push(end.unwrap().end.map(|answer| answer.verdict));
+        ends.push(end.unwrap().end.map(|outcome| outcome.verdict));
     }
     ends
 }
@@ -123,7 +123,7 @@ fn why(end: &Result<Verdict, ResumeError>) -> SendErrorKind {
 }
 
 #[tokio::test]
-async fn intents_without_an_answer_are_sent_again_unchanged_oldest_first() {
+async fn intents_without_a_response_are_sent_again_unchanged_oldest_first() {
     let dir = tempfile::tempdir().unwrap();
     let service = Service::new(Act::Loses);
     let journal = open_journal(dir.path());
@@ -214,8 +214,8 @@ async fn an_intent_that_never_arrived_is_remembered_as_never_sent() {
     let much_later = Arc::new(ManualClock::at_millis(millis_now() + 40 * 86_400_000));
     let later = client(&service, &journal).with_clock(Arc::new(much_later));
     service.now(Act::Answers(401));
-    let answer = later.send(&payout("7")).await.unwrap();
-    assert_eq!(answer.verdict, Verdict::TurnedAway, "it is the first sending");
+    let outcome = later.send(&payout("7")).await.unwrap();
+    assert_eq!(outcome.verdict, Verdict::TurnedAway, "it is the first sending");
     // With another token it takes effect, under the same key.
     assert!(!journal.pending().await.unwrap()[0].as_ref().unwrap().maybe_sent);
     service.now(Act::Answers(201));
@@ -409,7 +409,7 @@ async fn an_intent_that_another_caller_sent_first_belongs_to_that_caller() {
             let brought: HeaderMap =
                 [(AUTHORIZATION, HeaderValue::from_static("Bearer new"))].into_iter().collect();
             let end = resume.with_fields(move |_| Ok(brought.clone())).next().await.unwrap().unwrap().end;
-            assert_eq!(why(&end.map(|answer| answer.verdict)), SendErrorKind::Attempts);
+            assert_eq!(why(&end.map(|outcome| outcome.verdict)), SendErrorKind::Attempts);
         } else {
             client(&service, &journal).send(&with("Bearer new")).await.unwrap_err();
         }
@@ -423,8 +423,8 @@ async fn an_intent_that_another_caller_sent_first_belongs_to_that_caller() {
             (SendErrorKind::OtherCredentials, times),
             "resumes: {resumes}"
         );
-        let answer = client(&service, &journal).send(&with("Bearer new")).await.unwrap();
-        assert_eq!(answer.verdict, Verdict::Done);
+        let outcome = client(&service, &journal).send(&with("Bearer new")).await.unwrap();
+        assert_eq!(outcome.verdict, Verdict::Done);
         assert!(journal.pending().await.unwrap().is_empty());
         assert_eq!(files(&journal), 0);
     }
@@ -460,7 +460,7 @@ async fn a_finished_intent_is_not_executed_again_after_its_key_is_forgotten() {
     assert_eq!(client.send(&with("Bearer a")).await.unwrap().verdict, Verdict::Done);
     assert!(journal.pending().await.unwrap().is_empty());
 
-    // As long as the service knows the key, it replays its answer.
+    // As long as the service knows the key, it replays its response.
     for (at, times) in [(now + HOUR, 2), (now + 23 * HOUR, 3)] {
         clock.set_millis(at);
         assert_eq!(client.send(&with("Bearer a")).await.unwrap().verdict, Verdict::Done);
@@ -619,7 +619,7 @@ async fn a_corrected_request_waits_for_the_outcome_of_the_first_one() {
     }
     assert_eq!(service.times(), 1);
 
-    // This may be the refusal of a second request while the first one runs: it is no answer to the first one.
+    // This may be the refusal of a second request while the first one runs: it is no response to the first one.
     service.now(Act::Answers(400));
     let open = client(&service, &journal).send(&first).await.unwrap_err();
     assert_eq!((open.kind(), open.may_have_taken_effect()), (SendErrorKind::TurnedAway, true));
@@ -729,7 +729,7 @@ async fn an_intent_that_a_task_is_sending_is_not_sent_by_another() {
     assert!(left.iter().all(|one| one.as_ref().is_ok_and(|one| !one.in_flight)), "{left:?}");
 }
 
-/// The process that the next test starts and kills: it sends and never gets an answer. Without that test it does nothing.
+/// The process that the next test starts and kills: it sends and never gets a response. Without that test it does nothing.
 #[tokio::test]
 async fn a_process_that_is_killed_while_it_sends() {
     let Ok(dir) = std::env::var("JOURNAL_SENDS_FROM") else { return };

@@ -51,7 +51,7 @@ impl Body for TestBody {
 
 type Seen = Arc<Mutex<Vec<(Option<String>, Bytes)>>>;
 
-/// A service that fails this many times with this status, and then succeeds. With status 0 it returns no answer.
+/// A service that fails this many times with this status, and then succeeds. With status 0 it returns no response.
 fn service(
     status: u16,
     times: usize,
@@ -72,7 +72,7 @@ fn service(
                 log.len()
             };
             match status {
-                0 if number <= times => Err("no answer"),
+                0 if number <= times => Err("no response"),
                 _ => {
                     let status = if number <= times { status } else { 201 };
                     let mut body = TestBody::from(Bytes::from("done"));
@@ -100,7 +100,7 @@ fn request(method: Method, key: Option<&str>) -> Request<TestBody> {
 }
 
 #[tokio::test]
-async fn a_request_with_a_key_is_sent_until_the_answer_is_definite() {
+async fn a_request_with_a_key_is_sent_until_the_response_is_definite() {
     for status in [0, 503] {
         let (seen, service) = service(status, 2);
         let response = layer().layer(service).oneshot(request(Method::POST, Some("k"))).await.unwrap();

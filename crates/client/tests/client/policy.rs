@@ -121,11 +121,11 @@ fn pay() -> Intent {
 }
 
 async fn open(service: &Service, policy: RetryPolicy, intent: &Intent) -> SendError {
-    client(service, policy).send(intent).await.expect_err("no definite answer")
+    client(service, policy).send(intent).await.expect_err("no definite response")
 }
 
-async fn answer(service: &Service, policy: RetryPolicy, intent: &Intent) -> DefiniteResponse {
-    client(service, policy).send(intent).await.expect("a definite answer")
+async fn response(service: &Service, policy: RetryPolicy, intent: &Intent) -> DefiniteResponse {
+    client(service, policy).send(intent).await.expect("a definite response")
 }
 
 #[tokio::test(start_paused = true)]
@@ -138,8 +138,8 @@ async fn every_attempt_is_the_same_request_under_the_same_key() {
         with(201, "idempotent-replayed", "true"),
     ]);
     let intent = pay().with_header("x-shop", "7").unwrap();
-    let answer = answer(&service, policy(), &intent).await;
-    assert_eq!((answer.verdict, answer.attempts, answer.replayed), (Verdict::Done, 5, true));
+    let outcome = response(&service, policy(), &intent).await;
+    assert_eq!((outcome.verdict, outcome.attempts, outcome.replayed), (Verdict::Done, 5, true));
     assert_eq!(service.keys(), vec![Some(intent.key().as_str().unwrap().to_owned()); 5]);
     for (request, _) in &service.0.lock().unwrap().seen {
         assert_eq!(request.method(), Method::POST);
@@ -155,7 +155,7 @@ async fn another_intent_has_another_key_and_one_that_is_sent_twice_keeps_its_own
     let service = Service::new([answers(201)]);
     let intent = pay();
     for sent in [&intent, &intent, &pay()] {
-        answer(&service, policy(), sent).await;
+        response(&service, policy(), sent).await;
     }
     let keys = service.keys();
     assert_eq!(keys[0], keys[1]);
@@ -168,7 +168,7 @@ async fn another_intent_has_another_key_and_one_that_is_sent_twice_keeps_its_own
 async fn the_key_of_the_intent_replaces_a_key_among_the_callers_headers() {
     let service = Service::new([answers(201)]);
     let intent = pay().with_header("Idempotency-Key", "mine").unwrap().with_key("the-one").unwrap();
-    answer(&service, policy(), &intent).await;
+    response(&service, policy(), &intent).await;
     assert_eq!(service.keys(), [Some("the-one".to_owned())]);
 }
 
@@ -219,7 +219,7 @@ async fn retry_after_is_the_shortest_pause() {
     for (value, seconds) in [("7", 7), ("0", 0), (&*in_20_s, 20), ("rubbish", 0), ("-3", 0)] {
         let service = Service::new([with(429, "retry-after", value), answers(201)]);
         let policy = policy().with_backoff(Duration::from_millis(100), Duration::from_millis(500)).unwrap();
-        answer(&service, policy, &pay()).await;
+        response(&service, policy, &pay()).await;
         assert_eq!(service.pauses(), [seconds * 1000 + 100], "{value}");
     }
 }
@@ -260,8 +260,8 @@ async fn nothing_outlasts_the_deadline() {
 async fn an_attempt_that_hangs_is_given_up_and_sent_again() {
     let service = Service::new([Act::Hangs, with(201, "idempotent-replayed", "true")]);
     let policy = policy().with_attempt_timeout(Duration::from_secs(3));
-    let answer = answer(&service, policy, &pay()).await;
-    assert_eq!((answer.attempts, answer.replayed), (2, true));
+    let outcome = response(&service, policy, &pay()).await;
+    assert_eq!((outcome.attempts, outcome.replayed), (2, true));
     assert_eq!(service.pauses(), [3200]);
 }
 
@@ -273,7 +273,7 @@ async fn the_longest_durations_do_not_overflow() {
         .with_attempt_timeout(Duration::MAX)
         .with_key_lifetime(Duration::MAX)
         .with_max_retry_after(Duration::MAX);
-    answer(&service, forever.clone(), &pay()).await;
+    response(&service, forever.clone(), &pay()).await;
     let service = Service::new([with(503, "retry-after", "99999999999999999999999")]);
     assert_eq!(open(&service, forever, &pay()).await.kind(), SendErrorKind::ComeBackLater);
 }
@@ -290,7 +290,7 @@ async fn all_intents_draw_on_one_budget() {
     }
     assert_eq!(service.attempts(), 15, "an outage gets first attempts only");
 
-    // Each answer adds a token, and a retry that gets an answer costs nothing.
+    // Each response adds a token, and a retry that gets a response costs nothing.
     service.0.lock().unwrap().acts = [answers(201)].into();
     for _ in 0..5 {
         client.send(&pay()).await.unwrap();
@@ -342,10 +342,10 @@ async fn an_attempt_that_was_not_processed_had_no_effect_and_any_other_may_have(
 #[tokio::test(start_paused = true)]
 async fn a_refusal_before_the_operation_says_nothing_of_an_earlier_attempt() {
     for status in [401, 403, 404, 413] {
-        let first = answer(&Service::new([answers(status)]), policy(), &pay()).await;
+        let first = response(&Service::new([answers(status)]), policy(), &pay()).await;
         assert_eq!(first.verdict, Verdict::TurnedAway);
         let certain = Service::new([Act::Fails(AttemptFailureKind::NotSent), answers(429), answers(status)]);
-        assert_eq!(answer(&certain, policy(), &pay()).await.attempts, 3);
+        assert_eq!(response(&certain, policy(), &pay()).await.attempts, 3);
 
         let service = Service::new([Act::Fails(AttemptFailureKind::Doubtful), answers(status)]);
         let doubtful = open(&service, policy(), &pay()).await;
@@ -357,14 +357,14 @@ async fn a_refusal_before_the_operation_says_nothing_of_an_earlier_attempt() {
         // A safe method has no effect that could be in doubt.
         let service = Service::new([Act::Fails(AttemptFailureKind::Doubtful), answers(status)]);
         let get = Intent::new(Method::GET, "https://bank.example/payments/7").unwrap();
-        assert_eq!(answer(&service, policy(), &get).await.verdict, Verdict::TurnedAway);
+        assert_eq!(response(&service, policy(), &get).await.verdict, Verdict::TurnedAway);
     }
 }
 
 /// Services refuse a duplicate of a running request with statuses and texts of their own. GoCardless and many others refuse
 /// a request that they executed under the same key. Oncegate ignores the key of a PUT or a DELETE by default.
 #[tokio::test(start_paused = true)]
-async fn in_doubt_a_refusal_is_retried_until_it_is_the_answer_to_the_key() {
+async fn in_doubt_a_refusal_is_retried_until_it_is_the_response_to_the_key() {
     let json = || vec![("content-type", "application/json".to_owned())];
     let running = [
         Act::Answers(422, json(), r#"{"status":422,"errorCode":"704","errorType":"validation"}"#),
@@ -383,19 +383,19 @@ async fn in_doubt_a_refusal_is_retried_until_it_is_the_answer_to_the_key() {
             intent.with_created_at(Timestamp::from_millis(START))
         };
         for refusal in &running {
-            // The first attempt is still running. Its answer comes when it has ended.
+            // The first attempt is still running. Its response comes when it has ended.
             let service = Service::new([
                 Act::Hangs,
                 refusal.clone(),
                 refusal.clone(),
                 with(201, "idempotent-replayed", "true"),
             ]);
-            let done = answer(&service, policy(), &intent()).await;
+            let done = response(&service, policy(), &intent()).await;
             assert_eq!((done.verdict, done.attempts), (Verdict::Done, 4), "{method}");
             // The first attempt was refused, and a service that marks replays reports it to the next attempt.
             let replay = with(422, "idempotent-replayed", "true");
             let service = Service::new([Act::Fails(AttemptFailureKind::Doubtful), refusal.clone(), replay]);
-            let refused = answer(&service, policy(), &intent()).await;
+            let refused = response(&service, policy(), &intent()).await;
             assert_eq!(
                 (refused.verdict, refused.attempts),
                 (Verdict::Refused(Advice::FixRequest), 3),
@@ -415,12 +415,12 @@ async fn in_doubt_a_refusal_is_retried_until_it_is_the_answer_to_the_key() {
             assert!(resumed.may_have_taken_effect(), "{method}");
         }
     }
-    // As the first answer a refusal by the operation counts.
+    // As the first response a refusal by the operation counts.
     for refusal in running.into_iter().skip(3) {
-        let first = answer(&Service::new([refusal]), policy(), &pay()).await;
+        let first = response(&Service::new([refusal]), policy(), &pay()).await;
         assert_eq!(first.verdict, Verdict::Refused(Advice::FixRequest));
     }
-    // The service reports that the key was used before: by the attempt without an answer.
+    // The service reports that the key was used before: by the attempt without a response.
     let reused = Act::Answers(422, json(), r#"{"name":"DUPLICATE_REQUEST_ID"}"#);
     let service = Service::new([Act::Hangs, reused.clone()]);
     let open = open(&service, policy(), &pay()).await;
@@ -428,7 +428,7 @@ async fn in_doubt_a_refusal_is_retried_until_it_is_the_answer_to_the_key() {
         (open.kind(), open.attempts(), open.may_have_taken_effect()),
         (SendErrorKind::TurnedAway, 2, true)
     );
-    let first = answer(&Service::new([reused]), policy(), &pay()).await;
+    let first = response(&Service::new([reused]), policy(), &pay()).await;
     assert_eq!(first.verdict, Verdict::Refused(Advice::NewKey));
 }
 
@@ -457,10 +457,10 @@ async fn an_unknown_outcome_is_an_error_of_its_own() {
 async fn an_unexplained_server_error_is_retried_until_it_is_a_replay() {
     let replayed = with(500, "idempotent-replayed", "true");
     let service = Service::new([answers(500), replayed.clone()]);
-    let kept = answer(&service, policy(), &pay()).await;
+    let kept = response(&service, policy(), &pay()).await;
     assert_eq!((kept.verdict, kept.attempts), (Verdict::Failed, 2));
     let service = Service::new([answers(500)]);
-    let last = answer(&service, policy().with_server_errors(ServerErrorPolicy::Final), &pay()).await;
+    let last = response(&service, policy().with_server_errors(ServerErrorPolicy::Final), &pay()).await;
     assert_eq!((last.verdict, last.attempts), (Verdict::Failed, 1));
     let unknown = open(&service, policy().with_server_errors(ServerErrorPolicy::Unknown), &pay()).await;
     assert_eq!((unknown.kind(), unknown.attempts()), (SendErrorKind::Unknown, 1));
@@ -496,12 +496,12 @@ async fn a_plain_api_gets_no_key_and_no_request_again_that_it_may_have_processed
     ];
     for act in certain {
         let service = Service::new([act, answers(201)]);
-        assert_eq!(answer(&service, plain(), &pay()).await.attempts, 2);
+        assert_eq!(response(&service, plain(), &pay()).await.attempts, 2);
         assert_eq!(service.keys(), [None, None]);
     }
     for status in [400, 409, 422] {
         let service = Service::new([answers(status)]);
-        assert!(matches!(answer(&service, plain(), &pay()).await.verdict, Verdict::Refused(_)), "{status}");
+        assert!(matches!(response(&service, plain(), &pay()).await.verdict, Verdict::Refused(_)), "{status}");
     }
     // A request that may have been sent before is not sent at all.
     let service = Service::new([answers(201)]);
@@ -511,7 +511,7 @@ async fn a_plain_api_gets_no_key_and_no_request_again_that_it_may_have_processed
     for method in [Method::GET, Method::PUT, Method::DELETE] {
         let service = Service::new([Act::Fails(AttemptFailureKind::Doubtful), answers(503), answers(200)]);
         let intent = Intent::new(method, "https://bank.example/payments/7").unwrap();
-        assert_eq!(answer(&service, plain(), &intent).await.attempts, 3);
+        assert_eq!(response(&service, plain(), &intent).await.attempts, 3);
     }
 }
 
@@ -523,7 +523,7 @@ async fn safe_methods_carry_no_key_and_are_sent_again() {
         let service = Service::new([answers(503), answers(200)]);
         let intent = Intent::new(method, "https://bank.example/payments/7").unwrap();
         let intent = intent.with_created_at(Timestamp::from_millis(START));
-        assert_eq!(answer(&service, policy(), &intent).await.attempts, 2);
+        assert_eq!(response(&service, policy(), &intent).await.attempts, 2);
         assert!(service.keys().iter().all(|key| key.is_some() == has_key));
     }
 }
@@ -538,21 +538,21 @@ async fn nothing_is_sent_again_under_a_key_that_may_be_forgotten() {
     assert_eq!((open_old.kind(), service.attempts()), (SendErrorKind::KeyLifetime, 0));
     assert!(open_old.may_have_taken_effect());
     // An intent that was never sent can be sent, and again only if the first attempt was not processed.
-    answer(&service, policy(), &pay().with_created_at(yesterday)).await;
+    response(&service, policy(), &pay().with_created_at(yesterday)).await;
     let service = Service::new([Act::Fails(AttemptFailureKind::NotSent), answers(503), answers(201)]);
     let fresh = open(&service, policy(), &pay().with_created_at(yesterday)).await;
     assert_eq!((fresh.kind(), service.attempts()), (SendErrorKind::KeyLifetime, 2));
     // A millisecond younger, it is still sent.
     let service = Service::new([answers(201)]);
     let young = pay().with_created_at(Timestamp::from_millis(yesterday.as_millis() + 1)).sent_before();
-    answer(&service, policy(), &young).await;
+    response(&service, policy(), &young).await;
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_answer_beyond_the_limit_is_reported_with_its_head() {
+async fn a_response_beyond_the_limit_is_reported_with_its_head() {
     let service = Service::new([Act::Answers(201, Vec::new(), "0123456789")]);
     assert_eq!(
-        answer(&service, policy().with_max_response_bytes(10), &pay()).await.response.body(),
+        response(&service, policy().with_max_response_bytes(10), &pay()).await.response.body(),
         "0123456789"
     );
     let open = open(&service, policy().with_max_response_bytes(9), &pay()).await;
@@ -584,8 +584,8 @@ impl Journal for Pages {
 }
 
 impl JournalEntry for Page {
-    fn close<'a>(self: Box<Self>, answer: &'a DefiniteResponse) -> JournalFuture<'a, Result<(), BoxError>> {
-        let line = format!("close {} {}", self.1, answer.verdict);
+    fn close<'a>(self: Box<Self>, outcome: &'a DefiniteResponse) -> JournalFuture<'a, Result<(), BoxError>> {
+        let line = format!("close {} {}", self.1, outcome.verdict);
         self.0.0.lock().unwrap().push(line);
         Box::pin(async { Ok(()) })
     }
@@ -597,7 +597,7 @@ impl JournalEntry for Page {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_journal_is_called_before_the_first_sending_and_for_definite_answers_only() {
+async fn a_journal_is_called_before_the_first_sending_and_for_definite_responses_only() {
     let pages = Arc::new(Pages::default());
     let service = Service::new([answers(503), with(402, "idempotent-replayed", "true")]);
     let intent = pay().with_key("k").unwrap();
@@ -639,13 +639,13 @@ async fn no_output_shows_keys_bodies_or_addresses() {
     let intent = pay().with_key("hush-key").unwrap().with_body("hush").with_header("a", "hush").unwrap();
     let open = open(&service, policy(), &intent).await;
     let client = client(&service, policy());
-    let answer = answer(&answered, policy(), &intent).await;
+    let response = response(&answered, policy(), &intent).await;
     let shown = [
         format!("{intent:?}"),
         open.to_string(),
         format!("{open:?}"),
         format!("{client:?}"),
-        format!("{answer:?}"),
+        format!("{response:?}"),
     ];
     for text in shown {
         assert!(!text.contains("hush") && !text.contains("payments"), "{text}");

@@ -138,8 +138,8 @@ async fn read(stream: &mut TcpStream) -> Option<ReceivedRequest> {
     })
 }
 
-/// An answer that ends its connection.
-pub(crate) fn answer(status: u16, fields: &str, body: &str) -> Reply {
+/// A response that ends its connection.
+pub(crate) fn response(status: u16, fields: &str, body: &str) -> Reply {
     let length = body.len();
     let no_body = matches!(status, 204 | 304);
     let length = if no_body { String::new() } else { format!("content-length: {length}\r\n") };

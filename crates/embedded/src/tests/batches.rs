@@ -19,11 +19,11 @@ fn poll_once<T>(future: &mut Pin<Box<dyn Future<Output = T> + Send + '_>>) -> Po
     future.as_mut().poll(&mut Context::from_waker(Waker::noop()))
 }
 
-/// Sends commands without waiting for their answers.
+/// Sends commands without waiting for their replies.
 fn send(store: &EmbeddedStore, n: u64, command: Command) -> Reply<'_> {
-    let mut answer: Reply<'_> = store.apply(id(n), command);
-    assert!(poll_once(&mut answer).is_pending(), "a command is answered before it can be on disk");
-    answer
+    let mut reply: Reply<'_> = store.apply(id(n), command);
+    assert!(poll_once(&mut reply).is_pending(), "a command is answered before it can be on disk");
+    reply
 }
 
 fn new_store() -> (Disk, Arc<ManualClock>, EmbeddedStore) {
@@ -43,11 +43,11 @@ fn hold_with_one_command<'a>(disk: &Disk, store: &'a EmbeddedStore) -> (DiskHold
 #[test]
 fn a_command_is_neither_answered_nor_visible_before_it_is_on_disk() {
     let (disk, _, store) = new_store();
-    let (held, mut answer) = hold_with_one_command(&disk, &store);
-    assert!(poll_once(&mut answer).is_pending(), "answered before it is on disk");
+    let (held, mut reply) = hold_with_one_command(&disk, &store);
+    assert!(poll_once(&mut reply).is_pending(), "answered before it is on disk");
     assert_eq!(block_on(store.lookup(id(1000))).unwrap(), None);
     drop(held);
-    token(&block_on(answer).unwrap());
+    token(&block_on(reply).unwrap());
     assert!(block_on(store.lookup(id(1000))).unwrap().is_some());
 }
 
@@ -55,12 +55,12 @@ fn a_command_is_neither_answered_nor_visible_before_it_is_on_disk() {
 fn commands_that_gather_share_one_transaction_and_see_each_other() {
     let (disk, _, store) = new_store();
     let (held, first) = hold_with_one_command(&disk, &store);
-    let mut answers: Vec<_> = (0..4).map(|n| send(&store, n, claim(u128::from(n)))).collect();
-    answers.push(send(&store, 0, claim(77)));
+    let mut replies: Vec<_> = (0..4).map(|n| send(&store, n, claim(u128::from(n)))).collect();
+    replies.push(send(&store, 0, claim(77)));
     let before = disk.lock().syncs;
     drop(held);
     block_on(first).unwrap();
-    let outcomes: Vec<_> = answers.into_iter().map(|answer| block_on(answer).unwrap()).collect();
+    let outcomes: Vec<_> = replies.into_iter().map(|reply| block_on(reply).unwrap()).collect();
     assert!(outcomes[..4].iter().all(|outcome| matches!(outcome, Outcome::Execute(_))), "{outcomes:?}");
     assert!(
         matches!(outcomes[4], Outcome::InProgress { .. }),
@@ -74,12 +74,12 @@ fn commands_that_gather_share_one_transaction_and_see_each_other() {
 fn a_batch_that_fails_acknowledges_none_of_its_commands() {
     let (disk, _, store) = new_store();
     let (held, first) = hold_with_one_command(&disk, &store);
-    let answers: Vec<_> = (0..4).map(|n| send(&store, n, claim(u128::from(n)))).collect();
+    let replies: Vec<_> = (0..4).map(|n| send(&store, n, claim(u128::from(n)))).collect();
     disk.fail(super::disk::Fault { on: super::disk::Operation::Sync, after: 2, times: 1, errno: 5 });
     drop(held);
     block_on(first).unwrap();
-    for answer in answers {
-        assert_eq!(block_on(answer).unwrap_err().kind(), StoreErrorKind::Unavailable);
+    for reply in replies {
+        assert_eq!(block_on(reply).unwrap_err().kind(), StoreErrorKind::Unavailable);
     }
 }
 
@@ -95,8 +95,8 @@ fn a_command_that_arrives_while_the_file_is_reopened_is_refused_at_once() {
     assert!(block_on(first).is_err() && block_on(waiting).is_err());
     disk.wait_until_held();
     for _ in 0..100 {
-        let mut answer: Reply<'_> = store.apply(id(1), complete(granted, response(1, 10)));
-        match poll_once(&mut answer) {
+        let mut reply: Reply<'_> = store.apply(id(1), complete(granted, response(1, 10)));
+        match poll_once(&mut reply) {
             Poll::Ready(Err(error)) => assert_eq!(error.kind(), StoreErrorKind::Unavailable),
             other => panic!("not refused at once: {other:?}"),
         }
@@ -173,7 +173,7 @@ fn too_many_waiting_commands_are_refused() {
     assert_eq!(refused.kind(), StoreErrorKind::Unavailable);
     drop(held);
     block_on(first).unwrap();
-    waiting.into_iter().for_each(|answer| drop(block_on(answer).unwrap()));
+    waiting.into_iter().for_each(|reply| drop(block_on(reply).unwrap()));
 }
 
 #[test]
@@ -187,8 +187,8 @@ fn closing_applies_waiting_commands_and_refuses_later_ones() {
         closing.join().unwrap();
     });
     block_on(first).unwrap();
-    for answer in waiting {
-        token(&block_on(answer).unwrap());
+    for reply in waiting {
+        token(&block_on(reply).unwrap());
     }
     let refused = block_on(store.apply(id(1), claim(9))).unwrap_err();
     assert_eq!(refused.kind(), StoreErrorKind::Unavailable);
@@ -203,9 +203,9 @@ fn a_purge_continues_over_several_transactions_up_to_its_limit() {
     let (disk, clock, store) = new_store();
     let fill = |from: u64, to: u64| {
         let held = disk.hold();
-        let answers: Vec<_> = (from..to).map(|n| send(&store, n, claim(1))).collect();
+        let replies: Vec<_> = (from..to).map(|n| send(&store, n, claim(1))).collect();
         drop(held);
-        answers.into_iter().for_each(|answer| drop(block_on(answer).unwrap()));
+        replies.into_iter().for_each(|reply| drop(block_on(reply).unwrap()));
     };
     fill(0, 900);
     clock.advance(DAY + Duration::from_secs(60));

@@ -140,9 +140,9 @@ fn a_flipped_bit_in_a_record_is_an_error_even_if_the_file_was_not_verified() {
 }
 
 /// Without verification, and in a file that changes while it is open, a damaged page above the records may hide some of
-/// them. That is the worst case: no panic, no wrong answer, and the writer keeps running.
+/// them. That is the worst case: no panic, no wrong reply, and the writer keeps running.
 #[test]
-fn a_flipped_bit_in_a_running_store_gives_right_answers_or_errors_and_at_worst_hides_a_record() {
+fn a_flipped_bit_in_a_running_store_gives_right_replies_or_errors_and_at_worst_hides_a_record() {
     let (stopped, _) = completed_records();
     let mut unverified = ClaimCounts::default();
     let mut live = ClaimCounts::default();
@@ -206,10 +206,10 @@ fn an_unreadable_record_fails_only_its_own_command_and_is_never_purged() {
     let store = open(&disk, clock.clone()).unwrap();
     std::thread::scope(|scope| {
         let apply = |n| block_on(store.apply(id(n), complete(record.token, response(n, 10))));
-        let answers: Vec<_> = (0..3).map(|n| scope.spawn(move || apply(n))).collect();
-        let answers: Vec<_> = answers.into_iter().map(|thread| thread.join().unwrap()).collect();
-        assert_eq!(answers[1].as_ref().unwrap_err().kind(), StoreErrorKind::Corrupt);
-        assert!(answers[0].is_ok() && answers[2].is_ok(), "{answers:?}");
+        let replies: Vec<_> = (0..3).map(|n| scope.spawn(move || apply(n))).collect();
+        let replies: Vec<_> = replies.into_iter().map(|thread| thread.join().unwrap()).collect();
+        assert_eq!(replies[1].as_ref().unwrap_err().kind(), StoreErrorKind::Corrupt);
+        assert!(replies[0].is_ok() && replies[2].is_ok(), "{replies:?}");
     });
     assert_eq!(block_on(store.apply(id(1), claim(2))).unwrap_err().kind(), StoreErrorKind::Corrupt);
     assert_eq!(block_on(store.lookup(id(1))).unwrap_err().kind(), StoreErrorKind::Corrupt);

@@ -70,7 +70,7 @@ impl Script {
         let decisions: Vec<_> =
             commands.iter().map(|(id, command)| (*id, decide(self.expected.get(id), command, now))).collect();
         // Sent at the same time, so that they may share a transaction.
-        let answers: Vec<_> = std::thread::scope(|scope| {
+        let replies: Vec<_> = std::thread::scope(|scope| {
             let threads: Vec<_> = commands
                 .into_iter()
                 .map(|(id, command)| scope.spawn(move || block_on(store.apply(id, command))))
@@ -78,12 +78,12 @@ impl Script {
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
         });
         let mut failed = Ok(());
-        for ((id, decision), answer) in decisions.into_iter().zip(answers) {
+        for ((id, decision), reply) in decisions.into_iter().zip(replies) {
             let after = match decision.write {
                 Write::Keep => self.expected.get(&id).cloned(),
                 Write::Put(record) => Some(record),
             };
-            match answer {
+            match reply {
                 Ok(outcome) => {
                     assert_eq!(outcome, decision.outcome);
                     self.acknowledged += 1;

@@ -219,8 +219,8 @@ impl<P> Function<P> {
     ///
     /// # Errors
     /// If JSON cannot express the value, or it is too large.
-    pub fn answer<T: Serialize + ?Sized>(&self, value: &T) -> Result<StoredResponse, JsonError> {
-        run::answer(run::VALUE, value::encode_input(value)?)
+    pub fn response<T: Serialize + ?Sized>(&self, value: &T) -> Result<StoredResponse, JsonError> {
+        run::response(run::VALUE, value::encode_input(value)?)
     }
 
     /// The fingerprint by which two calls are compared.

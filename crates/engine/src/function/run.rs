@@ -141,7 +141,7 @@ pub(super) enum CallClaim {
 }
 
 /// The response in which a record keeps a result.
-pub(super) fn answer(status: u16, json: Vec<u8>) -> Result<StoredResponse, JsonError> {
+pub(super) fn response(status: u16, json: Vec<u8>) -> Result<StoredResponse, JsonError> {
     let fields = [("content-type", &b"application/json"[..])];
     StoredResponse::new(status, &fields, &[Bytes::from(json)], &[]).map_err(|_| JsonError::TooLarge)
 }
@@ -264,7 +264,7 @@ impl<P> Function<P> {
         status: u16,
         json: Result<Vec<u8>, JsonError>,
     ) -> StorageStatus {
-        let response = json.and_then(|json| answer(status, json));
+        let response = json.and_then(|json| response(status, json));
         let (completion, stored) = match response {
             Ok(response) => (Completion::Replayable(response), StorageStatus::Stored),
             Err(why) => {

@@ -43,7 +43,7 @@ fn request(number: u8) -> ClaimRequest {
     }
 }
 
-fn answer() -> Completion {
+fn response() -> Completion {
     Completion::Replayable(StoredResponse::new(201, &[], &["done".into()], &[]).unwrap())
 }
 
@@ -345,7 +345,7 @@ async fn completions_and_renewals_continue_when_the_store_is_back() {
     let ClaimOutcome::Execute(done) = engine.claim(request(1)).await.unwrap() else { panic!() };
     let ClaimOutcome::Execute(runs) = engine.claim(request(2)).await.unwrap() else { panic!() };
     faults.outage();
-    assert!(matches!(done.complete(answer()).await, SettleOutcome::Deferred(_)));
+    assert!(matches!(done.complete(response()).await, SettleOutcome::Deferred(_)));
     until(&breaker, BreakerState::Open).await;
     // Past the time of the first renewal.
     sleep(Duration::from_secs(20)).await;
@@ -359,7 +359,7 @@ async fn completions_and_renewals_continue_when_the_store_is_back() {
         sleep(Duration::from_millis(1)).await;
     }
     assert!(runs.attempt().is_owner());
-    assert!(matches!(runs.complete(answer()).await, SettleOutcome::Done));
+    assert!(matches!(runs.complete(response()).await, SettleOutcome::Done));
     assert!(matches!(engine.claim(request(1)).await.unwrap(), ClaimOutcome::Replay(_)));
 }
 

@@ -83,7 +83,7 @@ fn another() -> ClaimRequest {
     ClaimRequest { fingerprint: Fingerprint::of_parts("test", &[b"b"]), ..request() }
 }
 
-fn answer(body: &'static str) -> Completion {
+fn response(body: &'static str) -> Completion {
     Completion::Replayable(StoredResponse::new(201, &[], &[body.into()], &[]).unwrap())
 }
 
@@ -92,7 +92,7 @@ fn replays(outcome: &ClaimOutcome, body: &str) -> bool {
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_of_a_hundred_equal_claims_executes_and_the_others_get_its_answer() {
+async fn one_of_a_hundred_equal_claims_executes_and_the_others_get_its_response() {
     let world = Arc::new(World::new());
     let mut claims = Vec::new();
     for _ in 0..100 {
@@ -101,7 +101,7 @@ async fn one_of_a_hundred_equal_claims_executes_and_the_others_get_its_answer() 
             match world.claim(waiting(LEASE)).await {
                 ClaimOutcome::Execute(permit) => {
                     sleep(Duration::from_secs(1)).await;
-                    assert!(matches!(permit.complete(answer("one")).await, SettleOutcome::Done));
+                    assert!(matches!(permit.complete(response("one")).await, SettleOutcome::Done));
                     true
                 }
                 outcome => {
@@ -127,7 +127,7 @@ async fn a_duplicate_that_does_not_wait_gets_in_progress() {
     sleep(Duration::from_secs(5)).await;
     let ClaimOutcome::InProgress { lease_left, .. } = world.claim(request()).await else { panic!() };
     assert_eq!(lease_left, Duration::from_secs(25));
-    permit.complete(answer("one")).await;
+    permit.complete(response("one")).await;
     assert!(replays(&world.claim(request()).await, "one"));
 }
 
@@ -138,7 +138,7 @@ async fn a_waiter_gives_up_at_its_deadline_and_does_not_disturb_the_owner() {
     let asked = Instant::now();
     assert!(matches!(world.claim(waiting(Duration::from_secs(5))).await, ClaimOutcome::InProgress { .. }));
     assert_eq!(asked.elapsed(), Duration::from_secs(5));
-    assert!(matches!(permit.complete(answer("one")).await, SettleOutcome::Done));
+    assert!(matches!(permit.complete(response("one")).await, SettleOutcome::Done));
 }
 
 #[tokio::test(start_paused = true)]
@@ -155,7 +155,7 @@ async fn a_waiter_executes_when_the_owner_releases() {
     let second = waiter.await.unwrap();
     assert!(second.attempt().token() > first);
     assert_eq!(second.attempt().number(), 2);
-    second.complete(answer("two")).await;
+    second.complete(response("two")).await;
 }
 
 #[tokio::test(start_paused = true)]
@@ -168,7 +168,7 @@ async fn a_mismatch_is_reported_before_anything_else() {
         matches!(elsewhere.claim(another()).await, ClaimOutcome::Mismatch),
         "while in flight in another process"
     );
-    permit.complete(answer("one")).await;
+    permit.complete(response("one")).await;
     assert!(matches!(world.claim(another()).await, ClaimOutcome::Mismatch), "after completion");
     assert!(replays(&world.claim(request()).await, "one"));
 }
@@ -183,14 +183,14 @@ async fn renewals_keep_the_lease_of_a_slow_handler() {
         assert!(matches!(elsewhere.claim(reexecuting()).await, ClaimOutcome::InProgress { .. }));
         assert!(permit.attempt().is_owner());
     }
-    assert!(matches!(permit.complete(answer("one")).await, SettleOutcome::Done));
+    assert!(matches!(permit.complete(response("one")).await, SettleOutcome::Done));
     assert!(world.events.count_if(|kind| *kind == EventKind::Renewed) >= 20);
 }
 
 #[tokio::test(start_paused = true)]
 async fn an_attempt_that_ended_is_not_renewed() {
     let world = World::new();
-    world.permit(request()).await.complete(answer("one")).await;
+    world.permit(request()).await.complete(response("one")).await;
     drop(world.permit(ClaimRequest { id: RecordId::from_bytes([1; 32]), ..request() }).await);
     sleep(LEASE * 3).await;
     assert_eq!(world.faults.calls(Operation::Renew), 0);
@@ -207,7 +207,7 @@ async fn a_lease_that_ended_during_an_outage_is_renewed_again() {
     world.faults.heal();
     sleep(Duration::from_secs(2)).await;
     assert!(permit.attempt().is_owner());
-    assert!(matches!(permit.complete(answer("one")).await, SettleOutcome::Done));
+    assert!(matches!(permit.complete(response("one")).await, SettleOutcome::Done));
 }
 
 #[tokio::test(start_paused = true)]
@@ -225,9 +225,9 @@ async fn a_zombie_learns_that_it_lost_its_lease_and_is_fenced() {
     tokio::time::timeout(LEASE, permit.attempt().lost()).await.expect("the zombie learns that it lost");
     assert!(zombie.events.has(EventKind::LeaseLost));
 
-    assert!(matches!(permit.complete(answer("zombie")).await, SettleOutcome::Fenced));
+    assert!(matches!(permit.complete(response("zombie")).await, SettleOutcome::Fenced));
     assert!(zombie.events.has(EventKind::Fenced));
-    assert!(matches!(taken.complete(answer("other")).await, SettleOutcome::Done));
+    assert!(matches!(taken.complete(response("other")).await, SettleOutcome::Done));
     assert!(replays(&zombie.claim(request()).await, "other"));
 }
 
@@ -252,7 +252,7 @@ async fn a_parked_outcome_becomes_known_when_its_slow_owner_completes() {
     slow.faults.always(Operation::Renew, Fault::Refuse);
     sleep(LEASE).await;
     assert!(matches!(other.claim(request()).await, ClaimOutcome::Unknown));
-    assert!(matches!(permit.complete(answer("late")).await, SettleOutcome::Done));
+    assert!(matches!(permit.complete(response("late")).await, SettleOutcome::Done));
     assert!(replays(&other.claim(request()).await, "late"));
 }
 
@@ -261,7 +261,7 @@ async fn a_completion_that_fails_once_is_retried_in_the_background() {
     let world = World::new();
     let permit = world.permit(request()).await;
     world.faults.next(1, Operation::Complete, Fault::Refuse);
-    assert!(matches!(permit.complete(answer("one")).await, SettleOutcome::Deferred(_)));
+    assert!(matches!(permit.complete(response("one")).await, SettleOutcome::Deferred(_)));
     assert!(
         matches!(world.claim(request()).await, ClaimOutcome::InProgress { .. }),
         "the operation does not run again meanwhile"
@@ -276,7 +276,7 @@ async fn a_completion_whose_reply_is_lost_succeeds_when_it_is_sent_again() {
     let world = World::new();
     let permit = world.permit(request()).await;
     world.faults.next(1, Operation::Complete, Fault::LoseReply);
-    assert!(matches!(permit.complete(answer("one")).await, SettleOutcome::Deferred(_)));
+    assert!(matches!(permit.complete(response("one")).await, SettleOutcome::Deferred(_)));
     sleep(Duration::from_secs(1)).await;
     assert!(world.events.has(EventKind::Completed) && !world.events.has(EventKind::Fenced));
 }
@@ -286,7 +286,7 @@ async fn a_lost_completion_is_an_unknown_outcome_and_never_a_second_execution() 
     let world = World::new();
     let permit = world.permit(request()).await;
     world.faults.always(Operation::Complete, Fault::Refuse);
-    assert!(matches!(permit.complete(answer("one")).await, SettleOutcome::Deferred(_)));
+    assert!(matches!(permit.complete(response("one")).await, SettleOutcome::Deferred(_)));
     sleep(LEASE + Duration::from_secs(1)).await;
     let other = World::on(world.store.clone());
     assert!(matches!(other.claim(request()).await, ClaimOutcome::Unknown));
@@ -302,7 +302,7 @@ async fn a_completion_is_written_after_an_outage_that_outlasted_its_lease() {
         let world = World::new();
         let permit = world.permit(request()).await;
         world.faults.outage();
-        assert!(matches!(permit.complete(answer("one")).await, SettleOutcome::Deferred(_)));
+        assert!(matches!(permit.complete(response("one")).await, SettleOutcome::Deferred(_)));
         sleep(LEASE * 2 + Duration::from_secs(hours * 3600)).await;
         // Another process asks first and parks the record.
         let other = World::on(world.store.clone());
@@ -320,7 +320,7 @@ async fn a_claim_whose_reply_is_lost_is_recognised() {
     world.faults.next(1, Operation::Claim, Fault::LoseReply);
     let permit = world.permit(request()).await;
     assert_eq!(permit.attempt().number(), 1);
-    assert!(matches!(permit.complete(answer("one")).await, SettleOutcome::Done));
+    assert!(matches!(permit.complete(response("one")).await, SettleOutcome::Done));
 }
 
 #[tokio::test(start_paused = true)]
@@ -332,7 +332,7 @@ async fn a_granted_claim_whose_reply_was_lost_is_taken_back() {
     assert_eq!(world.state().await, Some(StateName::InProgress), "the store granted the claim");
     sleep(Duration::from_secs(1)).await;
     assert_eq!(world.state().await, Some(StateName::Released));
-    world.permit(request()).await.complete(answer("one")).await;
+    world.permit(request()).await.complete(response("one")).await;
 }
 
 #[tokio::test(start_paused = true)]
@@ -366,7 +366,7 @@ async fn a_claim_that_reaches_the_store_late_is_taken_back() {
         assert!(world.events.has(EventKind::ClaimCancelled));
         let looks = world.faults.calls(Operation::Lookup);
         assert!((3..50).contains(&looks), "{looks} looks");
-        world.permit(request()).await.complete(answer("one")).await;
+        world.permit(request()).await.complete(response("one")).await;
     }
 }
 
@@ -450,7 +450,7 @@ async fn a_claim_that_is_lost_for_longer_than_its_lease_parks_nothing() {
     assert_eq!(world.state().await, Some(StateName::Abandoned));
     // Of two claims that arrive as soon as the store answers, one executes.
     world.faults.heal();
-    world.permit(request()).await.complete(answer("one")).await;
+    world.permit(request()).await.complete(response("one")).await;
     sleep(LEASE * 2).await;
     assert!(replays(&world.claim(request()).await, "one"));
 }
@@ -475,7 +475,7 @@ async fn a_retry_takes_over_a_claim_that_becomes_visible_after_its_lease() {
     let ClaimOutcome::Execute(permit) = retry.await.unwrap().unwrap() else {
         panic!("the record was parked")
     };
-    permit.complete(answer("one")).await;
+    permit.complete(response("one")).await;
     world.faults.heal();
     assert!(replays(&world.claim(request()).await, "one"));
 }
@@ -549,7 +549,7 @@ async fn the_search_for_a_lost_claim_ends_with_a_completion_or_with_the_engine()
     let world = World::new();
     world.faults.next(2, Operation::Claim, Fault::Delay);
     assert!(world.engine.claim(request()).await.is_err());
-    world.permit(request()).await.complete(answer("one")).await;
+    world.permit(request()).await.complete(response("one")).await;
     sleep(Duration::from_secs(1)).await;
     let looks = world.faults.calls(Operation::Lookup);
     sleep(LEASE).await;
@@ -657,7 +657,7 @@ async fn a_waiter_gets_a_completion_of_another_process() {
         (outcome, Instant::now())
     });
     sleep(Duration::from_secs(3)).await;
-    permit.complete(answer("one")).await;
+    permit.complete(response("one")).await;
     let completed = Instant::now();
     let (outcome, heard) = waiter.await.unwrap();
     assert!(replays(&outcome, "one"));
@@ -720,7 +720,7 @@ async fn a_waiter_that_is_notified_of_a_completion_does_not_wait_for_its_next_po
     sleep(Duration::from_secs(3)).await;
     let asked = faults.calls(Operation::Claim);
     assert_eq!(notifying.waiting.load(Ordering::SeqCst), 1);
-    permit.complete(answer("one")).await;
+    permit.complete(response("one")).await;
     let completed = Instant::now();
     notifying.notification.notify_one();
     assert!(replays(&waiter.await.unwrap(), "one"));
@@ -745,7 +745,7 @@ async fn a_waiter_that_leaves_stops_polling_and_the_waiters_next_to_it_wait_on()
     assert!(first.await.unwrap_err().is_cancelled());
     sleep(Duration::from_secs(1)).await;
     assert_eq!(notifying.waiting.load(Ordering::SeqCst), 1, "one waiter for both claims");
-    permit.complete(answer("one")).await;
+    permit.complete(response("one")).await;
     assert!(replays(&second.await.unwrap(), "one"));
 
     let permit = world.permit(ClaimRequest { id: RecordId::from_bytes([7; 32]), ..request() }).await;
@@ -795,7 +795,7 @@ async fn draining_waits_for_spawned_tasks_and_reports_the_remaining_ones() {
     let permit = world.permit(request()).await;
     world.engine.spawn(async move {
         sleep(Duration::from_secs(5)).await;
-        permit.complete(answer("one")).await;
+        permit.complete(response("one")).await;
     });
     assert_eq!(world.engine.drain(Duration::from_secs(1)).await, 1);
     assert_eq!(world.engine.drain(Duration::from_secs(60)).await, 0);
@@ -806,7 +806,7 @@ async fn draining_waits_for_spawned_tasks_and_reports_the_remaining_ones() {
 async fn expired_records_are_purged_in_the_background() {
     let world = World::new();
     let policy = request().policy.with_retention(Duration::from_secs(10)).unwrap();
-    world.permit(ClaimRequest { policy, ..request() }).await.complete(answer("one")).await;
+    world.permit(ClaimRequest { policy, ..request() }).await.complete(response("one")).await;
     sleep(Duration::from_secs(9)).await;
     assert!(replays(&world.claim(request()).await, "one"), "the record is kept for its retention");
     sleep(LEASE + Duration::from_secs(20)).await;
@@ -911,7 +911,7 @@ async fn a_waiter_beyond_the_limit_gets_in_progress_at_once() {
     let asked = Instant::now();
     assert!(matches!(world.claim(waiting(LEASE)).await, ClaimOutcome::InProgress { .. }));
     assert_eq!(asked.elapsed(), Duration::ZERO);
-    permit.complete(answer("one")).await;
+    permit.complete(response("one")).await;
     for waiter in waiters {
         assert!(waiter.await.unwrap());
     }
@@ -933,7 +933,7 @@ async fn each_attempt_that_began_keeps_its_end_until_the_store_accepts_it() {
     }
     world.faults.always(Operation::Complete, Fault::Refuse);
     for permit in permits {
-        assert!(matches!(permit.complete(answer("one")).await, SettleOutcome::Deferred(_)));
+        assert!(matches!(permit.complete(response("one")).await, SettleOutcome::Deferred(_)));
     }
     world.faults.heal();
     // The lease lasts, so no other claim can come first.

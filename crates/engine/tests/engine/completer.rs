@@ -178,7 +178,7 @@ async fn rounds(scene: &Scene, lasting: Duration) -> Vec<u64> {
 #[tokio::test]
 async fn the_completer_finishes_an_order_after_an_outage_of_hours() {
     let scene = scene();
-    *scene.world.fail.lock().unwrap() = Some(StepFailure::Unsure("no answer".to_owned()));
+    *scene.world.fail.lock().unwrap() = Some(StepFailure::Unsure("no response".to_owned()));
     assert!(scene.second.orders.run("order-1", &items()).await.is_err());
     let executed_at = rounds(&scene, Duration::from_secs(20 * 60 * 60)).await;
     assert_eq!(executed_at[..6], [1, 3, 7, 15, 30, 45], "the pause doubles, up to a quarter of an hour");

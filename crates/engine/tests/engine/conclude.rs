@@ -45,9 +45,9 @@ impl Store for Transactional {
             match meanwhile {
                 Meanwhile::Nothing => {}
                 Meanwhile::Holds => return Err(StoreError::locked("a transaction holds the record")),
-                Meanwhile::Commits(answer) => {
+                Meanwhile::Commits(response) => {
                     *self.meanwhile.lock().unwrap() = Meanwhile::Nothing;
-                    self.commit(token, answer).await;
+                    self.commit(token, response).await;
                 }
             }
             self.records.apply(id, command).await
@@ -59,8 +59,8 @@ impl Store for Transactional {
 
 impl Transactional {
     /// Completes the record as `oncegate.complete` does, in a transaction that commits.
-    async fn commit(&self, token: FencingToken, answer: Option<&'static str>) {
-        let completion = answer.map_or(Completion::Awaited, replayable);
+    async fn commit(&self, token: FencingToken, response: Option<&'static str>) {
+        let completion = response.map_or(Completion::Awaited, replayable);
         let command = Command::Complete(Complete { token, completion, retention: RETENTION });
         assert_eq!(self.records.apply(id(), command).await.unwrap(), Outcome::Completed);
     }
@@ -136,7 +136,7 @@ fn replays(state: &State, body: &str) -> bool {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_record_committed_without_an_answer_gets_the_answer() {
+async fn a_record_committed_without_a_response_gets_the_response() {
     let world = World::new();
     let permit = world.permit().await;
     world.store.commit(permit.attempt().token(), None).await;
@@ -146,7 +146,7 @@ async fn a_record_committed_without_an_answer_gets_the_answer() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_answer_that_was_committed_stays_and_is_returned() {
+async fn a_response_that_was_committed_stays_and_is_returned() {
     for (report, note) in [
         (success("mine"), EventKind::CompletedUpstream),
         (success("another"), EventKind::ResponseDiffers),
@@ -169,7 +169,7 @@ async fn an_answer_that_was_committed_stays_and_is_returned() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn answers_that_differ_only_in_header_order_are_equal() {
+async fn responses_that_differ_only_in_header_order_are_equal() {
     let world = World::new();
     let permit = world.permit().await;
     world.store.commit(permit.attempt().token(), Some("mine")).await;
@@ -180,7 +180,7 @@ async fn answers_that_differ_only_in_header_order_are_equal() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_answer_without_a_commit_is_stored_and_a_success_is_reported() {
+async fn a_response_without_a_commit_is_stored_and_a_success_is_reported() {
     for (report, events) in [
         (success("paid"), &[EventKind::CompletionMissing, EventKind::Completed][..]),
         (OperationReport::response(replayable("no"), false), &[EventKind::Completed]),
@@ -193,7 +193,7 @@ async fn an_answer_without_a_commit_is_stored_and_a_success_is_reported() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn no_answer_and_no_commit_frees_the_key_and_fences_a_late_commit() {
+async fn no_response_and_no_commit_frees_the_key_and_fences_a_late_commit() {
     let world = World::new();
     let permit = world.permit().await;
     let token = permit.attempt().token();
@@ -205,7 +205,7 @@ async fn no_answer_and_no_commit_frees_the_key_and_fences_a_late_commit() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn no_answer_after_a_commit_without_one_leaves_the_record_as_it_is() {
+async fn no_response_after_a_commit_without_one_leaves_the_record_as_it_is() {
     let world = World::new();
     let permit = world.permit().await;
     world.store.commit(permit.attempt().token(), None).await;
@@ -217,7 +217,7 @@ async fn no_answer_after_a_commit_without_one_leaves_the_record_as_it_is() {
 /// The transaction commits after the engine read the record and before it writes.
 #[tokio::test(start_paused = true)]
 async fn a_commit_between_read_and_write_is_seen() {
-    for (report, answer) in [
+    for (report, response) in [
         (OperationReport::NoResponse, None),
         (OperationReport::NoResponse, Some("mine")),
         (success("paid"), Some("mine")),
@@ -225,10 +225,10 @@ async fn a_commit_between_read_and_write_is_seen() {
     ] {
         let world = World::new();
         let permit = world.permit().await;
-        world.store.set(Meanwhile::Commits(answer));
+        world.store.set(Meanwhile::Commits(response));
         let outcome = permit.report(report.clone()).await;
         let state = world.store.state().await;
-        match (&report, answer) {
+        match (&report, response) {
             (_, Some(_)) => {
                 assert!(
                     matches!(outcome, ReportOutcome::Recorded(own) if own.body() == "mine"),

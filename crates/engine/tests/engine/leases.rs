@@ -83,7 +83,7 @@ fn reexecuting() -> ClaimRequest {
     with(policy().with_on_abandoned(OnAbandoned::Reexecute))
 }
 
-fn answer(body: &'static str) -> Completion {
+fn response(body: &'static str) -> Completion {
     Completion::Replayable(StoredResponse::new(201, &[], &[body.into()], &[]).unwrap())
 }
 
@@ -126,7 +126,7 @@ async fn a_grant_that_arrives_after_its_lease_executes_nothing_if_another_proces
     let (one, two) = (Process::on(&store), Process::on(&store));
     let outcome = granted_late(&one, LEASE, async || {
         let permit = two.permit(reexecuting()).await;
-        assert!(matches!(permit.complete(answer("two")).await, SettleOutcome::Done));
+        assert!(matches!(permit.complete(response("two")).await, SettleOutcome::Done));
     })
     .await;
     assert!(replays(&outcome, "two"), "{outcome:?}");
@@ -144,7 +144,7 @@ async fn a_grant_that_arrives_after_its_lease_waits_for_the_process_that_took_ov
     .await;
     assert!(in_progress(&outcome), "{outcome:?}");
     let permit = taken.lock().unwrap().take().unwrap();
-    assert!(matches!(permit.complete(answer("two")).await, SettleOutcome::Done));
+    assert!(matches!(permit.complete(response("two")).await, SettleOutcome::Done));
 }
 
 #[tokio::test(start_paused = true)]
@@ -158,7 +158,7 @@ async fn a_grant_that_arrives_after_its_lease_is_renewed_if_the_key_is_unclaimed
     let two = Process::on(&store);
     assert!(in_progress(&two.claim(reexecuting()).await));
     // A grant that arrives in time is not renewed.
-    assert!(matches!(permit.complete(answer("one")).await, SettleOutcome::Done));
+    assert!(matches!(permit.complete(response("one")).await, SettleOutcome::Done));
     assert_eq!(one.events.count(EventKind::Renewed), 1);
 }
 
@@ -289,8 +289,8 @@ async fn a_handler_that_checks_before_its_effect_is_renewed_or_told_to_stop() {
     let permit = two.permit(reexecuting()).await;
     one.faults.heal();
     assert!(matches!(handle.confirm_lease().await, Err(LeaseError::Fenced)));
-    assert!(matches!(permit.complete(answer("two")).await, SettleOutcome::Done));
-    assert!(matches!(attempt.complete(answer("one")).await, SettleOutcome::Fenced));
+    assert!(matches!(permit.complete(response("two")).await, SettleOutcome::Done));
+    assert!(matches!(attempt.complete(response("one")).await, SettleOutcome::Fenced));
 }
 
 #[tokio::test(start_paused = true)]
@@ -304,16 +304,16 @@ async fn a_handler_that_lost_its_record_no_longer_blocks_its_key() {
     let permit = one.permit(request()).await;
     assert!(permit.attempt().token() > hanging.attempt().token());
     // The fenced attempt ends; callers that wait for the new attempt do not notice.
-    assert!(matches!(hanging.complete(answer("late")).await, SettleOutcome::Fenced));
+    assert!(matches!(hanging.complete(response("late")).await, SettleOutcome::Fenced));
     assert!(in_progress(&one.claim(request()).await));
     assert_eq!(one.engine.in_flight(), 1);
-    assert!(matches!(permit.complete(answer("new")).await, SettleOutcome::Done));
+    assert!(matches!(permit.complete(response("new")).await, SettleOutcome::Done));
     assert!(replays(&one.claim(request()).await, "new"));
     assert_eq!(one.engine.in_flight(), 0);
 }
 
 #[tokio::test(start_paused = true)]
-async fn waiters_of_a_handler_that_loses_its_record_get_the_answer_of_the_new_owner() {
+async fn waiters_of_a_handler_that_loses_its_record_get_the_response_of_the_new_owner() {
     let store = shared_store();
     let (one, two) = (Process::on(&store), Process::on(&store));
     let fenced = one.permit(reexecuting()).await;
@@ -342,7 +342,7 @@ async fn waiters_of_a_handler_that_loses_its_record_get_the_answer_of_the_new_ow
     let permit = took_over.await;
     one.faults.heal();
     sleep(Duration::from_secs(2)).await;
-    assert!(matches!(permit.complete(answer("two")).await, SettleOutcome::Done));
+    assert!(matches!(permit.complete(response("two")).await, SettleOutcome::Done));
     for waiter in waiters {
         let outcome = tokio::time::timeout(Duration::from_secs(2), waiter)
             .await
@@ -350,7 +350,7 @@ async fn waiters_of_a_handler_that_loses_its_record_get_the_answer_of_the_new_ow
             .unwrap();
         assert!(replays(&outcome, "two"), "{outcome:?}");
     }
-    assert!(matches!(fenced.complete(answer("one")).await, SettleOutcome::Fenced));
+    assert!(matches!(fenced.complete(response("one")).await, SettleOutcome::Fenced));
 }
 
 #[tokio::test(start_paused = true)]
@@ -369,7 +369,7 @@ async fn while_a_handler_lives_its_ended_lease_is_renewed_and_its_key_stays_clai
         // The first caller asks the store. It does not claim the key, because a claim would park it or execute a second time.
         assert!(in_progress(&one.claim(request()).await));
         assert!(permit.attempt().is_owner());
-        assert!(matches!(permit.complete(answer("one")).await, SettleOutcome::Done));
+        assert!(matches!(permit.complete(response("one")).await, SettleOutcome::Done));
         assert!(replays(&one.claim(request()).await, "one"));
     }
 }
@@ -398,7 +398,7 @@ async fn many_claims_after_the_end_of_a_lease_ask_the_store_once() {
     }
     // One of the callers asks, and the renewal in the background.
     assert!(one.faults.calls(Operation::Renew) - before <= 2);
-    assert!(matches!(permit.complete(answer("one")).await, SettleOutcome::Done));
+    assert!(matches!(permit.complete(response("one")).await, SettleOutcome::Done));
 }
 
 #[tokio::test(start_paused = true)]
@@ -420,7 +420,7 @@ async fn a_refused_claim_gets_the_running_time_of_the_attempt() {
     // The lease was renewed after ten seconds: another process counts the time since then, and its own waiting time.
     assert_eq!((age(&one, Duration::ZERO).await, age(&two, Duration::ZERO).await), (11, 1));
     assert_eq!(age(&two, Duration::from_secs(3)).await, 4);
-    assert!(matches!(permit.complete(answer("one")).await, SettleOutcome::Done));
+    assert!(matches!(permit.complete(response("one")).await, SettleOutcome::Done));
 }
 
 #[tokio::test(start_paused = true)]
@@ -437,8 +437,8 @@ async fn a_key_that_an_operator_releases_by_force_in_this_process_is_free_at_onc
         .await
         .expect("the attempt is notified at once");
     let permit = one.permit(request()).await;
-    assert!(matches!(hanging.complete(answer("late")).await, SettleOutcome::Fenced));
-    assert!(matches!(permit.complete(answer("new")).await, SettleOutcome::Done));
+    assert!(matches!(hanging.complete(response("late")).await, SettleOutcome::Fenced));
+    assert!(matches!(permit.complete(response("new")).await, SettleOutcome::Done));
     let audit = operator.audit(None, 10).await.unwrap();
     assert_eq!((audit.len(), &*audit[0].actor, &*audit[0].reason), (1, "ada", "it hangs"));
 }
@@ -455,15 +455,15 @@ async fn an_operator_corrects_an_earlier_resolution_and_finds_the_record_by_its_
     query.key = Some(KeyTag::of(&IdempotencyKey::try_from("order-7").unwrap()));
     let found = operator.list(query).await.unwrap().records;
     let [(id, _)] = found.as_slice() else { panic!("{found:?}") };
-    let answer = |value: u32| function.answer(&value).ok();
-    operator.complete(*id, answer(7), "found in the bank's list").await.unwrap();
+    let response = |value: u32| function.response(&value).ok();
+    operator.complete(*id, response(7), "found in the bank's list").await.unwrap();
     assert_eq!(run().await.unwrap(), 7);
     assert_eq!(operator.park(*id, "the wrong transfer").await.unwrap(), StateName::Completed);
     assert!(matches!(run().await, Err(FunctionError::Unknown)));
     let again = operator.park(*id, "the wrong transfer").await.unwrap_err();
     assert!(matches!(again, ResolveError::NotResolvable(StateName::Unknown)), "{again:?}");
     operator.complete(*id, None, "found in the bank's list").await.unwrap();
-    let from = operator.amend(*id, Resolution::Complete(answer(8)), "found its number").await.unwrap();
+    let from = operator.amend(*id, Resolution::Complete(response(8)), "found its number").await.unwrap();
     assert_eq!(from, StateName::Tombstone);
     assert_eq!(run().await.unwrap(), 8);
     let record = operator.look_up(*id).await.unwrap().unwrap();
@@ -495,7 +495,7 @@ async fn an_operator_finds_and_resolves_unsettled_records() {
 
     let id_of = |key: &str| function.record_id(&IdempotencyKey::try_from(key).unwrap());
     operator
-        .complete(id_of("a"), Some(function.answer(&7).unwrap()), "found in the bank's list")
+        .complete(id_of("a"), Some(function.response(&7).unwrap()), "found in the bank's list")
         .await
         .unwrap();
     operator.complete(id_of("b"), None, "found in the bank's list, without its number").await.unwrap();

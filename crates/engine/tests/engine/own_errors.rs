@@ -213,7 +213,7 @@ macro_rules! stopped_everywhere {
                 };
                 assert!(is_failed(&ended), "stopped at {first} and {second}: {ended:?}");
                 assert_eq!(world.effects(), COMPENSATED, "stopped at {first} and {second}");
-                // The same answer, whatever becomes possible later.
+                // The same result, whatever becomes possible later.
                 world.in_stock.store(true, Ordering::SeqCst);
                 let again = shop.call_until_dead(&world, usize::MAX, shop.$call(&world)).await.unwrap();
                 assert!(is_failed(&again), "{again:?}");

@@ -213,7 +213,7 @@ async fn an_order_that_fails_for_good_and_dies_anywhere_is_compensated_once() {
             assert_eq!(world.effects("ship"), 0);
             let calls = world.calls.load(Ordering::SeqCst);
             assert!(calls <= 6, "only calls that were cut off are repeated: {calls}");
-            // The same answer, whatever becomes possible later.
+            // The same result, whatever becomes possible later.
             *world.ship.lock().unwrap() = None;
             assert!(is_failed(&shop.call(&world).await));
             assert_eq!(world.effects("ship"), 0);
@@ -284,13 +284,13 @@ async fn changed_code_is_refused_before_anything_runs() {
     let shop = shop();
     let key = "order-2";
     let ran = Arc::new(AtomicUsize::new(0));
-    let step = |attempt: Attempt, name: &'static str, answer: Result<u8, StepFailure<String>>| {
+    let step = |attempt: Attempt, name: &'static str, result: Result<u8, StepFailure<String>>| {
         let ran = ran.clone();
         async move {
             attempt
                 .step(name, |_| async {
                     ran.fetch_add(1, Ordering::SeqCst);
-                    answer
+                    result
                 })
                 .await
         }
@@ -390,9 +390,9 @@ async fn an_unsure_first_step_keeps_its_key_from_other_requests() {
 async fn a_step_whose_compensation_would_not_fit_into_the_record_is_not_run() {
     let shop = shop();
     let undone = Arc::new(AtomicUsize::new(0));
-    let step = |attempt: &Attempt, name: String, answer: Result<u8, StepFailure<String>>| {
+    let step = |attempt: &Attempt, name: String, result: Result<u8, StepFailure<String>>| {
         let undone = undone.clone();
-        attempt.step(name, async |_| answer).compensate(move |_, _: u8| async move {
+        attempt.step(name, async |_| result).compensate(move |_, _: u8| async move {
             undone.fetch_add(1, Ordering::SeqCst);
             Ok::<_, StepFailure<String>>(())
         })
@@ -474,11 +474,11 @@ async fn a_step_that_took_place_unrecorded_does_not_free_its_key() {
         let clock = Arc::new(ManualClock::at_millis(1_700_000_000_000));
         let shop = shop_on(Arc::new(StoreWithoutSteps(MemoryStore::new(clock.clone()))), clock);
         let world = world_alive(&Arc::default());
-        let answer = async |attempt: Attempt| {
-            let answer = failure.clone().map_or(Ok(1_u8), Err);
-            attempt.step("reserve", async |_| answer).await
+        let result = async |attempt: Attempt| {
+            let result = failure.clone().map_or(Ok(1_u8), Err);
+            attempt.step("reserve", async |_| result).await
         };
-        let result = shop.orders.run_in_place("order-1", "the input", answer).await;
+        let result = shop.orders.run_in_place("order-1", "the input", result).await;
         assert!(
             matches!(result, Err(FunctionError::Failed { error: StepError::Store { .. }, .. })),
             "{result:?}"
@@ -498,8 +498,8 @@ async fn an_unrecorded_step_does_not_free_its_key_under_another_error() {
         let pay = engine.function("pay").with_errors(ReleaseIf(|_: &_| true));
         let result = pay
             .run_in_place("k", "the input", async |attempt: Attempt| {
-                let answer = failure.clone().map_or(Ok(1_u8), Err);
-                let charged = attempt.step("charge", async |_| answer).await;
+                let result = failure.clone().map_or(Ok(1_u8), Err);
+                let charged = attempt.step("charge", async |_| result).await;
                 charged.map_err(|_| "the bank does not answer")
             })
             .await;

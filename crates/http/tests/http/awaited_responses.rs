@@ -1,4 +1,4 @@
-//! Operations that completed their records without an answer, and whose answer was lost: a retry asks the handler for it.
+//! Operations that completed their records without a reply, and whose reply was lost: a retry asks the handler for it.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -28,9 +28,9 @@ use tower_layer::Layer as _;
 use tower_service::Service;
 
 const RETENTION: Duration = Duration::from_secs(60);
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Commits, completes its record without an answer, and then returns no answer.
+/// Commits, completes its record without a response, and then returns no response.
 #[derive(Clone)]
 struct Handler {
     store: Arc<Transactional>,
@@ -158,7 +158,7 @@ struct World {
 }
 
 impl World {
-    /// A layer whose first request was committed without an answer.
+    /// A layer whose first request was committed without a response.
     async fn new(replies: impl IntoIterator<Item = Reply>) -> Self {
         Self::with(replies, |settings| settings).await
     }
@@ -203,7 +203,7 @@ impl World {
     async fn begin(&self) -> tokio::task::JoinHandle<Observed> {
         let before = self.asked();
         let asking = tokio::spawn(ask(self.service.clone(), "body"));
-        tokio::time::timeout(ANSWER_TIMEOUT, async {
+        tokio::time::timeout(RESPONSE_TIMEOUT, async {
             while self.asked() == before {
                 tokio::task::yield_now().await;
             }
@@ -259,8 +259,8 @@ async fn send(
     request: http::request::Builder,
     body: &'static str,
 ) -> Observed {
-    let answer = service.call(request.body(Full::from(body)).unwrap());
-    let response = tokio::time::timeout(ANSWER_TIMEOUT, answer).await.expect("an answer").unwrap();
+    let response = service.call(request.body(Full::from(body)).unwrap());
+    let response = tokio::time::timeout(RESPONSE_TIMEOUT, response).await.expect("a response").unwrap();
     let status = response.status().as_u16();
     let field = |name: &str| Some(response.headers().get(name)?.to_str().unwrap().to_owned());
     let (replayed, told) = (field("idempotent-replayed").is_some(), field("idempotency-status"));
@@ -276,7 +276,7 @@ async fn send(
 const AWAITED: State = State::Completed(RecordedResponse::Awaited);
 
 #[tokio::test]
-async fn an_answer_is_stored_and_replayed_without_another_question() {
+async fn a_response_is_stored_and_replayed_without_another_question() {
     let mut world = World::new([happened("mine")]).await;
     assert_eq!(world.state().await, AWAITED);
     assert_eq!(world.ask().await, replay("mine"));
@@ -289,7 +289,7 @@ async fn an_answer_is_stored_and_replayed_without_another_question() {
 }
 
 #[tokio::test]
-async fn an_answer_that_is_gone_is_not_asked_for_again() {
+async fn a_response_that_is_gone_is_not_asked_for_again() {
     let mut world = World::new([Reply::Is(Reconciled::Unreplayable)]).await;
     for _ in 0..2 {
         assert_eq!(world.ask().await, problem(422, "replay-unavailable"));
@@ -309,7 +309,7 @@ async fn a_committed_request_is_not_executed_when_the_handler_denies_it() {
 }
 
 #[tokio::test]
-async fn the_answer_stays_awaited_while_it_is_unknown() {
+async fn the_response_stays_awaited_while_it_is_unknown() {
     let cannot_tell = || Reply::Is(Reconciled::CannotTell);
     let mut world = World::new([cannot_tell(), Reply::Panics, cannot_tell(), happened("mine")]).await;
     for asked in 1..=3 {
@@ -333,7 +333,7 @@ async fn duplicates_in_this_process_do_not_ask_meanwhile() {
 }
 
 #[tokio::test]
-async fn waiting_duplicates_get_the_answer() {
+async fn waiting_duplicates_get_the_response() {
     for (reply, heard) in [
         (happened("mine"), replay("mine")),
         (Reply::Is(Reconciled::Unreplayable), problem(422, "replay-unavailable")),
@@ -343,7 +343,7 @@ async fn waiting_duplicates_get_the_answer() {
     ] {
         let latch = Latch::new();
         let world = World::with([Reply::Waits(latch.clone(), Box::new(reply))], |settings| {
-            let policy = settings.policy().with_wait(ANSWER_TIMEOUT).unwrap();
+            let policy = settings.policy().with_wait(RESPONSE_TIMEOUT).unwrap();
             settings.with_policy(policy)
         })
         .await;
@@ -364,7 +364,7 @@ async fn waiting_duplicates_get_the_answer() {
 }
 
 #[tokio::test]
-async fn the_answer_is_stored_although_the_client_hangs_up() {
+async fn the_response_is_stored_although_the_client_hangs_up() {
     let latch = Latch::new();
     let mut world = World::new([Reply::Waits(latch.clone(), Box::new(happened("mine")))]).await;
     let asking = world.begin().await;
@@ -380,12 +380,12 @@ async fn the_answer_is_stored_although_the_client_hangs_up() {
             }
         }
     };
-    assert_eq!(tokio::time::timeout(ANSWER_TIMEOUT, settled).await.expect("an answer"), replay("mine"));
+    assert_eq!(tokio::time::timeout(RESPONSE_TIMEOUT, settled).await.expect("a response"), replay("mine"));
     assert_eq!((world.asked(), world.effects()), (1, 1));
 }
 
 #[tokio::test]
-async fn the_first_answer_wins() {
+async fn the_first_response_wins() {
     let replayable = |body| Completion::Replayable(found(body));
     for (meanwhile, reply, heard, differs) in [
         (replayable("mine"), happened("mine"), replay("mine"), 0),
@@ -410,7 +410,7 @@ async fn the_first_answer_wins() {
 
 /// The retention ends while the handler is asked, and another request takes the key.
 #[tokio::test]
-async fn two_owners_of_one_key_never_get_each_others_answers() {
+async fn two_owners_of_one_key_never_get_each_others_responses() {
     for is_answered in [false, true] {
         the_key_has_another_owner(is_answered).await;
     }
@@ -456,7 +456,7 @@ async fn a_request_whose_record_cannot_be_read_is_not_executed() {
 }
 
 #[tokio::test]
-async fn an_answer_that_cannot_be_stored_is_returned_and_asked_for_again() {
+async fn a_response_that_cannot_be_stored_is_returned_and_asked_for_again() {
     for (fault, asked) in [(Fault::Refuse, 2), (Fault::Busy, 2), (Fault::LoseReply, 1)] {
         let mut world = World::new([happened("mine")]).await;
         world.faults.next(1, Operation::Complete, fault);
@@ -468,7 +468,7 @@ async fn an_answer_that_cannot_be_stored_is_returned_and_asked_for_again() {
 }
 
 #[tokio::test]
-async fn an_unreplayable_answer_is_not_asked_for() {
+async fn an_unreplayable_response_is_not_asked_for() {
     let mut world = World::before([happened("mine")], Completion::Tombstone, |settings| settings);
     for _ in 0..2 {
         assert_eq!(world.ask().await, problem(422, "replay-unavailable"));

@@ -63,9 +63,9 @@ async fn send(service: &mut Idempotency<Handler>, path: &str, caller: &str, key:
 }
 
 #[track_caller]
-fn is_overloaded(answer: &ServiceResponse) {
-    assert_eq!(answer.status(), StatusCode::SERVICE_UNAVAILABLE);
-    assert_eq!(answer.headers()["retry-after"], "1");
+fn is_overloaded(response: &ServiceResponse) {
+    assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(response.headers()["retry-after"], "1");
 }
 
 /// Sends a request that waits, and hangs up.

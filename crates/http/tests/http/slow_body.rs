@@ -60,8 +60,8 @@ async fn a_request_whose_body_stalls_is_refused_in_time_and_not_executed() {
     let handler = Counting::default();
     let asked = tokio::time::Instant::now();
     let request = Request::post("/pay").header("idempotency-key", "a").body(Stalled).unwrap();
-    let answer = layer.layer(handler.clone()).call(request).await.unwrap();
-    assert_eq!(answer.status(), StatusCode::BAD_REQUEST);
+    let response = layer.layer(handler.clone()).call(request).await.unwrap();
+    assert_eq!(response.status(), StatusCode::BAD_REQUEST);
     assert_eq!(asked.elapsed(), timeout);
     assert_eq!(handler.0.load(Ordering::Relaxed), 0);
     assert!(store.is_empty(), "no key was claimed");

@@ -49,8 +49,8 @@ impl Service<Request<RequestBody<Full<Bytes>>>> for Handler {
     }
 
     fn call(&mut self, _: Request<RequestBody<Full<Bytes>>>) -> Self::Future {
-        let answer = Response::builder().header("content-type", "text/event-stream");
-        std::future::ready(Ok(answer.body(Events(self.0.clone())).unwrap()))
+        let response = Response::builder().header("content-type", "text/event-stream");
+        std::future::ready(Ok(response.body(Events(self.0.clone())).unwrap()))
     }
 }
 

@@ -134,7 +134,7 @@ async fn commits_and_responses_end_as_the_table_says() {
         ("/not/does-not-know", said(200), said(200)),
         ("/not/streams", said(200), done()),
         ("/not/is-large", (200, large.clone(), false), done()),
-        // A commit without an answer: a definite response is added, if there is one.
+        // A commit without a response: a definite response is added, if there is one.
         ("/without/200", said(200), again(200)),
         ("/without/404", said(404), again(404)),
         ("/without/500", said(500), done()),
@@ -145,7 +145,7 @@ async fn commits_and_responses_end_as_the_table_says() {
         ("/without/streams", said(200), done()),
         ("/without/is-large", (200, large, false), done()),
         ("/without/is-secret", said(200), done()),
-        // A commit with an answer: every request gets it.
+        // A commit with a response: every request gets it.
         ("/with/200", mine(false), mine(true)),
         ("/with/404", mine(false), mine(true)),
         ("/with/500", mine(false), mine(true)),

@@ -48,7 +48,7 @@ enum RunResult {
     HandlerCommitted(Vec<ReceiptState>, ClaimTransaction),
     /// Rolled back by a conflict, so another run may succeed.
     Conflict(StoreError),
-    /// COMMIT was sent, and its answer was lost.
+    /// COMMIT was sent, and its reply was lost.
     CommitUnknown(Vec<ReceiptState>),
     /// The database is out of reach.
     Unavailable(StoreError),
@@ -81,7 +81,7 @@ impl From<RunResult> for EarlyEnd {
     }
 }
 
-/// A COMMIT whose answer was lost.
+/// A COMMIT whose reply was lost.
 struct LostCommit {
     states: Vec<ReceiptState>,
     /// The end of the search for its result.
@@ -108,7 +108,7 @@ impl<'a, W: Work> Transactions<'a, W> {
     /// Runs the transaction until its result is known.
     ///
     /// A single message runs again after a conflict, and once after its session was lost in the handler. After a COMMIT
-    /// without an answer the messages are claimed again. They are in flight as long as the old transaction is open, and
+    /// without a reply the messages are claimed again. They are in flight as long as the old transaction is open, and
     /// processed or new afterwards.
     pub(super) async fn until_known(&mut self, slots: &[&Slot<'_>]) -> BatchResult {
         let is_single = slots.len() == 1;
@@ -158,7 +158,7 @@ impl<'a, W: Work> Transactions<'a, W> {
                     runs_left -= u32::from(is_conflict);
                 }
                 RunResult::CommitUnknown(states) => {
-                    tracing::warn!("the answer to COMMIT was lost; finding out whether it succeeded");
+                    tracing::warn!("the reply to COMMIT was lost; finding out whether it succeeded");
                     if runs_left <= 1 {
                         return BatchResult::Unavailable(StoreError::unavailable(
                             "the connection to PostgreSQL ended during COMMIT again and again",
@@ -273,7 +273,7 @@ impl<'a, W: Work> Transactions<'a, W> {
             Err(StatementError::Refused(error)) if is_conflict(&error) => {
                 Err(RunResult::Conflict(store_error(&error)))
             }
-            // The session ended, or a statement failed whose answer the handler did not read. Both may happen each time.
+            // The session ended, or a statement failed whose reply the handler did not read. Both may happen each time.
             Err(StatementError::Refused(error)) => Err(RunResult::Failed(HandlerError::unsure(error))),
             Err(StatementError::TimedOut) => Err(RunResult::Unavailable(StatementError::TimedOut.into())),
         }
@@ -318,7 +318,7 @@ fn before_handler(error: StatementError) -> RunResult {
 
 /// Returns `true` if the server refused a COMMIT and its session goes on, for example because of a deferred trigger.
 ///
-/// The answer only decides whether this counts as a failure. If the transaction was committed anyway, its receipts show it.
+/// The reply only decides whether this counts as a failure. If the transaction was committed anyway, its receipts show it.
 fn is_refusal(error: &sqlx::Error) -> bool {
     let database = error.as_database_error().and_then(|error| error.try_downcast_ref::<PgDatabaseError>());
     // After 40003 and class 08 the result is unknown.

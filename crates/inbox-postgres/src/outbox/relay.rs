@@ -584,7 +584,7 @@ impl<P: Publisher> RelayLoop<P> {
         }
         let asked = Instant::now();
         // If even one message may be too large for the timeout, the call gets more time. The lease is then longer, too,
-        // so that it has not ended when the answer comes. No other lease needs renewal meanwhile, because nothing else
+        // so that it has not ended when the reply comes. No other lease needs renewal meanwhile, because nothing else
         // is held.
         let call_timeout =
             CALL_TIMEOUT * if self.held.is_empty() { 1 + self.halvings / HALVINGS_PER_SLOW_CALL } else { 1 };

@@ -50,7 +50,7 @@ async fn broken(how: Fault, is_late: bool, batch: &[Arc<Message>]) -> (Database,
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_result_of_a_commit_without_an_answer_is_found() {
+async fn the_result_of_a_commit_without_a_reply_is_found() {
     for batch in [vec![new("a")], vec![again("a")], vec![new("a"), again("b"), new("c"), new("a")]] {
         let different = batch.len().min(3);
         let cases = [

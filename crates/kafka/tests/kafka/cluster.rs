@@ -31,7 +31,7 @@ impl Cluster {
     }
 
     /// A member of a group, with a session timeout of 4.5 s. That is little more than the 3 s for which the cluster
-    /// waits for further members of a new group. A member whose session ends meanwhile gets no more answers.
+    /// waits for further members of a new group. A member whose session ends meanwhile gets no more replies.
     pub(crate) fn member(&self, group: &str) -> ClientConfig {
         member(&self.mock.bootstrap_servers(), group)
     }

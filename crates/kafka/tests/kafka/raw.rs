@@ -32,11 +32,11 @@ pub(crate) fn produce(broker: &str, topic: &str, wrong: Wrong) {
     stream.write_all(&request).unwrap();
     let mut length = [0; 4];
     stream.read_exact(&mut length).unwrap();
-    let mut answer = vec![0; i32::from_be_bytes(length) as usize];
-    stream.read_exact(&mut answer).unwrap();
-    // The answer's number, one topic and its name, one partition and its number, and what became of it.
+    let mut reply = vec![0; i32::from_be_bytes(length) as usize];
+    stream.read_exact(&mut reply).unwrap();
+    // The reply's number, one topic and its name, one partition and its number, and what became of it.
     let error = 4 + 4 + 2 + topic.len() + 4 + 4;
-    assert_eq!(answer[error..error + 2], [0, 0], "{answer:?}");
+    assert_eq!(reply[error..error + 2], [0, 0], "{reply:?}");
 }
 
 /// One record with the payload `x`, without key and headers.

@@ -383,7 +383,7 @@ async fn a_publisher_reports_only_known_results() {
     let error = publisher.publish(&large).await.unwrap_err();
     assert!(matches!(error, PublishError::Refused(_)), "{error}");
 
-    // An answer that is lost: it is sent again, and is there once.
+    // A reply that is lost: it is sent again, and is there once.
     let lost = [RDKafkaRespErr::RD_KAFKA_RESP_ERR__TRANSPORT];
     cluster.mock.request_errors(RDKafkaApiKey::Produce, &lost);
     publisher.publish(&message).await.unwrap();

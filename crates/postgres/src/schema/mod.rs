@@ -248,7 +248,7 @@ async fn connect(options: &PostgresOptions) -> Result<PgConnection, PostgresOpen
         Ok(connected) => connected.map_err(|error| failed(options, &error)),
         Err(_) => Err(PostgresOpenError::Connect {
             database: options.database(),
-            why: "no answer within the connect timeout".to_owned(),
+            why: "no reply within the connect timeout".to_owned(),
         }),
     }
 }

@@ -75,7 +75,7 @@ impl TransactionConnection {
         timeout: Duration,
     ) -> Result<OpenTransaction<'_>, StatementError> {
         let Self { connection, is_doubtful } = self;
-        // If this future is dropped here, the driver does not roll back: it counts a transaction only after the answer to
+        // If this future is dropped here, the driver does not roll back: it counts a transaction only after the reply to
         // BEGIN.
         *is_doubtful = true;
         let transaction = with_timeout(timeout, connection.begin_with(begin)).await?;

@@ -160,7 +160,7 @@ pub enum TransactError {
         /// The record.
         record: RecordId,
     },
-    /// The answer to COMMIT was lost, and its outcome could not be found out in time. The same call with the same key finds it
+    /// The reply to COMMIT was lost, and its outcome could not be found out in time. The same call with the same key finds it
     /// out, within the retention.
     #[error(
         "the outcome of COMMIT for attempt {token} of record {record} could not be found out in time; the same call finds it \

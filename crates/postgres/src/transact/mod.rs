@@ -158,7 +158,7 @@ enum RunResult<T> {
     Again(TransactError),
     /// Nothing was run.
     Unreached(StoreError),
-    /// The answer to COMMIT was lost.
+    /// The reply to COMMIT was lost.
     LostCommit(SentCommit),
     Failed(TransactError),
 }
@@ -171,7 +171,7 @@ struct SentCommit {
     kept_until: Instant,
 }
 
-/// A COMMIT whose answer was lost.
+/// A COMMIT whose reply was lost.
 #[derive(Clone, Copy)]
 struct LostCommit {
     sent: SentCommit,
@@ -225,7 +225,7 @@ impl Transactor {
 
     /// Sets the time for a claim, for a completion and for `COMMIT`, from 100 ms to an hour. Default: 10 s.
     ///
-    /// It also bounds the time to find out the outcome of a `COMMIT` whose answer was lost. The statements of the run are
+    /// It also bounds the time to find out the outcome of a `COMMIT` whose reply was lost. The statements of the run are
     /// bounded by the application's own `statement_timeout`.
     ///
     /// # Errors
@@ -242,7 +242,7 @@ impl Transactor {
     }
 
     /// Sets the most attempts at a transaction, from 1 to 100. Default: 5. It is tried again after a serialization failure
-    /// (SQLSTATE 40001) or a deadlock (40P01), and if a `COMMIT` without an answer was not carried out.
+    /// (SQLSTATE 40001) or a deadlock (40P01), and if a `COMMIT` without a reply was not carried out.
     ///
     /// # Errors
     /// If the number is out of bounds.
@@ -315,7 +315,7 @@ impl Transactor {
     /// # Failures
     /// - The future is dropped, the run panics, or the process dies: the transaction is rolled back. During `COMMIT` it may
     ///   have been committed; the next call with the key finds that out.
-    /// - The answer to `COMMIT` is lost: the key is claimed again until the outcome is known. If the transaction was committed,
+    /// - The reply to `COMMIT` is lost: the key is claimed again until the outcome is known. If the transaction was committed,
     ///   its value is returned; otherwise the run starts again.
     ///
     /// # Errors
@@ -373,7 +373,7 @@ impl Transactor {
                 }
                 RunResult::LostCommit(sent) => {
                     attempts_left -= 1;
-                    tracing::warn!(%record, "the answer to COMMIT was lost; asking the database if it was committed");
+                    tracing::warn!(%record, "the reply to COMMIT was lost; asking the database if it was committed");
                     lost = Some(LostCommit { sent, until: Instant::now() + self.statement_timeout });
                     continue;
                 }
@@ -645,7 +645,7 @@ impl Transactor {
     ///         guard.complete_json(&mut transaction, &"paid").await?;
     ///         transaction.commit().await?;
     ///     }
-    ///     GuardClaim::Replay(response) => println!("answer again with {:?}", response.body()),
+    ///     GuardClaim::Replay(response) => println!("replay {:?}", response.body()),
     ///     other => println!("refuse: {other:?}"),
     /// }
     /// # let again = transactor.claim(&mut *pool.acquire().await?, &scope, "order-123", &500).await?;

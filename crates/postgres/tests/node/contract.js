@@ -46,7 +46,7 @@ async function main(url) {
   // pg returns a bigint as text. A token is sent back unchanged.
   assert.equal(granted.attempts, '1')
   assert.match(granted.token, /^[1-9][0-9]*$/)
-  // The answer was lost. The repeated claim is the same claim.
+  // The reply was lost. The repeated claim is the same claim.
   assert.equal((await claim(db, record, { attempt })).token, granted.token)
   const waiting = await claim(db, record)
   assert.equal(waiting.outcome, 'in-progress')

@@ -21,7 +21,7 @@ async fn all(
     store: &Arc<PostgresStore>,
     commands: impl IntoIterator<Item = (RecordId, Command)>,
 ) -> Vec<Result<Outcome, oncegate_core::StoreError>> {
-    // Sends every command before it awaits the first answer.
+    // Sends every command before it awaits the first reply.
     let sent: Vec<_> = commands
         .into_iter()
         .map(|(id, command)| {
@@ -29,15 +29,15 @@ async fn all(
             tokio::spawn(async move { store.apply(id, command).await })
         })
         .collect();
-    let mut answers = Vec::new();
-    for answer in sent {
-        answers.push(answer.await.unwrap());
+    let mut replies = Vec::new();
+    for reply in sent {
+        replies.push(reply.await.unwrap());
     }
-    answers
+    replies
 }
 
 #[tokio::test]
-async fn many_commands_share_few_transactions_and_get_their_own_answers() {
+async fn many_commands_share_few_transactions_and_get_their_own_replies() {
     let database = Database::fresh().await;
     let store = one_sender(&database).await;
     let granted = all(&store, (0..200).map(|n| (id(n), claims(n.into())))).await;
@@ -100,13 +100,13 @@ async fn a_failing_command_does_not_fail_the_others_of_its_batch() {
         }
         (id(n), Command::Claim(claim))
     };
-    let answers = all(&store, (0..40).map(command)).await;
-    for (n, answer) in answers.iter().enumerate() {
+    let replies = all(&store, (0..40).map(command)).await;
+    for (n, reply) in replies.iter().enumerate() {
         match n {
-            5 => assert_eq!(answer.as_ref().unwrap_err().kind(), StoreErrorKind::Corrupt),
-            6 => assert_eq!(answer.as_ref().unwrap_err().kind(), StoreErrorKind::Locked),
-            7 => assert_eq!(answer.as_ref().unwrap_err().kind(), StoreErrorKind::Invalid),
-            _ => assert!(matches!(answer, Ok(Outcome::Execute(_))), "{n}: {answer:?}"),
+            5 => assert_eq!(reply.as_ref().unwrap_err().kind(), StoreErrorKind::Corrupt),
+            6 => assert_eq!(reply.as_ref().unwrap_err().kind(), StoreErrorKind::Locked),
+            7 => assert_eq!(reply.as_ref().unwrap_err().kind(), StoreErrorKind::Invalid),
+            _ => assert!(matches!(reply, Ok(Outcome::Execute(_))), "{n}: {reply:?}"),
         }
     }
 }
@@ -118,7 +118,7 @@ fn large(mebibytes: usize, number: u8) -> Completion {
 }
 
 #[tokio::test]
-async fn a_batch_of_replays_is_bounded_by_the_bytes_of_its_answers() {
+async fn a_batch_of_replays_is_bounded_by_the_bytes_of_its_responses() {
     let database = Database::fresh().await;
     let store = one_sender(&database).await;
     let sizes = |number: u8| if number == 7 { 20 } else { 3 };
@@ -127,7 +127,7 @@ async fn a_batch_of_replays_is_bounded_by_the_bytes_of_its_answers() {
         let end = completes(owner, large(sizes(number), number));
         assert_eq!(store.apply(id(number), end).await.unwrap(), Outcome::Completed);
     }
-    // One statement, with the answers of the contract: new claims among replays.
+    // One statement, with the replies of the contract: new claims among replays.
     let mut admin = database.connect().await;
     let ids: Vec<_> = (0..24).map(|number| sql_id(id(number))).collect();
     let fill = |value: &str| vec![value; ids.len()].join(",");
@@ -147,14 +147,14 @@ async fn a_batch_of_replays_is_bounded_by_the_bytes_of_its_answers() {
     let rows = try_run(&mut admin, &many).await.unwrap();
     let outcomes: Vec<String> = rows.iter().map(|row| row.get("outcome")).collect();
     let size: i64 = rows.iter().map(|row| row.get::<i64, _>("size")).sum();
-    assert!(size <= 12 << 20, "{size} bytes in one answer");
+    assert!(size <= 12 << 20, "{size} bytes in one reply");
     assert_eq!(outcomes[..3], ["replay", "replay", "replay"]);
     assert!(outcomes[3..20].iter().all(|outcome| outcome == "later"), "{outcomes:?}");
     assert!(outcomes[20..].iter().all(|outcome| outcome == "execute"), "{outcomes:?}");
-    // The store asks again until each claim has its answer, even the one that is larger than the bound of a batch.
-    let answers = all(&store, (0..20).map(|number| (id(number), claims(2)))).await;
-    for (number, answer) in (0..20).zip(answers) {
-        let Outcome::Replay(response) = answer.unwrap() else { panic!("{number}") };
+    // The store asks again until each claim has its reply, even the one that is larger than the bound of a batch.
+    let replies = all(&store, (0..20).map(|number| (id(number), claims(2)))).await;
+    for (number, reply) in (0..20).zip(replies) {
+        let Outcome::Replay(response) = reply.unwrap() else { panic!("{number}") };
         assert_eq!(response.body().len(), sizes(number) << 20, "{number}");
         assert!(response.body().iter().all(|byte| *byte == number));
     }
@@ -164,11 +164,11 @@ async fn a_batch_of_replays_is_bounded_by_the_bytes_of_its_answers() {
 async fn commands_on_one_record_are_answered_in_order() {
     let database = Database::fresh().await;
     let store = one_sender(&database).await;
-    let answers = all(&store, (0..60).map(|n| (id(n % 2), claims(n.into())))).await;
-    let executed = answers.iter().filter(|answer| matches!(answer, Ok(Outcome::Execute(_)))).count();
-    let waiting = answers.iter().filter(|answer| matches!(answer, Ok(Outcome::InProgress { .. }))).count();
+    let replies = all(&store, (0..60).map(|n| (id(n % 2), claims(n.into())))).await;
+    let executed = replies.iter().filter(|reply| matches!(reply, Ok(Outcome::Execute(_)))).count();
+    let waiting = replies.iter().filter(|reply| matches!(reply, Ok(Outcome::InProgress { .. }))).count();
     assert_eq!((executed, waiting), (2, 58));
-    let owner = token(answers.iter().flatten().find(|answer| matches!(answer, Outcome::Execute(_))).unwrap());
+    let owner = token(replies.iter().flatten().find(|reply| matches!(reply, Outcome::Execute(_))).unwrap());
     assert!(matches!(
         store.apply(id(0), renews(owner)).await.unwrap(),
         Outcome::Renewed { .. } | Outcome::Fenced

@@ -95,7 +95,7 @@ async fn hostile_bytes_are_data() {
     let database = Database::fresh().await;
     let bytes: Vec<u8> = (0..=255).chain(*b"'); DROP SCHEMA oncegate CASCADE; --\\").collect();
     let value = bytes.clone();
-    let answer = StoredResponse::new(200, &[("x-raw", &value[..])], &[Bytes::from(bytes)], &[]).unwrap();
+    let response = StoredResponse::new(200, &[("x-raw", &value[..])], &[Bytes::from(bytes)], &[]).unwrap();
     let operation = "POST /'; DROP SCHEMA oncegate CASCADE; -- \" \\ $1 %s \u{202e}é\u{0}";
     for (number, pooler) in [(1, false), (2, true)] {
         let store = PostgresStore::open(database.options().with_transaction_pooler(pooler)).await.unwrap();
@@ -105,9 +105,9 @@ async fn hostile_bytes_are_data() {
         let record = store.lookup(id(number)).await.unwrap().unwrap();
         assert_eq!(record.label.operation(), operation.replace('\0', "\u{2400}"));
         assert_eq!(record.label.caller().as_bytes(), b"'\0\\\xff--;$");
-        let complete = completes(owner, Completion::Replayable(answer.clone()));
+        let complete = completes(owner, Completion::Replayable(response.clone()));
         assert_eq!(store.apply(id(number), complete).await.unwrap(), Outcome::Completed);
-        assert_eq!(store.apply(id(number), claims(2)).await.unwrap(), Outcome::Replay(answer.clone()));
+        assert_eq!(store.apply(id(number), claims(2)).await.unwrap(), Outcome::Replay(response.clone()));
         let query = |operation: &str| {
             let mut query = ListQuery::default();
             query.operation = Some(operation.to_owned());
@@ -268,8 +268,8 @@ async fn the_owner_can_complete_an_unknown_record() {
     let owner = token(&store.apply(id(1), Command::Claim(short)).await.unwrap());
     while store.apply(id(1), claims(2)).await.unwrap() != Outcome::Unknown {}
     assert_eq!(store.apply(id(1), renews(owner)).await.unwrap(), Outcome::Fenced);
-    let answer = Completion::Replayable(response(b"paid"));
-    assert_eq!(store.apply(id(1), completes(owner, answer)).await.unwrap(), Outcome::Completed);
+    let paid = Completion::Replayable(response(b"paid"));
+    assert_eq!(store.apply(id(1), completes(owner, paid)).await.unwrap(), Outcome::Completed);
     assert_eq!(store.apply(id(1), claims(3)).await.unwrap(), Outcome::Replay(response(b"paid")));
 }
 
@@ -574,8 +574,8 @@ async fn a_listing_continues_after_a_full_page() {
     let body = vec![7; 5 * 1024 * 1024];
     for number in 1..=4 {
         let owner = token(&store.apply(id(number), claims(1)).await.unwrap());
-        let answer = StoredResponse::new(200, &[], &[Bytes::from(body.clone())], &[]).unwrap();
-        store.apply(id(number), completes(owner, Completion::Replayable(answer))).await.unwrap();
+        let response = StoredResponse::new(200, &[], &[Bytes::from(body.clone())], &[]).unwrap();
+        store.apply(id(number), completes(owner, Completion::Replayable(response))).await.unwrap();
     }
     let mut query = ListQuery::default();
     let first = store.list(query.clone()).await.unwrap();

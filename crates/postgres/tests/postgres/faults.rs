@@ -245,7 +245,7 @@ async fn the_server_sends_keepalives_on_idle_connections() {
     let store = PostgresStore::open(options).await.unwrap();
     store.check().await.unwrap();
     let deadline = Instant::now() + Duration::from_secs(20);
-    // The timer starts when the last answer is acknowledged.
+    // The timer starts when the last reply is acknowledged.
     while !keepalives(server.port()).iter().any(|seconds| *seconds <= 30) {
         assert!(Instant::now() < deadline, "{:?}", keepalives(server.port()));
         tokio::time::sleep(Duration::from_millis(20)).await;

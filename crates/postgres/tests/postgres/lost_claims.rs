@@ -1,4 +1,4 @@
-//! A claim was sent, and its connection ended before the answer: its sender must learn that it may have taken effect.
+//! A claim was sent, and its connection ended before the reply: its sender must learn that it may have taken effect.
 
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
@@ -87,7 +87,7 @@ async fn a_claim_is_not_sent_again_by_the_store() {
         tokio::time::timeout(LONG, world.proxy.broken()).await.expect("the connection is cut");
         assert_eq!(error.kind(), StoreErrorKind::Unavailable);
         assert!(!error.is_unsent(), "it may have been granted: {error}");
-        // A sender that repeats the claim gets no final answer while the first one commits.
+        // A sender that repeats the claim gets no final reply while the first one commits.
         let outcome = world.store.apply(id(1), claims(1)).await.unwrap();
         assert!(matches!(outcome, Outcome::InProgress { .. }), "{outcome:?}");
         assert_eq!(world.store.lookup(id(1)).await.unwrap(), None);

@@ -1,4 +1,4 @@
-//! The answer to a COMMIT was lost: its outcome is found out, and not guessed.
+//! The reply to a COMMIT was lost: its outcome is found out, and not guessed.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
@@ -94,7 +94,7 @@ async fn an_undecided_commit_is_reported_in_time_and_the_next_call_finds_its_out
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_wait_for_a_lost_answer_is_bounded() {
+async fn the_wait_for_a_lost_reply_is_bounded() {
     let (database, proxy, transactor) = world(2).await;
     proxy.arm(b"COMMIT", Fault::Silent);
     let done = pay(&transactor.with_statement_timeout(Duration::from_secs(5)).unwrap(), "order-1", 500)
@@ -137,7 +137,7 @@ async fn a_call_dropped_during_begin_leaves_no_transaction_behind() {
     assert_eq!(database.paid().await, 1);
 }
 
-/// The documented behaviour of a lost answer to COMMIT, with a COMMIT that waits for a standby.
+/// The documented behaviour of a lost reply to COMMIT, with a COMMIT that waits for a standby.
 #[tokio::test(flavor = "multi_thread")]
 async fn during_a_commit_a_write_finds_out_its_outcome_and_a_lookup_does_not() {
     let server = tokio::task::spawn_blocking(|| PostgresServer::start().unwrap()).await.unwrap();

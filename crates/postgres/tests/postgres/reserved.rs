@@ -106,10 +106,10 @@ async fn callers_get_in_progress_during_the_transaction_and_its_result_afterward
     ask_all(&database, &transactor, &store, "order-2").await;
     paying.go_on.notify_one();
     let paid = paying.call.await.unwrap().unwrap();
-    let Outcome::Replay(answer) = store.apply(record("order-2"), claims_of(3, 500)).await.unwrap() else {
+    let Outcome::Replay(response) = store.apply(record("order-2"), claims_of(3, 500)).await.unwrap() else {
         panic!("it is replayed")
     };
-    assert_eq!(serde_json::from_slice::<Charge>(&answer.body()).unwrap(), paid.into_inner());
+    assert_eq!(serde_json::from_slice::<Charge>(&response.body()).unwrap(), paid.into_inner());
     assert_eq!(store.apply(record("order-2"), claims_of(4, 900)).await.unwrap(), Outcome::Mismatch);
 }
 

@@ -138,8 +138,8 @@ async fn the_contract_is_bound_to_no_object_of_another_role() {
             store.check().await.unwrap();
             let owner = token(&store.apply(id(number), claims(1)).await.unwrap());
             store.apply(id(number), renews(owner)).await.unwrap();
-            let answer = Completion::Replayable(response(b"paid"));
-            assert_eq!(store.apply(id(number), completes(owner, answer)).await.unwrap(), Outcome::Completed);
+            let paid = Completion::Replayable(response(b"paid"));
+            assert_eq!(store.apply(id(number), completes(owner, paid)).await.unwrap(), Outcome::Completed);
             assert_eq!(store.apply(id(number), claims(2)).await.unwrap(), Outcome::Replay(response(b"paid")));
             store.list(ListQuery::default()).await.unwrap();
             store.purge(10).await.unwrap();

@@ -57,7 +57,7 @@ pub(crate) async fn set_all(database: &Database) {
     }
 }
 
-/// One call of each kind of function, with its answer and its effects except times. No call contains a backslash.
+/// One call of each kind of function, with its reply and its effects except times. No call contains a backslash.
 const CALLS: [&str; 16] = [
     "SELECT encode(oncegate.message_record('billing', 'evt_1'), 'hex')",
     "SELECT encode(oncegate.message_record('billing', repeat('ü', 200), ARRAY['own', 'x'], 'İstanbul'), 'hex')",
@@ -87,16 +87,16 @@ const CALLS: [&str; 16] = [
 ];
 
 async fn called(connection: &mut PgConnection) -> Vec<Option<String>> {
-    let mut answers = Vec::new();
+    let mut replies = Vec::new();
     for call in CALLS {
         // At READ COMMITTED and with writing allowed, as the contract requires of every caller.
         let mut transaction =
             connection.begin_with("BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE").await.unwrap();
         let rows = try_run(&mut transaction, call).await.unwrap_or_else(|error| panic!("{call}: {error}"));
-        answers.push(rows.first().and_then(|row| row.get(0)));
+        replies.push(rows.first().and_then(|row| row.get(0)));
         transaction.commit().await.unwrap();
     }
-    answers
+    replies
 }
 
 /// The settings of the caller decide how a string with a backslash is read, so the SQL contains none.

@@ -57,8 +57,8 @@ async fn an_open_completion_of_an_application_delays_no_other_caller() {
     run(&mut app, "COMMIT").await;
     // The response may be added later, once. Until then there is nothing to replay.
     assert_eq!(store.apply(id(1), claims(3)).await.unwrap(), Outcome::Unreplayable);
-    let answer = Completion::Replayable(response(b"paid"));
-    assert_eq!(store.apply(id(1), completes(token, answer)).await.unwrap(), Outcome::Completed);
+    let paid = Completion::Replayable(response(b"paid"));
+    assert_eq!(store.apply(id(1), completes(token, paid)).await.unwrap(), Outcome::Completed);
     assert_eq!(store.apply(id(1), claims(4)).await.unwrap(), Outcome::Replay(response(b"paid")));
     assert_eq!(payments(&database).await, 1);
 }
@@ -126,7 +126,7 @@ async fn the_rows_of_a_stale_owner_are_rolled_back() {
     assert!(matches!(store.apply(id(1), renews(token(&outcome))).await.unwrap(), Outcome::Renewed { .. }));
 }
 
-/// A service runs its transaction again because the answer to its COMMIT was lost, or because an intermediary sent the request
+/// A service runs its transaction again because the reply to its COMMIT was lost, or because an intermediary sent the request
 /// twice.
 #[tokio::test(flavor = "multi_thread")]
 async fn an_attempt_that_runs_several_times_commits_once() {
@@ -214,8 +214,8 @@ async fn replays_take_no_lock_and_write_nothing() {
     let database = Database::fresh().await;
     let store = database.store().await;
     let token = token(&store.apply(id(1), claims(1)).await.unwrap());
-    let answer = Completion::Replayable(response(b"paid"));
-    store.apply(id(1), completes(token, answer)).await.unwrap();
+    let paid = Completion::Replayable(response(b"paid"));
+    store.apply(id(1), completes(token, paid)).await.unwrap();
     // A transaction that may not write, on a row that another transaction has locked.
     let mut other = database.connect().await;
     run(&mut other, "BEGIN; SELECT FROM oncegate.records FOR UPDATE").await;

@@ -41,17 +41,17 @@ def main(url):
         waiting = claim(db, record)
         assert waiting["outcome"] == "in-progress" and 0 < waiting["lease_left_ms"] <= 30_000, waiting
         assert claim(db, record, b"\x01" + b"g" * 32)["outcome"] == "mismatch"
-        answer = db.execute(
+        reply = db.execute(
             "SELECT oncegate.response(201, %s, %s, %s)", (["Content-Type"], ["application/json"], b'{"paid":5}\x00\xff')
         ).fetchone()[0]
-        pay(app, record, granted["token"], 5, answer)
+        pay(app, record, granted["token"], 5, reply)
         replay = claim(db, record)
-        assert replay["outcome"] == "replay" and replay["response"] == answer, replay
-        assert answer.endswith(b'{"paid":5}\x00\xff') and total(db) == 5
+        assert replay["outcome"] == "replay" and replay["response"] == reply, replay
+        assert reply.endswith(b'{"paid":5}\x00\xff') and total(db) == 5
 
         # A second run with the same token is rolled back: an attempt commits once.
         try:
-            pay(app, record, granted["token"], 5, answer)
+            pay(app, record, granted["token"], 5, reply)
         except psycopg.Error as error:
             assert error.sqlstate == "OG001", error
         else:
@@ -99,9 +99,9 @@ def main(url):
             number = app.execute(RESERVE, (once, os.urandom(16), fingerprint)).fetchone()[0]
             app.execute("INSERT INTO payments VALUES (9)")
             assert claim(db, once)["outcome"] == "in-progress"
-            args = (once, number, fingerprint, answer, 60_000, b"\x00" * 8, "POST /payments")
+            args = (once, number, fingerprint, reply, 60_000, b"\x00" * 8, "POST /payments")
             app.execute("SELECT oncegate.complete_reserved(%s, %s, %s, %s, %s, %s, %s)", args)
-        assert claim(db, once)["response"] == answer
+        assert claim(db, once)["response"] == reply
         reserved = db.execute(RESERVE, (once, os.urandom(16), fingerprint)).fetchone()
         assert reserved == (None, "replay"), reserved
         assert total(db) == 21

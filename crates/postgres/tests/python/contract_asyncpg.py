@@ -32,13 +32,13 @@ async def main(url):
     waiting = await claim(db, record)
     assert waiting["outcome"] == "in-progress" and 0 < waiting["lease_left_ms"] <= 30_000, waiting
     assert (await claim(db, record, b"\x01" + b"g" * 32))["outcome"] == "mismatch"
-    answer = await db.fetchval(
+    reply = await db.fetchval(
         "SELECT oncegate.response(201, $1, $2, $3)", ["Content-Type"], ["application/json"], b'{"paid":5}\x00\xff'
     )
-    await pay(app, record, granted["token"], 5, answer)
+    await pay(app, record, granted["token"], 5, reply)
     replay = await claim(db, record)
-    assert replay["outcome"] == "replay" and replay["response"] == answer, replay
-    assert answer.endswith(b'{"paid":5}\x00\xff')
+    assert replay["outcome"] == "replay" and replay["response"] == reply, replay
+    assert reply.endswith(b'{"paid":5}\x00\xff')
 
     # Exactly one of many concurrent claims executes.
     record = os.urandom(32)

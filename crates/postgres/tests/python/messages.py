@@ -60,7 +60,7 @@ def main(url):
         assert handle(db, me, "evt_1", "17", insert)
         assert one(db, "SELECT count(*) FROM invoices") == 1
 
-        # While the transaction of another consumer is open, a duplicate gets an answer at once.
+        # While the transaction of another consumer is open, a duplicate gets a reply at once.
         with other.transaction():
             record = one(other, "SELECT oncegate.message_record('billing', 'evt_2')")
             assert one(other, "SELECT outcome FROM oncegate.receive(%s)", record) == "process"

@@ -39,7 +39,7 @@ async function call(client, name, keys, ...args) {
 
 const newKey = () => `oncegate:{${randomBytes(32).toString('hex')}}`
 const newAttempt = () => randomBytes(16).toString('hex')
-const texts = (answer) => answer.map((part) => part.toString())
+const texts = (reply) => reply.map((part) => part.toString())
 
 async function claim(client, key, attempt, body, { onAbandoned = 'park', lease = MINUTE, operation = HOSTILE } = {}) {
   const fingerprint = createHash('sha256').update(body).digest('hex')
@@ -96,15 +96,15 @@ async function main(url) {
     assert.deepEqual([word, attempts, afterAbandoned], ['execute', '1', '0'])
     assert.ok(Math.abs(Number(now) - Date.now()) < 60_000 && Number(token) >= Number(now))
     assert.equal(Number(leaseUntil), Number(now) + MINUTE)
-    // The answer was lost. The repeated claim is the same claim.
+    // The reply was lost. The repeated claim is the same claim.
     assert.equal(texts(await claim(client, key, attempt, 'pay 5'))[2], token)
     const [inProgress, , left] = texts(await claim(client, key, newAttempt(), 'pay 5'))
     assert.ok(inProgress === 'in-progress' && Number(left) > 0 && Number(left) <= MINUTE)
     assert.equal(texts(await claim(client, key, newAttempt(), 'pay 9'))[0], 'mismatch')
     assert.equal(texts(await call(client, 'renew', [key], token, MINUTE, MINUTE))[0], 'renewed')
     assert.equal(await client.hget(key, 'operation'), HOSTILE)
-    const complete = async (token, answer) =>
-      texts(await call(client, 'complete', [key], token, 'completed', MINUTE, answer))[0]
+    const complete = async (token, reply) =>
+      texts(await call(client, 'complete', [key], token, 'completed', MINUTE, reply))[0]
     assert.equal(await complete(String(BigInt(token) + 1n), receipt), 'fenced')
     assert.equal(await complete(token, receipt), 'completed')
     assert.equal(await complete(token, receipt), 'completed')

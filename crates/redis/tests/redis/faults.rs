@@ -1,4 +1,4 @@
-//! Failures of a real server, and the answers of the store.
+//! Failures of a real server, and the replies of the store.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -180,7 +180,7 @@ async fn a_full_memory_refuses_new_keys_and_still_answers_existing_ones() {
     granted(&store, 3, 3).await;
 }
 
-/// A proxy between the store and the server. On request it cuts the connection instead of forwarding an answer.
+/// A proxy between the store and the server. On request it cuts the connection instead of forwarding a reply.
 struct Cutter {
     port: u16,
     cut: Arc<AtomicBool>,
@@ -221,12 +221,12 @@ impl Cutter {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_command_whose_answer_was_cut_off_is_recognised_when_it_is_sent_again() {
+async fn a_command_whose_reply_was_cut_off_is_recognised_when_it_is_sent_again() {
     let server = start(ServerOptions::new());
     let cutter = Cutter::start(server.port()).await;
     let store = open(&format!("redis://127.0.0.1:{}", cutter.port)).await;
     let direct = open(&server.url()).await;
-    // Makes the server load the scripts first, so that the cut answer is that of a script.
+    // Makes the server load the scripts first, so that the cut reply is that of a script.
     let grant = granted(&direct, 1_000_000, 1).await;
     direct.apply(id(1_000_000), completion(grant.token, 1)).await.unwrap();
     for n in 0..20 {
@@ -258,21 +258,21 @@ async fn hostile_bytes_are_stored_unchanged() {
             panic!()
         };
         let every: Vec<u8> = (0..=255).cycle().take(100_000).collect();
-        let answer = StoredResponse::new(
+        let response = StoredResponse::new(
             200,
             &[("x-raw", &every[..256])],
             &[Bytes::from(every.clone())],
             &[("t", operation.as_bytes())],
         );
-        let answer = answer.unwrap();
-        let completion = Completion::Replayable(answer.clone());
+        let response = response.unwrap();
+        let completion = Completion::Replayable(response.clone());
         let complete = Complete { token: grant.token, completion, retention: MINUTE };
         assert_eq!(
             store.apply(id(n), Command::Complete(complete.clone())).await.unwrap(),
             Outcome::Completed
         );
         assert_eq!(store.apply(id(n), Command::Complete(complete)).await.unwrap(), Outcome::Completed);
-        assert_eq!(try_claim(&store, n, 77).await.unwrap(), Outcome::Replay(answer));
+        assert_eq!(try_claim(&store, n, 77).await.unwrap(), Outcome::Replay(response));
         let record = store.lookup(id(n)).await.unwrap().unwrap();
         assert_eq!(record.label.operation(), operation);
     }
@@ -371,7 +371,7 @@ async fn a_repeated_completion_must_have_the_same_bytes() {
 }
 
 #[tokio::test]
-async fn an_awaited_completion_takes_its_answer_once() {
+async fn an_awaited_completion_takes_its_response_once() {
     let server = start(ServerOptions::new());
     let store = open(&server.url()).await;
     let token = granted(&store, 1, 1).await.token;
@@ -530,7 +530,7 @@ async fn a_server_that_evicts_is_refused_unless_eviction_is_allowed() {
     assert_eq!(
         try_claim(&store, 1, 2).await.unwrap(),
         Outcome::Replay(response(1)),
-        "an existing answer is replayed"
+        "an existing reply is replayed"
     );
     assert_eq!(store.apply(id(2), completion(running.token, 2)).await.unwrap(), Outcome::Completed);
     // A new connection gives the same result.
@@ -556,7 +556,7 @@ async fn findings_are_those_of_the_latest_connection() {
 }
 
 #[tokio::test]
-async fn an_answer_counts_only_when_enough_replicas_have_it() {
+async fn a_reply_counts_only_when_enough_replicas_have_it() {
     let primary = start(ServerOptions::new());
     let waiting = |timeout| format!("{}?wait-replicas=1&wait-timeout={timeout}", primary.url());
     let hasty = open(&waiting("200ms")).await;
@@ -585,8 +585,8 @@ async fn the_server_removes_a_record_ten_minutes_after_its_retention() {
     let store = open(&server.url()).await;
     let grant = granted(&store, 1, 1).await;
     let ttl = || {
-        let answer = server.command(&["PTTL", &record_key(&id(1))]).unwrap();
-        answer.trim().trim_start_matches(':').parse::<i64>().unwrap()
+        let reply = server.command(&["PTTL", &record_key(&id(1))]).unwrap();
+        reply.trim().trim_start_matches(':').parse::<i64>().unwrap()
     };
     let near =
         |minutes: i64| assert!((minutes * 60_000 - 20_000..=minutes * 60_000).contains(&ttl()), "{}", ttl());

@@ -227,7 +227,7 @@ fn pair(cluster: &RedisCluster) -> (&RedisServer, &RedisServer) {
 
 fn has(server: &RedisServer, n: u64) -> bool {
     let key = oncegate_redis::contract::record_key(&id(n));
-    server.command(&["EXISTS", &key]).is_ok_and(|answer| answer.trim() == ":1")
+    server.command(&["EXISTS", &key]).is_ok_and(|reply| reply.trim() == ":1")
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -76,7 +76,7 @@ async fn forward(
     loop {
         let command = value(&mut client).await?;
         let text = String::from_utf8_lossy(&command).into_owned();
-        let answer = if text.contains("WAITAOF") {
+        let reply = if text.contains("WAITAOF") {
             let millis = text.trim_end().rsplit("\r\n").next().unwrap().parse().unwrap();
             let until = Instant::now() + Duration::from_millis(millis);
             let flushes = |since: Instant| since.elapsed().as_secs();
@@ -90,7 +90,7 @@ async fn forward(
             server.write_all(&command).await?;
             value(&mut server).await?
         };
-        client.write_all(&answer).await?;
+        client.write_all(&reply).await?;
     }
 }
 

@@ -32,7 +32,7 @@ async fn until_watched(servers: &[RedisServer], count: usize) {
         let channels = |server: &RedisServer| {
             server
                 .command(&["PUBSUB", "SHARDCHANNELS"])
-                .map_or(0, |answer| answer.matches("oncegate:{").count())
+                .map_or(0, |reply| reply.matches("oncegate:{").count())
         };
         let found: usize = servers.iter().map(channels).sum();
         if found == count {

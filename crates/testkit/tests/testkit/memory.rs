@@ -57,7 +57,7 @@ fn a_full_store_refuses_new_records_and_evicts_none() {
 
 #[test]
 fn a_store_at_its_limit_of_bytes_refuses_new_records_until_some_are_purged() {
-    const ANSWER: usize = 10_000;
+    const RESPONSE: usize = 10_000;
     let clock = Arc::new(ManualClock::at_millis(1_000));
     let store = MemoryStore::new(clock.clone()).with_max_record_bytes(35_000);
     let apply = |number: u8, command| block_on(store.apply(RecordId::from_bytes([number; 32]), command));
@@ -74,14 +74,14 @@ fn a_store_at_its_limit_of_bytes_refuses_new_records_until_some_are_purged() {
     };
     let execute = |number: u8| {
         let Ok(Outcome::Execute(granted)) = claim(number) else { return false };
-        let answer = StoredResponse::new(200, &[], &[vec![7; ANSWER].into()], &[]).unwrap();
-        let completion = Completion::Replayable(answer);
+        let response = StoredResponse::new(200, &[], &[vec![7; RESPONSE].into()], &[]).unwrap();
+        let completion = Completion::Replayable(response);
         let complete = Complete { token: granted.token, completion, retention: Duration::from_secs(60) };
         assert_eq!(apply(number, Command::Complete(complete)).unwrap(), Outcome::Completed);
         true
     };
     for round in 0..3 {
-        // Three answers are less than the limit, and a fourth is more.
+        // Three responses are less than the limit, and a fourth is more.
         let taken = (0..10).filter(|number| execute(round * 10 + number)).count();
         assert_eq!((taken, store.len()), (4, 4));
         clock.advance(Duration::from_secs(120));

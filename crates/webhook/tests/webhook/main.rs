@@ -166,15 +166,15 @@ async fn run(state: Arc<State>, _attempt: Attempt, message: Arc<Message>) -> Res
 async fn a_webhook_takes_effect_once_also_when_it_is_sent_again_at_another_time() {
     let world = World::new();
     let (address, _receiver) = world.serve(world.options()).await;
-    let answer = Sending::standard("msg_1", NOW, "{}").send(address, PATH).await.unwrap();
-    assert_eq!((answer.status, answer.body.as_str()), (200, ""));
+    let response = Sending::standard("msg_1", NOW, "{}").send(address, PATH).await.unwrap();
+    assert_eq!((response.status, response.body.as_str()), (200, ""));
     // The same bytes again, and then with the time of another attempt: five seconds later, and days later.
-    assert_eq!(Sending::standard("msg_1", NOW, "{}").send(address, PATH).await.unwrap(), answer);
+    assert_eq!(Sending::standard("msg_1", NOW, "{}").send(address, PATH).await.unwrap(), response);
     for after in [5, 5 * 60 + 5, 75 * 3600 + 35 * 60] {
         world.clock.advance(Duration::from_secs(after));
         let at = world.clock.now().as_millis() / 1000;
-        let answer = Sending::standard("msg_1", at, "{}").send(address, PATH).await.unwrap();
-        assert_eq!(answer.status, 200);
+        let response = Sending::standard("msg_1", at, "{}").send(address, PATH).await.unwrap();
+        assert_eq!(response.status, 200);
     }
     assert_eq!((world.effects(), world.store.len()), (1, 1));
     assert_eq!(world.counts.get(InboxEventKind::Processed), 1);
@@ -245,10 +245,10 @@ async fn an_invalid_signature_is_never_recorded() {
         Sending::standard("msg_1", NOW + 301, "{}"),
         Sending::standard("msg_1", 0, "{}"),
     ] {
-        let answer = refused.send(address, PATH).await.unwrap();
-        assert_eq!(answer.status, 400, "{refused:?}");
-        let headers: Vec<_> = answer.headers.into_iter().filter(|(name, _)| name != "date").collect();
-        said.push((answer.body, headers));
+        let response = refused.send(address, PATH).await.unwrap();
+        assert_eq!(response.status, 400, "{refused:?}");
+        let headers: Vec<_> = response.headers.into_iter().filter(|(name, _)| name != "date").collect();
+        said.push((response.body, headers));
     }
     // The response does not show how far the verification came.
     assert_eq!(said[0].0, r#"{"type":"urn:oncegate:problem:webhook-refused","status":400}"#);
@@ -256,8 +256,8 @@ async fn an_invalid_signature_is_never_recorded() {
 
     // Too long by its Content-Length, and too long without one.
     let long = Sending::standard("msg_1", NOW, vec![b'x'; 101]);
-    let answer = long.send(address, PATH).await.unwrap();
-    assert_eq!((answer.status, answer.problem()), (413, "request-too-large"));
+    let response = long.send(address, PATH).await.unwrap();
+    assert_eq!((response.status, response.problem()), (413, "request-too-large"));
     let mut stream = TcpStream::connect(address).await.unwrap();
     let head = long.head(PATH, 0).replace("content-length: 0", "transfer-encoding: chunked");
     stream.write_all(head.as_bytes()).await.unwrap();
@@ -267,8 +267,8 @@ async fn an_invalid_signature_is_never_recorded() {
     assert_eq!(Response::read(stream).await.unwrap().status, 413);
 
     for method in ["GET", "PUT", "DELETE", "OPTIONS"] {
-        let answer = Sending { method, ..good.clone() }.send(address, PATH).await.unwrap();
-        assert_eq!((answer.status, answer.header("allow")), (405, Some("POST")), "{method}");
+        let response = Sending { method, ..good.clone() }.send(address, PATH).await.unwrap();
+        assert_eq!((response.status, response.header("allow")), (405, Some("POST")), "{method}");
     }
     assert_eq!((world.begun(), world.store.len(), world.letters().len()), (0, 0, 0));
     assert_eq!(world.counts.get(InboxEventKind::Refused), 13);
@@ -287,8 +287,8 @@ async fn a_payload_that_does_not_arrive_is_never_recorded() {
     let mut stream = TcpStream::connect(address).await.unwrap();
     stream.write_all(good.head(PATH, 2).as_bytes()).await.unwrap();
     stream.write_all(b"{").await.unwrap();
-    let answer = Response::read(stream).await.unwrap();
-    assert_eq!((answer.status, answer.problem()), (400, "request-incomplete"));
+    let response = Response::read(stream).await.unwrap();
+    assert_eq!((response.status, response.problem()), (400, "request-incomplete"));
     // The connection breaks, so there is no response.
     let mut stream = TcpStream::connect(address).await.unwrap();
     stream.write_all(good.head(PATH, 2).as_bytes()).await.unwrap();
@@ -345,12 +345,12 @@ async fn a_hundred_at_once_take_effect_once() {
     world.state.gate.add_permits(1_000_000);
     let mut sent_away = 0;
     for task in tasks {
-        let answer = task.await.unwrap();
-        if answer.status == 200 {
+        let response = task.await.unwrap();
+        if response.status == 200 {
             continue;
         }
-        assert_eq!((answer.status, answer.problem()), (503, "request-in-progress"));
-        let after: u64 = answer.header("retry-after").unwrap().parse().unwrap();
+        assert_eq!((response.status, response.problem()), (503, "request-in-progress"));
+        let after: u64 = response.header("retry-after").unwrap().parse().unwrap();
         assert!((1..=60).contains(&after), "{after}");
         sent_away += 1;
     }
@@ -387,9 +387,9 @@ async fn failed_webhooks_come_again_and_dead_ones_do_not() {
     let sending = Sending::standard("msg_1", NOW, "{}");
     for act in [Act::Retry, Act::Panic] {
         world.act(act);
-        let answer = sending.send(address, PATH).await.unwrap();
-        assert_eq!((answer.status, answer.problem()), (500, "handler-failed"));
-        assert!(!answer.body.contains("not now"));
+        let response = sending.send(address, PATH).await.unwrap();
+        assert_eq!((response.status, response.problem()), (500, "handler-failed"));
+        assert!(!response.body.contains("not now"));
     }
     world.act(Act::Succeed);
     assert_eq!(sending.send(address, PATH).await.unwrap().status, 200);
@@ -403,8 +403,8 @@ async fn failed_webhooks_come_again_and_dead_ones_do_not() {
             assert_eq!(sending.send(address, PATH).await.unwrap().status, 500);
         }
         for _ in 0..3 {
-            let answer = sending.send(address, PATH).await.unwrap();
-            assert_eq!((answer.status, answer.body.as_str()), (200, ""));
+            let response = sending.send(address, PATH).await.unwrap();
+            assert_eq!((response.status, response.body.as_str()), (200, ""));
         }
     }
     let letters = world.letters();
@@ -422,9 +422,9 @@ async fn while_the_store_is_down_nothing_is_acknowledged() {
     let (address, _receiver) = world.serve(world.options()).await;
     let sending = Sending::standard("msg_1", NOW, "{}");
     world.faults.outage();
-    let answer = sending.send(address, PATH).await.unwrap();
-    assert_eq!((answer.status, answer.problem()), (503, "store-unavailable"));
-    assert_eq!(answer.header("retry-after"), Some("5"));
+    let response = sending.send(address, PATH).await.unwrap();
+    assert_eq!((response.status, response.problem()), (503, "store-unavailable"));
+    assert_eq!(response.header("retry-after"), Some("5"));
     assert_eq!(world.begun(), 0);
     world.faults.heal();
     assert_eq!(sending.send(address, PATH).await.unwrap().status, 200);
@@ -442,8 +442,8 @@ async fn the_number_of_running_webhooks_is_limited() {
     }
     until("both are begun", async || world.begun() == 2).await;
     let third = Sending::standard("msg_3", NOW, "{}");
-    let answer = third.send(address, PATH).await.unwrap();
-    assert_eq!((answer.status, answer.problem()), (503, "overloaded"));
+    let response = third.send(address, PATH).await.unwrap();
+    assert_eq!((response.status, response.problem()), (503, "overloaded"));
     // One whose sender hung up counts as long as it runs.
     streams.pop();
     assert_eq!(third.send(address, PATH).await.unwrap().status, 503);
@@ -607,11 +607,11 @@ fn ledger(data: &Path) -> (usize, usize) {
 async fn send_until_done(id: &str, to: SocketAddr) {
     let deadline = Instant::now() + TIMEOUT;
     loop {
-        let answer = Sending::standard(id, now(), "{}").send(to, "/webhooks/standard").await.unwrap();
-        match answer.status {
+        let response = Sending::standard(id, now(), "{}").send(to, "/webhooks/standard").await.unwrap();
+        match response.status {
             200 => return,
-            503 => assert!(Instant::now() < deadline, "not done in time: {answer:?}"),
-            _ => panic!("{answer:?}"),
+            503 => assert!(Instant::now() < deadline, "not done in time: {response:?}"),
+            _ => panic!("{response:?}"),
         }
         tokio::time::sleep(Duration::from_millis(100)).await;
     }

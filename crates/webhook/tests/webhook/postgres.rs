@@ -32,11 +32,12 @@ async fn send_until_done(number: usize, to: SocketAddr, hangs_up: bool) {
     }
     let deadline = Instant::now() + 2 * TIMEOUT;
     loop {
-        let answer = Sending::standard(&id, now(), payload.clone()).send(to, PATH).await.expect("an answer");
-        match answer.status {
+        let response =
+            Sending::standard(&id, now(), payload.clone()).send(to, PATH).await.expect("a response");
+        match response.status {
             200 => return,
-            500 | 503 => assert!(Instant::now() < deadline, "not done in time: {answer:?}"),
-            _ => panic!("{answer:?}"),
+            500 | 503 => assert!(Instant::now() < deadline, "not done in time: {response:?}"),
+            _ => panic!("{response:?}"),
         }
         tokio::time::sleep(Duration::from_millis(20)).await;
     }

@@ -63,7 +63,7 @@ impl Sending {
         head
     }
 
-    /// Sends it, and does not wait for an answer.
+    /// Sends it, and does not wait for a response.
     pub(crate) async fn begin(&self, to: SocketAddr, path: &str) -> TcpStream {
         let mut stream = TcpStream::connect(to).await.unwrap();
         stream.write_all(self.head(path, self.payload.len()).as_bytes()).await.unwrap();
@@ -88,9 +88,9 @@ pub(crate) struct Response {
 impl Response {
     pub(crate) async fn read(mut stream: TcpStream) -> Option<Self> {
         let mut bytes = Vec::new();
-        // A reset behind a whole answer does not take it away.
+        // A reset behind a whole response does not take it away.
         let end = tokio::time::timeout(TIMEOUT, stream.read_to_end(&mut bytes)).await;
-        let _end = end.expect("an answer in time");
+        let _end = end.expect("a response in time");
         let text = String::from_utf8(bytes).unwrap();
         let (head, body) = text.split_once("\r\n\r\n")?;
         let mut lines = head.lines();

@@ -1,4 +1,4 @@
-//! The payments service with its payments in PostgreSQL: the payment, the claim of its key and the answer commit together,
+//! The payments service with its payments in PostgreSQL: the payment, the claim of its key and the response commit together,
 //! so that a payment is made exactly once, whatever dies when.
 //!
 //! Configuration by environment: `DATABASE_URL`, `PORT` (0 takes a free one).

@@ -12,8 +12,8 @@ fn start(data: &Path) -> Service {
 const KEY: &str = "\r\nidempotency-key: order-123";
 const ADA: &str = r#"{"customer":"ada","cents":500}"#;
 
-fn body(answer: &str) -> &str {
-    answer.split("\r\n\r\n").nth(1).unwrap()
+fn body(response: &str) -> &str {
+    response.split("\r\n\r\n").nth(1).unwrap()
 }
 
 #[test]

@@ -20,19 +20,19 @@ impl Service {
         Self { child: Mutex::new(child), address }
     }
 
-    /// Sends a request and gives the answer whole, or what there was of it when the service died.
+    /// Sends a request and gives the response whole, or what there was of it when the service died.
     fn send(&self, head: &str, body: &str) -> String {
         let mut stream = TcpStream::connect(&self.address).unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
         let length = body.len();
         let head = format!("{head}\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {length}");
         write!(stream, "{head}\r\n\r\n{body}").unwrap();
-        let mut answer = String::new();
-        match stream.read_to_string(&mut answer) {
+        let mut response = String::new();
+        match stream.read_to_string(&mut response) {
             Ok(_) => {}
             Err(error) => assert_eq!(error.kind(), ErrorKind::ConnectionReset, "{error}"),
         }
-        answer
+        response
     }
 
     pub(crate) fn pay(&self, key: &str, body: &str) -> String {
@@ -40,8 +40,8 @@ impl Service {
     }
 
     pub(crate) fn charges(&self) -> String {
-        let answer = self.send("GET /charges HTTP/1.1", "");
-        answer.split("\r\n\r\n").nth(1).unwrap().to_owned()
+        let response = self.send("GET /charges HTTP/1.1", "");
+        response.split("\r\n\r\n").nth(1).unwrap().to_owned()
     }
 }
 

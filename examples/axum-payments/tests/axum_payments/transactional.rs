@@ -1,6 +1,6 @@
 //! The transactional service as a process, killed at every point of its transaction: exactly one payment, and the retry gets
 
-//! the answer.
+//! the response.
 
 use std::process::Command;
 use std::thread;
@@ -16,25 +16,25 @@ fn start(url: &str) -> Service {
     Service::start(Command::new(env!("CARGO_BIN_EXE_transactional-payments")).env("DATABASE_URL", url))
 }
 
-fn body(answer: &str) -> &str {
-    answer.split("\r\n\r\n").nth(1).unwrap()
+fn body(response: &str) -> &str {
+    response.split("\r\n\r\n").nth(1).unwrap()
 }
 
 /// Asks until the request is no longer in progress: a server takes a moment to see that its client is gone.
 fn settled(service: &Service) -> String {
     let deadline = Instant::now() + Duration::from_secs(60);
     loop {
-        let answer = service.pay(KEY, ADA);
-        if !answer.starts_with("HTTP/1.1 409") || Instant::now() > deadline {
-            return answer;
+        let response = service.pay(KEY, ADA);
+        if !response.starts_with("HTTP/1.1 409") || Instant::now() > deadline {
+            return response;
         }
-        assert!(answer.contains("retry-after: 1"), "{answer}");
+        assert!(response.contains("retry-after: 1"), "{response}");
         thread::sleep(Duration::from_millis(20));
     }
 }
 
 #[test]
-fn a_payment_is_made_once_and_its_answer_given_again() {
+fn a_payment_is_made_once_and_its_response_given_again() {
     let server = PostgresServer::start().unwrap();
     let service = start(&server.url());
     let first = service.pay(KEY, ADA);
@@ -60,7 +60,7 @@ const POINTS: [(&[u8], Fault, bool); 6] = [
     (b"COMMIT", Fault::Hold, false),
     // COMMIT arrives when the service is dead.
     (b"COMMIT", Fault::Slow, true),
-    // After the COMMIT, before the answer.
+    // After the COMMIT, before the reply.
     (b"COMMIT", Fault::Silent, true),
 ];
 
@@ -78,18 +78,18 @@ fn killed_at_every_point_it_makes_exactly_one_payment() {
             let asked = scope.spawn(|| service.pay(KEY, ADA));
             runtime.block_on(proxy.broken());
             service.kill();
-            let answer = asked.join().unwrap();
-            assert!(answer.is_empty(), "{point}: {answer}");
+            let response = asked.join().unwrap();
+            assert!(response.is_empty(), "{point}: {response}");
         });
         proxy.go_on();
 
         let service = start(&server.url());
-        let answer = settled(&service);
-        assert!(answer.starts_with("HTTP/1.1 201"), "{point}: {answer}");
-        assert_eq!(answer.contains("idempotent-replayed: true"), is_made, "{point}: {answer}");
+        let response = settled(&service);
+        assert!(response.starts_with("HTTP/1.1 201"), "{point}: {response}");
+        assert_eq!(response.contains("idempotent-replayed: true"), is_made, "{point}: {response}");
         assert_eq!(service.charges(), r#"{"charges":1}"#, "{point}");
         let again = service.pay(KEY, ADA);
         assert!(again.contains("idempotent-replayed: true"), "{point}: {again}");
-        assert_eq!(body(&again), body(&answer), "{point}");
+        assert_eq!(body(&again), body(&response), "{point}");
     }
 }

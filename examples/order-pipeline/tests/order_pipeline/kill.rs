@@ -44,10 +44,10 @@ fn an_order_outlives_a_kill_at_every_point_of_its_way() {
         until(&format!("it was killed {point}"), || {
             let customer = format!("{point} {}", placed % 3);
             let order = Order { key: format!("{point}-{placed}"), customer, cents: orders.len() as i64 + 1 };
-            let answer = order.place(&world.api);
+            let response = order.place(&world.api);
             let again = order.place(&world.api);
             assert!(again.is_replayed, "{point}: {again:?}");
-            assert_eq!(again.body, answer.body, "{point}");
+            assert_eq!(again.body, response.body, "{point}");
             orders.push(order);
             placed += 1;
             let kills = fs::metadata(&memory).map_or(0, |memory| memory.len());

@@ -49,10 +49,13 @@ fn every_order_counts_once_under_random_kills() {
                 scope.spawn(move || {
                     let mut random = Random(client as u64 + 41);
                     for order in orders(client) {
-                        let answer = order.place(api);
+                        let response = order.place(api);
                         if random.below(10) < 3 {
                             let again = order.place(api);
-                            assert!(again.is_replayed && again.body == answer.body, "{again:?}, {answer:?}");
+                            assert!(
+                                again.is_replayed && again.body == response.body,
+                                "{again:?}, {response:?}"
+                            );
                         }
                         placed.fetch_add(1, Ordering::Relaxed);
                     }

@@ -23,8 +23,10 @@ const DUPLICATE_WINDOW_MS: &str = "100";
 
 /// Returns the metrics of a part.
 fn metrics(part: &Part) -> String {
-    until("metrics", || send(&part.address(), "GET /metrics", "", "").filter(|answer| answer.status == 200))
-        .body
+    until("metrics", || {
+        send(&part.address(), "GET /metrics", "", "").filter(|response| response.status == 200)
+    })
+    .body
 }
 
 /// Returns one counter of a part.
@@ -47,14 +49,14 @@ impl Order {
     pub(crate) fn place(&self, address: &str) -> ServiceResponse {
         let body = json!({ "customer": self.customer, "cents": self.cents }).to_string();
         let key = format!("idempotency-key: {}\r\n", self.key);
-        let answer = until("an order is answered", || {
-            let answer = send(address, "POST /orders", &key, &body);
-            answer.filter(|answer| !matches!(answer.status, 409 | 503))
+        let response = until("an order is answered", || {
+            let response = send(address, "POST /orders", &key, &body);
+            response.filter(|response| !matches!(response.status, 409 | 503))
         });
-        assert_eq!(answer.status, 201, "{self:?}: {answer:?}");
-        let placed: Value = serde_json::from_str(&answer.body).unwrap();
+        assert_eq!(response.status, 201, "{self:?}: {response:?}");
+        let placed: Value = serde_json::from_str(&response.body).unwrap();
         assert_eq!((&placed["customer"], &placed["cents"]), (&json!(self.customer), &json!(self.cents)));
-        answer
+        response
     }
 }
 

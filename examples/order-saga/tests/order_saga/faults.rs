@@ -7,15 +7,15 @@ fn order_with(order: &Order, how: Shop, mut spoil: impl FnMut(&mut World)) {
     let mut world = World::start();
     let shop = world.shop(how);
     spoil(&mut world);
-    let answer = order.settle(&shop);
+    let response = order.settle(&shop);
     let is_shipped = order.address != "Atlantis";
-    assert_eq!(answer.status, if is_shipped { 201 } else { 422 }, "{answer:?}");
-    assert_eq!(order.send(&shop.address).unwrap().body, answer.body);
+    assert_eq!(response.status, if is_shipped { 201 } else { 422 }, "{response:?}");
+    assert_eq!(order.send(&shop.address).unwrap().body, response.body);
     assert_eq!(world.effects(), done(is_shipped));
 }
 
 #[test]
-fn an_effect_whose_answer_is_an_error_takes_place_once() {
+fn an_effect_whose_response_is_an_error_takes_place_once() {
     order_with(&Order::good(), Shop::default(), |world| {
         for action in ["reserve", "charge", "ship"] {
             world.other(action).arm(action, "error");
@@ -55,13 +55,13 @@ fn one_that_dies_after_its_effect_is_asked_again() {
         let shop = world.shop(Shop::default());
         for action in actions {
             world.other(action).arm(action, "die");
-            let answer = order.send(&shop.address).unwrap();
-            assert_eq!(answer.status, 503, "{action}: {answer:?}");
+            let response = order.send(&shop.address).unwrap();
+            assert_eq!(response.status, 503, "{action}: {response:?}");
             world.other(action).wait();
             world.other(action).restart();
         }
-        let answer = order.settle(&shop);
-        assert_eq!(answer.status, if order.address == "Atlantis" { 422 } else { 201 }, "{answer:?}");
+        let response = order.settle(&shop);
+        assert_eq!(response.status, if order.address == "Atlantis" { 422 } else { 201 }, "{response:?}");
         assert_eq!(world.effects(), done(order.address != "Atlantis"));
     }
 }
@@ -76,12 +76,12 @@ fn one_that_is_killed_in_the_middle_is_asked_again_without_the_client() {
         let client = order.spawn(&shop);
         world.other(action).caught(action);
         world.other(action).kill();
-        let answer = client.join().unwrap().unwrap();
-        assert_eq!(answer.status, 503, "{answer:?}");
+        let response = client.join().unwrap().unwrap();
+        assert_eq!(response.status, 503, "{response:?}");
         world.other(action).restart();
         world.attempt(2);
-        let answer = order.settle(&shop);
-        assert_eq!(answer.status, if order.address == "Atlantis" { 422 } else { 201 }, "{answer:?}");
+        let response = order.settle(&shop);
+        assert_eq!(response.status, if order.address == "Atlantis" { 422 } else { 201 }, "{response:?}");
         assert_eq!(world.effects(), done(order.address != "Atlantis"));
     }
 }
@@ -91,20 +91,20 @@ fn a_refusal_takes_back_what_was_before_it_and_nothing_else() {
     let world = World::start();
     let shop = world.shop(Shop::default());
     let unicorn = Order { key: "unicorn".into(), item: "unicorn".into(), ..Order::good() };
-    let answer = unicorn.settle(&shop);
-    assert_eq!((answer.status, answer.body.as_str()), (422, r#"{"refused":"reserve: there are none"}"#));
+    let response = unicorn.settle(&shop);
+    assert_eq!((response.status, response.body.as_str()), (422, r#"{"refused":"reserve: there are none"}"#));
     assert_eq!(world.effects(), [vec![], vec![], Vec::<String>::new()]);
     let declined = Order { key: "declined".into(), customer: "mallory", ..Order::good() };
-    let answer = declined.settle(&shop);
+    let response = declined.settle(&shop);
     assert_eq!(
-        (answer.status, answer.body.as_str()),
+        (response.status, response.body.as_str()),
         (422, r#"{"refused":"charge: the card was declined"}"#)
     );
     assert_eq!(world.effects(), [vec!["reserve".to_owned(), "free".to_owned()], vec![], vec![]]);
     // The key of an order is for that order.
     let other = Order { item: "pen".into(), ..declined };
-    let answer = other.settle(&shop);
-    assert_eq!((answer.status, answer.body.contains("another input")), (422, true), "{answer:?}");
+    let response = other.settle(&shop);
+    assert_eq!((response.status, response.body.contains("another input")), (422, true), "{response:?}");
 }
 
 #[test]
@@ -112,9 +112,12 @@ fn what_cannot_be_taken_back_is_said_and_not_passed_over() {
     let world = World::start();
     let shop = world.shop(Shop::default());
     let stuck = Order { customer: "closed", ..Order::refused() };
-    let answer = stuck.settle(&shop);
-    assert_eq!(answer.status, 500, "{answer:?}");
-    assert!(answer.body.contains("cannot be taken back") && answer.body.contains("charge"), "{answer:?}");
+    let response = stuck.settle(&shop);
+    assert_eq!(response.status, 500, "{response:?}");
+    assert!(
+        response.body.contains("cannot be taken back") && response.body.contains("charge"),
+        "{response:?}"
+    );
     // What stands before it in the order is taken back anyway.
     assert_eq!(
         world.effects(),

@@ -39,7 +39,7 @@ fn kill_at(world: &mut World, shop: &mut Process, order: &Order, action: &str, f
     let client = order.spawn(shop);
     world.other(action).caught(action);
     shop.kill();
-    assert_eq!(client.join().unwrap(), None, "the client got no answer");
+    assert_eq!(client.join().unwrap(), None, "the client got no response");
 }
 
 fn goes_on_when_the_client_retries(order: &Order, actions: &[&str]) {
@@ -50,9 +50,9 @@ fn goes_on_when_the_client_retries(order: &Order, actions: &[&str]) {
             let mut shop = world.shop(Shop::doomed());
             kill_at(&mut world, &mut shop, order, action, fault);
             let shop = world.shop(Shop::default());
-            let answer = order.settle(&shop);
-            assert!(!answer.is_replayed, "{at}: {answer:?}");
-            holds(&world, &shop, order, &answer, &at);
+            let response = order.settle(&shop);
+            assert!(!response.is_replayed, "{at}: {response:?}");
+            holds(&world, &shop, order, &response, &at);
             was_called(&mut world, order, action, &at);
         }
     }
@@ -68,9 +68,9 @@ fn goes_on_without_its_client(order: &Order, actions: &[&str]) {
             let shop = world.shop(Shop::completing());
             world.attempt(2);
             // Only the completer could have begun it.
-            let answer = order.settle(&shop);
-            assert!(answer.is_replayed, "{at}: {answer:?}");
-            holds(&world, &shop, order, &answer, &at);
+            let response = order.settle(&shop);
+            assert!(response.is_replayed, "{at}: {response:?}");
+            holds(&world, &shop, order, &response, &at);
             was_called(&mut world, order, action, &at);
         }
     }
@@ -108,7 +108,7 @@ fn one_order_outlives_a_kill_at_every_point_of_its_way() {
             let seen = world.other(action).caught_so_far();
             until("the order gets on", || {
                 let client = order.spawn(&shop);
-                let is_there = until("it is there, or there is an answer", || {
+                let is_there = until("it is there, or there is a response", || {
                     let is_there = world.other(action).caught_so_far() > seen;
                     (is_there || client.is_finished()).then_some(is_there)
                 });
@@ -117,8 +117,8 @@ fn one_order_outlives_a_kill_at_every_point_of_its_way() {
             shop.kill();
             shop = world.shop(Shop::doomed());
         }
-        let answer = order.settle(&shop);
-        holds(&world, &shop, &order, &answer, "at the end");
+        let response = order.settle(&shop);
+        holds(&world, &shop, &order, &response, "at the end");
         world.attempt(u32::try_from(points.len()).unwrap() + 1);
     }
 }
@@ -134,7 +134,7 @@ fn what_was_finished_is_taken_back_in_the_opposite_order() {
     world.stock.arm("free", "hang");
     until("it frees", || {
         let client = order.spawn(&shop);
-        until("it is there, or there is an answer", || {
+        until("it is there, or there is a response", || {
             let is_there = world.stock.caught_so_far() > 0;
             (is_there || client.is_finished()).then_some(is_there)
         })
@@ -144,6 +144,6 @@ fn what_was_finished_is_taken_back_in_the_opposite_order() {
     assert_eq!((stock, bank), (vec!["reserve".to_owned()], vec!["charge".to_owned(), "refund".to_owned()]));
     shop.kill();
     let shop = world.shop(Shop::default());
-    let answer = order.settle(&shop);
-    holds(&world, &shop, &order, &answer, "at the end");
+    let response = order.settle(&shop);
+    holds(&world, &shop, &order, &response, "at the end");
 }

@@ -73,7 +73,7 @@ impl State {
         if self.seen.fetch_add(1, Ordering::SeqCst) + 1 != self.at.load(Ordering::SeqCst) {
             return true;
         }
-        // First, so that no answer gets through.
+        // First, so that no response gets through.
         self.is_shut.store(true, Ordering::SeqCst);
         !self.is_before.load(Ordering::SeqCst)
     }
@@ -120,7 +120,7 @@ fn whatever_a_shop_was_telling_the_store_when_it_died_another_one_finishes_its_o
     let whole = order("whole", 0);
     assert_eq!(whole.send(&shop.address).unwrap().status, 201);
     let messages = gate.state.seen.load(Ordering::SeqCst);
-    // A claim, the input, three steps, the answer.
+    // A claim, the input, three steps, the response.
     assert!((6..30).contains(&messages), "{messages}");
 
     let mut dead = Vec::new();
@@ -130,7 +130,7 @@ fn whatever_a_shop_was_telling_the_store_when_it_died_another_one_finishes_its_o
             let (gate, mut shop) = gated();
             gate.arm(at, is_before);
             let client = order.spawn(&shop);
-            until("the message comes by, or there is an answer", || {
+            until("the message comes by, or there is a response", || {
                 (gate.is_shut() || client.is_finished()).then_some(())
             });
             shop.kill();
@@ -140,14 +140,14 @@ fn whatever_a_shop_was_telling_the_store_when_it_died_another_one_finishes_its_o
     }
     // It continues all orders that were begun. Only the client knows an order that was never begun.
     let shop = world.shop_on(Shop::completing(), &url(port));
-    let answers: Vec<_> = dead.iter().map(|order| order.settle(&shop)).collect();
+    let responses: Vec<_> = dead.iter().map(|order| order.settle(&shop)).collect();
     let mut replayed = 0;
-    for (order, answer) in dead.iter().zip(&answers) {
-        assert_eq!(answer.status, 201, "{order:?}: {answer:?}");
+    for (order, response) in dead.iter().zip(&responses) {
+        assert_eq!(response.status, 201, "{order:?}: {response:?}");
         let again = order.settle(&shop);
         assert!(again.is_replayed, "{order:?}: {again:?}");
-        assert_eq!(again.body, answer.body, "{order:?}");
-        replayed += usize::from(answer.is_replayed);
+        assert_eq!(again.body, response.body, "{order:?}");
+        replayed += usize::from(response.is_replayed);
         assert_eq!((world.stock.count(&order.item), world.carrier.count(&order.item)), (1, 1), "{order:?}");
     }
     let charged = world.bank.effects().len();
@@ -172,10 +172,10 @@ fn second_finishes(
     first.kill();
     assert_eq!(client.join().unwrap(), None);
     // The client goes to the other one, which may be at it already.
-    let answer = order.settle(second);
-    assert_eq!(answer.status, if order.address == "Atlantis" { 422 } else { 201 }, "{answer:?}");
+    let response = order.settle(second);
+    assert_eq!(response.status, if order.address == "Atlantis" { 422 } else { 201 }, "{response:?}");
     let again = order.settle(second);
-    assert_eq!((again.is_replayed, again.body), (true, answer.body));
+    assert_eq!((again.is_replayed, again.body), (true, response.body));
 }
 
 #[test]

@@ -85,8 +85,8 @@ impl Other {
     /// The next call of this action comes to this.
     pub(crate) fn arm(&self, action: &str, fault: &str) {
         let line = format!("PUT /faults/{action}");
-        let answer = send(&self.process.address, &line, "", &format!("{fault:?}")).unwrap();
-        assert_eq!(answer.status, 200, "{answer:?}");
+        let response = send(&self.process.address, &line, "", &format!("{fault:?}")).unwrap();
+        assert_eq!(response.status, 200, "{response:?}");
     }
 
     /// The number of faults so far.
@@ -100,8 +100,8 @@ impl Other {
     }
 
     fn state(&self) -> Value {
-        let answer = send(&self.process.address, "GET /faults", "", "").unwrap();
-        serde_json::from_str(&answer.body).unwrap()
+        let response = send(&self.process.address, "GET /faults", "", "").unwrap();
+        serde_json::from_str(&response.body).unwrap()
     }
 
     /// Waits until the first fault happened: the shop is at that point.
@@ -182,7 +182,7 @@ impl World {
         }
         let numbers = [
             ("--lease-ms", how.lease_ms),
-            ("--answer-timeout-ms", how.response_timeout_ms),
+            ("--response-timeout-ms", how.response_timeout_ms),
             ("--complete-every-ms", how.complete_every_ms),
         ];
         for (flag, number) in numbers {
@@ -251,10 +251,10 @@ impl Order {
         std::thread::spawn(move || order.send(&shop))
     }
 
-    /// Orders it until the answer is a final one: neither in progress nor to be tried again.
+    /// Orders it until the response is a final one: neither in progress nor to be tried again.
     pub(crate) fn settle(&self, shop: &Process) -> ServiceResponse {
-        until("a final answer", || {
-            self.send(&shop.address).filter(|answer| !matches!(answer.status, 409 | 503))
+        until("a final response", || {
+            self.send(&shop.address).filter(|response| !matches!(response.status, 409 | 503))
         })
     }
 }

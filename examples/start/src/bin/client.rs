@@ -1,4 +1,4 @@
-//! A caller: asks under one key until the answer is definite.
+//! A caller: asks under one key until the response is definite.
 
 use oncegate::client::{Client, IdempotencyKey, Intent, reqwest::ReqwestTransport};
 
@@ -9,7 +9,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let intent = Intent::post(format!("{service}/payments"))?
         .with_key(IdempotencyKey::derived("payment", ["order-123"]))?
         .with_body("order-123");
-    let answer = client.send(&intent).await?;
-    println!("{:?}, replayed: {}: {}", answer.verdict, answer.replayed, answer.text().trim());
+    let outcome = client.send(&intent).await?;
+    println!("{:?}, replayed: {}: {}", outcome.verdict, outcome.replayed, outcome.text().trim());
     Ok(())
 }

@@ -23,7 +23,7 @@ const AT_ONCE: usize = 100;
 
 /// Five columns of a table: how often it was executed, and what was answered.
 pub(super) fn behaviour(target: &Target<'_>) -> Result<String> {
-    let (executed, answers) = target.count(|| {
+    let (executed, responses) = target.count(|| {
         std::thread::scope(|scope| {
             let all: Vec<_> =
                 (0..AT_ONCE).map(|_| scope.spawn(|| target.post("/work", "at-once", BODY))).collect();
@@ -33,7 +33,7 @@ pub(super) fn behaviour(target: &Target<'_>) -> Result<String> {
         })
     })?;
     let mut statuses = BTreeMap::<u16, usize>::new();
-    answers.iter().for_each(|answer| *statuses.entry(answer.status).or_default() += 1);
+    responses.iter().for_each(|response| *statuses.entry(response.status).or_default() += 1);
     let statuses: Vec<String> =
         statuses.iter().map(|(status, count)| format!("{count} × {status}")).collect();
     let mut columns = vec![format!("{executed} executed: {}", statuses.join(", "))];
@@ -48,7 +48,7 @@ pub(super) fn behaviour(target: &Target<'_>) -> Result<String> {
     let (executed, again) = target.count(|| target.post("/fail", "fails", BODY))?;
     columns.push(told(executed, &again, &failed));
 
-    let (executed, answer) = target.count(|| {
+    let (executed, response) = target.count(|| {
         let before = target.executions()?;
         let hung_up = send(target.address, "POST /work", &target.fields("leaves"), BODY)?;
         wait(|| Ok(target.executions()? > before))?;
@@ -57,18 +57,18 @@ pub(super) fn behaviour(target: &Target<'_>) -> Result<String> {
         std::thread::sleep(Duration::from_millis(500));
         target.post("/work", "leaves", BODY)
     })?;
-    columns.push(format!("{executed} executed, {}", answer.status));
+    columns.push(format!("{executed} executed, {}", response.status));
     Ok(columns.join(" | "))
 }
 
 /// The result of a retry.
-fn told(executed: u64, answer: &Response, first: &Response) -> String {
-    let what = match (executed, answer) {
-        (0, answer) if answer.status == first.status && answer.body == first.body => "replayed",
+fn told(executed: u64, response: &Response, first: &Response) -> String {
+    let what = match (executed, response) {
+        (0, response) if response.status == first.status && response.body == first.body => "replayed",
         (0, _) => "refused",
         _ => "executed again",
     };
-    format!("{what}, {}", answer.status)
+    format!("{what}, {}", response.status)
 }
 
 fn wait(condition: impl Fn() -> Result<bool>) -> Result<()> {
@@ -100,10 +100,10 @@ impl Target<'_> {
     }
 
     fn executions(&self) -> Result<u64> {
-        // One of the libraries insists on a key, whatever the method, and would replay the answer.
+        // One of the libraries insists on a key, whatever the method, and would replay the response.
         static READS: AtomicU64 = AtomicU64::new(0);
         let key = format!("read-{}", READS.fetch_add(1, Ordering::Relaxed));
-        let answer = request(self.service, "GET /executions", &self.fields(&key), "")?;
-        answer.body.trim().parse().map_err(|_| format!("/executions answered {}", answer.body))
+        let response = request(self.service, "GET /executions", &self.fields(&key), "")?;
+        response.body.trim().parse().map_err(|_| format!("/executions answered {}", response.body))
     }
 }

@@ -83,11 +83,11 @@ fn sessions(library: &str, server: &Server, count: usize) -> Result<String> {
         return Ok(String::new());
     }
     let session = || {
-        let answer = request(&server.address, "POST /session", "", "")?;
+        let response = request(&server.address, "POST /session", "", "")?;
         // This server writes names of fields in lower case.
-        let cookie = answer.header.lines().find_map(|line| line.strip_prefix("set-cookie: "));
+        let cookie = response.header.lines().find_map(|line| line.strip_prefix("set-cookie: "));
         let cookie = cookie.and_then(|line| line.split(';').next());
-        cookie.map(str::to_owned).ok_or_else(|| format!("no session: {}", answer.header))
+        cookie.map(str::to_owned).ok_or_else(|| format!("no session: {}", response.header))
     };
     Ok((0..count).map(|_| session()).collect::<Result<Vec<_>>>()?.join(";"))
 }
