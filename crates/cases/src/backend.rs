@@ -19,7 +19,7 @@ use tokio::task::JoinSet;
 use tower_service::Service;
 
 use crate::client::within;
-use crate::plan::{FOUND, ReconcileReply};
+use crate::plan::{FOUND, ReconcileReport};
 
 /// The header that names a script. No deployment interprets it.
 const SCRIPT: &str = "x-script";
@@ -180,7 +180,7 @@ struct Shared {
     seen: Mutex<Vec<ReceivedRequest>>,
     begun: watch::Sender<usize>,
     ended: watch::Sender<usize>,
-    word: Mutex<Option<ReconcileReply>>,
+    word: Mutex<Option<ReconcileReport>>,
 }
 
 impl Default for Backend {
@@ -204,8 +204,8 @@ impl Backend {
         (SCRIPT.into(), (scripts.len() - 1).to_string().into())
     }
 
-    /// Sets the reply to questions about the outcome of an attempt.
-    pub(crate) fn set_reconcile_reply(&self, word: Option<ReconcileReply>) {
+    /// Sets the report on questions about the outcome of an attempt.
+    pub(crate) fn set_reconcile_reply(&self, word: Option<ReconcileReport>) {
         *lock(&self.shared.word) = word;
     }
 
@@ -332,7 +332,7 @@ impl Script {
     }
 }
 
-impl ReconcileReply {
+impl ReconcileReport {
     /// The response to a question about the outcome of an attempt.
     fn told(self, asked: &HeaderMap) -> Response<ScriptedBody> {
         let (outcome, script) = match self {

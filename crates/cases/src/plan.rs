@@ -66,8 +66,8 @@ pub struct Plan {
     pub wait: Option<Duration>,
     /// The policy for abandoned attempts.
     pub on_abandoned: Option<OnAbandoned>,
-    /// The reply to questions about an abandoned attempt.
-    pub reconcile: Option<ReconcileReply>,
+    /// The report on questions about an abandoned attempt.
+    pub reconcile: Option<ReconcileReport>,
     /// The policy for responses from 500 to 599.
     pub server_errors: Option<ServerErrors>,
     /// The largest body of a request.
@@ -88,9 +88,9 @@ pub struct Plan {
     pub failpoint: Option<&'static str>,
 }
 
-/// A reply to a question about an abandoned attempt.
+/// A report on a question about an abandoned attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ReconcileReply {
+pub enum ReconcileReport {
     /// It happened, and [`FOUND`] was its response.
     Found,
     /// It did not happen.
@@ -102,7 +102,7 @@ pub enum ReconcileReply {
 /// The response of an attempt that happened.
 pub const FOUND: &str = "found when asked";
 
-impl Reconcile for ReconcileReply {
+impl Reconcile for ReconcileReport {
     fn reconcile<'a>(
         &'a self,
         _: &'a IdempotencyContext,

@@ -61,7 +61,7 @@ enum Command {
     Check(CheckArgs),
     /// Demonstrates Oncegate: the same payments over a hostile network, without Oncegate and with it.
     ///
-    /// Starts a payments service with a ledger, customers whose requests and replies get lost, and the sidecar, which is
+    /// Starts a payments service with a ledger, customers whose requests and responses get lost, and the sidecar, which is
     /// killed with kill -9 in the middle. Ends with a table of the charges in the ledger, and with the exit code 1 if with
     /// Oncegate any payment was charged twice or not at all. Takes about ten seconds, and needs only this program.
     Demo(DemoArgs),

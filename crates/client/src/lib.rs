@@ -1,6 +1,6 @@
 //! The client side of *one key, one effect*: sends a request under one key until there is a definite response.
 //!
-//! A client that got no reply must retry, and a retry of `POST /payments` charges twice unless the service recognizes the
+//! A client that got no response must retry, and a retry of `POST /payments` charges twice unless the service recognizes the
 //! same payment. The unit here is therefore not the request but the **[`Intent`]**: an operation that must happen once. It has
 //! one [`IdempotencyKey`] over all retries, restarts and processes. A corrected request is another intent.
 //!

@@ -1,6 +1,6 @@
 //! The vocabulary and the one pure function of Oncegate: one key, one effect.
 //!
-//! A caller that got no reply must retry, and a retry of `POST /payments` may charge twice. [`decide`] prevents that: from a
+//! A caller that got no response must retry, and a retry of `POST /payments` may charge twice. [`decide`] prevents that: from a
 //! record, a [`Command`] and a time it computes the write and the reply. Stores call it inside their transactions, the
 //! engine drives it with futures, and the entry points (HTTP, functions, messages) turn their requests into commands.
 //!

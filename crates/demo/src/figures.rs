@@ -22,7 +22,7 @@ pub(crate) struct Figures {
     pub(crate) attempts: u64,
     /// The faults that happened: the planned ones, without those that met no request while the sidecar was down.
     pub(crate) faults: FaultCounts,
-    pub(crate) replies_lost: u64,
+    pub(crate) responses_lost: u64,
     pub(crate) charges: u64,
     /// Charges of an intent beyond its first.
     pub(crate) duplicates: u64,
@@ -79,7 +79,7 @@ impl Figures {
             self.unanswered += u64::from(endings.is_empty() || endings.iter().any(Option::is_none));
         }
         self.intents = plan.intents.len() as u64;
-        self.replies_lost = self.faults.replies_lost();
+        self.responses_lost = self.faults.responses_lost();
         self.charges = ledger.len() as u64;
         self.duplicates = (ledger.len() - by_intent.len()) as u64;
         self.cents_meant = plan.cents();

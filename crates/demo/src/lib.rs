@@ -1,7 +1,7 @@
 //! The demonstration behind `oncegate demo`: the same traffic without Oncegate and with it, and the ledger of both runs.
 //!
 //! A small payments service charges each request that reaches it and lists every charge in a ledger. Customers pay over a
-//! network that loses, cuts and delays requests and replies. They double-click, hang up and come back, and their client
+//! network that loses, cuts and delays requests and responses. They double-click, hang up and come back, and their client
 //! retries as a careful client does. In the first run the clients reach the service directly. In the second run the
 //! sidecar is between them, with its store on disk, and is killed with `kill -9` in the middle.
 //!

@@ -25,7 +25,7 @@ const CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);
 /// The delay of a late request after the end of its client.
 const LATER: Duration = Duration::from_millis(15);
 
-/// More than the longest request or reply of the demonstration.
+/// More than the longest request or response of the demonstration.
 const MAX_MESSAGE: usize = 64 * 1024;
 
 /// The running network. Stops when dropped.
@@ -99,17 +99,17 @@ impl Wires {
         }
     }
 
-    /// Delivers a request and its reply without a fault.
+    /// Delivers a request and its response without a fault.
     async fn deliver(&self, mut client: TcpStream, request: &[u8]) -> io::Result<()> {
-        let reply = {
+        let response = {
             let gone = hung_up(&mut client);
             tokio::select! {
-                reply = self.send(request) => reply,
+                response = self.send(request) => response,
                 () = gone => return Ok(()),
             }
         };
-        match reply {
-            Ok(reply) => client.write_all(&reply).await,
+        match response {
+            Ok(response) => client.write_all(&response).await,
             Err(error) => {
                 reset(client)?;
                 Err(error)
@@ -118,7 +118,7 @@ impl Wires {
     }
 
     async fn spoil(&self, mut client: TcpStream, request: &[u8], fault: Fault) -> io::Result<()> {
-        let reply = match fault {
+        let response = match fault {
             Fault::RequestLost => {
                 self.suffered(fault);
                 return reset(client);
@@ -135,10 +135,10 @@ impl Wires {
                 self.suffered(fault);
                 return Ok(());
             }
-            Fault::ReplyLost | Fault::ReplyCut | Fault::ReplyLate => self.send(request).await,
+            Fault::ResponseLost | Fault::ResponseCut | Fault::ResponseLate => self.send(request).await,
         };
-        let reply = match reply {
-            Ok(reply) => reply,
+        let response = match response {
+            Ok(response) => response,
             Err(error) => {
                 reset(client)?;
                 return Err(error);
@@ -146,8 +146,8 @@ impl Wires {
         };
         self.suffered(fault);
         match fault {
-            Fault::ReplyLate => hung_up(&mut client).await,
-            Fault::ReplyCut => client.write_all(first_half(&reply)).await?,
+            Fault::ResponseLate => hung_up(&mut client).await,
+            Fault::ResponseCut => client.write_all(first_half(&response)).await?,
             _ => return reset(client),
         }
         Ok(())
@@ -179,36 +179,36 @@ impl Wires {
     }
 
     /// Records which sidecar executed a request, and counts replays by the other one.
-    fn inspect(&self, at: usize, request: &[u8], reply: &[u8]) {
+    fn inspect(&self, at: usize, request: &[u8], response: &[u8]) {
         let mut figures = self.stage.figures();
         let Some((two, key)) = figures.two_sidecars.as_mut().zip(field(request, "idempotency-key")) else {
             return;
         };
         let mut executed = self.executed.lock().unwrap_or_else(PoisonError::into_inner);
-        if field(reply, "idempotent-replayed").is_some() {
+        if field(response, "idempotent-replayed").is_some() {
             if executed.get(key).is_some_and(|by| *by != at) {
                 two.replayed_by_the_other += 1;
                 let text =
                     "a retry of a request through one sidecar reaches the other, which replays the response";
                 self.stage.say_once("the other one", Style::Good, text);
             }
-        } else if reply.starts_with(b"HTTP/1.1 201 ") {
+        } else if response.starts_with(b"HTTP/1.1 201 ") {
             executed.insert(key.to_owned(), at);
         }
     }
 
-    /// Sends the request over a connection of its own and reads the whole reply, after which the connection closes.
+    /// Sends the request over a connection of its own and reads the whole response, after which the connection closes.
     async fn send(&self, request: &[u8]) -> io::Result<Vec<u8>> {
         let (at, mut upstream) = self.connect().await?;
         let _best_effort = upstream.set_nodelay(true);
         upstream.write_all(request).await?;
-        let mut reply = Vec::new();
-        upstream.take(MAX_MESSAGE as u64).read_to_end(&mut reply).await?;
-        if head_length(&reply).is_none() {
+        let mut response = Vec::new();
+        upstream.take(MAX_MESSAGE as u64).read_to_end(&mut response).await?;
+        if head_length(&response).is_none() {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
-        self.inspect(at, request, &reply);
-        Ok(reply)
+        self.inspect(at, request, &response);
+        Ok(response)
     }
 
     fn suffered(&self, fault: Fault) {
@@ -264,9 +264,9 @@ fn field<'a>(message: &'a [u8], name: &str) -> Option<&'a str> {
 }
 
 /// The head and half of the body.
-fn first_half(reply: &[u8]) -> &[u8] {
-    let head = head_length(reply).unwrap_or(0);
-    reply.get(..head + (reply.len() - head) / 2).unwrap_or(reply)
+fn first_half(response: &[u8]) -> &[u8] {
+    let head = head_length(response).unwrap_or(0);
+    response.get(..head + (response.len() - head) / 2).unwrap_or(response)
 }
 
 #[cfg(test)]

@@ -15,24 +15,24 @@ pub(crate) enum Fault {
     RequestLost,
     /// The request arrives after the client has given up waiting for its response.
     RequestLate,
-    /// The request is delivered; the connection is reset before the reply.
-    ReplyLost,
-    /// The request is delivered; the connection closes in the middle of the reply.
-    ReplyCut,
-    /// The request is delivered; the reply takes longer than the client waits.
-    ReplyLate,
-    /// The client hangs up before the reply, and comes back.
+    /// The request is delivered; the connection is reset before the response.
+    ResponseLost,
+    /// The request is delivered; the connection closes in the middle of the response.
+    ResponseCut,
+    /// The request is delivered; the response takes longer than the client waits.
+    ResponseLate,
+    /// The client hangs up before the response, and comes back.
     HangUp,
 }
 
 impl Fault {
-    /// The weights of the faults. Lost replies have the largest, because they are the subject of the demonstration.
+    /// The weights of the faults. Lost responses have the largest, because they are the subject of the demonstration.
     const WEIGHTS: [(Self, u64); 6] = [
-        (Self::ReplyLost, 30),
+        (Self::ResponseLost, 30),
         (Self::HangUp, 18),
         (Self::RequestLost, 16),
-        (Self::ReplyLate, 14),
-        (Self::ReplyCut, 12),
+        (Self::ResponseLate, 14),
+        (Self::ResponseCut, 12),
         (Self::RequestLate, 10),
     ];
 
@@ -45,7 +45,7 @@ impl Fault {
             }
             left -= weight;
         }
-        Self::ReplyLost
+        Self::ResponseLost
     }
 
     /// The title of the fault in the output, and its description.
@@ -55,14 +55,18 @@ impl Fault {
             Self::RequestLate => {
                 ("request late", "the client gives up and retries; then the first request arrives after all")
             }
-            Self::ReplyLost => {
-                ("reply lost", "served, but the reply gets lost → the client retries with the same key")
+            Self::ResponseLost => {
+                ("response lost", "served, but the response gets lost → the client retries with the same key")
             }
-            Self::ReplyCut => {
-                ("reply cut", "it breaks off in the middle → the client retries with the same key")
+            Self::ResponseCut => {
+                ("response cut", "it breaks off in the middle → the client retries with the same key")
             }
-            Self::ReplyLate => ("timeout", "the reply takes too long → the client retries with the same key"),
-            Self::HangUp => ("hang-up", "the customer leaves before the reply, comes back and tries again"),
+            Self::ResponseLate => {
+                ("timeout", "the response takes too long → the client retries with the same key")
+            }
+            Self::HangUp => {
+                ("hang-up", "the customer leaves before the response, comes back and tries again")
+            }
         }
     }
 }
@@ -72,9 +76,9 @@ impl Fault {
 pub(crate) struct FaultCounts {
     pub(crate) request_lost: u64,
     pub(crate) request_late: u64,
-    pub(crate) reply_lost: u64,
-    pub(crate) reply_cut: u64,
-    pub(crate) reply_late: u64,
+    pub(crate) response_lost: u64,
+    pub(crate) response_cut: u64,
+    pub(crate) response_late: u64,
     pub(crate) hang_up: u64,
 }
 
@@ -83,21 +87,21 @@ impl FaultCounts {
         let count = match fault {
             Fault::RequestLost => &mut self.request_lost,
             Fault::RequestLate => &mut self.request_late,
-            Fault::ReplyLost => &mut self.reply_lost,
-            Fault::ReplyCut => &mut self.reply_cut,
-            Fault::ReplyLate => &mut self.reply_late,
+            Fault::ResponseLost => &mut self.response_lost,
+            Fault::ResponseCut => &mut self.response_cut,
+            Fault::ResponseLate => &mut self.response_late,
             Fault::HangUp => &mut self.hang_up,
         };
         *count += 1;
     }
 
     pub(crate) const fn total(&self) -> u64 {
-        self.request_lost + self.replies_lost()
+        self.request_lost + self.responses_lost()
     }
 
-    /// Replies that were given and not seen by the client.
-    pub(crate) const fn replies_lost(&self) -> u64 {
-        self.request_late + self.reply_lost + self.reply_cut + self.reply_late + self.hang_up
+    /// Responses that were given and not seen by the client.
+    pub(crate) const fn responses_lost(&self) -> u64 {
+        self.request_late + self.response_lost + self.response_cut + self.response_late + self.hang_up
     }
 }
 

@@ -90,7 +90,7 @@ impl Report {
             both("payments intended", |f| f.intents.to_string()),
             both("requests sent (attempts)", |f| f.attempts.to_string()),
             both("requests lost before delivery", |f| f.faults.request_lost.to_string()),
-            both("replies lost", |f| f.replies_lost.to_string()),
+            both("responses lost", |f| f.responses_lost.to_string()),
             both("charges in the ledger", |f| f.charges.to_string()),
             wrong("  duplicates", |f| f.duplicates.to_string()),
             wrong("  missing", |f| f.missing.to_string()),

@@ -182,13 +182,13 @@ async fn accept(listener: TcpListener, desk: Arc<Desk>) {
 impl Desk {
     async fn charge(&self, request: Request<Incoming>) -> Response<Full<Bytes>> {
         if (request.method(), request.uri().path()) != (&Method::POST, self.stage.path.as_str()) {
-            return reply(StatusCode::NOT_FOUND, r#"{"error":"not found"}"#.into());
+            return response(StatusCode::NOT_FOUND, r#"{"error":"not found"}"#.into());
         }
         let record = record_of(request.headers());
         let body = Limited::new(request.into_body(), 16 * 1024).collect().await;
         let payment = body.ok().and_then(|body| serde_json::from_slice(&body.to_bytes()).ok());
         let Some(payment): Option<PaymentRequest> = payment else {
-            return reply(StatusCode::BAD_REQUEST, r#"{"error":"not a payment"}"#.into());
+            return response(StatusCode::BAD_REQUEST, r#"{"error":"not a payment"}"#.into());
         };
         self.running.send_modify(|running| *running += 1);
         let nth = self.ledger.begin(&payment.intent, record.as_deref());
@@ -203,7 +203,7 @@ impl Desk {
         }
         tokio::time::sleep(time / 2).await;
         self.running.send_modify(|running| *running -= 1);
-        reply(StatusCode::CREATED, charge.receipt())
+        response(StatusCode::CREATED, charge.receipt())
     }
 }
 
@@ -211,7 +211,7 @@ fn record_of(headers: &HeaderMap) -> Option<String> {
     headers.get("oncegate-record")?.to_str().ok().map(str::to_owned)
 }
 
-fn reply(status: StatusCode, body: String) -> Response<Full<Bytes>> {
+fn response(status: StatusCode, body: String) -> Response<Full<Bytes>> {
     let mut response = Response::new(Full::new(Bytes::from(body)));
     *response.status_mut() = status;
     let json = header::HeaderValue::from_static("application/json");

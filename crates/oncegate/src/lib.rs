@@ -1,6 +1,6 @@
 //! One key, one effect.
 //!
-//! Networks lose replies. A client that got no reply must retry, and a retry of `POST /payments` charges twice. Oncegate
+//! Networks lose responses. A client that got no response must retry, and a retry of `POST /payments` charges twice. Oncegate
 //! makes a retry safe. The first request with a key executes. Every other request with that key gets the response of the
 //! first. If Oncegate does not know whether the first one took effect, it says so instead of guessing.
 //!

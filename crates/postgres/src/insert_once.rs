@@ -5,7 +5,7 @@ use sqlx::query::QueryAs;
 use sqlx::{FromRow, Postgres};
 
 /// The number of attempts if the row is deleted between insert and look each time.
-const TRIES: u32 = 8;
+const MAX_ATTEMPTS: u32 = 8;
 
 /// A statement with bound values, whose rows are read as `R`.
 pub type Statement<'q, R> = QueryAs<'q, Postgres, R, PgArguments>;
@@ -101,7 +101,7 @@ pub async fn insert_once<'q, R>(
 where
     R: for<'r> FromRow<'r, PgRow> + Send + Unpin,
 {
-    for _ in 0..TRIES {
+    for _ in 0..MAX_ATTEMPTS {
         if let Some(row) = insert().fetch_optional(&mut *connection).await? {
             return Ok(InsertOutcome::Created(row));
         }

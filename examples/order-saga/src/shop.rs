@@ -127,7 +127,7 @@ impl Other {
         let (status, body) = match response.await {
             Ok(Ok(response)) => response,
             Ok(Err(error)) => return Err(StepFailure::Unsure(format!("{action}: {}", ErrorChain(&*error)))),
-            Err(_) => return Err(StepFailure::Unsure(format!("{action}: no reply in time"))),
+            Err(_) => return Err(StepFailure::Unsure(format!("{action}: no response in time"))),
         };
         let body: Value = serde_json::from_slice(&body).unwrap_or_default();
         match (status, body["id"].as_u64(), body["refused"].as_str()) {

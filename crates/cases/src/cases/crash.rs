@@ -10,7 +10,7 @@ use oncegate_testkit::{Latch, until};
 use super::{PAYMENT, pay_as};
 use crate::backend::{Backend, ReceivedRequest, Script};
 use crate::client::{Connection, Request, Response, TIMEOUT};
-use crate::plan::{FOUND, Plan, ReconcileReply};
+use crate::plan::{FOUND, Plan, ReconcileReport};
 use crate::remote::{LayerProcess, StoreServer};
 use crate::sidecar::Sidecar;
 use crate::table::{Case, Target, assert_echo, assert_fresh, assert_refusal, assert_replay};
@@ -62,14 +62,14 @@ pub(super) fn cases() -> Vec<Case> {
             => start (killed_during_the_call);
         "killed-during-the-call-reconcile-found":
             "reconcile: killed while the service works, the response of the service about it is replayed"
-            .given(asking(ReconcileReply::Found))
+            .given(asking(ReconcileReport::Found))
             => start (killed_during_the_call);
         "killed-during-the-call-reconcile-not-found":
             "reconcile: killed while the service works, an attempt that did not happen is called again"
-            .given(asking(ReconcileReply::NotFound))
+            .given(asking(ReconcileReport::NotFound))
             => start (killed_during_the_call);
         "killed-during-the-call-reconcile-unclear": "reconcile: killed while the service works, an unclear outcome is unknown"
-            .given(asking(ReconcileReply::Unclear))
+            .given(asking(ReconcileReport::Unclear))
             => start (killed_during_the_call);
         "killed-twice": "reexecute: the attempt after one that died has a higher token"
             .given(Plan { lease: Some(Duration::from_millis(300)), ..reexecute.clone() })
@@ -183,14 +183,14 @@ async fn after_the_kill(world: &World, asked: Instant, calls: usize) {
     if again.status() == 409 {
         again = world.settled(&pay_as("a")).await;
     }
-    if world.plan.reconcile == Some(ReconcileReply::Found) {
+    if world.plan.reconcile == Some(ReconcileReport::Found) {
         assert_eq!((again.status(), &again.body[..]), (202, FOUND.as_bytes()), "{again:?}");
         assert_eq!(again.get("content-type"), Some("text/plain"), "{again:?}");
         assert_replay(&world.plan, &pay_as("a"), &again, &world.send(pay_as("a")).await);
         assert_refusal("key-reused", &world.send(pay_as("a").json("{}")).await);
         assert_eq!(world.backend.effects(), calls);
     } else if world.plan.on_abandoned == Some(OnAbandoned::Reexecute)
-        || world.plan.reconcile == Some(ReconcileReply::NotFound)
+        || world.plan.reconcile == Some(ReconcileReport::NotFound)
     {
         assert_fresh(&world.plan, &pay_as("a"), &again);
         assert_eq!((again.status(), world.backend.effects()), (201, calls + 1), "{again:?}");

@@ -11,7 +11,7 @@ use tokio::net::{TcpListener, TcpSocket};
 use super::{PAYMENT, pay, pay_as};
 use crate::backend::{BodyPart, Script};
 use crate::client::{Request, Response, ResponseError};
-use crate::plan::{FOUND, Plan, ReconcileReply};
+use crate::plan::{FOUND, Plan, ReconcileReport};
 use crate::table::{
     Case, assert_echo, assert_fresh, assert_problem, assert_refusal, assert_replay, retry_after,
 };
@@ -200,25 +200,25 @@ pub(super) fn cases() -> Vec<Case> {
             .only_layer("two instances on one store are needed")
             => run (abandoned_park);
     });
-    for (name, title, reply) in [
+    for (name, title, report) in [
         (
             "reconcile-found",
             "reconcile: an attempt that happened is stored and replayed",
-            ReconcileReply::Found,
+            ReconcileReport::Found,
         ),
         (
             "reconcile-not-found",
             "reconcile: an attempt that did not happen is executed",
-            ReconcileReply::NotFound,
+            ReconcileReport::NotFound,
         ),
         (
             "reconcile-unclear",
             "reconcile: an attempt with an unclear outcome is unknown",
-            ReconcileReply::Unclear,
+            ReconcileReport::Unclear,
         ),
     ] {
         let plan =
-            Plan { on_abandoned: Some(OnAbandoned::Reconcile), reconcile: Some(reply), ..short.clone() };
+            Plan { on_abandoned: Some(OnAbandoned::Reconcile), reconcile: Some(report), ..short.clone() };
         let case =
             Case::new(name, title, crate::table::Action::Run(|world| Box::pin(reconcile(world)))).given(plan);
         all.push(
@@ -859,13 +859,13 @@ async fn reconcile(world: World) {
     .await;
     let again = there().await;
     match world.plan.reconcile.expect("a word") {
-        ReconcileReply::Found => {
+        ReconcileReport::Found => {
             assert_eq!((response.status(), &response.body[..]), (202, FOUND.as_bytes()), "{response:?}");
             assert_eq!(response.get("idempotent-replayed"), Some("true"), "{response:?}");
             assert_replay(&world.plan, &pay_as("a"), &response, &again);
             assert_eq!(world.backend.effects(), 1);
         }
-        ReconcileReply::NotFound => {
+        ReconcileReport::NotFound => {
             assert_fresh(&world.plan, &pay_as("a"), &response);
             assert_replay(&world.plan, &pay_as("a"), &response, &again);
             assert_eq!(
@@ -874,7 +874,7 @@ async fn reconcile(world: World) {
                 "{response:?}"
             );
         }
-        ReconcileReply::Unclear => {
+        ReconcileReport::Unclear => {
             assert_refusal(UNKNOWN, &response);
             assert_refusal(UNKNOWN, &again);
             assert_eq!(world.backend.effects(), 1);

@@ -4,7 +4,7 @@
 //! at a time, and rests [`REST_FACTOR`] times as long as the page took: a walk through ten million records takes about an
 //! hour and one per cent of one core. Between the pages, the task reads the known unsettled records again, and those that this
 //! process left without an outcome. So the gauges show within seconds which records this process leaves unsettled and which
-//! operators settle. Records that other processes or a crash left are counted when the walk reaches them.
+//! operators resolve. Records that other processes or a crash left are counted when the walk reaches them.
 //!
 //! A record whose retention ends is removed even if it waits for an operator, and its key executes again. The log reports it
 //! before that and afterwards.

@@ -85,13 +85,13 @@ pub(crate) struct Sidecar {
     stop: Option<oneshot::Sender<()>>,
 }
 
-pub(crate) struct Reply {
+pub(crate) struct AdminResponse {
     pub(crate) status: u16,
     headers: HeaderMap,
     body: Bytes,
 }
 
-impl Reply {
+impl AdminResponse {
     fn json(&self) -> Value {
         serde_json::from_slice(&self.body).unwrap_or_else(|_| panic!("{}", self.text()))
     }
@@ -172,32 +172,37 @@ impl Sidecar {
         Self { address, client, clock, engine, layer, metrics, draining, is_away, page, stop: Some(stop) }
     }
 
-    async fn send(&self, request: Request<Full<Bytes>>) -> Reply {
+    async fn send(&self, request: Request<Full<Bytes>>) -> AdminResponse {
         let response = self.client.request(request).await.unwrap();
         let (parts, body) = response.into_parts();
         let body = body.collect().await.unwrap().to_bytes();
-        Reply { status: parts.status.as_u16(), headers: parts.headers, body }
+        AdminResponse { status: parts.status.as_u16(), headers: parts.headers, body }
     }
 
     fn url(&self, path: &str) -> String {
         format!("http://{}{path}", self.address)
     }
 
-    async fn get(&self, path: &str) -> Reply {
+    async fn get(&self, path: &str) -> AdminResponse {
         self.send(Request::get(self.url(path)).body(Full::default()).unwrap()).await
     }
 
-    async fn post(&self, path: &str, body: Value) -> Reply {
+    async fn post(&self, path: &str, body: Value) -> AdminResponse {
         self.post_text(path, body.to_string()).await
     }
 
-    async fn post_text(&self, path: &str, body: String) -> Reply {
+    async fn post_text(&self, path: &str, body: String) -> AdminResponse {
         let request = Request::post(self.url(path)).header("content-type", "application/json");
         self.send(request.body(body.into()).unwrap()).await
     }
 
     /// A request through the layer to a service that echoes the body with 201 and passes on its `Idempotency-Store`.
-    pub(crate) async fn call(&self, target: &str, headers: &[(&'static str, &str)], body: &[u8]) -> Reply {
+    pub(crate) async fn call(
+        &self,
+        target: &str,
+        headers: &[(&'static str, &str)],
+        body: &[u8],
+    ) -> AdminResponse {
         let service = tower_service_fn(async |request: Request<RequestBody<Full<Bytes>>>| {
             let word = request.headers().get("idempotency-store").map(|word| word.as_bytes().to_vec());
             let body = request.into_body().collect().await.unwrap().to_bytes();
@@ -217,7 +222,7 @@ impl Sidecar {
         let response = self.layer.layer(service).call(request).await.unwrap();
         let (parts, body) = response.into_parts();
         let body = body.collect().await.unwrap().to_bytes();
-        Reply { status: parts.status.as_u16(), headers: parts.headers, body }
+        AdminResponse { status: parts.status.as_u16(), headers: parts.headers, body }
     }
 
     /// A record that is in progress, with a lease of 30 seconds.
@@ -464,9 +469,9 @@ async fn a_listing_is_filtered_and_has_pages() {
     sidecar.clock.advance(Duration::from_secs(10));
 
     let count = async |query: &str| {
-        let reply = sidecar.get(&format!("/v1/keys{query}")).await;
-        assert_eq!(reply.status, 200, "{}", reply.text());
-        reply.json()["records"].as_array().unwrap().len()
+        let response = sidecar.get(&format!("/v1/keys{query}")).await;
+        assert_eq!(response.status, 200, "{}", response.text());
+        response.json()["records"].as_array().unwrap().len()
     };
     assert_eq!(count("").await, 4);
     assert_eq!(count("?state=").await, 4);
@@ -612,8 +617,8 @@ async fn retries_get_the_response_of_an_operator() {
 
     let tombstone = sidecar.unknown(2, "POST /pay").await;
     let request = json!({"outcome": "completed", "tombstone": true, "reason": "done, response lost"});
-    let reply = sidecar.post(&format!("/v1/keys/{tombstone}/resolve"), request).await;
-    assert_eq!((reply.status, &reply.json()["state"]), (200, &json!("tombstone")));
+    let response = sidecar.post(&format!("/v1/keys/{tombstone}/resolve"), request).await;
+    assert_eq!((response.status, &response.json()["state"]), (200, &json!("tombstone")));
 
     let released = sidecar.unknown(3, "POST /pay").await;
     let path = format!("/v1/keys/{released}/resolve");
@@ -621,8 +626,8 @@ async fn retries_get_the_response_of_an_operator() {
         .header("content-type", "application/json; charset=utf-8")
         .header("oncegate-actor", "grace")
         .body(json!({"outcome": "released", "reason": "never reached the bank"}).to_string().into());
-    let reply = sidecar.send(request.unwrap()).await;
-    assert_eq!((reply.status, &reply.json()["state"]), (200, &json!("released")));
+    let response = sidecar.send(request.unwrap()).await;
+    assert_eq!((response.status, &response.json()["state"]), (200, &json!("released")));
     let again = sidecar.engine.store().apply(released, claim(9, "POST /pay")).await.unwrap();
     assert!(matches!(again, Outcome::Execute(grant) if grant.attempts == 2));
 
@@ -702,9 +707,9 @@ async fn a_living_owner_is_fenced_only_by_force() {
     let again = sidecar.post(&release, json!({"reason": "r"})).await.refused(409, "not-resolvable");
     assert!(again.starts_with("The key is released already"), "{again}");
     let nothing = RecordId::from_bytes([7; 32]);
-    let reply = sidecar.post(&format!("/v1/keys/{nothing}/release"), json!({"reason": "r"})).await;
-    reply.refused(404, "no-record");
-    assert_eq!(reply.json()["record"], nothing.to_string());
+    let response = sidecar.post(&format!("/v1/keys/{nothing}/release"), json!({"reason": "r"})).await;
+    response.refused(404, "no-record");
+    assert_eq!(response.json()["record"], nothing.to_string());
 }
 
 #[tokio::test]
@@ -798,14 +803,14 @@ async fn pages_of_other_sites_are_refused() {
         ["evil.example", "evil.example:9090", "localhost.evil.example", "10.0.0.1", "[2001:db8::1]:80", "@"]
     {
         for path in ["/v1/keys", "/metrics", "/livez"] {
-            let reply = send(Request::get(sidecar.url(path)).header("host", host)).await;
-            reply.refused(403, "forbidden");
+            let response = send(Request::get(sidecar.url(path)).header("host", host)).await;
+            response.refused(403, "forbidden");
         }
     }
     for host in ["localhost", "LOCALHOST:1", "127.0.0.1", "127.9.9.9:80", "[::1]:9090", "[::ffff:127.0.0.1]"]
     {
-        let reply = send(Request::get(sidecar.url("/v1/keys")).header("host", host)).await;
-        assert_eq!(reply.status, 200, "{host}");
+        let response = send(Request::get(sidecar.url("/v1/keys")).header("host", host)).await;
+        assert_eq!(response.status, 200, "{host}");
     }
     // Requests that a form or a fetch can send without a preflight request.
     let post = || Request::post(sidecar.url("/v1/keys/find"));
@@ -834,9 +839,9 @@ async fn with_a_token_only_the_token_opens() {
         sidecar.send(request.body(Full::default()).unwrap()).await
     };
     for path in ["/v1/keys", "/metrics", "/v1/audit"] {
-        let reply = sidecar.get(path).await;
-        reply.refused(401, "unauthorized");
-        assert_eq!(reply.headers["www-authenticate"], "Bearer");
+        let response = sidecar.get(path).await;
+        response.refused(401, "unauthorized");
+        assert_eq!(response.headers["www-authenticate"], "Bearer");
         for shown in [
             "Bearer",
             "Bearer ",
@@ -863,8 +868,8 @@ async fn with_a_token_only_the_token_opens() {
 async fn readiness_follows_the_store_and_the_drain() {
     let sidecar = Sidecar::start().await;
     let ready = async || {
-        let reply = sidecar.get("/readyz").await;
-        (reply.status, reply.text())
+        let response = sidecar.get("/readyz").await;
+        (response.status, response.text())
     };
     assert_eq!(ready().await, (200, "ready\n".to_owned()));
     sidecar.is_away.store(true, Ordering::SeqCst);

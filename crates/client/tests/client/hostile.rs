@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use crate::support::{End, Hostile, Reply, quick, response};
+use crate::support::{End, Hostile, WireResponse, quick, response};
 use bytes::Bytes;
 use http_body_util::Full;
 use hyper_util::client::legacy::{Client as HyperClient, Error as HyperError, connect::HttpConnector};
@@ -77,7 +77,7 @@ async fn cut_everywhere<T: Transport>(client: Client<T>) {
             let service = Hostile::new(move |_, request| {
                 if book.take(request.key.as_ref().expect("a key")) {
                     let bytes = whole.as_bytes()[..at.load(Ordering::SeqCst)].to_vec();
-                    return Reply { bytes, end };
+                    return WireResponse { bytes, end };
                 }
                 response(201, "idempotent-replayed: true\r\n", r#"{"paid":5}"#)
             })
@@ -112,7 +112,7 @@ async fn a_response_that_is_cut_at_any_byte_is_requested_again_with_hyper() {
 }
 
 /// A response of a verbose service.
-fn many_lines(count: usize) -> Reply {
+fn many_lines(count: usize) -> WireResponse {
     let lines: String = (0..count).map(|number| format!("x-{number}: v\r\n")).collect();
     response(201, &lines, r#"{"paid":5}"#)
 }
@@ -169,7 +169,7 @@ async fn a_plain_api_gets_one_request_if_its_response_is_cut() {
     let whole = "HTTP/1.1 201 Created\r\ncontent-length: 10\r\n\r\n{\"paid\":5}";
     let service = Hostile::new(move |_, request| {
         let cut: usize = request.path.rsplit('/').next().unwrap().parse().unwrap();
-        Reply { bytes: whole.as_bytes()[..cut].to_vec(), end: End::Close }
+        WireResponse { bytes: whole.as_bytes()[..cut].to_vec(), end: End::Close }
     })
     .await;
     let client = reqwest_client().with_policy(quick().with_api(Api::Plain));
@@ -233,7 +233,7 @@ async fn every_status_ends_or_continues_as_the_table_requires() {
 async fn a_service_that_stops_answering_is_asked_again() {
     for silent_after in ["", "HTTP/1.1 201 Cre", "HTTP/1.1 201 Created\r\ncontent-length: 10\r\n\r\n{\"pa"] {
         let service = Hostile::new(move |number, _| match number {
-            0 => Reply { bytes: silent_after.into(), end: End::Hang },
+            0 => WireResponse { bytes: silent_after.into(), end: End::Hang },
             _ => response(201, "idempotent-replayed: true\r\n", "{}"),
         })
         .await;
@@ -298,7 +298,7 @@ async fn redirections_are_responses_and_not_followed() {
 async fn a_refusal_that_an_earlier_attempt_may_have_caused_does_not_count() {
     for (method, status) in [("DELETE", 410), ("PUT", 412), ("PUT", 409)] {
         let service = Hostile::new(move |number, _| match number {
-            0 => Reply { bytes: Vec::new(), end: End::Close },
+            0 => WireResponse { bytes: Vec::new(), end: End::Close },
             _ => response(status, "", ""),
         })
         .await;
@@ -326,7 +326,7 @@ fn with_middleware(
 #[tokio::test]
 async fn the_middleware_sends_requests_with_a_key_again_and_passes_the_response_on() {
     let service = Hostile::new(|number, _| match number {
-        0 => Reply {
+        0 => WireResponse {
             bytes: b"HTTP/1.1 201 Created\r\ncontent-length: 10\r\n\r\n{\"pa".to_vec(),
             end: End::Close,
         },
@@ -354,7 +354,7 @@ async fn the_middleware_sends_requests_with_a_key_again_and_passes_the_response_
 async fn the_middleware_sends_requests_without_a_key_once() {
     for middleware in [IntentMiddleware::new, || IntentMiddleware::new().with_redirects_off()] {
         let service = Hostile::new(|_, request| match &*request.path {
-            "/cut" => Reply { bytes: b"HTTP/1.1 201 Cre".to_vec(), end: End::Reset },
+            "/cut" => WireResponse { bytes: b"HTTP/1.1 201 Cre".to_vec(), end: End::Reset },
             path => response(path[1..].parse().unwrap(), "retry-after: 0\r\n", "the service's own"),
         })
         .await;
@@ -400,7 +400,7 @@ async fn the_middleware_creates_one_key_per_call_if_it_is_configured_to() {
 #[tokio::test]
 async fn a_response_without_a_key_streams_through_the_middleware_and_is_requested_once() {
     for method in [http::Method::GET, http::Method::HEAD, http::Method::PUT, http::Method::DELETE] {
-        let service = Hostile::new(|_, _| Reply {
+        let service = Hostile::new(|_, _| WireResponse {
             bytes:
                 b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n\
                       9\r\ndata: 1\n\n\r\n"

@@ -10,9 +10,9 @@ use oncegate_client::RetryPolicy;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
-/// The reply to one request.
+/// The response to one request.
 #[derive(Clone)]
-pub(crate) struct Reply {
+pub(crate) struct WireResponse {
     pub(crate) bytes: Vec<u8>,
     pub(crate) end: End,
 }
@@ -52,7 +52,7 @@ impl Drop for Hostile {
 impl Hostile {
     /// Starts a service. The script gets the number of the request, from zero.
     pub(crate) async fn new(
-        script: impl Fn(usize, &ReceivedRequest) -> Reply + Send + Sync + 'static,
+        script: impl Fn(usize, &ReceivedRequest) -> WireResponse + Send + Sync + 'static,
     ) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
@@ -84,7 +84,7 @@ impl Hostile {
 
 async fn serve(
     mut stream: TcpStream,
-    script: &(impl Fn(usize, &ReceivedRequest) -> Reply + Send + Sync),
+    script: &(impl Fn(usize, &ReceivedRequest) -> WireResponse + Send + Sync),
     log: &Mutex<Vec<ReceivedRequest>>,
 ) {
     let Some(request) = read(&mut stream).await else { return };
@@ -93,9 +93,9 @@ async fn serve(
         log.push(request.clone());
         log.len() - 1
     };
-    let reply = script(number, &request);
-    let _gone = stream.write_all(&reply.bytes).await;
-    match reply.end {
+    let response = script(number, &request);
+    let _gone = stream.write_all(&response.bytes).await;
+    match response.end {
         End::Close => {
             let _gone = stream.shutdown().await;
         }
@@ -139,13 +139,13 @@ async fn read(stream: &mut TcpStream) -> Option<ReceivedRequest> {
 }
 
 /// A response that ends its connection.
-pub(crate) fn response(status: u16, fields: &str, body: &str) -> Reply {
+pub(crate) fn response(status: u16, fields: &str, body: &str) -> WireResponse {
     let length = body.len();
     let no_body = matches!(status, 204 | 304);
     let length = if no_body { String::new() } else { format!("content-length: {length}\r\n") };
     let body = if no_body { "" } else { body };
     let bytes = format!("HTTP/1.1 {status} Status\r\n{fields}{length}connection: close\r\n\r\n{body}");
-    Reply { bytes: bytes.into_bytes(), end: End::Close }
+    WireResponse { bytes: bytes.into_bytes(), end: End::Close }
 }
 
 /// A policy for tests in real time: short pauses, and timeouts for a busy machine.

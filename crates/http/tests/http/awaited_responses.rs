@@ -1,4 +1,4 @@
-//! Operations that completed their records without a reply, and whose reply was lost: a retry asks the handler for it.
+//! Operations that completed their records without a response, and whose response was lost: a retry asks the handler for it.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -76,26 +76,26 @@ async fn complete(
     store.apply(id, Command::Complete(Complete { token, completion, retention })).await.unwrap()
 }
 
-/// The reply to one question.
+/// The service's report on one question.
 #[derive(Clone)]
-enum Reply {
+enum Report {
     Is(Reconciled),
     Panics,
-    /// This reply, after the latch is opened.
-    Waits(Latch, Box<Reply>),
+    /// This report, after the latch is opened.
+    Waits(Latch, Box<Report>),
 }
 
 /// A question: the record, the token and the number of the attempt, and whether that attempt still owned the record.
 type Question = (RecordId, FencingToken, u32, bool);
 
-/// The replies in their order; the last one is repeated. Records the questions.
+/// The reports in their order; the last one is repeated. Records the questions.
 #[derive(Clone, Default)]
-struct Replies {
-    replies: Arc<Mutex<VecDeque<Reply>>>,
+struct Reports {
+    reports: Arc<Mutex<VecDeque<Report>>>,
     asked: Arc<Mutex<Vec<Question>>>,
 }
 
-impl Reconcile for Replies {
+impl Reconcile for Reports {
     fn reconcile<'a>(
         &'a self,
         context: &'a IdempotencyContext,
@@ -106,17 +106,17 @@ impl Reconcile for Replies {
         let noted = (attempt.record_id(), attempt.token(), attempt.number(), attempt.is_owner());
         self.asked.lock().unwrap().push(noted);
         Box::pin(async {
-            let mut reply = {
-                let mut replies = self.replies.lock().unwrap();
-                if replies.len() > 1 { replies.pop_front() } else { replies.front().cloned() }
+            let mut report = {
+                let mut reports = self.reports.lock().unwrap();
+                if reports.len() > 1 { reports.pop_front() } else { reports.front().cloned() }
             };
             loop {
-                match reply.unwrap() {
-                    Reply::Is(reconciled) => return reconciled,
-                    Reply::Panics => std::panic::resume_unwind(Box::new("as ordered")),
-                    Reply::Waits(latch, then) => {
+                match report.unwrap() {
+                    Report::Is(reconciled) => return reconciled,
+                    Report::Panics => std::panic::resume_unwind(Box::new("as ordered")),
+                    Report::Waits(latch, then) => {
                         latch.opened().await;
-                        reply = Some(*then);
+                        report = Some(*then);
                     }
                 }
             }
@@ -143,8 +143,8 @@ fn found(body: &'static str) -> StoredResponse {
     StoredResponse::new(201, &[("content-type", &b"text/x"[..])], &[body.into()], &[]).unwrap()
 }
 
-fn happened(body: &'static str) -> Reply {
-    Reply::Is(Reconciled::Happened(found(body)))
+fn happened(body: &'static str) -> Report {
+    Report::Is(Reconciled::Happened(found(body)))
 }
 
 struct World {
@@ -153,27 +153,27 @@ struct World {
     clock: Arc<ManualClock>,
     faults: Faults,
     events: Events,
-    replies: Replies,
+    reports: Reports,
     handler: Handler,
 }
 
 impl World {
     /// A layer whose first request was committed without a response.
-    async fn new(replies: impl IntoIterator<Item = Reply>) -> Self {
-        Self::with(replies, |settings| settings).await
+    async fn new(reports: impl IntoIterator<Item = Report>) -> Self {
+        Self::with(reports, |settings| settings).await
     }
 
     async fn with(
-        replies: impl IntoIterator<Item = Reply>,
+        reports: impl IntoIterator<Item = Report>,
         change: impl FnOnce(Settings) -> Settings,
     ) -> Self {
-        let mut world = Self::before(replies, Completion::Awaited, change);
+        let mut world = Self::before(reports, Completion::Awaited, change);
         assert_eq!(world.ask().await, problem(504, "response-awaited"), "the first request");
         world
     }
 
     fn before(
-        replies: impl IntoIterator<Item = Reply>,
+        reports: impl IntoIterator<Item = Report>,
         completion: Completion,
         change: impl FnOnce(Settings) -> Settings,
     ) -> Self {
@@ -182,17 +182,17 @@ impl World {
         let (faulty, faults) = FaultyStore::new(store.clone());
         let events = Events::default();
         let engine = Engine::builder(faulty).with_observer(events.clone()).build();
-        let replies =
-            Replies { replies: Arc::new(Mutex::new(replies.into_iter().collect())), ..Replies::default() };
+        let reports =
+            Reports { reports: Arc::new(Mutex::new(reports.into_iter().collect())), ..Reports::default() };
         let policy = Policy::default().with_retention(RETENTION).unwrap();
         let settings = Settings::default()
             .with_policy(policy)
             .with_upstream_completion()
-            .with_reconcile(replies.clone());
+            .with_reconcile(reports.clone());
         let layer = IdempotencyLayer::new(engine).with_settings(change(settings)).unwrap();
         let (effects, last) = Default::default();
         let handler = Handler { store: store.clone(), completion, effects, last };
-        Self { service: layer.layer(handler.clone()), store, clock, faults, events, replies, handler }
+        Self { service: layer.layer(handler.clone()), store, clock, faults, events, reports, handler }
     }
 
     async fn ask(&mut self) -> Observed {
@@ -214,7 +214,7 @@ impl World {
     }
 
     fn asked(&self) -> usize {
-        self.replies.asked.lock().unwrap().len()
+        self.reports.asked.lock().unwrap().len()
     }
 
     fn effects(&self) -> usize {
@@ -281,7 +281,7 @@ async fn a_response_is_stored_and_replayed_without_another_question() {
     assert_eq!(world.state().await, AWAITED);
     assert_eq!(world.ask().await, replay("mine"));
     let (id, token) = world.last();
-    assert_eq!(*world.replies.asked.lock().unwrap(), [(id, token, 1, false)], "the attempt that committed");
+    assert_eq!(*world.reports.asked.lock().unwrap(), [(id, token, 1, false)], "the attempt that committed");
     assert_eq!(world.state().await, State::Completed(RecordedResponse::Replayable(found("mine"))));
     assert_eq!(world.events.count(EventKind::ResponseAdded), 1);
     assert_eq!(world.ask().await, replay("mine"));
@@ -290,7 +290,7 @@ async fn a_response_is_stored_and_replayed_without_another_question() {
 
 #[tokio::test]
 async fn a_response_that_is_gone_is_not_asked_for_again() {
-    let mut world = World::new([Reply::Is(Reconciled::Unreplayable)]).await;
+    let mut world = World::new([Report::Is(Reconciled::Unreplayable)]).await;
     for _ in 0..2 {
         assert_eq!(world.ask().await, problem(422, "replay-unavailable"));
         assert_eq!(world.state().await, State::Completed(RecordedResponse::Tombstone));
@@ -300,7 +300,7 @@ async fn a_response_that_is_gone_is_not_asked_for_again() {
 
 #[tokio::test]
 async fn a_committed_request_is_not_executed_when_the_handler_denies_it() {
-    let mut world = World::new([Reply::Is(Reconciled::DidNotHappen), happened("mine")]).await;
+    let mut world = World::new([Report::Is(Reconciled::DidNotHappen), happened("mine")]).await;
     assert_eq!(world.ask().await, problem(422, "replay-unavailable"));
     assert_eq!((world.state().await, world.effects()), (AWAITED, 1));
     // The handler may have looked in the wrong place.
@@ -310,8 +310,8 @@ async fn a_committed_request_is_not_executed_when_the_handler_denies_it() {
 
 #[tokio::test]
 async fn the_response_stays_awaited_while_it_is_unknown() {
-    let cannot_tell = || Reply::Is(Reconciled::CannotTell);
-    let mut world = World::new([cannot_tell(), Reply::Panics, cannot_tell(), happened("mine")]).await;
+    let cannot_tell = || Report::Is(Reconciled::CannotTell);
+    let mut world = World::new([cannot_tell(), Report::Panics, cannot_tell(), happened("mine")]).await;
     for asked in 1..=3 {
         assert_eq!(world.ask().await, problem(503, "response-awaited"));
         assert_eq!((world.state().await, world.asked()), (AWAITED, asked));
@@ -323,7 +323,7 @@ async fn the_response_stays_awaited_while_it_is_unknown() {
 #[tokio::test]
 async fn duplicates_in_this_process_do_not_ask_meanwhile() {
     let latch = Latch::new();
-    let mut world = World::new([Reply::Waits(latch.clone(), Box::new(happened("mine")))]).await;
+    let mut world = World::new([Report::Waits(latch.clone(), Box::new(happened("mine")))]).await;
     let asking = world.begin().await;
     assert_eq!(world.ask().await, problem(409, "request-in-progress"));
     assert_eq!(ask(world.service.clone(), "other").await, problem(422, "key-reused"));
@@ -334,15 +334,15 @@ async fn duplicates_in_this_process_do_not_ask_meanwhile() {
 
 #[tokio::test]
 async fn waiting_duplicates_get_the_response() {
-    for (reply, heard) in [
+    for (report, heard) in [
         (happened("mine"), replay("mine")),
-        (Reply::Is(Reconciled::Unreplayable), problem(422, "replay-unavailable")),
-        (Reply::Is(Reconciled::DidNotHappen), problem(422, "replay-unavailable")),
-        (Reply::Is(Reconciled::CannotTell), problem(503, "response-awaited")),
-        (Reply::Panics, problem(503, "response-awaited")),
+        (Report::Is(Reconciled::Unreplayable), problem(422, "replay-unavailable")),
+        (Report::Is(Reconciled::DidNotHappen), problem(422, "replay-unavailable")),
+        (Report::Is(Reconciled::CannotTell), problem(503, "response-awaited")),
+        (Report::Panics, problem(503, "response-awaited")),
     ] {
         let latch = Latch::new();
-        let world = World::with([Reply::Waits(latch.clone(), Box::new(reply))], |settings| {
+        let world = World::with([Report::Waits(latch.clone(), Box::new(report))], |settings| {
             let policy = settings.policy().with_wait(RESPONSE_TIMEOUT).unwrap();
             settings.with_policy(policy)
         })
@@ -366,7 +366,7 @@ async fn waiting_duplicates_get_the_response() {
 #[tokio::test]
 async fn the_response_is_stored_although_the_client_hangs_up() {
     let latch = Latch::new();
-    let mut world = World::new([Reply::Waits(latch.clone(), Box::new(happened("mine")))]).await;
+    let mut world = World::new([Report::Waits(latch.clone(), Box::new(happened("mine")))]).await;
     let asking = world.begin().await;
     asking.abort();
     assert!(asking.await.unwrap_err().is_cancelled());
@@ -387,15 +387,15 @@ async fn the_response_is_stored_although_the_client_hangs_up() {
 #[tokio::test]
 async fn the_first_response_wins() {
     let replayable = |body| Completion::Replayable(found(body));
-    for (meanwhile, reply, heard, differs) in [
+    for (meanwhile, report, heard, differs) in [
         (replayable("mine"), happened("mine"), replay("mine"), 0),
         (replayable("mine"), happened("another"), replay("mine"), 1),
-        (replayable("mine"), Reply::Is(Reconciled::Unreplayable), replay("mine"), 0),
+        (replayable("mine"), Report::Is(Reconciled::Unreplayable), replay("mine"), 0),
         (Completion::Tombstone, happened("mine"), problem(422, "replay-unavailable"), 0),
-        (Completion::Tombstone, Reply::Is(Reconciled::Unreplayable), problem(422, "replay-unavailable"), 0),
+        (Completion::Tombstone, Report::Is(Reconciled::Unreplayable), problem(422, "replay-unavailable"), 0),
     ] {
         let latch = Latch::new();
-        let mut world = World::new([Reply::Waits(latch.clone(), Box::new(reply))]).await;
+        let mut world = World::new([Report::Waits(latch.clone(), Box::new(report))]).await;
         let asking = world.begin().await;
         world.complete(meanwhile).await;
         let state = world.state().await;
@@ -418,14 +418,14 @@ async fn two_owners_of_one_key_never_get_each_others_responses() {
 
 async fn the_key_has_another_owner(is_answered: bool) {
     let latch = Latch::new();
-    let world = World::new([Reply::Waits(latch.clone(), Box::new(happened("old")))]).await;
+    let world = World::new([Report::Waits(latch.clone(), Box::new(happened("old")))]).await;
     let (id, token) = world.last();
     let asking = world.begin().await;
     world.clock.advance(RETENTION);
     // The key is taken by another process.
     let mut other = World::before([happened("new")], Completion::Awaited, |settings| settings);
     let engine = Engine::new(world.store.clone());
-    let settings = Settings::default().with_upstream_completion().with_reconcile(other.replies.clone());
+    let settings = Settings::default().with_upstream_completion().with_reconcile(other.reports.clone());
     let layer = IdempotencyLayer::new(engine).with_settings(settings).unwrap();
     other.service = layer.layer(world.handler.clone());
     assert_eq!(other.ask().await, problem(504, "response-awaited"));
