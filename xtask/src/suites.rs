@@ -17,21 +17,25 @@ const AT_ONCE: usize = 5;
 
 /// The programs that take longest start first, so that no processor idles at the end. Those that need the processors are
 /// between those that wait for brokers.
-const LONGEST: [&str; 13] = [
+const LONGEST: [&str; 14] = [
     "amqp amqp",
-    "sqs sqs",
     "cases behaviour",
-    "kafka kafka",
     "postgres postgres",
     "cli proxy",
-    "inbox-postgres inbox",
-    "inbox-postgres outbox",
     "order-pipeline order_pipeline",
+    "inbox-postgres outbox",
+    "kafka kafka",
     "cli programs",
     "cli transactional",
-    "nats nats",
     "redis oncegate_redis",
+    "sqs sqs",
+    "inbox-postgres inbox",
+    "nats nats",
+    "redis redis",
 ];
+
+/// Programs whose tests mostly wait, for brokers that start and for connections that time out. More of them run at once.
+const WAITING: [&str; 2] = ["amqp amqp", "cli proxy"];
 
 /// The tests to run.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -140,7 +144,7 @@ fn build(selection: Selection) -> Result<Vec<Suite>> {
     }
     // A program that was renamed must not fall out of a list unnoticed.
     let lists: &[&[&str]] =
-        if is_quick { &[&QUICK, &NEED_A_SERVER] } else { &[&QUICK, &NEED_A_SERVER, &LONGEST] };
+        if is_quick { &[&QUICK, &NEED_A_SERVER] } else { &[&QUICK, &NEED_A_SERVER, &LONGEST, &WAITING] };
     let listed = lists.iter().copied().flatten();
     let missing: Vec<_> = listed.filter(|name| suites.iter().all(|suite| suite.name != **name)).collect();
     if !missing.is_empty() {
@@ -163,7 +167,11 @@ impl Suite {
         // Into a file: a process that a test left behind would keep a pipe open.
         let log = self.program.with_extension("log");
         let output = File::create(&log).map_err(|error| say(&error))?;
-        let ended = Command::new(&self.program)
+        let mut command = Command::new(&self.program);
+        if WAITING.contains(&self.name.as_str()) {
+            command.env("RUST_TEST_THREADS", "4");
+        }
+        let ended = command
             .args(&self.arguments)
             .current_dir(&self.package)
             .env("CARGO_MANIFEST_DIR", &self.package)
