@@ -55,7 +55,7 @@ fn the_same_seed_makes_the_same_plan_and_only_the_run_without_oncegate_has_dupli
     });
     assert_eq!(first["seed"], 11);
     assert_eq!(first["plan"]["intents"], 24);
-    assert!(first["plan"]["faults"]["reply_lost"].as_u64() > Some(0), "{first}");
+    assert!(first["plan"]["faults"]["response_lost"].as_u64() > Some(0), "{first}");
     assert_eq!(first["plan"], second["plan"]);
     for report in [first, second] {
         let (without, with) = (&report["without_oncegate"], &report["with_oncegate"]);
