@@ -103,9 +103,6 @@ impl<E> FunctionError<E> {
     }
 }
 
-/// An error whatever `E` is, so that `?` accepts it if `E` is not an error itself (`String`, `anyhow::Error`). Therefore
-/// [`Failed`](Self::Failed) has no source: the source of `E` is in its field.
-
 /// The effect of a function's error on its record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
