@@ -5,9 +5,10 @@ use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
 /// The bound on every wait, on a busy machine.
-const TIMEOUT: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Asks every 10 milliseconds until there is a result. Panics after two minutes.
+/// Asks every 10 milliseconds until there is a result. Panics after ten minutes, which is far
+/// longer than anything takes.
 pub fn until<T>(what: &str, mut find: impl FnMut() -> Option<T>) -> T {
     let end = Instant::now() + TIMEOUT;
     loop {

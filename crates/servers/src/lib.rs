@@ -23,7 +23,7 @@ pub use example::{express_orders, fastapi_orders};
 pub use fault_proxy::{Fault, FaultProxy};
 pub use nats::NatsServer;
 pub use pgbouncer::PgBouncer;
-pub use port::free_port;
+pub use port::{free_port, unused_port};
 pub use postgres::{PostgresOptions, PostgresServer, PostgresSession};
 pub use process::{freeze, thaw};
 pub use rabbitmq::{RabbitOptions, RabbitServer};

@@ -2,7 +2,9 @@
 
 use std::hash::{BuildHasher as _, RandomState};
 use std::io;
-use std::net::TcpListener;
+use std::net::{SocketAddr, TcpListener};
+
+use tokio::net::TcpSocket;
 
 /// The first port of the range. The range is below the ports that a system gives to outgoing connections and to programs
 /// that ask for any port. Those could otherwise take a port before the server listens on it, or while it restarts.
@@ -26,4 +28,15 @@ pub fn free_port() -> io::Result<u16> {
         }
     }
     Err(io::Error::new(io::ErrorKind::AddrInUse, "there is no free port from 20000 to 31999"))
+}
+
+/// A bound port on which no process listens: connections to it are refused. No other process can take it while the socket lives.
+///
+/// # Errors
+/// If the system has no port.
+pub fn unused_port() -> io::Result<(TcpSocket, SocketAddr)> {
+    let socket = TcpSocket::new_v4()?;
+    socket.bind(([127, 0, 0, 1], 0).into())?;
+    let address = socket.local_addr()?;
+    Ok((socket, address))
 }

@@ -19,7 +19,7 @@ use crate::port::free_port;
 use crate::process;
 
 /// The bound on the start or the stop of a server. Test machines are busy.
-pub(crate) const WAIT_TIMEOUT: Duration = Duration::from_secs(120);
+pub(crate) const WAIT_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// The one user.
 const USER: &str = "oncegate";

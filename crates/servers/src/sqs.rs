@@ -13,7 +13,7 @@ use tempfile::TempDir;
 use crate::port::free_port;
 
 /// The bound on the start of a server.
-const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// A server in Node, which keeps its queues in memory: they are gone when it ends. Its packages are those that `cargo
 /// xtask test` puts next to it.

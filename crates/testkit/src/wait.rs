@@ -4,7 +4,7 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep};
 
 /// The longest wait for a condition. It is far longer than anything takes, so a test that fails has a reason.
-pub const WAIT_TIMEOUT: Duration = Duration::from_secs(180);
+pub const WAIT_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Waits until a condition holds.
 ///

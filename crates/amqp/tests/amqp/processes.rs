@@ -38,5 +38,5 @@ broker_tests! {
     a_process_dies_before_it_acknowledges: processes::dies, Rabbit::queue("dies", Kind::Classic), "before-ack";
     a_process_is_suspended_and_resumed: processes::is_suspended, Rabbit::queue("suspended", Kind::Quorum), 5_000;
     twenty_thousand_messages_among_kills:
-        processes::among_kills, Rabbit::start(Kind::Quorum), 20_000, TIMEOUT * 4;
+        processes::among_kills, Rabbit::start(Kind::Quorum), 20_000, TIMEOUT;
 }

@@ -153,7 +153,7 @@ async fn an_exchange_routes_by_the_topic() {
 async fn without_a_confirm_a_message_is_not_published() {
     let mut server = RabbitServer::start().unwrap();
     let queue = Queue::new(&server.url(), "silent", Kind::Quorum).await;
-    let publisher = queue.publisher().with_confirm_timeout(Duration::from_secs(2)).unwrap();
+    let publisher = queue.publisher().with_confirm_timeout(Duration::from_secs(10)).unwrap();
     let message = |id: &str| Outgoing::new(id, "silent", id.to_owned());
     publisher.publish(&message("1")).await.unwrap();
     server.freeze(true).unwrap();

@@ -15,7 +15,7 @@ use oncegate_servers::RabbitServer;
 use tokio::time::{Instant, sleep, timeout};
 
 /// Test machines are busy.
-pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(300);
 
 /// One broker for all tests that run at the same time and do it no harm.
 pub(crate) fn shared() -> Arc<RabbitServer> {

@@ -5,8 +5,9 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use oncegate_core::OnAbandoned;
 use oncegate_http::ServerErrors;
+use oncegate_servers::unused_port;
 use oncegate_testkit::{Fault, Latch, Operation, until};
-use tokio::net::{TcpListener, TcpSocket};
+use tokio::net::TcpListener;
 
 use super::{PAYMENT, pay, pay_as};
 use crate::backend::{BodyPart, Script};
@@ -377,16 +378,8 @@ async fn body_breaks_off(world: World) {
     stays_unknown(&world).await;
 }
 
-/// A bound port on which no process listens yet, and which no other process can take meanwhile.
-pub(super) fn unused_port() -> (TcpSocket, std::net::SocketAddr) {
-    let socket = TcpSocket::new_v4().expect("a socket");
-    socket.bind(([127, 0, 0, 1], 0).into()).expect("a port");
-    let address = socket.local_addr().expect("an address");
-    (socket, address)
-}
-
 async fn refused_connection(mut world: World) {
-    let (socket, address) = unused_port();
+    let (socket, address) = unused_port().expect("a port");
     world.start_in_front_of(address).await;
     for key in ["a", "a", "b"] {
         let response = world.send(pay_as(key)).await;
@@ -403,7 +396,7 @@ async fn refused_connection(mut world: World) {
 }
 
 async fn refused_ten_times(mut world: World) {
-    let (socket, address) = unused_port();
+    let (socket, address) = unused_port().expect("a port");
     world.start_in_front_of(address).await;
     for _ in 0..10 {
         assert_refusal("upstream-unreachable", &world.send(pay_as("a")).await);
@@ -416,7 +409,7 @@ async fn refused_ten_times(mut world: World) {
 }
 
 async fn refused_without_a_key(mut world: World) {
-    let (_socket, address) = unused_port();
+    let (_socket, address) = unused_port().expect("a port");
     world.start_in_front_of(address).await;
     let response = world.send(pay()).await;
     assert_problem("upstream-unreachable", 502, &response);

@@ -5,11 +5,10 @@ use http::{HeaderMap, Request, StatusCode};
 use http_body_util::{BodyExt as _, Full};
 use hyper::body::Body as _;
 use hyper_util::rt::{TokioExecutor, TokioIo};
-use oncegate_testkit::until;
-use oncegate_testkit::{Latch, Operation};
+use oncegate_servers::unused_port;
+use oncegate_testkit::{Latch, Operation, until};
 use tokio::net::TcpStream;
 
-use super::failure::unused_port;
 use crate::backend::{BodyPart, MARK, Script};
 use crate::client::within;
 use crate::plan::Plan;
@@ -187,7 +186,7 @@ async fn store_down(world: World) {
 }
 
 async fn unreachable(mut world: World) {
-    let (_socket, address) = unused_port();
+    let (_socket, address) = unused_port().expect("a port");
     world.start_in_front_of(address).await;
     for key in [Some("a"), Some("a"), None] {
         assert_refused(&pay(&world, key, "1").await, "upstream-unreachable", 14, None);

@@ -287,6 +287,8 @@ async fn invented_hosts_do_not_use_up_all_connections() {
     command.args(["-c", "ulimit -n 160; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_oncegate"), "proxy"]);
     command.args(["--listen=127.0.0.1:0", "--admin=127.0.0.1:0", "--store=memory:"]);
     command.args(["--threads=1", "--upstream-protocol=http2", &format!("--to=http://{}", service.address)]);
+    // Longer than a hundred requests take on a busy machine: a connection that ends makes place for another one.
+    command.arg("--upstream-idle-timeout=10s");
     let sidecar = Sidecar::run(&mut command).await;
     let listener = service.into_listener();
     let connections = Arc::new(std::sync::atomic::AtomicUsize::new(0));

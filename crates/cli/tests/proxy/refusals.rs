@@ -1,5 +1,7 @@
 //! The sidecar's own responses, in the format that clients of the route's profile read.
 
+use oncegate_servers::unused_port;
+
 use crate::support::{Message, Service, Sidecar, request};
 use crate::{KEY, OK};
 
@@ -25,7 +27,7 @@ fn is_of_profile(response: &Message, profile: &str, status: u16, should_retry: &
 #[tokio::test]
 async fn an_unreachable_service_is_reported_in_the_format_of_the_profile() {
     for profile in PROFILES {
-        let away = Service::new().await.into_listener().local_addr().unwrap();
+        let (_socket, away) = unused_port().unwrap();
         let sidecar = Sidecar::start(away, &[profile]).await;
         for fields in [&[KEY][..], &[]] {
             let response = sidecar.ask(&request("POST", "/orders", fields, "{}")).await;

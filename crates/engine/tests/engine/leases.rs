@@ -1,7 +1,6 @@
 //! Leases that have ended: what must not begin then, and what callers get that arrive meanwhile.
 //!
 //! Time is tokio's paused clock. The store reads it, too, so leases end without real waiting. If a test has to stop a
-
 //! process, an observer blocks its thread, and time is real.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -291,6 +290,22 @@ async fn a_handler_that_checks_before_its_effect_is_renewed_or_told_to_stop() {
     assert!(matches!(handle.confirm_lease().await, Err(LeaseError::Fenced)));
     assert!(matches!(permit.complete(response("two")).await, SettleOutcome::Done));
     assert!(matches!(attempt.complete(response("one")).await, SettleOutcome::Fenced));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lease_ends_here_before_it_ends_in_a_store_that_rounds_its_time_down() {
+    let store = shared_store();
+    let (one, two) = (Process::on(&store), Process::on(&store));
+    one.faults.always(Operation::Renew, Fault::Refuse);
+    // Granted late in a millisecond of the store, the lease is shorter there by almost this millisecond.
+    advance(Duration::from_micros(900)).await;
+    let attempt = one.permit(reexecuting()).await;
+    advance(LEASE - Duration::from_micros(500)).await;
+    let permit = two.permit(reexecuting()).await;
+    assert!(!attempt.attempt().is_owner(), "another process has taken over");
+    one.faults.heal();
+    assert!(matches!(attempt.attempt().confirm_lease().await, Err(LeaseError::Fenced)));
+    assert!(matches!(permit.complete(response("two")).await, SettleOutcome::Done));
 }
 
 #[tokio::test(start_paused = true)]

@@ -246,7 +246,7 @@ async fn rows_that_commit_in_front_of_a_run_cause_no_copies() {
         _ => Fault::None,
     });
     let counts = RelayCounts::default();
-    let relay = relay(database.pool(), broker.clone()).with_lease(Duration::from_secs(10)).unwrap();
+    let relay = relay(database.pool(), broker.clone()).with_lease(Duration::from_secs(60)).unwrap();
     let relay = Running::start(relay.with_observer(counts.clone()));
     let mut slow = database.connect().await;
     let mut transaction = slow.begin().await.unwrap();

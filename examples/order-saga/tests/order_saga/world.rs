@@ -144,7 +144,7 @@ impl Default for Shop {
 impl Shop {
     /// One that is killed, and leaves its orders to others soon.
     pub(crate) fn doomed() -> Self {
-        Self { lease_ms: 600, ..Self::default() }
+        Self { lease_ms: 1500, ..Self::default() }
     }
 
     /// One that goes on with what others left.
