@@ -113,6 +113,7 @@ impl IdempotencyLayer {
     /// If the settings contradict each other, or the store does not support them.
     pub fn with_settings(self, settings: Settings) -> Result<Self, ConfigError> {
         settings.check(&self.shared.engine.store().capabilities())?;
+        settings.caller().check_pattern(None)?;
         Ok(self.change(|shared| shared.default = Arc::new(settings)))
     }
 
@@ -123,8 +124,8 @@ impl IdempotencyLayer {
     /// case. Other spellings of a path match, too: see [`Settings::with_trailing_slash`] and [`Settings::with_path_case`].
     ///
     /// # Errors
-    /// If the list of methods is empty, the pattern is malformed, the settings contradict each other, or the store does not
-    /// support them.
+    /// If the list of methods is empty, the pattern is malformed or lacks a parameter that identifies callers, the settings
+    /// contradict each other, or the store does not support them.
     pub fn with_route(
         self,
         methods: Option<Vec<Method>>,
@@ -142,6 +143,7 @@ impl IdempotencyLayer {
         };
         settings.check(&self.shared.engine.store().capabilities())?;
         let pattern = PathPattern::new(pattern)?.with_spelling(settings.trailing_slash, settings.path_case);
+        settings.caller().check_pattern(Some(&pattern))?;
         let settings = Arc::new(settings.at(pattern.clone()));
         let route = Route { methods, pattern, settings };
         Ok(self.change(|shared| shared.routes.push(route)))
@@ -288,7 +290,8 @@ impl Shared {
     /// The scope of a request under these settings, within the service of the engine.
     pub(crate) fn scope(&self, settings: &Settings, request: &Parts) -> Result<Scope<'static>, NoCaller> {
         let authority = (settings.authority() == AuthorityRole::Scope).then(|| canonical::authority(request));
-        let scope = settings.caller().of(request, authority.as_deref(), &settings.profile.key_header)?;
+        let (caller, key_header) = (settings.caller(), &settings.profile.key_header);
+        let scope = caller.of(request, authority.as_deref(), key_header, settings.pattern())?;
         Ok(self.engine.service_scope(scope))
     }
 

@@ -47,6 +47,8 @@ pub struct PathPattern {
     text: Arc<str>,
     /// In canonical form, with the slash at the end.
     segments: Arc<[Segment]>,
+    /// The names of the parameters, each with the position of its segment.
+    names: Arc<[(usize, Box<str>)]>,
     slash: TrailingSlash,
     case: PathCase,
 }
@@ -91,15 +93,17 @@ impl PathPattern {
         let canonical = canonical(pattern, TrailingSlash::Exact);
         let texts: Vec<&str> = canonical.split('/').skip(1).collect();
         let mut segments = Vec::with_capacity(texts.len());
+        let mut names = Vec::new();
         for (at, text) in texts.iter().enumerate() {
-            let segment = Segment::read(text).map_err(&error)?;
+            let (segment, name) = Segment::read(text).map_err(&error)?;
+            names.extend(name.map(|name| (at, name.into())));
             if segment == Segment::Rest && at + 1 < texts.len() {
                 return Err(error(format!("{text:?} stands for all that follows; nothing may follow it")));
             }
             segments.push(segment);
         }
         let (slash, case) = (TrailingSlash::default(), PathCase::default());
-        Ok(Self { text: pattern.into(), segments: segments.into(), slash, case })
+        Ok(Self { text: pattern.into(), segments: segments.into(), names: names.into(), slash, case })
     }
 
     /// Sets the spellings of a path that the pattern matches.
@@ -185,6 +189,27 @@ impl PathPattern {
         others.next().is_none()
     }
 
+    /// The values of the parameters with this name in a path that the pattern matches, in the path's canonical spelling. Several
+    /// parameters of one pattern may have the same name.
+    pub(crate) fn values(&self, name: &str, path: &str) -> Vec<String> {
+        let path = self.canonical(path);
+        let rest = path.get(1..).unwrap_or_default();
+        let value = |at: usize| match self.segments.get(at)? {
+            Segment::Fixed(_) => None,
+            Segment::Parameter { before, after } => {
+                let text = rest.split('/').nth(at)?;
+                Some(text.get(before.len()..text.len().checked_sub(after.len())?)?.to_owned())
+            }
+            Segment::Rest => Some(rest.split('/').skip(at).collect::<Vec<_>>().join("/")),
+        };
+        self.names.iter().filter(|(_, own)| **own == *name).filter_map(|(at, _)| value(*at)).collect()
+    }
+
+    /// The names of the parameters, in their order.
+    pub fn parameters(&self) -> impl Iterator<Item = &str> {
+        self.names.iter().map(|(_, name)| &**name)
+    }
+
     /// The pattern as it was written.
     #[must_use]
     pub fn as_str(&self) -> &str {
@@ -226,13 +251,14 @@ fn without_slash(segments: &[Segment], slash: TrailingSlash) -> &[Segment] {
 }
 
 impl Segment {
-    fn read(text: &str) -> Result<Self, String> {
+    /// Reads a segment, with the name of its parameter if it has one.
+    fn read(text: &str) -> Result<(Self, Option<&str>), String> {
         let (mut before, mut after) = (String::new(), String::new());
-        let mut is_parameter = false;
+        let mut parameter = None;
         let mut rest = text;
         while let Some(at) = rest.find(['{', '}']) {
             let (plain, from_brace) = rest.split_at(at);
-            let side = if is_parameter { &mut after } else { &mut before };
+            let side = if parameter.is_some() { &mut after } else { &mut before };
             side.push_str(plain);
             if let Some(next) = from_brace.strip_prefix("{{") {
                 side.push('{');
@@ -255,22 +281,23 @@ impl Segment {
                 return Err(format!("a parameter in {text:?} has no name, or one that is not a name"));
             }
             if is_rest {
-                let is_whole = plain.is_empty() && before.is_empty() && !is_parameter && next.is_empty();
-                return if is_whole { Ok(Self::Rest) } else { Err(alone(text)) };
+                let is_whole =
+                    plain.is_empty() && before.is_empty() && parameter.is_none() && next.is_empty();
+                return if is_whole { Ok((Self::Rest, Some(name))) } else { Err(alone(text)) };
             }
-            if is_parameter {
+            if parameter.is_some() {
                 return Err(format!("{text:?} has two parameters in one segment"));
             }
-            is_parameter = true;
+            parameter = Some(name);
             rest = next;
         }
-        let side = if is_parameter { &mut after } else { &mut before };
+        let side = if parameter.is_some() { &mut after } else { &mut before };
         side.push_str(rest);
-        Ok(if is_parameter {
-            Self::Parameter { before: before.into(), after: after.into() }
-        } else {
-            Self::Fixed(before.into())
-        })
+        let segment = match parameter {
+            Some(_) => Self::Parameter { before: before.into(), after: after.into() },
+            None => Self::Fixed(before.into()),
+        };
+        Ok((segment, parameter))
     }
 
     /// Returns true if one segment of a path matches. [`Rest`](Self::Rest) never does, because it is more than one

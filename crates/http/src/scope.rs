@@ -9,7 +9,9 @@ use http::request::Parts;
 use oncegate_core::Scope;
 use oncegate_engine::ConfigError;
 
+use crate::canonical;
 use crate::credential;
+use crate::path::PathPattern;
 use crate::refusal::{Condition, Refusal};
 
 /// Tells callers apart, so that one caller's key never meets another's record.
@@ -51,6 +53,9 @@ struct Part {
 enum Source {
     Header(HeaderName),
     Cookie(Arc<str>),
+    /// A parameter of the route's pattern.
+    Path(Arc<str>),
+    Host,
     Function(Arc<Function>),
 }
 
@@ -64,6 +69,10 @@ pub enum CallerPart<'a> {
     Header(&'a HeaderName),
     /// The value of the cookie with this name.
     Cookie(&'a str),
+    /// The value of the parameter with this name in the path of the route.
+    Path(&'a str),
+    /// The host of the request.
+    Host,
     /// The value that a function derives from the request.
     Function,
 }
@@ -147,6 +156,31 @@ impl CallerScope {
         Self::of_cookie(name, true)
     }
 
+    /// Tells callers apart by the value of a parameter in the pattern of the
+    /// [route](crate::IdempotencyLayer::with_route), such as `tenant` in `/tenants/{tenant}/orders`, in the
+    /// canonical spelling of the path.
+    ///
+    /// Each client chooses the path of its request. So combine it with something that identifies the client, unless all clients
+    /// of a tenant may share keys and get each other's responses.
+    ///
+    /// # Errors
+    /// If the name is not the name of a parameter: it is not empty, and has no braces, slashes and stars.
+    pub fn path_parameter(name: &str) -> Result<Self, ConfigError> {
+        if name.is_empty() || name.contains(['{', '}', '/', '*']) {
+            return Err(ConfigError::new(format!(
+                "{name:?} is not the name of a path parameter; write a name that the route's path has in braces"
+            )));
+        }
+        Ok(Self::of_part(format!("path:{name}"), Source::Path(name.into()), true))
+    }
+
+    /// Tells callers apart by the host of the request (`Host`, or the authority of its target), in lower case and without the
+    /// ports 80 and 443. Each client chooses the host of its request: see [`path_parameter`](Self::path_parameter).
+    #[must_use]
+    pub fn host() -> Self {
+        Self::of_part("host".to_owned(), Source::Host, true)
+    }
+
     /// Lets all callers share one scope. Use it if there is only one caller, or if keys are unique by themselves and no
     /// caller can guess another's.
     #[must_use]
@@ -181,6 +215,8 @@ impl CallerScope {
         self.parts.iter().map(|part| match &part.source {
             Source::Header(name) => CallerPart::Header(name),
             Source::Cookie(name) => CallerPart::Cookie(name),
+            Source::Path(name) => CallerPart::Path(name),
+            Source::Host => CallerPart::Host,
             Source::Function(_) => CallerPart::Function,
         })
     }
@@ -210,6 +246,33 @@ impl CallerScope {
         name != header::AUTHORIZATION && credential::is_credential(name.as_str())
     }
 
+    /// Checks that the pattern of the route has the parameters that identify callers; `None` is no route.
+    ///
+    /// # Errors
+    /// If a parameter is not in the pattern, or is in it twice.
+    pub fn check_pattern(&self, pattern: Option<&PathPattern>) -> Result<(), ConfigError> {
+        let names = self.parts.iter().filter_map(|part| match &part.source {
+            Source::Path(name) => Some(&**name),
+            _ => None,
+        });
+        for name in names {
+            let Some(pattern) = pattern else {
+                return Err(ConfigError::new(format!(
+                    "the scope \"path:{name}\" needs a route whose path has the parameter {{{name}}}; set it only in such routes"
+                )));
+            };
+            let times = pattern.parameters().filter(|own| *own == name).count();
+            if times != 1 {
+                let (text, times) = (pattern.as_str(), if times == 0 { "no" } else { "more than one" });
+                return Err(ConfigError::new(format!(
+                    "the scope \"path:{name}\" needs one parameter {{{name}}} in the path of the route, and {text:?} has {times} such \
+                     parameter"
+                )));
+            }
+        }
+        Ok(())
+    }
+
     fn of_part(kind: String, source: Source, required: bool) -> Self {
         Self { parts: Arc::new([Part { kind: kind.into(), source, required }]), chosen: true }
     }
@@ -225,16 +288,17 @@ impl CallerScope {
     }
 
     /// The caller's scope. `authority` is the host that the request is for, if hosts are tenants. `key_header` is the field of
-    /// the key, which is not a credential, whatever its name.
+    /// the key, which is not a credential, whatever its name. `pattern` is the one of the route.
     pub(crate) fn of(
         &self,
         request: &Parts,
         authority: Option<&str>,
         key_header: &HeaderName,
+        pattern: Option<&PathPattern>,
     ) -> Result<Scope<'static>, NoCaller> {
         let mut identities = Vec::with_capacity(self.parts.len() + 2);
         for part in self.parts.iter() {
-            match part.identity(request)? {
+            match part.identity(request, pattern)? {
                 Some(identity) => identities.push((&*part.kind, identity)),
                 None if part.required => return Err(part.missing()),
                 None => {}
@@ -303,7 +367,11 @@ impl Part {
     }
 
     /// Returns the request's value of this part; `None` if it is empty.
-    fn identity<'r>(&self, request: &'r Parts) -> Result<Option<Cow<'r, [u8]>>, NoCaller> {
+    fn identity<'r>(
+        &self,
+        request: &'r Parts,
+        pattern: Option<&PathPattern>,
+    ) -> Result<Option<Cow<'r, [u8]>>, NoCaller> {
         let repeated = || NoCaller::Repeated { part: self.shown() };
         let identity = match &self.source {
             Source::Function(identity) => identity(request).map(Cow::Owned),
@@ -332,6 +400,12 @@ impl Part {
                 }
                 value.map(Cow::Borrowed)
             }
+            Source::Path(name) => {
+                let mut values =
+                    pattern.map(|pattern| pattern.values(name, request.uri.path())).unwrap_or_default();
+                values.pop().map(|value| Cow::Owned(value.into_bytes()))
+            }
+            Source::Host => Some(Cow::Owned(canonical::authority(request).into_bytes())),
         };
         Ok(identity.filter(|identity| !identity.is_empty()))
     }
@@ -345,6 +419,8 @@ impl Part {
         match &self.source {
             Source::Header(name) => format!("The header field {name}"),
             Source::Cookie(name) => format!("The cookie {name}"),
+            Source::Path(name) => format!("The path parameter {name}"),
+            Source::Host => "The host".to_owned(),
             Source::Function(_) => "The identity of the caller".to_owned(),
         }
     }
@@ -390,7 +466,8 @@ impl fmt::Debug for CallerScope {
             return f.write_str("single-tenant");
         }
         for (at, part) in self.parts.iter().enumerate() {
-            let required = if part.required { "required-" } else { "" };
+            let may_be_optional = matches!(part.source, Source::Header(_) | Source::Cookie(_));
+            let required = if part.required && may_be_optional { "required-" } else { "" };
             write!(f, "{}{required}{}", if at > 0 { ", " } else { "" }, part.kind)?;
         }
         Ok(())
@@ -415,7 +492,7 @@ mod tests {
     }
 
     fn of(scope: &CallerScope, fields: &[(&str, &str)]) -> Result<Scope<'static>, NoCaller> {
-        scope.of(&request(fields), None, &KEY)
+        scope.of(&request(fields), None, &KEY, None)
     }
 
     fn tenant() -> CallerScope {
@@ -468,8 +545,8 @@ mod tests {
         // The field of the key is not a credential, whatever its name.
         let request = request(&[("x-request-token", "k")]);
         let key = HeaderName::from_static("x-request-token");
-        assert_eq!(scope.of(&request, None, &key), Ok(anonymous()));
-        assert!(matches!(scope.of(&request, None, &KEY), Err(NoCaller::NotSet { .. })));
+        assert_eq!(scope.of(&request, None, &key, None), Ok(anonymous()));
+        assert!(matches!(scope.of(&request, None, &KEY, None), Err(NoCaller::NotSet { .. })));
     }
 
     #[test]
@@ -565,7 +642,7 @@ mod tests {
     #[test]
     fn hosts_may_be_tenants_whatever_the_callers_are() {
         let request = request(&[("x-tenant", "t")]);
-        let of = |scope: &CallerScope, authority| scope.of(&request, Some(authority), &KEY).unwrap();
+        let of = |scope: &CallerScope, authority| scope.of(&request, Some(authority), &KEY, None).unwrap();
         let (a, b) = (of(&tenant(), "a.test"), of(&tenant(), "b.test"));
         assert_eq!(a, Scope::caller_of_parts(&[(AUTHORITY, b"a.test"), ("header:x-tenant", b"t")]));
         assert_ne!(a, b);
@@ -574,6 +651,55 @@ mod tests {
             of(&CallerScope::default(), "a.test"),
             Scope::caller_of_parts(&[(ANONYMOUS, b""), (AUTHORITY, b"a.test")])
         );
+    }
+
+    #[test]
+    fn a_path_parameter_and_the_host_tell_callers_apart() {
+        let pattern = PathPattern::new("/tenants/{tenant}/orders/o-{id}").unwrap();
+        let path = |name| CallerScope::path_parameter(name).unwrap();
+        let of = |scope: &CallerScope, uri: &str, host: &str| {
+            let mut request = request(&[("host", host)]);
+            request.uri = uri.parse().unwrap();
+            scope.of(&request, None, &KEY, Some(&pattern))
+        };
+        let acme = Ok(Scope::caller("path:tenant", b"acme"));
+        for uri in
+            ["/tenants/acme/orders/o-1", "/Tenants//acme/orders/o-2/", "/tenants/%61cme/orders/O-1?a=b"]
+        {
+            assert_eq!(of(&path("tenant"), uri, "a.test"), acme, "{uri}");
+        }
+        assert_eq!(
+            of(&path("tenant"), "/tenants/Acme/orders/o-1", "a.test"),
+            Ok(Scope::caller("path:tenant", b"Acme")),
+            "a parameter keeps its case"
+        );
+        assert_eq!(of(&path("id"), "/tenants/acme/orders/o-7", "a.test"), Ok(Scope::caller("path:id", b"7")));
+        let both = path("tenant").and(CallerScope::host());
+        let caller = Scope::caller_of_parts(&[("host", b"a.test"), ("path:tenant", b"acme")]);
+        assert_eq!(of(&both, "/tenants/acme/orders/o-1", "A.test:443"), Ok(caller));
+        let refused = of(&both, "/tenants/acme/orders/o-1", "");
+        assert!(matches!(refused, Err(NoCaller::Missing { is_authorization: false, .. })), "{refused:?}");
+        assert!(!both.allows_anonymous());
+        assert_eq!(format!("{both:?}"), "host, path:tenant");
+    }
+
+    #[test]
+    fn a_path_parameter_must_be_in_the_pattern_once() {
+        let check = |name: &str, pattern: Option<&str>| {
+            let pattern = pattern.map(|pattern| PathPattern::new(pattern).unwrap());
+            CallerScope::path_parameter(name)
+                .unwrap()
+                .check_pattern(pattern.as_ref())
+                .map_err(|error| error.to_string())
+        };
+        assert_eq!(check("tenant", Some("/{tenant}/orders/{id}")), Ok(()));
+        assert_eq!(check("rest", Some("/v1/{*rest}")), Ok(()));
+        assert!(check("tenant", None).unwrap_err().contains("needs a route"));
+        assert!(check("tenant", Some("/{tenants}")).unwrap_err().contains("has no such parameter"));
+        assert!(check("a", Some("/{a}/{a}")).unwrap_err().contains("more than one"));
+        for name in ["", "{a}", "a/b", "*a"] {
+            assert!(CallerScope::path_parameter(name).is_err(), "{name}");
+        }
     }
 
     #[test]

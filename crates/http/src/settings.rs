@@ -178,7 +178,8 @@ impl Settings {
         let identifies = |part| match part {
             CallerPart::Header(own) => own == name,
             CallerPart::Cookie(_) => name == http::header::COOKIE,
-            CallerPart::Function => false,
+            CallerPart::Host => name == http::header::HOST,
+            CallerPart::Path(_) | CallerPart::Function => false,
         };
         *name == self.profile.key_header
             || self.fingerprint_headers.contains(name)
@@ -261,6 +262,11 @@ impl Settings {
     /// These settings on the route with this pattern.
     pub(crate) fn at(self, pattern: PathPattern) -> Self {
         Self { pattern: Some(pattern), ..self }
+    }
+
+    /// The pattern of the route that has these settings.
+    pub(crate) const fn pattern(&self) -> Option<&PathPattern> {
+        self.pattern.as_ref()
     }
 
     /// One spelling for all spellings of this path (without a query) that are one path on this route.

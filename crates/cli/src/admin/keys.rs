@@ -219,19 +219,21 @@ fn request_of(state: &AdminState, find: &Find) -> Result<(Parts, IdempotencyKey)
     for (name, value) in caller_fields(&settings, find.caller.as_ref())? {
         parts.headers.insert(name, value);
     }
-    match (&find.host, settings.authority()) {
-        (None, AuthorityRole::Scope) => {
+    let needs_host = settings.authority() == AuthorityRole::Scope
+        || settings.caller().parts().any(|part| part == CallerPart::Host);
+    match &find.host {
+        None if needs_host => {
             return Err(bad(
                 "host: each host has keys of its own on this route; name the one that the request was for."
                     .to_owned(),
             ));
         }
-        (Some(host), _) => {
+        Some(host) => {
             let value = HeaderValue::from_str(host);
             let value = value.map_err(|_| bad(format!("host: {host:?} is not a valid host.")))?;
             parts.headers.insert(header::HOST, value);
         }
-        (None, _) => {}
+        None => {}
     }
     // The grammar of the header field does not apply to a key that is built from the body.
     let any = KeyGrammar::default();
@@ -252,9 +254,12 @@ fn caller_fields(
             .map_err(|_| bad("the value has characters that a header field cannot contain."))
     };
     let scope = settings.caller();
-    let parts: Vec<_> = scope.parts().collect();
+    // The path and the host are members of their own.
+    let is_other = |part: &CallerPart<'_>| !matches!(part, CallerPart::Path(_) | CallerPart::Host);
+    let parts: Vec<_> = scope.parts().filter(is_other).collect();
     match (caller, &parts[..]) {
-        (None | Some(Caller::SingleTenant), []) => Ok(Vec::new()),
+        (None, []) => Ok(Vec::new()),
+        (Some(Caller::SingleTenant), []) if scope.is_single_tenant() => Ok(Vec::new()),
         (Some(Caller::Anonymous), [_, ..]) => Ok(Vec::new()),
         (Some(Caller::Value(text)), [CallerPart::Header(name)]) => Ok(vec![((*name).clone(), value(text)?)]),
         (Some(Caller::Value(text)), [CallerPart::Cookie(name)]) => {
@@ -269,7 +274,8 @@ fn caller_fields(
             })
             .collect(),
         _ => Err(bad(&match &parts[..] {
-            [] => "on this route it must be \"single-tenant\".".to_owned(),
+            [] if scope.is_single_tenant() => "on this route it must be \"single-tenant\".".to_owned(),
+            [] => "on this route the path and the host identify the caller; leave this out.".to_owned(),
             [part] => {
                 let part = part_name(part);
                 format!(
@@ -288,6 +294,8 @@ fn part_name(part: &CallerPart<'_>) -> String {
     match part {
         CallerPart::Header(name) => format!("field {name}"),
         CallerPart::Cookie(name) => format!("cookie {name}"),
+        CallerPart::Path(name) => format!("path parameter {name}"),
+        CallerPart::Host => "host".to_owned(),
         _ => "identity".to_owned(),
     }
 }

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use http::Method;
+use oncegate_http::CallerPart;
 
 use super::assemble::{given, is_given, is_loopback};
 use super::problem::{Problem, Source, did_you_mean};
@@ -130,9 +131,22 @@ pub(super) fn on_route(values: &Values, route: &RouteConfig) -> Vec<Problem> {
         let what = "not used: bodies are compared byte by byte (fingerprint.raw)";
         warn(Some(pointers.source.clone()), what.to_owned());
     }
+    advice.extend(on_chosen_scope(values, route));
     advice.extend(on_methods(values));
     advice.extend(on_cors(values));
     advice
+}
+
+/// A warning about a scope of parts that every client chooses.
+fn on_chosen_scope(values: &Values, route: &RouteConfig) -> Option<Problem> {
+    let mut parts = route.settings.caller().parts().peekable();
+    parts.peek()?;
+    if !parts.all(|part| matches!(part, CallerPart::Path(_) | CallerPart::Host)) {
+        return None;
+    }
+    let what = "every client chooses the path and the host of its request, so a client that knows a key gets the response of another \
+                client; add a part that the service checks, such as \"required-header:authorization\"";
+    Some(Problem::warning(source(values, "scope"), what))
 }
 
 /// A warning about cross-origin settings without effect.

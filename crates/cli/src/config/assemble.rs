@@ -39,6 +39,7 @@ pub(super) fn draft(
     warnings
         .extend(advice::on_secrets(values.admin_token_file.as_ref().map(|file| &file.value), tls.as_ref()));
     let default = route_config(values, None, false, problems);
+    check_scope_pattern(values, &default.settings, None, problems);
     warnings.extend(advice::on_route(values, &default));
     let mut routes = Vec::new();
     for table in tables {
@@ -192,6 +193,7 @@ fn route(service: &Values, table: &RouteTable, problems: &mut Vec<Problem>) -> O
             return None;
         }
     };
+    check_scope_pattern(&values, &config.settings, Some(&pattern), problems);
     let advice = advice::on_route(&values, &config);
     Some((Route { methods: methods.unwrap_or_default(), pattern, config }, advice))
 }
@@ -270,6 +272,18 @@ fn with_scope(settings: Settings, values: &Values, problems: &mut Vec<Problem>) 
         push_once(problems, Problem::error(source.cloned(), what));
     }
     settings
+}
+
+/// Checks that the path of a route has the parameters that its `scope` names.
+fn check_scope_pattern(
+    values: &Values,
+    settings: &Settings,
+    pattern: Option<&PathPattern>,
+    problems: &mut Vec<Problem>,
+) {
+    if let Err(error) = settings.caller().check_pattern(pattern) {
+        push_once(problems, Problem::error(values.source("scope").cloned(), error.to_string()));
+    }
 }
 
 fn has_error_about(name: &str, problems: &[Problem]) -> bool {

@@ -277,7 +277,8 @@ settings! {
 
     /// Identifies the caller, so that callers never share keys: `header:NAME` or `cookie:NAME` (hashed; all callers without it
     /// share one scope), `required-header:NAME` or `required-cookie:NAME` (requests without it are refused), several of these
-    /// together, such as `required-header:x-tenant,cookie:sid`, or `single-tenant` (there is only one caller). An empty value
+    /// together, such as `required-header:x-tenant,cookie:sid`, or `single-tenant` (there is only one caller). `path:NAME` (a
+    /// parameter of the route's path) and `host` separate tenants; a client can choose them, so combine them. An empty value
     /// counts as missing. If the value is a credential, a caller with a rotated credential is another caller. Unless this is
     /// set, requests that carry another credential (a cookie, an API key) instead of Authorization are refused.
     "scope" KEYS Route Many "SCOPE,…" Nothing("`header:authorization`, and other credentials are refused");

@@ -392,7 +392,7 @@ fn single_mistakes_have_single_errors() {
         (
             Given { env: &[TO], flags: &["--scope", "authorization"], ..NOTHING },
             "--scope: \"authorization\" is not a scope that tells callers apart; write \"header:NAME\", \
-             \"required-header:NAME\", \"cookie:NAME\", \"required-cookie:NAME\" or \"single-tenant\"",
+             \"required-header:NAME\", \"cookie:NAME\", \"required-cookie:NAME\", \"path:NAME\", \"host\" or \"single-tenant\"",
         ),
         (
             Given { env: &[TO], flags: &["--scope", "header:x-tenant,single-tenant"], ..NOTHING },

@@ -462,16 +462,18 @@ pub(crate) fn service(text: &str) -> Read<ServiceName> {
 
 /// Reads one part of a scope, or `single-tenant`.
 pub(crate) fn scope(text: &str) -> Read<CallerScope> {
-    const ALLOWED: &str = "write \"header:NAME\", \"required-header:NAME\", \"cookie:NAME\", \"required-cookie:NAME\" or \"single-tenant\"";
+    const ALLOWED: &str = "write \"header:NAME\", \"required-header:NAME\", \"cookie:NAME\", \"required-cookie:NAME\", \"path:NAME\", \"host\" or \"single-tenant\"";
     let error = |error: ConfigError| error.to_string();
     match text.split_once(':') {
         None if text == "single-tenant" => Ok(CallerScope::single_tenant()),
+        None if text == "host" => Ok(CallerScope::host()),
+        Some(("path", name)) => CallerScope::path_parameter(name).map_err(error),
         Some(("header", name)) => seen_header(name).map(CallerScope::header),
         Some(("required-header", name)) => seen_header(name).map(CallerScope::required_header),
         Some(("cookie", name)) => CallerScope::cookie(name).map_err(error),
         Some(("required-cookie", name)) => CallerScope::required_cookie(name).map_err(error),
         _ => {
-            let hint = match nearest(text, ["single-tenant"]) {
+            let hint = match nearest(text, ["single-tenant", "host"]) {
                 Some(name) => format!("; did you mean `{name}`?"),
                 // The name of a field, such as `X-Api-Key`.
                 None if text.contains('-') && text.parse::<HeaderName>().is_ok() => {
@@ -864,7 +866,7 @@ mod tests {
             (
                 "scope",
                 "tenant",
-                "\"tenant\" is not a scope that tells callers apart; write \"header:NAME\", \"required-header:NAME\", \"cookie:NAME\", \"required-cookie:NAME\" or \"single-tenant\"",
+                "\"tenant\" is not a scope that tells callers apart; write \"header:NAME\", \"required-header:NAME\", \"cookie:NAME\", \"required-cookie:NAME\", \"path:NAME\", \"host\" or \"single-tenant\"",
             ),
             (
                 "scope",
@@ -874,7 +876,7 @@ mod tests {
             (
                 "scope",
                 "X-Api-Key",
-                "\"X-Api-Key\" is not a scope that tells callers apart; write \"header:NAME\", \"required-header:NAME\", \"cookie:NAME\", \"required-cookie:NAME\" or \"single-tenant\"; did you mean `required-header:X-Api-Key`?",
+                "\"X-Api-Key\" is not a scope that tells callers apart; write \"header:NAME\", \"required-header:NAME\", \"cookie:NAME\", \"required-cookie:NAME\", \"path:NAME\", \"host\" or \"single-tenant\"; did you mean `required-header:X-Api-Key`?",
             ),
             (
                 "scope",

@@ -154,7 +154,7 @@ struct Request {
     /// The route does not tell callers apart
     #[arg(long, group = "whose", requires = "path")]
     single_tenant: bool,
-    /// The host that the request was for, if hosts have keys of their own (authority = "scope")
+    /// The host that the request was for, if hosts have keys of their own (authority = "scope", or a scope with `host`)
     #[arg(long, value_name = "HOST", requires = "path")]
     host: Option<String>,
 }

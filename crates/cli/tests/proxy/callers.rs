@@ -97,3 +97,47 @@ async fn a_caller_without_the_required_credential_is_asked_for_it() {
     assert_eq!(service.requests(), 0);
     sidecar.ask(&request("POST", "/orders", &[KEY, "Authorization: Bearer a"], "{}")).await.has_status(200);
 }
+
+#[tokio::test]
+async fn a_tenant_in_the_path_and_the_host_separate_callers() {
+    let service = Service::new().await.answers(OK);
+    let file = "[[route]]\npath = \"/tenants/{tenant}/orders\"\nscope = [\"path:tenant\", \"host\", \"required-header:x-user\"]\n\
+                key-scope = \"caller\"\n";
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("oncegate.toml");
+    std::fs::write(&path, file).unwrap();
+    let sidecar = Sidecar::start(service.address, &["--config", path.to_str().unwrap()]).await;
+    let ask = async |tenant: &str, host: &str, user: &str| {
+        let (host, user) = (format!("Host: {host}"), format!("X-User: {user}"));
+        let text = request("POST", &format!("/tenants/{tenant}/orders"), &[KEY, &user], "{}");
+        let text = text.replacen("Host: orders.test", &host, 1);
+        sidecar.ask(&text).await.has_status(200).is_replay()
+    };
+    assert!(!ask("acme", "a.test", "ada").await);
+    assert!(ask("acme", "A.test:80", "ada").await);
+    assert!(ask("%61cme", "a.test", "ada").await);
+    for (tenant, host, user) in
+        [("Acme", "a.test", "ada"), ("acme", "b.test", "ada"), ("acme", "a.test", "eve")]
+    {
+        assert!(!ask(tenant, host, user).await, "{tenant} {host} {user}");
+    }
+    assert_eq!(service.requests(), 4);
+}
+
+#[tokio::test]
+async fn a_scope_of_a_path_parameter_needs_a_route_that_has_it() {
+    for (flags, file, expected) in [
+        (&["--scope=path:tenant"][..], "", "needs a route whose path has the parameter {tenant}"),
+        (&[], "[[route]]\npath = \"/{tenants}\"\nscope = \"path:tenant\"\n", "has no such parameter"),
+    ] {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("oncegate.toml");
+        std::fs::write(&path, file).unwrap();
+        let mut command = sidecar("http://127.0.0.1:9");
+        command.args(["--store=memory:", "--config", path.to_str().unwrap()]).args(flags);
+        let mut process = Process::start(&mut command);
+        assert_eq!(process.ended().await.code(), Some(1));
+        let said = process.errors().await;
+        assert!(said.contains(expected), "{said}");
+    }
+}
