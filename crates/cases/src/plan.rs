@@ -238,7 +238,7 @@ impl Plan {
             settings = settings.with_required_key(true);
         }
         if let Some(field) = self.key_header {
-            settings = settings.with_key_header(name(field)).expect("a field for keys");
+            settings = settings.with_key_headers([name(field)]).expect("a field for keys");
         }
         if let Some(members) = self.key_json {
             let members =
@@ -387,7 +387,7 @@ impl Plan {
         let line = |(name, value): (&str, String)| match value.as_str() {
             "true" => format!("{name} = true\n"),
             list if [
-                "methods", "scope", "key-members", "release-statuses", "stored-headers",
+                "methods", "scope", "key-header", "natural-key", "release-statuses", "stored-headers",
                 "fingerprint.headers", "fingerprint.exclude", "fingerprint.include",
             ]
             .contains(&name) =>
@@ -422,14 +422,14 @@ impl Plan {
             ("require-key", self.require_key.then(|| "true".to_owned())),
             ("store-outage", self.fail_open.then(|| "open".to_owned())),
             ("key-header", self.key_header.map(str::to_owned)),
-            ("key-members", self.key_json.map(str::to_owned)),
+            ("natural-key", self.key_json.map(str::to_owned)),
             ("key-syntax", self.key_syntax.map(|syntax| format!("{syntax:?}").to_lowercase())),
             ("key-format", self.key_format.map(str::to_owned)),
             ("stored-headers", self.stored_header.map(str::to_owned)),
             ("fingerprint.headers", self.fingerprint_header.map(str::to_owned)),
             ("fingerprint.exclude", self.fingerprint_exclude.map(str::to_owned)),
             ("fingerprint.include", self.fingerprint_include.map(str::to_owned)),
-            ("fingerprint.raw", self.fingerprint_raw.then(|| "true".to_owned())),
+            ("fingerprint.body", self.fingerprint_raw.then(|| "raw".to_owned())),
             ("key-scope", self.key_scope.map(|scope| format!("{scope:?}").to_lowercase())),
             (
                 "methods",

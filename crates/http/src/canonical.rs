@@ -12,9 +12,11 @@ use oncegate_core::{
 };
 
 use crate::budget::{BudgetExhausted, BudgetReservation};
+use crate::carrier::key_in_body;
+use crate::key::KeyHeaderError;
 use crate::method;
 use crate::overrides::overrides;
-use crate::profile::KeyScope;
+use crate::profile::{BodyComparison, KeyScope};
 use crate::settings::{AuthorityRole, Settings};
 
 /// The identifier of this request's record, and the label that operators see.
@@ -70,8 +72,35 @@ fn field(parts: &Parts, name: HeaderName) -> Cow<'_, [u8]> {
     }
 }
 
+/// The reason why a body carries no key.
+#[derive(Clone, Debug)]
+pub(crate) enum BodyKeyError {
+    /// The members from which the key is built are not there.
+    Natural(NaturalKeyError),
+    /// No member carries it.
+    Missing,
+    /// The member has an invalid key.
+    Invalid(KeyHeaderError),
+}
+
 /// The key that this request's body carries.
-pub(crate) fn natural_key(
+pub(crate) fn body_key(
+    settings: &Settings,
+    parts: &Parts,
+    body: &DecodedBody<'_>,
+) -> Result<IdempotencyKey, BodyKeyError> {
+    if let Some(members) = &settings.natural_key {
+        return natural_key(members, parts, body).map_err(BodyKeyError::Natural);
+    }
+    let profile = &settings.profile;
+    if !body.coding.is_empty() {
+        return Err(BodyKeyError::Missing);
+    }
+    let read = key_in_body(&profile.key_members, &profile.grammar, &body.bytes);
+    read.ok_or(BodyKeyError::Missing)?.map_err(BodyKeyError::Invalid)
+}
+
+fn natural_key(
     key: &NaturalKey,
     parts: &Parts,
     body: &DecodedBody<'_>,
@@ -99,15 +128,25 @@ pub(crate) fn fingerprint(settings: &Settings, parts: &Parts, body: &DecodedBody
         .iter()
         .flat_map(|name| parts.headers.get_all(name).iter().map(|value| (name.as_str(), value.as_bytes())))
         .chain(overrides(&parts.headers))
+        .chain(settings.profile.first_sent_header.iter().flat_map(|name| {
+            parts.headers.get_all(name).iter().map(|value| (name.as_str(), value.as_bytes()))
+        }))
         .collect();
-    let fingerprint = settings.fingerprint.fingerprint(&FingerprintInput {
+    let head = FingerprintInput {
         method: &method::canonical(&parts.method),
-        authority: "",
         target: &target,
-        content_type: &field(parts, header::CONTENT_TYPE),
-        content_coding: &body.coding,
         headers: &headers,
-        body: &body.bytes,
+        ..FingerprintInput::default()
+    };
+    let content_type = field(parts, header::CONTENT_TYPE);
+    let fingerprint = settings.profile.fingerprint.fingerprint(&match settings.profile.body_comparison {
+        BodyComparison::Nothing => head,
+        BodyComparison::Canonical | BodyComparison::Raw => FingerprintInput {
+            content_type: &content_type,
+            content_coding: &body.coding,
+            body: &body.bytes,
+            ..head
+        },
     });
     match settings.authority {
         AuthorityRole::Compared => with_host(fingerprint, &authority(parts)),

@@ -134,8 +134,8 @@ pub(crate) mod axum_extractor {
 
         async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Self::Rejection> {
             let name = HeaderName::from_static("idempotency-key");
-            match KeyGrammar::default().read(&parts.headers, &name) {
-                Some(Ok((key, _))) => Ok(Self(key)),
+            match KeyGrammar::default().read(&parts.headers, &[name]) {
+                Some(Ok((key, ..))) => Ok(Self(key)),
                 Some(Err(error)) => Err(reject(Refusal::new(Condition::KeyInvalid).with_detail(error))),
                 None => Err(reject(Refusal::new(Condition::KeyMissing))),
             }

@@ -158,6 +158,11 @@ impl Execution {
         else if is_kept_error && let Err(why) = self.permit.attempt().compensate_steps().await {
             return ExecutionEnd::with(Box::pin(self.not_compensated(&why)).await);
         }
+        let profile = &self.settings.profile;
+        profile.mark_executed(response.headers_mut());
+        if fate == ResponseTreatment::Replay && response.status().is_server_error() {
+            profile.mark_kept_server_error(response.headers_mut());
+        }
         let (parts, body) = response.into_parts();
         if fate == ResponseTreatment::Replay && cannot_be_stored(&parts) {
             fate = ResponseTreatment::Tombstone;
@@ -300,7 +305,7 @@ fn fate(settings: &Settings, status: StatusCode, directive: Option<StoreDirectiv
         None if matches!(status.as_u16(), 401 | 403 | 407 | 408 | 421 | 425 | 429) => {
             ResponseTreatment::Release
         }
-        None if settings.release_statuses.contains(&status) => ResponseTreatment::Release,
+        None if settings.profile.release_statuses.contains(&status) => ResponseTreatment::Release,
         None if status.is_server_error() && releases_errors => ResponseTreatment::Release,
         None => ResponseTreatment::Replay,
     }
@@ -486,8 +491,8 @@ mod tests {
 
     #[test]
     fn the_treatment_of_each_status() {
-        let replay = Settings::new(Profile::ietf());
-        let release = Settings::new(Profile::classic());
+        let replay = Settings::default();
+        let release = Settings::new(Profile::named("classic").unwrap());
         for (status, in_replay, in_release) in [
             (200, ResponseTreatment::Replay, ResponseTreatment::Replay),
             (201, ResponseTreatment::Replay, ResponseTreatment::Replay),
@@ -524,7 +529,7 @@ mod tests {
             fate(&settings, StatusCode::BAD_REQUEST, Some(StoreDirective::Replay)),
             ResponseTreatment::Replay
         );
-        let stripe = Settings::new(Profile::stripe());
+        let stripe = Settings::new(Profile::named("stripe").unwrap());
         assert_eq!(fate(&stripe, StatusCode::BAD_REQUEST, None), ResponseTreatment::Release);
         assert_eq!(fate(&stripe, StatusCode::PAYMENT_REQUIRED, None), ResponseTreatment::Replay);
     }

@@ -135,6 +135,12 @@ impl KeptHeaders {
         Ok(())
     }
 
+    /// Keeps these fields as well, which the layer adds itself.
+    pub(crate) fn with_own<'a>(mut self, names: impl Iterator<Item = &'a HeaderName>) -> Self {
+        self.more.extend(names.cloned());
+        self
+    }
+
     /// Returns true if fields of this name are kept.
     pub(crate) fn keeps(&self, name: &HeaderName) -> bool {
         KEPT.contains(name) || self.more.contains(name)

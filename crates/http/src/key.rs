@@ -28,6 +28,8 @@ pub enum KeySyntax {
     Lenient,
     /// A string of RFC 9651 only, as draft-ietf-httpapi-idempotency-key-header-07 demands.
     Strict,
+    /// The value of the field as it is: quotes, commas and spaces are part of the key.
+    Raw,
 }
 
 /// The format of the key itself.
@@ -76,21 +78,22 @@ impl KeyGrammar {
         Self { format, ..self }
     }
 
-    /// The key in these headers, with its field as it was received; `None` if there is no field of this name.
+    /// The key in these headers, with its field as it was received; `None` if there is no field of one of these names.
     ///
     /// # Errors
-    /// If the field is not a valid key.
+    /// If the field is not a valid key, or if there is more than one.
     pub fn read<'a>(
         &self,
         headers: &'a HeaderMap,
-        name: &HeaderName,
-    ) -> Option<Result<(IdempotencyKey, &'a HeaderValue), KeyHeaderError>> {
-        let mut values = headers.get_all(name).iter();
-        let value = values.next()?;
-        if values.next().is_some() {
+        names: &'a [HeaderName],
+    ) -> Option<Result<(IdempotencyKey, &'a HeaderName, &'a HeaderValue), KeyHeaderError>> {
+        let mut fields =
+            names.iter().flat_map(|name| headers.get_all(name).iter().map(move |value| (name, value)));
+        let (name, value) = fields.next()?;
+        if fields.next().is_some() {
             return Some(Err(KeyHeaderError::SeveralFields));
         }
-        Some(self.parse(value.as_bytes()).map(|key| (key, value)))
+        Some(self.parse(value.as_bytes()).map(|key| (key, name, value)))
     }
 
     /// Reads the value of a field.
@@ -99,12 +102,17 @@ impl KeyGrammar {
     /// If the value is not a valid key.
     pub fn parse(&self, field: &[u8]) -> Result<IdempotencyKey, KeyHeaderError> {
         let field = trim_ows(field);
-        let key = match (field.first(), self.syntax) {
+        self.key_of(match (field.first(), self.syntax) {
             (None, _) => return Err(KeyHeaderError::Empty),
+            (Some(_), KeySyntax::Raw) => Cow::Borrowed(raw(field)?),
             (Some(b'"'), _) => Cow::Owned(quoted(field)?),
             (Some(_), KeySyntax::Lenient) => Cow::Borrowed(bare(field)?),
             (Some(_), KeySyntax::Strict) => return Err(KeyHeaderError::NotQuoted),
-        };
+        })
+    }
+
+    /// The key in a text that needs no syntax: a member of a body, or a parameter of the query.
+    pub(crate) fn key_of(&self, key: Cow<'_, str>) -> Result<IdempotencyKey, KeyHeaderError> {
         if key.is_empty() || key.bytes().all(|b| b == b' ') {
             return Err(KeyHeaderError::Empty);
         }
@@ -140,6 +148,8 @@ pub enum KeyHeaderError {
     Comma,
     /// Not in quotes, although only strings are accepted.
     NotQuoted,
+    /// A number or another value that is not a text.
+    NotText,
     /// Longer than [`limits::MAX_KEY_BYTES`].
     TooLong {
         /// The length, in bytes.
@@ -152,7 +162,7 @@ pub enum KeyHeaderError {
 impl fmt::Display for KeyHeaderError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::SeveralFields => f.write_str("the field was sent more than once; send one key"),
+            Self::SeveralFields => f.write_str("the key was sent more than once; send one key"),
             Self::Empty => f.write_str("the key is empty; send 1 to 255 characters, such as a UUID"),
             Self::BadString => f.write_str(
                 "the key starts with a quote but is not a string of RFC 9651; send \"key\" or the key without quotes",
@@ -161,6 +171,7 @@ impl fmt::Display for KeyHeaderError {
                 "the key has a character that is not allowed; send visible ASCII characters without quote and comma",
             ),
             Self::Comma => f.write_str("the key has a comma; send one key, or put it in quotes"),
+            Self::NotText => f.write_str("the key is not a text; send 1 to 255 characters, such as a UUID"),
             Self::NotQuoted => f.write_str("the key must be in double quotes"),
             Self::TooLong { bytes } => {
                 write!(f, "the key has {bytes} characters; at most {} are allowed", limits::MAX_KEY_BYTES)
@@ -197,6 +208,11 @@ fn bare(field: &[u8]) -> Result<&str, KeyHeaderError> {
         }
     }
     std::str::from_utf8(field).map_err(|_| KeyHeaderError::BadByte)
+}
+
+fn raw(field: &[u8]) -> Result<&str, KeyHeaderError> {
+    let key = std::str::from_utf8(field).map_err(|_| KeyHeaderError::BadByte)?;
+    if key.chars().any(char::is_control) { Err(KeyHeaderError::BadByte) } else { Ok(key) }
 }
 
 fn is_uuid(key: &str) -> bool {
@@ -293,6 +309,20 @@ mod tests {
     }
 
     #[test]
+    fn a_raw_key_is_the_whole_value_of_its_field() {
+        let raw = |field: &str| {
+            let grammar = KeyGrammar::default().with_syntax(KeySyntax::Raw);
+            grammar.parse(field.as_bytes()).map(|key| String::from_utf8(key.as_bytes().to_vec()).unwrap())
+        };
+        for key in ["abc", "\"abc\"", "a, b", "a b", "'; DROP", "fü", "a\"b"] {
+            assert_eq!(raw(&format!(" {key}\t")), Ok(key.to_owned()));
+        }
+        assert_eq!(raw("a\tb"), Err(KeyHeaderError::BadByte));
+        assert_eq!(raw("  "), Err(KeyHeaderError::Empty));
+        assert_eq!(raw(&"k".repeat(256)), Err(KeyHeaderError::TooLong { bytes: 256 }));
+    }
+
+    #[test]
     fn a_key_has_at_most_255_bytes_after_unescaping() {
         let max = limits::MAX_KEY_BYTES;
         assert!(lenient(&vec![b'k'; max]).is_ok());
@@ -325,15 +355,17 @@ mod tests {
 
     #[test]
     fn two_field_lines_are_an_error_even_if_they_are_equal() {
-        let name = HeaderName::from_static("idempotency-key");
-        let mut headers = HeaderMap::new();
-        assert!(KeyGrammar::default().read(&headers, &name).is_none());
-        headers.append(&name, HeaderValue::from_static("a"));
-        assert!(matches!(KeyGrammar::default().read(&headers, &name), Some(Ok(_))));
-        headers.append(&name, HeaderValue::from_static("a"));
-        assert_eq!(
-            KeyGrammar::default().read(&headers, &name).unwrap().unwrap_err(),
-            KeyHeaderError::SeveralFields
-        );
+        let names = ["idempotency-key", "x-idempotency-key"].map(HeaderName::from_static);
+        for second in &names {
+            let mut headers = HeaderMap::new();
+            let read = |headers: &HeaderMap| {
+                KeyGrammar::default().read(headers, &names).map(|read| read.map(|(_, name, _)| name.clone()))
+            };
+            assert_eq!(read(&headers), None);
+            headers.append(second, HeaderValue::from_static("a"));
+            assert_eq!(read(&headers), Some(Ok(second.clone())));
+            headers.append(&names[0], HeaderValue::from_static("a"));
+            assert_eq!(read(&headers), Some(Err(KeyHeaderError::SeveralFields)));
+        }
     }
 }

@@ -290,8 +290,8 @@ impl Shared {
     /// The scope of a request under these settings, within the service of the engine.
     pub(crate) fn scope(&self, settings: &Settings, request: &Parts) -> Result<Scope<'static>, NoCaller> {
         let authority = (settings.authority() == AuthorityRole::Scope).then(|| canonical::authority(request));
-        let (caller, key_header) = (settings.caller(), &settings.profile.key_header);
-        let scope = caller.of(request, authority.as_deref(), key_header, settings.pattern())?;
+        let (caller, key_headers) = (settings.caller(), &settings.profile.key_headers);
+        let scope = caller.of(request, authority.as_deref(), key_headers, settings.pattern())?;
         Ok(self.engine.service_scope(scope))
     }
 

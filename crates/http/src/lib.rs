@@ -82,6 +82,7 @@
 mod body;
 mod budget;
 mod canonical;
+mod carrier;
 mod context;
 mod credential;
 mod event;
@@ -115,7 +116,9 @@ pub use grpc::{GrpcCode, GrpcForm};
 pub use key::{KeyFormat, KeyGrammar, KeyHeaderError, KeySyntax};
 pub use layer::{IdempotencyLayer, LimitUsage};
 pub use path::{PathCase, PathPattern, TrailingSlash};
-pub use profile::{ErrorValues, KeyScope, Profile, ServerErrors};
+pub use profile::{
+    BodyComparison, KeyScope, Profile, ProfileError, ProfileErrors, ServerErrors, UncoveredMethods, nearest,
+};
 pub use reconcile::{Reconcile, Reconciled};
 pub use refusal::{Condition, Refusal, RetryAdvice};
 pub use scope::{CallerPart, CallerScope};

@@ -8,7 +8,7 @@ use http::{Response, StatusCode};
 use oncegate_core::RecordId;
 
 use crate::grpc::{GrpcCode, GrpcForm};
-use crate::profile::{ErrorValues, Profile};
+use crate::profile::Profile;
 use crate::settings::Settings;
 
 /// The next step for the caller.
@@ -104,12 +104,22 @@ conditions! {
     /// A key is required and there is none.
     KeyMissing: "key-missing", BAD_REQUEST, FixRequest, InvalidArgument,
         "Idempotency-Key is missing",
-        "This operation requires a key in the header field {field}. Make one per intent, such as a UUID, and send it with every retry.";
+        "This operation requires a key in {place}. Make one per intent, such as a UUID, and send it with every retry.";
 
     /// The key is malformed.
     KeyInvalid: "key-invalid", BAD_REQUEST, FixRequest, InvalidArgument,
         "Idempotency-Key is invalid",
         "The key is malformed.";
+
+    /// The request was sent first so long ago that its key may have been forgotten.
+    KeyExpired: "key-expired", PRECONDITION_FAILED, Stop, FailedPrecondition,
+        "The request is too old for its Idempotency-Key",
+        "Nothing was executed now. The request was sent first so long ago that its key may have been forgotten, so it may have taken effect then. Find out what happened before you send a new request.";
+
+    /// The request has a key, and requests with its method are not covered.
+    KeyUnsupported: "key-unsupported", NOT_IMPLEMENTED, FixRequest, Unimplemented,
+        "The operation does not support an Idempotency-Key",
+        "Nothing was executed. Requests with this method are not protected by a key; send it without a key if it may take effect twice.";
 
     /// The body is larger than can be fingerprinted.
     RequestTooLarge: "request-too-large", PAYLOAD_TOO_LARGE, FixRequest, InvalidArgument,
@@ -269,19 +279,24 @@ impl Refusal {
     #[must_use]
     pub fn into_response(self, settings: &Settings, grpc: Option<GrpcForm>) -> Response<Bytes> {
         let (condition, profile) = (self.condition, &settings.profile);
-        let mut values = profile.error_values(condition);
-        values.status = self.status.unwrap_or(values.status);
+        let status = self.status.unwrap_or_else(|| profile.refusal_status(condition));
         let detail = match (&self.detail, condition) {
             (Some(detail), Condition::KeyInvalid) => {
-                format!("{}: {detail}.", shown(&profile.key_header))
+                let names: Vec<_> = key_places(profile).into_iter().map(|(_, name)| name).collect();
+                format!("{}: {detail}.", names.join(" or "))
             }
             (Some(detail), _) => detail.clone(),
-            (None, _) => condition.detail().replace("{field}", &shown(&profile.key_header)),
+            (None, Condition::KeyMissing) => {
+                let places: Vec<_> =
+                    key_places(profile).into_iter().map(|(kind, name)| format!("the {kind} {name}")).collect();
+                condition.detail().replace("{place}", &places.join(" or "))
+            }
+            (None, _) => condition.detail().to_owned(),
         };
         let mut response = match grpc {
-            None => Self::problem(settings, condition, &values, &detail, self.record),
+            None => Self::problem(settings, condition, status, &detail, self.record),
             Some(form) => {
-                let code = match values.status {
+                let code = match status {
                     StatusCode::UNAUTHORIZED => GrpcCode::Unauthenticated,
                     _ => condition.grpc_code(),
                 };
@@ -289,16 +304,14 @@ impl Refusal {
             }
         };
         let headers = response.headers_mut();
-        if values.status == StatusCode::UNAUTHORIZED {
+        if status == StatusCode::UNAUTHORIZED {
             // RFC 9110, 11.6.1: a 401 names a scheme. The layer does not know the scheme of the service; this is the usual one.
             headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
         if let Some(seconds) = self.retry_after {
             headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds));
         }
-        if let Some((name, value)) = profile.retry_headers(condition.retry()) {
-            headers.insert(name, value);
-        }
+        profile.mark_refusal(headers, condition.retry());
         response.extensions_mut().insert(self);
         response
     }
@@ -306,16 +319,16 @@ impl Refusal {
     fn problem(
         settings: &Settings,
         condition: Condition,
-        values: &ErrorValues,
+        status: StatusCode,
         detail: &str,
         record: Option<RecordId>,
     ) -> Response<Bytes> {
-        let profile: &Profile = &settings.profile;
-        let body = profile.render(condition, values, detail, record);
+        let profile = &settings.profile;
+        let body = profile.refusal_body(condition, status, detail, record);
         let mut response = Response::new(Bytes::from(body));
-        *response.status_mut() = values.status;
+        *response.status_mut() = status;
         let headers = response.headers_mut();
-        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(profile.error_content_type));
+        headers.insert(header::CONTENT_TYPE, profile.refusal_type().clone());
         headers.insert(header::CONTENT_LANGUAGE, HeaderValue::from_static("en"));
         headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
         if let Some(link) = &settings.documentation {
@@ -323,6 +336,14 @@ impl Refusal {
         }
         response
     }
+}
+
+/// The places that may carry the key: the kind of each, and its name.
+fn key_places(profile: &Profile) -> Vec<(&'static str, String)> {
+    let fields = profile.key_headers.iter().map(|name| ("header field", shown(name)));
+    let parameter = profile.key_query.iter().map(|name| ("query parameter", name.clone()));
+    let members = profile.key_members.iter().map(|member| ("member", member.pointer.to_string()));
+    fields.chain(parameter).chain(members).collect()
 }
 
 /// The name of a header field as people write it, `Idempotency-Key`.

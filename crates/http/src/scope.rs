@@ -287,13 +287,13 @@ impl CallerScope {
         Ok(Self::of_part(format!("cookie:{name}"), Source::Cookie(name.into()), required))
     }
 
-    /// The caller's scope. `authority` is the host that the request is for, if hosts are tenants. `key_header` is the field of
-    /// the key, which is not a credential, whatever its name. `pattern` is the one of the route.
+    /// The caller's scope. `authority` is the host that the request is for, if hosts are tenants. `key_headers` are the fields
+    /// of the key, which are no credentials, whatever their names. `pattern` is the one of the route.
     pub(crate) fn of(
         &self,
         request: &Parts,
         authority: Option<&str>,
-        key_header: &HeaderName,
+        key_headers: &[HeaderName],
         pattern: Option<&PathPattern>,
     ) -> Result<Scope<'static>, NoCaller> {
         let mut identities = Vec::with_capacity(self.parts.len() + 2);
@@ -305,7 +305,7 @@ impl CallerScope {
             }
         }
         if !self.chosen {
-            doubt_of(request, key_header, !identities.is_empty())?;
+            doubt_of(request, key_headers, !identities.is_empty())?;
         }
         if identities.is_empty() && !self.is_single_tenant() {
             identities.push((ANONYMOUS, Cow::Borrowed(&[])));
@@ -327,7 +327,7 @@ const AUTHORITY: &str = "authority";
 const SCHEMES: [&str; 8] = ["bearer", "basic", "digest", "token", "apikey", "dpop", "hmac", "negotiate"];
 
 /// Refuses a request if it is doubtful that `Authorization` identifies its caller.
-fn doubt_of(request: &Parts, key_header: &HeaderName, is_authorized: bool) -> Result<(), NoCaller> {
+fn doubt_of(request: &Parts, key_headers: &[HeaderName], is_authorized: bool) -> Result<(), NoCaller> {
     let authorization = request.headers.get(header::AUTHORIZATION).filter(|_| is_authorized);
     let authorization = authorization.map(|value| value.as_bytes().trim_ascii());
     if authorization.is_some_and(credential::is_new_each_time) {
@@ -341,7 +341,7 @@ fn doubt_of(request: &Parts, key_header: &HeaderName, is_authorized: bool) -> Re
         scheme.is_some_and(|scheme| scheme.eq_ignore_ascii_case(b"basic "))
     };
     let is_in_doubt = |(name, value): &(&HeaderName, &HeaderValue)| {
-        *name != key_header
+        !key_headers.contains(name)
             && has_value(value)
             && CallerScope::is_credential(name)
             && (!is_authorized

@@ -6,7 +6,7 @@ use std::mem;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use bytes::Bytes;
 use http::header::{HeaderMap, HeaderName, HeaderValue, TRAILER};
@@ -14,7 +14,7 @@ use http::request::Parts;
 use http::{Request, Response};
 use http_body::Body;
 use oncegate_core::{
-    CallerTag, ErrorChain, Extent, Fingerprint, IdempotencyKey, Label, NaturalKeyError, RecordId, Scope,
+    CallerTag, ErrorChain, Extent, Fingerprint, IdempotencyKey, Label, RecordId, Scope,
     StoreErrorKind, StoredResponse,
 };
 use oncegate_engine::{ClaimOutcome, ClaimRequest, Permit, ResponsePermit};
@@ -24,7 +24,8 @@ use tower_service::Service;
 
 use crate::body::{BoxError, Read, RequestBody, ResponseBody, join, read_up_to};
 use crate::budget::{BudgetExhausted, BudgetReservation, TIED_REQUEST, tie};
-use crate::canonical;
+use crate::canonical::{self, BodyKeyError};
+use crate::carrier::key_in_head;
 use crate::context::ProxyRefusal;
 use crate::event::{Disposition, KeyedEvent, RequestEvent};
 use crate::execute::{Execution, ExecutionEnd, FENCED, take_directive};
@@ -131,12 +132,13 @@ where
 
     fn call(&mut self, request: Request<B>) -> Self::Future {
         let settings = self.shared.settings(request.method(), request.uri().path());
-        let has_key = settings.may_have_key(request.headers());
+        let has_key = settings.may_have_key(request.headers(), request.uri().query());
         let passing = if !has_path(request.uri()) && method::has_effect(request.method()) {
             // No route matches a target without a path, so the request is refused.
             None
         } else if !settings.covers(request.method()) {
-            Some(Disposition::NotCovered)
+            let refused = settings.refuses_method(request.method(), request.headers());
+            Some(Disposition::NotCovered).filter(|_| !refused)
         } else if !has_key && !settings.profile.require_key {
             Some(Disposition::Unprotected)
         } else {
@@ -162,7 +164,7 @@ struct KeyedResponse {
     shared: Arc<Shared>,
     settings: Arc<Settings>,
     /// The key's field as it was received, for the response.
-    echo: Option<HeaderValue>,
+    echo: Option<(HeaderName, HeaderValue)>,
     /// The form of refusals, if the client speaks gRPC.
     grpc: Option<GrpcForm>,
     begun: Instant,
@@ -247,9 +249,11 @@ impl KeyedResponse {
                 return Ok(self.refuse(refusal));
             }
         };
-        let key = match key.map_or_else(|| self.natural_key(compared.natural_key), Ok) {
+        let key = match key.map_or_else(|| self.body_key(compared.body_key), Ok) {
             Ok(key) => key,
-            Err(refusal) if self.settings.profile.require_key => {
+            Err(refusal)
+                if self.settings.profile.require_key || refusal.condition != Condition::KeyMissing =>
+            {
                 self.label_early(&parts.method, parts.uri.path());
                 return Ok(self.refuse(refusal));
             }
@@ -315,12 +319,17 @@ impl KeyedResponse {
         if !has_path(&parts.uri) {
             return Err(Refusal::new(Condition::RequestMalformed).with_detail(NO_PATH));
         }
-        let field = match settings.natural_key {
-            None => settings.grammar.read(&parts.headers, &settings.profile.key_header),
+        if settings.refuses_method(&parts.method, &parts.headers) {
+            return Err(Refusal::new(Condition::KeyUnsupported));
+        }
+        let carried = match settings.natural_key {
+            None => key_in_head(&settings.profile, parts),
             Some(_) => None,
         };
-        if let Some(Ok((_, field))) = &field {
-            self.echo = Some((*field).clone());
+        if let Some(Ok(carried)) = &carried
+            && settings.profile.echo_key
+        {
+            self.echo.clone_from(&carried.echo);
         }
         let scope = self.shared.scope(settings, parts).map_err(|no_caller| {
             if let NoCaller::NotSet { credential, doubt } = &no_caller {
@@ -328,13 +337,14 @@ impl KeyedResponse {
             }
             no_caller.refusal()
         })?;
-        if settings.natural_key.is_some() {
-            return Ok((scope, None));
-        }
-        match field {
+        match carried {
+            None if settings.body_has_key() => Ok((scope, None)),
             None => Err(Refusal::new(Condition::KeyMissing)),
             Some(Err(problem)) => Err(Refusal::new(Condition::KeyInvalid).with_detail(problem)),
-            Some(Ok((key, _))) => Ok((scope, Some(key))),
+            Some(Ok(carried)) => {
+                check_first_sent(settings, &parts.headers, SystemTime::now())?;
+                Ok((scope, Some(carried.key)))
+            }
         }
     }
 
@@ -383,22 +393,30 @@ impl KeyedResponse {
         .map_err(exhausted)
     }
 
-    /// The key that the body carries. The client gets it in the response, in quotes, which every key syntax accepts: it helps
-    /// operators to find the record.
-    fn natural_key(
+    /// The key that the body carries. If it is built from members, the client gets it in the response, in quotes, which every key
+    /// syntax accepts: it helps operators to find the record.
+    fn body_key(
         &mut self,
-        key: Option<Result<IdempotencyKey, NaturalKeyError>>,
+        key: Option<Result<IdempotencyKey, BodyKeyError>>,
     ) -> Result<IdempotencyKey, Refusal> {
         let missing = || Refusal::new(Condition::KeyMissing);
-        let members = self.settings.natural_key.as_ref().ok_or_else(missing)?;
-        let key = key.ok_or_else(missing)?.map_err(|why| {
-            let names: Vec<_> = members.members().iter().map(|member| member.as_str()).collect();
-            missing().with_detail(format!(
-                "The key of this operation is built from members of its JSON body ({}), and {why}. Nothing was executed.",
-                names.join(", ")
-            ))
+        let key = key.ok_or_else(missing)?.map_err(|why| match (why, &self.settings.natural_key) {
+            (BodyKeyError::Natural(why), Some(members)) => {
+                let names: Vec<_> = members.members().iter().map(|member| member.as_str()).collect();
+                missing().with_detail(format!(
+                    "The key of this operation is built from members of its JSON body ({}), and {why}. Nothing was executed.",
+                    names.join(", ")
+                ))
+            }
+            (BodyKeyError::Invalid(problem), _) => Refusal::new(Condition::KeyInvalid).with_detail(problem),
+            _ => missing(),
         })?;
-        self.echo = HeaderValue::try_from([b"\"", key.as_bytes(), b"\""].concat()).ok();
+        if self.settings.natural_key.is_some()
+            && let Some(name) = self.settings.profile.key_headers.first()
+        {
+            let quoted = HeaderValue::try_from([b"\"", key.as_bytes(), b"\""].concat()).ok();
+            self.echo = quoted.map(|value| (name.clone(), value));
+        }
         Ok(key)
     }
 
@@ -525,7 +543,7 @@ impl KeyedResponse {
         match result {
             Ok(Executed::Response(mut response)) => {
                 // Only the layer marks replays.
-                response.headers_mut().remove(&self.settings.profile.replay_marker);
+                response.headers_mut().remove(self.settings.replay_marker());
                 self.observe(disposition_of(&response), Some(response.status()));
                 Ok(self.echoed(response))
             }
@@ -616,10 +634,9 @@ impl KeyedResponse {
             }
         }
         let mut response = Response::new(ResponseBody::whole(stored.body(), trailers, held));
-        *response.status_mut() = status;
+        *response.status_mut() = self.settings.profile.replay_status(status);
         *response.headers_mut() = headers;
-        let marker = self.settings.profile.replay_marker.clone();
-        response.headers_mut().insert(marker, HeaderValue::from_static("true"));
+        self.settings.profile.mark_replay(response.headers_mut());
         self.observe(Disposition::Replayed, Some(status));
         self.echoed(response)
     }
@@ -632,8 +649,8 @@ impl KeyedResponse {
     }
 
     fn echoed<T>(&self, mut response: Response<T>) -> Response<T> {
-        if let Some(echo) = &self.echo {
-            response.headers_mut().insert(self.settings.profile.key_header.clone(), echo.clone());
+        if let Some((name, value)) = &self.echo {
+            response.headers_mut().insert(name.clone(), value.clone());
         }
         response
     }
@@ -656,15 +673,14 @@ const COMPARED_HERE: usize = 64 * 1024;
 /// The properties of a request whose body was read.
 struct FingerprintedRequest {
     fingerprint: Fingerprint,
-    /// The key that the body carries, if the route uses natural keys.
-    natural_key: Option<Result<IdempotencyKey, NaturalKeyError>>,
+    /// The key that the body carries, if the head has none.
+    body_key: Option<Result<IdempotencyKey, BodyKeyError>>,
 }
 
 impl FingerprintedRequest {
     fn of(settings: &Settings, parts: &Parts, body: &canonical::DecodedBody<'_>, needs_key: bool) -> Self {
-        let members = settings.natural_key.as_ref().filter(|_| needs_key);
-        let natural_key = members.map(|members| canonical::natural_key(members, parts, body));
-        Self { fingerprint: canonical::fingerprint(settings, parts, body), natural_key }
+        let body_key = needs_key.then(|| canonical::body_key(settings, parts, body));
+        Self { fingerprint: canonical::fingerprint(settings, parts, body), body_key }
     }
 }
 
@@ -672,6 +688,33 @@ impl FingerprintedRequest {
 /// but some services treat them as `/`.
 fn has_path(uri: &http::Uri) -> bool {
     uri.path().starts_with('/')
+}
+
+/// Checks the time at which the client sent the request first, if the profile demands it: a request that is older than the
+/// retention may have been executed under a key that has been forgotten (OASIS Repeatable Requests 1.0, 3.3).
+fn check_first_sent(settings: &Settings, headers: &HeaderMap, now: SystemTime) -> Result<(), Refusal> {
+    /// Clocks of clients may be ahead by this much.
+    const MAX_AHEAD: Duration = Duration::from_secs(5 * 60);
+    let Some(name) = &settings.profile.first_sent_header else { return Ok(()) };
+    let invalid = |why: &str| Err(Refusal::new(Condition::KeyInvalid).with_detail(format!("{name} {why}")));
+    let mut values = headers.get_all(name).iter();
+    let (Some(value), None) = (values.next(), values.next()) else {
+        return invalid("must be sent once, with the time at which the request was sent first");
+    };
+    // The preferred format only (RFC 9110, 5.6.7).
+    let time = value.to_str().ok().and_then(|text| {
+        httpdate::parse_http_date(text).ok().filter(|time| httpdate::fmt_http_date(*time) == text)
+    });
+    let Some(time) = time else {
+        return invalid("is not a date such as Sun, 06 Nov 1994 08:49:37 GMT");
+    };
+    if time > now + MAX_AHEAD {
+        return invalid("is in the future");
+    }
+    match now.duration_since(time) {
+        Ok(age) if age >= settings.policy.retention() => Err(Refusal::new(Condition::KeyExpired)),
+        _ => Ok(()),
+    }
 }
 
 const NO_PATH: &str = "Nothing was executed. The target of the request is not a path.";

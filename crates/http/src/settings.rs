@@ -13,11 +13,12 @@ use oncegate_engine::{ConfigError, Policy};
 
 use crate::execute::cannot_be_stored;
 use crate::headers::{KeptHeaders, is_reserved, kept_trailers};
+use crate::carrier::KeyMember;
 use crate::key::{KeyFormat, KeyGrammar, KeySyntax, has_other_purpose};
 use crate::method;
 use crate::overrides::is_override;
 use crate::path::{self, PathCase, PathPattern, TrailingSlash};
-use crate::profile::{KeyScope, Profile, ServerErrors};
+use crate::profile::{BodyComparison, KeyScope, Profile, ServerErrors, UncoveredMethods};
 use crate::reconcile::Reconcile;
 use crate::scope::{CallerPart, CallerScope};
 
@@ -28,9 +29,6 @@ pub struct Settings {
     pub(crate) policy: Policy,
     pub(crate) caller: CallerScope,
     pub(crate) authority: AuthorityRole,
-    pub(crate) grammar: KeyGrammar,
-    pub(crate) methods: Vec<Method>,
-    pub(crate) fingerprint: FingerprintRules,
     pub(crate) fingerprint_headers: Vec<HeaderName>,
     pub(crate) kept: KeptHeaders,
     pub(crate) max_request_body: usize,
@@ -41,13 +39,12 @@ pub struct Settings {
     pub(crate) body_timeout: Duration,
     pub(crate) reconcile: Option<Arc<dyn Reconcile>>,
     pub(crate) completed_by: CompletedBy,
-    /// The members of the body that carry the key instead of the header field.
+    /// The members of the body from which the key is built, instead of one that the caller chose.
     pub(crate) natural_key: Option<NaturalKey>,
     pub(crate) trailing_slash: TrailingSlash,
     pub(crate) path_case: PathCase,
     /// The pattern of the route that has these settings.
     pattern: Option<PathPattern>,
-    pub(crate) release_statuses: Vec<StatusCode>,
     /// The value of `Link` in refusals.
     pub(crate) documentation: Option<HeaderValue>,
 }
@@ -81,7 +78,7 @@ pub enum CompletedBy {
 
 impl Default for Settings {
     fn default() -> Self {
-        Self::new(Profile::ietf())
+        Self::new(Profile::default())
     }
 }
 
@@ -93,16 +90,12 @@ impl Settings {
         let policy = Policy::default();
         Self {
             policy: policy.with_retention(profile.retention).unwrap_or(policy),
-            grammar: KeyGrammar::default().with_syntax(profile.key_syntax),
-            natural_key: natural_key_of(profile.key_members),
-            methods: profile.methods.to_vec(),
-            release_statuses: profile.release_statuses.to_vec(),
+            natural_key: None,
+            kept: KeptHeaders::default().with_own(profile.stored_headers()),
             profile,
             caller: CallerScope::default(),
             authority: AuthorityRole::default(),
-            fingerprint: FingerprintRules::default(),
             fingerprint_headers: Vec::new(),
-            kept: KeptHeaders::default(),
             max_request_body: 2 * 1024 * 1024,
             max_response_body: 1024 * 1024,
             fails_open: false,
@@ -129,16 +122,22 @@ impl Settings {
         self.policy
     }
 
-    /// The header field that carries the key.
+    /// The profile, with the values that these settings have changed.
     #[must_use]
-    pub const fn key_header(&self) -> &HeaderName {
-        &self.profile.key_header
+    pub const fn profile(&self) -> &Profile {
+        &self.profile
+    }
+
+    /// The header fields that may carry the key.
+    #[must_use]
+    pub fn key_headers(&self) -> &[HeaderName] {
+        &self.profile.key_headers
     }
 
     /// The header field that marks a replay.
     #[must_use]
     pub const fn replay_marker(&self) -> &HeaderName {
-        &self.profile.replay_marker
+        &self.profile.replay_marker.0
     }
 
     /// The identification of callers.
@@ -150,7 +149,7 @@ impl Settings {
     /// The grammar of keys.
     #[must_use]
     pub const fn key_grammar(&self) -> &KeyGrammar {
-        &self.grammar
+        &self.profile.grammar
     }
 
     /// Sets the identification of callers.
@@ -181,7 +180,8 @@ impl Settings {
             CallerPart::Host => name == http::header::HOST,
             CallerPart::Path(_) | CallerPart::Function => false,
         };
-        *name == self.profile.key_header
+        self.profile.key_headers.contains(name)
+            || self.profile.first_sent_header.as_ref() == Some(name)
             || self.fingerprint_headers.contains(name)
             || self.caller.parts().any(identifies)
             || is_override(name.as_str())
@@ -195,30 +195,57 @@ impl Settings {
         self
     }
 
-    /// Sets the header field that carries the key.
+    /// Sets the header fields that may carry the key. A request with more than one of them is refused.
     ///
     /// # Errors
-    /// If requests use it for another purpose, such as `Content-Type`.
-    pub fn with_key_header(mut self, name: HeaderName) -> Result<Self, ConfigError> {
-        if has_other_purpose(&name) {
+    /// If requests use one of them for another purpose, such as `Content-Type`.
+    pub fn with_key_headers(
+        mut self,
+        names: impl IntoIterator<Item = HeaderName>,
+    ) -> Result<Self, ConfigError> {
+        let names: Vec<_> = names.into_iter().collect();
+        if let Some(name) = names.iter().find(|name| has_other_purpose(name)) {
             return Err(ConfigError::new(format!(
                 "the header field {name} has another purpose, and many requests have the same value there; name a field that \
                  carries only keys"
             )));
         }
-        self.profile.key_header = name;
+        self.profile.key_headers = names;
         Ok(self)
     }
 
-    /// Builds the key from these members of JSON bodies, for all requests, and ignores the header field. Two requests
-    /// of one caller with the same values are one operation, with any key or without one. A request whose body lacks
+    /// Sets the parameter of the query that carries the key of a request without a field for it.
+    #[must_use]
+    pub fn with_key_query(mut self, name: impl Into<String>) -> Self {
+        self.profile.key_query = Some(name.into());
+        self
+    }
+
+    /// Sets the members of JSON bodies that carry the key of a request whose head has none: the first one that is there.
+    ///
+    /// # Errors
+    /// If one is the whole body.
+    pub fn with_key_members(
+        mut self,
+        members: impl IntoIterator<Item = JsonPointer>,
+    ) -> Result<Self, ConfigError> {
+        let members: Vec<_> = members.into_iter().collect();
+        if members.iter().any(|member| member.as_str().is_empty()) {
+            return Err(ConfigError::new("the whole body cannot be the key; name a member, such as \"/key\""));
+        }
+        self.profile.key_members = members.into_iter().map(KeyMember::from).collect();
+        Ok(self)
+    }
+
+    /// Builds the key from these members of JSON bodies, for all requests, and ignores a key that the caller chose. Two
+    /// requests of one caller with the same values are one operation, with any key or without one. A request whose body lacks
     /// a member has no key. See [`NaturalKey`].
     #[must_use]
     pub fn with_natural_key(self, key: NaturalKey) -> Self {
         Self { natural_key: Some(key), ..self }
     }
 
-    /// The members that the key is built from, if the body carries it instead of the header field.
+    /// The members from which the key is built, if it is.
     #[must_use]
     pub const fn natural_key(&self) -> Option<&NaturalKey> {
         self.natural_key.as_ref()
@@ -227,14 +254,14 @@ impl Settings {
     /// Sets the syntax of the key in its header field.
     #[must_use]
     pub fn with_key_syntax(mut self, syntax: KeySyntax) -> Self {
-        self.grammar.syntax = syntax;
+        self.profile.grammar.syntax = syntax;
         self
     }
 
     /// Sets the format of the key.
     #[must_use]
     pub fn with_key_format(mut self, format: KeyFormat) -> Self {
-        self.grammar.format = format;
+        self.profile.grammar.format = format;
         self
     }
 
@@ -282,19 +309,37 @@ impl Settings {
     /// # Errors
     /// If a method is safe (GET, HEAD, OPTIONS, TRACE), because it has no effect to protect, or CONNECT, because it is not a
     /// request to the service.
-    pub fn with_methods(self, methods: Vec<Method>) -> Result<Self, ConfigError> {
+    pub fn with_methods(mut self, methods: Vec<Method>) -> Result<Self, ConfigError> {
         match methods.iter().find(|method| !method::has_effect(method)) {
             Some(method) => Err(ConfigError::new(format!(
                 "the method {method} cannot be covered: a key protects requests that change something"
             ))),
-            None => Ok(Self { methods, ..self }),
+            None => {
+                self.profile.methods = methods;
+                Ok(self)
+            }
         }
     }
 
     /// Sets the rules by which bodies are compared.
     #[must_use]
-    pub fn with_fingerprint(self, fingerprint: FingerprintRules) -> Self {
-        Self { fingerprint, ..self }
+    pub fn with_fingerprint(mut self, fingerprint: FingerprintRules) -> Self {
+        self.profile.fingerprint = fingerprint;
+        self
+    }
+
+    /// Sets the comparison of bodies. [`BodyComparison::Raw`] and [`BodyComparison::Nothing`] leave the members of the rules
+    /// without effect.
+    #[must_use]
+    pub fn with_body_comparison(mut self, comparison: BodyComparison) -> Self {
+        self.profile.set_body_comparison(comparison);
+        self
+    }
+
+    /// The comparison of bodies.
+    #[must_use]
+    pub const fn body_comparison(&self) -> BodyComparison {
+        self.profile.body_comparison
     }
 
     /// Sets header fields that are compared: a different value makes a different request. Fields that name another method or
@@ -335,13 +380,16 @@ impl Settings {
     ///
     /// # Errors
     /// If one is not an error, from 400 to 599.
-    pub fn with_release_statuses(self, statuses: Vec<StatusCode>) -> Result<Self, ConfigError> {
+    pub fn with_release_statuses(mut self, statuses: Vec<StatusCode>) -> Result<Self, ConfigError> {
         match statuses.iter().find(|status| !status.is_client_error() && !status.is_server_error()) {
             Some(status) => Err(ConfigError::new(format!(
                 "the status {} is not an error; only responses from 400 to 599 can free the key",
                 status.as_u16()
             ))),
-            None => Ok(Self { release_statuses: statuses, ..self }),
+            None => {
+                self.profile.release_statuses = statuses;
+                Ok(self)
+            }
         }
     }
 
@@ -374,7 +422,7 @@ impl Settings {
                 "the header field {name} has another purpose; it cannot mark a replay"
             )));
         }
-        self.profile.replay_marker = name;
+        self.profile.replay_marker.0 = name;
         Ok(self)
     }
 
@@ -489,12 +537,32 @@ impl Settings {
     /// frameworks turn `patch` into `PATCH` and execute it.
     #[must_use]
     pub fn covers(&self, method: &Method) -> bool {
-        method::contains(&self.methods, method)
+        method::contains(&self.profile.methods, method)
     }
 
-    /// Returns true if a request with these header fields may have a key. If the body carries the key, every request may.
-    pub(crate) fn may_have_key(&self, headers: &HeaderMap) -> bool {
-        self.natural_key.is_some() || headers.contains_key(&self.profile.key_header)
+    /// Returns true if a request with these header fields and this query may have a key. If the body carries the key, every
+    /// request may.
+    pub(crate) fn may_have_key(&self, headers: &HeaderMap, query: Option<&str>) -> bool {
+        self.body_has_key() || self.head_may_have_key(headers, query)
+    }
+
+    /// Returns true if the key of a request without one in its head is sought in its body.
+    pub(crate) fn body_has_key(&self) -> bool {
+        self.natural_key.is_some() || !self.profile.key_members.is_empty()
+    }
+
+    fn head_may_have_key(&self, headers: &HeaderMap, query: Option<&str>) -> bool {
+        let profile = &self.profile;
+        profile.key_headers.iter().chain(&profile.first_sent_header).any(|name| headers.contains_key(name))
+            || (profile.key_query.is_some() && query.is_some())
+    }
+
+    /// Returns true if requests with this method are refused because they have a key that would have no effect.
+    pub(crate) fn refuses_method(&self, method: &Method, headers: &HeaderMap) -> bool {
+        self.profile.uncovered_methods == UncoveredMethods::Refuse
+            && method::has_effect(method)
+            && !self.covers(method)
+            && self.profile.key_headers.iter().any(|name| headers.contains_key(name))
     }
 
     /// Checks these settings against each other and against the guarantees of the store.
@@ -514,11 +582,17 @@ impl Settings {
                 ));
             }
         }
-        if self.profile.replay_marker == self.profile.key_header {
+        let profile = &self.profile;
+        if profile.key_headers.contains(&profile.replay_marker.0) {
             return Err(ConfigError::new(format!(
                 "the header field {} cannot carry the key and mark a replay",
-                self.profile.key_header
+                profile.replay_marker.0
             )));
+        }
+        if self.natural_key.is_none() && !profile.has_carrier() {
+            return Err(ConfigError::new(
+                "nothing carries the key: name a header field, a parameter of the query, or a member of the body",
+            ));
         }
         if self.natural_key.is_some() && self.caller.allows_anonymous() {
             return Err(ConfigError::new(ANONYMOUS_NATURAL_KEY));
@@ -533,14 +607,9 @@ impl Settings {
 }
 
 /// A key that is built from the body need not be guessed: two callers with the same cart have the same key.
-const ANONYMOUS_NATURAL_KEY: &str = "the key is built from members of the body (key-members), and callers that are not told apart \
+const ANONYMOUS_NATURAL_KEY: &str = "the key is built from members of the body (natural-key), and callers that are not told apart \
      would get each other's responses; require a field that identifies them (scope = \"required-header:NAME\" or \
      \"required-cookie:NAME\"), or declare that there is only one caller (scope = \"single-tenant\")";
-
-/// The natural key of a profile. A test checks that every profile's pointers are valid.
-fn natural_key_of(members: &[&str]) -> Option<NaturalKey> {
-    NaturalKey::new(members.iter().filter_map(|member| JsonPointer::parse(member).ok()).collect())
-}
 
 #[cfg(test)]
 mod tests {
@@ -587,7 +656,7 @@ mod tests {
         assert!(
             marked("x-replayed")
                 .unwrap()
-                .with_key_header(HeaderName::from_static("x-replayed"))
+                .with_key_headers([HeaderName::from_static("x-replayed")])
                 .unwrap()
                 .check(&promises(false))
                 .is_err()
@@ -596,7 +665,7 @@ mod tests {
 
     #[test]
     fn a_field_with_another_purpose_carries_no_key() {
-        let carried = |name| Settings::default().with_key_header(HeaderName::from_static(name));
+        let carried = |name| Settings::default().with_key_headers([HeaderName::from_static(name)]);
         for name in ["content-type", "authorization", "cookie", "host", "if-match", "x-forwarded-for", "te"] {
             assert!(carried(name).is_err(), "{name}");
         }
@@ -642,7 +711,7 @@ mod tests {
         let name = HeaderName::from_static;
         let settings = Settings::default()
             .with_caller(CallerScope::header(name("x-tenant")).and(CallerScope::cookie("sid").unwrap()))
-            .with_key_header(name("x-key"))
+            .with_key_headers([name("x-key")])
             .unwrap()
             .with_fingerprint_headers([name("x-version")]);
         for own in

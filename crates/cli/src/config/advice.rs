@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use http::Method;
-use oncegate_http::CallerPart;
+use oncegate_http::{BodyComparison, CallerPart};
 
 use super::assemble::{given, is_given, is_loopback};
 use super::problem::{Problem, Source, did_you_mean};
@@ -125,11 +125,13 @@ pub(super) fn on_route(values: &Values, route: &RouteConfig) -> Vec<Problem> {
         warn(explicit(values, "retention"), what);
     }
     let pointers = values.fingerprint_exclude.as_ref().or(values.fingerprint_include.as_ref());
-    if let Some(pointers) =
-        pointers.filter(|pointers| given(&values.fingerprint_raw) && !pointers.value.is_empty())
-    {
-        let what = "not used: bodies are compared byte by byte (fingerprint.raw)";
-        warn(Some(pointers.source.clone()), what.to_owned());
+    let unused = match route.settings.body_comparison() {
+        BodyComparison::Raw => "not used: bodies are compared byte by byte (fingerprint.body = \"raw\")",
+        BodyComparison::Nothing => "not used: bodies are not compared (fingerprint.body = \"nothing\")",
+        _ => "",
+    };
+    if let Some(pointers) = pointers.filter(|pointers| !unused.is_empty() && !pointers.value.is_empty()) {
+        warn(Some(pointers.source.clone()), unused.to_owned());
     }
     advice.extend(on_chosen_scope(values, route));
     advice.extend(on_methods(values));

@@ -8,14 +8,14 @@ use std::sync::Arc;
 use oncegate_core::fingerprint::FingerprintRules;
 use oncegate_core::{NaturalKey, OnAbandoned, limits};
 use oncegate_engine::ConfigError;
-use oncegate_http::{CompletedBy, PathPattern, Settings};
+use oncegate_http::{CompletedBy, PathPattern, Profile, ProfileError, Settings};
 
 use super::advice;
 use super::cors::Cors;
 use super::file::RouteTable;
-use super::problem::{Problem, Source};
+use super::problem::{FilePlace, Problem, Source};
 use super::settings::{Setting, Sourced, Values};
-use super::units::{self, AdminToken, Origin, StoreChoice, StoreOutage, Upstream};
+use super::units::{self, AdminToken, Origin, ProfileChoice, StoreChoice, StoreOutage, Upstream};
 use super::{Config, Draft, FixedValues, Route, RouteConfig, TlsFiles, apply};
 
 /// Everything that could be built from the values. `file_is_whole` is false if the file could not be read.
@@ -209,7 +209,8 @@ fn route_config(
         let what = "the list of methods is empty, so nothing would be protected";
         push_once(problems, Problem::error(methods.source.clone(), what));
     }
-    let settings = settings(values).unwrap_or_else(|error| {
+    let profile = profile(values, problems);
+    let settings = settings(values, profile).unwrap_or_else(|error| {
         // Every value was checked when it was read, so these are values that contradict each other.
         push_once(problems, Problem::error(place.cloned(), error.to_string()));
         Settings::default()
@@ -265,8 +266,8 @@ fn with_scope(settings: Settings, values: &Values, problems: &mut Vec<Problem>) 
     };
     let is_doubtful = has_error_about("scope", problems);
     if settings.natural_key().is_some() && settings.caller().allows_anonymous() && !is_doubtful {
-        let source = values.source("scope").or_else(|| values.source("key-members"));
-        let what = "the key is built from members of the body (key-members), and callers that are not told apart would get each \
+        let source = values.source("scope").or_else(|| values.source("natural-key"));
+        let what = "the key is built from members of the body (natural-key), and callers that are not told apart would get each \
                     other's responses; set scope = \"required-header:NAME\" or \"required-cookie:NAME\", or \"single-tenant\" \
                     if there is only one caller";
         push_once(problems, Problem::error(source.cloned(), what));
@@ -331,8 +332,38 @@ fn check_upstream_completion(values: &Values, narrows: bool, problems: &mut Vec<
     push_once(problems, Problem::error(source, what));
 }
 
-fn settings(values: &Values) -> Result<Settings, ConfigError> {
-    let mut settings = Settings::new(given(&values.profile));
+/// The profile, read from its file if it is one. The mistakes in a file are reported as those of the configuration are.
+fn profile(values: &Values, problems: &mut Vec<Problem>) -> Profile {
+    let (path, source) = match &values.profile {
+        Some(Sourced { value: ProfileChoice::File(path), source }) => (path, source),
+        Some(Sourced { value: ProfileChoice::Shipped(profile), .. }) => return (**profile).clone(),
+        None => return Profile::default(),
+    };
+    // Relative to the file that names it.
+    let path = match source {
+        Source::File(place) => Path::new(&*place.file).parent().unwrap_or(Path::new("")).join(path),
+        _ => path.clone(),
+    };
+    let name = path.file_stem().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
+    let file: Arc<str> = path.display().to_string().into();
+    let text = match fs::read_to_string(&path) {
+        Ok(text) => text,
+        Err(error) => {
+            push_once(problems, Problem::error(source.clone(), format!("{file}: {error}")));
+            return Profile::default();
+        }
+    };
+    Profile::parse(&name, &text).unwrap_or_else(|errors| {
+        for ProfileError { line, column, key, message, .. } in errors.0 {
+            let place = FilePlace { file: file.clone(), line, column, key };
+            push_once(problems, Problem::error(Source::File(place), message));
+        }
+        Profile::default()
+    })
+}
+
+fn settings(values: &Values, profile: Profile) -> Result<Settings, ConfigError> {
+    let mut settings = Settings::new(profile);
     let mut policy = settings
         .policy()
         .with_lease(given(&values.lease))?
@@ -344,12 +375,10 @@ fn settings(values: &Values) -> Result<Settings, ConfigError> {
     settings = settings
         .with_policy(policy)
         .with_authority(given(&values.authority))
-        .with_key_format(given(&values.key_format))
         .with_trailing_slash(given(&values.trailing_slash))
         .with_path_case(given(&values.path_case))
         .with_max_request_body(given(&values.max_request_body))?
-        .with_max_response_body(given(&values.max_response_body))?
-        .with_fingerprint(fingerprint_rules(values));
+        .with_max_response_body(given(&values.max_response_body))?;
     if given(&values.completion) == CompletedBy::Upstream {
         settings = settings.with_upstream_completion();
     }
@@ -357,10 +386,16 @@ fn settings(values: &Values) -> Result<Settings, ConfigError> {
     if let Some(required) = &values.require_key {
         settings = settings.with_required_key(required.value);
     }
-    if let Some(name) = &values.key_header {
-        settings = settings.with_key_header(name.value.clone())?;
+    if let Some(names) = &values.key_header {
+        settings = settings.with_key_headers(names.value.clone())?;
     }
-    if let Some(members) = &values.key_members {
+    if let Some(name) = &values.key_query {
+        settings = settings.with_key_query(&name.value);
+    }
+    if let Some(members) = &values.key_member {
+        settings = settings.with_key_members(members.value.clone())?;
+    }
+    if let Some(members) = &values.natural_key {
         let key = NaturalKey::new(members.value.clone()).ok_or_else(|| {
             let most = limits::MAX_KEY_MEMBERS;
             ConfigError::new(format!(
@@ -376,6 +411,15 @@ fn settings(values: &Values) -> Result<Settings, ConfigError> {
     if let Some(syntax) = &values.key_syntax {
         settings = settings.with_key_syntax(syntax.value);
     }
+    if let Some(format) = &values.key_format {
+        settings = settings.with_key_format(format.value.clone());
+    }
+    if values.fingerprint_include.is_some() || values.fingerprint_exclude.is_some() {
+        settings = settings.with_fingerprint(fingerprint_rules(values));
+    }
+    let comparison = values.fingerprint_body.as_ref().map(|given| given.value);
+    let comparison = comparison.unwrap_or(settings.body_comparison());
+    settings = settings.with_body_comparison(comparison);
     if let Some(methods) = &values.methods {
         settings = settings.with_methods(methods.value.clone())?;
     }
@@ -405,9 +449,6 @@ fn settings(values: &Values) -> Result<Settings, ConfigError> {
 
 fn fingerprint_rules(values: &Values) -> FingerprintRules {
     let mut rules = FingerprintRules::new();
-    if given(&values.fingerprint_raw) {
-        rules = rules.with_raw_bodies();
-    }
     for pointer in values.fingerprint_include.iter().flat_map(|pointers| pointers.value.iter()) {
         rules = rules.include(pointer.clone());
     }

@@ -43,9 +43,9 @@ impl Cors {
 
     /// Lets pages read these fields, and those of Oncegate: the key, the replay marker, the status and `Retry-After`.
     pub(crate) fn with_exposed(self, settings: &Settings, more: &[HeaderName]) -> Self {
-        let own =
-            [settings.key_header(), settings.replay_marker(), &IDEMPOTENCY_STATUS, &header::RETRY_AFTER];
-        let mut names: Vec<&str> = own.into_iter().chain(more).map(HeaderName::as_str).collect();
+        let own = [settings.replay_marker(), &IDEMPOTENCY_STATUS, &header::RETRY_AFTER];
+        let own = settings.key_headers().iter().chain(own);
+        let mut names: Vec<&str> = own.chain(more).map(HeaderName::as_str).collect();
         let mut seen = Vec::new();
         names.retain(|name| {
             !seen.contains(name) && {

@@ -3,6 +3,8 @@
 use std::fmt;
 use std::sync::Arc;
 
+pub(crate) use oncegate_http::nearest;
+
 use super::settings::Setting;
 
 /// The source of a value.
@@ -121,19 +123,6 @@ impl std::error::Error for Problems {}
 /// `; did you mean X?` for the candidate that is nearest to the written name, or nothing if none is near.
 pub(crate) fn did_you_mean<'a>(written: &str, candidates: impl IntoIterator<Item = &'a str>) -> String {
     nearest(written, candidates).map_or_else(String::new, |name| format!("; did you mean `{name}`?"))
-}
-
-/// The candidate that is nearest to the written name; `None` if none is near.
-pub(crate) fn nearest<'a>(written: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
-    let fold = |name: &str| name.to_ascii_lowercase().replace('_', "-");
-    let written = fold(written);
-    candidates
-        .into_iter()
-        .map(|name| (strsim::damerau_levenshtein(&written, &fold(name)), name))
-        // At most one wrong letter in three: otherwise it is another word.
-        .filter(|(distance, name)| *distance <= name.len().max(written.len()).div_ceil(3))
-        .min_by_key(|(distance, _)| *distance)
-        .map(|(_, name)| name)
 }
 
 #[cfg(test)]

@@ -13,14 +13,14 @@ use http::{Method, StatusCode};
 use oncegate_core::fingerprint::JsonPointer;
 use oncegate_core::{OnAbandoned, ServiceName, limits};
 use oncegate_http::{
-    AuthorityRole, CallerScope, CompletedBy, KeyFormat, KeyScope, KeySyntax, PathCase, Profile, ServerErrors,
-    TrailingSlash,
+    AuthorityRole, BodyComparison, CallerScope, CompletedBy, KeyFormat, KeyScope, KeySyntax, PathCase,
+    ServerErrors, TrailingSlash,
 };
 
 use super::problem::Source;
 use super::trusted::{self, TrustedProxies};
 use super::units::{
-    self, AdminToken, DAY, MILLI, Origin, SECOND, StoreChoice, StoreOutage, Upstream, UpstreamProtocol,
+    self, AdminToken, DAY, MILLI, Origin, ProfileChoice, SECOND, StoreChoice, StoreOutage, Upstream, UpstreamProtocol,
     at_most, bounded, number, one_of,
 };
 use crate::access_log::AccessLogFormat;
@@ -270,10 +270,12 @@ settings! {
     "threads" SERVICE Service One "N" Nothing("one per core");
     threads: usize = |text| number(text, 1024, "threads");
 
-    /// The dialect of the protocol: `ietf` (draft-ietf-httpapi-idempotency-key-header-07), `stripe`, or `classic` (common
-    /// middleware). A profile sets the defaults that are marked "by profile". Settings that you give override them.
-    "profile" KEYS Route One "NAME" Value("ietf");
-    profile: Profile = units::profile;
+    /// The dialect of the protocol: `ietf` (draft-ietf-httpapi-idempotency-key-header-07), `stripe`, `stripe-v2`, `acp`, `paypal`,
+    /// `adyen`, `square`, `oasis`, `aws`, `webhook`, `classic` (common middleware), or a file of your own whose name ends with
+    /// `.toml`, such as `./ours.toml`. A profile sets the defaults that are marked "by profile", and the form of refusals.
+    /// Settings that you give override it. docs/reference/profiles.md describes all of them.
+    "profile" KEYS Route One "NAME|FILE" Value("ietf");
+    profile: ProfileChoice = units::profile;
 
     /// Identifies the caller, so that callers never share keys: `header:NAME` or `cookie:NAME` (hashed; all callers without it
     /// share one scope), `required-header:NAME` or `required-cookie:NAME` (requests without it are refused), several of these
@@ -297,29 +299,41 @@ settings! {
     "require-key" KEYS Route Switch "BOOL" ByProfile("false");
     require_key: bool = units::boolean;
 
-    /// The header field that carries the key.
-    "key-header" KEYS Route One "NAME" ByProfile("Idempotency-Key");
+    /// The header fields that may carry the key. A request with more than one of them is refused.
+    "key-header" KEYS Route Many "NAME,…" ByProfile("Idempotency-Key");
     key_header: HeaderName = units::key_header;
 
-    /// A list of members of JSON bodies from which the key is built, such as `/customer` (JSON pointers). The header field is
-    /// ignored: two requests of one caller with the same values are one operation, with any key or without one. Needs a `scope`
-    /// that every caller must send, or `single-tenant`.
-    "key-members" KEYS Route Many "POINTER,…" Nothing("the header field carries the key");
-    key_members: JsonPointer = units::json_pointer;
+    /// The parameter of the query that carries the key of a request without a header field for it.
+    "key-query" KEYS Route One "NAME" Nothing("by profile: ClientToken in aws, none in the others");
+    key_query: String = units::parameter;
+
+    /// A list of members of JSON bodies, such as `/idempotency_key` (JSON pointers), that carry the key of a request whose head
+    /// has none: the first one that is there. Then all requests with a covered method are read into memory.
+    "key-member" KEYS Route Many "POINTER,…" Nothing("by profile: some in square and aws, none in the others");
+    key_member: JsonPointer = units::key_member;
+
+    /// A list of members of JSON bodies from which the key is built, such as `/customer` (JSON pointers). A key that the caller
+    /// chose is ignored: two requests of one caller with the same values are one operation, with any key or without one. Needs
+    /// a `scope` that every caller must send, or `single-tenant`.
+    "natural-key" KEYS Route Many "POINTER,…" Nothing("the caller chooses the key");
+    natural_key: JsonPointer = units::json_pointer;
 
     /// The scope within which a caller's key is unique: `endpoint` (method and path; on another endpoint it is another key), or
     /// `caller` (the same key on another endpoint is refused as a mismatch).
     "key-scope" KEYS Route One "endpoint|caller" ByProfile("endpoint");
     key_scope: KeyScope = |text| one_of(text, &[("endpoint", KeyScope::Endpoint), ("caller", KeyScope::Caller)]);
 
-    /// The syntax of the key in its header field: `lenient` (bare or in quotes), or `strict` (in quotes only, as the draft
-    /// demands).
-    "key-syntax" KEYS Route One "lenient|strict" ByProfile("lenient");
-    key_syntax: KeySyntax = |text| one_of(text, &[("lenient", KeySyntax::Lenient), ("strict", KeySyntax::Strict)]);
+    /// The syntax of the key in its header field: `lenient` (bare or in quotes), `strict` (in quotes only, as the draft demands),
+    /// or `raw` (the value as it is: quotes, commas and spaces are part of the key).
+    "key-syntax" KEYS Route One "lenient|strict|raw" ByProfile("lenient");
+    key_syntax: KeySyntax = |text| one_of(
+        text,
+        &[("lenient", KeySyntax::Lenient), ("strict", KeySyntax::Strict), ("raw", KeySyntax::Raw)],
+    );
 
     /// The format of keys: `any` (1 to 255 characters), `uuid`, `ulid`, or `pattern:REGEX`, which the whole key must match, such
     /// as `pattern:.{20,64}` for 20 to 64 characters.
-    "key-format" KEYS Route One "FORMAT" Value("any");
+    "key-format" KEYS Route One "FORMAT" ByProfile("any");
     key_format: KeyFormat = units::key_format;
 
     /// The header field that marks a replay.
@@ -396,7 +410,7 @@ settings! {
     /// A list of further response statuses that free the key, such as 400 and 422: the client can correct a refused request and
     /// send it again under its key. The service must have done nothing when it responds so. From 400 to 599. The statuses 401,
     /// 403, 407, 408, 421, 425 and 429 always free the key.
-    "release-statuses" RECORDS Route Many "STATUS,…" Nothing("by profile: 400 in stripe, none in the others");
+    "release-statuses" RECORDS Route Many "STATUS,…" Nothing("by profile: none in ietf");
     release_statuses: StatusCode = units::release_status;
 
     /// The policy for requests with a key while the store cannot be reached: `closed` (503, nothing is executed), or `open`
@@ -420,9 +434,17 @@ settings! {
     "fingerprint.include" REQUESTS Route Many "POINTER,…" Nothing("all members");
     fingerprint_include: JsonPointer = units::json_pointer;
 
-    /// Compares bodies byte by byte, without parsing JSON, forms and multipart.
-    "fingerprint.raw" REQUESTS Route Switch "BOOL" Value("false");
-    fingerprint_raw: bool = units::boolean;
+    /// The comparison of the bodies of two requests with one key: `canonical` (JSON by value, forms and multipart by their parts),
+    /// `raw` (byte by byte), or `nothing` (another body is a retry, too, as receivers of webhooks need it).
+    "fingerprint.body" REQUESTS Route One "canonical|raw|nothing" ByProfile("canonical");
+    fingerprint_body: BodyComparison = |text| one_of(
+        text,
+        &[
+            ("canonical", BodyComparison::Canonical),
+            ("raw", BodyComparison::Raw),
+            ("nothing", BodyComparison::Nothing),
+        ],
+    );
 
     /// A list of header fields that are compared, too: requests that differ in one of them are different requests.
     "fingerprint.headers" REQUESTS Route Many "NAME,…" Nothing("");

@@ -452,8 +452,35 @@ pub(crate) fn path(text: &str) -> Read<PathBuf> {
     if text.is_empty() { Err("\"\" is not a file".to_owned()) } else { Ok(text.into()) }
 }
 
-pub(crate) fn profile(text: &str) -> Read<Profile> {
-    Profile::named(text).ok_or_else(|| not_one_of(text, &Profile::all().map(|profile| profile.name)))
+/// A profile: a shipped one, or a file.
+#[derive(Clone, Debug)]
+pub(crate) enum ProfileChoice {
+    Shipped(Box<Profile>),
+    File(PathBuf),
+}
+
+pub(crate) fn profile(text: &str) -> Read<ProfileChoice> {
+    if text.ends_with(".toml") {
+        return Ok(ProfileChoice::File(text.into()));
+    }
+    let shipped = Profile::named(text).map(|profile| ProfileChoice::Shipped(Box::new(profile)));
+    shipped.ok_or_else(|| {
+        let hint = if text.contains(['/', '.']) { "; the name of a file ends with .toml" } else { "" };
+        format!("{}{hint}", not_one_of(text, &Profile::names()))
+    })
+}
+
+/// The name of a parameter in a query.
+pub(crate) fn parameter(text: &str) -> Read<String> {
+    if text.is_empty() { Err("\"\" is not the name of a parameter".to_owned()) } else { Ok(text.to_owned()) }
+}
+
+pub(crate) fn key_member(text: &str) -> Read<JsonPointer> {
+    let pointer = json_pointer(text)?;
+    match pointer.as_str() {
+        "" => Err("the whole body cannot be the key; name a member, such as \"/key\"".to_owned()),
+        _ => Ok(pointer),
+    }
 }
 
 pub(crate) fn service(text: &str) -> Read<ServiceName> {

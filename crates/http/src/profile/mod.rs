@@ -11,12 +11,14 @@ use std::time::Duration;
 
 use http::header::{HeaderMap, HeaderName, HeaderValue};
 use http::{Method, StatusCode};
-use oncegate_core::{JsonPointer, RecordId};
+use oncegate_core::RecordId;
+use oncegate_core::fingerprint::FingerprintRules;
 
-pub use read::{ProfileError, ProfileErrors};
+pub use read::{ProfileError, ProfileErrors, nearest};
 use template::Template;
 
-use crate::key::{KeyFormat, KeySyntax};
+use crate::carrier::KeyMember;
+use crate::key::KeyGrammar;
 use crate::refusal::{Condition, RetryAdvice};
 
 /// The dialect of one family of APIs. [`Settings`](crate::Settings) start from it.
@@ -31,16 +33,17 @@ pub struct Profile {
     /// The parameter of the query that may carry the key.
     pub(crate) key_query: Option<String>,
     /// The members of a JSON body that may carry the key: the first that is there.
-    pub(crate) key_member: Vec<JsonPointer>,
+    pub(crate) key_members: Vec<KeyMember>,
     /// The field with the time at which the client sent the request first, which each request with a key must have.
     pub(crate) first_sent_header: Option<HeaderName>,
-    pub(crate) key_syntax: KeySyntax,
-    pub(crate) key_format: KeyFormat,
+    pub(crate) grammar: KeyGrammar,
     pub(crate) key_scope: KeyScope,
     pub(crate) require_key: bool,
     pub(crate) methods: Vec<Method>,
     pub(crate) uncovered_methods: UncoveredMethods,
-    pub(crate) compare: BodyComparison,
+    pub(crate) body_comparison: BodyComparison,
+    /// The members of JSON bodies that are compared.
+    pub(crate) fingerprint: FingerprintRules,
     pub(crate) retention: Duration,
     pub(crate) server_errors: ServerErrors,
     pub(crate) release_statuses: Vec<StatusCode>,
@@ -188,15 +191,15 @@ impl Default for Profile {
             deviations: Vec::new(),
             key_headers: vec![HeaderName::from_static("idempotency-key")],
             key_query: None,
-            key_member: Vec::new(),
+            key_members: Vec::new(),
             first_sent_header: None,
-            key_syntax: KeySyntax::Lenient,
-            key_format: KeyFormat::Any,
+            grammar: KeyGrammar::default(),
             key_scope: KeyScope::Endpoint,
             require_key: false,
             methods: vec![Method::POST, Method::PATCH],
             uncovered_methods: UncoveredMethods::Pass,
-            compare: BodyComparison::Canonical,
+            body_comparison: BodyComparison::Canonical,
+            fingerprint: FingerprintRules::new(),
             retention: DAY,
             server_errors: ServerErrors::Replay,
             release_statuses: Vec::new(),
@@ -282,9 +285,16 @@ impl Profile {
         &self.deviations
     }
 
-    /// The header field that usually carries the key: responses that name one name this one.
-    pub(crate) fn key_header(&self) -> Option<&HeaderName> {
-        self.key_headers.first()
+    /// Returns true if something in a request may carry the key.
+    pub(crate) fn has_carrier(&self) -> bool {
+        !self.key_headers.is_empty() || self.key_query.is_some() || !self.key_members.is_empty()
+    }
+
+    pub(crate) fn set_body_comparison(&mut self, comparison: BodyComparison) {
+        self.body_comparison = comparison;
+        if comparison == BodyComparison::Raw {
+            self.fingerprint = std::mem::take(&mut self.fingerprint).with_raw_bodies();
+        }
     }
 
     /// The status of the refusal for a condition.

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use http::header::{HeaderName, HeaderValue};
 use http::{Method, StatusCode};
+use oncegate_core::fingerprint::FingerprintRules;
 use oncegate_core::{JsonPointer, limits};
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
@@ -16,6 +17,8 @@ use super::{
     BodyComparison, BodyPart, ExtraHeaders, HeaderPart, KeyScope, Profile, RefusalWords, ServerErrors,
     UncoveredMethods,
 };
+use crate::carrier::KeyMember;
+use crate::headers::is_reserved;
 use crate::key::{KeyFormat, KeySyntax, has_other_purpose};
 use crate::method;
 use crate::refusal::Condition;
@@ -82,17 +85,16 @@ const KEYS: &[Key] = &[
     ("deviations", |profile, value| set(&mut profile.deviations, list(value, |text| Ok(text.to_owned())))),
     ("key-header", |profile, value| set(&mut profile.key_headers, list(value, key_header))),
     ("key-query", |profile, value| set(&mut profile.key_query, one(value, |text| Ok(Some(text.to_owned()))))),
-    ("key-member", |profile, value| set(&mut profile.key_member, list(value, json_pointer))),
+    ("key-member", |profile, value| set(&mut profile.key_members, list(value, key_member))),
     ("first-sent-header", |profile, value| {
         set(&mut profile.first_sent_header, one(value, |text| header_name(text).map(Some)))
     }),
-    ("key-syntax", |profile, value| set(&mut profile.key_syntax, choice(value, &KEY_SYNTAXES))),
-    ("key-format", |profile, value| set(&mut profile.key_format, one(value, key_format))),
+    ("key-syntax", |profile, value| set(&mut profile.grammar.syntax, choice(value, &KEY_SYNTAXES))),
+    ("key-format", |profile, value| set(&mut profile.grammar.format, one(value, key_format))),
     ("key-scope", |profile, value| set(&mut profile.key_scope, choice(value, &KEY_SCOPES))),
     ("require-key", |profile, value| set(&mut profile.require_key, boolean(value))),
     ("methods", |profile, value| set(&mut profile.methods, list(value, covered_method))),
     ("uncovered-methods", |profile, value| set(&mut profile.uncovered_methods, choice(value, &UNCOVERED))),
-    ("compare", |profile, value| set(&mut profile.compare, choice(value, &COMPARISONS))),
     ("retention", |profile, value| set(&mut profile.retention, one(value, retention))),
     ("server-errors", |profile, value| set(&mut profile.server_errors, choice(value, &SERVER_ERRORS))),
     ("release-statuses", |profile, value| {
@@ -137,6 +139,7 @@ pub(super) fn read(name: &str, text: &str) -> Result<Profile, ProfileErrors> {
         let (span, key) = (key.span(), key.get_ref().as_ref());
         match key {
             "extends" => {}
+            "fingerprint" => reader.fingerprint(&mut profile, value),
             "headers" => reader.headers(&mut profile, value),
             "refusal" => reader.refusal(&mut profile, value),
             _ => match KEYS.iter().find(|(own, _)| *own == key) {
@@ -151,7 +154,7 @@ pub(super) fn read(name: &str, text: &str) -> Result<Profile, ProfileErrors> {
 }
 
 fn all_keys() -> impl Iterator<Item = &'static str> {
-    KEYS.iter().map(|(name, _)| *name).chain(["extends", "headers", "refusal"])
+    KEYS.iter().map(|(name, _)| *name).chain(["extends", "fingerprint", "headers", "refusal"])
 }
 
 struct Reader<'a> {
@@ -201,6 +204,33 @@ impl Reader<'_> {
                 Profile::default()
             }
         }
+    }
+
+    /// The rules by which bodies are compared.
+    fn fingerprint(&mut self, profile: &mut Profile, value: &Value<'_>) {
+        let Some(table) = self.table("fingerprint", value) else { return };
+        let mut rules = FingerprintRules::new();
+        for (key, value) in table {
+            let (span, key) = (key.span(), key.get_ref().as_ref());
+            let name = format!("fingerprint.{key}");
+            let mut pointers = |add: fn(FingerprintRules, JsonPointer) -> FingerprintRules| {
+                let read = list(value, json_pointer)?;
+                rules = read.into_iter().fold(std::mem::take(&mut rules), add);
+                Ok(())
+            };
+            let result = match key {
+                "body" => set(&mut profile.body_comparison, choice(value, &COMPARISONS)),
+                "include" => pointers(FingerprintRules::include),
+                "exclude" => pointers(FingerprintRules::exclude),
+                _ => {
+                    self.unknown(&span, key, ["body", "include", "exclude"].into_iter());
+                    continue;
+                }
+            };
+            self.note(&name, result);
+        }
+        profile.fingerprint = rules;
+        profile.set_body_comparison(profile.body_comparison);
     }
 
     /// The tables of header fields that are added to responses.
@@ -297,7 +327,7 @@ impl Reader<'_> {
     /// Checks what no value shows alone.
     fn check(&mut self, profile: &Profile, table: &Table<'_>) {
         let place = |key: &str| table.get(key).map_or(0..0, Spanned::span);
-        if profile.key_headers.is_empty() && profile.key_query.is_none() && profile.key_member.is_empty() {
+        if !profile.has_carrier() {
             let message = "nothing carries the key; name a header field, a parameter of the query or a member of the body";
             self.error(&place("key-header"), Some("key-header"), message);
         }
@@ -387,7 +417,14 @@ fn key_header(text: &str) -> Result<HeaderName, String> {
 }
 
 fn json_pointer(text: &str) -> Result<JsonPointer, String> {
-    JsonPointer::parse(text).map_err(|error| error.to_string())
+    JsonPointer::parse(text).map_err(|error| format!("{text:?} is not a JSON pointer: {error}"))
+}
+
+fn key_member(text: &str) -> Result<KeyMember, String> {
+    match json_pointer(text)? {
+        whole if whole.as_str().is_empty() => Err("the whole body cannot be the key; name a member, such as \"/key\"".to_owned()),
+        pointer => Ok(pointer.into()),
+    }
 }
 
 fn key_format(text: &str) -> Result<KeyFormat, String> {
@@ -470,13 +507,25 @@ fn replay_statuses(value: &Value<'_>) -> Result<Vec<(StatusCode, StatusCode)>, V
 fn marker(text: &str) -> Result<(HeaderName, HeaderValue), String> {
     let (name, value) = text.split_once(':').unwrap_or((text, "true"));
     let value = HeaderValue::from_str(value.trim()).map_err(|_| format!("{value:?} is not the value of a field"))?;
-    Ok((header_name(name.trim())?, value))
+    let name = header_name(name.trim())?;
+    if is_reserved(&name) {
+        return Err(format!("the header field {name} has another purpose; it cannot mark a replay"));
+    }
+    Ok((name, value))
+}
+
+fn extra_header_name(text: &str) -> Result<HeaderName, String> {
+    let name = header_name(text)?;
+    if is_reserved(&name) {
+        return Err(format!("the header field {name} has another purpose, or must not be stored"));
+    }
+    Ok(name)
 }
 
 fn extra_headers(table: &Table<'_>) -> Result<ExtraHeaders, Vec<Mistake>> {
     let (mut good, mut bad) = (Vec::new(), Vec::new());
     for (name, value) in table {
-        let read = header_name(name.get_ref()).map_err(|message| mistake(value, message)).and_then(|name| {
+        let read = extra_header_name(name.get_ref()).map_err(|message| mistake(value, message)).and_then(|name| {
             let value = one(value, |text| {
                 Template::parse(text, header_part).map_err(|unknown| {
                     format!("{unknown}; the names are retryable, and response:NAME for a field of the response")
@@ -497,6 +546,24 @@ fn header_part(name: &str) -> Option<HeaderPart> {
         Some(field) => field.parse().ok().map(HeaderPart::Response),
         None => (name == "retryable").then_some(HeaderPart::Retryable),
     }
+}
+
+/// The candidate that is nearest to the written name; `None` if none is near.
+#[doc(hidden)]
+pub fn nearest<'a>(written: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    let fold = |name: &str| name.to_ascii_lowercase().replace('_', "-");
+    let written = fold(written);
+    candidates
+        .into_iter()
+        .map(|name| (strsim::damerau_levenshtein(&written, &fold(name)), name))
+        // At most one wrong letter in three: otherwise it is another word.
+        .filter(|(distance, name)| *distance <= name.len().max(written.len()).div_ceil(3))
+        .min_by_key(|(distance, _)| *distance)
+        .map(|(_, name)| name)
+}
+
+fn did_you_mean<'a>(written: &str, candidates: impl IntoIterator<Item = &'a str>) -> String {
+    nearest(written, candidates).map_or_else(String::new, |name| format!("; did you mean `{name}`?"))
 }
 
 fn article(value: &DeValue<'_>) -> Cow<'static, str> {

@@ -1,0 +1,258 @@
+//! The places in a request that may carry its key: header fields, a parameter of the query, members of a JSON body.
+
+use std::borrow::Cow;
+use std::fmt;
+
+use http::header::{HeaderName, HeaderValue};
+use http::request::Parts;
+use oncegate_core::{IdempotencyKey, JsonPointer};
+use serde::de::{DeserializeSeed, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde::{Deserializer, de};
+
+use crate::key::{KeyGrammar, KeyHeaderError};
+use crate::profile::Profile;
+
+/// A key, and the field in which the response repeats it.
+#[derive(Debug)]
+pub(crate) struct CarriedKey {
+    pub(crate) key: IdempotencyKey,
+    pub(crate) echo: Option<(HeaderName, HeaderValue)>,
+}
+
+/// The key in the head of a request: in a header field, otherwise in the query. `None` if neither carries one.
+pub(crate) fn key_in_head(
+    profile: &Profile,
+    parts: &Parts,
+) -> Option<Result<CarriedKey, KeyHeaderError>> {
+    let grammar = &profile.grammar;
+    if let Some(read) = grammar.read(&parts.headers, &profile.key_headers) {
+        return Some(read.map(|(key, name, value)| CarriedKey { key, echo: Some((name.clone(), value.clone())) }));
+    }
+    let name = profile.key_query.as_deref()?;
+    let mut values = parameters(parts.uri.query()?).filter(|(own, _)| own == name).map(|(_, value)| value);
+    let value = values.next()?;
+    if values.next().is_some() {
+        return Some(Err(KeyHeaderError::SeveralFields));
+    }
+    Some(grammar.key_of(value).map(|key| CarriedKey { key, echo: None }))
+}
+
+/// The names and values of a query, decoded as HTML forms encode them.
+fn parameters(query: &str) -> impl Iterator<Item = (Cow<'_, str>, Cow<'_, str>)> {
+    query.split('&').map(|pair| {
+        let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
+        (decoded(name), decoded(value))
+    })
+}
+
+fn decoded(text: &str) -> Cow<'_, str> {
+    match text.contains('+') {
+        true => Cow::Owned(percent_encoding::percent_decode_str(&text.replace('+', " ")).decode_utf8_lossy().into_owned()),
+        false => percent_encoding::percent_decode_str(text).decode_utf8_lossy(),
+    }
+}
+
+/// A member of a JSON body that may carry the key.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct KeyMember {
+    pub(crate) pointer: JsonPointer,
+    /// The names from the outermost object on.
+    path: Vec<String>,
+}
+
+impl From<JsonPointer> for KeyMember {
+    fn from(pointer: JsonPointer) -> Self {
+        let path = pointer.as_str().split('/').skip(1);
+        let path = path.map(|name| name.replace("~1", "/").replace("~0", "~")).collect();
+        Self { pointer, path }
+    }
+}
+
+/// The key in a JSON body: the value of the first of these members that the body has. `None` if it has none of them, or is not
+/// JSON.
+///
+/// The text is read whatever its media type, because some APIs send JSON under a type of their own.
+pub(crate) fn key_in_body(
+    members: &[KeyMember],
+    grammar: &KeyGrammar,
+    body: &[u8],
+) -> Option<Result<IdempotencyKey, KeyHeaderError>> {
+    let mut search = Search { values: vec![None; members.len()], is_repeated: false };
+    let candidates = members.iter().enumerate().map(|(at, member)| (at, member.path.as_slice())).collect();
+    let mut json = serde_json::Deserializer::from_slice(body);
+    let object = Object { candidates, search: &mut search };
+    // A text that is not JSON to its end is the service's to refuse.
+    object.deserialize(&mut json).and_then(|()| json.end()).ok()?;
+    let value = search.values.into_iter().flatten().next()?;
+    Some(match (search.is_repeated, value) {
+        (true, _) => Err(KeyHeaderError::SeveralFields),
+        (false, Member::Other) => Err(KeyHeaderError::NotText),
+        (false, Member::Text(text)) => grammar.key_of(text.into()),
+    })
+}
+
+/// The values that were found, in the order of the paths.
+struct Search {
+    values: Vec<Option<Member>>,
+    /// True if an object has two members of one name on one of the paths: programs differ in which of them counts.
+    is_repeated: bool,
+}
+
+#[derive(Clone, Debug)]
+enum Member {
+    Text(String),
+    Other,
+}
+
+/// An object on the way to members.
+struct Object<'a, 's> {
+    /// The paths that lead into this object, without the names of the objects around it.
+    candidates: Vec<(usize, &'a [String])>,
+    search: &'s mut Search,
+}
+
+impl<'de> DeserializeSeed<'de> for Object<'_, '_> {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
+        deserializer.deserialize_any(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Object<'_, '_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("JSON")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
+        let mut seen: Vec<String> = Vec::new();
+        while let Some(name) = map.next_key::<Cow<'_, str>>()? {
+            let within: Vec<_> = self
+                .candidates
+                .iter()
+                .filter_map(|(at, path)| Some((*at, path.split_first()?)))
+                .filter(|(_, (first, _))| **first == name)
+                .map(|(at, (_, rest))| (at, rest))
+                .collect();
+            if within.is_empty() {
+                map.next_value::<IgnoredAny>()?;
+                continue;
+            }
+            if seen.iter().any(|own| *own == name) {
+                self.search.is_repeated = true;
+            }
+            seen.push(name.into_owned());
+            match within.iter().find(|(_, rest)| rest.is_empty()) {
+                Some((at, _)) => {
+                    let value = map.next_value_seed(Leaf)?;
+                    if let Some(place) = self.search.values.get_mut(*at) {
+                        *place = value;
+                    }
+                }
+                None => map.next_value_seed(Object { candidates: within, search: &mut *self.search })?,
+            }
+        }
+        Ok(())
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut values: A) -> Result<(), A::Error> {
+        while values.next_element::<IgnoredAny>()?.is_some() {}
+        Ok(())
+    }
+
+    fn visit_bool<E: de::Error>(self, _: bool) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_i64<E: de::Error>(self, _: i64) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_u64<E: de::Error>(self, _: u64) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_f64<E: de::Error>(self, _: f64) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_str<E: de::Error>(self, _: &str) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_unit<E: de::Error>(self) -> Result<(), E> {
+        Ok(())
+    }
+}
+
+/// The value of a member that carries the key; `None` for `null`.
+struct Leaf;
+
+impl<'de> DeserializeSeed<'de> for Leaf {
+    type Value = Option<Member>;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
+        let value: serde_json::Value = de::Deserialize::deserialize(deserializer)?;
+        Ok(match value {
+            serde_json::Value::Null => None,
+            serde_json::Value::String(text) => Some(Member::Text(text)),
+            _ => Some(Member::Other),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use http::Request;
+
+    fn in_body(names: &[&str], body: &str) -> Option<Result<Vec<u8>, KeyHeaderError>> {
+        let members: Vec<_> =
+            names.iter().map(|name| KeyMember::from(JsonPointer::parse(name).unwrap())).collect();
+        let read = key_in_body(&members, &KeyGrammar::default(), body.as_bytes());
+        read.map(|key| key.map(|key| key.as_bytes().to_vec()))
+    }
+
+    #[test]
+    fn a_member_of_the_body_carries_the_key() {
+        let key = |text: &str| Some(Ok(text.as_bytes().to_vec()));
+        for (body, expected) in [
+            (r#"{"key":"abc"}"#, key("abc")),
+            (r#"{"amount":9007199254740993,"key":"a b"}"#, key("a b")),
+            (r#"{"x":{"key":"no"},"y":["key"],"meta":{"key":"inner"}}"#, key("inner")),
+            (r#"{"meta":{"key":"inner"},"key":"outer"}"#, key("outer")),
+            (r#"{"k\u0065y":"escaped"}"#, key("escaped")),
+            (r#"{"key":null}"#, None),
+            (r#"{"key":"abc""#, None),
+            (r#"{"key":"abc"} x"#, None),
+            (r#"["key"]"#, None),
+            ("7", None),
+            ("", None),
+            (r#"{"key":7}"#, Some(Err(KeyHeaderError::NotText))),
+            (r#"{"key":{"a":1}}"#, Some(Err(KeyHeaderError::NotText))),
+            (r#"{"key":""}"#, Some(Err(KeyHeaderError::Empty))),
+            (r#"{"key":"a","key":"b"}"#, Some(Err(KeyHeaderError::SeveralFields))),
+            (r#"{"meta":{"key":"a"},"meta":{"key":"b"}}"#, Some(Err(KeyHeaderError::SeveralFields))),
+        ] {
+            assert_eq!(in_body(&["/key", "/meta/key"], body), expected, "{body}");
+        }
+    }
+
+    #[test]
+    fn a_parameter_of_the_query_carries_the_key_unless_a_field_does() {
+        let profile = Profile { key_query: Some("Token".to_owned()), ..Profile::default() };
+        let read = |request: http::request::Builder| {
+            let (parts, ()) = request.body(()).unwrap().into_parts();
+            let read = key_in_head(&profile, &parts);
+            read.map(|key| key.map(|carried| (carried.key.as_bytes().to_vec(), carried.echo.is_some())))
+        };
+        let key = |text: &str, echoed| Some(Ok((text.as_bytes().to_vec(), echoed)));
+        assert_eq!(read(Request::post("/?a=1&Token=x%20y+z")), key("x y z", false));
+        assert_eq!(read(Request::post("/?Token=q").header("idempotency-key", "h")), key("h", true));
+        assert_eq!(read(Request::post("/?token=q")), None);
+        assert_eq!(read(Request::post("/?Token=")), Some(Err(KeyHeaderError::Empty)));
+        assert_eq!(read(Request::post("/?Token=a&Token=a")), Some(Err(KeyHeaderError::SeveralFields)));
+    }
+}
