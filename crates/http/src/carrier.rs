@@ -20,13 +20,12 @@ pub(crate) struct CarriedKey {
 }
 
 /// The key in the head of a request: in a header field, otherwise in the query. `None` if neither carries one.
-pub(crate) fn key_in_head(
-    profile: &Profile,
-    parts: &Parts,
-) -> Option<Result<CarriedKey, KeyHeaderError>> {
+pub(crate) fn key_in_head(profile: &Profile, parts: &Parts) -> Option<Result<CarriedKey, KeyHeaderError>> {
     let grammar = &profile.grammar;
     if let Some(read) = grammar.read(&parts.headers, &profile.key_headers) {
-        return Some(read.map(|(key, name, value)| CarriedKey { key, echo: Some((name.clone(), value.clone())) }));
+        return Some(
+            read.map(|(key, name, value)| CarriedKey { key, echo: Some((name.clone(), value.clone())) }),
+        );
     }
     let name = profile.key_query.as_deref()?;
     let mut values = parameters(parts.uri.query()?).filter(|(own, _)| own == name).map(|(_, value)| value);
@@ -47,7 +46,9 @@ fn parameters(query: &str) -> impl Iterator<Item = (Cow<'_, str>, Cow<'_, str>)>
 
 fn decoded(text: &str) -> Cow<'_, str> {
     match text.contains('+') {
-        true => Cow::Owned(percent_encoding::percent_decode_str(&text.replace('+', " ")).decode_utf8_lossy().into_owned()),
+        true => Cow::Owned(
+            percent_encoding::percent_decode_str(&text.replace('+', " ")).decode_utf8_lossy().into_owned(),
+        ),
         false => percent_encoding::percent_decode_str(text).decode_utf8_lossy(),
     }
 }
@@ -242,7 +243,8 @@ mod tests {
 
     #[test]
     fn a_parameter_of_the_query_carries_the_key_unless_a_field_does() {
-        let profile = Profile { key_query: Some("Token".to_owned()), ..Profile::default() };
+        let mut profile = Profile::default();
+        profile.key_query = Some("Token".to_owned());
         let read = |request: http::request::Builder| {
             let (parts, ()) = request.body(()).unwrap().into_parts();
             let read = key_in_head(&profile, &parts);

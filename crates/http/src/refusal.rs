@@ -287,8 +287,10 @@ impl Refusal {
             }
             (Some(detail), _) => detail.clone(),
             (None, Condition::KeyMissing) => {
-                let places: Vec<_> =
-                    key_places(profile).into_iter().map(|(kind, name)| format!("the {kind} {name}")).collect();
+                let places: Vec<_> = key_places(profile)
+                    .into_iter()
+                    .map(|(kind, name)| format!("the {kind} {name}"))
+                    .collect();
                 condition.detail().replace("{place}", &places.join(" or "))
             }
             (None, _) => condition.detail().to_owned(),

@@ -492,7 +492,7 @@ mod tests {
     }
 
     fn of(scope: &CallerScope, fields: &[(&str, &str)]) -> Result<Scope<'static>, NoCaller> {
-        scope.of(&request(fields), None, &KEY, None)
+        scope.of(&request(fields), None, &[KEY], None)
     }
 
     fn tenant() -> CallerScope {
@@ -545,8 +545,8 @@ mod tests {
         // The field of the key is not a credential, whatever its name.
         let request = request(&[("x-request-token", "k")]);
         let key = HeaderName::from_static("x-request-token");
-        assert_eq!(scope.of(&request, None, &key, None), Ok(anonymous()));
-        assert!(matches!(scope.of(&request, None, &KEY, None), Err(NoCaller::NotSet { .. })));
+        assert_eq!(scope.of(&request, None, std::slice::from_ref(&key), None), Ok(anonymous()));
+        assert!(matches!(scope.of(&request, None, &[KEY], None), Err(NoCaller::NotSet { .. })));
     }
 
     #[test]
@@ -642,7 +642,7 @@ mod tests {
     #[test]
     fn hosts_may_be_tenants_whatever_the_callers_are() {
         let request = request(&[("x-tenant", "t")]);
-        let of = |scope: &CallerScope, authority| scope.of(&request, Some(authority), &KEY, None).unwrap();
+        let of = |scope: &CallerScope, authority| scope.of(&request, Some(authority), &[KEY], None).unwrap();
         let (a, b) = (of(&tenant(), "a.test"), of(&tenant(), "b.test"));
         assert_eq!(a, Scope::caller_of_parts(&[(AUTHORITY, b"a.test"), ("header:x-tenant", b"t")]));
         assert_ne!(a, b);

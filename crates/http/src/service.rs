@@ -14,8 +14,8 @@ use http::request::Parts;
 use http::{Request, Response};
 use http_body::Body;
 use oncegate_core::{
-    CallerTag, ErrorChain, Extent, Fingerprint, IdempotencyKey, Label, RecordId, Scope,
-    StoreErrorKind, StoredResponse,
+    CallerTag, ErrorChain, Extent, Fingerprint, IdempotencyKey, Label, RecordId, Scope, StoreErrorKind,
+    StoredResponse,
 };
 use oncegate_engine::{ClaimOutcome, ClaimRequest, Permit, ResponsePermit};
 use pin_project_lite::pin_project;

@@ -11,9 +11,9 @@ use oncegate_core::fingerprint::FingerprintRules;
 use oncegate_core::{Capabilities, JsonPointer, NaturalKey, OnAbandoned, StoredResponse, limits};
 use oncegate_engine::{ConfigError, Policy};
 
+use crate::carrier::KeyMember;
 use crate::execute::cannot_be_stored;
 use crate::headers::{KeptHeaders, is_reserved, kept_trailers};
-use crate::carrier::KeyMember;
 use crate::key::{KeyFormat, KeyGrammar, KeySyntax, has_other_purpose};
 use crate::method;
 use crate::overrides::is_override;
@@ -231,7 +231,9 @@ impl Settings {
     ) -> Result<Self, ConfigError> {
         let members: Vec<_> = members.into_iter().collect();
         if members.iter().any(|member| member.as_str().is_empty()) {
-            return Err(ConfigError::new("the whole body cannot be the key; name a member, such as \"/key\""));
+            return Err(ConfigError::new(
+                "the whole body cannot be the key; name a member, such as \"/key\"",
+            ));
         }
         self.profile.key_members = members.into_iter().map(KeyMember::from).collect();
         Ok(self)

@@ -20,8 +20,8 @@ use oncegate_http::{
 use super::problem::Source;
 use super::trusted::{self, TrustedProxies};
 use super::units::{
-    self, AdminToken, DAY, MILLI, Origin, ProfileChoice, SECOND, StoreChoice, StoreOutage, Upstream, UpstreamProtocol,
-    at_most, bounded, number, one_of,
+    self, AdminToken, DAY, MILLI, Origin, ProfileChoice, SECOND, StoreChoice, StoreOutage, Upstream,
+    UpstreamProtocol, at_most, bounded, number, one_of,
 };
 use crate::access_log::AccessLogFormat;
 

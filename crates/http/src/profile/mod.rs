@@ -74,13 +74,15 @@ enum HeaderPart {
 struct RefusalShape {
     media_type: HeaderValue,
     body: Template<BodyPart>,
-    /// The words for conditions without a row.
+    /// The words for conditions without words of their own: for all, for statuses from 400 to 499, and for those from 500.
     default: RefusalWords,
+    client_errors: RefusalWords,
+    server_errors: RefusalWords,
     rows: Vec<(Condition, RefusalWords)>,
 }
 
-/// The words of a refusal that a profile may choose. `None` is the value of the row before: that of the profile, and then
-/// that of the condition.
+/// The words of a refusal that a profile may choose. `None` is the next more general value: that of the class of statuses, that
+/// of the profile, that of the condition.
 #[derive(Clone, Debug, Default)]
 struct RefusalWords {
     status: Option<StatusCode>,
@@ -230,6 +232,8 @@ impl RefusalShape {
             media_type: HeaderValue::from_static("application/problem+json"),
             body: Template::of(BODY),
             default: RefusalWords::default(),
+            client_errors: RefusalWords::default(),
+            server_errors: RefusalWords::default(),
             rows: Vec::new(),
         }
     }
@@ -322,9 +326,11 @@ impl Profile {
         detail: &str,
         record: Option<RecordId>,
     ) -> String {
-        let row = self.refusal.row(condition);
+        let shape = &self.refusal;
+        let class = if status.is_client_error() { &shape.client_errors } else { &shape.server_errors };
         let word = |of: fn(&RefusalWords) -> Option<&String>| {
-            row.and_then(of).or_else(|| of(&self.refusal.default)).map(String::as_str)
+            let row = shape.row(condition).and_then(of);
+            row.or_else(|| of(class)).or_else(|| of(&shape.default)).map(String::as_str)
         };
         self.refusal.body.render(|part, body| match part {
             BodyPart::Type => push_escaped(body, &format!("{PROBLEM_TYPES}{}", condition.slug())),
@@ -404,3 +410,6 @@ fn push_escaped(body: &mut String, text: &str) {
     let quoted = serde_json::Value::from(text).to_string();
     body.push_str(quoted.get(1..quoted.len() - 1).unwrap_or_default());
 }
+
+#[cfg(test)]
+mod tests;

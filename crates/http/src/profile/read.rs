@@ -127,7 +127,11 @@ pub(super) fn read(name: &str, text: &str) -> Result<Profile, ProfileErrors> {
     let (table, errors) = DeTable::parse_recoverable(text);
     let mut reader = Reader { text, errors: Vec::new() };
     for error in errors {
-        reader.error(&error.span().unwrap_or(0..0), None, format!("not TOML: {}", error.message().trim_end()));
+        reader.error(
+            &error.span().unwrap_or(0..0),
+            None,
+            format!("not TOML: {}", error.message().trim_end()),
+        );
     }
     if !reader.errors.is_empty() {
         return Err(ProfileErrors(reader.errors));
@@ -192,9 +196,8 @@ impl Reader<'_> {
         };
         let found = one(value, |name| {
             let known = || Profile::names().into_iter();
-            Profile::named(name).ok_or_else(|| {
-                format!("there is no profile {name:?}{}", did_you_mean(name, known()))
-            })
+            Profile::named(name)
+                .ok_or_else(|| format!("there is no profile {name:?}{}", did_you_mean(name, known())))
         });
         match found {
             // What it says of itself is not true of another profile.
@@ -279,28 +282,33 @@ impl Reader<'_> {
                     });
                     self.note(&name, set(&mut shape.body, read));
                 }
-                "kind" | "code" | "status" => self.word(&name, key, value, &mut shape.default),
+                "kind" | "code" => self.word(&name, key, value, &mut shape.default),
+                "4xx" => self.words(&name, value, &mut shape.client_errors, &["kind", "code"]),
+                "5xx" => self.words(&name, value, &mut shape.server_errors, &["kind", "code"]),
                 _ => match Condition::ALL.into_iter().find(|condition| condition.slug() == key) {
                     Some(condition) => {
-                        let Some(row) = self.table(&name, value) else { continue };
-                        let mut words = RefusalWords::default();
-                        for (key, value) in row {
-                            let (span, key) = (key.span(), key.get_ref().as_ref());
-                            match key {
-                                "kind" | "code" | "status" => {
-                                    self.word(&format!("{name}.{key}"), key, value, &mut words);
-                                }
-                                _ => self.unknown(&span, key, ["status", "kind", "code"].into_iter()),
-                            }
-                        }
+                        let mut words = shape.row(condition).cloned().unwrap_or_default();
+                        self.words(&name, value, &mut words, &["status", "kind", "code"]);
                         shape.rows.retain(|(own, _)| *own != condition);
                         shape.rows.push((condition, words));
                     }
                     None => {
-                        let known = ["media-type", "body", "kind", "code", "status"].into_iter();
+                        let known = ["media-type", "body", "kind", "code", "4xx", "5xx"].into_iter();
                         self.unknown(&span, key, known.chain(Condition::ALL.map(Condition::slug)));
                     }
                 },
+            }
+        }
+    }
+
+    /// A table of words, of which these may be given.
+    fn words(&mut self, name: &str, value: &Value<'_>, words: &mut RefusalWords, known: &[&'static str]) {
+        let Some(row) = self.table(name, value) else { return };
+        for (key, value) in row {
+            let (span, key) = (key.span(), key.get_ref().as_ref());
+            match known.contains(&key) {
+                true => self.word(&format!("{name}.{key}"), key, value, words),
+                false => self.unknown(&span, key, known.iter().copied()),
             }
         }
     }
@@ -331,8 +339,8 @@ impl Reader<'_> {
             let message = "nothing carries the key; name a header field, a parameter of the query or a member of the body";
             self.error(&place("key-header"), Some("key-header"), message);
         }
-        if profile.title.is_empty() {
-            self.error(&place("title"), None, "a profile has a title; write one, such as title = \"Our API\"");
+        if !table.contains_key("title") {
+            self.error(&(0..0), None, "a profile has a title; write one, such as title = \"Our API\"");
         }
         let shape = &profile.refusal;
         let is_json = shape.media_type.to_str().is_ok_and(|text| text.contains("json"));
@@ -411,7 +419,9 @@ fn header_name(text: &str) -> Result<HeaderName, String> {
 fn key_header(text: &str) -> Result<HeaderName, String> {
     let name = header_name(text)?;
     if has_other_purpose(&name) {
-        return Err(format!("the header field {text} has another purpose; name a field that carries only keys"));
+        return Err(format!(
+            "the header field {text} has another purpose; name a field that carries only keys"
+        ));
     }
     Ok(name)
 }
@@ -422,7 +432,9 @@ fn json_pointer(text: &str) -> Result<JsonPointer, String> {
 
 fn key_member(text: &str) -> Result<KeyMember, String> {
     match json_pointer(text)? {
-        whole if whole.as_str().is_empty() => Err("the whole body cannot be the key; name a member, such as \"/key\"".to_owned()),
+        whole if whole.as_str().is_empty() => {
+            Err("the whole body cannot be the key; name a member, such as \"/key\"".to_owned())
+        }
         pointer => Ok(pointer.into()),
     }
 }
@@ -440,7 +452,9 @@ fn key_format(text: &str) -> Result<KeyFormat, String> {
 fn covered_method(text: &str) -> Result<Method, String> {
     match Method::from_bytes(text.as_bytes()) {
         Ok(method) if method::has_effect(&method) => Ok(method),
-        Ok(_) => Err(format!("the method {text} cannot be covered: a key protects requests that change something")),
+        Ok(_) => {
+            Err(format!("the method {text} cannot be covered: a key protects requests that change something"))
+        }
         Err(_) => Err(format!("{text:?} is not a method")),
     }
 }
@@ -448,10 +462,15 @@ fn covered_method(text: &str) -> Result<Method, String> {
 fn retention(text: &str) -> Result<Duration, String> {
     const UNITS: [(char, u64); 4] = [('s', 1), ('m', 60), ('h', 3600), ('d', 86_400)];
     let number = text.trim_end_matches(|letter: char| letter.is_ascii_alphabetic());
-    let unit = UNITS.into_iter().find(|(unit, _)| text.strip_prefix(number) == Some(unit.to_string().as_str()));
+    let unit =
+        UNITS.into_iter().find(|(unit, _)| text.strip_prefix(number) == Some(unit.to_string().as_str()));
     let seconds = match (number.parse::<u64>(), unit) {
         (Ok(number), Some((_, seconds))) => number.checked_mul(seconds),
-        _ => return Err(format!("{text:?} is not a duration; write a number and a unit, such as \"24h\" or \"30d\"")),
+        _ => {
+            return Err(format!(
+                "{text:?} is not a duration; write a number and a unit, such as \"24h\" or \"30d\""
+            ));
+        }
     };
     let duration = seconds.map(Duration::from_secs).unwrap_or(Duration::MAX);
     if (Duration::from_secs(1)..=limits::MAX_RETENTION).contains(&duration) {
@@ -506,7 +525,8 @@ fn replay_statuses(value: &Value<'_>) -> Result<Vec<(StatusCode, StatusCode)>, V
 
 fn marker(text: &str) -> Result<(HeaderName, HeaderValue), String> {
     let (name, value) = text.split_once(':').unwrap_or((text, "true"));
-    let value = HeaderValue::from_str(value.trim()).map_err(|_| format!("{value:?} is not the value of a field"))?;
+    let value =
+        HeaderValue::from_str(value.trim()).map_err(|_| format!("{value:?} is not the value of a field"))?;
     let name = header_name(name.trim())?;
     if is_reserved(&name) {
         return Err(format!("the header field {name} has another purpose; it cannot mark a replay"));
