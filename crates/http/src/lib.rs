@@ -117,7 +117,8 @@ pub use key::{KeyFormat, KeyGrammar, KeyHeaderError, KeySyntax};
 pub use layer::{IdempotencyLayer, LimitUsage};
 pub use path::{PathCase, PathPattern, TrailingSlash};
 pub use profile::{
-    BodyComparison, KeyScope, Profile, ProfileError, ProfileErrors, ServerErrors, UncoveredMethods, nearest,
+    BodyComparison, KeyScope, Profile, ProfileError, ProfileErrors, RefusalRow, ServerErrors,
+    UncoveredMethods, nearest,
 };
 pub use reconcile::{Reconcile, Reconciled};
 pub use refusal::{Condition, Refusal, RetryAdvice};

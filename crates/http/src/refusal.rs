@@ -349,7 +349,7 @@ fn key_places(profile: &Profile) -> Vec<(&'static str, String)> {
 }
 
 /// The name of a header field as people write it, `Idempotency-Key`.
-fn shown(name: &HeaderName) -> String {
+pub(crate) fn shown(name: &HeaderName) -> String {
     let mut starts_word = true;
     let capitalised = name.as_str().chars().map(|letter| {
         let letter = if starts_word { letter.to_ascii_uppercase() } else { letter };

@@ -660,7 +660,7 @@ mod tests {
         let of = |scope: &CallerScope, uri: &str, host: &str| {
             let mut request = request(&[("host", host)]);
             request.uri = uri.parse().unwrap();
-            scope.of(&request, None, &KEY, Some(&pattern))
+            scope.of(&request, None, &[KEY], Some(&pattern))
         };
         let acme = Ok(Scope::caller("path:tenant", b"acme"));
         for uri in

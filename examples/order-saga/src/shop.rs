@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use axum::body::Bytes;
 use axum::extract::State;
-use axum::http::{HeaderMap, HeaderName, Method, Request, StatusCode, header};
+use axum::http::{Method, Request, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::post;
 use axum::{Json, Router};
@@ -18,8 +18,7 @@ use oncegate::core::{ErrorChain, OnAbandoned};
 use oncegate::engine::{
     Attempt, CompleterOptions, ErrorFate, FunctionError, Resumable, StepError, StepFailure,
 };
-use oncegate::http::KeyGrammar;
-use oncegate::{EmbeddedOptions, EmbeddedStore, Engine, Policy, RedisOptions, RedisStore, Store};
+use oncegate::{EmbeddedOptions, EmbeddedStore, Engine, KeyHeader, Policy, RedisOptions, RedisStore, Store};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
@@ -161,15 +160,15 @@ impl Other {
 
 type Orders = Resumable<Order, Receipt, StepError<String>, fn(&StepError<String>) -> ErrorFate>;
 
-async fn order(State(orders): State<Orders>, headers: HeaderMap, Json(order): Json<Order>) -> Response {
-    let field = KeyGrammar::default().read(&headers, &HeaderName::from_static("idempotency-key"));
-    let Some(Ok((key, _))) = field else {
-        return said(StatusCode::BAD_REQUEST, "error", "Idempotency-Key is missing");
-    };
+async fn order(
+    State(orders): State<Orders>,
+    KeyHeader(key): KeyHeader,
+    Json(order): Json<Order>,
+) -> Response {
     match orders.run_detailed(key, &order).await {
-        Ok(ran) => {
-            let marker = ran.is_replayed().then_some([("idempotent-replayed", "true")]);
-            (StatusCode::CREATED, marker, Json(ran.value)).into_response()
+        Ok(result) => {
+            let marker = result.is_replayed().then_some([("idempotent-replayed", "true")]);
+            (StatusCode::CREATED, marker, Json(result.value)).into_response()
         }
         Err(error) => refuse(&error),
     }
@@ -181,24 +180,26 @@ fn refuse(error: &FunctionError<StepError<String>>) -> Response {
     match error {
         FunctionError::Failed { error: StepError::Failed(reason), replayed } => {
             let marker = replayed.then_some([("idempotent-replayed", "true")]);
-            (marker, said(StatusCode::UNPROCESSABLE_ENTITY, "refused", reason)).into_response()
+            (marker, status_and_text(StatusCode::UNPROCESSABLE_ENTITY, "refused", reason)).into_response()
         }
         FunctionError::InProgress { .. } => {
-            (again_after_a_second, said(StatusCode::CONFLICT, "error", &text)).into_response()
+            (again_after_a_second, status_and_text(StatusCode::CONFLICT, "error", &text)).into_response()
         }
         FunctionError::Store(_) => {
-            (again_after_a_second, said(StatusCode::SERVICE_UNAVAILABLE, "error", &text)).into_response()
+            (again_after_a_second, status_and_text(StatusCode::SERVICE_UNAVAILABLE, "error", &text))
+                .into_response()
         }
         // It goes on after its last finished step: by the client's retry, or without it.
         FunctionError::Failed { error, .. } if error.fate() == ErrorFate::Release => {
-            (again_after_a_second, said(StatusCode::SERVICE_UNAVAILABLE, "error", &text)).into_response()
+            (again_after_a_second, status_and_text(StatusCode::SERVICE_UNAVAILABLE, "error", &text))
+                .into_response()
         }
-        FunctionError::KeyReused => said(StatusCode::UNPROCESSABLE_ENTITY, "error", &text),
-        _ => said(StatusCode::INTERNAL_SERVER_ERROR, "error", &text),
+        FunctionError::KeyReused => status_and_text(StatusCode::UNPROCESSABLE_ENTITY, "error", &text),
+        _ => status_and_text(StatusCode::INTERNAL_SERVER_ERROR, "error", &text),
     }
 }
 
-fn said(status: StatusCode, member: &str, text: &str) -> Response {
+fn status_and_text(status: StatusCode, member: &str, text: &str) -> Response {
     (status, Json(json!({ member: text }))).into_response()
 }
 

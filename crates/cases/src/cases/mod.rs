@@ -29,6 +29,7 @@ macro_rules! cases {
 }
 
 mod crash;
+mod dialects;
 mod expiry;
 mod failure;
 mod grpc;
@@ -68,6 +69,7 @@ pub fn cases() -> Vec<Case> {
         scope::cases,
         expiry::cases,
         profiles::cases,
+        dialects::cases,
         upstream::cases,
         operator::cases,
     ];

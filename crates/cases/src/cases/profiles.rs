@@ -119,7 +119,7 @@ async fn stripe_errors(world: World) {
         assert_eq!(mismatch.json()["error"]["type"], "idempotency_error", "{mismatch:?}");
         assert_echo(&world.plan, &other, &mismatch);
     }
-    stripe_error(&world.send(pay_as("a,b")).await, 400, "false");
+    stripe_error(&world.send(pay_as(&"k".repeat(256))).await, 400, "false");
     done.open();
     let first = first.await.unwrap().expect("a response");
     assert_fresh(&world.plan, &pay_as("a"), &first);

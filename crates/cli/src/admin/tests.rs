@@ -128,7 +128,7 @@ impl Sidecar {
         let breaker = Breaker::new(store);
         let engine = Engine::builder(breaker.clone()).with_observer(metrics.clone());
         let engine = engine.with_service(ServiceName::new("orders").unwrap()).build();
-        let strict = Settings::new(Profile::stripe()).with_key_syntax(KeySyntax::Strict);
+        let strict = Settings::new(Profile::named("stripe").unwrap()).with_key_syntax(KeySyntax::Strict);
         let tenant = Settings::default().with_caller(CallerScope::single_tenant());
         let by_user = CallerScope::required_header("x-user".parse().unwrap());
         let user = Settings::default().with_caller(by_user).with_key_scope(KeyScope::Caller);

@@ -113,11 +113,11 @@ mod tests {
     fn a_variable_is_the_setting_in_capitals() {
         let (entries, problems) = read_all(&[
             ("ONCEGATE_MAX_REQUEST_BODY", "1MiB"),
-            ("ONCEGATE_FINGERPRINT_RAW", "true"),
+            ("ONCEGATE_FINGERPRINT_BODY", "raw"),
             ("PATH", "/bin"),
         ]);
         let text = |text: &str| Raw::Text(text.to_owned());
-        assert_eq!(entries, [("max-request-body", text("1MiB")), ("fingerprint.raw", text("true"))]);
+        assert_eq!(entries, [("max-request-body", text("1MiB")), ("fingerprint.body", text("raw"))]);
         assert_eq!(problems, [""; 0]);
     }
 

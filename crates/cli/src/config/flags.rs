@@ -143,23 +143,28 @@ mod tests {
 
     #[test]
     fn lists_are_repeated_or_have_commas_and_switches_may_stand_alone() {
-        let args =
-            parse(&["--methods", "POST, PUT", "--methods=PATCH", "--require-key", "--fingerprint-raw=false"]);
+        let args = parse(&[
+            "--methods",
+            "POST, PUT",
+            "--methods=PATCH",
+            "--require-key",
+            "--store-must-exist=false",
+        ]);
         let entries: Vec<_> = args.unwrap().entries().map(|e| (e.setting.name, e.raw)).collect();
         assert_eq!(
             entries,
             [
+                ("store-must-exist", Raw::Text("false".to_owned())),
                 ("require-key", Raw::Text("true".to_owned())),
                 ("methods", Raw::List(["POST", "PUT", "PATCH"].map(str::to_owned).to_vec())),
-                ("fingerprint.raw", Raw::Text("false".to_owned())),
             ]
         );
-        let args = parse(&["--require-key", "false", "--fingerprint-raw", "--lease=5s"]).unwrap();
+        let args = parse(&["--require-key", "false", "--store-must-exist", "--lease=5s"]).unwrap();
         let entries: Vec<_> = args.entries().map(|e| (e.setting.name, e.raw)).collect();
         let text = |text: &str| Raw::Text(text.to_owned());
         assert_eq!(
             entries,
-            [("require-key", text("false")), ("lease", text("5s")), ("fingerprint.raw", text("true"))]
+            [("store-must-exist", text("true")), ("require-key", text("false")), ("lease", text("5s"))]
         );
     }
 }

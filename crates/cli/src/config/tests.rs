@@ -102,12 +102,14 @@ const SAMPLES: &[(&str, &str, &str)] = &[
     ("scope", "single-tenant", "caller: single-tenant"),
     ("authority", "scope", "authority: Scope"),
     ("require-key", "true", "require_key: true"),
-    ("key-header", "X-Key", "key_header: \"x-key\""),
-    ("key-members", "/customer", "natural_key: Some(NaturalKey { members: [JsonPointer(\"/customer\")] })"),
+    ("key-header", "X-Key", "key_headers: [\"x-key\"]"),
+    ("key-query", "token", "key_query: Some(\"token\")"),
+    ("key-member", "/key", "key_members: [KeyMember { pointer: JsonPointer(\"/key\")"),
+    ("natural-key", "/customer", "natural_key: Some(NaturalKey { members: [JsonPointer(\"/customer\")] })"),
     ("key-scope", "caller", "key_scope: Caller"),
     ("key-syntax", "strict", "KeyGrammar { syntax: Strict"),
     ("key-format", "uuid", "format: Uuid"),
-    ("replay-marker", "X-Repeat", "replay_marker: \"x-repeat\""),
+    ("replay-marker", "X-Repeat", "replay_marker: (\"x-repeat\""),
     (
         "documentation",
         "https://developer.example.com/keys",
@@ -124,12 +126,12 @@ const SAMPLES: &[(&str, &str, &str)] = &[
     ("reconcile-path", "/outcomes", "reconcile_path: Some(/outcomes)"),
     ("reconcile-timeout", "3s", "reconcile_timeout: 3s"),
     ("server-errors", "release", "server_errors: Release"),
-    ("release-statuses", "422", "release_statuses: [422], documentation"),
+    ("release-statuses", "422", "release_statuses: [422], replay"),
     ("store-outage", "open", "fails_open: true"),
     ("stored-headers", "X-Order", "kept: KeptHeaders { more: [\"x-order\"] }"),
     ("fingerprint.exclude", "/meta", "include: [], exclude: [JsonPointer(\"/meta\")]"),
     ("fingerprint.include", "/order", "include: [JsonPointer(\"/order\")], exclude: []"),
-    ("fingerprint.raw", "true", "raw_bodies: true"),
+    ("fingerprint.body", "raw", "raw_bodies: true"),
     ("fingerprint.headers", "X-Version", "fingerprint_headers: [\"x-version\"]"),
     ("cors.allowed-origins", "https://shop.example", "origins: Some([\"https://shop.example\"])"),
     ("cors.exposed-headers", "X-Order", ""),
@@ -411,18 +413,18 @@ fn single_mistakes_have_single_errors() {
             "oncegate.toml:2:9: scope: the list is empty; write \"single-tenant\" if there is only one caller",
         ),
         (
-            Given { env: &[TO], flags: &["--key-members", "/cart"], ..NOTHING },
-            "--key-members: the key is built from members of the body (key-members), and callers that are not told apart would get each \
+            Given { env: &[TO], flags: &["--natural-key", "/cart"], ..NOTHING },
+            "--natural-key: the key is built from members of the body (natural-key), and callers that are not told apart would get each \
              other's responses; set scope = \"required-header:NAME\" or \"required-cookie:NAME\", or \"single-tenant\" if there is only one caller",
         ),
         (
             Given {
                 file: &format!(
-                    "{to}scope = \"cookie:sid\"\n[[route]]\npath = \"/a\"\nkey-members = [\"/cart\"]"
+                    "{to}scope = \"cookie:sid\"\n[[route]]\npath = \"/a\"\nnatural-key = [\"/cart\"]"
                 ),
                 ..NOTHING
             },
-            "oncegate.toml:2:9: scope: the key is built from members of the body (key-members), and callers that are not told apart would \
+            "oncegate.toml:2:9: scope: the key is built from members of the body (natural-key), and callers that are not told apart would \
              get each other's responses; set scope = \"required-header:NAME\" or \"required-cookie:NAME\", or \"single-tenant\" if there is only one caller",
         ),
         (
@@ -538,7 +540,11 @@ fn risky_settings_are_warnings() {
             "--retention: a response is kept for 10s, but a client may wait 30s",
         ),
         (
-            Given { env: &[TO], flags: &["--fingerprint-raw", "--fingerprint-exclude", "/a"], ..NOTHING },
+            Given {
+                env: &[TO],
+                flags: &["--fingerprint-body=raw", "--fingerprint-exclude", "/a"],
+                ..NOTHING
+            },
             "--fingerprint-exclude: not used: bodies are compared byte by byte",
         ),
         (
@@ -749,7 +755,7 @@ fn every_setting_of_a_route_arrives() {
         assert!(!default.contains(arrives), "{name}: {default}");
         let variable = setting.variable();
         // A key that is built from the body needs callers that are told apart, or only one caller.
-        let scope = Some(("ONCEGATE_SCOPE", "single-tenant")).filter(|_| name == "key-members");
+        let scope = Some(("ONCEGATE_SCOPE", "single-tenant")).filter(|_| name == "natural-key");
         let said: Vec<_> = [TO, TRANSACTIONS, SERVICE, (&variable, text)].into_iter().chain(scope).collect();
         let everywhere = format!("{:?}", Given { env: &said, ..NOTHING }.config().default);
         assert!(everywhere.contains(arrives), "{name}: {everywhere}");

@@ -550,7 +550,7 @@ pub(crate) fn seen_header(text: &str) -> Read<HeaderName> {
 
 pub(crate) fn key_header(text: &str) -> Read<HeaderName> {
     let name = seen_header(text)?;
-    Settings::default().with_key_header(name.clone()).map_err(|error| error.to_string())?;
+    Settings::default().with_key_headers([name.clone()]).map_err(|error| error.to_string())?;
     Ok(name)
 }
 
@@ -881,7 +881,11 @@ mod tests {
     #[test]
     fn words_are_checked_and_the_nearest_is_suggested() {
         for (name, text, expected) in [
-            ("profile", "ietff", "\"ietff\" is not one of ietf, classic, stripe; did you mean `ietf`?"),
+            (
+                "profile",
+                "ietff",
+                "\"ietff\" is not one of ietf, stripe, stripe-v2, acp, paypal, adyen, square, oasis, aws, webhook, classic; did you mean `ietf`?",
+            ),
             (
                 "on-abandoned",
                 "reexecut",

@@ -50,7 +50,7 @@ async fn without_a_configured_scope_credentials_are_refused_and_the_log_explains
 async fn keys_from_the_body_need_a_scope_that_tells_callers_apart() {
     for scope in [None, Some("--scope=header:x-tenant"), Some("--scope=cookie:sid")] {
         let mut command = sidecar("http://127.0.0.1:9");
-        command.args(["--store=memory:", "--key-members=/cart"]).args(scope);
+        command.args(["--store=memory:", "--natural-key=/cart"]).args(scope);
         let mut process = Process::start(&mut command);
         assert_eq!(process.ended().await.code(), Some(1));
         let said = process.errors().await;
@@ -61,7 +61,7 @@ async fn keys_from_the_body_need_a_scope_that_tells_callers_apart() {
     }
     let service = Service::new().await.answers(OK);
     for scope in ["--scope=single-tenant", "--scope=required-header:x-tenant"] {
-        let sidecar = Sidecar::start(service.address, &["--key-members=/cart", scope]).await;
+        let sidecar = Sidecar::start(service.address, &["--natural-key=/cart", scope]).await;
         let fields = ["X-Tenant: a", "Content-Type: application/json"];
         sidecar.ask(&request("POST", "/orders", &fields, r#"{"cart":1}"#)).await.has_status(200);
     }

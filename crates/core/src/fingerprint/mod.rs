@@ -321,6 +321,18 @@ impl FingerprintRules {
         self
     }
 
+    /// The values that are compared, sorted; empty if all of the body is.
+    #[must_use]
+    pub fn included(&self) -> &[JsonPointer] {
+        &self.include
+    }
+
+    /// The values that are ignored, sorted.
+    #[must_use]
+    pub fn excluded(&self) -> &[JsonPointer] {
+        &self.exclude
+    }
+
     /// The fingerprint of a request under these rules. It never fails: a body that can't be read counts byte by byte.
     #[must_use]
     pub fn fingerprint(&self, input: &FingerprintInput<'_>) -> Fingerprint {

@@ -5,6 +5,7 @@
 //! are also those of [`Profile::default`].
 
 mod read;
+mod table;
 mod template;
 
 use std::time::Duration;
@@ -15,6 +16,7 @@ use oncegate_core::RecordId;
 use oncegate_core::fingerprint::FingerprintRules;
 
 pub use read::{ProfileError, ProfileErrors, nearest};
+pub use table::RefusalRow;
 use template::Template;
 
 use crate::carrier::KeyMember;
@@ -238,6 +240,18 @@ impl RefusalShape {
         }
     }
 
+    /// A word of the refusal for a condition: that of its row, of the class of its status, or of all.
+    fn word(
+        &self,
+        condition: Condition,
+        status: StatusCode,
+        of: fn(&RefusalWords) -> Option<&String>,
+    ) -> Option<&str> {
+        let class = if status.is_client_error() { &self.client_errors } else { &self.server_errors };
+        let row = self.row(condition).and_then(of);
+        row.or_else(|| of(class)).or_else(|| of(&self.default)).map(String::as_str)
+    }
+
     fn row(&self, condition: Condition) -> Option<&RefusalWords> {
         self.rows.iter().find(|(own, _)| *own == condition).map(|(_, row)| row)
     }
@@ -313,6 +327,17 @@ impl Profile {
         other.map_or(stored, |(_, replay)| *replay)
     }
 
+    /// The code of the refusal for a condition.
+    fn refusal_code(&self, condition: Condition, status: StatusCode) -> String {
+        let code = self.refusal.word(condition, status, |words| words.code.as_ref());
+        code.map_or_else(|| condition.slug().replace('-', "_"), ToOwned::to_owned)
+    }
+
+    /// The kind of the refusal for a condition.
+    fn refusal_kind(&self, condition: Condition, status: StatusCode) -> &str {
+        self.refusal.word(condition, status, |words| words.kind.as_ref()).unwrap_or("api_error")
+    }
+
     /// The media type of refusals.
     pub(crate) const fn refusal_type(&self) -> &HeaderValue {
         &self.refusal.media_type
@@ -326,12 +351,6 @@ impl Profile {
         detail: &str,
         record: Option<RecordId>,
     ) -> String {
-        let shape = &self.refusal;
-        let class = if status.is_client_error() { &shape.client_errors } else { &shape.server_errors };
-        let word = |of: fn(&RefusalWords) -> Option<&String>| {
-            let row = shape.row(condition).and_then(of);
-            row.or_else(|| of(class)).or_else(|| of(&shape.default)).map(String::as_str)
-        };
         self.refusal.body.render(|part, body| match part {
             BodyPart::Type => push_escaped(body, &format!("{PROBLEM_TYPES}{}", condition.slug())),
             BodyPart::Title => push_escaped(body, condition.title()),
@@ -339,11 +358,8 @@ impl Profile {
             BodyPart::Detail => push_escaped(body, detail),
             BodyPart::Retry => push_escaped(body, condition.retry().as_str()),
             BodyPart::Slug => push_escaped(body, condition.slug()),
-            BodyPart::Code => match word(|words| words.code.as_ref()) {
-                Some(code) => push_escaped(body, code),
-                None => push_escaped(body, &condition.slug().replace('-', "_")),
-            },
-            BodyPart::Kind => push_escaped(body, word(|words| words.kind.as_ref()).unwrap_or("api_error")),
+            BodyPart::Code => push_escaped(body, &self.refusal_code(condition, status)),
+            BodyPart::Kind => push_escaped(body, self.refusal_kind(condition, status)),
             BodyPart::Reason => push_escaped(body, status.canonical_reason().unwrap_or("Error")),
             BodyPart::Instance => {
                 if let Some(record) = record {

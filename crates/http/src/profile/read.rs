@@ -105,17 +105,18 @@ const KEYS: &[Key] = &[
     ("echo-key", |profile, value| set(&mut profile.echo_key, boolean(value))),
 ];
 
-const KEY_SYNTAXES: [(&str, KeySyntax); 3] =
+pub(super) const KEY_SYNTAXES: [(&str, KeySyntax); 3] =
     [("lenient", KeySyntax::Lenient), ("strict", KeySyntax::Strict), ("raw", KeySyntax::Raw)];
-const KEY_SCOPES: [(&str, KeyScope); 2] = [("endpoint", KeyScope::Endpoint), ("caller", KeyScope::Caller)];
-const UNCOVERED: [(&str, UncoveredMethods); 2] =
+pub(super) const KEY_SCOPES: [(&str, KeyScope); 2] =
+    [("endpoint", KeyScope::Endpoint), ("caller", KeyScope::Caller)];
+pub(super) const UNCOVERED: [(&str, UncoveredMethods); 2] =
     [("pass", UncoveredMethods::Pass), ("refuse", UncoveredMethods::Refuse)];
-const COMPARISONS: [(&str, BodyComparison); 3] = [
+pub(super) const COMPARISONS: [(&str, BodyComparison); 3] = [
     ("canonical", BodyComparison::Canonical),
     ("raw", BodyComparison::Raw),
     ("nothing", BodyComparison::Nothing),
 ];
-const SERVER_ERRORS: [(&str, ServerErrors); 2] =
+pub(super) const SERVER_ERRORS: [(&str, ServerErrors); 2] =
     [("replay", ServerErrors::Replay), ("release", ServerErrors::Release)];
 
 /// Reads a profile. Values that the text does not give are those of the profile that it extends.

@@ -59,6 +59,14 @@ impl<N> Template<N> {
         Ok(Self(parts.into()))
     }
 
+    /// Returns true if the text has this name.
+    pub(crate) fn has(&self, name: &N) -> bool
+    where
+        N: PartialEq,
+    {
+        self.0.iter().any(|part| matches!(part, Part::Name(own) if own == name))
+    }
+
     /// The text, with the names replaced by what `write` adds for them.
     pub(crate) fn render(&self, mut write: impl FnMut(&N, &mut String)) -> String {
         let mut text = String::with_capacity(512);
@@ -69,6 +77,16 @@ impl<N> Template<N> {
             }
         }
         text
+    }
+}
+
+/// The text as it was written.
+impl<N: fmt::Display> fmt::Display for Template<N> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|part| match part {
+            Part::Text(text) => f.write_str(text),
+            Part::Name(name) => write!(f, "{{{name}}}"),
+        })
     }
 }
 
@@ -92,6 +110,7 @@ mod tests {
         ] {
             let template = Template::parse(text, letter).unwrap();
             assert_eq!(template.render(|name, text| text.push_str(name)), expected, "{text}");
+            assert_eq!(template.to_string().to_lowercase(), text);
         }
     }
 

@@ -217,3 +217,50 @@ fn no_problem_type_is_used_twice() {
     let slugs: HashSet<_> = Condition::ALL.map(Condition::slug).into();
     assert_eq!(slugs.len(), Condition::ALL.len());
 }
+
+/// The page about the shipped profiles, as their files are.
+fn page() -> String {
+    let mut page = String::from(
+        "# Shipped profiles\n\nThis page is made from the files in `crates/http/profiles/`. [Profiles](profiles.md) says what the keys mean, and \
+         how to write a profile of your own.\n",
+    );
+    let cell = |text: &str| format!("`{}`", text.replace('|', "\\|"));
+    let ietf = Profile::default();
+    for name in Profile::names() {
+        let profile = shipped(name);
+        page += &format!("\n## {name}\n{}. Sources: ", profile.title());
+        let sources: Vec<_> = profile.sources().iter().map(|source| format!("<{source}>")).collect();
+        page += &format!("{}.\n\n", sources.join(", "));
+        if !profile.deviations().is_empty() {
+            page += "Deviations:\n";
+            profile.deviations().iter().for_each(|text| page += &format!("- {text}\n"));
+            page.push('\n');
+        }
+        page += "| key | value |\n|---|---|\n";
+        let others = if name == "ietf" { Vec::new() } else { ietf.rows() };
+        for row in profile.rows().into_iter().filter(|row| !others.contains(row)) {
+            page += &format!("| `{}` | {} |\n", row.0, cell(&row.1));
+        }
+        page += "\n| condition | status | code | kind |\n|---|---|---|---|\n";
+        for row in profile.refusals() {
+            let word = |word: &Option<String>| word.as_ref().map_or("–".to_owned(), |word| cell(word));
+            let status = row.status.as_u16();
+            page +=
+                &format!("| `{}` | {status} | {} | {} |\n", row.condition, word(&row.code), word(&row.kind));
+        }
+    }
+    page
+}
+
+#[test]
+fn the_page_about_the_shipped_profiles_shows_their_files() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/reference/shipped-profiles.md");
+    if std::env::var_os("ONCEGATE_WRITE_PAGES").is_some() {
+        std::fs::write(path, page()).unwrap();
+    }
+    let stands = std::fs::read_to_string(path).unwrap_or_default();
+    assert!(
+        stands == page(),
+        "write it anew: ONCEGATE_WRITE_PAGES=1 cargo test --package oncegate-http --lib page"
+    );
+}

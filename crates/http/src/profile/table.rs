@@ -1,0 +1,155 @@
+//! A profile as a table, for people.
+
+use std::fmt;
+
+use http::StatusCode;
+use oncegate_core::JsonPointer;
+
+use super::read::{COMPARISONS, KEY_SCOPES, KEY_SYNTAXES, SERVER_ERRORS, UNCOVERED};
+use super::{BodyPart, ExtraHeaders, HeaderPart, Profile};
+use crate::key::KeyFormat;
+use crate::refusal::{Condition, shown};
+
+/// The refusal of a profile for one condition.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RefusalRow {
+    /// The condition.
+    pub condition: Condition,
+    /// The status.
+    pub status: StatusCode,
+    /// The code, if the body of refusals has one.
+    pub code: Option<String>,
+    /// The kind, if the body of refusals has one.
+    pub kind: Option<String>,
+}
+
+impl Profile {
+    /// The values by the keys of the profile's file, without those that are not set.
+    #[must_use]
+    pub fn rows(&self) -> Vec<(&'static str, String)> {
+        let rows = [
+            ("key-header", list(self.key_headers.iter().map(shown))),
+            ("key-query", self.key_query.clone().unwrap_or_default()),
+            ("key-member", list(self.key_members.iter().map(|member| member.pointer.to_string()))),
+            ("first-sent-header", self.first_sent_header.as_ref().map(shown).unwrap_or_default()),
+            ("key-syntax", word(&KEY_SYNTAXES, self.grammar.syntax)),
+            ("key-format", self.grammar.format.to_string()),
+            ("key-scope", word(&KEY_SCOPES, self.key_scope)),
+            ("require-key", self.require_key.to_string()),
+            ("methods", list(self.methods.iter().map(ToString::to_string))),
+            ("uncovered-methods", word(&UNCOVERED, self.uncovered_methods)),
+            ("fingerprint.body", word(&COMPARISONS, self.body_comparison)),
+            ("fingerprint.include", list(self.fingerprint.included().iter().map(JsonPointer::to_string))),
+            ("fingerprint.exclude", list(self.fingerprint.excluded().iter().map(JsonPointer::to_string))),
+            ("retention", hours(self.retention.as_secs())),
+            ("server-errors", word(&SERVER_ERRORS, self.server_errors)),
+            ("release-statuses", self.release_status_texts()),
+            (
+                "replay-statuses",
+                list(
+                    self.replay_statuses
+                        .iter()
+                        .map(|(first, replay)| format!("{} → {}", first.as_u16(), replay.as_u16())),
+                ),
+            ),
+            (
+                "replay-marker",
+                format!(
+                    "{}: {}",
+                    shown(&self.replay_marker.0),
+                    self.replay_marker.1.to_str().unwrap_or_default()
+                ),
+            ),
+            ("echo-key", self.echo_key.to_string()),
+            ("headers.response", fields(&self.response_headers)),
+            ("headers.kept-server-error", fields(&self.kept_server_error_headers)),
+            ("headers.refusal", fields(&self.refusal_headers)),
+            ("refusal.media-type", self.refusal.media_type.to_str().unwrap_or_default().to_owned()),
+            ("refusal.body", self.refusal.body.to_string()),
+        ];
+        rows.into_iter().filter(|(_, value)| !value.is_empty()).collect()
+    }
+
+    /// The refusals for all conditions.
+    #[must_use]
+    pub fn refusals(&self) -> Vec<RefusalRow> {
+        let has = |part| self.refusal.body.has(&part);
+        let row = |condition| {
+            let status = self.refusal_status(condition);
+            RefusalRow {
+                condition,
+                status,
+                code: has(BodyPart::Code).then(|| self.refusal_code(condition, status)),
+                kind: has(BodyPart::Kind).then(|| self.refusal_kind(condition, status).to_owned()),
+            }
+        };
+        Condition::ALL.into_iter().map(row).collect()
+    }
+
+    /// The statuses that free the key; a whole class by its name.
+    fn release_status_texts(&self) -> String {
+        let has_all = |class: u16| {
+            (class * 100..class * 100 + 100)
+                .all(|code| self.release_statuses.iter().any(|status| status.as_u16() == code))
+        };
+        let classes: Vec<u16> = [4, 5].into_iter().filter(|class| has_all(*class)).collect();
+        let single = self.release_statuses.iter().map(StatusCode::as_u16);
+        let single = single.filter(|code| !classes.contains(&(code / 100))).map(|code| code.to_string());
+        list(classes.iter().map(|class| format!("{class}xx")).chain(single))
+    }
+}
+
+/// The word that stands for this value in a file.
+fn word<T: Copy + PartialEq>(words: &[(&str, T)], value: T) -> String {
+    words.iter().find(|(_, own)| *own == value).map_or_else(String::new, |(word, _)| (*word).to_owned())
+}
+
+fn list(values: impl Iterator<Item = String>) -> String {
+    values.collect::<Vec<_>>().join(", ")
+}
+
+fn fields(fields: &ExtraHeaders) -> String {
+    list(fields.iter().map(|(name, value)| format!("{}: {value}", shown(name))))
+}
+
+fn hours(seconds: u64) -> String {
+    match seconds {
+        days if days % 86_400 == 0 && days > 86_400 => format!("{}d", days / 86_400),
+        hours if hours % 3600 == 0 => format!("{}h", hours / 3600),
+        minutes if minutes % 60 == 0 => format!("{}m", minutes / 60),
+        _ => format!("{seconds}s"),
+    }
+}
+
+impl fmt::Display for BodyPart {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = Self::ALL.iter().find(|(_, part)| part == self).map_or("", |(name, _)| name);
+        f.write_str(name)
+    }
+}
+
+impl fmt::Display for HeaderPart {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Response(name) => write!(f, "response:{name}"),
+            Self::Retryable => f.write_str("retryable"),
+        }
+    }
+}
+
+impl fmt::Display for KeyFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Any => f.write_str("any"),
+            Self::Uuid => f.write_str("uuid"),
+            Self::Ulid => f.write_str("ulid"),
+            // The anchors were added when it was read.
+            Self::Pattern(pattern) => {
+                let whole = pattern.as_str();
+                let inner = whole.strip_prefix("^(?:").and_then(|rest| rest.strip_suffix(")$"));
+                write!(f, "pattern:{}", inner.unwrap_or(whole))
+            }
+        }
+    }
+}
