@@ -116,6 +116,7 @@ pub(crate) const SIGNAL_RULES: &[SignalRule] = {
         row(OutcomeUnknown, Name("record-corrupt"), "Oncegate", ONCEGATE),
         // The request may have taken effect under the other host.
         row(OutcomeUnknown, Name("host-differs"), "Oncegate", ONCEGATE),
+        row(OutcomeUnknown, Name("key-expired"), "Oncegate", ONCEGATE),
         row(OutcomeUnknown, Name("idempotency_host_differs"), "Oncegate, profile `stripe`", ONCEGATE),
         row(ReplayUnavailable, Name("replay-unavailable"), "Oncegate", ONCEGATE),
         row(

@@ -398,6 +398,8 @@ mod tests {
         let table = [
             ("key-missing", 400, "fix-request", Definite(Refused(FIX))),
             ("key-invalid", 400, "fix-request", Definite(Refused(FIX))),
+            ("key-expired", 412, "stop", Unknown),
+            ("key-unsupported", 501, "fix-request", Definite(TurnedAway)),
             ("request-too-large", 413, "fix-request", Definite(TurnedAway)),
             ("request-incomplete", 400, "same-key", Again(Doubt::None)),
             ("overloaded", 503, "same-key", Again(Doubt::None)),

@@ -55,7 +55,7 @@ const ADYEN: Dialect = Dialect {
     echo: Some("idempotency-key"),
     replay: 201,
     in_progress: Refusal(422, "/errorCode", "704"),
-    reused: Some(Refusal(422, "/errorCode", "704")),
+    reused: Some(Refusal(422, "/errorCode", "702")),
     missing: None,
     released: &[429],
     kept: &[201, 400, 422, 500],

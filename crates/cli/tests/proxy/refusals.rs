@@ -63,3 +63,40 @@ async fn a_request_that_cannot_be_forwarded_is_refused_in_the_format_of_its_rout
     is_of_profile(&sidecar.ask(&coded).await, "--profile=stripe", 501, "false");
     assert_eq!(service.requests(), 0);
 }
+
+#[tokio::test]
+async fn a_profile_of_ones_own_is_read_next_to_the_configuration() {
+    let page = include_str!("../../../../docs/reference/profiles.md");
+    let ours = page.split("```toml\n").nth(1).and_then(|rest| rest.split("```").next()).unwrap();
+    let service = Service::new().await.answers(OK);
+    let directory = tempfile::tempdir().unwrap();
+    let (config, profile) = (directory.path().join("oncegate.toml"), directory.path().join("ours.toml"));
+    std::fs::write(&config, "scope = \"single-tenant\"\nprofile = \"./ours.toml\"\n").unwrap();
+    std::fs::write(&profile, ours).unwrap();
+    let flag = format!("--config={}", config.display());
+    let sidecar = Sidecar::start(service.address, &[&flag]).await;
+    let order = |body: &str| request("POST", "/orders", &["X-Request-Key: a, b"], body);
+    sidecar.ask(&order("1")).await.has_status(200);
+    let again = sidecar.ask(&order("1")).await;
+    assert_eq!((again.status(), again.get("idempotent-replayed")), (200, Some("true")), "{again:?}");
+    assert_eq!(again.get("x-request-key"), Some("a, b"), "{again:?}");
+    let other = sidecar.ask(&order("2")).await;
+    assert_eq!((other.status(), other.get("x-retryable")), (422, Some("false")), "{other:?}");
+    assert_eq!(other.json()["fault"]["code"], "key_reused", "{other:?}");
+    assert_eq!(service.requests(), 1);
+
+    std::fs::write(&profile, format!("retntion = \"7d\"\n{}", ours.replace("\"stripe\"", "\"strip\"")))
+        .unwrap();
+    let check = std::process::Command::new(env!("CARGO_BIN_EXE_oncegate"))
+        .args(["check", &flag, "--to=http://127.0.0.1:1"])
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&[check.stdout, check.stderr].concat()).into_owned();
+    assert!(!check.status.success(), "{text}");
+    for mistake in [
+        "ours.toml:1:1: no such key `retntion`; did you mean `retention`?",
+        "ours.toml:4:11: extends: there is no profile \"strip\"; did you mean `stripe`?",
+    ] {
+        assert!(text.contains(mistake), "{text}");
+    }
+}
