@@ -434,8 +434,8 @@ settings! {
     "fingerprint.include" REQUESTS Route Many "POINTER,…" Nothing("all members");
     fingerprint_include: JsonPointer = units::json_pointer;
 
-    /// The comparison of the bodies of two requests with one key: `canonical` (JSON by value, forms and multipart by their parts),
-    /// `raw` (byte by byte), or `nothing` (another body is a retry, too, as receivers of webhooks need it).
+    /// The comparison of the bodies of two requests with one key: `canonical` (JSON by value, forms and multipart by their
+    /// parts), `raw` (byte by byte), or `nothing` (another body is a retry, too, as receivers of webhooks need it).
     "fingerprint.body" REQUESTS Route One "canonical|raw|nothing" ByProfile("canonical");
     fingerprint_body: BodyComparison = |text| one_of(
         text,
