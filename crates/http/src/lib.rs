@@ -90,6 +90,8 @@ mod execute;
 mod grpc;
 mod headers;
 mod in_flight;
+#[cfg(feature = "jwt")]
+mod jwt;
 mod key;
 mod layer;
 mod method;
@@ -113,6 +115,8 @@ pub use context::{
 };
 pub use event::{Disposition, KeyedEvent, RequestEvent, RequestObserver};
 pub use grpc::{GrpcCode, GrpcForm};
+#[cfg(feature = "jwt")]
+pub use jwt::{JwksSource, JwtAlgorithm, JwtVerifier};
 pub use key::{KeyFormat, KeyGrammar, KeyHeaderError, KeySyntax};
 pub use layer::{IdempotencyLayer, LimitUsage};
 pub use path::{PathCase, PathPattern, TrailingSlash};

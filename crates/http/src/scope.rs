@@ -11,6 +11,8 @@ use oncegate_engine::ConfigError;
 
 use crate::canonical;
 use crate::credential;
+#[cfg(feature = "jwt")]
+use crate::jwt::{JwtVerifier, TokenFault};
 use crate::path::PathPattern;
 use crate::refusal::{Condition, Refusal};
 
@@ -56,6 +58,12 @@ enum Source {
     /// A parameter of the route's pattern.
     Path(Arc<str>),
     Host,
+    /// A claim of a verified token.
+    #[cfg(feature = "jwt")]
+    Jwt {
+        claim: Arc<str>,
+        verifier: JwtVerifier,
+    },
     Function(Arc<Function>),
 }
 
@@ -73,6 +81,8 @@ pub enum CallerPart<'a> {
     Path(&'a str),
     /// The host of the request.
     Host,
+    /// The claim with this name of a verified token.
+    Jwt(&'a str),
     /// The value that a function derives from the request.
     Function,
 }
@@ -82,6 +92,9 @@ pub enum CallerPart<'a> {
 pub(crate) enum NoCaller {
     /// A required part is not there. `Authorization` asks for credentials.
     Missing { part: String, is_authorization: bool },
+    /// The token does not name a caller, for this reason.
+    #[cfg(feature = "jwt")]
+    Token(TokenFault),
     /// A part is there several times.
     Repeated { part: String },
     /// The scope is the default one, and this field makes the identity of the caller doubtful.
@@ -181,6 +194,25 @@ impl CallerScope {
         Self::of_part("host".to_owned(), Source::Host, true)
     }
 
+    /// Tells callers apart by a claim of the token in `Authorization: Bearer`, such as `sub`, and by the token's issuer. A caller
+    /// whose token is renewed stays the same caller.
+    ///
+    /// The [verifier](JwtVerifier) checks each token. A request whose token does not pass, has expired, or lacks the claim is
+    /// refused with a 401, and so is a request without a token.
+    ///
+    /// # Errors
+    /// If the name of the claim is empty.
+    #[cfg(feature = "jwt")]
+    pub fn jwt(claim: &str, verifier: &JwtVerifier) -> Result<Self, ConfigError> {
+        if claim.is_empty() {
+            return Err(ConfigError::new(
+                "the claim that names the caller is empty; write its name, such as \"sub\"",
+            ));
+        }
+        let source = Source::Jwt { claim: claim.into(), verifier: verifier.clone() };
+        Ok(Self::of_part(format!("jwt:{claim}"), source, true))
+    }
+
     /// Lets all callers share one scope. Use it if there is only one caller, or if keys are unique by themselves and no
     /// caller can guess another's.
     #[must_use]
@@ -217,6 +249,8 @@ impl CallerScope {
             Source::Cookie(name) => CallerPart::Cookie(name),
             Source::Path(name) => CallerPart::Path(name),
             Source::Host => CallerPart::Host,
+            #[cfg(feature = "jwt")]
+            Source::Jwt { claim, .. } => CallerPart::Jwt(claim),
             Source::Function(_) => CallerPart::Function,
         })
     }
@@ -285,6 +319,18 @@ impl CallerScope {
             )));
         }
         Ok(Self::of_part(format!("cookie:{name}"), Source::Cookie(name.into()), required))
+    }
+
+    /// Waits for the keys that the request's token needs, if there are tokens.
+    pub(crate) async fn prepare(&self, request: &Parts) {
+        #[cfg(feature = "jwt")]
+        for part in self.parts.iter() {
+            if let Source::Jwt { verifier, .. } = &part.source {
+                verifier.prepare(request).await;
+            }
+        }
+        #[cfg(not(feature = "jwt"))]
+        let _no_keys_are_needed = request;
     }
 
     /// The caller's scope. `authority` is the host that the request is for, if hosts are tenants. `key_headers` are the fields
@@ -405,13 +451,22 @@ impl Part {
                     pattern.map(|pattern| pattern.values(name, request.uri.path())).unwrap_or_default();
                 values.pop().map(|value| Cow::Owned(value.into_bytes()))
             }
+            #[cfg(feature = "jwt")]
+            Source::Jwt { claim, verifier } => {
+                verifier.identity(request, claim).map_err(NoCaller::Token)?.map(Cow::Owned)
+            }
             Source::Host => Some(Cow::Owned(canonical::authority(request).into_bytes())),
         };
         Ok(identity.filter(|identity| !identity.is_empty()))
     }
 
     fn missing(&self) -> NoCaller {
-        let is_authorization = matches!(&self.source, Source::Header(name) if name == header::AUTHORIZATION);
+        let is_authorization = match &self.source {
+            Source::Header(name) => name == header::AUTHORIZATION,
+            #[cfg(feature = "jwt")]
+            Source::Jwt { .. } => true,
+            _ => false,
+        };
         NoCaller::Missing { part: self.shown(), is_authorization }
     }
 
@@ -421,6 +476,8 @@ impl Part {
             Source::Cookie(name) => format!("The cookie {name}"),
             Source::Path(name) => format!("The path parameter {name}"),
             Source::Host => "The host".to_owned(),
+            #[cfg(feature = "jwt")]
+            Source::Jwt { .. } => "The token in Authorization: Bearer".to_owned(),
             Source::Function(_) => "The identity of the caller".to_owned(),
         }
     }
@@ -447,6 +504,13 @@ impl NoCaller {
                 ));
                 if *is_authorization { refusal.with_status(Some(http::StatusCode::UNAUTHORIZED)) } else { refusal }
             }
+            #[cfg(feature = "jwt")]
+            Self::Token(fault) => Refusal::new(Condition::ScopeUnavailable)
+                .with_detail(format!(
+                    "The token in Authorization {}, and the service tells callers apart by it. Nothing was executed.",
+                    fault.describe()
+                ))
+                .with_status(Some(http::StatusCode::UNAUTHORIZED)),
             Self::Repeated { part } => Refusal::new(Condition::ScopeUnavailable).with_detail(format!(
                 "{part} was sent more than once, or with a `_` instead of a `-` in its name, and the service tells callers apart \
                  by it. Nothing was executed."

@@ -223,6 +223,7 @@ impl KeyedResponse {
     {
         let (parts, body) = request.into_parts();
         self.grpc = GrpcForm::of(&parts.headers);
+        self.settings.caller.prepare(&parts).await;
         let (scope, key) = match self.scope_and_key(&parts) {
             Ok(scope_and_key) => scope_and_key,
             Err(refusal) => {

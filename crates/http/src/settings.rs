@@ -178,6 +178,7 @@ impl Settings {
             CallerPart::Header(own) => own == name,
             CallerPart::Cookie(_) => name == http::header::COOKIE,
             CallerPart::Host => name == http::header::HOST,
+            CallerPart::Jwt(_) => name == http::header::AUTHORIZATION,
             CallerPart::Path(_) | CallerPart::Function => false,
         };
         self.profile.key_headers.contains(name)

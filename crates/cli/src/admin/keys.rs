@@ -257,6 +257,12 @@ fn caller_fields(
     // The path and the host are members of their own.
     let is_other = |part: &CallerPart<'_>| !matches!(part, CallerPart::Path(_) | CallerPart::Host);
     let parts: Vec<_> = scope.parts().filter(is_other).collect();
+    if let Some(part) = parts.iter().find(|part| matches!(part, CallerPart::Jwt(_))) {
+        return Err(bad(&format!(
+            "on this route the {} tells callers apart, which cannot be given here; give the key alone to list all records that have it.",
+            part_name(part)
+        )));
+    }
     match (caller, &parts[..]) {
         (None, []) => Ok(Vec::new()),
         (Some(Caller::SingleTenant), []) if scope.is_single_tenant() => Ok(Vec::new()),
@@ -296,6 +302,7 @@ fn part_name(part: &CallerPart<'_>) -> String {
         CallerPart::Cookie(name) => format!("cookie {name}"),
         CallerPart::Path(name) => format!("path parameter {name}"),
         CallerPart::Host => "host".to_owned(),
+        CallerPart::Jwt(claim) => format!("claim {claim} of a token"),
         _ => "identity".to_owned(),
     }
 }

@@ -8,12 +8,13 @@ use std::sync::Arc;
 use oncegate_core::fingerprint::FingerprintRules;
 use oncegate_core::{NaturalKey, OnAbandoned, limits};
 use oncegate_engine::ConfigError;
-use oncegate_http::{CompletedBy, PathPattern, Profile, ProfileError, Settings};
+use oncegate_http::{CompletedBy, JwtVerifier, PathPattern, Profile, ProfileError, Settings};
 
 use super::advice;
 use super::cors::Cors;
 use super::file::RouteTable;
 use super::problem::{FilePlace, Problem, Source};
+use super::scope;
 use super::settings::{Setting, Sourced, Values};
 use super::units::{self, AdminToken, Origin, ProfileChoice, StoreChoice, StoreOutage, Upstream};
 use super::{Config, Draft, FixedValues, Route, RouteConfig, TlsFiles, apply};
@@ -38,17 +39,20 @@ pub(super) fn draft(
     let mut warnings = advice::on_service(values);
     warnings
         .extend(advice::on_secrets(values.admin_token_file.as_ref().map(|file| &file.value), tls.as_ref()));
-    let default = route_config(values, None, false, problems);
+    let jwt = scope::jwt_verifier(values, problems);
+    let default = route_config(values, None, (false, jwt.as_ref()), problems);
     check_scope_pattern(values, &default.settings, None, problems);
     warnings.extend(advice::on_route(values, &default));
     let mut routes = Vec::new();
     for table in tables {
-        if let Some((route, advice)) = route(values, table, problems) {
+        if let Some((route, advice)) = route(values, table, jwt.as_ref(), problems) {
             warnings.extend(advice);
             warnings.extend(advice::on_order(&routes, &route, &table.source));
             routes.push(route);
         }
     }
+    let scopes = std::iter::once(&default).chain(routes.iter().map(|route| &route.config));
+    warnings.extend(scope::jwt_advice(values, scopes.map(|route| route.settings.caller())));
     if let Some(path) = &values.reconcile_path
         && !std::iter::once(&default).chain(routes.iter().map(|route| &route.config)).any(RouteConfig::asks)
     {
@@ -106,6 +110,8 @@ pub(super) fn draft(
         store_must_exist,
         service: values.service.as_ref().map(|service| service.value.clone()),
         tls: tls.clone(),
+        jwt,
+        jwt_keys: values.jwt_keys.as_ref().map(|keys| keys.value.clone()),
         default,
         routes,
         warnings: once.clone(),
@@ -178,13 +184,18 @@ fn tls(values: &Values, problems: &mut Vec<Problem>) -> Option<TlsFiles> {
     None
 }
 
-fn route(service: &Values, table: &RouteTable, problems: &mut Vec<Problem>) -> Option<(Route, Vec<Problem>)> {
+fn route(
+    service: &Values,
+    table: &RouteTable,
+    jwt: Option<&JwtVerifier>,
+    problems: &mut Vec<Problem>,
+) -> Option<(Route, Vec<Problem>)> {
     let mut values = service.clone();
     apply(&table.entries, &mut values, problems);
     let has = |name| table.entries.iter().any(|entry| entry.setting.name == name);
     let methods = values.methods.as_ref().filter(|_| has("methods")).map(|methods| methods.value.clone());
     let narrows = has("completion") && !has("on-abandoned");
-    let config = route_config(&values, Some(&table.source), narrows, problems);
+    let config = route_config(&values, Some(&table.source), (narrows, jwt), problems);
     let (path, source) = table.path.as_ref()?;
     let pattern = match PathPattern::new(path) {
         Ok(pattern) => pattern.with_spelling(given(&values.trailing_slash), given(&values.path_case)),
@@ -199,10 +210,11 @@ fn route(service: &Values, table: &RouteTable, problems: &mut Vec<Problem>) -> O
 }
 
 /// Builds the configuration of a route. `narrows` is true if the route has its own `completion` and inherits `on-abandoned`.
+/// `jwt` verifies the tokens that name callers.
 fn route_config(
     values: &Values,
     place: Option<&Source>,
-    narrows: bool,
+    (narrows, jwt): (bool, Option<&JwtVerifier>),
     problems: &mut Vec<Problem>,
 ) -> RouteConfig {
     if let Some(methods) = values.methods.as_ref().filter(|methods| methods.value.is_empty()) {
@@ -224,7 +236,7 @@ fn route_config(
     if settings.completed_by() == CompletedBy::Upstream {
         check_upstream_completion(values, narrows, problems);
     }
-    let settings = with_scope(settings, values, problems);
+    let settings = with_scope(settings, values, jwt, problems);
     let cors = cors(values, &settings, problems);
     RouteConfig {
         settings,
@@ -255,10 +267,17 @@ fn cors(values: &Values, settings: &Settings, problems: &mut Vec<Problem>) -> Op
 }
 
 /// The settings with the callers' scope, if one is set and valid. Checks settings that need a certain scope.
-fn with_scope(settings: Settings, values: &Values, problems: &mut Vec<Problem>) -> Settings {
-    let settings = match values.scope.as_ref().map(|scope| (scope, units::whole_scope(&scope.value))) {
+fn with_scope(
+    settings: Settings,
+    values: &Values,
+    jwt: Option<&JwtVerifier>,
+    problems: &mut Vec<Problem>,
+) -> Settings {
+    let settings = match values.scope.as_ref().map(|scope| (scope, scope::whole_scope(&scope.value, jwt))) {
         None => settings,
         Some((_, Ok(scope))) => settings.with_caller(scope),
+        // The keys have a problem of their own.
+        Some((_, Err(_))) if jwt.is_none() && values.jwt_keys.is_some() => return settings,
         Some((scope, Err(what))) => {
             push_once(problems, Problem::error(scope.source.clone(), what));
             return settings;

@@ -14,6 +14,7 @@ mod flags;
 mod pages;
 mod paths;
 mod problem;
+mod scope;
 mod settings;
 mod store_url;
 #[cfg(test)]
@@ -33,7 +34,7 @@ use http::Method;
 use http::uri::PathAndQuery;
 use oncegate_core::{OnAbandoned, ServiceName};
 use oncegate_engine::{ConfigError, Engine};
-use oncegate_http::{CompletedBy, IdempotencyLayer, PathPattern, Settings};
+use oncegate_http::{CompletedBy, IdempotencyLayer, JwtVerifier, PathPattern, Settings};
 
 use crate::access_log::AccessLogFormat;
 
@@ -46,6 +47,7 @@ pub(crate) use self::cors::{Cors, asked_method};
 pub(crate) use self::flags::parse as parse_flags;
 pub(crate) use self::flags::{ProxyArgs, drop_far_suggestion};
 pub(crate) use self::problem::{Problem, Problems, Source, did_you_mean};
+pub(crate) use self::scope::KeySetPlace;
 use self::trusted::TrustedProxies;
 #[cfg(test)]
 pub(crate) use self::units::admin_token;
@@ -113,6 +115,10 @@ pub(crate) struct Config {
     /// The service that keys belong to, if the store may have those of others.
     pub(crate) service: Option<ServiceName>,
     pub(crate) tls: Option<TlsFiles>,
+    /// Verifies the tokens that name callers.
+    pub(crate) jwt: Option<JwtVerifier>,
+    /// The place of its keys.
+    jwt_keys: Option<KeySetPlace>,
     /// The configuration of requests that match no route.
     pub(crate) default: RouteConfig,
     /// The routes, in the order in which they are tried.
@@ -292,6 +298,16 @@ impl Config {
     /// Returns true if a route lets pages of other origins read its responses.
     pub(crate) fn has_cors(&self) -> bool {
         self.default.cors.is_some() || self.routes.iter().any(|route| route.config.cors.is_some())
+    }
+
+    /// Keeps the keys that verify tokens from an earlier configuration with the same place of keys, because they may not be
+    /// available at the moment.
+    pub(crate) fn keep_keys_of(&self, before: &Self) {
+        if let (Some(verifier), Some(earlier)) = (&self.jwt, &before.jwt)
+            && self.jwt_keys == before.jwt_keys
+        {
+            verifier.take_keys_of(earlier);
+        }
     }
 
     /// Returns true if the service has the same address and the same settings of connections.

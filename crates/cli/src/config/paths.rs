@@ -11,6 +11,7 @@ use oncegate_redis::RedisOptions;
 
 use super::cached::CacheChoice;
 use super::problem::{Problem, Source};
+use super::scope::KeySetPlace;
 use super::settings::{Sourced, Values};
 use super::units::StoreChoice;
 
@@ -27,6 +28,9 @@ pub(super) fn make_absolute(values: &mut Values, file: Option<&Path>, problems: 
         [&mut values.tls_cert, &mut values.tls_key, &mut values.admin_token_file].into_iter().flatten()
     {
         note(&given.source, base.apply(&mut given.value, &given.source));
+    }
+    if let Some(Sourced { value: KeySetPlace::File(path), source }) = &mut values.jwt_keys {
+        note(source, base.apply(path, source));
     }
     if let Some(Sourced { value, source }) = &mut values.store {
         note(source, base.apply_to_store(value, source));

@@ -13,11 +13,12 @@ use http::{Method, StatusCode};
 use oncegate_core::fingerprint::JsonPointer;
 use oncegate_core::{OnAbandoned, ServiceName, limits};
 use oncegate_http::{
-    AuthorityRole, BodyComparison, CallerScope, CompletedBy, KeyFormat, KeyScope, KeySyntax, PathCase,
+    AuthorityRole, BodyComparison, CompletedBy, JwtAlgorithm, KeyFormat, KeyScope, KeySyntax, PathCase,
     ServerErrors, TrailingSlash,
 };
 
 use super::problem::Source;
+use super::scope::{self, KeySetPlace, ScopePart};
 use super::trusted::{self, TrustedProxies};
 use super::units::{
     self, AdminToken, DAY, MILLI, Origin, ProfileChoice, SECOND, StoreChoice, StoreOutage, Upstream,
@@ -279,12 +280,32 @@ settings! {
 
     /// Identifies the caller, so that callers never share keys: `header:NAME` or `cookie:NAME` (hashed; all callers without it
     /// share one scope), `required-header:NAME` or `required-cookie:NAME` (requests without it are refused), several of these
-    /// together, such as `required-header:x-tenant,cookie:sid`, or `single-tenant` (there is only one caller). `path:NAME` (a
+    /// together, such as `required-header:x-tenant,cookie:sid`, or `single-tenant` (there is only one caller). `jwt:CLAIM` is a
+    /// claim of the token in Authorization, which is verified with jwt-keys (requests without it are refused). `path:NAME` (a
     /// parameter of the route's path) and `host` separate tenants; a client can choose them, so combine them. An empty value
     /// counts as missing. If the value is a credential, a caller with a rotated credential is another caller. Unless this is
     /// set, requests that carry another credential (a cookie, an API key) instead of Authorization are refused.
     "scope" KEYS Route Many "SCOPE,…" Nothing("`header:authorization`, and other credentials are refused");
-    scope: CallerScope = units::scope;
+    scope: ScopePart = scope::scope;
+
+    /// The keys that verify the tokens of a scope `jwt:CLAIM`: the key set (JWKS) of their issuer, an https URL or a file. It is
+    /// fetched again every 5 minutes, and for a token with an unknown key, at most every 10 seconds. If that fails, the last
+    /// key set is used for at most 24h; without any, requests are refused.
+    "jwt-keys" KEYS Live One "FILE|URL" Nothing("");
+    jwt_keys: KeySetPlace = scope::key_set_place;
+
+    /// The algorithms of tokens that are accepted: RS256, RS384, RS512, PS256, PS384, PS512, ES256, ES384, EdDSA; or, alone and
+    /// with a key set in a file, HS256, HS384, HS512.
+    "jwt-algorithms" KEYS Live Many "ALG,…" Value("RS256,ES256,EdDSA");
+    jwt_algorithms: JwtAlgorithm = scope::jwt_algorithm;
+
+    /// The issuer (`iss`) that tokens must have.
+    "jwt-issuer" KEYS Live One "TEXT" Nothing("any issuer whose key is in jwt-keys");
+    jwt_issuer: String = scope::not_empty;
+
+    /// The audiences of this service: tokens must have one of them in `aud`.
+    "jwt-audience" KEYS Live Many "TEXT,…" Nothing("any audience");
+    jwt_audience: String = scope::not_empty;
 
     /// The effect of the request's host on its key: `compare` (the same key with another host is refused), `scope` (each host
     /// has its own keys: hosts are tenants), or `ignore` (clients reach the service under several names or ports, such as

@@ -100,6 +100,10 @@ const SAMPLES: &[(&str, &str, &str)] = &[
     ("access-log", "json", "access_log: Some(Json)"),
     ("profile", "stripe", "name: \"stripe\""),
     ("scope", "single-tenant", "caller: single-tenant"),
+    ("jwt-keys", "https://issuer.example/jwks.json", "jwt_keys: Some(Url"),
+    ("jwt-algorithms", "ES256", ""),
+    ("jwt-issuer", "https://issuer.example", ""),
+    ("jwt-audience", "orders", ""),
     ("authority", "scope", "authority: Scope"),
     ("require-key", "true", "require_key: true"),
     ("key-header", "X-Key", "key_headers: [\"x-key\"]"),
@@ -394,7 +398,7 @@ fn single_mistakes_have_single_errors() {
         (
             Given { env: &[TO], flags: &["--scope", "authorization"], ..NOTHING },
             "--scope: \"authorization\" is not a scope that tells callers apart; write \"header:NAME\", \
-             \"required-header:NAME\", \"cookie:NAME\", \"required-cookie:NAME\", \"path:NAME\", \"host\" or \"single-tenant\"",
+             \"required-header:NAME\", \"cookie:NAME\", \"required-cookie:NAME\", \"jwt:CLAIM\", \"path:NAME\", \"host\" or \"single-tenant\"",
         ),
         (
             Given { env: &[TO], flags: &["--scope", "header:x-tenant,single-tenant"], ..NOTHING },
@@ -858,7 +862,10 @@ fn every_setting_of_the_service_arrives() {
     for setting in SETTINGS.iter().filter(is_of_service) {
         let (name, (text, arrives)) = (setting.name, sample(setting.name));
         if arrives.is_empty() {
-            assert!(name.starts_with("tls-"), "add what `{name}` changes to SAMPLES");
+            assert!(
+                name.starts_with("tls-") || name.starts_with("jwt-"),
+                "add what `{name}` changes to SAMPLES"
+            );
             continue;
         }
         let variable = setting.variable();

@@ -12,8 +12,7 @@ use http::uri::{Authority, PathAndQuery, Scheme, Uri};
 use http::{Method, StatusCode};
 use oncegate_core::ServiceName;
 use oncegate_core::fingerprint::JsonPointer;
-use oncegate_engine::ConfigError;
-use oncegate_http::{CallerScope, KeyFormat, Profile, Settings};
+use oncegate_http::{KeyFormat, Profile, Settings};
 use oncegate_postgres::PostgresOptions;
 
 use oncegate_redis::RedisOptions;
@@ -487,49 +486,6 @@ pub(crate) fn service(text: &str) -> Read<ServiceName> {
     ServiceName::new(text).map_err(|error| format!("{text:?} is not the name of a service: {error}"))
 }
 
-/// Reads one part of a scope, or `single-tenant`.
-pub(crate) fn scope(text: &str) -> Read<CallerScope> {
-    const ALLOWED: &str = "write \"header:NAME\", \"required-header:NAME\", \"cookie:NAME\", \"required-cookie:NAME\", \"path:NAME\", \"host\" or \"single-tenant\"";
-    let error = |error: ConfigError| error.to_string();
-    match text.split_once(':') {
-        None if text == "single-tenant" => Ok(CallerScope::single_tenant()),
-        None if text == "host" => Ok(CallerScope::host()),
-        Some(("path", name)) => CallerScope::path_parameter(name).map_err(error),
-        Some(("header", name)) => seen_header(name).map(CallerScope::header),
-        Some(("required-header", name)) => seen_header(name).map(CallerScope::required_header),
-        Some(("cookie", name)) => CallerScope::cookie(name).map_err(error),
-        Some(("required-cookie", name)) => CallerScope::required_cookie(name).map_err(error),
-        _ => {
-            let hint = match nearest(text, ["single-tenant", "host"]) {
-                Some(name) => format!("; did you mean `{name}`?"),
-                // The name of a field, such as `X-Api-Key`.
-                None if text.contains('-') && text.parse::<HeaderName>().is_ok() => {
-                    format!("; did you mean `required-header:{text}`?")
-                }
-                None => String::new(),
-            };
-            Err(format!("{text:?} is not a scope that tells callers apart; {ALLOWED}{hint}"))
-        }
-    }
-}
-
-/// Combines all parts of a scope.
-pub(super) fn whole_scope(parts: &[CallerScope]) -> Read<CallerScope> {
-    let Some((first, rest)) = parts.split_first() else {
-        return Err("the list is empty; write \"single-tenant\" if there is only one caller".to_owned());
-    };
-    if !rest.is_empty() && parts.iter().any(CallerScope::is_single_tenant) {
-        return Err(
-            "\"single-tenant\" cannot be combined with other parts, because there is only one caller"
-                .to_owned(),
-        );
-    }
-    rest.iter().try_fold(first.clone(), |scope, part| {
-        let is_new = part.parts().all(|new| scope.parts().all(|old| old != new));
-        if is_new { Ok(scope.and(part.clone())) } else { Err(format!("\"{part:?}\" was given twice")) }
-    })
-}
-
 pub(crate) fn header_name(text: &str) -> Read<HeaderName> {
     text.parse().map_err(|_| {
         format!("{text:?} is not the name of a header field; letters, digits and dashes are allowed")
@@ -703,7 +659,7 @@ pub(super) fn one_of<T: Copy>(text: &str, table: &[(&str, T)]) -> Read<T> {
 }
 
 /// `"x" is not one of a, b, c`, with a suggestion.
-fn not_one_of(text: &str, names: &[&str]) -> String {
+pub(super) fn not_one_of(text: &str, names: &[&str]) -> String {
     format!("{text:?} is not one of {}{}", names.join(", "), did_you_mean(text, names.iter().copied()))
 }
 
@@ -897,7 +853,7 @@ mod tests {
             (
                 "scope",
                 "tenant",
-                "\"tenant\" is not a scope that tells callers apart; write \"header:NAME\", \"required-header:NAME\", \"cookie:NAME\", \"required-cookie:NAME\", \"path:NAME\", \"host\" or \"single-tenant\"",
+                "\"tenant\" is not a scope that tells callers apart; write \"header:NAME\", \"required-header:NAME\", \"cookie:NAME\", \"required-cookie:NAME\", \"jwt:CLAIM\", \"path:NAME\", \"host\" or \"single-tenant\"",
             ),
             (
                 "scope",
@@ -907,7 +863,7 @@ mod tests {
             (
                 "scope",
                 "X-Api-Key",
-                "\"X-Api-Key\" is not a scope that tells callers apart; write \"header:NAME\", \"required-header:NAME\", \"cookie:NAME\", \"required-cookie:NAME\", \"path:NAME\", \"host\" or \"single-tenant\"; did you mean `required-header:X-Api-Key`?",
+                "\"X-Api-Key\" is not a scope that tells callers apart; write \"header:NAME\", \"required-header:NAME\", \"cookie:NAME\", \"required-cookie:NAME\", \"jwt:CLAIM\", \"path:NAME\", \"host\" or \"single-tenant\"; did you mean `required-header:X-Api-Key`?",
             ),
             (
                 "scope",

@@ -13,6 +13,7 @@ mod forward;
 mod framing;
 mod headers;
 mod hosts;
+mod jwks;
 mod late;
 mod listen;
 mod live;
@@ -33,6 +34,7 @@ use oncegate_engine::{Engine, LogThrottle};
 use tokio::sync::watch;
 
 pub(crate) use headers::is_always_removed;
+pub(crate) use jwks::KeySetSource;
 pub(crate) use listen::{BoundAddress, ConnectionLimit};
 pub(crate) use request_limit::RequestLimit;
 use run::max_idle_connections;

@@ -121,6 +121,10 @@ impl Reloader {
                 fixed.join(", ")
             )]);
         }
+        config.keep_keys_of(&self.live.borrow().config);
+        if let Some(verifier) = config.jwt.clone() {
+            tokio::spawn(async move { verifier.refresh().await });
+        }
         let config = Arc::new(config);
         let one = |error: String| vec![error];
         let tls = config.tls.as_ref().map(|files| server_config(&files.cert, &files.key));

@@ -241,6 +241,9 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
         "oncegate listening on {scheme}://{listen_address}, admin http://{admin_address}, upstream {}, store {}",
         config.to, config.store
     );
+    if let Some(verifier) = config.jwt.clone() {
+        tokio::spawn(async move { verifier.refresh().await });
+    }
     let reloader = Reloader::new(args.clone(), metrics.clone(), layer, live, admin_live);
     let path = DataPath { engine, metrics, connections, without_key, live: live_changes.clone() };
     let serving = path.serve(sockets, &stopped)?;

@@ -1,8 +1,11 @@
 //! Callers that the sidecar tells apart, callers that it does not, and the responses that each gets.
 
+use jsonwebtoken::jwk::Jwk;
+use jsonwebtoken::{Algorithm, EncodingKey, Header};
 use rustix::process::Signal;
+use serde_json::json;
 
-use crate::support::{Process, Service, Sidecar, request, sidecar};
+use crate::support::{FixedService, Process, Service, Sidecar, request, sidecar};
 use crate::{KEY, OK};
 
 const SESSION: &str = "Cookie: sid=ada";
@@ -139,5 +142,122 @@ async fn a_scope_of_a_path_parameter_needs_a_route_that_has_it() {
         assert_eq!(process.ended().await.code(), Some(1));
         let said = process.errors().await;
         assert!(said.contains(expected), "{said}");
+    }
+}
+
+/// An issuer of tokens, with one key.
+struct Issuer(EncodingKey);
+
+impl Issuer {
+    fn new() -> Self {
+        Self(EncodingKey::from_ec_der(&rcgen::KeyPair::generate().unwrap().serialize_der()))
+    }
+
+    fn key_set(&self) -> String {
+        json!({ "keys": [Jwk::from_encoding_key(&self.0, Algorithm::ES256).unwrap()] }).to_string()
+    }
+
+    /// A service that answers each request with the key set.
+    async fn serve(&self) -> (FixedService, String) {
+        let keys = self.key_set();
+        let response = format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n{keys}", keys.len());
+        let service = Service::new().await.answers(response.leak());
+        let url = format!("--jwt-keys=http://{}/keys", service.address);
+        (service, url)
+    }
+
+    /// A field with a token that expires in this many seconds.
+    fn token(&self, subject: &str, seconds: i64) -> String {
+        let now = i64::try_from(jsonwebtoken::get_current_timestamp()).unwrap();
+        let claims = json!({"sub": subject, "aud": "orders", "exp": now + seconds});
+        let token = jsonwebtoken::encode(&Header::new(Algorithm::ES256), &claims, &self.0).unwrap();
+        format!("Authorization: Bearer {token}")
+    }
+}
+
+#[tokio::test]
+async fn a_verified_token_names_the_caller_also_when_it_is_renewed() {
+    let issuer = Issuer::new();
+    let (keys, url) = issuer.serve().await;
+    let service = Service::new().await.answers(OK);
+    let flags = ["--scope=jwt:sub", &url, "--jwt-audience=orders", "--jwt-algorithms=ES256"];
+    let mut sidecar = Sidecar::start(service.address, &flags).await;
+    let ask = async |field: &str| sidecar.ask(&request("POST", "/orders", &[KEY, field], "{}")).await;
+    assert!(!ask(&issuer.token("ada", 60)).await.has_status(200).is_replay());
+    assert!(ask(&issuer.token("ada", 600)).await.has_status(200).is_replay());
+    assert!(!ask(&issuer.token("eve", 60)).await.has_status(200).is_replay());
+    assert_eq!((service.requests(), keys.requests()), (2, 1));
+    // Neither a replay nor an execution without a valid token.
+    let forged = Issuer::new().token("ada", 60);
+    for (field, why) in [
+        (issuer.token("ada", -60).as_str(), "has expired"),
+        (&forged, "signature that is not right"),
+        ("Authorization: Bearer ada", "is not a signed token"),
+        ("Authorization: Basic YWRhOg==", "is not a signed token"),
+        ("X-Other: 1", "is missing"),
+        ("Authorization: Bearer", "is missing"),
+    ] {
+        let refused = ask(field).await;
+        refused.is_problem(401, "scope-unavailable");
+        assert!(refused.text().contains(why), "{field}: {}", refused.text());
+        assert_eq!(refused.get("www-authenticate"), Some("Bearer"));
+    }
+    assert_eq!(service.requests(), 2);
+    sidecar.process.signal(Signal::TERM);
+    let log = sidecar.process.errors().await;
+    assert!(!log.contains("ada") && !log.contains("eyJ"), "{log}");
+}
+
+#[tokio::test]
+async fn without_keys_no_token_names_a_caller_and_the_log_says_why() {
+    let issuer = Issuer::new();
+    let away = Service::new().await.answers("HTTP/1.1 503 Away\r\nContent-Length: 0\r\n\r\n");
+    let service = Service::new().await.answers(OK);
+    let flags =
+        ["--scope=jwt:sub", &format!("--jwt-keys=http://{}/keys", away.address), "--jwt-audience=orders"];
+    let mut sidecar = Sidecar::start(service.address, &flags).await;
+    for _ in 0..20 {
+        let refused = sidecar.ask(&request("POST", "/orders", &[KEY, &issuer.token("ada", 60)], "{}")).await;
+        refused.is_problem(401, "scope-unavailable");
+        assert!(refused.text().contains("keys of its issuer are not available"), "{}", refused.text());
+    }
+    assert_eq!(service.requests(), 0);
+    assert!(away.requests() < 10, "{}", away.requests());
+    sidecar.process.signal(Signal::TERM);
+    let log = sidecar.process.errors().await;
+    assert_eq!(log.matches("cannot be fetched").count(), 1, "{log}");
+    assert!(log.contains("the status is 503"), "{log}");
+}
+
+#[tokio::test]
+async fn mistakes_in_the_settings_of_tokens_are_reported_at_the_start() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = |name: &str, text: &str| {
+        let path = directory.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        format!("--jwt-keys={}", path.display())
+    };
+    let good = file("good", &Issuer::new().key_set());
+    let (empty, other) = (file("empty", "{\"keys\":[]}"), file("other", "PEM"));
+    let url = "--jwt-keys=https://issuer.example/keys";
+    for (flags, expected) in [
+        (vec![], "needs the keys that verify tokens; set jwt-keys"),
+        (vec!["--jwt-issuer=a"], "set jwt-keys too"),
+        (vec!["--jwt-keys=http://issuer.example/keys"], "is not an https URL"),
+        (vec!["--jwt-keys=https://ada:secret@issuer.example/keys"], "has a user name or password"),
+        (vec![&empty], "none of the 0 keys"),
+        (vec![&other], "is not JSON"),
+        (vec!["--jwt-keys=/nowhere/keys"], "/nowhere/keys: "),
+        (vec![&good, "--jwt-algorithms=none"], "\"none\" is not accepted"),
+        (vec![&good, "--jwt-algorithms=ES512"], "is not one of RS256"),
+        (vec![&good, "--jwt-algorithms=HS256,ES256"], "both symmetric"),
+        (vec![url, "--jwt-algorithms=HS256"], "must come from a file"),
+    ] {
+        let mut command = sidecar("http://127.0.0.1:9");
+        command.args(["--store=memory:", "--scope=jwt:sub"]).args(&flags);
+        let mut process = Process::start(&mut command);
+        assert_eq!(process.ended().await.code(), Some(1), "{flags:?}");
+        let said = process.errors().await;
+        assert!(said.contains(expected) && !said.contains("secret@"), "{flags:?}: {said}");
     }
 }
