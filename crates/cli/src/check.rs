@@ -10,6 +10,7 @@ use std::process::ExitCode;
 use clap::Args;
 use oncegate_core::{ErrorChain, StateName, Store as _};
 use oncegate_embedded::{CheckReport, EmbeddedOpenError, EmbeddedOptions};
+use oncegate_http::Profile;
 use oncegate_redis::{Finding, RedisOptions, RedisStore, Severity};
 use serde_json::{Value, json};
 
@@ -196,6 +197,7 @@ fn configuration(config: &Config, is_online: bool, report: &mut Report) {
     if let Some(name) = &config.service {
         report.ok(format!("service name {name}: sidecars with this name on the same store share keys"));
     }
+    profiles(config, report);
     if config.has_default_scope() {
         report.ok(format!("callers: {DEFAULT_SCOPE}"));
     }
@@ -206,6 +208,33 @@ fn configuration(config: &Config, is_online: bool, report: &mut Report) {
         report.ok(format!(
             "requests with an unknown outcome: the service is asked at {}{path}, not contacted",
             config.to
+        ));
+    }
+}
+
+/// Shows each profile but `ietf`: the values and statuses that differ from it.
+fn profiles(config: &Config, report: &mut Report) {
+    let ietf = Profile::default();
+    let (rows, refusals) = (ietf.rows(), ietf.refusals());
+    let mut shown: Vec<&str> = Vec::new();
+    let routes = config.routes.iter().map(|route| &route.config);
+    for profile in std::iter::once(&config.default).chain(routes).map(|route| route.settings.profile()) {
+        if profile.name() == ietf.name() || shown.contains(&profile.name()) {
+            continue;
+        }
+        shown.push(profile.name());
+        let values = profile.rows().into_iter().filter(|row| !rows.contains(row));
+        let statuses = profile.refusals().into_iter().zip(&refusals);
+        let statuses = statuses.filter(|(own, ietf)| own.status != ietf.status);
+        let lines: Vec<_> = values
+            .map(|(key, value)| format!("{key} = {value}"))
+            .chain(statuses.map(|(own, _)| format!("refusal.{} = {}", own.condition, own.status.as_u16())))
+            .collect();
+        report.ok(format!(
+            "profile {} ({}), where it differs from ietf:\n        {}",
+            profile.name(),
+            profile.title(),
+            lines.join("\n        ")
         ));
     }
 }

@@ -85,14 +85,28 @@ async fn a_profile_of_ones_own_is_read_next_to_the_configuration() {
     assert_eq!(other.json()["fault"]["code"], "key_reused", "{other:?}");
     assert_eq!(service.requests(), 1);
 
+    let check = || {
+        let mut check = std::process::Command::new(env!("CARGO_BIN_EXE_oncegate"));
+        let output =
+            check.args(["check", &flag, "--store=memory:", "--to=http://127.0.0.1:1"]).output().unwrap();
+        (
+            output.status.success(),
+            String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned(),
+        )
+    };
+    let (is_right, text) = check();
+    assert!(is_right, "{text}");
+    for row in [
+        "profile ours (Our payments API)",
+        " key-header = X-Request-Key, Idempotency-Key\n",
+        " retention = 7d\n",
+    ] {
+        assert!(text.contains(row), "{row}: {text}");
+    }
     std::fs::write(&profile, format!("retntion = \"7d\"\n{}", ours.replace("\"stripe\"", "\"strip\"")))
         .unwrap();
-    let check = std::process::Command::new(env!("CARGO_BIN_EXE_oncegate"))
-        .args(["check", &flag, "--to=http://127.0.0.1:1"])
-        .output()
-        .unwrap();
-    let text = String::from_utf8_lossy(&[check.stdout, check.stderr].concat()).into_owned();
-    assert!(!check.status.success(), "{text}");
+    let (is_right, text) = check();
+    assert!(!is_right, "{text}");
     for mistake in [
         "ours.toml:1:1: no such key `retntion`; did you mean `retention`?",
         "ours.toml:4:11: extends: there is no profile \"strip\"; did you mean `stripe`?",
