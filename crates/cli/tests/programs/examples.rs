@@ -1,6 +1,5 @@
 //! The example services behind the sidecar: every route, and the orders on their pages.
 //!
-
 //! The behaviour of the sidecar in front of both frameworks is tested by the cases.
 
 use std::net::SocketAddr;

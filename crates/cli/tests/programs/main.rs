@@ -11,3 +11,4 @@ mod examples;
 mod outage;
 mod redis;
 mod shared_store;
+mod vendors;
