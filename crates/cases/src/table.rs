@@ -318,6 +318,7 @@ const REFUSALS: &[(&str, u16, Option<&str>, Option<&str>)] = &[
     ("request-too-large", 413, Some("fix-request"), None),
     ("request-incomplete", 400, None, None),
     ("overloaded", 503, Some("same-key"), None),
+    ("rate-limited", 429, Some("same-key"), None),
     ("scope-unavailable", 400, Some("fix-request"), None),
     ("scope-not-set", 400, Some("fix-request"), None),
     ("store-unavailable", 503, Some("same-key"), None),
@@ -361,7 +362,7 @@ pub fn assert_problem(slug: &str, status: u16, response: &Response) {
         !String::from_utf8_lossy(&response.body).contains(MARK),
         "reveals the first response: {response:?}"
     );
-    if matches!(slug, "request-in-progress" | "store-unavailable" | "overloaded") {
+    if matches!(slug, "request-in-progress" | "store-unavailable" | "overloaded" | "rate-limited") {
         retry_after(response);
     }
 }

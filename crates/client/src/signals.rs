@@ -155,6 +155,7 @@ pub(crate) const SIGNAL_RULES: &[SignalRule] = {
         row(KeyReused, Member("title", "Idempotency-Key Reuse"), "TrueLayer", TRUELAYER),
         row(NotExecuted, Name("urn:oncegate:problem:store-unavailable"), "Oncegate", ONCEGATE),
         row(NotExecuted, Name("urn:oncegate:problem:overloaded"), "Oncegate", ONCEGATE),
+        row(NotExecuted, Name("urn:oncegate:problem:rate-limited"), "Oncegate", ONCEGATE),
         row(NotExecuted, Name("urn:oncegate:problem:request-incomplete"), "Oncegate", ONCEGATE),
         row(NotExecuted, Name("urn:oncegate:problem:upstream-unreachable"), "Oncegate", ONCEGATE),
         row(ScopeUnavailable, Name("scope-unavailable"), "Oncegate", ONCEGATE),

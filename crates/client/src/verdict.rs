@@ -403,6 +403,7 @@ mod tests {
             ("request-too-large", 413, "fix-request", Definite(TurnedAway)),
             ("request-incomplete", 400, "same-key", Again(Doubt::None)),
             ("overloaded", 503, "same-key", Again(Doubt::None)),
+            ("rate-limited", 429, "same-key", Again(Doubt::None)),
             ("scope-unavailable", 400, "fix-request", Definite(TurnedAway)),
             ("scope-unavailable", 401, "fix-request", Definite(TurnedAway)),
             ("scope-not-set", 400, "fix-request", Definite(TurnedAway)),

@@ -5,6 +5,7 @@ use std::time::Duration;
 use http::StatusCode;
 use oncegate_core::{CallerTag, RecordId};
 
+use crate::rate_limit::RateLimitKind;
 use crate::refusal::Condition;
 
 /// The outcome of a request. Every request that enters the layer has exactly one.
@@ -69,6 +70,8 @@ pub struct KeyedEvent<'a> {
     pub record: Option<RecordId>,
     /// The number of the attempt, if this request executed.
     pub attempt: Option<u32>,
+    /// The rate limit that the request exceeded, if it was refused for that.
+    pub rate_limit: Option<RateLimitKind>,
     /// From the head of the request to the head of its response.
     pub duration: Duration,
 }

@@ -16,6 +16,8 @@ pub enum GrpcCode {
     Unknown = 2,
     /// The call has to be corrected.
     InvalidArgument = 3,
+    /// A rate limit is exceeded: try again later.
+    ResourceExhausted = 8,
     /// The key belongs to another call.
     FailedPrecondition = 9,
     /// Another request holds the key: try again.

@@ -99,6 +99,7 @@ mod missing_response;
 mod overrides;
 mod path;
 mod profile;
+mod rate_limit;
 mod reconcile;
 mod refusal;
 mod scope;
@@ -124,6 +125,7 @@ pub use profile::{
     BodyComparison, KeyScope, Profile, ProfileError, ProfileErrors, RefusalRow, ServerErrors,
     UncoveredMethods, nearest,
 };
+pub use rate_limit::{RateLimitKind, RateLimits, RateQuota};
 pub use reconcile::{Reconcile, Reconciled};
 pub use refusal::{Condition, Refusal, RetryAdvice};
 pub use scope::{CallerPart, CallerScope};

@@ -136,6 +136,11 @@ conditions! {
         "The service is at its limit at the moment",
         "Nothing was executed: a limit of the server is reached at the moment. Send the same request with the same key later.";
 
+    /// A rate limit is exceeded.
+    RateLimited: "rate-limited", TOO_MANY_REQUESTS, SameKey, ResourceExhausted,
+        "Too many requests",
+        "Nothing was executed for this request: a rate limit is exceeded. Send the same request with the same key later.";
+
     /// The request does not identify its caller, or does so twice.
     ScopeUnavailable: "scope-unavailable", BAD_REQUEST, FixRequest, InvalidArgument,
         "The request does not identify its caller",

@@ -35,6 +35,7 @@ use crate::in_flight::{Limit, Slot};
 use crate::layer::Shared;
 use crate::method;
 use crate::missing_response::{Question, QuestionResult, awaited};
+use crate::rate_limit::{ExceededRate, RateLimitKind};
 use crate::refusal::{Condition, Refusal};
 use crate::scope::NoCaller;
 use crate::settings::{AuthorityRole, Settings};
@@ -174,6 +175,7 @@ struct KeyedResponse {
     has_caller: bool,
     record: Option<RecordId>,
     attempt: Option<u32>,
+    rate_limit: Option<RateLimitKind>,
 }
 
 impl KeyedResponse {
@@ -188,6 +190,7 @@ impl KeyedResponse {
             has_caller: false,
             record: None,
             attempt: None,
+            rate_limit: None,
         }
     }
 
@@ -197,6 +200,7 @@ impl KeyedResponse {
             caller: self.has_caller.then(|| self.label.caller()),
             record: self.record,
             attempt: self.attempt,
+            rate_limit: self.rate_limit,
             duration: self.begun.elapsed(),
         };
         self.shared.observer.observe(&RequestEvent::keyed(disposition, status, keyed));
@@ -231,6 +235,12 @@ impl KeyedResponse {
                 return Ok(self.refuse(refusal));
             }
         };
+        if let Some(key) = &key
+            && let Err(exceeded) = self.check_rate(&scope, &parts, key)
+        {
+            return Ok(self.refuse_for_now(&exceeded));
+        }
+        let has_early_key = key.is_some();
         let (data, trailers, held) = match self.read(body).await {
             Ok(read) => read,
             Err(refusal) => {
@@ -264,6 +274,9 @@ impl KeyedResponse {
                 return Box::pin(self.pass(inner, request)).await;
             }
         };
+        if !has_early_key && let Err(exceeded) = self.check_rate(&scope, &parts, &key) {
+            return Ok(self.refuse_for_now(&exceeded));
+        }
         let (id, label) = canonical::locate(&self.settings, &scope, &parts, &key);
         (self.record, self.label, self.has_caller) = (Some(id), label.clone(), true);
         let fingerprint = compared.fingerprint;
@@ -347,6 +360,31 @@ impl KeyedResponse {
                 Ok((scope, Some(carried.key)))
             }
         }
+    }
+
+    /// Counts this request for the rate limits of the route.
+    fn check_rate(
+        &mut self,
+        scope: &Scope<'_>,
+        parts: &Parts,
+        key: &IdempotencyKey,
+    ) -> Result<(), ExceededRate> {
+        if self.settings.rate_limits.is_empty() {
+            return Ok(());
+        }
+        let (id, label) = canonical::locate(&self.settings, scope, parts, key);
+        self.settings.rate_limits.check(scope.caller_tag(), id).inspect_err(|exceeded| {
+            exceeded.warn(scope.caller_tag());
+            (self.label, self.has_caller) = (label, true);
+        })
+    }
+
+    fn refuse_for_now<RB>(&mut self, exceeded: &ExceededRate) -> Response<ResponseBody<RB>> {
+        self.rate_limit = Some(exceeded.kind);
+        let refusal = Refusal::new(Condition::RateLimited).with_detail(exceeded.detail());
+        let mut response = self.refuse(refusal.with_retry_after(exceeded.retry_after()));
+        exceeded.write(response.headers_mut());
+        response
     }
 
     /// Counts this request as in flight, unless a limit is reached or the budget for responses is used up.

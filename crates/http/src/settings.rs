@@ -19,6 +19,7 @@ use crate::method;
 use crate::overrides::is_override;
 use crate::path::{self, PathCase, PathPattern, TrailingSlash};
 use crate::profile::{BodyComparison, KeyScope, Profile, ServerErrors, UncoveredMethods};
+use crate::rate_limit::RateLimits;
 use crate::reconcile::Reconcile;
 use crate::scope::{CallerPart, CallerScope};
 
@@ -45,6 +46,7 @@ pub struct Settings {
     pub(crate) path_case: PathCase,
     /// The pattern of the route that has these settings.
     pattern: Option<PathPattern>,
+    pub(crate) rate_limits: RateLimits,
     /// The value of `Link` in refusals.
     pub(crate) documentation: Option<HeaderValue>,
 }
@@ -106,6 +108,7 @@ impl Settings {
             trailing_slash: TrailingSlash::default(),
             path_case: PathCase::default(),
             pattern: None,
+            rate_limits: RateLimits::default(),
             documentation: None,
         }
     }
@@ -394,6 +397,13 @@ impl Settings {
                 Ok(self)
             }
         }
+    }
+
+    /// Limits the rates of requests with a key. A request beyond a limit is refused with a 429, and nothing is claimed. There
+    /// are no limits by default. Several routes with copies of one value share its counts.
+    #[must_use]
+    pub fn with_rate_limits(self, rate_limits: RateLimits) -> Self {
+        Self { rate_limits, ..self }
     }
 
     /// Sets the page that documents the rules for keys: an `http` or `https` URL, or a path that starts with a slash.

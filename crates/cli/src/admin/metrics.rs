@@ -14,7 +14,9 @@ use oncegate_core::{
     StoreErrorKind, StoreFuture, Timestamp, delegate_store,
 };
 use oncegate_engine::{BreakerState, Event, EventKind, Observer};
-use oncegate_http::{Condition, Disposition, LimitUsage, Reconciled, RequestEvent, RequestObserver};
+use oncegate_http::{
+    Condition, Disposition, LimitUsage, RateLimitKind, Reconciled, RequestEvent, RequestObserver,
+};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric as _};
@@ -67,6 +69,7 @@ struct Inner {
     store_durations: [Histogram; COMMANDS.len()],
     upstream_durations: [Histogram; UpstreamResult::ALL.len()],
     reconciled: [Counter; ReconcileResult::ALL.len()],
+    rate_limited: [Counter; RateLimitKind::ALL.len()],
     /// The attempts that execute, with their start.
     running: Sharded<RecordMap<(RecordId, FencingToken), Instant>>,
     attempt_durations: Histogram,
@@ -177,6 +180,9 @@ impl Metrics {
         let help = "Claims that took over the record of an abandoned attempt";
         let takeovers = add(r, "takeovers", help, Counter::default());
         let help = "Responses of the service to questions about the outcome of requests, by result";
+        let rate_limits = "Requests that were refused because they exceeded this rate limit";
+        let rate_limited: Family<[Label; 1], Counter> =
+            add(r, "rate_limited", rate_limits, Family::default());
         let reconciled: Family<[Label; 1], Counter> = add(r, "reconciled", help, Family::default());
         let help = "Replays that waited for the response of the request in flight";
         let replays_after_wait = add(r, "replays_after_wait", help, Counter::default());
@@ -221,6 +227,8 @@ impl Metrics {
                 .map(|command| store_durations.get_or_create_owned(&[("command", command)])),
             upstream_durations: UpstreamResult::ALL
                 .map(|result| upstream_durations.get_or_create_owned(&[("result", result.as_str())])),
+            rate_limited: RateLimitKind::ALL
+                .map(|limit| rate_limited.get_or_create_owned(&[("limit", limit.as_str())])),
             reconciled: ReconcileResult::ALL
                 .map(|result| reconciled.get_or_create_owned(&[("result", result.as_str())])),
             running: Sharded::default(),
@@ -611,6 +619,11 @@ impl RequestObserver for Metrics {
         self.0.requests.with(event.disposition, event.status, |counter| {
             counter.inc();
         });
+        let limit = event.keyed.and_then(|keyed| keyed.rate_limit);
+        let place = limit.and_then(|limit| RateLimitKind::ALL.iter().position(|kind| *kind == limit));
+        if let Some(counter) = place.and_then(|place| self.0.rate_limited.get(place)) {
+            counter.inc();
+        }
     }
 }
 

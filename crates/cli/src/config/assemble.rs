@@ -8,12 +8,13 @@ use std::sync::Arc;
 use oncegate_core::fingerprint::FingerprintRules;
 use oncegate_core::{NaturalKey, OnAbandoned, limits};
 use oncegate_engine::ConfigError;
-use oncegate_http::{CompletedBy, JwtVerifier, PathPattern, Profile, ProfileError, Settings};
+use oncegate_http::{CompletedBy, JwtVerifier, PathPattern, Profile, ProfileError, RateLimits, Settings};
 
 use super::advice;
 use super::cors::Cors;
 use super::file::RouteTable;
 use super::problem::{FilePlace, Problem, Source};
+use super::rate;
 use super::scope;
 use super::settings::{Setting, Sourced, Values};
 use super::units::{self, AdminToken, Origin, ProfileChoice, StoreChoice, StoreOutage, Upstream};
@@ -40,12 +41,14 @@ pub(super) fn draft(
     warnings
         .extend(advice::on_secrets(values.admin_token_file.as_ref().map(|file| &file.value), tls.as_ref()));
     let jwt = scope::jwt_verifier(values, problems);
-    let default = route_config(values, None, (false, jwt.as_ref()), problems);
+    let rate_limits = rate::limits(values, &RateLimits::default(), |_| true);
+    let mut default = route_config(values, None, (false, jwt.as_ref()), problems);
+    default.settings = default.settings.with_rate_limits(rate_limits.clone());
     check_scope_pattern(values, &default.settings, None, problems);
     warnings.extend(advice::on_route(values, &default));
     let mut routes = Vec::new();
     for table in tables {
-        if let Some((route, advice)) = route(values, table, jwt.as_ref(), problems) {
+        if let Some((route, advice)) = route(values, table, (jwt.as_ref(), &rate_limits), problems) {
             warnings.extend(advice);
             warnings.extend(advice::on_order(&routes, &route, &table.source));
             routes.push(route);
@@ -187,15 +190,16 @@ fn tls(values: &Values, problems: &mut Vec<Problem>) -> Option<TlsFiles> {
 fn route(
     service: &Values,
     table: &RouteTable,
-    jwt: Option<&JwtVerifier>,
+    (jwt, rate_limits): (Option<&JwtVerifier>, &RateLimits),
     problems: &mut Vec<Problem>,
 ) -> Option<(Route, Vec<Problem>)> {
     let mut values = service.clone();
     apply(&table.entries, &mut values, problems);
-    let has = |name| table.entries.iter().any(|entry| entry.setting.name == name);
+    let has = |name: &str| table.entries.iter().any(|entry| entry.setting.name == name);
     let methods = values.methods.as_ref().filter(|_| has("methods")).map(|methods| methods.value.clone());
     let narrows = has("completion") && !has("on-abandoned");
-    let config = route_config(&values, Some(&table.source), (narrows, jwt), problems);
+    let mut config = route_config(&values, Some(&table.source), (narrows, jwt), problems);
+    config.settings = config.settings.with_rate_limits(rate::limits(&values, rate_limits, has));
     let (path, source) = table.path.as_ref()?;
     let pattern = match PathPattern::new(path) {
         Ok(pattern) => pattern.with_spelling(given(&values.trailing_slash), given(&values.path_case)),

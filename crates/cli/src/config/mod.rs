@@ -14,6 +14,7 @@ mod flags;
 mod pages;
 mod paths;
 mod problem;
+mod rate;
 mod scope;
 mod settings;
 mod store_url;

@@ -14,10 +14,11 @@ use oncegate_core::fingerprint::JsonPointer;
 use oncegate_core::{OnAbandoned, ServiceName, limits};
 use oncegate_http::{
     AuthorityRole, BodyComparison, CompletedBy, JwtAlgorithm, KeyFormat, KeyScope, KeySyntax, PathCase,
-    ServerErrors, TrailingSlash,
+    RateQuota, ServerErrors, TrailingSlash,
 };
 
 use super::problem::Source;
+use super::rate;
 use super::scope::{self, KeySetPlace, ScopePart};
 use super::trusted::{self, TrustedProxies};
 use super::units::{
@@ -533,6 +534,21 @@ settings! {
     /// connections, such as WebSockets, count until they end. Further requests are refused with 503.
     "max-in-flight-without-key" LIMITS Service One "N" Nothing("as max-connections, but at least 1024; fewer if the system's limit of open files leaves fewer");
     max_in_flight_without_key: usize = |text| number(text, MAX_OPEN, "requests");
+
+    /// The rate of new keys of each caller, such as `10/s`, `600/m` or `10/s burst 50` (without a burst, as many as in the period
+    /// may come at once), or `none`. Further ones are refused with 429, and nothing is executed. All callers without a
+    /// credential count as one. Each sidecar counts by itself.
+    "rate-limit.caller" LIMITS Route One "RATE" Nothing("no limit");
+    rate_limit_caller: Option<RateQuota> = rate::rate;
+
+    /// The rate of requests with one key: the first one and its retries, as for a client that repeats its request in a loop.
+    /// Written and counted as rate-limit.caller.
+    "rate-limit.key" LIMITS Route One "RATE" Nothing("no limit");
+    rate_limit_key: Option<RateQuota> = rate::rate;
+
+    /// The rate of new keys of all callers together, of each route by itself. Written and counted as rate-limit.caller.
+    "rate-limit.route" LIMITS Route One "RATE" Nothing("no limit");
+    rate_limit_route: Option<RateQuota> = rate::rate;
 
     /// The most client connections that are open at the same time. A further connection waits until another one ends.
     "max-connections" LIMITS Service One "N" Value("10000");

@@ -261,3 +261,77 @@ async fn mistakes_in_the_settings_of_tokens_are_reported_at_the_start() {
         assert!(said.contains(expected) && !said.contains("secret@"), "{flags:?}: {said}");
     }
 }
+
+#[tokio::test]
+async fn new_keys_of_a_caller_are_limited_and_its_retries_are_not() {
+    let service = Service::new().await.answers(OK);
+    let flags = ["--scope=required-header:x-user", "--rate-limit-caller=2/h", "--rate-limit-key=4/h"];
+    let mut sidecar = Sidecar::start(service.address, &flags).await;
+    let ask = async |user: &str, key: &str| {
+        let (user, key) = (format!("X-User: {user}"), format!("Idempotency-Key: {key}"));
+        sidecar.ask(&request("POST", "/orders", &[&user, &key], "{}")).await
+    };
+    ask("ada", "1").await.has_status(200);
+    ask("ada", "2").await.has_status(200);
+    for _ in 0..2 {
+        let refused = ask("ada", "3").await;
+        refused.is_problem(429, "rate-limited");
+        let seconds: u64 = refused.get("retry-after").unwrap().parse().unwrap();
+        assert!((1700..=1800).contains(&seconds), "{seconds}");
+        assert_eq!(refused.get("ratelimit-policy"), Some("\"caller\";q=2;w=3600"));
+        assert_eq!(refused.get("ratelimit"), Some(&*format!("\"caller\";r=0;t={seconds}")));
+        assert_eq!(refused.get("idempotency-key"), Some("3"));
+    }
+    for _ in 0..3 {
+        assert!(ask("ada", "1").await.has_status(200).is_replay());
+    }
+    let refused = ask("ada", "1").await;
+    refused.is_problem(429, "rate-limited");
+    assert_eq!(refused.get("ratelimit-policy"), Some("\"key\";q=4;w=3600"));
+    ask("eve", "3").await.has_status(200);
+    assert_eq!(service.requests(), 3);
+    let metrics = ask_metrics(&sidecar).await;
+    for line in [
+        "oncegate_rate_limited_total{limit=\"caller\"} 2",
+        "oncegate_rate_limited_total{limit=\"key\"} 1",
+        "oncegate_rate_limited_total{limit=\"route\"} 0",
+        "oncegate_requests_total{outcome=\"rate-limited\",status=\"4xx\"} 3",
+    ] {
+        assert!(metrics.contains(line), "no {line} in {metrics}");
+    }
+    sidecar.process.signal(Signal::TERM);
+    let log = sidecar.process.errors().await;
+    assert_eq!(log.matches("a rate limit is reached").count(), 2, "{log}");
+}
+
+async fn ask_metrics(sidecar: &Sidecar) -> String {
+    crate::support::ask(sidecar.admin, "GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        .await
+        .text()
+        .to_owned()
+}
+
+#[tokio::test]
+async fn each_route_counts_its_new_keys_and_shares_the_limits_that_it_inherits() {
+    let service = Service::new().await.answers(OK);
+    let file = "scope = \"required-header:x-user\"\nrate-limit.caller = \"2/h\"\nrate-limit.route = \"3/h\"\n\
+                [[route]]\npath = \"/a\"\n[[route]]\npath = \"/b\"\nrate-limit.caller = \"none\"\n";
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("oncegate.toml");
+    std::fs::write(&path, file).unwrap();
+    let sidecar = Sidecar::start(service.address, &["--config", path.to_str().unwrap()]).await;
+    let ask = async |path: &str, user: &str, key: &str| {
+        let (user, key) = (format!("X-User: {user}"), format!("Idempotency-Key: {key}"));
+        let response = sidecar.ask(&request("POST", path, &[&user, &key], "{}")).await;
+        response.get("ratelimit").map(|limit| limit.split(';').next().unwrap().to_owned())
+    };
+    assert_eq!(ask("/a", "ada", "1").await, None);
+    assert_eq!(ask("/other", "ada", "2").await, None);
+    assert_eq!(ask("/a", "ada", "3").await.as_deref(), Some("\"caller\""));
+    for key in ["1", "2", "3"] {
+        assert_eq!(ask("/b", "ada", key).await, None);
+    }
+    assert_eq!(ask("/b", "eve", "4").await.as_deref(), Some("\"route\""));
+    assert_eq!(ask("/a", "eve", "4").await, None);
+    assert_eq!(service.requests(), 6);
+}
