@@ -16,6 +16,7 @@ mod call;
 mod check;
 mod config;
 mod demo;
+mod explain;
 #[cfg(feature = "failpoints")]
 mod failpoint;
 mod keys;
@@ -32,6 +33,7 @@ use check::CheckArgs;
 use clap::{Parser, Subcommand};
 use config::ProxyArgs;
 use demo::DemoArgs;
+use explain::ExplainArgs;
 use keys::{ClockArgs, KeysArgs};
 use schema::SchemaArgs;
 
@@ -59,6 +61,11 @@ enum Command {
     /// service. A store that no process has open is read from end to end. If it was not stopped cleanly, it is repaired first,
     /// as the sidecar would do.
     Check(CheckArgs),
+    /// Prints the route that a request matches, and each setting that applies to it with its source.
+    ///
+    /// Takes the same flags, variables and file as `oncegate proxy`. Exit codes: 0 explained, 1 the configuration has errors,
+    /// 2 wrong usage.
+    Explain(Box<ExplainArgs>),
     /// Demonstrates Oncegate: the same payments over a hostile network, without Oncegate and with it.
     ///
     /// Starts a payments service with a ledger, customers whose requests and responses get lost, and the sidecar, which is
@@ -100,6 +107,7 @@ fn run(command: Command) -> ExitCode {
     let result = match command {
         Command::Proxy(args) => proxy::run(&args),
         Command::Check(args) => return check::run(&args),
+        Command::Explain(args) => return explain::run(&args),
         Command::Demo(args) => return demo::run(&args),
         Command::Keys(args) => return keys::run(&args),
         Command::Clock(args) => return keys::run_clock(&args),

@@ -18,7 +18,7 @@ use super::rate;
 use super::scope;
 use super::settings::{Setting, Sourced, Values};
 use super::units::{self, AdminToken, Origin, ProfileChoice, StoreChoice, StoreOutage, Upstream};
-use super::{Config, Draft, FixedValues, Route, RouteConfig, TlsFiles, apply};
+use super::{Config, Draft, FixedValues, GivenEntries, Route, RouteConfig, TlsFiles, apply};
 
 /// Everything that could be built from the values. `file_is_whole` is false if the file could not be read.
 pub(super) fn draft(
@@ -123,7 +123,8 @@ pub(super) fn draft(
     });
     problems.extend(once);
     problems.sort_by_key(Problem::rank);
-    Draft { store, store_must_exist, tls, problems: std::mem::take(problems), config }
+    let given = GivenEntries::default();
+    Draft { store, store_must_exist, tls, given, problems: std::mem::take(problems), config }
 }
 
 /// Checks that each budget is at least as large as the largest body, which would otherwise always be refused.

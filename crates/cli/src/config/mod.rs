@@ -40,7 +40,7 @@ use oncegate_http::{CompletedBy, IdempotencyLayer, JwtVerifier, PathPattern, Set
 use crate::access_log::AccessLogFormat;
 
 use self::file::FileContent;
-use self::settings::{Raw, SETTINGS, SettableIn, Setting, Sourced, Values};
+use self::settings::{Sourced, Values};
 
 pub(crate) use self::cached::{CacheChoice, CachedChoice};
 pub(crate) use self::cors::{Cors, asked_method};
@@ -49,6 +49,7 @@ pub(crate) use self::flags::parse as parse_flags;
 pub(crate) use self::flags::{ProxyArgs, drop_far_suggestion};
 pub(crate) use self::problem::{Problem, Problems, Source, did_you_mean};
 pub(crate) use self::scope::KeySetPlace;
+pub(crate) use self::settings::{Fallback, Raw, SETTINGS, SettableIn, Setting};
 use self::trusted::TrustedProxies;
 #[cfg(test)]
 pub(crate) use self::units::admin_token;
@@ -60,9 +61,26 @@ pub(crate) use self::units::{
 
 /// One setting with its given value.
 pub(crate) struct Entry {
-    setting: &'static Setting,
-    raw: Raw,
-    source: Source,
+    pub(crate) setting: &'static Setting,
+    pub(crate) raw: Raw,
+    pub(crate) source: Source,
+}
+
+/// The settings as they were given.
+#[derive(Default)]
+pub(crate) struct GivenEntries {
+    /// Those of the whole sidecar; a later one overrides those before it.
+    service: Vec<Entry>,
+    /// Those of each route, in the order of the routes of a configuration without errors.
+    routes: Vec<Vec<Entry>>,
+}
+
+impl GivenEntries {
+    /// The entry that applies on this route, or outside of routes.
+    pub(crate) fn of(&self, setting: &Setting, route: Option<usize>) -> Option<&Entry> {
+        let own = route.and_then(|number| self.routes.get(number)).map_or(&[][..], Vec::as_slice);
+        self.service.iter().chain(own).rev().find(|entry| entry.setting.name == setting.name)
+    }
 }
 
 /// The configuration of the sidecar.
@@ -193,6 +211,8 @@ pub(crate) struct Draft {
     /// True if a store in a directory must already exist.
     pub(crate) store_must_exist: bool,
     pub(crate) tls: Option<TlsFiles>,
+    /// The settings as they were given.
+    pub(crate) given: GivenEntries,
     /// Errors and warnings.
     pub(crate) problems: Vec<Problem>,
     /// The configuration, if there is no error.
@@ -290,10 +310,16 @@ impl Config {
     /// The configuration of a request with this method and path (without a query). The first route that matches
     /// counts, as in the layer.
     pub(crate) fn route(&self, method: &Method, path: &str) -> &RouteConfig {
-        let matches = |route: &&Route| {
+        self.route_number(method, path)
+            .and_then(|number| self.routes.get(number))
+            .map_or(&self.default, |route| &route.config)
+    }
+
+    /// The number of the route of a request, from 0; `None` if no route matches.
+    pub(crate) fn route_number(&self, method: &Method, path: &str) -> Option<usize> {
+        self.routes.iter().position(|route| {
             (route.methods.is_empty() || route.config.settings.covers(method)) && route.pattern.matches(path)
-        };
-        self.routes.iter().find(matches).map_or(&self.default, |route| &route.config)
+        })
     }
 
     /// Returns true if a route lets pages of other origins read its responses.
@@ -362,6 +388,11 @@ impl Draft {
             config.summary = summary(&layers, &values, config.routes.len());
             config.fixed = fixed(&layers);
         }
+        let FileContent { entries, routes } = content;
+        draft.given = GivenEntries {
+            service: entries.into_iter().chain(from_env).chain(from_flags).collect(),
+            routes: routes.into_iter().map(|route| route.entries).collect(),
+        };
         draft
     }
 }

@@ -4,5 +4,6 @@
 mod support;
 
 mod errors;
+mod explain;
 mod ops;
 mod store_files;
