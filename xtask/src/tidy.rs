@@ -49,11 +49,12 @@ const ARROWS: &[(&str, &[&str])] = &[
         ],
     ),
     ("oncegate-demo", &["oncegate-core"]),
+    ("oncegate-probe", &["oncegate-core"]),
     (
         "oncegate-cli",
         &[
             "oncegate-client", "oncegate-core", "oncegate-demo", "oncegate-engine", "oncegate-embedded",
-            "oncegate-http", "oncegate-postgres", "oncegate-redis", "oncegate-cache",
+            "oncegate-http", "oncegate-postgres", "oncegate-probe", "oncegate-redis", "oncegate-cache",
         ],
     ),
     // Nothing may depend on these.
@@ -110,6 +111,7 @@ const FREE_OF: &[(&str, &[&str])] = &[
     ("oncegate-cache", &["http", "hyper", "axum", "redb", "redis", "sqlx"]),
     ("oncegate-http", &["redb", "hyper", "axum", "sqlx"]),
     ("oncegate-demo", &["axum", "clap", "oncegate-engine", "redb", "redis", "rustls", "sqlx"]),
+    ("oncegate-probe", &["axum", "clap", "oncegate-engine", "oncegate-http", "redb", "redis", "sqlx"]),
     ("oncegate-macros", &["tokio", "http", "hyper", "redb", "tracing"]),
     (
         "oncegate-inbox",
@@ -129,7 +131,7 @@ const FREE_OF: &[(&str, &[&str])] = &[
 /// Libraries that must not panic: each denies the lints of [`rust`].
 const LIBRARIES: &[&str] = &[
     "amqp", "client", "core", "embedded", "engine", "http", "inbox", "inbox-postgres", "kafka", "nats",
-    "postgres", "redis", "servers", "sqs", "cache", "webhook",
+    "postgres", "probe", "redis", "servers", "sqs", "cache", "webhook",
 ];
 
 /// Brokers and stores that the code of a crate must not name, because it works with all of them. Comments may.

@@ -22,6 +22,7 @@ mod failpoint;
 mod keys;
 mod line_writer;
 mod log;
+mod probe;
 mod proxy;
 mod schema;
 
@@ -35,6 +36,7 @@ use config::ProxyArgs;
 use demo::DemoArgs;
 use explain::ExplainArgs;
 use keys::{ClockArgs, KeysArgs};
+use probe::ProbeArgs;
 use schema::SchemaArgs;
 
 #[global_allocator]
@@ -87,6 +89,13 @@ enum Command {
     /// output, all messages to the standard error.
     #[command(after_long_help = call::exit_codes())]
     Call(Box<CallArgs>),
+    /// Tests from outside what an API does with repeated requests: any API, not only one behind Oncegate.
+    ///
+    /// Sends real requests: duplicates one after the other and at once, other bodies and callers, malformed keys, broken
+    /// connections. Reports for each row what was seen, what the profile promises, and advice. The effects of the requests
+    /// stay, so use an API for tests. Addresses that are not on this machine need --yes.
+    #[command(after_long_help = probe::exit_codes())]
+    Probe(Box<ProbeArgs>),
     /// Prepares a database for its store: prints the SQL, applies it, or shows the version of the database.
     ///
     /// Exit codes: 0 done, 1 failed, or not the version that this program needs, 2 wrong usage.
@@ -112,6 +121,7 @@ fn run(command: Command) -> ExitCode {
         Command::Keys(args) => return keys::run(&args),
         Command::Clock(args) => return keys::run_clock(&args),
         Command::Call(args) => return call::run(&args),
+        Command::Probe(args) => return probe::run(&args),
         Command::Schema(args) => schema::run(&args),
     };
     match result {

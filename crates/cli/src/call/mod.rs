@@ -18,6 +18,7 @@ pub(crate) use self::args::CallArgs;
 pub(crate) use self::outcome::exit_codes;
 use self::outcome::{End, Sink};
 use self::transport::Wire;
+pub(crate) use self::transport::trusting_file;
 use crate::admin::time;
 
 /// Runs the command. The exit code reports how it ended.

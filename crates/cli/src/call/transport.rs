@@ -42,7 +42,8 @@ pub(super) fn wire(cacert: Option<&Path>, is_https: bool, connect_timeout: Durat
     Ok(TowerTransport::new(client).with_error_classifier(classify))
 }
 
-fn trusting_file(file: &Path) -> Result<ClientConfig, String> {
+/// A client that trusts the certificates in this file, and no others.
+pub(crate) fn trusting_file(file: &Path) -> Result<ClientConfig, String> {
     let at = |why: &str| format!("--cacert {}: {why}", file.display());
     let say = |error: &dyn Error| at(&ErrorChain(error).to_string());
     let mut roots = RootCertStore::empty();

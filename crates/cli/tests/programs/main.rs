@@ -9,6 +9,7 @@ mod client;
 mod demo;
 mod examples;
 mod outage;
+mod probe;
 mod redis;
 mod shared_store;
 mod vendors;

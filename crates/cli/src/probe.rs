@@ -1,0 +1,211 @@
+//! `oncegate probe`: the arguments, the files and the exit code. [`oncegate_probe`] does the rest.
+
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::{ExitCode, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, UNIX_EPOCH};
+
+use clap::Args;
+use http::Uri;
+use oncegate_core::Timestamp;
+use oncegate_probe::{Expectations, Operation, Probe, ProbeError, ProbeOptions, Report, Restart, Verdict};
+
+use crate::admin::time;
+use crate::call::trusting_file;
+use crate::config::duration;
+use crate::proxy::tls;
+
+/// The arguments of `oncegate probe`.
+#[derive(Args)]
+pub(crate) struct ProbeArgs {
+    /// The address of the API, with http:// or https://; the path of the operation is appended to it
+    #[arg(value_parser = url)]
+    url: Uri,
+    /// The operation: a TOML file with the request, and the place where its effects can be counted
+    #[arg(short = 'o', long, value_name = "FILE")]
+    operation: PathBuf,
+    /// The profile that the API is compared with: ietf, stripe or classic
+    #[arg(long, value_name = "NAME", default_value = "ietf", value_parser = profile)]
+    profile: Expectations,
+    /// Sends requests to an address that is not on this machine. The requests are real and take effect there
+    #[arg(long)]
+    yes: bool,
+
+    /// The number of duplicates that are sent at once
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(2..=i64::from(oncegate_probe::MAX_CONCURRENCY)), help_heading = "Limits")]
+    concurrency: u32,
+    /// The most requests in one second
+    #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..=i64::from(oncegate_probe::MAX_RATE)), help_heading = "Limits")]
+    rate: u32,
+    /// The most requests, those to the counting URL included
+    #[arg(long, value_name = "N", default_value_t = 400, value_parser = clap::value_parser!(u32).range(1..=i64::from(oncegate_probe::MAX_REQUESTS)), help_heading = "Limits")]
+    max_requests: u32,
+    /// The longest time for one request, and for a retry to get a definite response
+    #[arg(short = 'm', long, value_name = "DURATION", default_value = "30s", value_parser = duration, help_heading = "Limits")]
+    max_time: Duration,
+
+    /// Repeats a request after this time, to see if the API still remembers its key
+    #[arg(long = "patience", value_name = "DURATION", value_parser = duration, help_heading = "More rows")]
+    retention_wait: Option<Duration>,
+    /// A command that restarts the API, for the row about a restart. The shell runs it
+    #[arg(long, value_name = "COMMAND", help_heading = "More rows")]
+    restart: Option<String>,
+    /// Trusts the certificates in this file, in PEM, and no others
+    #[arg(long, value_name = "FILE", help_heading = "Connection")]
+    cacert: Option<PathBuf>,
+
+    /// Prints the report as JSON instead of a table
+    #[arg(long, help_heading = "Output")]
+    json: bool,
+    /// Writes a JUnit document to this file
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    junit: Option<PathBuf>,
+    /// Writes one HTML page to this file
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    html: Option<PathBuf>,
+}
+
+/// The end of a probe.
+#[derive(Clone, Copy)]
+enum End {
+    AsExpected,
+    Dangerous,
+    Usage,
+    Differs,
+    Unusable,
+}
+
+/// Every exit code and its meaning. A test compares them with the page docs/reference/probe.md.
+const EXIT_CODES: [(End, u8, &str); 5] = [
+    (End::AsExpected, 0, "every row that was tested is as expected"),
+    (End::Dangerous, 1, "a row is dangerous"),
+    (End::Usage, 2, "wrong usage: nothing was sent"),
+    (End::Differs, 3, "a row differs from the profile, and none is dangerous"),
+    (End::Unusable, 4, "the API could not be probed, or the report could not be written"),
+];
+
+/// The exit codes, for `--help`.
+pub(crate) fn exit_codes() -> String {
+    let lines = EXIT_CODES.map(|(_, code, meaning)| format!("  {code}  {meaning}"));
+    format!("Exit codes:\n{}", lines.join("\n"))
+}
+
+impl From<End> for ExitCode {
+    fn from(end: End) -> Self {
+        let mut codes = EXIT_CODES.iter().filter(|(other, ..)| *other as u8 == end as u8);
+        codes.next().map_or(Self::FAILURE, |(_, code, _)| Self::from(*code))
+    }
+}
+
+/// Runs the probe. The exit code reports the worst row.
+pub(crate) fn run(args: &ProbeArgs) -> ExitCode {
+    match probe(args) {
+        Ok(report) => finish(args, &report).into(),
+        Err(error) => {
+            for line in error.to_string().lines() {
+                complain!("error: {line}");
+            }
+            match error {
+                ProbeError::Unusable(_) => End::Unusable.into(),
+                _ => End::Usage.into(),
+            }
+        }
+    }
+}
+
+fn probe(args: &ProbeArgs) -> Result<Report, ProbeError> {
+    let file = &args.operation;
+    let at =
+        |error: &dyn std::fmt::Display| ProbeError::Usage(format!("--operation {}: {error}", file.display()));
+    let text = std::fs::read_to_string(file).map_err(|error| at(&error))?;
+    let operation = Operation::parse(&text, &|name| std::env::var(name).ok()).map_err(|error| at(&error))?;
+    let mut options = ProbeOptions::new(args.profile.clone());
+    options.may_leave = args.yes;
+    options.max_requests = args.max_requests;
+    options.rate = args.rate;
+    options.concurrency = args.concurrency;
+    options.max_time = args.max_time;
+    options.retention_wait = args.retention_wait;
+    options.restart = args.restart.clone().map(restart);
+    let now = UNIX_EPOCH.elapsed().unwrap_or_default();
+    options.date = time(Timestamp::from_millis(now.as_millis() as u64));
+    let config = match &args.cacert {
+        Some(file) => trusting_file(file),
+        None => tls::trusting_system(args.url.scheme_str() == Some("https"))
+            .map_err(|error| format!("{error}; give --cacert")),
+    };
+    options.tls = Some(Arc::new(config.map_err(ProbeError::Usage)?));
+    let running = async {
+        let probe = Probe::new(&args.url, operation, options).await?;
+        let most = args.max_requests;
+        complain!(
+            "sending real requests to {}: at most {most}, {} in a second",
+            authority(&args.url),
+            args.rate
+        );
+        if let Some(wait) = args.retention_wait {
+            complain!("the last row waits until {} after the start", crate::config::duration_text(wait));
+        }
+        probe.run().await
+    };
+    crate::block_on(running).map_err(ProbeError::Unusable)?
+}
+
+fn authority(url: &Uri) -> &str {
+    url.authority().map_or("", |authority| authority.as_str())
+}
+
+/// Writes the report, and returns its end.
+fn finish(args: &ProbeArgs, report: &Report) -> End {
+    let mut is_written = true;
+    let mut write = |path: Option<&Path>, flag: &str, text: String| {
+        let Some(path) = path else { return };
+        if let Err(error) = std::fs::write(path, text) {
+            complain!("error: {flag} {}: {error}", path.display());
+            is_written = false;
+        }
+    };
+    write(args.junit.as_deref(), "--junit", report.to_junit());
+    write(args.html.as_deref(), "--html", report.to_html());
+    let text = if args.json { report.to_json() } else { report.to_table() };
+    let mut out = std::io::stdout();
+    if let Err(error) = out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        complain!("error: cannot write the report: {error}");
+        is_written = false;
+    }
+    match report.verdict {
+        Verdict::Dangerous => End::Dangerous,
+        Verdict::Differs => End::Differs,
+        _ if !is_written => End::Unusable,
+        _ => End::AsExpected,
+    }
+}
+
+/// Runs the command of the operator, and waits for its end.
+fn restart(command: String) -> Restart {
+    Arc::new(move || {
+        let mut shell = tokio::process::Command::new("sh");
+        shell.arg("-c").arg(&command).stdin(Stdio::null()).stdout(Stdio::null()).kill_on_drop(true);
+        Box::pin(async move {
+            let status =
+                shell.status().await.map_err(|error| format!("--restart: cannot start sh: {error}"))?;
+            if status.success() { Ok(()) } else { Err(format!("the command of --restart failed: {status}")) }
+        })
+    })
+}
+
+fn url(text: &str) -> Result<Uri, String> {
+    let uri: Uri = text.parse().map_err(|_| "it is not a URL".to_owned())?;
+    match uri.scheme_str() {
+        Some("http" | "https") if uri.host().is_some_and(|host| !host.is_empty()) => Ok(uri),
+        _ => Err("write the whole address, such as http://127.0.0.1:8080".to_owned()),
+    }
+}
+
+fn profile(name: &str) -> Result<Expectations, String> {
+    Expectations::named(name).ok_or_else(|| {
+        let names = Expectations::all().map(|expectations| expectations.name);
+        format!("there is no such profile; write one of {}", names.join(", "))
+    })
+}

@@ -1,0 +1,164 @@
+//! `oncegate probe` as a user runs it: against the sidecar with each profile, and against a service without keys.
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::path::Path;
+use std::process::Stdio;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use axum::body::Bytes;
+use axum::http::{HeaderMap, StatusCode, Uri};
+use axum::response::IntoResponse as _;
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use serde_json::{Value, json};
+use tokio::net::TcpListener;
+use tokio::process::Command;
+
+use crate::support::Sidecar;
+
+const OPERATION: &str = r#"
+path = "/orders"
+body = '{"reference":"{uuid}","amount":{n}}'
+[headers]
+Authorization = "Bearer one"
+[other-caller.headers]
+Authorization = "Bearer two"
+[count]
+url = "/count?reference={uuid}"
+pointer = "/total"
+settle = "50ms"
+"#;
+const STATUSES: [u16; 6] = [400, 401, 404, 429, 500, 503];
+
+/// A service that takes 80 ms for an order, counts orders, and knows nothing of keys.
+async fn service() -> SocketAddr {
+    let effects: Arc<Mutex<HashMap<String, u64>>> = Arc::default();
+    let counted = Arc::clone(&effects);
+    let order = async move |headers: HeaderMap, body: Bytes| {
+        if let Some(status) = headers.get("x-fail") {
+            let status: u16 = status.to_str().unwrap().parse().unwrap();
+            return (StatusCode::from_u16(status).unwrap(), Json(json!({"error": "failed"}))).into_response();
+        }
+        let body: Value = serde_json::from_slice(&body).unwrap_or_default();
+        let reference = body["reference"].as_str().unwrap_or_default().to_owned();
+        *effects.lock().unwrap().entry(reference.clone()).or_default() += 1;
+        tokio::time::sleep(Duration::from_millis(80)).await;
+        let location = [("location", format!("/orders/{reference}"))];
+        (StatusCode::CREATED, location, Json(json!({"reference": reference}))).into_response()
+    };
+    let count = async move |uri: Uri| {
+        let reference = uri.query().and_then(|query| query.strip_prefix("reference=")).unwrap_or_default();
+        Json(json!({"total": counted.lock().unwrap().get(reference).copied().unwrap_or(0)}))
+    };
+    let router = Router::new().route("/orders", post(order)).route("/count", get(count));
+    let listener = TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(async move { axum::serve(listener, router).await });
+    address
+}
+
+struct End {
+    code: Option<i32>,
+    out: String,
+    words: String,
+}
+
+async fn probe(directory: &Path, operation: &str, args: &[&str]) -> End {
+    let file = directory.join("operation.toml");
+    std::fs::write(&file, operation).unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+    command.arg("probe").args(args).arg("--operation").arg(&file).stdin(Stdio::null()).kill_on_drop(true);
+    let output = tokio::time::timeout(Duration::from_secs(120), command.output()).await;
+    let output = output.expect("the probe ends").unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    End { code: output.status.code(), out: text(output.stdout), words: text(output.stderr) }
+}
+
+fn with_statuses() -> String {
+    let tables =
+        STATUSES.map(|status| format!("[[status]]\nstatus = {status}\nheaders.X-Fail = \"{status}\"\n"));
+    OPERATION.to_owned() + &tables.join("")
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_sidecar_does_what_each_profile_promises() {
+    let service = service().await;
+    let mut probes = Vec::new();
+    for profile in ["ietf", "stripe", "classic"] {
+        probes.push(tokio::spawn(async move {
+            let sidecar = Sidecar::start(service, &["--profile", profile]).await;
+            let directory = tempfile::tempdir().unwrap();
+            let url = format!("http://{}", sidecar.address);
+            let args = [&url, "--profile", profile, "--json", "--rate", "100", "--patience", "3s"];
+            (profile, probe(directory.path(), &with_statuses(), &args).await)
+        }));
+    }
+    for probed in probes {
+        let (profile, end) = probed.await.unwrap();
+        let report: Value =
+            serde_json::from_str(&end.out).unwrap_or_else(|_| panic!("{profile}: {}", end.words));
+        assert_eq!(report["profile"], profile);
+        let rows = report["rows"].as_array().unwrap();
+        for row in rows {
+            let expected = if row["id"] == "restart" { "not-tested" } else { "as-expected" };
+            assert_eq!(row["verdict"], expected, "{profile}: {row:#}");
+        }
+        assert_eq!(rows.len(), 20 + STATUSES.len(), "{profile}");
+        assert_eq!(end.code, Some(0), "{profile}: {}", end.words);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_service_without_keys_is_dangerous_in_every_form_of_the_report() {
+    let service = service().await;
+    let directory = tempfile::tempdir().unwrap();
+    let (junit, html) = (directory.path().join("probe.xml"), directory.path().join("probe.html"));
+    let url = format!("http://{service}");
+    let args = [&url, "--rate", "100", "--junit", junit.to_str().unwrap(), "--html", html.to_str().unwrap()];
+    let end = probe(directory.path(), OPERATION, &args).await;
+    assert_eq!(end.code, Some(1), "{}{}", end.out, end.words);
+    assert!(end.out.contains("DANGEROUS    The same request again"), "{}", end.out);
+    assert!(end.words.contains("sending real requests to 127.0.0.1:"), "{}", end.words);
+    assert!(std::fs::read_to_string(junit).unwrap().contains("<failure type=\"dangerous\""));
+    assert!(std::fs::read_to_string(html).unwrap().contains("class=\"dangerous\""));
+    // Credentials are in no form of the report.
+    assert!(!(end.out + &end.words).contains("Bearer"));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn wrong_usage_sends_nothing() {
+    let directory = tempfile::tempdir().unwrap();
+    let table: &[(&str, &[&str], i32, &str)] = &[
+        (OPERATION, &["http://192.0.2.1"], 2, "repeat the command with --yes"),
+        (OPERATION, &["ftp://127.0.0.1"], 2, "write the whole address"),
+        (OPERATION, &["http://127.0.0.1:1", "--profile", "none"], 2, "ietf, stripe, classic"),
+        (OPERATION, &["http://127.0.0.1:1", "--rate", "100000"], 2, "not in 1..=200"),
+        ("path = \"orders\"", &["http://127.0.0.1:1"], 2, "line 1: path"),
+        ("[headers]\nA = \"{env:ONCEGATE_NOT_SET}\"", &["http://127.0.0.1:1"], 2, "ONCEGATE_NOT_SET; set it"),
+        // Nothing listens on this port.
+        (OPERATION, &["http://127.0.0.1:1"], 4, "cannot connect to 127.0.0.1:1"),
+    ];
+    for (operation, args, code, words) in table {
+        let end = probe(directory.path(), operation, args).await;
+        assert_eq!(end.code, Some(*code), "{args:?}: {}", end.words);
+        assert!(end.words.contains(words), "{args:?}: {}", end.words);
+    }
+}
+
+#[tokio::test]
+async fn the_help_lists_the_exit_codes_of_the_documentation() {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+    let help = command.args(["probe", "--help"]).output().await.unwrap();
+    let help = String::from_utf8(help.stdout).unwrap();
+    let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/reference/probe.md");
+    let page = std::fs::read_to_string(page).unwrap();
+    let rows: Vec<_> = page.lines().filter_map(|line| line.strip_prefix("| ")?.split_once(" | ")).collect();
+    let rows: Vec<_> = rows.into_iter().filter(|(code, _)| code.parse::<u8>().is_ok()).collect();
+    assert_eq!(rows.len(), 5);
+    for (code, meaning) in rows {
+        let line = format!("  {code}  {}", meaning.trim_end_matches(" |"));
+        assert!(help.contains(&line), "{line:?} is not in\n{help}");
+    }
+}
