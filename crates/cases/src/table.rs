@@ -319,6 +319,8 @@ const REFUSALS: &[(&str, u16, Option<&str>, Option<&str>)] = &[
     ("request-incomplete", 400, None, None),
     ("overloaded", 503, Some("same-key"), None),
     ("rate-limited", 429, Some("same-key"), None),
+    ("replay-denied", 403, Some("stop"), None),
+    ("authorization-unavailable", 503, Some("same-key"), None),
     ("scope-unavailable", 400, Some("fix-request"), None),
     ("scope-not-set", 400, Some("fix-request"), None),
     ("store-unavailable", 503, Some("same-key"), None),

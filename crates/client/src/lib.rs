@@ -68,7 +68,7 @@
 //! | problem member `retry` = `same-key` | again |
 //! | … `new-key`, `fix-request` | [`Verdict::Refused`] with that [`Advice`]; turned away if the status is one of those below |
 //! | … `stop`, with `outcome-unknown` | [`SendErrorKind::Unknown`] |
-//! | … `stop`, with `replay-unavailable` | [`Verdict::Unreplayable`] |
+//! | … `stop`, with `replay-unavailable` or `replay-denied` | [`Verdict::Unreplayable`] |
 //! | … `stop`, else | 4xx refused, 5xx unknown |
 //! | an error that names a request in progress, a key of another request, an unknown outcome | again, refused, unknown |
 //! | `Stripe-Should-Retry` | again, or as `stop` |

@@ -119,6 +119,7 @@ pub(crate) const SIGNAL_RULES: &[SignalRule] = {
         row(OutcomeUnknown, Name("key-expired"), "Oncegate", ONCEGATE),
         row(OutcomeUnknown, Name("idempotency_host_differs"), "Oncegate, profile `stripe`", ONCEGATE),
         row(ReplayUnavailable, Name("replay-unavailable"), "Oncegate", ONCEGATE),
+        row(ReplayUnavailable, Name("replay-denied"), "Oncegate", ONCEGATE),
         row(
             ReplayUnavailable,
             Name("idempotency_replay_unavailable"),

@@ -25,7 +25,8 @@ pub enum Verdict {
     TurnedAway,
     /// The service failed, and keeps this response. It does not tell what took effect before the failure.
     Failed,
-    /// The request was processed, and its response cannot be replayed: `replay-unavailable`.
+    /// The request was processed, and its response cannot be replayed, or not to this caller: `replay-unavailable`,
+    /// `replay-denied`.
     Unreplayable,
 }
 
@@ -404,6 +405,9 @@ mod tests {
             ("request-incomplete", 400, "same-key", Again(Doubt::None)),
             ("overloaded", 503, "same-key", Again(Doubt::None)),
             ("rate-limited", 429, "same-key", Again(Doubt::None)),
+            ("replay-denied", 403, "stop", Definite(Unreplayable)),
+            ("replay-denied", 401, "stop", Definite(Unreplayable)),
+            ("authorization-unavailable", 503, "same-key", Again(Doubt::May)),
             ("scope-unavailable", 400, "fix-request", Definite(TurnedAway)),
             ("scope-unavailable", 401, "fix-request", Definite(TurnedAway)),
             ("scope-not-set", 400, "fix-request", Definite(TurnedAway)),

@@ -79,6 +79,7 @@
 
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
 
+mod authorize;
 mod body;
 mod budget;
 mod canonical;
@@ -107,6 +108,7 @@ mod service;
 mod settings;
 mod upstream;
 
+pub use authorize::{Authorization, Authorize};
 pub use body::{BoxError, RequestBody, ResponseBody};
 #[cfg(feature = "axum")]
 pub use context::axum_extractor::KeyHeader;

@@ -176,6 +176,16 @@ conditions! {
         "The request was completed, but its response cannot be given again",
         "The first request with this key was processed and is not processed again. Its response was too large, was streamed, was lost, or must not be kept.";
 
+    /// The request was processed, and the service does not let this caller have its response.
+    ReplayDenied: "replay-denied", FORBIDDEN, Stop, Unknown,
+        "The request was completed, and its response is not given to this caller",
+        "The first request with this key was processed and is not processed again. The service did not allow this caller to get its response: send the same request with the same key and with credentials that are valid now.";
+
+    /// The request was processed, and the service could not be asked if this caller may have its response.
+    AuthorizationUnavailable: "authorization-unavailable", SERVICE_UNAVAILABLE, SameKey, Aborted,
+        "The request was completed, and its response cannot be given at the moment",
+        "The first request with this key was processed and is not processed again. The service could not be asked if this caller may get its response. Send the same request with the same key later to get it.";
+
     /// The request was processed, and its response is not available yet.
     ResponseAwaited: "response-awaited", SERVICE_UNAVAILABLE, SameKey, Aborted,
         "The request was completed, and its response is not available yet",

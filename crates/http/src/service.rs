@@ -285,7 +285,16 @@ impl KeyedResponse {
         let request = || Request::from_parts(parts, RequestBody::whole(data, trailers, held));
         match self.shared.engine.claim(claim).await {
             Ok(ClaimOutcome::Execute(permit)) => self.execute(inner, (permit, slot), key, request()).await,
-            Ok(ClaimOutcome::Replay(stored)) => Ok(self.replay_within_budget(&stored)),
+            Ok(ClaimOutcome::Replay(stored)) => {
+                let denial = match &self.settings.authorize {
+                    Some(service) => service.authorize(&request().into_parts().0).await.refusal(),
+                    None => None,
+                };
+                Ok(match denial {
+                    Some(refusal) => self.refuse(refusal),
+                    None => self.replay_within_budget(&stored),
+                })
+            }
             Ok(ClaimOutcome::InProgress { lease_left, running_for }) => {
                 let refusal = Refusal::new(Condition::RequestInProgress);
                 Ok(self.refuse(refusal.with_retry_after(retry_after(lease_left, running_for))))

@@ -11,6 +11,7 @@ use oncegate_core::fingerprint::FingerprintRules;
 use oncegate_core::{Capabilities, JsonPointer, NaturalKey, OnAbandoned, StoredResponse, limits};
 use oncegate_engine::{ConfigError, Policy};
 
+use crate::authorize::Authorize;
 use crate::carrier::KeyMember;
 use crate::execute::cannot_be_stored;
 use crate::headers::{KeptHeaders, is_reserved, kept_trailers};
@@ -39,6 +40,7 @@ pub struct Settings {
     pub(crate) stream_timeout: Duration,
     pub(crate) body_timeout: Duration,
     pub(crate) reconcile: Option<Arc<dyn Reconcile>>,
+    pub(crate) authorize: Option<Arc<dyn Authorize>>,
     pub(crate) completed_by: CompletedBy,
     /// The members of the body from which the key is built, instead of one that the caller chose.
     pub(crate) natural_key: Option<NaturalKey>,
@@ -104,6 +106,7 @@ impl Settings {
             stream_timeout: Duration::from_secs(60),
             body_timeout: Duration::from_secs(60),
             reconcile: None,
+            authorize: None,
             completed_by: CompletedBy::Layer,
             trailing_slash: TrailingSlash::default(),
             path_case: PathCase::default(),
@@ -495,6 +498,13 @@ impl Settings {
     #[must_use]
     pub fn with_reconcile(self, reconcile: impl Reconcile) -> Self {
         Self { reconcile: Some(Arc::new(reconcile)), ..self }
+    }
+
+    /// Sets the service that is asked before each replay if the caller may still get the response. It is not asked about a
+    /// response that it has just given itself ([`with_reconcile`](Self::with_reconcile)).
+    #[must_use]
+    pub fn with_authorize(self, authorize: impl Authorize) -> Self {
+        Self { authorize: Some(Arc::new(authorize)), ..self }
     }
 
     /// Lets the operation complete its record itself, in the transaction that holds its effect: in PostgreSQL by

@@ -15,7 +15,8 @@ use oncegate_core::{
 };
 use oncegate_engine::{BreakerState, Event, EventKind, Observer};
 use oncegate_http::{
-    Condition, Disposition, LimitUsage, RateLimitKind, Reconciled, RequestEvent, RequestObserver,
+    Authorization, Condition, Disposition, LimitUsage, RateLimitKind, Reconciled, RequestEvent,
+    RequestObserver,
 };
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::text::encode;
@@ -70,6 +71,7 @@ struct Inner {
     upstream_durations: [Histogram; UpstreamResult::ALL.len()],
     reconciled: [Counter; ReconcileResult::ALL.len()],
     rate_limited: [Counter; RateLimitKind::ALL.len()],
+    authorizations: [Counter; AUTHORIZATIONS.len()],
     /// The attempts that execute, with their start.
     running: Sharded<RecordMap<(RecordId, FencingToken), Instant>>,
     attempt_durations: Histogram,
@@ -88,6 +90,9 @@ struct Inner {
 }
 
 type Label = (&'static str, &'static str);
+
+/// The decisions of the service about replays.
+const AUTHORIZATIONS: [&str; 3] = ["allowed", "denied", "unavailable"];
 
 /// The result of a call to the service.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -180,6 +185,9 @@ impl Metrics {
         let help = "Claims that took over the record of an abandoned attempt";
         let takeovers = add(r, "takeovers", help, Counter::default());
         let help = "Responses of the service to questions about the outcome of requests, by result";
+        let authorized = "Decisions of the service about replays, by result";
+        let authorizations: Family<[Label; 1], Counter> =
+            add(r, "authorizations", authorized, Family::default());
         let rate_limits = "Requests that were refused because they exceeded this rate limit";
         let rate_limited: Family<[Label; 1], Counter> =
             add(r, "rate_limited", rate_limits, Family::default());
@@ -227,6 +235,8 @@ impl Metrics {
                 .map(|command| store_durations.get_or_create_owned(&[("command", command)])),
             upstream_durations: UpstreamResult::ALL
                 .map(|result| upstream_durations.get_or_create_owned(&[("result", result.as_str())])),
+            authorizations: AUTHORIZATIONS
+                .map(|result| authorizations.get_or_create_owned(&[("result", result)])),
             rate_limited: RateLimitKind::ALL
                 .map(|limit| rate_limited.get_or_create_owned(&[("limit", limit.as_str())])),
             reconciled: ReconcileResult::ALL
@@ -260,6 +270,16 @@ impl Metrics {
         if let Some(histogram) = self.0.upstream_durations.get(result as usize) {
             histogram.observe(took.as_secs_f64());
         }
+    }
+
+    /// Records a decision of the service about a replay.
+    pub(crate) fn observe_authorization(&self, decision: Authorization) {
+        let [allowed, denied, unavailable] = &self.0.authorizations;
+        match decision {
+            Authorization::Allowed => allowed.inc(),
+            Authorization::Denied(_) => denied.inc(),
+            _ => unavailable.inc(),
+        };
     }
 
     /// Records a report of the service about a request.
@@ -578,7 +598,7 @@ const DISPOSITIONS: usize = PLAIN.len() + Condition::ALL.len();
 
 impl RequestCounters {
     fn new(family: Family<[Label; 2], Counter>) -> Self {
-        let counters = Self { family, cells: Default::default() };
+        let counters = Self { family, cells: std::array::from_fn(|_| Default::default()) };
         let refused = Condition::ALL.into_iter().filter(|condition| !NO_OUTCOMES.contains(condition));
         for disposition in PLAIN.into_iter().chain(refused.map(Disposition::Refused)) {
             counters.with(disposition, usual_status(disposition), |_| ());

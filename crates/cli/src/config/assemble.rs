@@ -250,6 +250,8 @@ fn route_config(
         max_request_body: given(&values.max_request_body),
         reconcile_path: values.reconcile_path.as_ref().map(|path| path.value.clone()),
         reconcile_timeout: given(&values.reconcile_timeout),
+        authorize: values.authorize.as_ref().map(|path| path.value.clone()),
+        authorize_timeout: given(&values.authorize_timeout),
     }
 }
 

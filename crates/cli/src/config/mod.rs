@@ -180,6 +180,9 @@ pub(crate) struct RouteConfig {
     /// The path at which the service is asked for the outcome of an abandoned attempt, or for a response that is
     /// missing in its record.
     pub(crate) reconcile_path: Option<PathAndQuery>,
+    /// The path at which the service is asked before a replay if the caller may get it.
+    pub(crate) authorize: Option<PathAndQuery>,
+    pub(crate) authorize_timeout: Duration,
     /// The longest time for which the question is repeated.
     pub(crate) reconcile_timeout: Duration,
 }

@@ -424,6 +424,16 @@ settings! {
     "reconcile-timeout" RECORDS Route One "DURATION" Value("10s");
     reconcile_timeout: Duration = |text| bounded(text, 10 * MILLI, 600 * SECOND);
 
+    /// The path at which the service is asked before each replay if the caller may still get the response: a HEAD with the
+    /// caller's credentials. 2xx replays; otherwise the retry is refused with its status, and with 503 if the service cannot be
+    /// asked.
+    "authorize" RECORDS Route One "PATH" Nothing("replays without a question");
+    authorize: PathAndQuery = units::reconcile_path;
+
+    /// The longest time that the service may take for this decision. From 10ms to 60s.
+    "authorize-timeout" RECORDS Route One "DURATION" Value("5s");
+    authorize_timeout: Duration = |text| bounded(text, 10 * MILLI, 60 * SECOND);
+
     /// The policy for responses from 500 to 599: `replay` (they are kept, because the effect may have happened), or `release`
     /// (the key is free again, because the service undoes everything before it responds so).
     "server-errors" RECORDS Route One "replay|release" ByProfile("replay");

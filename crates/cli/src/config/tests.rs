@@ -128,6 +128,8 @@ const SAMPLES: &[(&str, &str, &str)] = &[
     ("on-abandoned", "reexecute", "on_abandoned: Reexecute"),
     ("completion", "upstream", "completed_by: Upstream"),
     ("reconcile-path", "/outcomes", "reconcile_path: Some(/outcomes)"),
+    ("authorize", "/may-see", "authorize: Some(/may-see)"),
+    ("authorize-timeout", "3s", "authorize_timeout: 3s"),
     ("reconcile-timeout", "3s", "reconcile_timeout: 3s"),
     ("server-errors", "release", "server_errors: Release"),
     ("release-statuses", "422", "release_statuses: [422], replay"),

@@ -4,6 +4,7 @@
 //! runs, and `forward` sends it to the upstream. The layer stores the response before the client gets it.
 
 mod admit;
+mod authorize;
 mod body;
 mod cached;
 pub(crate) mod certificate;

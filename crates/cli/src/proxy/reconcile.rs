@@ -24,6 +24,7 @@ use oncegate_http::{
 };
 use tokio::time::{Instant, sleep, timeout_at};
 
+use super::authorize::AuthorizeClient;
 use super::body::WholeBody;
 use super::forward::take_host;
 use super::framing::{has_other_coding, is_unframed};
@@ -69,7 +70,11 @@ impl ReconcileClients {
 
     /// The layer's settings of this route, with a client that asks the service if the route has a path for questions.
     pub(super) fn settings(&self, route: &RouteConfig) -> Settings {
-        let settings = route.settings.clone();
+        let mut settings = route.settings.clone();
+        if let Some(path) = route.authorize.clone() {
+            let (clients, timeout) = (self.clone(), route.authorize_timeout);
+            settings = settings.clone().with_authorize(AuthorizeClient { clients, path, timeout, settings });
+        }
         let Some(path) = route.reconcile_path.clone() else { return settings };
         let client = ReconcileClient {
             clients: self.clone(),
@@ -78,6 +83,44 @@ impl ReconcileClients {
             settings: settings.clone(),
         };
         settings.with_reconcile(client)
+    }
+
+    pub(super) const fn client(&self) -> &Client<ToService, Empty<Bytes>> {
+        &self.client
+    }
+
+    pub(super) const fn metrics(&self) -> &Metrics {
+        &self.metrics
+    }
+
+    /// A question to the service about this request. It carries the caller's credentials as the request itself, because the
+    /// service must not report operations of other callers. Fields about the body or about caches are left out.
+    pub(super) fn question(
+        &self,
+        settings: &Settings,
+        request: &Parts,
+        method: Method,
+        path: &PathAndQuery,
+    ) -> Option<Request<Empty<Bytes>>> {
+        let mut headers = request.headers.clone();
+        remove_hop_by_hop(&mut headers, |name| settings.depends_on_header(name));
+        remove_ours(&mut headers);
+        let unwanted: Vec<_> = headers.keys().filter(|name| is_unwanted(name)).cloned().collect();
+        for name in unwanted {
+            headers.remove(name);
+        }
+        headers.insert(METHOD, HeaderValue::try_from(request.method.as_str().to_ascii_uppercase()).ok()?);
+        let target = request.uri.path_and_query().map_or("/", PathAndQuery::as_str);
+        headers.insert(TARGET, HeaderValue::try_from(target).ok()?);
+        headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
+        headers.append(header::VIA, via(request.version));
+        let host = self.config.may_speak_http2().then(|| take_host(&mut headers)).flatten();
+        let mut question = Request::new(Empty::new());
+        *question.method_mut() = method;
+        *question.uri_mut() = rewrite(&self.config.to, &Uri::from(path.clone()), host);
+        *question.version_mut() = Version::HTTP_11;
+        *question.headers_mut() = headers;
+        Some(question)
     }
 }
 
@@ -173,32 +216,13 @@ impl ReconcileClient {
         }
     }
 
-    /// The question. It carries the caller's credentials as the request itself, because the service must not report
-    /// operations of other callers. Fields about the body or about caches are left out.
+    /// The question, about the attempt.
     fn question(&self, context: &IdempotencyContext, request: &Parts) -> Option<Request<Empty<Bytes>>> {
-        let config = &self.clients.config;
-        let mut headers = request.headers.clone();
-        remove_hop_by_hop(&mut headers, |name| self.settings.depends_on_header(name));
-        remove_ours(&mut headers);
-        let unwanted: Vec<_> = headers.keys().filter(|name| is_unwanted(name)).cloned().collect();
-        for name in unwanted {
-            headers.remove(name);
-        }
-        let attempt = context.attempt();
+        let mut question = self.clients.question(&self.settings, request, Method::GET, &self.path)?;
+        let (headers, attempt) = (question.headers_mut(), context.attempt());
         headers.insert(RECORD, HeaderValue::try_from(attempt.record_id().to_string()).ok()?);
         headers.insert(TOKEN, HeaderValue::from(attempt.token().get()));
         headers.insert(ATTEMPT, HeaderValue::from(attempt.number()));
-        headers.insert(METHOD, HeaderValue::try_from(request.method.as_str().to_ascii_uppercase()).ok()?);
-        let target = request.uri.path_and_query().map_or("/", PathAndQuery::as_str);
-        headers.insert(TARGET, HeaderValue::try_from(target).ok()?);
-        headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
-        headers.append(header::VIA, via(request.version));
-        let host = config.may_speak_http2().then(|| take_host(&mut headers)).flatten();
-        let mut question = Request::new(Empty::new());
-        *question.method_mut() = Method::GET;
-        *question.uri_mut() = rewrite(&config.to, &Uri::from(self.path.clone()), host);
-        *question.version_mut() = Version::HTTP_11;
-        *question.headers_mut() = headers;
         Some(question)
     }
 

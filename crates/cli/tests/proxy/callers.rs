@@ -1,11 +1,15 @@
 //! Callers that the sidecar tells apart, callers that it does not, and the responses that each gets.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
 use jsonwebtoken::jwk::Jwk;
 use jsonwebtoken::{Algorithm, EncodingKey, Header};
 use rustix::process::Signal;
 use serde_json::json;
+use tokio::sync::watch;
 
-use crate::support::{FixedService, Process, Service, Sidecar, request, sidecar};
+use crate::support::{FixedService, Message, Process, Service, Sidecar, Wire, request, sidecar};
 use crate::{KEY, OK};
 
 const SESSION: &str = "Cookie: sid=ada";
@@ -334,4 +338,104 @@ async fn each_route_counts_its_new_keys_and_shares_the_limits_that_it_inherits()
     assert_eq!(ask("/b", "eve", "4").await.as_deref(), Some("\"route\""));
     assert_eq!(ask("/a", "eve", "4").await, None);
     assert_eq!(service.requests(), 6);
+}
+
+/// A service that decides about replays with the response that the test sets.
+struct Judge {
+    decision: watch::Sender<&'static str>,
+    questions: Arc<Mutex<Vec<Message>>>,
+    executions: Arc<AtomicUsize>,
+}
+
+impl Judge {
+    fn serve(service: Service) -> Self {
+        let (decision, decisions) = watch::channel("HTTP/1.1 204 No Content\r\n\r\n");
+        let judge = Self { decision, questions: Arc::default(), executions: Arc::default() };
+        let (questions, executions) = (judge.questions.clone(), judge.executions.clone());
+        tokio::spawn(async move {
+            while let Ok((stream, _)) = service.listener().accept().await {
+                let (questions, executions, decisions) =
+                    (questions.clone(), executions.clone(), decisions.clone());
+                tokio::spawn(async move {
+                    let mut wire = Wire::new(stream);
+                    while let Some(head) = wire.try_head().await {
+                        let message = wire.body(head).await;
+                        let response = if message.head.line.starts_with("HEAD /may-see ") {
+                            questions.lock().unwrap().push(message);
+                            *decisions.borrow()
+                        } else {
+                            executions.fetch_add(1, Ordering::Relaxed);
+                            OK
+                        };
+                        // Silence, as of a service that hangs.
+                        if response.is_empty() {
+                            std::future::pending::<()>().await;
+                        }
+                        if wire.try_send(response).await.is_err() {
+                            return;
+                        }
+                    }
+                });
+            }
+        });
+        judge
+    }
+}
+
+#[tokio::test]
+async fn the_service_decides_before_a_replay_if_the_caller_may_still_get_it() {
+    let service = Service::new().await;
+    let to = service.address;
+    let judge = Judge::serve(service);
+    let flags =
+        ["--scope=required-header:authorization", "--authorize=/may-see", "--authorize-timeout=300ms"];
+    let mut sidecar = Sidecar::start(to, &flags).await;
+    let ask = async || {
+        let fields = [
+            KEY,
+            "Authorization: Bearer ada",
+            "Content-Type: application/json",
+            "X-Trace: 1",
+            "Oncegate-Method: GET",
+        ];
+        sidecar.ask(&request("POST", "/orders?a=b", &fields, "{}")).await
+    };
+    assert!(!ask().await.has_status(200).is_replay());
+    assert!(judge.questions.lock().unwrap().is_empty(), "an execution is not asked about");
+    assert!(ask().await.has_status(200).is_replay());
+    let question = judge.questions.lock().unwrap().pop().unwrap();
+    for (name, value) in [
+        ("authorization", Some("Bearer ada")),
+        ("oncegate-method", Some("POST")),
+        ("oncegate-target", Some("/orders?a=b")),
+        ("x-trace", Some("1")),
+        ("content-type", None),
+        ("content-length", None),
+    ] {
+        assert_eq!(question.get(name), value, "{name}");
+    }
+    for (decision, status, name) in [
+        ("HTTP/1.1 401 Unauthorized\r\n\r\n", 401, "replay-denied"),
+        ("HTTP/1.1 403 Forbidden\r\nContent-Length: 9\r\n\r\n", 403, "replay-denied"),
+        ("HTTP/1.1 404 Not Found\r\n\r\n", 404, "replay-denied"),
+        ("HTTP/1.1 502 Bad Gateway\r\n\r\n", 502, "authorization-unavailable"),
+        ("HTTP/1.1 302 Found\r\nLocation: /login\r\n\r\n", 503, "authorization-unavailable"),
+        ("nonsense\r\n\r\n", 503, "authorization-unavailable"),
+        ("", 503, "authorization-unavailable"),
+    ] {
+        judge.decision.send_replace(decision);
+        let refused = ask().await;
+        refused.is_problem(status, name);
+        assert!(!refused.is_replay() && !refused.text().contains("paid"), "{decision}");
+    }
+    judge.decision.send_replace("HTTP/1.1 200 OK\r\n\r\n");
+    assert!(ask().await.has_status(200).is_replay());
+    assert_eq!(judge.executions.load(Ordering::Relaxed), 1);
+    let metrics = ask_metrics(&sidecar).await;
+    for line in ["{result=\"allowed\"} 2", "{result=\"denied\"} 3", "{result=\"unavailable\"} 4"] {
+        assert!(metrics.contains(&format!("oncegate_authorizations_total{line}")), "no {line} in {metrics}");
+    }
+    sidecar.process.signal(Signal::TERM);
+    let log = sidecar.process.errors().await;
+    assert_eq!(log.matches("cannot be asked if a caller may get a replay").count(), 1, "{log}");
 }
