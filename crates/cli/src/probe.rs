@@ -7,13 +7,14 @@ use std::sync::Arc;
 use std::time::{Duration, UNIX_EPOCH};
 
 use clap::Args;
-use http::Uri;
+use http::{StatusCode, Uri};
 use oncegate_core::Timestamp;
+use oncegate_http::{Condition, Profile};
 use oncegate_probe::{Expectations, Operation, Probe, ProbeError, ProbeOptions, Report, Restart, Verdict};
 
 use crate::admin::time;
 use crate::call::trusting_file;
-use crate::config::duration;
+use crate::config::{ProfileChoice, duration, read_profile};
 use crate::proxy::tls;
 
 /// The arguments of `oncegate probe`.
@@ -25,9 +26,9 @@ pub(crate) struct ProbeArgs {
     /// The operation: a TOML file with the request, and the place where its effects can be counted
     #[arg(short = 'o', long, value_name = "FILE")]
     operation: PathBuf,
-    /// The profile that the API is compared with: ietf, stripe or classic
-    #[arg(long, value_name = "NAME", default_value = "ietf", value_parser = profile)]
-    profile: Expectations,
+    /// The profile that the API is compared with: the name of a shipped one, or a file that ends with .toml
+    #[arg(long, value_name = "NAME|FILE", default_value = "ietf", value_parser = read_profile)]
+    profile: ProfileChoice,
     /// Sends requests to an address that is not on this machine. The requests are real and take effect there
     #[arg(long)]
     yes: bool,
@@ -120,7 +121,7 @@ fn probe(args: &ProbeArgs) -> Result<Report, ProbeError> {
         |error: &dyn std::fmt::Display| ProbeError::Usage(format!("--operation {}: {error}", file.display()));
     let text = std::fs::read_to_string(file).map_err(|error| at(&error))?;
     let operation = Operation::parse(&text, &|name| std::env::var(name).ok()).map_err(|error| at(&error))?;
-    let mut options = ProbeOptions::new(args.profile.clone());
+    let mut options = ProbeOptions::new(expectations(&profile(&args.profile)?));
     options.may_leave = args.yes;
     options.max_requests = args.max_requests;
     options.rate = args.rate;
@@ -203,9 +204,49 @@ fn url(text: &str) -> Result<Uri, String> {
     }
 }
 
-fn profile(name: &str) -> Result<Expectations, String> {
-    Expectations::named(name).ok_or_else(|| {
-        let names = Expectations::all().map(|expectations| expectations.name);
-        format!("there is no such profile; write one of {}", names.join(", "))
+/// The profile itself, read from its file if it is one.
+fn profile(choice: &ProfileChoice) -> Result<Profile, ProbeError> {
+    let path = match choice {
+        ProfileChoice::Shipped(profile) => return Ok((**profile).clone()),
+        ProfileChoice::File(path) => path,
+    };
+    let text = std::fs::read_to_string(path)
+        .map_err(|error| ProbeError::Usage(format!("--profile {}: {error}", path.display())))?;
+    let name = path.file_stem().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
+    Profile::parse(&name, &text).map_err(|errors| {
+        let lines = errors
+            .0
+            .iter()
+            .map(|error| format!("{}:{}:{}: {}", path.display(), error.line, error.column, error.message));
+        ProbeError::Usage(lines.collect::<Vec<_>>().join("\n"))
     })
+}
+
+/// The behaviour that the sidecar has with this profile, and that is expected of other APIs.
+fn expectations(profile: &Profile) -> Expectations {
+    let refusals = profile.refusals();
+    let status = |condition: Condition| {
+        refusals.iter().filter(|row| row.condition == condition).map(|row| row.status.as_u16()).collect()
+    };
+    let all = || (100..=599).filter_map(|status| StatusCode::from_u16(status).ok());
+    let replays = all().filter_map(|first| {
+        let replay = profile.replay_status(first);
+        (replay != first).then_some((first.as_u16(), replay.as_u16()))
+    });
+    Expectations {
+        name: profile.name().to_owned(),
+        key_header: profile.key_headers().into_iter().next(),
+        requires_key: profile.requires_key(),
+        compares_bodies: profile.compares_bodies(),
+        key_reused: status(Condition::KeyReused),
+        in_progress: status(Condition::RequestInProgress),
+        key_missing: status(Condition::KeyMissing),
+        key_invalid: status(Condition::KeyInvalid),
+        raw_keys: profile.takes_raw_keys(),
+        released: all().filter(|status| profile.frees_key(*status)).map(|status| status.as_u16()).collect(),
+        replay_statuses: replays.collect(),
+        replay_marker: Some(profile.replay_marker()),
+        retry_after: true,
+        retention: profile.retention(),
+    }
 }

@@ -301,11 +301,7 @@ fn fate(settings: &Settings, status: StatusCode, directive: Option<StoreDirectiv
         Some(StoreDirective::Tombstone) => ResponseTreatment::Tombstone,
         Some(StoreDirective::Unknown) if releases_errors => ResponseTreatment::Release,
         Some(StoreDirective::Unknown) => ResponseTreatment::Unknown,
-        // Nothing was decided about the operation.
-        None if matches!(status.as_u16(), 401 | 403 | 407 | 408 | 421 | 425 | 429) => {
-            ResponseTreatment::Release
-        }
-        None if settings.profile.release_statuses.contains(&status) => ResponseTreatment::Release,
+        None if settings.profile.frees_key(status) => ResponseTreatment::Release,
         None if status.is_server_error() && releases_errors => ResponseTreatment::Release,
         None => ResponseTreatment::Replay,
     }

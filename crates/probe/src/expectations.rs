@@ -1,4 +1,4 @@
-//! The expectations of each profile, as data: the verdicts compare what was seen with them, and with nothing else.
+//! The expectations, as data: the verdicts compare what was seen with them, and with nothing else.
 
 use std::time::Duration;
 
@@ -7,8 +7,12 @@ use std::time::Duration;
 pub struct Expectations {
     /// The name of the profile.
     pub name: String,
-    /// The header field that carries the key.
-    pub key_header: String,
+    /// The header field that carries the key; `None` if it is in the body or in the query.
+    pub key_header: Option<String>,
+    /// True if a request without a key must be refused.
+    pub requires_key: bool,
+    /// True if another body under a used key must be refused. Otherwise it gets the first response.
+    pub compares_bodies: bool,
     /// Statuses that refuse another request under a used key.
     pub key_reused: Vec<u16>,
     /// Statuses that refuse a duplicate while the first request runs.
@@ -19,10 +23,10 @@ pub struct Expectations {
     pub key_invalid: Vec<u16>,
     /// True if a key is any text: quotes and commas belong to it, and a quoted key is not the bare one.
     pub raw_keys: bool,
-    /// True if responses from 500 to 599 are kept and replayed.
-    pub keeps_server_errors: bool,
-    /// Statuses that free the key.
+    /// Statuses that free the key. Responses with another status are kept and replayed.
     pub released: Vec<u16>,
+    /// Statuses of first responses whose replays have another status, and that status.
+    pub replay_statuses: Vec<(u16, u16)>,
     /// The header field that marks a replay, and its value.
     pub replay_marker: Option<(String, String)>,
     /// True if a refusal of a running request must have `Retry-After`.
@@ -41,62 +45,30 @@ impl Expectations {
     pub fn ietf() -> Self {
         Self {
             name: "ietf".to_owned(),
-            key_header: "Idempotency-Key".to_owned(),
+            key_header: Some("Idempotency-Key".to_owned()),
+            requires_key: false,
+            compares_bodies: true,
             key_reused: vec![422],
             in_progress: vec![409],
             key_missing: vec![400],
             key_invalid: vec![400],
             raw_keys: false,
-            keeps_server_errors: true,
             released: UNDECIDED.to_vec(),
+            replay_statuses: Vec::new(),
             replay_marker: Some(("Idempotent-Replayed".to_owned(), "true".to_owned())),
             retry_after: true,
             retention: DAY,
         }
     }
 
-    /// The profile `stripe`: Stripe's API, version 1.
-    #[must_use]
-    pub fn stripe() -> Self {
-        let mut released = UNDECIDED.to_vec();
-        released.push(400);
-        Self {
-            name: "stripe".to_owned(),
-            key_reused: vec![400],
-            raw_keys: true,
-            released,
-            retry_after: false,
-            ..Self::ietf()
-        }
-    }
-
-    /// The profile `classic`: the middleware of most tutorials.
-    #[must_use]
-    pub fn classic() -> Self {
-        Self {
-            name: "classic".to_owned(),
-            keeps_server_errors: false,
-            replay_marker: Some(("X-Idempotent-Replayed".to_owned(), "true".to_owned())),
-            retry_after: false,
-            ..Self::ietf()
-        }
-    }
-
-    /// Every profile that has expectations.
-    #[must_use]
-    pub fn all() -> [Self; 3] {
-        [Self::ietf(), Self::stripe(), Self::classic()]
-    }
-
-    /// The expectations of the profile with this name.
-    #[must_use]
-    pub fn named(name: &str) -> Option<Self> {
-        Self::all().into_iter().find(|expectations| expectations.name == name)
-    }
-
     /// Returns `true` if a response with this status is kept and replayed.
     pub(crate) fn keeps(&self, status: u16) -> bool {
-        !self.released.contains(&status) && (status < 500 || self.keeps_server_errors)
+        !self.released.contains(&status)
+    }
+
+    /// The status of a replay of a response with this status.
+    pub(crate) fn replayed(&self, first: u16) -> u16 {
+        self.replay_statuses.iter().find(|(own, _)| *own == first).map_or(first, |(_, replay)| *replay)
     }
 }
 

@@ -320,7 +320,7 @@ impl Reader<'_> {
 
 /// The text with a sample for each placeholder, to check its syntax.
 fn sample(text: &str) -> String {
-    Values { uuid: "0".to_owned(), number: 0 }.fill(text)
+    Values { uuid: "0".to_owned(), number: 0, date: "0".to_owned() }.fill(text).replace("{key}", "0")
 }
 
 /// The values of the placeholders of one request.
@@ -328,12 +328,16 @@ fn sample(text: &str) -> String {
 pub(crate) struct Values {
     pub(crate) uuid: String,
     pub(crate) number: u64,
+    /// The time of the first attempt, as header fields write it.
+    pub(crate) date: String,
 }
 
 impl Values {
-    /// Replaces `{uuid}` and `{n}`. Other braces stay, because JSON has them.
+    /// Replaces `{uuid}`, `{n}` and `{date}`. Other braces stay, because JSON has them.
     pub(crate) fn fill(&self, text: &str) -> String {
-        text.replace("{uuid}", &self.uuid).replace("{n}", &self.number.to_string())
+        text.replace("{uuid}", &self.uuid)
+            .replace("{n}", &self.number.to_string())
+            .replace("{date}", &self.date)
     }
 }
 
@@ -375,7 +379,7 @@ mod tests {
         assert!(matches!(&operation.count, Count::Url { pointer, settle, .. }
             if pointer == "/total" && *settle == Duration::from_millis(50)));
         assert_eq!(operation.statuses[0].status, 500);
-        let values = Values { uuid: "u".to_owned(), number: 7 };
+        let values = Values { uuid: "u".to_owned(), number: 7, date: "d".to_owned() };
         assert_eq!(values.fill(operation.body.as_deref().unwrap()), r#"{"reference":"u","n":7}"#);
     }
 

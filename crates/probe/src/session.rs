@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use oncegate_core::IdempotencyKey;
 use tokio::time::{Instant, timeout};
@@ -21,6 +21,9 @@ const MAX_PAUSE: Duration = Duration::from_secs(5);
 /// The shortest pause.
 const MIN_PAUSE: Duration = Duration::from_millis(100);
 
+/// The placeholder for the key in the body or the path.
+const KEY: &str = "{key}";
+
 /// Statuses after which the same request under the same key is sent again.
 const TRY_AGAIN: [u16; 5] = [409, 423, 425, 429, 503];
 
@@ -35,6 +38,8 @@ pub(crate) struct Session {
     pub(crate) budget: Budget,
     /// The path and query of the operation, with placeholders.
     path: String,
+    /// The header field for the key; `None` if a placeholder has it.
+    key_header: Option<String>,
     /// The server of the counting URL, and its path with placeholders.
     count_at: Option<(Target, String)>,
     numbers: AtomicU64,
@@ -128,6 +133,7 @@ impl Session {
             }
             Count::None | Count::Member(_) => None,
         };
+        let key_header = key_header(&operation, &path, &options.expectations)?;
         let no_counter = matches!(operation.count, Count::None).then(|| "no counter".to_owned());
         let url = format!("{}://{}{}", uri.scheme_str().unwrap_or("http"), target.authority, uri.path());
         Ok(Self {
@@ -138,6 +144,7 @@ impl Session {
             operation,
             options,
             path,
+            key_header,
             count_at,
             numbers: AtomicU64::new(1),
             latency: Mutex::default(),
@@ -149,17 +156,28 @@ impl Session {
     /// New values for the placeholders, and a new key.
     pub(crate) fn intent(&self) -> Result<Intent, Untested> {
         let number = self.numbers.fetch_add(1, Ordering::Relaxed);
-        Ok(Intent { values: Values { uuid: uuid()?, number }, key: uuid()? })
+        Ok(Intent {
+            values: Values { uuid: uuid()?, number, date: httpdate::fmt_http_date(SystemTime::now()) },
+            key: uuid()?,
+        })
     }
 
     /// The value of the header field for a key, as the operation writes keys.
     pub(crate) fn written(&self, key: &str) -> Vec<u8> {
-        if self.operation.is_key_quoted { format!("\"{key}\"").into_bytes() } else { key.as_bytes().to_vec() }
+        if self.operation.is_key_quoted && !self.has_key_placeholder() {
+            format!("\"{key}\"").into_bytes()
+        } else {
+            key.as_bytes().to_vec()
+        }
     }
 
-    /// The bytes of a request. Each key becomes a field line of its own.
+    /// Returns `true` if the key is in the body or in the path, and not in a header field.
+    pub(crate) fn has_key_placeholder(&self) -> bool {
+        self.key_header.is_none()
+    }
+
+    /// The bytes of a request. Each key becomes a field line of its own, or the only one replaces the placeholder.
     pub(crate) fn request(&self, values: &Values, keys: &[Vec<u8>], change: &Change<'_>) -> WireRequest {
-        let name = self.operation.key_header.as_ref().unwrap_or(&self.expectations.key_header);
         let is_replaced =
             |name: &str| change.headers.iter().any(|(field, _)| field.eq_ignore_ascii_case(name));
         let kept = self.operation.headers.iter().filter(|(field, _)| !is_replaced(field));
@@ -167,9 +185,17 @@ impl Session {
             kept.chain(change.headers).map(|(field, value)| (field.as_str(), values.fill(value))).collect();
         let mut fields: Vec<(&str, &[u8])> =
             filled.iter().map(|(field, value)| (*field, value.as_bytes())).collect();
-        fields.extend(keys.iter().map(|key| (name.as_str(), key.as_slice())));
-        let body = change.body.clone().or_else(|| self.operation.body.as_ref().map(|body| values.fill(body)));
-        let path = values.fill(&self.path);
+        let mut body =
+            change.body.clone().or_else(|| self.operation.body.as_ref().map(|body| values.fill(body)));
+        let mut path = values.fill(&self.path);
+        match &self.key_header {
+            Some(name) => fields.extend(keys.iter().map(|key| (name.as_str(), key.as_slice()))),
+            None => {
+                let key = keys.first().map(|key| String::from_utf8_lossy(key)).unwrap_or_default();
+                body = body.map(|body| body.replace(KEY, &key));
+                path = path.replace(KEY, &key);
+            }
+        }
         WireRequest::new(&self.operation.method, &path, &self.target.authority, &fields, body.as_deref())
     }
 
@@ -202,9 +228,14 @@ impl Session {
         reply.map_err(|error| Untested(format!("a request got no response: {error}")))
     }
 
+    /// Returns `true` if the same request can get another response later.
+    fn asks_to_wait(&self, reply: &Reply) -> bool {
+        TRY_AGAIN.contains(&reply.status) || self.expectations.in_progress.contains(&reply.status)
+    }
+
     /// Remembers a response that asks to wait.
     fn note(&self, reply: &Reply) {
-        if TRY_AGAIN.contains(&reply.status) || self.expectations.in_progress.contains(&reply.status) {
+        if self.asks_to_wait(reply) {
             let state =
                 match reply.headers.get("retry-after").map(|value| value.to_str().unwrap_or_default().trim())
                 {
@@ -245,7 +276,7 @@ impl Session {
         let end = Instant::now() + self.options.max_time;
         loop {
             let reply = self.send(intent).await?;
-            if !TRY_AGAIN.contains(&reply.status) {
+            if !self.asks_to_wait(&reply) {
                 return Ok(Return::Definite(reply));
             }
             self.note(&reply);
@@ -372,6 +403,29 @@ impl Session {
     }
 }
 
+/// The header field that carries the key; `None` if the placeholder for it is in the body or in the path.
+fn key_header(
+    operation: &Operation,
+    path: &str,
+    expected: &Expectations,
+) -> Result<Option<String>, ProbeError> {
+    if operation.body.iter().any(|body| body.contains(KEY)) || path.contains(KEY) {
+        return Ok(None);
+    }
+    let name = operation.key_header.as_ref().or(expected.key_header.as_ref()).ok_or_else(|| {
+        let name = &expected.name;
+        ProbeError::Usage(format!(
+            "the profile {name} has no header field for the key: write {KEY} in the body or the path of the operation"
+        ))
+    })?;
+    if operation.headers.iter().any(|(field, _)| field.eq_ignore_ascii_case(name)) {
+        return Err(ProbeError::Usage(format!(
+            "[headers] {name}: the probe itself writes the key; leave it out"
+        )));
+    }
+    Ok(Some(name.clone()))
+}
+
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
@@ -382,7 +436,7 @@ fn pause_of(text: &str) -> Option<Duration> {
         return Some(Duration::from_secs(text.parse().unwrap_or(u64::MAX)));
     }
     let then = httpdate::parse_http_date(text).ok()?;
-    Some(then.duration_since(std::time::SystemTime::now()).unwrap_or_default())
+    Some(then.duration_since(SystemTime::now()).unwrap_or_default())
 }
 
 /// A random UUID, version 4.

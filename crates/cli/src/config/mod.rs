@@ -58,6 +58,7 @@ pub(crate) use self::units::{
     AdminToken, StoreChoice, StoreUrl, Upstream, UpstreamProtocol, duration, duration_text,
     rounded_duration_text, size_text, store, without_login,
 };
+pub(crate) use self::units::{ProfileChoice, profile as read_profile};
 
 /// One setting with its given value.
 pub(crate) struct Entry {

@@ -321,12 +321,6 @@ impl Profile {
         row.and_then(|row| row.status).or(self.refusal.default.status).unwrap_or(condition.status())
     }
 
-    /// The status of a replay of a response with this status.
-    pub(crate) fn replay_status(&self, stored: StatusCode) -> StatusCode {
-        let other = self.replay_statuses.iter().find(|(first, _)| *first == stored);
-        other.map_or(stored, |(_, replay)| *replay)
-    }
-
     /// The code of the refusal for a condition.
     fn refusal_code(&self, condition: Condition, status: StatusCode) -> String {
         let code = self.refusal.word(condition, status, |words| words.code.as_ref());

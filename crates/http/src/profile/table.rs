@@ -1,13 +1,14 @@
 //! A profile as a table, for people.
 
 use std::fmt;
+use std::time::Duration;
 
 use http::StatusCode;
 use oncegate_core::JsonPointer;
 
 use super::read::{COMPARISONS, KEY_SCOPES, KEY_SYNTAXES, SERVER_ERRORS, UNCOVERED};
-use super::{BodyPart, ExtraHeaders, HeaderPart, Profile};
-use crate::key::KeyFormat;
+use super::{BodyComparison, BodyPart, ExtraHeaders, HeaderPart, Profile, ServerErrors};
+use crate::key::{KeyFormat, KeySyntax};
 use crate::refusal::{Condition, shown};
 
 /// The refusal of a profile for one condition.
@@ -69,6 +70,59 @@ impl Profile {
             ("refusal.body", self.refusal.body.to_string()),
         ];
         rows.into_iter().filter(|(_, value)| !value.is_empty()).collect()
+    }
+
+    /// The header fields that may carry the key, as they are usually written.
+    #[must_use]
+    pub fn key_headers(&self) -> Vec<String> {
+        self.key_headers.iter().map(shown).collect()
+    }
+
+    /// Returns true if quotes and commas are parts of a key.
+    #[must_use]
+    pub fn takes_raw_keys(&self) -> bool {
+        self.grammar.syntax == KeySyntax::Raw
+    }
+
+    /// Returns true if a covered request must have a key.
+    #[must_use]
+    pub fn requires_key(&self) -> bool {
+        self.require_key
+    }
+
+    /// Returns true if another body under a used key is refused.
+    #[must_use]
+    pub fn compares_bodies(&self) -> bool {
+        self.body_comparison != BodyComparison::Nothing
+    }
+
+    /// Returns true if a response of the service with this status frees the key.
+    #[must_use]
+    pub fn frees_key(&self, status: StatusCode) -> bool {
+        // By the first ones, nothing was decided about the operation.
+        matches!(status.as_u16(), 401 | 403 | 407 | 408 | 421 | 425 | 429)
+            || self.release_statuses.contains(&status)
+            || status.is_server_error() && self.server_errors == ServerErrors::Release
+    }
+
+    /// The status of a replay of a response with this status.
+    #[must_use]
+    pub fn replay_status(&self, stored: StatusCode) -> StatusCode {
+        let other = self.replay_statuses.iter().find(|(first, _)| *first == stored);
+        other.map_or(stored, |(_, replay)| *replay)
+    }
+
+    /// The header field that marks a replay, as it is usually written, and its value.
+    #[must_use]
+    pub fn replay_marker(&self) -> (String, String) {
+        let (name, value) = &self.replay_marker;
+        (shown(name), value.to_str().unwrap_or_default().to_owned())
+    }
+
+    /// The time for which completed records are kept.
+    #[must_use]
+    pub fn retention(&self) -> Duration {
+        self.retention
     }
 
     /// The refusals for all conditions.

@@ -7,6 +7,7 @@ use tokio::time::Instant;
 use super::{Aged, Finding, Tested, rise, time_text};
 use crate::error::Untested;
 use crate::expectations::Expectations;
+use crate::report::Verdict;
 use crate::session::{Execution, Intent, RetryAfter, Session};
 use crate::wire::Reply;
 
@@ -51,8 +52,9 @@ async fn again(session: &Session, aged: &Aged, when: &str) -> Tested {
             format!("{seen}: the key was forgotten, and the operation executed again"),
             REMEMBER,
         )),
-        Execution::Replayed if reply.status == aged.first.status => {
-            Ok(Finding::expected(format!("{seen}: executed once")))
+        // Another status than that of the first response is reported by the row `replay`.
+        Execution::Replayed if reply.is_success() => {
+            Ok(Finding::expected(format!("{seen}: not executed again")))
         }
         Execution::Replayed => {
             Ok(Finding::differs(format!("{seen}: no second effect, but not the first response"), REMEMBER))
@@ -103,7 +105,7 @@ pub(super) async fn retention(session: &Session, aged: Option<Result<Aged, Untes
     let when = format!("after {}", time_text(time));
     if waited < published(session) {
         let mut finding = again(session, &aged, &when).await?;
-        if finding.observation.ends_with("executed once") {
+        if finding.verdict == Verdict::AsExpected {
             finding.observation += "; longer was not tested";
         }
         return Ok(finding);

@@ -8,6 +8,9 @@ use crate::report::Row;
 use crate::session::{Change, Execution, Session};
 
 pub(super) fn other_body_expected(expected: &Expectations) -> String {
+    if !expected.compares_bodies {
+        return "the first response again, and no effect".to_owned();
+    }
     format!("refused with {}, and no effect", any_of(&expected.key_reused))
 }
 
@@ -46,7 +49,14 @@ pub(super) async fn other_body(session: &Session) -> Tested {
         ));
     }
     if reply.is_success() {
-        let cause = match session.execution(&first, &reply, taken) {
+        let execution = session.execution(&first, &reply, taken);
+        if !session.expectations.compares_bodies && execution != Execution::Executed {
+            return match execution {
+                Execution::Replayed => Ok(Finding::expected(format!("{seen}: the first response again"))),
+                _ => Err(Untested(format!("{}; seen: {seen}", session.unseen().0))),
+            };
+        }
+        let cause = match execution {
             Execution::Executed => "the other request was executed under the used key",
             Execution::Replayed => "the other request got the response of the first one",
             Execution::Unknown => {
@@ -54,6 +64,10 @@ pub(super) async fn other_body(session: &Session) -> Tested {
             }
         };
         return Ok(Finding::dangerous(format!("{seen}: {cause}"), advice));
+    }
+    if !session.expectations.compares_bodies {
+        let advice = "Answer with the first response: the key alone identifies the request.";
+        return Ok(Finding::differs(seen, advice));
     }
     if session.expectations.key_reused.contains(&reply.status) {
         return Ok(Finding::expected(format!("{seen}{}", counted(taken))));
@@ -113,20 +127,28 @@ pub(super) async fn other_caller(session: &Session) -> Tested {
 
 pub(super) fn missing_key_expected(session: &Session) -> String {
     let refused = any_of(&session.expectations.key_missing);
-    match session.operation.is_key_required {
+    match is_key_required(session) {
         Some(true) => format!("refused with {refused}"),
         Some(false) => "executed".to_owned(),
         None => format!("executed, or refused with {refused}"),
     }
 }
 
+/// True if a request without a key must be refused, false if it must be executed; `None` if both are right.
+fn is_key_required(session: &Session) -> Option<bool> {
+    session.operation.is_key_required.or(session.expectations.requires_key.then_some(true))
+}
+
 /// A request without a key.
 pub(super) async fn missing_key(session: &Session) -> Tested {
+    if session.has_key_placeholder() {
+        return Err(Untested::new("the key is in the template of the operation, which cannot leave it out"));
+    }
     let intent = session.intent()?;
     let before = session.count(&intent.values).await?;
     let reply = session.send_with(&intent.values, &[], &Change::default()).await?;
     let taken = rise(before, session.settled_count(&intent.values).await?)?;
-    let required = session.operation.is_key_required;
+    let required = is_key_required(session);
     if reply.is_success() {
         let seen = format!("{}: executed without a key", reply.status);
         return Ok(if required == Some(true) {
@@ -162,11 +184,17 @@ pub(super) async fn statuses(session: &Session) -> Vec<Row> {
         return vec![row("status", "A retry after an error", "by profile", tested)];
     }
     let mut rows = Vec::new();
-    for trigger in &session.operation.statuses {
+    for (at, trigger) in session.operation.statuses.iter().enumerate() {
+        let earlier =
+            session.operation.statuses.iter().take(at).filter(|other| other.status == trigger.status);
+        let id = match earlier.count() {
+            0 => format!("status-{}", trigger.status),
+            earlier => format!("status-{}-{}", trigger.status, earlier + 1),
+        };
         let keeps = session.expectations.keeps(trigger.status);
         let expectation = if keeps { "kept: the same response again" } else { "the key is free again" };
         let tested = status(session, trigger, keeps).await;
-        rows.push(row(format!("status-{}", trigger.status), title(trigger.status), expectation, tested));
+        rows.push(row(id, title(trigger.status), expectation, tested));
     }
     rows
 }
