@@ -240,7 +240,7 @@ fn profiles(config: &Config, report: &mut Report) {
 }
 
 fn tls(files: &TlsFiles, report: &mut Report) {
-    match server_config(&files.cert, &files.key) {
+    match server_config(files) {
         Ok(tls) => {
             let (cert, key) = (files.cert.display(), files.key.display());
             match tls.validity.and_then(|validity| validity.warning(certificate::now())) {

@@ -84,6 +84,7 @@ mod body;
 mod budget;
 mod canonical;
 mod carrier;
+mod client_certificate;
 mod context;
 mod credential;
 mod event;
@@ -110,6 +111,7 @@ mod upstream;
 
 pub use authorize::{Authorization, Authorize};
 pub use body::{BoxError, RequestBody, ResponseBody};
+pub use client_certificate::{CertificateName, ClientCertificate};
 #[cfg(feature = "axum")]
 pub use context::axum_extractor::KeyHeader;
 pub use context::{

@@ -10,6 +10,7 @@ use oncegate_core::Scope;
 use oncegate_engine::ConfigError;
 
 use crate::canonical;
+use crate::client_certificate::{CertificateName, ClientCertificate};
 use crate::credential;
 #[cfg(feature = "jwt")]
 use crate::jwt::{JwtVerifier, TokenFault};
@@ -58,6 +59,7 @@ enum Source {
     /// A parameter of the route's pattern.
     Path(Arc<str>),
     Host,
+    Certificate(CertificateName),
     /// A claim of a verified token.
     #[cfg(feature = "jwt")]
     Jwt {
@@ -81,6 +83,8 @@ pub enum CallerPart<'a> {
     Path(&'a str),
     /// The host of the request.
     Host,
+    /// This name in the verified certificate of the client.
+    Certificate(CertificateName),
     /// The claim with this name of a verified token.
     Jwt(&'a str),
     /// The value that a function derives from the request.
@@ -194,6 +198,14 @@ impl CallerScope {
         Self::of_part("host".to_owned(), Source::Host, true)
     }
 
+    /// Tells callers apart by a name in the certificate that their TLS connection has shown: the [`ClientCertificate`] in the
+    /// request's extensions. A request without it, or whose certificate lacks the name, is refused with a 400. A caller whose
+    /// certificate is renewed with the same name stays the same caller.
+    #[must_use]
+    pub fn client_certificate(name: CertificateName) -> Self {
+        Self::of_part(format!("mtls:{}", name.as_str()), Source::Certificate(name), true)
+    }
+
     /// Tells callers apart by a claim of the token in `Authorization: Bearer`, such as `sub`, and by the token's issuer. A caller
     /// whose token is renewed stays the same caller.
     ///
@@ -249,6 +261,7 @@ impl CallerScope {
             Source::Cookie(name) => CallerPart::Cookie(name),
             Source::Path(name) => CallerPart::Path(name),
             Source::Host => CallerPart::Host,
+            Source::Certificate(name) => CallerPart::Certificate(*name),
             #[cfg(feature = "jwt")]
             Source::Jwt { claim, .. } => CallerPart::Jwt(claim),
             Source::Function(_) => CallerPart::Function,
@@ -455,6 +468,10 @@ impl Part {
             Source::Jwt { claim, verifier } => {
                 verifier.identity(request, claim).map_err(NoCaller::Token)?.map(Cow::Owned)
             }
+            Source::Certificate(name) => {
+                let certificate = request.extensions.get::<ClientCertificate>();
+                certificate.map(|certificate| Cow::Borrowed(certificate.name(*name)))
+            }
             Source::Host => Some(Cow::Owned(canonical::authority(request).into_bytes())),
         };
         Ok(identity.filter(|identity| !identity.is_empty()))
@@ -476,6 +493,8 @@ impl Part {
             Source::Cookie(name) => format!("The cookie {name}"),
             Source::Path(name) => format!("The path parameter {name}"),
             Source::Host => "The host".to_owned(),
+            Source::Certificate(CertificateName::Subject) => "The subject of a client certificate".to_owned(),
+            Source::Certificate(_) => "The alternative name of a client certificate".to_owned(),
             #[cfg(feature = "jwt")]
             Source::Jwt { .. } => "The token in Authorization: Bearer".to_owned(),
             Source::Function(_) => "The identity of the caller".to_owned(),

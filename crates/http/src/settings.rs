@@ -185,7 +185,7 @@ impl Settings {
             CallerPart::Cookie(_) => name == http::header::COOKIE,
             CallerPart::Host => name == http::header::HOST,
             CallerPart::Jwt(_) => name == http::header::AUTHORIZATION,
-            CallerPart::Path(_) | CallerPart::Function => false,
+            CallerPart::Path(_) | CallerPart::Certificate(_) | CallerPart::Function => false,
         };
         self.profile.key_headers.contains(name)
             || self.profile.first_sent_header.as_ref() == Some(name)

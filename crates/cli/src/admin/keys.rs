@@ -257,7 +257,9 @@ fn caller_fields(
     // The path and the host are members of their own.
     let is_other = |part: &CallerPart<'_>| !matches!(part, CallerPart::Path(_) | CallerPart::Host);
     let parts: Vec<_> = scope.parts().filter(is_other).collect();
-    if let Some(part) = parts.iter().find(|part| matches!(part, CallerPart::Jwt(_))) {
+    if let Some(part) =
+        parts.iter().find(|part| matches!(part, CallerPart::Jwt(_) | CallerPart::Certificate(_)))
+    {
         return Err(bad(&format!(
             "on this route the {} tells callers apart, which cannot be given here; give the key alone to list all records that have it.",
             part_name(part)
@@ -302,6 +304,7 @@ fn part_name(part: &CallerPart<'_>) -> String {
         CallerPart::Cookie(name) => format!("cookie {name}"),
         CallerPart::Path(name) => format!("path parameter {name}"),
         CallerPart::Host => "host".to_owned(),
+        CallerPart::Certificate(name) => format!("{} of a client certificate", name.as_str()),
         CallerPart::Jwt(claim) => format!("claim {claim} of a token"),
         _ => "identity".to_owned(),
     }

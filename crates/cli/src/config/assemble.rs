@@ -8,7 +8,9 @@ use std::sync::Arc;
 use oncegate_core::fingerprint::FingerprintRules;
 use oncegate_core::{NaturalKey, OnAbandoned, limits};
 use oncegate_engine::ConfigError;
-use oncegate_http::{CompletedBy, JwtVerifier, PathPattern, Profile, ProfileError, RateLimits, Settings};
+use oncegate_http::{
+    CallerPart, CompletedBy, JwtVerifier, PathPattern, Profile, ProfileError, RateLimits, Settings,
+};
 
 use super::advice;
 use super::cors::Cors;
@@ -178,9 +180,13 @@ pub(super) fn given<T: Clone>(given: &Option<Sourced<T>>) -> T {
 fn tls(values: &Values, problems: &mut Vec<Problem>) -> Option<TlsFiles> {
     let (given, missing) = match (&values.tls_cert, &values.tls_key) {
         (Some(cert), Some(key)) => {
-            return Some(TlsFiles { cert: cert.value.clone(), key: key.value.clone() });
+            let client_ca = values.tls_client_ca.as_ref().map(|file| file.value.clone());
+            return Some(TlsFiles { cert: cert.value.clone(), key: key.value.clone(), client_ca });
         }
-        (None, None) => return None,
+        (None, None) => match &values.tls_client_ca {
+            Some(ca) => (ca, "clients show certificates only over TLS; set tls-cert and tls-key too"),
+            None => return None,
+        },
         (Some(cert), None) => (cert, "a certificate without its key; set tls-key too"),
         (None, Some(key)) => (key, "a key without its certificate; set tls-cert too"),
     };
@@ -290,6 +296,12 @@ fn with_scope(
             return settings;
         }
     };
+    let needs_certificates = settings.caller().parts().any(|part| matches!(part, CallerPart::Certificate(_)));
+    if needs_certificates && values.tls_client_ca.is_none() {
+        let what =
+            "clients are not asked for certificates; set tls-client-ca to the authority that signs them";
+        push_once(problems, Problem::error(values.source("scope").cloned(), what));
+    }
     let is_doubtful = has_error_about("scope", problems);
     if settings.natural_key().is_some() && settings.caller().allows_anonymous() && !is_doubtful {
         let source = values.source("scope").or_else(|| values.source("natural-key"));

@@ -165,6 +165,8 @@ impl fmt::Debug for FixedValues {
 pub(crate) struct TlsFiles {
     pub(crate) cert: PathBuf,
     pub(crate) key: PathBuf,
+    /// The authorities of clients; `None` asks clients for no certificate.
+    pub(crate) client_ca: Option<PathBuf>,
 }
 
 /// The configuration of one route.

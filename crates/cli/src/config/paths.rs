@@ -25,7 +25,9 @@ pub(super) fn make_absolute(values: &mut Values, file: Option<&Path>, problems: 
         }
     };
     for given in
-        [&mut values.tls_cert, &mut values.tls_key, &mut values.admin_token_file].into_iter().flatten()
+        [&mut values.tls_cert, &mut values.tls_key, &mut values.tls_client_ca, &mut values.admin_token_file]
+            .into_iter()
+            .flatten()
     {
         note(&given.source, base.apply(&mut given.value, &given.source));
     }

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use http::header::HeaderName;
 use http::uri::{PathAndQuery, Scheme, Uri};
 use oncegate_engine::ConfigError;
-use oncegate_http::{CallerPart, CallerScope, JwtAlgorithm, JwtVerifier};
+use oncegate_http::{CallerPart, CallerScope, CertificateName, JwtAlgorithm, JwtVerifier};
 
 use super::assemble::{given, is_given};
 use super::problem::{Problem, nearest};
@@ -28,7 +28,7 @@ pub(crate) enum ScopePart {
 /// Reads one part of a scope, or `single-tenant`.
 pub(crate) fn scope(text: &str) -> Read<ScopePart> {
     const ALLOWED: &str = "write \"header:NAME\", \"required-header:NAME\", \"cookie:NAME\", \"required-cookie:NAME\", \"jwt:CLAIM\", \
-                           \"path:NAME\", \"host\" or \"single-tenant\"";
+                           \"mtls:subject\", \"mtls:san\", \"path:NAME\", \"host\" or \"single-tenant\"";
     let error = |error: ConfigError| error.to_string();
     let scope = match text.split_once(':') {
         None if text == "single-tenant" => Ok(CallerScope::single_tenant()),
@@ -38,6 +38,8 @@ pub(crate) fn scope(text: &str) -> Read<ScopePart> {
         Some(("required-header", name)) => seen_header(name).map(CallerScope::required_header),
         Some(("cookie", name)) => CallerScope::cookie(name).map_err(error),
         Some(("required-cookie", name)) => CallerScope::required_cookie(name).map_err(error),
+        Some(("mtls", "subject")) => Ok(CallerScope::client_certificate(CertificateName::Subject)),
+        Some(("mtls", "san")) => Ok(CallerScope::client_certificate(CertificateName::AlternativeNames)),
         Some(("jwt", "")) => Err(format!("{text:?} names no claim; write its name, such as \"jwt:sub\"")),
         Some(("jwt", claim)) => return Ok(ScopePart::Jwt(claim.to_owned())),
         _ => {

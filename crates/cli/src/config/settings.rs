@@ -245,6 +245,11 @@ settings! {
     "tls-key" SERVICE Live One "FILE" Nothing("");
     tls_key: PathBuf = units::path;
 
+    /// Accepts only clients that show a certificate of one of these authorities (PEM). Its names can be a scope,
+    /// `mtls:subject` or `mtls:san`. Needs --tls-cert.
+    "tls-client-ca" SERVICE Live One "FILE" Nothing("clients need no certificate");
+    tls_client_ca: PathBuf = units::path;
+
     /// The protocol of requests to the service: `http1`, `http2` (over http with prior knowledge), or `auto` (HTTP/1.1 over
     /// http; over https, the protocol that TLS negotiates).
     "upstream-protocol" SERVICE Live One "auto|http1|http2" Value("auto");
@@ -282,7 +287,8 @@ settings! {
     /// Identifies the caller, so that callers never share keys: `header:NAME` or `cookie:NAME` (hashed; all callers without it
     /// share one scope), `required-header:NAME` or `required-cookie:NAME` (requests without it are refused), several of these
     /// together, such as `required-header:x-tenant,cookie:sid`, or `single-tenant` (there is only one caller). `jwt:CLAIM` is a
-    /// claim of the token in Authorization, which is verified with jwt-keys (requests without it are refused). `path:NAME` (a
+    /// claim of the token in Authorization, which is verified with jwt-keys (requests without it are refused), and `mtls:subject`
+    /// and `mtls:san` are names in the client's certificate, which needs tls-client-ca. `path:NAME` (a
     /// parameter of the route's path) and `host` separate tenants; a client can choose them, so combine them. An empty value
     /// counts as missing. If the value is a credential, a caller with a rotated credential is another caller. Unless this is
     /// set, requests that carry another credential (a cookie, an API key) instead of Authorization are refused.

@@ -95,6 +95,7 @@ const SAMPLES: &[(&str, &str, &str)] = &[
     ("service", "orders", "service: Some(ServiceName(\"orders\"))"),
     ("tls-cert", "cert.pem", ""),
     ("tls-key", "key.pem", ""),
+    ("tls-client-ca", "ca.pem", ""),
     ("upstream-protocol", "http2", "upstream_protocol: Http2"),
     ("threads", "3", "threads: Some(3)"),
     ("access-log", "json", "access_log: Some(Json)"),
@@ -403,7 +404,7 @@ fn single_mistakes_have_single_errors() {
         (
             Given { env: &[TO], flags: &["--scope", "authorization"], ..NOTHING },
             "--scope: \"authorization\" is not a scope that tells callers apart; write \"header:NAME\", \
-             \"required-header:NAME\", \"cookie:NAME\", \"required-cookie:NAME\", \"jwt:CLAIM\", \"path:NAME\", \"host\" or \"single-tenant\"",
+             \"required-header:NAME\", \"cookie:NAME\", \"required-cookie:NAME\", \"jwt:CLAIM\", \"mtls:subject\", \"mtls:san\", \"path:NAME\", \"host\" or \"single-tenant\"",
         ),
         (
             Given { env: &[TO], flags: &["--scope", "header:x-tenant,single-tenant"], ..NOTHING },
@@ -881,7 +882,7 @@ fn every_setting_of_the_service_arrives() {
     }
     let flags = ["--tls-cert", "c.pem", "--tls-key", "k.pem"];
     let tls = Given { env: &[TO], flags: &flags, ..NOTHING }.config().tls;
-    assert_eq!(tls, Some(TlsFiles { cert: here.join("c.pem"), key: here.join("k.pem") }));
+    assert_eq!(tls, Some(TlsFiles { cert: here.join("c.pem"), key: here.join("k.pem"), client_ca: None }));
 }
 
 #[test]
@@ -889,7 +890,7 @@ fn a_relative_path_in_the_file_is_relative_to_the_directory_of_the_file() {
     let here = std::env::current_dir().unwrap();
     let file = "tls-cert = \"tls/cert.pem\"\ntls-key = \"/etc/key.pem\"\nstore = \"../data\"";
     let (draft, dir) = Given { env: &[TO], file, ..NOTHING }.draft();
-    let tls = TlsFiles { cert: dir.path().join("tls/cert.pem"), key: "/etc/key.pem".into() };
+    let tls = TlsFiles { cert: dir.path().join("tls/cert.pem"), key: "/etc/key.pem".into(), client_ca: None };
     assert_eq!(draft.tls, Some(tls));
     assert_eq!(draft.store, Some(StoreChoice::Directory(dir.path().join("../data"))));
 

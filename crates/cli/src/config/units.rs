@@ -853,7 +853,7 @@ mod tests {
             (
                 "scope",
                 "tenant",
-                "\"tenant\" is not a scope that tells callers apart; write \"header:NAME\", \"required-header:NAME\", \"cookie:NAME\", \"required-cookie:NAME\", \"jwt:CLAIM\", \"path:NAME\", \"host\" or \"single-tenant\"",
+                "\"tenant\" is not a scope that tells callers apart; write \"header:NAME\", \"required-header:NAME\", \"cookie:NAME\", \"required-cookie:NAME\", \"jwt:CLAIM\", \"mtls:subject\", \"mtls:san\", \"path:NAME\", \"host\" or \"single-tenant\"",
             ),
             (
                 "scope",
@@ -863,7 +863,7 @@ mod tests {
             (
                 "scope",
                 "X-Api-Key",
-                "\"X-Api-Key\" is not a scope that tells callers apart; write \"header:NAME\", \"required-header:NAME\", \"cookie:NAME\", \"required-cookie:NAME\", \"jwt:CLAIM\", \"path:NAME\", \"host\" or \"single-tenant\"; did you mean `required-header:X-Api-Key`?",
+                "\"X-Api-Key\" is not a scope that tells callers apart; write \"header:NAME\", \"required-header:NAME\", \"cookie:NAME\", \"required-cookie:NAME\", \"jwt:CLAIM\", \"mtls:subject\", \"mtls:san\", \"path:NAME\", \"host\" or \"single-tenant\"; did you mean `required-header:X-Api-Key`?",
             ),
             (
                 "scope",

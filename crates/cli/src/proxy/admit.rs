@@ -32,6 +32,9 @@ pub(super) fn admit<B>(
                 join_cookies(request.headers_mut());
             }
             remove_unforwarded(request, peer, config);
+            if let Some(certificate) = peer.certificate() {
+                request.extensions_mut().insert(certificate.clone());
+            }
             Ok(())
         }
         Err(refused) => {

@@ -3,6 +3,7 @@
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use oncegate_core::Timestamp;
+use oncegate_http::ClientCertificate;
 
 use crate::admin::{days_to, time};
 
@@ -59,6 +60,49 @@ impl Validity {
     }
 }
 
+/// The subject and the alternative names of a certificate that TLS has verified (RFC 5280, 4.1 and 4.2.1.6), encoded. The
+/// alternative names are sorted, because their order has no meaning. `None` if it is not a certificate.
+pub(crate) fn names(mut certificate: &[u8]) -> Option<ClientCertificate> {
+    let mut certificate = element(&mut certificate, SEQUENCE)?;
+    let mut signed = element(&mut certificate, SEQUENCE)?;
+    if signed.first() == Some(&VERSION) {
+        element(&mut signed, VERSION)?;
+    }
+    element(&mut signed, INTEGER)?; // serial number
+    element(&mut signed, SEQUENCE)?; // algorithm of the signature
+    element(&mut signed, SEQUENCE)?; // issuer
+    element(&mut signed, SEQUENCE)?; // validity
+    let subject = element(&mut signed, SEQUENCE)?;
+    element(&mut signed, SEQUENCE)?; // public key
+    let mut names: Vec<&[u8]> = Vec::new();
+    while let Some(tag) = signed.first().copied() {
+        let mut content = element(&mut signed, tag)?;
+        if tag != EXTENSIONS {
+            continue;
+        }
+        let mut extensions = element(&mut content, SEQUENCE)?;
+        while !extensions.is_empty() {
+            let mut extension = element(&mut extensions, SEQUENCE)?;
+            if element(&mut extension, OBJECT_IDENTIFIER)? != SUBJECT_ALTERNATIVE_NAME {
+                continue;
+            }
+            if extension.first() == Some(&BOOLEAN) {
+                element(&mut extension, BOOLEAN)?;
+            }
+            let mut value = element(&mut extension, BYTE_STRING)?;
+            let mut all = element(&mut value, SEQUENCE)?;
+            while let Some(tag) = all.first().copied() {
+                let before = all;
+                element(&mut all, tag)?;
+                names.push(before.get(..before.len() - all.len())?);
+            }
+        }
+    }
+    names.sort_unstable();
+    names.dedup();
+    Some(ClientCertificate::new(subject, &names.concat()))
+}
+
 /// Seconds since 1970.
 pub(crate) fn now() -> i64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -70,12 +114,19 @@ pub(crate) fn shown(seconds: i64) -> String {
 }
 
 // Tags of DER (X.690).
+const BOOLEAN: u8 = 0x01;
 const INTEGER: u8 = 0x02;
+const BYTE_STRING: u8 = 0x04;
+const OBJECT_IDENTIFIER: u8 = 0x06;
 const UTC_TIME: u8 = 0x17;
 const GENERALIZED_TIME: u8 = 0x18;
 const SEQUENCE: u8 = 0x30;
 /// `[0]`, which is absent in version 1.
 const VERSION: u8 = 0xa0;
+/// `[3]`.
+const EXTENSIONS: u8 = 0xa3;
+/// 2.5.29.17.
+const SUBJECT_ALTERNATIVE_NAME: &[u8] = &[0x55, 0x1d, 0x11];
 
 /// Takes the next element, which must have this tag, off the input. Returns its content.
 fn element<'a>(input: &mut &'a [u8], tag: u8) -> Option<&'a [u8]> {
@@ -132,6 +183,8 @@ fn number(digits: &[u8]) -> Option<i64> {
 
 #[cfg(test)]
 mod tests {
+    use oncegate_http::CertificateName;
+
     use super::*;
 
     fn certificate(from: (i32, u8, u8), to: (i32, u8, u8)) -> Vec<u8> {
@@ -166,6 +219,48 @@ mod tests {
             let _either = Validity::of(&other);
         }
         assert_eq!(Validity::of(&[SEQUENCE, 0x85, 0xff, 0xff, 0xff, 0xff, 0xff]), None);
+    }
+
+    #[test]
+    fn the_names_are_read_in_any_order() {
+        let of = |names: &[&str], subject: &str| {
+            let names: Vec<_> = names.iter().map(|name| (*name).to_owned()).collect();
+            let mut certificate = rcgen::CertificateParams::new(names).unwrap();
+            certificate.distinguished_name = rcgen::DistinguishedName::new();
+            if !subject.is_empty() {
+                certificate.distinguished_name.push(rcgen::DnType::CommonName, subject);
+            }
+            let whole = certificate.self_signed(&rcgen::KeyPair::generate().unwrap()).unwrap().der().to_vec();
+            let names = names_of(&whole);
+            (
+                names.name(CertificateName::Subject).to_vec(),
+                names.name(CertificateName::AlternativeNames).to_vec(),
+            )
+        };
+        let (subject, names) = of(&["a.test", "10.0.0.1"], "ada");
+        assert_eq!(
+            of(&["10.0.0.1", "a.test"], "ada"),
+            (subject.clone(), names.clone()),
+            "another key and order"
+        );
+        assert!(
+            String::from_utf8_lossy(&subject).contains("ada")
+                && String::from_utf8_lossy(&names).contains("a.test")
+        );
+        assert_ne!(of(&["a.test"], "eve").0, subject);
+        assert_ne!(of(&["a.test"], "ada").1, names);
+        assert_eq!(of(&[], ""), (Vec::new(), Vec::new()));
+        let whole = certificate((2024, 1, 1), (2025, 1, 1));
+        for place in 0..whole.len() {
+            let mut other = whole.clone();
+            other[place] ^= 0xff;
+            let _either = super::names(&other);
+            let _part = super::names(&whole[..place]);
+        }
+    }
+
+    fn names_of(certificate: &[u8]) -> ClientCertificate {
+        super::names(certificate).unwrap()
     }
 
     #[test]

@@ -2,15 +2,16 @@
 
 use std::cell::LazyCell;
 use std::net::{IpAddr, SocketAddr};
-use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
 
 use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use http::uri::{Authority, PathAndQuery};
 use http::{Request, Uri, Version};
 use oncegate_engine::LogThrottle;
-use oncegate_http::{CallerScope, IdempotencyContext};
+use oncegate_http::{CallerScope, ClientCertificate, IdempotencyContext};
+use rustls::pki_types::CertificateDer;
 
-use super::FULL_WARNING_INTERVAL;
+use super::{FULL_WARNING_INTERVAL, certificate};
 use crate::config::{Config, Upstream};
 
 /// Limits the log lines about removed fields that the settings need.
@@ -34,6 +35,8 @@ pub(crate) struct Peer {
     scheme: HeaderValue,
     /// True if its information about the proxies before it is passed on.
     is_trusted: bool,
+    /// The verified certificate of the client, after the handshake.
+    certificate: OnceLock<ClientCertificate>,
     /// The host of the last request and its element: nearly always those of the next request, too.
     last: Mutex<Option<(HeaderValue, HeaderValue)>>,
 }
@@ -52,8 +55,20 @@ impl Peer {
             forwarded: format!("for={node};proto={scheme}"),
             scheme: HeaderValue::from_static(scheme),
             is_trusted,
+            certificate: OnceLock::new(),
             last: Mutex::new(None),
         }
+    }
+
+    /// Notes the certificates that the client has shown in its handshake; the first one is its own.
+    pub(crate) fn note_certificates(&self, chain: Option<&[CertificateDer<'_>]>) {
+        if let Some(names) = chain.and_then(<[_]>::first).and_then(|own| certificate::names(own)) {
+            let _only_once = self.certificate.set(names);
+        }
+    }
+
+    pub(crate) fn certificate(&self) -> Option<&ClientCertificate> {
+        self.certificate.get()
     }
 
     /// The element of `Forwarded` for a request to this host.

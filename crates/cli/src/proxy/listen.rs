@@ -169,10 +169,10 @@ impl ThreadListener {
             let Some((stream, address, permit)) = accepted else { continue };
             let acceptor = self.current.tls();
             let config = self.live.borrow().config.clone();
-            let peer = Peer::new(address, acceptor.is_some(), config.trusts(address.ip()));
+            let peer = Arc::new(Peer::new(address, acceptor.is_some(), config.trusts(address.ip())));
             let stream = ClientStream::new(stream, config.write_timeout, acceptor.is_none(), permit);
             let begun = Arc::new(AtomicBool::new(false));
-            let service = self.service(peer, stream.state(), begun.clone());
+            let service = self.service(peer.clone(), stream.state(), begun.clone());
             let watcher = graceful.watcher();
             let (in_the_clear, over_tls) = builders.clone();
             match acceptor {
@@ -185,6 +185,7 @@ impl ThreadListener {
                 Some(acceptor) => {
                     let connection = async move {
                         let stream = acceptor.accept(stream).await?;
+                        peer.note_certificates(stream.get_ref().1.peer_certificates());
                         let connection =
                             over_tls.serve_connection_with_upgrades(TokioIo::new(stream), service);
                         watcher.watch(connection).await
@@ -211,7 +212,7 @@ impl ThreadListener {
     /// The service for the requests of one connection. `begun` turns true with the first request.
     fn service(
         &self,
-        peer: Peer,
+        peer: Arc<Peer>,
         state: Arc<ConnectionState>,
         begun: Arc<AtomicBool>,
     ) -> impl Service<
@@ -221,7 +222,6 @@ impl ThreadListener {
         Future: Send,
     > + Send
     + use<> {
-        let peer = Arc::new(peer);
         let service = self.current.service(peer.clone(), state.clone());
         // One thread serves the requests of one connection, so no thread ever waits for this lock.
         let service = Mutex::new(service);

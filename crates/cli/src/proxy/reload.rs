@@ -52,7 +52,7 @@ struct Certificate {
     retry_at: Option<i64>,
 }
 
-type Content = (Option<Vec<u8>>, Option<Vec<u8>>);
+type Content = [Option<Vec<u8>>; 3];
 
 impl Reloader {
     pub(super) fn new(
@@ -127,7 +127,7 @@ impl Reloader {
         }
         let config = Arc::new(config);
         let one = |error: String| vec![error];
-        let tls = config.tls.as_ref().map(|files| server_config(&files.cert, &files.key));
+        let tls = config.tls.as_ref().map(server_config);
         let tls = tls.transpose().map_err(one)?;
         if let (Some(tls), Some(files)) = (&tls, &config.tls) {
             tls.may_replace(self.live.borrow().tls.as_ref(), &files.cert).map_err(one)?;
@@ -155,7 +155,7 @@ impl Reloader {
         }
         self.certificate = Certificate { tried: Some(content), ..Certificate::default() };
         let Some(files) = self.files() else { return };
-        let result = server_config(&files.cert, &files.key).and_then(|tls| {
+        let result = server_config(&files).and_then(|tls| {
             let not_before = tls.validity.map(|validity| validity.not_before);
             self.certificate.retry_at = not_before.filter(|at| *at > certificate::now());
             tls.may_replace(self.live.borrow().tls.as_ref(), &files.cert).map(|()| tls)
@@ -193,7 +193,14 @@ impl Reloader {
     /// Reads the files; `None` without TLS.
     async fn read_certificate(&self) -> Option<Content> {
         let files = self.files()?;
-        let (cert, key) = tokio::join!(tokio::fs::read(&files.cert), tokio::fs::read(&files.key));
-        Some((cert.ok(), key.ok()))
+        let client_ca = async {
+            match &files.client_ca {
+                Some(file) => tokio::fs::read(file).await.ok(),
+                None => None,
+            }
+        };
+        let (cert, key, client_ca) =
+            tokio::join!(tokio::fs::read(&files.cert), tokio::fs::read(&files.key), client_ca);
+        Some([cert.ok(), key.ok(), client_ca])
     }
 }

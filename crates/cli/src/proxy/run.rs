@@ -173,7 +173,7 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
     let config = Arc::new(config);
     // Before this, each of these signals ends the process.
     let mut signals = Signals::new().map_err(|error| format!("cannot listen for signals: {error}"))?;
-    let tls = config.tls.as_ref().map(|files| server_config(&files.cert, &files.key)).transpose()?;
+    let tls = config.tls.as_ref().map(server_config).transpose()?;
     let threads = config.threads.unwrap_or_else(cores);
     // Before a store is created: a start that fails leaves nothing behind.
     let listen =

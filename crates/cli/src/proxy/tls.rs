@@ -14,13 +14,15 @@ use hyper_util::client::legacy::connect::HttpConnector;
 use oncegate_core::ErrorChain;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::server::WebPkiClientVerifier;
+use rustls::server::danger::ClientCertVerifier;
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
 use tokio::time::timeout;
 use tower_service::Service;
 
 use super::certificate::{self, Validity};
 use super::headers::rewrite;
-use crate::config::{Upstream, UpstreamProtocol};
+use crate::config::{TlsFiles, Upstream, UpstreamProtocol};
 
 /// The TLS configuration of the listener.
 #[derive(Clone)]
@@ -50,8 +52,9 @@ impl ListenerTls {
     }
 }
 
-/// Reads a certificate chain and its key, in PEM, for a listener that offers HTTP/2 and HTTP/1.1.
-pub(crate) fn server_config(certificate: &Path, key: &Path) -> Result<ListenerTls, String> {
+/// Reads a certificate chain, its key and the authorities of clients, in PEM, for a listener that offers HTTP/2 and HTTP/1.1.
+pub(crate) fn server_config(files: &TlsFiles) -> Result<ListenerTls, String> {
+    let (certificate, key) = (&files.cert, &files.key);
     let say = |path: &Path, what: &str, error: &dyn std::error::Error| {
         format!("{}: {what}: {}", path.display(), ErrorChain(error))
     };
@@ -64,21 +67,41 @@ pub(crate) fn server_config(certificate: &Path, key: &Path) -> Result<ListenerTl
     let private =
         PrivateKeyDer::from_pem_file(key).map_err(|error| say(key, "cannot read the private key", &error))?;
     let validity = chain.first().and_then(|first| Validity::of(first));
-    let mut config = ServerConfig::builder_with_provider(provider())
+    let config = ServerConfig::builder_with_provider(provider())
         .with_safe_default_protocol_versions()
-        .map_err(|error| ErrorChain(&error).to_string())?
-        .with_no_client_auth()
-        .with_single_cert(chain, private)
-        .map_err(|error| match error {
-            rustls::Error::InconsistentKeys(_) => format!(
-                "{}: the certificate does not belong to the private key in {}",
-                certificate.display(),
-                key.display()
-            ),
-            error => say(certificate, "cannot be used", &error),
-        })?;
+        .map_err(|error| ErrorChain(&error).to_string())?;
+    let config = match &files.client_ca {
+        None => config.with_no_client_auth(),
+        Some(file) => config.with_client_cert_verifier(client_verifier(file)?),
+    };
+    let mut config = config.with_single_cert(chain, private).map_err(|error| match error {
+        rustls::Error::InconsistentKeys(_) => format!(
+            "{}: the certificate does not belong to the private key in {}",
+            certificate.display(),
+            key.display()
+        ),
+        error => say(certificate, "cannot be used", &error),
+    })?;
     config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
     Ok(ListenerTls { config: Arc::new(config), validity })
+}
+
+/// Accepts the certificates of clients that these authorities have signed.
+fn client_verifier(file: &Path) -> Result<Arc<dyn ClientCertVerifier>, String> {
+    let say = |what: &str, error: &dyn std::error::Error| {
+        format!("{}: {what}: {}", file.display(), ErrorChain(error))
+    };
+    let authorities = CertificateDer::pem_file_iter(file).and_then(Iterator::collect::<Result<Vec<_>, _>>);
+    let authorities = authorities.map_err(|error| say("cannot read certificates", &error))?;
+    if authorities.is_empty() {
+        return Err(format!("{}: there is no certificate in it", file.display()));
+    }
+    let mut roots = RootCertStore::empty();
+    for authority in authorities {
+        roots.add(authority).map_err(|error| say("cannot be used as an authority", &error))?;
+    }
+    let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider()).build();
+    verifier.map_err(|error| say("cannot be used as an authority", &error))
 }
 
 /// Connects to the service, independent of the host that a request asks for.

@@ -563,3 +563,95 @@ async fn a_service_with_an_untrusted_certificate_gets_no_request() {
     };
     tokio::join!(handshakes, asked);
 }
+
+/// An authority for the certificates of clients, in a file.
+struct ClientAuthority {
+    issuer: CertifiedIssuer<'static, KeyPair>,
+    file: tempfile::NamedTempFile,
+}
+
+impl ClientAuthority {
+    fn new() -> Self {
+        let mut authority = CertificateParams::new([]).unwrap();
+        authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let issuer = CertifiedIssuer::self_signed(authority, KeyPair::generate().unwrap()).unwrap();
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), issuer.pem()).unwrap();
+        Self { issuer, file }
+    }
+
+    /// A client with a new certificate of these names, which trusts this server.
+    fn client(&self, server: &Authority, name: &str, dns: &str) -> TlsConnector {
+        let key = KeyPair::generate().unwrap();
+        let mut certificate = CertificateParams::new([dns.to_owned()]).unwrap();
+        certificate.distinguished_name.push(rcgen::DnType::CommonName, name);
+        let chain = vec![certificate.signed_by(&key, &self.issuer).unwrap().der().clone()];
+        let key = PrivateKeyDer::from_pem_slice(key.serialize_pem().as_bytes()).unwrap();
+        let mut roots = RootCertStore::empty();
+        roots.add(CertificateDer::from_pem_file(server.file("ca.pem")).unwrap()).unwrap();
+        let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+        let config =
+            ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions().unwrap();
+        let config = config.with_root_certificates(roots).with_client_auth_cert(chain, key).unwrap();
+        TlsConnector::from(Arc::new(config))
+    }
+}
+
+#[tokio::test]
+async fn the_verified_certificate_of_a_client_names_the_caller() {
+    let service = Service::new().await.answers(OK);
+    let (server, clients) = (Authority::new(), ClientAuthority::new());
+    let (cert, key) = (server.file("cert.pem"), server.file("key.pem"));
+    let ca = format!("--tls-client-ca={}", clients.file.path().display());
+    for (scope, same, other) in [
+        ("--scope=mtls:subject", ("ada", "b.test"), ("eve", "a.test")),
+        ("--scope=mtls:san", ("eve", "a.test"), ("ada", "b.test")),
+    ] {
+        let flags = ["--tls-cert", &cert, "--tls-key", &key, &ca, scope];
+        let sidecar = Sidecar::start(service.address, &flags).await;
+        let ask = async |connector: &TlsConnector| {
+            let stream = TcpStream::connect(sidecar.address).await.unwrap();
+            let stream = connector.connect(ServerName::try_from("localhost").unwrap(), stream).await?;
+            let mut wire = Wire::new(stream);
+            // With TLS 1.3 a client learns only here that its certificate was refused.
+            wire.try_send(&request("POST", "/orders", &[KEY], "{}")).await?;
+            let head = wire.try_head().await.ok_or(std::io::ErrorKind::ConnectionAborted)?;
+            Ok::<_, std::io::Error>(wire.body(head).await)
+        };
+        let replays = async |names: (&str, &str)| {
+            let response = ask(&clients.client(&server, names.0, names.1)).await.unwrap();
+            response.has_status(200).is_replay()
+        };
+        assert!(!replays(("ada", "a.test")).await);
+        assert!(replays(("ada", "a.test")).await, "another certificate with the same names");
+        assert!(replays(same).await);
+        assert!(!replays(other).await);
+        // Without a certificate, and with that of another authority.
+        assert!(ask(&server.client(&[])).await.is_err());
+        assert!(ask(&ClientAuthority::new().client(&server, "ada", "a.test")).await.is_err());
+    }
+    assert_eq!(service.requests(), 4);
+}
+
+#[tokio::test]
+async fn mistakes_in_the_settings_of_client_certificates_are_reported_at_the_start() {
+    let (server, empty) = (Authority::new(), tempfile::NamedTempFile::new().unwrap());
+    let (cert, key) = (server.file("cert.pem"), server.file("key.pem"));
+    let empty = empty.path().display().to_string();
+    for (flags, expected) in [
+        (vec!["--scope=mtls:subject"], "set tls-client-ca to the authority"),
+        (vec!["--tls-client-ca", &empty], "set tls-cert and tls-key too"),
+        (
+            vec!["--tls-cert", &cert, "--tls-key", &key, "--tls-client-ca", &empty],
+            "there is no certificate in it",
+        ),
+        (vec!["--scope=mtls:name"], "is not a scope that tells callers apart"),
+    ] {
+        let mut command = sidecar("http://127.0.0.1:9");
+        command.arg("--store=memory:").args(&flags);
+        let mut process = Process::start(&mut command);
+        assert_eq!(process.ended().await.code(), Some(1), "{flags:?}");
+        let said = process.errors().await;
+        assert!(said.contains(expected), "{flags:?}: {said}");
+    }
+}
