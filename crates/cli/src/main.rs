@@ -24,6 +24,7 @@ mod line_writer;
 mod log;
 mod probe;
 mod proxy;
+mod rules;
 mod schema;
 
 use std::future::Future;
@@ -37,6 +38,7 @@ use demo::DemoArgs;
 use explain::ExplainArgs;
 use keys::{ClockArgs, KeysArgs};
 use probe::ProbeArgs;
+use rules::RulesArgs;
 use schema::SchemaArgs;
 
 #[global_allocator]
@@ -68,6 +70,11 @@ enum Command {
     /// Takes the same flags, variables and file as `oncegate proxy`. Exit codes: 0 explained, 1 the configuration has errors,
     /// 2 wrong usage.
     Explain(Box<ExplainArgs>),
+    /// Prints the rules for keys, made from the configuration: the page "How to retry" for the customers of your API.
+    ///
+    /// Takes the same flags, variables and file as `oncegate proxy`. Exit codes: 0 printed, 1 the configuration has errors,
+    /// 2 wrong usage.
+    Rules(Box<RulesArgs>),
     /// Demonstrates Oncegate: the same payments over a hostile network, without Oncegate and with it.
     ///
     /// Starts a payments service with a ledger, customers whose requests and responses get lost, and the sidecar, which is
@@ -117,6 +124,7 @@ fn run(command: Command) -> ExitCode {
         Command::Proxy(args) => proxy::run(&args),
         Command::Check(args) => return check::run(&args),
         Command::Explain(args) => return explain::run(&args),
+        Command::Rules(args) => return rules::run(&args),
         Command::Demo(args) => return demo::run(&args),
         Command::Keys(args) => return keys::run(&args),
         Command::Clock(args) => return keys::run_clock(&args),

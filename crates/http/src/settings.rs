@@ -428,6 +428,13 @@ impl Settings {
         }
     }
 
+    /// The page that documents the rules for keys.
+    #[must_use]
+    pub fn documentation(&self) -> Option<&str> {
+        let link = self.documentation.as_ref()?.to_str().ok()?;
+        link.strip_prefix('<')?.split_once('>').map(|(url, _)| url)
+    }
+
     /// Sets the header field that marks a replay.
     ///
     /// # Errors

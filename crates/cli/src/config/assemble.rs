@@ -111,6 +111,7 @@ pub(super) fn draft(
         store_timeout: given(&values.store_timeout),
         access_log: given(&values.access_log),
         threads: values.threads.as_ref().map(|threads| threads.value),
+        published_rules: None,
         store: given(&values.store),
         store_must_exist,
         service: values.service.as_ref().map(|service| service.value.clone()),

@@ -38,6 +38,7 @@ use oncegate_engine::{ConfigError, Engine};
 use oncegate_http::{CompletedBy, IdempotencyLayer, JwtVerifier, PathPattern, Settings};
 
 use crate::access_log::AccessLogFormat;
+use crate::rules::PublishedRules;
 
 use self::file::FileContent;
 use self::settings::{Sourced, Values};
@@ -129,6 +130,8 @@ pub(crate) struct Config {
     pub(crate) access_log: Option<AccessLogFormat>,
     /// The number of serving threads; `None` is one per core.
     pub(crate) threads: Option<usize>,
+    /// The rules for keys, if they are published.
+    pub(crate) published_rules: Option<PublishedRules>,
     pub(crate) store: StoreChoice,
     /// True if a store in a directory must already exist.
     pub(crate) store_must_exist: bool,
@@ -393,6 +396,9 @@ impl Draft {
         if let Some(config) = &mut draft.config {
             config.summary = summary(&layers, &values, config.routes.len());
             config.fixed = fixed(&layers);
+            if values.published_rules.as_ref().is_some_and(|given| given.value) {
+                config.published_rules = Some(PublishedRules::of(config));
+            }
         }
         let FileContent { entries, routes } = content;
         draft.given = GivenEntries {

@@ -273,6 +273,12 @@ settings! {
         &[("off", None), ("text", Some(AccessLogFormat::Text)), ("json", Some(AccessLogFormat::Json))],
     );
 
+    /// Answers GET /.well-known/idempotency with a description of the rules for keys of all routes, for programs: which
+    /// operations, where the key stands, how long it is kept, which refusals there are. The service does not get these
+    /// requests then.
+    "published-rules" SERVICE Live Switch "BOOL" Value("false");
+    published_rules: bool = units::boolean;
+
     /// The number of threads that serve requests.
     "threads" SERVICE Service One "N" Nothing("one per core");
     threads: usize = |text| number(text, 1024, "threads");

@@ -98,6 +98,7 @@ const SAMPLES: &[(&str, &str, &str)] = &[
     ("tls-client-ca", "ca.pem", ""),
     ("upstream-protocol", "http2", "upstream_protocol: Http2"),
     ("threads", "3", "threads: Some(3)"),
+    ("published-rules", "true", "published_rules: Some"),
     ("access-log", "json", "access_log: Some(Json)"),
     ("profile", "stripe", "name: \"stripe\""),
     ("scope", "single-tenant", "caller: single-tenant"),

@@ -34,6 +34,7 @@ use super::client::{ClientBody, ClientStream, ConnectionState, Delivery, StreamE
 use super::cross_origin::{CrossOrigin, preflight};
 use super::headers::Peer;
 use super::live::{Live, ThreadLive};
+use super::published::published_rules;
 use super::{MAX_HEAD, MAX_HEAD_U32, MAX_LINES};
 use crate::admin::{ADMIN_FIELD, Metrics};
 
@@ -232,8 +233,9 @@ impl ThreadListener {
             let (config, service) = service.up_to_date();
             let delivery = Delivery::of(request.version(), &state);
             let cross_origin = CrossOrigin::of(&request, config);
-            let admitted =
-                admit(&mut request, &peer, config, &metrics).and_then(|()| preflight(&request, config));
+            let admitted = admit(&mut request, &peer, config, &metrics)
+                .and_then(|()| published_rules(&request, config))
+                .and_then(|()| preflight(&request, config));
             let admitted = admitted.map(|()| {
                 let version = request.version();
                 service.call(request.map(|body| WholeBody::new(body, version)))

@@ -18,6 +18,7 @@ mod jwks;
 mod late;
 mod listen;
 mod live;
+mod published;
 mod reconcile;
 mod reload;
 mod request_limit;

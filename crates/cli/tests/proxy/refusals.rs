@@ -114,3 +114,87 @@ async fn a_profile_of_ones_own_is_read_next_to_the_configuration() {
         assert!(text.contains(mistake), "{text}");
     }
 }
+
+#[tokio::test]
+async fn the_rules_for_keys_are_published_if_the_operator_wants_it() {
+    let service = Service::new().await.answers(OK);
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("oncegate.toml");
+    let text = "scope = \"single-tenant\"\ndocumentation = \"https://a.example/<b>\"\n[[route]]\npath = \"/v1/{*rest}\"\nprofile = \"square\"\n";
+    std::fs::write(&file, text.replace("/<b>", "/b")).unwrap();
+    let config = format!("--config={}", file.display());
+    let rules = |fields: &[&str]| request("GET", "/.well-known/idempotency", fields, "");
+    let silent = Sidecar::start(service.address, &[&config]).await;
+    silent.ask(&rules(&[])).await.has_status(200);
+    assert_eq!(service.requests(), 1, "the service answers");
+
+    let sidecar = Sidecar::start(service.address, &[&config, "--published-rules"]).await;
+    let published = sidecar.ask(&rules(&[])).await;
+    assert_eq!((published.status(), service.requests()), (200, 1), "{published:?}");
+    assert_eq!(published.get("content-type"), Some("application/json"));
+    let rules_now = published.json();
+    let [square, others] = &rules_now["operations"].as_array().unwrap()[..] else { panic!("{published:?}") };
+    assert_eq!((&square["path"], &others["path"]), (&"/v1/{*rest}".into(), &serde_json::Value::Null));
+    assert_eq!(square["key"]["in"], serde_json::json!([{"member": "/idempotency_key"}]));
+    assert_eq!((&square["key"]["required"], &others["key"]["required"]), (&true.into(), &false.into()));
+    assert_eq!(others["key"]["in"], serde_json::json!([{"header": "Idempotency-Key"}]));
+    assert_eq!(
+        (&others["methods"], &others["retentionSeconds"]),
+        (&serde_json::json!(["PATCH", "POST"]), &86_400.into())
+    );
+    assert_eq!(others["documentation"], "https://a.example/b");
+    let reused = |operation: &serde_json::Value| {
+        let refusals = operation["refusals"].as_array().unwrap().clone();
+        refusals.into_iter().find(|refusal| refusal["type"] == "urn:oncegate:problem:key-reused").unwrap()
+    };
+    assert_eq!(
+        (&reused(square)["status"], &reused(square)["code"]),
+        (&400.into(), &"IDEMPOTENCY_KEY_REUSED".into())
+    );
+    assert_eq!((&reused(others)["status"], &reused(others)["retry"]), (&422.into(), &"new-key".into()));
+    // What the descriptor says is what happens.
+    let bare = sidecar.ask(&request("POST", "/v1/payments", &["Content-Type: application/json"], "{}")).await;
+    assert_eq!((bare.status(), service.requests()), (400, 1), "{bare:?}");
+
+    let etag = published.get("etag").unwrap();
+    let unchanged = sidecar.ask(&rules(&[&format!("If-None-Match: \"x\", {etag}")])).await;
+    assert_eq!((unchanged.status(), unchanged.body.len()), (304, 0), "{unchanged:?}");
+    sidecar.ask(&request("POST", "/.well-known/idempotency", &[], "")).await.has_status(200);
+    assert_eq!(service.requests(), 2, "only reading is answered");
+}
+
+#[test]
+fn the_page_for_customers_is_made_from_the_configuration() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("oncegate.toml");
+    std::fs::write(
+        &file,
+        "retention = \"3d\"\n[[route]]\nmethods = [\"PUT\"]\npath = \"/items/{id}\"\nrequire-key = true\n",
+    )
+    .unwrap();
+    let page = |format: &str| {
+        let mut rules = std::process::Command::new(env!("CARGO_BIN_EXE_oncegate"));
+        rules.args(["rules", "--to=http://127.0.0.1:1", "--api=A & B", "--format", format]);
+        let output = rules.arg(format!("--config={}", file.display())).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let markdown = page("markdown");
+    for text in [
+        "# How to retry requests to A & B\n",
+        "## PUT /items/{id}\n",
+        "| Key | the header field Idempotency-Key, required |\n",
+        "| Kept for | 3d from the response on |\n",
+        "| 422 | Idempotency-Key is already used | This is another request: take a new key. |\n",
+        "curl --request PUT --header \"Idempotency-Key: ",
+        "## PATCH, POST to all other paths\n",
+    ] {
+        assert!(markdown.contains(text), "{text}\n{markdown}");
+    }
+    let html = page("html");
+    assert!(
+        html.contains("<title>How to retry requests to A &amp; B</title>") && !html.contains("<script"),
+        "{html}"
+    );
+    assert!(html.contains("&quot;Idempotency-Key: ") && html.ends_with("</html>\n"), "{html}");
+}

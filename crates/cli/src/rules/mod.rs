@@ -1,0 +1,52 @@
+//! The rules for keys of an API, made from its configuration: for programs as a JSON descriptor, for people as a page.
+
+mod descriptor;
+mod page;
+
+use std::io::{self, Write};
+use std::process::ExitCode;
+
+use clap::{Args, ValueEnum};
+
+pub(crate) use self::descriptor::PublishedRules;
+use self::descriptor::Rules;
+use crate::config::{Draft, ProxyArgs};
+
+/// Prints the rules for keys.
+#[derive(Args, Debug)]
+pub(crate) struct RulesArgs {
+    #[command(flatten)]
+    settings: ProxyArgs,
+    /// The form of the output: a page for the customers of the API, or the descriptor for programs
+    #[arg(long, value_enum, default_value_t = Format::Markdown, help_heading = "Output")]
+    format: Format,
+    /// The name of the API, for the title of the page
+    #[arg(long, value_name = "NAME", default_value = "this API", help_heading = "Output")]
+    api: String,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Format {
+    Markdown,
+    Html,
+    Json,
+}
+
+/// Prints the rules. The exit code is 1 if the configuration has errors.
+pub(crate) fn run(args: &RulesArgs) -> ExitCode {
+    let Draft { config, problems, .. } = Draft::read(&args.settings, std::env::vars_os());
+    let Some(config) = config else {
+        for problem in problems.iter().filter(|problem| problem.is_error()) {
+            complain!("error: {problem}");
+        }
+        return ExitCode::FAILURE;
+    };
+    let rules = Rules::of(&config);
+    let text = match args.format {
+        Format::Markdown => page::markdown(&page::page(&rules, &args.api)),
+        Format::Html => page::html(&page::page(&rules, &args.api)),
+        Format::Json => format!("{:#}\n", rules.json()),
+    };
+    let _gone = io::stdout().lock().write_all(text.as_bytes()); // the reader may have left
+    ExitCode::SUCCESS
+}
