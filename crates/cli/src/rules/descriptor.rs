@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::{HeaderValue, Method};
-use oncegate_core::limits;
+use oncegate_core::{OnAbandoned, limits};
 use oncegate_http::{Condition, Settings};
 use serde_json::{Value, json};
 
@@ -15,15 +15,14 @@ use crate::config::Config;
 const VERSION: u32 = 1;
 
 /// The conditions that clients of an API meet.
-const CONDITIONS: [Condition; 12] = [
+const CONDITIONS: [Condition; 11] = [
     Condition::KeyMissing,
     Condition::KeyInvalid,
-    Condition::KeyExpired,
+    Condition::RateLimited,
     Condition::KeyReused,
     Condition::RequestInProgress,
     Condition::ReplayUnavailable,
     Condition::OutcomeUnknown,
-    Condition::HandlerFailed,
     Condition::RequestTooLarge,
     Condition::ScopeUnavailable,
     Condition::StoreUnavailable,
@@ -48,6 +47,7 @@ pub(super) struct Operation {
     pub(super) is_per_endpoint: bool,
     pub(super) retention: Duration,
     pub(super) wait: Duration,
+    pub(super) on_abandoned: OnAbandoned,
     pub(super) replay_marker: String,
     pub(super) keeps_server_errors: bool,
     pub(super) released: Vec<String>,
@@ -119,7 +119,13 @@ impl Operation {
         };
         let mut methods: Vec<_> = methods.iter().map(|method| method.as_str().to_owned()).collect();
         methods.sort_unstable();
-        let refusals = profile.refusals().into_iter().filter(|row| CONDITIONS.contains(&row.condition));
+        let keeps_server_errors = row("server-errors") == "replay";
+        let can_occur = |condition| match condition {
+            Condition::KeyExpired => !row("first-sent-header").is_empty(),
+            Condition::HandlerFailed => !keeps_server_errors,
+            other => CONDITIONS.contains(&other),
+        };
+        let refusals = profile.refusals().into_iter().filter(|refusal| can_occur(refusal.condition));
         Self {
             path: path.map(str::to_owned),
             methods,
@@ -130,8 +136,9 @@ impl Operation {
             is_per_endpoint: row("key-scope") == "endpoint",
             retention: settings.policy().retention(),
             wait: settings.policy().wait(),
+            on_abandoned: settings.policy().on_abandoned(),
             replay_marker: row("replay-marker"),
-            keeps_server_errors: row("server-errors") == "replay",
+            keeps_server_errors,
             released: ["401", "403", "407", "408", "421", "425", "429"]
                 .map(str::to_owned)
                 .into_iter()
@@ -175,6 +182,11 @@ impl Operation {
             "retentionSeconds": self.retention.as_secs(),
             "waitMilliseconds": u64::try_from(self.wait.as_millis()).unwrap_or(u64::MAX),
             "replayMarker": self.replay_marker,
+            "afterCrash": match self.on_abandoned {
+                OnAbandoned::Reexecute => "reexecute",
+                OnAbandoned::Reconcile => "reconcile",
+                _ => "park",
+            },
             "serverErrors": if self.keeps_server_errors { "replay" } else { "release" },
             "releasedStatuses": self.released,
             "bodyComparison": self.compares,

@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 
+use oncegate_core::OnAbandoned;
 use oncegate_http::RetryAdvice;
 
 use super::descriptor::{Carrier, Operation, Rules};
@@ -20,9 +21,9 @@ pub(super) fn page(rules: &Rules, api: &str) -> Vec<Part> {
     let mut page = vec![
         Part::Heading(1, format!("How to retry requests to {api}")),
         Part::Paragraph(
-            "Networks lose responses, so a request may take effect although you see an error. Send a key of your own with each request that \
-             changes something, and send the same key with every retry. However often the request arrives, it takes effect once, and each \
-             retry gets the first response."
+            "Networks lose responses, so a request may take effect although you see an error. Send a key of your own with each \
+             request that changes something, and send the same key with every retry. However often the request arrives, it is \
+             executed once, unless this page says that its key is free again, and each retry gets the first response."
                 .to_owned(),
         ),
         Part::Paragraph(
@@ -62,6 +63,7 @@ fn of_operation(operation: &Operation) -> Vec<Part> {
         ["Kept for".to_owned(), format!("{} from the response on", duration_text(operation.retention))],
         ["Replays".to_owned(), format!("have the field {}", operation.replay_marker)],
         ["Server errors".to_owned(), kept.to_owned()],
+        ["After a crash".to_owned(), after_crash(operation.on_abandoned).to_owned()],
         ["Never kept".to_owned(), format!("responses with {}", operation.released.join(", "))],
     ];
     if let Some(url) = &operation.documentation {
@@ -98,6 +100,14 @@ fn places(operation: &Operation) -> String {
         Carrier::Built(members) => format!("built from the members {} of the JSON body", members.join(", ")),
     };
     operation.carriers.iter().map(place).collect::<Vec<_>>().join(" or ")
+}
+
+const fn after_crash(policy: OnAbandoned) -> &'static str {
+    match policy {
+        OnAbandoned::Reexecute => "the request is executed again, so it may take effect twice",
+        OnAbandoned::Reconcile => "the service finds out if the request took effect",
+        _ => "the outcome is unknown until an operator has resolved it",
+    }
 }
 
 const fn advice(advice: RetryAdvice) -> &'static str {
