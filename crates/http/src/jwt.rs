@@ -200,6 +200,7 @@ struct Key {
 /// The reason why a token names no caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum TokenFault {
+    Repeated,
     Malformed,
     Algorithm,
     UnknownKey,
@@ -216,6 +217,7 @@ pub(crate) enum TokenFault {
 impl TokenFault {
     pub(crate) const fn describe(self) -> &'static str {
         match self {
+            Self::Repeated => "was sent more than once",
             Self::Malformed => "is not a signed token (JWT)",
             Self::Algorithm => "is signed with an algorithm that this service does not accept",
             Self::UnknownKey => "names a key that this service does not know",
@@ -417,13 +419,10 @@ fn fault(error: &jsonwebtoken::errors::Error) -> TokenFault {
 /// If there is another credential, or several: the layer does not know which one the service reads.
 fn bearer(request: &Parts) -> Result<Option<&str>, TokenFault> {
     let mut lines = request.headers.get_all(header::AUTHORIZATION).iter();
-    let (Some(line), None) = (lines.next(), lines.next()) else {
-        return if request.headers.contains_key(header::AUTHORIZATION) {
-            Err(TokenFault::Malformed)
-        } else {
-            Ok(None)
-        };
-    };
+    let Some(line) = lines.next() else { return Ok(None) };
+    if lines.next().is_some() {
+        return Err(TokenFault::Repeated);
+    }
     let text = line.to_str().map_err(|_| TokenFault::Malformed)?.trim();
     let (scheme, token) = text.split_once(' ').unwrap_or((text, ""));
     let token = token.trim_start();
@@ -753,7 +752,7 @@ mod tests {
             (vec!["Basic YTpi".to_owned()], Err(TokenFault::Malformed)),
             (vec![format!("DPoP {good}")], Err(TokenFault::Malformed)),
             (vec![good.clone()], Err(TokenFault::Malformed)),
-            (vec![format!("Bearer {good}"), format!("Bearer {good}")], Err(TokenFault::Malformed)),
+            (vec![format!("Bearer {good}"), format!("Bearer {good}")], Err(TokenFault::Repeated)),
         ] {
             let lines: Vec<_> = lines.iter().map(String::as_str).collect();
             assert_eq!(identity(&verifier, &lines).await, expected, "{lines:?}");

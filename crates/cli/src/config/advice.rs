@@ -10,6 +10,7 @@ use oncegate_http::{BodyComparison, CallerPart};
 
 use super::assemble::{given, is_given, is_loopback};
 use super::problem::{Problem, Source, did_you_mean};
+use super::scope::KeySetPlace;
 use super::settings::{Raw, Values};
 use super::units::{StoreChoice, StoreOutage, duration_text};
 use super::{Entry, Route, RouteConfig, TlsFiles};
@@ -45,6 +46,15 @@ pub(super) fn on_secrets(token: Option<&PathBuf>, tls: Option<&TlsFiles>) -> Vec
         Some(Problem::warning(None, readable_by_all_users(what, file?)?))
     };
     secrets.into_iter().filter_map(warning).collect()
+}
+
+/// A warning about a file with the key that signs tokens, which every user can read.
+pub(super) fn on_token_secret(values: &Values) -> Option<Problem> {
+    let keys = values.jwt_keys.as_ref()?;
+    let signs = given(&values.jwt_algorithms).iter().any(|algorithm| algorithm.is_symmetric());
+    let KeySetPlace::File(file) = &keys.value else { return None };
+    let what = signs.then(|| readable_by_all_users("the key that signs tokens", file))?;
+    Some(Problem::warning(keys.source.clone(), what?))
 }
 
 /// A warning about a password in a file that every user can read.

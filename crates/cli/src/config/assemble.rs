@@ -43,6 +43,7 @@ pub(super) fn draft(
     warnings
         .extend(advice::on_secrets(values.admin_token_file.as_ref().map(|file| &file.value), tls.as_ref()));
     let jwt = scope::jwt_verifier(values, problems);
+    warnings.extend(advice::on_token_secret(values));
     let rate_limits = rate::limits(values, &RateLimits::default(), |_| true);
     let mut default = route_config(values, None, (false, jwt.as_ref()), problems);
     default.settings = default.settings.with_rate_limits(rate_limits.clone());

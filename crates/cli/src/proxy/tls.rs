@@ -14,8 +14,8 @@ use hyper_util::client::legacy::connect::HttpConnector;
 use oncegate_core::ErrorChain;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
-use rustls::server::WebPkiClientVerifier;
 use rustls::server::danger::ClientCertVerifier;
+use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
 use tokio::time::timeout;
 use tower_service::Service;
@@ -83,6 +83,11 @@ pub(crate) fn server_config(files: &TlsFiles) -> Result<ListenerTls, String> {
         error => say(certificate, "cannot be used", &error),
     })?;
     config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
+    if files.client_ca.is_some() {
+        // A resumed session does not verify the certificate again, which may have ended meanwhile.
+        config.session_storage = Arc::new(NoServerSessionStorage {});
+        config.send_tls13_tickets = 0;
+    }
     Ok(ListenerTls { config: Arc::new(config), validity })
 }
 

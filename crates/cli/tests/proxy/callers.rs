@@ -1,5 +1,6 @@
 //! Callers that the sidecar tells apart, callers that it does not, and the responses that each gets.
 
+use std::os::unix::fs::PermissionsExt as _;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -438,4 +439,28 @@ async fn the_service_decides_before_a_replay_if_the_caller_may_still_get_it() {
     sidecar.process.signal(Signal::TERM);
     let log = sidecar.process.errors().await;
     assert_eq!(log.matches("cannot be asked if a caller may get a replay").count(), 1, "{log}");
+}
+
+#[tokio::test]
+async fn a_symmetric_key_in_a_file_verifies_tokens_and_others_should_not_read_it() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let keys = json!({"keys": [{"kty": "oct", "k": "BwcHBwcHBwcHBwcHBwcHBwcHBwcHBwcHBwcHBwcHBwc"}]});
+    std::fs::write(file.path(), keys.to_string()).unwrap();
+    std::fs::set_permissions(file.path(), std::fs::Permissions::from_mode(0o644)).unwrap();
+    let service = Service::new().await.answers(OK);
+    let keys = format!("--jwt-keys={}", file.path().display());
+    let flags = ["--scope=jwt:sub", &keys, "--jwt-algorithms=HS256", "--jwt-audience=orders"];
+    let mut sidecar = Sidecar::start(service.address, &flags).await;
+    let claims = json!({"sub": "ada", "aud": "orders", "exp": jsonwebtoken::get_current_timestamp() + 60});
+    let token = |secret: &[u8]| {
+        let key = EncodingKey::from_secret(secret);
+        let token = jsonwebtoken::encode(&Header::new(Algorithm::HS256), &claims, &key).unwrap();
+        request("POST", "/orders", &[KEY, &format!("Authorization: Bearer {token}")], "{}")
+    };
+    sidecar.ask(&token(&[7; 32])).await.has_status(200);
+    sidecar.ask(&token(&[8; 32])).await.is_problem(401, "scope-unavailable");
+    assert_eq!(service.requests(), 1);
+    sidecar.process.signal(Signal::TERM);
+    let log = sidecar.process.errors().await;
+    assert!(log.contains("the key that signs tokens") && !log.contains("BwcHBw"), "{log}");
 }

@@ -624,6 +624,10 @@ async fn the_verified_certificate_of_a_client_names_the_caller() {
         };
         assert!(!replays(("ada", "a.test")).await);
         assert!(replays(("ada", "a.test")).await, "another certificate with the same names");
+        let again = clients.client(&server, "ada", "a.test");
+        for _ in 0..2 {
+            assert!(ask(&again).await.unwrap().has_status(200).is_replay(), "several connections");
+        }
         assert!(replays(same).await);
         assert!(!replays(other).await);
         // Without a certificate, and with that of another authority.
