@@ -71,7 +71,8 @@ macro_rules! conditions {
             }
 
             /// The meaning of the condition for this caller now.
-            pub(crate) const fn detail(self) -> &'static str {
+            #[must_use]
+            pub const fn detail(self) -> &'static str {
                 match self { $(Self::$condition => $detail,)+ }
             }
 

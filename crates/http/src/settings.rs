@@ -415,17 +415,28 @@ impl Settings {
     /// # Errors
     /// If it is neither of them.
     pub fn with_documentation(self, url: &str) -> Result<Self, ConfigError> {
-        let is_reference = ["http://", "https://", "/"].iter().any(|start| {
-            url.strip_prefix(start).is_some_and(|rest| !rest.is_empty() && !rest.starts_with('/'))
-        });
-        // RFC 3986, appendix A: everything else is encoded in a URL.
-        let is_plain = url.bytes().all(|byte| byte.is_ascii_graphic() && !br#""<>\^`{|}"#.contains(&byte));
         match HeaderValue::try_from(format!("<{url}>; rel=\"describedby\"")) {
-            Ok(link) if is_reference && is_plain => Ok(Self { documentation: Some(link), ..self }),
+            Ok(link) if is_url_or_path(url) => Ok(Self { documentation: Some(link), ..self }),
             _ => Err(ConfigError::new(format!(
                 "{url:?} is not a URL; write one such as \"https://developer.example.com/idempotency\", or a path"
             ))),
         }
+    }
+
+    /// Sets the beginning of the types of problems, instead of `urn:oncegate:problem:`, so that they are links: the name of the
+    /// problem follows it, as in `https://developer.example.com/retry.html#key-reused`.
+    ///
+    /// # Errors
+    /// If it is no `http` or `https` URL and no path, or does not end with a slash or `#`.
+    pub fn with_problem_base_url(mut self, url: &str) -> Result<Self, ConfigError> {
+        if !is_url_or_path(url) || !url.ends_with(['/', '#']) {
+            return Err(ConfigError::new(format!(
+                "{url:?} is not a URL to which the name of a problem can be added; write one that ends with a slash or #, such \
+                 as \"https://developer.example.com/problems/\""
+            )));
+        }
+        self.profile.problem_base = Cow::Owned(url.to_owned());
+        Ok(self)
     }
 
     /// The page that documents the rules for keys.
@@ -636,6 +647,15 @@ impl Settings {
     }
 }
 
+/// Returns true for an `http` or `https` URL, and for a path that starts with a slash.
+fn is_url_or_path(url: &str) -> bool {
+    let is_reference = ["http://", "https://", "/"]
+        .iter()
+        .any(|start| url.strip_prefix(start).is_some_and(|rest| !rest.is_empty() && !rest.starts_with('/')));
+    // RFC 3986, appendix A: everything else is encoded in a URL.
+    is_reference && url.bytes().all(|byte| byte.is_ascii_graphic() && !br#""<>\^`{|}"#.contains(&byte))
+}
+
 /// A key that is built from the body need not be guessed: two callers with the same cart have the same key.
 const ANONYMOUS_NATURAL_KEY: &str = "the key is built from members of the body (natural-key), and callers that are not told apart \
      would get each other's responses; require a field that identifies them (scope = \"required-header:NAME\" or \
@@ -673,6 +693,21 @@ mod tests {
             ["", "/", "https://", "docs", "//a.example", "ftp://a", "https://a>b", "https://a b", "https://ü"]
         {
             assert!(Settings::default().with_documentation(url).is_err(), "{url}");
+        }
+    }
+
+    #[test]
+    fn the_types_of_problems_can_be_links() {
+        for url in ["https://a.example/problems/", "http://a.example/retry.html#", "/docs/"] {
+            let settings = Settings::default().with_problem_base_url(url).unwrap();
+            let condition = crate::refusal::Condition::KeyReused;
+            assert_eq!(settings.profile().problem_type(condition), format!("{url}key-reused"));
+            let refusal = crate::refusal::Refusal::new(condition).into_response(&settings, None);
+            let text = String::from_utf8(refusal.into_body().to_vec()).unwrap();
+            assert!(text.starts_with(&format!(r#"{{"type":"{url}key-reused","#)), "{text}");
+        }
+        for url in ["", "/", "https://a.example", "docs/", "ftp://a/", "https://a>b/", "//a.example/"] {
+            assert!(Settings::default().with_problem_base_url(url).is_err(), "{url}");
         }
     }
 

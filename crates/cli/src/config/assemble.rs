@@ -475,6 +475,9 @@ fn settings(values: &Values, profile: Profile) -> Result<Settings, ConfigError> 
     if let Some(url) = &values.documentation {
         settings = settings.with_documentation(&url.value)?;
     }
+    if let Some(url) = &values.problem_base_url {
+        settings = settings.with_problem_base_url(&url.value)?;
+    }
     if let Some(names) = &values.fingerprint_headers {
         settings = settings.with_fingerprint_headers(names.value.clone());
     }

@@ -379,6 +379,11 @@ settings! {
     "documentation" KEYS Route One "URL" Nothing("no link");
     documentation: String = units::documentation;
 
+    /// The beginning of the types of problems, so that they are links to your pages: the name of the problem follows, as in
+    /// https://developer.example.com/retry.html#key-reused. It ends with a slash or `#`. `oncegate rules` writes the pages.
+    "problem-base-url" KEYS Route One "URL" Nothing("`urn:oncegate:problem:`");
+    problem_base_url: String = units::problem_base_url;
+
     /// The methods that are covered. Requests with other methods pass through. In a [[route]], also the methods that the route
     /// matches.
     "methods" KEYS Route Many "METHOD,…" ByProfile("POST,PATCH");

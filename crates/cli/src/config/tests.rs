@@ -121,6 +121,7 @@ const SAMPLES: &[(&str, &str, &str)] = &[
         "https://developer.example.com/keys",
         "documentation: Some(\"<https://developer.example.com/keys>; rel=\\\"describedby\\\"\")",
     ),
+    ("problem-base-url", "https://a.example/p/", "problem_base: \"https://a.example/p/\""),
     ("methods", "PUT", "methods: [PUT]"),
     ("trailing-slash", "exact", "trailing_slash: Exact"),
     ("path-case", "exact", "path_case: Exact"),

@@ -529,6 +529,11 @@ pub(crate) fn documentation(text: &str) -> Read<String> {
     Ok(text.to_owned())
 }
 
+pub(crate) fn problem_base_url(text: &str) -> Read<String> {
+    Settings::default().with_problem_base_url(text).map_err(|error| error.to_string())?;
+    Ok(text.to_owned())
+}
+
 pub(crate) fn release_status(text: &str) -> Read<StatusCode> {
     let not_one = || format!("{text:?} is not a status; write a number from 400 to 599, such as 422");
     let status = text.parse::<StatusCode>().map_err(|_| not_one())?;

@@ -67,6 +67,8 @@ pub(super) enum Carrier {
 }
 
 pub(super) struct RefusalRule {
+    /// The type of the problem.
+    pub(super) kind: String,
     pub(super) condition: Condition,
     pub(super) status: u16,
     pub(super) code: Option<String>,
@@ -147,6 +149,7 @@ impl Operation {
             compares: row("fingerprint.body"),
             refusals: refusals
                 .map(|row| RefusalRule {
+                    kind: profile.problem_type(row.condition),
                     condition: row.condition,
                     status: row.status.as_u16(),
                     code: row.code,
@@ -161,7 +164,7 @@ impl Operation {
         let refusals = self.refusals.iter().map(|refusal| {
             let condition = refusal.condition;
             json!({
-                "type": format!("urn:oncegate:problem:{condition}"),
+                "type": refusal.kind,
                 "title": condition.title(),
                 "status": refusal.status,
                 "retry": condition.retry().as_str(),

@@ -3,10 +3,13 @@
 mod descriptor;
 mod page;
 
+use std::fs;
 use std::io::{self, Write};
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::{Args, ValueEnum};
+use oncegate_http::Condition;
 
 pub(crate) use self::descriptor::PublishedRules;
 use self::descriptor::Rules;
@@ -20,6 +23,9 @@ pub(crate) struct RulesArgs {
     /// The form of the output: a page for the customers of the API, or the descriptor for programs
     #[arg(long, value_enum, default_value_t = Format::Markdown, help_heading = "Output")]
     format: Format,
+    /// Writes a page for each problem into this directory instead, NAME.html, for a problem-base-url that ends with a slash
+    #[arg(long, value_name = "DIR", conflicts_with = "format", help_heading = "Output")]
+    problem_pages: Option<PathBuf>,
     /// The name of the API, for the title of the page
     #[arg(long, value_name = "NAME", default_value = "this API", help_heading = "Output")]
     api: String,
@@ -41,6 +47,15 @@ pub(crate) fn run(args: &RulesArgs) -> ExitCode {
         }
         return ExitCode::FAILURE;
     };
+    if let Some(directory) = &args.problem_pages {
+        return match write_problems(directory) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => {
+                complain!("error: {}: {error}", directory.display());
+                ExitCode::FAILURE
+            }
+        };
+    }
     let rules = Rules::of(&config);
     let text = match args.format {
         Format::Markdown => page::markdown(&page::page(&rules, &args.api)),
@@ -49,4 +64,12 @@ pub(crate) fn run(args: &RulesArgs) -> ExitCode {
     };
     let _gone = io::stdout().lock().write_all(text.as_bytes()); // the reader may have left
     ExitCode::SUCCESS
+}
+
+fn write_problems(directory: &Path) -> io::Result<()> {
+    fs::create_dir_all(directory)?;
+    Condition::ALL.into_iter().try_for_each(|condition| {
+        let page = page::html(&page::of_problem(1, condition));
+        fs::write(directory.join(format!("{condition}.html")), page)
+    })
 }

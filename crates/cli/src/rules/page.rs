@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use oncegate_core::OnAbandoned;
-use oncegate_http::RetryAdvice;
+use oncegate_http::{Condition, RetryAdvice};
 
 use super::descriptor::{Carrier, Operation, Rules};
 use crate::config::duration_text;
@@ -35,7 +35,21 @@ pub(super) fn page(rules: &Rules, api: &str) -> Vec<Part> {
     for operation in &rules.operations {
         page.extend(of_operation(operation));
     }
+    page.push(Part::Heading(2, "Problems".to_owned()));
+    for condition in Condition::ALL {
+        page.extend(of_problem(3, condition));
+    }
     page
+}
+
+/// The page about one problem, to which its type links.
+pub(super) fn of_problem(level: u8, condition: Condition) -> Vec<Part> {
+    let detail = condition.detail().replace("{place}", "the place that the operation names");
+    vec![
+        Part::Heading(level, condition.slug().to_owned()),
+        Part::Paragraph(format!("{}. {detail}", condition.title())),
+        Part::Paragraph(advice(condition.retry()).to_owned()),
+    ]
 }
 
 fn of_operation(operation: &Operation) -> Vec<Part> {
@@ -180,7 +194,12 @@ pub(super) fn html(page: &[Part]) -> String {
     );
     for part in page {
         let _infallible = match part {
-            Part::Heading(level, title) => writeln!(text, "<h{level}>{}</h{level}>", escaped(title)),
+            Part::Heading(level, title) => {
+                // The type of a problem links to its name.
+                let is_problem = Condition::ALL.iter().any(|condition| condition.slug() == title);
+                let id = if is_problem { format!(" id=\"{title}\"") } else { String::new() };
+                writeln!(text, "<h{level}{id}>{}</h{level}>", escaped(title))
+            }
             Part::Paragraph(words) => writeln!(text, "<p>{}</p>", escaped(words)),
             Part::Code(_, code) => writeln!(text, "<pre><code>{}</code></pre>", escaped(code)),
             Part::Table(head, rows) => {

@@ -193,6 +193,17 @@ fn the_page_for_customers_is_made_from_the_configuration() {
     }
     let html = page("html");
     assert!(
+        html.contains("<h3 id=\"key-reused\">key-reused</h3>\n<p>Idempotency-Key is already used. "),
+        "{html}"
+    );
+    let problems = directory.path().join("problems");
+    let mut rules = std::process::Command::new(env!("CARGO_BIN_EXE_oncegate"));
+    rules.args(["rules", "--to=http://127.0.0.1:1", "--problem-pages"]).arg(&problems);
+    assert!(rules.status().unwrap().success());
+    let reused = std::fs::read_to_string(problems.join("key-reused.html")).unwrap();
+    assert!(reused.contains("<h1 id=\"key-reused\">") && reused.contains("take a new key"), "{reused}");
+    assert_eq!(std::fs::read_dir(&problems).unwrap().count(), oncegate_http::Condition::ALL.len());
+    assert!(
         html.contains("<title>How to retry requests to A &amp; B</title>") && !html.contains("<script"),
         "{html}"
     );

@@ -8,6 +8,7 @@ mod read;
 mod table;
 mod template;
 
+use std::borrow::Cow;
 use std::time::Duration;
 
 use http::header::{HeaderMap, HeaderName, HeaderValue};
@@ -57,6 +58,8 @@ pub struct Profile {
     kept_server_error_headers: ExtraHeaders,
     refusal_headers: ExtraHeaders,
     refusal: RefusalShape,
+    /// The beginning of the types of problems.
+    pub(crate) problem_base: Cow<'static, str>,
 }
 
 /// Header fields that a profile adds to a response.
@@ -214,6 +217,7 @@ impl Default for Profile {
             kept_server_error_headers: Vec::new(),
             refusal_headers: Vec::new(),
             refusal: RefusalShape::problem(),
+            problem_base: Cow::Borrowed(PROBLEM_TYPES),
         }
     }
 }
@@ -321,6 +325,12 @@ impl Profile {
         row.and_then(|row| row.status).or(self.refusal.default.status).unwrap_or(condition.status())
     }
 
+    /// The type of the problem for a condition (RFC 9457, 3.1.1).
+    #[must_use]
+    pub fn problem_type(&self, condition: Condition) -> String {
+        format!("{}{}", self.problem_base, condition.slug())
+    }
+
     /// The code of the refusal for a condition.
     fn refusal_code(&self, condition: Condition, status: StatusCode) -> String {
         let code = self.refusal.word(condition, status, |words| words.code.as_ref());
@@ -346,7 +356,7 @@ impl Profile {
         record: Option<RecordId>,
     ) -> String {
         self.refusal.body.render(|part, body| match part {
-            BodyPart::Type => push_escaped(body, &format!("{PROBLEM_TYPES}{}", condition.slug())),
+            BodyPart::Type => push_escaped(body, &self.problem_type(condition)),
             BodyPart::Title => push_escaped(body, condition.title()),
             BodyPart::Status => body.push_str(status.as_str()),
             BodyPart::Detail => push_escaped(body, detail),
@@ -410,7 +420,7 @@ fn add(fields: &ExtraHeaders, headers: &mut HeaderMap, is_retryable: bool) {
     }
 }
 
-/// The prefix of problem types. It is not an address: a client tells problems apart without a lookup.
+/// The usual beginning of problem types. It is not an address: a client tells problems apart without a lookup.
 pub(crate) const PROBLEM_TYPES: &str = "urn:oncegate:problem:";
 
 /// The prefix of the names of records in problems.
