@@ -204,6 +204,12 @@ fn configuration(config: &Config, is_online: bool, report: &mut Report) {
     if config.compares_hosts_across_sidecars() {
         report.ok(format!("hosts: {HOSTS_COMPARED}"));
     }
+    if let Some(place) = config.jwt_keys() {
+        report.ok(format!("tokens: verified with the keys in {place}; a URL is not contacted"));
+    }
+    for path in config.authorizes_at() {
+        report.ok(format!("replays: the service is asked before each at {}{path}, not contacted", config.to));
+    }
     for path in config.asks_at() {
         report.ok(format!(
             "requests with an unknown outcome: the service is asked at {}{path}, not contacted",

@@ -812,6 +812,22 @@ mod tests {
         assert_eq!(place.fetches.load(Ordering::Relaxed), 1);
     }
 
+    /// The clock of the test stands still until all tasks wait, and then goes on to the next timer.
+    #[tokio::test(start_paused = true)]
+    async fn an_issuer_that_never_answers_is_given_up() {
+        struct Silent;
+        impl JwksSource for Silent {
+            fn fetch(&self) -> Pin<Box<dyn Future<Output = Result<Vec<u8>, BoxError>> + Send + '_>> {
+                Box::pin(std::future::pending())
+            }
+        }
+        let verifier = JwtVerifier::new(&[JwtAlgorithm::Es256], Silent).unwrap();
+        let begun = tokio::time::Instant::now();
+        let refused = of(&verifier, &Issuer::new("a").token(&claims("ada"))).await;
+        assert_eq!(refused, Err(TokenFault::NoKeys));
+        assert!(begun.elapsed() < FETCH_TIMEOUT + Duration::from_secs(1), "{:?}", begun.elapsed());
+    }
+
     #[test]
     fn a_key_set_is_bounded_and_has_a_key_for_the_algorithms() {
         let issuer = Issuer::new("a");

@@ -302,6 +302,22 @@ impl Config {
         paths
     }
 
+    /// The paths at which the service is asked before replays, each once.
+    pub(crate) fn authorizes_at(&self) -> Vec<&PathAndQuery> {
+        let mut paths = Vec::new();
+        for path in self.route_configs().filter_map(|route| route.authorize.as_ref()) {
+            if !paths.contains(&path) {
+                paths.push(path);
+            }
+        }
+        paths
+    }
+
+    /// The place of the keys that verify tokens.
+    pub(crate) const fn jwt_keys(&self) -> Option<&KeySetPlace> {
+        self.jwt_keys.as_ref()
+    }
+
     /// Returns true if the proxy with this address may declare the origin of a request.
     pub(crate) fn trusts(&self, address: IpAddr) -> bool {
         self.trusted_proxies.iter().any(|trusted| trusted.contains(address))

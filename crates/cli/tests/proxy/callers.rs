@@ -464,3 +464,30 @@ async fn a_symmetric_key_in_a_file_verifies_tokens_and_others_should_not_read_it
     let log = sidecar.process.errors().await;
     assert!(log.contains("the key that signs tokens") && !log.contains("BwcHBw"), "{log}");
 }
+
+#[tokio::test]
+async fn a_key_of_the_body_counts_for_rate_limits_too() {
+    let service = Service::new().await.answers(OK);
+    let flags = ["--scope=required-header:x-user", "--natural-key=/cart", "--rate-limit-caller=1/h"];
+    let sidecar = Sidecar::start(service.address, &flags).await;
+    let fields = ["X-User: ada", "Content-Type: application/json"];
+    let ask = async |body: &str| sidecar.ask(&request("POST", "/orders", &fields, body)).await;
+    ask(r#"{"cart":1}"#).await.has_status(200);
+    ask(r#"{"cart":2}"#).await.is_problem(429, "rate-limited");
+    assert!(ask(r#"{"cart":1}"#).await.has_status(200).is_replay());
+    assert_eq!(service.requests(), 1);
+}
+
+#[tokio::test]
+async fn a_huge_key_set_is_not_read_to_its_end() {
+    let response = format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n{}", 1 << 20, " ".repeat(1 << 20));
+    let issuer = Service::new().await.answers(response.leak());
+    let service = Service::new().await.answers(OK);
+    let keys = format!("--jwt-keys=http://{}/keys", issuer.address);
+    let mut sidecar = Sidecar::start(service.address, &["--scope=jwt:sub", &keys]).await;
+    let token = Issuer::new().token("ada", 60);
+    sidecar.ask(&request("POST", "/orders", &[KEY, &token], "{}")).await.is_problem(401, "scope-unavailable");
+    sidecar.process.signal(Signal::TERM);
+    let log = sidecar.process.errors().await;
+    assert!(log.contains("length limit exceeded") && log.contains("set jwt-audience"), "{log}");
+}
