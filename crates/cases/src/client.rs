@@ -13,7 +13,7 @@ use tokio::net::TcpStream;
 use crate::backend::Script;
 
 /// The bound on every wait. It is far longer than anything takes, so that only a real failure reaches it.
-pub const TIMEOUT: Duration = Duration::from_secs(20);
+pub const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// A request, not yet sent.
 #[derive(Clone)]

@@ -20,7 +20,7 @@ use tokio::process::{Child, Command};
 use tokio::sync::watch;
 
 /// The longest wait for anything. It is far longer than everything takes, so a test that fails has a reason.
-pub(crate) const TIMEOUT: Duration = Duration::from_secs(25);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The longest time that a program may take to start. Many Python and Node programs that start at once read and compile a lot.
 const START_TIMEOUT: Duration = Duration::from_secs(180);
