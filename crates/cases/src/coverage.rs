@@ -26,6 +26,7 @@ const RULES: &[(&str, &[&str])] = &[
         "no scope",
         &["scope-is-checked-before-the-key", "scope-required", "scope-not-set", "scope-empty-is-absent"],
     ),
+    ("a rate limit is exceeded", &["new-keys-of-a-caller-are-limited", "attempts-under-a-key-are-limited"]),
     ("store unavailable at claim", &["store-down", "fail-open"]),
     ("first request", &["first-request-gets-the-response"]),
     (

@@ -12,7 +12,7 @@ use oncegate_core::{NaturalKey, OnAbandoned, StoredResponse};
 use oncegate_engine::{Engine, Policy};
 use oncegate_http::{
     AuthorityRole, CallerScope, IdempotencyContext, IdempotencyLayer, KeyFormat, KeyScope, KeySyntax,
-    PathCase, Profile, Reconcile, Reconciled, ServerErrors, Settings, TrailingSlash,
+    PathCase, Profile, RateLimits, RateQuota, Reconcile, Reconciled, ServerErrors, Settings, TrailingSlash,
 };
 
 use crate::backend::ASKED_AT;
@@ -72,6 +72,10 @@ pub struct Plan {
     pub server_errors: Option<ServerErrors>,
     /// The largest body of a request.
     pub max_request_body: Option<usize>,
+    /// The rate limit of new keys of one caller, per hour.
+    pub new_keys_per_hour: Option<u32>,
+    /// The rate limit of requests with one key, per hour.
+    pub attempts_per_hour: Option<u32>,
     /// The budget for all request bodies together.
     pub request_budget: Option<usize>,
     /// The largest body that is stored.
@@ -189,6 +193,8 @@ impl Default for Plan {
             reconcile: None,
             server_errors: None,
             max_request_body: None,
+            new_keys_per_hour: None,
+            attempts_per_hour: None,
             request_budget: None,
             max_response_body: None,
             upstream_timeout: None,
@@ -261,6 +267,12 @@ impl Plan {
         if let Some(scope) = self.key_scope {
             settings = settings.with_key_scope(scope);
         }
+        let per_hour = |count| RateQuota::new(count, Duration::from_secs(3600)).expect("a rate");
+        settings = settings.with_rate_limits(
+            RateLimits::default()
+                .with_caller(self.new_keys_per_hour.map(per_hour))
+                .with_key(self.attempts_per_hour.map(per_hour)),
+        );
         settings = self.surface(settings);
         if let Some(methods) = &self.methods {
             settings = settings.with_methods(methods.clone()).expect("methods that have an effect");
@@ -450,6 +462,8 @@ impl Plan {
             ("reconcile-path", self.reconcile.map(|_| ASKED_AT.to_owned())),
             ("reconcile-timeout", self.reconcile.map(|_| "300ms".to_owned())),
             ("server-errors", self.server_errors.map(|policy| format!("{policy:?}").to_lowercase())),
+            ("rate-limit.caller", self.new_keys_per_hour.map(|count| format!("{count}/h"))),
+            ("rate-limit.key", self.attempts_per_hour.map(|count| format!("{count}/h"))),
             ("max-request-body", self.max_request_body.map(|bytes| bytes.to_string())),
             ("request-budget", self.request_budget.map(|bytes| bytes.to_string())),
             ("max-response-body", self.max_response_body.map(|bytes| bytes.to_string())),

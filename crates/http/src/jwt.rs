@@ -325,6 +325,11 @@ impl JwtVerifier {
         }
     }
 
+    /// Returns true if the other one is a copy of this one, and checks the same.
+    pub(crate) fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.inner, &other.inner) && self.validation == other.validation
+    }
+
     /// Fetches keys if the token of this request cannot be verified without them, and waits for them.
     pub(crate) async fn prepare(&self, request: &Parts) {
         let Ok(Some(token)) = bearer(request) else { return };

@@ -421,6 +421,12 @@ impl Part {
     fn is_same(&self, other: &Self) -> bool {
         match (&self.source, &other.source) {
             (Source::Function(own), Source::Function(other)) => Arc::ptr_eq(own, other),
+            #[cfg(feature = "jwt")]
+            (Source::Jwt { verifier: own, .. }, Source::Jwt { verifier: other, .. })
+                if !own.is_same(other) =>
+            {
+                false
+            }
             _ => self.kind == other.kind,
         }
     }

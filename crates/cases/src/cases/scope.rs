@@ -8,10 +8,10 @@ use crate::backend::{MARK, Script};
 use crate::client::Request;
 use crate::plan::{Callers, Plan};
 use crate::table::{
-    Case, Step, assert_echo, assert_fresh, assert_problem, assert_refusal, assert_replay, executes, passes,
-    refused, replays,
+    Case, Step, Target, assert_echo, assert_fresh, assert_problem, assert_refusal, assert_replay, executes,
+    passes, refused, replays,
 };
-use crate::world::World;
+use crate::world::{Deployment, World};
 
 const TENANT: Callers = Callers::Header("x-tenant");
 
@@ -107,6 +107,27 @@ pub(super) fn cases() -> Vec<Case> {
                 executes(from("b", "a")),
                 Step::not_replayed(from("a", "a").field("X-Tenant", "b")),
                 Step::not_replayed(from("b", "a").field("X-Tenant", "a")),
+            ];
+        "new-keys-of-a-caller-are-limited": "a caller at its rate limit gets no new key, and still its responses"
+            .given(Plan { new_keys_per_hour: Some(2), ..tenants.clone() })
+            .not(Target::Deployment(Deployment::TwoSidecars), "each sidecar counts by itself")
+            => steps [
+                executes(from("a", "1")),
+                executes(from("a", "2")),
+                refused("rate-limited", from("a", "3")),
+                replays(0, from("a", "1")),
+                executes(from("b", "3")),
+                refused("rate-limited", from("a", "3")),
+            ];
+        "attempts-under-a-key-are-limited": "a client that repeats a request in a loop is told to wait"
+            .given(Plan { attempts_per_hour: Some(2), ..tenants.clone() })
+            .not(Target::Deployment(Deployment::TwoSidecars), "each sidecar counts by itself")
+            => steps [
+                executes(from("a", "1")),
+                replays(0, from("a", "1")),
+                refused("rate-limited", from("a", "1")),
+                executes(from("a", "2")),
+                executes(from("b", "1")),
             ];
         "scope-is-no-oracle": "no response to one caller depends on what another one did"
             .given(tenants.clone())
