@@ -4,7 +4,7 @@
 //! cargo xtask test     every test; installs what it needs. Arguments go to `cargo test`, one program after the other
 //! cargo xtask test --quick   the tests that need no server: units, and every case on the stores of one process
 //! cargo xtask tidy     the rules that no compiler checks: dependencies between crates, words, links, limits
-//! cargo xtask bench    the benchmarks; prints a table of ratios
+//! cargo xtask bench    the benchmarks; prints a table of ratios. `bench probes` makes docs/reference/peers.md
 //! cargo xtask book     the documentation as a book in the target directory
 //! cargo xtask picture  the picture in the README, from a run of the demo
 //! ```

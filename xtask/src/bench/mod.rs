@@ -25,6 +25,10 @@ const CONNECTIONS: u32 = 64;
 
 /// Runs the benchmarks that are named, or all. `records=N` says how large the large store of `growth` is.
 pub(crate) fn run(arguments: &[&str]) -> Result<()> {
+    // It measures nothing, so it needs neither the load generators nor optimised programs.
+    if arguments == ["probes"] {
+        return peers::probes::run().map(|page| println!("{page}"));
+    }
     let (settings, names): (Vec<&str>, Vec<&str>) = arguments.iter().partition(|text| text.contains('='));
     let mut records = 10_000_000;
     for setting in settings {

@@ -135,8 +135,9 @@ pub(super) async fn quoted_and_bare(session: &Session) -> Tested {
         Execution::Executed if session.expectations.raw_keys => {
             Ok(Finding::expected(format!("{seen}: two keys")))
         }
+        // Only a client that changes its spelling between two attempts has a second effect.
         Execution::Executed => {
-            Ok(Finding::dangerous(format!("{seen}: two keys, so the operation was executed twice"), advice))
+            Ok(Finding::differs(format!("{seen}: two keys, so the operation was executed twice"), advice))
         }
         Execution::Unknown => Err(Untested(format!("{}; seen: {seen}", session.unseen().0))),
     }

@@ -77,7 +77,7 @@ pub(crate) enum Fault {
 }
 
 /// The time that the operation takes.
-const WORK: Duration = Duration::from_millis(80);
+const WORK: Duration = Duration::from_millis(120);
 
 #[derive(Clone)]
 struct Stored {

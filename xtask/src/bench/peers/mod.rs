@@ -3,6 +3,7 @@
 
 mod behaviour;
 mod install;
+pub(super) mod probes;
 
 use std::fmt::Write as _;
 use std::process::{Command, Stdio};
