@@ -215,6 +215,14 @@ pub(crate) enum TokenFault {
 }
 
 impl TokenFault {
+    /// The value of `WWW-Authenticate` (RFC 6750, 3.1), by which clients know that they need another token.
+    pub(crate) const fn challenge(self) -> Option<&'static str> {
+        match self {
+            Self::NoKeys => None,
+            _ => Some("Bearer error=\"invalid_token\""),
+        }
+    }
+
     pub(crate) const fn describe(self) -> &'static str {
         match self {
             Self::Repeated => "was sent more than once",

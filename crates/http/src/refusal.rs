@@ -259,13 +259,15 @@ pub struct Refusal {
     retry_after: Option<u64>,
     status: Option<StatusCode>,
     record: Option<RecordId>,
+    /// The value of `WWW-Authenticate` in a 401.
+    challenge: Option<&'static str>,
 }
 
 impl Refusal {
     /// A refusal for this condition, with its usual status and detail.
     #[must_use]
     pub const fn new(condition: Condition) -> Self {
-        Self { condition, detail: None, retry_after: None, status: None, record: None }
+        Self { condition, detail: None, retry_after: None, status: None, record: None, challenge: None }
     }
 
     /// Replaces the detail of the condition by one for this caller and request.
@@ -289,6 +291,12 @@ impl Refusal {
     /// Adds the record that the refusal is about, so that an operator finds it by the response of the client.
     pub(crate) fn with_record(self, record: Option<RecordId>) -> Self {
         Self { record, ..self }
+    }
+
+    /// Replaces the `WWW-Authenticate` of a 401.
+    #[cfg(feature = "jwt")]
+    pub(crate) fn with_challenge(self, challenge: Option<&'static str>) -> Self {
+        Self { challenge, ..self }
     }
 
     /// The response: in the shape of the profile of these settings, or as a gRPC status for a [gRPC call](GrpcForm::of).
@@ -324,7 +332,10 @@ impl Refusal {
         let headers = response.headers_mut();
         if status == StatusCode::UNAUTHORIZED {
             // RFC 9110, 11.6.1: a 401 names a scheme. The layer does not know the scheme of the service; this is the usual one.
-            headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+            headers.insert(
+                header::WWW_AUTHENTICATE,
+                HeaderValue::from_static(self.challenge.unwrap_or("Bearer")),
+            );
         }
         if let Some(seconds) = self.retry_after {
             headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds));

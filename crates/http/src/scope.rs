@@ -535,7 +535,8 @@ impl NoCaller {
                     "The token in Authorization {}, and the service tells callers apart by it. Nothing was executed.",
                     fault.describe()
                 ))
-                .with_status(Some(http::StatusCode::UNAUTHORIZED)),
+                .with_status(Some(http::StatusCode::UNAUTHORIZED))
+                .with_challenge(fault.challenge()),
             Self::Repeated { part } => Refusal::new(Condition::ScopeUnavailable).with_detail(format!(
                 "{part} was sent more than once, or with a `_` instead of a `-` in its name, and the service tells callers apart \
                  by it. Nothing was executed."

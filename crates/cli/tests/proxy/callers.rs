@@ -205,7 +205,8 @@ async fn a_verified_token_names_the_caller_also_when_it_is_renewed() {
         let refused = ask(field).await;
         refused.is_problem(401, "scope-unavailable");
         assert!(refused.text().contains(why), "{field}: {}", refused.text());
-        assert_eq!(refused.get("www-authenticate"), Some("Bearer"));
+        let expected = if why == "is missing" { "Bearer" } else { "Bearer error=\"invalid_token\"" };
+        assert_eq!(refused.get("www-authenticate"), Some(expected), "{field}");
     }
     assert_eq!(service.requests(), 2);
     sidecar.process.signal(Signal::TERM);
