@@ -142,21 +142,22 @@ impl RateLimits {
     /// Limits the new keys of each caller. All callers without an identity count as one.
     #[must_use]
     pub fn with_caller(mut self, quota: Option<RateQuota>) -> Self {
-        self.caller = quota.map(Limiter::new);
+        self.caller = quota.map(|quota| Limiter::new(quota, SETS));
         self.with_seen_keys()
     }
 
     /// Limits the attempts under each key: the first request and its retries.
     #[must_use]
     pub fn with_key(mut self, quota: Option<RateQuota>) -> Self {
-        self.key = quota.map(Limiter::new);
+        self.key = quota.map(|quota| Limiter::new(quota, SETS));
         self
     }
 
     /// Limits the new keys of all callers together.
     #[must_use]
     pub fn with_route(mut self, quota: Option<RateQuota>) -> Self {
-        self.route = quota.map(Limiter::new);
+        // It counts all requests under one name.
+        self.route = quota.map(|quota| Limiter::new(quota, 1));
         self.with_seen_keys()
     }
 
@@ -276,8 +277,8 @@ struct Limiter {
 }
 
 impl Limiter {
-    fn new(quota: RateQuota) -> Arc<Self> {
-        let limiter = RateLimiter::new(quota.library(), Table::new(), MonotonicClock);
+    fn new(quota: RateQuota, sets: usize) -> Arc<Self> {
+        let limiter = RateLimiter::new(quota.library(), Table::new(sets), MonotonicClock);
         Arc::new(Self { quota, limiter })
     }
 
@@ -299,12 +300,13 @@ struct Table {
 }
 
 impl Table {
-    fn new() -> Self {
-        Self { sets: (0..SETS).map(|_| Mutex::default()).collect(), random: RandomState::new() }
+    fn new(sets: usize) -> Self {
+        Self { sets: (0..sets).map(|_| Mutex::default()).collect(), random: RandomState::new() }
     }
 
     fn with_set<T>(&self, name: &Name, act: impl FnOnce(&mut Set) -> T) -> T {
-        let at = usize::try_from(self.random.hash_one(name) % SETS as u64).unwrap_or_default();
+        let at =
+            usize::try_from(self.random.hash_one(name) % self.sets.len().max(1) as u64).unwrap_or_default();
         match self.sets.get(at) {
             Some(set) => act(&mut set.lock().unwrap_or_else(PoisonError::into_inner)),
             None => act(&mut Vec::new()),
@@ -346,7 +348,7 @@ struct SeenKeys {
 
 impl SeenKeys {
     fn new() -> Self {
-        Self { table: Table::new(), start: Instant::now() }
+        Self { table: Table::new(SETS), start: Instant::now() }
     }
 
     fn has(&self, key: &Name) -> bool {
