@@ -95,6 +95,10 @@ async fn invalid(session: &Session, keys: &[Vec<u8>], may_be_taken: bool) -> Tes
             Ok(Finding::differs(format!("{seen}: not refused; taken as a key or ignored: {reason}"), REFUSE))
         };
     }
+    if !second.is_success() {
+        let seen = format!("{seen}: not refused at first, and the retry does not get the response");
+        return Ok(Finding::differs(seen, REFUSE));
+    }
     let seen = format!("{seen}: taken as a key");
     Ok(if may_be_taken { Finding::expected(seen) } else { Finding::differs(seen, REFUSE) })
 }

@@ -57,7 +57,7 @@ async fn again(session: &Session, aged: &Aged, when: &str) -> Tested {
             Ok(Finding::expected(format!("{seen}: not executed again")))
         }
         Execution::Replayed => {
-            Ok(Finding::differs(format!("{seen}: no second effect, but not the first response"), REMEMBER))
+            Ok(Finding::differs(format!("{seen}: the retry does not get the first response"), REMEMBER))
         }
         Execution::Unknown => Err(Untested(format!("{}; seen: {seen}", session.unseen().0))),
     }
@@ -113,6 +113,7 @@ pub(super) async fn retention(session: &Session, aged: Option<Result<Aged, Untes
     let (reply, execution) = repeat(session, &aged.intent, &aged.first, aged.count).await?;
     let cause = match execution {
         Execution::Executed => "executed again, after the retention",
+        Execution::Replayed if !reply.is_success() => "refused, after the retention",
         Execution::Replayed => "still remembered",
         Execution::Unknown => return Err(session.unseen()),
     };
