@@ -374,7 +374,12 @@ impl JwtVerifier {
             _ => return Err(TokenFault::WithoutClaim),
         };
         // The same subject of two issuers is two callers.
-        let issuer = claims.get("iss").and_then(Value::as_str).unwrap_or_default();
+        let issuer = match claims.get("iss") {
+            None => "",
+            Some(Value::String(issuer)) if !issuer.is_empty() => issuer,
+            // The library accepts a list. Without a name in it, the callers of all such issuers would be one.
+            Some(_) => return Err(TokenFault::Issuer),
+        };
         let mut identity = (issuer.len() as u64).to_be_bytes().to_vec();
         identity.extend_from_slice(issuer.as_bytes());
         identity.push(kind);
@@ -391,11 +396,13 @@ impl JwtVerifier {
         if !self.validation.algorithms.contains(&header.alg) {
             return Err(TokenFault::Algorithm);
         }
+        // The library refuses every token if one of the accepted algorithms needs a key of another kind.
+        let validation = Validation { algorithms: vec![header.alg], ..Validation::clone(&self.validation) };
         let current = self.inner.cache().keys.clone().filter(|(_, since)| since.elapsed() < MAX_AGE);
         let (keys, _) = current.ok_or(TokenFault::NoKeys)?;
         let mut result = Err(TokenFault::UnknownKey);
         for key in keys.candidates(header.kid.as_deref(), header.alg).take(MAX_CANDIDATES) {
-            match jsonwebtoken::decode::<Map<String, Value>>(token, &key.key, &self.validation) {
+            match jsonwebtoken::decode::<Map<String, Value>>(token, &key.key, &validation) {
                 Ok(token) => return Ok(token.claims),
                 Err(error) => result = Err(fault(&error)),
             }
@@ -614,24 +621,38 @@ mod tests {
     struct Issuer {
         key: EncodingKey,
         id: &'static str,
+        algorithm: Algorithm,
     }
 
     impl Issuer {
         fn new(id: &'static str) -> Self {
             let pair = rcgen::KeyPair::generate().unwrap();
             let _other_test_was_first = aws_lc::DEFAULT_PROVIDER.install_default();
-            Self { key: EncodingKey::from_ec_der(&pair.serialize_der()), id }
+            Self { key: EncodingKey::from_ec_der(&pair.serialize_der()), id, algorithm: Algorithm::ES256 }
+        }
+
+        /// The key of RFC 8037, appendix A.
+        fn of_ed25519(id: &'static str) -> Self {
+            let mut der = b"\x30\x2e\x02\x01\x00\x30\x05\x06\x03\x2b\x65\x70\x04\x22\x04\x20".to_vec();
+            let secret = "9d61b19deffd5a60ba844af492ec2cc44449c5697b326919703bac031cae7f60";
+            der.extend((0..32).map(|i| u8::from_str_radix(&secret[2 * i..2 * i + 2], 16).unwrap()));
+            let _other_test_was_first = aws_lc::DEFAULT_PROVIDER.install_default();
+            Self { key: EncodingKey::from_ed_der(&der), id, algorithm: Algorithm::EdDSA }
         }
 
         fn jwk(&self) -> Value {
+            if self.algorithm == Algorithm::EdDSA {
+                let x = "11qYAYKxCrfVS_7TyWQHOg7hcvPapiMlrwIaaPcHURo";
+                return json!({"kty": "OKP", "crv": "Ed25519", "kid": self.id, "x": x});
+            }
             let mut jwk =
-                serde_json::to_value(Jwk::from_encoding_key(&self.key, Algorithm::ES256).unwrap()).unwrap();
+                serde_json::to_value(Jwk::from_encoding_key(&self.key, self.algorithm).unwrap()).unwrap();
             jwk["kid"] = self.id.into();
             jwk
         }
 
         fn token(&self, claims: &Value) -> String {
-            let mut header = Header::new(Algorithm::ES256);
+            let mut header = Header::new(self.algorithm);
             header.kid = Some(self.id.to_owned());
             jsonwebtoken::encode(&header, claims, &self.key).unwrap()
         }
@@ -694,6 +715,34 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn algorithms_of_several_kinds_of_keys_are_accepted_together() {
+        let (ec, ed, place) = (Issuer::new("ec"), Issuer::of_ed25519("ed"), Place::default());
+        place.set(&[ec.jwk(), ed.jwk()]);
+        let all = [JwtAlgorithm::Rs256, JwtAlgorithm::Es256, JwtAlgorithm::EdDsa];
+        let verifier = JwtVerifier::new(&all, place.clone()).unwrap();
+        let ada = of(&verifier, &ec.token(&claims("ada"))).await.unwrap();
+        assert!(ada.is_some());
+        assert_eq!(of(&verifier, &ed.token(&claims("ada"))).await, Ok(ada));
+        let only_ed = JwtVerifier::new(&[JwtAlgorithm::EdDsa], place).unwrap();
+        assert_eq!(of(&only_ed, &ec.token(&claims("ada"))).await, Err(TokenFault::Algorithm));
+    }
+
+    #[tokio::test]
+    async fn an_issuer_that_is_no_text_names_no_caller() {
+        let (issuer, place) = (Issuer::new("a"), Place::default());
+        place.set(&[issuer.jwk()]);
+        let verifier = verifier(&place);
+        for unusable in
+            [json!(["https://issuer.test"]), json!([]), json!(7), json!({}), json!(null), json!("")]
+        {
+            let mut claims = claims("ada");
+            claims["iss"] = unusable.clone();
+            let refused = of(&verifier, &issuer.token(&claims)).await.unwrap_err();
+            assert!(matches!(refused, TokenFault::Issuer | TokenFault::Malformed), "{unusable}: {refused:?}");
+        }
+    }
+
+    #[tokio::test]
     async fn a_token_that_is_not_whole_valid_and_trusted_names_no_caller() {
         let (issuer, place) = (Issuer::new("a"), Place::default());
         place.set(&[issuer.jwk()]);
@@ -738,6 +787,7 @@ mod tests {
             (with("exp", "soon".into()), TokenFault::WithoutExpiry),
             (without("exp"), TokenFault::WithoutExpiry),
             (with("iss", "https://eve.test".into()), TokenFault::Issuer),
+            (with("iss", json!(["https://issuer.test"])), TokenFault::Issuer),
             (without("iss"), TokenFault::Issuer),
             (with("aud", "invoices".into()), TokenFault::Audience),
             (without("aud"), TokenFault::Audience),
