@@ -12,7 +12,7 @@ use oncegate_core::{
 };
 
 use crate::budget::{BudgetExhausted, BudgetReservation};
-use crate::carrier::key_in_body;
+use crate::carrier::{key_in_body, key_in_parameters};
 use crate::key::KeyHeaderError;
 use crate::method;
 use crate::overrides::overrides;
@@ -93,10 +93,15 @@ pub(crate) fn body_key(
         return natural_key(members, parts, body).map_err(BodyKeyError::Natural);
     }
     let profile = &settings.profile;
-    if !body.coding.is_empty() {
-        return Err(BodyKeyError::Missing);
+    if !body.coding.is_empty() && !body.bytes.is_empty() {
+        return Err(BodyKeyError::Invalid(KeyHeaderError::Unreadable));
     }
-    let read = key_in_body(&profile.key_members, &profile.grammar, &body.bytes);
+    let content_type = field(parts, header::CONTENT_TYPE);
+    let form = content_type.trim_ascii().to_ascii_lowercase();
+    let read = match form.starts_with(b"application/x-www-form-urlencoded") {
+        true => key_in_parameters(profile, &String::from_utf8_lossy(&body.bytes)),
+        false => key_in_body(&profile.key_members, &profile.grammar, &content_type, &body.bytes),
+    };
     read.ok_or(BodyKeyError::Missing)?.map_err(BodyKeyError::Invalid)
 }
 

@@ -150,6 +150,10 @@ pub enum KeyHeaderError {
     NotQuoted,
     /// A number or another value that is not a text.
     NotText,
+    /// In a body that may be JSON and cannot be read, so that it is not known if it has a key.
+    Unreadable,
+    /// In a field whose name has `_` instead of `-`.
+    Spelling,
     /// Longer than [`limits::MAX_KEY_BYTES`].
     TooLong {
         /// The length, in bytes.
@@ -172,6 +176,8 @@ impl fmt::Display for KeyHeaderError {
             ),
             Self::Comma => f.write_str("the key has a comma; send one key, or put it in quotes"),
             Self::NotText => f.write_str("the key is not a text; send 1 to 255 characters, such as a UUID"),
+            Self::Unreadable => f.write_str("the body cannot be read to its end, so a key in it may be overlooked; send JSON in UTF-8"),
+            Self::Spelling => f.write_str("the name of the field has `_` instead of `-`"),
             Self::NotQuoted => f.write_str("the key must be in double quotes"),
             Self::TooLong { bytes } => {
                 write!(f, "the key has {bytes} characters; at most {} are allowed", limits::MAX_KEY_BYTES)

@@ -32,6 +32,7 @@ use crate::execute::{Execution, ExecutionEnd, FENCED, take_directive};
 use crate::grpc::GrpcForm;
 use crate::headers::restore;
 use crate::in_flight::{Limit, Slot};
+use crate::key::KeyHeaderError;
 use crate::layer::Shared;
 use crate::method;
 use crate::missing_response::{Question, QuestionResult, awaited};
@@ -133,7 +134,7 @@ where
 
     fn call(&mut self, request: Request<B>) -> Self::Future {
         let settings = self.shared.settings(request.method(), request.uri().path());
-        let has_key = settings.may_have_key(request.headers(), request.uri().query());
+        let has_key = settings.may_have_key(request.headers());
         let passing = if !has_path(request.uri()) && method::has_effect(request.method()) {
             // No route matches a target without a path, so the request is refused.
             None
@@ -235,8 +236,8 @@ impl KeyedResponse {
                 return Ok(self.refuse(refusal));
             }
         };
-        if let Some(key) = &key
-            && let Err(exceeded) = self.check_rate(&scope, &parts, key)
+        if let (Some(key), Ok(scope)) = (&key, &scope)
+            && let Err(exceeded) = self.check_rate(scope, &parts, key)
         {
             return Ok(self.refuse_for_now(&exceeded));
         }
@@ -248,19 +249,19 @@ impl KeyedResponse {
                 return Ok(self.refuse(refusal));
             }
         };
-        let Some(slot) = self.enter(&scope) else {
+        let Some(slot) = self.enter(scope.as_ref().ok()) else {
             self.label_early(&parts.method, parts.uri.path());
             return Ok(self.refuse(overloaded(TOO_MANY)));
         };
         let (method, uri) = (parts.method.clone(), parts.uri.clone());
-        let (parts, compared) = match self.compare(parts, &data, key.is_none()).await {
+        let (parts, compared) = match self.compare(parts, &data).await {
             Ok(compared) => compared,
             Err(refusal) => {
                 self.label_early(&method, uri.path());
                 return Ok(self.refuse(refusal));
             }
         };
-        let key = match key.map_or_else(|| self.body_key(compared.body_key), Ok) {
+        let key = match self.whole_key(key, compared.body_key, &parts) {
             Ok(key) => key,
             Err(refusal)
                 if self.settings.profile.require_key || refusal.condition != Condition::KeyMissing =>
@@ -272,6 +273,14 @@ impl KeyedResponse {
                 drop(slot);
                 let request = Request::from_parts(parts, RequestBody::whole(data, trailers, held));
                 return Box::pin(self.pass(inner, request)).await;
+            }
+        };
+        // Only a request with a key must identify its caller.
+        let scope = match scope.map_or_else(|_| self.scope(&parts), Ok) {
+            Ok(scope) => scope,
+            Err(refusal) => {
+                self.label_early(&parts.method, parts.uri.path());
+                return Ok(self.refuse(refusal));
             }
         };
         if !has_early_key && let Err(exceeded) = self.check_rate(&scope, &parts, &key) {
@@ -336,8 +345,19 @@ impl KeyedResponse {
         }
     }
 
-    /// Returns the caller's scope and the key, unless the body carries the key.
-    fn scope_and_key(&mut self, parts: &Parts) -> Result<(Scope<'static>, Option<IdempotencyKey>), Refusal> {
+    /// The caller's scope. A refusal because it is not configured is logged.
+    fn scope(&self, parts: &Parts) -> Result<Scope<'static>, Refusal> {
+        self.shared.scope(&self.settings, parts).map_err(|no_caller| {
+            if let NoCaller::NotSet { credential, doubt } = &no_caller {
+                self.shared.warn_of_missing_scope(credential, *doubt);
+            }
+            no_caller.refusal()
+        })
+    }
+
+    /// Returns the caller's scope and the key, unless the body may carry the key. Then the scope may be missing: a request
+    /// without a key needs none.
+    fn scope_and_key(&mut self, parts: &Parts) -> Result<ScopeAndKey, Refusal> {
         let settings = &self.settings;
         if !has_path(&parts.uri) {
             return Err(Refusal::new(Condition::RequestMalformed).with_detail(NO_PATH));
@@ -354,19 +374,16 @@ impl KeyedResponse {
         {
             self.echo.clone_from(&carried.echo);
         }
-        let scope = self.shared.scope(settings, parts).map_err(|no_caller| {
-            if let NoCaller::NotSet { credential, doubt } = &no_caller {
-                self.shared.warn_of_missing_scope(credential, *doubt);
-            }
-            no_caller.refusal()
-        })?;
+        if carried.is_none() && settings.body_has_key() {
+            return Ok((self.shared.scope(settings, parts), None));
+        }
+        let scope = self.scope(parts)?;
         match carried {
-            None if settings.body_has_key() => Ok((scope, None)),
             None => Err(Refusal::new(Condition::KeyMissing)),
             Some(Err(problem)) => Err(Refusal::new(Condition::KeyInvalid).with_detail(problem)),
             Some(Ok(carried)) => {
-                check_first_sent(settings, &parts.headers, SystemTime::now())?;
-                Ok((scope, Some(carried.key)))
+                check_first_sent(&self.settings, &parts.headers, SystemTime::now())?;
+                Ok((Ok(scope), Some(carried.key)))
             }
         }
     }
@@ -397,8 +414,8 @@ impl KeyedResponse {
     }
 
     /// Counts this request as in flight, unless a limit is reached or the budget for responses is used up.
-    fn enter(&self, scope: &Scope<'_>) -> Option<Slot> {
-        let caller = (!self.settings.caller.is_single_tenant()).then(|| scope.caller_tag());
+    fn enter(&self, scope: Option<&Scope<'_>>) -> Option<Slot> {
+        let caller = scope.filter(|_| !self.settings.caller.is_single_tenant()).map(Scope::caller_tag);
         let entered = match self.shared.in_flight.enter(caller) {
             Ok(_) if !self.shared.response_budget.has_capacity() => Err(Limit::ResponseBudget),
             entered => entered,
@@ -408,19 +425,14 @@ impl KeyedResponse {
 
     /// Computes the fingerprint of a request. A body that is large, or that becomes large when it is decoded, is
     /// handled on another thread, because it would block all other requests on this one.
-    async fn compare(
-        &self,
-        parts: Parts,
-        data: &Bytes,
-        needs_key: bool,
-    ) -> Result<(Parts, FingerprintedRequest), Refusal> {
+    async fn compare(&self, parts: Parts, data: &Bytes) -> Result<(Parts, FingerprintedRequest), Refusal> {
         let held = || BudgetReservation::nothing(self.shared.request_budget.clone());
         let exhausted = |BudgetExhausted| overloaded(REQUEST_BUDGET_USED_UP);
         if data.len() <= COMPARED_HERE {
             let body = canonical::decode(&parts, data, COMPARED_HERE, &mut held());
             let body = body.map_err(exhausted)?;
             if !body.outgrows() {
-                let compared = FingerprintedRequest::of(&self.settings, &parts, &body, needs_key);
+                let compared = FingerprintedRequest::of(&self.settings, &parts, &body);
                 drop(body);
                 return Ok((parts, compared));
             }
@@ -430,7 +442,7 @@ impl KeyedResponse {
         let (settings, data, mut held) = (self.settings.clone(), data.clone(), held());
         let compare = move || {
             let body = canonical::decode(&parts, &data, settings.max_request_body, &mut held)?;
-            let compared = FingerprintedRequest::of(&settings, &parts, &body, needs_key);
+            let compared = FingerprintedRequest::of(&settings, &parts, &body);
             drop((body, turn));
             Ok((parts, compared))
         };
@@ -439,6 +451,38 @@ impl KeyedResponse {
             Err(_) => compare(),
         }
         .map_err(exhausted)
+    }
+
+    /// The key of the request, in its head or in its body. A service may read either of them, so they must not differ.
+    fn whole_key(
+        &mut self,
+        in_head: Option<IdempotencyKey>,
+        in_body: Option<Result<IdempotencyKey, BodyKeyError>>,
+        parts: &Parts,
+    ) -> Result<IdempotencyKey, Refusal> {
+        let invalid = |problem| Err(Refusal::new(Condition::KeyInvalid).with_detail(problem));
+        let Some(key) = in_head else {
+            let has_date = self
+                .settings
+                .profile
+                .first_sent_header
+                .as_ref()
+                .is_some_and(|name| parts.headers.contains_key(name));
+            return match self.body_key(in_body) {
+                Ok(key) => check_first_sent(&self.settings, &parts.headers, SystemTime::now()).map(|()| key),
+                Err(missing) if has_date && missing.condition == Condition::KeyMissing => {
+                    invalid(KeyHeaderError::Empty)
+                }
+                Err(refusal) => Err(refusal),
+            };
+        };
+        match in_body {
+            Some(Ok(other)) if other != key => invalid(KeyHeaderError::SeveralFields),
+            Some(Err(BodyKeyError::Invalid(problem))) if problem != KeyHeaderError::Unreadable => {
+                invalid(problem)
+            }
+            _ => Ok(key),
+        }
     }
 
     /// The key that the body carries. If it is built from members, the client gets it in the response, in quotes, which every key
@@ -721,13 +765,13 @@ const COMPARED_HERE: usize = 64 * 1024;
 /// The properties of a request whose body was read.
 struct FingerprintedRequest {
     fingerprint: Fingerprint,
-    /// The key that the body carries, if the head has none.
+    /// The key that the body carries, if it may carry one.
     body_key: Option<Result<IdempotencyKey, BodyKeyError>>,
 }
 
 impl FingerprintedRequest {
-    fn of(settings: &Settings, parts: &Parts, body: &canonical::DecodedBody<'_>, needs_key: bool) -> Self {
-        let body_key = needs_key.then(|| canonical::body_key(settings, parts, body));
+    fn of(settings: &Settings, parts: &Parts, body: &canonical::DecodedBody<'_>) -> Self {
+        let body_key = settings.body_has_key().then(|| canonical::body_key(settings, parts, body));
         Self { fingerprint: canonical::fingerprint(settings, parts, body), body_key }
     }
 }
@@ -738,11 +782,15 @@ fn has_path(uri: &http::Uri) -> bool {
     uri.path().starts_with('/')
 }
 
+/// The caller's scope, and the key in the head of a request.
+type ScopeAndKey = (Result<Scope<'static>, NoCaller>, Option<IdempotencyKey>);
+
+/// The most that the clock of a client may be ahead.
+const MAX_AHEAD: Duration = Duration::from_secs(5 * 60);
+
 /// Checks the time at which the client sent the request first, if the profile demands it: a request that is older than the
 /// retention may have been executed under a key that has been forgotten (OASIS Repeatable Requests 1.0, 3.3).
 fn check_first_sent(settings: &Settings, headers: &HeaderMap, now: SystemTime) -> Result<(), Refusal> {
-    /// Clocks of clients may be ahead by this much.
-    const MAX_AHEAD: Duration = Duration::from_secs(5 * 60);
     let Some(name) = &settings.profile.first_sent_header else { return Ok(()) };
     let invalid = |why: &str| Err(Refusal::new(Condition::KeyInvalid).with_detail(format!("{name} {why}")));
     let mut values = headers.get_all(name).iter();
@@ -756,11 +804,15 @@ fn check_first_sent(settings: &Settings, headers: &HeaderMap, now: SystemTime) -
     let Some(time) = time else {
         return invalid("is not a date such as Sun, 06 Nov 1994 08:49:37 GMT");
     };
-    if time > now + MAX_AHEAD {
+    // Clocks of clients may be ahead by this much. A date that is ahead looks younger than the record is, so the record must last
+    // for as much longer than the date is accepted.
+    let retention = settings.policy.retention();
+    let max_ahead = MAX_AHEAD.min(retention / 10);
+    if time > now + max_ahead {
         return invalid("is in the future");
     }
     match now.duration_since(time) {
-        Ok(age) if age >= settings.policy.retention() => Err(Refusal::new(Condition::KeyExpired)),
+        Ok(age) if age + max_ahead >= retention => Err(Refusal::new(Condition::KeyExpired)),
         _ => Ok(()),
     }
 }

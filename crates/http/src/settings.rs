@@ -12,7 +12,7 @@ use oncegate_core::{Capabilities, JsonPointer, NaturalKey, OnAbandoned, StoredRe
 use oncegate_engine::{ConfigError, Policy};
 
 use crate::authorize::Authorize;
-use crate::carrier::KeyMember;
+use crate::carrier::{KeyMember, has_other_spelling};
 use crate::execute::cannot_be_stored;
 use crate::headers::{KeptHeaders, is_reserved, kept_trailers};
 use crate::key::{KeyFormat, KeyGrammar, KeySyntax, has_other_purpose};
@@ -581,21 +581,23 @@ impl Settings {
         method::contains(&self.profile.methods, method)
     }
 
-    /// Returns true if a request with these header fields and this query may have a key. If the body carries the key, every
+    /// Returns true if a request with these header fields may have a key. If the query or the body carries the key, every
     /// request may.
-    pub(crate) fn may_have_key(&self, headers: &HeaderMap, query: Option<&str>) -> bool {
-        self.body_has_key() || self.head_may_have_key(headers, query)
+    pub(crate) fn may_have_key(&self, headers: &HeaderMap) -> bool {
+        let profile = &self.profile;
+        self.body_has_key()
+            || profile
+                .key_headers
+                .iter()
+                .chain(&profile.first_sent_header)
+                .any(|name| headers.contains_key(name))
+            || has_other_spelling(profile, headers)
     }
 
     /// Returns true if the key of a request without one in its head is sought in its body.
     pub(crate) fn body_has_key(&self) -> bool {
-        self.natural_key.is_some() || !self.profile.key_members.is_empty()
-    }
-
-    fn head_may_have_key(&self, headers: &HeaderMap, query: Option<&str>) -> bool {
-        let profile = &self.profile;
-        profile.key_headers.iter().chain(&profile.first_sent_header).any(|name| headers.contains_key(name))
-            || (profile.key_query.is_some() && query.is_some())
+        // A form has the same parameters as a query.
+        self.natural_key.is_some() || !self.profile.key_members.is_empty() || self.profile.key_query.is_some()
     }
 
     /// Returns true if requests with this method are refused because they have a key that would have no effect.

@@ -7,7 +7,7 @@ use oncegate_testkit::Latch;
 
 use crate::backend::Script;
 use crate::client::{Request, Response};
-use crate::plan::Plan;
+use crate::plan::{Callers, Plan};
 use crate::table::Case;
 use crate::world::World;
 
@@ -146,6 +146,12 @@ pub(super) fn cases() -> Vec<Case> {
             .given(of("adyen")) => run (speaks, &ADYEN);
         "dialect-aws": "aws: a member of the body carries the key, whatever the media type"
             .given(of("aws")) => run (speaks, &AWS);
+        "dialect-aws-forms": "aws: a form or a query carries the key, and two places agree"
+            .given(of("aws")) => run (aws_forms);
+        "dialect-aws-unreadable": "aws: a body that may have a key and cannot be read is refused"
+            .given(of("aws")) => run (unreadable_bodies);
+        "dialect-aws-callers": "aws: only a request with a key must identify its caller"
+            .given(Plan { scope: Callers::NotSet, ..of("aws") }) => run (callers_of_keys);
         "dialect-oasis": "oasis: keys, replays and refusals are those of the specification"
             .given(of("oasis")) => run (speaks, &OASIS);
         "dialect-oasis-first-sent": "oasis: the first sending has a date within the retention"
@@ -245,9 +251,14 @@ async fn first_sent(world: World) {
         })
     };
     let iso = "2026-11-23T12:00:00Z";
-    for (sent, status) in
-        [(&[][..], 400), (&[iso], 400), (&[&ahead], 400), (&[&ago(1), &ago(1)], 400), (&[&ago(86_401)], 412)]
-    {
+    for (sent, status) in [
+        (&[][..], 400),
+        (&[iso], 400),
+        (&[&ahead], 400),
+        (&[&ago(1), &ago(1)], 400),
+        (&[&ago(86_401)], 412),
+        (&[&ago(86_150)], 412),
+    ] {
         let refused = world.send(request(sent)).await;
         assert_eq!(refused.status(), status, "{sent:?}: {refused:?}");
         assert_eq!(refused.get("repeatability-result"), Some("rejected"), "{refused:?}");
@@ -268,6 +279,64 @@ async fn first_sent(world: World) {
     assert_eq!(world.backend.effects(), 1);
 }
 
+async fn aws_forms(world: World) {
+    let form = |query: &str, body: &str| {
+        Request::post(&format!("/{query}"))
+            .body("application/x-www-form-urlencoded; charset=utf-8", body.to_owned())
+    };
+    for (number, (query, body)) in [
+        ("", "Action=Run&ClientToken=t-1"),
+        ("?ClientToken=t%2D2", "Action=Run"),
+        ("?ClientToken=t-3", "ClientToken=t-3"),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let first = world.send(form(query, body)).await;
+        let again = world.send(form(query, body)).await;
+        assert_eq!((first.status(), world.backend.effects()), (201, number + 1), "{first:?}");
+        assert_eq!(again.get(world.plan.marker()), Some("true"), "{query} {body}: {again:?}");
+    }
+    for (query, body) in [
+        ("?ClientToken=a", "ClientToken=b"),
+        ("", "ClientToken=a&ClientToken=a"),
+        ("?ClientToken=a&ClientToken=b", ""),
+    ] {
+        assert_eq!(world.send(form(query, body)).await.status(), 400, "{query} {body}");
+    }
+    let json = Request::post("/?ClientToken=a").json(r#"{"clientToken":"b"}"#);
+    assert_eq!(world.send(json).await.status(), 400);
+    assert_eq!(world.backend.effects(), 3);
+    // A parameter that is no key is no obstacle.
+    assert_eq!(world.send(form("?a=1", "Action=List")).await.status(), 201);
+}
+
+async fn unreadable_bodies(world: World) {
+    let send = |body: &[u8]| world.send(Request::post("/").body("application/json", body.to_vec()));
+    let marked = b"\xef\xbb\xbf{\"ClientToken\":\"t\"}";
+    assert_eq!(send(marked).await.status(), 201);
+    assert!(send(marked).await.get(world.plan.marker()).is_some());
+    for body in [
+        &b"{\"ClientToken\":\"t\",\"x\":NaN}"[..],
+        b"{\"ClientToken\":\"t\",}",
+        b"{\"ClientToken\":\"t\"",
+        b"\xff\xfe{\0",
+    ] {
+        assert_eq!(send(body).await.status(), 400, "{body:?}");
+    }
+    let coded = Request::post("/").json(r#"{"ClientToken":"u"}"#).field("Content-Encoding", "br");
+    assert_eq!(world.send(coded).await.status(), 400);
+    assert_eq!(world.backend.effects(), 1);
+}
+
+async fn callers_of_keys(world: World) {
+    let post = |body: &str| Request::post("/").json(body).field("Cookie", "sid=1");
+    assert_eq!(world.send(post("{}")).await.status(), 201);
+    let with_key = world.send(post(r#"{"ClientToken":"t"}"#)).await;
+    assert_eq!(with_key.status(), 400, "{with_key:?}");
+    assert_eq!(world.backend.effects(), 1);
+}
+
 async fn senders(world: World) {
     for name in ["webhook-id", "svix-id", "X-GitHub-Delivery", "I-Twilio-Idempotency-Token"] {
         let before = world.backend.effects();
@@ -282,6 +351,7 @@ async fn senders(world: World) {
     }
     let both = in_field("webhook-id", Some("a"), 1).field("svix-id", "a");
     assert_eq!(world.send(both).await.status(), 400);
+    assert_eq!(world.send(in_field("webhook_id", Some("a"), 1)).await.status(), 400);
 }
 
 async fn stripe_keys(world: World) {

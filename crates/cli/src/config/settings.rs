@@ -337,7 +337,8 @@ settings! {
     "key-header" KEYS Route Many "NAME,…" ByProfile("Idempotency-Key");
     key_header: HeaderName = units::key_header;
 
-    /// The parameter of the query that carries the key of a request without a header field for it.
+    /// The parameter of the query, or of a form in the body, that carries the key of a request without a header field for it.
+    /// Then all requests with a covered method are read into memory.
     "key-query" KEYS Route One "NAME" Nothing("by profile: ClientToken in aws, none in the others");
     key_query: String = units::parameter;
 
