@@ -304,6 +304,11 @@ fn with_scope(
             "clients are not asked for certificates; set tls-client-ca to the authority that signs them";
         push_once(problems, Problem::error(values.source("scope").cloned(), what));
     }
+    if needs_certificates && values.authorize.is_some() {
+        let what = "the service cannot decide about a caller whom only a certificate names (scope = \"mtls:…\"), because it does not \
+                    get the certificate; leave authorize out, or use a scope that names callers by fields of the request";
+        push_once(problems, Problem::error(values.source("authorize").cloned(), what));
+    }
     let is_doubtful = has_error_about("scope", problems);
     if settings.natural_key().is_some() && settings.caller().allows_anonymous() && !is_doubtful {
         let source = values.source("scope").or_else(|| values.source("natural-key"));

@@ -289,6 +289,11 @@ impl Config {
         std::iter::once(&self.default).chain(self.routes.iter().map(|route| &route.config))
     }
 
+    /// Returns true if the service may be asked about a request of any route.
+    pub(crate) fn may_ask(&self) -> bool {
+        self.route_configs().any(|route| route.authorize.is_some() || route.reconcile_path.is_some())
+    }
+
     /// The paths at which the service is asked for outcomes, each once.
     pub(crate) fn asks_at(&self) -> Vec<&PathAndQuery> {
         let mut paths = Vec::new();

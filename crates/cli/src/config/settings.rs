@@ -443,8 +443,9 @@ settings! {
     reconcile_timeout: Duration = |text| bounded(text, 10 * MILLI, 600 * SECOND);
 
     /// The path at which the service is asked before each replay if the caller may still get the response: a HEAD with the
-    /// caller's credentials. 2xx replays; otherwise the retry is refused with its status, and with 503 if the service cannot be
-    /// asked.
+    /// caller's credentials. 2xx with the field `Oncegate-Authorize: allow` replays. 401 and 403 refuse the retry with this
+    /// status, and so does 404 with `Oncegate-Authorize: deny`. Every other response is no decision: there is no replay, and the
+    /// retry is refused with 503 or the service's 5xx. Not for a scope of mtls.
     "authorize" RECORDS Route One "PATH" Nothing("replays without a question");
     authorize: PathAndQuery = units::reconcile_path;
 

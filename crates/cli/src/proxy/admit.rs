@@ -1,6 +1,8 @@
 //! The first step for every request: refuses requests that no gateway may pass on, and gives requests of HTTP/1.1 and HTTP/2
 //! the same form.
 
+use std::sync::Arc;
+
 use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use http::uri::Authority;
 use http::{Method, Request, Response, Version};
@@ -19,7 +21,7 @@ use crate::config::Config;
 /// The refusal, in the form of the route.
 pub(super) fn admit<B>(
     request: &mut Request<B>,
-    peer: &Peer,
+    peer: &Arc<Peer>,
     config: &Config,
     metrics: &Metrics,
 ) -> Result<(), Box<Response<ProxyBody>>> {
@@ -34,6 +36,9 @@ pub(super) fn admit<B>(
             remove_unforwarded(request, peer, config);
             if let Some(certificate) = peer.certificate() {
                 request.extensions_mut().insert(certificate.clone());
+            }
+            if config.may_ask() {
+                request.extensions_mut().insert(peer.clone());
             }
             Ok(())
         }
@@ -187,7 +192,7 @@ mod tests {
         let flags = crate::config::parse_flags(&["--to=http://127.0.0.1:3000"]).unwrap();
         let config = Config::load(&flags).unwrap();
         let metrics = Metrics::new(|| MemoryStore::new(SystemClock::new()).capabilities());
-        let peer = Peer::new("192.0.2.7:1234".parse().unwrap(), false, false);
+        let peer = Arc::new(Peer::new("192.0.2.7:1234".parse().unwrap(), false, false));
         match admit(&mut request, &peer, &config, &metrics) {
             Ok(()) => Ok(request.headers().clone()),
             Err(response) => Err(response.status().as_u16()),

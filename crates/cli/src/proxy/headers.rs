@@ -305,7 +305,8 @@ pub(crate) const fn via(version: Version) -> HeaderValue {
     })
 }
 
-fn forward(headers: &mut HeaderMap, peer: &Peer) {
+/// Adds the fields in which this proxy reports the origin of a request.
+pub(super) fn forward(headers: &mut HeaderMap, peer: &Peer) {
     let host = headers.get(header::HOST).cloned();
     if let Some(element) = peer.element(host.as_ref()) {
         let forwarded = match list(headers, &header::FORWARDED) {

@@ -20,7 +20,7 @@ use hyper_util::client::legacy::Client;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use oncegate_core::ErrorChain;
 use oncegate_http::{
-    BoxError, CompletedBy, IdempotencyContext, Reconcile, Reconciled, Settings, StoreDirective,
+    BoxError, CallerPart, CompletedBy, IdempotencyContext, Reconcile, Reconciled, Settings, StoreDirective,
 };
 use tokio::time::{Instant, sleep, timeout_at};
 
@@ -28,7 +28,7 @@ use super::authorize::AuthorizeClient;
 use super::body::WholeBody;
 use super::forward::take_host;
 use super::framing::{has_other_coding, is_unframed};
-use super::headers::{ATTEMPT, RECORD, TOKEN, remove_hop_by_hop, remove_ours, rewrite, via};
+use super::headers::{ATTEMPT, Peer, RECORD, TOKEN, forward, remove_hop_by_hop, remove_ours, rewrite, via};
 use super::tls::{ToService, connector};
 use super::{MAX_HEAD, MAX_LIBRARY_HEAD, MAX_LINES};
 use crate::admin::{Metrics, ReconcileResult};
@@ -93,8 +93,9 @@ impl ReconcileClients {
         &self.metrics
     }
 
-    /// A question to the service about this request. It carries the caller's credentials as the request itself, because the
-    /// service must not report operations of other callers. Fields about the body or about caches are left out.
+    /// A question to the service about this request. It names the caller as the request itself does, also by the fields of
+    /// trusted proxies and by those of this proxy, because the service must decide for this caller. Fields about the body or
+    /// about caches are left out.
     pub(super) fn question(
         &self,
         settings: &Settings,
@@ -105,14 +106,17 @@ impl ReconcileClients {
         let mut headers = request.headers.clone();
         remove_hop_by_hop(&mut headers, |name| settings.depends_on_header(name));
         remove_ours(&mut headers);
-        let unwanted: Vec<_> = headers.keys().filter(|name| is_unwanted(name)).cloned().collect();
+        let unwanted: Vec<_> = headers.keys().filter(|name| is_unwanted(name, settings)).cloned().collect();
         for name in unwanted {
             headers.remove(name);
         }
         headers.insert(METHOD, HeaderValue::try_from(request.method.as_str().to_ascii_uppercase()).ok()?);
         let target = request.uri.path_and_query().map_or("/", PathAndQuery::as_str);
         headers.insert(TARGET, HeaderValue::try_from(target).ok()?);
-        headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
+        headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache, no-store"));
+        if let Some(peer) = request.extensions.get::<Arc<Peer>>() {
+            forward(&mut headers, peer);
+        }
         headers.append(header::VIA, via(request.version));
         let host = self.config.may_speak_http2().then(|| take_host(&mut headers)).flatten();
         let mut question = Request::new(Empty::new());
@@ -296,7 +300,7 @@ async fn read_whole(
 }
 
 /// The value of a field, unless it is repeated.
-fn only<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Option<&'a HeaderValue> {
+pub(super) fn only<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Option<&'a HeaderValue> {
     let mut values = headers.get_all(name).iter();
     values.next().filter(|_| values.next().is_none())
 }
@@ -327,15 +331,22 @@ fn take_store_directive(headers: &mut HeaderMap) -> Result<Option<StoreDirective
 }
 
 /// Fields of the retry that do not belong in the question: those of its body, those that would make the question conditional,
-/// and those about the origin of the request, because this proxy asks on its own behalf.
-fn is_unwanted(name: &HeaderName) -> bool {
-    const PREFIXES: [&str; 5] = ["content-", "if-", "x-forwarded-", "x-http-method", "x-original-"];
-    const NAMES: [&str; 10] = [
-        "expect", "range", "te", "trailer", "forwarded", "x-real-ip", "x-method-override", "x-rewrite-url",
-        "digest", "pragma",
+/// and those by which a service would take it for a request to another path or with another method. A field that names the
+/// caller always belongs in it.
+fn is_unwanted(name: &HeaderName, settings: &Settings) -> bool {
+    const PREFIXES: [&str; 2] = ["if-", "x-http-method"];
+    const NAMES: [&str; 11] = [
+        "content-type", "content-encoding", "expect", "range", "te", "trailer", "x-method-override",
+        "x-original-url", "x-original-uri", "x-original-method", "x-rewrite-url",
     ];
-    let name = name.as_str().replace('_', "-");
-    NAMES.contains(&&*name) || PREFIXES.iter().any(|prefix| name.starts_with(prefix))
+    if settings.caller().parts().any(|part| matches!(part, CallerPart::Header(own) if own == name)) {
+        return false;
+    }
+    let spelled = name.as_str().replace('_', "-");
+    let is_of_body = spelled.starts_with("content-") || matches!(&*spelled, "digest" | "pragma");
+    NAMES.contains(&&*spelled)
+        || PREFIXES.iter().any(|prefix| spelled.starts_with(prefix))
+        || (is_of_body && !settings.depends_on_header(name))
 }
 
 #[cfg(test)]

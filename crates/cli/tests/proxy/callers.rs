@@ -342,6 +342,8 @@ async fn each_route_counts_its_new_keys_and_shares_the_limits_that_it_inherits()
     assert_eq!(service.requests(), 6);
 }
 
+const ALLOWED: &str = "HTTP/1.1 204 No Content\r\nOncegate-Authorize: allow\r\n\r\n";
+
 /// A service that decides about replays with the response that the test sets.
 struct Judge {
     decision: watch::Sender<&'static str>,
@@ -351,7 +353,7 @@ struct Judge {
 
 impl Judge {
     fn serve(service: Service) -> Self {
-        let (decision, decisions) = watch::channel("HTTP/1.1 204 No Content\r\n\r\n");
+        let (decision, decisions) = watch::channel(ALLOWED);
         let judge = Self { decision, questions: Arc::default(), executions: Arc::default() };
         let (questions, executions) = (judge.questions.clone(), judge.executions.clone());
         tokio::spawn(async move {
@@ -411,6 +413,7 @@ async fn the_service_decides_before_a_replay_if_the_caller_may_still_get_it() {
         ("oncegate-method", Some("POST")),
         ("oncegate-target", Some("/orders?a=b")),
         ("x-trace", Some("1")),
+        ("cache-control", Some("no-cache, no-store")),
         ("content-type", None),
         ("content-length", None),
     ] {
@@ -419,7 +422,10 @@ async fn the_service_decides_before_a_replay_if_the_caller_may_still_get_it() {
     for (decision, status, name) in [
         ("HTTP/1.1 401 Unauthorized\r\n\r\n", 401, "replay-denied"),
         ("HTTP/1.1 403 Forbidden\r\nContent-Length: 9\r\n\r\n", 403, "replay-denied"),
-        ("HTTP/1.1 404 Not Found\r\n\r\n", 404, "replay-denied"),
+        ("HTTP/1.1 404 Not Found\r\nOncegate-Authorize: deny\r\n\r\n", 404, "replay-denied"),
+        ("HTTP/1.1 404 Not Found\r\n\r\n", 503, "authorization-unavailable"),
+        ("HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n", 503, "authorization-unavailable"),
+        ("HTTP/1.1 405 Method Not Allowed\r\n\r\n", 503, "authorization-unavailable"),
         ("HTTP/1.1 502 Bad Gateway\r\n\r\n", 502, "authorization-unavailable"),
         ("HTTP/1.1 302 Found\r\nLocation: /login\r\n\r\n", 503, "authorization-unavailable"),
         ("nonsense\r\n\r\n", 503, "authorization-unavailable"),
@@ -430,16 +436,43 @@ async fn the_service_decides_before_a_replay_if_the_caller_may_still_get_it() {
         refused.is_problem(status, name);
         assert!(!refused.is_replay() && !refused.text().contains("paid"), "{decision}");
     }
-    judge.decision.send_replace("HTTP/1.1 200 OK\r\n\r\n");
+    judge.decision.send_replace("HTTP/1.1 200 OK\r\nOncegate-Authorize: allow\r\n\r\n");
     assert!(ask().await.has_status(200).is_replay());
     assert_eq!(judge.executions.load(Ordering::Relaxed), 1);
     let metrics = ask_metrics(&sidecar).await;
-    for line in ["{result=\"allowed\"} 2", "{result=\"denied\"} 3", "{result=\"unavailable\"} 4"] {
+    for line in ["{result=\"allowed\"} 2", "{result=\"denied\"} 3", "{result=\"unavailable\"} 7"] {
         assert!(metrics.contains(&format!("oncegate_authorizations_total{line}")), "no {line} in {metrics}");
     }
     sidecar.process.signal(Signal::TERM);
     let log = sidecar.process.errors().await;
     assert_eq!(log.matches("cannot be asked if a caller may get a replay").count(), 1, "{log}");
+    assert_eq!(log.matches("it allows a replay with 2xx and Oncegate-Authorize: allow").count(), 1, "{log}");
+}
+
+#[tokio::test]
+async fn the_service_decides_with_the_fields_that_name_the_caller() {
+    let forwarded = ["X-Forwarded-For: 203.0.113.1", "X-Original-URL: /orders", "X-HTTP-Method: DELETE"];
+    for (scope, field, flags) in [
+        ("x-forwarded-user", "X-Forwarded-User: ada", &["--trusted-proxies=127.0.0.1/32"][..]),
+        ("x-real-ip", "X-Real-IP: ada", &["--trusted-proxies=127.0.0.1/32"]),
+        ("content-tenant", "Content-Tenant: ada", &["--trusted-proxies=192.0.2.1/32"]),
+    ] {
+        let service = Service::new().await;
+        let to = service.address;
+        let judge = Judge::serve(service);
+        let scope_flag = format!("--scope=required-header:{scope}");
+        let flags = [&[&*scope_flag, "--authorize=/may-see"], flags].concat();
+        let sidecar = Sidecar::start(to, &flags).await;
+        let fields = [&[KEY, field][..], &forwarded].concat();
+        let ask = async || sidecar.ask(&request("POST", "/orders", &fields, "{}")).await;
+        assert!(!ask().await.has_status(200).is_replay());
+        assert!(ask().await.has_status(200).is_replay());
+        let question = judge.questions.lock().unwrap().pop().unwrap();
+        assert_eq!(question.get(scope), Some("ada"));
+        let addresses = if flags[2].contains("127.0.0.1") { "203.0.113.1, 127.0.0.1" } else { "127.0.0.1" };
+        assert_eq!(question.get("x-forwarded-for"), Some(addresses), "{scope}");
+        assert_eq!((question.get("x-original-url"), question.get("x-http-method")), (None, None));
+    }
 }
 
 #[tokio::test]

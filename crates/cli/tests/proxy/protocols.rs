@@ -649,6 +649,7 @@ async fn mistakes_in_the_settings_of_client_certificates_are_reported_at_the_sta
             vec!["--tls-cert", &cert, "--tls-key", &key, "--tls-client-ca", &empty],
             "there is no certificate in it",
         ),
+        (vec!["--scope=mtls:san", "--authorize=/may-see"], "a caller whom only a certificate names"),
         (vec!["--scope=mtls:name"], "is not a scope that tells callers apart"),
     ] {
         let mut command = sidecar("http://127.0.0.1:9");

@@ -353,17 +353,20 @@ async fn the_question_names_record_and_caller_and_carries_no_forged_fields() {
         ("oncegate-method", "POST"),
         ("oncegate-target", "/orders?shop=1"),
         ("oncegate-attempt", "2"),
-        ("cache-control", "no-store"),
+        ("cache-control", "no-cache, no-store"),
+        // The client is a trusted proxy: it is on this machine.
+        ("x-forwarded-for", "203.0.113.1, 127.0.0.1"),
         ("via", "1.1 oncegate"),
     ] {
         assert_eq!(question.get(name), Some(value), "{name}");
     }
-    assert_eq!(question.get("oncegate-record"), execution.get("oncegate-record"));
+    for name in ["oncegate-record", "x-forwarded-for", "forwarded", "x-forwarded-host", "x-forwarded-proto"] {
+        assert_eq!(question.get(name), execution.get(name), "{name}");
+    }
     assert!(token(question) > token(execution));
     for name in [
         "content-type", "content-length", "content-language", "transfer-encoding", "if-none-match",
-        "if-match", "range", "x-http-method-override", "x-forwarded-for", "forwarded", "x-hop",
-        "oncegate_outcome", "oncegate-outcome",
+        "if-match", "range", "x-http-method-override", "x-hop", "oncegate_outcome", "oncegate-outcome",
     ] {
         assert_eq!(question.get(name), None, "{name}");
     }
