@@ -295,14 +295,9 @@ impl KeyedResponse {
         match self.shared.engine.claim(claim).await {
             Ok(ClaimOutcome::Execute(permit)) => self.execute(inner, (permit, slot), key, request()).await,
             Ok(ClaimOutcome::Replay(stored)) => {
-                let denial = match &self.settings.authorize {
-                    Some(service) => service.authorize(&request().into_parts().0).await.refusal(),
-                    None => None,
-                };
-                Ok(match denial {
-                    Some(refusal) => self.refuse(refusal),
-                    None => self.replay_within_budget(&stored),
-                })
+                // Without the body, which must not hold memory while the service decides.
+                let (parts, _) = request().into_parts();
+                Ok(self.replay_within_budget(&stored, &parts).await)
             }
             Ok(ClaimOutcome::InProgress { lease_left, running_for }) => {
                 let refusal = Refusal::new(Condition::RequestInProgress);
@@ -697,13 +692,24 @@ impl KeyedResponse {
         Ok(self.echoed(response.map(ResponseBody::passing)))
     }
 
-    /// Replays the stored response, or refuses if the budget is used up: a retry can get the response later.
-    fn replay_within_budget<RB>(&self, stored: &StoredResponse) -> Response<ResponseBody<RB>> {
+    /// Replays the stored response if the service allows it, or refuses if the budget is used up: a retry can get the response
+    /// later. The response is in memory while the service decides, so its bytes are reserved before.
+    async fn replay_within_budget<RB>(
+        &self,
+        stored: &StoredResponse,
+        request: &Parts,
+    ) -> Response<ResponseBody<RB>> {
         let mut held = BudgetReservation::nothing(self.shared.response_budget.clone());
-        if held.add(stored.body().len()) {
-            self.replay(stored, held)
-        } else {
-            self.refuse(overloaded(RESPONSE_BUDGET_USED_UP))
+        if !held.add(stored.body().len()) {
+            return self.refuse(overloaded(RESPONSE_BUDGET_USED_UP));
+        }
+        let denial = match &self.settings.authorize {
+            Some(service) => service.authorize(request).await.refusal(),
+            None => None,
+        };
+        match denial {
+            Some(refusal) => self.refuse(refusal),
+            None => self.replay(stored, held),
         }
     }
 

@@ -9,11 +9,14 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::Bytes;
+use http::request::Parts;
 use http::{Request, Response, StatusCode};
 use http_body_util::{BodyExt as _, Full};
 use oncegate_core::MemoryStore;
 use oncegate_engine::Engine;
-use oncegate_http::{CallerScope, Idempotency, IdempotencyLayer, RequestBody, ResponseBody, Settings};
+use oncegate_http::{
+    Authorization, Authorize, CallerScope, Idempotency, IdempotencyLayer, RequestBody, ResponseBody, Settings,
+};
 use oncegate_testkit::ManualClock;
 use tokio::sync::Notify;
 use tower_layer::Layer;
@@ -175,4 +178,62 @@ async fn a_finished_request_gets_its_response_and_a_full_budget_blocks_new_ones(
     assert_eq!(send(&mut service, "/2", "", "2").await.status(), StatusCode::OK);
     // The response is stored, but its replay would be larger than the whole budget.
     is_overloaded(&send(&mut service, "/150000", "", "1").await);
+}
+
+/// Allows each replay after the test lets it continue.
+#[derive(Clone, Default)]
+struct Judge {
+    go_on: Arc<Notify>,
+    questions: Arc<AtomicUsize>,
+}
+
+impl Authorize for Judge {
+    fn authorize<'a>(&'a self, _: &'a Parts) -> Pin<Box<dyn Future<Output = Authorization> + Send + 'a>> {
+        Box::pin(async move {
+            self.questions.fetch_add(1, Ordering::Relaxed);
+            self.go_on.notified().await;
+            Authorization::Allowed
+        })
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_replay_that_waits_for_a_decision_counts_for_the_budgets_and_limits() {
+    let (handler, judge) = (Handler::default(), Judge::default());
+    let mut service = layer()
+        .with_settings(Settings::default().with_authorize(judge.clone()))
+        .unwrap()
+        .with_response_budget(100_000)
+        .with_request_budget(50_000)
+        .unwrap()
+        .with_max_in_flight(2)
+        .unwrap()
+        .layer(handler.clone());
+    let large_body = |path: &str, key: &str| {
+        let request = Request::post(path).header("idempotency-key", key);
+        request.body(Full::from(vec![b'x'; 30_000])).unwrap()
+    };
+    for (path, key) in [("/60000", "1"), ("/10", "2")] {
+        drop(service.call(large_body(path, key)).await.unwrap());
+    }
+    let waiting = tokio::spawn(service.call(large_body("/60000", "1")));
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert_eq!(judge.questions.load(Ordering::Relaxed), 1);
+    // The response is in memory, so the service is not asked about another one for which there is no space.
+    let refused = tokio::time::timeout(Duration::from_secs(1), service.call(large_body("/60000", "1"))).await;
+    is_overloaded(&refused.expect("no question").unwrap());
+    assert_eq!(judge.questions.load(Ordering::Relaxed), 1);
+    // The body of the request is not.
+    assert_eq!(service.call(large_body("/9", "3")).await.unwrap().status(), StatusCode::OK);
+    let other = tokio::spawn(service.call(large_body("/10", "2")));
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert_eq!(judge.questions.load(Ordering::Relaxed), 2);
+    is_overloaded(&send(&mut service, "/2", "", "4").await);
+    judge.go_on.notify_waiters();
+    for (replay, len) in [(waiting, 60_000), (other, 10)] {
+        let body = replay.await.unwrap().unwrap().into_body();
+        assert_eq!(body.collect().await.unwrap().to_bytes().len(), len);
+    }
+    assert_eq!(send(&mut service, "/2", "", "4").await.status(), StatusCode::OK);
+    assert_eq!(handler.runs.load(Ordering::Relaxed), 4);
 }
