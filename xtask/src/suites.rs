@@ -13,7 +13,7 @@ use serde_json::Value;
 use crate::run::{Result, cargo, output};
 
 /// Test programs that run at once. Each has as many threads as the machine has processors, but most threads wait.
-const AT_ONCE: usize = 4;
+const AT_ONCE: usize = 5;
 
 /// The programs that take longest start first, so that no processor idles at the end. Those that need the processors are
 /// between those that wait for brokers.
