@@ -38,7 +38,7 @@ use demo::DemoArgs;
 use explain::ExplainArgs;
 use keys::{ClockArgs, KeysArgs};
 use probe::ProbeArgs;
-use rules::RulesArgs;
+use rules::{OpenapiArgs, RulesArgs};
 use schema::SchemaArgs;
 
 #[global_allocator]
@@ -75,6 +75,11 @@ enum Command {
     /// Takes the same flags, variables and file as `oncegate proxy`. Exit codes: 0 printed, 1 the configuration has errors,
     /// 2 wrong usage.
     Rules(Box<RulesArgs>),
+    /// Prints the rules for keys as an OpenAPI document, or adds them to the one of your API.
+    ///
+    /// Takes the same flags, variables and file as `oncegate proxy`. Exit codes: 0 printed, 1 the configuration or the document
+    /// has errors, 2 wrong usage.
+    Openapi(Box<OpenapiArgs>),
     /// Demonstrates Oncegate: the same payments over a hostile network, without Oncegate and with it.
     ///
     /// Starts a payments service with a ledger, customers whose requests and responses get lost, and the sidecar, which is
@@ -125,6 +130,7 @@ fn run(command: Command) -> ExitCode {
         Command::Check(args) => return check::run(&args),
         Command::Explain(args) => return explain::run(&args),
         Command::Rules(args) => return rules::run(&args),
+        Command::Openapi(args) => return rules::run_openapi(&args),
         Command::Demo(args) => return demo::run(&args),
         Command::Keys(args) => return keys::run(&args),
         Command::Clock(args) => return keys::run_clock(&args),

@@ -53,6 +53,8 @@ pub(super) struct Operation {
     pub(super) released: Vec<String>,
     pub(super) compares: String,
     pub(super) refusals: Vec<RefusalRule>,
+    /// The media type of refusals.
+    pub(super) media_type: String,
     pub(super) documentation: Option<String>,
 }
 
@@ -147,6 +149,7 @@ impl Operation {
                 .chain(list("release-statuses"))
                 .collect(),
             compares: row("fingerprint.body"),
+            media_type: row("refusal.media-type"),
             refusals: refusals
                 .map(|row| RefusalRule {
                     kind: profile.problem_type(row.condition),
@@ -159,7 +162,13 @@ impl Operation {
         }
     }
 
-    fn json(&self) -> Value {
+    /// The rules of a request; `None` if a key does not protect it.
+    pub(super) fn of_request(config: &Config, method: &Method, path: &str) -> Option<Self> {
+        let settings = &config.route(method, path).settings;
+        settings.covers(method).then(|| Self::of(Some(path), vec![method.clone()], settings))
+    }
+
+    pub(super) fn json(&self) -> Value {
         let carriers: Vec<_> = self.carriers.iter().map(Carrier::json).collect();
         let refusals = self.refusals.iter().map(|refusal| {
             let condition = refusal.condition;

@@ -1,6 +1,7 @@
 //! The rules for keys of an API, made from its configuration: for programs as a JSON descriptor, for people as a page.
 
 mod descriptor;
+mod openapi;
 mod page;
 
 use std::fs;
@@ -13,7 +14,8 @@ use oncegate_http::Condition;
 
 pub(crate) use self::descriptor::PublishedRules;
 use self::descriptor::Rules;
-use crate::config::{Draft, ProxyArgs};
+pub(crate) use self::openapi::{OpenapiArgs, run as run_openapi};
+use crate::config::{Draft, Problem, ProxyArgs};
 
 /// Prints the rules for keys.
 #[derive(Args, Debug)]
@@ -42,9 +44,7 @@ enum Format {
 pub(crate) fn run(args: &RulesArgs) -> ExitCode {
     let Draft { config, problems, .. } = Draft::read(&args.settings, std::env::vars_os());
     let Some(config) = config else {
-        for problem in problems.iter().filter(|problem| problem.is_error()) {
-            complain!("error: {problem}");
-        }
+        complain_of(&problems);
         return ExitCode::FAILURE;
     };
     if let Some(directory) = &args.problem_pages {
@@ -62,8 +62,18 @@ pub(crate) fn run(args: &RulesArgs) -> ExitCode {
         Format::Html => page::html(&page::page(&rules, &args.api)),
         Format::Json => format!("{:#}\n", rules.json()),
     };
-    let _gone = io::stdout().lock().write_all(text.as_bytes()); // the reader may have left
+    print(&text);
     ExitCode::SUCCESS
+}
+
+fn complain_of(problems: &[Problem]) {
+    for problem in problems.iter().filter(|problem| problem.is_error()) {
+        complain!("error: {problem}");
+    }
+}
+
+fn print(text: &str) {
+    let _gone = io::stdout().lock().write_all(text.as_bytes()); // the reader may have left
 }
 
 fn write_problems(directory: &Path) -> io::Result<()> {

@@ -209,3 +209,79 @@ fn the_page_for_customers_is_made_from_the_configuration() {
     );
     assert!(html.contains("&quot;Idempotency-Key: ") && html.ends_with("</html>\n"), "{html}");
 }
+
+#[test]
+fn the_rules_are_merged_into_an_openapi_document() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name);
+    std::fs::write(
+        path("oncegate.toml"),
+        "[[route]]\npath = \"/v1/{*rest}\"\nprofile = \"stripe\"\nrequire-key = true\nkey-format = \"uuid\"\n",
+    )
+    .unwrap();
+    let api = r#"
+openapi: 3.0.3
+info: {title: Shop, version: "1"}
+paths:
+  /v1/orders/{id}:
+    parameters:
+      - {name: id, in: path, required: true, schema: {type: string}}
+    post:
+      responses:
+        "201": {description: Created}
+        "409": {description: Ours}
+  /items:
+    get: {responses: {"200": {description: Items}}}
+    patch:
+      parameters: [{name: idempotency-key, in: header, schema: {type: string}}]
+      responses: {"200": {description: Changed}}
+"#;
+    std::fs::write(path("api.yaml"), api).unwrap();
+    std::fs::write(path("old.yaml"), "swagger: '2.0'\npaths: {}\n").unwrap();
+    std::fs::write(path("read.yaml"), "openapi: 3.1.0\npaths: {/a: {get: {}}}\n").unwrap();
+    std::fs::write(path("bad.yaml"), "openapi: [\n").unwrap();
+    let openapi = |arguments: &[&str]| {
+        let mut openapi = std::process::Command::new(env!("CARGO_BIN_EXE_oncegate"));
+        openapi.args(["openapi", "--to=http://127.0.0.1:1", "--config=oncegate.toml"]).args(arguments);
+        openapi.current_dir(directory.path()).output().unwrap()
+    };
+    let merged = openapi(&["--merge", "api.yaml"]);
+    assert!(merged.status.success(), "{}", String::from_utf8_lossy(&merged.stderr));
+    let document: serde_json::Value = serde_json::from_slice(&merged.stdout).unwrap();
+    let order = &document["paths"]["/v1/orders/{id}"]["post"];
+    assert_eq!(order["parameters"][0]["name"], "Idempotency-Key");
+    assert_eq!((&order["parameters"][0]["required"], &order["parameters"][0]["schema"]["format"]), (&true.into(), &"uuid".into()));
+    assert_eq!(order["responses"]["409"]["description"], "Ours");
+    assert_eq!(order["responses"]["400"]["content"]["application/json"]["schema"]["type"], "object");
+    assert_eq!(order["x-idempotency"]["key"]["uniqueWithin"], "caller");
+    let change = &document["paths"]["/items"]["patch"];
+    assert_eq!(change["parameters"].as_array().unwrap().len(), 1, "{change}");
+    let problem = &change["responses"]["422"]["content"]["application/problem+json"]["schema"]["$ref"];
+    assert_eq!(problem, "#/components/schemas/IdempotencyProblem");
+    assert!(document["components"]["schemas"]["IdempotencyProblem"]["properties"]["retry"].is_object());
+    assert!(document["paths"]["/items"]["get"]["x-idempotency"].is_null());
+    let generated = openapi(&[]);
+    let own: serde_json::Value = serde_json::from_slice(&generated.stdout).unwrap();
+    assert_eq!(own["paths"]["/v1/{rest}"]["parameters"][0]["name"], "rest");
+    assert!(own["paths"]["/v1/{rest}"]["post"]["responses"]["400"].is_object(), "{own}");
+
+    for (name, document) in [("merged.json", merged.stdout), ("own.json", generated.stdout)] {
+        std::fs::write(path(name), document).unwrap();
+        let valid = std::process::Command::new("node")
+            .args(["validate.mjs".as_ref(), path(name).as_os_str()])
+            .current_dir(std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/vendors"))
+            .output()
+            .unwrap();
+        assert!(valid.status.success(), "{name}: {}", String::from_utf8_lossy(&valid.stderr));
+    }
+    for (file, error) in [
+        ("old.yaml", "not an OpenAPI 3 document"),
+        ("read.yaml", "no operation in it has a method that a key protects"),
+        ("bad.yaml", "neither YAML nor JSON"),
+        ("none.yaml", "No such file"),
+    ] {
+        let output = openapi(&["--merge", file]);
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && text.contains(error) && text.contains(file), "{text}");
+    }
+}
