@@ -61,7 +61,8 @@ fn generated(rules: &Rules, api: &str) -> Value {
         let path = pattern.replace("{*", "{");
         let item = paths.entry(path.clone()).or_insert_with(|| json!({"parameters": path_parameters(&path)}));
         for method in &operation.methods {
-            let mut value = json!({"responses": {"default": {"description": "The response of the service."}}});
+            let mut value =
+                json!({"responses": {"default": {"description": "The response of the service."}}});
             add(&mut value, operation);
             if let Some(item) = item.as_object_mut() {
                 // The first route that matches counts.
@@ -80,7 +81,9 @@ fn generated(rules: &Rules, api: &str) -> Value {
 /// The parameters in the braces of a path.
 fn path_parameters(path: &str) -> Value {
     let names = path.split('{').skip(1).filter_map(|rest| rest.split_once('}')).map(|(name, _)| name);
-    names.map(|name| json!({"name": name, "in": "path", "required": true, "schema": {"type": "string"}})).collect()
+    names
+        .map(|name| json!({"name": name, "in": "path", "required": true, "schema": {"type": "string"}}))
+        .collect()
 }
 
 /// The document in this file, with the rules of the route that each of its operations matches.
@@ -90,7 +93,8 @@ fn merged(config: &Config, path: &Path) -> Result<Value, String> {
         return Err(format!("the document has {size} bytes; at most {MAX_DOCUMENT} are merged"));
     }
     let text = fs::read_to_string(path).map_err(|error| error.to_string())?;
-    let mut document: Value = serde_saphyr::from_str(&text).map_err(|error| format!("neither YAML nor JSON: {error}"))?;
+    let mut document: Value =
+        serde_saphyr::from_str(&text).map_err(|error| format!("neither YAML nor JSON: {error}"))?;
     let version = document.get("openapi").and_then(Value::as_str).unwrap_or_default();
     if !version.starts_with("3.") {
         return Err("not an OpenAPI 3 document; it needs a member `openapi` such as \"3.1.0\"".to_owned());
@@ -214,7 +218,8 @@ fn parameter(operation: &Operation, name: &str, place: &str, is_only: bool) -> V
 /// The response for all refusals with this status.
 fn response(operation: &Operation, status: u16) -> Value {
     let refusals = operation.refusals.iter().filter(|refusal| refusal.status == status);
-    let titles: Vec<_> = refusals.map(|refusal| format!("{} ({})", refusal.condition.title(), refusal.condition)).collect();
+    let titles: Vec<_> =
+        refusals.map(|refusal| format!("{} ({})", refusal.condition.title(), refusal.condition)).collect();
     let schema = match operation.media_type.as_str() {
         "application/problem+json" => json!({"$ref": format!("#/components/schemas/{SCHEMA}")}),
         _ => json!({"type": "object"}),

@@ -250,7 +250,10 @@ paths:
     let document: serde_json::Value = serde_json::from_slice(&merged.stdout).unwrap();
     let order = &document["paths"]["/v1/orders/{id}"]["post"];
     assert_eq!(order["parameters"][0]["name"], "Idempotency-Key");
-    assert_eq!((&order["parameters"][0]["required"], &order["parameters"][0]["schema"]["format"]), (&true.into(), &"uuid".into()));
+    assert_eq!(
+        (&order["parameters"][0]["required"], &order["parameters"][0]["schema"]["format"]),
+        (&true.into(), &"uuid".into())
+    );
     assert_eq!(order["responses"]["409"]["description"], "Ours");
     assert_eq!(order["responses"]["400"]["content"]["application/json"]["schema"]["type"], "object");
     assert_eq!(order["x-idempotency"]["key"]["uniqueWithin"], "caller");
