@@ -111,8 +111,17 @@ impl KeyGrammar {
         })
     }
 
-    /// The key in a text that needs no syntax: a member of a body, or a parameter of the query.
-    pub(crate) fn key_of(&self, key: Cow<'_, str>) -> Result<IdempotencyKey, KeyHeaderError> {
+    /// The syntax of the key in its header field.
+    #[must_use]
+    pub const fn syntax(&self) -> KeySyntax {
+        self.syntax
+    }
+
+    /// The key in a text that needs no syntax: a member of a body, a parameter of the query, or the input of an operator.
+    ///
+    /// # Errors
+    /// If the text is not a key of the format.
+    pub fn key_of(&self, key: Cow<'_, str>) -> Result<IdempotencyKey, KeyHeaderError> {
         if key.is_empty() || key.bytes().all(|b| b == b' ') {
             return Err(KeyHeaderError::Empty);
         }

@@ -13,7 +13,7 @@ use oncegate_core::{
     CallerTag, IdempotencyKey, KeyError, KeyTag, ListQuery, Outcome, Record, RecordId, Resolution, Resolve,
     StateName, StoredResponse, limits,
 };
-use oncegate_http::{AuthorityRole, CallerPart, KeyGrammar, Settings};
+use oncegate_http::{AuthorityRole, CallerPart, KeyGrammar, KeySyntax, Settings};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
@@ -238,7 +238,9 @@ fn request_of(state: &AdminState, find: &Find) -> Result<(Parts, IdempotencyKey)
     // The grammar of the header field does not apply to a key that is built from the body.
     let any = KeyGrammar::default();
     let grammar = if settings.natural_key().is_some() { &any } else { settings.key_grammar() };
-    let key = grammar.parse(key_field(&find.key).as_bytes());
+    // With quotes around it, it may be copied from a header field.
+    let is_field = find.key.starts_with('"') && grammar.syntax() != KeySyntax::Raw;
+    let key = if is_field { grammar.parse(find.key.as_bytes()) } else { grammar.key_of((&*find.key).into()) };
     let key = key.map_err(|problem| bad(format!("key: {problem}.")))?;
     Ok((parts, key))
 }

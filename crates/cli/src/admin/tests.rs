@@ -141,6 +141,9 @@ impl Sidecar {
             long.clone().with_policy(long.policy().with_retention(Duration::from_secs(72 * 3600)).unwrap());
         let layer = IdempotencyLayer::new(engine.clone())
             .with_route(None, "/stripe/{*rest}", strict)
+            .and_then(|layer| {
+                layer.with_route(None, "/raw", Settings::new(Profile::named("stripe").unwrap()))
+            })
             .and_then(|layer| layer.with_route(None, "/tenant", tenant))
             .and_then(|layer| layer.with_route(None, "/user", user))
             .and_then(|layer| layer.with_route(None, "/session", session))
@@ -331,6 +334,16 @@ async fn find_uses_the_record_of_the_layer() {
             "/stripe/a",
             &[("idempotency-key", "\"k-5\""), ("authorization", "Bearer a")],
             json!({"key": "k-5", "path": "/stripe/b", "caller": bearer}),
+        ),
+        (
+            "/raw",
+            &[("idempotency-key", "k-12"), ("authorization", "Bearer a")],
+            json!({"key": "k-12", "path": "/raw", "caller": bearer}),
+        ),
+        (
+            "/raw",
+            &[("idempotency-key", "\"k, 13\""), ("authorization", "Bearer a")],
+            json!({"key": "\"k, 13\"", "path": "/raw", "caller": bearer}),
         ),
         (
             "/tenant",

@@ -529,7 +529,7 @@ settings! {
     cors_max_age: Duration = |text| bounded(text, Duration::ZERO, DAY);
 
     /// The largest body of a request with a key, such as 64KiB, 2MiB, 10MB or a number of bytes. Larger bodies are refused
-    /// with 413. Bodies of requests without a key have no limit. At most 1GiB.
+    /// with 413. Bodies of requests without a key have no limit, unless the query or the body may carry the key. At most 1GiB.
     "max-request-body" LIMITS Route One "SIZE" Value("2MiB");
     max_request_body: usize = |text| at_most(text, 1 << 30, "a request body is held in memory while it is executed");
 

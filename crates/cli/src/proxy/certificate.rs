@@ -21,15 +21,8 @@ pub(crate) struct Validity {
 
 impl Validity {
     /// Reads the dates in a certificate (RFC 5280, 4.1). `None` if it is not a certificate.
-    pub(crate) fn of(mut certificate: &[u8]) -> Option<Self> {
-        let mut certificate = element(&mut certificate, SEQUENCE)?;
-        let mut signed = element(&mut certificate, SEQUENCE)?;
-        if signed.first() == Some(&VERSION) {
-            element(&mut signed, VERSION)?;
-        }
-        element(&mut signed, INTEGER)?; // serial number
-        element(&mut signed, SEQUENCE)?; // algorithm of the signature
-        element(&mut signed, SEQUENCE)?; // issuer
+    pub(crate) fn of(certificate: &[u8]) -> Option<Self> {
+        let mut signed = after_issuer(certificate)?;
         let mut validity = element(&mut signed, SEQUENCE)?;
         Some(Self { not_before: date(&mut validity)?, not_after: date(&mut validity)? })
     }
@@ -60,9 +53,8 @@ impl Validity {
     }
 }
 
-/// The subject and the alternative names of a certificate that TLS has verified (RFC 5280, 4.1 and 4.2.1.6), encoded. The
-/// alternative names are sorted, because their order has no meaning. `None` if it is not a certificate.
-pub(crate) fn names(mut certificate: &[u8]) -> Option<ClientCertificate> {
+/// The signed fields of a certificate after its issuer: validity, subject, public key, extensions (RFC 5280, 4.1).
+fn after_issuer(mut certificate: &[u8]) -> Option<&[u8]> {
     let mut certificate = element(&mut certificate, SEQUENCE)?;
     let mut signed = element(&mut certificate, SEQUENCE)?;
     if signed.first() == Some(&VERSION) {
@@ -71,6 +63,13 @@ pub(crate) fn names(mut certificate: &[u8]) -> Option<ClientCertificate> {
     element(&mut signed, INTEGER)?; // serial number
     element(&mut signed, SEQUENCE)?; // algorithm of the signature
     element(&mut signed, SEQUENCE)?; // issuer
+    Some(signed)
+}
+
+/// The subject and the alternative names of a certificate that TLS has verified (RFC 5280, 4.1 and 4.2.1.6), encoded. The
+/// alternative names are sorted, because their order has no meaning. `None` if it is not a certificate.
+pub(crate) fn names(certificate: &[u8]) -> Option<ClientCertificate> {
+    let mut signed = after_issuer(certificate)?;
     element(&mut signed, SEQUENCE)?; // validity
     let subject = element(&mut signed, SEQUENCE)?;
     element(&mut signed, SEQUENCE)?; // public key
