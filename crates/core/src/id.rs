@@ -33,6 +33,9 @@ pub enum KeyError {
     /// one key.
     #[error("a value that the key is made of, or the identity of the caller, is empty")]
     EmptyValue,
+    /// The value that the key is made of should be JSON and is not, or programs read it in different ways.
+    #[error("the value that the key is made of is not JSON that all programs read alike")]
+    NotJson,
 }
 
 impl IdempotencyKey {

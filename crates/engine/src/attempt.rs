@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 
 use oncegate_core::{
     AttemptId, Command, Complete, Completion, ErrorChain, Extent, FencingToken, Grant, Label, OnAbandoned,
-    Outcome, Record, RecordId, Release, Renew, Store, StoreError, StoredResponse, limits,
+    Outcome, Record, RecordId, Release, Renew, Store, StoreError, StoredResponse, Timestamp, limits,
 };
 use tokio::sync::{Notify, OwnedSemaphorePermit};
 use tokio::time::{Duration, Instant};
@@ -351,6 +351,14 @@ impl Permit {
             Some(held) => held.attempt.clone(),
             None => unreachable!("a permit is used up by value"),
         }
+    }
+
+    /// The time of the claim by the store's clock, which also decides when records end.
+    #[must_use]
+    pub fn claimed_at(&self) -> Timestamp {
+        let attempt = self.attempt();
+        let lease = u64::try_from(attempt.0.policy.lease.as_millis()).unwrap_or(u64::MAX);
+        Timestamp::from_millis(attempt.0.grant.lease_until.as_millis().saturating_sub(lease))
     }
 
     /// Ends the attempt with a result. Returns when the store has made it durable, or has failed.

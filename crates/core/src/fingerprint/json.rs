@@ -43,12 +43,25 @@ impl Scratch {
 
 /// The canonical form of `body`; `None` if no canonical form distinguishes it from every other body.
 pub(super) fn canonicalize<'a>(body: &'a [u8], scratch: &'a mut Scratch) -> Option<&'a [u8]> {
+    write_canonical(body, scratch, false)
+}
+
+/// The same, but numbers that a double may not hold stay as they are spelt.
+pub(super) fn canonicalize_with_all_numbers<'a>(
+    body: &'a [u8],
+    scratch: &'a mut Scratch,
+) -> Option<&'a [u8]> {
+    write_canonical(body, scratch, true)
+}
+
+fn write_canonical<'a>(body: &'a [u8], scratch: &'a mut Scratch, keeps_numbers: bool) -> Option<&'a [u8]> {
     let text = std::str::from_utf8(body).ok()?;
     let Scratch { out, sorted, members, folded } = scratch;
     out.clear();
     members.clear();
     let basic = text.is_ascii() || !has_astral(body);
-    let mut writer = Writer { text, source: body, copied: 0, basic, out, sorted, members, folded };
+    let mut writer =
+        Writer { text, source: body, copied: 0, basic, keeps_numbers, out, sorted, members, folded };
     let start = writer.skip_space(0);
     let end = writer.value(start, MAX_DEPTH)?;
     if writer.skip_space(end) < body.len() {
@@ -99,6 +112,8 @@ struct Writer<'s, 'b> {
     copied: usize,
     /// True if the source has no unescaped character outside the basic plane.
     basic: bool,
+    /// True if numbers that a double may not hold stay as they are spelt.
+    keeps_numbers: bool,
     out: &'b mut Vec<u8>,
     sorted: &'b mut Vec<u8>,
     /// The members of all open objects; each object owns the tail that it pushed.
@@ -389,6 +404,32 @@ impl Writer<'_, '_> {
 
     #[inline]
     fn number(&mut self, at: usize) -> Option<usize> {
+        if self.keeps_numbers { self.any_number(at) } else { self.exact_number(at) }
+    }
+
+    /// A number, as it is spelt if a double may not hold it.
+    #[inline(never)]
+    fn any_number(&mut self, at: usize) -> Option<usize> {
+        let (written, copied) = (self.out.len(), self.copied);
+        if let Some(end) = self.exact_number(at) {
+            return Some(end);
+        }
+        self.out.truncate(written);
+        self.copied = copied;
+        let whole = at + usize::from(self.byte(at) == b'-');
+        let point = self.digits_end(whole);
+        if point == whole || (self.byte(whole) == b'0' && point > whole + 1) {
+            return None;
+        }
+        let end = match self.byte(point) {
+            b'.' => Some(self.digits_end(point + 1)).filter(|end| *end > point + 1)?,
+            _ => point,
+        };
+        self.exponent(end).map(|(_, end)| end)
+    }
+
+    #[inline]
+    fn exact_number(&mut self, at: usize) -> Option<usize> {
         let whole = at + usize::from(self.byte(at) == b'-');
         let point = self.digits_end(whole);
         let len = point - whole;

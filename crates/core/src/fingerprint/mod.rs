@@ -157,6 +157,12 @@ const REQUEST: &[u8] = b"oncegate-fp-1";
 /// The first part of [`Fingerprint::of_parts`], so that no list of parts has the fingerprint of a request.
 const PARTS: &[u8] = b"oncegate-fp-parts-1";
 
+/// The canonical form of a JSON text (RFC 8785), in which numbers that a double may not hold stay as they are spelt. `None` if no
+/// canonical form distinguishes it from every other text.
+pub(crate) fn canonical_json(text: &[u8]) -> Option<Vec<u8>> {
+    json::canonicalize_with_all_numbers(text, &mut json::Scratch::default()).map(<[u8]>::to_vec)
+}
+
 /// A versioned SHA-256 of a request: equal fingerprints mean the same request.
 ///
 /// Two fingerprints are equal if version and digest are. The [module page](self) defines the content of the hash.
