@@ -1,4 +1,4 @@
-//! The interpreters of the example services, with the packages that `cargo xtask test` installs.
+//! Interpreters for programs in other languages, with the packages that `cargo xtask test` installs.
 
 use std::env;
 use std::io;
@@ -10,15 +10,23 @@ use std::process::Command;
 /// # Errors
 /// If the packages are not installed.
 pub fn fastapi_orders() -> io::Result<Command> {
-    let python = target().join("fastapi-orders/bin/python");
-    if !python.exists() {
-        return Err(io::Error::other(format!("{} is missing; run `cargo xtask test`", python.display())));
-    }
     let directory = root().join("examples/fastapi-orders");
-    let mut command = Command::new(python);
+    let mut command = python("fastapi-orders")?;
     // For programs that are in another directory.
     command.env("PYTHONPATH", &directory).current_dir(directory);
     Ok(command)
+}
+
+/// A command that runs Python in the environment with this name.
+///
+/// # Errors
+/// If `cargo xtask test` has not made the environment.
+pub fn python(environment: &str) -> io::Result<Command> {
+    let python = target().join(environment).join("bin/python");
+    if !python.exists() {
+        return Err(io::Error::other(format!("{} is missing; run `cargo xtask test`", python.display())));
+    }
+    Ok(Command::new(python))
 }
 
 /// A command that runs Node with the packages of the example on Express, in the directory of the example.

@@ -1,21 +1,12 @@
 //! The contract from Python, without any of our packages.
 
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::Path;
 
 use crate::support::Database;
 
-/// The build directory, as `cargo xtask test` uses it.
-fn target() -> PathBuf {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), |named| root.join(named))
-}
-
 async fn run(script: &str) {
-    let python = target().join("psycopg/bin/python");
-    assert!(python.exists(), "{} is missing; run `cargo xtask test`", python.display());
     let database = Database::fresh().await;
-    let mut command = Command::new(python);
+    let mut command = oncegate_servers::python("psycopg").unwrap();
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/python").join(script);
     command.arg(script).arg(database.url());
     let output = tokio::task::spawn_blocking(move || command.output().unwrap()).await.unwrap();

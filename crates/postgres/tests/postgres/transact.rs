@@ -202,6 +202,8 @@ async fn an_error_that_the_run_ignored_commits_nothing() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_deferred_constraint_that_fails_is_not_a_lost_commit() {
     let (database, pool, transactor) = world(1).await;
+    // The server reports an error before it has ended the transaction.
+    let transactor = transactor.with_wait(LONG).unwrap();
     let unique = "ALTER TABLE payments ADD UNIQUE (cents) DEFERRABLE INITIALLY DEFERRED";
     run(&mut pool.acquire().await.unwrap(), unique).await;
     pay(&transactor, "order-1", 500).await.unwrap();
@@ -215,6 +217,8 @@ async fn a_deferred_constraint_that_fails_is_not_a_lost_commit() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_deferred_trigger_that_fails_rolls_back_with_any_sqlstate() {
     let (database, pool, transactor) = world(1).await;
+    // The server reports an error before it has ended the transaction.
+    let transactor = transactor.with_wait(LONG).unwrap();
     let trigger = "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
             IF NEW.cents = 500 THEN RAISE EXCEPTION 'not so' USING ERRCODE = 'AB001'; END IF;
             RETURN NEW;

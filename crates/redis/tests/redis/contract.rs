@@ -1,6 +1,6 @@
 //! The contract from Python and Node, without any of our packages. `cargo xtask test` installs redis-py and ioredis.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
 use crate::support::open;
@@ -11,13 +11,9 @@ use oncegate_servers::{RedisCluster, RedisOptions, RedisServer};
 #[tokio::test]
 async fn a_python_service_uses_the_whole_contract_and_rust_reads_its_records() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let target =
-        std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("../../target"), PathBuf::from);
-    let python = target.join("redis-contract/bin/python");
-    assert!(python.exists(), "{} is missing; run `cargo xtask test`, which makes it", python.display());
     let server = RedisServer::start(RedisOptions::new()).unwrap();
     let (script, lua) = (root.join("tests/contract.py"), lua());
-    let mut command = Command::new(python);
+    let mut command = oncegate_servers::python("redis-contract").unwrap();
     let output =
         command.arg(script).arg(server.url()).arg(lua.path()).env("LEAVE_FOR_RUST", "1").output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
