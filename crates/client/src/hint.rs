@@ -13,15 +13,73 @@ const MAX_PROBLEM_BYTES: usize = 64 * 1024;
 /// The usual members for the name of an error.
 const NAMES: [&str; 5] = ["type", "code", "name", "error.code", "error.type"];
 
+/// The type of a problem in an error of JSON-RPC, as the profile for MCP shapes it.
+const MCP_TYPE: &str = "error.data.type";
+
+/// The places of a code in the shapes of the shipped profiles.
+const CODES: [&str; 7] =
+    ["code", "error.code", "errorCode", "__type", "details[].issue", "errors[].code", MCP_TYPE];
+
+/// The problems whose codes count, too: after them a request with a new key may be a second effect, and no other service uses
+/// these words for something else, as it may `key_expired`.
+const CODED: [&str; 4] = ["outcome-unknown", "record-corrupt", "host-differs", "replay-unavailable"];
+
+/// The usual beginning of the types of Oncegate's problems.
+const PROBLEM_TYPES: &str = "urn:oncegate:problem:";
+
+/// The header in which Oncegate names the condition of a refusal, whatever the shape of its body:
+/// `refused; problem=NAME; retry=WORD`.
+const IDEMPOTENCY_STATUS: &str = "idempotency-status";
+
 /// The hints in a response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Hint {
     /// The signal of the first rule that applies.
     pub(crate) signal: Option<Signal>,
-    /// The member `retry` of a problem: `Ok` is to send the same request again, `Err` is other advice.
+    /// The advice of a problem: `Ok` is to send the same request again, `Err` is other advice.
     pub(crate) retry: Option<Result<(), Advice>>,
     /// The response names its error.
     pub(crate) is_named: bool,
+}
+
+/// The condition and the advice of a refusal of Oncegate.
+struct OwnRefusal<'a> {
+    problem: &'a str,
+    retry: Option<Result<(), Advice>>,
+}
+
+impl<'a> OwnRefusal<'a> {
+    fn read(headers: &'a HeaderMap) -> Option<Self> {
+        let mut values = headers.get_all(IDEMPOTENCY_STATUS).iter();
+        let (Some(value), None) = (values.next(), values.next()) else { return None };
+        // A gateway may have joined two fields.
+        let value = value.to_str().ok().filter(|value| !value.contains(','))?;
+        let mut parts = value.split(';').map(str::trim);
+        if parts.next()? != "refused" {
+            return None;
+        }
+        let value_of = |name: &str| {
+            parts.clone().find_map(|part| part.strip_prefix(name)?.strip_prefix('=')).unwrap_or_default()
+        };
+        let problem = Some(value_of("problem")).filter(|problem| !problem.is_empty())?;
+        Some(Self { problem, retry: advice(value_of("retry")) })
+    }
+}
+
+/// Returns `true` if the response is a refusal of Oncegate, also if its status is one of success, as for calls of gRPC.
+pub(crate) fn is_own_refusal(headers: &HeaderMap) -> bool {
+    OwnRefusal::read(headers).is_some()
+}
+
+/// The advice in the member `retry` of a problem.
+fn advice(word: &str) -> Option<Result<(), Advice>> {
+    match word {
+        "same-key" => Some(Ok(())),
+        "new-key" => Some(Err(Advice::NewKey)),
+        "fix-request" => Some(Err(Advice::FixRequest)),
+        "stop" => Some(Err(Advice::Stop)),
+        _ => None,
+    }
 }
 
 /// Returns `true` if the response is marked as a replay.
@@ -40,6 +98,10 @@ pub(crate) fn should_retry(headers: &HeaderMap) -> Option<bool> {
 
 /// Reads the hints from the headers of a response and from a JSON body: problem details (RFC 9457), or a service's own format.
 pub(crate) fn read(status: StatusCode, headers: &HeaderMap, body: &[u8]) -> Hint {
+    if let Some(own) = OwnRefusal::read(headers) {
+        let rule = SIGNAL_RULES.iter().find(|row| row.at.is_problem(own.problem));
+        return Hint { signal: rule.map(|row| row.signal), retry: own.retry, is_named: true };
+    }
     let is_json = headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok()).is_some_and(is_json);
     let body = if is_json && body.len() <= MAX_PROBLEM_BYTES {
         serde_json::from_slice::<Value>(body).ok().filter(Value::is_object)
@@ -47,13 +109,7 @@ pub(crate) fn read(status: StatusCode, headers: &HeaderMap, body: &[u8]) -> Hint
         None
     };
     let body = body.as_ref();
-    let retry = body.and_then(|body| match body.get("retry")?.as_str()? {
-        "same-key" => Some(Ok(())),
-        "new-key" => Some(Err(Advice::NewKey)),
-        "fix-request" => Some(Err(Advice::FixRequest)),
-        "stop" => Some(Err(Advice::Stop)),
-        _ => None,
-    });
+    let retry = body.and_then(|body| advice(body.get("retry")?.as_str()?));
     let signal = SIGNAL_RULES.iter().find(|row| row.applies(status, headers, body)).map(|row| row.signal);
     let is_name = |name: &str| !name.is_empty() && name != "about:blank";
     let is_named = body.is_some_and(|body| NAMES.iter().any(|path| any(body, path, &is_name)));
@@ -62,7 +118,10 @@ pub(crate) fn read(status: StatusCode, headers: &HeaderMap, body: &[u8]) -> Hint
 
 fn is_json(media_type: &str) -> bool {
     let essence = media_type.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
-    essence == "application/json" || essence.ends_with("+json")
+    // The JSON protocols of AWS have media types of their own.
+    essence == "application/json"
+        || essence.ends_with("+json")
+        || essence.starts_with("application/x-amz-json-")
 }
 
 impl SignalRule {
@@ -76,8 +135,37 @@ impl SignalRule {
             At::Name(text) => body.is_some_and(|body| {
                 NAMES.iter().any(|path| any(body, path, &|value| value == text || end(value) == text))
             }),
+            At::Problem(problem) => body.is_some_and(|body| {
+                let is_surely_ours =
+                    any(body, "type", &|uri| uri.strip_prefix(PROBLEM_TYPES) == Some(problem));
+                let is_named = || {
+                    NAMES
+                        .iter()
+                        .chain([&MCP_TYPE])
+                        .any(|path| any(body, path, &|value| end(value) == problem))
+                        && (self.signal != Signal::NotExecuted || says_same_key(body))
+                };
+                let has_code = || {
+                    CODED.contains(&problem)
+                        && CODES.iter().any(|path| any(body, path, &|code| is_code_of(end(code), problem)))
+                };
+                is_surely_ours || is_named() || has_code()
+            }),
         }
     }
+}
+
+/// Returns `true` for a problem that advises to send the same request again.
+fn says_same_key(body: &Value) -> bool {
+    body.get("retry").and_then(Value::as_str) == Some("same-key")
+}
+
+/// Returns `true` if a code is the name of this problem in another spelling: `replay_unavailable`, `REPLAY_UNAVAILABLE`,
+/// `ReplayUnavailable`.
+fn is_code_of(code: &str, problem: &str) -> bool {
+    let plain = |byte: &u8| !b"-_".contains(byte);
+    let code = code.bytes().filter(plain).map(|byte| byte.to_ascii_lowercase());
+    code.eq(problem.bytes().filter(plain))
 }
 
 /// The last part of the URI of a problem, which is its name.

@@ -35,6 +35,19 @@ pub(crate) enum At {
     /// The name of the error in one of the usual members: `type`, `code`, `name`, `error.code`, `error.type`. If `type` is a
     /// URI, the part after its last `:`, `/` or `#` is enough.
     Name(&'static str),
+    /// The condition of a refusal of Oncegate: in the header `Idempotency-Status`, as a name, or for some conditions as the code
+    /// in the shape of a shipped profile.
+    ///
+    /// For [`Signal::NotExecuted`] a name alone is not enough, because other services use such words for failures with an
+    /// effect: it must be in the header, in the usual `urn:`, or next to the member `retry` of a problem.
+    Problem(&'static str),
+}
+
+impl At {
+    /// Returns true if this is the problem of Oncegate with this name.
+    pub(crate) fn is_problem(self, name: &str) -> bool {
+        matches!(self, Self::Problem(own) if own == name)
+    }
 }
 
 /// A signal, and the part of a response in which it is found.
@@ -81,7 +94,7 @@ const WORLDLINE: &str =
 
 /// All rules. The first rule that applies counts.
 pub(crate) const SIGNAL_RULES: &[SignalRule] = {
-    use At::{Field, FieldUnless, Member, Name};
+    use At::{Field, FieldUnless, Member, Name, Problem};
     use Signal::{
         Accepted, Again, InProgress, KeyReused, NotExecuted, OutcomeUnknown, ReplayUnavailable, Replayed,
         ScopeUnavailable,
@@ -93,7 +106,7 @@ pub(crate) const SIGNAL_RULES: &[SignalRule] = {
         row(Replayed, Field("idempotency-replay", "true"), "Crunchy Bridge", CRUNCHY),
         row(Replayed, FieldUnless("x-gcs-idempotence-request-timestamp", 409), "Worldline", WORLDLINE),
         row(Accepted, Field("repeatability-result", "accepted"), "OASIS Repeatable Requests, Azure", OASIS),
-        row(InProgress, Name("request-in-progress"), "Oncegate", ONCEGATE),
+        row(InProgress, Problem("request-in-progress"), "Oncegate", ONCEGATE),
         row(
             InProgress,
             Member("title", "A request is outstanding for this Idempotency-Key"),
@@ -111,22 +124,25 @@ pub(crate) const SIGNAL_RULES: &[SignalRule] = {
         row(InProgress, Member("title", "Idempotency-Key Concurrency Conflict"), "TrueLayer", TRUELAYER),
         row(InProgress, Name(SINCH), "Sinch", SINCH),
         row(Again, Field("transient-error", "true"), "Adyen", ADYEN),
-        row(OutcomeUnknown, Name("outcome-unknown"), "Oncegate", ONCEGATE),
+        row(OutcomeUnknown, Problem("outcome-unknown"), "Oncegate", ONCEGATE),
         // The unreadable record may belong to this request.
-        row(OutcomeUnknown, Name("record-corrupt"), "Oncegate", ONCEGATE),
+        row(OutcomeUnknown, Problem("record-corrupt"), "Oncegate", ONCEGATE),
         // The request may have taken effect under the other host.
-        row(OutcomeUnknown, Name("host-differs"), "Oncegate", ONCEGATE),
-        row(OutcomeUnknown, Name("key-expired"), "Oncegate", ONCEGATE),
+        row(OutcomeUnknown, Problem("host-differs"), "Oncegate", ONCEGATE),
+        row(OutcomeUnknown, Problem("key-expired"), "Oncegate", ONCEGATE),
         row(OutcomeUnknown, Name("idempotency_host_differs"), "Oncegate, profile `stripe`", ONCEGATE),
-        row(ReplayUnavailable, Name("replay-unavailable"), "Oncegate", ONCEGATE),
-        row(ReplayUnavailable, Name("replay-denied"), "Oncegate", ONCEGATE),
+        row(ReplayUnavailable, Problem("replay-unavailable"), "Oncegate", ONCEGATE),
+        row(ReplayUnavailable, Problem("replay-denied"), "Oncegate", ONCEGATE),
+        // The service has responded, and its response cannot be passed on.
+        row(ReplayUnavailable, Problem("upstream-head-too-large"), "Oncegate", ONCEGATE),
+        row(ReplayUnavailable, Problem("upstream-unsupported"), "Oncegate", ONCEGATE),
         row(
             ReplayUnavailable,
             Name("idempotency_replay_unavailable"),
             "Oncegate, profile `stripe`",
             ONCEGATE,
         ),
-        row(KeyReused, Name("key-reused"), "Oncegate", ONCEGATE),
+        row(KeyReused, Problem("key-reused"), "Oncegate", ONCEGATE),
         row(KeyReused, Member("title", "Idempotency-Key is already used"), "draft-07", DRAFT),
         row(KeyReused, Name("idempotency_error"), "Stripe", STRIPE),
         row(KeyReused, Name("idempotency_key_reused"), "Oncegate, profile `stripe`; Echo", ECHO),
@@ -154,13 +170,14 @@ pub(crate) const SIGNAL_RULES: &[SignalRule] = {
         ),
         row(KeyReused, Member("__type", "IdempotentParameterMismatchException"), "AWS", AWS),
         row(KeyReused, Member("title", "Idempotency-Key Reuse"), "TrueLayer", TRUELAYER),
-        row(NotExecuted, Name("urn:oncegate:problem:store-unavailable"), "Oncegate", ONCEGATE),
-        row(NotExecuted, Name("urn:oncegate:problem:overloaded"), "Oncegate", ONCEGATE),
-        row(NotExecuted, Name("urn:oncegate:problem:rate-limited"), "Oncegate", ONCEGATE),
-        row(NotExecuted, Name("urn:oncegate:problem:request-incomplete"), "Oncegate", ONCEGATE),
-        row(NotExecuted, Name("urn:oncegate:problem:upstream-unreachable"), "Oncegate", ONCEGATE),
-        row(ScopeUnavailable, Name("scope-unavailable"), "Oncegate", ONCEGATE),
-        row(ScopeUnavailable, Name("scope-not-set"), "Oncegate", ONCEGATE),
+        row(NotExecuted, Problem("store-unavailable"), "Oncegate", ONCEGATE),
+        row(NotExecuted, Problem("verification-unavailable"), "Oncegate", ONCEGATE),
+        row(NotExecuted, Problem("overloaded"), "Oncegate", ONCEGATE),
+        row(NotExecuted, Problem("rate-limited"), "Oncegate", ONCEGATE),
+        row(NotExecuted, Problem("request-incomplete"), "Oncegate", ONCEGATE),
+        row(NotExecuted, Problem("upstream-unreachable"), "Oncegate", ONCEGATE),
+        row(ScopeUnavailable, Problem("scope-unavailable"), "Oncegate", ONCEGATE),
+        row(ScopeUnavailable, Problem("scope-not-set"), "Oncegate", ONCEGATE),
         row(ScopeUnavailable, Name("idempotency_scope_unavailable"), "Oncegate, profile `stripe`", ONCEGATE),
         row(ScopeUnavailable, Name("idempotency_scope_not_set"), "Oncegate, profile `stripe`", ONCEGATE),
     ]
@@ -180,6 +197,7 @@ mod tests {
             At::FieldUnless(name, status) => format!("field `{name}`, status not {status}"),
             At::Member(path, text) => format!("`{path}` = `{text}`"),
             At::Name(text) => format!("name `{text}`"),
+            At::Problem(condition) => format!("problem `{condition}`"),
         };
         format!("| {} | {at} | {:?} | [source]({}) |", row.api, row.signal, row.source)
     }

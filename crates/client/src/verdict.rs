@@ -134,7 +134,11 @@ fn read(asked: AttemptContext, status: StatusCode, headers: &HeaderMap, body: &[
     use Reading::{Before, Plain, Refused};
     use Verdict::{Done, Failed};
     let AttemptContext { protection, server_errors, .. } = asked;
-    let code = status.as_u16();
+    let code = match status.as_u16() {
+        // A refusal of a call of gRPC, or of a call of a tool: the status of the response says nothing.
+        ..400 if hint::is_own_refusal(headers) => 502,
+        code => code,
+    };
     let keyed = protection == Protection::Keyed;
     match code {
         100..=299 | 303 => return Plain(Definite(Done)),
@@ -158,7 +162,9 @@ fn read(asked: AttemptContext, status: StatusCode, headers: &HeaderMap, body: &[
     let doubt = match (hint.signal, code) {
         // Also with a 429: this attempt did nothing, but the attempt in progress may.
         (Some(Signal::InProgress), _) => Doubt::InProgress,
-        (Some(Signal::NotExecuted), _) | (_, 425 | 429) => Doubt::None,
+        // A body may be that of another API, which the service passes on after its effect. With a key, sending again is safe.
+        (Some(Signal::NotExecuted), _) if keyed || hint::is_own_refusal(headers) => Doubt::None,
+        (_, 425 | 429) => Doubt::None,
         _ => Doubt::May,
     };
     match hint.retry {
@@ -221,6 +227,7 @@ const fn is_about_the_way(code: u16) -> bool {
 #[cfg(test)]
 mod tests {
     use http::HeaderValue;
+    use oncegate_http::{Condition, GrpcForm, Profile, Refusal, RetryAdvice, Settings};
 
     use super::*;
     use Doubt::InProgress;
@@ -412,6 +419,7 @@ mod tests {
             ("scope-unavailable", 401, "fix-request", Definite(TurnedAway)),
             ("scope-not-set", 400, "fix-request", Definite(TurnedAway)),
             ("store-unavailable", 503, "same-key", Again(Doubt::None)),
+            ("verification-unavailable", 503, "same-key", Again(Doubt::None)),
             ("key-reused", 422, "new-key", Definite(Refused(Advice::NewKey))),
             ("request-in-progress", 409, "same-key", Again(InProgress)),
             ("request-in-progress", 504, "same-key", Again(InProgress)),
@@ -430,6 +438,141 @@ mod tests {
             let body =
                 format!(r#"{{"type":"urn:oncegate:problem:{name}","status":{status},"retry":"{retry}"}}"#);
             assert_eq!(meaning(Keyed, status, &json(&[]), &body), expected, "{name} {status}");
+        }
+    }
+
+    /// The reading of each refusal of Oncegate by a client whose earlier attempts are not in doubt.
+    fn expected(condition: Condition) -> &'static [Meaning] {
+        match condition {
+            Condition::RequestIncomplete
+            | Condition::Overloaded
+            | Condition::RateLimited
+            | Condition::StoreUnavailable
+            | Condition::VerificationUnavailable
+            | Condition::UpstreamUnreachable => &[Again(Doubt::None)],
+            Condition::RequestInProgress => &[Again(InProgress)],
+            Condition::AuthorizationUnavailable | Condition::ResponseAwaited | Condition::HandlerFailed => {
+                &[Again(Doubt::May)]
+            }
+            // Only requests without a key get it.
+            Condition::UpstreamUnanswered => &[Again(Doubt::May), Unknown],
+            Condition::KeyExpired
+            | Condition::HostDiffers
+            | Condition::OutcomeUnknown
+            | Condition::RecordCorrupt => &[Unknown],
+            Condition::ReplayUnavailable
+            | Condition::ReplayDenied
+            | Condition::UpstreamHeadTooLarge
+            | Condition::UpstreamUnsupported => &[Definite(Unreplayable)],
+            Condition::KeyReused => &[Definite(Refused(Advice::NewKey))],
+            _ => &[Definite(Refused(FIX)), Definite(TurnedAway)],
+        }
+    }
+
+    /// The refusals of every shipped profile, with the statuses that they may have: the name of the profile, the condition, and
+    /// the response.
+    fn refusals_of_all_profiles(grpc: bool) -> Vec<(&'static str, Condition, http::Response<bytes::Bytes>)> {
+        let mut call = HeaderMap::new();
+        call.insert("content-type", HeaderValue::from_static("application/grpc"));
+        let grpc = GrpcForm::of(&call).filter(|_| grpc);
+        let mut refusals = Vec::new();
+        for name in Profile::names() {
+            let settings = Settings::new(Profile::named(name).unwrap());
+            let linked = settings.clone().with_problem_base_url("https://developer.example/how#").unwrap();
+            for condition in Condition::ALL {
+                let own = [None];
+                let first = [None, Some(StatusCode::BAD_GATEWAY), Some(StatusCode::GATEWAY_TIMEOUT)];
+                let denied = [None, Some(StatusCode::UNAUTHORIZED), Some(StatusCode::NOT_FOUND)];
+                let statuses: &[Option<StatusCode>] = match condition {
+                    Condition::OutcomeUnknown | Condition::HandlerFailed | Condition::RequestInProgress => {
+                        &first
+                    }
+                    Condition::ReplayDenied | Condition::ScopeUnavailable => &denied,
+                    _ => &own,
+                };
+                for (settings, status) in
+                    [&settings, &linked].into_iter().flat_map(|s| statuses.iter().map(move |t| (s, *t)))
+                {
+                    let refusal = Refusal::new(condition).with_status(status);
+                    refusals.push((name, condition, refusal.into_response(settings, grpc)));
+                }
+            }
+        }
+        refusals
+    }
+
+    #[test]
+    fn every_refusal_of_every_profile_is_read_as_its_condition_says() {
+        for (profile, condition, response) in [false, true].into_iter().flat_map(refusals_of_all_profiles) {
+            let (status, headers, body) = (response.status(), response.headers(), response.body());
+            let shown = format!("{profile} {condition} {status}");
+            for server_errors in POLICIES {
+                let asked = AttemptContext { server_errors, ..FIRST };
+                let judged = judge(asked, status, headers, body);
+                let is_certain =
+                    condition != Condition::UpstreamUnanswered || server_errors == FIRST.server_errors;
+                assert!(!is_certain || expected(condition).contains(&judged), "{shown}: {judged:?}");
+                // The advice of the condition, seen by itself.
+                let agrees = match condition.retry() {
+                    RetryAdvice::SameKey => matches!(judged, Again(_)),
+                    RetryAdvice::NewKey => judged == Definite(Refused(Advice::NewKey)),
+                    RetryAdvice::FixRequest => matches!(judged, Definite(Refused(FIX) | TurnedAway)),
+                    RetryAdvice::Stop => matches!(judged, Unknown | Definite(Unreplayable)),
+                    _ => !is_certain || !matches!(judged, Definite(_)),
+                };
+                assert!(agrees, "{shown}: {judged:?}");
+            }
+            let in_doubt = judge(AttemptContext { in_doubt: true, ..FIRST }, status, headers, body);
+            let is_definite = in_doubt == Definite(Unreplayable);
+            assert!(is_definite || !matches!(in_doubt, Definite(_)), "{shown}: {in_doubt:?}");
+        }
+    }
+
+    /// Gateways remove fields, and pages of other origins may not read them all.
+    #[test]
+    fn without_the_field_no_refusal_after_an_effect_is_taken_for_one_without() {
+        for (profile, condition, mut response) in refusals_of_all_profiles(false) {
+            response.headers_mut().remove("idempotency-status");
+            let judged = meaning(
+                Keyed,
+                response.status().as_u16(),
+                response.headers(),
+                std::str::from_utf8(response.body()).unwrap(),
+            );
+            let took_effect_perhaps =
+                !matches!(expected(condition), [Again(Doubt::None)] | [Definite(Refused(_)), ..]);
+            // Both keep the key.
+            let is_about_credentials = condition == Condition::ReplayDenied && judged == Definite(TurnedAway);
+            // Profiles without a first-sent header do not have it.
+            if took_effect_perhaps && !is_about_credentials && condition != Condition::KeyExpired {
+                assert!(
+                    !matches!(judged, Definite(Refused(_) | TurnedAway) | Again(Doubt::None)),
+                    "{profile} {condition}: {judged:?}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn the_field_of_oncegate_counts_only_in_its_own_form() {
+        let told = |lines: &[&str]| {
+            let mut headers = HeaderMap::new();
+            for line in lines {
+                headers.append("idempotency-status", HeaderValue::from_str(line).unwrap());
+            }
+            meaning(Keyed, 400, &headers, "")
+        };
+        let overloaded = "refused; problem=overloaded; retry=same-key";
+        assert_eq!(told(&[overloaded]), Again(Doubt::None));
+        assert_eq!(told(&["refused;problem=replay-unavailable;retry=stop"]), Definite(Unreplayable));
+        for other in [
+            &["overloaded"][..],
+            &["not-stored; problem=overloaded; retry=same-key"],
+            &["refused; retry=same-key"],
+            &["refused; problem=; retry=same-key"],
+            &[overloaded, "refused; problem=outcome-unknown; retry=stop"],
+        ] {
+            assert_eq!(told(other), Definite(Refused(FIX)), "{other:?}");
         }
     }
 
@@ -489,6 +632,15 @@ mod tests {
             (503, r#"{"code":"overloaded"}"#, Again(Doubt::May)),
             (503, r#"{"type":"https://shop.example/problems/overloaded"}"#, Again(Doubt::May)),
             (503, r#"{"type":"urn:oncegate:problem:overloaded"}"#, Again(Doubt::None)),
+            (
+                503,
+                r#"{"type":"https://shop.example/problems/overloaded","retry":"same-key"}"#,
+                Again(Doubt::None),
+            ),
+            (422, r#"{"errors":[{"code":"REPLAY_UNAVAILABLE"}]}"#, Definite(Unreplayable)),
+            (422, r#"{"__type":"HostDiffers"}"#, Unknown),
+            // The name of an error about the key of an API, too.
+            (400, r#"{"code":"KEY_EXPIRED"}"#, Definite(Refused(FIX))),
             (400, r#"{"error":{"type":"idempotency_error"}}"#, Definite(Refused(Advice::NewKey))),
             (422, r#"{"code":"idempotency_conflict"}"#, Definite(Refused(Advice::NewKey))),
             (409, r#"{"type":"idempotency_key_already_used_error"}"#, Definite(Refused(Advice::NewKey))),
