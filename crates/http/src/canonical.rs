@@ -12,8 +12,10 @@ use oncegate_core::{
 };
 
 use crate::budget::{BudgetExhausted, BudgetReservation};
-use crate::carrier::{key_in_body, key_in_parameters};
+use crate::carrier::{key_in_body, may_be_json};
+use crate::credential::is_other_spelling;
 use crate::key::KeyHeaderError;
+use crate::mcp::{self, CallError, Message, ToolCall};
 use crate::method;
 use crate::overrides::overrides;
 use crate::profile::{BodyComparison, KeyScope};
@@ -25,18 +27,42 @@ pub(crate) fn locate(
     scope: &Scope<'_>,
     parts: &Parts,
     key: &IdempotencyKey,
+    call: Option<&ToolCall>,
 ) -> (RecordId, Label) {
     let (method, path) = (&*method::canonical(&parts.method), &*settings.canonical_path(parts.uri.path()));
     let mut operation = String::with_capacity(method.len() + 1 + path.len());
     operation.extend([method, " ", path]);
+    if let Some(call) = call {
+        // No path has this character.
+        operation.extend(["#", &call.tool]);
+    }
     let label = Label::new(scope.caller_tag(), &operation).with_key(KeyTag::of(key));
-    let id = match settings.profile.key_scope {
-        KeyScope::Endpoint => {
-            RecordId::derive(&scope.with_operation_parts(&[method.as_bytes(), path.as_bytes()]), key)
+    let endpoint = [method.as_bytes(), path.as_bytes()];
+    let endpoint = match settings.profile.key_scope {
+        KeyScope::Endpoint => &endpoint[..],
+        KeyScope::Caller => &[],
+    };
+    // Most profiles have none of these fields.
+    let id = match (&*settings.profile.key_scope_headers, endpoint) {
+        ([], []) => RecordId::derive(scope, key),
+        ([], endpoint) => RecordId::derive(&scope.with_operation_parts(endpoint), key),
+        (names, endpoint) => {
+            let values: Vec<_> = names.iter().map(|name| field_in_any_spelling(parts, name)).collect();
+            let fields = names.iter().zip(&values);
+            let fields = fields.flat_map(|(name, value)| [name.as_str().as_bytes(), value.as_slice()]);
+            let operation: Vec<_> = endpoint.iter().copied().chain(fields).collect();
+            RecordId::derive(&scope.with_operation_parts(&operation), key)
         }
-        KeyScope::Caller => RecordId::derive(scope, key),
     };
     (id, label)
+}
+
+/// The value of a header field, with all its lines, and with those whose name has `_` for `-` or the reverse: a service may read
+/// any of them.
+fn field_in_any_spelling(parts: &Parts, name: &HeaderName) -> Vec<u8> {
+    let is_own = |other: &HeaderName| other == name || is_other_spelling(other.as_str(), name.as_str());
+    let lines = parts.headers.iter().filter(|(other, _)| is_own(other)).map(|(_, line)| line.as_bytes());
+    lines.collect::<Vec<_>>().join(&b", "[..])
 }
 
 /// The host that a request is for: in lower case, with its port unless that is the one of HTTP or HTTPS. Empty if the
@@ -73,7 +99,7 @@ fn field(parts: &Parts, name: HeaderName) -> Cow<'_, [u8]> {
 }
 
 /// The reason why a body carries no key.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum BodyKeyError {
     /// The members from which the key is built are not there.
     Natural(NaturalKeyError),
@@ -81,6 +107,31 @@ pub(crate) enum BodyKeyError {
     Missing,
     /// The member has an invalid key.
     Invalid(KeyHeaderError),
+    /// The key of a call is built from its intent, and this is missing or invalid.
+    Intent(CallError),
+}
+
+/// The message in this request.
+pub(crate) fn message(settings: &Settings, parts: &Parts, body: &DecodedBody<'_>) -> Message {
+    match body.coding.is_empty() || body.bytes.is_empty() {
+        true => mcp::read(settings, &parts.headers, &body.bytes),
+        false => Message::Refused(
+            "Nothing was executed. The content coding of the body is unknown, so it is not known if the body calls a tool.",
+        ),
+    }
+}
+
+/// The fingerprint of a request that calls a tool. Only the call counts of its body, and of a call by intent nothing else of the
+/// request, because no client can send another key for it.
+pub(crate) fn call_fingerprint(settings: &Settings, parts: &Parts, call: &ToolCall) -> Fingerprint {
+    if call.is_by_intent {
+        let intent = Fingerprint::of_parts("mcp-intent", &[call.compared.as_bytes()]);
+        return match settings.authority {
+            AuthorityRole::Compared => with_host(intent, &authority(parts)),
+            AuthorityRole::Ignored | AuthorityRole::Scope => intent,
+        };
+    }
+    fingerprint_of(settings, parts, (b"application/json", "", call.compared.as_bytes()))
 }
 
 /// The key that this request's body carries.
@@ -89,29 +140,31 @@ pub(crate) fn body_key(
     parts: &Parts,
     body: &DecodedBody<'_>,
 ) -> Result<IdempotencyKey, BodyKeyError> {
-    if let Some(members) = &settings.natural_key {
-        return natural_key(members, parts, body).map_err(BodyKeyError::Natural);
-    }
-    let profile = &settings.profile;
     if !body.coding.is_empty() && !body.bytes.is_empty() {
         return Err(BodyKeyError::Invalid(KeyHeaderError::Unreadable));
     }
     let content_type = field(parts, header::CONTENT_TYPE);
-    let form = content_type.trim_ascii().to_ascii_lowercase();
-    let read = match form.starts_with(b"application/x-www-form-urlencoded") {
-        true => key_in_parameters(profile, &String::from_utf8_lossy(&body.bytes)),
-        false => key_in_body(&profile.key_members, &profile.grammar, &content_type, &body.bytes),
-    };
+    if let Some(members) = &settings.natural_key {
+        return natural_key(members, &content_type, &body.bytes);
+    }
+    let read = key_in_body(&settings.profile, &content_type, &body.bytes);
     read.ok_or(BodyKeyError::Missing)?.map_err(BodyKeyError::Invalid)
 }
 
-fn natural_key(
-    key: &NaturalKey,
-    parts: &Parts,
-    body: &DecodedBody<'_>,
-) -> Result<IdempotencyKey, NaturalKeyError> {
-    let content_type = field(parts, header::CONTENT_TYPE);
-    if body.coding.is_empty() { key.of(&content_type, &body.bytes) } else { Err(NaturalKeyError::NotJson) }
+/// # Errors
+/// If there is no key. A body that may be JSON, and that two programs could read in two ways, is an error of its own: it may have
+/// the members.
+fn natural_key(key: &NaturalKey, content_type: &[u8], body: &[u8]) -> Result<IdempotencyKey, BodyKeyError> {
+    if !may_be_json(content_type, body) {
+        return Err(BodyKeyError::Natural(NaturalKeyError::NotJson));
+    }
+    // It is read whatever its type, unless the type names another charset.
+    let parameters = content_type.iter().position(|byte| *byte == b';').and_then(|at| content_type.get(at..));
+    let content_type = [b"application/json", parameters.unwrap_or_default()].concat();
+    key.of(&content_type, body).map_err(|why| match why {
+        NaturalKeyError::NotJson => BodyKeyError::Invalid(KeyHeaderError::Unreadable),
+        why => BodyKeyError::Natural(why),
+    })
 }
 
 /// The number of bytes at the end of a digest that hash the host alone, if the host is compared. A request to another
@@ -127,6 +180,15 @@ pub(crate) fn differs_in_host_only(stored: &Fingerprint, own: &Fingerprint) -> b
 
 /// The fingerprint of a request: two requests with one key are the same if it is equal.
 pub(crate) fn fingerprint(settings: &Settings, parts: &Parts, body: &DecodedBody<'_>) -> Fingerprint {
+    fingerprint_of(settings, parts, (&field(parts, header::CONTENT_TYPE), &body.coding, &body.bytes))
+}
+
+/// The fingerprint of a request with a body of this media type and coding.
+fn fingerprint_of(
+    settings: &Settings,
+    parts: &Parts,
+    (content_type, content_coding, body): (&[u8], &str, &[u8]),
+) -> Fingerprint {
     let target = target(settings, parts);
     let headers: Vec<(&str, &[u8])> = settings
         .fingerprint_headers
@@ -143,15 +205,11 @@ pub(crate) fn fingerprint(settings: &Settings, parts: &Parts, body: &DecodedBody
         headers: &headers,
         ..FingerprintInput::default()
     };
-    let content_type = field(parts, header::CONTENT_TYPE);
     let fingerprint = settings.profile.fingerprint.fingerprint(&match settings.profile.body_comparison {
         BodyComparison::Nothing => head,
-        BodyComparison::Canonical | BodyComparison::Raw => FingerprintInput {
-            content_type: &content_type,
-            content_coding: &body.coding,
-            body: &body.bytes,
-            ..head
-        },
+        BodyComparison::Canonical | BodyComparison::Raw => {
+            FingerprintInput { content_type, content_coding, body, ..head }
+        }
     });
     match settings.authority {
         AuthorityRole::Compared => with_host(fingerprint, &authority(parts)),
@@ -432,13 +490,91 @@ mod tests {
         ] {
             assert_ne!(of(fields), plain, "{fields:?}");
         }
-        let key = NaturalKey::new(vec!["/amount".parse().unwrap()]).unwrap();
-        let natural = |fields: &[_]| {
+        let key = |fields: &[_]| {
             let parts = head("/", fields);
-            natural_key(&key, &parts, &undone(&parts))
+            body_key(&natural(), &parts, &undone(&parts))
         };
-        assert!(natural(&[JSON]).is_ok());
-        assert_eq!(natural(&[JSON, ("content-type", "text/plain")]), Err(NaturalKeyError::NotJson));
+        assert!(key(&[JSON]).is_ok());
+        let unreadable = Err(BodyKeyError::Invalid(KeyHeaderError::Unreadable));
+        assert!(key(&[JSON, ("content-type", "text/plain")]).is_ok());
+        assert_eq!(key(&[JSON, ("content-type", "text/plain; charset=latin1")]), unreadable);
+        assert_eq!(key(&[JSON, ("content-encoding", "br")]), unreadable);
+    }
+
+    fn natural() -> Settings {
+        let key = NaturalKey::new(vec!["/amount".parse().unwrap()]).unwrap();
+        Settings::default().with_natural_key(key)
+    }
+
+    #[test]
+    fn a_body_that_may_be_json_is_read_or_refused_and_others_have_no_natural_key() {
+        let of = |content_type: &'static str, body: &[u8]| {
+            let parts = head("/", &[("content-type", content_type)]);
+            let bytes = Cow::Borrowed(body);
+            body_key(&natural(), &parts, &DecodedBody { bytes, coding: "".into(), outgrows: false })
+        };
+        const JSON: &str = "application/json";
+        let expected = of(JSON, PLAIN).unwrap();
+        for content_type in [
+            "",
+            "text/plain",
+            "application/x-www-form-urlencoded",
+            "application/x-amz-json-1.1",
+            "application/vnd.shop+json; charset=utf-8",
+        ] {
+            assert_eq!(of(content_type, PLAIN).as_ref(), Ok(&expected), "{content_type}");
+        }
+        for (content_type, body) in [
+            (JSON, &b"{"[..]),
+            (JSON, b"amount=1"),
+            (JSON, b" "),
+            (JSON, b"{\"amount\":NaN}"),
+            (JSON, b"\xef\xbb\xbf{\"amount\":1}"),
+            (JSON, b"{\"amount\":1,\"amount\":1}"),
+            (JSON, b"{\"amount\":9007199254740993}"),
+            (JSON, b"{\"amount\":\"\xff\"}"),
+            ("application/json; charset=latin1", PLAIN),
+            ("text/plain", b" {\"amount\":1"),
+            ("text/plain", b"{\0\"\0"),
+            ("application/x-www-form-urlencoded", b"{\"amount\":1}="),
+        ] {
+            let unreadable = Err(BodyKeyError::Invalid(KeyHeaderError::Unreadable));
+            assert_eq!(of(content_type, body), unreadable, "{content_type} {body:?}");
+        }
+        for (content_type, body) in [
+            (JSON, &b""[..]),
+            ("", b"amount=1"),
+            ("text/plain", b"amount 1"),
+            ("application/x-www-form-urlencoded", b"amount=1"),
+            ("multipart/form-data; boundary=b", b"--b\r\n"),
+            ("application/xml", b"<amount>1</amount>"),
+        ] {
+            let none = Err(BodyKeyError::Natural(NaturalKeyError::NotJson));
+            assert_eq!(of(content_type, body), none, "{content_type} {body:?}");
+        }
+        assert!(matches!(of(JSON, b"[1]"), Err(BodyKeyError::Natural(NaturalKeyError::Missing(_)))));
+    }
+
+    #[test]
+    fn a_field_of_the_scope_separates_keys() {
+        let (scope, key) = (Scope::single_tenant(), IdempotencyKey::new("a").unwrap());
+        for (profile, name, other_spelling) in
+            [("aws", "x-amz-target", "x_amz_target"), ("stripe", "stripe-account", "stripe_account")]
+        {
+            let settings = Settings::new(crate::profile::Profile::named(profile).unwrap());
+            let of = |fields: &[_]| locate(&settings, &scope, &head("/", fields), &key, None).0;
+            let one = of(&[(name, "one")]);
+            assert_eq!(of(&[(name, "one"), ("x-other", "1")]), one);
+            for other in [
+                &[(name, "two")][..],
+                &[],
+                &[(name, "one"), (name, "two")],
+                &[(name, "one"), (other_spelling, "two")],
+                &[("x-other", "one")],
+            ] {
+                assert_ne!(of(other), one, "{other:?}");
+            }
+        }
     }
 
     #[test]

@@ -62,7 +62,8 @@ pub enum StoreDirective {
     Release,
     /// `tombstone`: done, but the response must not be kept.
     Tombstone,
-    /// `unknown`: it is not known whether the operation took place. The policy for server errors decides.
+    /// `unknown`: it is not known whether the operation took place, so it is not executed again until an operator has decided.
+    /// Under [`with_upstream_completion`](crate::Settings::with_upstream_completion) the record shows it.
     Unknown,
 }
 

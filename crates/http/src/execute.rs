@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::{CONTENT_TYPE, HeaderName, LOCATION};
+use http::header::{ACCEPT_ENCODING, CONTENT_ENCODING, CONTENT_TYPE, HeaderName, HeaderValue, LOCATION};
 use http::response::Parts;
 use http::{Request, Response, StatusCode, Uri};
 use http_body::{Body, Frame};
@@ -22,10 +22,11 @@ use crate::budget::{Budget, BudgetReservation};
 use crate::context::{
     CloseDelimited, IdempotencyContext, LeaseExpired, NoUpstreamResponse, StoreDirective, UpstreamResponse,
 };
+use crate::mcp::{CallOutcome, OtherRequest, RunningCall, ToolCall};
 use crate::profile::ServerErrors;
 use crate::reconcile::Reconciled;
 use crate::refusal::{Condition, Refusal};
-use crate::service::{Executed, set_status, take_status};
+use crate::service::{Executed, asks_again, set_status, take_status};
 use crate::settings::{CompletedBy, Settings};
 use crate::upstream::{instead, report};
 
@@ -35,6 +36,10 @@ pub(crate) struct Execution {
     pub(crate) permit: Permit,
     pub(crate) key: IdempotencyKey,
     pub(crate) response_budget: Arc<Budget>,
+    /// The call in the request, if it is a message of MCP.
+    pub(crate) call: Option<ToolCall>,
+    /// Keeps the session of the call.
+    pub(crate) running: Option<RunningCall>,
     /// The target of the request.
     pub(crate) target: Uri,
 }
@@ -76,6 +81,10 @@ impl Execution {
     {
         let context = IdempotencyContext::new(self.key.clone(), self.permit.attempt());
         request.extensions_mut().insert(context.clone());
+        if self.call.is_some() {
+            // The response has to be read: it tells the outcome of the call, and a replay has another `id`.
+            request.headers_mut().insert(ACCEPT_ENCODING, HeaderValue::from_static("identity"));
+        }
         let asks = self.settings.policy.on_abandoned() == OnAbandoned::Reconcile
             && context.attempt().is_after_abandoned();
         let (execution, request) = if asks {
@@ -132,7 +141,7 @@ impl Execution {
         }
     }
 
-    async fn finish<RB, E>(self, mut response: Response<RB>) -> ExecutionEnd<RB, E>
+    async fn finish<RB, E>(mut self, mut response: Response<RB>) -> ExecutionEnd<RB, E>
     where
         RB: Body<Data: Send, Error: Into<BoxError>> + Send + 'static,
     {
@@ -143,8 +152,13 @@ impl Execution {
             return ExecutionEnd::with(Box::pin(self.not_begun()).await);
         }
         let directive = take_directive(&mut response);
+        // The refusal of a call has the status 200, so only this field tells it from a result.
+        let is_refused = self.call.is_some() && directive.is_none() && asks_again(&response);
         take_status(&mut response);
-        let mut fate = self.fate(&response, directive);
+        let mut fate = match is_refused {
+            true => ResponseTreatment::Release,
+            false => self.fate(&response, directive),
+        };
         let is_error = response.status().is_client_error() || response.status().is_server_error();
         let is_kept_error = fate == ResponseTreatment::Replay
             && directive.is_none()
@@ -164,6 +178,19 @@ impl Execution {
             profile.mark_kept_server_error(response.headers_mut());
         }
         let (parts, body) = response.into_parts();
+        let call = self.call.take();
+        if fate == ResponseTreatment::Replay && call.is_some() && is_encoded(&parts) {
+            fate = ResponseTreatment::Tombstone;
+        }
+        // The head of a stream is sent while the tool runs, so the key is not free yet.
+        let is_decided_later =
+            fate == ResponseTreatment::Replay || directive == Some(StoreDirective::Release);
+        match call {
+            Some(call) if is_decided_later && is_event_stream(&parts) && !is_encoded(&parts) => {
+                return self.stream_call((call, directive), parts, body);
+            }
+            _ => {}
+        }
         if fate == ResponseTreatment::Replay && cannot_be_stored(&parts) {
             fate = ResponseTreatment::Tombstone;
         }
@@ -189,16 +216,30 @@ impl Execution {
             Err(PanicError) => return ExecutionEnd::with(Box::pin(self.fail(None, PANICKED)).await),
         };
         let settings = self.settings;
+        let outcome = match (&call, &rest) {
+            (Some(call), None) => call.outcome_in_body(&join(chunks.clone()), parts.status),
+            _ => Ok(None),
+        };
+        // The client does not take it for the response to its call, and a retry must not.
+        let is_foreign = match outcome {
+            Ok(None) => call.is_some() && rest.is_none() && parts.status.is_success(),
+            outcome => outcome == Err(OtherRequest),
+        };
+        if is_foreign && fate == ResponseTreatment::Replay {
+            fate = ResponseTreatment::Tombstone;
+        }
+        let outcome = outcome.unwrap_or_default();
+        if let (Some(outcome), ResponseTreatment::Replay, None) = (outcome, fate, directive) {
+            fate = fate_of_call(&settings, outcome);
+        }
         let stored = match &rest {
+            None if fate == ResponseTreatment::Tombstone => None,
             None => settings.stored_response(&parts, &chunks, trailers.as_ref()),
             Some(_) => None,
         };
         let completion = stored.map_or(Completion::Tombstone, Completion::Replayable);
-        let is_success = parts.status.is_success();
-        let settled = match settings.completed_by {
-            CompletedBy::Layer => settle(self.permit, fate, completion).await,
-            CompletedBy::Upstream => Box::pin(report(self.permit, fate, completion, is_success)).await,
-        };
+        let is_success = parts.status.is_success() && outcome.is_none_or(|own| own == CallOutcome::Complete);
+        let settled = conclude(&settings, self.permit, fate, completion, is_success).await;
         if let Some(own) = settled.own {
             return ExecutionEnd::with(instead(&settings, parts, &own, held));
         }
@@ -263,7 +304,7 @@ impl Execution {
     }
 
     /// Ends an attempt whose handler ended without a response, so that its effect is unknown. The reason is for the log.
-    async fn fail<RB>(self, status: Option<StatusCode>, reason: &'static str) -> Executed<RB> {
+    pub(crate) async fn fail<RB>(self, status: Option<StatusCode>, reason: &'static str) -> Executed<RB> {
         if self.settings.completed_by == CompletedBy::Upstream {
             return self.fail_upstream(status).await;
         }
@@ -293,18 +334,50 @@ const fn unanswered(status: StatusCode) -> &'static str {
 
 /// Combines the policy of the route with the directive of the handler.
 fn fate(settings: &Settings, status: StatusCode, directive: Option<StoreDirective>) -> ResponseTreatment {
-    let releases_errors = settings.profile.server_errors == ServerErrors::Release
-        || settings.completed_by == CompletedBy::Upstream;
+    let releases_errors = releases_errors(settings);
     match directive {
         Some(StoreDirective::Replay) => ResponseTreatment::Replay,
         Some(StoreDirective::Release) => ResponseTreatment::Release,
         Some(StoreDirective::Tombstone) => ResponseTreatment::Tombstone,
-        Some(StoreDirective::Unknown) if releases_errors => ResponseTreatment::Release,
+        // The record shows if the operation was committed.
+        Some(StoreDirective::Unknown) if settings.completed_by == CompletedBy::Upstream => {
+            ResponseTreatment::Release
+        }
         Some(StoreDirective::Unknown) => ResponseTreatment::Unknown,
         None if settings.profile.frees_key(status) => ResponseTreatment::Release,
         None if status.is_server_error() && releases_errors => ResponseTreatment::Release,
         None => ResponseTreatment::Replay,
     }
+}
+
+/// Returns true if an operation that failed has done nothing, or has undone it.
+fn releases_errors(settings: &Settings) -> bool {
+    settings.profile.server_errors == ServerErrors::Release || settings.completed_by == CompletedBy::Upstream
+}
+
+/// The treatment of a response to a call whose status does not release the key.
+pub(crate) fn fate_of_call(settings: &Settings, outcome: CallOutcome) -> ResponseTreatment {
+    match outcome {
+        CallOutcome::NotCalled => ResponseTreatment::Release,
+        CallOutcome::Failed if releases_errors(settings) => ResponseTreatment::Release,
+        CallOutcome::Failed | CallOutcome::Complete => ResponseTreatment::Replay,
+    }
+}
+
+/// Returns true if the body of a response has a content coding.
+fn is_encoded(parts: &Parts) -> bool {
+    let coding = parts.headers.get(CONTENT_ENCODING);
+    coding.is_some_and(|coding| !coding.as_bytes().trim_ascii().eq_ignore_ascii_case(b"identity"))
+}
+
+/// The media type of a response, without its parameters.
+fn essence(parts: &Parts) -> Option<&str> {
+    let content_type = parts.headers.get(CONTENT_TYPE)?.to_str().ok()?;
+    Some(content_type.split(';').next().unwrap_or_default().trim())
+}
+
+fn is_event_stream(parts: &Parts) -> bool {
+    essence(parts).is_some_and(|essence| essence.eq_ignore_ascii_case("text/event-stream"))
 }
 
 /// Returns true if a response has no end, if its end cannot be told from a broken connection, or if it switches to another
@@ -313,12 +386,9 @@ pub(crate) fn cannot_be_stored(parts: &Parts) -> bool {
     if parts.status == StatusCode::SWITCHING_PROTOCOLS || parts.extensions.get::<CloseDelimited>().is_some() {
         return true;
     }
-    let Some(content_type) = parts.headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok()) else {
-        return false;
-    };
-    let essence = content_type.split(';').next().unwrap_or_default().trim();
+    let Some(essence) = essence(parts) else { return false };
     const GRPC: &str = "application/grpc";
-    essence.eq_ignore_ascii_case("text/event-stream")
+    is_event_stream(parts)
         || essence.eq_ignore_ascii_case("multipart/x-mixed-replace")
         || essence.get(..GRPC.len()).is_some_and(|start| start.eq_ignore_ascii_case(GRPC))
 }
@@ -372,6 +442,20 @@ pub(crate) struct Settled {
     pub(crate) status: Option<&'static str>,
 }
 
+/// Ends the record of an attempt by the treatment of its response.
+pub(crate) async fn conclude(
+    settings: &Settings,
+    permit: Permit,
+    fate: ResponseTreatment,
+    completion: Completion,
+    is_success: bool,
+) -> Settled {
+    match settings.completed_by {
+        CompletedBy::Layer => settle(permit, fate, completion).await,
+        CompletedBy::Upstream => Box::pin(report(permit, fate, completion, is_success)).await,
+    }
+}
+
 /// Settles the record of an attempt by the treatment of its response.
 async fn settle(permit: Permit, fate: ResponseTreatment, completion: Completion) -> Settled {
     let settled = match fate {
@@ -419,21 +503,20 @@ where
     let is_cut = Arc::new(AtomicBool::new(false));
     let pumped = StreamedBody { frames, size, is_cut: is_cut.clone(), ahead };
     let response = marked(parts, ResponseBody::pumped(pumped), status);
-    let rest = pump(rest, sender, is_cut, settings.stream_timeout);
+    let rest = pump(rest, Some(sender), is_cut, settings.stream_timeout);
     ExecutionEnd { result: Ok(Executed::Response(response)), rest: Some(Box::pin(rest)) }
 }
 
 /// Sends a handler's body to the client, at the client's pace. A client that leaves, or that takes nothing for `timeout`,
 /// does not stop the body: it is read on for `timeout`, so that the handler runs to its end.
-async fn pump<RB>(
+pub(crate) async fn pump<RB>(
     mut body: Pin<Box<RB>>,
-    frames: mpsc::Sender<Result<Frame<Bytes>, BoxError>>,
+    mut client: Option<mpsc::Sender<Result<Frame<Bytes>, BoxError>>>,
     is_cut: Arc<AtomicBool>,
     timeout: Duration,
 ) where
     RB: Body<Error: Into<BoxError>>,
 {
-    let mut client = Some(frames);
     let mut give_up = None;
     loop {
         client.take_if(|client| client.is_closed());
@@ -545,6 +628,20 @@ mod tests {
             let taken = take_directive(&mut response);
             assert_eq!(fate(&settings, response.status(), taken), expected, "{directive}");
             assert!(response.headers().is_empty());
+        }
+    }
+
+    #[test]
+    fn an_outcome_that_the_service_does_not_know_never_frees_the_key() {
+        let unknown = Some(StoreDirective::Unknown);
+        for name in Profile::names() {
+            let settings = Settings::new(Profile::named(name).unwrap());
+            for status in [StatusCode::CREATED, StatusCode::BAD_REQUEST, StatusCode::GATEWAY_TIMEOUT] {
+                assert_eq!(fate(&settings, status, unknown), ResponseTreatment::Unknown, "{name} {status}");
+            }
+            let status = StatusCode::GATEWAY_TIMEOUT;
+            let upstream = settings.with_upstream_completion();
+            assert_eq!(fate(&upstream, status, unknown), ResponseTreatment::Release, "{name}");
         }
     }
 }

@@ -5,9 +5,7 @@
 //! request is refused. It never counts as anonymous.
 
 use std::fmt;
-use std::future::Future;
-use std::pin::Pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use http::header;
@@ -20,7 +18,10 @@ use oncegate_core::ErrorChain;
 use oncegate_engine::{ConfigError, LogThrottle};
 use serde_json::{Map, Value};
 
-use crate::body::BoxError;
+mod source;
+
+use source::FetchObserver;
+pub use source::{JwksFetch, JwksSource};
 
 /// The difference of clocks that is accepted for `exp` and `nbf`.
 const LEEWAY: Duration = Duration::from_secs(30);
@@ -30,6 +31,9 @@ const REFRESH_AGE: Duration = Duration::from_secs(5 * 60);
 
 /// The age beyond which a key set is no longer used, if no newer one can be fetched.
 const MAX_AGE: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// The age from which the log says how long the key set may still be used.
+const WARNING_AGE: Duration = Duration::from_secs(12 * 60 * 60);
 
 /// The shortest time between two fetches. Tokens with invented key identifiers must not become requests to the issuer.
 const FETCH_INTERVAL: Duration = Duration::from_secs(10);
@@ -52,6 +56,8 @@ const MAX_TOKEN_BYTES: usize = 16 * 1024;
 
 /// The shortest symmetric key (RFC 7518, 3.2, for HS256).
 const MIN_SECRET_BYTES: usize = 32;
+
+const TOO_SLOW: &str = "it took more than 5 seconds";
 
 const WARNING_INTERVAL: Duration = Duration::from_secs(60);
 
@@ -145,19 +151,6 @@ impl JwtAlgorithm {
     }
 }
 
-/// A place from which a key set (JWKS) is fetched again and again, such as a file or the URL of an issuer.
-pub trait JwksSource: Send + Sync + 'static {
-    /// Fetches the key set, as JSON. Called on a runtime of tokio. It is dropped after 5 seconds. It should not read more than
-    /// 256 KiB: a larger key set is an error.
-    fn fetch(&self) -> Pin<Box<dyn Future<Output = Result<Vec<u8>, BoxError>> + Send + '_>>;
-
-    /// Returns true if only the operator can write to this place. A symmetric key counts only there: with one
-    /// that an issuer publishes, every client can make tokens.
-    fn is_private(&self) -> bool {
-        false
-    }
-}
-
 /// Verifies the tokens that name callers. Copies share their keys.
 ///
 /// The key set is fetched when the first token arrives, again after 5 minutes, and when a token names an unknown key, at most
@@ -175,6 +168,7 @@ struct Inner {
     /// One fetch at a time.
     turn: tokio::sync::Mutex<()>,
     warnings: LogThrottle,
+    observer: OnceLock<FetchObserver>,
 }
 
 #[derive(Clone, Default)]
@@ -183,11 +177,21 @@ struct Cache {
     /// The begin of the last fetch.
     tried: Option<Instant>,
     is_fetching: bool,
+    /// True if the last fetch brought no key set.
+    has_failed: bool,
     /// Grows with each fetch.
     fetches: u64,
 }
 
-/// The keys of a key set that can verify signatures.
+impl Cache {
+    /// The keys that may be used now.
+    fn usable(&self) -> Option<&KeySet> {
+        let (keys, since) = self.keys.as_ref()?;
+        (since.elapsed() < MAX_AGE && !keys.0.is_empty()).then_some(&**keys)
+    }
+}
+
+/// The keys of a key set that can verify signatures. None if the issuer has withdrawn all.
 struct KeySet(Vec<Key>);
 
 struct Key {
@@ -226,7 +230,9 @@ impl TokenFault {
     pub(crate) const fn describe(self) -> &'static str {
         match self {
             Self::Repeated => "was sent more than once",
-            Self::Malformed => "is not a signed token (JWT)",
+            Self::Malformed => {
+                "is not a signed token (JWT) of the scheme Bearer, or a claim in it has a wrong form"
+            }
             Self::Algorithm => "is signed with an algorithm that this service does not accept",
             Self::UnknownKey => "names a key that this service does not know",
             Self::NoKeys => "cannot be verified at the moment: the keys of its issuer are not available",
@@ -237,7 +243,7 @@ impl TokenFault {
             Self::Audience => "is not meant for this service",
             Self::WithoutExpiry => "has no time at which it expires",
             Self::WithoutClaim => {
-                "lacks the claim by which the service tells callers apart, as a text or a number"
+                "lacks the claim that names its caller, or it is neither a text nor a whole number"
             }
         }
     }
@@ -280,6 +286,7 @@ impl JwtVerifier {
             cache: Mutex::default(),
             turn: tokio::sync::Mutex::default(),
             warnings: LogThrottle::new(WARNING_INTERVAL),
+            observer: OnceLock::new(),
         };
         Ok(Self { inner: Arc::new(inner), validation: Arc::new(validation) })
     }
@@ -316,12 +323,51 @@ impl JwtVerifier {
     /// # Errors
     /// If it is not a key set, or has no key for these algorithms.
     pub fn check(&self, key_set: &[u8]) -> Result<(), ConfigError> {
-        KeySet::read(key_set, &self.validation.algorithms).map(drop).map_err(ConfigError::new)
+        let (_, lack) = KeySet::read(key_set, &self.validation.algorithms).map_err(ConfigError::new)?;
+        lack.map_or(Ok(()), |lack| Err(ConfigError::new(lack)))
+    }
+
+    /// Fetches the key set from its source, and checks it as [`check`](Self::check) does. The keys in use stay as they are.
+    ///
+    /// # Errors
+    /// If it cannot be fetched within 5 seconds, or cannot be used.
+    pub async fn check_source(&self) -> Result<(), ConfigError> {
+        match tokio::time::timeout(FETCH_TIMEOUT, self.inner.source.fetch()).await {
+            Err(_) => Err(ConfigError::new(TOO_SLOW)),
+            Ok(Err(error)) => Err(ConfigError::new(ErrorChain(&*error).to_string())),
+            Ok(Ok(key_set)) => self.check(&key_set),
+        }
+    }
+
+    /// Calls this closure with the result of each fetch. It must not block. All copies share the first one that is given.
+    pub fn observe_fetches(&self, observer: impl Fn(JwksFetch) + Send + Sync + 'static) {
+        let _given_before = self.inner.observer.set(Box::new(observer));
     }
 
     /// Fetches the key set now, so that the first request need not wait for it. An error is logged.
     pub async fn refresh(&self) {
         self.inner.clone().fetch(self.validation.algorithms.clone(), Duration::ZERO).await;
+    }
+
+    /// Fetches the key set if there is none, or if it is 5 minutes old. A program that calls it every minute notices that the
+    /// issuer is away even while there are no requests.
+    pub async fn refresh_if_old(&self) {
+        if self.key_set_age().is_none_or(|age| age >= REFRESH_AGE) {
+            self.inner.clone().fetch(self.validation.algorithms.clone(), FIRST_FETCH_INTERVAL).await;
+        }
+    }
+
+    /// The age of the key set: the time since the last fetch that brought one. `None` if there was none.
+    #[must_use]
+    pub fn key_set_age(&self) -> Option<Duration> {
+        self.inner.cache().keys.as_ref().map(|(_, since)| since.elapsed())
+    }
+
+    /// Returns true if there is a key that can verify tokens, in a key set that is not older than 24 hours. Otherwise every
+    /// token is refused.
+    #[must_use]
+    pub fn has_keys(&self) -> bool {
+        self.inner.cache().usable().is_some()
     }
 
     /// Takes over the key set of another verifier with the same source and algorithms, so that a reload while the issuer is away
@@ -398,9 +444,11 @@ impl JwtVerifier {
         }
         // The library refuses every token if one of the accepted algorithms needs a key of another kind.
         let validation = Validation { algorithms: vec![header.alg], ..Validation::clone(&self.validation) };
-        let current = self.inner.cache().keys.clone().filter(|(_, since)| since.elapsed() < MAX_AGE);
-        let (keys, _) = current.ok_or(TokenFault::NoKeys)?;
-        let mut result = Err(TokenFault::UnknownKey);
+        let cache = self.inner.cache().clone();
+        let keys = cache.usable().ok_or(TokenFault::NoKeys)?;
+        // The key may be a new one that could not be fetched: this is no fault of the token.
+        let unknown = if cache.has_failed { TokenFault::NoKeys } else { TokenFault::UnknownKey };
+        let mut result = Err(unknown);
         for key in keys.candidates(header.kid.as_deref(), header.alg).take(MAX_CANDIDATES) {
             match jsonwebtoken::decode::<Map<String, Value>>(token, &key.key, &validation) {
                 Ok(token) => return Ok(token.claims),
@@ -476,38 +524,63 @@ impl Inner {
             (cache.tried, cache.is_fetching) = (Some(Instant::now()), true);
         }
         let fetched = tokio::time::timeout(FETCH_TIMEOUT, self.source.fetch()).await;
-        let keys = match fetched {
-            Err(_) => Err("it took more than 5 seconds".to_owned()),
-            Ok(Err(error)) => Err(ErrorChain(&*error).to_string()),
-            Ok(Ok(json)) => KeySet::read(&json, &algorithms),
+        let (keys, failure) = match fetched {
+            Err(_) => (Err(TOO_SLOW.to_owned()), JwksFetch::Failed),
+            Ok(Err(error)) => (Err(ErrorChain(&*error).to_string()), JwksFetch::Failed),
+            Ok(Ok(json)) => (KeySet::read(&json, &algorithms), JwksFetch::Unusable),
         };
+        if let Some(observer) = self.observer.get() {
+            observer(if matches!(keys, Ok((_, None))) { JwksFetch::Fetched } else { failure });
+        }
         let mut cache = self.cache();
         cache.is_fetching = false;
+        cache.has_failed = keys.is_err();
         cache.fetches += 1;
-        match keys {
-            Ok(keys) => cache.keys = Some((Arc::new(keys), Instant::now())),
-            Err(error) => {
-                let has_keys = cache.keys.as_ref().is_some_and(|(_, since)| since.elapsed() < MAX_AGE);
-                drop(cache);
-                self.warn(&error, has_keys);
+        let error = match keys {
+            Ok((keys, lack)) => {
+                // Also without keys: an issuer whose only key was stolen withdraws it so.
+                cache.keys = Some((Arc::new(keys), Instant::now()));
+                lack
             }
+            Err(error) => Some(error),
+        };
+        let is_usable = cache.usable().is_some();
+        let age = cache.keys.as_ref().filter(|_| is_usable).map(|(_, since)| since.elapsed());
+        drop(cache);
+        if let Some(error) = error {
+            self.warn(&error, age);
         }
     }
 
-    fn warn(&self, error: &str, has_keys: bool) {
+    /// `age` is that of the key set in use, if there is one.
+    fn warn(&self, error: &str, age: Option<Duration>) {
         let Some(suppressed) = self.warnings.pass() else { return };
-        let meanwhile = if has_keys {
-            "the last key set is used until it is 24 hours old"
-        } else {
-            "all requests whose caller a token names are refused"
-        };
-        tracing::warn!(suppressed, error, "the keys that verify tokens cannot be fetched; {meanwhile}");
+        match age {
+            Some(age) if age < WARNING_AGE => tracing::warn!(
+                suppressed,
+                error,
+                "no keys that verify tokens were fetched; the last key set is used until it is 24 hours old"
+            ),
+            Some(age) => tracing::error!(
+                suppressed,
+                error,
+                minutes_left = MAX_AGE.saturating_sub(age).as_secs() / 60,
+                "no keys that verify tokens were fetched; soon the last key set is 24 hours old, and all requests whose caller a token \
+                 names are refused"
+            ),
+            None => tracing::error!(
+                suppressed,
+                error,
+                "no keys that verify tokens were fetched; all requests whose caller a token names are refused"
+            ),
+        }
     }
 }
 
 impl KeySet {
-    /// Reads the keys that can verify signatures of these algorithms. Other keys of the set are left out.
-    fn read(json: &[u8], algorithms: &[Algorithm]) -> Result<Self, String> {
+    /// Reads the keys that can verify signatures of these algorithms. Other keys of the set are left out. If none is left, the
+    /// reason comes with the empty set.
+    fn read(json: &[u8], algorithms: &[Algorithm]) -> Result<(Self, Option<String>), String> {
         if json.len() > MAX_KEY_SET_BYTES {
             return Err(format!("the key set is larger than {} KiB", MAX_KEY_SET_BYTES / 1024));
         }
@@ -519,15 +592,15 @@ impl KeySet {
             return Err(format!("the key set has {} keys; at most {MAX_KEYS} are accepted", keys.len()));
         }
         let usable: Vec<_> = keys.iter().filter_map(|key| Key::read(key, algorithms)).collect();
-        if usable.is_empty() {
+        let lack = usable.is_empty().then(|| {
             let names: Vec<_> = algorithms.iter().map(|algorithm| format!("{algorithm:?}")).collect();
-            return Err(format!(
-                "none of the {} keys of the key set can verify signatures of {} (a symmetric key needs {MIN_SECRET_BYTES} bytes)",
-                keys.len(),
-                names.join(", ")
-            ));
-        }
-        Ok(Self(usable))
+            format!(
+                "the key set has no key that can verify signatures of {} (keys: {}; a symmetric key needs {MIN_SECRET_BYTES} bytes)",
+                names.join(", "),
+                keys.len()
+            )
+        });
+        Ok((Self(usable), lack))
     }
 
     /// The keys that may have signed a token with this header. A token that names no key matches a key only if no other key
@@ -584,6 +657,7 @@ impl fmt::Debug for JwtVerifier {
 
 #[cfg(test)]
 mod tests {
+    use std::pin::Pin;
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use http::HeaderValue;
@@ -591,6 +665,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::body::BoxError;
 
     /// A source whose key set the test changes; `None` is away.
     #[derive(Clone, Default)]
@@ -841,6 +916,21 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn the_result_of_each_fetch_is_reported() {
+        let place = Place::default();
+        let verifier = verifier(&place);
+        let results = Arc::new(Mutex::new(Vec::new()));
+        let seen = results.clone();
+        verifier.observe_fetches(move |result| seen.lock().unwrap().push(result));
+        verifier.refresh().await;
+        place.set(&[]);
+        verifier.refresh().await;
+        place.set(&[Issuer::new("a").jwk()]);
+        verifier.clone().with_issuer("b").refresh().await;
+        assert_eq!(*results.lock().unwrap(), [JwksFetch::Failed, JwksFetch::Unusable, JwksFetch::Fetched]);
+    }
+
+    #[tokio::test]
     async fn while_the_issuer_is_away_known_keys_are_used_for_a_day() {
         let (issuer, place) = (Issuer::new("a"), Place::default());
         let verifier = verifier(&place);
@@ -855,13 +945,64 @@ mod tests {
         *place.json.lock().unwrap() = None;
         verifier.refresh().await;
         assert!(of(&verifier, &token).await.is_ok());
+        // The issuer may have made a new key, which cannot be fetched: this is no fault of the token.
+        assert_eq!(of(&verifier, &Issuer::new("new").token(&claims("ada"))).await, Err(TokenFault::NoKeys));
+        assert!(verifier.has_keys() && verifier.key_set_age().unwrap() < REFRESH_AGE);
         let since = Instant::now().checked_sub(MAX_AGE).unwrap();
         verifier.inner.cache().keys.as_mut().unwrap().1 = since;
         assert_eq!(of(&verifier, &token).await, Err(TokenFault::NoKeys));
+        assert!(!verifier.has_keys() && verifier.key_set_age().unwrap() >= MAX_AGE);
         let reloaded = self::verifier(&place);
         verifier.inner.cache().keys.as_mut().unwrap().1 = Instant::now();
         reloaded.take_keys_of(&verifier);
         assert!(of(&reloaded, &token).await.is_ok());
+    }
+
+    #[tokio::test]
+    async fn an_issuer_withdraws_its_only_key() {
+        let (stolen, other, place) = (Issuer::new("a"), Issuer::of_ed25519("b"), Place::default());
+        let verifier = verifier(&place);
+        let token = stolen.token(&claims("ada"));
+        for (withdrawn, is_read) in [
+            (Some(json!({"keys": []})), true),
+            (Some(json!({"keys": [other.jwk()]})), true),
+            (Some(json!({"errors": []})), false),
+            (None, false),
+        ] {
+            place.set(&[stolen.jwk()]);
+            verifier.refresh().await;
+            assert!(of(&verifier, &token).await.is_ok());
+            *place.json.lock().unwrap() = withdrawn.as_ref().map(Value::to_string);
+            verifier.refresh().await;
+            let accepted = of(&verifier, &token).await;
+            assert_eq!(accepted.is_err(), is_read, "{withdrawn:?}");
+            assert!(!is_read || accepted == Err(TokenFault::NoKeys), "{withdrawn:?}");
+        }
+        // A reload does not bring it back.
+        place.set(&[]);
+        verifier.refresh().await;
+        let reloaded = self::verifier(&place);
+        reloaded.take_keys_of(&verifier);
+        assert_eq!(of(&reloaded, &token).await, Err(TokenFault::NoKeys));
+    }
+
+    #[tokio::test]
+    async fn an_old_key_set_is_fetched_again_without_a_request() {
+        let (issuer, place) = (Issuer::new("a"), Place::default());
+        place.set(&[issuer.jwk()]);
+        let verifier = verifier(&place);
+        let fetches = || place.fetches.load(Ordering::Relaxed);
+        verifier.refresh_if_old().await;
+        verifier.refresh_if_old().await;
+        assert_eq!(fetches(), 1);
+        {
+            let mut cache = verifier.inner.cache();
+            cache.tried = Instant::now().checked_sub(REFRESH_AGE);
+            cache.keys.as_mut().unwrap().1 = Instant::now().checked_sub(REFRESH_AGE).unwrap();
+        }
+        verifier.refresh_if_old().await;
+        assert_eq!(fetches(), 2);
+        assert!(verifier.key_set_age().unwrap() < REFRESH_AGE);
     }
 
     #[tokio::test]

@@ -9,6 +9,8 @@ use oncegate_core::{IdempotencyKey, limits};
 use oncegate_engine::ConfigError;
 use regex_lite::Regex;
 
+use crate::carrier::only;
+
 /// The grammar of keys.
 ///
 /// A field that is present but invalid is always an error, even if the key is optional. RFC 9651 allows to ignore such a
@@ -81,19 +83,21 @@ impl KeyGrammar {
     /// The key in these headers, with its field as it was received; `None` if there is no field of one of these names.
     ///
     /// # Errors
-    /// If the field is not a valid key, or if there is more than one.
+    /// If a field is not a valid key, if it has two lines, or if two fields have different keys.
     pub fn read<'a>(
         &self,
         headers: &'a HeaderMap,
         names: &'a [HeaderName],
     ) -> Option<Result<(IdempotencyKey, &'a HeaderName, &'a HeaderValue), KeyHeaderError>> {
-        let mut fields =
-            names.iter().flat_map(|name| headers.get_all(name).iter().map(move |value| (name, value)));
-        let (name, value) = fields.next()?;
-        if fields.next().is_some() {
+        let mut fields = names.iter().filter_map(|name| Some((name, headers.get(name)?)));
+        let (name, value) = fields.clone().next()?;
+        if fields.clone().any(|(name, _)| headers.get_all(name).iter().nth(1).is_some()) {
             return Some(Err(KeyHeaderError::SeveralFields));
         }
-        Some(self.parse(value.as_bytes()).map(|key| (key, name, value)))
+        // The usual case is one field.
+        let first = fields.next().map(|(_, value)| self.parse(value.as_bytes()));
+        let key = only(first.into_iter().chain(fields.map(|(_, value)| self.parse(value.as_bytes()))))?;
+        Some(key.map(|key| (key, name, value)))
     }
 
     /// Reads the value of a field.
@@ -111,10 +115,77 @@ impl KeyGrammar {
         })
     }
 
+    /// The value of a header field that carries this key.
+    ///
+    /// It is a string of RFC 9651 in quotes, or the key itself if the syntax is raw. A key with other characters than ASCII is a
+    /// display string of RFC 9651.
+    ///
+    /// ```
+    /// use oncegate_core::IdempotencyKey;
+    /// use oncegate_http::KeyGrammar;
+    ///
+    /// let key = IdempotencyKey::new("order 1")?;
+    /// assert_eq!(KeyGrammar::default().field_of(&key).unwrap(), "\"order 1\"");
+    /// # Ok::<_, oncegate_core::KeyError>(())
+    /// ```
+    #[must_use]
+    pub fn field_of(&self, key: &IdempotencyKey) -> Option<HeaderValue> {
+        let bytes = key.as_bytes();
+        if self.syntax == KeySyntax::Raw && raw(bytes).is_ok() && trim_ows(bytes) == bytes {
+            return HeaderValue::from_bytes(bytes).ok();
+        }
+        let mut field = String::with_capacity(bytes.len() + 3);
+        if bytes.iter().all(|byte| matches!(byte, b' '..=b'~')) {
+            field.push('"');
+            for byte in bytes {
+                if matches!(byte, b'"' | b'\\') {
+                    field.push('\\');
+                }
+                field.push(char::from(*byte));
+            }
+        } else {
+            field.push_str("%\"");
+            for byte in bytes {
+                match byte {
+                    b' '..=b'~' if !matches!(byte, b'%' | b'"') => field.push(char::from(*byte)),
+                    _ => field.push_str(&format!("%{byte:02x}")),
+                }
+            }
+        }
+        field.push('"');
+        HeaderValue::try_from(field).ok()
+    }
+
     /// The syntax of the key in its header field.
     #[must_use]
     pub const fn syntax(&self) -> KeySyntax {
         self.syntax
+    }
+
+    /// The error, and what to send instead.
+    pub(crate) fn explain(&self, error: KeyHeaderError) -> String {
+        let advice = match (error, &self.format) {
+            (KeyHeaderError::BadByte, _) if self.syntax == KeySyntax::Raw => {
+                "send text in UTF-8 without control characters".to_owned()
+            }
+            (KeyHeaderError::BadByte, _) => {
+                "send visible ASCII characters without quote and comma, or put the key in quotes".to_owned()
+            }
+            (KeyHeaderError::Empty | KeyHeaderError::NotText | KeyHeaderError::Format(_), format) => {
+                match format {
+                    KeyFormat::Any => "send 1 to 255 characters, such as a UUID".to_owned(),
+                    KeyFormat::Uuid => "send a UUID of 36 characters".to_owned(),
+                    KeyFormat::Ulid => "send a ULID of 26 characters".to_owned(),
+                    KeyFormat::Pattern(_) => {
+                        let pattern = format.to_string();
+                        let pattern = pattern.strip_prefix("pattern:").unwrap_or(&pattern);
+                        format!("send one that the regular expression {pattern} matches from end to end")
+                    }
+                }
+            }
+            _ => return error.to_string(),
+        };
+        format!("{error}; {advice}")
     }
 
     /// The key in a text that needs no syntax: a member of a body, a parameter of the query, or the input of an operator.
@@ -145,8 +216,10 @@ impl KeyGrammar {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum KeyHeaderError {
-    /// More than one field line.
+    /// Sent twice in one place: two lines of a field, two parameters or two members of one name.
     SeveralFields,
+    /// Different in two places.
+    Differing,
     /// No byte, or only spaces.
     Empty,
     /// A string that begins with a quote but is not valid by RFC 9651.
@@ -161,8 +234,10 @@ pub enum KeyHeaderError {
     NotText,
     /// In a body that may be JSON and cannot be read, so that it is not known if it has a key.
     Unreadable,
-    /// In a field whose name has `_` instead of `-`.
+    /// In a field whose name has `_` for `-`, or the reverse.
     Spelling,
+    /// In a place of the query or body where a service may find a key, and where it is not read.
+    Misplaced,
     /// Longer than [`limits::MAX_KEY_BYTES`].
     TooLong {
         /// The length, in bytes.
@@ -176,17 +251,27 @@ impl fmt::Display for KeyHeaderError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::SeveralFields => f.write_str("the key was sent more than once; send one key"),
-            Self::Empty => f.write_str("the key is empty; send 1 to 255 characters, such as a UUID"),
+            Self::Empty => f.write_str("the key is empty"),
             Self::BadString => f.write_str(
                 "the key starts with a quote but is not a string of RFC 9651; send \"key\" or the key without quotes",
             ),
             Self::BadByte => f.write_str(
-                "the key has a character that is not allowed; send visible ASCII characters without quote and comma",
+                "the key has a character that is not allowed",
             ),
             Self::Comma => f.write_str("the key has a comma; send one key, or put it in quotes"),
-            Self::NotText => f.write_str("the key is not a text; send 1 to 255 characters, such as a UUID"),
-            Self::Unreadable => f.write_str("the body cannot be read to its end, so a key in it may be overlooked; send JSON in UTF-8"),
-            Self::Spelling => f.write_str("the name of the field has `_` instead of `-`"),
+            Self::NotText => f.write_str("the key is not a text"),
+            Self::Unreadable => f.write_str(
+                "the body is no JSON that every program reads alike, or its content coding cannot be undone, so a key in it may be \
+                 overlooked; send JSON in UTF-8, as it is or in gzip",
+            ),
+            Self::Differing => f.write_str("two places have different keys; send one key"),
+            Self::Spelling => f.write_str(
+                "the name of the field was sent with `_` for `-`, or the reverse; send it as it is written here",
+            ),
+            Self::Misplaced => f.write_str(
+                "the name of the key stands in the request where no key is read, such as a list, a multipart form, a format other \
+                 than JSON and URL-encoded forms, or a parameter after a semicolon; send it as it is written here",
+            ),
             Self::NotQuoted => f.write_str("the key must be in double quotes"),
             Self::TooLong { bytes } => {
                 write!(f, "the key has {bytes} characters; at most {} are allowed", limits::MAX_KEY_BYTES)
@@ -324,6 +409,29 @@ mod tests {
     }
 
     #[test]
+    fn a_key_of_a_body_has_a_form_for_header_fields() {
+        let grammar = |syntax| KeyGrammar::default().with_syntax(syntax);
+        for (key, quoted, raw) in [
+            ("order-1", "\"order-1\"", "order-1"),
+            ("a \"b\" \\", r#""a \"b\" \\""#, "a \"b\" \\"),
+            ("fü%\"", "%\"f%c3%bc%25%22\"", "fü%\""),
+            ("a\nb", "%\"a%0ab\"", "%\"a%0ab\""),
+            (" a", "\" a\"", "\" a\""),
+        ] {
+            let key = IdempotencyKey::new(key).unwrap();
+            for (syntax, expected) in
+                [(KeySyntax::Lenient, quoted), (KeySyntax::Strict, quoted), (KeySyntax::Raw, raw)]
+            {
+                let field = grammar(syntax).field_of(&key).unwrap();
+                assert_eq!(field.as_bytes(), expected.as_bytes(), "{syntax:?}");
+            }
+            if quoted.starts_with('"') {
+                assert_eq!(grammar(KeySyntax::Strict).parse(quoted.as_bytes()).unwrap(), key);
+            }
+        }
+    }
+
+    #[test]
     fn a_raw_key_is_the_whole_value_of_its_field() {
         let raw = |field: &str| {
             let grammar = KeyGrammar::default().with_syntax(KeySyntax::Raw);
@@ -335,6 +443,27 @@ mod tests {
         assert_eq!(raw("a\tb"), Err(KeyHeaderError::BadByte));
         assert_eq!(raw("  "), Err(KeyHeaderError::Empty));
         assert_eq!(raw(&"k".repeat(256)), Err(KeyHeaderError::TooLong { bytes: 256 }));
+    }
+
+    #[test]
+    fn advice_for_an_invalid_key_fits_the_grammar() {
+        let raw = KeyGrammar::default().with_syntax(KeySyntax::Raw);
+        let short = raw.clone().with_format(KeyFormat::pattern(".{1,64}").unwrap());
+        let long = short.parse(&[b'k'; 65]).unwrap_err();
+        for (grammar, error, expected) in [
+            (&KeyGrammar::default(), KeyHeaderError::Empty, "the key is empty; send 1 to 255 characters"),
+            (&KeyGrammar::default(), KeyHeaderError::BadByte, "without quote and comma"),
+            (&raw, KeyHeaderError::BadByte, "send text in UTF-8 without control characters"),
+            (
+                &short,
+                long,
+                "the key is not of the published format; send one that the regular expression .{1,64} matches",
+            ),
+            (&short, KeyHeaderError::Comma, "put it in quotes"),
+        ] {
+            let text = grammar.explain(error);
+            assert!(text.contains(expected), "{text}");
+        }
     }
 
     #[test]
@@ -369,18 +498,23 @@ mod tests {
     }
 
     #[test]
-    fn two_field_lines_are_an_error_even_if_they_are_equal() {
+    fn two_lines_of_a_field_are_an_error_and_two_fields_must_have_equal_keys() {
         let names = ["idempotency-key", "x-idempotency-key"].map(HeaderName::from_static);
-        for second in &names {
+        let read = |lines: &[(usize, &'static str)]| {
             let mut headers = HeaderMap::new();
-            let read = |headers: &HeaderMap| {
-                KeyGrammar::default().read(headers, &names).map(|read| read.map(|(_, name, _)| name.clone()))
-            };
-            assert_eq!(read(&headers), None);
-            headers.append(second, HeaderValue::from_static("a"));
-            assert_eq!(read(&headers), Some(Ok(second.clone())));
-            headers.append(&names[0], HeaderValue::from_static("a"));
-            assert_eq!(read(&headers), Some(Err(KeyHeaderError::SeveralFields)));
-        }
+            for (at, value) in lines {
+                headers.append(&names[*at], HeaderValue::from_static(value));
+            }
+            KeyGrammar::default().read(&headers, &names).map(|read| read.map(|(_, name, _)| name.clone()))
+        };
+        let [first, second] = names.clone();
+        let repeated = Some(Err(KeyHeaderError::SeveralFields));
+        assert_eq!(read(&[]), None);
+        assert_eq!(read(&[(1, "a")]), Some(Ok(second)));
+        assert_eq!(read(&[(1, "a"), (0, "\"a\"")]), Some(Ok(first)));
+        assert_eq!(read(&[(1, "a"), (0, "b")]), Some(Err(KeyHeaderError::Differing)));
+        assert_eq!(read(&[(0, "a"), (1, "\"b")]), Some(Err(KeyHeaderError::BadString)));
+        assert_eq!(read(&[(0, "a"), (0, "a")]), repeated);
+        assert_eq!(read(&[(0, "a"), (1, "a"), (1, "a")]), repeated);
     }
 }

@@ -17,6 +17,7 @@ use crate::canonical;
 use crate::credential;
 use crate::event::RequestObserver;
 use crate::in_flight::InFlight;
+use crate::mcp::Sessions;
 use crate::method;
 use crate::path::PathPattern;
 use crate::scope::{CallerDoubt, NoCaller};
@@ -51,6 +52,8 @@ pub(crate) struct Shared {
     pub(crate) request_budget: Arc<Budget>,
     pub(crate) response_budget: Arc<Budget>,
     pub(crate) in_flight: Arc<InFlight>,
+    /// The sessions of running calls of tools.
+    pub(crate) sessions: Sessions,
     /// Limits the comparisons of large bodies that run at the same time to the number of cores, so that small bodies
     /// do not wait.
     pub(crate) comparisons: Arc<Semaphore>,
@@ -99,6 +102,7 @@ impl IdempotencyLayer {
             request_budget: Budget::new(REQUEST_BUDGET),
             response_budget: Budget::new(RESPONSE_BUDGET),
             in_flight: Arc::new(InFlight::new(MAX_IN_FLIGHT, MAX_IN_FLIGHT_PER_CALLER)),
+            sessions: Sessions::default(),
             comparisons: Arc::new(Semaphore::new(cores())),
             scope_warnings: Arc::new(LogThrottle::new(SCOPE_WARNING_INTERVAL)),
             default: Arc::new(Settings::default()),
@@ -229,7 +233,7 @@ impl IdempotencyLayer {
     pub fn record_id(&self, request: &Parts, key: &IdempotencyKey) -> Option<RecordId> {
         let settings = self.settings(&request.method, request.uri.path());
         let scope = self.shared.scope(settings, request).ok()?;
-        Some(canonical::locate(settings, &scope, request, key).0)
+        Some(canonical::locate(settings, &scope, request, key, None).0)
     }
 
     /// Returns the current use of the limits, over this layer and all its copies. For gauges.

@@ -22,7 +22,8 @@
 //!
 //! # Caveats
 //! - A page of another origin can read a replay or a refusal only if a CORS layer outside of this one allows it, such as
-//!   `tower_http::cors::CorsLayer`. Expose `Idempotency-Key`, `Idempotent-Replayed`, `Idempotency-Status` and `Retry-After`.
+//!   `tower_http::cors::CorsLayer`. Expose `Idempotency-Key`, `Idempotent-Replayed`, `Idempotency-Status`,
+//!   `Retry-After`, `RateLimit`, `RateLimit-Policy` and [`Settings::profile_headers`].
 //! - Put the layer inside authentication (a replay must not bypass it), inside compression (a stored response must not be
 //!   compressed for one client), and outside of everything that changes the request's path, such as axum's `nest`.
 //! - A response that has no end (server-sent events, gRPC, upgrades) or is larger than [`Settings::with_max_response_body`]
@@ -89,17 +90,21 @@ mod context;
 mod credential;
 mod event;
 mod execute;
+mod first_sent;
 mod grpc;
 mod headers;
+mod identity;
 mod in_flight;
 #[cfg(feature = "jwt")]
 mod jwt;
 mod key;
 mod layer;
+mod mcp;
 mod method;
 mod missing_response;
 mod overrides;
 mod path;
+mod possible_refusals;
 mod profile;
 mod rate_limit;
 mod reconcile;
@@ -121,9 +126,10 @@ pub use context::{
 pub use event::{Disposition, KeyedEvent, RequestEvent, RequestObserver};
 pub use grpc::{GrpcCode, GrpcForm};
 #[cfg(feature = "jwt")]
-pub use jwt::{JwksSource, JwtAlgorithm, JwtVerifier};
+pub use jwt::{JwksFetch, JwksSource, JwtAlgorithm, JwtVerifier};
 pub use key::{KeyFormat, KeyGrammar, KeyHeaderError, KeySyntax};
 pub use layer::{IdempotencyLayer, LimitUsage};
+pub use mcp::{Protocol, ToolPolicies, ToolPolicy};
 pub use path::{PathCase, PathPattern, TrailingSlash};
 pub use profile::{
     BodyComparison, KeyScope, Profile, ProfileError, ProfileErrors, RefusalRow, ServerErrors,

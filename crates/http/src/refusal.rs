@@ -1,6 +1,7 @@
 //! Responses of the layer itself: refusals, with the reason and with advice for the client.
 
 use std::fmt;
+use std::sync::Arc;
 
 use bytes::Bytes;
 use http::header::{self, HeaderName, HeaderValue};
@@ -8,7 +9,8 @@ use http::{Response, StatusCode};
 use oncegate_core::RecordId;
 
 use crate::grpc::{GrpcCode, GrpcForm};
-use crate::profile::Profile;
+use crate::profile::{Profile, RefusalText};
+use crate::service::IDEMPOTENCY_STATUS;
 use crate::settings::Settings;
 
 /// The next step for the caller.
@@ -37,6 +39,27 @@ impl RetryAdvice {
             Self::FixRequest => "fix-request",
             Self::Stop => "stop",
             Self::Unprotected => "unprotected",
+        }
+    }
+
+    /// The advice for an agent, in terms of calls of tools.
+    pub(crate) fn for_agents(self, retry_after: Option<u64>) -> String {
+        match (self, retry_after) {
+            (Self::SameKey, Some(seconds)) => {
+                let unit = if seconds == 1 { "second" } else { "seconds" };
+                format!("Make the same call again, unchanged, in {seconds} {unit}: it takes effect at most once.")
+            }
+            (Self::SameKey, None) => {
+                "Make the same call again, unchanged: it takes effect at most once.".to_owned()
+            }
+            (Self::NewKey, _) => {
+                "If another operation is meant, call the tool with a new key; otherwise make the first call again, unchanged."
+                    .to_owned()
+            }
+            (Self::FixRequest, _) => "Correct the call before you make it again.".to_owned(),
+            (Self::Stop | Self::Unprotected, _) => "Do not make this call again, not with a new key and not in other words, before you \
+                 know what happened: look it up with another tool, or ask the person for whom you work."
+                .to_owned(),
         }
     }
 }
@@ -145,12 +168,17 @@ conditions! {
     /// The request does not identify its caller, or does so twice.
     ScopeUnavailable: "scope-unavailable", BAD_REQUEST, FixRequest, InvalidArgument,
         "The request does not identify its caller",
-        "The request lacks the field that identifies its caller, or has it twice. Nothing was executed.";
+        "The request lacks the field that identifies its caller, or has it twice. Nothing was executed for this request.";
+
+    /// The keys that verify the caller's token are not available.
+    VerificationUnavailable: "verification-unavailable", SERVICE_UNAVAILABLE, SameKey, Unavailable,
+        "The caller of the request cannot be verified at the moment",
+        "Nothing was executed for this request: the keys that verify tokens are not available. Send the same request with the same key later.";
 
     /// The request has a credential, and it is not configured that callers are told apart by it.
     ScopeNotSet: "scope-not-set", BAD_REQUEST, FixRequest, InvalidArgument,
         "The service is not configured to tell the callers of this request apart",
-        "The request has a credential, and the service is not configured to tell callers apart by it. Nothing was executed.";
+        "The request has a credential, and the service is not configured to tell callers apart by it. Nothing was executed for this request.";
 
     /// The store could not be asked.
     StoreUnavailable: "store-unavailable", SERVICE_UNAVAILABLE, SameKey, Unavailable,
@@ -244,6 +272,25 @@ conditions! {
         "Nothing was executed.";
 }
 
+impl Condition {
+    /// Returns true if the request itself is refused, for what is wrong with it or because it is too old. Then no earlier request
+    /// of the same content has taken effect within the retention.
+    pub(crate) const fn rejects(self) -> bool {
+        matches!(
+            self,
+            Self::KeyMissing
+                | Self::KeyInvalid
+                | Self::KeyExpired
+                | Self::KeyUnsupported
+                | Self::KeyReused
+                | Self::RequestTooLarge
+                | Self::RequestMalformed
+                | Self::RequestHeadTooLarge
+                | Self::RequestUnsupported
+        )
+    }
+}
+
 impl fmt::Display for Condition {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.slug())
@@ -255,25 +302,38 @@ impl fmt::Display for Condition {
 pub struct Refusal {
     /// The reason.
     pub condition: Condition,
-    detail: Option<String>,
+    detail: Option<Box<str>>,
     retry_after: Option<u64>,
     status: Option<StatusCode>,
     record: Option<RecordId>,
+    /// The header field that the detail is about, if it is not the one of the key.
+    subject: Option<Box<HeaderName>>,
     /// The value of `WWW-Authenticate` in a 401.
     challenge: Option<&'static str>,
+    /// The JSON-RPC `id` of the call that is refused, as JSON.
+    message_id: Option<Arc<str>>,
 }
 
 impl Refusal {
     /// A refusal for this condition, with its usual status and detail.
     #[must_use]
     pub const fn new(condition: Condition) -> Self {
-        Self { condition, detail: None, retry_after: None, status: None, record: None, challenge: None }
+        Self {
+            condition,
+            detail: None,
+            retry_after: None,
+            status: None,
+            record: None,
+            subject: None,
+            challenge: None,
+            message_id: None,
+        }
     }
 
     /// Replaces the detail of the condition by one for this caller and request.
     #[must_use]
     pub fn with_detail(self, detail: impl fmt::Display) -> Self {
-        Self { detail: Some(detail.to_string()), ..self }
+        Self { detail: Some(detail.to_string().into()), ..self }
     }
 
     /// Adds a `Retry-After` of this many seconds.
@@ -293,23 +353,37 @@ impl Refusal {
         Self { record, ..self }
     }
 
+    /// Names the call that is refused, so that the refusal can be the response to it.
+    pub(crate) fn with_message_id(self, message_id: Arc<str>) -> Self {
+        Self { message_id: Some(message_id), ..self }
+    }
+
+    /// Begins the detail with the name of this header field, which is not the one of the key.
+    pub(crate) fn about(self, subject: HeaderName) -> Self {
+        Self { subject: Some(Box::new(subject)), ..self }
+    }
+
     /// Replaces the `WWW-Authenticate` of a 401.
     #[cfg(feature = "jwt")]
     pub(crate) fn with_challenge(self, challenge: Option<&'static str>) -> Self {
         Self { challenge, ..self }
     }
 
-    /// The response: in the shape of the profile of these settings, or as a gRPC status for a [gRPC call](GrpcForm::of).
+    /// The response: in the shape of the profile of these settings, or as a gRPC status for a [gRPC call](GrpcForm::of). In every
+    /// shape, the field `Idempotency-Status` names the condition and the next step.
     #[must_use]
     pub fn into_response(self, settings: &Settings, grpc: Option<GrpcForm>) -> Response<Bytes> {
         let (condition, profile) = (self.condition, &settings.profile);
         let status = self.status.unwrap_or_else(|| profile.refusal_status(condition));
         let detail = match (&self.detail, condition) {
+            (Some(detail), _) if self.subject.is_some() => {
+                format!("{} {detail}.", self.subject.as_deref().map(shown).unwrap_or_default())
+            }
             (Some(detail), Condition::KeyInvalid) => {
                 let names: Vec<_> = key_places(profile).into_iter().map(|(_, name)| name).collect();
                 format!("{}: {detail}.", names.join(" or "))
             }
-            (Some(detail), _) => detail.clone(),
+            (Some(detail), _) => detail.to_string(),
             (None, Condition::KeyMissing) => {
                 let places: Vec<_> = key_places(profile)
                     .into_iter()
@@ -320,7 +394,7 @@ impl Refusal {
             (None, _) => condition.detail().to_owned(),
         };
         let mut response = match grpc {
-            None => Self::problem(settings, condition, status, &detail, self.record),
+            None => self.problem(settings, status, &detail),
             Some(form) => {
                 let code = match status {
                     StatusCode::UNAUTHORIZED => GrpcCode::Unauthenticated,
@@ -337,25 +411,36 @@ impl Refusal {
                 HeaderValue::from_static(self.challenge.unwrap_or("Bearer")),
             );
         }
+        if status == StatusCode::METHOD_NOT_ALLOWED {
+            // RFC 9110, 15.5.6. Only the end of a session is refused so.
+            headers.insert(header::ALLOW, HeaderValue::from_static("GET, POST"));
+        }
         if let Some(seconds) = self.retry_after {
             headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds));
         }
-        profile.mark_refusal(headers, condition.retry());
+        profile.mark_refusal(headers, condition);
+        let status = format!("refused; problem={}; retry={}", condition.slug(), condition.retry().as_str());
+        if let Ok(status) = HeaderValue::try_from(status) {
+            headers.insert(IDEMPOTENCY_STATUS, status);
+        }
         response.extensions_mut().insert(self);
         response
     }
 
-    fn problem(
-        settings: &Settings,
-        condition: Condition,
-        status: StatusCode,
-        detail: &str,
-        record: Option<RecordId>,
-    ) -> Response<Bytes> {
+    fn problem(&self, settings: &Settings, status: StatusCode, detail: &str) -> Response<Bytes> {
         let profile = &settings.profile;
-        let body = profile.refusal_body(condition, status, detail, record);
+        // A client of MCP signs in when it gets a 401, whatever the body.
+        let message_id = self.message_id.as_deref().filter(|_| status != StatusCode::UNAUTHORIZED);
+        let (body, is_message) = profile.refusal_body(&RefusalText {
+            condition: self.condition,
+            status,
+            detail,
+            record: self.record,
+            retry_after: self.retry_after,
+            message_id,
+        });
         let mut response = Response::new(Bytes::from(body));
-        *response.status_mut() = status;
+        *response.status_mut() = if is_message { StatusCode::OK } else { status };
         let headers = response.headers_mut();
         headers.insert(header::CONTENT_TYPE, profile.refusal_type().clone());
         headers.insert(header::CONTENT_LANGUAGE, HeaderValue::from_static("en"));
@@ -370,7 +455,7 @@ impl Refusal {
 /// The places that may carry the key: the kind of each, and its name.
 fn key_places(profile: &Profile) -> Vec<(&'static str, String)> {
     let fields = profile.key_headers.iter().map(|name| ("header field", shown(name)));
-    let parameter = profile.key_query.iter().map(|name| ("query parameter", name.clone()));
+    let parameter = profile.key_query.iter().map(|name| ("parameter", name.clone()));
     let members = profile.key_members.iter().map(|member| ("member", member.pointer.to_string()));
     fields.chain(parameter).chain(members).collect()
 }

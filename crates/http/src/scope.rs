@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::fmt;
 use std::sync::Arc;
 
+use http::StatusCode;
 use http::header::{self, HeaderName, HeaderValue};
 use http::request::Parts;
 use oncegate_core::Scope;
@@ -14,6 +15,7 @@ use crate::client_certificate::{CertificateName, ClientCertificate};
 use crate::credential;
 #[cfg(feature = "jwt")]
 use crate::jwt::{JwtVerifier, TokenFault};
+use crate::mcp;
 use crate::path::PathPattern;
 use crate::refusal::{Condition, Refusal};
 
@@ -30,9 +32,10 @@ use crate::refusal::{Condition, Refusal};
 /// [`is_credential`](Self::is_credential) is true, except the field of the key.
 ///
 /// A request that has one of them **in addition to** `Authorization` is refused, too: `Authorization` may be that of a gateway,
-/// and the same for all callers. There are two exceptions: `Cookie`, unless the scheme is `Basic`, because browsers and load
-/// balancers add cookies to everything; and signatures, which are new with each request. A request whose `Authorization` is
-/// itself new each time (`Digest`, AWS signatures and the like) is refused, because a retry would look like another caller.
+/// and the same for all callers. There are exceptions: `Cookie` and `Mcp-Session-Id`, unless the scheme is `Basic`, because
+/// browsers, load balancers and clients of MCP add them to everything; and signatures, which are new with each request. A
+/// request whose `Authorization` is itself new each time (`Digest`, AWS signatures and the like) is refused, because a retry
+/// would look like another caller.
 ///
 /// An explicit scope skips these checks: `CallerScope::header(AUTHORIZATION)` uses `Authorization` whatever other credentials
 /// there are, and all callers without the field share the anonymous scope.
@@ -280,10 +283,13 @@ impl CallerScope {
         self.parts.is_empty()
     }
 
-    /// Returns true if requests that do not identify their caller are accepted and share a scope.
+    /// Returns true if requests that do not identify their caller are accepted and share a scope. The path and the host identify
+    /// none: each client chooses them.
     #[must_use]
     pub fn allows_anonymous(&self) -> bool {
-        !self.is_single_tenant() && self.parts.iter().all(|part| !part.required)
+        let identifies =
+            |part: &Part| part.required && !matches!(part.source, Source::Path(_) | Source::Host);
+        !self.is_single_tenant() && !self.parts.iter().any(identifies)
     }
 
     /// Returns true if a header field of this name usually identifies a caller: its name suggests that it carries a
@@ -291,6 +297,32 @@ impl CallerScope {
     #[must_use]
     pub fn is_credential(name: &HeaderName) -> bool {
         name != header::AUTHORIZATION && credential::is_credential(name.as_str())
+    }
+
+    /// Returns true if a request without this part is refused.
+    #[must_use]
+    pub fn requires(&self, part: CallerPart<'_>) -> bool {
+        self.parts().zip(self.parts.iter()).any(|(own, place)| own == part && place.required)
+    }
+
+    /// The statuses with which a request that does not identify its caller is refused; `usual` is the one of the condition.
+    pub(crate) fn unavailable_statuses(&self, usual: StatusCode) -> Vec<StatusCode> {
+        let is_usual = |part| match part {
+            // Of a token, everything that is wrong is a 401; the path of a route always has its parameters.
+            CallerPart::Jwt(_) | CallerPart::Path(_) => false,
+            // A field or a cookie may be there twice.
+            CallerPart::Header(_)
+            | CallerPart::Cookie(_)
+            | CallerPart::Host
+            | CallerPart::Certificate(_)
+            | CallerPart::Function => true,
+        };
+        let mut statuses: Vec<_> = self.parts().any(is_usual).then_some(usual).into_iter().collect();
+        let asks_for_credentials = |part: &Part| part.required && part.is_authorization();
+        if self.parts.iter().any(asks_for_credentials) && usual != StatusCode::UNAUTHORIZED {
+            statuses.push(StatusCode::UNAUTHORIZED);
+        }
+        statuses
     }
 
     /// Checks that the pattern of the route has the parameters that identify callers; `None` is no route.
@@ -405,7 +437,7 @@ fn doubt_of(request: &Parts, key_headers: &[HeaderName], is_authorized: bool) ->
             && CallerScope::is_credential(name)
             && (!is_authorized
                 || (!credential::changes_each_time(name.as_str())
-                    && (*name != header::COOKIE || is_shared_password())))
+                    && (![header::COOKIE, mcp::SESSION].contains(name) || is_shared_password())))
     };
     match request.headers.iter().find(is_in_doubt) {
         Some((name, _)) => Err(NoCaller::NotSet { credential: name.clone(), doubt }),
@@ -484,13 +516,16 @@ impl Part {
     }
 
     fn missing(&self) -> NoCaller {
-        let is_authorization = match &self.source {
+        NoCaller::Missing { part: self.shown(), is_authorization: self.is_authorization() }
+    }
+
+    fn is_authorization(&self) -> bool {
+        match &self.source {
             Source::Header(name) => name == header::AUTHORIZATION,
             #[cfg(feature = "jwt")]
             Source::Jwt { .. } => true,
             _ => false,
-        };
-        NoCaller::Missing { part: self.shown(), is_authorization }
+        }
     }
 
     fn shown(&self) -> String {
@@ -525,25 +560,30 @@ impl NoCaller {
         match self {
             Self::Missing { part, is_authorization } => {
                 let refusal = Refusal::new(Condition::ScopeUnavailable).with_detail(format!(
-                    "{part} is missing or empty, and the service tells callers apart by it. Nothing was executed."
+                    "{part} is missing or empty, and the service tells callers apart by it. Nothing was executed for this request."
                 ));
-                if *is_authorization { refusal.with_status(Some(http::StatusCode::UNAUTHORIZED)) } else { refusal }
+                if *is_authorization { refusal.with_status(Some(StatusCode::UNAUTHORIZED)) } else { refusal }
+            }
+            #[cfg(feature = "jwt")]
+            Self::Token(TokenFault::NoKeys) => {
+                Refusal::new(Condition::VerificationUnavailable).with_retry_after(1)
             }
             #[cfg(feature = "jwt")]
             Self::Token(fault) => Refusal::new(Condition::ScopeUnavailable)
                 .with_detail(format!(
-                    "The token in Authorization {}, and the service tells callers apart by it. Nothing was executed.",
+                    "The token in Authorization {}. Nothing was executed for this request. Send it again with a valid token of the \
+                     same caller.",
                     fault.describe()
                 ))
-                .with_status(Some(http::StatusCode::UNAUTHORIZED))
+                .with_status(Some(StatusCode::UNAUTHORIZED))
                 .with_challenge(fault.challenge()),
             Self::Repeated { part } => Refusal::new(Condition::ScopeUnavailable).with_detail(format!(
                 "{part} was sent more than once, or with a `_` instead of a `-` in its name, and the service tells callers apart \
-                 by it. Nothing was executed."
+                 by it. Nothing was executed for this request."
             )),
             Self::NotSet { credential, doubt } => Refusal::new(Condition::ScopeNotSet).with_detail(format!(
                 "The request has {}, and the service is not configured to tell callers apart by it: the setting `scope` is \
-                 missing. Nothing was executed.",
+                 missing. Nothing was executed for this request.",
                 doubt.describe(credential)
             )),
         }
@@ -718,6 +758,10 @@ mod tests {
         assert_eq!(of(&scope, &both[1..]), Ok(Scope::caller("cookie:sid", b"s")));
         assert_eq!(of(&scope, &[]), Ok(anonymous()));
         assert!(scope.allows_anonymous());
+        // Each client chooses these.
+        for chosen in [CallerScope::host(), CallerScope::path_parameter("tenant").unwrap()] {
+            assert!(chosen.clone().allows_anonymous() && chosen.and(scope.clone()).allows_anonymous());
+        }
 
         let required = scope.clone().and(CallerScope::required_header(HeaderName::from_static("x-tenant")));
         assert_eq!(format!("{required:?}"), "cookie:sid, required-header:x-tenant");
@@ -769,7 +813,7 @@ mod tests {
         assert_eq!(of(&both, "/tenants/acme/orders/o-1", "A.test:443"), Ok(caller));
         let refused = of(&both, "/tenants/acme/orders/o-1", "");
         assert!(matches!(refused, Err(NoCaller::Missing { is_authorization: false, .. })), "{refused:?}");
-        assert!(!both.allows_anonymous());
+        assert!(both.allows_anonymous());
         assert_eq!(format!("{both:?}"), "host, path:tenant");
     }
 

@@ -6,7 +6,7 @@ use std::mem;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use http::header::{HeaderMap, HeaderName, HeaderValue, TRAILER};
@@ -29,11 +29,13 @@ use crate::carrier::key_in_head;
 use crate::context::ProxyRefusal;
 use crate::event::{Disposition, KeyedEvent, RequestEvent};
 use crate::execute::{Execution, ExecutionEnd, FENCED, take_directive};
+use crate::first_sent::FirstSent;
 use crate::grpc::GrpcForm;
 use crate::headers::restore;
 use crate::in_flight::{Limit, Slot};
 use crate::key::KeyHeaderError;
 use crate::layer::Shared;
+use crate::mcp::{CallError, Message, Protocol, SESSION, ToolCall};
 use crate::method;
 use crate::missing_response::{Question, QuestionResult, awaited};
 use crate::rate_limit::{ExceededRate, RateLimitKind};
@@ -103,6 +105,7 @@ where
             FutureProj::Passing { future } => {
                 let mut response = ready!(future.poll(cx))?;
                 take_directive(&mut response);
+                take_foreign_status(&mut response);
                 Poll::Ready(Ok(response.map(ResponseBody::passing)))
             }
         }
@@ -135,7 +138,12 @@ where
     fn call(&mut self, request: Request<B>) -> Self::Future {
         let settings = self.shared.settings(request.method(), request.uri().path());
         let has_key = settings.may_have_key(request.headers());
-        let passing = if !has_path(request.uri()) && method::has_effect(request.method()) {
+        let ends_calls = settings.profile.protocol == Protocol::Mcp
+            && request.method() == http::Method::DELETE
+            && request.headers().get(SESSION).is_some_and(|session| self.shared.sessions.has_call(session));
+        let passing = if ends_calls {
+            None
+        } else if !has_path(request.uri()) && method::has_effect(request.method()) {
             // No route matches a target without a path, so the request is refused.
             None
         } else if !settings.covers(request.method()) {
@@ -169,6 +177,8 @@ struct KeyedResponse {
     echo: Option<(HeaderName, HeaderValue)>,
     /// The form of refusals, if the client speaks gRPC.
     grpc: Option<GrpcForm>,
+    /// The call in the request, if it is a message of MCP.
+    call: Option<ToolCall>,
     begun: Instant,
     /// The operation, as an operator sees it.
     label: Label,
@@ -177,6 +187,8 @@ struct KeyedResponse {
     record: Option<RecordId>,
     attempt: Option<u32>,
     rate_limit: Option<RateLimitKind>,
+    /// The time at which the client sent the request first, if the profile demands it.
+    first_sent: Option<FirstSent>,
 }
 
 impl KeyedResponse {
@@ -186,12 +198,14 @@ impl KeyedResponse {
             settings,
             echo: None,
             grpc: None,
+            call: None,
             begun: Instant::now(),
             label: Label::default(),
             has_caller: false,
             record: None,
             attempt: None,
             rate_limit: None,
+            first_sent: None,
         }
     }
 
@@ -249,28 +263,50 @@ impl KeyedResponse {
                 return Ok(self.refuse(refusal));
             }
         };
-        let Some(slot) = self.enter(scope.as_ref().ok()) else {
-            self.label_early(&parts.method, parts.uri.path());
-            return Ok(self.refuse(overloaded(TOO_MANY)));
+        // Before the body is compared. If the body may carry the key, it is not known yet if this request counts.
+        let early_slot = match has_early_key {
+            true => match self.enter(scope.as_ref().ok()) {
+                Some(slot) => Some(slot),
+                None => {
+                    self.label_early(&parts.method, parts.uri.path());
+                    return Ok(self.refuse(overloaded(TOO_MANY)));
+                }
+            },
+            false => None,
         };
         let (method, uri) = (parts.method.clone(), parts.uri.clone());
-        let (parts, compared) = match self.compare(parts, &data).await {
+        let (parts, mut compared) = match self.compare(parts, &data).await {
             Ok(compared) => compared,
             Err(refusal) => {
                 self.label_early(&method, uri.path());
                 return Ok(self.refuse(refusal));
             }
         };
+        self.call = compared.call.take();
+        match compared.verdict {
+            Verdict::Covered => {}
+            Verdict::Passes => {
+                drop(early_slot);
+                let request = Request::from_parts(parts, RequestBody::whole(data, trailers, held));
+                return Box::pin(self.pass(inner, request)).await;
+            }
+            Verdict::Accepted => return Ok(self.accept()),
+            Verdict::Refused(why) => {
+                self.label_early(&method, uri.path());
+                return Ok(self.refuse(Refusal::new(Condition::RequestMalformed).with_detail(why)));
+            }
+        }
+        // Calls whose intents have no run cannot be told apart, so they are refused even if keys are optional.
+        let needs_key = self.settings.profile.require_key
+            || matches!(compared.body_key, Some(Err(BodyKeyError::Intent(_))));
         let key = match self.whole_key(key, compared.body_key, &parts) {
             Ok(key) => key,
-            Err(refusal)
-                if self.settings.profile.require_key || refusal.condition != Condition::KeyMissing =>
-            {
+            Err(refusal) if needs_key || refusal.condition != Condition::KeyMissing => {
                 self.label_early(&parts.method, parts.uri.path());
                 return Ok(self.refuse(refusal));
             }
             Err(_) => {
-                drop(slot);
+                drop(early_slot);
                 let request = Request::from_parts(parts, RequestBody::whole(data, trailers, held));
                 return Box::pin(self.pass(inner, request)).await;
             }
@@ -286,14 +322,21 @@ impl KeyedResponse {
         if !has_early_key && let Err(exceeded) = self.check_rate(&scope, &parts, &key) {
             return Ok(self.refuse_for_now(&exceeded));
         }
-        let (id, label) = canonical::locate(&self.settings, &scope, &parts, &key);
+        let Some(slot) = early_slot.or_else(|| self.enter(Some(&scope))) else {
+            self.label_early(&parts.method, parts.uri.path());
+            return Ok(self.refuse(overloaded(TOO_MANY)));
+        };
+        let (id, label) = canonical::locate(&self.settings, &scope, &parts, &key, self.call.as_ref());
         (self.record, self.label, self.has_caller) = (Some(id), label.clone(), true);
         let fingerprint = compared.fingerprint;
         let policy = self.settings.policy.with_response_recovery(self.recovers_responses());
         let claim = ClaimRequest { id, fingerprint, label, policy };
         let request = || Request::from_parts(parts, RequestBody::whole(data, trailers, held));
         match self.shared.engine.claim(claim).await {
-            Ok(ClaimOutcome::Execute(permit)) => self.execute(inner, (permit, slot), key, request()).await,
+            Ok(ClaimOutcome::Execute(permit)) => match self.begin(permit).await {
+                Ok(permit) => self.execute(inner, (permit, slot), key, request()).await,
+                Err(refusal) => Ok(self.refuse(refusal)),
+            },
             Ok(ClaimOutcome::Replay(stored)) => {
                 // Without the body, which must not hold memory while the service decides.
                 let (parts, _) = request().into_parts();
@@ -360,6 +403,11 @@ impl KeyedResponse {
         if settings.refuses_method(&parts.method, &parts.headers) {
             return Err(Refusal::new(Condition::KeyUnsupported));
         }
+        if !settings.covers(&parts.method) {
+            // A server may refuse to end a session (revisions 2025-03-26 to 2025-11-25).
+            let refusal = Refusal::new(Condition::RequestUnsupported).with_detail(SESSION_RUNS);
+            return Err(refusal.with_status(Some(http::StatusCode::METHOD_NOT_ALLOWED)));
+        }
         let carried = match settings.natural_key {
             None => key_in_head(&settings.profile, parts),
             Some(_) => None,
@@ -375,12 +423,44 @@ impl KeyedResponse {
         let scope = self.scope(parts)?;
         match carried {
             None => Err(Refusal::new(Condition::KeyMissing)),
-            Some(Err(problem)) => Err(Refusal::new(Condition::KeyInvalid).with_detail(problem)),
+            Some(Err(problem)) => Err(self.invalid_key(problem)),
             Some(Ok(carried)) => {
-                check_first_sent(&self.settings, &parts.headers, SystemTime::now())?;
+                self.check_first_sent(parts)?;
                 Ok((Ok(scope), Some(carried.key)))
             }
         }
+    }
+
+    /// Checks the time at which the client sent the request first, if the profile demands it, before anything is claimed. The
+    /// time is that of the store as it was last seen. [`KeyedResponse::begin`] checks it again.
+    fn check_first_sent(&mut self, parts: &Parts) -> Result<(), Refusal> {
+        let Some(name) = &self.settings.profile.first_sent_header else { return Ok(()) };
+        let first_sent = FirstSent::read(name, &parts.headers)?;
+        first_sent.check(self.shared.engine.store().now(), self.settings.policy.retention())?;
+        self.first_sent = Some(first_sent);
+        Ok(())
+    }
+
+    /// Checks the time of the first sending by the time of the claim, if the profile demands it. Only the clock of the store
+    /// knows which records are forgotten: the one of this machine may have been set, or differ from those of other machines.
+    async fn begin(&self, permit: Permit) -> Result<Permit, Refusal> {
+        let Some(first_sent) = &self.first_sent else { return Ok(permit) };
+        let Err(refusal) = first_sent.check(permit.claimed_at(), self.settings.policy.retention()) else {
+            return Ok(permit);
+        };
+        // In a task of its own: a client that hangs up must not end it halfway.
+        let end = self.shared.engine.spawn(async move {
+            if permit.attempt().is_after_abandoned() {
+                permit
+                    .park("the request was sent first before the retention, and an attempt was abandoned")
+                    .await;
+            } else {
+                permit.release().await;
+            }
+        });
+        // If its runtime ends, so does this one.
+        let _ = end.await;
+        Err(refusal)
     }
 
     /// Counts this request for the rate limits of the route.
@@ -393,7 +473,7 @@ impl KeyedResponse {
         if self.settings.rate_limits.is_empty() {
             return Ok(());
         }
-        let (id, label) = canonical::locate(&self.settings, scope, parts, key);
+        let (id, label) = canonical::locate(&self.settings, scope, parts, key, self.call.as_ref());
         self.settings.rate_limits.check(scope.caller_tag(), id).inspect_err(|exceeded| {
             exceeded.warn(scope.caller_tag());
             (self.label, self.has_caller) = (label, true);
@@ -448,6 +528,11 @@ impl KeyedResponse {
         .map_err(exhausted)
     }
 
+    fn invalid_key(&self, problem: KeyHeaderError) -> Refusal {
+        let detail = self.settings.profile.grammar.explain(problem);
+        Refusal::new(Condition::KeyInvalid).with_detail(detail)
+    }
+
     /// The key of the request, in its head or in its body. A service may read either of them, so they must not differ.
     fn whole_key(
         &mut self,
@@ -455,7 +540,6 @@ impl KeyedResponse {
         in_body: Option<Result<IdempotencyKey, BodyKeyError>>,
         parts: &Parts,
     ) -> Result<IdempotencyKey, Refusal> {
-        let invalid = |problem| Err(Refusal::new(Condition::KeyInvalid).with_detail(problem));
         let Some(key) = in_head else {
             let has_date = self
                 .settings
@@ -464,18 +548,22 @@ impl KeyedResponse {
                 .as_ref()
                 .is_some_and(|name| parts.headers.contains_key(name));
             return match self.body_key(in_body) {
-                Ok(key) => check_first_sent(&self.settings, &parts.headers, SystemTime::now()).map(|()| key),
+                Ok(key) => self.check_first_sent(parts).map(|()| key),
                 Err(missing) if has_date && missing.condition == Condition::KeyMissing => {
-                    invalid(KeyHeaderError::Empty)
+                    Err(self.invalid_key(KeyHeaderError::Empty))
                 }
                 Err(refusal) => Err(refusal),
             };
         };
         match in_body {
-            Some(Ok(other)) if other != key => invalid(KeyHeaderError::SeveralFields),
-            Some(Err(BodyKeyError::Invalid(problem))) if problem != KeyHeaderError::Unreadable => {
-                invalid(problem)
+            // As for other keys that are built from the request, a key that the client chose is ignored.
+            Some(Ok(intent)) if self.call.as_ref().is_some_and(|call| call.is_by_intent) => Ok(intent),
+            Some(Ok(other)) if other != key => Err(self.invalid_key(KeyHeaderError::Differing)),
+            Some(Err(BodyKeyError::Invalid(KeyHeaderError::Unreadable | KeyHeaderError::Misplaced))) => {
+                Ok(key)
             }
+            Some(Err(BodyKeyError::Invalid(problem))) => Err(self.invalid_key(problem)),
+            Some(Err(BodyKeyError::Intent(why))) => Err(self.no_intent(why)),
             _ => Ok(key),
         }
     }
@@ -495,7 +583,8 @@ impl KeyedResponse {
                     names.join(", ")
                 ))
             }
-            (BodyKeyError::Invalid(problem), _) => Refusal::new(Condition::KeyInvalid).with_detail(problem),
+            (BodyKeyError::Invalid(problem), _) => self.invalid_key(problem),
+            (BodyKeyError::Intent(why), _) => self.no_intent(why),
             _ => missing(),
         })?;
         if self.settings.natural_key.is_some()
@@ -505,6 +594,28 @@ impl KeyedResponse {
             self.echo = quoted.map(|value| (name.clone(), value));
         }
         Ok(key)
+    }
+
+    /// The refusal of a call whose key cannot be built from its intent.
+    fn no_intent(&self, why: CallError) -> Refusal {
+        let place = self.settings.profile.run_members.first().map_or("", |member| member.pointer.as_str());
+        match why {
+            CallError::InvalidRun(problem) => Refusal::new(Condition::RequestMalformed).with_detail(format!(
+                "Nothing was executed. The run of the agent ({place}) has the syntax of a key, and {problem}."
+            )),
+            CallError::Arguments => Refusal::new(Condition::RequestMalformed).with_detail(
+                "Nothing was executed. The arguments of the call are not JSON that all programs read alike: they repeat a member, have \
+                 half of a surrogate pair, or are nested more than 128 deep.",
+            ),
+            _ if place.is_empty() => Refusal::new(Condition::KeyMissing).with_detail(
+                "Nothing was executed. Calls of this tool are told apart by the session, and the call has none: open one \
+                 (Mcp-Session-Id).",
+            ),
+            _ => Refusal::new(Condition::KeyMissing).with_detail(format!(
+                "Nothing was executed. Calls of this tool are told apart by the run of the agent, and the call names none: send its \
+                 name in the member {place}, the same in all calls of one run."
+            )),
+        }
     }
 
     /// The refusal of a request that differs from the one that the key was used for. If only the host differs, the client may
@@ -530,6 +641,14 @@ impl KeyedResponse {
         }
     }
 
+    /// Accepts a notification, and does nothing.
+    fn accept<RB>(&self) -> Response<ResponseBody<RB>> {
+        self.shared.observer.observe(&RequestEvent::passing(Disposition::Unprotected));
+        let mut response = Response::new(ResponseBody::own(Bytes::new()));
+        *response.status_mut() = http::StatusCode::ACCEPTED;
+        response
+    }
+
     /// Passes on a request whose body has no key, and that needs none.
     async fn pass<S, B, RB>(
         self,
@@ -542,6 +661,7 @@ impl KeyedResponse {
         self.shared.observer.observe(&RequestEvent::passing(Disposition::Unprotected));
         let mut response = inner.call(request).await?;
         take_directive(&mut response);
+        take_foreign_status(&mut response);
         Ok(response.map(ResponseBody::passing))
     }
 
@@ -599,7 +719,10 @@ impl KeyedResponse {
         self.attempt = Some(permit.attempt().number());
         let response_budget = self.shared.response_budget.clone();
         let (settings, target) = (self.settings.clone(), request.uri().clone());
-        let execution = Execution { settings, permit, key, response_budget, target };
+        let call = self.call.clone();
+        let session = call.as_ref().and_then(|call| call.session.clone());
+        let running = session.map(|session| self.shared.sessions.enter(session));
+        let execution = Execution { settings, permit, key, response_budget, call, running, target };
         let mut work: Pin<Box<dyn Future<Output = ExecutionEnd<RB, S::Error>> + Send>> =
             Box::pin(execution.run(inner, request));
         let result = match poll_fn(|cx| Poll::Ready(work.as_mut().poll(cx))).await {
@@ -629,6 +752,7 @@ impl KeyedResponse {
         };
         match result {
             Ok(Executed::Response(mut response)) => {
+                self.as_call_refusal(&mut response);
                 // Only the layer marks replays.
                 response.headers_mut().remove(self.settings.replay_marker());
                 self.observe(disposition_of(&response), Some(response.status()));
@@ -687,6 +811,7 @@ impl KeyedResponse {
     {
         let mut response = inner.call(request).await?;
         take_directive(&mut response);
+        take_foreign_status(&mut response);
         set_status(&mut response, Disposition::FailedOpen.as_str());
         self.observe(Disposition::FailedOpen, Some(response.status()));
         Ok(self.echoed(response.map(ResponseBody::passing)))
@@ -724,6 +849,10 @@ impl KeyedResponse {
         let Ok(status) = http::StatusCode::from_u16(stored.status()) else {
             return self.refuse(Refusal::new(Condition::RecordCorrupt));
         };
+        let body = match &self.call {
+            Some(call) => call.replayed(&stored.body()).map_or_else(|| stored.body(), Bytes::from),
+            None => stored.body(),
+        };
         let trailers = Some(restore(stored.trailers())).filter(|trailers| !trailers.is_empty());
         let mut headers = restore(stored.headers());
         if let Some(trailers) = &trailers {
@@ -731,7 +860,7 @@ impl KeyedResponse {
                 headers.append(TRAILER, HeaderValue::from_name(name.clone()));
             }
         }
-        let mut response = Response::new(ResponseBody::whole(stored.body(), trailers, held));
+        let mut response = Response::new(ResponseBody::whole(body, trailers, held));
         *response.status_mut() = self.settings.profile.replay_status(status);
         *response.headers_mut() = headers;
         self.settings.profile.mark_replay(response.headers_mut());
@@ -741,9 +870,25 @@ impl KeyedResponse {
 
     fn refuse<RB>(&self, refusal: Refusal) -> Response<ResponseBody<RB>> {
         let condition = refusal.condition;
+        let refusal = match &self.call {
+            Some(call) => refusal.with_message_id(call.id.clone()),
+            None => refusal,
+        };
         let response = refusal.with_record(self.record).into_response(&self.settings, self.grpc);
         self.observe(Disposition::Refused(condition), Some(response.status()));
         self.echoed(response.map(|body: Bytes| ResponseBody::own(body)))
+    }
+
+    /// Gives the refusal of a proxy the form of a response to the call, if the request is one.
+    fn as_call_refusal<RB>(&self, response: &mut Response<ResponseBody<RB>>) {
+        let (Some(call), Some(refusal)) = (&self.call, response.extensions().get::<Refusal>().cloned())
+        else {
+            return;
+        };
+        let own = refusal.with_message_id(call.id.clone()).into_response(&self.settings, None);
+        let (mut parts, body) = own.map(|body: Bytes| ResponseBody::own(body)).into_parts();
+        parts.extensions.extend(std::mem::take(response.extensions_mut()));
+        *response = Response::from_parts(parts, body);
     }
 
     fn echoed<T>(&self, mut response: Response<T>) -> Response<T> {
@@ -770,6 +915,9 @@ const COMPARED_HERE: usize = 64 * 1024;
 
 /// The properties of a request whose body was read.
 struct FingerprintedRequest {
+    verdict: Verdict,
+    /// The call in the request, if it is a message of MCP.
+    call: Option<ToolCall>,
     fingerprint: Fingerprint,
     /// The key that the body carries, if it may carry one.
     body_key: Option<Result<IdempotencyKey, BodyKeyError>>,
@@ -777,9 +925,45 @@ struct FingerprintedRequest {
 
 impl FingerprintedRequest {
     fn of(settings: &Settings, parts: &Parts, body: &canonical::DecodedBody<'_>) -> Self {
+        if settings.profile.protocol == Protocol::Mcp {
+            return Self::of_message(settings, parts, canonical::message(settings, parts, body));
+        }
         let body_key = settings.body_has_key().then(|| canonical::body_key(settings, parts, body));
-        Self { fingerprint: canonical::fingerprint(settings, parts, body), body_key }
+        let fingerprint = canonical::fingerprint(settings, parts, body);
+        Self { verdict: Verdict::Covered, call: None, fingerprint, body_key }
     }
+
+    fn of_message(settings: &Settings, parts: &Parts, message: Message) -> Self {
+        let nothing = || Fingerprint::of_parts("mcp", &[]);
+        let verdict = |verdict| Self { verdict, call: None, fingerprint: nothing(), body_key: None };
+        match message {
+            Message::Passes => verdict(Verdict::Passes),
+            Message::Cancellation => verdict(Verdict::Accepted),
+            Message::Refused(why) => verdict(Verdict::Refused(why)),
+            Message::Call(call, key) => Self {
+                verdict: Verdict::Covered,
+                fingerprint: canonical::call_fingerprint(settings, parts, &call),
+                call: Some(call),
+                body_key: Some(key.map_err(|why| match why {
+                    CallError::NoKey => BodyKeyError::Missing,
+                    CallError::Invalid(problem) => BodyKeyError::Invalid(problem),
+                    why => BodyKeyError::Intent(why),
+                })),
+            },
+        }
+    }
+}
+
+/// The treatment of a request, by its body.
+enum Verdict {
+    /// It has an effect that a key protects.
+    Covered,
+    /// It has none.
+    Passes,
+    /// It is a notification that is ignored.
+    Accepted,
+    /// It may have one, and cannot be protected. The text is for its client.
+    Refused(&'static str),
 }
 
 /// Returns true if the target of a request is a path. The forms `a.test` and `*` are not (RFC 9112, 3.2.3 and 3.2.4),
@@ -791,38 +975,7 @@ fn has_path(uri: &http::Uri) -> bool {
 /// The caller's scope, and the key in the head of a request.
 type ScopeAndKey = (Result<Scope<'static>, NoCaller>, Option<IdempotencyKey>);
 
-/// The most that the clock of a client may be ahead.
-const MAX_AHEAD: Duration = Duration::from_secs(5 * 60);
-
-/// Checks the time at which the client sent the request first, if the profile demands it: a request that is older than the
-/// retention may have been executed under a key that has been forgotten (OASIS Repeatable Requests 1.0, 3.3).
-fn check_first_sent(settings: &Settings, headers: &HeaderMap, now: SystemTime) -> Result<(), Refusal> {
-    let Some(name) = &settings.profile.first_sent_header else { return Ok(()) };
-    let invalid = |why: &str| Err(Refusal::new(Condition::KeyInvalid).with_detail(format!("{name} {why}")));
-    let mut values = headers.get_all(name).iter();
-    let (Some(value), None) = (values.next(), values.next()) else {
-        return invalid("must be sent once, with the time at which the request was sent first");
-    };
-    // The preferred format only (RFC 9110, 5.6.7).
-    let time = value.to_str().ok().and_then(|text| {
-        httpdate::parse_http_date(text).ok().filter(|time| httpdate::fmt_http_date(*time) == text)
-    });
-    let Some(time) = time else {
-        return invalid("is not a date such as Sun, 06 Nov 1994 08:49:37 GMT");
-    };
-    // Clocks of clients may be ahead by this much. A date that is ahead looks younger than the record is, so the record must last
-    // for as much longer than the date is accepted.
-    let retention = settings.policy.retention();
-    let max_ahead = MAX_AHEAD.min(retention / 10);
-    if time > now + max_ahead {
-        return invalid("is in the future");
-    }
-    match now.duration_since(time) {
-        Ok(age) if age + max_ahead >= retention => Err(Refusal::new(Condition::KeyExpired)),
-        _ => Ok(()),
-    }
-}
-
+const SESSION_RUNS: &str = "The session is not ended: it has calls with a key that run, and a retry gets their results in another session.";
 const NO_PATH: &str = "Nothing was executed. The target of the request is not a path.";
 
 fn overloaded(detail: &'static str) -> Refusal {
@@ -854,11 +1007,31 @@ fn retry_after(lease_left: Duration, running_for: Duration) -> u64 {
     running_for.as_secs().min(MAX_SECONDS).min(lease_left).max(1)
 }
 
-const IDEMPOTENCY_STATUS: HeaderName = HeaderName::from_static("idempotency-status");
+/// The field in which the layer says how a response differs from the normal case.
+pub(crate) const IDEMPOTENCY_STATUS: HeaderName = HeaderName::from_static("idempotency-status");
 
-/// Removes the status field, which only the layer sets.
+/// Removes the status field of a service. A refusal of a proxy keeps its own.
+fn take_foreign_status<T>(response: &mut Response<T>) {
+    if response.extensions().get::<Refusal>().is_none() {
+        take_status(response);
+    }
+}
+
+/// Returns true if a response is the refusal of another layer behind this one, which advises the same request again: nothing was
+/// executed there, or it knows the request by its key, too.
+pub(crate) fn asks_again<T>(response: &Response<T>) -> bool {
+    let mut fields = response.headers().get_all(IDEMPOTENCY_STATUS).iter();
+    let (Some(field), None) = (fields.next(), fields.next()) else { return false };
+    let mut parts = field.to_str().unwrap_or_default().split(';').map(str::trim);
+    parts.next() == Some("refused")
+        && parts.any(|part| part == "retry=same-key" || part == "retry=fix-request")
+}
+
+/// Removes the status field, which only the layer and the proxy around the service set.
 pub(crate) fn take_status<T>(response: &mut Response<T>) {
-    response.headers_mut().remove(IDEMPOTENCY_STATUS);
+    if response.extensions().get::<Refusal>().is_none() {
+        response.headers_mut().remove(IDEMPOTENCY_STATUS);
+    }
 }
 
 /// The outcome of a request whose response is passed on. The status field is the layer's own: a handler's was removed before.

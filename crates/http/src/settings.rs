@@ -8,14 +8,18 @@ use bytes::Bytes;
 use http::header::{CONTENT_ENCODING, CONTENT_TYPE, HeaderName, HeaderValue};
 use http::{HeaderMap, Method, StatusCode};
 use oncegate_core::fingerprint::FingerprintRules;
-use oncegate_core::{Capabilities, JsonPointer, NaturalKey, OnAbandoned, StoredResponse, limits};
+use oncegate_core::{
+    Capabilities, IdempotencyKey, JsonPointer, NaturalKey, OnAbandoned, StoredResponse, limits,
+};
 use oncegate_engine::{ConfigError, Policy};
 
 use crate::authorize::Authorize;
 use crate::carrier::{KeyMember, has_other_spelling};
 use crate::execute::cannot_be_stored;
+use crate::first_sent;
 use crate::headers::{KeptHeaders, is_reserved, kept_trailers};
 use crate::key::{KeyFormat, KeyGrammar, KeySyntax, has_other_purpose};
+use crate::mcp::{Protocol, ToolPolicies};
 use crate::method;
 use crate::overrides::is_override;
 use crate::path::{self, PathCase, PathPattern, TrailingSlash};
@@ -44,6 +48,8 @@ pub struct Settings {
     pub(crate) completed_by: CompletedBy,
     /// The members of the body from which the key is built, instead of one that the caller chose.
     pub(crate) natural_key: Option<NaturalKey>,
+    /// The policies for calls of tools.
+    pub(crate) tools: ToolPolicies,
     pub(crate) trailing_slash: TrailingSlash,
     pub(crate) path_case: PathCase,
     /// The pattern of the route that has these settings.
@@ -96,10 +102,10 @@ impl Settings {
             policy: policy.with_retention(profile.retention).unwrap_or(policy),
             natural_key: None,
             kept: KeptHeaders::default().with_own(profile.stored_headers()),
+            fingerprint_headers: profile.fingerprint_headers.clone(),
             profile,
             caller: CallerScope::default(),
             authority: AuthorityRole::default(),
-            fingerprint_headers: Vec::new(),
             max_request_body: 2 * 1024 * 1024,
             max_response_body: 1024 * 1024,
             fails_open: false,
@@ -108,6 +114,7 @@ impl Settings {
             reconcile: None,
             authorize: None,
             completed_by: CompletedBy::Layer,
+            tools: ToolPolicies::default(),
             trailing_slash: TrailingSlash::default(),
             path_case: PathCase::default(),
             pattern: None,
@@ -144,6 +151,11 @@ impl Settings {
     #[must_use]
     pub const fn replay_marker(&self) -> &HeaderName {
         &self.profile.replay_marker.0
+    }
+
+    /// The header fields that the profile adds to responses and refusals.
+    pub fn profile_headers(&self) -> impl Iterator<Item = &HeaderName> {
+        self.profile.added_headers()
     }
 
     /// The identification of callers.
@@ -188,6 +200,7 @@ impl Settings {
             CallerPart::Path(_) | CallerPart::Certificate(_) | CallerPart::Function => false,
         };
         self.profile.key_headers.contains(name)
+            || self.profile.key_scope_headers.contains(name)
             || self.profile.first_sent_header.as_ref() == Some(name)
             || self.fingerprint_headers.contains(name)
             || self.caller.parts().any(identifies)
@@ -202,7 +215,7 @@ impl Settings {
         self
     }
 
-    /// Sets the header fields that may carry the key. A request with more than one of them is refused.
+    /// Sets the header fields that may carry the key. If a request has several of them, their keys must be equal.
     ///
     /// # Errors
     /// If requests use one of them for another purpose, such as `Content-Type`.
@@ -211,6 +224,9 @@ impl Settings {
         names: impl IntoIterator<Item = HeaderName>,
     ) -> Result<Self, ConfigError> {
         let names: Vec<_> = names.into_iter().collect();
+        if let Some(name) = repeated(&names) {
+            return Err(ConfigError::new(format!("the header field {name} is there twice")));
+        }
         if let Some(name) = names.iter().find(|name| has_other_purpose(name)) {
             return Err(ConfigError::new(format!(
                 "the header field {name} has another purpose, and many requests have the same value there; name a field that \
@@ -221,43 +237,80 @@ impl Settings {
         Ok(self)
     }
 
-    /// Sets the parameter of the query that carries the key of a request without a field for it.
-    #[must_use]
-    pub fn with_key_query(mut self, name: impl Into<String>) -> Self {
-        self.profile.key_query = Some(name.into());
-        self
-    }
-
-    /// Sets the members of JSON bodies that carry the key of a request whose head has none: the first one that is there.
+    /// Sets the parameters of the query, or of a form in the body, that may carry the key. If a request has a key in several
+    /// places, they must be equal.
     ///
     /// # Errors
-    /// If one is the whole body.
+    /// If one has no name.
+    pub fn with_key_query(
+        mut self,
+        names: impl IntoIterator<Item = impl Into<String>>,
+    ) -> Result<Self, ConfigError> {
+        let names: Vec<String> = names.into_iter().map(Into::into).collect();
+        if names.iter().any(String::is_empty) {
+            return Err(ConfigError::new("\"\" is not the name of a parameter that can carry the key"));
+        }
+        self.profile.key_query = names;
+        Ok(self)
+    }
+
+    /// Sets the members of JSON bodies that may carry the key. If a request has a key in several places, they must be equal.
+    ///
+    /// # Errors
+    /// If one is the whole body, or goes through a list.
     pub fn with_key_members(
         mut self,
         members: impl IntoIterator<Item = JsonPointer>,
     ) -> Result<Self, ConfigError> {
-        let members: Vec<_> = members.into_iter().collect();
-        if members.iter().any(|member| member.as_str().is_empty()) {
-            return Err(ConfigError::new(
-                "the whole body cannot be the key; name a member, such as \"/key\"",
-            ));
-        }
-        self.profile.key_members = members.into_iter().map(KeyMember::from).collect();
+        let members: Result<_, _> = members.into_iter().map(KeyMember::new).collect();
+        self.profile.key_members = members.map_err(ConfigError::new)?;
         Ok(self)
     }
 
     /// Builds the key from these members of JSON bodies, for all requests, and ignores a key that the caller chose. Two
     /// requests of one caller with the same values are one operation, with any key or without one. A request whose body lacks
-    /// a member has no key. See [`NaturalKey`].
+    /// a member, or is of another kind, has no key. One whose body may be JSON that not every program reads alike is refused.
+    /// See [`NaturalKey`].
     #[must_use]
     pub fn with_natural_key(self, key: NaturalKey) -> Self {
         Self { natural_key: Some(key), ..self }
+    }
+
+    /// Makes sure that a question about an operation names its key. A key that the client sent in a header field stays as it is.
+    /// Any other key (of the query or the body, or built from members) gets the first header field of the profile, or
+    /// `Idempotency-Key` if the profile has none.
+    pub fn name_key(&self, key: &IdempotencyKey, headers: &mut HeaderMap) {
+        let profile = &self.profile;
+        let is_named = profile.key_headers.iter().any(|name| headers.contains_key(name));
+        if is_named && self.natural_key.is_none() {
+            return;
+        }
+        for name in &profile.key_headers {
+            headers.remove(name);
+        }
+        let name = profile.key_headers.first().cloned().unwrap_or(HeaderName::from_static("idempotency-key"));
+        match profile.grammar.field_of(key) {
+            Some(field) => headers.insert(name, field),
+            None => headers.remove(name),
+        };
     }
 
     /// The members from which the key is built, if it is.
     #[must_use]
     pub const fn natural_key(&self) -> Option<&NaturalKey> {
         self.natural_key.as_ref()
+    }
+
+    /// Sets the policies for calls of tools. They need a profile of [`Protocol::Mcp`].
+    #[must_use]
+    pub fn with_tools(self, tools: ToolPolicies) -> Self {
+        Self { tools, ..self }
+    }
+
+    /// The policies for calls of tools.
+    #[must_use]
+    pub const fn tools(&self) -> &ToolPolicies {
+        &self.tools
     }
 
     /// Sets the syntax of the key in its header field.
@@ -351,8 +404,8 @@ impl Settings {
         self.profile.body_comparison
     }
 
-    /// Sets header fields that are compared: a different value makes a different request. Fields that name another method or
-    /// path (`X-HTTP-Method-Override`, `X-Original-URL` and the like) are always compared.
+    /// Sets header fields that are compared, instead of those of the profile: a different value makes a different request.
+    /// Fields that name another method or path (`X-HTTP-Method-Override`, `X-Original-URL` and the like) are always compared.
     #[must_use]
     pub fn with_fingerprint_headers(mut self, names: impl IntoIterator<Item = HeaderName>) -> Self {
         let mut names: Vec<_> = names.into_iter().collect();
@@ -400,6 +453,12 @@ impl Settings {
                 Ok(self)
             }
         }
+    }
+
+    /// The limits of rates.
+    #[must_use]
+    pub const fn rate_limits(&self) -> &RateLimits {
+        &self.rate_limits
     }
 
     /// Limits the rates of requests with a key. A request beyond a limit is refused with a 429, and nothing is claimed. There
@@ -545,6 +604,27 @@ impl Settings {
         matches!(self.completed_by, CompletedBy::Upstream) && self.reconcile.is_some()
     }
 
+    /// The longest time since a request was sent first: an older one is refused with `key-expired`. `None` if the profile has no
+    /// field for that time.
+    #[must_use]
+    pub fn max_request_age(&self) -> Option<Duration> {
+        self.profile.first_sent_header.as_ref()?;
+        let retention = self.policy.retention();
+        Some(retention.saturating_sub(first_sent::max_ahead(retention)))
+    }
+
+    /// Returns true if responses from 500 to 599 are kept and replayed.
+    #[must_use]
+    pub fn keeps_server_errors(&self) -> bool {
+        self.profile.server_errors == ServerErrors::Replay && self.completed_by == CompletedBy::Layer
+    }
+
+    /// Returns true if requests with a key are executed without protection while the store is out of reach.
+    #[must_use]
+    pub const fn fails_open(&self) -> bool {
+        self.fails_open
+    }
+
     /// The one that completes the record of an operation.
     #[must_use]
     pub const fn completed_by(&self) -> CompletedBy {
@@ -597,15 +677,53 @@ impl Settings {
     /// Returns true if the key of a request without one in its head is sought in its body.
     pub(crate) fn body_has_key(&self) -> bool {
         // A form has the same parameters as a query.
-        self.natural_key.is_some() || !self.profile.key_members.is_empty() || self.profile.key_query.is_some()
+        self.natural_key.is_some()
+            || !self.profile.key_members.is_empty()
+            || !self.profile.key_query.is_empty()
+            || self.profile.protocol == Protocol::Mcp
+    }
+
+    /// Returns true if requests with this method and a key in a header field are refused, because the key would have no effect.
+    #[must_use]
+    pub fn refuses_keys_of(&self, method: &Method) -> bool {
+        self.profile.uncovered_methods == UncoveredMethods::Refuse
+            && method::has_effect(method)
+            && !self.covers(method)
+            && !self.profile.key_headers.is_empty()
     }
 
     /// Returns true if requests with this method are refused because they have a key that would have no effect.
     pub(crate) fn refuses_method(&self, method: &Method, headers: &HeaderMap) -> bool {
-        self.profile.uncovered_methods == UncoveredMethods::Refuse
-            && method::has_effect(method)
-            && !self.covers(method)
-            && self.profile.key_headers.iter().any(|name| headers.contains_key(name))
+        self.refuses_keys_of(method)
+            && (self.profile.key_headers.iter().any(|name| headers.contains_key(name))
+                || has_other_spelling(&self.profile, headers))
+    }
+
+    /// Checks the places that may carry the key. A layer checks them, too.
+    ///
+    /// # Errors
+    /// If nothing carries the key, or if the mark of a replay is one of them.
+    pub fn check_carriers(&self) -> Result<(), ConfigError> {
+        let profile = &self.profile;
+        if profile.key_headers.contains(&profile.replay_marker.0) {
+            return Err(ConfigError::new(format!(
+                "the header field {} cannot carry the key and mark a replay",
+                profile.replay_marker.0
+            )));
+        }
+        if let Some(name) = &profile.first_sent_header
+            && profile.key_headers.contains(name)
+        {
+            return Err(ConfigError::new(format!(
+                "the header field {name} cannot carry the key and the time at which a request was sent first"
+            )));
+        }
+        if self.natural_key.is_none() && !profile.has_carrier() {
+            return Err(ConfigError::new(
+                "nothing carries the key: name a header field, a parameter of the query, or a member of the body",
+            ));
+        }
+        Ok(())
     }
 
     /// Checks these settings against each other and against the guarantees of the store.
@@ -625,21 +743,11 @@ impl Settings {
                 ));
             }
         }
-        let profile = &self.profile;
-        if profile.key_headers.contains(&profile.replay_marker.0) {
-            return Err(ConfigError::new(format!(
-                "the header field {} cannot carry the key and mark a replay",
-                profile.replay_marker.0
-            )));
-        }
-        if self.natural_key.is_none() && !profile.has_carrier() {
-            return Err(ConfigError::new(
-                "nothing carries the key: name a header field, a parameter of the query, or a member of the body",
-            ));
-        }
+        self.check_carriers()?;
         if self.natural_key.is_some() && self.caller.allows_anonymous() {
             return Err(ConfigError::new(ANONYMOUS_NATURAL_KEY));
         }
+        self.check_tools()?;
         if self.policy.on_abandoned() == OnAbandoned::Reconcile && self.reconcile.is_none() {
             return Err(ConfigError::new(
                 "on_abandoned is reconcile, but there is no service to ask: call with_reconcile",
@@ -647,6 +755,37 @@ impl Settings {
         }
         Ok(())
     }
+}
+
+impl Settings {
+    /// Checks the policies for calls of tools against the protocol, and the protocol against the keys.
+    fn check_tools(&self) -> Result<(), ConfigError> {
+        let speaks_mcp = self.profile.protocol == Protocol::Mcp;
+        if !speaks_mcp && !self.tools.is_empty() {
+            return Err(ConfigError::new(
+                "read-only-tools and intent-tools are for messages of the Model Context Protocol; set profile = \"mcp\", or leave \
+                 them out",
+            ));
+        }
+        if speaks_mcp && self.natural_key.is_some() {
+            return Err(ConfigError::new(
+                "natural-key has no effect on calls of tools; name the tools whose keys are built from their arguments in \
+                 intent-tools",
+            ));
+        }
+        if self.tools.has_intents() && self.caller.allows_anonymous() {
+            return Err(ConfigError::new(ANONYMOUS_INTENT));
+        }
+        Ok(())
+    }
+}
+/// The first name that is in the list before.
+pub(crate) fn repeated(names: &[HeaderName]) -> Option<&HeaderName> {
+    names
+        .iter()
+        .enumerate()
+        .find(|(at, name)| names.iter().take(*at).any(|own| own == *name))
+        .map(|(_, name)| name)
 }
 
 /// Returns true for an `http` or `https` URL, and for a path that starts with a slash.
@@ -662,6 +801,11 @@ fn is_url_or_path(url: &str) -> bool {
 const ANONYMOUS_NATURAL_KEY: &str = "the key is built from members of the body (natural-key), and callers that are not told apart \
      would get each other's responses; require a field that identifies them (scope = \"required-header:NAME\" or \
      \"required-cookie:NAME\"), or declare that there is only one caller (scope = \"single-tenant\")";
+
+/// The same for keys of intents: two agents that order the same in runs of the same name have the same key.
+const ANONYMOUS_INTENT: &str = "the key of a call is built from its intent (intent-tools), and callers that are not told apart \
+     would get each other's results; require a field that identifies them (scope = \"required-header:NAME\" or \"jwt:sub\"), \
+     or declare that there is only one caller (scope = \"single-tenant\")";
 
 #[cfg(test)]
 mod tests {

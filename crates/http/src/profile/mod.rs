@@ -22,6 +22,7 @@ use template::Template;
 
 use crate::carrier::KeyMember;
 use crate::key::KeyGrammar;
+use crate::mcp::Protocol;
 use crate::refusal::{Condition, RetryAdvice};
 
 /// The dialect of one family of APIs. [`Settings`](crate::Settings) start from it.
@@ -33,20 +34,27 @@ pub struct Profile {
     deviations: Vec<String>,
     /// The header fields that may carry the key. Responses echo the key under the name that the request used.
     pub(crate) key_headers: Vec<HeaderName>,
-    /// The parameter of the query that may carry the key.
-    pub(crate) key_query: Option<String>,
-    /// The members of a JSON body that may carry the key: the first that is there.
+    /// The parameters of the query, or of a form, that may carry the key.
+    pub(crate) key_query: Vec<String>,
+    /// The members of a JSON body that may carry the key.
     pub(crate) key_members: Vec<KeyMember>,
     /// The field with the time at which the client sent the request first, which each request with a key must have.
     pub(crate) first_sent_header: Option<HeaderName>,
+    pub(crate) protocol: Protocol,
+    /// The members of a call that may name the run of the agent.
+    pub(crate) run_members: Vec<KeyMember>,
     pub(crate) grammar: KeyGrammar,
     pub(crate) key_scope: KeyScope,
+    /// The header fields whose values are part of a key's scope.
+    pub(crate) key_scope_headers: Vec<HeaderName>,
     pub(crate) require_key: bool,
     pub(crate) methods: Vec<Method>,
     pub(crate) uncovered_methods: UncoveredMethods,
     pub(crate) body_comparison: BodyComparison,
     /// The members of JSON bodies that are compared.
     pub(crate) fingerprint: FingerprintRules,
+    /// The header fields that are compared.
+    pub(crate) fingerprint_headers: Vec<HeaderName>,
     pub(crate) retention: Duration,
     pub(crate) server_errors: ServerErrors,
     pub(crate) release_statuses: Vec<StatusCode>,
@@ -57,6 +65,8 @@ pub struct Profile {
     response_headers: ExtraHeaders,
     kept_server_error_headers: ExtraHeaders,
     refusal_headers: ExtraHeaders,
+    /// The fields of refusals for what is wrong with the request itself, so that nothing was executed for it before.
+    rejection_headers: ExtraHeaders,
     refusal: RefusalShape,
     /// The beginning of the types of problems.
     pub(crate) problem_base: Cow<'static, str>,
@@ -79,6 +89,8 @@ enum HeaderPart {
 struct RefusalShape {
     media_type: HeaderValue,
     body: Template<BodyPart>,
+    /// The body of the refusal of a call of a tool, which is the response to it, with the status 200.
+    tool_body: Option<Template<BodyPart>>,
     /// The words for conditions without words of their own: for all, for statuses from 400 to 499, and for those from 500.
     default: RefusalWords,
     client_errors: RefusalWords,
@@ -108,10 +120,24 @@ enum BodyPart {
     Kind,
     Reason,
     Instance,
+    MessageId,
+    Advice,
+}
+
+/// The values in the body of a refusal.
+pub(crate) struct RefusalText<'a> {
+    pub(crate) condition: Condition,
+    pub(crate) status: StatusCode,
+    pub(crate) detail: &'a str,
+    pub(crate) record: Option<RecordId>,
+    /// In seconds.
+    pub(crate) retry_after: Option<u64>,
+    /// The JSON-RPC `id` of the call that is refused, as JSON.
+    pub(crate) message_id: Option<&'a str>,
 }
 
 impl BodyPart {
-    const ALL: [(&'static str, Self); 10] = [
+    const ALL: [(&'static str, Self); 12] = [
         ("type", Self::Type),
         ("title", Self::Title),
         ("status", Self::Status),
@@ -122,6 +148,8 @@ impl BodyPart {
         ("kind", Self::Kind),
         ("reason", Self::Reason),
         ("instance", Self::Instance),
+        ("message-id", Self::MessageId),
+        ("advice", Self::Advice),
     ];
 
     fn named(name: &str) -> Option<Self> {
@@ -174,7 +202,7 @@ pub enum BodyComparison {
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// The shipped profiles, in the order of the documentation.
-const SHIPPED: [(&str, &str); 11] = [
+const SHIPPED: [(&str, &str); 12] = [
     ("ietf", include_str!("../../profiles/ietf.toml")),
     ("stripe", include_str!("../../profiles/stripe.toml")),
     ("stripe-v2", include_str!("../../profiles/stripe-v2.toml")),
@@ -186,6 +214,7 @@ const SHIPPED: [(&str, &str); 11] = [
     ("aws", include_str!("../../profiles/aws.toml")),
     ("webhook", include_str!("../../profiles/webhook.toml")),
     ("classic", include_str!("../../profiles/classic.toml")),
+    ("mcp", include_str!("../../profiles/mcp.toml")),
 ];
 
 impl Default for Profile {
@@ -197,16 +226,20 @@ impl Default for Profile {
             sources: Vec::new(),
             deviations: Vec::new(),
             key_headers: vec![HeaderName::from_static("idempotency-key")],
-            key_query: None,
+            key_query: Vec::new(),
             key_members: Vec::new(),
             first_sent_header: None,
+            protocol: Protocol::Http,
+            run_members: Vec::new(),
             grammar: KeyGrammar::default(),
             key_scope: KeyScope::Endpoint,
+            key_scope_headers: Vec::new(),
             require_key: false,
             methods: vec![Method::POST, Method::PATCH],
             uncovered_methods: UncoveredMethods::Pass,
             body_comparison: BodyComparison::Canonical,
             fingerprint: FingerprintRules::new(),
+            fingerprint_headers: Vec::new(),
             retention: DAY,
             server_errors: ServerErrors::Replay,
             release_statuses: Vec::new(),
@@ -216,6 +249,7 @@ impl Default for Profile {
             response_headers: Vec::new(),
             kept_server_error_headers: Vec::new(),
             refusal_headers: Vec::new(),
+            rejection_headers: Vec::new(),
             refusal: RefusalShape::problem(),
             problem_base: Cow::Borrowed(PROBLEM_TYPES),
         }
@@ -237,10 +271,25 @@ impl RefusalShape {
         Self {
             media_type: HeaderValue::from_static("application/problem+json"),
             body: Template::of(BODY),
+            tool_body: None,
             default: RefusalWords::default(),
             client_errors: RefusalWords::default(),
             server_errors: RefusalWords::default(),
             rows: Vec::new(),
+        }
+    }
+
+    fn is_json(&self) -> bool {
+        self.media_type.to_str().is_ok_and(|text| text.to_ascii_lowercase().contains("json"))
+    }
+
+    /// The function that writes a text into a body of this media type.
+    fn escape(&self) -> fn(&mut String, &str) {
+        let media_type = self.media_type.to_str().unwrap_or_default().to_ascii_lowercase();
+        match media_type {
+            text if text.contains("json") => push_json,
+            text if text.contains("xml") || text.contains("html") => push_xml,
+            _ => String::push_str,
         }
     }
 
@@ -309,7 +358,10 @@ impl Profile {
 
     /// Returns true if something in a request may carry the key.
     pub(crate) fn has_carrier(&self) -> bool {
-        !self.key_headers.is_empty() || self.key_query.is_some() || !self.key_members.is_empty()
+        !self.key_headers.is_empty()
+            || !self.key_query.is_empty()
+            || !self.key_members.is_empty()
+            || self.protocol == Protocol::Mcp
     }
 
     pub(crate) fn set_body_comparison(&mut self, comparison: BodyComparison) {
@@ -319,8 +371,9 @@ impl Profile {
         }
     }
 
-    /// The status of the refusal for a condition.
-    pub(crate) fn refusal_status(&self, condition: Condition) -> StatusCode {
+    /// The usual status of the refusal for a condition. A proxy may use another one for the first request with a key.
+    #[must_use]
+    pub fn refusal_status(&self, condition: Condition) -> StatusCode {
         let row = self.refusal.row(condition);
         row.and_then(|row| row.status).or(self.refusal.default.status).unwrap_or(condition.status())
     }
@@ -347,30 +400,30 @@ impl Profile {
         &self.refusal.media_type
     }
 
-    /// The body of the refusal for a condition.
-    pub(crate) fn refusal_body(
-        &self,
-        condition: Condition,
-        status: StatusCode,
-        detail: &str,
-        record: Option<RecordId>,
-    ) -> String {
-        self.refusal.body.render(|part, body| match part {
-            BodyPart::Type => push_escaped(body, &self.problem_type(condition)),
-            BodyPart::Title => push_escaped(body, condition.title()),
+    /// The body of a refusal. True if it is the response to a call of a tool.
+    pub(crate) fn refusal_body(&self, text: &RefusalText<'_>) -> (String, bool) {
+        let tool_body = self.refusal.tool_body.as_ref().filter(|_| text.message_id.is_some());
+        let RefusalText { condition, status, .. } = *text;
+        let escape = if tool_body.is_some() { push_json } else { self.refusal.escape() };
+        let body = tool_body.unwrap_or(&self.refusal.body).render(|part, body| match part {
+            BodyPart::Type => escape(body, &self.problem_type(condition)),
+            BodyPart::Title => escape(body, condition.title()),
             BodyPart::Status => body.push_str(status.as_str()),
-            BodyPart::Detail => push_escaped(body, detail),
-            BodyPart::Retry => push_escaped(body, condition.retry().as_str()),
-            BodyPart::Slug => push_escaped(body, condition.slug()),
-            BodyPart::Code => push_escaped(body, &self.refusal_code(condition, status)),
-            BodyPart::Kind => push_escaped(body, self.refusal_kind(condition, status)),
-            BodyPart::Reason => push_escaped(body, status.canonical_reason().unwrap_or("Error")),
+            BodyPart::Detail => escape(body, text.detail),
+            BodyPart::Retry => escape(body, condition.retry().as_str()),
+            BodyPart::Slug => escape(body, condition.slug()),
+            BodyPart::Code => escape(body, &self.refusal_code(condition, status)),
+            BodyPart::Kind => escape(body, self.refusal_kind(condition, status)),
+            BodyPart::Reason => escape(body, status.canonical_reason().unwrap_or("Error")),
             BodyPart::Instance => {
-                if let Some(record) = record {
+                if let Some(record) = text.record {
                     body.extend([",\"instance\":\"", RECORD_URN, &record.to_string(), "\""]);
                 }
             }
-        })
+            BodyPart::MessageId => body.push_str(text.message_id.unwrap_or("null")),
+            BodyPart::Advice => escape(body, &condition.retry().for_agents(text.retry_after)),
+        });
+        (body, tool_body.is_some())
     }
 
     /// Adds the fields of an executed request's response. They are stored and replayed with it.
@@ -393,8 +446,17 @@ impl Profile {
     }
 
     /// Adds the fields of a refusal.
-    pub(crate) fn mark_refusal(&self, headers: &mut HeaderMap, retry: RetryAdvice) {
-        add(&self.refusal_headers, headers, retry == RetryAdvice::SameKey);
+    pub(crate) fn mark_refusal(&self, headers: &mut HeaderMap, condition: Condition) {
+        let is_retryable = condition.retry() == RetryAdvice::SameKey;
+        add(&self.refusal_headers, headers, is_retryable);
+        if condition.rejects() {
+            add(&self.rejection_headers, headers, is_retryable);
+        }
+    }
+
+    /// The names of all fields that the profile adds.
+    pub(crate) fn added_headers(&self) -> impl Iterator<Item = &HeaderName> {
+        self.stored_headers().chain(self.refusal_headers.iter().map(|(name, _)| name))
     }
 
     /// The names of the fields that are stored with responses because the profile adds them.
@@ -426,9 +488,22 @@ pub(crate) const PROBLEM_TYPES: &str = "urn:oncegate:problem:";
 /// The prefix of the names of records in problems.
 const RECORD_URN: &str = "urn:oncegate:record:";
 
-fn push_escaped(body: &mut String, text: &str) {
+fn push_json(body: &mut String, text: &str) {
     let quoted = serde_json::Value::from(text).to_string();
     body.push_str(quoted.get(1..quoted.len() - 1).unwrap_or_default());
+}
+
+fn push_xml(body: &mut String, text: &str) {
+    for letter in text.chars() {
+        match letter {
+            '<' => body.push_str("&lt;"),
+            '>' => body.push_str("&gt;"),
+            '&' => body.push_str("&amp;"),
+            '"' => body.push_str("&quot;"),
+            '\'' => body.push_str("&apos;"),
+            _ => body.push(letter),
+        }
+    }
 }
 
 #[cfg(test)]

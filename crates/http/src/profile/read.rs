@@ -8,20 +8,22 @@ use std::time::Duration;
 use http::header::{HeaderName, HeaderValue};
 use http::{Method, StatusCode};
 use oncegate_core::fingerprint::FingerprintRules;
-use oncegate_core::{JsonPointer, limits};
+use oncegate_core::{JsonPointer, RecordId, limits};
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
 use super::template::Template;
 use super::{
-    BodyComparison, BodyPart, ExtraHeaders, HeaderPart, KeyScope, Profile, RefusalWords, ServerErrors,
-    UncoveredMethods,
+    BodyComparison, BodyPart, ExtraHeaders, HeaderPart, KeyScope, Profile, RefusalText, RefusalWords,
+    ServerErrors, UncoveredMethods,
 };
 use crate::carrier::KeyMember;
 use crate::headers::is_reserved;
 use crate::key::{KeyFormat, KeySyntax, has_other_purpose};
+use crate::mcp::Protocol;
 use crate::method;
-use crate::refusal::Condition;
+use crate::refusal::{Condition, shown};
+use crate::settings::repeated;
 
 /// The mistakes in a profile's file, from top to bottom.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -66,6 +68,9 @@ impl std::error::Error for ProfileErrors {}
 type Value<'i> = Spanned<DeValue<'i>>;
 type Table<'i> = DeTable<'i>;
 
+/// A record, for the bodies that are checked.
+const RECORD: RecordId = RecordId::from_bytes([0; 32]);
+
 /// The largest file, in bytes.
 const MAX_FILE_BYTES: usize = 64 * 1024;
 
@@ -84,14 +89,17 @@ const KEYS: &[Key] = &[
     ("sources", |profile, value| set(&mut profile.sources, list(value, |text| Ok(text.to_owned())))),
     ("deviations", |profile, value| set(&mut profile.deviations, list(value, |text| Ok(text.to_owned())))),
     ("key-header", |profile, value| set(&mut profile.key_headers, list(value, key_header))),
-    ("key-query", |profile, value| set(&mut profile.key_query, one(value, |text| Ok(Some(text.to_owned()))))),
+    ("key-query", |profile, value| set(&mut profile.key_query, list(value, parameter))),
     ("key-member", |profile, value| set(&mut profile.key_members, list(value, key_member))),
     ("first-sent-header", |profile, value| {
-        set(&mut profile.first_sent_header, one(value, |text| header_name(text).map(Some)))
+        set(&mut profile.first_sent_header, one(value, |text| key_header(text).map(Some)))
     }),
+    ("protocol", |profile, value| set(&mut profile.protocol, choice(value, &PROTOCOLS))),
+    ("run-member", |profile, value| set(&mut profile.run_members, list(value, key_member))),
     ("key-syntax", |profile, value| set(&mut profile.grammar.syntax, choice(value, &KEY_SYNTAXES))),
     ("key-format", |profile, value| set(&mut profile.grammar.format, one(value, key_format))),
     ("key-scope", |profile, value| set(&mut profile.key_scope, choice(value, &KEY_SCOPES))),
+    ("key-scope-header", |profile, value| set(&mut profile.key_scope_headers, list(value, header_name))),
     ("require-key", |profile, value| set(&mut profile.require_key, boolean(value))),
     ("methods", |profile, value| set(&mut profile.methods, list(value, covered_method))),
     ("uncovered-methods", |profile, value| set(&mut profile.uncovered_methods, choice(value, &UNCOVERED))),
@@ -100,11 +108,12 @@ const KEYS: &[Key] = &[
     ("release-statuses", |profile, value| {
         set(&mut profile.release_statuses, list(value, statuses).map(|lists| lists.concat()))
     }),
-    ("replay-statuses", |profile, value| set(&mut profile.replay_statuses, replay_statuses(value))),
+    ("replay-statuses", |profile, value| replay_statuses(&mut profile.replay_statuses, value)),
     ("replay-marker", |profile, value| set(&mut profile.replay_marker, one(value, marker))),
     ("echo-key", |profile, value| set(&mut profile.echo_key, boolean(value))),
 ];
 
+pub(super) const PROTOCOLS: [(&str, Protocol); 2] = [("http", Protocol::Http), ("mcp", Protocol::Mcp)];
 pub(super) const KEY_SYNTAXES: [(&str, KeySyntax); 3] =
     [("lenient", KeySyntax::Lenient), ("strict", KeySyntax::Strict), ("raw", KeySyntax::Raw)];
 pub(super) const KEY_SCOPES: [(&str, KeyScope); 2] =
@@ -210,30 +219,28 @@ impl Reader<'_> {
         }
     }
 
-    /// The rules by which bodies are compared.
+    /// The rules by which requests are compared.
     fn fingerprint(&mut self, profile: &mut Profile, value: &Value<'_>) {
         let Some(table) = self.table("fingerprint", value) else { return };
-        let mut rules = FingerprintRules::new();
+        let mut included = profile.fingerprint.included().to_vec();
+        let mut excluded = profile.fingerprint.excluded().to_vec();
         for (key, value) in table {
             let (span, key) = (key.span(), key.get_ref().as_ref());
             let name = format!("fingerprint.{key}");
-            let mut pointers = |add: fn(FingerprintRules, JsonPointer) -> FingerprintRules| {
-                let read = list(value, json_pointer)?;
-                rules = read.into_iter().fold(std::mem::take(&mut rules), add);
-                Ok(())
-            };
             let result = match key {
                 "body" => set(&mut profile.body_comparison, choice(value, &COMPARISONS)),
-                "include" => pointers(FingerprintRules::include),
-                "exclude" => pointers(FingerprintRules::exclude),
+                "include" => set(&mut included, list(value, json_pointer)),
+                "exclude" => set(&mut excluded, list(value, json_pointer)),
+                "headers" => set(&mut profile.fingerprint_headers, list(value, header_name)),
                 _ => {
-                    self.unknown(&span, key, ["body", "include", "exclude"].into_iter());
+                    self.unknown(&span, key, ["body", "include", "exclude", "headers"].into_iter());
                     continue;
                 }
             };
             self.note(&name, result);
         }
-        profile.fingerprint = rules;
+        let rules = included.into_iter().fold(FingerprintRules::new(), FingerprintRules::include);
+        profile.fingerprint = excluded.into_iter().fold(rules, FingerprintRules::exclude);
         profile.set_body_comparison(profile.body_comparison);
     }
 
@@ -246,17 +253,16 @@ impl Reader<'_> {
                 "response" => &mut profile.response_headers,
                 "kept-server-error" => &mut profile.kept_server_error_headers,
                 "refusal" => &mut profile.refusal_headers,
+                "rejection" => &mut profile.rejection_headers,
                 _ => {
-                    self.unknown(&span, key, ["response", "kept-server-error", "refusal"].into_iter());
+                    let known = ["response", "kept-server-error", "refusal", "rejection"];
+                    self.unknown(&span, key, known.into_iter());
                     continue;
                 }
             };
             let name = format!("headers.{key}");
             let Some(table) = self.table(&name, value) else { continue };
-            match extra_headers(table) {
-                Ok(read) => *fields = read,
-                Err(mistakes) => self.note(&name, Err(mistakes)),
-            }
+            self.note(&name, add_headers(fields, table));
         }
     }
 
@@ -269,20 +275,10 @@ impl Reader<'_> {
             let name = format!("refusal.{key}");
             match key {
                 "media-type" => {
-                    let read = one(value, |text| {
-                        HeaderValue::from_str(text).map_err(|_| format!("{text:?} is not a media type"))
-                    });
-                    self.note(&name, set(&mut shape.media_type, read));
+                    self.note(&name, set(&mut shape.media_type, one(value, media_type)));
                 }
-                "body" => {
-                    let read = one(value, |text| {
-                        Template::parse(text, BodyPart::named).map_err(|unknown| {
-                            let names = BodyPart::ALL.map(|(name, _)| name);
-                            format!("{unknown}; the names are {}", names.join(", "))
-                        })
-                    });
-                    self.note(&name, set(&mut shape.body, read));
-                }
+                "body" => self.note(&name, set(&mut shape.body, body_template(value))),
+                "tool-body" => self.note(&name, set(&mut shape.tool_body, body_template(value).map(Some))),
                 "kind" | "code" => self.word(&name, key, value, &mut shape.default),
                 "4xx" => self.words(&name, value, &mut shape.client_errors, &["kind", "code"]),
                 "5xx" => self.words(&name, value, &mut shape.server_errors, &["kind", "code"]),
@@ -294,7 +290,8 @@ impl Reader<'_> {
                         shape.rows.push((condition, words));
                     }
                     None => {
-                        let known = ["media-type", "body", "kind", "code", "4xx", "5xx"].into_iter();
+                        let known =
+                            ["media-type", "body", "tool-body", "kind", "code", "4xx", "5xx"].into_iter();
                         self.unknown(&span, key, known.chain(Condition::ALL.map(Condition::slug)));
                     }
                 },
@@ -343,16 +340,80 @@ impl Reader<'_> {
         if !table.contains_key("title") {
             self.error(&(0..0), None, "a profile has a title; write one, such as title = \"Our API\"");
         }
+        if profile.methods.is_empty() {
+            self.error(&place("methods"), Some("methods"), "the list is empty, so no request is protected");
+        }
+        if let Some(name) = repeated(&profile.key_headers) {
+            let message = format!("the header field {} is there twice", shown(name));
+            self.error(&place("key-header"), Some("key-header"), message);
+        }
+        let marker = &profile.replay_marker.0;
+        for (key, name) in
+            [("first-sent-header", profile.first_sent_header.as_ref()), ("replay-marker", Some(marker))]
+        {
+            if let Some(name) = name.filter(|name| profile.key_headers.contains(name)) {
+                let message = format!("the header field {} carries the key; name another one", shown(name));
+                self.error(&place(key), Some(key), message);
+            }
+        }
+        if profile.stored_headers().any(|name| name == marker) {
+            let message =
+                format!("the header field {} marks replays; no other response may have it", shown(marker));
+            self.error(&place("headers"), Some("headers"), message);
+        }
+        if profile.protocol == Protocol::Mcp {
+            if profile.refusal.tool_body.is_none() {
+                let message =
+                    "no body for the refusals of calls, refusal.tool-body; write one, or extends = \"mcp\"";
+                self.error(&place("protocol"), Some("protocol"), message);
+            }
+            if !method::contains(&profile.methods, &Method::POST) {
+                let message = "all calls of tools are POST requests; add \"POST\"";
+                self.error(&place("methods"), Some("methods"), message);
+            }
+        }
+        self.check_bodies(profile, table);
+    }
+
+    /// Checks that the bodies of all refusals are JSON if their media type says so.
+    fn check_bodies(&mut self, profile: &Profile, table: &Table<'_>) {
         let shape = &profile.refusal;
-        let is_json = shape.media_type.to_str().is_ok_and(|text| text.contains("json"));
-        for condition in Condition::ALL.into_iter().filter(|_| is_json) {
-            let body = profile.refusal_body(condition, profile.refusal_status(condition), "detail", None);
-            if let Err(error) = serde_json::from_str::<serde_json::Value>(&body) {
-                let message = format!("the body of {condition} is not JSON ({error}): {body}");
-                return self.error(&place("refusal"), Some("refusal.body"), message);
+        let forms = [("body", shape.is_json(), None), ("tool-body", shape.tool_body.is_some(), Some("1"))];
+        for (key, _, message_id) in forms.into_iter().filter(|(_, is_checked, _)| *is_checked) {
+            let cases = Condition::ALL
+                .into_iter()
+                .flat_map(|condition| [(condition, None), (condition, Some(RECORD))]);
+            for (condition, record) in cases {
+                let status = profile.refusal_status(condition);
+                let text = RefusalText {
+                    condition,
+                    status,
+                    detail: "detail",
+                    record,
+                    retry_after: None,
+                    message_id,
+                };
+                let (body, _) = profile.refusal_body(&text);
+                if let Err(error) = serde_json::from_str::<serde_json::Value>(&body) {
+                    let refusal = table.get("refusal");
+                    let own = refusal.and_then(|refusal| refusal.get_ref().as_table()?.get(key));
+                    let place = own.or(refusal).map_or(0..0, Spanned::span);
+                    let message = format!("the body of {condition} is not JSON ({error}): {body}");
+                    self.error(&place, Some(&format!("refusal.{key}")), message);
+                    break;
+                }
             }
         }
     }
+}
+
+fn body_template(value: &Value<'_>) -> Result<Template<BodyPart>, Vec<Mistake>> {
+    one(value, |text| {
+        Template::parse(text, BodyPart::named).map_err(|unknown| {
+            let names = BodyPart::ALL.map(|(name, _)| name);
+            format!("{unknown}; the names are {}", names.join(", "))
+        })
+    })
 }
 
 fn set<T>(field: &mut T, read: Result<T, Vec<Mistake>>) -> Result<(), Vec<Mistake>> {
@@ -432,11 +493,13 @@ fn json_pointer(text: &str) -> Result<JsonPointer, String> {
 }
 
 fn key_member(text: &str) -> Result<KeyMember, String> {
-    match json_pointer(text)? {
-        whole if whole.as_str().is_empty() => {
-            Err("the whole body cannot be the key; name a member, such as \"/key\"".to_owned())
-        }
-        pointer => Ok(pointer.into()),
+    KeyMember::new(json_pointer(text)?)
+}
+
+fn parameter(text: &str) -> Result<String, String> {
+    match text {
+        "" => Err("\"\" is not the name of a parameter".to_owned()),
+        _ => Ok(text.to_owned()),
     }
 }
 
@@ -451,7 +514,9 @@ fn key_format(text: &str) -> Result<KeyFormat, String> {
 }
 
 fn covered_method(text: &str) -> Result<Method, String> {
+    let upper = text.to_ascii_uppercase();
     match Method::from_bytes(text.as_bytes()) {
+        Ok(_) if text != upper => Err(format!("{text:?} is not a method; did you mean `{upper}`?")),
         Ok(method) if method::has_effect(&method) => Ok(method),
         Ok(_) => {
             Err(format!("the method {text} cannot be covered: a key protects requests that change something"))
@@ -507,27 +572,58 @@ fn statuses(text: &str) -> Result<Vec<StatusCode>, String> {
     Ok(all.filter_map(|status| StatusCode::from_u16(status).ok()).collect())
 }
 
-fn replay_statuses(value: &Value<'_>) -> Result<Vec<(StatusCode, StatusCode)>, Vec<Mistake>> {
+/// Adds these statuses of replays to those of the profile that is extended.
+fn replay_statuses(
+    statuses: &mut Vec<(StatusCode, StatusCode)>,
+    value: &Value<'_>,
+) -> Result<(), Vec<Mistake>> {
     let DeValue::Table(table) = value.get_ref() else {
         return Err(mistake(value, "write a table, such as { 201 = 200 }"));
     };
-    let (mut good, mut bad) = (Vec::new(), Vec::new());
+    let mut bad = Vec::new();
     for (first, replay) in table {
-        let is_final = |status: &StatusCode| status.as_u16() >= 200;
+        let is_final = |status: &StatusCode| (200..600).contains(&status.as_u16());
         let from = first.get_ref().parse::<u16>().ok().and_then(|status| StatusCode::from_u16(status).ok());
         let to = integer(replay).and_then(|status| StatusCode::from_u16(status).ok());
         match (from.filter(is_final), to.filter(is_final)) {
-            (Some(from), Some(to)) => good.push((from, to)),
+            (Some(from), Some(to)) if from.as_u16() / 100 != to.as_u16() / 100 => {
+                bad.extend(mistake(
+                    replay,
+                    format!("a replay of {from} cannot have {to}: that is another kind of result"),
+                ));
+            }
+            (Some(from), Some(to)) if from != to && [204, 205, 304].contains(&to.as_u16()) => {
+                bad.extend(mistake(replay, format!("a replay cannot have {to}: its body would be lost")));
+            }
+            (Some(from), Some(to)) => {
+                statuses.retain(|(own, _)| *own != from);
+                statuses.push((from, to));
+            }
             _ => bad.extend(mistake(replay, "write two statuses from 200 to 599, such as 201 = 200")),
         }
     }
-    if bad.is_empty() { Ok(good) } else { Err(bad) }
+    if bad.is_empty() { Ok(()) } else { Err(bad) }
+}
+
+fn media_type(text: &str) -> Result<HeaderValue, String> {
+    let is_token = |part: &str| {
+        let is_of_token = |byte| u8::is_ascii_alphanumeric(&byte) || b"!#$&-^_.+".contains(&byte);
+        !part.is_empty() && part.bytes().all(is_of_token)
+    };
+    let essence = text.split(';').next().unwrap_or_default().trim_end();
+    let is_type = essence.split_once('/').is_some_and(|(kind, name)| is_token(kind) && is_token(name));
+    match HeaderValue::from_str(text) {
+        Ok(value) if is_type => Ok(value),
+        _ => Err(format!("{text:?} is not a media type; write one such as \"application/json\"")),
+    }
 }
 
 fn marker(text: &str) -> Result<(HeaderName, HeaderValue), String> {
     let (name, value) = text.split_once(':').unwrap_or((text, "true"));
-    let value =
-        HeaderValue::from_str(value.trim()).map_err(|_| format!("{value:?} is not the value of a field"))?;
+    let value = header_value(value.trim())?;
+    if value.is_empty() {
+        return Err(format!("{text:?} has no value; write one, such as \"X-Replayed: true\""));
+    }
     let name = header_name(name.trim())?;
     if is_reserved(&name) {
         return Err(format!("the header field {name} has another purpose; it cannot mark a replay"));
@@ -543,23 +639,33 @@ fn extra_header_name(text: &str) -> Result<HeaderName, String> {
     Ok(name)
 }
 
-fn extra_headers(table: &Table<'_>) -> Result<ExtraHeaders, Vec<Mistake>> {
-    let (mut good, mut bad) = (Vec::new(), Vec::new());
+fn header_value(text: &str) -> Result<HeaderValue, String> {
+    HeaderValue::from_str(text).map_err(|_| format!("{text:?} is not the value of a header field"))
+}
+
+/// Adds these fields to those of the profile that is extended. An empty text takes one away.
+fn add_headers(fields: &mut ExtraHeaders, table: &Table<'_>) -> Result<(), Vec<Mistake>> {
+    let mut bad = Vec::new();
     for (name, value) in table {
         let read = extra_header_name(name.get_ref()).map_err(|message| mistake(value, message)).and_then(|name| {
-            let value = one(value, |text| {
-                Template::parse(text, header_part).map_err(|unknown| {
+            let template = one(value, |text| {
+                let template = Template::parse(text, header_part).map_err(|unknown| {
                     format!("{unknown}; the names are retryable, and response:NAME for a field of the response")
-                })
+                })?;
+                header_value(&template.render(|_, _| {}))?;
+                Ok(Some(template).filter(|_| !text.is_empty()))
             })?;
-            Ok((name, value))
+            Ok((name, template))
         });
         match read {
-            Ok(field) => good.push(field),
+            Ok((name, template)) => {
+                fields.retain(|(own, _)| *own != name);
+                fields.extend(template.map(|template| (name, template)));
+            }
             Err(mistakes) => bad.extend(mistakes),
         }
     }
-    if bad.is_empty() { Ok(good) } else { Err(bad) }
+    if bad.is_empty() { Ok(()) } else { Err(bad) }
 }
 
 fn header_part(name: &str) -> Option<HeaderPart> {

@@ -3,12 +3,14 @@
 use std::fmt;
 use std::time::Duration;
 
-use http::StatusCode;
+use http::{Method, StatusCode};
 use oncegate_core::JsonPointer;
 
-use super::read::{COMPARISONS, KEY_SCOPES, KEY_SYNTAXES, SERVER_ERRORS, UNCOVERED};
-use super::{BodyComparison, BodyPart, ExtraHeaders, HeaderPart, Profile, ServerErrors};
+use super::read::{COMPARISONS, KEY_SCOPES, KEY_SYNTAXES, PROTOCOLS, SERVER_ERRORS, UNCOVERED};
+use super::template::Template;
+use super::{BodyComparison, BodyPart, ExtraHeaders, HeaderPart, Profile, RefusalText, ServerErrors};
 use crate::key::{KeyFormat, KeySyntax};
+use crate::mcp::Protocol;
 use crate::refusal::{Condition, shown};
 
 /// The refusal of a profile for one condition.
@@ -30,19 +32,28 @@ impl Profile {
     #[must_use]
     pub fn rows(&self) -> Vec<(&'static str, String)> {
         let rows = [
-            ("key-header", list(self.key_headers.iter().map(shown))),
-            ("key-query", self.key_query.clone().unwrap_or_default()),
+            (
+                "key-header",
+                Some(list(self.key_headers.iter().map(shown)))
+                    .filter(|names| !names.is_empty())
+                    .unwrap_or("–".to_owned()),
+            ),
+            ("key-query", list(self.key_query.iter().cloned())),
             ("key-member", list(self.key_members.iter().map(|member| member.pointer.to_string()))),
             ("first-sent-header", self.first_sent_header.as_ref().map(shown).unwrap_or_default()),
+            ("protocol", word(&PROTOCOLS, self.protocol)),
+            ("run-member", list(self.run_members.iter().map(|member| member.pointer.to_string()))),
             ("key-syntax", word(&KEY_SYNTAXES, self.grammar.syntax)),
             ("key-format", self.grammar.format.to_string()),
             ("key-scope", word(&KEY_SCOPES, self.key_scope)),
+            ("key-scope-header", list(self.key_scope_headers.iter().map(shown))),
             ("require-key", self.require_key.to_string()),
             ("methods", list(self.methods.iter().map(ToString::to_string))),
             ("uncovered-methods", word(&UNCOVERED, self.uncovered_methods)),
             ("fingerprint.body", word(&COMPARISONS, self.body_comparison)),
             ("fingerprint.include", list(self.fingerprint.included().iter().map(JsonPointer::to_string))),
             ("fingerprint.exclude", list(self.fingerprint.excluded().iter().map(JsonPointer::to_string))),
+            ("fingerprint.headers", list(self.fingerprint_headers.iter().map(shown))),
             ("retention", hours(self.retention.as_secs())),
             ("server-errors", word(&SERVER_ERRORS, self.server_errors)),
             ("release-statuses", self.release_status_texts()),
@@ -66,8 +77,13 @@ impl Profile {
             ("headers.response", fields(&self.response_headers)),
             ("headers.kept-server-error", fields(&self.kept_server_error_headers)),
             ("headers.refusal", fields(&self.refusal_headers)),
+            ("headers.rejection", fields(&self.rejection_headers)),
             ("refusal.media-type", self.refusal.media_type.to_str().unwrap_or_default().to_owned()),
             ("refusal.body", self.refusal.body.to_string()),
+            (
+                "refusal.tool-body",
+                self.refusal.tool_body.as_ref().map(ToString::to_string).unwrap_or_default(),
+            ),
         ];
         rows.into_iter().filter(|(_, value)| !value.is_empty()).collect()
     }
@@ -76,6 +92,30 @@ impl Profile {
     #[must_use]
     pub fn key_headers(&self) -> Vec<String> {
         self.key_headers.iter().map(shown).collect()
+    }
+
+    /// The protocol of the messages in bodies.
+    #[must_use]
+    pub const fn protocol(&self) -> Protocol {
+        self.protocol
+    }
+
+    /// The parameters of the query that may carry the key.
+    #[must_use]
+    pub fn key_query(&self) -> &[String] {
+        &self.key_query
+    }
+
+    /// The members of JSON bodies that may carry the key.
+    #[must_use]
+    pub fn key_members(&self) -> Vec<&JsonPointer> {
+        self.key_members.iter().map(|member| &member.pointer).collect()
+    }
+
+    /// The covered methods.
+    #[must_use]
+    pub fn methods(&self) -> &[Method] {
+        &self.methods
     }
 
     /// Returns true if quotes and commas are parts of a key.
@@ -125,20 +165,54 @@ impl Profile {
         self.retention
     }
 
-    /// The refusals for all conditions.
+    /// The refusals for all conditions, with their usual statuses.
     #[must_use]
     pub fn refusals(&self) -> Vec<RefusalRow> {
+        Condition::ALL
+            .into_iter()
+            .map(|condition| self.refusal(condition, self.refusal_status(condition)))
+            .collect()
+    }
+
+    /// The refusal for a condition with this status.
+    #[must_use]
+    pub fn refusal(&self, condition: Condition, status: StatusCode) -> RefusalRow {
         let has = |part| self.refusal.body.has(&part);
-        let row = |condition| {
-            let status = self.refusal_status(condition);
-            RefusalRow {
-                condition,
-                status,
-                code: has(BodyPart::Code).then(|| self.refusal_code(condition, status)),
-                kind: has(BodyPart::Kind).then(|| self.refusal_kind(condition, status).to_owned()),
-            }
+        RefusalRow {
+            condition,
+            status,
+            code: has(BodyPart::Code).then(|| self.refusal_code(condition, status)),
+            kind: has(BodyPart::Kind).then(|| self.refusal_kind(condition, status).to_owned()),
+        }
+    }
+
+    /// The body of the refusal for a condition with this status, with its usual detail and without a record.
+    #[must_use]
+    pub fn example_refusal(&self, condition: Condition, status: StatusCode) -> String {
+        let text = RefusalText {
+            condition,
+            status,
+            detail: condition.detail(),
+            record: None,
+            message_id: None,
+            retry_after: None,
         };
-        Condition::ALL.into_iter().map(row).collect()
+        self.refusal_body(&text).0
+    }
+
+    /// The header field of refusals whose value is `true` if the same request with the same key can succeed later, and
+    /// otherwise `false`, as it is usually written.
+    #[must_use]
+    pub fn retryable_header(&self) -> Option<String> {
+        let is_bare = |value: &Template<HeaderPart>| value.to_string() == "{retryable}";
+        let field = self.refusal_headers.iter().find(|(_, value)| is_bare(value));
+        field.map(|(name, _)| shown(name))
+    }
+
+    /// The header field with the time at which the client sent the request first, as it is usually written.
+    #[must_use]
+    pub fn first_sent_header(&self) -> Option<String> {
+        self.first_sent_header.as_ref().map(shown)
     }
 
     /// The statuses that free the key; a whole class by its name.

@@ -31,11 +31,12 @@ impl<N> Template<N> {
         Self(parts.collect())
     }
 
-    /// Parses a text. Letters, hyphens and colons in braces are a name. Any other brace stands for itself, so JSON needs no
-    /// escapes: in JSON, a quote or another brace follows a brace.
+    /// Parses a text. Letters, digits, hyphens, underscores and colons in braces are a name. Any other brace stands for itself,
+    /// so JSON needs no escapes: in JSON, a quote or another brace follows a brace.
     pub(crate) fn parse(text: &str, name_of: impl Fn(&str) -> Option<N>) -> Result<Self, UnknownName> {
         let is_name = |name: &str| {
-            !name.is_empty() && name.bytes().all(|b| b.is_ascii_lowercase() || matches!(b, b'-' | b':'))
+            !name.is_empty()
+                && name.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b':'))
         };
         let (mut parts, mut text_part, mut rest) = (Vec::new(), String::new(), text);
         while let Some((before, after)) = rest.split_once('{') {
@@ -116,6 +117,11 @@ mod tests {
 
     #[test]
     fn an_unknown_name_is_an_error() {
-        assert_eq!(Template::parse("{a}{c}", letter), Err(UnknownName("c".to_owned())));
+        for name in ["c", "A", "b3", "a_b"] {
+            assert_eq!(
+                Template::parse(&format!("{{a}}{{{name}}}"), letter),
+                Err(UnknownName(name.to_owned()))
+            );
+        }
     }
 }

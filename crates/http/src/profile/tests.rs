@@ -12,7 +12,15 @@ fn shipped(name: &str) -> Profile {
 
 fn refused(profile: &Profile, condition: Condition) -> Value {
     let status = profile.refusal_status(condition);
-    serde_json::from_str(&profile.refusal_body(condition, status, condition.detail(), None)).unwrap()
+    let text = RefusalText {
+        condition,
+        status,
+        detail: condition.detail(),
+        record: None,
+        retry_after: None,
+        message_id: None,
+    };
+    serde_json::from_str(&profile.refusal_body(&text).0).unwrap()
 }
 
 #[test]
@@ -46,8 +54,15 @@ fn refusals_of_ietf_are_problem_details_with_the_titles_of_the_draft() {
     assert_eq!(problem["retry"], "fix-request");
     assert!(problem["instance"].is_null());
     let (condition, record) = (Condition::OutcomeUnknown, RecordId::from_bytes([0xab; 32]));
-    let text = profile.refusal_body(condition, condition.status(), "why", Some(record));
-    let problem: Value = serde_json::from_str(&text).unwrap();
+    let text = RefusalText {
+        condition,
+        status: condition.status(),
+        detail: "why",
+        record: Some(record),
+        retry_after: None,
+        message_id: None,
+    };
+    let problem: Value = serde_json::from_str(&profile.refusal_body(&text).0).unwrap();
     assert_eq!(problem["instance"], format!("urn:oncegate:record:{}", "ab".repeat(32)));
     assert_eq!(refused(&profile, Condition::KeyReused)["title"], "Idempotency-Key is already used");
     assert_eq!(
@@ -111,14 +126,56 @@ fn fields_are_added_at_their_points() {
     assert_eq!(headers["original-request"], "req_1");
     stripe.mark_kept_server_error(&mut headers);
     assert_eq!(headers["stripe-should-retry"], "false");
-    for (advice, expected) in [(RetryAdvice::SameKey, "true"), (RetryAdvice::Stop, "false")] {
+    for (condition, expected) in
+        [(Condition::RequestInProgress, "true"), (Condition::OutcomeUnknown, "false")]
+    {
         let mut headers = HeaderMap::new();
-        stripe.mark_refusal(&mut headers, advice);
+        stripe.mark_refusal(&mut headers, condition);
         assert_eq!(headers["stripe-should-retry"], expected);
     }
     let mut headers = HeaderMap::new();
     shipped("oasis").mark_replay(&mut headers);
     assert_eq!(headers["repeatability-result"], "accepted");
+}
+
+#[test]
+fn only_a_refusal_of_the_request_itself_says_that_nothing_was_executed() {
+    let oasis = shipped("oasis");
+    for condition in Condition::ALL {
+        let mut headers = HeaderMap::new();
+        oasis.mark_refusal(&mut headers, condition);
+        // An earlier request may have been executed, or may be running.
+        let is_silent = condition.retry() == RetryAdvice::SameKey
+            || (condition.retry() == RetryAdvice::Stop && condition != Condition::KeyExpired);
+        let result = headers.get("repeatability-result").map(HeaderValue::as_bytes);
+        assert!(!is_silent || result.is_none(), "{condition}");
+        let expected =
+            [Condition::KeyInvalid, Condition::KeyReused, Condition::KeyUnsupported, Condition::KeyExpired];
+        assert!(!expected.contains(&condition) || result == Some(b"rejected"), "{condition}");
+    }
+    let mut headers = HeaderMap::new();
+    // A retry whose token has expired: the first request may have been executed.
+    oasis.mark_refusal(&mut headers, Condition::ScopeUnavailable);
+    assert!(headers.is_empty());
+}
+
+#[test]
+fn a_rate_limit_is_no_fault_of_the_request_in_any_dialect() {
+    for name in Profile::names() {
+        let (limited, invalid) = [Condition::RateLimited, Condition::RequestTooLarge]
+            .map(|own| refused(&shipped(name), own))
+            .into();
+        assert_ne!(limited, invalid, "{name}");
+    }
+    for (name, pointer, expected) in [
+        ("aws", "/__type", "ThrottlingException"),
+        ("square", "/errors/0/category", "RATE_LIMIT_ERROR"),
+        ("paypal", "/name", "RATE_LIMIT_REACHED"),
+        ("stripe", "/error/code", "rate_limit"),
+        ("stripe-v2", "/error/code", "rate_limit"),
+    ] {
+        assert_eq!(refused(&shipped(name), Condition::RateLimited).pointer(pointer).unwrap(), expected);
+    }
 }
 
 #[test]
@@ -128,10 +185,10 @@ title = 7
 key-header = ["Content-Type", "a b"]
 key-sintax = "raw"
 key-scope = "endpint"
-methods = ["POST", "GET"]
+methods = ["POST", "GET", "put"]
 retention = "1y"
 release-statuses = ["4xx", "200"]
-replay-statuses = { 201 = "x" }
+replay-statuses = { 201 = "x", 200 = 999, 202 = 204, 400 = 201 }
 replay-marker = "Content-Type: true"
 
 [fingerprint]
@@ -144,8 +201,11 @@ a = "b"
 [headers.response]
 "Set-Cookie" = "x"
 "X-Old" = "{request:id}"
+"X-Line" = "a\nb"
+"X-Case" = "{Retryable}"
 
 [refusal]
+media-type = "json"
 body = '{"error":"{details}"}'
 
 [refusal.key-reusd]
@@ -164,18 +224,25 @@ status = 200
         "4:1: no such key `key-sintax`; did you mean `key-syntax`?",
         "5:13: key-scope: \"endpint\" is not one of endpoint, caller; did you mean `endpoint`?",
         "6:20: methods: the method GET cannot be covered: a key protects requests that change something",
+        "6:27: methods: \"put\" is not a method; did you mean `PUT`?",
         "7:13: retention: \"1y\" is not a duration; write a number and a unit, such as \"24h\" or \"30d\"",
         "8:28: release-statuses: \"200\" is not one of \"400\" to \"599\", \"4xx\", \"5xx\"",
         "9:27: replay-statuses: write two statuses from 200 to 599, such as 201 = 200",
+        "9:38: replay-statuses: write two statuses from 200 to 599, such as 201 = 200",
+        "9:49: replay-statuses: a replay cannot have 204",
+        "9:60: replay-statuses: a replay of 400",
         "10:17: replay-marker: the header field content-type has another purpose; it cannot mark a replay",
         "13:8: fingerprint.body: \"hash\" is not one of canonical, raw, nothing",
         "14:12: fingerprint.exclude: \"meta\" is not a JSON pointer:",
         "16:10: no such key `respons`; did you mean `response`?",
         "20:16: headers.response: the header field set-cookie has another purpose, or must not be stored",
         "21:11: headers.response: no such name {request:id}",
-        "24:8: refusal.body: no such name {details}",
-        "26:10: no such key `key-reusd`; did you mean `key-reused`?",
-        "30:10: refusal.key-missing.status: write a status from 400 to 599, without quotes",
+        "22:12: headers.response: \"a\\nb\" is not the value of a header field",
+        "23:12: headers.response: no such name {Retryable}",
+        "26:14: refusal.media-type: \"json\" is not a media type; write one such as \"application/json\"",
+        "27:8: refusal.body: no such name {details}",
+        "29:10: no such key `key-reusd`; did you mean `key-reused`?",
+        "33:10: refusal.key-missing.status: write a status from 400 to 599, without quotes",
     ];
     for (at, expected) in expected.into_iter().enumerate() {
         assert!(shown.get(at).is_some_and(|shown| shown.starts_with(expected)), "{expected}\n{shown:#?}");
@@ -191,7 +258,38 @@ fn a_file_that_is_not_toml_or_says_nothing_is_refused() {
         ("title = \"t\"\nkey-header = []", "2:14: key-header: nothing carries the key"),
         (
             "title = \"t\"\n[refusal]\nbody = '{\"a\":{status}'",
-            "2:1: refusal.body: the body of key-missing is not JSON",
+            "3:8: refusal.body: the body of key-missing is not JSON",
+        ),
+        (
+            "title = \"t\"\n[refusal]\nmedia-type = \"application/JSON\"\nbody = '{\"a\":[{instance}]}'",
+            "4:8: refusal.body: the body of key-missing is not JSON",
+        ),
+        ("title = \"t\"\nmethods = []", "2:11: methods: the list is empty"),
+        (
+            "title = \"t\"\nkey-header = [\"X-A\", \"x-a\"]",
+            "2:14: key-header: the header field X-A is there twice",
+        ),
+        ("title = \"t\"\nkey-query = [\"\"]", "2:14: key-query: \"\" is not the name of a parameter"),
+        (
+            "title = \"t\"\nkey-member = [\"/items/0/key\"]",
+            "2:15: key-member: \"/items/0/key\" goes through a list",
+        ),
+        (
+            "title = \"t\"\nfirst-sent-header = \"Host\"",
+            "2:21: first-sent-header: the header field Host has another",
+        ),
+        (
+            "title = \"t\"\nfirst-sent-header = \"Idempotency-Key\"",
+            "2:21: first-sent-header: the header field Idempotency-Key carries the key",
+        ),
+        ("title = \"t\"\nreplay-marker = \"X-A:\"", "2:17: replay-marker: \"X-A:\" has no value"),
+        (
+            "title = \"t\"\nkey-header = [\"X-A\"]\nreplay-marker = \"X-A: 1\"",
+            "3:17: replay-marker: the header field X-A carries the key",
+        ),
+        (
+            "title = \"t\"\n[headers.response]\n\"Idempotent-Replayed\" = \"true\"",
+            "2:2: headers: the header field Idempotent-Replayed marks replays",
         ),
     ] {
         let errors = Profile::parse("ours", text).unwrap_err().to_string();
@@ -210,6 +308,48 @@ fn a_file_states_differences_from_the_profile_that_it_extends() {
     assert_eq!(ours.refusal_status(Condition::KeyReused), 422);
     assert_eq!(refused(&ours, Condition::KeyReused)["error"]["code"], "idempotency_key_reused");
     assert!(ours.sources().is_empty() && ours.deviations().is_empty());
+}
+
+#[test]
+fn rows_of_tables_are_added_to_those_of_the_profile_that_is_extended() {
+    let ours = Profile::parse(
+        "ours",
+        "title = \"Ours\"\nextends = \"stripe\"\nreplay-statuses = { 202 = 200 }\n[headers.refusal]\n\"X-Retryable\" = \"{retryable}\"\n\
+         [headers.response]\n\"Original-Request\" = \"\"\n[fingerprint]\nexclude = [\"/at\"]\nheaders = [\"X-Version\"]\n",
+    )
+    .unwrap();
+    let value = |profile: &Profile, key: &str| {
+        profile.rows().into_iter().find(|(own, _)| *own == key).map(|(_, value)| value)
+    };
+    assert_eq!(
+        value(&ours, "headers.refusal").unwrap(),
+        "Stripe-Should-Retry: {retryable}, X-Retryable: {retryable}"
+    );
+    assert_eq!(value(&ours, "headers.response"), None);
+    assert_eq!(value(&ours, "fingerprint.headers").unwrap(), "X-Version");
+    assert_eq!(ours.fingerprint.excluded().len(), 1);
+    assert_eq!(value(&shipped("aws"), "key-header").unwrap(), "–");
+    let ours = "title = \"Ours\"\nextends = \"paypal\"\nreplay-statuses = { 202 = 200 }\n";
+    assert_eq!(Profile::parse("ours", ours).unwrap().replay_statuses.len(), 2);
+}
+
+#[test]
+fn texts_in_bodies_are_escaped_by_their_media_type() {
+    for (media_type, expected) in [
+        ("application/json", "<e>a \\\"b\\\" & c</e>"),
+        ("application/xml", "<e>a &quot;b&quot; &amp; c</e>"),
+        ("text/plain", "<e>a \"b\" & c</e>"),
+    ] {
+        let mut profile = Profile::default();
+        profile.refusal.media_type = media_type.parse().unwrap();
+        profile.refusal.body = Template::parse("<e>{detail}</e>", BodyPart::named).unwrap();
+        let condition = Condition::KeyInvalid;
+        let status = condition.status();
+        let detail = "a \"b\" & c";
+        let text =
+            RefusalText { condition, status, detail, record: None, retry_after: None, message_id: None };
+        assert_eq!(profile.refusal_body(&text).0, expected);
+    }
 }
 
 #[test]

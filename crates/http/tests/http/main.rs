@@ -4,9 +4,11 @@
 
 mod awaited_responses;
 mod concurrency;
+mod first_sent;
 mod request_budget;
 mod slow_body;
 mod slow_reader;
+mod tool_calls;
 mod transactional;
 mod unfinished_operations;
 mod upstream_completion;
