@@ -1,6 +1,6 @@
 //! The limits of a probe: the number of requests, and their rate.
 
-use std::sync::Mutex;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::time::Instant;
@@ -20,6 +20,18 @@ struct State {
     next: Instant,
 }
 
+/// Requests that wait for their share of the rate. Those that are given up meanwhile are not counted.
+struct Waiting<'a> {
+    budget: &'a Budget,
+    requests: u32,
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.budget.state().used -= self.requests;
+    }
+}
+
 impl Budget {
     pub(crate) fn new(max_requests: u32, rate: u32) -> Self {
         let interval = Duration::from_secs(1) / rate.max(1);
@@ -32,7 +44,7 @@ impl Budget {
     /// The reason for the row if the requests would exceed the limit. Nothing is counted then.
     pub(crate) async fn take(&self, requests: u32) -> Result<(), Untested> {
         let start = {
-            let mut state = self.state.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            let mut state = self.state();
             if requests > self.max_requests.saturating_sub(state.used) {
                 return Err(Untested::new(format!("the limit of {} requests is reached", self.max_requests)));
             }
@@ -42,13 +54,19 @@ impl Budget {
             state.next = start + self.interval;
             start
         };
+        let mut waiting = Waiting { budget: self, requests };
         tokio::time::sleep_until(start).await;
+        waiting.requests = 0;
         Ok(())
     }
 
     /// The number of requests so far.
     pub(crate) fn used(&self) -> u32 {
-        self.state.lock().unwrap_or_else(std::sync::PoisonError::into_inner).used
+        self.state().used
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -66,5 +84,14 @@ mod tests {
         budget.take(1).await.unwrap();
         assert!(budget.take(1).await.is_err());
         assert_eq!(budget.used(), 7);
+    }
+
+    #[tokio::test]
+    async fn requests_that_are_given_up_before_they_are_sent_do_not_count() {
+        let budget = Budget::new(9, 1);
+        budget.take(1).await.unwrap();
+        let waiting = tokio::time::timeout(Duration::from_millis(10), budget.take(3));
+        assert!(waiting.await.is_err());
+        assert_eq!(budget.used(), 1);
     }
 }

@@ -133,7 +133,25 @@ impl Probe {
     /// # Errors
     /// The API does not execute a plain request.
     pub async fn run(self) -> Result<Report, ProbeError> {
-        let rows = suite::run(&self.0).await?;
-        Ok(Report::new(&self.0, rows))
+        self.run_until(std::future::pending()).await
+    }
+
+    /// Sends the requests of all rows until `interruption` is ready, for example `tokio::signal::ctrl_c()`.
+    ///
+    /// Rows that have not ended by then are not tested. A command that restarts the API is not broken off: the report waits for
+    /// its end.
+    ///
+    /// # Errors
+    /// The API does not execute a plain request.
+    pub async fn run_until(self, interruption: impl Future<Output = ()>) -> Result<Report, ProbeError> {
+        let mut rows = Box::pin(suite::run(&self.0));
+        let rows = tokio::select! {
+            rows = &mut rows => rows,
+            () = interruption => {
+                self.0.interrupt();
+                rows.await
+            }
+        };
+        Ok(Report::new(&self.0, rows?))
     }
 }

@@ -118,8 +118,11 @@ impl Operation {
         if text.len() > MAX_FILE {
             return Err(ProbeError::Operation(format!("the file is longer than {MAX_FILE} bytes")));
         }
-        let file: File = toml::from_str(text)
-            .map_err(|error| ProbeError::Operation(error.to_string().trim_end().to_owned()))?;
+        let file: File = toml::from_str(text).map_err(|error| {
+            let at = error.span().map_or(0, |span| span.start);
+            let line = text.get(..at).map_or(1, |before| before.matches('\n').count() + 1);
+            ProbeError::Operation(format!("line {line}: {}", error.message().trim_end().replace('\n', ", ")))
+        })?;
         let mut reader = Reader { text, environment, mistakes: Vec::new() };
         let operation = reader.operation(file);
         if reader.mistakes.is_empty() {
@@ -147,7 +150,8 @@ impl Reader<'_> {
             None => "POST".to_owned(),
             Some(method) => {
                 let is_token = http::Method::from_bytes(method.get_ref().as_bytes()).is_ok();
-                if !is_token || matches!(method.get_ref().as_str(), "GET" | "HEAD" | "CONNECT" | "TRACE") {
+                let upper = method.get_ref().to_ascii_uppercase();
+                if !is_token || ["GET", "HEAD", "OPTIONS", "CONNECT", "TRACE"].contains(&&*upper) {
                     let text = format!(
                         "method = {:?}: write a method with an effect, such as POST",
                         method.get_ref()
@@ -163,11 +167,14 @@ impl Reader<'_> {
             let text = format!("path = {:?}: write a path that begins with /", path.get_ref());
             self.mistake(path.span().start, &text);
         }
-        if let Some(name) = &file.key_header
-            && HeaderName::from_bytes(name.get_ref().as_bytes()).is_err()
-        {
-            let text = format!("key-header = {:?}: it is not the name of a header field", name.get_ref());
-            self.mistake(name.span().start, &text);
+        if let Some(name) = &file.key_header {
+            if HeaderName::from_bytes(name.get_ref().as_bytes()).is_err() {
+                let text = format!("key-header = {:?}: it is not the name of a header field", name.get_ref());
+                self.mistake(name.span().start, &text);
+            } else if is_managed(name.get_ref()) {
+                let text = format!("key-header = {:?}: the probe itself writes this field", name.get_ref());
+                self.mistake(name.span().start, &text);
+            }
         }
         let retention =
             file.retention.and_then(|text| self.duration("retention", text.get_ref(), text.span().start));
@@ -224,6 +231,10 @@ impl Reader<'_> {
             {
                 Count::Member(member)
             }
+            (None, Some(_)) if table.pointer.is_none() => {
+                self.mistake(at, "[count]: url needs a pointer to the number of effects in the document, such as \"/total\", or \"\" for all of it");
+                Count::None
+            }
             (None, Some(url)) => {
                 let is_address = ["/", "http://", "https://"].iter().any(|start| url.starts_with(start));
                 if !is_address || sample(&url).parse::<Uri>().is_err() {
@@ -258,8 +269,7 @@ impl Reader<'_> {
                 self.mistakes.push(format!("[{name}] {field}: write the value as text"));
                 continue;
             };
-            let is_managed = ["host", "content-length", "transfer-encoding", "connection", "expect"];
-            if is_managed.contains(&field.to_ascii_lowercase().as_str()) {
+            if is_managed(field) {
                 self.mistakes
                     .push(format!("[{name}] {field}: the probe itself writes this field; leave it out"));
             } else if HeaderName::from_bytes(field.as_bytes()).is_err()
@@ -316,6 +326,13 @@ impl Reader<'_> {
         }
         duration.map(Duration::from_millis)
     }
+}
+
+/// Returns true for the fields that the probe writes itself.
+fn is_managed(field: &str) -> bool {
+    ["host", "content-length", "transfer-encoding", "connection", "expect"]
+        .iter()
+        .any(|own| own.eq_ignore_ascii_case(field))
 }
 
 /// The text with a sample for each placeholder, to check its syntax.
@@ -386,8 +403,8 @@ mod tests {
     #[test]
     fn every_mistake_is_reported_at_once() {
         let Err(text) = parse(
-            "method = \"GET\"\npath = \"orders\"\nkey-header = \"a b\"\nretention = \"soon\"\n\
-             [headers]\nHost = \"a\"\nAuthorization = \"{env:NONE}\"\n[count]\nmember = \"id\"\nurl = \"/x\"\n\
+            "method = \"get\"\npath = \"orders\"\nkey-header = \"a b\"\nretention = \"soon\"\n\
+             [headers]\ncontent-length = \"1\"\nHost = \"a\"\nAuthorization = \"{env:NONE}\"\n[count]\nmember = \"id\"\nurl = \"/x\"\n\
              [[status]]\nstatus = 200\n",
         ) else {
             panic!("it was accepted")
@@ -395,6 +412,7 @@ mod tests {
         for part in [
             "line 1: method",
             "line 2: path",
+            "content-length",
             "line 3: key-header",
             "line 4: retention",
             "Host",

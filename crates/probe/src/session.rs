@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use oncegate_core::IdempotencyKey;
+use tokio::sync::watch;
 use tokio::time::{Instant, timeout};
 
 use crate::ProbeOptions;
@@ -49,6 +50,8 @@ pub(crate) struct Session {
     no_counter: Mutex<Option<String>>,
     /// Responses that ask to wait: their status, and whether `Retry-After` is readable, malformed or missing.
     waits: Mutex<Vec<(u16, RetryAfter)>>,
+    /// True after the operator has ended the probe.
+    interrupted: watch::Sender<bool>,
 }
 
 /// The state of the field `Retry-After` of a response.
@@ -123,13 +126,14 @@ impl Session {
             Count::Url { url, .. } => {
                 // The authority has no placeholders, so that the address that was checked is used.
                 let rest = url.find("://").map_or(0, |at| at + 3);
-                let end = url.get(rest..).and_then(|rest| rest.find('/')).map_or(url.len(), |at| rest + at);
+                let end =
+                    url.get(rest..).and_then(|rest| rest.find(['/', '?'])).map_or(url.len(), |at| rest + at);
                 let (server, path) = url.split_at(end);
                 let server = server
                     .parse()
                     .map_err(|_| ProbeError::Usage(format!("[count] url: {server} is not an address")))?;
                 let target = Target::resolve(&server, options.tls.as_ref(), options.may_leave).await?;
-                Some((target, if path.is_empty() { "/".to_owned() } else { path.to_owned() }))
+                Some((target, if path.starts_with('/') { path.to_owned() } else { format!("/{path}") }))
             }
             Count::None | Count::Member(_) => None,
         };
@@ -150,7 +154,27 @@ impl Session {
             latency: Mutex::default(),
             no_counter: Mutex::new(no_counter),
             waits: Mutex::default(),
+            interrupted: watch::Sender::new(false),
         })
+    }
+
+    /// Ends the row that runs, and all later ones.
+    pub(crate) fn interrupt(&self) {
+        self.interrupted.send_replace(true);
+    }
+
+    pub(crate) fn is_interrupted(&self) -> bool {
+        *self.interrupted.borrow()
+    }
+
+    /// The output of a part of the probe; an error if the operator ends the probe before it.
+    pub(crate) async fn unless_interrupted<T>(&self, part: impl Future<Output = T>) -> Result<T, Untested> {
+        let mut interrupted = self.interrupted.subscribe();
+        tokio::select! {
+            biased;
+            _ = interrupted.wait_for(|interrupted| *interrupted) => Err(Untested::new("interrupted")),
+            output = part => Ok(output),
+        }
     }
 
     /// New values for the placeholders, and a new key.
@@ -160,6 +184,11 @@ impl Session {
             values: Values { uuid: uuid()?, number, date: httpdate::fmt_http_date(SystemTime::now()) },
             key: uuid()?,
         })
+    }
+
+    /// Sends a request with the values of another one, under a new key.
+    pub(crate) async fn again(&self, other: &Intent) -> Result<Reply, Untested> {
+        self.send(&Intent { values: other.values.clone(), key: uuid()? }).await
     }
 
     /// The value of the header field for a key, as the operation writes keys.
@@ -409,7 +438,20 @@ fn key_header(
     path: &str,
     expected: &Expectations,
 ) -> Result<Option<String>, ProbeError> {
-    if operation.body.iter().any(|body| body.contains(KEY)) || path.contains(KEY) {
+    let has_key = |body: &String| body.contains(KEY);
+    if path.contains(KEY) {
+        return Ok(None);
+    }
+    if operation.body.as_ref().is_some_and(has_key) {
+        let of_statuses = operation.statuses.iter().filter_map(|status| status.body.as_ref());
+        let others = operation.other_body.iter().map(|body| ("other-body", body));
+        for (name, body) in others.chain(of_statuses.map(|body| ("[[status]] body", body))) {
+            if !has_key(body) {
+                return Err(ProbeError::Usage(format!(
+                    "{name}: the body of the operation has the key, and this one has none: write {KEY} in it, too"
+                )));
+            }
+        }
         return Ok(None);
     }
     let name = operation.key_header.as_ref().or(expected.key_header.as_ref()).ok_or_else(|| {

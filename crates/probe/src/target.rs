@@ -49,6 +49,10 @@ impl Target {
             Some("https") => true,
             _ => return Err(usage("the scheme must be http or https")),
         };
+        let has_port = authority.as_str().strip_prefix(authority.host()).is_some_and(|rest| rest.len() > 1);
+        if has_port && authority.port_u16().is_none() {
+            return Err(usage("the port is not a number from 0 to 65535"));
+        }
         let host = authority.host().trim_start_matches('[').trim_end_matches(']').to_owned();
         let port = authority.port_u16().unwrap_or(if is_https { 443 } else { 80 });
         let lookup =
@@ -107,8 +111,13 @@ impl Target {
             None => Box::new(stream),
             Some((connector, name)) => {
                 let stream = connector.connect(name.clone(), stream).await;
-                Box::new(stream.map_err(|error| format!("TLS with {}: {error}", self.authority))?)
+                Box::new(stream.map_err(|error| plain(&format!("TLS with {}: {error}", self.authority)))?)
             }
         })
     }
+}
+
+/// The text without control characters. An error of TLS quotes names that the server has chosen.
+fn plain(text: &str) -> String {
+    text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }

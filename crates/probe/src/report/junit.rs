@@ -11,7 +11,8 @@ pub(super) fn render(report: &Report) -> String {
         report.rows.len(),
         report.count(Verdict::NotTested)
     );
-    let name = escaped(&format!("oncegate probe {} ({})", report.url, report.profile));
+    let interrupted = if report.interrupted { ", interrupted" } else { "" };
+    let name = escaped(&format!("oncegate probe {} ({}){interrupted}", report.url, report.profile));
     let mut text = String::from("<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n");
     let _infallible = writeln!(text, "<testsuites {counts}>");
     let date = escaped(&report.date);

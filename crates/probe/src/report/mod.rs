@@ -67,6 +67,8 @@ pub struct Report {
     pub version: &'static str,
     /// The number of requests that were sent.
     pub requests: u32,
+    /// True if the operator ended the probe before its last row.
+    pub interrupted: bool,
     /// The worst verdict of all rows.
     pub verdict: Verdict,
     /// The rows, in the order in which they ran.
@@ -81,6 +83,7 @@ impl Report {
             date: session.options.date.clone(),
             version: env!("CARGO_PKG_VERSION"),
             requests: session.budget.used(),
+            interrupted: session.is_interrupted(),
             verdict: rows.iter().map(|row| row.verdict).max().unwrap_or(Verdict::NotTested),
             rows,
         }
@@ -98,13 +101,14 @@ impl Report {
         self.rows.iter().filter(|row| row.verdict == verdict).count()
     }
 
-    /// The numbers of rows by verdict, in words.
+    /// The numbers of rows by verdict, in words. Says so if the probe was interrupted.
     #[must_use]
     pub fn summary(&self) -> String {
         let all = [Verdict::AsExpected, Verdict::Differs, Verdict::Dangerous, Verdict::NotTested];
         let parts: Vec<_> =
             all.iter().map(|verdict| format!("{} {}", self.count(*verdict), verdict.words())).collect();
-        parts.join(", ")
+        let summary = parts.join(", ");
+        if self.interrupted { format!("INTERRUPTED: {summary}") } else { summary }
     }
 
     /// The report as JSON, in several lines.
@@ -160,7 +164,7 @@ mod tests {
             id: id.to_owned(),
             title: format!("Row <{id}>"),
             expectation: "one effect".to_owned(),
-            observation: "2 effects & \u{1b}[31mmore".to_owned(),
+            observation: "2 effects & \u{1b}[31mmore\nas expected  Row".to_owned(),
             verdict,
             advice: if verdict > Verdict::AsExpected { "Mend it.".to_owned() } else { String::new() },
         };
@@ -170,6 +174,7 @@ mod tests {
             date: "2026-11-23T12:00:00Z".to_owned(),
             version: "0.1.0",
             requests: 9,
+            interrupted: false,
             verdict: Verdict::Dangerous,
             rows: vec![
                 row("a", Verdict::AsExpected),
@@ -207,7 +212,18 @@ mod tests {
     fn the_table_has_advice_and_no_control_characters() {
         let text = report().to_table();
         assert!(text.contains("Mend it.") && !text.contains('\u{1b}'), "{text}");
+        assert!(!text.lines().any(|line| line == "as expected  Row"), "{text}");
         assert!(text.contains("1 as expected, 1 differs, 1 DANGEROUS, 1 not tested"), "{text}");
+    }
+
+    #[test]
+    fn an_interrupted_probe_says_so_in_each_form() {
+        let report = Report { interrupted: true, ..report() };
+        let summary = "INTERRUPTED: 1 as expected, 1 differs, 1 DANGEROUS, 1 not tested";
+        assert!(report.to_table().contains(summary), "{}", report.to_table());
+        assert!(report.to_html().contains(summary), "{}", report.to_html());
+        assert!(report.to_junit().contains("(ietf), interrupted\""), "{}", report.to_junit());
+        assert!(report.to_json().contains("\"interrupted\": true"), "{}", report.to_json());
     }
 
     #[test]

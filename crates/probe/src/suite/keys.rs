@@ -1,6 +1,6 @@
 //! The rows about the syntax of keys.
 
-use super::{Finding, Tested, rise, row};
+use super::{Finding, Tested, rise, row, tested};
 use crate::error::Untested;
 use crate::expectations::{Expectations, any_of};
 use crate::report::Row;
@@ -34,12 +34,15 @@ pub(super) async fn malformed(session: &Session) -> Vec<Row> {
         let is_raw = expected.raw_keys && may_be_raw;
         let refused = format!("refused with {}", any_of(&expected.key_invalid));
         let expectation = if is_raw { invalid_expected(expected) } else { refused };
-        let tested = match session.intent() {
+        let tested = tested(session, async {
             // In JSON, such a key is a string as any other.
-            Ok(_) if may_be_raw && session.has_key_placeholder() => Err(in_template()),
-            Ok(intent) => invalid(session, &[value.replace("{key}", &intent.key).into_bytes()], is_raw).await,
-            Err(untested) => Err(untested),
-        };
+            if may_be_raw && session.has_key_placeholder() {
+                return Err(in_template());
+            }
+            let key = value.replace("{key}", &session.intent()?.key);
+            invalid(session, &[key.into_bytes()], is_raw).await
+        });
+        let tested = tested.await;
         rows.push(row(id, title, expectation, tested));
     }
     rows

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::{Aged, Finding, Tested, rise, time_text};
+use super::{Aged, Finding, Tested, rise, tested, time_text};
 use crate::error::Untested;
 use crate::expectations::Expectations;
 use crate::report::Verdict;
@@ -18,19 +18,28 @@ const START_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A request, a restart, and the same request.
 pub(super) async fn restart(session: &Session) -> Tested {
-    let Some(restart) = &session.options.restart else {
-        return Err(Untested::new("no command restarts the API: give --restart"));
-    };
-    let aged = begin(session).await?;
-    restart().await.map_err(Untested)?;
-    let end = Instant::now() + START_TIMEOUT;
-    while session.target.connect().await.is_err() {
-        if Instant::now() > end {
-            return Err(Untested(format!("the API did not come back within {} s", START_TIMEOUT.as_secs())));
+    let prepared = session.unless_interrupted(async {
+        let Some(restart) = &session.options.restart else {
+            return Err(Untested::new("no command restarts the API: give --restart"));
+        };
+        Ok((restart, begin(session).await?))
+    });
+    let (restart, aged) = prepared.await??;
+    // An interruption waits for the command: the API could stay half restarted.
+    let restarted = restart().await;
+    tested(session, async {
+        restarted.map_err(Untested)?;
+        let end = Instant::now() + START_TIMEOUT;
+        while session.target.connect().await.is_err() {
+            if Instant::now() > end {
+                let limit = START_TIMEOUT.as_secs();
+                return Err(Untested(format!("the API did not come back within {limit} s")));
+            }
+            tokio::time::sleep(Duration::from_millis(200)).await;
         }
-        tokio::time::sleep(Duration::from_millis(200)).await;
-    }
-    again(session, &aged, "after the restart").await
+        again(session, &aged, "after the restart").await
+    })
+    .await
 }
 
 /// Sends the request that is repeated later.

@@ -66,6 +66,11 @@ fn row(
     }
 }
 
+/// The result of a row, unless the probe is interrupted before.
+async fn tested(session: &Session, row: impl Future<Output = Tested>) -> Tested {
+    session.unless_interrupted(row).await?
+}
+
 /// The first request that is kept for the retention row.
 struct Aged {
     intent: Intent,
@@ -74,80 +79,84 @@ struct Aged {
     since: Instant,
 }
 
-/// Runs all rows.
+/// Runs all rows. Those that have not ended when the probe is interrupted are not tested.
 ///
 /// # Errors
 /// The API does not execute a plain request.
 pub(crate) async fn run(session: &Session) -> Result<Vec<Row>, ProbeError> {
-    let (fresh, first) = plain::fresh_keys(session).await?;
+    let (fresh, first) = match session.unless_interrupted(plain::fresh_keys(session)).await {
+        Ok(done) => done.map(|(fresh, first)| (fresh, Ok(first)))?,
+        Err(interrupted) => (Err(interrupted.clone()), Err(interrupted)),
+    };
     let expected = &session.expectations;
     let mut rows = vec![row("fresh-keys", "Two requests under fresh keys", "two effects", fresh)];
     let aged = match session.options.retention_wait {
-        Some(_) => Some(later::begin(session).await),
+        Some(_) => Some(session.unless_interrupted(later::begin(session)).await.flatten()),
         None => None,
     };
-    let (replay, pair) = plain::replay(session).await;
+    let replay = session.unless_interrupted(plain::replay(session)).await;
+    let (replay, pair) = replay.unwrap_or_else(|interrupted| (Err(interrupted), None));
     rows.push(row("replay", "The same request again", "the first response again, and one effect", replay));
     rows.push(row(
         "replay-headers",
         "Header fields on the replay",
         plain::headers_expected(expected),
-        plain::headers(session, pair.as_ref(), &first),
+        tested(session, async { plain::headers(session, pair.as_ref(), &first?) }).await,
     ));
     rows.push(row(
         "concurrent",
         format!("{} duplicates at once", session.options.concurrency),
         plain::concurrent_expected(expected),
-        plain::concurrent(session).await,
+        tested(session, plain::concurrent(session)).await,
     ));
     rows.push(row(
         "other-body",
         "Another body under a used key",
         requests::other_body_expected(expected),
-        requests::other_body(session).await,
+        tested(session, requests::other_body(session)).await,
     ));
     rows.push(row(
         "other-caller",
         "Another caller with the same key",
         "executed for the other caller",
-        requests::other_caller(session).await,
+        tested(session, requests::other_caller(session)).await,
     ));
     rows.push(row(
         "missing-key",
         "No key",
         requests::missing_key_expected(session),
-        requests::missing_key(session).await,
+        tested(session, requests::missing_key(session)).await,
     ));
     rows.extend(keys::malformed(session).await);
     rows.push(row(
         "doubled-key",
         "Two keys in two field lines",
         keys::invalid_expected(expected),
-        keys::doubled(session).await,
+        tested(session, keys::doubled(session)).await,
     ));
     rows.push(row(
         "quoted-and-bare",
         "A key in quotes, then without",
         keys::quoted_expected(expected),
-        keys::quoted_and_bare(session).await,
+        tested(session, keys::quoted_and_bare(session)).await,
     ));
     rows.push(row(
         "half-request",
         "Half of a request, then the whole",
         "one effect, and a definite response",
-        broken::half_request(session).await,
+        tested(session, broken::half_request(session)).await,
     ));
     rows.push(row(
         "hang-up",
         "Hang up, and come back",
         "one effect, and a definite response",
-        broken::hang_up(session).await,
+        tested(session, broken::hang_up(session)).await,
     ));
     rows.push(row(
         "lost-response",
         "The response is lost on the way",
         "one effect, and the response on the retry",
-        broken::lost_response(session).await,
+        tested(session, broken::lost_response(session)).await,
     ));
     rows.extend(requests::statuses(session).await);
     rows.push(row(
@@ -160,10 +169,10 @@ pub(crate) async fn run(session: &Session) -> Result<Vec<Row>, ProbeError> {
         "retry-after",
         "Retry-After on responses that ask to wait",
         later::retry_after_expected(expected),
-        later::retry_after(session),
+        tested(session, async { later::retry_after(session) }).await,
     ));
     let (title, expectation) = later::retention_words(session);
-    rows.push(row("retention", title, expectation, later::retention(session, aged).await));
+    rows.push(row("retention", title, expectation, tested(session, later::retention(session, aged)).await));
     Ok(rows)
 }
 

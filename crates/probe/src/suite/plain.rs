@@ -20,7 +20,8 @@ const KEPT: [&str; 8] = [
     "last-modified", "link",
 ];
 
-/// Two plain requests with fresh keys. Decides if the counter can be used.
+/// Two plain requests with fresh keys, and for a counter in the response one with the values of the first. Decides if the
+/// counter can be used.
 ///
 /// # Errors
 /// The API does not execute a plain request.
@@ -28,8 +29,12 @@ pub(super) async fn fresh_keys(session: &Session) -> Result<(Tested, Reply), Pro
     let unusable = |Untested(reason)| ProbeError::Unusable(format!("the API cannot be probed: {reason}"));
     let mut replies = Vec::new();
     let mut counted = Vec::new();
-    for _ in 0..2 {
-        let intent = session.intent().map_err(unusable)?;
+    let first_intent = session.intent().map_err(unusable)?;
+    for number in 0..2 {
+        let intent = match number {
+            0 => first_intent.clone(),
+            _ => session.intent().map_err(unusable)?,
+        };
         let before = session.count(&intent.values).await.map_err(unusable)?;
         let reply = session.send(&intent).await.map_err(unusable)?;
         if !reply.is_success() {
@@ -46,12 +51,26 @@ pub(super) async fn fresh_keys(session: &Session) -> Result<(Tested, Reply), Pro
         .map_err(|_| ProbeError::Unusable("two requests gave another number of responses".to_owned()))?;
     session.set_latency(first.elapsed.max(second.elapsed));
     let seen = format!("{} and {}", first.status, second.status);
+    let same_values = match &session.operation.count {
+        Count::Member(_) => Some(session.again(&first_intent).await.map_err(unusable)?),
+        _ => None,
+    };
     let tested = match &session.operation.count {
         Count::None => Err(Untested(format!("no counter ({seen})"))),
         Count::Member(pointer) => match (session.member(&first), session.member(&second)) {
-            (Some(a), Some(b)) if a != b => {
-                Ok(Finding::expected(format!("{seen}, with different members {pointer}")))
-            }
+            (Some(a), Some(b)) if a != b => match same_values.as_ref().and_then(|reply| session.member(reply)) {
+                Some(third) if third != a => {
+                    Ok(Finding::expected(format!("{seen}, with different members {pointer}")))
+                }
+                // The API may repeat a value of the request there: it tells nothing about effects.
+                Some(_) => Err(format!(
+                    "no counter: the member {pointer} was equal in two responses to equal requests under fresh keys"
+                )),
+                None => Err(format!(
+                    "no counter: an equal request under another key got {}, so it is not known what the member {pointer} counts",
+                    same_values.map_or(0, |reply| reply.status)
+                )),
+            },
             (Some(_), Some(_)) => {
                 Err(format!("no counter: the member {pointer} was equal in two responses under fresh keys"))
             }

@@ -1,6 +1,6 @@
 //! The rows about other requests, other callers, and responses with an error status.
 
-use super::{Finding, ONCE, Tested, effects, rise, row};
+use super::{Finding, ONCE, Tested, effects, rise, row, tested};
 use crate::error::Untested;
 use crate::expectations::{Expectations, any_of};
 use crate::operation::StatusTrigger;
@@ -180,7 +180,8 @@ pub(super) async fn missing_key(session: &Session) -> Tested {
 pub(super) async fn statuses(session: &Session) -> Vec<Row> {
     let title = |status: u16| format!("A retry after a {status}");
     if session.operation.statuses.is_empty() {
-        let tested = Err(Untested::new("the operation has no [[status]]"));
+        let none = async { Err(Untested::new("the operation has no [[status]]")) };
+        let tested = tested(session, none).await;
         return vec![row("status", "A retry after an error", "by profile", tested)];
     }
     let mut rows = Vec::new();
@@ -193,7 +194,7 @@ pub(super) async fn statuses(session: &Session) -> Vec<Row> {
         };
         let keeps = session.expectations.keeps(trigger.status);
         let expectation = if keeps { "kept: the same response again" } else { "the key is free again" };
-        let tested = status(session, trigger, keeps).await;
+        let tested = tested(session, status(session, trigger, keeps)).await;
         rows.push(row(id, title(trigger.status), expectation, tested));
     }
     rows

@@ -217,6 +217,14 @@ async fn a_counter_that_does_not_count_is_not_believed() {
         }
         assert!(!report.rows.iter().any(|row| row.verdict > Verdict::AsExpected), "{}", report.to_table());
     }
+    // A value of the request is another one in each request, and counts nothing.
+    let text = format!("{COUNTED}[count]\nmember = \"/amount\"\n");
+    for fault in [Fault::None, Fault::NoKeys] {
+        let report = probe(fault, &text, |_, _| {}).await;
+        let row = report.row("fresh-keys").unwrap();
+        assert!(row.verdict == NotTested && row.observation.contains("equal requests"), "{row:?}");
+        assert_ne!(report.row("concurrent").unwrap().verdict, Verdict::AsExpected, "{}", report.to_table());
+    }
     // A constant cannot count.
     let text = COUNTED.replace("{n}", "7") + "[count]\nmember = \"/amount\"\n";
     let report = probe(Fault::None, &text, |_, _| {}).await;
@@ -246,7 +254,7 @@ async fn an_address_that_is_not_on_this_machine_needs_a_confirmation() {
         let is_right = matches!(error, ProbeError::NotLoopback(_)) || address.starts_with("https");
         assert!(is_right, "{address}: {error}");
     }
-    let counted = "body = '{uuid}'\n[count]\nurl = \"http://192.0.2.1/count\"\n";
+    let counted = "body = '{uuid}'\n[count]\nurl = \"http://192.0.2.1/count\"\npointer = \"\"\n";
     let (address, service) = Service::start(Fault::None).await;
     let result = run(
         &format!("http://{address}/orders").parse().unwrap(),
@@ -255,6 +263,23 @@ async fn an_address_that_is_not_on_this_machine_needs_a_confirmation() {
     )
     .await;
     assert!(matches!(result, Err(ProbeError::NotLoopback(_))));
+    assert_eq!(service.requests.load(Ordering::Relaxed), 0);
+}
+
+#[tokio::test]
+async fn a_body_without_the_key_and_an_impossible_port_are_refused_before_anything_is_sent() {
+    let (address, service) = Service::start(Fault::None).await;
+    let keyed = "path = \"/orders\"\nbody = '{\"reference\":\"{uuid}\",\"key\":\"{key}\"}'\n";
+    for (uri, rest, words) in [
+        (format!("http://{address}"), "other-body = '{\"reference\":\"{uuid}\"}'\n", "other-body"),
+        (format!("http://{address}"), "[[status]]\nstatus = 500\nbody = '{}'\n", "[[status]] body"),
+        ("http://127.0.0.1:99999".to_owned(), "", "port"),
+    ] {
+        let operation = operation(&format!("{keyed}{rest}"));
+        let result = run(&uri.parse().unwrap(), operation, options(Expectations::ietf())).await;
+        let Err(ProbeError::Usage(text)) = result else { panic!("{rest}{uri} was accepted") };
+        assert!(text.contains(words), "{text}");
+    }
     assert_eq!(service.requests.load(Ordering::Relaxed), 0);
 }
 
