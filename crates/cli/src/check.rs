@@ -27,7 +27,8 @@ mod online;
 pub(crate) struct CheckArgs {
     #[command(flatten)]
     settings: ProxyArgs,
-    /// Also connects to the service, with TLS if its address has it, and sends it one GET / without a key
+    /// Also fetches the key set of jwt-keys, and connects to the service, with TLS if its address has it, and sends it one GET /
+    /// without a key
     #[arg(long, help_heading = "Checking")]
     online: bool,
     /// Prints one JSON object: the worst verdict, and the verdict and the text of each line
@@ -205,7 +206,10 @@ fn configuration(config: &Config, is_online: bool, report: &mut Report) {
         report.ok(format!("hosts: {HOSTS_COMPARED}"));
     }
     if let Some(place) = config.jwt_keys() {
-        report.ok(format!("tokens: verified with the keys in {place}; a URL is not contacted"));
+        match (&config.jwt, is_online) {
+            (Some(verifier), true) => online::key_set(verifier, place, report),
+            _ => report.ok(format!("tokens: verified with the keys in {place}; a URL is not contacted")),
+        }
     }
     for path in config.authorizes_at() {
         report.ok(format!("replays: the service is asked before each at {}{path}, not contacted", config.to));
@@ -230,11 +234,16 @@ fn profiles(config: &Config, report: &mut Report) {
         }
         shown.push(profile.name());
         let values = profile.rows().into_iter().filter(|row| !rows.contains(row));
-        let statuses = profile.refusals().into_iter().zip(&refusals);
-        let statuses = statuses.filter(|(own, ietf)| own.status != ietf.status);
+        let statuses = profile.refusals().into_iter().zip(&refusals).filter(|(own, ietf)| own != *ietf);
         let lines: Vec<_> = values
             .map(|(key, value)| format!("{key} = {value}"))
-            .chain(statuses.map(|(own, _)| format!("refusal.{} = {}", own.condition, own.status.as_u16())))
+            .chain(statuses.map(|(own, _)| {
+                let words = [("code", &own.code), ("kind", &own.kind)].into_iter();
+                let words = words
+                    .filter_map(|(key, word)| Some(format!(", {key} {}", word.as_ref()?.escape_debug())));
+                let (condition, status) = (own.condition, own.status.as_u16());
+                format!("refusal.{condition} = {status}{}", words.collect::<String>())
+            }))
             .collect();
         report.ok(format!(
             "profile {} ({}), where it differs from ietf:\n        {}",

@@ -6,11 +6,13 @@ use std::process::ExitCode;
 use clap::Args;
 use http::Method;
 use http::uri::PathAndQuery;
+use oncegate_http::{CompletedBy, Condition, Protocol};
 use serde_json::json;
 
 use crate::config::{
     Config, Draft, Entry, Fallback, GivenEntries, ProxyArgs, Raw, SETTINGS, SettableIn, Setting,
 };
+use crate::rules::PublishedRules;
 
 /// Explains the treatment of a request.
 #[derive(Args, Debug)]
@@ -66,27 +68,59 @@ pub(crate) fn run(args: &ExplainArgs) -> ExitCode {
             json!({"route": pattern, "covered": is_covered, "profile": profile, "settings": settings})
         )
     } else {
-        print(&mut out, &args.request, pattern, is_covered, &rows)
+        let request = Request { method: &method, path: path.path() };
+        print(&mut out, &request.explained(&config, route), &rows)
     };
     let _gone = written; // the reader may have left
     ExitCode::SUCCESS
 }
 
-fn print(
-    out: &mut impl Write,
-    request: &str,
-    pattern: Option<&str>,
-    is_covered: bool,
-    rows: &[Row],
-) -> io::Result<()> {
-    match pattern {
-        Some(pattern) => writeln!(out, "{request} matches the route {pattern}.")?,
-        None => writeln!(out, "{request} matches no route; the values outside of routes apply.")?,
+/// The request that is explained.
+struct Request<'a> {
+    method: &'a Method,
+    path: &'a str,
+}
+
+impl Request<'_> {
+    /// The sentences about the request as a whole.
+    fn explained(&self, config: &Config, route: Option<usize>) -> Vec<String> {
+        let Self { method, path } = self;
+        let mut lines = vec![match route {
+            Some(number) => {
+                format!("{method} {path} matches the route {}.", config.routes[number].pattern.as_str())
+            }
+            None => format!("{method} {path} matches no route; the values outside of routes apply."),
+        }];
+        let others = config.routes.iter().enumerate().filter(|(number, other)| {
+            Some(*number) != route && !other.methods.is_empty() && other.pattern.matches(path)
+        });
+        for (_, other) in others.filter(|(number, _)| route.is_none_or(|route| *number < route)) {
+            let methods: Vec<_> = other.methods.iter().map(Method::as_str).collect();
+            lines.push(format!("The route {} is for {} only.", other.pattern.as_str(), methods.join(", ")));
+        }
+        let settings = &route.map_or(&config.default, |number| &config.routes[number].config).settings;
+        let is_reading = [Method::GET, Method::HEAD].contains(method);
+        lines.push(match settings.covers(method) {
+            _ if is_reading && *path == PublishedRules::PATH && config.published_rules.is_some() => {
+                "The sidecar answers it with the rules (published-rules), and the service does not get it.".to_owned()
+            }
+            true if settings.profile().protocol() == Protocol::Mcp => {
+                "Its method is covered. Of its messages, only calls of tools are; all others pass.".to_owned()
+            }
+            true => "Its method is covered.".to_owned(),
+            false if settings.refuses_keys_of(method) => {
+                let status = settings.profile().refusal_status(Condition::KeyUnsupported).as_u16();
+                format!("Its method is not covered: it passes without a key, and with one it is refused: {status} key-unsupported.")
+            }
+            false => "Its method is not covered: it passes, and a key has no effect.".to_owned(),
+        });
+        lines
     }
-    match is_covered {
-        true => writeln!(out, "Its method is covered.\n")?,
-        false => writeln!(out, "Its method is not covered: it passes, and a key has no effect.\n")?,
-    }
+}
+
+fn print(out: &mut impl Write, about: &[String], rows: &[Row]) -> io::Result<()> {
+    about.iter().try_for_each(|line| writeln!(out, "{line}"))?;
+    writeln!(out)?;
     let width =
         |of: fn(&Row) -> &str| rows.iter().map(|row| of(row).chars().count()).max().unwrap_or(0).min(48);
     let (names, values) = (width(|row| row.name), width(|row| &row.value));
@@ -102,27 +136,48 @@ fn read_request(text: &str) -> Option<(Method, PathAndQuery)> {
     Some((Method::from_bytes(method.to_ascii_uppercase().as_bytes()).ok()?, path))
 }
 
-/// The settings that a route can have, in the order of the reference page.
+/// The settings that a route can have, in the order of the reference page, and then the values that only a profile has.
 fn rows(config: &Config, route: Option<usize>, given: &GivenEntries) -> Vec<Row> {
     let applies = route.map_or(&config.default, |number| &config.routes[number].config);
     let profile = applies.settings.profile();
     let by_profile = profile.rows();
+    let from_profile = format!("profile {}", profile.name());
+    let completion = Setting::named("completion")
+        .and_then(|setting| given.of(setting, route))
+        .filter(|_| applies.settings.completed_by() == CompletedBy::Upstream);
     let row = |setting: &Setting| {
-        if let Some(entry) = given.of(setting, route) {
-            return Row { name: setting.name, value: text(entry), source: entry.source.to_string() };
+        let name = setting.name;
+        // With this setting, these have one possible value each.
+        let implied = [("on-abandoned", "reexecute"), ("server-errors", "release")];
+        if let Some(completion) = completion
+            && let Some((_, value)) = implied.into_iter().find(|(own, _)| *own == name)
+        {
+            return Row {
+                name,
+                value: value.to_owned(),
+                source: format!("completion, {}", completion.source),
+            };
         }
-        let by_profile = by_profile.iter().find(|(name, _)| *name == setting.name);
+        if let Some(entry) = given.of(setting, route) {
+            return Row { name, value: text(entry), source: entry.source.to_string() };
+        }
+        let by_profile = by_profile.iter().find(|(own, _)| *own == name);
         let (value, source) = match (by_profile, setting.default) {
-            (Some((_, value)), _) => (value.clone(), format!("profile {}", profile.name())),
+            (Some((_, value)), _) => (value.clone(), from_profile.clone()),
             (None, Fallback::Value(text) | Fallback::Profile(text)) => {
                 (text.to_owned(), "default".to_owned())
             }
             (None, Fallback::Nothing("")) => ("–".to_owned(), "default".to_owned()),
             (None, Fallback::Nothing(words)) => ("–".to_owned(), format!("default: {words}")),
         };
-        Row { name: setting.name, value, source }
+        Row { name, value, source }
     };
-    SETTINGS.iter().filter(|setting| setting.settable_in == SettableIn::Route).map(row).collect()
+    let only_in_profiles = by_profile
+        .iter()
+        .filter(|(name, _)| Setting::named(name).is_none())
+        .map(|(name, value)| Row { name, value: value.clone(), source: from_profile.clone() });
+    let settings = SETTINGS.iter().filter(|setting| setting.settable_in == SettableIn::Route).map(row);
+    settings.chain(only_in_profiles).collect()
 }
 
 fn text(entry: &Entry) -> String {

@@ -1,13 +1,17 @@
 //! `oncegate`: the sidecar and the tools of Oncegate.
 
-/// Prints a line on the standard error. An error is ignored, because the exit code reports the result anyway.
+/// Prints lines on the standard error, without control characters: the texts of errors quote what servers have sent. An error is
+/// ignored, because the exit code reports the result anyway.
 macro_rules! complain {
     ($($words:tt)*) => {{
-        let _unread = ::std::io::Write::write_all(
-            &mut ::std::io::stderr(),
-            format!("{}\n", format_args!($($words)*)).as_bytes(),
-        );
+        let words = $crate::printable(&format!("{}\n", format_args!($($words)*)));
+        let _unread = ::std::io::Write::write_all(&mut ::std::io::stderr(), words.as_bytes());
     }};
+}
+
+/// The text with a replacement character for each control character that is no end of a line and no tab.
+fn printable(text: &str) -> String {
+    text.chars().map(|c| if c.is_control() && !matches!(c, '\n' | '\t') { '\u{fffd}' } else { c }).collect()
 }
 
 mod access_log;
@@ -26,6 +30,7 @@ mod probe;
 mod proxy;
 mod rules;
 mod schema;
+mod signals;
 
 use std::future::Future;
 use std::process::ExitCode;

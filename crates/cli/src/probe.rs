@@ -9,13 +9,15 @@ use std::time::{Duration, UNIX_EPOCH};
 use clap::Args;
 use http::{StatusCode, Uri};
 use oncegate_core::Timestamp;
-use oncegate_http::{Condition, Profile};
+use oncegate_http::{Condition, Profile, Protocol};
 use oncegate_probe::{Expectations, Operation, Probe, ProbeError, ProbeOptions, Report, Restart, Verdict};
+use tokio::sync::oneshot;
 
 use crate::admin::time;
 use crate::call::trusting_file;
 use crate::config::{ProfileChoice, duration, read_profile};
 use crate::proxy::tls;
+use crate::signals::Signals;
 
 /// The arguments of `oncegate probe`.
 #[derive(Args)]
@@ -46,7 +48,7 @@ pub(crate) struct ProbeArgs {
     #[arg(short = 'm', long, value_name = "DURATION", default_value = "30s", value_parser = duration, help_heading = "Limits")]
     max_time: Duration,
 
-    /// Repeats a request after this time, to see if the API still remembers its key
+    /// Repeats a request after this time, to see if the API still remembers its key. Ctrl-C prints the rows so far
     #[arg(long = "patience", value_name = "DURATION", value_parser = duration, help_heading = "More rows")]
     retention_wait: Option<Duration>,
     /// A command that restarts the API, for the row about a restart. The shell runs it
@@ -75,15 +77,25 @@ enum End {
     Usage,
     Differs,
     Unusable,
+    Interrupted,
 }
 
 /// Every exit code and its meaning. A test compares them with the page docs/reference/probe.md.
-const EXIT_CODES: [(End, u8, &str); 5] = [
+const EXIT_CODES: [(End, u8, &str); 6] = [
     (End::AsExpected, 0, "every row that was tested is as expected"),
-    (End::Dangerous, 1, "a row is dangerous"),
+    (End::Dangerous, 1, "a row is dangerous, also if the probe was interrupted after it"),
     (End::Usage, 2, "wrong usage: nothing was sent"),
     (End::Differs, 3, "a row differs from the profile, and none is dangerous"),
-    (End::Unusable, 4, "the API could not be probed, or the report could not be written"),
+    (
+        End::Unusable,
+        4,
+        "the API could not be probed, no row could be tested, or the report could not be written",
+    ),
+    (
+        End::Interrupted,
+        5,
+        "the probe was interrupted: the report has the rows before that, and none is dangerous",
+    ),
 ];
 
 /// The exit codes, for `--help`.
@@ -116,12 +128,24 @@ pub(crate) fn run(args: &ProbeArgs) -> ExitCode {
 }
 
 fn probe(args: &ProbeArgs) -> Result<Report, ProbeError> {
+    // Before requests take effect whose report would be lost.
+    for (path, flag) in [(&args.junit, "--junit"), (&args.html, "--html")] {
+        if let Some(path) = path {
+            let opened = std::fs::OpenOptions::new().append(true).create(true).open(path);
+            opened.map_err(|error| ProbeError::Usage(format!("{flag} {}: {error}", path.display())))?;
+        }
+    }
     let file = &args.operation;
     let at =
         |error: &dyn std::fmt::Display| ProbeError::Usage(format!("--operation {}: {error}", file.display()));
     let text = std::fs::read_to_string(file).map_err(|error| at(&error))?;
     let operation = Operation::parse(&text, &|name| std::env::var(name).ok()).map_err(|error| at(&error))?;
-    let mut options = ProbeOptions::new(expectations(&profile(&args.profile)?));
+    let profile = profile(&args.profile)?;
+    if profile.protocol() == Protocol::Mcp {
+        let text = "it is for calls of tools, whose refusals have the status 200; the probe reads the statuses of an HTTP API";
+        return Err(ProbeError::Usage(format!("--profile {}: {text}", profile.name())));
+    }
+    let mut options = ProbeOptions::new(expectations(&profile));
     options.may_leave = args.yes;
     options.max_requests = args.max_requests;
     options.rate = args.rate;
@@ -137,8 +161,28 @@ fn probe(args: &ProbeArgs) -> Result<Report, ProbeError> {
             .map_err(|error| format!("{error}; give --cacert")),
     };
     options.tls = Some(Arc::new(config.map_err(ProbeError::Usage)?));
-    let running = async {
-        let probe = Probe::new(&args.url, operation, options).await?;
+    crate::block_on(until_stopped(args, operation, options)).map_err(ProbeError::Unusable)?
+}
+
+/// Runs the probe. After a first signal it reports what it has seen; a second one ends it without a report.
+async fn until_stopped(
+    args: &ProbeArgs,
+    operation: Operation,
+    options: ProbeOptions,
+) -> Result<Report, ProbeError> {
+    let probe = Probe::new(&args.url, operation, options).await?;
+    // Before this, each of these signals ends the process, which has sent nothing.
+    let signals = Signals::new();
+    let mut signals =
+        signals.map_err(|error| ProbeError::Unusable(format!("cannot listen for signals: {error}")))?;
+    let (interrupt, interrupted) = oneshot::channel();
+    let stopped = async {
+        signals.first().await;
+        complain!("interrupted: rows that have not ended are not tested");
+        let _ = interrupt.send(());
+        signals.second().await;
+    };
+    let probing = async {
         let most = args.max_requests;
         complain!(
             "sending real requests to {}: at most {most}, {} in a second",
@@ -146,11 +190,20 @@ fn probe(args: &ProbeArgs) -> Result<Report, ProbeError> {
             args.rate
         );
         if let Some(wait) = args.retention_wait {
-            complain!("the last row waits until {} after the start", crate::config::duration_text(wait));
+            let wait = crate::config::duration_text(wait);
+            complain!(
+                "the last row waits until {wait} after the start; Ctrl-C ends it, and prints the other rows"
+            );
         }
-        probe.run().await
+        let interruption = async {
+            let _ = interrupted.await;
+        };
+        probe.run_until(interruption).await
     };
-    crate::block_on(running).map_err(ProbeError::Unusable)?
+    tokio::select! {
+        report = probing => report,
+        () = stopped => Err(ProbeError::Unusable("stopped at once, by a second signal: there is no report".to_owned())),
+    }
 }
 
 fn authority(url: &Uri) -> &str {
@@ -177,7 +230,9 @@ fn finish(args: &ProbeArgs, report: &Report) -> End {
     }
     match report.verdict {
         Verdict::Dangerous => End::Dangerous,
+        _ if report.interrupted => End::Interrupted,
         Verdict::Differs => End::Differs,
+        Verdict::NotTested => End::Unusable,
         _ if !is_written => End::Unusable,
         _ => End::AsExpected,
     }
@@ -188,6 +243,8 @@ fn restart(command: String) -> Restart {
     Arc::new(move || {
         let mut shell = tokio::process::Command::new("sh");
         shell.arg("-c").arg(&command).stdin(Stdio::null()).stdout(Stdio::null()).kill_on_drop(true);
+        // Ctrl-C must not end the command halfway, nor an API that it has started.
+        shell.process_group(0);
         Box::pin(async move {
             let status =
                 shell.status().await.map_err(|error| format!("--restart: cannot start sh: {error}"))?;

@@ -446,6 +446,8 @@ async fn settle(state: &AdminState, id: RecordId, verdict: Verdict, audit: Audit
     let record = lookup(state, id).await?;
     // The retention is that of the route.
     let (method, path) = record.label.operation().split_once(' ').unwrap_or_default();
+    // A call of a tool has the name of the tool after the path.
+    let path = path.split_once('#').map_or(path, |(path, _)| path);
     let settings = state.settings(&method.parse().unwrap_or_default(), path);
     let retention = settings.policy().retention();
     let Verdict { resolution, force, amend } = verdict.clone();

@@ -15,8 +15,8 @@ use oncegate_core::{
 };
 use oncegate_engine::{BreakerState, Event, EventKind, Observer};
 use oncegate_http::{
-    Authorization, Condition, Disposition, LimitUsage, RateLimitKind, Reconciled, RequestEvent,
-    RequestObserver,
+    Authorization, Condition, Disposition, JwksFetch, JwtVerifier, LimitUsage, RateLimitKind, RateLimits,
+    Reconciled, RequestEvent, RequestObserver,
 };
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::text::encode;
@@ -71,6 +71,12 @@ struct Inner {
     upstream_durations: [Histogram; UpstreamResult::ALL.len()],
     reconciled: [Counter; ReconcileResult::ALL.len()],
     rate_limited: [Counter; RateLimitKind::ALL.len()],
+    rate_limit_evictions: [Counter; 3],
+    published_rules: Counter,
+    handshakes_refused: [Counter; RefusedHandshake::ALL.len()],
+    key_set_fetches: [Counter; JwksFetch::ALL.len()],
+    key_set_age: OptionalGauge,
+    key_set_usable: OptionalGauge,
     authorizations: [Counter; AUTHORIZATIONS.len()],
     /// The attempts that execute, with their start.
     running: Sharded<RecordMap<(RecordId, FencingToken), Instant>>,
@@ -83,7 +89,8 @@ struct Inner {
     breaker_openings: Counter,
     draining: Gauge,
     access_lines_dropped: Counter,
-    certificate_end: CertificateEnd,
+    certificate_end: OptionalGauge,
+    revocations_end: OptionalGauge,
     reloads: [ReloadMetrics; ReloadSubject::ALL.len()],
     unsettled: UnsettledMetrics,
     advisories: Family<[Label; 1], Gauge>,
@@ -93,6 +100,29 @@ type Label = (&'static str, &'static str);
 
 /// The decisions of the service about replays.
 const AUTHORIZATIONS: [&str; 3] = ["allowed", "denied", "unavailable"];
+
+/// The reason why the sidecar ended a TLS handshake.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RefusedHandshake {
+    /// The client showed no certificate, and the listener asks for one.
+    NoCertificate,
+    /// The certificate of the client is not accepted.
+    Certificate,
+    /// Anything else: the client does not trust the sidecar's certificate, does not speak TLS, or has left.
+    Other,
+}
+
+impl RefusedHandshake {
+    const ALL: [Self; 3] = [Self::NoCertificate, Self::Certificate, Self::Other];
+
+    const fn as_str(self) -> &'static str {
+        match self {
+            Self::NoCertificate => "no-certificate",
+            Self::Certificate => "certificate",
+            Self::Other => "other",
+        }
+    }
+}
 
 /// The result of a call to the service.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -191,6 +221,21 @@ impl Metrics {
         let rate_limits = "Requests that were refused because they exceeded this rate limit";
         let rate_limited: Family<[Label; 1], Counter> =
             add(r, "rate_limited", rate_limits, Family::default());
+        let help_evictions = "States of rate limits that were forgotten before their time, by table";
+        let evictions: Family<[Label; 1], Counter> =
+            add(r, "rate_limit_evictions", help_evictions, Family::default());
+        let help_rules = "Requests for the published rules, which the sidecar answers";
+        let published_rules = add(r, "published_rules_requests", help_rules, Counter::default());
+        let help_handshakes = "TLS handshakes of clients that the sidecar ended, by reason";
+        let handshakes: Family<[Label; 1], Counter> =
+            add(r, "tls_handshakes_refused", help_handshakes, Family::default());
+        let fetches = "Fetches of the key set that verifies tokens, by result";
+        let key_set_fetches: Family<[Label; 1], Counter> =
+            add(r, "key_set_fetches", fetches, Family::default());
+        let age = "Time since the key set that verifies tokens was fetched";
+        let key_set_age = OptionalGauge::register(r, "key_set_age", age, Some(Unit::Seconds));
+        let usable = "1 while there is a key that can verify tokens, 0 while all tokens are refused";
+        let key_set_usable = OptionalGauge::register(r, "key_set_usable", usable, None);
         let reconciled: Family<[Label; 1], Counter> = add(r, "reconciled", help, Family::default());
         let help = "Replays that waited for the response of the request in flight";
         let replays_after_wait = add(r, "replays_after_wait", help, Counter::default());
@@ -220,8 +265,13 @@ impl Metrics {
         let help = "Lines of the log that were dropped because the standard error was not read";
         r.register("log_lines_dropped", help, crate::log::dropped());
         let reloads = ReloadMetrics::register(r);
-        let certificate_end = CertificateEnd::default();
-        r.register_collector(Box::new(certificate_end.clone()));
+        let help = "End of the certificate that clients get, in seconds since 1970";
+        let certificate_end =
+            OptionalGauge::register(r, "tls_certificate_not_after", help, Some(Unit::Seconds));
+        let help =
+            "End of the list of revoked certificates of clients that ends first, in seconds since 1970";
+        let revocations_end =
+            OptionalGauge::register(r, "tls_client_crl_next_update", help, Some(Unit::Seconds));
         let unsettled = UnsettledMetrics::register(r);
         let help = "1 while the store reports this condition to operators, by name";
         let advisories = add(r, "store_advisory", help, Family::default());
@@ -239,6 +289,15 @@ impl Metrics {
                 .map(|result| authorizations.get_or_create_owned(&[("result", result)])),
             rate_limited: RateLimitKind::ALL
                 .map(|limit| rate_limited.get_or_create_owned(&[("limit", limit.as_str())])),
+            rate_limit_evictions: RateLimits::evictions()
+                .map(|(table, _)| evictions.get_or_create_owned(&[("table", table)])),
+            published_rules,
+            handshakes_refused: RefusedHandshake::ALL
+                .map(|reason| handshakes.get_or_create_owned(&[("reason", reason.as_str())])),
+            key_set_age,
+            key_set_usable,
+            key_set_fetches: JwksFetch::ALL
+                .map(|result| key_set_fetches.get_or_create_owned(&[("result", result.as_str())])),
             reconciled: ReconcileResult::ALL
                 .map(|result| reconciled.get_or_create_owned(&[("result", result.as_str())])),
             running: Sharded::default(),
@@ -253,6 +312,7 @@ impl Metrics {
             draining,
             access_lines_dropped,
             certificate_end,
+            revocations_end,
             reloads,
             unsettled,
             advisories,
@@ -272,6 +332,18 @@ impl Metrics {
         }
     }
 
+    /// Records a request for the published rules.
+    pub(crate) fn observe_published_rules(&self) {
+        self.0.published_rules.inc();
+    }
+
+    /// Records a TLS handshake that the sidecar ended.
+    pub(crate) fn observe_refused_handshake(&self, reason: RefusedHandshake) {
+        if let Some(counter) = self.0.handshakes_refused.get(reason as usize) {
+            counter.inc();
+        }
+    }
+
     /// Records a decision of the service about a replay.
     pub(crate) fn observe_authorization(&self, decision: Authorization) {
         let [allowed, denied, unavailable] = &self.0.authorizations;
@@ -280,6 +352,17 @@ impl Metrics {
             Authorization::Denied(_) => denied.inc(),
             _ => unavailable.inc(),
         };
+    }
+
+    /// Counts the fetches of this verifier.
+    pub(crate) fn watch(&self, verifier: &JwtVerifier) {
+        let metrics = self.clone();
+        verifier.observe_fetches(move |result| {
+            let place = JwksFetch::ALL.iter().position(|known| *known == result);
+            if let Some(counter) = place.and_then(|place| metrics.0.key_set_fetches.get(place)) {
+                counter.inc();
+            }
+        });
     }
 
     /// Records a report of the service about a request.
@@ -307,7 +390,12 @@ impl Metrics {
 
     /// Sets the end of the certificate in use.
     pub(crate) fn set_certificate_end(&self, not_after: Option<i64>) {
-        self.0.certificate_end.0.store(not_after.unwrap_or(NO_END), Ordering::Relaxed);
+        self.0.certificate_end.set(not_after);
+    }
+
+    /// Sets the end of the lists of revoked certificates in use.
+    pub(crate) fn set_revocations_end(&self, next_update: Option<i64>) {
+        self.0.revocations_end.set(next_update);
     }
 
     /// The counter of dropped lines of the access log.
@@ -343,9 +431,16 @@ impl Metrics {
             gauge.set((state == is).into());
         }
         self.0.breaker_openings.inner().store(breaker.openings(), Ordering::Relaxed);
+        for (counter, (_, count)) in self.0.rate_limit_evictions.iter().zip(RateLimits::evictions()) {
+            counter.inner().store(count, Ordering::Relaxed);
+        }
         self.0.records_in_flight.set(gauged(engine.in_flight()));
         self.0.limits.set(&state.live.borrow().layer.limit_usage(), &state.connections, &state.without_key);
         self.0.draining.set(state.draining.is_set().into());
+        let jwt = state.live.borrow().jwt.clone();
+        let age = jwt.as_ref().and_then(JwtVerifier::key_set_age);
+        self.0.key_set_usable.set(jwt.as_ref().map(|verifier| verifier.has_keys().into()));
+        self.0.key_set_age.set(age.and_then(|age| i64::try_from(age.as_secs()).ok()));
         self.0.unsettled.set_times(engine.store().now());
         self.0.advisories.clear();
         for advisory in engine.store().advisories() {
@@ -537,32 +632,37 @@ fn upstream_histogram() -> Histogram {
     Histogram::new(UPSTREAM_BUCKETS)
 }
 
-/// The end of the listener's certificate, in seconds since 1970. Without TLS there is no such series.
+/// A value that there may be none of, such as the end of a file's validity. Without it there is no such series.
 #[derive(Clone, Debug)]
-struct CertificateEnd(Arc<AtomicI64>);
+struct OptionalGauge {
+    name: &'static str,
+    help: &'static str,
+    unit: Option<Unit>,
+    value: Arc<AtomicI64>,
+}
 
-const NO_END: i64 = i64::MIN;
+const NO_VALUE: i64 = i64::MIN;
 
-impl Default for CertificateEnd {
-    fn default() -> Self {
-        Self(Arc::new(AtomicI64::new(NO_END)))
+impl OptionalGauge {
+    fn register(registry: &mut Registry, name: &'static str, help: &'static str, unit: Option<Unit>) -> Self {
+        let gauge = Self { name, help, unit, value: Arc::new(AtomicI64::new(NO_VALUE)) };
+        registry.register_collector(Box::new(gauge.clone()));
+        gauge
+    }
+
+    fn set(&self, value: Option<i64>) {
+        self.value.store(value.unwrap_or(NO_VALUE), Ordering::Relaxed);
     }
 }
 
-impl Collector for CertificateEnd {
+impl Collector for OptionalGauge {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
-        let end = self.0.load(Ordering::Relaxed);
-        if end == NO_END {
+        let value = self.value.load(Ordering::Relaxed);
+        if value == NO_VALUE {
             return Ok(());
         }
-        let help = "End of the certificate that clients get, in seconds since 1970";
-        let gauge = encoder.encode_descriptor(
-            "tls_certificate_not_after",
-            help,
-            Some(&Unit::Seconds),
-            MetricType::Gauge,
-        )?;
-        ConstGauge::new(end).encode(gauge)
+        let gauge = encoder.encode_descriptor(self.name, self.help, self.unit.as_ref(), MetricType::Gauge)?;
+        ConstGauge::new(value).encode(gauge)
     }
 }
 

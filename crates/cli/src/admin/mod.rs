@@ -47,7 +47,7 @@ use hyper_util::server::graceful::GracefulShutdown;
 use hyper_util::service::TowerToHyperService;
 use oncegate_core::{ErrorChain, IdempotencyKey, RecordId, StoreErrorKind};
 use oncegate_engine::{Breaker, BreakerState, Engine};
-use oncegate_http::{IdempotencyLayer, Settings};
+use oncegate_http::{IdempotencyLayer, JwtVerifier, Settings};
 use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
 
@@ -59,7 +59,7 @@ use crate::proxy::{ConnectionLimit, RequestLimit};
 pub(crate) use self::cache::CacheCollector;
 pub(crate) use self::census::{AbandonedRecords, run as count_records};
 pub(crate) use self::keys::searched_key;
-pub(crate) use self::metrics::{Metrics, ReconcileResult, ReloadSubject, UpstreamResult};
+pub(crate) use self::metrics::{Metrics, ReconcileResult, RefusedHandshake, ReloadSubject, UpstreamResult};
 pub(crate) use self::view::{days_to, time};
 
 /// The state behind the admin API.
@@ -85,6 +85,8 @@ pub(crate) struct AdminLive {
     pub(crate) layer: IdempotencyLayer,
     /// The token that an operator must send; `None` on loopback addresses only.
     pub(crate) token: Option<AdminToken>,
+    /// Verifies the tokens that name callers.
+    pub(crate) jwt: Option<JwtVerifier>,
 }
 
 impl AdminState {
@@ -226,8 +228,9 @@ async fn readyz(State(state): State<AdminState>) -> Response {
     match tokio::time::timeout(READY_TIMEOUT, asked).await {
         Ok(Ok(())) => {
             let advisories = store.advisories();
+            let notes = advisories.into_iter().map(|advisory| advisory.text);
             let lines: String =
-                advisories.iter().map(|advisory| format!("note: {}\n", advisory.text)).collect();
+                notes.chain(note_on_keys(&state)).map(|note| format!("note: {note}\n")).collect();
             text(format!("ready\n{lines}"))
         }
         Ok(Err(error)) => {
@@ -239,6 +242,27 @@ async fn readyz(State(state): State<AdminState>) -> Response {
             tracing::debug!(timeout = duration_text(READY_TIMEOUT), "not ready: the store does not answer");
             not_ready("the store does not answer\n")
         }
+    }
+}
+
+/// The age from which the key set that verifies tokens is worth a note: several fetches have failed.
+const OLD_KEY_SET: Duration = Duration::from_secs(15 * 60);
+
+/// A note if the keys that verify tokens cannot be fetched. The sidecar is ready anyway: other requests pass, and another sidecar
+/// would have the same issuer.
+fn note_on_keys(state: &AdminState) -> Option<String> {
+    let verifier = state.live.borrow().jwt.clone()?;
+    match verifier.key_set_age() {
+        _ if !verifier.has_keys() => Some(
+            "there are no keys that verify tokens: all requests whose caller a token names are refused"
+                .to_owned(),
+        ),
+        Some(age) if age >= OLD_KEY_SET => Some(format!(
+            "the keys that verify tokens could not be fetched for {} minutes; when they are 24 hours old, all requests whose caller a \
+             token names are refused",
+            age.as_secs() / 60
+        )),
+        _ => None,
     }
 }
 

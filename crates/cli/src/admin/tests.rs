@@ -152,7 +152,11 @@ impl Sidecar {
             .unwrap()
             .with_observer(metrics.clone());
         let draining = Draining::default();
-        let live = AdminLive { layer: layer.clone(), token: token.map(|token| admin_token(token).unwrap()) };
+        let live = AdminLive {
+            layer: layer.clone(),
+            token: token.map(|token| admin_token(token).unwrap()),
+            jwt: None,
+        };
         let state = AdminState {
             engine: engine.clone(),
             breaker,

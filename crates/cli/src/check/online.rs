@@ -1,4 +1,4 @@
-//! `oncegate check --online`: checks that the service answers.
+//! `oncegate check --online`: checks that the service answers, and that the keys of tokens can be fetched.
 
 use std::time::Duration;
 
@@ -8,9 +8,10 @@ use http_body_util::Empty;
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use oncegate_core::ErrorChain;
+use oncegate_http::JwtVerifier;
 
 use super::Report;
-use crate::config::{Config, UpstreamProtocol, duration_text};
+use crate::config::{Config, KeySetPlace, UpstreamProtocol, duration_text};
 use crate::proxy::{MAX_HEAD, MAX_LIBRARY_HEAD, MAX_LINES, connector, handshake_hint};
 
 /// Limits the time of one response of the service.
@@ -29,6 +30,19 @@ pub(super) fn service(config: &Config, report: &mut Report) {
         Err(why) => {
             report.error(format!("service {to}: {why}{}", handshake_hint(&why)));
         }
+    }
+}
+
+/// Fetches the key set that verifies tokens as the sidecar does, and checks it.
+pub(super) fn key_set(verifier: &JwtVerifier, place: &KeySetPlace, report: &mut Report) {
+    let verifier = verifier.clone();
+    let checked =
+        crate::block_on(async move { verifier.check_source().await.map_err(|error| error.to_string()) });
+    match checked.flatten() {
+        Ok(()) => report.ok(format!(
+            "tokens: verified with the keys in {place}; they were fetched and fit jwt-algorithms"
+        )),
+        Err(why) => report.error(format!("tokens: no token can be verified with the keys in {place}: {why}")),
     }
 }
 

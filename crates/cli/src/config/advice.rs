@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use http::Method;
+use http::header::AUTHORIZATION;
 use oncegate_http::{BodyComparison, CallerPart};
 
 use super::assemble::{given, is_given, is_loopback};
@@ -144,6 +145,9 @@ pub(super) fn on_route(values: &Values, route: &RouteConfig) -> Vec<Problem> {
         warn(Some(pointers.source.clone()), unused.to_owned());
     }
     advice.extend(on_chosen_scope(values, route));
+    advice.extend(on_credentials_next_to_tokens(values, route));
+    advice.extend(on_callers_in_keys(values, route));
+    advice.extend(on_unused(values));
     advice.extend(on_methods(values));
     advice.extend(on_cors(values));
     advice
@@ -159,6 +163,51 @@ fn on_chosen_scope(values: &Values, route: &RouteConfig) -> Option<Problem> {
     let what = "every client chooses the path and the host of its request, so a client that knows a key gets the response of another \
                 client; add a part that the service checks, such as \"required-header:authorization\"";
     Some(Problem::warning(source(values, "scope"), what))
+}
+
+/// A warning about a scope that takes a credential in addition to the claim of a token, which stays when the token is renewed.
+fn on_credentials_next_to_tokens(values: &Values, route: &RouteConfig) -> Option<Problem> {
+    let scope = route.settings.caller();
+    if !scope.parts().any(|part| matches!(part, CallerPart::Jwt(_))) {
+        return None;
+    }
+    scope.parts().find(|part| *part == CallerPart::Header(&AUTHORIZATION))?;
+    let what = "a caller with a renewed token is another caller, because Authorization counts in addition to the claim of its token; \
+                leave header:authorization out";
+    Some(Problem::warning(source(values, "scope"), what))
+}
+
+/// A warning about a field that carries the key and identifies the caller.
+fn on_callers_in_keys(values: &Values, route: &RouteConfig) -> Option<Problem> {
+    let mut parts = route.settings.caller().parts();
+    let name = parts.find_map(|part| match part {
+        CallerPart::Header(name) if route.settings.key_headers().contains(name) => Some(name),
+        _ => None,
+    })?;
+    let what = format!(
+        "the header field {name} carries the key, so each key would be a caller of its own; name another field"
+    );
+    Some(Problem::warning(source(values, "scope"), what))
+}
+
+/// Warnings about settings that another one leaves without effect.
+fn on_unused(values: &Values) -> Vec<Problem> {
+    let mut advice = Vec::new();
+    if values.authorize.is_none()
+        && let Some(place) = explicit(values, "authorize-timeout")
+    {
+        advice.push(Problem::warning(
+            place,
+            "not used: the service is not asked before a replay; set authorize too",
+        ));
+    }
+    if values.natural_key.is_some() {
+        let places =
+            ["key-query", "key-member", "key-format"].into_iter().filter_map(|name| explicit(values, name));
+        let what = "not used: the key is built from members of the body (natural-key)";
+        advice.extend(places.map(|place| Problem::warning(place, what)));
+    }
+    advice
 }
 
 /// A warning about cross-origin settings without effect.

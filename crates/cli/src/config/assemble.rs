@@ -2,14 +2,16 @@
 
 use std::fs;
 use std::net::{IpAddr, SocketAddr};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use http::Method;
 use oncegate_core::fingerprint::FingerprintRules;
 use oncegate_core::{NaturalKey, OnAbandoned, limits};
 use oncegate_engine::ConfigError;
 use oncegate_http::{
-    CallerPart, CompletedBy, JwtVerifier, PathPattern, Profile, ProfileError, RateLimits, Settings,
+    CallerPart, CompletedBy, JwtVerifier, PathPattern, Profile, ProfileError, Protocol, RateLimits, Settings,
+    ToolPolicies, ToolPolicy,
 };
 
 use super::advice;
@@ -43,7 +45,9 @@ pub(super) fn draft(
     warnings
         .extend(advice::on_secrets(values.admin_token_file.as_ref().map(|file| &file.value), tls.as_ref()));
     let jwt = scope::jwt_verifier(values, problems);
-    warnings.extend(advice::on_token_secret(values));
+    if jwt.is_some() {
+        warnings.extend(advice::on_token_secret(values));
+    }
     let rate_limits = rate::limits(values, &RateLimits::default(), |_| true);
     let mut default = route_config(values, None, (false, jwt.as_ref()), problems);
     default.settings = default.settings.with_rate_limits(rate_limits.clone());
@@ -58,7 +62,10 @@ pub(super) fn draft(
         }
     }
     let scopes = std::iter::once(&default).chain(routes.iter().map(|route| &route.config));
-    warnings.extend(scope::jwt_advice(values, scopes.map(|route| route.settings.caller())));
+    // A scope with an error is not among the scopes of the routes.
+    if jwt.is_some() && !has_error_about("scope", problems) {
+        warnings.extend(scope::jwt_advice(values, scopes.map(|route| route.settings.caller())));
+    }
     if let Some(path) = &values.reconcile_path
         && !std::iter::once(&default).chain(routes.iter().map(|route| &route.config)).any(RouteConfig::asks)
     {
@@ -88,7 +95,8 @@ pub(super) fn draft(
             once.push(warning);
         }
     }
-    let config = values.to.as_ref().filter(|_| problems.is_empty()).map(|to| Config {
+    let is_valid = !problems.iter().any(Problem::is_error);
+    let config = values.to.as_ref().filter(|_| is_valid).map(|to| Config {
         listen: given(&values.listen),
         admin: given(&values.admin),
         admin_token,
@@ -182,11 +190,21 @@ pub(super) fn given<T: Clone>(given: &Option<Sourced<T>>) -> T {
 fn tls(values: &Values, problems: &mut Vec<Problem>) -> Option<TlsFiles> {
     let (given, missing) = match (&values.tls_cert, &values.tls_key) {
         (Some(cert), Some(key)) => {
-            let client_ca = values.tls_client_ca.as_ref().map(|file| file.value.clone());
-            return Some(TlsFiles { cert: cert.value.clone(), key: key.value.clone(), client_ca });
+            let file = |given: &Option<Sourced<PathBuf>>| given.as_ref().map(|file| file.value.clone());
+            let (client_ca, client_crl) = (file(&values.tls_client_ca), file(&values.tls_client_crl));
+            if let (Some(lists), None) = (&values.tls_client_crl, &client_ca) {
+                let what = "clients are not asked for certificates, so none is looked up in the lists; set tls-client-ca too";
+                problems.push(Problem::error(lists.source.clone(), what));
+            }
+            return Some(TlsFiles {
+                cert: cert.value.clone(),
+                key: key.value.clone(),
+                client_ca,
+                client_crl,
+            });
         }
-        (None, None) => match &values.tls_client_ca {
-            Some(ca) => (ca, "clients show certificates only over TLS; set tls-cert and tls-key too"),
+        (None, None) => match values.tls_client_ca.as_ref().or(values.tls_client_crl.as_ref()) {
+            Some(file) => (file, "clients show certificates only over TLS; set tls-cert and tls-key too"),
             None => return None,
         },
         (Some(cert), None) => (cert, "a certificate without its key; set tls-key too"),
@@ -235,11 +253,16 @@ fn route_config(
         push_once(problems, Problem::error(methods.source.clone(), what));
     }
     let profile = profile(values, problems);
+    check_tools(profile.protocol(), values, problems);
     let settings = settings(values, profile).unwrap_or_else(|error| {
         // Every value was checked when it was read, so these are values that contradict each other.
         push_once(problems, Problem::error(place.cloned(), error.to_string()));
         Settings::default()
     });
+    if let Err(error) = settings.check_carriers() {
+        let source = ["key-header", "profile"].into_iter().find_map(|name| values.source(name));
+        push_once(problems, Problem::error(source.or(place).cloned(), error.to_string()));
+    }
     if settings.policy().on_abandoned() == OnAbandoned::Reconcile && values.reconcile_path.is_none() {
         let source = values.on_abandoned.as_ref().map(|given| given.source.clone());
         let what =
@@ -260,6 +283,28 @@ fn route_config(
         reconcile_timeout: given(&values.reconcile_timeout),
         authorize: values.authorize.as_ref().map(|path| path.value.clone()),
         authorize_timeout: given(&values.authorize_timeout),
+    }
+}
+
+/// Checks that settings for calls of tools are given for their protocol only.
+fn check_tools(protocol: Protocol, values: &Values, problems: &mut Vec<Problem>) {
+    let speaks_mcp = protocol == Protocol::Mcp;
+    for name in ["read-only-tools", "intent-tools"] {
+        if let (false, Some(source)) = (speaks_mcp, values.source(name)) {
+            let what =
+                "it is for messages of the Model Context Protocol; set profile = \"mcp\" in the same place";
+            push_once(problems, Problem::error(Some(source.clone()), what));
+        }
+    }
+    if let (true, Some(methods)) = (speaks_mcp, &values.methods)
+        && !methods.value.contains(&Method::POST)
+    {
+        let what = "all calls of tools are POST requests, and would not be protected; add \"POST\"";
+        push_once(problems, Problem::error(methods.source.clone(), what));
+    }
+    if let (true, Some(source)) = (speaks_mcp, values.source("natural-key")) {
+        let what = "it has no effect on calls of tools; name the tools whose keys are built from their arguments in intent-tools";
+        push_once(problems, Problem::error(Some(source.clone()), what));
     }
 }
 
@@ -292,7 +337,11 @@ fn with_scope(
         None => settings,
         Some((_, Ok(scope))) => settings.with_caller(scope),
         // The keys have a problem of their own.
-        Some((_, Err(_))) if jwt.is_none() && values.jwt_keys.is_some() => return settings,
+        Some((_, Err(_)))
+            if jwt.is_none() && (values.jwt_keys.is_some() || has_error_about("jwt-keys", problems)) =>
+        {
+            return settings;
+        }
         Some((scope, Err(what))) => {
             push_once(problems, Problem::error(scope.source.clone(), what));
             return settings;
@@ -315,6 +364,13 @@ fn with_scope(
         let what = "the key is built from members of the body (natural-key), and callers that are not told apart would get each \
                     other's responses; set scope = \"required-header:NAME\" or \"required-cookie:NAME\", or \"single-tenant\" \
                     if there is only one caller";
+        push_once(problems, Problem::error(source.cloned(), what));
+    }
+    if settings.tools().has_intents() && settings.caller().allows_anonymous() && !is_doubtful {
+        let source = values.source("scope").or_else(|| values.source("intent-tools"));
+        let what = "the keys of calls are built from their intents (intent-tools), and callers that are not told apart would get \
+                    each other's results; set scope = \"required-header:NAME\" or \"jwt:sub\", or \"single-tenant\" if there is \
+                    only one caller";
         push_once(problems, Problem::error(source.cloned(), what));
     }
     settings
@@ -434,8 +490,8 @@ fn settings(values: &Values, profile: Profile) -> Result<Settings, ConfigError> 
     if let Some(names) = &values.key_header {
         settings = settings.with_key_headers(names.value.clone())?;
     }
-    if let Some(name) = &values.key_query {
-        settings = settings.with_key_query(&name.value);
+    if let Some(names) = &values.key_query {
+        settings = settings.with_key_query(&names.value)?;
     }
     if let Some(members) = &values.key_member {
         settings = settings.with_key_members(members.value.clone())?;
@@ -450,6 +506,14 @@ fn settings(values: &Values, profile: Profile) -> Result<Settings, ConfigError> 
         })?;
         settings = settings.with_natural_key(key);
     }
+    let mut tools = ToolPolicies::default();
+    if let Some(names) = &values.read_only_tools {
+        tools = tools.with(ToolPolicy::ReadOnly, &names.value)?;
+    }
+    if let Some(names) = &values.intent_tools {
+        tools = tools.with(ToolPolicy::ByIntent, &names.value)?;
+    }
+    settings = settings.with_tools(tools);
     if let Some(scope) = &values.key_scope {
         settings = settings.with_key_scope(scope.value);
     }

@@ -24,6 +24,8 @@ pub(crate) struct Cors {
 
 const EMPTY: HeaderValue = HeaderValue::from_static("");
 const IDEMPOTENCY_STATUS: HeaderName = HeaderName::from_static("idempotency-status");
+const RATE_LIMIT: HeaderName = HeaderName::from_static("ratelimit");
+const RATE_LIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
 
 impl Cors {
     pub(crate) fn new(origins: &[Origin]) -> Self {
@@ -41,10 +43,17 @@ impl Cors {
         }
     }
 
-    /// Lets pages read these fields, and those of Oncegate: the key, the replay marker, the status and `Retry-After`.
+    /// Lets pages read these fields, and those of Oncegate: the key, the replay marker, the status, `Retry-After`, the fields of
+    /// rate limits, and those that the profile adds.
     pub(crate) fn with_exposed(self, settings: &Settings, more: &[HeaderName]) -> Self {
-        let own = [settings.replay_marker(), &IDEMPOTENCY_STATUS, &header::RETRY_AFTER];
-        let own = settings.key_headers().iter().chain(own);
+        let own = [
+            settings.replay_marker(),
+            &IDEMPOTENCY_STATUS,
+            &header::RETRY_AFTER,
+            &RATE_LIMIT,
+            &RATE_LIMIT_POLICY,
+        ];
+        let own = settings.key_headers().iter().chain(own).chain(settings.profile_headers());
         let mut names: Vec<&str> = own.chain(more).map(HeaderName::as_str).collect();
         let mut seen = Vec::new();
         names.retain(|name| {

@@ -118,11 +118,12 @@ impl TomlReader<'_> {
                     }
                 }
                 other => {
-                    let what = format!(
-                        "{} instead of a table, such as {name} = {{ {} = [\"/meta/timestamp\"] }}",
-                        article(other),
-                        SETTINGS.iter().find_map(|s| s.name.strip_prefix(&inside)).unwrap_or_default()
-                    );
+                    let example = match &*name {
+                        "rate-limit" => "{ caller = \"10/s\" }",
+                        "cors" => "{ allowed-origins = [\"https://shop.example\"] }",
+                        _ => "{ exclude = [\"/meta/timestamp\"] }",
+                    };
+                    let what = format!("{} instead of a table, such as {name} = {example}", article(other));
                     self.error(&value.span(), Some(&name), what);
                 }
             }

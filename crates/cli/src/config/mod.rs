@@ -35,7 +35,7 @@ use http::Method;
 use http::uri::PathAndQuery;
 use oncegate_core::{OnAbandoned, ServiceName};
 use oncegate_engine::{ConfigError, Engine};
-use oncegate_http::{CompletedBy, IdempotencyLayer, JwtVerifier, PathPattern, Settings};
+use oncegate_http::{CompletedBy, IdempotencyLayer, JwtVerifier, PathPattern, RateLimits, Settings};
 
 use crate::access_log::AccessLogFormat;
 use crate::rules::PublishedRules;
@@ -170,6 +170,8 @@ pub(crate) struct TlsFiles {
     pub(crate) key: PathBuf,
     /// The authorities of clients; `None` asks clients for no certificate.
     pub(crate) client_ca: Option<PathBuf>,
+    /// The lists of revoked certificates of clients.
+    pub(crate) client_crl: Option<PathBuf>,
 }
 
 /// The configuration of one route.
@@ -367,12 +369,52 @@ impl Config {
         }
     }
 
+    /// Continues the counts of rate limits from an earlier configuration, so that a reload does not lift the limits. A route is
+    /// the one with the same methods and the same path.
+    pub(crate) fn keep_counts_of(&self, before: &Self) {
+        let routes = self.routes.iter().filter_map(|route| {
+            let is_same = |earlier: &&Route| {
+                earlier.methods == route.methods && earlier.pattern.as_str() == route.pattern.as_str()
+            };
+            let earlier = before.routes.iter().find(is_same)?;
+            Some((route.config.settings.rate_limits(), earlier.config.settings.rate_limits()))
+        });
+        let default = (self.default.settings.rate_limits(), before.default.settings.rate_limits());
+        RateLimits::continue_counts(std::iter::once(default).chain(routes));
+    }
+
     /// Returns true if the service has the same address and the same settings of connections.
     pub(crate) fn reaches_the_same_upstream(&self, other: &Self) -> bool {
         self.to == other.to
             && self.upstream_protocol == other.upstream_protocol
             && self.upstream_connect_timeout == other.upstream_connect_timeout
             && self.upstream_idle_timeout == other.upstream_idle_timeout
+    }
+
+    /// The routes under which keys that were used before may be new, with the settings that cause it. A request for each route of
+    /// both configurations tells which settings apply.
+    pub(crate) fn identity_changes(&self, before: &Self) -> Vec<String> {
+        let routes = self.routes.iter().chain(&before.routes).map(|route| route.pattern.as_str());
+        let mut changes: Vec<_> = routes
+            .flat_map(|pattern| {
+                let path = crate::rules::openapi::example(pattern);
+                let methods = [Method::POST, Method::PUT, Method::PATCH, Method::DELETE];
+                methods.into_iter().filter_map(move |method| {
+                    let (now, then) = (self.route(&method, &path), before.route(&method, &path));
+                    let is_kept = then.settings.covers(&method);
+                    let names = now.settings.identity_changes(&then.settings);
+                    (is_kept && !names.is_empty())
+                        .then(|| format!("{method} {pattern}: {}", names.join(", ")))
+                })
+            })
+            .collect();
+        let names = self.default.settings.identity_changes(&before.default.settings);
+        if !names.is_empty() {
+            changes.push(format!("requests that match no route: {}", names.join(", ")));
+        }
+        changes.sort_unstable();
+        changes.dedup();
+        changes
     }
 
     /// The settings that differ from those of another configuration and that only a restart can change.

@@ -24,11 +24,14 @@ pub(super) fn make_absolute(values: &mut Values, file: Option<&Path>, problems: 
             problems.push(Problem::error(source.clone(), what));
         }
     };
-    for given in
-        [&mut values.tls_cert, &mut values.tls_key, &mut values.tls_client_ca, &mut values.admin_token_file]
-            .into_iter()
-            .flatten()
-    {
+    let files = [
+        &mut values.tls_cert,
+        &mut values.tls_key,
+        &mut values.tls_client_ca,
+        &mut values.tls_client_crl,
+        &mut values.admin_token_file,
+    ];
+    for given in files.into_iter().flatten() {
         note(&given.source, base.apply(&mut given.value, &given.source));
     }
     if let Some(Sourced { value: KeySetPlace::File(path), source }) = &mut values.jwt_keys {

@@ -1,7 +1,6 @@
 //! The settings that say how callers are told apart: the parts of a scope, and the tokens that name callers.
 
 use std::fmt;
-use std::fs;
 use std::path::PathBuf;
 
 use http::header::HeaderName;
@@ -13,7 +12,7 @@ use super::assemble::{given, is_given};
 use super::problem::{Problem, nearest};
 use super::settings::Values;
 use super::units::{Upstream, not_one_of, seen_header};
-use crate::proxy::KeySetSource;
+use crate::proxy::{KeySetSource, read_key_set};
 
 type Read<T> = Result<T, String>;
 
@@ -173,7 +172,7 @@ pub(super) fn jwt_verifier(values: &Values, problems: &mut Vec<Problem>) -> Opti
     });
     let verifier = verifier.and_then(|verifier| {
         if let KeySetPlace::File(path) = &keys.value {
-            let checked = fs::read(path).map_err(|error| error.to_string());
+            let checked = read_key_set(path).map_err(|error| error.to_string());
             let checked = checked.and_then(|json| verifier.check(&json).map_err(|error| error.to_string()));
             checked.map_err(|what| (keys.source.clone(), format!("{}: {what}", path.display())))?;
         }

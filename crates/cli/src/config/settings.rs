@@ -250,6 +250,11 @@ settings! {
     "tls-client-ca" SERVICE Live One "FILE" Nothing("clients need no certificate");
     tls_client_ca: PathBuf = units::path;
 
+    /// Refuses clients whose certificate is in one of these lists of revoked certificates (CRL, in PEM). Each authority in
+    /// tls-client-ca, and each between it and a client, needs a list in the file that has not expired.
+    "tls-client-crl" SERVICE Live One "FILE" Nothing("revoked certificates are accepted until they end");
+    tls_client_crl: PathBuf = units::path;
+
     /// The protocol of requests to the service: `http1`, `http2` (over http with prior knowledge), or `auto` (HTTP/1.1 over
     /// http; over https, the protocol that TLS negotiates).
     "upstream-protocol" SERVICE Live One "auto|http1|http2" Value("auto");
@@ -284,9 +289,9 @@ settings! {
     threads: usize = |text| number(text, 1024, "threads");
 
     /// The dialect of the protocol: `ietf` (draft-ietf-httpapi-idempotency-key-header-07), `stripe`, `stripe-v2`, `acp`, `paypal`,
-    /// `adyen`, `square`, `oasis`, `aws`, `webhook`, `classic` (common middleware), or a file of your own whose name ends with
-    /// `.toml`, such as `./ours.toml`. A profile sets the defaults that are marked "by profile", and the form of refusals.
-    /// Settings that you give override it. docs/reference/profiles.md describes all of them.
+    /// `adyen`, `square`, `oasis`, `aws`, `webhook`, `classic` (common middleware), `mcp` (tools of agents), or a file of your
+    /// own whose name ends with `.toml`, such as `./ours.toml`. A profile sets the defaults that are marked "by profile", and
+    /// the form of refusals. Settings that you give override it. docs/reference/profiles.md describes all of them.
     "profile" KEYS Route One "NAME|FILE" Value("ietf");
     profile: ProfileChoice = units::profile;
 
@@ -333,25 +338,38 @@ settings! {
     "require-key" KEYS Route Switch "BOOL" ByProfile("false");
     require_key: bool = units::boolean;
 
-    /// The header fields that may carry the key. A request with more than one of them is refused.
+    /// The header fields that may carry the key. If a request has several of them, their keys must be equal.
     "key-header" KEYS Route Many "NAME,…" ByProfile("Idempotency-Key");
     key_header: HeaderName = units::key_header;
 
-    /// The parameter of the query, or of a form in the body, that carries the key of a request without a header field for it.
-    /// Then all requests with a covered method are read into memory.
-    "key-query" KEYS Route One "NAME" Nothing("by profile: ClientToken in aws, none in the others");
+    /// The parameters of the query, or of a form in the body, that may carry the key. Their case does not count. Then all
+    /// requests with a covered method are read into memory.
+    "key-query" KEYS Route Many "NAME,…" Nothing("by profile: two in aws, none in the others");
     key_query: String = units::parameter;
 
-    /// A list of members of JSON bodies, such as `/idempotency_key` (JSON pointers), that carry the key of a request whose head
-    /// has none: the first one that is there. Then all requests with a covered method are read into memory.
-    "key-member" KEYS Route Many "POINTER,…" Nothing("by profile: some in square and aws, none in the others");
+    /// A list of members of JSON bodies, such as `/idempotency_key` (JSON pointers), that may carry the key. Their case does not
+    /// count. Then all requests with a covered method are read into memory.
+    "key-member" KEYS Route Many "POINTER,…" Nothing("by profile: some in square, aws and mcp, none in the others");
     key_member: JsonPointer = units::key_member;
 
     /// A list of members of JSON bodies from which the key is built, such as `/customer` (JSON pointers). A key that the caller
-    /// chose is ignored: two requests of one caller with the same values are one operation, with any key or without one. Needs
-    /// a `scope` that every caller must send, or `single-tenant`.
+    /// chose is ignored: two requests of one caller with the same values are one operation, with any key or without one. A body
+    /// that may be JSON and that not every program reads alike is refused. Needs a `scope` that every caller must send, or
+    /// `single-tenant`.
     "natural-key" KEYS Route Many "POINTER,…" Nothing("the caller chooses the key");
     natural_key: JsonPointer = units::json_pointer;
+
+    /// The tools without an effect, for `profile = "mcp"`: their calls pass, with a key or without one. Each is a name, or the
+    /// beginning of names and a star, such as `get_*`. The longest entry of `read-only-tools` and `intent-tools` that fits
+    /// counts.
+    "read-only-tools" KEYS Route Many "NAME,…" Nothing("all calls of tools are covered");
+    read_only_tools: String = units::tool;
+
+    /// The tools whose keys are built from the intent of a call, for `profile = "mcp"`: the tool, its arguments, and the run of
+    /// the agent. A key that the client chose is ignored. Written as `read-only-tools`. Needs a `scope` that every caller must
+    /// send, or `single-tenant`.
+    "intent-tools" KEYS Route Many "NAME,…" Nothing("clients choose the keys of calls");
+    intent_tools: String = units::tool;
 
     /// The scope within which a caller's key is unique: `endpoint` (method and path; on another endpoint it is another key), or
     /// `caller` (the same key on another endpoint is refused as a mismatch).
@@ -508,7 +526,7 @@ settings! {
     cors_allowed_origins: Origin = units::cors_origin;
 
     /// A list of further header fields that pages may read, besides those that are always readable and those of Oncegate (the
-    /// key, the replay marker, Idempotency-Status, Retry-After).
+    /// key, the replay marker, Idempotency-Status, Retry-After, RateLimit, RateLimit-Policy, and those that the profile adds).
     "cors.exposed-headers" BROWSERS Route Many "NAME,…" Nothing("");
     cors_exposed_headers: HeaderName = units::header_name;
 

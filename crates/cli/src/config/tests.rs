@@ -96,6 +96,7 @@ const SAMPLES: &[(&str, &str, &str)] = &[
     ("tls-cert", "cert.pem", ""),
     ("tls-key", "key.pem", ""),
     ("tls-client-ca", "ca.pem", ""),
+    ("tls-client-crl", "crl.pem", ""),
     ("upstream-protocol", "http2", "upstream_protocol: Http2"),
     ("threads", "3", "threads: Some(3)"),
     ("published-rules", "true", "published_rules: Some"),
@@ -109,9 +110,11 @@ const SAMPLES: &[(&str, &str, &str)] = &[
     ("authority", "scope", "authority: Scope"),
     ("require-key", "true", "require_key: true"),
     ("key-header", "X-Key", "key_headers: [\"x-key\"]"),
-    ("key-query", "token", "key_query: Some(\"token\")"),
+    ("key-query", "token", "key_query: [\"token\"]"),
     ("key-member", "/key", "key_members: [KeyMember { pointer: JsonPointer(\"/key\")"),
     ("natural-key", "/customer", "natural_key: Some(NaturalKey { members: [JsonPointer(\"/customer\")] })"),
+    ("read-only-tools", "get_*", "tools: ToolPolicies { rules: [Rule { name: \"get_\""),
+    ("intent-tools", "pay", "tools: ToolPolicies { rules: [Rule { name: \"pay\""),
     ("key-scope", "caller", "key_scope: Caller"),
     ("key-syntax", "strict", "KeyGrammar { syntax: Strict"),
     ("key-format", "uuid", "format: Uuid"),
@@ -440,6 +443,14 @@ fn single_mistakes_have_single_errors() {
              get each other's responses; set scope = \"required-header:NAME\" or \"required-cookie:NAME\", or \"single-tenant\" if there is only one caller",
         ),
         (
+            Given {
+                file: &format!("{to}scope = [\"host\", \"header:authorization\"]\nnatural-key = [\"/cart\"]"),
+                ..NOTHING
+            },
+            "oncegate.toml:2:9: scope: the key is built from members of the body (natural-key), and callers that are not told apart would \
+             get each other's responses; set scope = \"required-header:NAME\" or \"required-cookie:NAME\", or \"single-tenant\" if there is only one caller",
+        ),
+        (
             Given { env: &[TO], flags: &["--fingerprint-exclude", ""], ..NOTHING },
             "--fingerprint-exclude: \"\" is the whole body, so nothing would be compared; name a member such as \
              \"/meta/timestamp\"",
@@ -451,6 +462,17 @@ fn single_mistakes_have_single_errors() {
         (
             Given { flags: &["--to", "http://localhost:8080"], ..NOTHING },
             "--to: the service http://localhost:8080 is this sidecar's own address 127.0.0.1:8080, so requests would run in a loop",
+        ),
+        (
+            Given { file: &format!("{to}key-header = []"), ..NOTHING },
+            "oncegate.toml:2:14: key-header: nothing carries the key: name a header field, a parameter of the query, or a member of the body",
+        ),
+        (
+            Given {
+                file: &format!("{to}replay-marker = \"X-Again\"\nkey-header = [\"X-Again\"]"),
+                ..NOTHING
+            },
+            "oncegate.toml:3:14: key-header: the header field x-again cannot carry the key and mark a replay",
         ),
         (
             Given { file: &format!("{to}methods = []"), ..NOTHING },
@@ -550,6 +572,22 @@ fn risky_settings_are_warnings() {
         (
             Given { env: &[TO], flags: &["--retention", "10s"], ..NOTHING },
             "--retention: a response is kept for 10s, but a client may wait 30s",
+        ),
+        (
+            Given { env: &[TO], flags: &["--authorize-timeout", "1s"], ..NOTHING },
+            "--authorize-timeout: not used: the service is not asked before a replay; set authorize too",
+        ),
+        (
+            Given {
+                env: &[TO],
+                flags: &["--natural-key=/cart", "--scope=single-tenant", "--key-query=token"],
+                ..NOTHING
+            },
+            "--key-query: not used: the key is built from members of the body (natural-key)",
+        ),
+        (
+            Given { env: &[TO], flags: &["--scope=header:x-k", "--key-header=X-K"], ..NOTHING },
+            "--scope: the header field x-k carries the key, so each key would be a caller of its own",
         ),
         (
             Given {
@@ -767,13 +805,17 @@ fn every_setting_of_a_route_arrives() {
         assert!(!default.contains(arrives), "{name}: {default}");
         let variable = setting.variable();
         // A key that is built from the body needs callers that are told apart, or only one caller.
-        let scope = Some(("ONCEGATE_SCOPE", "single-tenant")).filter(|_| name == "natural-key");
-        let said: Vec<_> = [TO, TRANSACTIONS, SERVICE, (&variable, text)].into_iter().chain(scope).collect();
+        let needs_scope = ["natural-key", "intent-tools"].contains(&name);
+        let scope = Some(("ONCEGATE_SCOPE", "single-tenant")).filter(|_| needs_scope);
+        let profile = Some(("ONCEGATE_PROFILE", "mcp")).filter(|_| name.ends_with("-tools"));
+        let said = [TO, TRANSACTIONS, SERVICE, (&variable, text)].into_iter().chain(scope).chain(profile);
+        let said: Vec<_> = said.collect();
         let everywhere = format!("{:?}", Given { env: &said, ..NOTHING }.config().default);
         assert!(everywhere.contains(arrives), "{name}: {everywhere}");
         let value = if setting.shape == Shape::Switch { text.to_owned() } else { format!("{text:?}") };
         let scope = scope.map_or("", |_| "scope = \"single-tenant\"\n");
-        let file = format!("[[route]]\npath = \"/a\"\n{scope}{name} = {value}\n");
+        let profile = profile.map_or("", |_| "profile = \"mcp\"\n");
+        let file = format!("[[route]]\npath = \"/a\"\n{scope}{profile}{name} = {value}\n");
         let config = Given { env: &[TO, TRANSACTIONS, SERVICE], file: &file, ..NOTHING }.config();
         // A route matches only its methods.
         let route = format!("{:?}", config.route(&Method::PUT, "/a"));
@@ -804,7 +846,7 @@ cors = { allowed-origins = [] }
     let default = of("/");
     for part in [
         "origins: Some([\"https://shop.example\", \"http://localhost:5173\"])",
-        "expose: \"idempotency-key, idempotent-replayed, idempotency-status, retry-after, x-order\"",
+        "expose: \"idempotency-key, idempotent-replayed, idempotency-status, retry-after, ratelimit, ratelimit-policy, x-order\"",
         "headers: Some(\"idempotency-key\")",
         "methods: Some(\"GET, POST\")",
         "credentials: true",
@@ -884,15 +926,23 @@ fn every_setting_of_the_service_arrives() {
     }
     let flags = ["--tls-cert", "c.pem", "--tls-key", "k.pem"];
     let tls = Given { env: &[TO], flags: &flags, ..NOTHING }.config().tls;
-    assert_eq!(tls, Some(TlsFiles { cert: here.join("c.pem"), key: here.join("k.pem"), client_ca: None }));
+    let own =
+        TlsFiles { cert: here.join("c.pem"), key: here.join("k.pem"), client_ca: None, client_crl: None };
+    assert_eq!(tls, Some(own));
 }
 
 #[test]
 fn a_relative_path_in_the_file_is_relative_to_the_directory_of_the_file() {
     let here = std::env::current_dir().unwrap();
-    let file = "tls-cert = \"tls/cert.pem\"\ntls-key = \"/etc/key.pem\"\nstore = \"../data\"";
+    let file = "tls-cert = \"tls/cert.pem\"\ntls-key = \"/etc/key.pem\"\ntls-client-ca = \"ca.pem\"\n\
+                tls-client-crl = \"crl.pem\"\nstore = \"../data\"";
     let (draft, dir) = Given { env: &[TO], file, ..NOTHING }.draft();
-    let tls = TlsFiles { cert: dir.path().join("tls/cert.pem"), key: "/etc/key.pem".into(), client_ca: None };
+    let tls = TlsFiles {
+        cert: dir.path().join("tls/cert.pem"),
+        key: "/etc/key.pem".into(),
+        client_ca: Some(dir.path().join("ca.pem")),
+        client_crl: Some(dir.path().join("crl.pem")),
+    };
     assert_eq!(draft.tls, Some(tls));
     assert_eq!(draft.store, Some(StoreChoice::Directory(dir.path().join("../data"))));
 

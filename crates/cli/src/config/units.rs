@@ -12,7 +12,7 @@ use http::uri::{Authority, PathAndQuery, Scheme, Uri};
 use http::{Method, StatusCode};
 use oncegate_core::ServiceName;
 use oncegate_core::fingerprint::JsonPointer;
-use oncegate_http::{KeyFormat, Profile, Settings};
+use oncegate_http::{KeyFormat, Profile, Settings, ToolPolicies, ToolPolicy};
 use oncegate_postgres::PostgresOptions;
 
 use oncegate_redis::RedisOptions;
@@ -474,12 +474,18 @@ pub(crate) fn parameter(text: &str) -> Read<String> {
     if text.is_empty() { Err("\"\" is not the name of a parameter".to_owned()) } else { Ok(text.to_owned()) }
 }
 
+/// The name of a tool, or the beginning of one and a star.
+pub(crate) fn tool(text: &str) -> Read<String> {
+    ToolPolicies::default()
+        .with(ToolPolicy::ReadOnly, [text])
+        .map(|_| text.to_owned())
+        .map_err(|error| error.to_string())
+}
+
 pub(crate) fn key_member(text: &str) -> Read<JsonPointer> {
     let pointer = json_pointer(text)?;
-    match pointer.as_str() {
-        "" => Err("the whole body cannot be the key; name a member, such as \"/key\"".to_owned()),
-        _ => Ok(pointer),
-    }
+    let checked = Settings::default().with_key_members([pointer.clone()]);
+    checked.map(|_| pointer).map_err(|error| error.to_string())
 }
 
 pub(crate) fn service(text: &str) -> Read<ServiceName> {
@@ -845,7 +851,7 @@ mod tests {
             (
                 "profile",
                 "ietff",
-                "\"ietff\" is not one of ietf, stripe, stripe-v2, acp, paypal, adyen, square, oasis, aws, webhook, classic; did you mean `ietf`?",
+                "\"ietff\" is not one of ietf, stripe, stripe-v2, acp, paypal, adyen, square, oasis, aws, webhook, classic, mcp; did you mean `ietf`?",
             ),
             (
                 "on-abandoned",

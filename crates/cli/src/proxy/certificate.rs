@@ -27,6 +27,33 @@ impl Validity {
         Some(Self { not_before: date(&mut validity)?, not_after: date(&mut validity)? })
     }
 
+    /// Reads the dates of a list of revoked certificates (RFC 5280, 5.1): its own, and that of the next one.
+    pub(crate) fn of_list(mut list: &[u8]) -> Option<Self> {
+        let mut list = element(&mut list, SEQUENCE)?;
+        let mut signed = element(&mut list, SEQUENCE)?;
+        if signed.first() == Some(&INTEGER) {
+            element(&mut signed, INTEGER)?; // version
+        }
+        element(&mut signed, SEQUENCE)?; // algorithm of the signature
+        element(&mut signed, SEQUENCE)?; // issuer
+        Some(Self { not_before: date(&mut signed)?, not_after: date(&mut signed)? })
+    }
+
+    /// The warning about a list of revoked certificates with these dates. It is late if a quarter of its time is left.
+    pub(crate) fn warning_of_lists(&self, now: i64) -> Option<String> {
+        let end = shown(self.not_after);
+        if now >= self.not_after {
+            return Some(format!("expired at {end}: the clients of its authority are refused"));
+        }
+        let left = self.not_after - now;
+        let is_late = left < ENDS_SOON.min(self.not_after.saturating_sub(self.not_before) / 4);
+        is_late.then(|| {
+            format!(
+                "ends at {end}: from then on the clients of its authority are refused; fetch the next one"
+            )
+        })
+    }
+
     /// Returns true if clients accept the certificate at this time.
     pub(crate) const fn includes(&self, now: i64) -> bool {
         self.not_before <= now && now <= self.not_after
@@ -218,6 +245,34 @@ mod tests {
             let _either = Validity::of(&other);
         }
         assert_eq!(Validity::of(&[SEQUENCE, 0x85, 0xff, 0xff, 0xff, 0xff, 0xff]), None);
+    }
+
+    #[test]
+    fn the_dates_of_a_list_of_revoked_certificates_are_read() {
+        let mut authority = rcgen::CertificateParams::new([]).unwrap();
+        authority.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+        let issuer =
+            rcgen::CertifiedIssuer::self_signed(authority, rcgen::KeyPair::generate().unwrap()).unwrap();
+        let list = rcgen::CertificateRevocationListParams {
+            this_update: rcgen::date_time_ymd(1970, 4, 11),
+            next_update: rcgen::date_time_ymd(1970, 4, 19),
+            crl_number: 1.into(),
+            issuing_distribution_point: None,
+            revoked_certs: Vec::new(),
+            key_identifier_method: rcgen::KeyIdMethod::Sha256,
+        };
+        let whole = list.signed_by(&issuer).unwrap().der().to_vec();
+        let dates = Validity::of_list(&whole).unwrap();
+        assert_eq!(dates, Validity { not_before: 100 * DAY, not_after: 108 * DAY });
+        for place in 0..whole.len() {
+            let mut other = whole.clone();
+            other[place] ^= 0xff;
+            let _either = Validity::of_list(&other);
+            let _part = Validity::of_list(&whole[..place]);
+        }
+        assert_eq!(dates.warning_of_lists(106 * DAY), None);
+        assert!(dates.warning_of_lists(106 * DAY + 1).unwrap().starts_with("ends at 1970-04-19T00:00:00"));
+        assert!(dates.warning_of_lists(108 * DAY).unwrap().starts_with("expired at 1970-04-19T00:00:00"));
     }
 
     #[test]

@@ -13,7 +13,9 @@ use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
-use http::{Request, Response};
+use bytes::Bytes;
+use http::{Method, Request, Response, header};
+use http_body::Body;
 use http_body_util::Either;
 use hyper::body::Incoming;
 use hyper::service::{Service, service_fn};
@@ -32,6 +34,7 @@ use super::admit::admit;
 use super::body::{ProxyBody, WholeBody};
 use super::client::{ClientBody, ClientStream, ConnectionState, Delivery, StreamExecutor};
 use super::cross_origin::{CrossOrigin, preflight};
+use super::handshakes::RefusedHandshakes;
 use super::headers::Peer;
 use super::live::{Live, ThreadLive};
 use super::published::published_rules;
@@ -130,6 +133,7 @@ pub(super) struct ThreadListener {
     pub(super) live: watch::Receiver<Live>,
     pub(super) connections: ConnectionLimit,
     pub(super) metrics: Metrics,
+    pub(super) handshakes: Arc<RefusedHandshakes>,
     /// Limits the log lines about the limit of connections.
     pub(super) full_warnings: Arc<LogThrottle>,
 }
@@ -184,8 +188,10 @@ impl ThreadListener {
                     tokio::spawn(run(watcher.watch(connection), begun, stop.clone()));
                 }
                 Some(acceptor) => {
+                    let handshakes = self.handshakes.clone();
                     let connection = async move {
-                        let stream = acceptor.accept(stream).await?;
+                        let accepted = acceptor.accept(stream).await;
+                        let stream = accepted.inspect_err(|error| handshakes.note(address, error))?;
                         peer.note_certificates(stream.get_ref().1.peer_certificates());
                         let connection =
                             over_tls.serve_connection_with_upgrades(TokioIo::new(stream), service);
@@ -233,8 +239,9 @@ impl ThreadListener {
             let (config, service) = service.up_to_date();
             let delivery = Delivery::of(request.version(), &state);
             let cross_origin = CrossOrigin::of(&request, config);
+            let is_head = request.method() == Method::HEAD;
             let admitted = admit(&mut request, &peer, config, &metrics)
-                .and_then(|()| published_rules(&request, config))
+                .and_then(|()| published_rules(&request, config, &metrics))
                 .and_then(|()| preflight(&request, config));
             let admitted = admitted.map(|()| {
                 let version = request.version();
@@ -250,10 +257,25 @@ impl ThreadListener {
                 }
                 // `oncegate keys` sends the admin token to the sender of this field.
                 response.headers_mut().remove(ADMIN_FIELD);
+                if is_head {
+                    remove_body(&mut response);
+                }
                 Ok::<_, Infallible>(response.map(|body| delivery.begin(body)))
             }
         })
     }
+}
+
+/// Removes the body of a response to HEAD, and keeps its length. The HTTP/2 library sends a body that it gets, which is a
+/// protocol error; a response of the service has none.
+fn remove_body(response: &mut Response<Either<ResponseBody<ProxyBody>, ProxyBody>>) {
+    let length = match response.body() {
+        Either::Left(body) => body.size_hint().exact(),
+        Either::Right(body) => body.size_hint().exact(),
+    };
+    let Some(length @ 1..) = length else { return };
+    response.headers_mut().entry(header::CONTENT_LENGTH).or_insert_with(|| length.into());
+    *response.body_mut() = Either::Right(ProxyBody::own(Bytes::new()));
 }
 
 fn builder(write_timeout: Duration, half_close: bool) -> Builder {

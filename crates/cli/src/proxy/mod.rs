@@ -12,6 +12,7 @@ mod client;
 mod cross_origin;
 mod forward;
 mod framing;
+mod handshakes;
 mod headers;
 mod hosts;
 mod jwks;
@@ -36,7 +37,7 @@ use oncegate_engine::{Engine, LogThrottle};
 use tokio::sync::watch;
 
 pub(crate) use headers::is_always_removed;
-pub(crate) use jwks::KeySetSource;
+pub(crate) use jwks::{KeySetSource, read_key_set};
 pub(crate) use listen::{BoundAddress, ConnectionLimit};
 pub(crate) use request_limit::RequestLimit;
 use run::max_idle_connections;
@@ -46,6 +47,7 @@ pub(crate) use tls::{check_certificate_file, connector, handshake_hint, server_c
 use crate::admin::Metrics;
 use crate::config::{Config, UpstreamProtocol};
 use forward::UpstreamClient;
+use handshakes::RefusedHandshakes;
 use listen::{DrainResult, ThreadListener};
 use live::{Live, ThreadLive};
 
@@ -97,6 +99,7 @@ impl DataPath {
         stop: &watch::Receiver<bool>,
     ) -> Result<Serving, String> {
         let full_warnings = Arc::new(LogThrottle::new(FULL_WARNING_INTERVAL));
+        let handshakes = Arc::new(RefusedHandshakes::new(self.metrics.clone()));
         let mut threads = Vec::new();
         for (number, socket) in sockets.into_iter().enumerate() {
             let mut live = self.live.clone();
@@ -106,6 +109,7 @@ impl DataPath {
                 live,
                 connections: self.connections.clone(),
                 metrics: self.metrics.clone(),
+                handshakes: handshakes.clone(),
                 full_warnings: full_warnings.clone(),
             };
             let (engine, stop) = (self.engine.clone(), stop.clone());

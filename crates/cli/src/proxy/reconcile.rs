@@ -224,6 +224,7 @@ impl ReconcileClient {
     fn question(&self, context: &IdempotencyContext, request: &Parts) -> Option<Request<Empty<Bytes>>> {
         let mut question = self.clients.question(&self.settings, request, Method::GET, &self.path)?;
         let (headers, attempt) = (question.headers_mut(), context.attempt());
+        self.settings.name_key(context.key(), headers);
         headers.insert(RECORD, HeaderValue::try_from(attempt.record_id().to_string()).ok()?);
         headers.insert(TOKEN, HeaderValue::from(attempt.token().get()));
         headers.insert(ATTEMPT, HeaderValue::from(attempt.number()));

@@ -4,6 +4,7 @@
 //! one stays in force. So are a certificate that does not match its key, as in the middle of a renewal, and one whose dates
 //! clients would refuse while they accept the previous one.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -23,10 +24,16 @@ use crate::config::{Config, ProxyArgs, TlsFiles};
 /// The interval in which the certificate files are checked.
 const CERTIFICATE_INTERVAL: Duration = Duration::from_secs(2);
 
+/// The most routes that the log names if a reload makes keys new.
+const MAX_CHANGES: usize = 20;
+
 /// The interval in which the dates of the certificate in use are checked, and in which the log repeats the same
 /// warning.
 const DATES_INTERVAL: Duration = Duration::from_secs(3600);
 const WARNING_INTERVAL: Duration = Duration::from_secs(24 * 3600);
+
+/// The interval in which the age of the keys that verify tokens is checked.
+const KEY_SET_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Replaces the configuration of a sidecar that runs.
 pub(super) struct Reloader {
@@ -52,7 +59,17 @@ struct Certificate {
     retry_at: Option<i64>,
 }
 
-type Content = [Option<Vec<u8>>; 3];
+type Content = [Option<Vec<u8>>; 4];
+
+/// Says which of the files was replaced.
+fn replaced(before: Option<&Content>, now: &Content) -> &'static str {
+    let is_new = |file: usize| before.is_none_or(|before| before.get(file) != now.get(file));
+    match (is_new(0) || is_new(1), is_new(2)) {
+        (true, _) => "the certificate was replaced",
+        (false, true) => "the authorities of clients (tls-client-ca) were replaced",
+        (false, false) => "the lists of revoked certificates (tls-client-crl) were replaced",
+    }
+}
 
 impl Reloader {
     pub(super) fn new(
@@ -72,11 +89,14 @@ impl Reloader {
         self.certificate.tried = self.read_certificate().await;
         let mut tick = tokio::time::interval(CERTIFICATE_INTERVAL);
         let mut dates = tokio::time::interval(DATES_INTERVAL);
+        let mut keys = tokio::time::interval(KEY_SET_INTERVAL);
+        keys.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             tokio::select! {
                 Some(()) = hangup.recv() => self.reload().await,
                 _ = dates.tick() => self.note_certificate(),
+                _ = keys.tick() => self.refresh_keys(),
                 _ = tick.tick() => self.check_certificate().await,
             }
         }
@@ -84,12 +104,23 @@ impl Reloader {
 
     async fn reload(&mut self) {
         let content = self.read_certificate().await;
+        let before = self.live.borrow().config.clone();
         let result = self.try_reload();
         self.metrics.observe_reload(ReloadSubject::Configuration, result.is_ok());
         match result {
             Ok(config) => {
                 for warning in &config.warnings {
                     tracing::warn!("{warning}");
+                }
+                let changes = config.identity_changes(&before);
+                for change in changes.iter().take(MAX_CHANGES) {
+                    tracing::warn!(
+                        "the reload changed how requests of one operation are recognised ({change}); retries of requests that were sent \
+                         before it may be executed again, or refused as other requests"
+                    );
+                }
+                if let Some(more) = changes.len().checked_sub(MAX_CHANGES).filter(|more| *more > 0) {
+                    tracing::warn!(more, "the reload changed this on more routes");
                 }
                 tracing::info!(config = config.safe_summary(), "the configuration was reloaded");
                 // The files may have other names now.
@@ -122,7 +153,9 @@ impl Reloader {
             )]);
         }
         config.keep_keys_of(&self.live.borrow().config);
+        config.keep_counts_of(&self.live.borrow().config);
         if let Some(verifier) = config.jwt.clone() {
+            self.metrics.watch(&verifier);
             tokio::spawn(async move { verifier.refresh().await });
         }
         let config = Arc::new(config);
@@ -130,16 +163,25 @@ impl Reloader {
         let tls = config.tls.as_ref().map(server_config);
         let tls = tls.transpose().map_err(one)?;
         if let (Some(tls), Some(files)) = (&tls, &config.tls) {
-            tls.may_replace(self.live.borrow().tls.as_ref(), &files.cert).map_err(one)?;
+            tls.may_replace(self.live.borrow().tls.as_ref(), files).map_err(one)?;
         }
         // The threads make their own connectors, which must not fail.
         tls::connector(&config.to, config.upstream_protocol, config.upstream_connect_timeout).map_err(one)?;
         let questions = ReconcileClients::new(config.clone(), self.metrics.clone()).map_err(one)?;
         let layer = config.routes_on(self.base.clone().without_routes(), |route| questions.settings(route));
         let layer = layer.map_err(|error| vec![error.to_string()])?;
-        self.admin.send_replace(AdminLive { layer: layer.clone(), token: config.admin_token.clone() });
+        let jwt = config.jwt.clone();
+        self.admin.send_replace(AdminLive { layer: layer.clone(), token: config.admin_token.clone(), jwt });
         self.live.send_replace(Live { config: config.clone(), layer, tls });
         Ok(config)
+    }
+
+    /// Fetches the keys that verify tokens if they are old, also while there are no requests: an issuer that is away is noticed
+    /// before the last key set is too old to be used.
+    fn refresh_keys(&self) {
+        if let Some(verifier) = self.live.borrow().config.jwt.clone() {
+            tokio::spawn(async move { verifier.refresh_if_old().await });
+        }
     }
 
     async fn check_certificate(&mut self) {
@@ -153,18 +195,19 @@ impl Reloader {
             self.certificate.seen = Some(content);
             return;
         }
+        let what = replaced(self.certificate.tried.as_ref(), &content);
         self.certificate = Certificate { tried: Some(content), ..Certificate::default() };
         let Some(files) = self.files() else { return };
         let result = server_config(&files).and_then(|tls| {
             let not_before = tls.validity.map(|validity| validity.not_before);
             self.certificate.retry_at = not_before.filter(|at| *at > certificate::now());
-            tls.may_replace(self.live.borrow().tls.as_ref(), &files.cert).map(|()| tls)
+            tls.may_replace(self.live.borrow().tls.as_ref(), &files).map(|()| tls)
         });
         self.metrics.observe_reload(ReloadSubject::Certificate, result.is_ok());
         match result {
             Ok(tls) => {
                 self.live.send_modify(|live| live.tls = Some(tls));
-                tracing::info!(certificate = %files.cert.display(), "the certificate was replaced");
+                tracing::info!(certificate = %files.cert.display(), "{what}");
                 self.certificate.retry_at = None;
                 self.date_warnings = LogThrottle::new(WARNING_INTERVAL);
                 self.note_certificate();
@@ -173,16 +216,27 @@ impl Reloader {
         }
     }
 
-    /// Shows the end of the certificate in use in the metrics, and warns if clients refuse it or soon will.
+    /// Shows the ends of the certificate and of the lists of revoked certificates in the metrics.
+    ///
+    /// It warns if clients refuse the certificate, or are refused because of a list, or soon will be.
     fn note_certificate(&self) {
         let live = self.live.borrow();
         let validity = live.tls.as_ref().and_then(|tls| tls.validity);
         self.metrics.set_certificate_end(validity.map(|validity| validity.not_after));
-        let warning = validity.and_then(|validity| validity.warning(certificate::now()));
-        if let (Some(what), Some(files)) = (warning, &live.config.tls)
-            && self.date_warnings.pass().is_some()
-        {
-            tracing::warn!("the certificate in {} {what}", files.cert.display());
+        let lists = live.tls.as_ref().and_then(|tls| tls.revocations);
+        self.metrics.set_revocations_end(lists.map(|lists| lists.not_after));
+        let Some(files) = &live.config.tls else { return };
+        let now = certificate::now();
+        let certificate = validity.and_then(|validity| validity.warning(now));
+        let certificate =
+            certificate.map(|what| format!("the certificate in {} {what}", files.cert.display()));
+        let lists = lists.and_then(|lists| lists.warning_of_lists(now)).zip(files.client_crl.as_ref());
+        let lists =
+            lists.map(|(what, file)| format!("a list of revoked certificates in {} {what}", file.display()));
+        if (certificate.is_some() || lists.is_some()) && self.date_warnings.pass().is_some() {
+            for warning in certificate.iter().chain(&lists) {
+                tracing::warn!("{warning}");
+            }
         }
     }
 
@@ -193,14 +247,16 @@ impl Reloader {
     /// Reads the files; `None` without TLS.
     async fn read_certificate(&self) -> Option<Content> {
         let files = self.files()?;
-        let client_ca = async {
-            match &files.client_ca {
-                Some(file) => tokio::fs::read(file).await.ok(),
-                None => None,
-            }
+        let read = async |file: Option<&Path>| match file {
+            Some(file) => tokio::fs::read(file).await.ok(),
+            None => None,
         };
-        let (cert, key, client_ca) =
-            tokio::join!(tokio::fs::read(&files.cert), tokio::fs::read(&files.key), client_ca);
-        Some([cert.ok(), key.ok(), client_ca])
+        let (cert, key, ca, crl) = tokio::join!(
+            read(Some(&files.cert)),
+            read(Some(&files.key)),
+            read(files.client_ca.as_deref()),
+            read(files.client_crl.as_deref()),
+        );
+        Some([cert, key, ca, crl])
     }
 }

@@ -1,12 +1,10 @@
 //! `oncegate proxy`: starts the sidecar from its configuration, and stops it.
 
-use std::future::poll_fn;
 use std::io::{ErrorKind, Write as _};
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
-use std::task::{Context, Poll};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use oncegate_core::{ErrorChain, MemoryStore, Store, SystemClock};
 use oncegate_embedded::{EmbeddedOptions, EmbeddedStore};
@@ -26,6 +24,7 @@ use crate::access_log::AccessLog;
 use crate::admin::{self, AbandonedRecords, AdminLive, AdminState, Draining, count_records};
 use crate::check::{existing, has_other_files};
 use crate::config::{Config, ProxyArgs, StoreChoice, StoreUrl, duration_text};
+use crate::signals::Signals;
 
 /// Runs the sidecar until it is told to stop.
 pub(crate) fn run(args: &ProxyArgs) -> Result<(), String> {
@@ -221,7 +220,8 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
     let (stop, stopped) = watch::channel(false);
     let draining = Draining::default();
     let (live, live_changes) = watch::channel(Live { config: config.clone(), layer: layer.clone(), tls });
-    let admin_live = AdminLive { layer: layer.clone(), token: config.admin_token.clone() };
+    let admin_live =
+        AdminLive { layer: layer.clone(), token: config.admin_token.clone(), jwt: config.jwt.clone() };
     let (admin_live, admin_changes) = watch::channel(admin_live);
     let connections = ConnectionLimit::new(config.max_connections);
     let without_key = RequestLimit::new(config.max_in_flight_without_key.unwrap_or(config.max_connections));
@@ -242,6 +242,7 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
         config.to, config.store
     );
     if let Some(verifier) = config.jwt.clone() {
+        metrics.watch(&verifier);
         tokio::spawn(async move { verifier.refresh().await });
     }
     let reloader = Reloader::new(args.clone(), metrics.clone(), layer, live, admin_live);
@@ -295,48 +296,6 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
 }
 
 const SECOND_SIGNAL: &str = "stopped at once, by a second signal";
-
-/// Signals within this time after the first one count as the same: `timeout`, shells and supervisors send one to the process
-/// and one to its group.
-const SAME_SIGNAL: Duration = Duration::from_millis(250);
-
-/// The signals that stop the sidecar.
-struct Signals {
-    terminate: Signal,
-    interrupt: Signal,
-    /// The time until which signals count as a repetition of the first one.
-    repeats_until: Option<Instant>,
-}
-
-impl Signals {
-    fn new() -> std::io::Result<Self> {
-        let (terminate, interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
-        Ok(Self { terminate, interrupt, repeats_until: None })
-    }
-
-    /// Waits for the first signal.
-    async fn first(&mut self) {
-        poll_fn(|cx| self.poll(cx)).await;
-        self.repeats_until = Some(Instant::now() + SAME_SIGNAL);
-    }
-
-    /// Waits for a second signal. May be cancelled and called again.
-    async fn second(&mut self) {
-        if let Some(until) = self.repeats_until {
-            // Signals of this time are taken at its end: on a busy machine, their exact time is unknown.
-            tokio::time::sleep_until(until.into()).await;
-            let _ = poll_fn(|cx| Poll::Ready(self.poll(cx))).await;
-            self.repeats_until = None;
-        }
-        poll_fn(|cx| self.poll(cx)).await;
-    }
-
-    /// Takes the signals that have arrived. Ready if there was one.
-    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        let is_there = self.terminate.poll_recv(cx).is_ready() | self.interrupt.poll_recv(cx).is_ready();
-        if is_there { Poll::Ready(()) } else { Poll::Pending }
-    }
-}
 
 fn flatten(result: Result<Result<(), String>, tokio::task::JoinError>) -> Result<(), String> {
     result.unwrap_or_else(|error| Err(ErrorChain(&error).to_string()))

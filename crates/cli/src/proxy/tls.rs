@@ -13,9 +13,9 @@ use hyper_rustls::{ConfigBuilderExt as _, HttpsConnector, HttpsConnectorBuilder}
 use hyper_util::client::legacy::connect::HttpConnector;
 use oncegate_core::ErrorChain;
 use rustls::pki_types::pem::PemObject as _;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer};
 use rustls::server::danger::ClientCertVerifier;
-use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
+use rustls::server::{NoServerSessionStorage, VerifierBuilderError, WebPkiClientVerifier};
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
 use tokio::time::timeout;
 use tower_service::Service;
@@ -30,15 +30,29 @@ pub(crate) struct ListenerTls {
     pub(crate) config: Arc<ServerConfig>,
     /// The dates of the first certificate, which is the listener's own; `None` if they cannot be read.
     pub(crate) validity: Option<Validity>,
+    /// The dates of the list of revoked certificates that ends first.
+    pub(crate) revocations: Option<Validity>,
 }
 
 impl ListenerTls {
     /// Checks that this configuration may replace the one in use.
     ///
     /// # Errors
-    /// If clients would refuse its certificate, and accept the one in use.
-    pub(super) fn may_replace(&self, before: Option<&Self>, certificate: &Path) -> Result<(), String> {
-        let now = certificate::now();
+    /// If clients would refuse its certificate, and accept the one in use. If a list of revoked certificates has expired, so that
+    /// clients would be refused, and those in use have not.
+    pub(super) fn may_replace(&self, before: Option<&Self>, files: &TlsFiles) -> Result<(), String> {
+        let (now, certificate) = (certificate::now(), &files.cert);
+        let has_expired = |tls: &Self| tls.revocations.is_some_and(|lists| now >= lists.not_after);
+        if let (Some(lists), Some(file)) = (self.revocations, &files.client_crl)
+            && has_expired(self)
+            && before.is_some_and(|before| !has_expired(before))
+        {
+            return Err(format!(
+                "{}: a list of revoked certificates expired at {}; its authority's clients would be refused",
+                file.display(),
+                certificate::shown(lists.not_after)
+            ));
+        }
         let refused = self.validity.filter(|validity| !validity.includes(now));
         match (refused.and_then(|validity| validity.warning(now)), before.and_then(|before| before.validity))
         {
@@ -70,9 +84,12 @@ pub(crate) fn server_config(files: &TlsFiles) -> Result<ListenerTls, String> {
     let config = ServerConfig::builder_with_provider(provider())
         .with_safe_default_protocol_versions()
         .map_err(|error| ErrorChain(&error).to_string())?;
+    let lists = files.client_crl.as_deref().map(revocation_lists).transpose()?.unwrap_or_default();
+    let revocations =
+        lists.iter().filter_map(|list| Validity::of_list(list)).min_by_key(|list| list.not_after);
     let config = match &files.client_ca {
         None => config.with_no_client_auth(),
-        Some(file) => config.with_client_cert_verifier(client_verifier(file)?),
+        Some(file) => config.with_client_cert_verifier(client_verifier(file, lists)?),
     };
     let mut config = config.with_single_cert(chain, private).map_err(|error| match error {
         rustls::Error::InconsistentKeys(_) => format!(
@@ -88,11 +105,28 @@ pub(crate) fn server_config(files: &TlsFiles) -> Result<ListenerTls, String> {
         config.session_storage = Arc::new(NoServerSessionStorage {});
         config.send_tls13_tickets = 0;
     }
-    Ok(ListenerTls { config: Arc::new(config), validity })
+    Ok(ListenerTls { config: Arc::new(config), validity, revocations })
 }
 
-/// Accepts the certificates of clients that these authorities have signed.
-fn client_verifier(file: &Path) -> Result<Arc<dyn ClientCertVerifier>, String> {
+/// Reads lists of revoked certificates, in PEM.
+fn revocation_lists(file: &Path) -> Result<Vec<CertificateRevocationListDer<'static>>, String> {
+    let lists =
+        CertificateRevocationListDer::pem_file_iter(file).and_then(Iterator::collect::<Result<Vec<_>, _>>);
+    let lists = lists.map_err(|error| {
+        format!("{}: cannot read lists of revoked certificates: {}", file.display(), ErrorChain(&error))
+    })?;
+    if lists.is_empty() {
+        return Err(format!("{}: there is no list of revoked certificates in it (X509 CRL)", file.display()));
+    }
+    Ok(lists)
+}
+
+/// Accepts the certificates of clients that these authorities have signed and that no list revokes. With lists, a certificate is
+/// refused, too, if an authority has none, or only one that has expired: it may be revoked.
+fn client_verifier(
+    file: &Path,
+    lists: Vec<CertificateRevocationListDer<'static>>,
+) -> Result<Arc<dyn ClientCertVerifier>, String> {
     let say = |what: &str, error: &dyn std::error::Error| {
         format!("{}: {what}: {}", file.display(), ErrorChain(error))
     };
@@ -105,8 +139,14 @@ fn client_verifier(file: &Path) -> Result<Arc<dyn ClientCertVerifier>, String> {
     for authority in authorities {
         roots.add(authority).map_err(|error| say("cannot be used as an authority", &error))?;
     }
-    let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider()).build();
-    verifier.map_err(|error| say("cannot be used as an authority", &error))
+    let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider());
+    let verifier = verifier.with_crls(lists).enforce_revocation_expiration().build();
+    verifier.map_err(|error| match error {
+        VerifierBuilderError::InvalidCrl(error) => {
+            format!("a list of revoked certificates (tls-client-crl) cannot be used: {error:?}")
+        }
+        error => say("cannot be used as an authority", &error),
+    })
 }
 
 /// Connects to the service, independent of the host that a request asks for.

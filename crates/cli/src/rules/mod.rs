@@ -1,15 +1,22 @@
 //! The rules for keys of an API, made from its configuration: for programs as a JSON descriptor, for people as a page.
 
 mod descriptor;
-mod openapi;
+mod document;
+pub(crate) mod openapi;
 mod page;
+mod recipe;
+mod refusals;
+mod retry_signal;
+mod snippets;
 
 use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueEnum};
+use http::Uri;
 use oncegate_http::Condition;
 
 pub(crate) use self::descriptor::PublishedRules;
@@ -29,8 +36,11 @@ pub(crate) struct RulesArgs {
     #[arg(long, value_name = "DIR", conflicts_with = "format", help_heading = "Output")]
     problem_pages: Option<PathBuf>,
     /// The name of the API, for the title of the page
-    #[arg(long, value_name = "NAME", default_value = "this API", help_heading = "Output")]
+    #[arg(long, value_name = "NAME", default_value = "this API", value_parser = NonEmptyStringValueParser::new(), help_heading = "Output")]
     api: String,
+    /// The address of the API, for the programs on the page
+    #[arg(long, value_name = "URL", default_value = "https://api.example.com", value_parser = server, help_heading = "Output")]
+    server: String,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -58,12 +68,25 @@ pub(crate) fn run(args: &RulesArgs) -> ExitCode {
     }
     let rules = Rules::of(&config);
     let text = match args.format {
-        Format::Markdown => page::markdown(&page::page(&rules, &args.api)),
-        Format::Html => page::html(&page::page(&rules, &args.api)),
+        Format::Markdown => page::markdown(&page::page(&rules, &args.api, &args.server)),
+        Format::Html => page::html(&page::page(&rules, &args.api, &args.server)),
         Format::Json => format!("{:#}\n", rules.json()),
     };
     print(&text);
     ExitCode::SUCCESS
+}
+
+/// An address without a query, and without a slash at its end.
+fn server(text: &str) -> Result<String, String> {
+    let is_address = |url: &Uri| {
+        matches!(url.scheme_str(), Some("http" | "https"))
+            && url.authority().is_some()
+            && url.query().is_none()
+    };
+    let address = text.parse().ok().filter(is_address).filter(|_| !text.contains('#'));
+    address
+        .map(|_| text.trim_end_matches('/').to_owned())
+        .ok_or("write an address such as https://api.example.com".to_owned())
 }
 
 fn complain_of(problems: &[Problem]) {

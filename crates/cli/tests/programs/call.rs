@@ -834,3 +834,37 @@ async fn many_concurrent_calls_of_one_intent_take_effect_once() {
     assert_eq!(ended(&["--resume", &journal]).await.code, Some(0));
     assert_eq!(seen.count(), 1);
 }
+
+/// The payment was made, and its response was too large to keep. A refusal in the words of an API must not tell the caller that
+/// nothing happened, because a corrected request has a new key.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_payment_whose_response_was_not_kept_is_never_reported_as_refused() {
+    for (profile, links) in ["ietf", "stripe", "acp", "paypal", "adyen", "classic"]
+        .into_iter()
+        .flat_map(|p| [(p, false), (p, true)])
+    {
+        let large = || Some(response("201 Created", "", &"x".repeat(4096)));
+        let (address, seen) = service(move |_| large()).await;
+        let mut flags = vec!["--profile", profile, "--scope", "single-tenant", "--max-response-body", "1KiB"];
+        if links {
+            flags.extend(["--problem-base-url", "https://developer.example/retry.html#"]);
+        }
+        let sidecar = Sidecar::start(address, &flags).await;
+        let url = format!("http://{}/payments", sidecar.address);
+        let field = if profile == "paypal" { "PayPal-Request-Id" } else { "Idempotency-Key" };
+        let key = "01890a5d-ac96-774b-bcce-b302099a8057";
+        let args = ["POST", &url, "--key", key, "--carrier", field, "--json={}", "--retry=0"];
+        assert_eq!(ended(&args).await.code, Some(0), "{profile}");
+        let end = ended(&args).await;
+        assert_eq!((end.code, seen.count()), (Some(5), 1), "{profile} {links}: {end:?}");
+
+        // The service is away: nothing happened, and that is certain in every shape.
+        drop(sidecar);
+        let unused = Service::new().await.address;
+        let sidecar = Sidecar::start(unused, &flags).await;
+        let url = format!("http://{}/payments", sidecar.address);
+        let args = ["POST", &url, "--key", key, "--carrier", field, "--json={}", "--retry=0"];
+        let end = ended(&args).await;
+        assert_eq!(end.code, Some(3), "{profile} {links}: {end:?}");
+    }
+}

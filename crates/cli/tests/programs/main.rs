@@ -12,4 +12,5 @@ mod outage;
 mod probe;
 mod redis;
 mod shared_store;
+mod snippets;
 mod vendors;

@@ -12,11 +12,13 @@ use axum::http::{HeaderMap, StatusCode, Uri};
 use axum::response::IntoResponse as _;
 use axum::routing::{get, post};
 use axum::{Json, Router};
+use rustix::process::Signal;
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use tokio::process::Command;
+use tokio::sync::Notify;
 
-use crate::support::Sidecar;
+use crate::support::{Process, Sidecar, within};
 
 const OPERATION: &str = r#"
 path = "/orders"
@@ -34,9 +36,18 @@ const STATUSES: [u16; 6] = [400, 401, 404, 429, 500, 503];
 
 /// A service that takes 80 ms for an order, counts orders, and knows nothing of keys.
 async fn service() -> SocketAddr {
+    service_that_hangs(Arc::default()).await
+}
+
+/// The same service. It does not respond to a request that asks it to hang, and notifies the test.
+async fn service_that_hangs(hangs: Arc<Notify>) -> SocketAddr {
     let effects: Arc<Mutex<HashMap<String, u64>>> = Arc::default();
     let counted = Arc::clone(&effects);
     let order = async move |headers: HeaderMap, body: Bytes| {
+        if headers.get("x-fail").is_some_and(|status| status == "hang") {
+            hangs.notify_one();
+            std::future::pending::<()>().await;
+        }
         if let Some(status) = headers.get("x-fail") {
             let status: u16 = status.to_str().unwrap().parse().unwrap();
             return (StatusCode::from_u16(status).unwrap(), Json(json!({"error": "failed"}))).into_response();
@@ -76,6 +87,110 @@ async fn probe(directory: &Path, operation: &str, args: &[&str]) -> End {
     End { code: output.status.code(), out: text(output.stdout), words: text(output.stderr) }
 }
 
+/// A probe that runs, with a JSON report.
+fn started(directory: &Path, operation: &str, args: &[&str]) -> Process {
+    let file = directory.join("operation.toml");
+    std::fs::write(&file, operation).unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+    Process::start(command.args(["probe", "--json", "--rate=100"]).args(args).arg("--operation").arg(&file))
+}
+
+/// The exit code and the report of a probe that ends, and the rows that were interrupted.
+async fn ended(mut probe: Process) -> (Option<i32>, Value, Vec<String>) {
+    let code = probe.ended().await.code();
+    let (report, errors) = (probe.output().await.join("\n"), probe.errors().await);
+    let report: Value = serde_json::from_str(&report).unwrap_or_else(|_| panic!("{report}{errors}"));
+    let rows = report["rows"].as_array().unwrap().iter();
+    let interrupted = rows.filter(|row| {
+        row["observation"] == "interrupted" && row["verdict"] == "not-tested" && row["advice"] == ""
+    });
+    let interrupted = interrupted.map(|row| row["id"].as_str().unwrap().to_owned()).collect();
+    (code, report, interrupted)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_interrupted_probe_reports_the_rows_that_have_ended() {
+    let hangs = Arc::new(Notify::new());
+    let service = service_that_hangs(Arc::clone(&hangs)).await;
+    let sidecar = Sidecar::start(service, &["--profile", "ietf"]).await;
+    let operation = OPERATION.to_owned() + "[[status]]\nstatus = 503\nheaders.X-Fail = \"hang\"\n";
+    for (address, signal, code, replay) in
+        [(sidecar.address, Signal::TERM, 5, "as-expected"), (service, Signal::INT, 1, "dangerous")]
+    {
+        let directory = tempfile::tempdir().unwrap();
+        let (url, html) = (format!("http://{address}"), directory.path().join("probe.html"));
+        let args = [&url, "--patience=1h", "--max-time=10m", "--html", html.to_str().unwrap()];
+        let probe = started(directory.path(), &operation, &args);
+        within("the request without a response", hangs.notified()).await;
+        probe.signal(signal);
+        let (ended_with, report, interrupted) = ended(probe).await;
+        assert_eq!(ended_with, Some(code), "{report:#}");
+        assert_eq!(interrupted, ["status-503", "restart", "retry-after", "retention"], "{report:#}");
+        let rows = report["rows"].as_array().unwrap();
+        assert_eq!((rows.len(), &report["interrupted"]), (21, &json!(true)), "{report:#}");
+        assert_eq!((&rows[1]["id"], &rows[1]["verdict"]), (&json!("replay"), &json!(replay)));
+        assert!(std::fs::read_to_string(html).unwrap().contains("<strong>INTERRUPTED: "));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_interruption_waits_for_the_command_that_restarts_the_api() {
+    let service = service().await;
+    let sidecar = Sidecar::start(service, &["--profile", "ietf"]).await;
+    let directory = tempfile::tempdir().unwrap();
+    let url = format!("http://{}", sidecar.address);
+    let file = |name: &str| directory.path().join(name).display().to_string();
+    let (begun, may_end, done) = (file("begun"), file("may_end"), file("done"));
+    let command = format!("touch {begun}; while ! test -e {may_end}; do sleep 0.05; done; touch {done}");
+    let mut probe = started(directory.path(), OPERATION, &[&url, "--restart", &command]);
+    let begins = async {
+        while !Path::new(&begun).exists() {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    within("the command", begins).await;
+    probe.signal(Signal::INT);
+    probe.logs("interrupted: rows that have not ended are not tested").await;
+    assert!(!Path::new(&done).exists());
+    std::fs::write(&may_end, "").unwrap();
+    let (code, report, interrupted) = ended(probe).await;
+    assert!(Path::new(&done).exists());
+    assert_eq!(code, Some(5), "{report:#}");
+    assert_eq!(interrupted, ["restart", "retry-after", "retention"], "{report:#}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_second_signal_stops_a_probe_at_once() {
+    let service = service().await;
+    let directory = tempfile::tempdir().unwrap();
+    let begun = directory.path().join("begun");
+    let command = format!("touch {}; exec sleep 600", begun.display());
+    let mut probe =
+        started(directory.path(), OPERATION, &[&format!("http://{service}"), "--restart", &command]);
+    let begins = async {
+        while !begun.exists() {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    within("the command", begins).await;
+    probe.signal(Signal::INT);
+    probe.logs("interrupted").await;
+    // Signals that come at once count as one.
+    let ends = async {
+        loop {
+            probe.signal(Signal::INT);
+            if let Ok(status) = tokio::time::timeout(Duration::from_millis(100), probe.ended()).await {
+                return status;
+            }
+        }
+    };
+    let status = within("the end", ends).await;
+    assert_eq!(status.code(), Some(4));
+    assert_eq!(probe.output().await, [""; 0]);
+    let errors = probe.errors().await;
+    assert!(errors.contains("by a second signal: there is no report"), "{errors}");
+}
+
 fn with_statuses() -> String {
     let tables =
         STATUSES.map(|status| format!("[[status]]\nstatus = {status}\nheaders.X-Fail = \"{status}\"\n"));
@@ -102,7 +217,9 @@ fn operations() -> Vec<(&'static str, String, &'static [&'static str])> {
 async fn the_sidecar_does_what_each_profile_promises() {
     let operations = operations();
     let mut names: Vec<_> = operations.iter().map(|(profile, ..)| *profile).collect();
-    let mut shipped = oncegate_http::Profile::names();
+    // The probe knows no messages in bodies.
+    let mut shipped: Vec<_> =
+        oncegate_http::Profile::names().into_iter().filter(|name| *name != "mcp").collect();
     names.sort_unstable();
     shipped.sort_unstable();
     assert_eq!(names, shipped, "each profile has its operation");
@@ -209,7 +326,7 @@ async fn the_help_lists_the_exit_codes_of_the_documentation() {
     let page = std::fs::read_to_string(page).unwrap();
     let rows: Vec<_> = page.lines().filter_map(|line| line.strip_prefix("| ")?.split_once(" | ")).collect();
     let rows: Vec<_> = rows.into_iter().filter(|(code, _)| code.parse::<u8>().is_ok()).collect();
-    assert_eq!(rows.len(), 5);
+    assert_eq!(rows.len(), 6);
     for (code, meaning) in rows {
         let line = format!("  {code}  {}", meaning.trim_end_matches(" |"));
         assert!(help.contains(&line), "{line:?} is not in\n{help}");

@@ -6,11 +6,12 @@ use std::sync::{Arc, Mutex};
 
 use jsonwebtoken::jwk::Jwk;
 use jsonwebtoken::{Algorithm, EncodingKey, Header};
+use oncegate_testkit::until;
 use rustix::process::Signal;
 use serde_json::json;
 use tokio::sync::watch;
 
-use crate::support::{FixedService, Message, Process, Service, Sidecar, Wire, request, sidecar};
+use crate::support::{FixedService, Message, Process, Service, Sidecar, Wire, request, sidecar, within};
 use crate::{KEY, OK};
 
 const SESSION: &str = "Cookie: sid=ada";
@@ -209,6 +210,11 @@ async fn a_verified_token_names_the_caller_also_when_it_is_renewed() {
         assert_eq!(refused.get("www-authenticate"), Some(expected), "{field}");
     }
     assert_eq!(service.requests(), 2);
+    let metrics = ask_metrics(&sidecar).await;
+    assert!(metrics.contains("oncegate_key_set_fetches_total{result=\"fetched\"} 1"), "{metrics}");
+    assert!(metrics.contains("oncegate_key_set_usable 1"), "{metrics}");
+    assert!(metrics.contains("oncegate_key_set_age_seconds "), "{metrics}");
+    assert_eq!(admin_text(&sidecar, "/readyz").await, "ready\n");
     sidecar.process.signal(Signal::TERM);
     let log = sidecar.process.errors().await;
     assert!(!log.contains("ada") && !log.contains("eyJ"), "{log}");
@@ -224,14 +230,23 @@ async fn without_keys_no_token_names_a_caller_and_the_log_says_why() {
     let mut sidecar = Sidecar::start(service.address, &flags).await;
     for _ in 0..20 {
         let refused = sidecar.ask(&request("POST", "/orders", &[KEY, &issuer.token("ada", 60)], "{}")).await;
-        refused.is_problem(401, "scope-unavailable");
-        assert!(refused.text().contains("keys of its issuer are not available"), "{}", refused.text());
+        refused.is_problem(503, "verification-unavailable");
+        assert_eq!((refused.get("retry-after"), refused.get("www-authenticate")), (Some("1"), None));
     }
     assert_eq!(service.requests(), 0);
     assert!(away.requests() < 10, "{}", away.requests());
+    let metrics = ask_metrics(&sidecar).await;
+    assert!(metrics.contains("oncegate_key_set_fetches_total{result=\"fetched\"} 0"), "{metrics}");
+    assert!(!metrics.contains("oncegate_key_set_fetches_total{result=\"failed\"} 0"), "{metrics}");
+    assert!(
+        metrics.contains("oncegate_key_set_usable 0") && !metrics.contains("oncegate_key_set_age"),
+        "{metrics}"
+    );
+    let ready = admin_text(&sidecar, "/readyz").await;
+    assert!(ready.starts_with("ready\n") && ready.contains("note: there are no keys"), "{ready}");
     sidecar.process.signal(Signal::TERM);
     let log = sidecar.process.errors().await;
-    assert_eq!(log.matches("cannot be fetched").count(), 1, "{log}");
+    assert_eq!(log.matches("no keys that verify tokens were fetched").count(), 1, "{log}");
     assert!(log.contains("the status is 503"), "{log}");
 }
 
@@ -251,7 +266,7 @@ async fn mistakes_in_the_settings_of_tokens_are_reported_at_the_start() {
         (vec!["--jwt-issuer=a"], "set jwt-keys too"),
         (vec!["--jwt-keys=http://issuer.example/keys"], "is not an https URL"),
         (vec!["--jwt-keys=https://ada:secret@issuer.example/keys"], "has a user name or password"),
-        (vec![&empty], "none of the 0 keys"),
+        (vec![&empty], "has no key that can verify"),
         (vec![&other], "is not JSON"),
         (vec!["--jwt-keys=/nowhere/keys"], "/nowhere/keys: "),
         (vec![&good, "--jwt-algorithms=none"], "\"none\" is not accepted"),
@@ -265,6 +280,44 @@ async fn mistakes_in_the_settings_of_tokens_are_reported_at_the_start() {
         assert_eq!(process.ended().await.code(), Some(1), "{flags:?}");
         let said = process.errors().await;
         assert!(said.contains(expected) && !said.contains("secret@"), "{flags:?}: {said}");
+    }
+}
+
+/// Runs `oncegate check` with a scope of tokens and these flags. Returns its exit code and its output.
+async fn check(flags: &[&str]) -> (Option<i32>, String) {
+    let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_oncegate"));
+    command.args(["check", "--to=http://127.0.0.1:9", "--store=memory:", "--scope=jwt:sub"]).args(flags);
+    let output = within("a check", command.output()).await.unwrap();
+    (output.status.code(), String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned())
+}
+
+#[tokio::test]
+async fn a_mistake_in_the_place_of_keys_is_reported_alone() {
+    for (flag, expected) in [
+        ("--jwt-keys=/nowhere/keys", "/nowhere/keys: "),
+        ("--jwt-keys=http://issuer.example/keys", "is not an https URL"),
+    ] {
+        let (code, said) = check(&[flag]).await;
+        assert!(code == Some(1) && said.contains(expected), "{said}");
+        assert!(!said.contains("never used") && !said.contains("needs the keys"), "{said}");
+    }
+}
+
+#[tokio::test]
+async fn an_online_check_fetches_the_keys_of_tokens() {
+    let (_keys, url) = Issuer::new().serve().await;
+    let away = Service::new().await.answers("HTTP/1.1 503 Away\r\nContent-Length: 0\r\n\r\n");
+    let service = Service::new().await.answers(OK);
+    let to = format!("--to=http://{}", service.address);
+    let flags = [&to, "--online", "--jwt-audience=orders"];
+    let away = format!("--jwt-keys=http://{}/keys", away.address);
+    for (keys, code, expected) in [(&url, 0, "they were fetched"), (&away, 1, "the status is 503")] {
+        let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_oncegate"));
+        command.args(["check", "--store=memory:", "--scope=jwt:sub", keys]).args(flags);
+        let output = within("a check", command.output()).await.unwrap();
+        let said = String::from_utf8_lossy(&output.stdout);
+        assert_eq!(output.status.code(), Some(code), "{said}");
+        assert!(said.contains(expected), "{said}");
     }
 }
 
@@ -301,6 +354,7 @@ async fn new_keys_of_a_caller_are_limited_and_its_retries_are_not() {
         "oncegate_rate_limited_total{limit=\"caller\"} 2",
         "oncegate_rate_limited_total{limit=\"key\"} 1",
         "oncegate_rate_limited_total{limit=\"route\"} 0",
+        "oncegate_rate_limit_evictions_total{table=\"seen-key\"} 0",
         "oncegate_requests_total{outcome=\"rate-limited\",status=\"4xx\"} 3",
     ] {
         assert!(metrics.contains(line), "no {line} in {metrics}");
@@ -311,10 +365,12 @@ async fn new_keys_of_a_caller_are_limited_and_its_retries_are_not() {
 }
 
 async fn ask_metrics(sidecar: &Sidecar) -> String {
-    crate::support::ask(sidecar.admin, "GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        .await
-        .text()
-        .to_owned()
+    admin_text(sidecar, "/metrics").await
+}
+
+async fn admin_text(sidecar: &Sidecar, path: &str) -> String {
+    let asked = format!("GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n");
+    crate::support::ask(sidecar.admin, &asked).await.text().to_owned()
 }
 
 #[tokio::test]
@@ -340,6 +396,48 @@ async fn each_route_counts_its_new_keys_and_shares_the_limits_that_it_inherits()
     assert_eq!(ask("/b", "eve", "4").await.as_deref(), Some("\"route\""));
     assert_eq!(ask("/a", "eve", "4").await, None);
     assert_eq!(service.requests(), 6);
+}
+
+#[tokio::test]
+async fn a_reload_lifts_no_rate_limit_and_a_refusal_at_one_limit_uses_nothing_of_another() {
+    let service = Service::new().await.answers(OK);
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("oncegate.toml");
+    let write = |caller: &str, route: &str| {
+        let file = format!(
+            "scope = \"required-header:x-user\"\nrate-limit.caller = \"{caller}\"\n\
+             [[route]]\npath = \"/new-{route}\"\n[[route]]\npath = \"/a\"\nrate-limit.route = \"{route}\"\n"
+        );
+        std::fs::write(&path, file).unwrap();
+    };
+    write("2/h", "1/h");
+    let sidecar = Sidecar::start(service.address, &["--config", path.to_str().unwrap()]).await;
+    let ask = async |sidecar: &Sidecar, path: &str, user: &str, key: &str| {
+        let (user, key) = (format!("X-User: {user}"), format!("Idempotency-Key: {key}"));
+        let response = sidecar.ask(&request("POST", path, &[&user, &key], "{}")).await;
+        response.get("ratelimit").map(|limit| limit.split(';').next().unwrap().to_owned())
+    };
+    let (caller, route) = (Some("\"caller\"".to_owned()), Some("\"route\"".to_owned()));
+    assert_eq!(ask(&sidecar, "/a", "ada", "1").await, None);
+    for key in ["2", "3", "4"] {
+        assert_eq!(ask(&sidecar, "/a", "eve", key).await, route);
+    }
+    assert_eq!(ask(&sidecar, "/other", "ada", "5").await, None);
+    let log = "the configuration was reloaded";
+    for reload in 1..=3 {
+        sidecar.process.signal(Signal::HUP);
+        until("it is reloaded", async || sidecar.process.error_lines(log).len() == reload).await;
+        assert_eq!(ask(&sidecar, "/other", "ada", "6").await, caller, "{reload}");
+        assert_eq!(ask(&sidecar, "/a", "eve", "7").await, route, "{reload}");
+        assert_eq!(ask(&sidecar, "/a", "ada", "1").await, None, "the key is known still");
+    }
+    write("2/h", "9/h");
+    sidecar.process.signal(Signal::HUP);
+    // The threads apply the configuration one after the other.
+    until("the new rate is in force", async || ask(&sidecar, "/a", "eve", "8").await.is_none()).await;
+    assert_eq!(ask(&sidecar, "/other", "eve", "9").await, None, "the refused requests cost nothing");
+    assert_eq!(ask(&sidecar, "/other", "eve", "10").await, caller);
+    assert_eq!(ask(&sidecar, "/other", "ada", "11").await, caller);
 }
 
 const ALLOWED: &str = "HTTP/1.1 204 No Content\r\nOncegate-Authorize: allow\r\n\r\n";
@@ -520,7 +618,8 @@ async fn a_huge_key_set_is_not_read_to_its_end() {
     let keys = format!("--jwt-keys=http://{}/keys", issuer.address);
     let mut sidecar = Sidecar::start(service.address, &["--scope=jwt:sub", &keys]).await;
     let token = Issuer::new().token("ada", 60);
-    sidecar.ask(&request("POST", "/orders", &[KEY, &token], "{}")).await.is_problem(401, "scope-unavailable");
+    let refused = sidecar.ask(&request("POST", "/orders", &[KEY, &token], "{}")).await;
+    refused.is_problem(503, "verification-unavailable");
     sidecar.process.signal(Signal::TERM);
     let log = sidecar.process.errors().await;
     assert!(log.contains("length limit exceeded") && log.contains("set jwt-audience"), "{log}");

@@ -59,6 +59,12 @@ async fn allowed_pages_can_read_every_response() {
             assert!(exposed(response).iter().any(|exposed| exposed == name), "{name}: {response:?}");
         }
     }
+    let stripe = ["--profile=stripe", "--cors-allowed-origins=*"];
+    let (_service, stripe) = start(OK, &stripe).await;
+    let response = stripe.ask(&post_from(SHOP, "{}")).await;
+    for name in ["stripe-should-retry", "original-request", "ratelimit", "ratelimit-policy"] {
+        assert!(exposed(&response).iter().any(|exposed| exposed == name), "{name}: {response:?}");
+    }
     for fields in [&[OTHER, KEY][..], &["Origin: null", KEY], &[KEY]] {
         let replay = sidecar.ask(&request("POST", "/orders", fields, "{}")).await;
         assert!(replay.is_replay());

@@ -574,17 +574,26 @@ impl ClientAuthority {
     fn new() -> Self {
         let mut authority = CertificateParams::new([]).unwrap();
         authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        let issuer = CertifiedIssuer::self_signed(authority, KeyPair::generate().unwrap()).unwrap();
         let file = tempfile::NamedTempFile::new().unwrap();
+        // Each authority has a name of its own, by which its list of revoked certificates is found.
+        let name = file.path().display().to_string();
+        authority.distinguished_name.push(rcgen::DnType::CommonName, name);
+        let issuer = CertifiedIssuer::self_signed(authority, KeyPair::generate().unwrap()).unwrap();
         std::fs::write(file.path(), issuer.pem()).unwrap();
         Self { issuer, file }
     }
 
     /// A client with a new certificate of these names, which trusts this server.
     fn client(&self, server: &Authority, name: &str, dns: &str) -> TlsConnector {
+        self.client_with(server, name, dns, None)
+    }
+
+    /// The same, with this serial number.
+    fn client_with(&self, server: &Authority, name: &str, dns: &str, serial: Option<u64>) -> TlsConnector {
         let key = KeyPair::generate().unwrap();
         let mut certificate = CertificateParams::new([dns.to_owned()]).unwrap();
         certificate.distinguished_name.push(rcgen::DnType::CommonName, name);
+        certificate.serial_number = serial.map(Into::into);
         let chain = vec![certificate.signed_by(&key, &self.issuer).unwrap().der().clone()];
         let key = PrivateKeyDer::from_pem_slice(key.serialize_pem().as_bytes()).unwrap();
         let mut roots = RootCertStore::empty();
@@ -638,6 +647,135 @@ async fn the_verified_certificate_of_a_client_names_the_caller() {
 }
 
 #[tokio::test]
+async fn clients_that_are_refused_because_of_their_certificates_are_counted_and_reported() {
+    let service = Service::new().await.answers(OK);
+    let (server, clients) = (Authority::new(), ClientAuthority::new());
+    let (cert, key) = (server.file("cert.pem"), server.file("key.pem"));
+    let ca = format!("--tls-client-ca={}", clients.file.path().display());
+    let flags = ["--tls-cert", &cert, "--tls-key", &key, &ca, "--scope=mtls:subject"];
+    let mut sidecar = Sidecar::start(service.address, &flags).await;
+    let counted = async |reason: &str| {
+        let name = format!("oncegate_tls_handshakes_refused_total{{reason=\"{reason}\"}}");
+        crate::operations::series(&sidecar, &name).await
+    };
+    assert!(is_accepted(&sidecar, &clients.client(&server, "ada", "a.test")).await);
+    assert_eq!((counted("certificate").await, counted("no-certificate").await), (Some(0.0), Some(0.0)));
+    assert!(!is_accepted(&sidecar, &ClientAuthority::new().client(&server, "ada", "a.test")).await);
+    assert!(!is_accepted(&sidecar, &server.client(&[])).await);
+    assert_eq!((counted("certificate").await, counted("no-certificate").await), (Some(1.0), Some(1.0)));
+    sidecar.process.logs("a client was refused because of its certificate").await;
+
+    // Another authority: the log says what was replaced.
+    let others = ClientAuthority::new();
+    std::fs::copy(others.file.path(), clients.file.path()).unwrap();
+    sidecar.process.logs("the authorities of clients (tls-client-ca) were replaced").await;
+    assert!(!is_accepted(&sidecar, &clients.client(&server, "ada", "a.test")).await);
+}
+
+/// The library for HTTP/2 sends the body of a response to HEAD if it gets one, which is a protocol error for the client.
+#[tokio::test]
+async fn a_head_over_http2_gets_no_body_from_the_sidecar_itself() {
+    let unused = Service::new().await.address;
+    let sidecar = Sidecar::start(unused, &["--published-rules"]).await;
+    for (path, status) in [("/.well-known/idempotency", 200), ("/orders", 502)] {
+        for method in ["HEAD", "GET"] {
+            let stream = TcpStream::connect(sidecar.address).await.unwrap();
+            let uri = format!("http://{}{path}", sidecar.address);
+            let asked = Request::builder().method(method).uri(uri).body(text("")).unwrap();
+            let (head, body, _) = send(&mut Box::pin(http2(stream)).await, asked).await;
+            assert_eq!(
+                (head.status.as_u16(), body.is_empty()),
+                (status, method == "HEAD"),
+                "{method} {path}"
+            );
+            assert_ne!(head.headers["content-length"], "0", "{method} {path}");
+        }
+        let mut wire = sidecar.connect().await;
+        wire.send(request("HEAD", path, &[], "")).await;
+        let head = wire.try_head().await.unwrap();
+        assert_eq!((head.status(), head.get("content-length") != Some("0")), (status, true), "{path}");
+        wire.send(request("HEAD", path, &[], "")).await;
+        assert_eq!(wire.try_head().await.unwrap().status(), status, "the connection goes on");
+    }
+}
+
+impl ClientAuthority {
+    /// A list of revoked certificates with these serial numbers, which is valid until this day of this year.
+    fn list(&self, revoked: &[u64], until: (i32, u8, u8)) -> String {
+        let revoked = revoked.iter().map(|serial| rcgen::RevokedCertParams {
+            serial_number: (*serial).into(),
+            revocation_time: rcgen::date_time_ymd(2020, 1, 1),
+            reason_code: Some(rcgen::RevocationReason::KeyCompromise),
+            invalidity_date: None,
+        });
+        let list = rcgen::CertificateRevocationListParams {
+            this_update: rcgen::date_time_ymd(2020, 1, 1),
+            next_update: rcgen::date_time_ymd(until.0, until.1, until.2),
+            crl_number: 1.into(),
+            issuing_distribution_point: None,
+            revoked_certs: revoked.collect(),
+            key_identifier_method: rcgen::KeyIdMethod::Sha256,
+        };
+        list.signed_by(&self.issuer).unwrap().pem().unwrap()
+    }
+}
+
+/// Returns true if the sidecar answers a request over a new connection of this client.
+async fn is_accepted(sidecar: &Sidecar, client: &TlsConnector) -> bool {
+    let ask = async || {
+        let stream = TcpStream::connect(sidecar.address).await?;
+        let stream = client.connect(ServerName::try_from("localhost").unwrap(), stream).await?;
+        let mut wire = Wire::new(stream);
+        wire.try_send(&request("POST", "/orders", &[KEY], "{}")).await?;
+        wire.try_head().await.ok_or(std::io::ErrorKind::ConnectionAborted)?;
+        Ok::<_, std::io::Error>(())
+    };
+    ask().await.is_ok()
+}
+
+#[tokio::test]
+async fn a_client_whose_certificate_is_revoked_is_refused() {
+    const LATER: (i32, u8, u8) = (4096, 1, 1);
+    let service = Service::new().await.answers(OK);
+    let (server, clients, others) = (Authority::new(), ClientAuthority::new(), ClientAuthority::new());
+    let (cert, key) = (server.file("cert.pem"), server.file("key.pem"));
+    std::fs::write(clients.file.path(), clients.issuer.pem() + &others.issuer.pem()).unwrap();
+    let lists = tempfile::NamedTempFile::new().unwrap();
+    let write = |text: String| std::fs::write(lists.path(), text).unwrap();
+    write(clients.list(&[7], LATER));
+    let (ca, crl) = (clients.file.path().display().to_string(), lists.path().display().to_string());
+    let flags = [
+        "--tls-cert", &cert, "--tls-key", &key, "--tls-client-ca", &ca, "--tls-client-crl", &crl,
+        "--scope=mtls:san",
+    ];
+    let mut sidecar = Sidecar::start(service.address, &flags).await;
+    let client = |serial| clients.client_with(&server, "ada", "a.test", Some(serial));
+    let (seven, eight, other) = (client(7), client(8), others.client(&server, "ada", "a.test"));
+    assert!(is_accepted(&sidecar, &eight).await);
+    assert!(!is_accepted(&sidecar, &seven).await, "it is revoked");
+    assert!(!is_accepted(&sidecar, &other).await, "its authority has no list");
+    let end = crate::operations::series(&sidecar, "oncegate_tls_client_crl_next_update_seconds").await;
+    assert_eq!(end, Some(67_090_118_400.0));
+
+    // The file is read again without a signal.
+    write(clients.list(&[8], LATER) + &others.list(&[], LATER));
+    until("the new lists are in use", async || is_accepted(&sidecar, &other).await).await;
+    assert!(is_accepted(&sidecar, &seven).await && !is_accepted(&sidecar, &eight).await);
+
+    write(clients.list(&[], (2020, 1, 2)) + &others.list(&[], LATER));
+    sidecar.process.logs("a list of revoked certificates expired at 2020-01-02T00:00:00").await;
+    assert!(
+        is_accepted(&sidecar, &seven).await && !is_accepted(&sidecar, &eight).await,
+        "those before are in use"
+    );
+
+    let mut late = Sidecar::start(service.address, &flags).await;
+    late.process.logs("expired at 2020-01-02T00:00:00").await;
+    assert!(!is_accepted(&late, &seven).await, "a list that has expired says nothing");
+    assert!(is_accepted(&late, &other).await, "the list of its authority is valid");
+}
+
+#[tokio::test]
 async fn mistakes_in_the_settings_of_client_certificates_are_reported_at_the_start() {
     let (server, empty) = (Authority::new(), tempfile::NamedTempFile::new().unwrap());
     let (cert, key) = (server.file("cert.pem"), server.file("key.pem"));
@@ -648,6 +786,14 @@ async fn mistakes_in_the_settings_of_client_certificates_are_reported_at_the_sta
         (
             vec!["--tls-cert", &cert, "--tls-key", &key, "--tls-client-ca", &empty],
             "there is no certificate in it",
+        ),
+        (vec!["--tls-client-crl", &empty], "set tls-cert and tls-key too"),
+        (vec!["--tls-cert", &cert, "--tls-key", &key, "--tls-client-crl", &empty], "set tls-client-ca too"),
+        (
+            vec![
+                "--tls-cert", &cert, "--tls-key", &key, "--tls-client-ca", &cert, "--tls-client-crl", &empty,
+            ],
+            "there is no list of revoked certificates in it",
         ),
         (vec!["--scope=mtls:san", "--authorize=/may-see"], "a caller whom only a certificate names"),
         (vec!["--scope=mtls:name"], "is not a scope that tells callers apart"),

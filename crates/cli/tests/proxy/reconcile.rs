@@ -373,6 +373,63 @@ async fn the_question_names_record_and_caller_and_carries_no_forged_fields() {
 }
 
 #[tokio::test]
+async fn the_question_names_a_key_of_the_body_or_the_query_in_a_header_field() {
+    const CALLER: &str = "Authorization: Bearer t";
+    for (flags, path, fields, body, name, expected) in [
+        (
+            &["--profile=square"][..],
+            "/orders",
+            &[CALLER][..],
+            r#"{"idempotency_key":"a \"b\""}"#,
+            "idempotency-key",
+            r#""a \"b\"""#,
+        ),
+        // The profile reads no header field, so this is not the key.
+        (
+            &["--profile=square"],
+            "/orders",
+            &[CALLER, KEY],
+            r#"{"idempotency_key":"a"}"#,
+            "idempotency-key",
+            "\"a\"",
+        ),
+        (
+            &["--key-header=x-key,idempotency-key", "--key-query=Token"],
+            "/orders?Token=f%c3%bc",
+            &[CALLER],
+            "{}",
+            "x-key",
+            "%\"f%c3%bc\"",
+        ),
+        (
+            &["--key-query=Token"],
+            "/orders?Token=intent-1",
+            &[CALLER, KEY],
+            "{}",
+            "idempotency-key",
+            "intent-1",
+        ),
+        (
+            &["--natural-key=/customer,/cart"],
+            "/orders",
+            &[CALLER, KEY],
+            r#"{"customer":"ada","cart":7}"#,
+            "idempotency-key",
+            "\"json-91636101d618a12d7fdcc20edd65ddebe849e4b2475da130d2f3ff9d6f386d08\"",
+        ),
+    ] {
+        let flags = [flags, &["--scope=required-header:authorization"]].concat();
+        let fields = [fields, &["Content-Type: application/json"]].concat();
+        let first = request("POST", path, &fields, body);
+        let world = World::after_a_crash(&flags, &first).await;
+        world.ledger.will_say([Reply::happened()]);
+        settled(world.sidecar.address, first).await.has_status(201);
+        let questions = world.ledger.questions();
+        assert_eq!(questions[0].get(name), Some(expected), "{path} {body}");
+    }
+}
+
+#[tokio::test]
 async fn a_request_that_did_not_happen_is_executed_once_under_a_higher_token() {
     let world = World::new(&["--threads=2"]).await;
     world.ledger.will_say([Reply::did_not_happen()]);

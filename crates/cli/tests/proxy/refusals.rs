@@ -1,6 +1,7 @@
 //! The sidecar's own responses, in the format that clients of the route's profile read.
 
 use oncegate_servers::unused_port;
+use serde_json::json;
 
 use crate::support::{Message, Service, Sidecar, request};
 use crate::{KEY, OK};
@@ -159,8 +160,81 @@ async fn the_rules_for_keys_are_published_if_the_operator_wants_it() {
     let etag = published.get("etag").unwrap();
     let unchanged = sidecar.ask(&rules(&[&format!("If-None-Match: \"x\", {etag}")])).await;
     assert_eq!((unchanged.status(), unchanged.body.len()), (304, 0), "{unchanged:?}");
+    // A page of any origin may ask, also with its ETag, for which a browser asks before.
+    let ask = ["Origin: https://a.example", "Access-Control-Request-Method: GET"];
+    let allowed = sidecar.ask(&request("OPTIONS", "/.well-known/idempotency", &ask, "")).await;
+    assert_eq!(
+        (allowed.status(), allowed.get("access-control-allow-origin")),
+        (204, Some("*")),
+        "{allowed:?}"
+    );
+    assert_eq!(allowed.get("access-control-allow-headers"), Some("if-none-match"), "{allowed:?}");
+    assert_eq!(published.get("access-control-expose-headers"), Some("etag"));
+    assert_eq!(service.requests(), 1);
+    let counted = crate::operations::series(&sidecar, "oncegate_published_rules_requests_total").await;
+    assert_eq!(counted, Some(2.0));
     sidecar.ask(&request("POST", "/.well-known/idempotency", &[], "")).await.has_status(200);
-    assert_eq!(service.requests(), 2, "only reading is answered");
+    let other = ["Origin: https://a.example", "Access-Control-Request-Method: POST"];
+    sidecar.ask(&request("OPTIONS", "/.well-known/idempotency", &other, "")).await.has_status(200);
+    assert_eq!(service.requests(), 3, "only reading is answered");
+}
+
+#[tokio::test]
+async fn the_published_refusals_are_those_that_a_route_gives() {
+    let service = Service::new().await;
+    let flags = [
+        "--published-rules",
+        "--scope=required-header:authorization",
+        "--upstream-timeout=100ms",
+        "--authorize=/may-see",
+    ];
+    let sidecar = Sidecar::start(service.address, &flags).await;
+    let rules = sidecar.ask(&request("GET", "/.well-known/idempotency", &[], "")).await.json();
+    let mut listed: Vec<_> = rules["operations"][0]["refusals"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|refusal| {
+            let slug = refusal["type"].as_str().unwrap().strip_prefix("urn:oncegate:problem:").unwrap();
+            format!("{} {slug}", refusal["status"])
+        })
+        .collect();
+    listed.sort_unstable();
+    let expected = [
+        ("400", "key-invalid request-incomplete request-malformed scope-unavailable"),
+        ("401", "replay-denied scope-unavailable"),
+        ("403", "replay-denied"),
+        ("404", "replay-denied"),
+        ("409", "request-in-progress"),
+        ("413", "request-too-large"),
+        ("422", "host-differs key-reused replay-unavailable"),
+        ("431", "request-head-too-large"),
+        ("500", "authorization-unavailable outcome-unknown record-corrupt"),
+        ("501", "request-unsupported"),
+        (
+            "502",
+            "authorization-unavailable outcome-unknown upstream-head-too-large upstream-unanswered upstream-unreachable upstream-unsupported",
+        ),
+        ("503", "authorization-unavailable overloaded store-unavailable"),
+        ("504", "authorization-unavailable outcome-unknown upstream-unanswered"),
+    ];
+    let expected: Vec<_> = expected
+        .iter()
+        .flat_map(|(status, slugs)| slugs.split(' ').map(move |slug| format!("{status} {slug}")))
+        .collect();
+    assert_eq!(listed, expected);
+    let ada = "Authorization: Bearer ada";
+    for (fields, status, slug) in [
+        (&["Idempotency-Key: a"][..], 401, "scope-unavailable"),
+        (&["Idempotency-Key: a", ada, "Authorization: Bearer eve"], 400, "scope-unavailable"),
+        (&["Idempotency-Key: a", "Idempotency-Key: b", ada], 400, "key-invalid"),
+        (&["Idempotency-Key: a", ada], 504, "outcome-unknown"),
+        (&["Idempotency-Key: a", ada], 500, "outcome-unknown"),
+        (&[ada], 504, "upstream-unanswered"),
+    ] {
+        sidecar.ask(&request("POST", "/orders", fields, "{}")).await.is_problem(status, slug);
+        assert!(listed.contains(&format!("{status} {slug}")));
+    }
 }
 
 #[test]
@@ -186,7 +260,8 @@ fn the_page_for_customers_is_made_from_the_configuration() {
         "| Key | the header field Idempotency-Key, required |\n",
         "| Kept for | 3d from the response on |\n",
         "| 422 | Idempotency-Key is already used | This is another request: take a new key. |\n",
-        "curl --request PUT --header \"Idempotency-Key: ",
+        "--request PUT 'https://api.example.com/items/123' \\\n",
+        "--header \"Idempotency-Key: ${key:?}\"",
         "## PATCH, POST to all other paths\n",
     ] {
         assert!(markdown.contains(text), "{text}\n{markdown}");
@@ -207,7 +282,7 @@ fn the_page_for_customers_is_made_from_the_configuration() {
         html.contains("<title>How to retry requests to A &amp; B</title>") && !html.contains("<script"),
         "{html}"
     );
-    assert!(html.contains("&quot;Idempotency-Key: ") && html.ends_with("</html>\n"), "{html}");
+    assert!(html.contains("&quot;Idempotency-Key&quot;: key,") && html.ends_with("</html>\n"), "{html}");
 }
 
 #[test]
@@ -240,6 +315,8 @@ paths:
     std::fs::write(path("old.yaml"), "swagger: '2.0'\npaths: {}\n").unwrap();
     std::fs::write(path("read.yaml"), "openapi: 3.1.0\npaths: {/a: {get: {}}}\n").unwrap();
     std::fs::write(path("bad.yaml"), "openapi: [\n").unwrap();
+    let own = "openapi: 3.1.0\npaths: {}\ncomponents: {schemas: {IdempotencyProblem: {type: string}}}\n";
+    std::fs::write(path("schema.yaml"), own).unwrap();
     let openapi = |arguments: &[&str]| {
         let mut openapi = std::process::Command::new(env!("CARGO_BIN_EXE_oncegate"));
         openapi.args(["openapi", "--to=http://127.0.0.1:1", "--config=oncegate.toml"]).args(arguments);
@@ -263,6 +340,20 @@ paths:
     assert_eq!(problem, "#/components/schemas/IdempotencyProblem");
     assert!(document["components"]["schemas"]["IdempotencyProblem"]["properties"]["retry"].is_object());
     assert!(document["paths"]["/items"]["get"]["x-idempotency"].is_null());
+    // The path of the server comes first, and parameters of the path are those of the operation.
+    let based = api
+        .replace("paths:\n", "servers: [{url: 'https://shop.example/v1'}]\npaths:\n")
+        .replace("/v1/orders/{id}:", "/orders/{id}:")
+        .replace(
+            "  /items:\n",
+            "  /items:\n    parameters: [{name: IDEMPOTENCY-KEY, in: header, schema: {type: string}}]\n",
+        );
+    std::fs::write(path("based.yaml"), based).unwrap();
+    let based = openapi(&["--merge", "based.yaml"]);
+    let document: serde_json::Value = serde_json::from_slice(&based.stdout).unwrap();
+    assert_eq!(document["paths"]["/orders/{id}"]["post"]["parameters"][0]["schema"]["format"], "uuid");
+    let change = &document["paths"]["/items"]["patch"];
+    assert_eq!(change["parameters"].as_array().unwrap().len(), 1, "{change}");
     let generated = openapi(&[]);
     let own: serde_json::Value = serde_json::from_slice(&generated.stdout).unwrap();
     assert_eq!(own["paths"]["/v1/{rest}"]["parameters"][0]["name"], "rest");
@@ -270,21 +361,136 @@ paths:
 
     for (name, document) in [("merged.json", merged.stdout), ("own.json", generated.stdout)] {
         std::fs::write(path(name), document).unwrap();
-        let valid = std::process::Command::new("node")
-            .args(["validate.mjs".as_ref(), path(name).as_os_str()])
-            .current_dir(std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/vendors"))
-            .output()
-            .unwrap();
-        assert!(valid.status.success(), "{name}: {}", String::from_utf8_lossy(&valid.stderr));
+        assert_valid(&path(name));
     }
+    let text = std::fs::read_to_string(path("merged.json")).unwrap();
+    let places: Vec<_> =
+        ["openapi", "info", "paths", "/v1/orders/{id}", "parameters", "post", "201", "409", "/items"]
+            .iter()
+            .map(|name| text.find(&format!("\"{name}\":")).unwrap_or_else(|| panic!("no {name} in {text}")))
+            .collect();
+    assert!(places.is_sorted(), "members keep their order: {places:?} in {text}");
     for (file, error) in [
         ("old.yaml", "not an OpenAPI 3 document"),
         ("read.yaml", "no operation in it has a method that a key protects"),
         ("bad.yaml", "neither YAML nor JSON"),
+        ("schema.yaml", "a schema IdempotencyProblem of its own"),
         ("none.yaml", "No such file"),
     ] {
         let output = openapi(&["--merge", file]);
         let text = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(!output.status.success() && text.contains(error) && text.contains(file), "{text}");
     }
+}
+
+#[test]
+fn a_key_of_the_body_is_described_in_the_schema_of_the_body() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name);
+    let config = "scope = \"required-header:authorization\"\n[[route]]\npath = \"/v2/{*rest}\"\nprofile = \"square\"\n\
+                  [[route]]\npath = \"/deep\"\nkey-member = [\"/meta/key\"]\n\
+                  [[route]]\npath = \"/tokens\"\nkey-query = \"Token\"\n";
+    std::fs::write(path("oncegate.toml"), config).unwrap();
+    let api = r##"
+openapi: 3.1.0
+info: {title: Shop, version: "1"}
+paths:
+  /v2/inline:
+    post:
+      requestBody:
+        content:
+          application/json:
+            schema: {type: object, properties: {z: {type: integer}, a: {type: integer}}, required: [z]}
+          text/plain: {schema: {type: string}}
+      responses: {200: {description: Done}}
+  /v2/named:
+    post:
+      requestBody: {$ref: "#/components/requestBodies/Pay"}
+      responses: {200: {description: Done}}
+  /v2/has:
+    post:
+      requestBody: {required: true, content: {application/json: {schema: {$ref: "#/components/schemas/Keyed"}}}}
+      responses: {200: {description: Done}}
+  /v2/closed:
+    post:
+      requestBody: {content: {application/json: {schema: {$ref: "#/components/schemas/Closed"}}}}
+      responses: {200: {description: Done}}
+  /v2/list:
+    post:
+      requestBody: {content: {application/json: {schema: {type: array, items: {type: string}}}}}
+      responses: {200: {description: Done}}
+  /v2/none:
+    delete: {responses: {204: {description: Gone}}}
+    post: {responses: {200: {description: Done}}}
+  /deep:
+    post:
+      requestBody: {content: {application/vnd.shop+json: {schema: {type: object, properties: {meta: {type: object}}}}}}
+      responses: {200: {description: Done}}
+  /tokens:
+    post: {responses: {200: {description: Done}}}
+components:
+  requestBodies:
+    Pay: {content: {application/json: {schema: {$ref: "#/components/schemas/Pay"}}}}
+  schemas:
+    Pay: {type: object, properties: {amount: {type: integer}}}
+    Base: {type: object, properties: {Idempotency_Key: {type: string, description: ours}}}
+    Keyed: {allOf: [{$ref: "#/components/schemas/Base"}, {type: object}]}
+    Closed: {type: object, properties: {amount: {type: integer}}, additionalProperties: false}
+    Loop: {allOf: [{$ref: "#/components/schemas/Loop"}]}
+"##;
+    std::fs::write(path("api.yaml"), api).unwrap();
+    let mut openapi = std::process::Command::new(env!("CARGO_BIN_EXE_oncegate"));
+    openapi.args(["openapi", "--to=http://127.0.0.1:1", "--config=oncegate.toml", "--merge=api.yaml"]);
+    let merged = openapi.current_dir(directory.path()).output().unwrap();
+    let said = String::from_utf8_lossy(&merged.stderr);
+    assert!(merged.status.success(), "{said}");
+    let warnings: Vec<_> = said.lines().filter(|line| line.contains("forbids the member")).collect();
+    assert!(warnings.len() == 1 && warnings[0].contains("post /v2/closed"), "{said}");
+    let document: serde_json::Value = serde_json::from_slice(&merged.stdout).unwrap();
+    let body = |path: &str| &document["paths"][path]["post"]["requestBody"];
+    let schema = |path: &str| &body(path)["content"]["application/json"]["schema"];
+
+    let inline = schema("/v2/inline");
+    assert_eq!(inline["properties"]["idempotency_key"]["maxLength"], 255, "{inline}");
+    assert_eq!(
+        (&inline["required"], &body("/v2/inline")["required"]),
+        (&json!(["z", "idempotency_key"]), &json!(true))
+    );
+    assert_eq!(body("/v2/inline")["content"]["text/plain"]["schema"], json!({"type": "string"}));
+    let named = schema("/v2/named");
+    assert_eq!(named["allOf"][0]["$ref"], "#/components/schemas/Pay");
+    assert_eq!(named["allOf"][1]["required"], json!(["idempotency_key"]));
+    assert_eq!(named["allOf"][1]["properties"]["idempotency_key"]["type"], "string");
+    assert_eq!(document["components"]["schemas"]["Pay"]["properties"]["idempotency_key"], json!(null));
+    for (path, name) in [("/v2/has", "Keyed"), ("/v2/closed", "Closed")] {
+        assert_eq!(*schema(path), json!({"$ref": format!("#/components/schemas/{name}")}));
+    }
+    assert_eq!(schema("/v2/list")["type"], "array");
+    assert_eq!(*body("/v2/none"), json!(null));
+    let deep = &body("/deep")["content"]["application/vnd.shop+json"]["schema"]["allOf"][1];
+    assert_eq!(deep["properties"]["meta"]["properties"]["key"]["type"], "string", "{document:#}");
+    assert_eq!((&deep["required"], &body("/deep")["required"]), (&json!(null), &json!(null)));
+    let token = &document["paths"]["/tokens"]["post"]["parameters"][1];
+    assert_eq!((&token["name"], &token["in"]), (&json!("Token"), &json!("query")));
+
+    let mut openapi = std::process::Command::new(env!("CARGO_BIN_EXE_oncegate"));
+    openapi.args(["openapi", "--to=http://127.0.0.1:1", "--config=oncegate.toml"]);
+    let generated = openapi.current_dir(directory.path()).output().unwrap();
+    let own: serde_json::Value = serde_json::from_slice(&generated.stdout).unwrap();
+    let schema = &own["paths"]["/v2/{rest}"]["post"]["requestBody"]["content"]["application/json"]["schema"];
+    assert_eq!(schema["required"], json!(["idempotency_key"]), "{own}");
+    for (name, document) in [("merged.json", merged.stdout), ("own.json", generated.stdout)] {
+        std::fs::write(path(name), document).unwrap();
+        assert_valid(&path(name));
+    }
+}
+
+/// Checks an OpenAPI document with a validator.
+fn assert_valid(document: &std::path::Path) {
+    let valid = std::process::Command::new("node")
+        .args(["validate.mjs".as_ref(), document.as_os_str()])
+        .current_dir(std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/vendors"))
+        .output()
+        .unwrap();
+    assert!(valid.status.success(), "{document:?}: {}", String::from_utf8_lossy(&valid.stderr));
 }

@@ -55,6 +55,37 @@ const NOT_RELOADED: &str = "the configuration was not reloaded";
 const REQUIRED: &str = "[[route]]\npath = \"/orders\"\nrequire-key = true\n";
 
 #[tokio::test]
+async fn a_reload_that_makes_keys_new_says_so() {
+    let service = Service::new().await.answers(OK);
+    let profile = |rest: &str| format!("title = \"Ours\"\n{rest}");
+    let settings = "[[route]]\npath = \"/orders/{id}\"\nprofile = \"./ours.toml\"\n";
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("ours.toml");
+    fs::write(&path, profile("")).unwrap();
+    let settings = settings.replace("./ours.toml", path.to_str().unwrap());
+    let mut world = World::start(service.address, &settings).await;
+    const CHANGED: &str = "the reload changed how requests of one operation are recognised";
+    // A longer retention, and the same settings again, change nothing of it.
+    world.reload(&format!("retention = \"2d\"\n{settings}"), RELOADED).await;
+    world.reload(&settings, RELOADED).await;
+    assert!(world.sidecar.process.error_lines(CHANGED).is_empty());
+    // The file of the profile alone has changed.
+    fs::write(&path, profile("key-scope = \"caller\"\nkey-syntax = \"raw\"\n")).unwrap();
+    world.reload(&settings, RELOADED).await;
+    let lines = world.sidecar.process.error_lines(CHANGED);
+    let routes = ["PATCH /orders/{id}: key-syntax, key-scope", "POST /orders/{id}: key-syntax, key-scope"];
+    assert!(
+        lines.len() == 2 && routes.iter().all(|route| lines.iter().any(|line| line.contains(route))),
+        "{lines:?}"
+    );
+    // The route is gone, and other values apply to its requests.
+    world.reload("scope = \"single-tenant\"\n", RELOADED).await;
+    let lines = world.sidecar.process.error_lines(CHANGED);
+    assert!(lines.iter().any(|line| line.contains("requests that match no route: scope")), "{lines:?}");
+    assert!(lines.iter().any(|line| line.contains("POST /orders/{id}: scope, key-syntax")), "{lines:?}");
+}
+
+#[tokio::test]
 async fn a_reload_changes_routes_for_open_connections_too() {
     let service = Service::new().await.answers(OK);
     let mut world = World::start(service.address, "").await;

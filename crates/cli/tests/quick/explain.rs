@@ -60,7 +60,7 @@ fn each_setting_of_a_request_has_its_value_and_its_source() {
                 ("key-scope", "endpoint", "profile ietf"),
                 ("methods", "POST, PATCH", "profile ietf"),
                 ("scope", "required-header:x-tenant", "oncegate.toml:1:9: scope"),
-                ("key-query", "–", "default: by profile: ClientToken in aws, none in the others"),
+                ("key-query", "–", "default: by profile: two in aws, none in the others"),
             ],
         ),
         (
@@ -114,5 +114,43 @@ fn what_cannot_be_explained_is_an_error() {
         let output = explain(arguments);
         let errors = String::from_utf8(output.stderr).unwrap();
         assert!(output.status.code() == Some(code) && errors.contains(text), "{errors}");
+    }
+}
+
+#[test]
+fn a_method_whose_keys_are_refused_and_the_values_of_its_profile_are_shown() {
+    let text = String::from_utf8(explain(&["LINK /orders", "--profile=oasis"]).stdout).unwrap();
+    assert!(text.contains("with one it is refused: 501 key-unsupported."), "{text}");
+    let shows = |name: &str, value: &str| {
+        text.lines().any(|line| {
+            let words: Vec<_> = line.split_whitespace().collect();
+            words.starts_with(&[name, value]) && line.ends_with("profile oasis")
+        })
+    };
+    assert!(
+        shows("first-sent-header", "Repeatability-First-Sent") && shows("uncovered-methods", "refuse"),
+        "{text}"
+    );
+    let text = String::from_utf8(explain(&["GET /items/7"]).stdout).unwrap();
+    let lines: Vec<_> = text.lines().take(3).collect();
+    assert_eq!(
+        lines,
+        [
+            "GET /items/7 matches no route; the values outside of routes apply.",
+            "The route /items/{id} is for PUT only.",
+            "Its method is not covered: it passes, and a key has no effect."
+        ]
+    );
+}
+
+#[test]
+fn a_service_that_completes_records_itself_decides_what_happens_after_a_crash() {
+    let flags =
+        ["/orders", "--json", "--completion=upstream", "--store=postgres://127.0.0.1:1/d", "--service=shop"];
+    let explained: Value = serde_json::from_slice(&explain(&flags).stdout).unwrap();
+    for (name, value) in [("on-abandoned", "reexecute"), ("server-errors", "release")] {
+        let settings = explained["settings"].as_array().unwrap();
+        let row = settings.iter().find(|row| row["name"] == name).unwrap();
+        assert_eq!((&row["value"], &row["source"]), (&value.into(), &"completion, --completion".into()));
     }
 }

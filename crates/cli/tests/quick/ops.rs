@@ -85,6 +85,23 @@ fn the_sidecar_prints_every_error_and_does_not_start() {
 }
 
 #[test]
+fn a_warning_about_a_readable_password_stops_no_command() {
+    use std::os::unix::fs::PermissionsExt as _;
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("oncegate.toml");
+    // Nothing listens on this port.
+    let settings =
+        "to = \"http://127.0.0.1:9\"\nstore = \"redis://:pass-word@127.0.0.1:1\"\nservice = \"shop\"\n";
+    std::fs::write(&file, settings).unwrap();
+    std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o644)).unwrap();
+    for command in [&["explain", "/orders"][..], &["rules"], &["openapi"]] {
+        let said = oncegate(dir.path(), &[command, &["--config", "oncegate.toml"]].concat());
+        assert_eq!(said.status.code(), Some(0), "{command:?}: {said:?}");
+        assert!(!said.stdout.is_empty(), "{command:?}");
+    }
+}
+
+#[test]
 fn keys_separates_wrong_usage_from_an_unreachable_sidecar() {
     let dir = tempfile::tempdir().unwrap();
     // A port on which nothing listens.

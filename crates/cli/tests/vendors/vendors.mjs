@@ -1,15 +1,25 @@
-// The client libraries of Stripe, Square and Adyen, unchanged, against a sidecar with the profile of their API and a small
+// The client libraries of Stripe, Square, Adyen and PayPal, unchanged, against a sidecar with the profile of their API and a small
 // service behind it. The first line on the standard output is the port of the service; the first line on the standard input has
 // the address of a sidecar for each profile. Ends with 0 if every check held, and prints each check.
 
 import assert from "node:assert/strict";
+import dns from "node:dns";
 import http from "node:http";
+import https from "node:https";
 import net from "node:net";
 import readline from "node:readline";
 
 import adyenLibrary from "@adyen/api-library";
+import * as paypalLibrary from "@paypal/paypal-server-sdk";
 import square from "square";
 import Stripe from "stripe";
+
+// No name is looked up: every name is this machine. So a library that ignores the address of the sidecar reaches nothing.
+const here = { address: "127.0.0.1", family: 4 };
+dns.lookup = (name, options, done = options) => {
+  const reply = options.all ? [[here]] : [here.address, here.family];
+  process.nextTick(() => done(null, ...reply));
+};
 
 // The service: it counts effects, waits while it is held, and fails if it is told to.
 const service = { effects: 0, status: 200, holds: [], body: () => ({}) };
@@ -17,6 +27,11 @@ const server = http.createServer((request, response) => {
   const parts = [];
   request.on("data", (part) => parts.push(part));
   request.on("end", async () => {
+    if (request.url === "/v1/oauth2/token") {
+      response.writeHead(200, { "content-type": "application/json" });
+      response.end(JSON.stringify({ access_token: "t", token_type: "Bearer", expires_in: 3600 }));
+      return;
+    }
     service.effects += 1;
     const number = service.effects;
     const status = service.status;
@@ -32,17 +47,22 @@ console.log(server.address().port);
 const lines = readline.createInterface({ input: process.stdin });
 const sidecars = JSON.parse((await lines[Symbol.asyncIterator]().next()).value);
 
-// A line to a sidecar. It cuts the connection when the first byte of a response comes after the next effect.
+// A line to a sidecar. It cuts the connection when the first byte of a response comes after the next effect. It counts the parts
+// of responses, and the connections that have ended.
 function line(address) {
   const [host, port] = address.split(":");
-  const state = { cutsAfter: undefined };
+  const state = { cutsAfter: undefined, parts: 0, ended: 0 };
   const proxy = net.createServer((client) => {
     const upstream = net.connect(Number(port), host);
     client.on("error", () => upstream.destroy());
     upstream.on("error", () => client.destroy());
-    client.on("close", () => upstream.destroy());
+    client.on("close", () => {
+      state.ended += 1;
+      upstream.destroy();
+    });
     client.on("data", (bytes) => upstream.write(bytes));
     upstream.on("data", (bytes) => {
+      state.parts += 1;
       if (state.cutsAfter < service.effects) {
         state.cutsAfter = undefined;
         client.destroy();
@@ -73,7 +93,7 @@ async function speaks(name, vendor) {
   await check("a lost reply is retried, and charged once", async (before) => {
     vendor.line.state.cutsAfter = before;
     const first = await vendor.persistent(`${name}-lost`, 100);
-    assert.equal(effects(before), 1);
+    assert.deepEqual([effects(before), vendor.line.state.cutsAfter], [1, undefined]);
     assert.equal(await vendor.persistent(`${name}-lost`, 100), first);
     assert.equal(effects(before), 1);
   });
@@ -90,6 +110,21 @@ async function speaks(name, vendor) {
     assert.equal(await vendor.pay(`${name}-double`, 100), id);
     assert.equal(effects(before), 1);
   });
+
+  if (vendor.answered) {
+    await check("a library that repeats a duplicate by itself gets the response of the first one", async (before) => {
+      let open;
+      service.hold = new Promise((opens) => (open = opens));
+      const first = vendor.pay(`${name}-repeated`, 100);
+      while (effects(before) === 0) await new Promise((later) => setTimeout(later, 5));
+      const answered = vendor.answered();
+      const second = vendor.persistent(`${name}-repeated`, 100);
+      while (vendor.answered() === answered) await new Promise((later) => setTimeout(later, 5));
+      open();
+      assert.equal(await second, await first);
+      assert.equal(effects(before), 1);
+    });
+  }
 
   await check("a key of another request is refused as such", async (before) => {
     await vendor.pay(`${name}-reused`, 100);
@@ -121,10 +156,17 @@ async function stripe(address) {
     line: own,
     pay: charge(once),
     persistent: charge(persistent),
+    answered: () => own.state.parts,
     isRunning: (error) => assert.deepEqual([error.statusCode, error.code], [409, "idempotency_key_in_use"]),
     isReused: (error) => assert.deepEqual([error.type, error.statusCode], ["StripeIdempotencyError", 400]),
     isServerError: (error) => assert.deepEqual([error.type, error.statusCode], ["StripeAPIError", 500]),
   });
+  // The library makes a key if its caller has none.
+  const before = service.effects;
+  own.state.cutsAfter = before;
+  await persistent.charges.create({ amount: 100, currency: "eur", source: "tok_visa" });
+  assert.deepEqual([service.effects, own.state.cutsAfter], [before + 1, undefined]);
+  console.log("stripe: a request under a key of the library is repeated, and charged once");
   // Without `Stripe-Should-Retry: false` on a kept server error, the library would ask three times more.
   service.status = 500;
   let retries = 0;
@@ -201,7 +243,68 @@ async function adyen(address) {
   own.close();
 }
 
+async function paypal(address) {
+  const own = await line(address);
+  service.body = (number) => ({ id: `order-${number}`, status: "CREATED" });
+  service.error = { name: "INTERNAL_SERVER_ERROR", message: "it failed", debug_id: "d" };
+  // The addresses of the library are fixed. Its option for an agent leads connections, and only these, to the sidecar: the
+  // certificate is still checked for the name of the API.
+  class ToSidecar extends https.Agent {
+    createConnection(options, done) {
+      return super.createConnection({ ...options, host: here.address, port: own.port }, done);
+    }
+  }
+  const client = (retryConfig) =>
+    new paypalLibrary.Client({
+      clientCredentialsAuthCredentials: { oAuthClientId: "id", oAuthClientSecret: "secret" },
+      environment: paypalLibrary.Environment.Sandbox,
+      httpClientOptions: { httpsAgent: new ToSidecar(), retryConfig },
+    });
+  const once = client({ maxNumberOfRetries: 0 });
+  // The library repeats a POST only if its caller asks for it.
+  const persistent = client({
+    maxNumberOfRetries: 3,
+    httpMethodsToRetry: ["POST"],
+    maximumRetryWaitTime: 20,
+    retryInterval: 0.01,
+  });
+  const statuses = [];
+  const create = (of) => async (key, amount) => {
+    const order = {
+      intent: paypalLibrary.CheckoutPaymentIntent.Capture,
+      purchaseUnits: [{ amount: { currencyCode: "EUR", value: `${amount}.00` } }],
+    };
+    const created = await new paypalLibrary.OrdersController(of).createOrder({ body: order, paypalRequestId: key });
+    statuses.push(created.statusCode);
+    return created.result.id;
+  };
+  const isError = (error, status, name, issue) => {
+    assert.ok(error instanceof paypalLibrary.CustomError, String(error));
+    // The library reads the bodies of 400, 401 and 422 only.
+    const result = error.result ?? JSON.parse(error.body);
+    assert.deepEqual([error.statusCode, result.name, result.details?.[0].issue], [status, name, issue]);
+  };
+  await speaks("paypal", {
+    line: own,
+    pay: create(once),
+    persistent: create(persistent),
+    // The connection of each request ends with its response; the parts of TLS are no responses.
+    answered: () => own.state.ended,
+    isRunning: (error) => isError(error, 409, "RESOURCE_CONFLICT", "PREVIOUS_REQUEST_IN_PROGRESS"),
+    isReused: (error) => isError(error, 422, "UNPROCESSABLE_ENTITY", "PAYPAL_REQUEST_ID_PREVIOUSLY_USED"),
+    isServerError: (error) => isError(error, 500, "INTERNAL_SERVER_ERROR", undefined),
+  });
+  service.status = 201;
+  statuses.length = 0;
+  const id = await create(once)("paypal-created", 100);
+  assert.equal(await create(once)("paypal-created", 100), id);
+  assert.deepEqual(statuses, [201, 200]);
+  console.log("paypal: a replay of a created order has 200 instead of 201");
+  own.close();
+}
+
 await stripe(sidecars.stripe);
 await squares(sidecars.square);
 await adyen(sidecars.adyen);
+await paypal(sidecars.paypal);
 process.exit(0);

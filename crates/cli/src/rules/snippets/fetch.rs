@@ -1,0 +1,93 @@
+//! The program for Node.js.
+
+use super::template::fill;
+use super::{ABOUT_NAME, KEY, Snippet, quoted};
+use crate::rules::recipe::KeyRecipe;
+
+impl Snippet<'_> {
+    pub(super) fn fetch(&self) -> String {
+        let mut options = vec![format!("method: {},", quoted(self.method)), "headers: {".to_owned()];
+        if let Some((name, is_quoted)) = self.header {
+            let key = if is_quoted { "`\"${key}\"`" } else { "key" };
+            options.push(format!("  {}: {key},", quoted(name)));
+        }
+        options.extend(self.first_sent.map(|name| format!("  {}: sent,", quoted(name))));
+        let fields = self.fixed_fields();
+        options.extend(fields.iter().map(|(name, value)| format!("  {}: {},", quoted(name), quoted(value))));
+        options.push("},".to_owned());
+        if let Some(body) = &self.body {
+            options.push(format!("body: JSON.stringify({}),", body.replace(&quoted(KEY), "key")));
+        }
+        let places = [
+            ("KEY", self.fetch_key()),
+            ("URL", vec![self.url_expression()]),
+            ("OPTIONS", options),
+            ("DECISION", self.fetch_decision()),
+            ("LATER", vec![self.later().to_owned()]),
+        ];
+        fill(include_str!("retry.mjs"), &places)
+    }
+
+    fn fetch_key(&self) -> Vec<String> {
+        let random = |bytes: usize| format!("randomBytes({bytes}).toString(\"hex\")");
+        let (made, imported) = match self.recipe {
+            KeyRecipe::None => return Vec::new(),
+            KeyRecipe::Uuid => ("randomUUID()".to_owned(), Some("randomUUID")),
+            KeyRecipe::Ulid => {
+                (format!("\"0\" + {}.slice(0, 25).toUpperCase()", random(16)), Some("randomBytes"))
+            }
+            KeyRecipe::Hex(digits) => (random(digits / 2), Some("randomBytes")),
+            KeyRecipe::Own => (format!("\"\"; // write a new key here; its format is {}", self.format), None),
+        };
+        let mut lines: Vec<_> =
+            imported.iter().map(|name| format!("import {{ {name} }} from \"node:crypto\";")).collect();
+        lines.extend([
+            "import { existsSync, readFileSync, writeFileSync } from \"node:fs\";".to_owned(),
+            String::new(),
+            format!("// {ABOUT_NAME}"),
+            "const name = \"order-1\";".to_owned(),
+            "if (!existsSync(`${name}.key`)) {".to_owned(),
+            format!("  const made = {made}{}", if imported.is_some() { ";" } else { "" }),
+        ]);
+        if self.recipe == KeyRecipe::Own {
+            lines.push("  if (!made) throw new Error(\"there is no key yet\");".to_owned());
+        }
+        lines.extend([
+            match self.first_sent {
+                Some(_) => {
+                    "  writeFileSync(`${name}.key`, `${made}\\n${new Date().toUTCString()}\\n`, { flag: \"wx\", flush: true });".to_owned()
+                }
+                None => "  writeFileSync(`${name}.key`, `${made}\\n`, { flag: \"wx\", flush: true });".to_owned(),
+            },
+            "}".to_owned(),
+            format!(
+                "const [key{}] = readFileSync(`${{name}}.key`, \"utf8\").split(\"\\n\");",
+                if self.first_sent.is_some() { ", sent" } else { "" }
+            ),
+            "if (!key) throw new Error(`there is no key in ${name}.key`);".to_owned(),
+            String::new(),
+        ]);
+        lines
+    }
+
+    fn fetch_decision(&self) -> Vec<String> {
+        let signal = &self.signal;
+        let (marker, value) = (quoted(self.marker.0), quoted(self.marker.1));
+        let statuses: Vec<_> = signal.statuses.iter().map(u16::to_string).collect();
+        let mut lines = vec![
+            format!("let again = [{}].includes(status) || status >= 500;", statuses.join(", ")),
+            format!("if (headers.get({marker}) === {value}) again = false; // the first response, again"),
+        ];
+        let header = signal.header.as_deref().map(quoted);
+        lines.extend(
+            header.map(|name| {
+                format!("else if (headers.has({name})) again = headers.get({name}) === \"true\";")
+            }),
+        );
+        for (texts, again) in [(&signal.again, true), (&signal.stop, false)] {
+            let line = |text: &String| format!("else if (text.includes({})) again = {again};", quoted(text));
+            lines.extend(texts.iter().map(line));
+        }
+        lines
+    }
+}

@@ -1,0 +1,220 @@
+//! The programs on the page "How to retry", as a customer runs them: unchanged, except for the address.
+
+use std::net::SocketAddr;
+use std::path::Path;
+use std::process::{Output, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use oncegate_testkit::until;
+use tokio::process::Command;
+use tokio::sync::watch;
+
+use crate::support::{Service, Sidecar, Wire, ask, request, within};
+
+/// The languages of the programs: the mark on the page, the file, and the command.
+const LANGUAGES: [(&str, &str, &str); 3] =
+    [("sh", "retry.sh", "sh"), ("js", "retry.mjs", "node"), ("python", "retry.py", "python3")];
+
+/// Writes the programs for these flags into directories of their own, for a sidecar with this address.
+async fn write_programs(directory: &Path, flags: &[&str], address: SocketAddr) {
+    let mut rules = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+    rules.args(["rules", "--to=http://127.0.0.1:1"]).args(flags);
+    let output = within("the page", rules.output()).await.unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let page = String::from_utf8(output.stdout).unwrap();
+    for (mark, file, _) in LANGUAGES {
+        let (_, rest) = page.split_once(&format!("```{mark}\n")).unwrap_or_else(|| panic!("{mark}: {page}"));
+        let (program, _) = rest.split_once("\n```\n").unwrap();
+        assert!(program.contains("https://api.example.com/"), "{program}");
+        let program = program.replace("https://api.example.com", &format!("http://{address}"));
+        std::fs::create_dir(directory.join(mark)).unwrap();
+        std::fs::write(directory.join(mark).join(file), program).unwrap();
+    }
+}
+
+/// Runs one of the programs in its directory.
+async fn run(directory: &Path, (mark, file, command): (&str, &str, &str)) -> Output {
+    let mut command = Command::new(command);
+    command.arg(file).current_dir(directory.join(mark)).stdin(Stdio::null()).kill_on_drop(true);
+    for name in ["http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"] {
+        command.env_remove(name);
+    }
+    within("the end of the program", command.output()).await.unwrap()
+}
+
+fn out(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stdout).trim().to_owned()
+}
+
+fn errors(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// A service that answers each request by its number, from 0; `None` closes the connection. Until `open`, it answers none.
+async fn service(
+    open: watch::Receiver<bool>,
+    response: impl Fn(usize) -> Option<&'static str> + Send + Sync + 'static,
+) -> (SocketAddr, Arc<AtomicUsize>) {
+    let service = Service::new().await;
+    let (address, requests) = (service.address, Arc::new(AtomicUsize::new(0)));
+    let (listener, count, response) = (service.into_listener(), requests.clone(), Arc::new(response));
+    tokio::spawn(async move {
+        while let Ok((stream, _)) = listener.accept().await {
+            let (count, response, mut open) = (count.clone(), response.clone(), open.clone());
+            tokio::spawn(async move {
+                let mut wire = Wire::new(stream);
+                while let Some(head) = wire.try_head().await {
+                    wire.body(head).await;
+                    let number = count.fetch_add(1, Ordering::SeqCst);
+                    if open.wait_for(|open| *open).await.is_err() {
+                        return;
+                    }
+                    let Some(response) = response(number) else { return };
+                    if wire.try_send(response).await.is_err() {
+                        return;
+                    }
+                }
+            });
+        }
+    });
+    (address, requests)
+}
+
+const MADE: &str = "HTTP/1.1 201 Created\r\nContent-Length: 4\r\n\r\nmade";
+const FAILED: &str = "HTTP/1.1 500 Broken\r\nContent-Length: 6\r\n\r\nbroken";
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn programs_of_the_page_execute_an_intent_once() {
+    let per_language = LANGUAGES.len();
+    for (flags, expected) in [
+        (&[][..], per_language),
+        (&["--key-syntax=strict", "--require-key=true"], per_language),
+        (&["--key-format=uuid"], per_language),
+        (&["--key-format=ulid"], per_language),
+        (&["--key-format=pattern:[0-9a-f]{20}", "--require-key=true"], per_language),
+        (&["--scope=required-header:authorization"], per_language),
+        (&["--scope=required-header:x-tenant,required-cookie:sid"], per_language),
+        (&["--profile=aws", "--methods=DELETE", "--scope=single-tenant", "--require-key=true"], per_language),
+        // The bodies are equal, and so are the callers.
+        (&["--scope=required-header:x-tenant", "--natural-key=/item,/customer/id", "--require-key=true"], 1),
+        (&["--profile=stripe"], per_language),
+        (&["--profile=acp"], per_language),
+        (&["--profile=paypal", "--require-key=true"], per_language),
+        (&["--profile=adyen", "--require-key=true"], per_language),
+        (&["--profile=square"], per_language),
+        (&["--profile=oasis", "--require-key=true"], per_language),
+        (&["--profile=aws", "--scope=single-tenant", "--require-key=true"], per_language),
+        (&["--profile=webhook", "--scope=single-tenant"], per_language),
+        (&["--profile=classic", "--require-key=true"], per_language),
+    ] {
+        let service = Service::new().await.answers(MADE);
+        let sidecar = Sidecar::start(service.address, flags).await;
+        let directory = tempfile::tempdir().unwrap();
+        write_programs(directory.path(), flags, sidecar.address).await;
+        for language in LANGUAGES {
+            for _ in 0..2 {
+                let output = run(directory.path(), language).await;
+                assert!(output.status.success() && out(&output) == "made", "{flags:?}: {output:?}");
+            }
+        }
+        assert_eq!(service.requests(), expected, "{flags:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn programs_of_the_page_wait_for_a_request_in_progress() {
+    for profile in ["ietf", "stripe", "adyen", "square", "paypal"] {
+        let flags = [&format!("--profile={profile}"), "--wait=0s"];
+        let (open, is_open) = watch::channel(false);
+        let (address, requests) = service(is_open, |_| Some(MADE)).await;
+        let sidecar = Sidecar::start(address, &flags).await;
+        let directory = tempfile::tempdir().unwrap();
+        write_programs(directory.path(), &flags[..1], sidecar.address).await;
+        let directory = directory.path();
+        let first = async {
+            let [shell, node, python] = LANGUAGES.map(|language| run(directory, language));
+            tokio::join!(shell, node, python)
+        };
+        let second = async {
+            until("each program has sent its request", async || {
+                requests.load(Ordering::SeqCst) == LANGUAGES.len()
+            })
+            .await;
+            let [shell, node, python] = LANGUAGES.map(|language| run(directory, language));
+            let question = request("GET", "/metrics", &[], "").replace("orders.test", "localhost");
+            let released = async {
+                until("each program has been refused", async || {
+                    let metrics = ask(sidecar.admin, &question).await;
+                    let is_refused = |line: &str| {
+                        let count = line.rsplit(' ').next().and_then(|count| count.parse::<usize>().ok());
+                        line.contains("request-in-progress")
+                            && count.is_some_and(|count| count >= LANGUAGES.len())
+                    };
+                    metrics.text().lines().any(is_refused)
+                })
+                .await;
+                open.send(true).unwrap();
+            };
+            tokio::join!(shell, node, python, released)
+        };
+        let ((a, b, c), (d, e, f, ())) = tokio::join!(first, second);
+        for output in [a, b, c, d, e, f] {
+            assert!(output.status.success() && out(&output) == "made", "{profile}: {output:?}");
+        }
+        assert_eq!(requests.load(Ordering::SeqCst), LANGUAGES.len(), "{profile}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn programs_of_the_page_repeat_only_what_a_retry_can_overcome() {
+    let lost: fn(usize) -> Option<&'static str> = |_| None;
+    let lost_once = |number| (number > 0).then_some(MADE);
+    let failed = |_| Some(FAILED);
+    let failed_once = |number| Some(if number > 0 { MADE } else { FAILED });
+    for (profile, response, count, ends) in [
+        // The outcome is unknown.
+        ("ietf", lost, 1, "stopped with status 502"),
+        ("stripe", lost, 1, "stopped with status 502"),
+        ("adyen", lost, 1, "stopped with status 502"),
+        ("paypal", lost, 1, "stopped with status 502"),
+        // The key is free.
+        ("oasis", lost_once, 2, "made"),
+        ("acp", lost_once, 2, "made"),
+        ("oasis", failed_once, 2, "made"),
+        // The error is kept.
+        ("ietf", failed, 1, "stopped with status 500"),
+        ("stripe", failed, 1, "stopped with status 500"),
+        ("square", failed, 1, "stopped with status 500"),
+    ] {
+        let flag = format!("--profile={profile}");
+        let flags = [flag.as_str(), "--scope=single-tenant"];
+        for language in LANGUAGES {
+            let (_open, is_open) = watch::channel(true);
+            let (address, requests) = service(is_open, response).await;
+            let sidecar = Sidecar::start(address, &flags).await;
+            let directory = tempfile::tempdir().unwrap();
+            write_programs(directory.path(), &flags, sidecar.address).await;
+            let output = run(directory.path(), language).await;
+            let said = format!("{}{}", out(&output), errors(&output)).to_lowercase();
+            assert_eq!(output.status.success(), ends == "made", "{profile} {language:?}: {output:?}");
+            assert!(said.contains(ends), "{profile} {language:?}: {said}");
+            assert_eq!(requests.load(Ordering::SeqCst), count, "{profile} {language:?}");
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn programs_of_the_page_that_start_at_once_make_one_key() {
+    for language in LANGUAGES {
+        let service = Service::new().await.answers(MADE);
+        let sidecar = Sidecar::start(service.address, &[]).await;
+        let directory = tempfile::tempdir().unwrap();
+        write_programs(directory.path(), &[], sidecar.address).await;
+        let path = directory.path();
+        let runs = tokio::join!(run(path, language), run(path, language), run(path, language));
+        let runs = [runs.0, runs.1, runs.2];
+        assert!(runs.iter().any(|output| out(output) == "made"), "{language:?}: {runs:?}");
+        assert_eq!(service.requests(), 1, "{language:?}: {runs:?}");
+    }
+}
