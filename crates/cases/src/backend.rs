@@ -12,13 +12,14 @@ use http::{HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode};
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::BodyExt;
 use hyper_util::rt::{TokioExecutor, TokioIo};
+use oncegate_http::{Authorization, Authorize};
 use oncegate_testkit::Latch;
 use tokio::net::{TcpListener, TcpSocket};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tower_service::Service;
 
-use crate::client::within;
+use crate::client::{Request as Sent, within};
 use crate::plan::{FOUND, ReconcileReport};
 
 /// The header that names a script. No deployment interprets it.
@@ -26,6 +27,70 @@ const SCRIPT: &str = "x-script";
 
 /// The path at which the sidecar asks for the outcome of an attempt.
 pub(crate) const ASKED_AT: &str = "/oncegate/outcome";
+
+/// The path at which the sidecar asks if a caller may get a replay.
+pub(crate) const MAY_SEE: &str = "/oncegate/may-see";
+
+/// The header that names the decision about a replay. No deployment interprets it.
+const DECISION: &str = "x-may-see";
+
+/// A decision about a replay, which the request itself asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Decision {
+    Allow,
+    Deny,
+    /// The caller does not learn that there is a response.
+    Hide,
+    /// The service cannot decide now.
+    Away,
+    /// The service knows nothing of such questions, and has the same page for all paths.
+    None,
+}
+
+impl Decision {
+    const ALL: [Self; 5] = [Self::Allow, Self::Deny, Self::Hide, Self::Away, Self::None];
+
+    /// The request, with this decision about its replay.
+    pub(crate) fn asked_by(self, request: Sent) -> Sent {
+        request.field(DECISION, format!("{self:?}"))
+    }
+
+    fn asked(request: &HeaderMap) -> Self {
+        let named = request.get(DECISION).expect("a request with a decision");
+        Self::ALL.into_iter().find(|decision| format!("{decision:?}") == *named).expect("a decision")
+    }
+
+    fn told(self) -> Response<ScriptedBody> {
+        let (status, word) = match self {
+            Self::Allow => (204, Some("allow")),
+            Self::Deny => (403, None),
+            Self::Hide => (404, Some("deny")),
+            Self::Away => (503, None),
+            Self::None => (200, None),
+        };
+        let script = Script::empty(status);
+        word.into_iter().fold(script, |script, word| script.field("oncegate-authorize", word)).respond(0)
+    }
+}
+
+/// The service of a layer, which decides in this process.
+pub(crate) struct AskedDecision;
+
+impl Authorize for AskedDecision {
+    fn authorize<'a>(
+        &'a self,
+        request: &'a http::request::Parts,
+    ) -> Pin<Box<dyn Future<Output = Authorization> + Send + 'a>> {
+        let decision = match Decision::asked(&request.headers) {
+            Decision::Allow => Authorization::Allowed,
+            Decision::Deny => Authorization::Denied(StatusCode::FORBIDDEN),
+            Decision::Hide => Authorization::Denied(StatusCode::NOT_FOUND),
+            Decision::Away => Authorization::CannotTell(StatusCode::SERVICE_UNAVAILABLE),
+            Decision::None => Authorization::CannotTell(StatusCode::OK),
+        };
+        Box::pin(std::future::ready(decision))
+    }
+}
 
 /// The behaviour of one execution. By default it answers 201 with a unique receipt.
 #[derive(Clone)]
@@ -260,6 +325,10 @@ impl Backend {
         let word = *lock(&self.shared.word);
         if let Some(word) = word.filter(|_| parts.uri.path() == ASKED_AT) {
             return Ok(word.told(&parts.headers));
+        }
+        if parts.uri.path() == MAY_SEE {
+            assert_eq!(parts.method, http::Method::HEAD);
+            return Ok(Decision::asked(&parts.headers).told());
         }
         let number =
             parts.headers.get(SCRIPT).and_then(|v| v.to_str().ok()).and_then(|v| v.parse::<usize>().ok());

@@ -24,7 +24,13 @@ const RULES: &[(&str, &[&str])] = &[
     ),
     (
         "no scope",
-        &["scope-is-checked-before-the-key", "scope-required", "scope-not-set", "scope-empty-is-absent"],
+        &[
+            "scope-is-checked-before-the-key",
+            "scope-required",
+            "scope-not-set",
+            "scope-empty-is-absent",
+            "token-not-verified-names-no-caller",
+        ],
     ),
     ("a rate limit is exceeded", &["new-keys-of-a-caller-are-limited", "attempts-under-a-key-are-limited"]),
     ("store unavailable at claim", &["store-down", "fail-open"]),
@@ -45,6 +51,10 @@ const RULES: &[(&str, &[&str])] = &[
     (
         "completed",
         &["retry-gets-the-same-response", "replay-of-a-binary-body", "stored-headers-are-replayed"],
+    ),
+    (
+        "completed, and the service decides about replays",
+        &["replays-are-authorized", "replays-to-duplicates-that-wait-are-authorized"],
     ),
     (
         "completed, not stored",

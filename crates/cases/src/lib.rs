@@ -20,5 +20,6 @@ pub mod world;
 mod cases;
 mod remote;
 mod sidecar;
+mod tokens;
 
 pub use remote::{CHILD, child_main};

@@ -12,10 +12,12 @@ use oncegate_core::{NaturalKey, OnAbandoned, StoredResponse};
 use oncegate_engine::{Engine, Policy};
 use oncegate_http::{
     AuthorityRole, CallerScope, IdempotencyContext, IdempotencyLayer, KeyFormat, KeyScope, KeySyntax,
-    PathCase, Profile, RateLimits, RateQuota, Reconcile, Reconciled, ServerErrors, Settings, TrailingSlash,
+    PathCase, Profile, RateLimits, RateQuota, Reconcile, Reconciled, ServerErrors, Settings, ToolPolicies,
+    ToolPolicy, TrailingSlash,
 };
 
-use crate::backend::ASKED_AT;
+use crate::backend::{ASKED_AT, AskedDecision, MAY_SEE};
+use crate::tokens;
 
 /// The settings of a deployment. `None` is the default of the deployment.
 #[derive(Clone, Debug)]
@@ -32,6 +34,10 @@ pub struct Plan {
     pub key_header: Option<&'static str>,
     /// The members of JSON bodies from which the key is built, separated by commas.
     pub key_json: Option<&'static str>,
+    /// The tools whose keys are built from the intent of a call, separated by commas.
+    pub intent_tools: Option<&'static str>,
+    /// The tools without an effect, separated by commas.
+    pub read_only_tools: Option<&'static str>,
     /// The syntax of the key in its header.
     pub key_syntax: Option<KeySyntax>,
     /// The format of keys: `uuid`, `ulid` or `pattern:REGEX`.
@@ -68,6 +74,8 @@ pub struct Plan {
     pub on_abandoned: Option<OnAbandoned>,
     /// The report on questions about an abandoned attempt.
     pub reconcile: Option<ReconcileReport>,
+    /// Asks the service before each replay.
+    pub authorize: bool,
     /// The policy for responses from 500 to 599.
     pub server_errors: Option<ServerErrors>,
     /// The largest body of a request.
@@ -144,6 +152,7 @@ fn scope_of(part: &'static str) -> CallerScope {
         "required-header" => CallerScope::required_header(HeaderName::from_static(name)),
         "cookie" => CallerScope::cookie(name).expect("the name of a cookie"),
         "required-cookie" => CallerScope::required_cookie(name).expect("the name of a cookie"),
+        "jwt" => CallerScope::jwt(name, &tokens::verifier()).expect("a claim"),
         other => panic!("no part of a scope: {other}"),
     }
 }
@@ -172,6 +181,8 @@ impl Default for Plan {
             require_key: false,
             key_header: None,
             key_json: None,
+            intent_tools: None,
+            read_only_tools: None,
             key_syntax: None,
             key_format: None,
             key_scope: None,
@@ -191,6 +202,7 @@ impl Default for Plan {
             wait: Some(Duration::ZERO),
             on_abandoned: None,
             reconcile: None,
+            authorize: false,
             server_errors: None,
             max_request_body: None,
             new_keys_per_hour: None,
@@ -251,6 +263,14 @@ impl Plan {
                 members.split(',').map(|member| JsonPointer::parse(member).expect("a JSON pointer"));
             settings = settings.with_natural_key(NaturalKey::new(members.collect()).expect("a few members"));
         }
+        let mut tools = ToolPolicies::default();
+        for (policy, names) in
+            [(ToolPolicy::ByIntent, self.intent_tools), (ToolPolicy::ReadOnly, self.read_only_tools)]
+        {
+            tools =
+                tools.with(policy, names.iter().flat_map(|names| names.split(','))).expect("names of tools");
+        }
+        settings = settings.with_tools(tools);
         if let Some(syntax) = self.key_syntax {
             settings = settings.with_key_syntax(syntax);
         }
@@ -309,6 +329,9 @@ impl Plan {
         if let Some(word) = self.reconcile {
             settings = settings.with_reconcile(word);
         }
+        if self.authorize {
+            settings = settings.with_authorize(AskedDecision);
+        }
         let policy = self.policy(settings.policy());
         settings.with_policy(policy)
     }
@@ -364,7 +387,7 @@ impl Plan {
         layer
     }
 
-    /// The flags of the sidecar. A file of settings is written into `dir`.
+    /// The flags of the sidecar. A file of settings, and the keys of tokens, are written into `dir`.
     #[must_use]
     pub fn flags(&self, dir: &Path) -> Vec<String> {
         let mut file = String::new();
@@ -374,6 +397,15 @@ impl Plan {
         } else {
             let flag = |(name, value): (&str, String)| format!("--{}={value}", name.replace('.', "-"));
             flags.extend(self.options().into_iter().map(flag));
+        }
+        if let Callers::Parts(parts) = self.scope
+            && parts.iter().any(|part| part.starts_with("jwt:"))
+        {
+            let path = dir.join("keys.json");
+            std::fs::write(&path, tokens::key_set()).expect("a file");
+            flags.push(format!("--jwt-keys={}", path.display()));
+            flags.push(format!("--jwt-algorithms={}", tokens::ALGORITHM.as_str()));
+            flags.push(format!("--jwt-audience={}", tokens::AUDIENCE));
         }
         for route in &self.routes {
             writeln!(file, "\n[[route]]\npath = {:?}", route.path).unwrap();
@@ -400,7 +432,8 @@ impl Plan {
             "true" => format!("{name} = true\n"),
             list if [
                 "methods", "scope", "key-header", "natural-key", "release-statuses", "stored-headers",
-                "fingerprint.headers", "fingerprint.exclude", "fingerprint.include",
+                "intent-tools", "read-only-tools", "fingerprint.headers", "fingerprint.exclude",
+                "fingerprint.include",
             ]
             .contains(&name) =>
             {
@@ -435,6 +468,8 @@ impl Plan {
             ("store-outage", self.fail_open.then(|| "open".to_owned())),
             ("key-header", self.key_header.map(str::to_owned)),
             ("natural-key", self.key_json.map(str::to_owned)),
+            ("intent-tools", self.intent_tools.map(str::to_owned)),
+            ("read-only-tools", self.read_only_tools.map(str::to_owned)),
             ("key-syntax", self.key_syntax.map(|syntax| format!("{syntax:?}").to_lowercase())),
             ("key-format", self.key_format.map(str::to_owned)),
             ("stored-headers", self.stored_header.map(str::to_owned)),
@@ -461,6 +496,7 @@ impl Plan {
             ("on-abandoned", self.on_abandoned.map(|policy| format!("{policy:?}").to_lowercase())),
             ("reconcile-path", self.reconcile.map(|_| ASKED_AT.to_owned())),
             ("reconcile-timeout", self.reconcile.map(|_| "300ms".to_owned())),
+            ("authorize", self.authorize.then(|| MAY_SEE.to_owned())),
             ("server-errors", self.server_errors.map(|policy| format!("{policy:?}").to_lowercase())),
             ("rate-limit.caller", self.new_keys_per_hour.map(|count| format!("{count}/h"))),
             ("rate-limit.key", self.attempts_per_hour.map(|count| format!("{count}/h"))),

@@ -239,7 +239,7 @@ impl Step {
         Self { request, expect: Expect::NotReplayed, status: None }
     }
 
-    /// Expects this status instead of 201.
+    /// Expects this status instead of 201, or instead of that of the refusal.
     #[must_use]
     pub fn status(mut self, status: u16) -> Self {
         self.status = Some(status);
@@ -276,7 +276,10 @@ async fn run_steps(world: World, steps: Vec<Step>) {
                 assert_eq!(response.get(world.plan.carrier()), None, "{shown}");
             }
             Expect::Replays(of) => assert_replay(&world.plan, &step.request, &responses[of], &response),
-            Expect::Refused(slug) => assert_refusal(slug, &response),
+            Expect::Refused(slug) => match step.status {
+                Some(status) => assert_problem(slug, status, &response),
+                None => assert_refusal(slug, &response),
+            },
             Expect::NotReplayed => assert_eq!(response.get(world.plan.marker()), None, "{shown}"),
             Expect::Rejected => assert!((400..500).contains(&response.status()), "{shown}"),
         }

@@ -70,7 +70,7 @@ const AWS: Dialect = Dialect {
     echo: None,
     replay: 201,
     in_progress: Refusal(409, "/__type", "TransactionInProgressException"),
-    reused: Some(Refusal(400, "/__type", "IdempotentParameterMismatch")),
+    reused: Some(Refusal(400, "/__type", "IdempotentParameterMismatchException")),
     missing: None,
     released: &[429],
     kept: &[201, 400, 500],
@@ -152,6 +152,10 @@ pub(super) fn cases() -> Vec<Case> {
             .given(of("aws")) => run (unreadable_bodies);
         "dialect-aws-callers": "aws: only a request with a key must identify its caller"
             .given(Plan { scope: Callers::NotSet, ..of("aws") }) => run (callers_of_keys);
+        "dialect-aws-operations": "aws: each operation has tokens of its own"
+            .given(of("aws")) => run (scopes_of_keys);
+        "dialect-stripe-accounts": "stripe: each account has keys of its own"
+            .given(of("stripe")) => run (scopes_of_keys);
         "dialect-oasis": "oasis: keys, replays and refusals are those of the specification"
             .given(of("oasis")) => run (speaks, &OASIS);
         "dialect-oasis-first-sent": "oasis: the first sending has a date within the retention"
@@ -162,6 +166,8 @@ pub(super) fn cases() -> Vec<Case> {
             .given(of("square")) => run (speaks, &SQUARE);
         "dialect-stripe-v2": "stripe-v2: server errors free the key"
             .given(of("stripe-v2")) => run (speaks, &STRIPE_V2);
+        "dialect-unknown": "classic: an outcome that the service does not know never frees the key"
+            .given(of("classic")) => run (unknown_outcomes);
         "dialect-webhook": "webhook: another body of the same event is a retry"
             .given(of("webhook")) => run (speaks, &WEBHOOK);
         "dialect-webhook-senders": "webhook: each sender has a field of its own for the event"
@@ -288,6 +294,10 @@ async fn aws_forms(world: World) {
         ("", "Action=Run&ClientToken=t-1"),
         ("?ClientToken=t%2D2", "Action=Run"),
         ("?ClientToken=t-3", "ClientToken=t-3"),
+        ("", "Action=CreateStack&ClientRequestToken=t-4"),
+        ("", "clienttoken=t-5"),
+        // JSON, as curl sends it if it is not told the type.
+        ("", r#"{"ClientToken":"t-6"}"#),
     ]
     .into_iter()
     .enumerate()
@@ -301,12 +311,24 @@ async fn aws_forms(world: World) {
         ("?ClientToken=a", "ClientToken=b"),
         ("", "ClientToken=a&ClientToken=a"),
         ("?ClientToken=a&ClientToken=b", ""),
+        ("?ClientToken=a&ClientRequestToken=b", ""),
+        ("", "x=1;ClientToken=a"),
+        ("", "ClientToken[]=a"),
     ] {
         assert_eq!(world.send(form(query, body)).await.status(), 400, "{query} {body}");
     }
+    let part = "--b\r\nContent-Disposition: form-data; name=\"ClientToken\"\r\n\r\na\r\n--b--\r\n";
+    for (content_type, body) in [
+        ("multipart/form-data; boundary=b", part),
+        ("application/xml", "<Run><ClientToken>a</ClientToken></Run>"),
+        ("application/json", r#"[{"ClientToken":"a"}]"#),
+    ] {
+        let response = world.send(Request::post("/").body(content_type, body.to_owned())).await;
+        assert_eq!(response.status(), 400, "{content_type}: {response:?}");
+    }
     let json = Request::post("/?ClientToken=a").json(r#"{"clientToken":"b"}"#);
     assert_eq!(world.send(json).await.status(), 400);
-    assert_eq!(world.backend.effects(), 3);
+    assert_eq!(world.backend.effects(), 6);
     // A parameter that is no key is no obstacle.
     assert_eq!(world.send(form("?a=1", "Action=List")).await.status(), 201);
 }
@@ -349,9 +371,50 @@ async fn senders(world: World) {
             "{again:?}"
         );
     }
-    let both = in_field("webhook-id", Some("a"), 1).field("svix-id", "a");
-    assert_eq!(world.send(both).await.status(), 400);
-    assert_eq!(world.send(in_field("webhook_id", Some("a"), 1)).await.status(), 400);
+    // GitLab sends its key in two fields.
+    let before = world.backend.effects();
+    let both = |other| in_field("webhook-id", Some("a"), 1).field("Idempotency-Key", other);
+    for (request, status) in [
+        (both("a"), 201),
+        (in_field("Idempotency-Key", Some("a"), 1), 201),
+        (both("b"), 400),
+        (both("a").field("webhook-id", "a"), 400),
+        (in_field("webhook_id", Some("a"), 1), 400),
+    ] {
+        let response = world.send(request).await;
+        assert_eq!(response.status(), status, "{response:?}");
+    }
+    assert_eq!(world.backend.effects(), before + 1);
+}
+
+/// A field of the request tells operations or accounts apart, and each has keys of its own.
+async fn scopes_of_keys(world: World) {
+    let stripe = || in_field("Idempotency-Key", Some("a"), 1);
+    let aws = || in_body("clientToken", Some("a"), 1);
+    let (post, field): (fn() -> Request, _) = match world.plan.profile {
+        "aws" => (aws, "X-Amz-Target"),
+        _ => (stripe, "Stripe-Account"),
+    };
+    for (number, value) in [Some("one"), Some("two"), None].into_iter().enumerate() {
+        let request = || value.map_or_else(post, |value| post().field(field, value));
+        let first = world.send(request()).await;
+        assert_eq!((first.status(), world.backend.effects()), (201, number + 1), "{value:?}: {first:?}");
+        let again = world.send(request()).await;
+        assert!(again.get(world.plan.marker()).is_some(), "{value:?}: {again:?}");
+        assert_eq!(again.body, first.body);
+    }
+    assert_eq!(world.backend.effects(), 3);
+}
+
+/// The service cannot tell if it did the operation, on routes where its errors free the key.
+async fn unknown_outcomes(world: World) {
+    for (number, status) in [201, 400, 504].into_iter().enumerate() {
+        let request = in_field("Idempotency-Key", Some(&format!("key-{status}")), 1);
+        let script = Script::status(status).field("Idempotency-Store", "unknown");
+        assert_eq!(world.send(request.clone().script(script)).await.status(), status);
+        let again = world.settled(&request).await;
+        assert_eq!((again.status(), world.backend.effects()), (500, number + 1), "{again:?}");
+    }
 }
 
 async fn stripe_keys(world: World) {

@@ -28,6 +28,8 @@ macro_rules! cases {
     (@start {$run:expr}) => { $crate::table::Action::Start($run) };
 }
 
+mod agents;
+mod callers;
 mod crash;
 mod dialects;
 mod expiry;
@@ -67,9 +69,11 @@ pub fn cases() -> Vec<Case> {
         grpc::cases,
         crash::cases,
         scope::cases,
+        callers::cases,
         expiry::cases,
         profiles::cases,
         dialects::cases,
+        agents::cases,
         upstream::cases,
         operator::cases,
     ];

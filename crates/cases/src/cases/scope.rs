@@ -197,14 +197,16 @@ pub(super) fn cases() -> Vec<Case> {
                 // One of the two is the caller's, and the other one may be that of a gateway.
                 for field in LOOK_LIKE_CREDENTIALS {
                     let both = with(field).field("Authorization", "Bearer gateway");
-                    let is_new_each_time = ["Signature", "Signature-Input", "DPoP"].contains(&field);
-                    if !is_new_each_time {
+                    // New with each request, or a session next to the token that names its caller.
+                    let is_other =
+                        ["Signature", "Signature-Input", "DPoP", "Mcp-Session-Id"].contains(&field);
+                    if !is_other {
                         steps.push(refused("scope-not-set", both));
                     }
                 }
                 let first = steps.len();
                 steps.push(executes(pay_as("a").field("Authorization", "Bearer one")));
-                for field in ["Signature", "DPoP", "Cookie", "X-CSRF-Token"] {
+                for field in ["Signature", "DPoP", "Cookie", "Mcp-Session-Id", "X-CSRF-Token"] {
                     steps.push(replays(first, with(field).field("Authorization", "Bearer one")));
                 }
                 steps
