@@ -23,6 +23,7 @@ pub(crate) fn run(arguments: &[&str]) -> Result<()> {
     prepare_fastapi()?;
     prepare_postgres()?;
     prepare_psycopg()?;
+    prepare_python("vendors", "crates/cli/tests/vendors/requirements.txt")?;
     prepare_redis()?;
     crate::valkey::prepare()?;
     prepare_faketime()?;

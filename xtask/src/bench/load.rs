@@ -1,6 +1,5 @@
 //! The load generators.
 
-use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
 use super::SECONDS;
@@ -13,7 +12,8 @@ pub(super) struct Figure {
     pub(super) p99_micros: f64,
 }
 
-/// Loads a server with wrk, which must answer every request with 2xx. `load` is a script in `benches/load`.
+/// Loads a server with wrk, which must answer every request with 2xx. `benches/load/payment.lua` names
+/// the loads.
 pub(super) fn wrk(url: &str, load: &str, cookies: &str, connections: u32, round: usize) -> Result<Figure> {
     let text = output(wrk_command(url, load, connections, SECONDS, round).env("COOKIES", cookies))?;
     if text.contains("Non-2xx") {
@@ -32,14 +32,11 @@ pub(super) fn wrk_command(url: &str, load: &str, connections: u32, seconds: u32,
     command
         .args(["--latency", &format!("-t{}", connections.min(2))])
         .args([format!("-c{connections}"), format!("-d{seconds}s"), "-s".to_owned()])
-        .arg(script(load))
+        .arg(root().join("benches/load/payment.lua"))
         .arg(url)
+        .env("LOAD", load)
         .env("RUN", format!("{}-{round}-{}", std::process::id(), url.len() + connections as usize));
     command
-}
-
-fn script(load: &str) -> PathBuf {
-    root().join("benches/load").join(format!("{load}.lua"))
 }
 
 fn micros(text: &str) -> Result<f64> {

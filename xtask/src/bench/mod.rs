@@ -36,9 +36,10 @@ pub(crate) fn run(arguments: &[&str]) -> Result<()> {
         records = number.ok_or_else(|| format!("{setting}: no such setting; there is records=N"))?;
     }
     let growth = || growth::run(records);
-    let benches: [(&str, &dyn Fn() -> Result<String>); 12] = [
+    let benches: [(&str, &dyn Fn() -> Result<String>); 13] = [
         ("layer", &layer::run),
         ("sidecar", &sidecar::run),
+        ("carriers", &sidecar::carriers),
         ("latency", &latency::run),
         ("record", &store::record_size),
         ("functions", &store::functions),

@@ -24,3 +24,22 @@ pub(super) fn run() -> Result<String> {
         ],
     )
 }
+
+/// The cost of a key in the query or in the body, against one in a header field.
+pub(super) fn carriers() -> Result<String> {
+    let upstream = Server::start(&["bare", "0"])?;
+    let header = Server::proxy(&upstream.address, "memory:", &["--scope=single-tenant"])?;
+    let member =
+        Server::proxy(&upstream.address, "memory:", &["--scope=single-tenant", "--key-member=/key"])?;
+    let query = Server::proxy(&upstream.address, "memory:", &["--scope=single-tenant", "--key-query=Key"])?;
+    table(
+        "the sidecar with keys in other places, memory store, 1 KiB JSON, 64 connections",
+        vec![
+            Contender::reference("key in a header field, first request", header.url(), "first")?,
+            Contender::new("key in a member of the body", member.url(), "member")?,
+            Contender::new("key in the query", query.url(), "query")?,
+            Contender::reference("request without a key", header.url(), "none")?,
+            Contender::new("the same, where the body may have a key", member.url(), "none")?,
+        ],
+    )
+}
