@@ -15,6 +15,9 @@ use crate::run::{Result, cargo, output};
 /// Test programs that run at once. Each has as many threads as the machine has processors, but most threads wait.
 const AT_ONCE: usize = 5;
 
+/// Lines of a failed program that are printed again at the end.
+const FAILURE_LINES: usize = 120;
+
 /// The programs that take longest start first, so that no processor idles at the end. Those that need the processors are
 /// between those that wait for brokers.
 const LONGEST: [&str; 14] = [
@@ -154,6 +157,19 @@ fn build(selection: Selection) -> Result<Vec<Suite>> {
     Ok(suites)
 }
 
+/// What a test program printed of its failed tests, at most [`FAILURE_LINES`] lines of it. Repeated at the end, because the output of
+/// all programs is long, and often only its end is kept.
+fn failures(printed: &[u8]) -> String {
+    let printed = String::from_utf8_lossy(printed);
+    let from = printed.find("\nfailures:\n").unwrap_or_default();
+    let lines: Vec<_> = printed[from..].lines().collect();
+    let half = FAILURE_LINES / 2;
+    if lines.len() <= FAILURE_LINES {
+        return lines.join("\n");
+    }
+    format!("{}\n[...]\n{}", lines[..half].join("\n"), lines[lines.len() - half..].join("\n"))
+}
+
 impl Suite {
     fn is_quick(&self) -> bool {
         let name = &self.name.as_str();
@@ -188,6 +204,6 @@ impl Suite {
             began.elapsed().as_secs(),
             String::from_utf8_lossy(&printed).trim_start()
         );
-        if ended.success() { Ok(()) } else { Err(say(&ended)) }
+        if ended.success() { Ok(()) } else { Err(format!("{}\n{}", say(&ended), failures(&printed))) }
     }
 }
