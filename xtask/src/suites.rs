@@ -157,8 +157,8 @@ fn build(selection: Selection) -> Result<Vec<Suite>> {
     Ok(suites)
 }
 
-/// What a test program printed of its failed tests, at most [`FAILURE_LINES`] lines of it. Repeated at the end, because the output of
-/// all programs is long, and often only its end is kept.
+/// The part of a test program's output that is about its failed tests, at most [`FAILURE_LINES`] lines. It is repeated at the
+/// end, because the output of all programs is long, and often only its end is kept.
 fn failures(printed: &[u8]) -> String {
     let printed = String::from_utf8_lossy(printed);
     let from = printed.find("\nfailures:\n").unwrap_or_default();
