@@ -249,7 +249,8 @@ impl Service {
 
     pub(crate) async fn accept(&self) -> Wire {
         let (stream, _) = within("a connection to the service", self.listener.accept()).await.unwrap();
-        Wire::new(stream)
+        let ending = std::os::fd::AsFd::as_fd(&stream).try_clone_to_owned().unwrap();
+        Wire { _ending: Some(Ending(ending.into())), ..Wire::new(stream) }
     }
 
     /// The next request and its connection: this one or a new one, because the sidecar decides which it uses.
@@ -335,6 +336,31 @@ impl<T: AsyncRead + AsyncWrite + Send + Unpin> Stream for T {}
 pub(crate) struct Wire {
     stream: Box<dyn Stream>,
     read: Vec<u8>,
+    _ending: Option<Ending>,
+}
+
+/// A second handle on a connection of a service. When it is dropped, it waits a moment for the other side to close, too.
+///
+/// A proxy may send the next request to a connection of which it does not know yet that the service has closed it. Then it
+/// cannot tell if the request was executed. Tests that mean something else must not meet that by chance.
+struct Ending(std::net::TcpStream);
+
+impl Drop for Ending {
+    fn drop(&mut self) {
+        let deadline = std::time::Instant::now() + Duration::from_millis(500);
+        let _ended = self.0.shutdown(std::net::Shutdown::Write);
+        let _ = self.0.set_nonblocking(false);
+        let mut rest = [0; 65536];
+        loop {
+            let left = deadline.saturating_duration_since(std::time::Instant::now());
+            let closed = left.is_zero()
+                || self.0.set_read_timeout(Some(left)).is_err()
+                || !matches!(std::io::Read::read(&mut self.0, &mut rest), Ok(1..));
+            if closed {
+                return;
+            }
+        }
+    }
 }
 
 /// The start line and the field lines of a message.
@@ -354,7 +380,7 @@ pub(crate) struct Message {
 
 impl Wire {
     pub(crate) fn new(stream: impl Stream + 'static) -> Self {
-        Self { stream: Box::new(stream), read: Vec::new() }
+        Self { stream: Box::new(stream), read: Vec::new(), _ending: None }
     }
 
     pub(crate) async fn connect(address: SocketAddr) -> Self {
