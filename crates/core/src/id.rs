@@ -452,8 +452,20 @@ pub(crate) fn part(hash: &mut Sha256, bytes: &[u8]) {
     hash.update(bytes);
 }
 
+/// Writes hexadecimal digits in lower case. The digits go to the formatter in pieces of up to 32 bytes: a formatted write for
+/// each byte takes ten times as long, and every request that is passed on carries the identifier of its record.
 pub(crate) fn write_hex(f: &mut fmt::Formatter<'_>, bytes: &[u8]) -> fmt::Result {
-    bytes.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    const DIGITS: [u8; 16] = *b"0123456789abcdef";
+    let digit = |value: u8| DIGITS.get(usize::from(value)).copied().unwrap_or_default();
+    for piece in bytes.chunks(32) {
+        let mut text = [0; 64];
+        for (pair, byte) in text.as_chunks_mut().0.iter_mut().zip(piece) {
+            *pair = [digit(byte >> 4), digit(byte & 0xf)];
+        }
+        let text = text.get(..2 * piece.len()).unwrap_or_default();
+        f.write_str(std::str::from_utf8(text).map_err(|_| fmt::Error)?)?;
+    }
+    Ok(())
 }
 
 pub(crate) fn hex_to_array<const N: usize>(text: &str) -> Option<[u8; N]> {
@@ -582,6 +594,25 @@ mod tests {
         assert_eq!(RecordId::from_hex(&id.to_string()), Some(id));
         assert_eq!(RecordId::from_hex("a5"), None);
         assert_eq!(RecordId::from_hex(&"g".repeat(64)), None);
+    }
+
+    #[test]
+    fn every_byte_is_two_digits_in_lower_case() {
+        let all: Vec<u8> = (0..=255).collect();
+        for bytes in all.chunks(32) {
+            let expected: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+            assert_eq!(RecordId::from_bytes(bytes.try_into().unwrap()).to_string(), expected);
+        }
+        struct Hex<'a>(&'a [u8]);
+        impl fmt::Display for Hex<'_> {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write_hex(f, self.0)
+            }
+        }
+        for len in [0, 1, 31, 32, 33, 65] {
+            let expected: String = all[..len].iter().map(|byte| format!("{byte:02x}")).collect();
+            assert_eq!(Hex(&all[..len]).to_string(), expected);
+        }
     }
 
     #[test]
