@@ -2,7 +2,7 @@
 
 use std::error::Error as StdError;
 use std::fmt;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, ready};
@@ -239,38 +239,129 @@ impl<B> fmt::Debug for ResponseBody<B> {
     }
 }
 
-/// The result of reading a body up to a limit.
-pub(crate) enum Read<B> {
+/// The chunks of a body. Most bodies have one, which needs no list.
+#[derive(Clone)]
+pub(crate) enum Chunks {
+    One(Bytes),
+    Many(Vec<Bytes>),
+}
+
+impl Chunks {
+    pub(crate) const NONE: Self = Self::Many(Vec::new());
+
+    fn push(&mut self, chunk: Bytes) {
+        match self {
+            Self::Many(chunks) if chunks.is_empty() => *self = Self::One(chunk),
+            Self::Many(chunks) => chunks.push(chunk),
+            Self::One(first) => *self = Self::Many(vec![std::mem::take(first), chunk]),
+        }
+    }
+
+    pub(crate) const fn as_slice(&self) -> &[Bytes] {
+        match self {
+            Self::One(chunk) => std::slice::from_ref(chunk),
+            Self::Many(chunks) => chunks.as_slice(),
+        }
+    }
+
+    /// The chunks as one, without a copy if there is only one.
+    pub(crate) fn join(self) -> Bytes {
+        match self {
+            Self::One(chunk) => chunk,
+            Self::Many(chunks) => {
+                let mut all = BytesMut::with_capacity(chunks.iter().map(Bytes::len).sum());
+                chunks.iter().for_each(|chunk| all.extend_from_slice(chunk));
+                all.freeze()
+            }
+        }
+    }
+}
+
+/// The result of reading a request's body up to a limit.
+pub(crate) enum RequestRead {
     /// All of it.
-    Whole { chunks: Vec<Bytes>, trailers: Option<HeaderMap> },
-    /// There is more than the limit: the chunks that were read, and the rest.
-    More { chunks: Vec<Bytes>, rest: Pin<Box<B>> },
+    Whole { data: Bytes, trailers: Option<HeaderMap> },
+    /// There is more than the limit.
+    TooLarge,
     /// It broke off.
     Broken(BoxError),
 }
 
-/// Reads a body, but not beyond `limit` bytes and the chunk that crosses it. `charge` gets the length of each chunk, and
-/// returns false if the budget is used up.
-pub(crate) async fn read_up_to<B>(body: B, limit: usize, mut charge: impl FnMut(usize) -> bool) -> Read<B>
+/// Reads the body of a request, but not beyond `limit` bytes and the chunk that crosses it. `charge` gets the length of each
+/// chunk, and returns false if the budget is used up.
+pub(crate) async fn read_request<B>(body: B, limit: usize, charge: impl FnMut(usize) -> bool) -> RequestRead
 where
     B: Body<Error: Into<BoxError>>,
 {
-    let mut chunks = Vec::new();
+    let mut chunks = Chunks::NONE;
+    // In place: if there is more than the limit, the rest is not needed.
+    let body = pin!(body);
+    match read(body, &mut chunks, limit, charge).await {
+        Ok(BodyEnd::Whole { trailers }) => RequestRead::Whole { data: chunks.join(), trailers },
+        Ok(BodyEnd::More) => RequestRead::TooLarge,
+        Err(error) => RequestRead::Broken(error),
+    }
+}
+
+/// The result of reading a response's body up to a limit.
+pub(crate) enum ResponseRead<B> {
+    /// All of it.
+    Whole { chunks: Chunks, trailers: Option<HeaderMap> },
+    /// There is more than the limit: the chunks that were read, and the rest.
+    More { chunks: Chunks, rest: Pin<Box<B>> },
+    /// It broke off.
+    Broken(BoxError),
+}
+
+/// Reads the body of a response, but not beyond `limit` bytes and the chunk that crosses it. `charge` gets the length of each
+/// chunk.
+pub(crate) async fn read_response<B>(body: B, limit: usize, mut charge: impl FnMut(usize)) -> ResponseRead<B>
+where
+    B: Body<Error: Into<BoxError>>,
+{
+    let mut chunks = Chunks::NONE;
+    let charge = |bytes| {
+        charge(bytes);
+        true
+    };
+    let mut body = Box::pin(body);
+    match read(body.as_mut(), &mut chunks, limit, charge).await {
+        Ok(BodyEnd::Whole { trailers }) => ResponseRead::Whole { chunks, trailers },
+        Ok(BodyEnd::More) => ResponseRead::More { chunks, rest: body },
+        Err(error) => ResponseRead::Broken(error),
+    }
+}
+
+/// The end of reading a body.
+enum BodyEnd {
+    Whole { trailers: Option<HeaderMap> },
+    More,
+}
+
+/// Reads a body into `chunks`. The limit counts what arrives, because a body may be longer than it declares.
+async fn read<B>(
+    mut body: Pin<&mut B>,
+    chunks: &mut Chunks,
+    limit: usize,
+    mut charge: impl FnMut(usize) -> bool,
+) -> Result<BodyEnd, BoxError>
+where
+    B: Body<Error: Into<BoxError>>,
+{
     let mut trailers: Option<HeaderMap> = None;
     let mut len = 0_usize;
     let announced = body.size_hint().lower();
     if announced > limit as u64 {
-        return Read::More { chunks, rest: Box::pin(body) };
+        return Ok(BodyEnd::More);
     }
-    let mut body = Box::pin(body);
     loop {
         let frame = match body.frame().await {
             // An HTTP/2 stream that is reset with NO_ERROR looks like one that ended.
             None if (len as u64) < announced => {
-                return Read::Broken("it is shorter than its declared length".into());
+                return Err("it is shorter than its declared length".into());
             }
-            None => return Read::Whole { chunks, trailers },
-            Some(Err(error)) => return Read::Broken(error.into()),
+            None => return Ok(BodyEnd::Whole { trailers }),
+            Some(Err(error)) => return Err(error.into()),
             Some(Ok(frame)) => into_bytes(frame),
         };
         match frame.into_data() {
@@ -279,12 +370,12 @@ where
                     continue;
                 }
                 if !charge(data.len()) {
-                    return Read::Broken(BudgetExhausted.into());
+                    return Err(BudgetExhausted.into());
                 }
                 len = len.saturating_add(data.len());
                 chunks.push(data);
                 if len > limit {
-                    return Read::More { chunks, rest: body };
+                    return Ok(BodyEnd::More);
                 }
             }
             Err(frame) => {
@@ -292,19 +383,6 @@ where
                     trailers.get_or_insert_default().extend(more);
                 }
             }
-        }
-    }
-}
-
-/// The chunks as one, without a copy if there is only one.
-pub(crate) fn join(mut chunks: Vec<Bytes>) -> Bytes {
-    match chunks.len() {
-        0 => Bytes::new(),
-        1 => chunks.swap_remove(0),
-        _ => {
-            let mut all = BytesMut::with_capacity(chunks.iter().map(Bytes::len).sum());
-            chunks.iter().for_each(|chunk| all.extend_from_slice(chunk));
-            all.freeze()
         }
     }
 }

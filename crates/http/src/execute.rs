@@ -17,7 +17,9 @@ use oncegate_engine::{ErrorFate, PanicError, Permit, SettleOutcome, StepError, c
 use tokio::sync::mpsc;
 use tower_service::Service;
 
-use crate::body::{BoxError, Read, RequestBody, ResponseBody, StreamedBody, join, next_frame, read_up_to};
+use crate::body::{
+    BoxError, Chunks, RequestBody, ResponseBody, ResponseRead, StreamedBody, next_frame, read_response,
+};
 use crate::budget::{Budget, BudgetReservation};
 use crate::context::{
     CloseDelimited, IdempotencyContext, LeaseExpired, NoUpstreamResponse, StoreDirective, UpstreamResponse,
@@ -198,14 +200,16 @@ impl Execution {
         let mut held = BudgetReservation::nothing(self.response_budget.clone());
         let read = match fate {
             // Only a response that will be replayed has to be read before the client gets it.
-            ResponseTreatment::Replay => catch_panic(read_up_to(body, limit, charging(&mut held))).await,
-            _ => Ok(Read::More { chunks: Vec::new(), rest: Box::pin(body) }),
+            ResponseTreatment::Replay => {
+                catch_panic(read_response(body, limit, |bytes| held.add_piece_always(bytes))).await
+            }
+            _ => Ok(ResponseRead::More { chunks: Chunks::NONE, rest: Box::pin(body) }),
         };
         let (chunks, trailers, rest) = match read {
-            Ok(Read::Whole { chunks, trailers }) => (chunks, trailers, None),
-            Ok(Read::More { chunks, rest }) => (chunks, None, Some(rest)),
+            Ok(ResponseRead::Whole { chunks, trailers }) => (chunks, trailers, None),
+            Ok(ResponseRead::More { chunks, rest }) => (chunks, None, Some(rest)),
             // The client got nothing of the response, and its rest is unknown.
-            Ok(Read::Broken(error)) => {
+            Ok(ResponseRead::Broken(error)) => {
                 let record = self.permit.attempt().record_id();
                 tracing::warn!(%record, error = %ErrorChain(&*error), "response body broke off");
                 let status = parts.extensions.get::<UpstreamResponse>().map(|_| StatusCode::BAD_GATEWAY);
@@ -217,7 +221,7 @@ impl Execution {
         };
         let settings = self.settings;
         let outcome = match (&call, &rest) {
-            (Some(call), None) => call.outcome_in_body(&join(chunks.clone()), parts.status),
+            (Some(call), None) => call.outcome_in_body(&chunks.clone().join(), parts.status),
             _ => Ok(None),
         };
         // The client does not take it for the response to its call, and a retry must not.
@@ -234,7 +238,7 @@ impl Execution {
         }
         let stored = match &rest {
             None if fate == ResponseTreatment::Tombstone => None,
-            None => settings.stored_response(&parts, &chunks, trailers.as_ref()),
+            None => settings.stored_response(&parts, chunks.as_slice(), trailers.as_ref()),
             Some(_) => None,
         };
         let completion = stored.map_or(Completion::Tombstone, Completion::Replayable);
@@ -244,9 +248,11 @@ impl Execution {
             return ExecutionEnd::with(instead(&settings, parts, &own, held));
         }
         let body = match rest {
-            None => ResponseBody::whole(join(chunks), trailers, held),
+            None => ResponseBody::whole(chunks.join(), trailers, held),
             // Without a body, as the handler sent it: a gRPC client reads the status of its call in the head then.
-            Some(rest) if chunks.is_empty() && rest.is_end_stream() => ResponseBody::own(Bytes::new()),
+            Some(rest) if chunks.as_slice().is_empty() && rest.is_end_stream() => {
+                ResponseBody::own(Bytes::new())
+            }
             Some(rest) => return stream(&settings, parts, (chunks, held), rest, settled.status),
         };
         ExecutionEnd::with(Executed::Response(marked(parts, body, settled.status)))
@@ -470,19 +476,11 @@ async fn settle(permit: Permit, fate: ResponseTreatment, completion: Completion)
     Settled { own: None, status: status_of(&settled) }
 }
 
-/// Reserves each chunk of a response, even beyond the budget: the operation took place.
-fn charging(held: &mut BudgetReservation) -> impl FnMut(usize) -> bool {
-    |bytes| {
-        held.add_piece_always(bytes);
-        true
-    }
-}
-
 /// Streams a response whose body was not read to its end: first the chunks that were read, then the rest.
 fn stream<RB, E>(
     settings: &Settings,
     parts: Parts,
-    (read, held): (Vec<Bytes>, BudgetReservation),
+    (read, held): (Chunks, BudgetReservation),
     rest: Pin<Box<RB>>,
     status: Option<&'static str>,
 ) -> ExecutionEnd<RB, E>
@@ -490,15 +488,17 @@ where
     RB: Body<Data: Send, Error: Into<BoxError>> + Send + 'static,
 {
     let mut size = rest.size_hint();
-    let ahead: u64 = read.iter().map(|chunk| chunk.len() as u64).sum();
-    size.set_lower(size.lower() + ahead);
+    let ahead: u64 = read.as_slice().iter().map(|chunk| chunk.len() as u64).sum();
+    // The upper bound first: it must never be below the lower one.
     if let Some(upper) = size.upper() {
-        size.set_upper(upper + ahead);
+        size.set_upper(upper.saturating_add(ahead));
     }
-    let (sender, frames) = mpsc::channel(STREAM_FRAMES.max(read.len()));
-    let ahead = Some((held, read.len())).filter(|(_, count)| *count > 0);
-    for chunk in read {
-        let _fits = sender.try_send(Ok(Frame::data(chunk)));
+    size.set_lower(size.lower().saturating_add(ahead));
+    let count = read.as_slice().len();
+    let (sender, frames) = mpsc::channel(STREAM_FRAMES.max(count));
+    let ahead = Some((held, count)).filter(|(_, count)| *count > 0);
+    for chunk in read.as_slice() {
+        let _fits = sender.try_send(Ok(Frame::data(chunk.clone())));
     }
     let is_cut = Arc::new(AtomicBool::new(false));
     let pumped = StreamedBody { frames, size, is_cut: is_cut.clone(), ahead };

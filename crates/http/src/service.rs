@@ -22,7 +22,7 @@ use pin_project_lite::pin_project;
 use tokio::sync::oneshot;
 use tower_service::Service;
 
-use crate::body::{BoxError, Read, RequestBody, ResponseBody, join, read_up_to};
+use crate::body::{BoxError, RequestBody, RequestRead, ResponseBody, read_request};
 use crate::budget::{BudgetExhausted, BudgetReservation, TIED_REQUEST, tie};
 use crate::canonical::{self, BodyKeyError};
 use crate::carrier::key_in_head;
@@ -673,27 +673,29 @@ impl KeyedResponse {
         let limit = self.settings.max_request_body;
         let mut held = BudgetReservation::nothing(self.shared.request_budget.clone());
         let read = {
-            let mut reading = pin!(read_up_to(body, limit, |bytes| held.add_piece(bytes)));
+            let mut reading = pin!(read_request(body, limit, |bytes| held.add_piece(bytes)));
             // Most bodies arrive with their heads and need no timer.
             match poll_fn(|cx| Poll::Ready(reading.as_mut().poll(cx))).await {
                 Poll::Ready(read) => read,
                 Poll::Pending => tokio::time::timeout(self.settings.body_timeout, reading)
                     .await
-                    .unwrap_or_else(|_| Read::Broken("it took too long".into())),
+                    .unwrap_or_else(|_| RequestRead::Broken("it took too long".into())),
             }
         };
         match read {
-            Read::Whole { chunks, trailers } => {
-                let (data, held) = tie(join(chunks), held, TIED_REQUEST);
+            RequestRead::Whole { data, trailers } => {
+                let (data, held) = tie(data, held, TIED_REQUEST);
                 Ok((data, trailers, held))
             }
-            Read::More { .. } => {
+            RequestRead::TooLarge => {
                 let detail =
                     format!("{} At most {limit} bytes are accepted.", Condition::RequestTooLarge.detail());
                 Err(Refusal::new(Condition::RequestTooLarge).with_detail(detail))
             }
-            Read::Broken(error) if error.is::<BudgetExhausted>() => Err(overloaded(REQUEST_BUDGET_USED_UP)),
-            Read::Broken(error) => {
+            RequestRead::Broken(error) if error.is::<BudgetExhausted>() => {
+                Err(overloaded(REQUEST_BUDGET_USED_UP))
+            }
+            RequestRead::Broken(error) => {
                 tracing::debug!(error = %ErrorChain(&*error), "request body broke off");
                 Err(Refusal::new(Condition::RequestIncomplete))
             }

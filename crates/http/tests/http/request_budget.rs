@@ -1,16 +1,18 @@
-//! The budget of request bodies is given back, whatever the end of the request is.
+//! The budget of request bodies is given back, whatever the end of the request is. The limits hold for bodies that lie about
+//! their length.
 
 use std::collections::VecDeque;
 use std::future::Future;
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::Bytes;
 use http::{Request, Response, StatusCode};
-use http_body::{Body, Frame};
+use http_body::{Body, Frame, SizeHint};
 use http_body_util::{BodyExt as _, Full};
 use oncegate_core::MemoryStore;
 use oncegate_engine::Engine;
@@ -164,4 +166,81 @@ async fn a_body_counts_until_the_handler_has_read_it() {
     // This handler keeps its request, including the body.
     assert_eq!(world.status("/", &[50_001]).await, StatusCode::SERVICE_UNAVAILABLE);
     assert_eq!(world.status("/", &[50_000]).await, StatusCode::OK);
+}
+
+/// A body that declares a length other than its own.
+struct Lying {
+    pieces: Pieces,
+    declared: u64,
+    taken: Arc<AtomicUsize>,
+}
+
+impl Body for Lying {
+    type Data = Bytes;
+    type Error = io::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
+        self.taken.fetch_add(1, Ordering::Relaxed);
+        Pin::new(&mut self.pieces).poll_frame(cx)
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        SizeHint::with_exact(self.declared)
+    }
+}
+
+/// Counts its calls, and answers with a body that is longer than it declares.
+#[derive(Clone)]
+struct LyingHandler(Arc<AtomicUsize>);
+
+impl Service<Request<RequestBody<Lying>>> for LyingHandler {
+    type Response = Response<Lying>;
+    type Error = io::Error;
+    type Future = std::future::Ready<io::Result<Self::Response>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, _: Request<RequestBody<Lying>>) -> Self::Future {
+        self.0.fetch_add(1, Ordering::Relaxed);
+        let pieces = pieces(&[100; 30], End::Ends);
+        std::future::ready(Ok(Response::new(Lying { pieces, declared: 100, taken: Arc::default() })))
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_limits_of_bodies_count_what_arrives_and_not_what_is_declared() {
+    let settings = Settings::default().with_max_request_body(1_000).unwrap();
+    let settings = settings.with_max_response_body(1_000).unwrap();
+    let store = Arc::new(MemoryStore::new(ManualClock::at_millis(1)));
+    let layer = IdempotencyLayer::new(Engine::new(store)).with_settings(settings).unwrap();
+    let calls = Arc::<AtomicUsize>::default();
+    let mut service = layer.layer(LyingHandler(calls.clone()));
+    for (declared, lengths, status, frames, called) in [
+        (10, &[100; 30][..], StatusCode::PAYLOAD_TOO_LARGE, 11, 0),
+        (1_001, &[1], StatusCode::PAYLOAD_TOO_LARGE, 0, 0),
+        (11, &[10], StatusCode::BAD_REQUEST, 2, 0),
+        (10, &[500, 500], StatusCode::OK, 3, 1),
+    ] {
+        let taken = Arc::<AtomicUsize>::default();
+        let body = Lying { pieces: pieces(lengths, End::Ends), declared, taken: taken.clone() };
+        let request = Request::post("/").header("idempotency-key", "k").body(body).unwrap();
+        let response = service.call(request).await.unwrap();
+        assert_eq!(response.status(), status, "{declared}");
+        assert_eq!(taken.load(Ordering::Relaxed), frames, "{declared}");
+        assert_eq!(calls.load(Ordering::Relaxed), called, "{declared}");
+        if called == 1 {
+            // The client gets the whole response, which is too large to be kept.
+            assert_eq!(response.into_body().collect().await.unwrap().to_bytes().len(), 3_000);
+        }
+    }
+    let body = Lying { pieces: pieces(&[500, 500], End::Ends), declared: 1_000, taken: Arc::default() };
+    let request = Request::post("/").header("idempotency-key", "k").body(body).unwrap();
+    let again = service.call(request).await.unwrap();
+    assert_eq!(again.headers()["idempotency-status"], "refused; problem=replay-unavailable; retry=stop");
+    assert_eq!(calls.load(Ordering::Relaxed), 1);
 }
