@@ -1,6 +1,7 @@
 //! Delegation for stores that wrap another store.
 
 /// Implements the named methods of [`Store`](crate::Store) in a wrapper: each calls the same method of the wrapped store.
+/// Name `try_apply` together with `apply` or not at all: a wrapper with an `apply` of its own would be bypassed.
 ///
 /// ```
 /// use oncegate_core::{Command, MemoryStore, Outcome, RecordId, Store, StoreError, StoreFuture, delegate_store};
@@ -31,6 +32,15 @@ macro_rules! delegate_store {
             command: $crate::Command,
         ) -> $crate::StoreFuture<'_, $crate::Outcome> {
             $inner.apply(id, command)
+        }
+    };
+    (@try_apply $self:ident, $inner:expr) => {
+        fn try_apply(
+            &$self,
+            id: $crate::RecordId,
+            command: &$crate::Command,
+        ) -> Option<Result<$crate::Outcome, $crate::StoreError>> {
+            $inner.try_apply(id, command)
         }
     };
     (@lookup $self:ident, $inner:expr) => {

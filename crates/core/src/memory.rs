@@ -202,6 +202,10 @@ impl<C: Clock> Store for MemoryStore<C> {
         Box::pin(std::future::ready(outcome))
     }
 
+    fn try_apply(&self, id: RecordId, command: &Command) -> Option<Result<Outcome, StoreError>> {
+        Some(self.apply_now(id, command))
+    }
+
     fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
         let now = self.clock.now();
         let record =

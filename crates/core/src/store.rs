@@ -30,6 +30,16 @@ pub trait Store: Send + Sync + 'static {
     /// - [`StoreErrorKind::Corrupt`] if the record cannot be read. Nothing was changed.
     fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome>;
 
+    /// Applies one command now, if the store can answer without waiting for I/O or another task: the same effect, reply and
+    /// errors as [`Store::apply`], without a future. `None` if it cannot; then nothing was done, and the caller uses
+    /// [`Store::apply`].
+    ///
+    /// A caller may hold a lock meanwhile, so the store must not wait, except for a lock that is held briefly, and must not call
+    /// back. By default it never answers. A wrapper that changes [`Store::apply`] leaves this default or changes both.
+    fn try_apply(&self, _id: RecordId, _command: &Command) -> Option<Result<Outcome, StoreError>> {
+        None
+    }
+
     /// Reads a record; `None` if its retention is over.
     ///
     /// # Errors

@@ -17,7 +17,7 @@ use crate::event::{Event, EventKind, Observer};
 use crate::function::ErrorFate;
 use crate::lease::{ClockReading, LeaseEnd, LeaseError};
 use crate::policy::Policy;
-use crate::single_flight::{Leader, Owner, SharedFailure, SharedOutcome, lock};
+use crate::single_flight::{Leader, SharedFailure, SharedOutcome, lock};
 use crate::step::Progress;
 
 /// One execution under one token, as seen by its handler. Cheap to clone.
@@ -326,6 +326,7 @@ pub enum SettleOutcome {
 }
 
 impl Permit {
+    /// The permit of an attempt that its flight names as the owner.
     pub(crate) fn new(
         inner: Arc<Inner>,
         attempt: Attempt,
@@ -333,7 +334,6 @@ impl Permit {
         place: Option<OwnedSemaphorePermit>,
     ) -> Self {
         inner.renewer.start(&attempt);
-        leader.set_executing(Owner::Local(attempt.clone()));
         Self(Some(HeldPermit { inner, attempt, leader, claim: None, place }))
     }
 
@@ -721,7 +721,12 @@ impl Inner {
 
     /// Sends the end of an attempt to the store, once.
     async fn end(&self, attempt: &Attempt, ending: &AttemptEnd) -> Result<(), SettleError> {
-        match self.store.apply(attempt.record_id(), ending.command(attempt)).await {
+        let (id, command) = (attempt.record_id(), ending.command(attempt));
+        let reply = match self.store.try_apply(id, &command) {
+            Some(reply) => reply,
+            None => self.store.apply(id, command).await,
+        };
+        match reply {
             Ok(Outcome::Completed | Outcome::Released) => Ok(()),
             Ok(Outcome::Fenced) => Err(SettleError::Fenced),
             Ok(other) => {

@@ -269,6 +269,16 @@ impl Store for Breaker {
         Box::pin(self.0.pass(Kind::Writes, is_written, move |store| store.apply(id, command)))
     }
 
+    fn try_apply(&self, id: RecordId, command: &Command) -> Option<Result<Outcome, StoreError>> {
+        // A refusal or a trial is not for the common path.
+        if self.state() != BreakerState::Closed {
+            return None;
+        }
+        let reply = self.0.store.try_apply(id, command)?;
+        self.0.note(&reply, Kind::Writes, is_written, None);
+        Some(reply)
+    }
+
     fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
         Box::pin(self.0.pass(Kind::Reads, |_| false, move |store| store.lookup(id)))
     }
@@ -339,7 +349,19 @@ impl Shared {
             _ => return Err(self.refusal()),
         };
         let reply = self.bounded(call(&*self.store), trial.is_some()).await;
-        match &reply {
+        self.note(&reply, kind, is_written, trial);
+        reply
+    }
+
+    /// Notes the reply to a command that passed.
+    fn note<T>(
+        self: &Arc<Self>,
+        reply: &Result<T, StoreError>,
+        kind: Kind,
+        is_written: impl Fn(&T) -> bool,
+        trial: Option<Trial<'_>>,
+    ) {
+        match reply {
             Ok(_) if kind == Kind::Purges => {}
             Ok(reply) => self.succeeded(is_written(reply), trial),
             // The store works: it refused this command.
@@ -355,7 +377,6 @@ impl Shared {
                 _ => self.failed(error, kind, trial),
             },
         }
-        reply
     }
 
     /// Waits for a result. A slow command is cancelled once the store is known to be unreachable. A command `on_trial` has at

@@ -23,7 +23,7 @@ use tokio_util::task::TaskTracker;
 use crate::attempt::{Attempt, Permit, UnstoredEnd};
 use crate::conclude::COMPLETION_MISSING_INTERVAL;
 use crate::event::{Event, EventKind, Observer};
-use crate::lead::WaitLimit;
+use crate::lead::{BegunClaim, PreparedClaim, WaitLimit};
 use crate::lease::LeaseError;
 use crate::log_throttle::LogThrottle;
 use crate::pending::Pending;
@@ -31,7 +31,7 @@ use crate::policy::Policy;
 use crate::renewal::LeaseRenewer;
 use crate::response::ResponsePermit;
 use crate::retract::{DoubtfulClaim, LATE, VERY_LATE};
-use crate::single_flight::{Flight, Flights, JoinOutcome, Leader, Owner, Phase, SharedOutcome};
+use crate::single_flight::{Flight, Flights, Leader, Owner, Phase, SharedOutcome};
 use crate::unknown::UnknownOutcomes;
 
 /// Drives one store: claims, renews, waits, completes. Cheap to clone; clones share one engine.
@@ -61,7 +61,7 @@ pub(crate) struct Inner {
     pub(crate) closing: CancellationToken,
     pub(crate) completion_missing: LogThrottle,
     pub(crate) unknown: UnknownOutcomes,
-    flights: Arc<Flights>,
+    pub(crate) flights: Arc<Flights>,
     /// Random, drawn once: the upper half of every attempt's identifier.
     pub(crate) origin: u64,
     /// The number of claims so far: the lower half.
@@ -234,10 +234,14 @@ impl Engine {
         let wait = request.policy.wait;
         let wait = (!wait.is_zero()).then(|| Arc::new(WaitLimit::until(Instant::now() + wait)));
         let result = loop {
-            match inner.flights.join(id, request.fingerprint) {
-                JoinOutcome::Leader(leader) => break self.lead(leader, request, wait.clone()).await,
-                JoinOutcome::Follower(flight) => {
-                    match inner.follow(&flight, &request, wait.as_deref()).await {
+            match inner.begin(&request, wait.is_some()) {
+                BegunClaim::Finished(result) => break result,
+                BegunClaim::Leads(leader, prepared) => {
+                    break self.lead(leader, request, prepared, wait.clone()).await;
+                }
+                BegunClaim::Follows(flight) => {
+                    // Boxed: duplicates are rare, and boxing keeps the common future small.
+                    match Box::pin(inner.follow(&flight, &request, wait.as_deref())).await {
                         Some(result) => break result,
                         None => continue,
                     }
@@ -275,17 +279,18 @@ impl Engine {
         self.inner.closing.cancelled().await;
     }
 
-    /// Asks the store. If it does not answer at once, the claim moves to a task of its own, so that a caller that goes away
-    /// leaves no record in progress.
+    /// Asks a store that could not answer by [`Store::try_apply`]. If its future is not ready at once, the claim moves to a task
+    /// of its own, so that a caller that goes away leaves no record in progress.
     async fn lead(
         &self,
         leader: Leader,
         request: ClaimRequest,
+        prepared: PreparedClaim,
         wait: Option<Arc<WaitLimit>>,
     ) -> Result<ClaimOutcome, StoreError> {
         let waiting = wait.clone();
         let mut work: Pin<Box<dyn Future<Output = _> + Send>> =
-            Box::pin(self.inner.clone().lead(leader, request, wait));
+            Box::pin(self.inner.clone().lead(leader, request, prepared, wait));
         if let Poll::Ready(result) = std::future::poll_fn(|cx| Poll::Ready(work.as_mut().poll(cx))).await {
             return result;
         }

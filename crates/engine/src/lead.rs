@@ -1,5 +1,8 @@
 //! The claim that asks the store, on behalf of all claims of this process for one record.
 //!
+//! If the store can answer at once ([`Store::try_apply`](oncegate_core::Store::try_apply)), it is asked first while the claim
+//! looks for a flight ([`Inner::begin`]). Most claims end there. The others, and those of other stores, go this way:
+//!
 //! ```text
 //!   earlier claims and ends of this process are settled first ──▶ not settled ──────────────────────────┐
 //!        │                                                                                              │
@@ -35,7 +38,9 @@ use crate::engine::{ClaimOutcome, ClaimRequest, Inner};
 use crate::lease::{ClockReading, LeaseError};
 use crate::policy::Policy;
 use crate::retract::EarlierClaimError;
-use crate::single_flight::{Leader, Owner, RemoteOwner, SharedOutcome};
+use crate::single_flight::{
+    ClaimStart, Flight, JoinOutcome, Leader, Owner, Phase, RemoteOwner, SharedOutcome,
+};
 
 /// The pause before a claim that got no reply is sent again, once.
 const ASK_AGAIN_AFTER: Duration = Duration::from_millis(10);
@@ -84,12 +89,33 @@ struct LeadingClaim {
     place: Option<OwnedSemaphorePermit>,
     number: u64,
     attempt: AttemptId,
+    /// The reply to the first sending, if the store gave it at once.
+    reply: Option<(ClockReading, Result<Outcome, StoreError>)>,
     /// The store may have applied the claim without answering.
     is_doubtful: bool,
     began_at: Instant,
     /// `None` if the policy does not wait.
     wait: Option<Arc<WaitLimit>>,
     polling: Polling,
+}
+
+/// A claim that leads a flight and has no outcome yet.
+pub(crate) struct PreparedClaim {
+    place: OwnedSemaphorePermit,
+    number: u64,
+    attempt: AttemptId,
+    /// The reply of a store that answered at once, with the time at which it was asked.
+    reply: Option<(ClockReading, Result<Outcome, StoreError>)>,
+}
+
+/// The first part of a claim, which never waits.
+pub(crate) enum BegunClaim {
+    /// The claim has its outcome.
+    Finished(Result<ClaimOutcome, StoreError>),
+    /// The claim leads a flight.
+    Leads(Leader, PreparedClaim),
+    /// Another claim of this process leads the flight.
+    Follows(Arc<Flight>),
 }
 
 /// The pauses between the questions of a claim that waits.
@@ -120,36 +146,101 @@ impl LeadState {
 }
 
 impl Inner {
+    /// Begins a claim: it follows the flight of the record, or asks a store that answers at once, or leads a flight. `waits` is
+    /// true if the policy waits for the owner.
+    pub(crate) fn begin(self: &Arc<Self>, request: &ClaimRequest, waits: bool) -> BegunClaim {
+        match self.flights.join(request.id, request.fingerprint, || self.start(request, waits)) {
+            JoinOutcome::Follower(flight) => BegunClaim::Follows(flight),
+            JoinOutcome::Leader(leader, StartedClaim::Prepared(claim)) => BegunClaim::Leads(leader, claim),
+            JoinOutcome::Leader(leader, StartedClaim::Granted(attempt, place)) => {
+                self.unknown.forget(request.id);
+                let permit = Permit::new(self.clone(), attempt, leader, Some(place));
+                BegunClaim::Finished(Ok(ClaimOutcome::Execute(permit)))
+            }
+            JoinOutcome::Finished(result) => {
+                if matches!(result, Ok(ClaimOutcome::Unknown)) {
+                    self.log_found_unknown(request.id);
+                }
+                BegunClaim::Finished(result)
+            }
+        }
+    }
+
+    /// Asks the store, if it answers at once. Called under the lock of the flights.
+    fn start(
+        &self,
+        request: &ClaimRequest,
+        waits: bool,
+    ) -> ClaimStart<Result<ClaimOutcome, StoreError>, StartedClaim> {
+        let place = match self.place() {
+            Ok(place) => place,
+            Err(error) => return ClaimStart::Finished(Err(error)),
+        };
+        let (number, attempt) = self.new_attempt();
+        let prepared = |place, reply| {
+            let claim = PreparedClaim { place, number, attempt, reply };
+            ClaimStart::Leads(Phase::Claiming, StartedClaim::Prepared(claim))
+        };
+        // Earlier claims and ends of this process are settled first, which takes time. They are added before their flights end.
+        if self.unstored.has(&request.id) || self.doubts.has(&request.id) {
+            return prepared(place, None);
+        }
+        let asked_at = ClockReading::now();
+        let Some(reply) = self.store.try_apply(request.id, &claim_command(request, attempt)) else {
+            return prepared(place, None);
+        };
+        ClaimStart::Finished(Ok(match reply {
+            Ok(Outcome::Execute(grant)) => {
+                let ClaimRequest { id, ref label, policy, .. } = *request;
+                let granted = Attempt::new(self, id, label.clone(), grant, policy, number, asked_at);
+                if !granted.is_owner() {
+                    return prepared(place, Some((asked_at, Ok(Outcome::Execute(grant)))));
+                }
+                let phase = Phase::Executing(Owner::Local(granted.clone()));
+                return ClaimStart::Leads(phase, StartedClaim::Granted(granted, place));
+            }
+            Ok(Outcome::Replay(response)) => ClaimOutcome::Replay(response),
+            Ok(Outcome::Mismatch) => ClaimOutcome::Mismatch,
+            Ok(Outcome::Unknown) => ClaimOutcome::Unknown,
+            Ok(Outcome::Unreplayable) if !request.policy.recovers_responses => ClaimOutcome::Unreplayable,
+            Ok(Outcome::InProgress { lease_left }) if !waits => {
+                let asked_at = asked_at.monotonic;
+                remote_owner(&request.policy, asked_at, lease_left, asked_at).outcome()
+            }
+            // These may have to ask again.
+            reply => return prepared(place, Some((asked_at, reply))),
+        }))
+    }
+
     /// Asks the store until the claim has an outcome: at once, or, if another process owns the record and the policy waits,
     /// again until the deadline.
     pub(crate) async fn lead(
         self: Arc<Self>,
         leader: Leader,
         request: ClaimRequest,
+        prepared: PreparedClaim,
         wait: Option<Arc<WaitLimit>>,
     ) -> Result<ClaimOutcome, StoreError> {
-        let place = match self.place() {
-            Ok(place) => Some(place),
-            Err(error) => {
-                leader.finish(SharedOutcome::Failed((&error).into()));
-                return Err(error);
-            }
-        };
-        let (number, attempt) = self.new_attempt();
+        let PreparedClaim { place, number, attempt, reply } = prepared;
         let now = Instant::now();
         let mut claim = LeadingClaim {
             inner: self,
             leader,
             request,
-            place,
+            place: Some(place),
             number,
             attempt,
+            reply,
             is_doubtful: false,
             began_at: now,
             wait,
             polling: Polling { pause: POLL_FIRST, changed: None, heed_from: now },
         };
-        let mut state = claim.settle_earlier().await;
+        // If the store was asked already, nothing earlier was open.
+        let mut state = match claim.reply {
+            Some(_) => LeadState::Ask,
+            None => claim.settle_earlier().await,
+        };
         // The claim waits for another process from now on, not while this process settles its own affairs.
         claim.began_at = Instant::now();
         loop {
@@ -187,14 +278,18 @@ impl Inner {
         attempt.get() as u64 // the origin is in the upper half
     }
 
-    /// Sends a claim. Sends it once more if only the reply may have been lost: the store recognises it. Returns the outcome,
-    /// and whether the first sending may still reach the store.
+    /// Sends a claim, unless there is a reply to its first sending. Sends it once more if only the reply may have been lost:
+    /// the store recognises it. Returns the outcome, and whether the first sending may still reach the store.
     async fn send_claim(
         &self,
         request: &ClaimRequest,
         attempt: AttemptId,
+        reply: Option<Result<Outcome, StoreError>>,
     ) -> Result<(Outcome, bool), AskError> {
-        let first = self.store.apply(request.id, claim_command(request, attempt)).await;
+        let first = match reply {
+            Some(reply) => reply,
+            None => self.store.apply(request.id, claim_command(request, attempt)).await,
+        };
         match first {
             Err(error) if may_have_applied(&error) => {
                 tokio::time::sleep(ASK_AGAIN_AFTER).await;
@@ -233,8 +328,11 @@ impl LeadingClaim {
     }
 
     async fn ask(&mut self) -> LeadState {
-        let asked_at = ClockReading::now();
-        let outcome = match self.inner.send_claim(&self.request, self.attempt).await {
+        let (asked_at, reply) = match self.reply.take() {
+            Some((asked_at, reply)) => (asked_at, Some(reply)),
+            None => (ClockReading::now(), None),
+        };
+        let outcome = match self.inner.send_claim(&self.request, self.attempt, reply).await {
             Ok((outcome, maybe_applied)) => {
                 self.is_doubtful |= maybe_applied;
                 outcome
@@ -328,6 +426,7 @@ impl LeadingClaim {
     async fn begin(mut self, granted: Attempt) -> Result<Result<ClaimOutcome, StoreError>, Self> {
         match granted.confirm_lease().await {
             Ok(()) => {
+                self.leader.set_executing(Owner::Local(granted.clone()));
                 let mut permit = Permit::new(self.inner, granted, self.leader, self.place);
                 if self.is_doubtful {
                     permit.claimed_in_doubt(self.request, self.attempt);
@@ -370,6 +469,13 @@ impl LeadingClaim {
 fn remote_owner(policy: &Policy, asked_at: Instant, lease_left: Duration, began_at: Instant) -> RemoteOwner {
     let since = asked_at.checked_sub(policy.lease.saturating_sub(lease_left)).unwrap_or(asked_at);
     RemoteOwner { lease_until: asked_at + lease_left, since: since.min(began_at) }
+}
+
+/// A claim that has begun to lead a flight.
+enum StartedClaim {
+    /// It is granted, and the lease lasts.
+    Granted(Attempt, OwnedSemaphorePermit),
+    Prepared(PreparedClaim),
 }
 
 /// A claim without a reply.

@@ -29,6 +29,11 @@ impl<T> Pending<T> {
         Entry { items: self.0.clone(), id, item }
     }
 
+    /// Returns true if the record has an item.
+    pub(crate) fn has(&self, id: &RecordId) -> bool {
+        self.0.count.load(Ordering::Acquire) != 0 && self.0.by_record.of(id).contains_key(id)
+    }
+
     /// The items of a record.
     pub(crate) fn of(&self, id: &RecordId) -> Vec<Arc<T>> {
         if self.0.count.load(Ordering::Acquire) == 0 {

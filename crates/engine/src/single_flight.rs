@@ -1,5 +1,8 @@
 //! Single-flight inside one process: of several claims for one record, only the first asks the store.
 //!
+//! A store that answers at once is asked under the lock of the record's shard, between the look for a flight and the start of
+//! one. So a claim that executes has a flight before another claim can look, and a claim with a final outcome needs none.
+//!
 //! The others follow it and are woken when it ends, so they do not poll. If the attempt of a flight lost its record, or its
 //! lease is over and not renewed, the flight cannot share an outcome. The first follower that finds this out removes the
 //! flight, and asks the store itself.
@@ -110,11 +113,21 @@ pub(crate) struct SharedFailure {
 
 /// The role of a claim in a record's flight.
 #[derive(Debug)]
-pub(crate) enum JoinOutcome {
-    /// There was no flight: this claim asks the store, and then finishes the flight.
-    Leader(Leader),
+pub(crate) enum JoinOutcome<T, L> {
+    /// There was no flight, and the claim needs none.
+    Finished(T),
+    /// There was no flight: this claim leads one, and finishes it.
+    Leader(Leader, L),
     /// There is a flight.
     Follower(Arc<Flight>),
+}
+
+/// The start of a claim without a flight.
+pub(crate) enum ClaimStart<T, L> {
+    /// It has its outcome.
+    Finished(T),
+    /// It leads a flight, which begins in this phase.
+    Leads(Phase, L),
 }
 
 /// Leads a flight. Dropping it finishes the flight without an outcome to share.
@@ -126,16 +139,26 @@ pub(crate) struct Leader {
 }
 
 impl Flights {
-    pub(crate) fn join(self: &Arc<Self>, id: RecordId, fingerprint: Fingerprint) -> JoinOutcome {
+    /// Finds the flight of a record. If there is none, `start` begins the claim, while no other claim of this process can look
+    /// for the flight or start one. It must not wait, and must not use the flights.
+    pub(crate) fn join<T, L>(
+        self: &Arc<Self>,
+        id: RecordId,
+        fingerprint: Fingerprint,
+        start: impl FnOnce() -> ClaimStart<T, L>,
+    ) -> JoinOutcome<T, L> {
         let mut shard = self.0.of(&id);
         if let Some(flight) = shard.get(&id) {
             return JoinOutcome::Follower(flight.clone());
         }
-        let flight =
-            Arc::new(Flight { fingerprint, phase: Mutex::new((Phase::Claiming, 0)), changed: Notify::new() });
+        let (phase, claim) = match start() {
+            ClaimStart::Finished(outcome) => return JoinOutcome::Finished(outcome),
+            ClaimStart::Leads(phase, claim) => (phase, claim),
+        };
+        let flight = Arc::new(Flight { fingerprint, phase: Mutex::new((phase, 0)), changed: Notify::new() });
         shard.insert(id, flight.clone());
         drop(shard);
-        JoinOutcome::Leader(Leader { flights: self.clone(), id, flight })
+        JoinOutcome::Leader(Leader { flights: self.clone(), id, flight }, claim)
     }
 
     /// Removes this flight from the map, if it is still there: the next claim asks the store.

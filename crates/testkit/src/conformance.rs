@@ -12,6 +12,8 @@
 //!    without a change leaves the record unchanged (I5); a purge removes only expired records (I10), and in the end all of
 //!    them.
 //!
+//! Every second command is sent by [`Store::try_apply`] first, as long as the store answers it.
+//!
 //! The store's time must be that of the clock that it was opened with, or ahead of it by a constant.
 
 use std::collections::HashMap;
@@ -139,7 +141,8 @@ pub fn check_concurrent_claims<S: Store>(store: &S, rounds: u8, threads: u8) {
                             on_abandoned: OnAbandoned::Park,
                             label: Label::default(),
                         });
-                        scope.spawn(move || block_on(store.apply(id, claim)).expect("the store answers"))
+                        let at_once = n % 2 == 1;
+                        scope.spawn(move || apply(store, at_once, id, claim).expect("the store answers"))
                     })
                     .collect();
                 claimants.into_iter().map(|c| c.join().expect("no panic")).collect()
@@ -364,10 +367,18 @@ fn step() -> impl Strategy<Value = Act> {
     ]
 }
 
+/// Applies a command, `at_once` if that is asked for and the store can.
+fn apply<S: Store>(store: &S, at_once: bool, id: RecordId, command: Command) -> Result<Outcome, StoreError> {
+    let reply = if at_once { store.try_apply(id, &command) } else { None };
+    reply.unwrap_or_else(|| block_on(store.apply(id, command)))
+}
+
 /// One sequence: the store, and its expected content.
 struct Run<S, O> {
     open: O,
     store: Option<S>,
+    /// True if the next command is sent by `try_apply` first.
+    at_once: bool,
     clock: Arc<ManualClock>,
     suite: Suite,
     records: HashMap<RecordId, Entry>,
@@ -408,6 +419,7 @@ impl<S: Store, O: Fn(Arc<ManualClock>) -> S> Run<S, O> {
         Self {
             open,
             store,
+            at_once: false,
             clock,
             suite: suite.clone(),
             records: HashMap::new(),
@@ -547,7 +559,8 @@ impl<S: Store, O: Fn(Arc<ManualClock>) -> S> Run<S, O> {
     fn apply(&mut self, id: RecordId, command: &Command) -> Checked {
         let now = self.now();
         let before = self.lookup(id)?;
-        let outcome = block_on(self.store().apply(id, command.clone())).map_err(in_words)?;
+        self.at_once = !self.at_once;
+        let outcome = apply(self.store(), self.at_once, id, command.clone()).map_err(in_words)?;
         let entry = self.records.get(&id);
         let decision = decide(entry.map(|entry| &entry.record), command, now);
         ensure!(outcome == decision.outcome, "answered {outcome:?}, expected {:?}", decision.outcome);

@@ -173,9 +173,29 @@ impl Faults {
         Some(rule.fault.clone())
     }
 
+    /// The fault that the operation's next call has.
+    fn next_of(&self, operation: Operation) -> Option<Fault> {
+        let state = self.lock();
+        let mut rules = state.rules.iter();
+        let rule = rules.find(|rule| rule.operation == operation && rule.left != Some(0));
+        rule.map(|rule| rule.fault.clone())
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+fn refused(operation: Operation) -> StoreError {
+    StoreError::unavailable(format!("{operation:?} refused on demand"))
+}
+
+fn lost(operation: Operation) -> StoreError {
+    StoreError::unavailable(format!("reply to {operation:?} lost on demand"))
+}
+
+fn damaged() -> StoreError {
+    StoreError::corrupt("record damaged on demand")
 }
 
 impl fmt::Debug for Faults {
@@ -207,18 +227,16 @@ impl FaultyStore {
         operation: Operation,
         act: impl FnOnce(&'a dyn Store) -> StoreFuture<'a, T> + Send + 'a,
     ) -> StoreFuture<'a, T> {
-        let refused = move || StoreError::unavailable(format!("{operation:?} refused on demand"));
+        let refused = move || refused(operation);
         match fault {
             None => act(&*self.inner),
             Some(Fault::Refuse | Fault::Delay) => Box::pin(async move { Err(refused()) }),
             Some(Fault::Full) => Box::pin(async move { Err(refused().with_extent(Extent::Writes)) }),
             Some(Fault::Busy) => Box::pin(async move { Err(refused().with_extent(Extent::Record)) }),
-            Some(Fault::Corrupt) => {
-                Box::pin(async move { Err(StoreError::corrupt("record damaged on demand")) })
-            }
+            Some(Fault::Corrupt) => Box::pin(async move { Err(damaged()) }),
             Some(Fault::LoseReply) => Box::pin(async move {
                 act(&*self.inner).await?;
-                Err(StoreError::unavailable(format!("reply to {operation:?} lost on demand")))
+                Err(lost(operation))
             }),
             Some(Fault::StallBefore(latch)) => Box::pin(async move {
                 latch.opened().await;
@@ -241,6 +259,27 @@ impl Store for FaultyStore {
             self.faults.lock().delayed.push((self.inner.clone(), id, command.clone()));
         }
         self.run_with(fault, operation, move |store| store.apply(id, command))
+    }
+
+    /// As the wrapped store, unless the next fault of the operation needs time, or keeps the command.
+    fn try_apply(&self, id: RecordId, command: &Command) -> Option<Result<Outcome, StoreError>> {
+        let operation = Operation::of(command);
+        match self.faults.next_of(operation) {
+            Some(Fault::Delay | Fault::StallBefore(_) | Fault::StallAfter(_)) => None,
+            None | Some(Fault::LoseReply) => {
+                let reply = self.inner.try_apply(id, command)?;
+                match self.faults.strike(operation) {
+                    None => Some(reply),
+                    Some(_) => Some(reply.and_then(|_| Err(lost(operation)))),
+                }
+            }
+            Some(_) => match self.faults.strike(operation)? {
+                Fault::Full => Some(Err(refused(operation).with_extent(Extent::Writes))),
+                Fault::Busy => Some(Err(refused(operation).with_extent(Extent::Record))),
+                Fault::Corrupt => Some(Err(damaged())),
+                _ => Some(Err(refused(operation))),
+            },
+        }
     }
 
     fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {

@@ -6,6 +6,7 @@
 //! - [`until`]: waits for a condition.
 //! - [`record_id`], [`claim`], [`response`]: identifiers, claims and responses.
 //! - [`FaultyStore`]: a store with faults on demand: refused commands, lost replies, damaged records, stalls.
+//! - [`NeverAtOnce`]: a store without [`Store::try_apply`](oncegate_core::Store::try_apply).
 //! - [`block_on`]: waits for one future without a runtime.
 //!
 //! One test runs the suite on a store:
@@ -21,12 +22,14 @@ mod clock;
 mod clock_set_back;
 pub mod conformance;
 mod faulty;
+mod never_at_once;
 mod operators;
 mod records;
 mod wait;
 
 pub use clock::{ManualClock, TokioClock};
 pub use faulty::{Fault, Faults, FaultyStore, Latch, Operation};
+pub use never_at_once::NeverAtOnce;
 pub use records::{claim, record_id, response};
 pub use wait::{WAIT_TIMEOUT, until};
 

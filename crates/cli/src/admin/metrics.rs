@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use http::StatusCode;
 use oncegate_core::{
-    Capabilities, Command, FencingToken, Outcome, RecordId, RecordMap, Sharded, StateName, Store,
+    Capabilities, Command, FencingToken, Outcome, RecordId, RecordMap, Sharded, StateName, Store, StoreError,
     StoreErrorKind, StoreFuture, Timestamp, delegate_store,
 };
 use oncegate_engine::{BreakerState, Event, EventKind, Observer};
@@ -853,6 +853,14 @@ impl Store for MeasuredStore {
             self.metrics.0.store_durations[place].observe(started.elapsed().as_secs_f64());
             response
         })
+    }
+
+    fn try_apply(&self, id: RecordId, command: &Command) -> Option<Result<Outcome, StoreError>> {
+        let started = Instant::now();
+        let response = self.store.try_apply(id, command)?;
+        let place = command_place(Some(command));
+        self.metrics.0.store_durations[place].observe(started.elapsed().as_secs_f64());
+        Some(response)
     }
 
     fn purge(&self, limit: usize) -> StoreFuture<'_, usize> {

@@ -143,6 +143,10 @@ impl Store for LateStore {
         self.call(|store| store.apply(id, command))
     }
 
+    fn try_apply(&self, id: RecordId, command: &Command) -> Option<Result<Outcome, StoreError>> {
+        self.opened.get()?.try_apply(id, command)
+    }
+
     fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
         self.call(|store| store.lookup(id))
     }

@@ -38,6 +38,7 @@ impl World {
     fn on(store: Arc<dyn Store>) -> Self {
         let events = Events::default();
         let (faulty, faults) = FaultyStore::new(store.clone());
+        let faulty = crate::support::store_of(module_path!(), faulty);
         let engine = Engine::builder(faulty).with_observer(events.clone()).build();
         Self { engine, store, faults, events }
     }
@@ -55,6 +56,43 @@ impl World {
             ClaimOutcome::Execute(permit) => permit,
             other => panic!("expected to execute, got {other:?}"),
         }
+    }
+}
+
+/// Many rounds, because what it looks for needs two threads at the same place.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn of_simultaneous_claims_one_asks_the_store_and_executes() {
+    const CLAIMS: usize = 4;
+    let world = World::on(Arc::new(MemoryStore::default()));
+    for round in 1..=1_000_usize {
+        let together = Arc::new(tokio::sync::Barrier::new(CLAIMS));
+        let key = IdempotencyKey::new(round.to_string()).unwrap();
+        let request = ClaimRequest { id: RecordId::derive(&Scope::single_tenant(), &key), ..request() };
+        let claims: Vec<_> = (0..CLAIMS)
+            .map(|_| {
+                let (engine, request, together) = (world.engine.clone(), request.clone(), together.clone());
+                tokio::spawn(async move {
+                    together.wait().await;
+                    engine.claim(request).await.unwrap()
+                })
+            })
+            .collect();
+        let mut permits = Vec::new();
+        for claim in claims {
+            match claim.await.unwrap() {
+                ClaimOutcome::Execute(permit) => permits.push(permit),
+                ClaimOutcome::InProgress { .. } => {}
+                other => panic!("{other:?}"),
+            }
+        }
+        // One claim of each round, and one replay of each round before it.
+        assert_eq!((permits.len(), world.faults.calls(Operation::Claim)), (1, 2 * round - 1));
+        assert_eq!(world.engine.in_flight(), 1);
+        for permit in permits {
+            permit.complete(Completion::Tombstone).await;
+        }
+        assert!(matches!(world.claim(request).await, ClaimOutcome::Unreplayable));
+        assert_eq!(world.engine.in_flight(), 0);
     }
 }
 

@@ -39,6 +39,7 @@ impl World {
     /// Another engine on the same records, as in another process.
     fn on(store: Arc<dyn Store>) -> Self {
         let (faulty, faults) = FaultyStore::new(store.clone());
+        let faulty = crate::support::store_of(module_path!(), faulty);
         Self { engine: Engine::new(faulty), store, faults }
     }
 

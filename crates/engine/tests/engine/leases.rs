@@ -37,6 +37,7 @@ impl Process {
     fn on(store: &Arc<dyn Store>) -> Self {
         let events = Events::default();
         let (faulty, faults) = FaultyStore::new(store.clone());
+        let faulty = crate::support::store_of(module_path!(), faulty);
         let engine = Engine::builder(faulty).with_observer(events.clone()).build();
         Self { engine, faults, events }
     }
@@ -203,6 +204,50 @@ async fn a_store_that_is_slower_than_the_lease_grants_nothing() {
     let engine = Engine::new(Slow(shared_store()));
     let error = engine.claim(with(policy().with_lease(limits::MIN_LEASE).unwrap())).await.unwrap_err();
     assert!(error.to_string().contains("longer than the lease"), "{error}");
+}
+
+#[tokio::test]
+async fn a_grant_that_arrives_after_its_lease_is_renewed_before_anything_is_executed() {
+    /// The process stops for a whole lease between each claim and its reply.
+    struct Stopping(MemoryStore);
+    impl Stopping {
+        fn stop_after(command: &Command) {
+            if matches!(command, Command::Claim(_)) {
+                std::thread::sleep(limits::MIN_LEASE);
+            }
+        }
+    }
+    impl Store for Stopping {
+        fn apply(
+            &self,
+            id: RecordId,
+            command: Command,
+        ) -> oncegate_core::StoreFuture<'_, oncegate_core::Outcome> {
+            Box::pin(async move {
+                let outcome = self.0.apply(id, command.clone()).await;
+                Self::stop_after(&command);
+                outcome
+            })
+        }
+
+        fn try_apply(
+            &self,
+            id: RecordId,
+            command: &Command,
+        ) -> Option<Result<oncegate_core::Outcome, oncegate_core::StoreError>> {
+            let outcome = self.0.try_apply(id, command);
+            Self::stop_after(command);
+            outcome
+        }
+
+        oncegate_core::delegate_store!(self, self.0 => lookup list purge audit check now capabilities);
+    }
+    let stopping = Arc::new(Stopping(MemoryStore::default()));
+    let engine = Engine::new(crate::support::store_of(module_path!(), stopping));
+    match engine.claim(with(policy().with_lease(limits::MIN_LEASE).unwrap())).await.unwrap() {
+        ClaimOutcome::Execute(permit) => assert!(permit.attempt().is_owner()),
+        other => panic!("{other:?}"),
+    }
 }
 
 /// Stops its process once, after a claim was granted, until another process has executed the same request.

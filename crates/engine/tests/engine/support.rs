@@ -4,12 +4,21 @@
 
 use std::sync::{Arc, Mutex};
 
+use oncegate_core::{IntoStore, Store};
 use oncegate_engine::{Event, EventKind, Observer};
-use oncegate_testkit::TokioClock;
+use oncegate_testkit::{NeverAtOnce, TokioClock};
 
 /// A clock for a store.
 pub(crate) fn clock() -> TokioClock {
     TokioClock::at_millis(1_000_000)
+}
+
+/// The store that a module gives to its engines: this one, or one without `try_apply` if the module's name says so.
+pub(crate) fn store_of(module: &str, store: impl IntoStore) -> Arc<dyn Store> {
+    match module.ends_with("never_at_once") {
+        true => Arc::new(NeverAtOnce::new(store)),
+        false => store.into_store(),
+    }
 }
 
 /// Records the kinds of all events, in their order.

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use oncegate_core::{
     AuditEntry, Capabilities, Claim, Clock as _, Command, Complete, Durability, Fencing, ListPage, ListQuery,
-    Outcome, Record, RecordId, Release, State, Store, StoreFuture, Timestamp, Write, decide,
+    Outcome, Record, RecordId, Release, State, Store, StoreError, StoreFuture, Timestamp, Write, decide,
 };
 use oncegate_testkit::ManualClock;
 use oncegate_testkit::conformance::Suite;
@@ -36,9 +36,10 @@ enum Bug {
     ListEndsEarly,
     ForgetsWhenClosed,
     AnswersBeforeItWrites,
+    AnswersAtOnceWithoutWriting,
 }
 
-const BUGS: [Bug; 20] = [
+const BUGS: [Bug; 21] = [
     Bug::CompletesWithoutToken,
     Bug::ReleasesWithoutToken,
     Bug::IgnoresFingerprint,
@@ -59,6 +60,7 @@ const BUGS: [Bug; 20] = [
     Bug::ListEndsEarly,
     Bug::ForgetsWhenClosed,
     Bug::AnswersBeforeItWrites,
+    Bug::AnswersAtOnceWithoutWriting,
 ];
 
 #[derive(Default)]
@@ -193,6 +195,14 @@ impl Store for Mutant {
     fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
         let outcome = self.apply_now(id, command);
         Box::pin(async move { Ok(outcome) })
+    }
+
+    fn try_apply(&self, id: RecordId, command: &Command) -> Option<Result<Outcome, StoreError>> {
+        if self.bug == Bug::AnswersAtOnceWithoutWriting {
+            let held = self.held.lock().unwrap();
+            return Some(Ok(decide(held.records.get(&id), command, self.now()).outcome));
+        }
+        None
     }
 
     fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
