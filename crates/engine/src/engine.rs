@@ -3,10 +3,8 @@
 use std::fmt;
 use std::future::Future;
 use std::hash::{BuildHasher, Hasher, RandomState};
-use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
-use std::task::Poll;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use oncegate_core::{
@@ -14,7 +12,7 @@ use oncegate_core::{
     StoredResponse, limits,
 };
 use tokio::runtime::Handle;
-use tokio::sync::{Semaphore, oneshot};
+use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -31,6 +29,7 @@ use crate::policy::Policy;
 use crate::renewal::LeaseRenewer;
 use crate::response::ResponsePermit;
 use crate::retract::{DoubtfulClaim, LATE, VERY_LATE};
+use crate::shield::{ShieldRest, Shielded};
 use crate::single_flight::{Flight, Flights, Leader, Owner, Phase, SharedOutcome};
 use crate::unknown::UnknownOutcomes;
 
@@ -260,6 +259,20 @@ impl Engine {
         self.inner.tasks.spawn(future)
     }
 
+    /// Runs a future to its end, even if the caller goes away. Unlike [`spawn`](Self::spawn), it runs as a part of the caller. It
+    /// moves to a task of its own if the returned future is dropped unfinished, after it was polled. Then `rest` gets the output,
+    /// and returns the work that is left because no caller takes the output. [`drain`](Self::drain) waits for it in either case.
+    ///
+    /// # Panics
+    /// The returned future, if it has to wait outside of a tokio runtime.
+    pub fn shield<T: 'static>(
+        &self,
+        future: impl Future<Output = T> + Send + 'static,
+        rest: fn(T) -> Option<ShieldRest>,
+    ) -> impl Future<Output = T> + Send {
+        Shielded { tasks: &self.inner.tasks, work: Some(Box::pin(future)), rest, pending: None }
+    }
+
     /// Waits until all spawned tasks have ended, for at most `timeout`. Returns how many still run then. Their records are
     /// left to their abandon policy.
     pub async fn drain(&self, timeout: Duration) -> usize {
@@ -279,8 +292,8 @@ impl Engine {
         self.inner.closing.cancelled().await;
     }
 
-    /// Asks a store that could not answer by [`Store::try_apply`]. If its future is not ready at once, the claim moves to a task
-    /// of its own, so that a caller that goes away leaves no record in progress.
+    /// Asks a store that could not answer by [`Store::try_apply`]. If the caller goes away meanwhile, the claim goes on, and a
+    /// granted claim is cancelled, because nothing was begun. So the caller leaves no record in progress.
     async fn lead(
         &self,
         leader: Leader,
@@ -288,55 +301,21 @@ impl Engine {
         prepared: PreparedClaim,
         wait: Option<Arc<WaitLimit>>,
     ) -> Result<ClaimOutcome, StoreError> {
-        let waiting = wait.clone();
-        let mut work: Pin<Box<dyn Future<Output = _> + Send>> =
-            Box::pin(self.inner.clone().lead(leader, request, prepared, wait));
-        if let Poll::Ready(result) = std::future::poll_fn(|cx| Poll::Ready(work.as_mut().poll(cx))).await {
-            return result;
-        }
-        let (mut send, receive) = oneshot::channel();
-        let runtime = Handle::current();
-        self.spawn(async move {
-            if let Some(waiting) = waiting {
-                let done = tokio::select! {
-                    biased;
-                    result = &mut work => Some(result),
-                    () = send.closed() => None,
-                };
-                if let Some(result) = done {
-                    let _gone = send.send(UndeliveredOutcome { result: Some(result), runtime });
-                    return;
-                }
-                waiting.gone.notify_one();
-            }
-            // If the caller is gone, this drops the outcome. If the caller goes now, the channel drops it unread.
-            let _gone = send.send(UndeliveredOutcome { result: Some(work.await), runtime });
-        });
-        match receive.await {
-            Ok(delivered) => delivered.take(),
-            Err(_) => Err(StoreError::unavailable("the engine is shutting down")),
-        }
+        let _gone = wait.clone().map(GoneGuard);
+        let cancel = |result| match result {
+            Ok(ClaimOutcome::Execute(permit)) => Some(Box::pin(Permit::cancel(permit)) as ShieldRest),
+            _ => None,
+        };
+        self.shield(self.inner.clone().lead(leader, request, prepared, wait), cancel).await
     }
 }
 
-/// The outcome of a claim on its way to the caller. If it is dropped unread, a granted claim is cancelled: the caller is gone,
-/// and nothing was begun.
-struct UndeliveredOutcome {
-    result: Option<Result<ClaimOutcome, StoreError>>,
-    runtime: Handle,
-}
+/// Tells a claim that waits for another owner that its caller is gone. At the end of the claim, this has no effect.
+struct GoneGuard(Arc<WaitLimit>);
 
-impl UndeliveredOutcome {
-    fn take(mut self) -> Result<ClaimOutcome, StoreError> {
-        self.result.take().unwrap_or_else(|| Err(StoreError::unavailable("the claim was cancelled")))
-    }
-}
-
-impl Drop for UndeliveredOutcome {
+impl Drop for GoneGuard {
     fn drop(&mut self) {
-        if let Some(Ok(ClaimOutcome::Execute(permit))) = self.result.take() {
-            self.runtime.spawn(permit.cancel());
-        }
+        self.0.gone.notify_one();
     }
 }
 

@@ -24,6 +24,7 @@ use crate::budget::{Budget, BudgetReservation};
 use crate::context::{
     CloseDelimited, IdempotencyContext, LeaseExpired, NoUpstreamResponse, StoreDirective, UpstreamResponse,
 };
+use crate::in_flight::Slot;
 use crate::mcp::{CallOutcome, OtherRequest, RunningCall, ToolCall};
 use crate::profile::ServerErrors;
 use crate::reconcile::Reconciled;
@@ -44,6 +45,8 @@ pub(crate) struct Execution {
     pub(crate) running: Option<RunningCall>,
     /// The target of the request.
     pub(crate) target: Uri,
+    /// Counts the request as in flight, also while the rest of its response is read.
+    pub(crate) slot: Slot,
 }
 
 /// The end of an execution: the response for the client, who may have left, and the work that remains while it is
@@ -253,7 +256,9 @@ impl Execution {
             Some(rest) if chunks.as_slice().is_empty() && rest.is_end_stream() => {
                 ResponseBody::own(Bytes::new())
             }
-            Some(rest) => return stream(&settings, parts, (chunks, held), rest, settled.status),
+            Some(rest) => {
+                return stream(&settings, self.slot, parts, (chunks, held), rest, settled.status);
+            }
         };
         ExecutionEnd::with(Executed::Response(marked(parts, body, settled.status)))
     }
@@ -479,6 +484,7 @@ async fn settle(permit: Permit, fate: ResponseTreatment, completion: Completion)
 /// Streams a response whose body was not read to its end: first the chunks that were read, then the rest.
 fn stream<RB, E>(
     settings: &Settings,
+    slot: Slot,
     parts: Parts,
     (read, held): (Chunks, BudgetReservation),
     rest: Pin<Box<RB>>,
@@ -503,7 +509,11 @@ where
     let is_cut = Arc::new(AtomicBool::new(false));
     let pumped = StreamedBody { frames, size, is_cut: is_cut.clone(), ahead };
     let response = marked(parts, ResponseBody::pumped(pumped), status);
-    let rest = pump(rest, Some(sender), is_cut, settings.stream_timeout);
+    let pump = pump(rest, Some(sender), is_cut, settings.stream_timeout);
+    let rest = async move {
+        pump.await;
+        drop(slot);
+    };
     ExecutionEnd { result: Ok(Executed::Response(response)), rest: Some(Box::pin(rest)) }
 }
 

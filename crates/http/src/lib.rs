@@ -12,8 +12,9 @@
 //! 3. The body is read up to [`Settings::with_max_request_body`] and fingerprinted.
 //! 4. The record is claimed. Completed: the stored response, with `Idempotent-Replayed: true`. Another request under the same
 //!    key: 422. In progress: 409 with `Retry-After`, or the response after waiting for it. Outcome unknown: 500.
-//! 5. If the claim is granted, the handler runs under a lease that is renewed, in a task of its own: a client that hangs up
-//!    does not cancel it. Its key and attempt are in the request's extensions ([`IdempotencyContext`]).
+//! 5. If the claim is granted, the handler runs under a lease that is renewed. It is a part of the response's future. If that is
+//!    dropped, because the client hung up or a time-out passed, the handler goes on in a task of its own. Its key and attempt are
+//!    in the request's extensions ([`IdempotencyContext`]).
 //! 6. Its response is classified by status, policy and [`StoreDirective`], stored durably, and then sent.
 //!
 //! Refusals are responses and never errors. Their bodies are problem details (RFC 9457) with a member `retry`: `same-key`,

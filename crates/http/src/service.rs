@@ -19,7 +19,6 @@ use oncegate_core::{
 };
 use oncegate_engine::{ClaimOutcome, ClaimRequest, Permit, ResponsePermit};
 use pin_project_lite::pin_project;
-use tokio::sync::oneshot;
 use tower_service::Service;
 
 use crate::body::{BoxError, RequestBody, RequestRead, ResponseBody, read_request};
@@ -702,8 +701,7 @@ impl KeyedResponse {
         }
     }
 
-    /// Executes in a task of its own, unless the handler is done at once. A client that hangs up drops this future, but not
-    /// the handler.
+    /// Executes as a part of this future. A client that hangs up drops this future, but not the handler.
     async fn execute<S, B, RB>(
         mut self,
         inner: S,
@@ -724,34 +722,13 @@ impl KeyedResponse {
         let call = self.call.clone();
         let session = call.as_ref().and_then(|call| call.session.clone());
         let running = session.map(|session| self.shared.sessions.enter(session));
-        let execution = Execution { settings, permit, key, response_budget, call, running, target };
-        let mut work: Pin<Box<dyn Future<Output = ExecutionEnd<RB, S::Error>> + Send>> =
-            Box::pin(execution.run(inner, request));
-        let result = match poll_fn(|cx| Poll::Ready(work.as_mut().poll(cx))).await {
-            Poll::Ready(ExecutionEnd { result, rest }) => {
-                if let Some(rest) = rest {
-                    self.shared.engine.spawn(async move {
-                        rest.await;
-                        drop(slot);
-                    });
-                }
-                result
-            }
-            Poll::Pending => {
-                let (send, receive) = oneshot::channel();
-                self.shared.engine.spawn(async move {
-                    let ExecutionEnd { result, rest } = work.await;
-                    let _gone = send.send(result);
-                    if let Some(rest) = rest {
-                        rest.await;
-                    }
-                    drop(slot);
-                });
-                // The task was dropped with its runtime.
-                let cut_off = |_| Ok(Executed::Refused(Refusal::new(Condition::OutcomeUnknown)));
-                receive.await.unwrap_or_else(cut_off)
-            }
-        };
+        let execution = Execution { settings, permit, key, response_budget, call, running, target, slot };
+        let engine = &self.shared.engine;
+        let ExecutionEnd { result, rest } =
+            engine.shield(execution.run(inner, request), |end| end.rest).await;
+        if let Some(rest) = rest {
+            engine.spawn(rest);
+        }
         match result {
             Ok(Executed::Response(mut response)) => {
                 self.as_call_refusal(&mut response);

@@ -9,6 +9,7 @@ mod conclude;
 mod function;
 mod leases;
 mod own_errors;
+mod shield;
 mod steps;
 mod support;
 
