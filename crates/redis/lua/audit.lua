@@ -16,7 +16,7 @@ end
 for _, entry in ipairs(redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 100)) do
   -- The resolution is the last field of an entry of this script.
   if entry[2][#entry[2] - 1] == 'resolution' and entry[2][#entry[2]] == ARGV[7] then
-    return {'added', string.match(entry[1], '^%d+')}
+    return {'added', tonumber((string.match(entry[1], '^%d+')))}
   end
 end
 return {'added', add_audit(KEYS[1], ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6], 'resolution', ARGV[7])}

@@ -10,38 +10,43 @@
 
 --@ now
 
---@ record
-
---@ keep
-
---@ end_attempt
+--@ arguments
 
 --@ response
 
-local TARGETS = {completed = 1, awaited = 1, tombstone = 1, unknown = 1}
-local token, target, retention, response = ARGV[1], ARGV[2] or '', duration(ARGV[3], MAX_RETENTION), ARGV[4]
+--@ record
 
-if not (token and TARGETS[target] and retention and (target ~= 'completed' or response and is_response(response))) then
+--@ get
+
+--@ read
+
+local owner, ended_as, retention, response = ARGV[1], ARGV[2], duration(ARGV[3], MAX_RETENTION), ''
+local operator = 0
+
+if ended_as == 'completed' then
+  response = ARGV[4] or ''
+end
+if not (retention and (ended_as == 'completed' and is_response(response)
+  or ended_as == 'awaited' or ended_as == 'tombstone' or ended_as == 'unknown')) then
   return redis.error_reply('INVALID an argument is missing or out of range')
 end
 
-if not live or text(live.token) ~= token then
-  return {'fenced', text(now)}
-end
-local may = live.state == 'in-progress'
+if not live or text(token) ~= owner then
+  return {'fenced', now}
+elseif not (state == 'in-progress'
   -- The owner of an unknown outcome reports it after all.
-  or live.state == 'unknown' and target ~= 'unknown'
+  or state == 'unknown' and ended_as ~= 'unknown'
   -- The owner's own transaction left the response out; it is added once.
-  or live.state == 'awaited' and (target == 'completed' or target == 'tombstone')
-if may then
-  if target == 'completed' then
-    end_attempt(target, retention, false, 'response', response)
-  else
-    end_attempt(target, retention, false)
-  end
-  return {'completed', text(now)}
-elseif live.state == target and (target ~= 'completed' or redis.call('HGET', key, 'response') == response) then
-  -- The same completion, sent again because its reply was lost.
-  return {'completed', text(now)}
+  or state == 'awaited' and (ended_as == 'completed' or ended_as == 'tombstone')) then
+  -- The same completion may have been sent again because its reply was lost.
+  local is_same = state == ended_as and (state ~= 'completed' or string.sub(value, -response_size) == response)
+  return {is_same and 'completed' or 'fenced', now}
 end
-return {'fenced', text(now)}
+
+--@ end_attempt
+
+--@ write
+
+--@ notify
+
+return {'completed', now}

@@ -12,27 +12,61 @@
 
 --@ record
 
+if ARGV[1] == 'head' then
+  -- The size of the response, which is at the end, is in the first five bytes.
+  local start = redis.pcall('GETRANGE', key, 0, 4)
+  if #start == 5 then
+    without_response = true
+    value = redis.pcall('GETRANGE', key, 0, -1 - struct.unpack('>I4', start, 2))
+  end
+end
+if not without_response then
+--@ get
+end
+
+--@ read
+
 if not live then
-  return {'absent', text(now)}
+  return {'absent', now}
 end
-local names = {'version', 'state', 'fingerprint_version', 'fingerprint', 'token', 'attempts', 'created_at',
-  'changed_at', 'expires_at', 'caller', 'operation', 'attempt', 'lease_until', 'after_abandoned',
-  'key_tag', 'by_operator', 'steps'}
-local reply = {'found', text(now)}
-for at, name in ipairs(names) do
-  if live.fields[at] then
-    table.insert(reply, name)
-    table.insert(reply, live.fields[at])
+local reply = {'found', now, 'version', version, 'state', state, 'fingerprint', fingerprint, 'token', token,
+  'attempts', attempts, 'created_at', created_at, 'changed_at', changed_at, 'expires_at', expires_at, 'caller', caller,
+  'operation', operation, 'by_operator', by_operator}
+
+local function add(name, field)
+  table.insert(reply, name)
+  table.insert(reply, field)
+end
+
+if key_tag ~= '' then
+  add('key_tag', key_tag)
+end
+if state == 'in-progress' then
+  add('attempt', attempt)
+  add('lease_until', lease_until)
+  add('after_abandoned', after_abandoned)
+end
+if resolution ~= '' then
+  local is_resolution, at, from, to, actor, reason = pcall(struct.unpack, RESOLUTION, resolution)
+  if not is_resolution then
+    return redis.error_reply('CORRUPT the resolution of the record cannot be read')
+  end
+  add('resolved_at', at)
+  add('resolved_from', from)
+  add('resolved_to', to)
+  add('resolved_by', actor)
+  add('resolved_reason', reason)
+end
+if number_of_steps > 0 then
+  add('steps', number_of_steps)
+  local at, name, result = 1
+  for number = 0, number_of_steps - 1 do
+    name, result, at = step_at(steps, at)
+    add('step:' .. number, name)
+    add('result:' .. number, result)
   end
 end
-for at = 0, live.steps - 1 do
-  for _, name in ipairs({'step:' .. text(at), 'result:' .. text(at)}) do
-    table.insert(reply, name)
-    table.insert(reply, redis.call('HGET', key, name))
-  end
-end
-if live.state == 'completed' and ARGV[1] ~= 'head' then
-  table.insert(reply, 'response')
-  table.insert(reply, redis.call('HGET', key, 'response'))
+if state == 'completed' and not without_response then
+  add('response', string.sub(value, -response_size))
 end
 return reply

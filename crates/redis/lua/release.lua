@@ -9,24 +9,31 @@
 
 --@ now
 
+--@ arguments
+
 --@ record
 
---@ keep
+--@ get
 
---@ end_attempt
+--@ read
 
-local token, retention = ARGV[1], duration(ARGV[2], MAX_RETENTION)
+local owner, retention = ARGV[1], duration(ARGV[2], MAX_RETENTION)
+local ended_as, operator, response = 'released', 0, ''
 
-if not (token and retention) then
+if not retention then
   return redis.error_reply('INVALID an argument is missing or out of range')
 end
 
-if live and text(live.token) == token then
-  if live.state == 'in-progress' or live.state == 'unknown' then
-    end_attempt('released', retention, false)
-    return {'released', text(now)}
-  elseif live.state == 'released' then
-    return {'released', text(now)}
-  end
+if not live or text(token) ~= owner then
+  return {'fenced', now}
+elseif state ~= 'in-progress' and state ~= 'unknown' then
+  return {state == 'released' and 'released' or 'fenced', now}
 end
-return {'fenced', text(now)}
+
+--@ end_attempt
+
+--@ write
+
+--@ notify
+
+return {'released', now}

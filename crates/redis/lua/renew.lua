@@ -10,20 +10,26 @@
 
 --@ now
 
+--@ arguments
+
 --@ record
 
---@ keep
+--@ get
 
-local token, lease, retention = ARGV[1], duration(ARGV[2], MAX_LEASE), duration(ARGV[3], MAX_RETENTION)
+--@ read
 
-if not (token and lease and retention) then
+local owner, lease, retention = ARGV[1], duration(ARGV[2], MAX_LEASE), duration(ARGV[3], MAX_RETENTION)
+local response = ''
+
+if not (lease and retention) then
   return redis.error_reply('INVALID an argument is missing or out of range')
 end
 
-if live and text(live.token) == token and live.state == 'in-progress' then
-  local lease_until = now + lease
-  redis.call('HSET', key, 'lease_until', text(lease_until), 'expires_at', text(lease_until + retention))
-  keep_until(lease_until + retention)
-  return {'renewed', text(now), text(lease_until)}
+if not live or text(token) ~= owner or state ~= 'in-progress' then
+  return {'fenced', now}
 end
-return {'fenced', text(now)}
+lease_until, expires_at = now + lease, now + lease + retention
+
+--@ write
+
+return {'renewed', now, lease_until}

@@ -13,59 +13,62 @@
 
 --@ now
 
---@ record
-
---@ keep
-
---@ end_attempt
-
---@ audit
+--@ arguments
 
 --@ response
 
-local resolution, retention, force, amend = ARGV[1], duration(ARGV[2], MAX_RETENTION), ARGV[3], ARGV[4]
+--@ audit
+
+--@ record
+
+--@ get
+
+--@ read
+
+local decision, retention, force, amend = ARGV[1], duration(ARGV[2], MAX_RETENTION), ARGV[3], ARGV[4]
 local actor, reason, response = ARGV[5], ARGV[6], ARGV[7] or ''
 
-if not ((resolution == 'complete' or resolution == 'release' or resolution == 'park') and retention
+if not ((decision == 'complete' or decision == 'release' or decision == 'park') and retention
   and (force == '0' or force == '1') and (amend == '0' or amend == '1')
   and actor and reason and #actor <= 1000 and #reason <= 1000
-  and (response == '' or resolution == 'complete' and is_response(response))) then
+  and (response == '' or decision == 'complete' and is_response(response))) then
   return redis.error_reply('INVALID an argument is missing or out of range')
 end
 
 if not live then
-  return {'not-resolvable', text(now), ''}
+  return {'not-resolvable', now, ''}
 end
-local state_before = live.state
-if state_before == 'in-progress' and now >= live.lease_until then
+local state_before = state
+if state == 'in-progress' and now >= lease_until then
   state_before = 'abandoned'
-elseif state_before == 'awaited' then
+elseif state == 'awaited' then
   state_before = 'tombstone'
 end
 local is_completed = state_before == 'completed' or state_before == 'tombstone'
+local is_amendable = by_operator == 1
 local may
-if resolution == 'park' then
+if decision == 'park' then
   -- A completion by the owner is final.
-  may = state_before == 'released' or is_completed and live.by_operator
+  may = state_before == 'released' or is_completed and is_amendable
 elseif amend == '1' then
-  may = live.by_operator and (is_completed or state_before == 'released' and resolution == 'complete')
+  may = is_amendable and (is_completed or state_before == 'released' and decision == 'complete')
 else
   may = state_before == 'unknown' or state_before == 'abandoned'
-    or state_before == 'in-progress' and force == '1' and resolution == 'release'
+    or state_before == 'in-progress' and force == '1' and decision == 'release'
     -- Released after some of its steps: its outcome is still open.
-    or state_before == 'released' and live.steps > 0 and resolution == 'complete'
+    or state_before == 'released' and number_of_steps > 0 and decision == 'complete'
 end
 if not may then
-  return {'not-resolvable', text(now), state_before}
+  return {'not-resolvable', now, state_before}
 end
 local state_after = 'released'
-if resolution == 'complete' then
+if decision == 'complete' then
   state_after = response == '' and 'tombstone' or 'completed'
-elseif resolution == 'park' then
+elseif decision == 'park' then
   state_after = 'unknown'
   -- A new token without an owner: an owner that an operator fenced stays fenced.
-  live.token = math.max(live.token + 1, now)
-  if live.token >= 9007199254740992 then
+  token = math.max(token + 1, now)
+  if token >= MAX_NUMBER then
     return redis.error_reply('CORRUPT the token of the record cannot grow')
   end
 end
@@ -74,12 +77,14 @@ if KEYS[2] then
   local id = string.match(key, '{(%x+)}') or key
   add_audit(KEYS[2], text(now), id, state_before, state_after, actor, reason)
 end
-redis.call('HSET', key, 'resolved_at', text(now), 'resolved_from', state_before, 'resolved_to', state_after,
-  'resolved_by', actor, 'resolved_reason', reason)
-if state_after == 'completed' then
-  redis.call('HSET', key, 'response', response)
-else
-  redis.call('HDEL', key, 'response')
-end
-end_attempt(state_after, retention, true, 'token', text(live.token))
-return {'resolved', text(now), state_before, state_after}
+resolution = struct.pack(RESOLUTION, now, #state_before, state_before, #state_after, state_after, #actor, actor,
+  #reason, reason)
+local ended_as, operator = state_after, 1
+
+--@ end_attempt
+
+--@ write
+
+--@ notify
+
+return {'resolved', now, state_before, state_after}

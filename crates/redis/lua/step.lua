@@ -11,28 +11,33 @@
 
 --@ record
 
-local token, at, name, result = ARGV[1], number(ARGV[2]), ARGV[3], ARGV[4]
+--@ get
 
-if not (token and at and name and #name >= 1 and #name <= 255 and result) then
+--@ read
+
+local owner, digits, name, result = ARGV[1], ARGV[2] or '', ARGV[3] or '', ARGV[4]
+local number = (digits == '0' or string.find(digits, '^[1-9]%d*$')) and tonumber(digits)
+
+if not (number and #name >= 1 and #name <= 255 and result) then
   return redis.error_reply('INVALID an argument is missing or out of range')
 end
 
-if not live or text(live.token) ~= token or live.state ~= 'in-progress' then
-  return {'fenced', text(now)}
-elseif at < live.steps then
-  local same = redis.call('HGET', key, 'step:' .. text(at)) == name
-    and redis.call('HGET', key, 'result:' .. text(at)) == result
-  return {same and 'recorded' or 'differs', text(now)}
-elseif at > live.steps then
-  return {'differs', text(now)}
+if not live or text(token) ~= owner or state ~= 'in-progress' then
+  return {'fenced', now}
+elseif number > number_of_steps then
+  return {'differs', now}
 end
-local bytes = #name + #result
-if live.steps > 0 then
-  bytes = bytes + (number(redis.call('HGET', key, 'steps_bytes')) or 1048576)
+local bytes, at, step_name, step_result = #name + #result, 1
+for before = 0, number_of_steps - 1 do
+  step_name, step_result, at = step_at(steps, at)
+  if before == number then
+    return {step_name == name and step_result == result and 'recorded' or 'differs', now}
+  end
+  bytes = bytes + #step_name + #step_result
 end
-if live.steps >= 256 or bytes > 1048576 then
-  return {'full', text(now)}
+if number_of_steps >= 256 or bytes > 1048576 then
+  return {'full', now}
 end
-redis.call('HSET', key, 'steps', text(live.steps + 1), 'steps_bytes', text(bytes),
-  'step:' .. text(at), name, 'result:' .. text(at), result)
-return {'recorded', text(now)}
+-- A record in progress has no response, so its steps are at its end.
+redis.call('APPEND', key, struct.pack('>I2c0I4c0', #name, name, #result, result))
+return {'recorded', now}

@@ -4,16 +4,14 @@
 //! connection leads to a server that has applied the command, and not to one that took its place without it.
 
 use oncegate_core::{Command, Completion, Outcome, Resolution};
-use redis::Value;
+use redis::{Pipeline, Value};
 
-/// The fields of the record that [`AppliedCheck::is_met_by`] reads, in this order.
-pub(crate) const FIELDS: [&str; 8] =
-    ["state", "token", "attempt", "lease_until", "resolved_to", "resolved_by", "resolved_reason", "steps"];
+use crate::layout::{Head, MAX_HEAD};
 
 /// The state of the record that proves that the command was applied.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum AppliedCheck {
-    Granted { attempt: String, token: u64, lease_until: u64 },
+    Granted { attempt: u128, token: u64, lease_until: u64 },
     Unknown,
     Stepped { token: u64, number: u64 },
     Completed { token: u64, state: &'static str },
@@ -29,7 +27,7 @@ impl AppliedCheck {
     pub(crate) fn of(command: &Command, outcome: &Outcome) -> Option<Self> {
         Some(match (command, outcome) {
             (Command::Claim(claim), Outcome::Execute(grant)) => Self::Granted {
-                attempt: format!("{:032x}", claim.attempt.get()),
+                attempt: claim.attempt.get(),
                 token: grant.token.get(),
                 lease_until: grant.lease_until.as_millis(),
             },
@@ -61,48 +59,46 @@ impl AppliedCheck {
         })
     }
 
+    /// Adds the command that reads what [`Self::is_met_by`] needs of the record.
+    pub(crate) fn ask(&self, key: &str, pipeline: &mut Pipeline) {
+        match self {
+            // The steps are at the end of a record in progress.
+            Self::Stepped { .. } => pipeline.cmd("GET").arg(key),
+            _ => pipeline.cmd("GETRANGE").arg(key).arg(0).arg(MAX_HEAD - 1),
+        };
+    }
+
     /// Tells if the record shows the command as applied. If another command has changed the record since, the result is
     /// unknown, and the caller may send its command again.
-    pub(crate) fn is_met_by(&self, fields: &Value) -> bool {
-        let Value::Array(fields) = fields else { return false };
-        let texts: Vec<_> = fields.iter().map(text).collect();
-        let [state, token, attempt, lease_until, to, by, reason, steps] = texts.as_slice() else {
-            return false;
-        };
-        let Some(state) = *state else { return false };
-        let number = |digits: &Option<&str>| digits.and_then(|digits| digits.parse::<u64>().ok());
+    pub(crate) fn is_met_by(&self, record: &Value) -> bool {
+        let Value::BulkString(bytes) = record else { return false };
+        let Some(head) = Head::read(bytes) else { return false };
         match self {
-            Self::Granted { attempt: ours, token: granted, lease_until: until } => {
-                state == "in-progress"
-                    && *attempt == Some(ours.as_str())
-                    && number(token) == Some(*granted)
-                    && number(lease_until) >= Some(*until)
+            Self::Granted { attempt, token, lease_until } => {
+                head.state == b"in-progress"
+                    && head.attempt == *attempt
+                    && head.token == *token
+                    && head.lease_until >= *lease_until
             }
-            Self::Stepped { token: ours, number: ours_is } => {
-                state == "in-progress" && number(token) == Some(*ours) && number(steps) > Some(*ours_is)
+            Self::Stepped { token, number } => {
+                head.state == b"in-progress" && head.token == *token && head.steps() > Some(*number)
             }
-            Self::Unknown => state == "unknown",
+            Self::Unknown => head.state == b"unknown",
             // The response may have been added since.
-            Self::Completed { token: ours, state: expected } => {
-                number(token) == Some(*ours) && (state == *expected || state == "completed")
+            Self::Completed { token, state } => {
+                head.token == *token && (head.state == state.as_bytes() || head.state == b"completed")
             }
             // A waiting caller may have claimed the record since.
-            Self::Released { token: ours } => {
-                state == "released" && number(token) == Some(*ours) || number(token) > Some(*ours)
+            Self::Released { token } => {
+                head.state == b"released" && head.token == *token || head.token > *token
             }
-            Self::Resolved { to: expected, actor, reason: why } => {
-                *to == Some(*expected)
-                    && *by == Some(actor.as_str())
-                    && *reason == Some(why.as_str())
-                    && (state == *expected || (*expected == "released" && state != "unknown"))
+            Self::Resolved { to, actor, reason } => {
+                head.resolution.is_some_and(|last| {
+                    last.to == to.as_bytes()
+                        && last.actor == actor.as_bytes()
+                        && last.reason == reason.as_bytes()
+                }) && (head.state == to.as_bytes() || (*to == "released" && head.state != b"unknown"))
             }
         }
-    }
-}
-
-fn text(value: &Value) -> Option<&str> {
-    match value {
-        Value::BulkString(bytes) => std::str::from_utf8(bytes).ok(),
-        _ => None,
     }
 }

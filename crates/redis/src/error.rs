@@ -164,7 +164,7 @@ impl From<Failure> for StoreError {
         match &failure {
             Failure::Corrupt(_) => Self::corrupt(format!("{failure}; nothing was changed")),
             Failure::Refused(code) if code == "WRONGTYPE" => Self::corrupt(
-                "the record in Redis cannot be read: its key holds no hash; nothing was changed",
+                "the record in Redis cannot be read: its key holds another type; nothing was changed",
             ),
             Failure::Refused(code) if code == "INVALID" => {
                 Self::invalid("an argument is out of the range of the Redis contract")

@@ -57,6 +57,7 @@ mod applied_check;
 pub mod contract;
 mod disk;
 mod error;
+mod layout;
 mod link;
 mod list;
 mod options;

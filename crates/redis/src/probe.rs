@@ -223,7 +223,7 @@ async fn default_writes(wire: &Wire, options: &RedisOptions) -> Result<Option<bo
         return Ok(Some(true));
     }
     let mut command = cmd("ACL");
-    command.arg("DRYRUN").arg("default").arg("HSET").arg(AUDIT_KEY).arg("field").arg("value");
+    command.arg("DRYRUN").arg("default").arg("SET").arg(AUDIT_KEY).arg("value");
     match ask_all(wire, &command, options.timeout).await {
         Ok(replies) => Ok(Some(replies.iter().all(|reply| *reply == Value::Okay))),
         Err(Failure::Refused(_) | Failure::Forbidden(_)) => Ok(None),

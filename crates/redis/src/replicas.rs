@@ -16,7 +16,7 @@ use tokio::sync::oneshot;
 use tokio::task::JoinSet;
 use tracing::warn;
 
-use crate::applied_check::{AppliedCheck, FIELDS};
+use crate::applied_check::AppliedCheck;
 use crate::contract::record_key;
 use crate::disk::{FSYNC, Proof, fsync_of, prove};
 use crate::error::Failure;
@@ -257,7 +257,7 @@ impl Lane {
             warn!(%failure, "could not wait for the replicas or the disk of Redis");
         }
         let each = waiters.iter().zip(records).map(|(waiter, record)| match record {
-            Ok(fields) if waiter.applied_check.is_met_by(fields) => whole.clone(),
+            Ok(record) if waiter.applied_check.is_met_by(record) => whole.clone(),
             Ok(_) => Err(Shortfall::Elsewhere),
             Err(failure) => Err(Shortfall::Failed(failure.clone())),
         });
@@ -309,7 +309,7 @@ impl Lane {
     fn pipeline(&self, waiters: &[Waiter], wait: Wait, proof: Option<Proof>) -> (Pipeline, u32) {
         let mut pipeline = Pipeline::new();
         for waiter in waiters {
-            pipeline.cmd("HMGET").arg(&waiter.key).arg(&FIELDS);
+            waiter.applied_check.ask(&waiter.key, &mut pipeline);
         }
         pipeline.cmd("SET").arg(wait_key(&self.tag)).arg("").arg("PX").arg(WAIT_KEY_MILLIS);
         let millis = u64::try_from(wait.timeout.as_millis()).unwrap_or(u64::MAX);

@@ -24,7 +24,7 @@ impl Reply {
         let Value::Array(parts) = value else { return None };
         let mut rest = parts.into_iter();
         let word = String::from_utf8(bytes(rest.next()?)?).ok()?;
-        let now = Timestamp::from_millis(number(&bytes(rest.next()?)?)?);
+        let now = Timestamp::from_millis(integer(&rest.next()?)?);
         Some(Self { word, now, rest })
     }
 
@@ -33,7 +33,7 @@ impl Reply {
     }
 
     fn number(&mut self) -> Option<u64> {
-        number(&self.bytes()?)
+        integer(&self.rest.next()?)
     }
 
     fn state(&mut self) -> Option<StateName> {
@@ -55,7 +55,7 @@ impl Reply {
                 token: FencingToken::new(self.number()?),
                 attempts: u32::try_from(self.number()?).ok()?,
                 lease_until: Timestamp::from_millis(self.number()?),
-                after_abandoned: flag(&self.bytes()?)?,
+                after_abandoned: flag(self.number()?)?,
             }),
             "in-progress" => Outcome::InProgress { lease_left: Duration::from_millis(self.number()?) },
             "mismatch" => Outcome::Mismatch,
@@ -97,8 +97,7 @@ impl Reply {
             "found" => {
                 let mut fields = HashMap::new();
                 while let Some(name) = self.rest.next() {
-                    let pair = bytes(name).zip(self.bytes());
-                    let (name, value) = pair.ok_or_else(unexpected_reply)?;
+                    let (name, value) = bytes(name).zip(self.rest.next()).ok_or_else(unexpected_reply)?;
                     fields.insert(name, value);
                 }
                 FoundRecord::read(fields).ok_or_else(unreadable).map(Some)
@@ -115,22 +114,20 @@ pub(crate) struct FoundRecord {
 }
 
 impl FoundRecord {
-    fn read(mut fields: HashMap<Vec<u8>, Vec<u8>>) -> Option<Self> {
-        let mut take = |name: &str| fields.remove(name.as_bytes());
-        if take("version")? != VERSION {
+    fn read(fields: HashMap<Vec<u8>, Value>) -> Option<Self> {
+        let mut fields = Fields(fields);
+        if fields.number("version")? != u64::from(VERSION) {
             return None;
         }
         let mut is_head = false;
-        let state = match take("state")?.as_slice() {
+        let state = match fields.bytes("state")?.as_slice() {
             b"in-progress" => State::InProgress {
-                attempt: AttemptId::new(
-                    u128::from_str_radix(std::str::from_utf8(&take("attempt")?).ok()?, 16).ok()?,
-                ),
-                lease_until: Timestamp::from_millis(number(&take("lease_until")?)?),
-                after_abandoned: flag(&take("after_abandoned")?)?,
+                attempt: AttemptId::new(u128::from_be_bytes(fields.array("attempt")?)),
+                lease_until: fields.time("lease_until")?,
+                after_abandoned: flag(fields.number("after_abandoned")?)?,
             },
             b"unknown" => State::Unknown,
-            b"completed" => match take("response") {
+            b"completed" => match fields.bytes("response") {
                 Some(bytes) => State::Completed(RecordedResponse::Replayable(response(bytes)?)),
                 None => {
                     is_head = true;
@@ -144,38 +141,54 @@ impl FoundRecord {
             b"released" => State::Released,
             _ => return None,
         };
-        let version = u8::try_from(number(&take("fingerprint_version")?)?).ok()?;
-        let digest = *id(&take("fingerprint")?)?.as_bytes();
-        let mut time = |name| Some(Timestamp::from_millis(number(&take(name)?)?));
-        let (created_at, changed_at, expires_at) =
-            (time("created_at")?, time("changed_at")?, time("expires_at")?);
-        let caller = CallerTag::from_hex(std::str::from_utf8(&take("caller")?).ok()?)?;
+        let fingerprint = fields.bytes("fingerprint")?;
+        let (version, digest) = fingerprint.split_first()?;
+        let fingerprint = Fingerprint::from_parts(*version, digest.try_into().ok()?)?;
+        let caller = CallerTag::from_bytes(fields.array("caller")?);
         // It is for people, and other clients may write any bytes.
-        let operation = take("operation")?;
-        let fingerprint = Fingerprint::from_parts(version, digest)?;
-        let token = FencingToken::new(number(&take("token")?)?);
-        let attempts = u32::try_from(number(&take("attempts")?)?).ok()?;
-        let key = match take("key_tag") {
-            Some(digits) => Some(KeyTag::from_hex(std::str::from_utf8(&digits).ok()?)?),
+        let operation = fields.bytes("operation")?;
+        let key = match fields.bytes("key_tag") {
+            Some(tag) => Some(KeyTag::from_bytes(tag.try_into().ok()?)),
             None => None,
         };
         let label = Label::new(caller, &String::from_utf8_lossy(&operation)).with_key(key);
-        let by_operator = match take("by_operator") {
-            Some(digit) => flag(&digit)?,
-            None => false,
-        };
-        let mut record = Record::new(fingerprint, token, state, label, created_at);
-        (record.attempts, record.changed_at, record.expires_at) = (attempts, changed_at, expires_at);
-        record.by_operator = by_operator;
-        if let Some(count) = take("steps") {
-            record.steps = (0..number(&count)?)
+        let token = FencingToken::new(fields.number("token")?);
+        let mut record = Record::new(fingerprint, token, state, label, fields.time("created_at")?);
+        record.attempts = u32::try_from(fields.number("attempts")?).ok()?;
+        record.changed_at = fields.time("changed_at")?;
+        record.expires_at = fields.time("expires_at")?;
+        record.by_operator = flag(fields.number("by_operator")?)?;
+        if let Some(count) = fields.number("steps") {
+            record.steps = (0..count)
                 .map(|at| {
-                    let (name, result) = (take(&format!("step:{at}"))?, take(&format!("result:{at}"))?);
+                    let name = fields.bytes(&format!("step:{at}"))?;
+                    let result = fields.bytes(&format!("result:{at}"))?;
                     Step::new(&String::from_utf8_lossy(&name), result.into()).ok()
                 })
                 .collect::<Option<_>>()?;
         }
         Some(Self { record, is_head })
+    }
+}
+
+/// The fields of a lookup's reply that were not read yet.
+struct Fields(HashMap<Vec<u8>, Value>);
+
+impl Fields {
+    fn bytes(&mut self, name: &str) -> Option<Vec<u8>> {
+        bytes(self.0.remove(name.as_bytes())?)
+    }
+
+    fn array<const N: usize>(&mut self, name: &str) -> Option<[u8; N]> {
+        self.bytes(name)?.try_into().ok()
+    }
+
+    fn number(&mut self, name: &str) -> Option<u64> {
+        integer(&self.0.remove(name.as_bytes())?)
+    }
+
+    fn time(&mut self, name: &str) -> Option<Timestamp> {
+        self.number(name).map(Timestamp::from_millis)
     }
 }
 
@@ -226,10 +239,17 @@ pub(crate) fn number(digits: &[u8]) -> Option<u64> {
     std::str::from_utf8(digits).ok()?.parse().ok()
 }
 
-fn flag(digit: &[u8]) -> Option<bool> {
-    match digit {
-        b"0" => Some(false),
-        b"1" => Some(true),
+fn integer(value: &Value) -> Option<u64> {
+    match value {
+        Value::Int(number) => u64::try_from(*number).ok(),
+        _ => None,
+    }
+}
+
+const fn flag(number: u64) -> Option<bool> {
+    match number {
+        0 => Some(false),
+        1 => Some(true),
         _ => None,
     }
 }

@@ -11,11 +11,12 @@ use crate::error::Failure;
 use crate::link::{Wire, ask_one};
 
 /// The keys of the check, in one slot of a Cluster.
-const KEYS: [&str; 2] = ["oncegate:{check}hash", "oncegate:{check}stream"];
+const KEYS: [&str; 2] = ["oncegate:{check}record", "oncegate:{check}stream"];
 
 /// Returns the refused commands: first those of requests, then those of the audit trail.
 const SCRIPT: &str = "\
 local refused = {}
+-- Returns true unless the command is refused.
 local function try(name, ...)
   local reply = redis.pcall(name, ...)
   local why = type(reply) == 'table' and reply.err and string.lower(reply.err)
@@ -24,21 +25,22 @@ local function try(name, ...)
     or string.find(why, 'executing the script can', 1, true) or string.find(why, 'unknown redis command', 1, true)
     or string.find(why, 'unknown command', 1, true)) then
     table.insert(refused, name)
+    return false
   end
+  return true
 end
-local hash, stream = KEYS[1], KEYS[2]
+local record, stream = KEYS[1], KEYS[2]
 try('TIME')
-try('TYPE', hash)
-try('HSET', hash, 'a', '1')
-try('PEXPIREAT', hash, ARGV[1])
-try('HGET', hash, 'a')
-try('HMGET', hash, 'a')
-try('HSTRLEN', hash, 'a')
-try('HDEL', hash, 'a')
-try('DEL', hash)
-try('XADD', stream, 'MAXLEN', '0', '*', 'a', '1')
+try('GET', record)
+try('GETRANGE', record, '0', '1')
+-- Only a key that expires is appended to.
+if try('SET', record, '', 'PX', '1000') and try('APPEND', record, '') then
+  -- A time in the past: it is gone at once.
+  redis.pcall('SET', record, '', 'PXAT', '1')
+end
+-- It creates no stream.
+try('XADD', stream, 'NOMKSTREAM', '*', 'a', '1')
 try('XREVRANGE', stream, '+', '-', 'COUNT', '1')
-redis.pcall('DEL', stream)
 return refused
 ";
 
@@ -60,8 +62,7 @@ pub(crate) struct MissingCommands {
 /// If the server does not answer, or cannot run a script now.
 pub(crate) async fn refused(wire: &Wire, limit: Duration) -> Result<MissingCommands, Failure> {
     let mut command = cmd("EVAL");
-    // A time in the past, so that the key is gone at once even if it cannot be deleted.
-    command.arg(SCRIPT).arg(KEYS.len()).arg(&KEYS).arg(1);
+    command.arg(SCRIPT).arg(KEYS.len()).arg(&KEYS);
     let names = match ask_one(wire, &command, limit).await {
         Ok(reply) => redis::from_redis_value::<Vec<String>>(reply).map_err(|_| Failure::UnexpectedReply)?,
         Err(failure) if failure.is("NOPERM") => vec!["EVAL".to_owned()],

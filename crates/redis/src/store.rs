@@ -192,8 +192,9 @@ impl StoreInner {
         claim: &Claim,
         command: &Command,
     ) -> Result<Outcome, StoreError> {
-        let attempt = format!("{:032x}", claim.attempt.get());
-        let fingerprint = RecordId::from_bytes(*claim.fingerprint.digest()).to_string();
+        let attempt = claim.attempt.get().to_be_bytes();
+        let mut fingerprint = [claim.fingerprint.version(); 33];
+        fingerprint[1..].copy_from_slice(claim.fingerprint.digest());
         let on_abandoned = match claim.on_abandoned {
             OnAbandoned::Park => "park",
             OnAbandoned::Reexecute => "reexecute",
@@ -204,19 +205,17 @@ impl StoreInner {
                 ));
             }
         };
-        let (version, caller) = (claim.fingerprint.version().to_string(), claim.label.caller().to_string());
         let (lease, retention) = (millis(claim.lease), millis(claim.retention));
-        let key_tag = claim.label.key().map_or_else(String::new, |tag| tag.to_string());
-        let arguments = [
-            attempt.as_bytes(),
-            version.as_bytes(),
-            fingerprint.as_bytes(),
+        let (caller, key_tag) = (claim.label.caller(), claim.label.key());
+        let arguments: [&[u8]; 8] = [
+            &attempt,
+            &fingerprint,
             lease.as_bytes(),
             retention.as_bytes(),
             on_abandoned.as_bytes(),
             caller.as_bytes(),
             claim.label.operation().as_bytes(),
-            key_tag.as_bytes(),
+            key_tag.as_ref().map_or(&[], |tag| tag.as_bytes()),
         ];
         if let Some(why) = self.link.unfit() {
             let refused = StoreError::unavailable(format!("Redis: {why}"));
@@ -380,7 +379,11 @@ impl StoreInner {
         let connection = self.link.connection().await?;
         let mut command = cmd("SET");
         command.arg(CHECK_KEY).arg("").arg("PX").arg(1000);
-        self.link.send_on(&connection, &command).await?;
+        match self.link.send_on(&connection, &command).await {
+            // The inspection names the command.
+            Ok(_) | Err(Failure::Forbidden(_)) => {}
+            Err(failure) => return Err(failure.into()),
+        }
         self.link.inspect(&connection).await.map_err(|error| match error {
             RedisOpenError::Unreachable(what) => StoreError::unavailable(format!("Redis: {what}")),
             RedisOpenError::Unfit(what) => StoreError::invalid(what),

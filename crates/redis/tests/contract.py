@@ -15,7 +15,7 @@ import time
 import redis
 
 MINUTE = 60_000
-CALLER = "00" * 8
+CALLER = bytes(8)
 
 
 class Contract:
@@ -31,8 +31,13 @@ class Contract:
             return self.client.eval(self.code[name], len(keys), *keys, *arguments)
 
     def claim(self, key, attempt, body, on_abandoned="park", lease=MINUTE):
-        fingerprint = hashlib.sha256(body).hexdigest()
-        return self.call("claim", [key], attempt, 1, fingerprint, lease, MINUTE, on_abandoned, CALLER, "POST /orders")
+        fingerprint = b"\x01" + hashlib.sha256(body).digest()
+        return self.call("claim", [key], attempt, fingerprint, lease, MINUTE, on_abandoned, CALLER, "POST /orders")
+
+    def fields(self, key, *head):
+        found = self.call("lookup", [key], *head)
+        assert found[0] == b"found"
+        return dict(zip(found[2::2], found[3::2]))
 
     def complete(self, key, token, response):
         return self.call("complete", [key], token, "completed", MINUTE, response)
@@ -58,7 +63,7 @@ def main(url, lua):
     )
 
     # Claim, conflict, mismatch, complete, replay.
-    key, attempt = new_key(), secrets.token_hex(16)
+    key, attempt = new_key(), secrets.token_bytes(16)
     heard = []
     listening = threading.Event()
 
@@ -73,34 +78,35 @@ def main(url, lua):
     listener.start()
     assert listening.wait(10)
     word, now, token, attempts, lease_until, after_abandoned = contract.claim(key, attempt, b"pay 5")
-    assert (word, attempts, after_abandoned) == (b"execute", b"1", b"0")
-    assert abs(int(now) - time.time() * 1000) < 60_000 and int(token) == int(now)
-    assert int(lease_until) == int(now) + MINUTE
+    assert (word, attempts, after_abandoned) == (b"execute", 1, 0)
+    assert abs(now - time.time() * 1000) < 60_000 and token == now
+    assert lease_until == now + MINUTE
     # The reply was lost. The repeated claim is the same claim.
     assert contract.claim(key, attempt, b"pay 5")[2] == token
-    assert contract.claim(key, secrets.token_hex(16), b"pay 5")[0] == b"in-progress"
-    assert contract.claim(key, secrets.token_hex(16), b"pay 9")[0] == b"mismatch"
+    assert contract.claim(key, secrets.token_bytes(16), b"pay 5")[0] == b"in-progress"
+    assert contract.claim(key, secrets.token_bytes(16), b"pay 9")[0] == b"mismatch"
     assert contract.call("renew", [key], token, MINUTE, MINUTE)[0] == b"renewed"
-    assert client.hget(key, "state") == b"in-progress"
+    assert contract.fields(key)[b"state"] == b"in-progress"
     receipt = response(201, [(b"content-type", b"application/octet-stream")], bytes(range(256)) * 100)
-    assert contract.complete(key, int(token) + 1, receipt)[0] == b"fenced"
+    assert contract.complete(key, token + 1, receipt)[0] == b"fenced"
     assert contract.complete(key, token, receipt)[0] == b"completed"
     assert contract.complete(key, token, receipt)[0] == b"completed"
     assert contract.complete(key, token, receipt + b"x")[0] == b"fenced"
-    again = contract.claim(key, secrets.token_hex(16), b"pay 5")
+    again = contract.claim(key, secrets.token_bytes(16), b"pay 5")
     assert (again[0], again[2]) == (b"replay", receipt)
     listener.join(10)
-    assert heard and heard[0][-1] == b"completed " + token, heard
-    fields = client.hgetall(key)
-    assert fields[b"version"] == b"1" and fields[b"token"] == token and fields[b"response"] == receipt
+    assert heard and heard[0][-1] == b"completed %d" % token, heard
+    fields = contract.fields(key)
+    assert fields[b"version"] == 1 and fields[b"token"] == token and fields[b"response"] == receipt
+    assert fields[b"fingerprint"] == b"\x01" + hashlib.sha256(b"pay 5").digest()
     assert b"attempt" not in fields and b"lease_until" not in fields
 
     # Released: the key is free, and tokens keep growing.
     key = new_key()
-    first = contract.claim(key, secrets.token_hex(16), b"a")[2]
+    first = contract.claim(key, secrets.token_bytes(16), b"a")[2]
     assert contract.call("release", [key], first, MINUTE)[0] == b"released"
-    second = contract.claim(key, secrets.token_hex(16), b"b")
-    assert second[0] == b"execute" and int(second[2]) > int(first) and second[3] == b"2"
+    second = contract.claim(key, secrets.token_bytes(16), b"b")
+    assert second[0] == b"execute" and second[2] > first and second[3] == 2
     assert contract.complete(key, first, receipt)[0] == b"fenced"
 
     # Steps outlive their attempt. With steps, a released key is not free for another request.
@@ -112,43 +118,46 @@ def main(url, lua):
     assert step(first, 1, "ship", b"") == b"fenced"
     assert step(token, 1, "ship", bytes(1_048_576 - 4 - 6 - 256 + 1)) == b"full"
     assert contract.call("release", [key], token, MINUTE)[0] == b"released"
-    assert contract.claim(key, secrets.token_hex(16), b"c")[0] == b"mismatch"
-    third = contract.claim(key, secrets.token_hex(16), b"b")
-    assert third[0] == b"execute" and client.hget(key, "steps") == b"1"
-    found = contract.call("lookup", [key])
-    fields = dict(zip(found[2::2], found[3::2]))
+    assert contract.claim(key, secrets.token_bytes(16), b"c")[0] == b"mismatch"
+    third = contract.claim(key, secrets.token_bytes(16), b"b")
+    assert third[0] == b"execute"
+    fields = contract.fields(key)
+    assert fields[b"steps"] == 1
     assert (fields[b"step:0"], fields[b"result:0"]) == (b"charge", encoded)
     assert contract.complete(key, third[2], receipt)[0] == b"completed"
-    assert not client.hexists(key, "steps") and not client.hexists(key, "step:0")
+    assert b"steps" not in contract.fields(key) and b"step:0" not in contract.fields(key)
 
     # Abandoned: parked, resolved by an operator, recorded in the audit trail.
     key = new_key()
-    contract.claim(key, secrets.token_hex(16), b"a", lease=1)
+    contract.claim(key, secrets.token_bytes(16), b"a", lease=1)
     time.sleep(0.01)
-    assert contract.claim(key, secrets.token_hex(16), b"a")[0] == b"unknown"
+    assert contract.claim(key, secrets.token_bytes(16), b"a")[0] == b"unknown"
     resolved = contract.call(
         "resolve", [key, "oncegate:{audit}"], "complete", MINUTE, 0, 0, "ann", "found in the ledger", receipt
     )
     assert resolved[0] == b"resolved" and resolved[2:] == [b"unknown", b"completed"], resolved
     number, entry = client.xrevrange("oncegate:{audit}", count=1)[0]
     assert entry[b"record"].decode() in key and entry[b"actor"] == b"ann" and number.endswith(b"-0")
-    assert contract.claim(key, secrets.token_hex(16), b"a")[2] == receipt
+    assert contract.claim(key, secrets.token_bytes(16), b"a")[2] == receipt
+    fields = contract.fields(key)
+    assert fields[b"by_operator"] == 1 and fields[b"resolved_at"] == resolved[1]
+    assert (fields[b"resolved_from"], fields[b"resolved_to"]) == (b"unknown", b"completed")
+    assert (fields[b"resolved_by"], fields[b"resolved_reason"]) == (b"ann", b"found in the ledger")
 
     # Abandoned: executed again with a greater token, and the grant reports the abandoned attempt.
     key = new_key()
-    first = contract.claim(key, secrets.token_hex(16), b"a", lease=1)[2]
+    first = contract.claim(key, secrets.token_bytes(16), b"a", lease=1)[2]
     time.sleep(0.01)
-    second = contract.claim(key, secrets.token_hex(16), b"a", on_abandoned="reexecute")
-    assert second[0] == b"execute" and int(second[2]) > int(first) and second[5] == b"1"
+    second = contract.claim(key, secrets.token_bytes(16), b"a", on_abandoned="reexecute")
+    assert second[0] == b"execute" and second[2] > first and second[5] == 1
 
     # Lookups, and refused calls.
-    found = contract.call("lookup", [key], "head")
-    fields = dict(zip(found[2::2], found[3::2]))
-    assert found[0] == b"found" and fields[b"state"] == b"in-progress" and fields[b"token"] == second[2]
+    fields = contract.fields(key, "head")
+    assert fields[b"state"] == b"in-progress" and fields[b"token"] == second[2]
     assert contract.call("lookup", [new_key()])[0] == b"absent"
     client.set(key, "something else")
     for wrong, code in [
-        (lambda: contract.claim(key, secrets.token_hex(16), b"a"), "CORRUPT"),
+        (lambda: contract.claim(key, secrets.token_bytes(16), b"a"), "CORRUPT"),
         (lambda: contract.claim(new_key(), "no attempt", b"a"), "INVALID"),
         (lambda: contract.call("complete", [new_key()], "1", "completed", MINUTE), "INVALID"),
         (lambda: contract.call("renew", [new_key()], "1", "1e3", MINUTE), "INVALID"),
@@ -163,7 +172,7 @@ def main(url, lua):
     if os.environ.get("LEAVE_FOR_RUST"):
         # A record for the Rust store to replay.
         key = "oncegate:{%s}" % ("ab" * 32)
-        token = contract.claim(key, secrets.token_hex(16), b"a")[2]
+        token = contract.claim(key, secrets.token_bytes(16), b"a")[2]
         contract.complete(key, token, receipt)
     print("contract: all as it is written down")
 

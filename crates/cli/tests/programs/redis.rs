@@ -89,14 +89,14 @@ async fn the_sidecar_reports_a_change_of_the_servers_configuration() {
     until("the sidecar is ready again", async || admin("/readyz").await.0 == 200).await;
     until("new keys are executed again", async || sidecar.ask(&post("order-2")).await.status() == 201).await;
     // The same for a right that is taken away.
-    server.command(&["ACL", "SETUSER", "app", "-hset"]).unwrap();
+    server.command(&["ACL", "SETUSER", "app", "-set"]).unwrap();
     sidecar.ask(&post("order-3")).await.is_problem(503, "store-unavailable");
     let (status, why) = admin("/readyz").await;
-    assert!(status == 503 && why.contains("does not allow the user HSET on oncegate:*"), "{status} {why}");
+    assert!(status == 503 && why.contains("does not allow the user SET on oncegate:*"), "{status} {why}");
     until("the sidecar is degraded", async || admin("/metrics").await.1.contains("\noncegate_degraded 1"))
         .await;
     assert!(sidecar.ask(&post("order-1")).await.has_status(201).is_replay());
-    server.command(&["ACL", "SETUSER", "app", "+hset"]).unwrap();
+    server.command(&["ACL", "SETUSER", "app", "+set"]).unwrap();
     until("the sidecar is ready again", async || admin("/readyz").await.0 == 200).await;
     until("new keys are executed again", async || sidecar.ask(&post("order-3")).await.status() == 201).await;
     assert_eq!(service.requests(), 3);
@@ -157,9 +157,9 @@ async fn check_reports_what_the_server_can_lose() {
     assert!(text.lines().all(|line| line.starts_with("ok    ")), "{text}");
     let (code, text) = check(&good.url().replace("hunter2", "hunter22")).await;
     assert!(code == Some(1) && text.contains("does not accept the user and the password"), "{text}");
-    good.command(&["ACL", "SETUSER", "app", "-hset"]).unwrap();
+    good.command(&["ACL", "SETUSER", "app", "-set"]).unwrap();
     let (code, text) = check(&good.url()).await;
-    assert!(code == Some(1) && text.contains("does not allow the user HSET on oncegate:*"), "{text}");
+    assert!(code == Some(1) && text.contains("does not allow the user SET on oncegate:*"), "{text}");
     let weak = RedisServer::start(RedisOptions::new()).unwrap();
     let (code, text) = check(&format!("{}?wait-replicas=1", weak.url())).await;
     assert!(code == Some(1) && text.contains("wait-replicas is 1, and the server has 0 replicas"), "{text}");

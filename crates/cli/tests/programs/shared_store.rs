@@ -73,9 +73,11 @@ impl SharedStore {
     fn lease_until(&self, record: &str) -> Option<u64> {
         let text = match self {
             Self::Redis(server) => {
-                let response =
-                    server.command(&["HGET", &format!("oncegate:{{{record}}}"), "lease_until"]).unwrap();
-                response.lines().last().unwrap_or_default().to_owned()
+                // Of a record in progress, which is not there before the claim.
+                let script = "return struct.unpack('>I8', redis.call('GET', KEYS[1]) or ' ', 36)";
+                let key = format!("oncegate:{{{record}}}");
+                let reply = server.command(&["EVAL", script, "1", &key]).unwrap_or_default();
+                reply.trim_start_matches(':').to_owned()
             }
             Self::Postgres(server) => {
                 let query =

@@ -14,7 +14,7 @@ import { Cluster, Redis } from 'ioredis'
 
 const LUA = process.argv[3]
 const MINUTE = 60_000
-const CALLER = '00'.repeat(8)
+const CALLER = Buffer.alloc(8)
 const AUDIT = 'oncegate:{audit}'
 const HOSTILE = `POST /orders'; return redis.call('FLUSHALL') -- " \\ {a} \u{1f4a3} \r\n$5\r\n`
 
@@ -38,12 +38,16 @@ async function call(client, name, keys, ...args) {
 // [docs:end]
 
 const newKey = () => `oncegate:{${randomBytes(32).toString('hex')}}`
-const newAttempt = () => randomBytes(16).toString('hex')
+const newAttempt = () => randomBytes(16)
 const texts = (reply) => reply.map((part) => part.toString())
+const fields = async (client, key) => {
+  const [, , ...found] = await call(client, 'lookup', [key])
+  return Object.fromEntries(found.flatMap((name, at) => (at % 2 ? [] : [[name.toString(), found[at + 1]]])))
+}
 
 async function claim(client, key, attempt, body, { onAbandoned = 'park', lease = MINUTE, operation = HOSTILE } = {}) {
-  const fingerprint = createHash('sha256').update(body).digest('hex')
-  return await call(client, 'claim', [key], attempt, 1, fingerprint, lease, MINUTE, onAbandoned, CALLER, operation)
+  const fingerprint = Buffer.concat([Buffer.of(1), createHash('sha256').update(body).digest()])
+  return await call(client, 'claim', [key], attempt, fingerprint, lease, MINUTE, onAbandoned, CALLER, operation)
 }
 
 function response(status, headers, body) {
@@ -102,7 +106,7 @@ async function main(url) {
     assert.ok(inProgress === 'in-progress' && Number(left) > 0 && Number(left) <= MINUTE)
     assert.equal(texts(await claim(client, key, newAttempt(), 'pay 9'))[0], 'mismatch')
     assert.equal(texts(await call(client, 'renew', [key], token, MINUTE, MINUTE))[0], 'renewed')
-    assert.equal(await client.hget(key, 'operation'), HOSTILE)
+    assert.equal((await fields(client, key)).operation.toString(), HOSTILE)
     const complete = async (token, reply) =>
       texts(await call(client, 'complete', [key], token, 'completed', MINUTE, reply))[0]
     assert.equal(await complete(String(BigInt(token) + 1n), receipt), 'fenced')
@@ -132,7 +136,7 @@ async function main(url) {
     assert.equal(texts(await call(client, 'release', [second], third[2], MINUTE))[0], 'released')
     assert.equal(texts(await claim(client, second, newAttempt(), 'c'))[0], 'mismatch')
     assert.equal(texts(await claim(client, second, newAttempt(), 'b'))[0], 'execute')
-    assert.ok((await client.hgetBuffer(second, 'result:0')).equals(receipt))
+    assert.ok((await fields(client, second))['result:0'].equals(receipt))
   }
 
   // Abandoned: parked, resolved by an operator, recorded in the audit trail. On a Cluster, the trail may be on another node.
@@ -145,7 +149,7 @@ async function main(url) {
   const resolved = texts(await call(client, 'resolve', isCluster ? [key] : [key, AUDIT], ...word))
   assert.deepEqual([resolved[0], ...resolved.slice(2)], ['resolved', 'unknown', 'completed'])
   if (isCluster) {
-    const said = [resolved[1], key.slice(10, -1), resolved[2], resolved[3], 'ann', HOSTILE, newAttempt()]
+    const said = [resolved[1], key.slice(10, -1), resolved[2], resolved[3], 'ann', HOSTILE, newAttempt().toString('hex')]
     const added = texts(await call(client, 'audit', [AUDIT], ...said))
     assert.equal(added[0], 'added')
     assert.deepEqual(texts(await call(client, 'audit', [AUDIT], ...said)), added)

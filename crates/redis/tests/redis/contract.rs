@@ -71,12 +71,19 @@ fn a_response_that_cannot_be_read_back_is_refused() {
     let scripts = Scripts::published();
     let key = format!("oncegate:{{{}}}", "ab".repeat(32));
     let mut call = |script: &str, arguments: &[&[u8]]| {
-        redis::cmd("EVAL").arg(script).arg(1).arg(&key).arg(arguments).query::<Vec<String>>(&mut connection)
+        redis::cmd("EVAL")
+            .arg(script)
+            .arg(1)
+            .arg(&key)
+            .arg(arguments)
+            .query::<Vec<redis::Value>>(&mut connection)
     };
-    let (attempt, fingerprint, caller) = ("1".repeat(32), "2".repeat(64), "3".repeat(16));
-    let claim = ["1", &fingerprint, "60000", "60000", "park", &caller, ""].map(str::as_bytes);
+    let (attempt, fingerprint, caller) = ("1".repeat(16), "2".repeat(33), "3".repeat(8));
+    let claim = [fingerprint.as_str(), "60000", "60000", "park", &caller, ""].map(str::as_bytes);
     let granted = call(scripts.claim.code(), &[&[attempt.as_bytes()], &claim[..]].concat()).unwrap();
-    let token = granted[2].as_bytes();
+    let redis::Value::Int(token) = granted[2] else { panic!("{granted:?}") };
+    let token = token.to_string();
+    let token = token.as_bytes();
     let unreadable: [&[u8]; 11] = [
         b"\x01\0\0\0\0\0\0",                            // status 0
         b"\x01\0\x67\0\0\0\0",                          // 103
@@ -100,7 +107,7 @@ fn a_response_that_cannot_be_read_back_is_refused() {
     }
     let whole = b"\x01\x03\xe7\0\x01\0\x01\0\x01\0\0\0\x01a\xff\0\x01\0\0\0\0bbody";
     let completed = call(scripts.complete.code(), &[token, b"completed", b"60000", whole]).unwrap();
-    assert_eq!(completed[0], "completed");
+    assert_eq!(completed[0], redis::Value::BulkString(b"completed".to_vec()));
 }
 
 /// A lease or a retention of nothing would free the key at once, and a very long one would keep it for ever.
@@ -110,19 +117,19 @@ fn a_lease_and_a_retention_out_of_their_bounds_are_refused() {
     let mut connection = redis::Client::open(server.url()).unwrap().get_connection().unwrap();
     let scripts = Scripts::published();
     let key = format!("oncegate:{{{}}}", "ab".repeat(32));
-    let (attempt, fingerprint, caller) = ("1".repeat(32), "2".repeat(64), "3".repeat(16));
+    let (attempt, fingerprint, caller) = ("1".repeat(16), "2".repeat(33), "3".repeat(8));
     let (longest_lease, longest_retention) = ("3600000", "34560000000");
     let mut word = |script: &str, arguments: &[&str]| {
         let reply = redis::cmd("EVAL").arg(script).arg(1).arg(&key).arg(arguments).query(&mut connection);
         reply.map_or_else(
             |error: redis::RedisError| error.code().unwrap_or_default().to_owned(),
-            |reply: Vec<String>| reply[0].clone(),
+            |reply: Vec<redis::Value>| redis::from_redis_value(reply[0].clone()).unwrap(),
         )
     };
     for (lease, retention) in
         [("0", "1"), ("1", "0"), ("3600001", "1"), ("1", "34560000001"), ("-1", "1"), ("1", ""), ("1.5", "1")]
     {
-        let claim = [&attempt, "1", &fingerprint, lease, retention, "park", &caller, ""];
+        let claim = [&attempt, &fingerprint, lease, retention, "park", &caller, ""];
         assert_eq!(word(scripts.claim.code(), &claim), "INVALID", "{lease} {retention}");
         assert_eq!(word(scripts.renew.code(), &["1", lease, retention]), "INVALID", "{lease} {retention}");
     }
@@ -132,7 +139,7 @@ fn a_lease_and_a_retention_out_of_their_bounds_are_refused() {
         let resolve = ["release", retention, "0", "0", "ann", "why"];
         assert_eq!(word(scripts.resolve.code(), &resolve), "INVALID", "{retention}");
     }
-    let claim = [&attempt, "1", &fingerprint, longest_lease, longest_retention, "park", &caller, ""];
+    let claim = [&attempt, &fingerprint, longest_lease, longest_retention, "park", &caller, ""];
     assert_eq!(word(scripts.claim.code(), &claim), "execute");
 }
 

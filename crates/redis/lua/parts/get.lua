@@ -1,0 +1,1 @@
+value = redis.pcall('GET', key)
