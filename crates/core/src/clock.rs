@@ -225,6 +225,11 @@ impl<C: Clock> StoreClock<C> {
         })
     }
 
+    /// True if the time of day was too far ahead to be followed when it was last read. Cheaper than [`skew`](Self::skew).
+    pub fn is_ahead(&self) -> bool {
+        self.is_ahead.load(Ordering::SeqCst)
+    }
+
     /// The store's time from which it lags, to be kept for the next process.
     pub fn lagging_since(&self) -> Option<Timestamp> {
         let ahead = lock(&self.ahead);

@@ -60,6 +60,11 @@ impl Directory {
         &self.path
     }
 
+    /// Makes the names of the files durable.
+    pub(crate) fn sync(&self) -> io::Result<()> {
+        sync_dir(&self.path)
+    }
+
     pub(crate) fn records(&self) -> PathBuf {
         self.path.join(RECORDS)
     }

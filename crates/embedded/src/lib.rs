@@ -113,6 +113,7 @@ mod clock;
 mod database;
 mod directory;
 mod error;
+mod log;
 mod options;
 mod overlay;
 mod queue;
@@ -127,5 +128,6 @@ mod tests;
 
 pub use check::{CheckReport, check};
 pub use error::EmbeddedOpenError;
+pub use log::LogStore;
 pub use options::EmbeddedOptions;
 pub use store::EmbeddedStore;

@@ -45,6 +45,7 @@ pub struct Suite {
     cases: u32,
     steps: usize,
     own_expiry: bool,
+    expiry_at_open: bool,
     any_order: bool,
 }
 
@@ -58,7 +59,7 @@ impl Suite {
     /// 256 sequences of up to 60 steps.
     #[must_use]
     pub const fn new() -> Self {
-        Self { cases: 256, steps: 60, own_expiry: false, any_order: false }
+        Self { cases: 256, steps: 60, own_expiry: false, expiry_at_open: false, any_order: false }
     }
 
     /// Sets the number of sequences.
@@ -79,6 +80,13 @@ impl Suite {
     #[must_use]
     pub const fn with_own_expiry(mut self) -> Self {
         self.own_expiry = true;
+        self
+    }
+
+    /// Expects a store that removes expired records when it is opened.
+    #[must_use]
+    pub const fn with_expiry_at_open(mut self) -> Self {
+        self.expiry_at_open = true;
         self
     }
 
@@ -471,6 +479,10 @@ impl<S: Store, O: Fn(Arc<ManualClock>) -> S> Run<S, O> {
         if self.store().capabilities().durability == Durability::Synced {
             self.store = None;
             self.store = Some((self.open)(self.clock.clone()));
+            if self.suite.expiry_at_open {
+                let now = self.now();
+                self.records.retain(|_, entry| !entry.record.is_expired(now));
+            }
         }
     }
 

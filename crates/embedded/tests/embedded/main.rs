@@ -2,4 +2,5 @@
 
 mod conformance;
 mod directory;
+mod log;
 mod process;

@@ -1,0 +1,246 @@
+//! The place where the segments are: a directory, or a simulated disk in tests. All input and output of the log goes through here.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use crate::directory::Directory;
+use crate::error::EmbeddedOpenError;
+
+/// The files of a store.
+pub(crate) trait Disk: Send + Sync + 'static {
+    /// The numbers of all segments, in ascending order.
+    fn segments(&self) -> io::Result<Vec<u32>>;
+
+    /// Opens a segment.
+    fn open(&self, number: u32) -> io::Result<Arc<dyn SegmentFile>>;
+
+    /// Creates an empty file that becomes a segment when it is [published](Disk::publish). Replaces one that was not.
+    fn create(&self, number: u32) -> io::Result<Arc<dyn SegmentFile>>;
+
+    /// Gives a created file its final name, durably. Its contents must be on the disk.
+    fn publish(&self, number: u32) -> io::Result<()>;
+
+    /// Removes a segment, or a file that was not published. The removal need not be durable when this returns.
+    fn remove(&self, number: u32) -> io::Result<()>;
+
+    /// True if the disk is known to be nearly full.
+    fn is_low(&self) -> bool;
+
+    /// Checks that the name of a segment still leads to its file. If the file was removed or renamed, the next start would not find
+    /// what is written to it, and another process might create a new store in the directory.
+    fn check_in_place(&self, number: u32, file: &dyn SegmentFile) -> io::Result<()>;
+
+    /// The path of a segment, for messages.
+    fn path(&self, number: u32) -> PathBuf;
+
+    /// The path of the directory, for messages.
+    fn directory(&self) -> PathBuf;
+}
+
+/// The file of a segment.
+pub(crate) trait SegmentFile: Send + Sync {
+    /// The length in bytes.
+    fn len(&self) -> io::Result<u64>;
+
+    /// Reads bytes at an offset. Fewer than asked for mean that the file ends there.
+    fn read(&self, out: &mut [u8], offset: u64) -> io::Result<usize>;
+
+    /// Writes bytes that need not be durable when this returns.
+    fn write(&self, bytes: &[u8], offset: u64) -> io::Result<()>;
+
+    /// Writes bytes, and returns when they are on the disk.
+    fn write_durably(&self, bytes: &[u8], offset: u64) -> io::Result<()>;
+
+    /// Returns when everything that was written is on the disk.
+    fn sync(&self) -> io::Result<()>;
+
+    /// The identity of the file, which a change of its name does not change.
+    fn identity(&self) -> Option<(u64, u64)>;
+}
+
+/// The free bytes below which claims are refused, or an eighth of the disk if that is less. The rest is reserved for completing the
+/// requests that are running.
+const DISK_RESERVE: u64 = 16 * 1024 * 1024;
+
+const SUFFIX: &str = ".log";
+/// The end of a file's name until it is published.
+const SUFFIX_NEW: &str = ".log.new";
+
+/// The files in a directory that this process owns.
+pub(crate) struct DirectoryDisk {
+    directory: Directory,
+}
+
+impl DirectoryDisk {
+    /// Locks the directory, which is created if it is missing.
+    pub(crate) fn acquire(path: &Path) -> Result<Self, EmbeddedOpenError> {
+        Ok(Self { directory: Directory::acquire(path)? })
+    }
+
+    fn new_path(&self, number: u32) -> PathBuf {
+        self.directory.path().join(format!("{number:08}{SUFFIX_NEW}"))
+    }
+}
+
+impl Disk for DirectoryDisk {
+    fn segments(&self) -> io::Result<Vec<u32>> {
+        let mut numbers = Vec::new();
+        for entry in std::fs::read_dir(self.directory.path())? {
+            let name = entry?.file_name();
+            let number = name.to_str().and_then(|name| name.strip_suffix(SUFFIX));
+            let number =
+                number.filter(|digits| digits.len() >= 8 && digits.bytes().all(|b| b.is_ascii_digit()));
+            numbers.extend(number.and_then(|digits| digits.parse::<u32>().ok()));
+        }
+        numbers.sort_unstable();
+        Ok(numbers)
+    }
+
+    fn open(&self, number: u32) -> io::Result<Arc<dyn SegmentFile>> {
+        DiskFile::new(OpenOptions::new().read(true).write(true).open(self.path(number))?)
+    }
+
+    fn create(&self, number: u32) -> io::Result<Arc<dyn SegmentFile>> {
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create(true).truncate(true);
+        #[cfg(unix)]
+        std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
+        DiskFile::new(options.open(self.new_path(number))?)
+    }
+
+    fn publish(&self, number: u32) -> io::Result<()> {
+        std::fs::rename(self.new_path(number), self.path(number))?;
+        self.directory.sync()
+    }
+
+    fn remove(&self, number: u32) -> io::Result<()> {
+        for path in [self.new_path(number), self.path(number)] {
+            match std::fs::remove_file(path) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    fn is_low(&self) -> bool {
+        let Ok(disk) = rustix::fs::statvfs(self.directory.path()) else { return false };
+        let reserve = DISK_RESERVE.min(disk.f_blocks.saturating_mul(disk.f_frsize) / 8);
+        disk.f_bavail.saturating_mul(disk.f_frsize) < reserve
+    }
+
+    fn check_in_place(&self, number: u32, file: &dyn SegmentFile) -> io::Result<()> {
+        let path = self.path(number);
+        let (change, kind) = match std::fs::metadata(&path) {
+            Ok(found) if identity_of(&found) == file.identity() => return Ok(()),
+            Ok(_) => ("was replaced by another file", io::ErrorKind::Other),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => ("was moved or removed", error.kind()),
+            Err(error) => return Err(error),
+        };
+        let message = format!(
+            "{} {change} while it was open: put it back, or stop this process before another store is used under this path",
+            path.display()
+        );
+        Err(io::Error::new(kind, message))
+    }
+
+    fn path(&self, number: u32) -> PathBuf {
+        self.directory.path().join(format!("{number:08}{SUFFIX}"))
+    }
+
+    fn directory(&self) -> PathBuf {
+        self.directory.path().to_owned()
+    }
+}
+
+fn identity_of(metadata: &std::fs::Metadata) -> Option<(u64, u64)> {
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::MetadataExt as _;
+        Some((metadata.dev(), metadata.ino()))
+    }
+    #[cfg(not(unix))]
+    {
+        let _ = metadata;
+        None
+    }
+}
+
+struct DiskFile {
+    file: File,
+    identity: Option<(u64, u64)>,
+}
+
+impl DiskFile {
+    fn new(file: File) -> io::Result<Arc<dyn SegmentFile>> {
+        let identity = identity_of(&file.metadata()?);
+        Ok(Arc::new(Self { file, identity }))
+    }
+}
+
+#[cfg(unix)]
+fn read_at(file: &File, out: &mut [u8], offset: u64) -> io::Result<usize> {
+    std::os::unix::fs::FileExt::read_at(file, out, offset)
+}
+
+#[cfg(windows)]
+fn read_at(file: &File, out: &mut [u8], offset: u64) -> io::Result<usize> {
+    std::os::windows::fs::FileExt::seek_read(file, out, offset)
+}
+
+#[cfg(unix)]
+fn write_at(file: &File, bytes: &[u8], offset: u64) -> io::Result<usize> {
+    std::os::unix::fs::FileExt::write_at(file, bytes, offset)
+}
+
+#[cfg(windows)]
+fn write_at(file: &File, bytes: &[u8], offset: u64) -> io::Result<usize> {
+    std::os::windows::fs::FileExt::seek_write(file, bytes, offset)
+}
+
+impl SegmentFile for DiskFile {
+    fn len(&self) -> io::Result<u64> {
+        Ok(self.file.metadata()?.len())
+    }
+
+    fn read(&self, out: &mut [u8], offset: u64) -> io::Result<usize> {
+        let mut done = 0;
+        while let Some(rest) = out.get_mut(done..).filter(|rest| !rest.is_empty()) {
+            match read_at(&self.file, rest, offset + done as u64) {
+                Ok(0) => break,
+                Ok(count) => done += count,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(done)
+    }
+
+    fn write(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
+        let mut done = 0;
+        while let Some(rest) = bytes.get(done..).filter(|rest| !rest.is_empty()) {
+            match write_at(&self.file, rest, offset + done as u64) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(count) => done += count,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    fn write_durably(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
+        self.write(bytes, offset)?;
+        self.file.sync_data()
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.file.sync_all()
+    }
+
+    fn identity(&self) -> Option<(u64, u64)> {
+        self.identity
+    }
+}

@@ -1,0 +1,421 @@
+//! The inside of a store, shared by the callers and the threads: the decision about a command, and reading.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::time::Duration;
+
+use oncegate_core::codec;
+use oncegate_core::{
+    AuditEntry, Clock, Command, Outcome, Record, RecordId, StoreClock, StoreError, Timestamp, Write, decide,
+    limits,
+};
+
+use super::disk::Disk;
+use super::format::{ENTRY, EntryHead, Kind, StoreId, expiry_seconds};
+use super::index::{Index, Place, Recent, Slot};
+use super::segments::{Segments, SpareSlot};
+use super::tail::Tail;
+use super::ticket::Ticket;
+use crate::queue::Queue;
+use crate::shared::{Reply, Scan, disk_low_error, full_error, is_damage, unreadable_error};
+
+/// A time of day that an operator accepted: the records before this place that were written since `since` are so much older.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Shift {
+    /// `None` until the entry is on the disk: all records in the index are before it.
+    pub(crate) place: Option<Place>,
+    pub(crate) since: Timestamp,
+    pub(crate) by: Duration,
+}
+
+/// A job for the housekeeper.
+pub(crate) enum Chore {
+    Purge {
+        limit: usize,
+        reply: Reply<usize>,
+    },
+    AcceptClock {
+        reply: Reply<Option<Duration>>,
+    },
+    /// Something may be to do.
+    Look,
+}
+
+/// The inside of a store.
+pub(crate) struct LogInner {
+    pub(crate) disk: Arc<dyn Disk>,
+    pub(crate) store: StoreId,
+    pub(crate) clock: StoreClock<Arc<dyn Clock>>,
+    pub(crate) index: Index,
+    pub(crate) tail: Tail,
+    pub(crate) segments: Segments,
+    pub(crate) spare: SpareSlot,
+    /// The audit trail: number and place of each entry, oldest first.
+    pub(crate) audits: Mutex<VecDeque<(u64, Slot)>>,
+    pub(crate) shifts: RwLock<Vec<Shift>>,
+    pub(crate) scans: Queue<Scan>,
+    pub(crate) chores: Queue<Chore>,
+    /// The oldest segment that counts, as the next batch will say it.
+    pub(crate) oldest: AtomicU32,
+    pub(crate) max_records: u64,
+    pub(crate) max_record_bytes: u64,
+    is_disk_low: AtomicBool,
+    has_damage: AtomicBool,
+    /// The reason why new keys are refused, as it was logged.
+    full: Mutex<Option<String>>,
+}
+
+/// The limits of a store.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    pub(crate) max_records: u64,
+    pub(crate) max_record_bytes: u64,
+}
+
+/// The parts of a store that recovery makes.
+pub(crate) struct Recovered {
+    pub(crate) store: StoreId,
+    pub(crate) index: Index,
+    pub(crate) segments: Segments,
+    pub(crate) audits: VecDeque<(u64, Slot)>,
+    pub(crate) shifts: Vec<Shift>,
+    pub(crate) oldest: u32,
+    pub(crate) spare: super::segments::Spare,
+}
+
+/// The bytes at the place of a slot.
+enum Found {
+    Record(Record),
+    /// A record whose identifier begins with the same bytes.
+    Other,
+    /// The segment was deleted: the record is elsewhere now.
+    Moved,
+}
+
+/// The reply to a command, and the batch that has to be on the disk before it is given.
+pub(crate) type Decided = (Outcome, Option<Arc<Ticket>>);
+
+impl LogInner {
+    pub(crate) fn new(
+        disk: Arc<dyn Disk>,
+        clock: StoreClock<Arc<dyn Clock>>,
+        recovered: Recovered,
+        limits: Limits,
+    ) -> Self {
+        let next_audit = recovered.audits.back().map_or(1, |(number, _)| number + 1);
+        let is_disk_low = disk.is_low().into();
+        Self {
+            disk,
+            store: recovered.store,
+            clock,
+            index: recovered.index,
+            tail: Tail::new(next_audit),
+            segments: recovered.segments,
+            spare: SpareSlot::new(recovered.spare),
+            audits: Mutex::new(recovered.audits),
+            shifts: RwLock::new(recovered.shifts),
+            scans: Queue::new(64),
+            chores: Queue::new(1024),
+            oldest: AtomicU32::new(recovered.oldest),
+            max_records: limits.max_records,
+            max_record_bytes: limits.max_record_bytes,
+            is_disk_low,
+            has_damage: AtomicBool::new(false),
+            full: Mutex::new(None),
+        }
+    }
+
+    /// Decides about a command, and appends what it writes.
+    pub(crate) fn decide(&self, id: &RecordId, command: &Command) -> Result<Decided, StoreError> {
+        if self.clock.is_ahead() {
+            self.follow_clock();
+        }
+        loop {
+            let shard = self.index.shard_of(id);
+            if let Some(recent) = shard.recent(id) {
+                let recent = RecentVersion {
+                    record: recent.record.clone(),
+                    pending: recent.pending.clone(),
+                    indexed: recent.indexed,
+                };
+                return self.decide_locked(shard, id, command, Some(recent));
+            }
+            let candidates: Vec<Slot> = shard.candidates(id).collect();
+            if candidates.is_empty() {
+                return self.decide_locked(shard, id, command, None);
+            }
+            drop(shard);
+            let Some(found) = self.read_candidates(id, &candidates)? else { continue };
+            let mut shard = self.index.shard_of(id);
+            // Another caller may have changed the record while it was read.
+            if shard.recent(id).is_some() || !shard.candidates(id).eq(candidates) {
+                continue;
+            }
+            let Some((record, place)) = found else {
+                return self.decide_locked(shard, id, command, None);
+            };
+            shard.cache(*id, record.clone(), place, self.index.shard_cache());
+            let recent = RecentVersion { record, pending: None, indexed: Some(place) };
+            return self.decide_locked(shard, id, command, Some(recent));
+        }
+    }
+
+    fn decide_locked(
+        &self,
+        mut shard: MutexGuard<'_, super::index::Shard>,
+        id: &RecordId,
+        command: &Command,
+        recent: Option<RecentVersion>,
+    ) -> Result<Decided, StoreError> {
+        let now = self.clock.now();
+        let record = recent.as_ref().map(|recent| &recent.record);
+        let decision = decide(record, command, now);
+        let Write::Put(after) = decision.write else {
+            let pending = recent.and_then(|recent| recent.pending).filter(|ticket| !ticket.is_durable());
+            return Ok((decision.outcome, pending));
+        };
+        let is_new = record.is_none();
+        if matches!(command, Command::Claim(_)) {
+            self.check_capacity(is_new)?;
+        }
+        let audit = match (command, &decision.outcome) {
+            (Command::Resolve(resolve), Outcome::Resolved { from }) => Some(AuditEntry {
+                number: 0,
+                at: now,
+                id: *id,
+                from: *from,
+                to: after.state_name(now),
+                actor: resolve.actor.clone(),
+                reason: resolve.reason.clone(),
+            }),
+            _ => None,
+        };
+        let body = codec::encode(id, &after);
+        let head = EntryHead {
+            kind: Kind::Record,
+            body_len: body.len() as u32,
+            expires: expiry_seconds(after.expires_at),
+            id: *id,
+        };
+        let ticket = self.tail.append(&head, &body, audit)?;
+        if is_new {
+            self.index.add_record();
+        }
+        let indexed = recent.and_then(|recent| recent.indexed);
+        shard.pin(*id, Recent { record: after, pending: Some(ticket.clone()), indexed });
+        Ok((decision.outcome, Some(ticket)))
+    }
+
+    /// Reads the newest version of a record, and the batch that has to be on the disk before it may be shown.
+    pub(crate) fn read(&self, id: &RecordId) -> Result<Option<(Record, Option<Arc<Ticket>>)>, StoreError> {
+        loop {
+            let shard = self.index.shard_of(id);
+            if let Some(recent) = shard.recent(id) {
+                let pending = recent.pending.clone().filter(|ticket| !ticket.is_durable());
+                return Ok(Some((recent.record.clone(), pending)));
+            }
+            let candidates: Vec<Slot> = shard.candidates(id).collect();
+            drop(shard);
+            let Some(found) = self.read_candidates(id, &candidates)? else { continue };
+            return Ok(found.map(|(record, _)| (record, None)));
+        }
+    }
+
+    /// Reads the record with this identifier from one of these slots. The outer `None` means that the slots are outdated.
+    fn read_candidates(
+        &self,
+        id: &RecordId,
+        candidates: &[Slot],
+    ) -> Result<Option<Option<(Record, Place)>>, StoreError> {
+        for slot in candidates {
+            match self.read_slot(id, slot)? {
+                Found::Record(record) => return Ok(Some(Some((record, slot.place())))),
+                Found::Other => {}
+                Found::Moved => return Ok(None),
+            }
+        }
+        Ok(Some(None))
+    }
+
+    fn read_slot(&self, id: &RecordId, slot: &Slot) -> Result<Found, StoreError> {
+        let place = slot.place();
+        let Some((head, body)) = self.read_entry(slot)? else { return Ok(Found::Moved) };
+        let decoded = match head {
+            Some(head) if head.kind == Kind::Record => {
+                // With its own identifier: a record of another key has the right checksum, and a damaged identifier has not.
+                codec::decode(&head.id, &body).map(|record| (head.id == *id).then_some(record))
+            }
+            _ => Err(codec::CodecError::Damaged),
+        };
+        match decoded {
+            Ok(Some(record)) => Ok(Found::Record(self.shifted(record, place))),
+            Ok(None) => Ok(Found::Other),
+            Err(error) => {
+                if is_damage(&error) {
+                    self.report_damage();
+                }
+                Err(unreadable_error(id, error))
+            }
+        }
+    }
+
+    /// Reads the entry of a slot. The outer `None` means that its segment was deleted, the inner one that the bytes are no entry.
+    pub(crate) fn read_entry(&self, slot: &Slot) -> Result<Option<(Option<EntryHead>, Vec<u8>)>, StoreError> {
+        let place = slot.place();
+        let Some(segment) = self.segments.get(place.segment) else { return Ok(None) };
+        let io =
+            |error| StoreError::unavailable("the embedded store cannot read its files").with_source(error);
+        let mut bytes = vec![0; slot.len().max(ENTRY as u64) as usize];
+        let count = segment.file.read(&mut bytes, place.offset.into()).map_err(io)?;
+        bytes.truncate(count);
+        let head = EntryHead::decode(&bytes)
+            .filter(|head| head.len() <= bytes.len().next_multiple_of(super::format::ALIGN));
+        let end = head.map_or(0, |head| ENTRY + head.body_len as usize);
+        let body = bytes.get(ENTRY..end).map(<[u8]>::to_vec);
+        Ok(Some((head.filter(|_| body.is_some()), body.unwrap_or_default())))
+    }
+
+    /// The record at this place, as the operators' corrections of the clock have changed it.
+    pub(crate) fn shifted(&self, mut record: Record, at: Place) -> Record {
+        for shift in self.shifts.read().unwrap_or_else(PoisonError::into_inner).iter() {
+            if shift.place.is_none_or(|place| at < place) && record.changed_at >= shift.since {
+                record = record.shifted(shift.by);
+            }
+        }
+        record
+    }
+
+    /// Refuses a claim that the protocol grants but the capacity does not allow.
+    fn check_capacity(&self, is_new: bool) -> Result<(), StoreError> {
+        let is_low = self.is_disk_low.load(Ordering::Relaxed);
+        let error = if is_new { self.exhausted() } else { is_low.then(disk_low_error) };
+        error.map_or(Ok(()), Err)
+    }
+
+    /// The error for a claim of a new key if the disk or a limit is exhausted.
+    fn exhausted(&self) -> Option<StoreError> {
+        let Self { max_records, max_record_bytes, .. } = self;
+        let wait = "raise the limit, or wait until records expire";
+        if self.is_disk_low.load(Ordering::Relaxed) {
+            Some(disk_low_error())
+        } else if self.index.records() >= *max_records {
+            Some(full_error(&format!("it has reached its limit of {max_records} records: {wait}")))
+        } else if self.segments.live_bytes() >= *max_record_bytes {
+            Some(full_error(&format!(
+                "its records have reached their limit of {max_record_bytes} bytes: {wait}"
+            )))
+        } else {
+            None
+        }
+    }
+
+    /// Puts a record that is on the disk into the index. `copy_of` is the place of the old entry if this one is its copy.
+    pub(crate) fn publish_record(&self, id: &RecordId, slot: Slot, copy_of: Option<Place>) {
+        let mut shard = self.index.shard_of(id);
+        let old = match copy_of {
+            Some(old) => Some(old),
+            None => shard.recent(id).and_then(|recent| recent.indexed),
+        };
+        let replaced = old.and_then(|old| shard.replace(old, slot));
+        match (copy_of, replaced) {
+            // The record has changed, or is gone: nobody needs the copy.
+            (Some(_), None) => return,
+            (Some(old), Some(_)) => {
+                if let Some(recent) = shard.recent_mut(id).filter(|recent| recent.indexed == Some(old)) {
+                    recent.indexed = Some(slot.place());
+                }
+            }
+            (None, replaced) => {
+                if replaced.is_none() {
+                    shard.insert(slot);
+                }
+                if let Some(recent) = shard.recent_mut(id) {
+                    recent.indexed = Some(slot.place());
+                }
+            }
+        }
+        drop(shard);
+        self.segments.count(&slot);
+        self.segments.discount(&replaced);
+    }
+
+    /// Adds an audit entry that is on the disk to the audit trail, and forgets the oldest beyond the limit.
+    pub(crate) fn publish_audit(&self, slot: Slot, body: &[u8], copy_of: Option<Place>) {
+        let mut audits = self.audits();
+        if let Some(old) = copy_of {
+            let Some((_, place)) = audits.iter_mut().find(|(_, audit)| audit.place() == old) else { return };
+            let old = std::mem::replace(place, slot);
+            drop(audits);
+            self.segments.count(&slot);
+            return self.segments.discount([&old]);
+        }
+        let number = body.first_chunk().map_or(0, |number| u64::from_be_bytes(*number));
+        audits.push_back((number, slot));
+        let forgotten =
+            if audits.len() as u64 > limits::MAX_AUDIT_ENTRIES { audits.pop_front() } else { None };
+        drop(audits);
+        self.segments.count(&slot);
+        self.segments.discount(forgotten.iter().map(|(_, slot)| slot));
+    }
+
+    /// Sets the place of a correction of the clock that is on the disk.
+    pub(crate) fn publish_shift(&self, at: Place) {
+        let mut shifts = self.shifts.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some(shift) = shifts.iter_mut().find(|shift| shift.place.is_none()) {
+            shift.place = Some(at);
+        }
+    }
+
+    /// Has the housekeeper look if there is something to do.
+    pub(crate) fn look(&self) {
+        // If the queue is full, the housekeeper is about to look anyway.
+        let _ = self.chores.push(Chore::Look);
+    }
+
+    /// Looks if new keys are refused, and logs when that begins and ends.
+    pub(crate) fn look_at_capacity(&self) {
+        let is_low = self.disk.is_low() || self.spare.failure().is_some();
+        self.is_disk_low.store(is_low, Ordering::Relaxed);
+        let now = self.exhausted().map(|error| error.to_string());
+        let mut before = self.full();
+        match (&*before, &now) {
+            (before, Some(reason)) if before.as_ref() != Some(reason) => tracing::warn!("{reason}"),
+            (Some(_), None) => tracing::info!("the embedded store takes new keys again"),
+            _ => {}
+        }
+        *before = now;
+    }
+
+    /// The reason why new keys are refused.
+    pub(crate) fn full(&self) -> MutexGuard<'_, Option<String>> {
+        self.full.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn is_disk_low(&self) -> bool {
+        self.is_disk_low.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn audits(&self) -> MutexGuard<'_, VecDeque<(u64, Slot)>> {
+        self.audits.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn report_damage(&self) {
+        if !self.has_damage.swap(true, Ordering::Relaxed) {
+            tracing::error!(
+                "a record of the embedded store is damaged: its key is refused, all others are served; run `oncegate check`"
+            );
+        }
+    }
+
+    pub(crate) fn has_damage(&self) -> bool {
+        self.has_damage.load(Ordering::Relaxed)
+    }
+}
+
+/// A copy of [`Recent`], so that the shard can be changed.
+struct RecentVersion {
+    record: Record,
+    pending: Option<Arc<Ticket>>,
+    indexed: Option<Place>,
+}

@@ -1,0 +1,226 @@
+//! The segments of a store, and the sums that decide when one is deleted or compacted.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::time::Duration;
+
+use super::disk::SegmentFile;
+use super::index::Slot;
+
+/// A segment.
+pub(crate) struct Segment {
+    pub(crate) number: u32,
+    pub(crate) file: Arc<dyn SegmentFile>,
+    /// The bytes of zeros that were written ahead, and those of batches before them.
+    pub(crate) size: u64,
+    /// The bytes of its batches.
+    pub(crate) used: AtomicU64,
+    /// The bytes of entries that the index or the audit trail has.
+    live_bytes: AtomicU64,
+    /// The number of such entries.
+    live: AtomicU64,
+}
+
+impl Segment {
+    pub(crate) fn new(number: u32, file: Arc<dyn SegmentFile>, size: u64) -> Self {
+        Self { number, file, size, used: 0.into(), live_bytes: 0.into(), live: 0.into() }
+    }
+
+    pub(crate) fn add(&self, bytes: u64) {
+        self.live.fetch_add(1, Ordering::Relaxed);
+        self.live_bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    pub(crate) fn remove(&self, bytes: u64) {
+        self.live.fetch_sub(1, Ordering::Relaxed);
+        self.live_bytes.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    pub(crate) fn is_dead(&self) -> bool {
+        self.live.load(Ordering::Relaxed) == 0
+    }
+
+    pub(crate) fn live_bytes(&self) -> u64 {
+        self.live_bytes.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn used(&self) -> u64 {
+        self.used.load(Ordering::Acquire)
+    }
+}
+
+/// All segments with batches, by number. The last one is being written.
+#[derive(Default)]
+pub(crate) struct Segments {
+    map: RwLock<BTreeMap<u32, Arc<Segment>>>,
+    /// The bytes of all entries that the index has.
+    live_bytes: AtomicU64,
+}
+
+impl Segments {
+    pub(crate) fn get(&self, number: u32) -> Option<Arc<Segment>> {
+        self.read().get(&number).cloned()
+    }
+
+    pub(crate) fn add(&self, segment: Arc<Segment>) {
+        self.write().insert(segment.number, segment);
+    }
+
+    pub(crate) fn remove(&self, number: u32) {
+        self.write().remove(&number);
+    }
+
+    /// The oldest segment, if it is not the one that is being written.
+    pub(crate) fn oldest_sealed(&self) -> Option<Arc<Segment>> {
+        let map = self.read();
+        map.values().next().filter(|_| map.len() > 1).cloned()
+    }
+
+    /// Counts an entry that the index has now.
+    pub(crate) fn count(&self, slot: &Slot) {
+        if let Some(segment) = self.read().get(&slot.place().segment) {
+            segment.add(slot.len());
+            self.live_bytes.fetch_add(slot.len(), Ordering::Relaxed);
+        }
+    }
+
+    /// Counts entries that the index has no more.
+    pub(crate) fn discount<'a>(&self, slots: impl IntoIterator<Item = &'a Slot>) {
+        let map = self.read();
+        for slot in slots {
+            if let Some(segment) = map.get(&slot.place().segment) {
+                segment.remove(slot.len());
+                self.live_bytes.fetch_sub(slot.len(), Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// The bytes of all entries that the index has.
+    pub(crate) fn live_bytes(&self) -> u64 {
+        self.live_bytes.load(Ordering::Relaxed)
+    }
+
+    /// The bytes of all segments but the one that is being written.
+    pub(crate) fn sealed_bytes(&self) -> u64 {
+        self.read().values().rev().skip(1).map(|segment| segment.used()).sum()
+    }
+
+    fn read(&self) -> RwLockReadGuard<'_, BTreeMap<u32, Arc<Segment>>> {
+        self.map.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write(&self) -> RwLockWriteGuard<'_, BTreeMap<u32, Arc<Segment>>> {
+        self.map.write().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The segment that is prepared for when the present one is full.
+pub(crate) enum Spare {
+    /// The preparing thread makes the segment with this number.
+    Wanted(u32),
+    Ready(Arc<Segment>),
+    /// It could not be prepared. It is tried again later.
+    Failed {
+        number: u32,
+        reason: Arc<str>,
+    },
+    /// The writer prepares the segment itself.
+    Taken,
+    /// The preparing thread has ended.
+    Gone,
+}
+
+/// Hands spare segments to the writer.
+pub(crate) struct SpareSlot {
+    spare: Mutex<Spare>,
+    changed: Condvar,
+}
+
+impl SpareSlot {
+    pub(crate) fn new(spare: Spare) -> Self {
+        Self { spare: Mutex::new(spare), changed: Condvar::new() }
+    }
+
+    /// Takes the spare. Waits while it is being prepared. `None` means that the writer must prepare one.
+    pub(crate) fn take(&self) -> Option<Arc<Segment>> {
+        let mut spare = self
+            .changed
+            .wait_while(self.lock(), |spare| matches!(spare, Spare::Wanted(_)))
+            .unwrap_or_else(PoisonError::into_inner);
+        match std::mem::replace(&mut *spare, Spare::Taken) {
+            Spare::Ready(segment) => {
+                *spare = Spare::Wanted(segment.number + 1);
+                drop(spare);
+                self.changed.notify_all();
+                Some(segment)
+            }
+            Spare::Gone => {
+                *spare = Spare::Gone;
+                None
+            }
+            Spare::Wanted(_) | Spare::Failed { .. } | Spare::Taken => None,
+        }
+    }
+
+    /// Asks for the next spare, after the writer has prepared a segment itself, or has failed to.
+    pub(crate) fn give_back(&self, spare: Spare) {
+        let mut slot = self.lock();
+        if matches!(*slot, Spare::Taken) {
+            *slot = spare;
+            drop(slot);
+            self.changed.notify_all();
+        }
+    }
+
+    /// Waits until a segment is wanted, and returns its number. Tries again `retry` after a failure. `None` once the store is closed.
+    pub(crate) fn wait_wanted(&self, retry: Duration) -> Option<u32> {
+        let mut spare = self.lock();
+        loop {
+            let failed = match &*spare {
+                Spare::Wanted(number) => return Some(*number),
+                Spare::Gone => return None,
+                Spare::Failed { number, .. } => Some(*number),
+                Spare::Ready(_) | Spare::Taken => None,
+            };
+            let Some(number) = failed else {
+                spare = self.changed.wait(spare).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            };
+            let (later, timeout) =
+                self.changed.wait_timeout(spare, retry).unwrap_or_else(PoisonError::into_inner);
+            spare = later;
+            // Only if the writer has not taken over meanwhile.
+            if timeout.timed_out() && matches!(&*spare, Spare::Failed { .. }) {
+                *spare = Spare::Wanted(number);
+            }
+        }
+    }
+
+    /// Ends the preparation of segments.
+    pub(crate) fn close(&self) {
+        self.set(Spare::Gone);
+    }
+
+    /// The end of an attempt to prepare a segment.
+    pub(crate) fn set(&self, result: Spare) {
+        let mut spare = self.lock();
+        if !matches!(*spare, Spare::Gone) {
+            *spare = result;
+        }
+        drop(spare);
+        self.changed.notify_all();
+    }
+
+    /// The reason why there is no spare.
+    pub(crate) fn failure(&self) -> Option<Arc<str>> {
+        match &*self.lock() {
+            Spare::Failed { reason, .. } => Some(reason.clone()),
+            _ => None,
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Spare> {
+        self.spare.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,224 @@
+//! The store itself: the type that callers use.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use oncegate_core::{
+    Advisory, AuditEntry, Capabilities, Clock, Command, Durability, ErrorChain, Fencing, LastWrite, ListPage,
+    ListQuery, Outcome, Record, RecordId, Store, StoreClock, StoreError, StoreFuture, Timestamp,
+};
+use tokio::sync::oneshot;
+
+use super::disk::{DirectoryDisk, Disk};
+use super::housekeeper::{FIRST_SEGMENT_BYTES, Housekeeper, prepare_segments};
+use super::inner::{Chore, Limits, LogInner};
+use super::reader;
+use super::recover;
+use super::ticket::{Ticket, Wait};
+use super::writer::Writer;
+use crate::error::EmbeddedOpenError;
+use crate::options::EmbeddedOptions;
+use crate::shared::{Reply, Scan, closed_error, disk_low_error, push_error};
+
+/// The largest segment, in bytes.
+pub(crate) const SEGMENT_BYTES: u64 = 64 * 1024 * 1024;
+
+/// The durable store of one node: a log in its own directory, no server.
+pub struct LogStore {
+    inner: Arc<LogInner>,
+    threads: Mutex<Threads>,
+}
+
+#[derive(Default)]
+struct Threads {
+    writer: Option<JoinHandle<()>>,
+    others: Vec<JoinHandle<()>>,
+}
+
+impl LogStore {
+    /// Opens the store, creating the directory and the log if they are missing.
+    ///
+    /// Takes [`EmbeddedOptions`], or a path for a store with the defaults.
+    ///
+    /// Blocks while the disk works: it reads the whole log, and verifies it.
+    ///
+    /// # Errors
+    /// [`EmbeddedOpenError`] if another process has the store open, the log is damaged or has a newer format, or the disk fails.
+    pub fn open(options: impl Into<EmbeddedOptions>) -> Result<Self, EmbeddedOpenError> {
+        let options = options.into();
+        let disk = DirectoryDisk::acquire(&options.dir)?;
+        Self::open_disk(Arc::new(disk), options, SEGMENT_BYTES)
+    }
+
+    /// Opens the store on any disk.
+    pub(crate) fn open_disk(
+        disk: Arc<dyn Disk>,
+        options: EmbeddedOptions,
+        segment_bytes: u64,
+    ) -> Result<Self, EmbeddedOpenError> {
+        let wall = options.clock.now();
+        let now = LastWrite { time: wall, wall, lagging_since: None };
+        let opened = recover::open(&*disk, now, random_id, options.cache_bytes)?;
+        let (clock, last_write) = match opened.last_write {
+            Some(last) => (StoreClock::resume(options.clock, last), last),
+            None => (StoreClock::new(options.clock), now),
+        };
+        opened.recovered.remove_expired(clock.now());
+        let limits = Limits { max_records: options.max_records, max_record_bytes: options.max_record_bytes };
+        let inner = Arc::new(LogInner::new(disk, clock, opened.recovered, limits));
+        let store = Self { inner: inner.clone(), threads: Mutex::default() };
+        let first = FIRST_SEGMENT_BYTES.min(segment_bytes);
+        let preparing = inner.clone();
+        store.add(spawn("oncegate-segments", move || prepare_segments(&preparing, first, segment_bytes))?);
+        let housekeeper = Housekeeper::new(inner.clone(), segment_bytes);
+        store.add(spawn("oncegate-housekeeper", move || housekeeper.run())?);
+        let reading = inner.clone();
+        store.add(spawn("oncegate-reader", move || reader::run(&reading))?);
+        let writer = Writer { inner, end: opened.end, last_write, has_failed: false };
+        let writer = spawn("oncegate-writer", move || writer.run())?;
+        store.threads.lock().unwrap_or_else(PoisonError::into_inner).writer = Some(writer);
+        Ok(store)
+    }
+
+    fn add(&self, thread: JoinHandle<()>) {
+        self.threads.lock().unwrap_or_else(PoisonError::into_inner).others.push(thread);
+    }
+
+    /// Writes what was accepted, closes the files and unlocks the directory.
+    ///
+    /// Blocks until that is done, which takes about as long as one commit. Later commands are refused as unavailable.
+    /// Dropping the store does the same.
+    pub fn close(&self) {
+        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        // A thread that panicked has ended its waits, so its result does not matter. The writer ends first, because it may need a segment.
+        self.inner.tail.close();
+        if let Some(writer) = threads.writer.take() {
+            let _ = writer.join();
+        }
+        self.inner.spare.close();
+        self.inner.chores.close();
+        self.inner.scans.close();
+        for thread in threads.others.drain(..) {
+            let _ = thread.join();
+        }
+    }
+
+    async fn scan<T>(&self, scan: impl FnOnce(Reply<T>) -> Scan) -> Result<T, StoreError> {
+        let (reply, received) = oneshot::channel();
+        self.inner.scans.push(scan(reply)).map_err(push_error)?;
+        received.await.unwrap_or_else(|_| Err(closed_error()))
+    }
+
+    async fn chore<T>(&self, chore: impl FnOnce(Reply<T>) -> Chore) -> Result<T, StoreError> {
+        let (reply, received) = oneshot::channel();
+        self.inner.chores.push(chore(reply)).map_err(push_error)?;
+        received.await.unwrap_or_else(|_| Err(closed_error()))
+    }
+}
+
+fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, EmbeddedOpenError> {
+    thread::Builder::new().name(name.to_owned()).spawn(run).map_err(EmbeddedOpenError::io("start a thread"))
+}
+
+/// The identifier of a new store.
+fn random_id() -> Result<[u8; 16], EmbeddedOpenError> {
+    let mut id = [0; 16];
+    getrandom::fill(&mut id).map_err(|error| EmbeddedOpenError::Io {
+        operation: "get random bytes".to_owned(),
+        source: std::io::Error::other(error),
+    })?;
+    Ok(id)
+}
+
+async fn wait(ticket: Option<Arc<Ticket>>) -> Result<(), StoreError> {
+    match ticket {
+        None => Ok(()),
+        Some(ticket) => Wait::new(ticket).await.map_err(|reason| {
+            StoreError::unavailable(format!("the embedded store could not write: {reason}"))
+        }),
+    }
+}
+
+impl Store for LogStore {
+    fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
+        Box::pin(async move {
+            let (outcome, ticket) = self.inner.decide(&id, &command)?;
+            wait(ticket).await?;
+            Ok(outcome)
+        })
+    }
+
+    fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
+        Box::pin(async move {
+            let Some((record, ticket)) = self.inner.read(&id)? else { return Ok(None) };
+            wait(ticket).await?;
+            let now = self.inner.clock.now();
+            Ok(Some(record).filter(|record| !record.is_expired(now)))
+        })
+    }
+
+    fn list(&self, query: ListQuery) -> StoreFuture<'_, ListPage> {
+        Box::pin(self.scan(|reply| Scan::List { query, reply }))
+    }
+
+    fn purge(&self, limit: usize) -> StoreFuture<'_, usize> {
+        Box::pin(self.chore(move |reply| Chore::Purge { limit, reply }))
+    }
+
+    fn audit(&self, before: Option<u64>, limit: usize) -> StoreFuture<'_, Vec<AuditEntry>> {
+        Box::pin(self.scan(move |reply| Scan::Audit { before, limit, reply }))
+    }
+
+    fn check(&self) -> StoreFuture<'_, ()> {
+        Box::pin(async move {
+            if self.inner.is_disk_low() {
+                return Err(disk_low_error());
+            }
+            let ticket = self.inner.tail.want_batch()?;
+            wait(Some(ticket)).await
+        })
+    }
+
+    fn now(&self) -> Timestamp {
+        self.inner.clock.now()
+    }
+
+    fn advisories(&self) -> Vec<Advisory> {
+        let mut advisories = Vec::new();
+        if let Some(skew) = self.inner.clock.skew().filter(|skew| !skew.is_expected) {
+            advisories.push(Advisory::new("clock", skew.to_string()));
+        }
+        if let Err(error) = self.inner.tail.writable() {
+            advisories.push(Advisory::new("not-writable", ErrorChain(&error).to_string()));
+        } else if let Some(reason) = self.inner.full().as_ref() {
+            advisories.push(Advisory::new("full", reason.clone()));
+        }
+        if self.inner.has_damage() {
+            let text = "a record or a segment is damaged: stop the program and run `oncegate check`";
+            advisories.push(Advisory::new("damage", text));
+        }
+        advisories
+    }
+
+    fn accept_clock(&self) -> StoreFuture<'_, Option<Duration>> {
+        Box::pin(self.chore(|reply| Chore::AcceptClock { reply }))
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::new("log", Durability::Synced, Fencing::Monotonic)
+    }
+}
+
+impl Drop for LogStore {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+impl fmt::Debug for LogStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LogStore").finish_non_exhaustive()
+    }
+}
