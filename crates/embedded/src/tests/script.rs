@@ -14,23 +14,23 @@ use super::{DAY, Random, claim, complete, id, response};
 use crate::EmbeddedStore;
 
 /// Random commands on a few records, and the records that are expected after the acknowledged ones.
-pub(super) struct Script {
+pub(crate) struct Script {
     random: Random,
-    pub(super) clock: Arc<ManualClock>,
-    pub(super) expected: BTreeMap<RecordId, Record>,
+    pub(crate) clock: Arc<ManualClock>,
+    pub(crate) expected: BTreeMap<RecordId, Record>,
     /// The records as the commands without an acknowledgement would have left them.
-    pub(super) in_doubt: BTreeMap<RecordId, Option<Record>>,
-    pub(super) greatest_token: BTreeMap<RecordId, FencingToken>,
-    pub(super) acknowledged: usize,
+    pub(crate) in_doubt: BTreeMap<RecordId, Option<Record>>,
+    pub(crate) greatest_token: BTreeMap<RecordId, FencingToken>,
+    pub(crate) acknowledged: usize,
     attempts: u128,
     /// The duration by which the store's clock is ahead of `clock`.
-    pub(super) ahead: Duration,
+    pub(crate) ahead: Duration,
 }
 
 const RECORDS: usize = 12;
 
 impl Script {
-    pub(super) fn new(seed: u64) -> Self {
+    pub(crate) fn new(seed: u64) -> Self {
         Self {
             random: Random(seed),
             clock: Arc::new(ManualClock::at_millis(1_700_000_000_000)),
@@ -43,8 +43,23 @@ impl Script {
         }
     }
 
+    /// A copy with a clock of its own, to check a copy of the disk.
+    pub(crate) fn copy(&self) -> Self {
+        let copy = Self::new(self.random.0);
+        copy.clock.advance(self.clock.now().since(copy.clock.now()));
+        Self {
+            expected: self.expected.clone(),
+            in_doubt: self.in_doubt.clone(),
+            greatest_token: self.greatest_token.clone(),
+            acknowledged: self.acknowledged,
+            attempts: self.attempts,
+            ahead: self.ahead,
+            ..copy
+        }
+    }
+
     /// Sends a few commands at once, each for a different record. Fails if one of them is not acknowledged.
-    pub(super) fn step(&mut self, store: &EmbeddedStore) -> Result<(), StoreError> {
+    pub(crate) fn step(&mut self, store: &EmbeddedStore) -> Result<(), StoreError> {
         self.clock.advance(Duration::from_millis(7));
         if self.random.one_in(10) {
             self.clock.advance(Duration::from_secs(31));
@@ -142,7 +157,7 @@ impl Script {
     /// Checks that every acknowledged command is there completely, and every other one completely or not at all.
     ///
     /// Afterwards the records in doubt have the state that was found.
-    pub(super) fn check(&mut self, store: &EmbeddedStore) {
+    pub(crate) fn check(&mut self, store: &EmbeddedStore) {
         let now = self.clock.now().after(self.ahead);
         for n in 0..RECORDS as u64 {
             let id = id(n);
@@ -160,7 +175,7 @@ impl Script {
     }
 
     /// Claims every record again, and checks that each token is greater than all earlier ones.
-    pub(super) fn claim_all_again(&mut self, store: &EmbeddedStore) {
+    pub(crate) fn claim_all_again(&mut self, store: &EmbeddedStore) {
         self.clock.advance(3 * DAY);
         for n in 0..RECORDS as u64 {
             self.attempts += 1;
