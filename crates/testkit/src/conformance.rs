@@ -83,7 +83,7 @@ impl Suite {
         self
     }
 
-    /// Expects a store that removes expired records when it is opened.
+    /// Accepts a store that may remove expired records when it is opened.
     #[must_use]
     pub const fn with_expiry_at_open(mut self) -> Self {
         self.expiry_at_open = true;
@@ -481,7 +481,9 @@ impl<S: Store, O: Fn(Arc<ManualClock>) -> S> Run<S, O> {
             self.store = Some((self.open)(self.clock.clone()));
             if self.suite.expiry_at_open {
                 let now = self.now();
-                self.records.retain(|_, entry| !entry.record.is_expired(now));
+                for entry in self.records.values_mut() {
+                    entry.maybe_purged |= entry.record.is_expired(now);
+                }
             }
         }
     }

@@ -16,7 +16,7 @@ use tracing::{error, info, warn};
 
 use super::format::{EntryHead, HEADER, Header, Kind, entries, expiry_seconds};
 use super::index::{Place, SHARDS};
-use super::inner::{Chore, LogInner, Shift};
+use super::inner::{Chore, LogInner, Shift, Sizes};
 use super::segments::{Segment, Spare};
 use super::ticket::Ticket;
 use super::writer::prepare;
@@ -32,9 +32,6 @@ const COPY_BYTES: usize = 128 * 1024;
 /// The pause after a segment could not be prepared.
 const PREPARE_RETRY: Duration = Duration::from_secs(1);
 
-/// The size of the first segment of a store, in bytes. Each next one is four times as large while they fill up quickly.
-pub(crate) const FIRST_SEGMENT_BYTES: u64 = 1024 * 1024;
-
 /// The time within which a segment is filled quickly.
 const QUICKLY: Duration = Duration::from_secs(60);
 
@@ -49,12 +46,11 @@ pub(crate) struct Housekeeper {
     damaged: Option<u32>,
     /// The disagreement of the two clocks that the log has reported, until it reports that they agree again.
     reported_skew: Option<ClockSkew>,
-    segment_bytes: u64,
 }
 
 impl Housekeeper {
-    pub(crate) fn new(inner: Arc<LogInner>, segment_bytes: u64) -> Self {
-        Self { inner, purged_to: 0, copied_to: (0, 0), damaged: None, reported_skew: None, segment_bytes }
+    pub(crate) fn new(inner: Arc<LogInner>) -> Self {
+        Self { inner, purged_to: 0, copied_to: (0, 0), damaged: None, reported_skew: None }
     }
 
     /// Runs the thread until the store is closed.
@@ -125,7 +121,7 @@ impl Housekeeper {
         }
         let live = self.inner.segments.live_bytes();
         // The lengths in the index are rounded up, by an eighth at most.
-        let enough = live / 9 * 16 + self.segment_bytes;
+        let enough = live / 9 * 16 + self.inner.sizes.max_segment;
         if self.inner.segments.sealed_bytes() <= enough || self.damaged == Some(oldest.number) {
             return Ok(false);
         }
@@ -311,20 +307,23 @@ fn wait(ticket: &Ticket) -> Result<(), StoreError> {
 }
 
 /// Prepares segments ahead, until the store is closed.
-pub(crate) fn prepare_segments(inner: &LogInner, first_bytes: u64, max_bytes: u64) {
+pub(crate) fn prepare_segments(inner: &LogInner) {
+    let Sizes { first_segment, max_segment, .. } = inner.sizes;
     let _gone_on_drop = GoneOnDrop(inner);
-    let (mut bytes, mut began) = (first_bytes, Instant::now());
+    let (mut bytes, mut began) = (first_segment, Instant::now());
     while let Some(number) = inner.spare.wait_wanted(PREPARE_RETRY) {
         if began.elapsed() < QUICKLY {
-            bytes = (bytes * 4).min(max_bytes);
+            bytes = (bytes * 4).min(max_segment);
         }
         match prepare(&*inner.disk, number, bytes) {
             Ok(segment) => inner.spare.set(Spare::Ready(segment)),
             Err(error) => {
                 // A smaller one may still find space.
-                bytes = (bytes / 16).max(first_bytes.min(max_bytes));
-                let reason = ErrorChain(&error).to_string().into();
-                inner.spare.set(Spare::Failed { number, reason });
+                bytes = (bytes / 16).max(first_segment);
+                if !inner.spare.has_failed() {
+                    warn!(error = %ErrorChain(&error), "the embedded store cannot prepare its next segment: new keys are refused");
+                }
+                inner.spare.set(Spare::Failed(number));
             }
         }
         began = Instant::now();

@@ -45,6 +45,7 @@ pub(crate) enum Chore {
 /// The inside of a store.
 pub(crate) struct LogInner {
     pub(crate) disk: Arc<dyn Disk>,
+    pub(crate) sizes: Sizes,
     pub(crate) store: StoreId,
     pub(crate) clock: StoreClock<Arc<dyn Clock>>,
     pub(crate) index: Index,
@@ -64,6 +65,24 @@ pub(crate) struct LogInner {
     has_damage: AtomicBool,
     /// The reason why new keys are refused, as it was logged.
     full: Mutex<Option<String>>,
+}
+
+/// The sizes of the parts of a store, in bytes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sizes {
+    /// Of recent records in memory.
+    pub(crate) cache: usize,
+    /// Of the first segment of a store. Each next one is four times as large while they fill up quickly.
+    pub(crate) first_segment: u64,
+    /// Of the largest segment.
+    pub(crate) max_segment: u64,
+}
+
+impl Sizes {
+    /// The sizes of a store with a cache of this size.
+    pub(crate) const fn with_cache(cache: usize) -> Self {
+        Self { cache, first_segment: 1024 * 1024, max_segment: 64 * 1024 * 1024 }
+    }
 }
 
 /// The limits of a store.
@@ -102,11 +121,13 @@ impl LogInner {
         clock: StoreClock<Arc<dyn Clock>>,
         recovered: Recovered,
         limits: Limits,
+        sizes: Sizes,
     ) -> Self {
         let next_audit = recovered.audits.back().map_or(1, |(number, _)| number + 1);
         let is_disk_low = disk.is_low().into();
         Self {
             disk,
+            sizes,
             store: recovered.store,
             clock,
             index: recovered.index,
@@ -288,8 +309,7 @@ impl LogInner {
 
     /// Refuses a claim that the protocol grants but the capacity does not allow.
     fn check_capacity(&self, is_new: bool) -> Result<(), StoreError> {
-        let is_low = self.is_disk_low.load(Ordering::Relaxed);
-        let error = if is_new { self.exhausted() } else { is_low.then(disk_low_error) };
+        let error = if is_new { self.exhausted() } else { self.is_disk_low().then(disk_low_error) };
         error.map_or(Ok(()), Err)
     }
 
@@ -297,7 +317,7 @@ impl LogInner {
     fn exhausted(&self) -> Option<StoreError> {
         let Self { max_records, max_record_bytes, .. } = self;
         let wait = "raise the limit, or wait until records expire";
-        if self.is_disk_low.load(Ordering::Relaxed) {
+        if self.is_disk_low() {
             Some(disk_low_error())
         } else if self.index.records() >= *max_records {
             Some(full_error(&format!("it has reached its limit of {max_records} records: {wait}")))
@@ -375,8 +395,7 @@ impl LogInner {
 
     /// Looks if new keys are refused, and logs when that begins and ends.
     pub(crate) fn look_at_capacity(&self) {
-        let is_low = self.disk.is_low() || self.spare.failure().is_some();
-        self.is_disk_low.store(is_low, Ordering::Relaxed);
+        self.is_disk_low.store(self.disk.is_low(), Ordering::Relaxed);
         let now = self.exhausted().map(|error| error.to_string());
         let mut before = self.full();
         match (&*before, &now) {
@@ -392,8 +411,9 @@ impl LogInner {
         self.full.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// True if the rest of the disk is reserved for requests that are running.
     pub(crate) fn is_disk_low(&self) -> bool {
-        self.is_disk_low.load(Ordering::Relaxed)
+        self.is_disk_low.load(Ordering::Relaxed) || self.spare.has_failed()
     }
 
     pub(crate) fn audits(&self) -> MutexGuard<'_, VecDeque<(u64, Slot)>> {

@@ -36,4 +36,7 @@ mod tail;
 mod ticket;
 mod writer;
 
+#[cfg(test)]
+mod tests;
+
 pub use store::LogStore;

@@ -17,9 +17,8 @@ use tracing::{info, warn};
 
 use super::disk::{Disk, SegmentFile};
 use super::format::{BLOCK, ENTRY, EntryHead, FLAG_SEAL, HEADER, Header, Kind, NoHeader, StoreId, entries};
-use super::housekeeper::FIRST_SEGMENT_BYTES;
 use super::index::{Index, Place, SHARDS, Slot, prefix};
-use super::inner::{Recovered, Shift};
+use super::inner::{Recovered, Shift, Sizes};
 use super::segments::{Segment, Segments, Spare};
 use super::writer::LogEnd;
 use crate::error::EmbeddedOpenError;
@@ -79,19 +78,25 @@ pub(crate) fn open(
     disk: &dyn Disk,
     now: LastWrite,
     store_id: impl FnOnce() -> Result<StoreId, EmbeddedOpenError>,
-    cache_bytes: usize,
+    sizes: Sizes,
 ) -> Result<Opened, EmbeddedOpenError> {
     let numbers = disk.segments().map_err(io(disk, 1, "list the segments next to"))?;
     if numbers.is_empty() {
-        return create(disk, now, store_id()?, cache_bytes);
+        return create(disk, now, store_id()?, sizes);
     }
-    let mut builder = Builder::new(cache_bytes);
+    let mut builder = Builder::new(sizes.cache);
     let scan = scan(disk, &numbers, &mut |item, segment| builder.take(disk, item, segment))?;
     let Builder { index, segments, audits, shifts, .. } = builder;
     let Some(active) = scan.segments.last() else {
         return Err(damaged(disk, scan.oldest, "it has no batch".to_owned()));
     };
-    let (number, mut end_segment, mut offset) = (active.number, segments.get(active.number), active.used);
+    let (number, mut offset) = (active.number, active.used);
+    // A segment whose first batch was torn has none yet.
+    let mut end_segment = segments.get(number).unwrap_or_else(|| {
+        let segment = Arc::new(Segment::new(number, active.file.clone(), active.len));
+        segments.add(segment.clone());
+        segment
+    });
     if scan.is_torn {
         warn!(
             segment = number,
@@ -113,13 +118,14 @@ pub(crate) fn open(
             disk.remove(later).map_err(io(disk, later, "remove"))?;
         }
     }
-    if scan.last.flags & FLAG_SEAL != 0 {
+    // Unless the next segment has begun with a batch that was torn.
+    if scan.last.flags & FLAG_SEAL != 0 && scan.last.segment == number {
         let Some(segment) = next.take() else {
             return Err(damaged(disk, number + 1, "the segment is missing".to_owned()));
         };
         spare = Spare::Wanted(segment.number + 1);
         segments.add(segment.clone());
-        (end_segment, offset) = (Some(segment), 0);
+        (end_segment, offset) = (segment, 0);
     }
     if let Some(next) = next {
         spare = Spare::Ready(next);
@@ -127,12 +133,9 @@ pub(crate) fn open(
     for old in numbers.iter().copied().filter(|old| *old < scan.oldest) {
         disk.remove(old).map_err(io(disk, old, "remove"))?;
     }
-    let Some(segment) = end_segment else {
-        return Err(damaged(disk, number, "it has no batch".to_owned()));
-    };
     let recovered =
         Recovered { store: scan.store, index, segments, audits, shifts, oldest: scan.oldest, spare };
-    let end = LogEnd { segment, offset, sequence: scan.last.sequence + 1, chain: scan.chain };
+    let end = LogEnd { segment: end_segment, offset, sequence: scan.last.sequence + 1, chain: scan.chain };
     Ok(Opened { recovered, end, last_write: Some(scan.last.written) })
 }
 
@@ -141,7 +144,7 @@ fn create(
     disk: &dyn Disk,
     now: LastWrite,
     store: StoreId,
-    cache_bytes: usize,
+    sizes: Sizes,
 ) -> Result<Opened, EmbeddedOpenError> {
     let header = Header {
         flags: 0,
@@ -163,11 +166,11 @@ fn create(
     let mut make = || {
         let file = disk.create(1)?;
         // The rest of the zeros follows in the background, in the next segment.
-        bytes.resize(FIRST_SEGMENT_BYTES as usize, 0);
+        bytes.resize(sizes.first_segment as usize, 0);
         file.write(&bytes, 0)?;
         file.sync()?;
         disk.publish(1)?;
-        Ok(Arc::new(Segment::new(1, file, FIRST_SEGMENT_BYTES)))
+        Ok(Arc::new(Segment::new(1, file, sizes.first_segment)))
     };
     let segment = make().map_err(io(disk, 1, "create"))?;
     info!(dir = %disk.directory().display(), "created a new store");
@@ -176,7 +179,7 @@ fn create(
     segments.add(segment.clone());
     let recovered = Recovered {
         store,
-        index: Index::new(cache_bytes),
+        index: Index::new(sizes.cache),
         segments,
         audits: VecDeque::new(),
         shifts: Vec::new(),
@@ -241,7 +244,7 @@ pub(crate) fn scan(
             break;
         };
         let follows = match &state {
-            None => true,
+            None => position == 0,
             Some((last, chain)) => {
                 first.store == store && first.sequence == last.sequence + 1 && first.previous == *chain
             }
@@ -422,7 +425,9 @@ impl Window {
     fn get(&mut self, offset: u64, len: usize) -> std::io::Result<&[u8]> {
         let inside = |start: u64, held: usize| offset >= start && offset + len as u64 <= start + held as u64;
         if !inside(self.start, self.len) {
-            self.bytes.resize(WINDOW.max(len), 0);
+            if self.bytes.len() < WINDOW.max(len) {
+                self.bytes = vec![0; WINDOW.max(len)];
+            }
             self.start = offset;
             self.len = self.file.read(&mut self.bytes, offset)?;
         }

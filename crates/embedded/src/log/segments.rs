@@ -1,7 +1,7 @@
 //! The segments of a store, and the sums that decide when one is deleted or compacted.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Duration;
 
@@ -121,10 +121,7 @@ pub(crate) enum Spare {
     Wanted(u32),
     Ready(Arc<Segment>),
     /// It could not be prepared. It is tried again later.
-    Failed {
-        number: u32,
-        reason: Arc<str>,
-    },
+    Failed(u32),
     /// The writer prepares the segment itself.
     Taken,
     /// The preparing thread has ended.
@@ -135,11 +132,13 @@ pub(crate) enum Spare {
 pub(crate) struct SpareSlot {
     spare: Mutex<Spare>,
     changed: Condvar,
+    /// The last attempt failed.
+    has_failed: AtomicBool,
 }
 
 impl SpareSlot {
     pub(crate) fn new(spare: Spare) -> Self {
-        Self { spare: Mutex::new(spare), changed: Condvar::new() }
+        Self { spare: Mutex::new(spare), changed: Condvar::new(), has_failed: AtomicBool::new(false) }
     }
 
     /// Takes the spare. Waits while it is being prepared. `None` means that the writer must prepare one.
@@ -159,7 +158,7 @@ impl SpareSlot {
                 *spare = Spare::Gone;
                 None
             }
-            Spare::Wanted(_) | Spare::Failed { .. } | Spare::Taken => None,
+            Spare::Wanted(_) | Spare::Failed(_) | Spare::Taken => None,
         }
     }
 
@@ -180,7 +179,7 @@ impl SpareSlot {
             let failed = match &*spare {
                 Spare::Wanted(number) => return Some(*number),
                 Spare::Gone => return None,
-                Spare::Failed { number, .. } => Some(*number),
+                Spare::Failed(number) => Some(*number),
                 Spare::Ready(_) | Spare::Taken => None,
             };
             let Some(number) = failed else {
@@ -191,7 +190,7 @@ impl SpareSlot {
                 self.changed.wait_timeout(spare, retry).unwrap_or_else(PoisonError::into_inner);
             spare = later;
             // Only if the writer has not taken over meanwhile.
-            if timeout.timed_out() && matches!(&*spare, Spare::Failed { .. }) {
+            if timeout.timed_out() && matches!(&*spare, Spare::Failed(_)) {
                 *spare = Spare::Wanted(number);
             }
         }
@@ -204,6 +203,7 @@ impl SpareSlot {
 
     /// The end of an attempt to prepare a segment.
     pub(crate) fn set(&self, result: Spare) {
+        self.has_failed.store(matches!(result, Spare::Failed(_)), Ordering::SeqCst);
         let mut spare = self.lock();
         if !matches!(*spare, Spare::Gone) {
             *spare = result;
@@ -212,12 +212,9 @@ impl SpareSlot {
         self.changed.notify_all();
     }
 
-    /// The reason why there is no spare.
-    pub(crate) fn failure(&self) -> Option<Arc<str>> {
-        match &*self.lock() {
-            Spare::Failed { reason, .. } => Some(reason.clone()),
-            _ => None,
-        }
+    /// True if the last attempt to prepare a segment failed.
+    pub(crate) fn has_failed(&self) -> bool {
+        self.has_failed.load(Ordering::SeqCst)
     }
 
     fn lock(&self) -> MutexGuard<'_, Spare> {

@@ -12,8 +12,8 @@ use oncegate_core::{
 use tokio::sync::oneshot;
 
 use super::disk::{DirectoryDisk, Disk};
-use super::housekeeper::{FIRST_SEGMENT_BYTES, Housekeeper, prepare_segments};
-use super::inner::{Chore, Limits, LogInner};
+use super::housekeeper::{Housekeeper, prepare_segments};
+use super::inner::{Chore, Limits, LogInner, Sizes};
 use super::reader;
 use super::recover;
 use super::ticket::{Ticket, Wait};
@@ -21,9 +21,6 @@ use super::writer::Writer;
 use crate::error::EmbeddedOpenError;
 use crate::options::EmbeddedOptions;
 use crate::shared::{Reply, Scan, closed_error, disk_low_error, push_error};
-
-/// The largest segment, in bytes.
-pub(crate) const SEGMENT_BYTES: u64 = 64 * 1024 * 1024;
 
 /// The durable store of one node: a log in its own directory, no server.
 pub struct LogStore {
@@ -49,30 +46,34 @@ impl LogStore {
     pub fn open(options: impl Into<EmbeddedOptions>) -> Result<Self, EmbeddedOpenError> {
         let options = options.into();
         let disk = DirectoryDisk::acquire(&options.dir)?;
-        Self::open_disk(Arc::new(disk), options, SEGMENT_BYTES)
+        let sizes = Sizes::with_cache(options.cache_bytes);
+        Self::open_disk(Arc::new(disk), options, sizes)
     }
 
     /// Opens the store on any disk.
     pub(crate) fn open_disk(
         disk: Arc<dyn Disk>,
         options: EmbeddedOptions,
-        segment_bytes: u64,
+        sizes: Sizes,
     ) -> Result<Self, EmbeddedOpenError> {
         let wall = options.clock.now();
         let now = LastWrite { time: wall, wall, lagging_since: None };
-        let opened = recover::open(&*disk, now, random_id, options.cache_bytes)?;
+        let opened = recover::open(&*disk, now, random_id, sizes)?;
         let (clock, last_write) = match opened.last_write {
-            Some(last) => (StoreClock::resume(options.clock, last), last),
+            Some(last) => {
+                // Later than everything that was written, so that records of this process can be told from those.
+                let last = LastWrite { time: last.time.after(Duration::from_millis(1)), ..last };
+                (StoreClock::resume(options.clock, last), last)
+            }
             None => (StoreClock::new(options.clock), now),
         };
         opened.recovered.remove_expired(clock.now());
         let limits = Limits { max_records: options.max_records, max_record_bytes: options.max_record_bytes };
-        let inner = Arc::new(LogInner::new(disk, clock, opened.recovered, limits));
+        let inner = Arc::new(LogInner::new(disk, clock, opened.recovered, limits, sizes));
         let store = Self { inner: inner.clone(), threads: Mutex::default() };
-        let first = FIRST_SEGMENT_BYTES.min(segment_bytes);
         let preparing = inner.clone();
-        store.add(spawn("oncegate-segments", move || prepare_segments(&preparing, first, segment_bytes))?);
-        let housekeeper = Housekeeper::new(inner.clone(), segment_bytes);
+        store.add(spawn("oncegate-segments", move || prepare_segments(&preparing))?);
+        let housekeeper = Housekeeper::new(inner.clone());
         store.add(spawn("oncegate-housekeeper", move || housekeeper.run())?);
         let reading = inner.clone();
         store.add(spawn("oncegate-reader", move || reader::run(&reading))?);

@@ -39,9 +39,6 @@ const MIN_RETRY_PAUSE: Duration = Duration::from_millis(50);
 /// The longest pause between attempts to write.
 const MAX_RETRY_PAUSE: Duration = Duration::from_secs(5);
 
-/// The bytes that the writer prepares when it has to make a segment itself.
-const OWN_SEGMENT_BYTES: u64 = 1024 * 1024;
-
 /// The largest buffer that is kept for the next batch.
 const MAX_KEPT_BUFFER: usize = 4 * 1024 * 1024;
 
@@ -124,12 +121,14 @@ impl Writer {
                 }
                 Err(error) => {
                     let reason: Arc<str> = ErrorChain(&error).to_string().into();
-                    batch.ticket.end(Err(reason.clone()));
+                    let ticket = batch.ticket.clone();
                     if pause == MIN_RETRY_PAUSE {
                         error!(%reason, "the embedded store cannot be written to: recorded keys are answered, and nothing new is executed");
                     }
                     // Its commands were decided, and follow as soon as this batch is written.
                     batches.extend(self.inner.tail.fail(&reason));
+                    // Who gets this error finds the store refusing writes.
+                    ticket.end(Err(reason));
                     if !self.inner.tail.pause(pause) {
                         return None;
                     }
@@ -213,11 +212,11 @@ impl Writer {
         let segment = match spare {
             Some(spare) => spare,
             None => {
-                let made = prepare(&*self.inner.disk, number, OWN_SEGMENT_BYTES);
+                let made = prepare(&*self.inner.disk, number, self.inner.sizes.first_segment);
                 if !is_replaced {
                     self.inner.spare.give_back(match &made {
                         Ok(_) => Spare::Wanted(number + 1),
-                        Err(error) => Spare::Failed { number, reason: ErrorChain(error).to_string().into() },
+                        Err(_) => Spare::Failed(number),
                     });
                 }
                 made?

@@ -42,24 +42,24 @@ fn open_with(disk: &Disk, options: EmbeddedOptions) -> Result<EmbeddedStore, Emb
     EmbeddedStore::open_medium(Box::new(DiskMedium(disk.clone())), options)
 }
 
-const DAY: Duration = Duration::from_secs(86_400);
+pub(crate) const DAY: Duration = Duration::from_secs(86_400);
 
-fn claim(attempt: u128) -> Command {
+pub(crate) fn claim(attempt: u128) -> Command {
     Command::Claim(oncegate_testkit::claim(attempt, b"input"))
 }
 
-fn complete(token: FencingToken, response: StoredResponse) -> Command {
+pub(crate) fn complete(token: FencingToken, response: StoredResponse) -> Command {
     Command::Complete(Complete { token, completion: Completion::Replayable(response), retention: DAY })
 }
 
 /// A response whose body repeats its number.
-fn response(n: u64, len: usize) -> StoredResponse {
+pub(crate) fn response(n: u64, len: usize) -> StoredResponse {
     let body: Vec<u8> = n.to_be_bytes().into_iter().cycle().take(len).collect();
     StoredResponse::new(201, &[("content-type", &b"application/json"[..])], &[Bytes::from(body)], &[])
         .unwrap()
 }
 
-fn token(outcome: &Outcome) -> FencingToken {
+pub(crate) fn token(outcome: &Outcome) -> FencingToken {
     match outcome {
         Outcome::Execute(grant) => grant.token,
         other => panic!("not executed: {other:?}"),

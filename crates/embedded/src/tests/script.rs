@@ -6,12 +6,11 @@ use std::time::Duration;
 
 use oncegate_core::{
     Clock as _, Command, Complete, Completion, FencingToken, Outcome, Record, RecordId, Release, Renew,
-    Resolution, Resolve, Store as _, StoreError, StoreErrorKind, Write, decide,
+    Resolution, Resolve, Store, StoreError, StoreErrorKind, Write, decide,
 };
 use oncegate_testkit::{ManualClock, block_on};
 
 use super::{DAY, Random, claim, complete, id, response};
-use crate::EmbeddedStore;
 
 /// Random commands on a few records, and the records that are expected after the acknowledged ones.
 pub(crate) struct Script {
@@ -59,7 +58,7 @@ impl Script {
     }
 
     /// Sends a few commands at once, each for a different record. Fails if one of them is not acknowledged.
-    pub(crate) fn step(&mut self, store: &EmbeddedStore) -> Result<(), StoreError> {
+    pub(crate) fn step(&mut self, store: &dyn Store) -> Result<(), StoreError> {
         self.clock.advance(Duration::from_millis(7));
         if self.random.one_in(10) {
             self.clock.advance(Duration::from_secs(31));
@@ -78,7 +77,7 @@ impl Script {
 
     fn apply_all(
         &mut self,
-        store: &EmbeddedStore,
+        store: &dyn Store,
         commands: BTreeMap<RecordId, Command>,
     ) -> Result<(), StoreError> {
         let now = self.clock.now().after(self.ahead);
@@ -120,7 +119,7 @@ impl Script {
         failed
     }
 
-    fn purge(&mut self, store: &EmbeddedStore) -> Result<(), StoreError> {
+    fn purge(&mut self, store: &dyn Store) -> Result<(), StoreError> {
         let expired: Vec<_> = {
             let now = self.clock.now().after(self.ahead);
             self.expected.iter().filter(|(_, record)| record.is_expired(now)).map(|(id, _)| *id).collect()
@@ -157,7 +156,7 @@ impl Script {
     /// Checks that every acknowledged command is there completely, and every other one completely or not at all.
     ///
     /// Afterwards the records in doubt have the state that was found.
-    pub(crate) fn check(&mut self, store: &EmbeddedStore) {
+    pub(crate) fn check(&mut self, store: &dyn Store) {
         let now = self.clock.now().after(self.ahead);
         for n in 0..RECORDS as u64 {
             let id = id(n);
@@ -175,7 +174,7 @@ impl Script {
     }
 
     /// Claims every record again, and checks that each token is greater than all earlier ones.
-    pub(crate) fn claim_all_again(&mut self, store: &EmbeddedStore) {
+    pub(crate) fn claim_all_again(&mut self, store: &dyn Store) {
         self.clock.advance(3 * DAY);
         for n in 0..RECORDS as u64 {
             self.attempts += 1;

@@ -1,0 +1,225 @@
+//! Changed bytes: the store refuses to open, or nothing is affected. No acknowledged record is ever missing.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use oncegate_core::{
+    Clock as _, Command, Complete, Completion, Record, RecordId, RecordStep, Release, Resolution, Resolve,
+    Step, Store as _, StoreErrorKind,
+};
+use oncegate_testkit::{ManualClock, block_on, record_id as id};
+
+use super::sim::{Image, SimDisk};
+use super::{SIZES, complete_one, is_replayed, open, open_with};
+use crate::log::inner::Sizes;
+use crate::tests::{DAY, claim, response, token};
+use crate::{EmbeddedOpenError, EmbeddedOptions, LogStore};
+
+/// A store with records in every state, an audit trail and a corrected clock, in several segments; and its records.
+fn varied_store() -> (Image, Arc<ManualClock>, BTreeMap<RecordId, Record>) {
+    let disk = SimDisk::default();
+    let clock = Arc::new(ManualClock::at_millis(1_700_000_000_000));
+    let store = open(&disk, clock.clone()).unwrap();
+    let apply = |n: u64, command: Command| block_on(store.apply(id(n), command)).unwrap();
+    for n in 0..30 {
+        clock.advance(Duration::from_millis(5));
+        let token = token(&apply(n, claim(u128::from(n))));
+        let step = Step::new("charge", vec![7; 50].into()).unwrap();
+        match n % 6 {
+            0 => {}
+            1 => drop(apply(n, Command::Step(RecordStep { token, number: 0, step }))),
+            2 => drop(apply(n, Command::Release(Release { token, retention: DAY }))),
+            3 => {
+                let completion = Completion::Unknown;
+                apply(n, Command::Complete(Complete { token, completion, retention: DAY }));
+            }
+            4 => {
+                let completion = Completion::Unknown;
+                apply(n, Command::Complete(Complete { token, completion, retention: DAY }));
+                apply(
+                    n,
+                    Command::Resolve(Resolve {
+                        resolution: Resolution::Complete(Some(response(n, 30))),
+                        retention: DAY,
+                        force: true,
+                        amend: false,
+                        actor: "an operator".to_owned(),
+                        reason: "a reason".to_owned(),
+                    }),
+                );
+            }
+            _ => {
+                let completion = Completion::Replayable(response(n, 20 * n as usize));
+                apply(n, Command::Complete(Complete { token, completion, retention: DAY }));
+            }
+        }
+        if n == 15 {
+            clock.advance(Duration::from_secs(1));
+            clock.set_millis(clock.now().as_millis() + 600_000);
+            assert!(block_on(store.accept_clock()).unwrap().is_some());
+        }
+    }
+    let records = (0..30).map(|n| (id(n), block_on(store.lookup(id(n))).unwrap().unwrap())).collect();
+    drop(store);
+    (disk.after_kill(), clock, records)
+}
+
+/// Opens a changed store. Returns false if it is refused; otherwise each record is there, or is reported as unreadable.
+fn is_sound(
+    image: &Image,
+    clock: &Arc<ManualClock>,
+    records: &BTreeMap<RecordId, Record>,
+    what: &str,
+) -> bool {
+    let store = match open(&SimDisk::of(image), clock.clone()) {
+        Err(EmbeddedOpenError::Damaged { .. }) => return false,
+        Err(error) => panic!("{what}: {error}"),
+        Ok(store) => store,
+    };
+    for (id, record) in records {
+        match block_on(store.lookup(*id)) {
+            Ok(found) => assert_eq!(found.as_ref(), Some(record), "{what}"),
+            Err(error) => assert_eq!(error.kind(), StoreErrorKind::Corrupt, "{what}"),
+        }
+    }
+    assert_eq!(block_on(store.audit(None, 100)).unwrap().len(), 5, "{what}");
+    true
+}
+
+/// Each byte of the batches, or every nth of them, and a few of the zeros around them.
+#[test]
+fn every_changed_byte_is_refused_or_changes_nothing() {
+    let stride = std::env::var("ONCEGATE_DAMAGE_STRIDE").map_or(5, |text| text.parse().expect("a number"));
+    let (image, clock, records) = varied_store();
+    assert!(image.len() > 2, "one segment only: {:?}", image.keys());
+    assert!(is_sound(&image, &clock, &records, "unchanged"));
+    let (mut refused, mut sound) = (0, 0);
+    for (number, bytes) in &image {
+        for offset in 0..bytes.len() {
+            let is_used = bytes[offset] != 0 || offset % 4096 < 88;
+            if offset % if is_used { stride } else { 997 } != 0 {
+                continue;
+            }
+            let mut changed = image.clone();
+            changed.get_mut(number).unwrap()[offset] ^= 0x11;
+            let what = format!("byte {offset} of segment {number}");
+            *if is_sound(&changed, &clock, &records, &what) { &mut sound } else { &mut refused } += 1;
+        }
+    }
+    assert!(refused > 100 && sound > 10, "{refused} refused, {sound} sound");
+}
+
+#[test]
+fn a_missing_segment_is_refused() {
+    let (image, clock, records) = varied_store();
+    let last = *image.keys().last().unwrap();
+    for number in image.keys().copied() {
+        let mut changed = image.clone();
+        changed.remove(&number);
+        // The last one is only prepared for later.
+        assert_eq!(is_sound(&changed, &clock, &records, "a segment is missing"), number == last, "{number}");
+    }
+}
+
+#[test]
+fn a_segment_that_is_cut_is_refused() {
+    let (image, clock, records) = varied_store();
+    let first = *image.keys().next().unwrap();
+    for len in (0..image[&first].len()).step_by(512) {
+        let mut changed = image.clone();
+        changed.get_mut(&first).unwrap().truncate(len);
+        assert!(!is_sound(&changed, &clock, &records, "cut") || len > 28 * 1024, "cut at {len}");
+    }
+}
+
+#[test]
+fn a_segment_of_another_store_is_refused() {
+    let (image, clock, records) = varied_store();
+    let (other, ..) = varied_store();
+    for number in image.keys().copied().collect::<Vec<_>>() {
+        let mut changed = image.clone();
+        let Some(exchanged) = other.get(&number) else { continue };
+        changed.insert(number, exchanged.clone());
+        let is_prepared = |image: &Image| image[&number].iter().all(|byte| *byte == 0);
+        let same = is_prepared(&image) && is_prepared(&other);
+        assert_eq!(is_sound(&changed, &clock, &records, "exchanged"), same, "{number}");
+    }
+}
+
+/// The disk changes bytes while the store is open: the record is refused, all others are served, and nothing ends.
+#[test]
+fn a_record_that_is_damaged_while_the_store_is_open_is_refused_alone() {
+    let disk = SimDisk::default();
+    let clock = Arc::new(ManualClock::at_millis(1_700_000_000_000));
+    let options = EmbeddedOptions::new("disk").with_clock(clock);
+    let store = LogStore::open_disk(Arc::new(disk.clone()), options, Sizes { cache: 0, ..SIZES }).unwrap();
+    (0..5).for_each(|n| complete_one(&store, n, 40));
+    let image = disk.after_kill();
+    let wanted = id(3);
+    let places = image.iter().flat_map(|(number, bytes)| {
+        let found = bytes.windows(32).enumerate().filter(|(_, window)| *window == wanted.as_bytes());
+        found.map(|(at, _)| (*number, at))
+    });
+    let (segment, at) = places.last().unwrap();
+    for changed in [at + 31, at + 40] {
+        disk.flip(segment, changed);
+        for error in [
+            block_on(store.lookup(id(3))).map(drop).unwrap_err(),
+            block_on(store.apply(id(3), claim(9))).map(drop).unwrap_err(),
+        ] {
+            assert_eq!(error.kind(), StoreErrorKind::Corrupt, "{error}");
+        }
+        for n in [0, 1, 2, 4] {
+            assert!(is_replayed(&store, n, 40), "{n}");
+        }
+        assert!(store.advisories().iter().any(|advisory| advisory.name == "damage"));
+        disk.flip(segment, changed);
+        assert!(is_replayed(&store, 3, 40));
+    }
+}
+
+#[test]
+fn records_with_the_same_first_bytes_are_told_apart() {
+    let disk = SimDisk::default();
+    let clock = Arc::new(ManualClock::at_millis(1_700_000_000_000));
+    let alike = |n: u8| {
+        let mut bytes = [7; 32];
+        bytes[31] = n;
+        RecordId::from_bytes(bytes)
+    };
+    let reopened = || {
+        let options = EmbeddedOptions::new("disk").with_clock(clock.clone());
+        LogStore::open_disk(Arc::new(disk.clone()), options, Sizes { cache: 0, ..SIZES }).unwrap()
+    };
+    let store = reopened();
+    for n in 0..4 {
+        let token = token(&block_on(store.apply(alike(n), claim(u128::from(n)))).unwrap());
+        let completion = Completion::Replayable(response(n.into(), 10));
+        block_on(store.apply(alike(n), Command::Complete(Complete { token, completion, retention: DAY })))
+            .unwrap();
+    }
+    drop(store);
+    let store = reopened();
+    for n in 0..4 {
+        let replayed = block_on(store.apply(alike(n), claim(9))).unwrap();
+        assert_eq!(replayed, oncegate_core::Outcome::Replay(response(n.into(), 10)), "{n}");
+    }
+    assert_eq!(block_on(store.lookup(alike(9))).unwrap(), None);
+    let listed = block_on(store.list(oncegate_core::ListQuery::default())).unwrap();
+    assert_eq!(listed.records.iter().map(|(id, _)| *id).collect::<Vec<_>>(), [0, 1, 2, 3].map(alike));
+}
+
+/// A newer program may add kinds of entries. This one cannot know what they mean.
+#[test]
+fn a_newer_format_is_refused() {
+    let (image, clock, _) = varied_store();
+    let mut changed = image.clone();
+    let first = changed.values_mut().next().unwrap();
+    first[3] = b'2';
+    let sum = crc32c::crc32c(&first[..84]).to_be_bytes();
+    first[84..88].copy_from_slice(&sum);
+    let options = EmbeddedOptions::new("disk").with_clock(clock);
+    let error = open_with(&SimDisk::of(&changed), options).unwrap_err();
+    assert!(matches!(error, EmbeddedOpenError::NewerFormat { .. }), "{error}");
+}

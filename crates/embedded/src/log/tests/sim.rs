@@ -1,0 +1,361 @@
+//! A simulated disk that separates what is durable from what was written, and can crash, fail and be held.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::path::PathBuf;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::Duration;
+
+use crate::log::disk::{Disk, SegmentFile};
+use crate::tests::Random;
+
+const SECTOR: usize = 512;
+
+/// A name in the directory: the number of a segment, and true if it is published.
+type Name = (u32, bool);
+
+/// A simulated disk. All clones share one state.
+#[derive(Clone, Default)]
+pub(super) struct SimDisk {
+    state: Arc<Mutex<SimState>>,
+    changed: Arc<Condvar>,
+}
+
+#[derive(Default)]
+struct SimState {
+    files: Vec<SimFile>,
+    names: BTreeMap<Name, usize>,
+    durable_names: BTreeMap<Name, usize>,
+    /// The operations so far that change something.
+    operations: u64,
+    crash: Option<Crash>,
+    /// What may be on the disk after the crash.
+    crashed: Option<Vec<Image>>,
+    fault: Option<Fault>,
+    is_low: bool,
+    held: bool,
+    waiting: usize,
+    moved: bool,
+}
+
+#[derive(Clone, Default)]
+struct SimFile {
+    live: Vec<u8>,
+    durable: Vec<u8>,
+    pending: Vec<(usize, Vec<u8>)>,
+}
+
+/// The operation at which power fails.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Crash {
+    pub(super) at: u64,
+    /// The number of images to make, each with another part of the unfinished writes.
+    pub(super) images: u64,
+    pub(super) seed: u64,
+}
+
+/// A fault: some operations of one kind fail.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Fault {
+    pub(super) on: Operation,
+    /// The number of operations that still work.
+    pub(super) after: u64,
+    /// The number of operations that fail after that.
+    pub(super) times: u64,
+    /// The error of the operating system.
+    pub(super) errno: i32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Operation {
+    Read,
+    Write,
+    Sync,
+    Create,
+}
+
+/// The files of a disk by number.
+pub(super) type Image = BTreeMap<u32, Vec<u8>>;
+
+impl SimDisk {
+    pub(super) fn of(image: &Image) -> Self {
+        let disk = Self::default();
+        let mut state = disk.lock();
+        for (number, bytes) in image {
+            let index = state.files.len();
+            state.files.push(SimFile { live: bytes.clone(), durable: bytes.clone(), pending: Vec::new() });
+            state.names.insert((*number, true), index);
+            state.durable_names.insert((*number, true), index);
+        }
+        drop(state);
+        disk
+    }
+
+    fn lock(&self) -> MutexGuard<'_, SimState> {
+        self.state.lock().unwrap()
+    }
+
+    /// The disk after the process is killed, while the machine keeps running.
+    pub(super) fn after_kill(&self) -> Image {
+        let state = self.lock();
+        let published = state.names.iter().filter(|((_, published), _)| *published);
+        published.map(|((number, _), file)| (*number, state.files[*file].live.clone())).collect()
+    }
+
+    /// The disk after a power failure that loses everything that is not durable.
+    pub(super) fn after_power_loss(&self) -> Image {
+        let state = self.lock();
+        let published = state.durable_names.iter().filter(|((_, published), _)| *published);
+        published.map(|((number, _), file)| (*number, state.files[*file].durable.clone())).collect()
+    }
+
+    pub(super) fn crash_at(&self, crash: Crash) {
+        self.lock().crash = Some(crash);
+    }
+
+    /// What may be on the disk after the crash, if the run reached it.
+    pub(super) fn after_crash(&self) -> Option<Vec<Image>> {
+        self.lock().crashed.clone()
+    }
+
+    pub(super) fn fail(&self, fault: Fault) {
+        self.lock().fault = Some(fault);
+    }
+
+    pub(super) fn heal(&self) {
+        self.lock().fault = None;
+    }
+
+    pub(super) fn set_low(&self, is_low: bool) {
+        self.lock().is_low = is_low;
+    }
+
+    /// Makes it look as if the files were moved away, or back.
+    pub(super) fn set_moved(&self, moved: bool) {
+        self.lock().moved = moved;
+    }
+
+    /// Flips the bits of a byte in all that can be read.
+    pub(super) fn flip(&self, number: u32, offset: usize) {
+        let mut state = self.lock();
+        let file = state.names[&(number, true)];
+        state.files[file].live[offset] ^= 0xff;
+    }
+
+    /// Makes all durable writes wait until the returned value is dropped.
+    pub(super) fn hold(&self) -> Hold {
+        self.lock().held = true;
+        Hold(self.clone())
+    }
+
+    /// Waits until a durable write is held.
+    pub(super) fn wait_until_held(&self) {
+        let (_state, timeout) = self
+            .changed
+            .wait_timeout_while(self.lock(), Duration::from_secs(20), |state| state.waiting == 0)
+            .unwrap();
+        assert!(!timeout.timed_out(), "nothing waits for the disk");
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        self.after_kill().values().map(|bytes| bytes.len() as u64).sum()
+    }
+}
+
+/// Holds the disk until it is dropped.
+#[must_use]
+pub(super) struct Hold(SimDisk);
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        self.0.lock().held = false;
+        self.0.changed.notify_all();
+    }
+}
+
+impl SimState {
+    fn check(&mut self, operation: Operation) -> io::Result<()> {
+        if self.crashed.is_some() {
+            return Err(io::Error::other("the machine is off"));
+        }
+        match &mut self.fault {
+            Some(fault) if fault.on == operation && fault.after > 0 => fault.after -= 1,
+            Some(fault) if fault.on == operation && fault.times > 0 => {
+                fault.times -= u64::from(fault.times < u64::MAX);
+                return Err(io::Error::from_raw_os_error(fault.errno));
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// Counts an operation, and takes the image if power fails now.
+    fn point(&mut self) {
+        self.operations += 1;
+        if let Some(crash) = self.crash.filter(|crash| crash.at == self.operations) {
+            let images = (0..crash.images).map(|n| self.image(&mut Random(crash.seed + n)));
+            self.crashed = Some(images.collect());
+        }
+    }
+
+    fn image(&self, random: &mut Random) -> Image {
+        // A rename or removal that was not synced may have happened or not.
+        let names = if random.one_in(2) { &self.names } else { &self.durable_names };
+        let published = names.iter().filter(|((_, published), _)| *published);
+        published.map(|((number, _), file)| (*number, self.files[*file].after_crash(random))).collect()
+    }
+}
+
+impl SimFile {
+    fn write(&mut self, offset: usize, bytes: &[u8]) {
+        put(&mut self.live, offset, bytes);
+        self.pending.push((offset, bytes.to_vec()));
+    }
+
+    fn sync(&mut self, kept: bool) {
+        for (offset, bytes) in self.pending.drain(..) {
+            if kept {
+                put(&mut self.durable, offset, &bytes);
+            }
+        }
+    }
+
+    /// The file after a crash: what is durable, and any of the other sectors, in any order.
+    fn after_crash(&self, random: &mut Random) -> Vec<u8> {
+        let mut image = self.durable.clone();
+        let (all, none) = match random.below(6) {
+            0 => (true, false),
+            1 => (false, true),
+            _ => (false, false),
+        };
+        for (offset, bytes) in &self.pending {
+            for (at, sector) in bytes.chunks(SECTOR).enumerate() {
+                if all || (!none && random.one_in(2)) {
+                    put(&mut image, offset + at * SECTOR, sector);
+                }
+            }
+        }
+        image
+    }
+}
+
+fn put(to: &mut Vec<u8>, offset: usize, bytes: &[u8]) {
+    if to.len() < offset + bytes.len() {
+        to.resize(offset + bytes.len(), 0);
+    }
+    to[offset..offset + bytes.len()].copy_from_slice(bytes);
+}
+
+impl Disk for SimDisk {
+    fn segments(&self) -> io::Result<Vec<u32>> {
+        let state = self.lock();
+        Ok(state.names.keys().filter(|(_, published)| *published).map(|(number, _)| *number).collect())
+    }
+
+    fn open(&self, number: u32) -> io::Result<Arc<dyn SegmentFile>> {
+        let file = self.lock().names.get(&(number, true)).copied();
+        let file = file.ok_or(io::ErrorKind::NotFound)?;
+        Ok(Arc::new(SimHandle { disk: self.clone(), file }))
+    }
+
+    fn create(&self, number: u32) -> io::Result<Arc<dyn SegmentFile>> {
+        let mut state = self.lock();
+        state.check(Operation::Create)?;
+        let file = state.files.len();
+        state.files.push(SimFile::default());
+        state.names.insert((number, false), file);
+        state.point();
+        Ok(Arc::new(SimHandle { disk: self.clone(), file }))
+    }
+
+    fn publish(&self, number: u32) -> io::Result<()> {
+        let mut state = self.lock();
+        state.check(Operation::Sync)?;
+        let file = state.names.remove(&(number, false)).ok_or(io::ErrorKind::NotFound)?;
+        state.names.insert((number, true), file);
+        state.point();
+        state.durable_names = state.names.clone();
+        Ok(())
+    }
+
+    fn remove(&self, number: u32) -> io::Result<()> {
+        let mut state = self.lock();
+        state.check(Operation::Create)?;
+        state.names.remove(&(number, true));
+        state.names.remove(&(number, false));
+        state.point();
+        Ok(())
+    }
+
+    fn is_low(&self) -> bool {
+        self.lock().is_low
+    }
+
+    fn check_in_place(&self, _number: u32, _file: &dyn SegmentFile) -> io::Result<()> {
+        if self.lock().moved { Err(io::Error::other("moved away")) } else { Ok(()) }
+    }
+
+    fn path(&self, number: u32) -> PathBuf {
+        format!("disk/{number}").into()
+    }
+
+    fn directory(&self) -> PathBuf {
+        "disk".into()
+    }
+}
+
+struct SimHandle {
+    disk: SimDisk,
+    file: usize,
+}
+
+impl SegmentFile for SimHandle {
+    fn len(&self) -> io::Result<u64> {
+        Ok(self.disk.lock().files[self.file].live.len() as u64)
+    }
+
+    fn read(&self, out: &mut [u8], offset: u64) -> io::Result<usize> {
+        let mut state = self.disk.lock();
+        state.check(Operation::Read)?;
+        let live = &state.files[self.file].live;
+        let from = live.get(offset as usize..).unwrap_or_default();
+        let count = from.len().min(out.len());
+        out[..count].copy_from_slice(&from[..count]);
+        Ok(count)
+    }
+
+    fn write(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
+        let mut state = self.disk.lock();
+        state.check(Operation::Write)?;
+        state.files[self.file].write(offset as usize, bytes);
+        state.point();
+        Ok(())
+    }
+
+    fn write_durably(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
+        let mut state = self.disk.lock();
+        state.waiting += 1;
+        self.disk.changed.notify_all();
+        let mut state = self.disk.changed.wait_while(state, |state| state.held).unwrap();
+        state.waiting -= 1;
+        drop(state);
+        self.write(bytes, offset)?;
+        self.sync()
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        let mut state = self.disk.lock();
+        // Power may fail before the flush and after it.
+        state.point();
+        let checked = state.check(Operation::Sync);
+        // After a failed flush the bytes are lost: readers see them, but they never reach the disk.
+        let kept = checked.is_ok();
+        state.files[self.file].sync(kept);
+        state.point();
+        checked
+    }
+
+    fn identity(&self) -> Option<(u64, u64)> {
+        None
+    }
+}

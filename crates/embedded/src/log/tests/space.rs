@@ -1,0 +1,132 @@
+//! Purges, deletion and compaction of segments, and the limits.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use oncegate_core::{Command, Extent, Renew, Store as _};
+use oncegate_testkit::{ManualClock, block_on, record_id as id};
+
+use super::sim::SimDisk;
+use super::{SIZES, complete_one, is_replayed, open, open_with};
+use crate::tests::{DAY, claim, token};
+use crate::{EmbeddedOptions, LogStore};
+
+fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !is_so() {
+        assert!(Instant::now() < deadline, "timed out waiting until {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn started() -> (SimDisk, Arc<ManualClock>, LogStore) {
+    let (disk, clock) = (SimDisk::default(), Arc::new(ManualClock::at_millis(1_700_000_000_000)));
+    let store = open(&disk, clock.clone()).unwrap();
+    (disk, clock, store)
+}
+
+/// Twice the live bytes, and the segments that are being filled, prepared, compacted and deleted.
+fn bound(live: u64) -> u64 {
+    2 * live + 4 * SIZES.max_segment
+}
+
+#[test]
+fn space_is_bounded_by_what_is_alive_whatever_was_written() {
+    let (disk, clock, store) = started();
+    (0..40).for_each(|n| complete_one(&store, n, 1000));
+    let owner = token(&block_on(store.apply(id(99), claim(99))).unwrap());
+    // Each renewal writes a block, and makes the one before it useless.
+    for _ in 0..400 {
+        let renew = Renew { token: owner, lease: Duration::from_secs(30), retention: DAY };
+        block_on(store.apply(id(99), Command::Renew(renew))).unwrap();
+    }
+    until("old segments are freed", || disk.bytes() <= bound(40 * 1300));
+    assert!((0..40).all(|n| is_replayed(&store, n, 1000)));
+    let (killed, _) = (SimDisk::of(&disk.after_power_loss()), drop(store));
+    let store = open(&killed, clock).unwrap();
+    assert!((0..40).all(|n| is_replayed(&store, n, 1000)), "copied, and found after a restart");
+}
+
+#[test]
+fn segments_of_expired_records_are_deleted_whole() {
+    let (disk, clock, store) = started();
+    (0..100).for_each(|n| complete_one(&store, n, 1000));
+    assert!(disk.bytes() > 4 * SIZES.max_segment);
+    clock.advance(2 * DAY);
+    complete_one(&store, 1000, 10);
+    let mut purged = 0;
+    until("all are purged", || {
+        purged += block_on(store.purge(30)).unwrap();
+        purged == 100
+    });
+    until("their segments are deleted", || disk.bytes() <= bound(0));
+    assert!(is_replayed(&store, 1000, 10));
+    drop(store);
+    let store = open(&disk, clock).unwrap();
+    assert!(is_replayed(&store, 1000, 10));
+    assert_eq!(block_on(store.lookup(id(5))).unwrap(), None);
+}
+
+/// Records that were released, taken again and amended must not come back in an older version.
+#[test]
+fn no_older_version_comes_back_when_a_newer_one_was_removed() {
+    use oncegate_core::{Outcome, Release};
+    let (disk, clock, store) = started();
+    let first = token(&block_on(store.apply(id(1), claim(1))).unwrap());
+    let release = Release { token: first, retention: Duration::from_secs(1) };
+    block_on(store.apply(id(1), Command::Release(release))).unwrap();
+    clock.advance(Duration::from_secs(5));
+    assert_eq!(block_on(store.purge(10)).unwrap(), 1);
+    (10..60).for_each(|n| complete_one(&store, n, 3000));
+    drop(store);
+    let store = open(&disk, clock.clone()).unwrap();
+    assert_eq!(block_on(store.lookup(id(1))).unwrap(), None);
+    assert!(matches!(block_on(store.apply(id(1), claim(2))).unwrap(), Outcome::Execute(_)));
+}
+
+#[test]
+fn the_audit_trail_survives_compaction() {
+    use oncegate_core::{Resolution, Resolve};
+    let (disk, clock, store) = started();
+    for n in 0..5 {
+        block_on(store.apply(id(n), claim(1))).unwrap();
+        let resolution = Resolution::Release;
+        let (actor, reason) = ("somebody".to_owned(), format!("reason {n}"));
+        let resolve = Resolve { resolution, retention: DAY, force: true, amend: false, actor, reason };
+        block_on(store.apply(id(n), Command::Resolve(resolve))).unwrap();
+    }
+    let owner = token(&block_on(store.apply(id(99), claim(99))).unwrap());
+    for _ in 0..400 {
+        let renew = Renew { token: owner, lease: Duration::from_secs(30), retention: DAY };
+        block_on(store.apply(id(99), Command::Renew(renew))).unwrap();
+    }
+    until("old segments are freed", || disk.bytes() <= bound(0));
+    let reasons = |store: &LogStore| -> Vec<String> {
+        block_on(store.audit(None, 10)).unwrap().into_iter().map(|entry| entry.reason).collect()
+    };
+    let expected = [4, 3, 2, 1, 0].map(|n| format!("reason {n}"));
+    assert_eq!(reasons(&store), expected);
+    drop(store);
+    let store = open(&disk, clock).unwrap();
+    assert_eq!(reasons(&store), expected);
+}
+
+#[test]
+fn limits_refuse_new_keys_and_no_others() {
+    let clock = Arc::new(ManualClock::at_millis(1_700_000_000_000));
+    for by_records in [true, false] {
+        let options = EmbeddedOptions::new("disk").with_clock(clock.clone());
+        let options =
+            if by_records { options.with_max_records(3) } else { options.with_max_record_bytes(5000) };
+        let store = open_with(&SimDisk::default(), options).unwrap();
+        let len = if by_records { 10 } else { 1800 };
+        (0..3).for_each(|n| complete_one(&store, n, len));
+        let error = block_on(store.apply(id(7), claim(7))).unwrap_err();
+        assert!(error.is_unsent() && error.extent() == Extent::Writes, "{error}");
+        assert!(error.to_string().contains("raise the limit"), "{error}");
+        assert!((0..3).all(|n| is_replayed(&store, n, len)));
+        clock.advance(2 * DAY);
+        assert_eq!(block_on(store.purge(10)).unwrap(), 3);
+        complete_one(&store, 8, len);
+    }
+}
