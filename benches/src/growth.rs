@@ -5,9 +5,7 @@
 
 use std::fmt::Write as _;
 use std::future::Future;
-use std::num::NonZeroUsize;
 use std::ops::Range;
-use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -62,14 +60,15 @@ struct Population {
 
 /// Fills a new store in this directory, with durable writes, many in flight.
 pub(crate) async fn fill(directory: &Path, records: u64) -> Result<()> {
-    let mut population = Population::embedded(directory, 0, EmbeddedOptions::with_max_batch)?;
+    let mut population = Population::embedded(directory, 0)?;
     let begun = Instant::now();
     population.fill(records).await?;
     let seconds = begun.elapsed().as_secs_f64();
     drop(population);
-    let file = std::fs::metadata(directory.join("records.redb"))?;
-    // What is on the disk: the file has holes.
-    let bytes = file.blocks() * 512;
+    let mut bytes = 0;
+    for file in oncegate_embedded::segment_files(directory)? {
+        bytes += std::fs::metadata(file)?.len();
+    }
     println!(
         "{{\"records\":{records},\"seconds\":{seconds:.1},\"disk_bytes\":{bytes},\"per_record\":{}}}",
         bytes / records
@@ -80,7 +79,7 @@ pub(crate) async fn fill(directory: &Path, records: u64) -> Result<()> {
 /// The memory of this process with a store of this many records: after opening, and after some turns.
 pub(crate) async fn memory_of(directory: &Path, records: u64) -> Result<()> {
     let begun = Instant::now();
-    let mut population = Population::embedded(directory, records, |options, _| options)?;
+    let mut population = Population::embedded(directory, records)?;
     let (seconds, opened) = (begun.elapsed().as_secs_f64(), resident("VmRSS")?);
     // Numbers that no other run adds.
     population.next = 1 << 40;
@@ -97,8 +96,7 @@ pub(crate) async fn memory_of(directory: &Path, records: u64) -> Result<()> {
 
 /// Compares two embedded stores that were filled before.
 pub(crate) async fn embedded(small: (&Path, u64), large: (&Path, u64)) -> Result<()> {
-    let open =
-        |(directory, records): (&Path, u64)| Population::embedded(directory, records, |options, _| options);
+    let open = |(directory, records): (&Path, u64)| Population::embedded(directory, records);
     compare(open(small)?, open(large)?, 2).await
 }
 
@@ -147,15 +145,10 @@ async fn compare(mut small: Population, mut large: Population, turns: usize) -> 
 }
 
 impl Population {
-    fn embedded(
-        directory: &Path,
-        records: u64,
-        change: impl FnOnce(EmbeddedOptions, NonZeroUsize) -> EmbeddedOptions,
-    ) -> Result<Self> {
+    fn embedded(directory: &Path, records: u64) -> Result<Self> {
         let clock = Arc::new(MovedClock { wall: SystemClock::new(), ahead: AtomicU64::new(0) });
         let options = EmbeddedOptions::new(directory).with_clock(clock.clone());
-        let store =
-            EmbeddedStore::open(change(options, NonZeroUsize::MIN.saturating_add(IN_FLIGHT_FILL - 1)))?;
+        let store = EmbeddedStore::open(options)?;
         Ok(Self::new(Arc::new(store), clock, records))
     }
 

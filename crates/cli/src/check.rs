@@ -9,7 +9,7 @@ use std::process::ExitCode;
 
 use clap::Args;
 use oncegate_core::{ErrorChain, StateName, Store as _};
-use oncegate_embedded::{CheckReport, EmbeddedOpenError, EmbeddedOptions};
+use oncegate_embedded::{CheckReport, EmbeddedOpenError, EmbeddedOptions, segment_files};
 use oncegate_http::Profile;
 use oncegate_redis::{Finding, RedisOptions, RedisStore, Severity};
 use serde_json::{Value, json};
@@ -317,10 +317,11 @@ fn existing_store(dir: &Path, report: &mut Report) {
     if let Some(what) = has_other_files(dir) {
         return report.error(format!("store {shown}: {what}"));
     }
-    if !dir.join(RECORDS).exists() {
+    let files = segment_files(dir).unwrap_or_default();
+    let Some(newest) = files.last() else {
         return report.ok(format!("store {shown}: has no records; the first start creates it"));
-    }
-    if let Some(warning) = readable_by_all_users("every stored response", &dir.join(RECORDS)) {
+    };
+    if let Some(warning) = readable_by_all_users("every stored response", newest) {
         report.warn(warning);
     }
     match oncegate_embedded::check(&EmbeddedOptions::new(dir)) {
@@ -367,12 +368,16 @@ fn redis_findings(options: &RedisOptions) -> Result<Vec<Finding>, String> {
 /// Succeeds if there is a store in this directory; otherwise the reason why `store-must-exist` refuses it.
 pub(crate) fn existing(dir: &Path) -> Result<(), String> {
     let shown = dir.display();
-    match fs::metadata(dir.join(RECORDS)) {
-        Ok(_) => Ok(()),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Err(format!(
+    let missing = || {
+        Err(format!(
             "store {shown}: there is no store, and store-must-exist is set; name the right directory, or start once \
              without store-must-exist to create it"
-        )),
+        ))
+    };
+    match segment_files(dir) {
+        Ok(files) if !files.is_empty() => Ok(()),
+        Ok(_) => missing(),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => missing(),
         Err(error) => Err(format!("store {shown}: {error}")),
     }
 }
@@ -380,12 +385,13 @@ pub(crate) fn existing(dir: &Path) -> Result<(), String> {
 /// The reason why no store is created in this directory, if it contains other files and no records. A mistyped name would
 /// otherwise be a new, empty store, which executes again every request that the real store has answered.
 pub(crate) fn has_other_files(dir: &Path) -> Option<String> {
-    if dir.join(RECORDS).exists() {
+    if segment_files(dir).is_ok_and(|files| !files.is_empty()) {
         return None;
     }
     // The root of a file system has `lost+found`, and files that begin with a dot are not data. A first start that failed
     // leaves the lock.
-    let is_other = |name: &str| !name.starts_with('.') && !NOT_OTHERS.contains(&name);
+    let is_other =
+        |name: &str| !name.starts_with('.') && !name.ends_with(".log.new") && !NOT_OTHERS.contains(&name);
     let names = fs::read_dir(dir).ok()?.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
     let other = names.filter(|name| is_other(name)).min()?;
     Some(format!(
@@ -395,10 +401,7 @@ pub(crate) fn has_other_files(dir: &Path) -> Option<String> {
 }
 
 /// Names that an empty store directory may have.
-const NOT_OTHERS: [&str; 4] = ["lock", "probe", "records.redb.new", "lost+found"];
-
-/// The file that holds the records.
-const RECORDS: &str = "records.redb";
+const NOT_OTHERS: [&str; 2] = ["lock", "lost+found"];
 
 /// The most records that are named one by one.
 const MAX_NAMED: usize = 20;
@@ -656,8 +659,8 @@ mod tests {
     fn a_damaged_store_is_an_error() {
         let world = World::new();
         fs::create_dir(&world.store).unwrap();
-        fs::write(world.store.join(RECORDS), vec![7; 8192]).unwrap();
-        private(&world.store.join(RECORDS), 0o600);
+        fs::write(world.store.join("00000001.log"), vec![7; 8192]).unwrap();
+        private(&world.store.join("00000001.log"), 0o600);
         let lines = world.store_lines();
         assert!(lines.len() == 1 && lines[0].starts_with("error store data: "), "{lines:?}");
         assert!(lines[0].contains("damaged") && !lines[0].contains("oncegate check"), "{lines:?}");

@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use oncegate_core::{Command, Complete, Completion, Outcome, RecordId, Store, StoredResponse, codec};
-use oncegate_embedded::{EmbeddedOptions, EmbeddedStore, LogStore};
+use oncegate_embedded::{EmbeddedOptions, EmbeddedStore};
 use oncegate_testkit::record_id as id;
 use redb::{Database, Durability, ReadableTable as _, TableDefinition};
 use tokio::runtime::{Builder, Runtime};
@@ -42,25 +42,22 @@ fn main() {
     let mut syncs = vec![fdatasync_rate(&dir, span)];
     let mut rows = Vec::new();
     for clients in CLIENTS {
-        let (mut ours, mut log, mut bare) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut ours, mut bare) = (Vec::new(), Vec::new());
         for _ in 0..ROUNDS {
-            ours.push(store_pairs(&runtime, &dir, clients, span, open_embedded));
-            log.push(store_pairs(&runtime, &dir, clients, span, open_log));
+            ours.push(store_pairs(&runtime, &dir, clients, span));
             bare.push(bare_pairs(&runtime, &dir, clients, span));
             syncs.push(fdatasync_rate(&dir, span / 4));
         }
-        let bare = median(bare);
-        rows.push((clients, "embedded", median(ours), bare));
-        rows.push((clients, "log", median(log), bare));
+        rows.push((clients, median(ours), median(bare)));
     }
     let sync = median(syncs.into_iter().map(|per_s| Rate { per_s, ..Rate::default() }).collect()).per_s;
-    let replays = [open_embedded, open_log].map(|open: Open| replay_rate(&dir, span, open));
+    let replays = replay_rate(&dir, span);
 
     let rows: Vec<_> = rows
         .into_iter()
-        .map(|(clients, store, ours, bare)| {
+        .map(|(clients, ours, bare)| {
             format!(
-                "{{\"store\":\"{store}\",\"clients\":{clients},\"pairs_per_s\":{:.0},\"p50_ms\":{:.2},\"p99_ms\":{:.2},\
+                "{{\"clients\":{clients},\"pairs_per_s\":{:.0},\"p50_ms\":{:.2},\"p99_ms\":{:.2},\
                  \"bare_pairs_per_s\":{:.0},\"of_bare\":{:.3},\"writes_of_fdatasync\":{:.2}}}",
                 ours.per_s,
                 ours.p50_ms,
@@ -72,10 +69,8 @@ fn main() {
         })
         .collect();
     println!(
-        "{{\"bench\":\"embedded\",\"fdatasync_per_s\":{sync:.0},\"rows\":[{}],\"replays_per_s\":{:.0},\"log_replays_per_s\":{:.0}}}",
-        rows.join(","),
-        replays[0],
-        replays[1]
+        "{{\"bench\":\"embedded\",\"fdatasync_per_s\":{sync:.0},\"rows\":[{}],\"replays_per_s\":{replays:.0}}}",
+        rows.join(",")
     );
 }
 
@@ -143,27 +138,17 @@ where
     Rate { per_s: sorted.len() as f64 / elapsed, p50_ms: at(0.5), p99_ms: at(0.99) }
 }
 
-type Open = fn(&Path) -> Arc<dyn Store>;
-
-fn open_embedded(dir: &Path) -> Arc<dyn Store> {
-    Arc::new(EmbeddedStore::open(EmbeddedOptions::new(dir)).expect("a store"))
-}
-
-fn open_log(dir: &Path) -> Arc<dyn Store> {
-    Arc::new(LogStore::open(EmbeddedOptions::new(dir)).expect("a store"))
-}
-
-fn store_pairs(runtime: &Runtime, dir: &Path, clients: usize, span: Duration, open: Open) -> Rate {
+fn store_pairs(runtime: &Runtime, dir: &Path, clients: usize, span: Duration) -> Rate {
     let dir = tempfile::tempdir_in(dir).expect("a directory");
-    let store = open(dir.path());
+    let store = Arc::new(EmbeddedStore::open(EmbeddedOptions::new(dir.path())).expect("a store"));
     run_clients(runtime, clients, span, |n| {
         let store = store.clone();
-        async move { pair(&*store, n).await }
+        async move { pair(&store, n).await }
     })
 }
 
 /// Sends a claim and its completion.
-async fn pair(store: &dyn Store, n: u64) {
+async fn pair(store: &EmbeddedStore, n: u64) {
     let outcome = store.apply(id(n), claim(n)).await.expect("a reply");
     let Outcome::Execute(grant) = outcome else { panic!("not executed: {outcome:?}") };
     let completion = Completion::Replayable(response());
@@ -221,10 +206,10 @@ fn bare_loop(database: &Database, queue: &mpsc::Receiver<Put>) {
     }
 }
 
-fn replay_rate(dir: &Path, span: Duration, open: Open) -> f64 {
+fn replay_rate(dir: &Path, span: Duration) -> f64 {
     const RECORDS: u64 = 10_000;
     let dir = tempfile::tempdir_in(dir).expect("a directory");
-    let store = open(dir.path());
+    let store = Arc::new(EmbeddedStore::open(EmbeddedOptions::new(dir.path())).expect("a store"));
     let runtime = Builder::new_multi_thread().worker_threads(2).build().expect("a runtime");
     let next = Arc::new(AtomicU64::new(0));
     let fill = || {
@@ -235,7 +220,7 @@ fn replay_rate(dir: &Path, span: Duration, open: Open) -> f64 {
                 if n >= RECORDS {
                     return;
                 }
-                pair(&*store, n).await;
+                pair(&store, n).await;
             }
         }
     };

@@ -1,15 +1,19 @@
-//! The check of a store that no process has open.
+//! The check of a log that no process has open.
 
-use std::collections::BTreeMap;
+use std::collections::hash_map::Entry;
+use std::collections::{BTreeMap, HashMap};
+use std::time::Duration;
 
-use oncegate_core::{Clock as _, ClockSkew, RecordId, StateName, StoreClock};
-use redb::{Database, ReadableDatabase as _, ReadableTable as _};
+use oncegate_core::codec;
+use oncegate_core::{Clock as _, ClockSkew, LastWrite, RecordId, State, StateName, StoreClock, Timestamp};
 
+use crate::audit::decode_audit;
 use crate::clock::MachineClock;
-use crate::database::{self, FileMedium, Medium as _, UnverifiedFile, catch_panics};
+use crate::disk::{DirectoryDisk, Disk};
 use crate::error::EmbeddedOpenError;
+use crate::format::{EntryHead, Kind};
 use crate::options::EmbeddedOptions;
-use crate::schema::{AUDIT, META, RECORDS, decode, decode_audit};
+use crate::recover::{Item, scan};
 
 /// The result of [`check`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -17,7 +21,7 @@ use crate::schema::{AUDIT, META, RECORDS, decode, decode_audit};
 pub struct CheckReport {
     /// `true` if the disk is nearly full. The store refuses new keys until more of the disk is free.
     pub is_disk_low: bool,
-    /// The size of the file in bytes.
+    /// The size of all batches in bytes.
     pub bytes: u64,
     /// The number of records in each state, without those past their retention.
     pub records: BTreeMap<StateName, u64>,
@@ -31,82 +35,127 @@ pub struct CheckReport {
     pub unreadable_audit: Vec<u64>,
     /// The disagreement between the clock of this machine and the time of the store.
     pub clock: Option<ClockSkew>,
-    /// The damage of the file as a whole. If there is any, further records may be missing without being listed above.
+    /// The damage of the log as a whole. If there is any, further records may be missing without being listed above.
     pub damage: Option<String>,
 }
 
 impl CheckReport {
-    /// Returns `true` if all records and audit entries can be read and the file as a whole is not damaged.
+    /// Returns `true` if all records and audit entries can be read and the log as a whole is not damaged.
     #[must_use]
     pub fn is_sound(&self) -> bool {
         self.damage.is_none() && self.unreadable.is_empty() && self.unreadable_audit.is_empty()
     }
 }
 
-/// Reads every record and verifies every page of a store that no process has open.
-///
-/// A store that was not stopped cleanly is repaired first, in the same way as when it is opened.
+/// Reads every record of a log that no process has open, and verifies every batch. Changes nothing.
 ///
 /// # Errors
-/// [`EmbeddedOpenError`] if the store is in use or cannot be opened at all.
+/// [`EmbeddedOpenError`] if the store is in use, has a newer format, or cannot be read at all.
 pub fn check(options: &EmbeddedOptions) -> Result<CheckReport, EmbeddedOpenError> {
-    let medium = FileMedium::acquire(&options.dir)?;
-    let path = medium.path();
-    database::check_format(&path, medium.peek_format())?;
-    let UnverifiedFile { mut database, bytes, .. } = catch_panics(&path, || {
-        let opened = database::open_unverified(&medium, options.cache_bytes)?;
-        database::check_format(&path, Some(database::read_format(&path, &opened.database)?))?;
-        Ok(opened)
-    })?;
-    medium.read_ahead()();
-    let mut report = CheckReport { bytes, is_disk_low: medium.is_disk_low(), ..CheckReport::default() };
-    let read = |report: &mut CheckReport| {
-        read_all(&database, report).map_err(|error| database::error_of(&path, error))
-    };
-    report.damage = damage(catch_panics(&path, || read(&mut report)))?;
-    report.damage = damage(catch_panics(&path, || database::verify(&path, &mut database)))?.or(report.damage);
-    // Closing a damaged file may panic, too.
-    let closed = catch_panics(&path, || {
-        drop(database);
-        Ok(())
-    });
-    report.damage = report.damage.or(damage(closed)?);
-    Ok(report)
+    let disk = DirectoryDisk::acquire(&options.dir)?;
+    check_disk(&disk)
 }
 
-/// Extracts the damage from an error. Any other error ends the check.
-fn damage(result: Result<(), EmbeddedOpenError>) -> Result<Option<String>, EmbeddedOpenError> {
-    match result {
-        Ok(()) => Ok(None),
-        Err(EmbeddedOpenError::Damaged { damage, .. }) => Ok(Some(damage)),
-        Err(error) => Err(error),
+pub(super) fn check_disk(disk: &dyn Disk) -> Result<CheckReport, EmbeddedOpenError> {
+    let mut report = CheckReport { is_disk_low: disk.is_low(), ..CheckReport::default() };
+    let list = EmbeddedOpenError::io(format!("list the files in {}", disk.directory().display()));
+    let numbers = disk.segments().map_err(list)?;
+    let mut seen = Seen::default();
+    if !numbers.is_empty() {
+        let scanned = scan(disk, &numbers, &mut |item, _| {
+            match item {
+                Item::Batch { header, .. } => seen.last = Some(header.written),
+                Item::Entry { head, body, .. } => seen.take(&head, body),
+            }
+            Ok(())
+        });
+        match scanned {
+            Ok(scanned) => report.bytes = scanned.segments.iter().map(|segment| segment.used).sum(),
+            Err(EmbeddedOpenError::Damaged { damage, file }) => {
+                report.damage = Some(format!("{}: {damage}", file.display()));
+            }
+            Err(error) => return Err(error),
+        }
     }
-}
-
-fn read_all(database: &Database, report: &mut CheckReport) -> Result<(), redb::Error> {
-    let txn = database.begin_read()?;
-    let clock = MachineClock::default();
-    let clock = match database::last_write(&txn.open_table(META)?)? {
-        Some(last) => StoreClock::resume(clock, last),
-        None => StoreClock::new(clock),
+    let clock = match seen.last {
+        Some(last) => StoreClock::resume(MachineClock::default(), last),
+        None => StoreClock::new(MachineClock::default()),
     };
     report.clock = clock.skew();
     let now = clock.now();
-    for entry in txn.open_table(RECORDS)?.iter()? {
-        let (id, encoded) = entry?;
-        let id = RecordId::from_bytes(*id.value());
-        match decode(&id, encoded.value()) {
-            Ok((_, record)) if record.is_expired(now) => report.expired += 1,
-            Ok((_, record)) => *report.records.entry(record.state_name(now)).or_default() += 1,
-            Err(_) => report.unreadable.push(id),
+    for (id, record) in seen.records {
+        match record {
+            Some(record) if now >= record.expires_at => report.expired += 1,
+            Some(record) => *report.records.entry(record.state_name(now)).or_default() += 1,
+            None => report.unreadable.push(id),
         }
     }
-    for entry in txn.open_table(AUDIT)?.iter()? {
-        let (number, encoded) = entry?;
-        match decode_audit(number.value(), encoded.value()) {
-            Some(_) => report.audit_entries += 1,
-            None => report.unreadable_audit.push(number.value()),
+    report.unreadable.sort_unstable();
+    (report.audit_entries, report.unreadable_audit) = (seen.audit_entries, seen.unreadable_audit);
+    Ok(report)
+}
+
+/// The newest version of each record, as far as the report needs it.
+#[derive(Default)]
+struct Seen {
+    /// `None` for a record that cannot be read.
+    records: HashMap<RecordId, Option<Brief>>,
+    audit_entries: u64,
+    unreadable_audit: Vec<u64>,
+    last: Option<LastWrite>,
+}
+
+#[derive(Clone, Copy)]
+struct Brief {
+    /// The state before the end of a lease.
+    state: StateName,
+    lease_until: Option<Timestamp>,
+    changed_at: Timestamp,
+    expires_at: Timestamp,
+}
+
+impl Brief {
+    fn state_name(&self, now: Timestamp) -> StateName {
+        if self.lease_until.is_some_and(|end| now >= end) { StateName::Abandoned } else { self.state }
+    }
+}
+
+impl Seen {
+    fn take(&mut self, head: &EntryHead, body: &[u8]) {
+        match head.kind {
+            Kind::Record => {
+                let brief = codec::decode(&head.id, body).ok().map(|record| Brief {
+                    state: record.state_name(Timestamp::default()),
+                    lease_until: match record.state {
+                        State::InProgress { lease_until, .. } => Some(lease_until),
+                        _ => None,
+                    },
+                    changed_at: record.changed_at,
+                    expires_at: record.expires_at,
+                });
+                match self.records.entry(head.id) {
+                    Entry::Occupied(mut known) => drop(known.insert(brief)),
+                    Entry::Vacant(new) => drop(new.insert(brief)),
+                }
+            }
+            Kind::Audit => {
+                let number = body.first_chunk().map_or(0, |number| u64::from_be_bytes(*number));
+                match decode_audit(number, body.get(8..).unwrap_or_default()) {
+                    Some(_) => self.audit_entries += 1,
+                    None => self.unreadable_audit.push(number),
+                }
+            }
+            Kind::Shift => {
+                let number = |at: usize| body.get(at..at + 8).and_then(|bytes| bytes.first_chunk());
+                let (Some(since), Some(by)) = (number(0), number(8)) else { return };
+                let since = Timestamp::from_millis(u64::from_be_bytes(*since));
+                let by = Duration::from_millis(u64::from_be_bytes(*by));
+                for record in self.records.values_mut().flatten().filter(|r| r.changed_at >= since) {
+                    record.changed_at = record.changed_at.after(by);
+                    record.expires_at = record.expires_at.after(by);
+                    record.lease_until = record.lease_until.map(|end| end.after(by));
+                }
+            }
         }
     }
-    Ok(())
 }

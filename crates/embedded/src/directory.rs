@@ -1,20 +1,12 @@
-//! The directory of a store: its lock, and the creation of its file.
+//! The directory of a store, and its lock.
 
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, Read as _, Seek as _, SeekFrom, Write as _};
 use std::path::{Path, PathBuf};
 
-use crate::database::is_full;
-use crate::error::EmbeddedOpenError;
+use crate::error::{EmbeddedOpenError, is_full};
 
 const LOCK: &str = "lock";
-const RECORDS: &str = "records.redb";
-/// The name of the file until it is complete. If a crash leaves this name behind, nothing was recorded under it.
-const RECORDS_NEW: &str = "records.redb.new";
-/// A file that is written to find out if the disk accepts writes again.
-const PROBE: &str = "probe";
-const PROBE_BYTES: usize = 1024 * 1024;
-
 /// A directory that this process owns until it drops this value.
 #[derive(Debug)]
 pub(crate) struct Directory {
@@ -27,7 +19,7 @@ impl Drop for Directory {
     /// Releases the lock explicitly. Closing the file is not enough: a child process that another thread is starting has
     /// a copy of the descriptor, and with it the lock, until it executes its own program.
     fn drop(&mut self) {
-        let _closing_releases_it_too = self.lock.unlock();
+        self.release();
     }
 }
 
@@ -56,6 +48,11 @@ impl Directory {
         Ok(Self { path: path.to_owned(), lock })
     }
 
+    /// Unlocks the directory.
+    pub(crate) fn release(&self) {
+        let _closing_releases_it_too = self.lock.unlock();
+    }
+
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
@@ -65,57 +62,39 @@ impl Directory {
         sync_dir(&self.path)
     }
 
-    pub(crate) fn records(&self) -> PathBuf {
-        self.path.join(RECORDS)
-    }
-
-    /// Creates the file if there is none. Returns `true` if it did.
-    ///
-    /// `make` writes the file under a temporary name. It is renamed when it is complete and on disk. So an incomplete
-    /// file under the final name is always a damaged store, never one in the making.
-    pub(crate) fn create_records(
-        &self,
-        make: impl FnOnce(&Path) -> Result<(), EmbeddedOpenError>,
-    ) -> Result<bool, EmbeddedOpenError> {
-        let records = self.records();
-        if records.try_exists().map_err(EmbeddedOpenError::io(format!("look for {}", records.display())))? {
-            return Ok(false);
-        }
-        let new = self.path.join(RECORDS_NEW);
-        match fs::remove_file(&new) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                return Err(EmbeddedOpenError::Io {
-                    operation: format!("remove {}", new.display()),
-                    source: error,
-                });
+    /// Checks that the path still leads to this directory. Another process may have created a store under it meanwhile.
+    pub(crate) fn check_in_place(&self) -> io::Result<()> {
+        let own = identity(&self.lock.metadata()?);
+        match fs::metadata(self.path.join(LOCK)) {
+            Ok(found) if identity(&found) == own => Ok(()),
+            Ok(_) => Err(io::Error::other(self.moved("was replaced by another one"))),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                Err(io::Error::new(error.kind(), self.moved("was moved or removed")))
             }
-            _ => {}
+            Err(error) => Err(error),
         }
-        private()
-            .create_new(true)
-            .open(&new)
-            .map_err(EmbeddedOpenError::io(format!("create {}", new.display())))
-            .map(drop)?;
-        make(&new)?;
-        File::open(&new)
-            .and_then(|file| file.sync_all())
-            .and_then(|()| fs::rename(&new, &records))
-            .and_then(|()| sync_dir(&self.path))
-            .map_err(EmbeddedOpenError::io(format!("create {}", records.display())))?;
-        Ok(true)
     }
 
-    /// Checks that the disk accepts a write of 1 MiB now.
-    pub(crate) fn probe(&self) -> io::Result<()> {
-        let path = self.path.join(PROBE);
-        let written =
-            private().create(true).truncate(true).open(&path).and_then(|mut file| {
-                file.write_all(&vec![0x55; PROBE_BYTES]).and_then(|()| file.sync_data())
-            });
-        match fs::remove_file(&path) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => written.and(Err(error)),
-            _ => written,
-        }
+    fn moved(&self, change: &str) -> String {
+        format!(
+            "the store in {} {change} while it was open: put it back, or stop this process before another store is used under \
+             this path",
+            self.path.display()
+        )
+    }
+}
+
+/// The identity of a file on this machine, independent of its name. `None` on systems that do not report it.
+pub(crate) fn identity(metadata: &fs::Metadata) -> Option<(u64, u64)> {
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::MetadataExt as _;
+        Some((metadata.dev(), metadata.ino()))
+    }
+    #[cfg(not(unix))]
+    {
+        let _ = metadata;
+        None
     }
 }
 
@@ -138,7 +117,7 @@ fn sync_dir(path: &Path) -> io::Result<()> {
 
 /// Opens the lock file, and creates it if it is missing, for example in a restored backup.
 ///
-/// If root creates it, it is given to the owner of the records. Otherwise a check by root would lock the owner's process
+/// If root creates it, it is given to the owner of the segments. Otherwise a check by root would lock the owner's process
 /// out of the store.
 fn open_lock(dir: &Path, path: &Path) -> io::Result<File> {
     match private().read(true).open(path) {
@@ -162,7 +141,12 @@ fn open_lock(dir: &Path, path: &Path) -> io::Result<File> {
 #[cfg(unix)]
 fn give_to_owner(dir: &Path, file: &File) {
     use std::os::unix::fs::{MetadataExt as _, fchown};
-    let owner = fs::metadata(dir.join(RECORDS)).or_else(|_| fs::metadata(dir));
+    let segment = |entry: io::Result<fs::DirEntry>| {
+        let entry = entry.ok()?;
+        crate::disk::segment_number(&entry.file_name()).and_then(|_| entry.metadata().ok())
+    };
+    let segments = fs::read_dir(dir).ok().and_then(|mut entries| entries.find_map(segment));
+    let owner = segments.map_or_else(|| fs::metadata(dir), Ok);
     if let (Ok(owner), Ok(own)) = (owner, file.metadata())
         && (owner.uid(), owner.gid()) != (own.uid(), own.gid())
     {

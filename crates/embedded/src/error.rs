@@ -3,8 +3,6 @@
 use std::io;
 use std::path::PathBuf;
 
-use crate::database::is_full;
-
 /// The reason why a store does not open. Its `Display` is a sentence for the operator.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -70,4 +68,9 @@ fn owner(pid: Option<u32>) -> String {
         Some(pid) => format!("the process with pid {pid}"),
         None => "another process".to_owned(),
     }
+}
+
+/// Returns `true` if the disk, or the user's quota of it, is full.
+pub(crate) fn is_full(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
 }

@@ -1,7 +1,6 @@
 //! The options of a store.
 
 use std::fmt;
-use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -16,8 +15,6 @@ pub struct EmbeddedOptions {
     pub(crate) dir: PathBuf,
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) cache_bytes: usize,
-    pub(crate) max_batch: usize,
-    pub(crate) verify_bytes: u64,
     pub(crate) max_records: u64,
     pub(crate) max_record_bytes: u64,
 }
@@ -30,8 +27,6 @@ impl EmbeddedOptions {
             dir: dir.into(),
             clock: Arc::new(MachineClock::default()),
             cache_bytes: 64 * 1024 * 1024,
-            max_batch: 1024,
-            verify_bytes: 256 * 1024 * 1024,
             max_records: u64::MAX,
             max_record_bytes: u64::MAX,
         }
@@ -46,19 +41,12 @@ impl EmbeddedOptions {
         self
     }
 
-    /// Sets the most memory, in bytes, for cached pages of the file. Default: 64 MiB.
+    /// Sets the most memory, in bytes, for recent records. Default: 64 MiB.
     ///
-    /// Other pages are read from the file again, in the best case from the cache of the operating system.
+    /// Other records are read from the disk again, in the best case from the cache of the operating system.
     #[must_use]
     pub fn with_cache_bytes(mut self, bytes: usize) -> Self {
         self.cache_bytes = bytes;
-        self
-    }
-
-    /// Sets the most commands in one transaction. Default: 1024. Commands are never held back to fill it.
-    #[must_use]
-    pub fn with_max_batch(mut self, commands: NonZeroUsize) -> Self {
-        self.max_batch = commands.get();
         self
     }
 
@@ -74,19 +62,11 @@ impl EmbeddedOptions {
 
     /// Sets the most bytes of all records together. Default: no limit but the disk.
     ///
-    /// When the limit is reached, a claim of one more record is refused. The file takes two to three times as much.
+    /// When the limit is reached, a claim of one more record is refused. Lengths count rounded up, by an eighth at most. The directory takes
+    /// about twice as much.
     #[must_use]
     pub fn with_max_record_bytes(mut self, bytes: u64) -> Self {
         self.max_record_bytes = bytes;
-        self
-    }
-
-    /// Sets the size, in bytes, up to which a file is verified page by page whenever it is opened. Default: 256 MiB.
-    ///
-    /// Verifying 256 MiB takes about a second. After an unclean stop, a file of any size is verified.
-    #[must_use]
-    pub fn with_verify_bytes(mut self, bytes: u64) -> Self {
-        self.verify_bytes = bytes;
         self
     }
 }
@@ -114,8 +94,6 @@ impl fmt::Debug for EmbeddedOptions {
         f.debug_struct("EmbeddedOptions")
             .field("dir", &self.dir)
             .field("cache_bytes", &self.cache_bytes)
-            .field("max_batch", &self.max_batch)
-            .field("verify_bytes", &self.verify_bytes)
             .field("max_records", &self.max_records)
             .field("max_record_bytes", &self.max_record_bytes)
             .finish_non_exhaustive()

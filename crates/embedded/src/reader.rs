@@ -1,17 +1,18 @@
 //! The thread for long reads: listings and the audit trail.
 //!
-//! These reads have their own thread because one page of a listing may take tens of milliseconds. That must not block the
-//! caller's executor (the store knows no runtime whose blocking pool it could use) and not the writer. There is only one
-//! such thread, so any number of listings at a time occupies one thread at most.
+//! These reads have their own thread because one page may take tens of milliseconds, which must not block the caller's executor.
 
 use std::sync::Arc;
 
+use oncegate_core::codec;
 use oncegate_core::{AuditEntry, Clock as _, ListPage, ListQuery, RecordId, StoreError, limits};
-use redb::{Database, ReadableDatabase as _};
 
+use crate::audit::decode_audit;
+use crate::format::Kind;
+use crate::index::{SHARDS, Slot, prefix, shard_number};
+use crate::inner::StoreInner;
 use crate::queue::TakeResult;
-use crate::schema::{AUDIT, RECORDS, decode, decode_audit};
-use crate::shared::{Scan, StoreInner, closed_error};
+use crate::shared::{Scan, closed_error};
 
 /// The most records that one listing call reads.
 const MAX_LIST_VISITS: usize = 10_000;
@@ -34,67 +35,94 @@ pub(crate) fn run(inner: &Arc<StoreInner>) {
 fn answer(inner: &StoreInner, scan: Scan) {
     // The send fails if the caller has gone away.
     match scan {
-        Scan::List { query, reply } => {
-            drop(reply.send(inner.read(|database| list(inner, database, &query))));
-        }
-        Scan::Audit { before, limit, reply } => {
-            let read = inner.read(|database| audit(database, before, limit));
-            drop(reply.send(read.and_then(|page| page)));
-        }
+        Scan::List { query, reply } => drop(reply.send(list(inner, &query))),
+        Scan::Audit { before, limit, reply } => drop(reply.send(audit(inner, before, limit))),
     }
 }
 
-fn list(inner: &StoreInner, database: &Database, query: &ListQuery) -> Result<ListPage, redb::Error> {
-    let txn = database.begin_read()?;
-    let records = txn.open_table(RECORDS)?;
+/// Lists records as they are on the disk, in the order of their identifiers: shard by shard, each sorted.
+fn list(inner: &StoreInner, query: &ListQuery) -> Result<ListPage, StoreError> {
     let now = inner.clock.now();
     let mut page = ListPage::default();
-    let mut bytes = 0;
-    let from = query.after.map_or([0; 32], |after| *after.as_bytes());
-    for (visited, entry) in records.range::<&[u8; 32]>(&from..)?.enumerate() {
-        let (id, encoded) = entry?;
-        let (id, encoded) = (RecordId::from_bytes(*id.value()), encoded.value());
-        if query.after == Some(id) {
-            continue;
-        }
-        match decode(&id, encoded) {
-            Ok((_, record)) if query.matches(&record, now) => {
-                bytes += encoded.len();
-                page.records.push((id, record));
+    let (mut bytes, mut visited) = (0, 0);
+    let after = query.after.unwrap_or(RecordId::from_bytes([0; 32]));
+    for number in shard_number(prefix(&after))..SHARDS {
+        let mut slots: Vec<Slot> = inner.index.shard(number).slots().copied().collect();
+        slots.retain(|slot| slot.prefix() >= prefix(&after));
+        slots.sort_unstable_by_key(Slot::prefix);
+        let mut slots = slots.into_iter().peekable();
+        while let Some(first) = slots.next() {
+            // Those with the same first bytes are few. They are read together, and sorted by the whole identifier.
+            let mut same = vec![first];
+            while let Some(next) = slots.next_if(|slot| slot.prefix() == first.prefix()) {
+                same.push(next);
             }
-            Ok(_) => {}
-            Err(_) => page.unreadable.push(id),
-        }
-        let full = page.records.len() + page.unreadable.len() >= query.bounded_limit();
-        if full || bytes >= MAX_LIST_BYTES || visited + 1 >= MAX_LIST_VISITS {
-            page.next = Some(id);
-            break;
+            let mut found = Vec::new();
+            for slot in same {
+                let Some((head, body)) = inner.read_entry(&slot)? else { continue };
+                visited += 1;
+                match head.filter(|head| head.kind == Kind::Record && prefix(&head.id) == slot.prefix()) {
+                    Some(head) => {
+                        found.push((head.id, codec::decode(&head.id, &body).ok(), slot, body.len()))
+                    }
+                    None => found.push((padded(slot.prefix()), None, slot, 0)),
+                }
+            }
+            found.sort_by_key(|(id, ..)| *id);
+            for (id, record, slot, len) in found {
+                if query.after.is_some_and(|after| id <= after) {
+                    continue;
+                }
+                match record.map(|record| inner.shifted(record, slot.place())) {
+                    Some(record) if query.matches(&record, now) => {
+                        bytes += len;
+                        page.records.push((id, record));
+                    }
+                    Some(_) => {}
+                    None => page.unreadable.push(id),
+                }
+                let full = page.records.len() + page.unreadable.len() >= query.bounded_limit();
+                if full || bytes >= MAX_LIST_BYTES || visited >= MAX_LIST_VISITS {
+                    page.next = Some(id);
+                    return Ok(page);
+                }
+            }
         }
     }
     Ok(page)
 }
 
-fn audit(
-    database: &Database,
-    before: Option<u64>,
-    limit: usize,
-) -> Result<Result<Vec<AuditEntry>, StoreError>, redb::Error> {
-    let txn = database.begin_read()?;
-    let audit = txn.open_table(AUDIT)?;
-    let mut entries = Vec::new();
-    for entry in audit.range(..before.unwrap_or(u64::MAX))?.rev().take(limit.min(limits::MAX_PAGE_RECORDS)) {
-        let (number, encoded) = entry?;
-        let number = number.value();
-        match decode_audit(number, encoded.value()) {
+/// The identifier of a record of which only the first bytes can be read.
+fn padded(prefix: u64) -> RecordId {
+    let mut id = [0; 32];
+    if let Some(place) = id.first_chunk_mut() {
+        *place = prefix.to_be_bytes();
+    }
+    RecordId::from_bytes(id)
+}
+
+fn audit(inner: &StoreInner, before: Option<u64>, limit: usize) -> Result<Vec<AuditEntry>, StoreError> {
+    let before = before.unwrap_or(u64::MAX);
+    let limit = limit.min(limits::MAX_PAGE_RECORDS);
+    let slots: Vec<(u64, Slot)> =
+        inner.audits().iter().rev().filter(|(number, _)| *number < before).take(limit).copied().collect();
+    let mut entries = Vec::with_capacity(slots.len());
+    for (number, slot) in slots {
+        let decoded = inner.read_entry(&slot)?.and_then(|(head, body)| {
+            head.filter(|head| head.kind == Kind::Audit)?;
+            let (found, body) = body.split_first_chunk()?;
+            (u64::from_be_bytes(*found) == number).then(|| decode_audit(number, body))?
+        });
+        match decoded {
             Some(entry) => entries.push(entry),
             // A caller can read older entries with `before` set to this number.
             None if entries.is_empty() => {
-                return Ok(Err(StoreError::corrupt(format!("audit entry {number} cannot be read"))));
+                return Err(StoreError::corrupt(format!("audit entry {number} cannot be read")));
             }
             None => break,
         }
     }
-    Ok(Ok(entries))
+    Ok(entries)
 }
 
 /// Closes the queue and answers waiting callers when the thread ends, also by a panic.

@@ -1,152 +1,112 @@
 //! The store itself: the type that callers use.
 
 use std::fmt;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use oncegate_core::{
-    Advisory, AuditEntry, Capabilities, Clock, Command, Durability, ErrorChain, Fencing, ListPage, ListQuery,
-    Outcome, Record, RecordId, Store, StoreClock, StoreError, StoreFuture, Timestamp, Write, decide,
+    Advisory, AuditEntry, Capabilities, Clock, Command, Durability, ErrorChain, Fencing, LastWrite, ListPage,
+    ListQuery, Outcome, Record, RecordId, Store, StoreClock, StoreError, StoreFuture, Timestamp,
 };
-use redb::{Database, ReadableDatabase as _};
 use tokio::sync::oneshot;
 
-use crate::database::{self, FileMedium, Medium, OpenSettings, ReadOnlyMedium};
+use crate::disk::{DirectoryDisk, Disk};
 use crate::error::EmbeddedOpenError;
+use crate::housekeeper::{Housekeeper, prepare_segments};
+use crate::inner::{Chore, Limits, Sizes, StoreInner};
 use crate::options::EmbeddedOptions;
 use crate::reader;
-use crate::schema::{CLOCK_STEP, RECORDS, decode};
-use crate::shared::{
-    Job, Reply, Scan, State, StoreInner, closed_error, hidden_record_error, is_damage, push_error,
-    unreadable_error,
-};
-use crate::writer::{FileMeta, Writer};
+use crate::recover;
+use crate::shared::{Reply, Scan, closed_error, disk_low_error, push_error};
+use crate::ticket::{Ticket, Wait};
+use crate::writer::Writer;
 
-/// The durable store of one node: a file in its own directory, no server. See the [crate's page](crate).
+/// The durable store of one node: a log in its own directory, no server.
 pub struct EmbeddedStore {
     inner: Arc<StoreInner>,
-    threads: Mutex<Vec<JoinHandle<()>>>,
+    threads: Mutex<Threads>,
+}
+
+#[derive(Default)]
+struct Threads {
+    writer: Option<JoinHandle<()>>,
+    others: Vec<JoinHandle<()>>,
 }
 
 impl EmbeddedStore {
-    /// Opens the store, creating the directory and the file if they are missing.
+    /// Opens the store, creating the directory and the log if they are missing.
     ///
     /// Takes [`EmbeddedOptions`], or a path for a store with the defaults.
     ///
-    /// Blocks while the disk works. After an unclean stop, it blocks until the whole file is verified.
+    /// Blocks while the disk works: it reads the whole log, and verifies it.
     ///
     /// # Errors
-    /// [`EmbeddedOpenError`] if another process has the store open, the file is damaged or has a newer format, or the disk fails.
+    /// [`EmbeddedOpenError`] if another process has the store open, the log is damaged or has a newer format, or the disk fails.
     pub fn open(options: impl Into<EmbeddedOptions>) -> Result<Self, EmbeddedOpenError> {
         let options = options.into();
-        let medium = FileMedium::acquire(&options.dir)?;
-        Self::open_medium(Box::new(medium), options)
+        let disk = DirectoryDisk::acquire(&options.dir)?;
+        let sizes = Sizes::with_cache(options.cache_bytes);
+        Self::open_disk(Arc::new(disk), options, sizes)
     }
 
-    /// Opens the store on any medium.
-    pub(crate) fn open_medium(
-        medium: Box<dyn Medium>,
+    /// Opens the store on any disk.
+    pub(crate) fn open_disk(
+        disk: Arc<dyn Disk>,
         options: EmbeddedOptions,
+        sizes: Sizes,
     ) -> Result<Self, EmbeddedOpenError> {
-        let medium: Arc<dyn Medium> = Arc::from(medium);
-        let settings = OpenSettings { cache_bytes: options.cache_bytes, verify_bytes: options.verify_bytes };
-        let (opened, unwritable) = match database::open(&*medium, settings) {
-            Ok(opened) => (opened, None),
-            // The store opens for reading anyway: recorded keys can be answered, and requests without a key need no store.
-            Err(error @ EmbeddedOpenError::Io { .. }) if error.is_full() => {
-                let opened = database::open(&ReadOnlyMedium(medium.clone()), settings)?;
-                (opened, Some(ErrorChain(&error).to_string()))
-            }
-            Err(error) => return Err(error),
-        };
-        let clock = match opened.last_write {
+        let wall = options.clock.now();
+        let now = LastWrite { time: wall, wall, lagging_since: None };
+        let opened = recover::open(&*disk, now, random_id, sizes)?;
+        let (clock, last_write) = match opened.last_write {
             Some(last) => {
-                wait_for(&*options.clock, last.time);
-                StoreClock::resume(options.clock, last)
+                // Later than everything that was written, so that records of this process can be told from those.
+                let last = LastWrite { time: last.time.after(Duration::from_millis(1)), ..last };
+                (StoreClock::resume(options.clock, last), last)
             }
-            None => StoreClock::new(options.clock),
+            None => (StoreClock::new(options.clock), now),
         };
-        let file = FileMeta::of(&opened);
-        let state = match &unwritable {
-            Some(reason) => State::ReadOnly(opened.database, reason.as_str().into()),
-            None => State::Open(opened.database),
-        };
-        let inner = Arc::new(StoreInner::new(state, clock, options.max_batch));
+        opened.recovered.remove_expired(clock.now());
+        let limits = Limits { max_records: options.max_records, max_record_bytes: options.max_record_bytes };
+        let inner = Arc::new(StoreInner::new(disk, clock, opened.recovered, limits, sizes));
         let store = Self { inner: inner.clone(), threads: Mutex::default() };
-        let writer = Writer {
-            inner: inner.clone(),
-            medium,
-            settings,
-            max_batch: options.max_batch,
-            max_records: options.max_records,
-            max_record_bytes: options.max_record_bytes,
-            file,
-            unwritable,
-            reported_skew: None,
-            purges: std::collections::VecDeque::new(),
-        };
-        store.spawn("oncegate-writer", move || writer.run())?;
-        store.spawn("oncegate-reader", move || reader::run(&inner))?;
+        let preparing = inner.clone();
+        store.add(spawn("oncegate-segments", move || prepare_segments(&preparing))?);
+        let housekeeper = Housekeeper::new(inner.clone());
+        store.add(spawn("oncegate-housekeeper", move || housekeeper.run())?);
+        let reading = inner.clone();
+        store.add(spawn("oncegate-reader", move || reader::run(&reading))?);
+        let writer = Writer { inner, end: opened.end, last_write, has_failed: false };
+        let writer = spawn("oncegate-writer", move || writer.run())?;
+        store.threads.lock().unwrap_or_else(PoisonError::into_inner).writer = Some(writer);
         Ok(store)
     }
 
-    fn spawn(&self, name: &str, run: impl FnOnce() + Send + 'static) -> Result<(), EmbeddedOpenError> {
-        let thread = thread::Builder::new().name(name.to_owned()).spawn(run);
-        let thread = thread.map_err(EmbeddedOpenError::io("start a thread"))?;
-        self.threads.lock().unwrap_or_else(PoisonError::into_inner).push(thread);
-        Ok(())
+    fn add(&self, thread: JoinHandle<()>) {
+        self.threads.lock().unwrap_or_else(PoisonError::into_inner).others.push(thread);
     }
 
-    /// Applies the waiting commands, closes the file and unlocks the directory.
+    /// Writes what was accepted, closes the files and unlocks the directory.
     ///
     /// Blocks until that is done, which takes about as long as one commit. Later commands are refused as unavailable.
     /// Dropping the store does the same.
     pub fn close(&self) {
-        self.inner.jobs.close();
+        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        self.inner.is_closed.store(true, Ordering::SeqCst);
+        // A thread that panicked has ended its waits, so its result does not matter. The writer ends first, because it may need a segment.
+        self.inner.tail.close();
+        if let Some(writer) = threads.writer.take() {
+            let _ = writer.join();
+        }
+        self.inner.spare.close();
+        self.inner.chores.close();
         self.inner.scans.close();
-        let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
-        for thread in threads {
-            // A thread that panicked has closed its queue, so its result does not matter.
+        for thread in threads.others.drain(..) {
             let _ = thread.join();
         }
-    }
-
-    /// Answers a claim that changes nothing (a replay, a conflict, a mismatch) from committed records.
-    ///
-    /// Returns `None` if the claim would change a record. Then the writer has to decide it.
-    fn claim_by_reading(&self, id: &RecordId, command: &Command) -> Result<Option<Outcome>, StoreError> {
-        let now = self.inner.clock.now();
-        let record = self.read_record(id)?;
-        if record.is_none() && self.inner.has_damage() {
-            return Err(hidden_record_error());
-        }
-        let decision = decide(record.as_ref(), command, now);
-        Ok((decision.write == Write::Keep).then_some(decision.outcome))
-    }
-
-    fn read_record(&self, id: &RecordId) -> Result<Option<Record>, StoreError> {
-        let read = |database: &Database| -> Result<_, redb::Error> {
-            let records = database.begin_read()?.open_table(RECORDS)?;
-            let encoded = records.get(id.as_bytes())?;
-            Ok(encoded.map(|encoded| decode(id, encoded.value()).map(|(_, record)| record)))
-        };
-        self.inner.read(read)?.transpose().map_err(|error| {
-            if is_damage(&error) {
-                self.inner.report_damage();
-            }
-            unreadable_error(id, error)
-        })
-    }
-
-    async fn submit<T>(&self, job: impl FnOnce(Reply<T>) -> Job) -> Result<T, StoreError> {
-        self.inner.state().writable()?;
-        let (reply, received) = oneshot::channel();
-        self.inner.jobs.push(job(reply)).map_err(push_error)?;
-        // Checked again: if the file failed in between, and the writer had already refused the waiting commands, this
-        // command would wait until the file is open again.
-        self.inner.state().writable()?;
-        received.await.unwrap_or_else(|_| Err(closed_error()))
+        self.inner.disk.release();
     }
 
     async fn scan<T>(&self, scan: impl FnOnce(Reply<T>) -> Scan) -> Result<T, StoreError> {
@@ -154,24 +114,52 @@ impl EmbeddedStore {
         self.inner.scans.push(scan(reply)).map_err(push_error)?;
         received.await.unwrap_or_else(|_| Err(closed_error()))
     }
+
+    async fn chore<T>(&self, chore: impl FnOnce(Reply<T>) -> Chore) -> Result<T, StoreError> {
+        let (reply, received) = oneshot::channel();
+        self.inner.chores.push(chore(reply)).map_err(push_error)?;
+        received.await.unwrap_or_else(|_| Err(closed_error()))
+    }
+}
+
+fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, EmbeddedOpenError> {
+    thread::Builder::new().name(name.to_owned()).spawn(run).map_err(EmbeddedOpenError::io("start a thread"))
+}
+
+/// The identifier of a new store.
+fn random_id() -> Result<[u8; 16], EmbeddedOpenError> {
+    let mut id = [0; 16];
+    getrandom::fill(&mut id).map_err(|error| EmbeddedOpenError::Io {
+        operation: "get random bytes".to_owned(),
+        source: std::io::Error::other(error),
+    })?;
+    Ok(id)
+}
+
+async fn wait(ticket: Option<Arc<Ticket>>) -> Result<(), StoreError> {
+    match ticket {
+        None => Ok(()),
+        Some(ticket) => Wait::new(ticket).await.map_err(|reason| {
+            StoreError::unavailable(format!("the embedded store could not write: {reason}"))
+        }),
+    }
 }
 
 impl Store for EmbeddedStore {
     fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
         Box::pin(async move {
-            if matches!(command, Command::Claim(_))
-                && let Some(outcome) = self.claim_by_reading(&id, &command)?
-            {
-                return Ok(outcome);
-            }
-            self.submit(|reply| Job::Apply { id, command, reply }).await
+            let (outcome, ticket) = self.inner.decide(&id, &command)?;
+            wait(ticket).await?;
+            Ok(outcome)
         })
     }
 
     fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
         Box::pin(async move {
+            let Some((record, ticket)) = self.inner.read(&id)? else { return Ok(None) };
+            wait(ticket).await?;
             let now = self.inner.clock.now();
-            Ok(self.read_record(&id)?.filter(|record| !record.is_expired(now)))
+            Ok(Some(record).filter(|record| !record.is_expired(now)))
         })
     }
 
@@ -180,7 +168,7 @@ impl Store for EmbeddedStore {
     }
 
     fn purge(&self, limit: usize) -> StoreFuture<'_, usize> {
-        Box::pin(self.submit(move |reply| Job::Purge { limit, purged: 0, reply }))
+        Box::pin(self.chore(move |reply| Chore::Purge { limit, reply }))
     }
 
     fn audit(&self, before: Option<u64>, limit: usize) -> StoreFuture<'_, Vec<AuditEntry>> {
@@ -188,7 +176,13 @@ impl Store for EmbeddedStore {
     }
 
     fn check(&self) -> StoreFuture<'_, ()> {
-        Box::pin(self.submit(|reply| Job::Check { reply }))
+        Box::pin(async move {
+            if self.inner.is_disk_low() {
+                return Err(disk_low_error());
+            }
+            let ticket = self.inner.tail.want_batch()?;
+            wait(Some(ticket)).await
+        })
     }
 
     fn now(&self) -> Timestamp {
@@ -200,39 +194,24 @@ impl Store for EmbeddedStore {
         if let Some(skew) = self.inner.clock.skew().filter(|skew| !skew.is_expected) {
             advisories.push(Advisory::new("clock", skew.to_string()));
         }
-        if let Err(error) = self.inner.state().writable() {
+        if let Err(error) = self.inner.tail.writable() {
             advisories.push(Advisory::new("not-writable", ErrorChain(&error).to_string()));
         } else if let Some(reason) = self.inner.full().as_ref() {
             advisories.push(Advisory::new("full", reason.clone()));
         }
         if self.inner.has_damage() {
-            advisories.push(Advisory::new("damage", hidden_record_error().to_string()));
+            let text = "a record or a segment is damaged: stop the program and run `oncegate check`";
+            advisories.push(Advisory::new("damage", text));
         }
         advisories
     }
 
     fn accept_clock(&self) -> StoreFuture<'_, Option<Duration>> {
-        Box::pin(self.submit(|reply| Job::AcceptClock { reply }))
+        Box::pin(self.chore(|reply| Chore::AcceptClock { reply }))
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities::new("embedded", Durability::Synced, Fencing::Monotonic)
-    }
-}
-
-/// Waits until `clock` reaches `floor`, if it is at most [`CLOCK_STEP`] behind.
-///
-/// A store that is opened again at once finds its clock that far behind although nothing set it back. Without the wait,
-/// the time of the store would move a little further ahead of the time of day with each restart.
-fn wait_for(clock: &dyn Clock, floor: Timestamp) {
-    let mut last = clock.now();
-    while last < floor && floor.since(last) <= Duration::from_millis(CLOCK_STEP) {
-        thread::sleep(Duration::from_millis(2));
-        let now = clock.now();
-        if now == last {
-            return; // the clock stands still: a test moves it
-        }
-        last = now;
+        Capabilities::new("log", Durability::Synced, Fencing::Monotonic)
     }
 }
 

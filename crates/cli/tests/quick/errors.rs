@@ -95,7 +95,7 @@ async fn a_database_that_refuses_the_connection_prints_why() {
 async fn a_store_that_cannot_be_opened_prints_why() {
     let dir = tempfile::tempdir().unwrap();
     let store = dir.path().join("store");
-    fs::create_dir_all(store.join("records.redb")).unwrap();
+    fs::create_dir_all(store.join("00000001.log")).unwrap();
     let to = format!("http://{}", unused_address());
     let store = store.to_str().unwrap();
     let mut proxy = oncegate(&["proxy", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"]);

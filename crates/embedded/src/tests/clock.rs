@@ -6,9 +6,11 @@ use std::time::Duration;
 use oncegate_core::{Outcome, Store as _, Timestamp};
 use oncegate_testkit::{ManualClock, block_on};
 
-use super::disk::Disk;
-use super::{DAY, claim, complete, id, open, response, token};
+use super::open;
+use super::sim::SimDisk;
 use crate::EmbeddedStore;
+use crate::tests::{DAY, claim, complete, response, token};
+use oncegate_testkit::record_id as id;
 
 const HOUR: u64 = 3_600_000;
 const START: u64 = 400_000 * HOUR;
@@ -29,7 +31,7 @@ fn reports_skew(store: &EmbeddedStore) -> bool {
 /// For example a sidecar that is restarted before its first request, or after an idle hour.
 #[test]
 fn an_idle_store_follows_the_clock_after_a_restart() {
-    let (disk, clock) = (Disk::with_new_store(), Arc::new(ManualClock::at_millis(START)));
+    let (disk, clock) = (SimDisk::default(), Arc::new(ManualClock::at_millis(START)));
     for round in 0..3 {
         let store = open(&disk, clock.clone()).unwrap();
         assert!(!reports_skew(&store), "round {round}");
@@ -51,7 +53,7 @@ fn an_idle_store_follows_the_clock_after_a_restart() {
 /// For example a time server that gives a wrong time for a few seconds.
 #[test]
 fn a_clock_that_jumps_ahead_and_comes_back_removes_nothing() {
-    let (disk, clock) = (Disk::with_new_store(), Arc::new(ManualClock::at_millis(START)));
+    let (disk, clock) = (SimDisk::default(), Arc::new(ManualClock::at_millis(START)));
     let store = open(&disk, clock.clone()).unwrap();
     complete_one(&store, 1);
     let running = token(&block_on(store.apply(id(2), claim(2))).unwrap());
@@ -73,7 +75,7 @@ fn a_clock_that_jumps_ahead_and_comes_back_removes_nothing() {
 /// For example a machine without a battery-backed clock, which gets the time from the network after the store was opened.
 #[test]
 fn a_start_with_the_clock_behind_does_not_make_the_store_run_ahead_when_it_is_corrected() {
-    let (disk, clock) = (Disk::with_new_store(), Arc::new(ManualClock::at_millis(START)));
+    let (disk, clock) = (SimDisk::default(), Arc::new(ManualClock::at_millis(START)));
     let store = open(&disk, clock.clone()).unwrap();
     complete_one(&store, 1);
     drop(store);
@@ -102,7 +104,7 @@ fn a_start_with_the_clock_behind_does_not_make_the_store_run_ahead_when_it_is_co
 /// large the correction is.
 #[test]
 fn records_from_before_a_clock_correction_keep_their_retention_and_lease() {
-    let (disk, clock) = (Disk::with_new_store(), Arc::new(ManualClock::at_millis(START)));
+    let (disk, clock) = (SimDisk::default(), Arc::new(ManualClock::at_millis(START)));
     complete_one(&open(&disk, clock).unwrap(), 1);
     let clock = Arc::new(ManualClock::at_millis(START - 10 * HOUR));
     let store = open(&disk, clock.clone()).unwrap();
@@ -120,7 +122,7 @@ fn records_from_before_a_clock_correction_keep_their_retention_and_lease() {
 
 #[test]
 fn accepting_a_new_time_ages_only_the_records_from_before_the_step() {
-    let (disk, clock) = (Disk::with_new_store(), Arc::new(ManualClock::at_millis(START)));
+    let (disk, clock) = (SimDisk::default(), Arc::new(ManualClock::at_millis(START)));
     let store = open(&disk, clock.clone()).unwrap();
     complete_one(&store, 1);
     assert_eq!(block_on(store.accept_clock()).unwrap(), None);
@@ -148,7 +150,7 @@ fn accepting_a_new_time_ages_only_the_records_from_before_the_step() {
 #[test]
 fn a_claim_made_while_a_new_time_is_accepted_keeps_its_lease() {
     use std::task::{Context, Waker};
-    let (disk, clock) = (Disk::with_new_store(), Arc::new(ManualClock::at_millis(START)));
+    let (disk, clock) = (SimDisk::default(), Arc::new(ManualClock::at_millis(START)));
     let store = open(&disk, clock.clone()).unwrap();
     clock.set_millis(START + 1000 * HOUR);
     let mut context = Context::from_waker(Waker::noop());

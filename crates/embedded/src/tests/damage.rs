@@ -1,220 +1,226 @@
-//! Bytes of the file change under the store. Unreadable data is an error. No record whose completion was acknowledged is
-//! executed again, as long as the damage can be detected.
+//! Changed bytes: the store refuses to open, or nothing is affected. No acknowledged record is ever missing.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
-use oncegate_core::{Outcome, Store as _, StoreErrorKind};
-use oncegate_testkit::{ManualClock, block_on};
+use oncegate_core::{
+    Clock as _, Command, Complete, Completion, Record, RecordId, RecordStep, Release, Resolution, Resolve,
+    Step, Store as _, StoreErrorKind,
+};
+use oncegate_testkit::{ManualClock, block_on, record_id as id};
 
-use super::disk::Disk;
-use super::{Random, claim, complete, id, open, open_with, response, token};
+use super::sim::{Image, SimDisk};
+use super::{SIZES, complete_one, is_replayed, open, open_with};
+use crate::inner::Sizes;
+use crate::tests::{DAY, claim, response, token};
 use crate::{EmbeddedOpenError, EmbeddedOptions, EmbeddedStore};
 
-const RECORDS: u64 = 150;
-
-fn clock() -> Arc<ManualClock> {
-    Arc::new(ManualClock::at_millis(1_700_000_000_000))
-}
-
-/// Two disks with completed records: one stopped cleanly, one killed.
-fn completed_records() -> (Disk, Disk) {
-    let disk = Disk::with_new_store();
-    let store = open(&disk, clock()).unwrap();
-    for n in 0..RECORDS {
-        let token = token(&block_on(store.apply(id(n), claim(u128::from(n)))).unwrap());
-        block_on(store.apply(id(n), complete(token, response(n, 700)))).unwrap();
+/// A store with records in every state, an audit trail and a corrected clock, in several segments; and its records.
+fn varied_store() -> (Image, Arc<ManualClock>, BTreeMap<RecordId, Record>) {
+    let disk = SimDisk::default();
+    let clock = Arc::new(ManualClock::at_millis(1_700_000_000_000));
+    let store = open(&disk, clock.clone()).unwrap();
+    let apply = |n: u64, command: Command| block_on(store.apply(id(n), command)).unwrap();
+    for n in 0..30 {
+        clock.advance(Duration::from_millis(5));
+        let token = token(&apply(n, claim(u128::from(n))));
+        let step = Step::new("charge", vec![7; 50].into()).unwrap();
+        match n % 6 {
+            0 => {}
+            1 => drop(apply(n, Command::Step(RecordStep { token, number: 0, step }))),
+            2 => drop(apply(n, Command::Release(Release { token, retention: DAY }))),
+            3 => {
+                let completion = Completion::Unknown;
+                apply(n, Command::Complete(Complete { token, completion, retention: DAY }));
+            }
+            4 => {
+                let completion = Completion::Unknown;
+                apply(n, Command::Complete(Complete { token, completion, retention: DAY }));
+                apply(
+                    n,
+                    Command::Resolve(Resolve {
+                        resolution: Resolution::Complete(Some(response(n, 30))),
+                        retention: DAY,
+                        force: true,
+                        amend: false,
+                        actor: "an operator".to_owned(),
+                        reason: "a reason".to_owned(),
+                    }),
+                );
+            }
+            _ => {
+                let completion = Completion::Replayable(response(n, 20 * n as usize));
+                apply(n, Command::Complete(Complete { token, completion, retention: DAY }));
+            }
+        }
+        if n == 15 {
+            clock.advance(Duration::from_secs(1));
+            clock.set_millis(clock.now().as_millis() + 600_000);
+            assert!(block_on(store.accept_clock()).unwrap().is_some());
+        }
     }
-    let killed = disk.after_kill();
+    let records = (0..30).map(|n| (id(n), block_on(store.lookup(id(n))).unwrap().unwrap())).collect();
     drop(store);
-    (disk, killed)
+    (disk.after_kill(), clock, records)
 }
 
-#[derive(Debug, Default)]
-struct ClaimCounts {
-    refused_to_open: usize,
-    opened: usize,
-    replays: usize,
-    errors: usize,
-    executions: usize,
-}
-
-impl ClaimCounts {
-    fn open_and_claim_all(&mut self, disk: &Disk, options: EmbeddedOptions) {
-        match open_with(disk, options.with_clock(clock())) {
-            Ok(store) => {
-                self.opened += 1;
-                self.claim_all(&store);
-            }
-            Err(EmbeddedOpenError::Damaged { .. }) => self.refused_to_open += 1,
-            Err(other) => panic!("refused as {other}"),
-        }
-    }
-
-    fn claim_all(&mut self, store: &EmbeddedStore) {
-        for n in 0..RECORDS {
-            match block_on(store.apply(id(n), claim(1 << 64))) {
-                Ok(Outcome::Replay(found)) => {
-                    assert_eq!(found, response(n, 700), "record {n} changed and was replayed");
-                    self.replays += 1;
-                }
-                Ok(Outcome::Execute(_)) => self.executions += 1,
-                Ok(other) => panic!("record {n} answers {other:?}"),
-                Err(error) => {
-                    let kind = error.kind();
-                    assert!(matches!(kind, StoreErrorKind::Corrupt | StoreErrorKind::Unavailable), "{error}");
-                    self.errors += 1;
-                }
-            }
-        }
-    }
-}
-
-fn options() -> EmbeddedOptions {
-    EmbeddedOptions::new("not a directory")
-}
-
-/// Copies a disk and flips one bit.
-fn flipped(disk: &Disk, at: usize, bit: usize) -> Disk {
-    let mut bytes = disk.lock().live.clone();
-    bytes[at] ^= 1 << bit;
-    Disk::of(bytes)
-}
-
-/// Offsets all over the file: every byte of the header, and about one in each half of a used page.
-fn offsets(disk: &Disk) -> Vec<usize> {
-    let bytes = &disk.lock().live;
-    let mut random = Random(11);
-    let used = bytes.iter().rposition(|byte| *byte != 0).unwrap() + 1;
-    (0..320).chain((320..used).step_by(2048).map(|at| (at + random.below(2048)).min(used - 1))).collect()
-}
-
-#[test]
-fn a_flipped_bit_anywhere_never_leads_to_an_execution() {
-    let (stopped, killed) = completed_records();
-    for (name, disk) in [("stopped", stopped), ("killed", killed)] {
-        let mut found = ClaimCounts::default();
-        for at in offsets(&disk) {
-            found.open_and_claim_all(&flipped(&disk, at, at % 8), options());
-        }
-        assert_eq!(found.executions, 0, "{name}: {found:?}");
-        assert!(
-            found.refused_to_open > 50 && found.opened > 50,
-            "{name}: offsets in used and in free pages: {found:?}"
-        );
-    }
-}
-
-/// The documented behaviour of a file that is too large to be verified each time it is opened.
-#[test]
-fn a_flipped_bit_in_a_record_is_an_error_even_if_the_file_was_not_verified() {
-    let (stopped, _) = completed_records();
-    let places: Vec<usize> = {
-        let bytes = stopped.lock().live.clone();
-        let needle: Vec<u8> = 7_u64.to_be_bytes().repeat(20);
-        bytes.windows(needle.len()).enumerate().filter(|(_, w)| *w == needle).map(|(at, _)| at).collect()
+/// Opens a changed store. Returns false if it is refused; otherwise each record is there, or is reported as unreadable.
+fn is_sound(
+    image: &Image,
+    clock: &Arc<ManualClock>,
+    records: &BTreeMap<RecordId, Record>,
+    what: &str,
+) -> bool {
+    let store = match open(&SimDisk::of(image), clock.clone()) {
+        Err(EmbeddedOpenError::Damaged { .. }) => return false,
+        Err(error) => panic!("{what}: {error}"),
+        Ok(store) => store,
     };
-    assert!(!places.is_empty(), "the body of record 7 is in the file");
-    let mut errors = 0;
-    for at in places {
-        let store =
-            open_with(&flipped(&stopped, at, 3), options().with_verify_bytes(0).with_clock(clock())).unwrap();
-        match block_on(store.apply(id(7), claim(1 << 64))) {
-            // The bit was in an older copy of the page, which is no longer in use.
-            Ok(Outcome::Replay(found)) => assert_eq!(found, response(7, 700)),
-            Ok(other) => panic!("{other:?}"),
-            Err(error) => {
-                assert_eq!(error.kind(), StoreErrorKind::Corrupt, "{error}");
-                errors += 1;
-                let page = block_on(store.list(Default::default())).unwrap();
-                assert!(page.unreadable.contains(&id(7)) || page.next.is_some());
-                // Other records are answered, but a record that is not found may be hidden.
-                let outcome = block_on(store.apply(id(8), claim(1 << 64))).unwrap();
-                assert_eq!(outcome, Outcome::Replay(response(8, 700)));
-                let refused = block_on(store.apply(id(RECORDS), claim(1))).unwrap_err();
-                assert_eq!(refused.kind(), StoreErrorKind::Corrupt, "{refused}");
-                assert!(store.advisories().iter().any(|advisory| advisory.name == "damage"));
+    for (id, record) in records {
+        match block_on(store.lookup(*id)) {
+            Ok(found) => assert_eq!(found.as_ref(), Some(record), "{what}"),
+            Err(error) => assert_eq!(error.kind(), StoreErrorKind::Corrupt, "{what}"),
+        }
+    }
+    assert_eq!(block_on(store.audit(None, 100)).unwrap().len(), 5, "{what}");
+    true
+}
+
+/// Each byte of the batches, or every nth of them, and a few of the zeros around them.
+#[test]
+fn every_changed_byte_is_refused_or_changes_nothing() {
+    let stride = std::env::var("ONCEGATE_DAMAGE_STRIDE").map_or(5, |text| text.parse().expect("a number"));
+    let (image, clock, records) = varied_store();
+    assert!(image.len() > 2, "one segment only: {:?}", image.keys());
+    assert!(is_sound(&image, &clock, &records, "unchanged"));
+    let (mut refused, mut sound) = (0, 0);
+    for (number, bytes) in &image {
+        for offset in 0..bytes.len() {
+            let is_used = bytes[offset] != 0 || offset % 4096 < 88;
+            if offset % if is_used { stride } else { 997 } != 0 {
+                continue;
             }
+            let mut changed = image.clone();
+            changed.get_mut(number).unwrap()[offset] ^= 0x11;
+            let what = format!("byte {offset} of segment {number}");
+            *if is_sound(&changed, &clock, &records, &what) { &mut sound } else { &mut refused } += 1;
         }
     }
-    assert!(errors > 0);
+    assert!(refused > 100 && sound > 10, "{refused} refused, {sound} sound");
 }
 
-/// Without verification, and in a file that changes while it is open, a damaged page above the records may hide some of
-/// them. That is the worst case: no panic, no wrong reply, and the writer keeps running.
 #[test]
-fn a_flipped_bit_in_a_running_store_gives_right_replies_or_errors_and_at_worst_hides_a_record() {
-    let (stopped, _) = completed_records();
-    let mut unverified = ClaimCounts::default();
-    let mut live = ClaimCounts::default();
-    for at in offsets(&stopped) {
-        unverified.open_and_claim_all(&flipped(&stopped, at, at % 8), options().with_verify_bytes(0));
-        let disk = stopped.after_kill();
-        // Without a cache, each read goes to the disk.
-        let store = open_with(&disk, options().with_cache_bytes(0).with_clock(clock())).unwrap();
-        disk.lock().live[at] ^= 1 << (at % 8);
-        live.claim_all(&store);
-    }
-    for found in [unverified, live] {
-        assert!(found.errors > 0 && found.replays > 0, "{found:?}");
-        assert!(found.executions * 100 < found.replays, "hidden records are rare: {found:?}");
+fn a_missing_segment_is_refused() {
+    let (image, clock, records) = varied_store();
+    let last = *image.keys().last().unwrap();
+    for number in image.keys().copied() {
+        let mut changed = image.clone();
+        changed.remove(&number);
+        // The last one is only prepared for later.
+        assert_eq!(is_sound(&changed, &clock, &records, "a segment is missing"), number == last, "{number}");
     }
 }
 
 #[test]
-fn a_truncated_file_is_refused() {
-    let (stopped, killed) = completed_records();
-    for disk in [stopped, killed] {
-        let bytes = disk.lock().live.clone();
-        for len in [0, 1, 100, 319, 320, 4096, bytes.len() / 2, bytes.len() - 1] {
-            let mut found = ClaimCounts::default();
-            found.open_and_claim_all(&Disk::of(bytes[..len].to_vec()), options());
-            assert_eq!(found.refused_to_open, 1, "cut at {len}: {found:?}");
-        }
+fn a_segment_that_is_cut_is_refused() {
+    let (image, clock, records) = varied_store();
+    let first = *image.keys().next().unwrap();
+    for len in (0..image[&first].len()).step_by(512) {
+        let mut changed = image.clone();
+        changed.get_mut(&first).unwrap().truncate(len);
+        assert!(!is_sound(&changed, &clock, &records, "cut") || len > 28 * 1024, "cut at {len}");
     }
 }
 
 #[test]
-fn a_file_that_is_not_a_store_is_refused_and_left_unchanged() {
-    for bytes in [b"#!/bin/sh\n".repeat(1000), vec![0; 1 << 16], vec![0xff; 1 << 16]] {
-        let disk = Disk::of(bytes.clone());
-        let error = open(&disk, clock()).unwrap_err();
-        assert!(matches!(error, EmbeddedOpenError::Damaged { .. }), "{error}");
-        assert!(error.to_string().contains("oncegate check"), "{error}");
-        assert_eq!(disk.lock().live, bytes, "the file was changed");
+fn a_segment_of_another_store_is_refused() {
+    let (image, clock, records) = varied_store();
+    let (other, ..) = varied_store();
+    for number in image.keys().copied().collect::<Vec<_>>() {
+        let mut changed = image.clone();
+        let Some(exchanged) = other.get(&number) else { continue };
+        changed.insert(number, exchanged.clone());
+        let is_prepared = |image: &Image| image[&number].iter().all(|byte| *byte == 0);
+        let same = is_prepared(&image) && is_prepared(&other);
+        assert_eq!(is_sound(&changed, &clock, &records, "exchanged"), same, "{number}");
     }
 }
 
-/// A record with a wrong checksum, in one transaction with readable ones.
+/// The disk changes bytes while the store is open: the record is refused, all others are served, and nothing ends.
 #[test]
-fn an_unreadable_record_fails_only_its_own_command_and_is_never_purged() {
-    let (disk, clock) = (Disk::with_new_store(), clock());
-    let store = open(&disk, clock.clone()).unwrap();
-    for n in 0..3 {
-        block_on(store.apply(id(n), claim(1))).unwrap();
-    }
-    let record = block_on(store.lookup(id(1))).unwrap().unwrap();
-    drop(store);
-    let of_another = crate::schema::encode(&id(2), (0, 0), &record);
-    let database = redb::Builder::new().create_with_backend(disk.backend()).unwrap();
-    crate::database::write(&database, |txn| {
-        txn.open_table(crate::schema::RECORDS)?.insert(id(1).as_bytes(), of_another.as_slice())?;
-        Ok(())
-    })
-    .unwrap();
-    drop(database);
-
-    let store = open(&disk, clock.clone()).unwrap();
-    std::thread::scope(|scope| {
-        let apply = |n| block_on(store.apply(id(n), complete(record.token, response(n, 10))));
-        let replies: Vec<_> = (0..3).map(|n| scope.spawn(move || apply(n))).collect();
-        let replies: Vec<_> = replies.into_iter().map(|thread| thread.join().unwrap()).collect();
-        assert_eq!(replies[1].as_ref().unwrap_err().kind(), StoreErrorKind::Corrupt);
-        assert!(replies[0].is_ok() && replies[2].is_ok(), "{replies:?}");
+fn a_record_that_is_damaged_while_the_store_is_open_is_refused_alone() {
+    let disk = SimDisk::default();
+    let clock = Arc::new(ManualClock::at_millis(1_700_000_000_000));
+    let options = EmbeddedOptions::new("disk").with_clock(clock);
+    let store =
+        EmbeddedStore::open_disk(Arc::new(disk.clone()), options, Sizes { cache: 0, ..SIZES }).unwrap();
+    (0..5).for_each(|n| complete_one(&store, n, 40));
+    let image = disk.after_kill();
+    let wanted = id(3);
+    let places = image.iter().flat_map(|(number, bytes)| {
+        let found = bytes.windows(32).enumerate().filter(|(_, window)| *window == wanted.as_bytes());
+        found.map(|(at, _)| (*number, at))
     });
-    assert_eq!(block_on(store.apply(id(1), claim(2))).unwrap_err().kind(), StoreErrorKind::Corrupt);
-    assert_eq!(block_on(store.lookup(id(1))).unwrap_err().kind(), StoreErrorKind::Corrupt);
-    assert_eq!(block_on(store.list(Default::default())).unwrap().unreadable, [id(1)]);
-    clock.advance(30 * super::DAY);
-    assert_eq!(block_on(store.purge(100)).unwrap(), 2);
-    assert_eq!(block_on(store.apply(id(1), claim(3))).unwrap_err().kind(), StoreErrorKind::Corrupt);
+    let (segment, at) = places.last().unwrap();
+    for changed in [at + 31, at + 40] {
+        disk.flip(segment, changed);
+        for error in [
+            block_on(store.lookup(id(3))).map(drop).unwrap_err(),
+            block_on(store.apply(id(3), claim(9))).map(drop).unwrap_err(),
+        ] {
+            assert_eq!(error.kind(), StoreErrorKind::Corrupt, "{error}");
+        }
+        for n in [0, 1, 2, 4] {
+            assert!(is_replayed(&store, n, 40), "{n}");
+        }
+        assert!(store.advisories().iter().any(|advisory| advisory.name == "damage"));
+        disk.flip(segment, changed);
+        assert!(is_replayed(&store, 3, 40));
+    }
+}
+
+#[test]
+fn records_with_the_same_first_bytes_are_told_apart() {
+    let disk = SimDisk::default();
+    let clock = Arc::new(ManualClock::at_millis(1_700_000_000_000));
+    let alike = |n: u8| {
+        let mut bytes = [7; 32];
+        bytes[31] = n;
+        RecordId::from_bytes(bytes)
+    };
+    let reopened = || {
+        let options = EmbeddedOptions::new("disk").with_clock(clock.clone());
+        EmbeddedStore::open_disk(Arc::new(disk.clone()), options, Sizes { cache: 0, ..SIZES }).unwrap()
+    };
+    let store = reopened();
+    for n in 0..4 {
+        let token = token(&block_on(store.apply(alike(n), claim(u128::from(n)))).unwrap());
+        let completion = Completion::Replayable(response(n.into(), 10));
+        block_on(store.apply(alike(n), Command::Complete(Complete { token, completion, retention: DAY })))
+            .unwrap();
+    }
+    drop(store);
+    let store = reopened();
+    for n in 0..4 {
+        let replayed = block_on(store.apply(alike(n), claim(9))).unwrap();
+        assert_eq!(replayed, oncegate_core::Outcome::Replay(response(n.into(), 10)), "{n}");
+    }
+    assert_eq!(block_on(store.lookup(alike(9))).unwrap(), None);
+    let listed = block_on(store.list(oncegate_core::ListQuery::default())).unwrap();
+    assert_eq!(listed.records.iter().map(|(id, _)| *id).collect::<Vec<_>>(), [0, 1, 2, 3].map(alike));
+}
+
+/// A newer program may add kinds of entries. This one cannot know what they mean.
+#[test]
+fn a_newer_format_is_refused() {
+    let (image, clock, _) = varied_store();
+    let mut changed = image.clone();
+    let first = changed.values_mut().next().unwrap();
+    first[3] = b'2';
+    let sum = crc32c::crc32c(&first[..84]).to_be_bytes();
+    first[84..88].copy_from_slice(&sum);
+    let options = EmbeddedOptions::new("disk").with_clock(clock);
+    let error = open_with(&SimDisk::of(&changed), options).unwrap_err();
+    assert!(matches!(error, EmbeddedOpenError::NewerFormat { .. }), "{error}");
 }

@@ -1,225 +1,217 @@
-//! The disk fails at every operation of a run, once or for a while. No acknowledged command is lost, callers get no error
-//! other than `Unavailable`, and the store recovers on its own when the fault ends.
+//! Reads and writes that fail, a full disk, files that are moved.
 
+use std::sync::Arc;
+use std::thread;
 use std::time::{Duration, Instant};
 
-use oncegate_core::{Clock as _, Extent, Outcome, Store as _, StoreError, StoreErrorKind};
-use oncegate_testkit::block_on;
+use oncegate_core::{Extent, Outcome, Store as _, StoreError, StoreErrorKind};
+use oncegate_testkit::{ManualClock, block_on, record_id as id};
 
-use super::disk::{Disk, Fault, Operation};
-use super::script::Script;
-use super::{claim, complete, id, open, response, token};
+use super::sim::{Fault, Operation, SimDisk};
+use super::{complete_one, is_replayed, open};
 use crate::EmbeddedStore;
+use crate::tests::script::Script;
+use crate::tests::{claim, complete, response, token};
 
-const ENOSPC: i32 = 28;
 const EIO: i32 = 5;
-const STEPS: usize = 25;
+const ENOSPC: i32 = 28;
 
-fn wait_until_usable(store: &EmbeddedStore) {
+fn started() -> (SimDisk, Arc<ManualClock>, EmbeddedStore) {
+    let (disk, clock) = (SimDisk::default(), Arc::new(ManualClock::at_millis(1_700_000_000_000)));
+    let store = open(&disk, clock.clone()).unwrap();
+    (disk, clock, store)
+}
+
+fn fault(on: Operation, times: u64, errno: i32) -> Fault {
+    Fault { on, after: 0, times, errno }
+}
+
+/// Waits for a condition of the store.
+fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(20);
-    while let Err(error) = block_on(store.check()) {
-        assert_eq!(error.kind(), StoreErrorKind::Unavailable, "{error}");
-        assert!(Instant::now() < deadline, "still not usable: {error}");
-        std::thread::yield_now();
+    while !is_so() {
+        assert!(Instant::now() < deadline, "timed out waiting until {what}");
+        thread::sleep(Duration::from_millis(5));
     }
 }
 
-fn run_with(fault: Fault) -> bool {
-    let disk = Disk::with_new_store();
-    let mut script = Script::new(5);
-    let store = open(&disk, script.clock.clone()).unwrap();
-    disk.fail(fault);
-    let mut failed = false;
-    for _ in 0..STEPS {
-        if script.step(&store).is_err() {
-            failed = true;
-            wait_until_usable(&store);
-            script.check(&store);
+/// After a failed flush, the operating system may show bytes that never reach the disk. So the batch goes to another file.
+#[test]
+fn a_batch_whose_flush_failed_once_is_written_again_before_it_is_answered() {
+    for on in [Operation::Sync, Operation::Write] {
+        for after in 0..6 {
+            let (disk, clock, store) = started();
+            complete_one(&store, 1, 10);
+            disk.fail(Fault { after, ..fault(on, 1, EIO) });
+            // If the failure met a segment that is prepared ahead, new keys wait until another one is.
+            (2..6).for_each(|n| {
+                until("new keys are accepted", || match block_on(store.apply(id(n), claim(u128::from(n)))) {
+                    Ok(outcome) => {
+                        let complete = complete(token(&outcome), response(n, 3000));
+                        block_on(store.apply(id(n), complete)).unwrap();
+                        true
+                    }
+                    Err(error) => {
+                        assert!(error.is_unsent(), "{error}");
+                        false
+                    }
+                });
+            });
+            let lost = SimDisk::of(&disk.after_power_loss());
+            drop(store);
+            let store = open(&lost, clock).unwrap();
+            assert!(is_replayed(&store, 1, 10), "{on:?} {after}");
+            assert!((2..6).all(|n| is_replayed(&store, n, 3000)), "{on:?} {after}");
         }
     }
-    // The script may not make the file grow: that depends on how its commands share transactions.
-    let mut more = Vec::new();
-    if fault.on == Operation::SetLen {
-        while !failed {
-            let n = 1000 + more.len() as u64;
-            failed = complete_one(&store, n).is_err();
-            more.extend((!failed).then_some(n));
-            assert!(more.len() < 1000, "the file never grows");
-        }
-        wait_until_usable(&store);
-    }
-    let struck = disk.heal();
-    wait_until_usable(&store);
-    script.check(&store);
-    // A power failure now proves that all of it is on the disk.
-    let lost = disk.after_power_loss();
-    drop(store);
-    let store = open(&lost, script.clock.clone()).unwrap();
-    script.ahead = store.now().since(script.clock.now());
-    script.check(&store);
-    for n in more {
-        assert_eq!(block_on(store.apply(id(n), claim(0))).unwrap(), Outcome::Replay(response(n, LARGE)));
-    }
-    script.claim_all_again(&store);
-    assert!(!failed || struck, "no failure without a fault");
-    failed
-}
-
-const LARGE: usize = 100_000;
-
-/// Completes one more record, with a large response.
-fn complete_one(store: &EmbeddedStore, n: u64) -> Result<(), StoreError> {
-    let granted = token(&block_on(store.apply(id(n), claim(u128::from(n))))?);
-    let outcome = block_on(store.apply(id(n), complete(granted, response(n, LARGE))))?;
-    assert_eq!(outcome, Outcome::Completed);
-    Ok(())
 }
 
 #[test]
-fn a_failed_flush_loses_nothing_acknowledged() {
-    let failed = (0..40).filter(|after| run_with(fault(Operation::Sync, *after, 1, EIO))).count();
-    assert!(failed > 30, "{failed} of 40 faults struck");
-}
-
-#[test]
-fn a_failed_write_loses_nothing_acknowledged() {
-    let failed = (0..60).filter(|n| run_with(fault(Operation::Write, n * 3, 1, ENOSPC))).count();
-    assert!(failed > 40, "{failed} of 60 faults struck");
-}
-
-#[test]
-fn a_file_that_cannot_grow_loses_nothing_acknowledged() {
-    for after in 0..3 {
-        assert!(run_with(fault(Operation::SetLen, after, 2, ENOSPC)));
+fn while_nothing_can_be_written_recorded_keys_are_answered_and_the_store_recovers_by_itself() {
+    for on in [Operation::Sync, Operation::Write] {
+        let (disk, clock, store) = started();
+        complete_one(&store, 1, 10);
+        let running = token(&block_on(store.apply(id(2), claim(2))).unwrap());
+        disk.fail(fault(on, u64::MAX, EIO));
+        let error = block_on(store.apply(id(3), claim(3))).unwrap_err();
+        assert_eq!(error.kind(), StoreErrorKind::Unavailable);
+        assert!(!error.is_unsent(), "it may have been applied");
+        let refused = block_on(store.apply(id(4), claim(4))).unwrap_err();
+        assert!(refused.is_unsent() && refused.extent() == Extent::Writes, "{refused}");
+        assert!(is_replayed(&store, 1, 10));
+        // It is not known yet if the claim is on the disk.
+        assert!(block_on(store.lookup(id(3))).is_err());
+        assert!(store.advisories().iter().any(|advisory| advisory.name == "not-writable"));
+        disk.heal();
+        until("writes are accepted again", || block_on(store.check()).is_ok());
+        block_on(store.apply(id(2), complete(running, response(2, 10)))).unwrap();
+        // The claim that was sent again is the same claim.
+        assert!(matches!(block_on(store.apply(id(3), claim(3))).unwrap(), Outcome::Execute(_)));
+        complete_one(&store, 4, 10);
+        let lost = SimDisk::of(&disk.after_power_loss());
+        drop(store);
+        let store = open(&lost, clock).unwrap();
+        assert!([1, 2, 4].into_iter().all(|n| is_replayed(&store, n, 10)));
+        assert!(matches!(block_on(store.apply(id(3), claim(5))).unwrap(), Outcome::InProgress { .. }));
     }
 }
 
+/// The same with random commands: what was answered is there, and what was not is there completely or not at all.
 #[test]
-fn the_store_recovers_from_a_fault_that_outlasts_several_attempts_to_reopen() {
-    for on in [Operation::Write, Operation::Sync] {
-        assert!(run_with(fault(on, 20, 4, EIO)));
-    }
-}
-
-#[test]
-fn a_failed_read_is_unavailable_and_not_an_absent_record() {
-    let disk = Disk::with_new_store();
-    let mut script = Script::new(6);
-    // Without a cache, each read goes to the disk.
-    let options = crate::EmbeddedOptions::new("not a directory").with_clock(script.clock.clone());
-    let store = super::open_with(&disk, options.with_cache_bytes(0)).unwrap();
-    (0..STEPS).for_each(|_| script.step(&store).unwrap());
-    for after in 0..12 {
-        disk.fail(fault(Operation::Read, after, 1, EIO));
-        for n in 0..4 {
-            if let Err(error) = block_on(store.lookup(id(n))) {
-                assert_eq!(error.kind(), StoreErrorKind::Unavailable, "{error}");
-                break;
+fn random_commands_survive_random_failures() {
+    for seed in 0..12 {
+        let disk = SimDisk::default();
+        let mut script = Script::new(seed);
+        let store = open(&disk, script.clock.clone()).unwrap();
+        let mut failed = 0;
+        for step in 0..40 {
+            if step % 8 == 7 {
+                let on = [Operation::Sync, Operation::Write, Operation::Create][step % 3];
+                disk.fail(Fault { on, after: seed % 3, times: [1, 2, 5, 9][step % 4], errno: EIO });
+            }
+            if script.step(&store).is_err() {
+                failed += 1;
+                disk.heal();
+                until("writes are accepted again", || block_on(store.check()).is_ok());
+                script.check(&store);
             }
         }
         disk.heal();
-        wait_until_usable(&store);
-        script.check(&store);
-    }
-}
-
-/// Recorded keys are answered while nothing can be written: if the disk fills up, and if the program starts on a full disk.
-#[test]
-fn recorded_keys_are_answered_while_the_disk_is_full() {
-    for restarted in [false, true] {
-        let disk = Disk::with_new_store();
-        let script = Script::new(7);
-        let mut store = open(&disk, script.clock.clone()).unwrap();
-        complete_one(&store, 1).unwrap();
-        if restarted {
-            drop(store);
-            disk.fail(fault(Operation::Write, 0, u64::MAX, ENOSPC));
-            store = open(&disk, script.clock.clone()).unwrap();
-        } else {
-            disk.fail(fault(Operation::Write, 0, u64::MAX, ENOSPC));
-        }
-        assert!(block_on(store.apply(id(2), claim(2))).is_err());
-        let deadline = Instant::now() + Duration::from_secs(20);
-        while block_on(store.lookup(id(1))).is_err() {
-            assert!(Instant::now() < deadline, "a recorded key is not answered");
-            std::thread::yield_now();
-        }
-        for _ in 0..3 {
-            let replayed = block_on(store.apply(id(1), claim(9))).unwrap();
-            assert_eq!(replayed, Outcome::Replay(response(1, LARGE)));
-            let refused = block_on(store.apply(id(2), claim(2))).unwrap_err();
-            assert_eq!((refused.kind(), refused.extent()), (StoreErrorKind::Unavailable, Extent::Writes));
-            assert!(refused.is_unsent(), "the command may have been applied: {refused}");
-            assert_eq!(block_on(store.check()).unwrap_err().extent(), Extent::Writes);
-            assert_eq!(block_on(store.list(Default::default())).unwrap().records.len(), 1);
-        }
-        assert_eq!(store.advisories()[0].name, "not-writable");
-        disk.heal();
-        wait_until_usable(&store);
-        complete_one(&store, 2).unwrap();
-        assert!(store.advisories().is_empty());
-        let lost = disk.after_power_loss();
+        let mut copy = script.copy();
+        let lost = SimDisk::of(&disk.after_power_loss());
         drop(store);
-        let store = open(&lost, script.clock.clone()).unwrap();
-        for n in [1, 2] {
-            assert_eq!(block_on(store.apply(id(n), claim(0))).unwrap(), Outcome::Replay(response(n, LARGE)));
-        }
-    }
-}
-
-/// After a failed flush, the data that readers see may not be on the disk, so no caller gets it.
-#[test]
-fn after_a_failed_flush_nothing_is_answered_until_the_file_is_writable() {
-    let disk = Disk::with_new_store();
-    let store = open(&disk, Script::new(7).clock).unwrap();
-    complete_one(&store, 1).unwrap();
-    disk.fail(fault(Operation::Sync, 0, u64::MAX, ENOSPC));
-    assert!(block_on(store.apply(id(2), claim(2))).is_err());
-    for _ in 0..100 {
-        assert!(block_on(store.lookup(id(1))).is_err());
-        assert_eq!(block_on(store.check()).unwrap_err().extent(), Extent::Store);
+        let store =
+            open(&lost, copy.clock.clone()).unwrap_or_else(|error| panic!("{seed}, {failed}: {error}"));
+        copy.ahead = store.now().since(oncegate_core::Clock::now(&*copy.clock));
+        copy.check(&store);
+        copy.claim_all_again(&store);
     }
 }
 
 #[test]
-fn every_call_is_refused_at_once_while_the_disk_fails_and_works_afterwards() {
-    let disk = Disk::with_new_store();
-    let script = Script::new(7);
-    let store = open(&disk, script.clock.clone()).unwrap();
-    block_on(store.apply(id(1), claim(1))).unwrap();
-    disk.fail(fault(Operation::Write, 0, u64::MAX, EIO));
-    let start = Instant::now();
-    for _ in 0..3 {
-        for refused in [
-            block_on(store.apply(id(2), claim(2))).map(drop),
-            block_on(store.apply(id(1), claim(3))).map(drop),
-            block_on(store.lookup(id(1))).map(drop),
-            block_on(store.list(Default::default())).map(drop),
-            block_on(store.purge(1)).map(drop),
-            block_on(store.audit(None, 1)).map(drop),
-            block_on(store.check()),
-        ] {
-            assert_eq!(refused.unwrap_err().kind(), StoreErrorKind::Unavailable);
-        }
+fn a_full_disk_refuses_new_keys_and_completes_what_runs() {
+    let (disk, _, store) = started();
+    let running: Vec<_> =
+        (0..8).map(|n| token(&block_on(store.apply(id(n), claim(u128::from(n)))).unwrap())).collect();
+    disk.fail(fault(Operation::Create, u64::MAX, ENOSPC));
+    // The segments that are there take some more claims, until the next one is missing.
+    let refusal = |n: u64| -> Option<StoreError> { block_on(store.apply(id(n), claim(1))).err() };
+    let mut next = 100;
+    until("new keys are refused", || {
+        next += 1;
+        refusal(next).is_some()
+    });
+    let error = refusal(next).unwrap();
+    assert!(error.is_unsent() && error.extent() == Extent::Writes, "{error}");
+    for (n, token) in (0..).zip(running) {
+        block_on(store.apply(id(n), complete(token, response(n, 100)))).unwrap();
+        assert!(is_replayed(&store, n, 100));
     }
-    assert!(start.elapsed() < Duration::from_secs(2), "not refused at once");
     disk.heal();
-    wait_until_usable(&store);
-    assert!(block_on(store.lookup(id(1))).unwrap().is_some());
-    block_on(store.apply(id(2), claim(2))).unwrap();
+    until("new keys are accepted", || refusal(next).is_none());
 }
 
 #[test]
-fn a_store_whose_disk_fails_can_be_closed() {
-    let disk = Disk::with_new_store();
-    let store = open(&disk, Script::new(8).clock).unwrap();
-    disk.fail(fault(Operation::Sync, 0, u64::MAX, EIO));
-    assert!(block_on(store.apply(id(1), claim(1))).is_err());
-    let start = Instant::now();
-    store.close();
-    assert!(start.elapsed() < Duration::from_secs(2));
+fn a_nearly_full_disk_refuses_claims_until_it_has_space() {
+    let (disk, _, store) = started();
+    let running = token(&block_on(store.apply(id(1), claim(1))).unwrap());
+    disk.set_low(true);
+    let mut next = 100;
+    until("new keys are refused", || {
+        next += 1;
+        block_on(store.apply(id(next), claim(2))).is_err()
+    });
+    block_on(store.apply(id(1), complete(running, response(1, 10)))).unwrap();
+    assert!(is_replayed(&store, 1, 10));
+    assert!(store.advisories().iter().any(|advisory| advisory.name == "full"));
+    disk.set_low(false);
+    until("new keys are accepted", || block_on(store.apply(id(next), claim(2))).is_ok());
 }
 
-const fn fault(on: Operation, after: u64, times: u64, errno: i32) -> Fault {
-    Fault { on, after, times, errno }
+#[test]
+fn nothing_is_answered_while_the_files_are_moved_away() {
+    let (disk, _, store) = started();
+    complete_one(&store, 1, 10);
+    disk.set_moved(true);
+    assert!(block_on(store.apply(id(2), claim(2))).is_err());
+    assert!(is_replayed(&store, 1, 10));
+    disk.set_moved(false);
+    until("writes are accepted again", || block_on(store.check()).is_ok());
+    assert!(matches!(block_on(store.apply(id(2), claim(2))).unwrap(), Outcome::Execute(_)));
+}
+
+#[test]
+fn a_failed_read_concerns_only_its_command() {
+    let (disk, clock, store) = started();
+    (0..3).for_each(|n| complete_one(&store, n, 10));
+    drop(store);
+    let store = open(&disk, clock).unwrap();
+    disk.fail(fault(Operation::Read, 1, EIO));
+    let error = block_on(store.apply(id(1), claim(9))).unwrap_err();
+    assert_eq!(error.kind(), StoreErrorKind::Unavailable);
+    assert!((0..3).all(|n| is_replayed(&store, n, 10)));
+}
+
+/// Nobody sees what a crash could take back.
+#[test]
+fn nothing_is_shown_before_it_is_on_the_disk() {
+    let (disk, _, store) = started();
+    let token = token(&block_on(store.apply(id(1), claim(1))).unwrap());
+    let hold = disk.hold();
+    thread::scope(|scope| {
+        let completing = scope.spawn(|| block_on(store.apply(id(1), complete(token, response(1, 10)))));
+        disk.wait_until_held();
+        let replaying = scope.spawn(|| is_replayed(&store, 1, 10));
+        let looking = scope.spawn(|| block_on(store.lookup(id(1))).unwrap());
+        thread::sleep(Duration::from_millis(100));
+        assert!(!completing.is_finished() && !replaying.is_finished() && !looking.is_finished());
+        let listed = block_on(store.list(oncegate_core::ListQuery::default())).unwrap();
+        let states: Vec<_> =
+            listed.records.iter().map(|(_, record)| record.state_name(store.now())).collect();
+        assert_eq!(states, [oncegate_core::StateName::InProgress]);
+        drop(hold);
+        assert_eq!(completing.join().unwrap().unwrap(), Outcome::Completed);
+        assert!(replaying.join().unwrap());
+        assert!(looking.join().unwrap().is_some());
+    });
 }

@@ -1,65 +1,80 @@
-//! Tests on a simulated disk, which can crash, lose parts of writes, fail and be held.
+//! Tests on a simulated disk.
 
-mod batches;
 mod clock;
 mod crash;
 mod damage;
-mod disk;
 mod faults;
-mod limits;
-pub(crate) mod script;
+mod script;
+mod sim;
+mod space;
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use oncegate_core::{Clock, Command, Complete, Completion, FencingToken, Outcome, StoredResponse};
+use oncegate_core::{
+    Clock, Command, Complete, Completion, FencingToken, Outcome, Store as _, StoredResponse,
+};
 use oncegate_testkit::conformance::{Suite, check_concurrent_claims};
-use oncegate_testkit::{ManualClock, record_id as id};
+use oncegate_testkit::{ManualClock, block_on, record_id as id};
 
+use crate::inner::Sizes;
 use crate::{EmbeddedOpenError, EmbeddedOptions, EmbeddedStore};
-use disk::{Disk, DiskMedium};
+use sim::SimDisk;
+
+/// Small segments, so that a short run fills many, and a cache that holds next to nothing.
+const SIZES: Sizes = Sizes { cache: 1024 * 1024, first_segment: 32 * 1024, max_segment: 64 * 1024 };
+
+fn open(disk: &SimDisk, clock: Arc<dyn Clock>) -> Result<EmbeddedStore, EmbeddedOpenError> {
+    open_with(disk, EmbeddedOptions::new("not a directory").with_clock(clock))
+}
+
+fn open_with(disk: &SimDisk, options: EmbeddedOptions) -> Result<EmbeddedStore, EmbeddedOpenError> {
+    EmbeddedStore::open_disk(Arc::new(disk.clone()), options, SIZES)
+}
+
+/// A claim and its completion with a response of this length.
+fn complete_one(store: &EmbeddedStore, n: u64, len: usize) {
+    let granted = token(&block_on(store.apply(id(n), claim(u128::from(n)))).unwrap());
+    block_on(store.apply(id(n), complete(granted, response(n, len)))).unwrap();
+}
+
+fn is_replayed(store: &EmbeddedStore, n: u64, len: usize) -> bool {
+    block_on(store.apply(id(n), claim(777))).unwrap() == Outcome::Replay(response(n, len))
+}
 
 #[test]
-fn the_store_conforms_on_a_disk_in_memory() {
-    Suite::new().with_cases(150).check(|| {
-        let disk = Disk::with_new_store();
+fn the_log_conforms_on_a_simulated_disk() {
+    Suite::new().with_cases(150).with_expiry_at_open().check(|| {
+        let disk = SimDisk::default();
         move |clock: Arc<ManualClock>| open(&disk, clock).unwrap()
     });
 }
 
 #[test]
 fn exactly_one_of_many_concurrent_claims_executes() {
-    let store = open(&Disk::with_new_store(), Arc::new(ManualClock::at_millis(1))).unwrap();
+    let store = open(&SimDisk::default(), Arc::new(ManualClock::at_millis(1))).unwrap();
     check_concurrent_claims(&store, 20, 8);
 }
 
-fn open(disk: &Disk, clock: Arc<dyn Clock>) -> Result<EmbeddedStore, EmbeddedOpenError> {
-    open_with(disk, EmbeddedOptions::new("not a directory").with_clock(clock))
-}
+const DAY: Duration = Duration::from_secs(86_400);
 
-fn open_with(disk: &Disk, options: EmbeddedOptions) -> Result<EmbeddedStore, EmbeddedOpenError> {
-    EmbeddedStore::open_medium(Box::new(DiskMedium(disk.clone())), options)
-}
-
-pub(crate) const DAY: Duration = Duration::from_secs(86_400);
-
-pub(crate) fn claim(attempt: u128) -> Command {
+fn claim(attempt: u128) -> Command {
     Command::Claim(oncegate_testkit::claim(attempt, b"input"))
 }
 
-pub(crate) fn complete(token: FencingToken, response: StoredResponse) -> Command {
+fn complete(token: FencingToken, response: StoredResponse) -> Command {
     Command::Complete(Complete { token, completion: Completion::Replayable(response), retention: DAY })
 }
 
 /// A response whose body repeats its number.
-pub(crate) fn response(n: u64, len: usize) -> StoredResponse {
+fn response(n: u64, len: usize) -> StoredResponse {
     let body: Vec<u8> = n.to_be_bytes().into_iter().cycle().take(len).collect();
     StoredResponse::new(201, &[("content-type", &b"application/json"[..])], &[Bytes::from(body)], &[])
         .unwrap()
 }
 
-pub(crate) fn token(outcome: &Outcome) -> FencingToken {
+fn token(outcome: &Outcome) -> FencingToken {
     match outcome {
         Outcome::Execute(grant) => grant.token,
         other => panic!("not executed: {other:?}"),
@@ -67,21 +82,21 @@ pub(crate) fn token(outcome: &Outcome) -> FencingToken {
 }
 
 /// A small random generator. The same seed gives the same run.
-pub(crate) struct Random(pub(crate) u64);
+struct Random(u64);
 
 impl Random {
-    pub(crate) fn next(&mut self) -> u64 {
+    fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mixed = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         let mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
         mixed ^ mixed >> 31
     }
 
-    pub(crate) fn below(&mut self, end: usize) -> usize {
+    fn below(&mut self, end: usize) -> usize {
         (self.next() % end as u64) as usize
     }
 
-    pub(crate) fn one_in(&mut self, n: usize) -> bool {
+    fn one_in(&mut self, n: usize) -> bool {
         self.below(n) == 0
     }
 }

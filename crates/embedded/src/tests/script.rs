@@ -10,7 +10,9 @@ use oncegate_core::{
 };
 use oncegate_testkit::{ManualClock, block_on};
 
-use super::{DAY, Random, claim, complete, id, response};
+use oncegate_testkit::record_id as id;
+
+use super::{DAY, Random, claim, complete, response};
 
 /// Random commands on a few records, and the records that are expected after the acknowledged ones.
 pub(crate) struct Script {

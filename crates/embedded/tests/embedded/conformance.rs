@@ -8,7 +8,7 @@ use oncegate_testkit::conformance::{Suite, check_concurrent_claims, check_operat
 
 #[test]
 fn the_embedded_store_conforms() {
-    Suite::new().with_cases(48).check(|| {
+    Suite::new().with_cases(48).with_expiry_at_open().check(|| {
         let dir = tempfile::tempdir().unwrap();
         move |clock: Arc<ManualClock>| {
             EmbeddedStore::open(EmbeddedOptions::new(dir.path()).with_clock(clock)).unwrap()

@@ -2,5 +2,4 @@
 
 mod conformance;
 mod directory;
-mod log;
 mod process;

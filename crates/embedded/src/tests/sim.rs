@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
-use crate::log::disk::{Disk, SegmentFile};
+use crate::disk::{Disk, SegmentFile};
 use crate::tests::Random;
 
 const SECTOR: usize = 512;
@@ -290,6 +290,12 @@ impl Disk for SimDisk {
     fn is_low(&self) -> bool {
         self.lock().is_low
     }
+
+    fn free(&self) -> Option<u64> {
+        None
+    }
+
+    fn release(&self) {}
 
     fn check_in_place(&self, _number: u32, _file: &dyn SegmentFile) -> io::Result<()> {
         if self.lock().moved { Err(io::Error::other("moved away")) } else { Ok(()) }

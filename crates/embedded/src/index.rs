@@ -17,13 +17,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use hashbrown::HashTable;
 use oncegate_core::{Record, RecordHashState, RecordId, RecordMap, RecordedResponse, State};
 
-use super::ticket::Ticket;
+use crate::ticket::Ticket;
 
 /// The number of shards. A table that grows is copied under its lock, so there are many small ones.
 pub(crate) const SHARDS: usize = 1024;
-
-/// The bytes of memory that a record takes in the index while its shard's table is as empty as it gets.
-pub(crate) const SLOT_MEMORY: u64 = 48;
 
 /// The place of an entry: its segment, and its offset there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

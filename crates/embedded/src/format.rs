@@ -17,7 +17,7 @@
 //! | kind | record id | body |
 //! |---|---|---|
 //! | 1 record | of the record | the record in the encoding of [`oncegate_core::codec`], which has a checksum of its own |
-//! | 2 audit | of the record | u64 number, then the entry in the encoding of [`encode_audit`](crate::schema::encode_audit) |
+//! | 2 audit | of the record | u64 number, then the entry in the encoding of [`encode_audit`](crate::audit::encode_audit) |
 //! | 3 shift | zeros | u64 since, u64 milliseconds: an operator accepted the time of day |
 
 use oncegate_core::{LastWrite, RecordId, Timestamp};

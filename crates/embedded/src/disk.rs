@@ -5,7 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::directory::Directory;
+use crate::directory::{Directory, identity};
 use crate::error::EmbeddedOpenError;
 
 /// The files of a store.
@@ -27,6 +27,12 @@ pub(crate) trait Disk: Send + Sync + 'static {
 
     /// True if the disk is known to be nearly full.
     fn is_low(&self) -> bool;
+
+    /// The free bytes of the disk, if they are known.
+    fn free(&self) -> Option<u64>;
+
+    /// Frees the directory for another owner. Nothing is read or written after that.
+    fn release(&self);
 
     /// Checks that the name of a segment still leads to its file. If the file was removed or renamed, the next start would not find
     /// what is written to it, and another process might create a new store in the directory.
@@ -88,11 +94,7 @@ impl Disk for DirectoryDisk {
     fn segments(&self) -> io::Result<Vec<u32>> {
         let mut numbers = Vec::new();
         for entry in std::fs::read_dir(self.directory.path())? {
-            let name = entry?.file_name();
-            let number = name.to_str().and_then(|name| name.strip_suffix(SUFFIX));
-            let number =
-                number.filter(|digits| digits.len() >= 8 && digits.bytes().all(|b| b.is_ascii_digit()));
-            numbers.extend(number.and_then(|digits| digits.parse::<u32>().ok()));
+            numbers.extend(segment_number(&entry?.file_name()));
         }
         numbers.sort_unstable();
         Ok(numbers)
@@ -103,6 +105,7 @@ impl Disk for DirectoryDisk {
     }
 
     fn create(&self, number: u32) -> io::Result<Arc<dyn SegmentFile>> {
+        self.directory.check_in_place()?;
         let mut options = OpenOptions::new();
         options.read(true).write(true).create(true).truncate(true);
         #[cfg(unix)]
@@ -111,11 +114,13 @@ impl Disk for DirectoryDisk {
     }
 
     fn publish(&self, number: u32) -> io::Result<()> {
+        self.directory.check_in_place()?;
         std::fs::rename(self.new_path(number), self.path(number))?;
         self.directory.sync()
     }
 
     fn remove(&self, number: u32) -> io::Result<()> {
+        self.directory.check_in_place()?;
         for path in [self.new_path(number), self.path(number)] {
             match std::fs::remove_file(path) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -131,19 +136,32 @@ impl Disk for DirectoryDisk {
         disk.f_bavail.saturating_mul(disk.f_frsize) < reserve
     }
 
+    fn free(&self) -> Option<u64> {
+        let disk = rustix::fs::statvfs(self.directory.path()).ok()?;
+        Some(disk.f_bavail.saturating_mul(disk.f_frsize))
+    }
+
+    fn release(&self) {
+        self.directory.release();
+    }
+
     fn check_in_place(&self, number: u32, file: &dyn SegmentFile) -> io::Result<()> {
+        // The file is in the directory as long as this process owns it, unless somebody removes it.
+        self.directory.check_in_place()?;
         let path = self.path(number);
-        let (change, kind) = match std::fs::metadata(&path) {
-            Ok(found) if identity_of(&found) == file.identity() => return Ok(()),
-            Ok(_) => ("was replaced by another file", io::ErrorKind::Other),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => ("was moved or removed", error.kind()),
-            Err(error) => return Err(error),
-        };
-        let message = format!(
-            "{} {change} while it was open: put it back, or stop this process before another store is used under this path",
-            path.display()
-        );
-        Err(io::Error::new(kind, message))
+        match std::fs::metadata(&path) {
+            Ok(found) if identity(&found) == file.identity() => Ok(()),
+            Ok(_) => Err(io::Error::other(format!(
+                "{} was replaced by another file while it was open",
+                path.display()
+            ))),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                let message =
+                    format!("{} was moved or removed while it was open: put it back", path.display());
+                Err(io::Error::new(error.kind(), message))
+            }
+            Err(error) => Err(error),
+        }
     }
 
     fn path(&self, number: u32) -> PathBuf {
@@ -155,17 +173,25 @@ impl Disk for DirectoryDisk {
     }
 }
 
-fn identity_of(metadata: &std::fs::Metadata) -> Option<(u64, u64)> {
-    #[cfg(unix)]
-    {
-        use std::os::unix::fs::MetadataExt as _;
-        Some((metadata.dev(), metadata.ino()))
+/// The files with the records of the store in this directory, oldest first; none if there is no store.
+///
+/// # Errors
+/// The directory cannot be read.
+pub fn segment_files(directory: &Path) -> io::Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(directory)? {
+        let entry = entry?;
+        files.extend(segment_number(&entry.file_name()).map(|number| (number, entry.path())));
     }
-    #[cfg(not(unix))]
-    {
-        let _ = metadata;
-        None
-    }
+    files.sort_unstable();
+    Ok(files.into_iter().map(|(_, path)| path).collect())
+}
+
+/// The number of the segment with this file name; `None` if it is no segment.
+pub(crate) fn segment_number(name: &std::ffi::OsStr) -> Option<u32> {
+    let digits = name.to_str()?.strip_suffix(SUFFIX)?;
+    let is_number = digits.len() >= 8 && digits.bytes().all(|byte| byte.is_ascii_digit());
+    if is_number { digits.parse().ok() } else { None }
 }
 
 struct DiskFile {
@@ -175,7 +201,7 @@ struct DiskFile {
 
 impl DiskFile {
     fn new(file: File) -> io::Result<Arc<dyn SegmentFile>> {
-        let identity = identity_of(&file.metadata()?);
+        let identity = identity(&file.metadata()?);
         Ok(Arc::new(Self { file, identity }))
     }
 }

@@ -9,7 +9,7 @@ use oncegate_testkit::{ManualClock, block_on, record_id as id};
 use super::sim::SimDisk;
 use super::{SIZES, complete_one, is_replayed, open, open_with};
 use crate::tests::{DAY, claim, token};
-use crate::{EmbeddedOptions, LogStore};
+use crate::{EmbeddedOptions, EmbeddedStore};
 
 fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(20);
@@ -19,7 +19,7 @@ fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-fn started() -> (SimDisk, Arc<ManualClock>, LogStore) {
+fn started() -> (SimDisk, Arc<ManualClock>, EmbeddedStore) {
     let (disk, clock) = (SimDisk::default(), Arc::new(ManualClock::at_millis(1_700_000_000_000)));
     let store = open(&disk, clock.clone()).unwrap();
     (disk, clock, store)
@@ -101,7 +101,7 @@ fn the_audit_trail_survives_compaction() {
         block_on(store.apply(id(99), Command::Renew(renew))).unwrap();
     }
     until("old segments are freed", || disk.bytes() <= bound(0));
-    let reasons = |store: &LogStore| -> Vec<String> {
+    let reasons = |store: &EmbeddedStore| -> Vec<String> {
         block_on(store.audit(None, 10)).unwrap().into_iter().map(|entry| entry.reason).collect()
     };
     let expected = [4, 3, 2, 1, 0].map(|n| format!("reason {n}"));

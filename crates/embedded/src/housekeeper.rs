@@ -14,14 +14,14 @@ use std::time::{Duration, Instant};
 use oncegate_core::{Clock as _, ClockSkew, ErrorChain, StoreError, codec, limits};
 use tracing::{error, info, warn};
 
-use super::format::{EntryHead, HEADER, Header, Kind, entries, expiry_seconds};
-use super::index::{Place, SHARDS};
-use super::inner::{Chore, LogInner, Shift, Sizes};
-use super::segments::{Segment, Spare};
-use super::ticket::Ticket;
-use super::writer::prepare;
+use crate::format::{BLOCK, EntryHead, HEADER, Header, Kind, entries, expiry_seconds};
+use crate::index::{Place, SHARDS};
+use crate::inner::{Chore, Shift, Sizes, StoreInner};
 use crate::queue::TakeResult;
+use crate::segments::{Segment, Spare};
 use crate::shared::closed_error;
+use crate::ticket::Ticket;
+use crate::writer::prepare;
 
 /// The interval of looks at the disk, the clock and the segments.
 const LOOK_INTERVAL: Duration = Duration::from_millis(250);
@@ -30,14 +30,14 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(250);
 const COPY_BYTES: usize = 128 * 1024;
 
 /// The pause after a segment could not be prepared.
-const PREPARE_RETRY: Duration = Duration::from_secs(1);
+const PREPARE_RETRY: Duration = Duration::from_millis(200);
 
 /// The time within which a segment is filled quickly.
 const QUICKLY: Duration = Duration::from_secs(60);
 
 /// The state of the housekeeper's thread.
 pub(crate) struct Housekeeper {
-    inner: Arc<LogInner>,
+    inner: Arc<StoreInner>,
     /// The shard at which the next purge continues.
     purged_to: usize,
     /// The position in the oldest segment at which its compaction continues.
@@ -49,7 +49,7 @@ pub(crate) struct Housekeeper {
 }
 
 impl Housekeeper {
-    pub(crate) fn new(inner: Arc<LogInner>) -> Self {
+    pub(crate) fn new(inner: Arc<StoreInner>) -> Self {
         Self { inner, purged_to: 0, copied_to: (0, 0), damaged: None, reported_skew: None }
     }
 
@@ -250,7 +250,7 @@ impl Housekeeper {
     }
 }
 
-impl LogInner {
+impl StoreInner {
     /// Follows a correction of the machine's clock if the clock was known to be wrong when the store was opened. Otherwise an operator has
     /// to accept it.
     pub(crate) fn follow_clock(&self) {
@@ -307,7 +307,7 @@ fn wait(ticket: &Ticket) -> Result<(), StoreError> {
 }
 
 /// Prepares segments ahead, until the store is closed.
-pub(crate) fn prepare_segments(inner: &LogInner) {
+pub(crate) fn prepare_segments(inner: &StoreInner) {
     let Sizes { first_segment, max_segment, .. } = inner.sizes;
     let _gone_on_drop = GoneOnDrop(inner);
     let (mut bytes, mut began) = (first_segment, Instant::now());
@@ -315,6 +315,9 @@ pub(crate) fn prepare_segments(inner: &LogInner) {
         if began.elapsed() < QUICKLY {
             bytes = (bytes * 4).min(max_segment);
         }
+        // On a small disk, space that is prepared for later is missing now.
+        let free = inner.disk.free().unwrap_or(u64::MAX);
+        bytes = bytes.min((free / 8).next_multiple_of(BLOCK)).max(first_segment);
         match prepare(&*inner.disk, number, bytes) {
             Ok(segment) => inner.spare.set(Spare::Ready(segment)),
             Err(error) => {
@@ -331,7 +334,7 @@ pub(crate) fn prepare_segments(inner: &LogInner) {
     }
 }
 
-struct GoneOnDrop<'a>(&'a LogInner);
+struct GoneOnDrop<'a>(&'a StoreInner);
 
 impl Drop for GoneOnDrop<'_> {
     fn drop(&mut self) {
@@ -340,7 +343,7 @@ impl Drop for GoneOnDrop<'_> {
 }
 
 /// Closes the queue and answers waiting callers when the thread ends, also by a panic.
-struct CloseOnDrop(Arc<LogInner>);
+struct CloseOnDrop(Arc<StoreInner>);
 
 impl Drop for CloseOnDrop {
     fn drop(&mut self) {

@@ -15,13 +15,13 @@ use std::time::Duration;
 use oncegate_core::{LastWrite, RecordId, Timestamp, limits};
 use tracing::{info, warn};
 
-use super::disk::{Disk, SegmentFile};
-use super::format::{BLOCK, ENTRY, EntryHead, FLAG_SEAL, HEADER, Header, Kind, NoHeader, StoreId, entries};
-use super::index::{Index, Place, SHARDS, Slot, prefix};
-use super::inner::{Recovered, Shift, Sizes};
-use super::segments::{Segment, Segments, Spare};
-use super::writer::LogEnd;
+use crate::disk::{Disk, SegmentFile};
 use crate::error::EmbeddedOpenError;
+use crate::format::{BLOCK, ENTRY, EntryHead, FLAG_SEAL, HEADER, Header, Kind, NoHeader, StoreId, entries};
+use crate::index::{Index, Place, SHARDS, Slot, prefix};
+use crate::inner::{Recovered, Shift, Sizes};
+use crate::segments::{Segment, Segments, Spare};
+use crate::writer::LogEnd;
 
 /// The bytes that are read at once.
 const WINDOW: usize = 4 * 1024 * 1024;

@@ -11,14 +11,14 @@ use oncegate_core::{
     limits,
 };
 
-use super::disk::Disk;
-use super::format::{ENTRY, EntryHead, Kind, StoreId, expiry_seconds};
-use super::index::{Index, Place, Recent, Slot};
-use super::segments::{Segments, SpareSlot};
-use super::tail::Tail;
-use super::ticket::Ticket;
+use crate::disk::Disk;
+use crate::format::{ENTRY, EntryHead, Kind, StoreId, expiry_seconds};
+use crate::index::{Index, Place, Recent, Slot};
 use crate::queue::Queue;
-use crate::shared::{Reply, Scan, disk_low_error, full_error, is_damage, unreadable_error};
+use crate::segments::{Segments, SpareSlot};
+use crate::shared::{Reply, Scan, closed_error, disk_low_error, full_error, is_damage, unreadable_error};
+use crate::tail::Tail;
+use crate::ticket::Ticket;
 
 /// A time of day that an operator accepted: the records before this place that were written since `since` are so much older.
 #[derive(Clone, Copy, Debug)]
@@ -43,7 +43,7 @@ pub(crate) enum Chore {
 }
 
 /// The inside of a store.
-pub(crate) struct LogInner {
+pub(crate) struct StoreInner {
     pub(crate) disk: Arc<dyn Disk>,
     pub(crate) sizes: Sizes,
     pub(crate) store: StoreId,
@@ -61,6 +61,8 @@ pub(crate) struct LogInner {
     pub(crate) oldest: AtomicU32,
     pub(crate) max_records: u64,
     pub(crate) max_record_bytes: u64,
+    /// The directory may have another owner.
+    pub(crate) is_closed: AtomicBool,
     is_disk_low: AtomicBool,
     has_damage: AtomicBool,
     /// The reason why new keys are refused, as it was logged.
@@ -100,7 +102,7 @@ pub(crate) struct Recovered {
     pub(crate) audits: VecDeque<(u64, Slot)>,
     pub(crate) shifts: Vec<Shift>,
     pub(crate) oldest: u32,
-    pub(crate) spare: super::segments::Spare,
+    pub(crate) spare: crate::segments::Spare,
 }
 
 /// The bytes at the place of a slot.
@@ -115,7 +117,7 @@ enum Found {
 /// The reply to a command, and the batch that has to be on the disk before it is given.
 pub(crate) type Decided = (Outcome, Option<Arc<Ticket>>);
 
-impl LogInner {
+impl StoreInner {
     pub(crate) fn new(
         disk: Arc<dyn Disk>,
         clock: StoreClock<Arc<dyn Clock>>,
@@ -141,6 +143,7 @@ impl LogInner {
             oldest: AtomicU32::new(recovered.oldest),
             max_records: limits.max_records,
             max_record_bytes: limits.max_record_bytes,
+            is_closed: AtomicBool::new(false),
             is_disk_low,
             has_damage: AtomicBool::new(false),
             full: Mutex::new(None),
@@ -149,6 +152,7 @@ impl LogInner {
 
     /// Decides about a command, and appends what it writes.
     pub(crate) fn decide(&self, id: &RecordId, command: &Command) -> Result<Decided, StoreError> {
+        self.check_open()?;
         if self.clock.is_ahead() {
             self.follow_clock();
         }
@@ -184,7 +188,7 @@ impl LogInner {
 
     fn decide_locked(
         &self,
-        mut shard: MutexGuard<'_, super::index::Shard>,
+        mut shard: MutexGuard<'_, crate::index::Shard>,
         id: &RecordId,
         command: &Command,
         recent: Option<RecentVersion>,
@@ -228,8 +232,13 @@ impl LogInner {
         Ok((decision.outcome, Some(ticket)))
     }
 
+    fn check_open(&self) -> Result<(), StoreError> {
+        if self.is_closed.load(Ordering::SeqCst) { Err(closed_error().with_nothing_sent()) } else { Ok(()) }
+    }
+
     /// Reads the newest version of a record, and the batch that has to be on the disk before it may be shown.
     pub(crate) fn read(&self, id: &RecordId) -> Result<Option<(Record, Option<Arc<Ticket>>)>, StoreError> {
+        self.check_open()?;
         loop {
             let shard = self.index.shard_of(id);
             if let Some(recent) = shard.recent(id) {
@@ -291,7 +300,7 @@ impl LogInner {
         let count = segment.file.read(&mut bytes, place.offset.into()).map_err(io)?;
         bytes.truncate(count);
         let head = EntryHead::decode(&bytes)
-            .filter(|head| head.len() <= bytes.len().next_multiple_of(super::format::ALIGN));
+            .filter(|head| head.len() <= bytes.len().next_multiple_of(crate::format::ALIGN));
         let end = head.map_or(0, |head| ENTRY + head.body_len as usize);
         let body = bytes.get(ENTRY..end).map(<[u8]>::to_vec);
         Ok(Some((head.filter(|_| body.is_some()), body.unwrap_or_default())))

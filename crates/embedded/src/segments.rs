@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Duration;
 
-use super::disk::SegmentFile;
-use super::index::Slot;
+use crate::disk::SegmentFile;
+use crate::index::Slot;
 
 /// A segment.
 pub(crate) struct Segment {
@@ -16,33 +16,17 @@ pub(crate) struct Segment {
     pub(crate) size: u64,
     /// The bytes of its batches.
     pub(crate) used: AtomicU64,
-    /// The bytes of entries that the index or the audit trail has.
-    live_bytes: AtomicU64,
-    /// The number of such entries.
+    /// The number of entries that the index or the audit trail has.
     live: AtomicU64,
 }
 
 impl Segment {
     pub(crate) fn new(number: u32, file: Arc<dyn SegmentFile>, size: u64) -> Self {
-        Self { number, file, size, used: 0.into(), live_bytes: 0.into(), live: 0.into() }
-    }
-
-    pub(crate) fn add(&self, bytes: u64) {
-        self.live.fetch_add(1, Ordering::Relaxed);
-        self.live_bytes.fetch_add(bytes, Ordering::Relaxed);
-    }
-
-    pub(crate) fn remove(&self, bytes: u64) {
-        self.live.fetch_sub(1, Ordering::Relaxed);
-        self.live_bytes.fetch_sub(bytes, Ordering::Relaxed);
+        Self { number, file, size, used: 0.into(), live: 0.into() }
     }
 
     pub(crate) fn is_dead(&self) -> bool {
         self.live.load(Ordering::Relaxed) == 0
-    }
-
-    pub(crate) fn live_bytes(&self) -> u64 {
-        self.live_bytes.load(Ordering::Relaxed)
     }
 
     pub(crate) fn used(&self) -> u64 {
@@ -80,7 +64,7 @@ impl Segments {
     /// Counts an entry that the index has now.
     pub(crate) fn count(&self, slot: &Slot) {
         if let Some(segment) = self.read().get(&slot.place().segment) {
-            segment.add(slot.len());
+            segment.live.fetch_add(1, Ordering::Relaxed);
             self.live_bytes.fetch_add(slot.len(), Ordering::Relaxed);
         }
     }
@@ -90,7 +74,7 @@ impl Segments {
         let map = self.read();
         for slot in slots {
             if let Some(segment) = map.get(&slot.place().segment) {
-                segment.remove(slot.len());
+                segment.live.fetch_sub(1, Ordering::Relaxed);
                 self.live_bytes.fetch_sub(slot.len(), Ordering::Relaxed);
             }
         }

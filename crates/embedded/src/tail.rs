@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 
 use oncegate_core::{AuditEntry, Extent, RecordId, StoreError};
 
-use super::format::{ALIGN, EntryHead, HEADER, Kind};
-use super::index::Place;
-use super::ticket::Ticket;
-use crate::schema::encode_audit;
+use crate::audit::encode_audit;
+use crate::format::{ALIGN, EntryHead, HEADER, Kind};
+use crate::index::Place;
 use crate::shared::closed_error;
+use crate::ticket::Ticket;
 
 /// The bytes of a batch beyond which further commands are refused. A single entry may be larger.
 const MAX_BATCH_BYTES: usize = 16 * 1024 * 1024;
