@@ -22,6 +22,9 @@ use crate::ticket::Ticket;
 /// The number of shards. A table that grows is copied under its lock, so there are many small ones.
 pub(crate) const SHARDS: usize = 1024;
 
+/// The bytes of memory that a record takes in the index while the tables are as empty as they get.
+pub(crate) const SLOT_MEMORY: u64 = 48;
+
 /// The place of an entry: its segment, and its offset there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Place {

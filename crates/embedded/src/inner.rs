@@ -13,7 +13,7 @@ use oncegate_core::{
 
 use crate::disk::Disk;
 use crate::format::{ENTRY, EntryHead, Kind, StoreId, expiry_seconds};
-use crate::index::{Index, Place, Recent, Slot};
+use crate::index::{Index, Place, Recent, SLOT_MEMORY, Slot};
 use crate::queue::Queue;
 use crate::segments::{Segments, SpareSlot};
 use crate::shared::{Reply, Scan, closed_error, disk_low_error, full_error, is_damage, unreadable_error};
@@ -72,8 +72,8 @@ pub(crate) struct StoreInner {
 /// The sizes of the parts of a store, in bytes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sizes {
-    /// Of recent records in memory.
-    pub(crate) cache: usize,
+    /// Of memory: the index, and recent records.
+    pub(crate) memory: usize,
     /// Of the first segment of a store. Each next one is four times as large while they fill up quickly.
     pub(crate) first_segment: u64,
     /// Of the largest segment.
@@ -81,9 +81,19 @@ pub(crate) struct Sizes {
 }
 
 impl Sizes {
-    /// The sizes of a store with a cache of this size.
-    pub(crate) const fn with_cache(cache: usize) -> Self {
-        Self { cache, first_segment: 1024 * 1024, max_segment: 64 * 1024 * 1024 }
+    /// The sizes of a store with this much memory.
+    pub(crate) const fn with_memory(memory: usize) -> Self {
+        Self { memory, first_segment: 1024 * 1024, max_segment: 64 * 1024 * 1024 }
+    }
+
+    /// The memory for recent records.
+    pub(crate) const fn cache(&self) -> usize {
+        self.memory / 8
+    }
+
+    /// The records whose slots fit into the rest of the memory.
+    const fn most_records(&self) -> u64 {
+        (self.memory - self.cache()) as u64 / SLOT_MEMORY
     }
 }
 
@@ -330,6 +340,11 @@ impl StoreInner {
             Some(disk_low_error())
         } else if self.index.records() >= *max_records {
             Some(full_error(&format!("it has reached its limit of {max_records} records: {wait}")))
+        } else if self.index.records() >= self.sizes.most_records() {
+            Some(full_error(&format!(
+                "the index of {} records fills the memory that it may use: raise store-memory, or wait until records expire",
+                self.index.records()
+            )))
         } else if self.segments.live_bytes() >= *max_record_bytes {
             Some(full_error(&format!(
                 "its records have reached their limit of {max_record_bytes} bytes: {wait}"

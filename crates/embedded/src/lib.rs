@@ -85,8 +85,8 @@
 //!
 //! - A claim and its completion are two writes of at least 4 KiB with one flush each. Commands that arrive while the disk is busy share
 //!   one.
-//! - Memory: 21 to 48 bytes for each record, and [`with_cache_bytes`](EmbeddedOptions::with_cache_bytes), 64 MiB by default, for recent
-//!   records. Limit the records with [`with_max_records`](EmbeddedOptions::with_max_records).
+//! - Memory: 24 to 48 bytes for each record, and recent records, together at most
+//!   [`with_memory_bytes`](EmbeddedOptions::with_memory_bytes): 512 MiB by default. Opening takes a few more MiB.
 //! - Disk: at most twice the bytes of live records, and four segments. Segments have 1 to 64 MiB.
 //! - Opening reads the log, about a second for each gigabyte that the operating system has in memory.
 //! - Four threads: one writes, one prepares segments, one purges and compacts, one reads listings and the audit trail. A read on the

@@ -84,7 +84,7 @@ pub(crate) fn open(
     if numbers.is_empty() {
         return create(disk, now, store_id()?, sizes);
     }
-    let mut builder = Builder::new(sizes.cache);
+    let mut builder = Builder::new(sizes.cache());
     let scan = scan(disk, &numbers, &mut |item, segment| builder.take(disk, item, segment))?;
     let Builder { index, segments, audits, shifts, .. } = builder;
     let Some(active) = scan.segments.last() else {
@@ -179,7 +179,7 @@ fn create(
     segments.add(segment.clone());
     let recovered = Recovered {
         store,
-        index: Index::new(sizes.cache),
+        index: Index::new(sizes.cache()),
         segments,
         audits: VecDeque::new(),
         shifts: Vec::new(),

@@ -47,7 +47,7 @@ impl EmbeddedStore {
     pub fn open(options: impl Into<EmbeddedOptions>) -> Result<Self, EmbeddedOpenError> {
         let options = options.into();
         let disk = DirectoryDisk::acquire(&options.dir)?;
-        let sizes = Sizes::with_cache(options.cache_bytes);
+        let sizes = Sizes::with_memory(options.memory_bytes);
         Self::open_disk(Arc::new(disk), options, sizes)
     }
 

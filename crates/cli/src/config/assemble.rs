@@ -114,7 +114,7 @@ pub(super) fn draft(
         max_in_flight: given(&values.max_in_flight),
         max_in_flight_per_caller: given(&values.max_in_flight_per_caller),
         max_in_flight_without_key: values.max_in_flight_without_key.as_ref().map(|given| given.value),
-        max_page_cache: given(&values.max_page_cache),
+        store_memory: given(&values.store_memory),
         max_records: values.max_records.as_ref().map(|given| given.value),
         max_store_bytes: values.max_store_bytes.as_ref().map(|given| given.value),
         store_timeout: given(&values.store_timeout),

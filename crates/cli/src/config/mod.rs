@@ -120,7 +120,7 @@ pub(crate) struct Config {
     /// The proxies whose information about the origin of a request is passed on.
     trusted_proxies: Vec<TrustedProxies>,
     /// The most memory for cached pages of a store in a directory.
-    pub(crate) max_page_cache: usize,
+    pub(crate) store_memory: usize,
     /// The most records of a store in this process; `None` is the store's own limit.
     pub(crate) max_records: Option<u64>,
     pub(crate) max_store_bytes: Option<u64>,

@@ -222,10 +222,10 @@ settings! {
     "service" SERVICE Service One "NAME" Nothing("none, for a store that one process owns");
     service: ServiceName = units::service;
 
-    /// The most memory that a store in a directory uses to cache pages of its file. Pages that do not fit are read from
-    /// disk again: raise it for millions of records. At most 1024GiB.
-    "max-page-cache" SERVICE Service One "SIZE" Value("64MiB");
-    max_page_cache: usize = units::memory;
+    /// The most memory that a store in a directory uses: up to 48 bytes for each record, and an eighth of it for recent records.
+    /// Beyond that, new keys are refused as with max-records. 512MiB are enough for nine million records. At most 1024GiB.
+    "store-memory" SERVICE Service One "SIZE" Value("512MiB");
+    store_memory: usize = units::memory;
 
     /// The most records that a store in a directory or in memory holds, including expired records that are not purged yet.
     /// Beyond it, a request with a new key is refused with 503 `store-unavailable`; recorded keys are still answered.

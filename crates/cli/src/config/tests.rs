@@ -163,7 +163,7 @@ const SAMPLES: &[(&str, &str, &str)] = &[
     ("max-connections", "200", "max_connections: 200"),
     ("write-timeout", "5s", "write_timeout: 5s"),
     ("trusted-proxies", "10.0.0.0/8", "trusted_proxies: [Network(10.0.0.0, 8)]"),
-    ("max-page-cache", "1GiB", "max_page_cache: 1073741824"),
+    ("store-memory", "1GiB", "store_memory: 1073741824"),
     ("max-response-body", "64KiB", "max_response_body: 65536"),
     ("upstream-timeout", "10s", "upstream_timeout: Some(10s)"),
     ("upstream-connect-timeout", "1s", "upstream_connect_timeout: 1s"),

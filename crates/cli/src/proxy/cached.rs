@@ -29,7 +29,7 @@ pub(super) async fn open(config: &Config) -> Result<Option<PendingCache>, String
     let cache = match &choice.cache {
         CacheChoice::Memory(bytes) => Cache::in_memory(*bytes),
         CacheChoice::Directory(directory) => {
-            let options = EmbeddedOptions::new(directory).with_cache_bytes(config.max_page_cache);
+            let options = EmbeddedOptions::new(directory).with_memory_bytes(config.store_memory);
             let store = open_directory(directory, options).map_err(|error| error.to_string())?;
             Cache::on(Arc::new(store))
         }

@@ -319,7 +319,7 @@ pub(super) async fn open(config: &Config) -> Result<Arc<dyn Store>, StoreOpenErr
                 found.clone().map_err(StoreOpenError::Unfit)?;
             }
             let options = EmbeddedOptions::new(directory)
-                .with_cache_bytes(config.max_page_cache)
+                .with_memory_bytes(config.store_memory)
                 .with_max_records(config.max_records.unwrap_or(u64::MAX))
                 .with_max_record_bytes(config.max_store_bytes.unwrap_or(u64::MAX));
             let store = open_directory(directory, options)?;

@@ -154,7 +154,8 @@ fn a_record_that_is_damaged_while_the_store_is_open_is_refused_alone() {
     let clock = Arc::new(ManualClock::at_millis(1_700_000_000_000));
     let options = EmbeddedOptions::new("disk").with_clock(clock);
     let store =
-        EmbeddedStore::open_disk(Arc::new(disk.clone()), options, Sizes { cache: 0, ..SIZES }).unwrap();
+        EmbeddedStore::open_disk(Arc::new(disk.clone()), options, Sizes { memory: 48 * 1024, ..SIZES })
+            .unwrap();
     (0..5).for_each(|n| complete_one(&store, n, 40));
     let image = disk.after_kill();
     let wanted = id(3);
@@ -191,7 +192,8 @@ fn records_with_the_same_first_bytes_are_told_apart() {
     };
     let reopened = || {
         let options = EmbeddedOptions::new("disk").with_clock(clock.clone());
-        EmbeddedStore::open_disk(Arc::new(disk.clone()), options, Sizes { cache: 0, ..SIZES }).unwrap()
+        EmbeddedStore::open_disk(Arc::new(disk.clone()), options, Sizes { memory: 48 * 1024, ..SIZES })
+            .unwrap()
     };
     let store = reopened();
     for n in 0..4 {

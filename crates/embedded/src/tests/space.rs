@@ -7,7 +7,8 @@ use oncegate_core::{Command, Extent, Renew, Store as _};
 use oncegate_testkit::{ManualClock, block_on, record_id as id};
 
 use super::sim::SimDisk;
-use super::{SIZES, complete_one, is_replayed, open, open_with};
+use super::{SIZES, complete_one, is_replayed, open};
+use crate::inner::Sizes;
 use crate::tests::{DAY, claim, token};
 use crate::{EmbeddedOptions, EmbeddedStore};
 
@@ -114,16 +115,22 @@ fn the_audit_trail_survives_compaction() {
 #[test]
 fn limits_refuse_new_keys_and_no_others() {
     let clock = Arc::new(ManualClock::at_millis(1_700_000_000_000));
-    for by_records in [true, false] {
+    for limit in ["records", "bytes", "memory"] {
+        let by_records = limit != "bytes";
         let options = EmbeddedOptions::new("disk").with_clock(clock.clone());
-        let options =
-            if by_records { options.with_max_records(3) } else { options.with_max_record_bytes(5000) };
-        let store = open_with(&SimDisk::default(), options).unwrap();
+        let options = match limit {
+            "records" => options.with_max_records(3),
+            "bytes" => options.with_max_record_bytes(5000),
+            _ => options,
+        };
+        let sizes = if limit == "memory" { Sizes { memory: 165, ..SIZES } } else { SIZES };
+        let store = EmbeddedStore::open_disk(Arc::new(SimDisk::default()), options, sizes).unwrap();
         let len = if by_records { 10 } else { 1800 };
         (0..3).for_each(|n| complete_one(&store, n, len));
         let error = block_on(store.apply(id(7), claim(7))).unwrap_err();
         assert!(error.is_unsent() && error.extent() == Extent::Writes, "{error}");
-        assert!(error.to_string().contains("raise the limit"), "{error}");
+        let advice = if limit == "memory" { "raise store-memory" } else { "raise the limit" };
+        assert!(error.to_string().contains(advice), "{error}");
         assert!((0..3).all(|n| is_replayed(&store, n, len)));
         clock.advance(2 * DAY);
         assert_eq!(block_on(store.purge(10)).unwrap(), 3);
