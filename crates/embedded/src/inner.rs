@@ -1,7 +1,7 @@
 //! The inside of a store, shared by the callers and the threads: the decision about a command, and reading.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
@@ -64,6 +64,8 @@ pub(crate) struct StoreInner {
     /// The directory may have another owner.
     pub(crate) is_closed: AtomicBool,
     is_disk_low: AtomicBool,
+    /// The time of the last look at the disk, in milliseconds.
+    looked_at: AtomicU64,
     has_damage: AtomicBool,
     /// The reason why new keys are refused, as it was logged.
     full: Mutex<Option<String>>,
@@ -124,6 +126,9 @@ enum Found {
     Moved,
 }
 
+/// The shortest time between two looks at the free space of the disk, in milliseconds. A look is a system call.
+const LOOK_INTERVAL_MILLIS: u64 = 5;
+
 /// The reply to a command, and the batch that has to be on the disk before it is given.
 pub(crate) type Decided = (Outcome, Option<Arc<Ticket>>);
 
@@ -155,6 +160,7 @@ impl StoreInner {
             max_record_bytes: limits.max_record_bytes,
             is_closed: AtomicBool::new(false),
             is_disk_low,
+            looked_at: AtomicU64::new(0),
             has_damage: AtomicBool::new(false),
             full: Mutex::new(None),
         }
@@ -212,6 +218,9 @@ impl StoreInner {
         };
         let is_new = record.is_none();
         if matches!(command, Command::Claim(_)) {
+            if now.as_millis().abs_diff(self.looked_at.load(Ordering::Relaxed)) >= LOOK_INTERVAL_MILLIS {
+                self.look_at_disk(now);
+            }
             self.check_capacity(is_new)?;
         }
         let audit = match (command, &decision.outcome) {
@@ -417,9 +426,14 @@ impl StoreInner {
         let _ = self.chores.push(Chore::Look);
     }
 
+    fn look_at_disk(&self, now: Timestamp) {
+        self.looked_at.store(now.as_millis(), Ordering::Relaxed);
+        self.is_disk_low.store(self.disk.is_low(), Ordering::Relaxed);
+    }
+
     /// Looks if new keys are refused, and logs when that begins and ends.
     pub(crate) fn look_at_capacity(&self) {
-        self.is_disk_low.store(self.disk.is_low(), Ordering::Relaxed);
+        self.look_at_disk(self.clock.now());
         let now = self.exhausted().map(|error| error.to_string());
         let mut before = self.full();
         match (&*before, &now) {

@@ -196,8 +196,9 @@ impl Store for EmbeddedStore {
         }
         if let Err(error) = self.inner.tail.writable() {
             advisories.push(Advisory::new("not-writable", ErrorChain(&error).to_string()));
-        } else if let Some(reason) = self.inner.full().as_ref() {
-            advisories.push(Advisory::new("full", reason.clone()));
+        } else {
+            self.inner.look_at_capacity();
+            advisories.extend(self.inner.full().as_ref().map(|reason| Advisory::new("full", reason.clone())));
         }
         if self.inner.has_damage() {
             let text = "a record or a segment is damaged: stop the program and run `oncegate check`";
