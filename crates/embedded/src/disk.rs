@@ -1,4 +1,5 @@
-//! The place where the segments are: a directory, or a simulated disk in tests. All input and output of the log goes through here.
+//! The place where the segments are: a directory, or a simulated disk in tests. All input and output of the log goes through
+//! here.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -34,8 +35,8 @@ pub(crate) trait Disk: Send + Sync + 'static {
     /// Frees the directory for another owner. Nothing is read or written after that.
     fn release(&self);
 
-    /// Checks that the name of a segment still leads to its file. If the file was removed or renamed, the next start would not find
-    /// what is written to it, and another process might create a new store in the directory.
+    /// Checks that the name of a segment still leads to its file. If the file was removed or renamed, the next start would not
+    /// find what is written to it, and another process might create a new store in the directory.
     fn check_in_place(&self, number: u32, file: &dyn SegmentFile) -> io::Result<()>;
 
     /// The path of a segment, for messages.
@@ -66,8 +67,8 @@ pub(crate) trait SegmentFile: Send + Sync {
     fn identity(&self) -> Option<(u64, u64)>;
 }
 
-/// The free bytes below which claims are refused, or an eighth of the disk if that is less. The rest is reserved for completing the
-/// requests that are running.
+/// The free bytes below which claims are refused, or an eighth of the disk if that is less. The rest is reserved for completing
+/// the requests that are running.
 const DISK_RESERVE: u64 = 16 * 1024 * 1024;
 
 const SUFFIX: &str = ".log";
@@ -101,7 +102,7 @@ impl Disk for DirectoryDisk {
     }
 
     fn open(&self, number: u32) -> io::Result<Arc<dyn SegmentFile>> {
-        DiskFile::new(OpenOptions::new().read(true).write(true).open(self.path(number))?)
+        DiskFile::shared(OpenOptions::new().read(true).write(true).open(self.path(number))?)
     }
 
     fn create(&self, number: u32) -> io::Result<Arc<dyn SegmentFile>> {
@@ -110,7 +111,7 @@ impl Disk for DirectoryDisk {
         options.read(true).write(true).create(true).truncate(true);
         #[cfg(unix)]
         std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
-        DiskFile::new(options.open(self.new_path(number))?)
+        DiskFile::shared(options.open(self.new_path(number))?)
     }
 
     fn publish(&self, number: u32) -> io::Result<()> {
@@ -146,7 +147,7 @@ impl Disk for DirectoryDisk {
     }
 
     fn check_in_place(&self, number: u32, file: &dyn SegmentFile) -> io::Result<()> {
-        // The file is in the directory as long as this process owns it, unless somebody removes it.
+        // The file is in the directory as long as this process owns it, unless the file was removed.
         self.directory.check_in_place()?;
         let path = self.path(number);
         match std::fs::metadata(&path) {
@@ -200,7 +201,7 @@ struct DiskFile {
 }
 
 impl DiskFile {
-    fn new(file: File) -> io::Result<Arc<dyn SegmentFile>> {
+    fn shared(file: File) -> io::Result<Arc<dyn SegmentFile>> {
         let identity = identity(&file.metadata()?);
         Ok(Arc::new(Self { file, identity }))
     }

@@ -1,7 +1,7 @@
 //! The bytes of a segment.
 //!
-//! A segment is a sequence of batches. Each batch starts on a block of [`BLOCK`] bytes and is padded with zeros to whole blocks, so that no
-//! later write touches a sector with acknowledged bytes. The rest of the segment is zeros.
+//! A segment is a sequence of batches. Each batch starts on a block of [`BLOCK`] bytes and is padded with zeros to whole blocks,
+//! so that no later write touches a sector with acknowledged bytes. The rest of the segment is zeros.
 //!
 //! ```text
 //! header  0 magic "OGL1" │ 4 u16 flags │ 6 u16 zero │ 8 store id, 16 bytes │ 24 u32 segment │ 28 u32 oldest segment

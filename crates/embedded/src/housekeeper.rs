@@ -1,11 +1,12 @@
-//! The thread that keeps house: purges, compaction, deletion of segments, corrections of the clock. And the one that prepares segments.
+//! The thread that keeps house: purges, compaction, deletion of segments, corrections of the clock. And the one that prepares
+//! segments.
 //!
-//! Segments are deleted and compacted strictly from the oldest. So an old version of a record never outlives a newer one, and no entry
-//! has to say that a record is gone: after its retention it counts as absent, whether the log still has it or not.
+//! Segments are deleted and compacted strictly from the oldest. So an old version of a record never outlives a newer one, and no
+//! entry has to say that a record is gone: after its retention it counts as absent, whether the log still has it or not.
 //!
 //! - The oldest segment without live entries is deleted. First a batch says durably that it counts no more.
-//! - If the sealed segments take more than twice the bytes of the live entries, and a segment more, the live entries of the oldest are
-//!   copied to the end of the log. Copies are normal entries of normal batches, at most [`COPY_BYTES`] in one.
+//! - If the sealed segments take more than twice the bytes of the live entries, and a segment more, the live entries of the
+//!   oldest are copied to the end of the log. Copies are normal entries of normal batches, at most [`COPY_BYTES`] in one.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -251,8 +252,8 @@ impl Housekeeper {
 }
 
 impl StoreInner {
-    /// Follows a correction of the machine's clock if the clock was known to be wrong when the store was opened. Otherwise an operator has
-    /// to accept it.
+    /// Follows a correction of the machine's clock if the clock was known to be wrong when the store was opened. Otherwise an
+    /// operator has to accept it.
     pub(crate) fn follow_clock(&self) {
         if self.clock.skew().is_some_and(|skew| skew.is_expected) {
             match self.accept_clock() {
@@ -268,7 +269,8 @@ impl StoreInner {
         }
     }
 
-    /// Moves the store's clock ahead to the time of day, and with it the times of the records that were written since the two disagree.
+    /// Moves the store's clock ahead to the time of day, and with it the times of the records that were written since the two
+    /// disagree.
     pub(crate) fn accept_clock(&self) -> Result<Option<(Duration, Arc<Ticket>)>, StoreError> {
         // Nothing is decided meanwhile, by the old time or by the new one.
         let mut shards: Vec<_> = (0..SHARDS).map(|number| self.index.shard(number)).collect();

@@ -1,13 +1,13 @@
 //! The index in memory: the place of each record, and the records that are not indexed yet or were used recently.
 //!
-//! The index has [`SHARDS`] shards, each with a lock. A record belongs to the shard that the first bits of its identifier choose, so that
-//! the shards are in the order of the identifiers. [`decide`](oncegate_core::decide()) runs under this lock, against the newest state,
-//! whether that is on the disk yet or not. A shard has two tables:
+//! The index has [`SHARDS`] shards, each with a lock. A record belongs to the shard that the first bits of its identifier choose,
+//! so that the shards are in the order of the identifiers. [`decide`](oncegate_core::decide()) runs under this lock, against the
+//! newest state, whether that is on the disk yet or not. A shard has two tables:
 //!
-//! - `slots`: one slot of 20 bytes for each record on the disk. It has eight bytes of the identifier. Whoever follows a slot compares
-//!   the whole identifier on the disk, because other records may have the same eight bytes.
-//! - `recent`: whole records. An entry stays while its batch is not on the disk or not in `slots` yet. After that, it is a cache of
-//!   bounded size.
+//! - `slots`: one slot of 20 bytes for each record on the disk. It has eight bytes of the identifier. A lookup
+//!   compares the whole identifier on the disk, because other records may have the same eight bytes.
+//! - `recent`: whole records. An entry stays while its batch is not on the disk or not in `slots` yet. After that, it is a cache
+//!   of bounded size.
 
 use std::collections::VecDeque;
 use std::hash::BuildHasher as _;
@@ -203,8 +203,8 @@ impl Shard {
         Some(std::mem::replace(found, slot))
     }
 
-    /// Removes the slots whose records are past their retention, at most `limit`. Returns them, and how many of these records have a
-    /// newer version that is not on the disk yet.
+    /// Removes the slots whose records are past their retention, at most `limit`. Returns them, and how many of these records
+    /// have a newer version that is not on the disk yet.
     pub(crate) fn remove_expired(&mut self, now: u32, limit: usize) -> (Vec<Slot>, u64) {
         let mut left = limit;
         let removed: Vec<Slot> = self

@@ -129,6 +129,12 @@ enum Found {
 /// The shortest time between two looks at the free space of the disk, in milliseconds. A look is a system call.
 const LOOK_INTERVAL_MILLIS: u64 = 5;
 
+/// A record, and the batch that has to be on the disk before it may be shown.
+pub(crate) type Version = (Record, Option<Arc<Ticket>>);
+
+/// The bytes of an entry: its head, if they have one, and its body.
+pub(crate) type EntryBytes = (Option<EntryHead>, Vec<u8>);
+
 /// The reply to a command, and the batch that has to be on the disk before it is given.
 pub(crate) type Decided = (Outcome, Option<Arc<Ticket>>);
 
@@ -202,6 +208,20 @@ impl StoreInner {
         }
     }
 
+    /// The reply to a claim that changes nothing and depends only on a recent record that is on the disk.
+    pub(crate) fn reply_from_memory(&self, id: &RecordId, command: &Command) -> Option<Outcome> {
+        if !matches!(command, Command::Claim(_)) || self.check_open().is_err() || self.clock.is_ahead() {
+            return None;
+        }
+        let shard = self.index.shard_of(id);
+        let recent = shard.recent(id)?;
+        if recent.pending.as_ref().is_some_and(|ticket| !ticket.is_durable()) {
+            return None;
+        }
+        let decision = decide(Some(&recent.record), command, self.clock.now());
+        (decision.write == Write::Keep).then_some(decision.outcome)
+    }
+
     fn decide_locked(
         &self,
         mut shard: MutexGuard<'_, crate::index::Shard>,
@@ -256,7 +276,7 @@ impl StoreInner {
     }
 
     /// Reads the newest version of a record, and the batch that has to be on the disk before it may be shown.
-    pub(crate) fn read(&self, id: &RecordId) -> Result<Option<(Record, Option<Arc<Ticket>>)>, StoreError> {
+    pub(crate) fn read(&self, id: &RecordId) -> Result<Option<Version>, StoreError> {
         self.check_open()?;
         loop {
             let shard = self.index.shard_of(id);
@@ -310,7 +330,7 @@ impl StoreInner {
     }
 
     /// Reads the entry of a slot. The outer `None` means that its segment was deleted, the inner one that the bytes are no entry.
-    pub(crate) fn read_entry(&self, slot: &Slot) -> Result<Option<(Option<EntryHead>, Vec<u8>)>, StoreError> {
+    pub(crate) fn read_entry(&self, slot: &Slot) -> Result<Option<EntryBytes>, StoreError> {
         let place = slot.place();
         let Some(segment) = self.segments.get(place.segment) else { return Ok(None) };
         let io =
@@ -372,7 +392,7 @@ impl StoreInner {
         };
         let replaced = old.and_then(|old| shard.replace(old, slot));
         match (copy_of, replaced) {
-            // The record has changed, or is gone: nobody needs the copy.
+            // The record has changed, or is gone: the copy is dead.
             (Some(_), None) => return,
             (Some(old), Some(_)) => {
                 if let Some(recent) = shard.recent_mut(id).filter(|recent| recent.indexed == Some(old)) {

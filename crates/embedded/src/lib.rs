@@ -37,8 +37,8 @@
 //!
 //! 1. A command that changes a record is answered after the change is on disk. A crash of the process or of the machine loses
 //!    nothing that was answered (I14). After a crash, a command that was not answered has taken effect completely or not at all.
-//! 2. A claim that changes nothing (a replay, a conflict, a mismatch) is answered at once, unless it depends on a change that is not on
-//!    disk yet. No reply shows what a crash could take back.
+//! 2. A claim that changes nothing (a replay, a conflict, a mismatch) is answered at once, unless it depends on a change that is
+//!    not on disk yet. No reply shows what a crash could take back.
 //! 3. All commands that arrive while the disk is busy are written together, in the order of their arrival. Each command sees the
 //!    effects of the commands before it. No command is held back until others arrive.
 //! 4. The store's time is a [`StoreClock`](oncegate_core::StoreClock). It follows the time that has passed, even if the
@@ -49,21 +49,21 @@
 //!
 //! | event | result for callers | task of the operator |
 //! |---|---|---|
-//! | the disk is full | recorded keys are answered, also after a restart; claims are [`Unavailable`] at once; running requests are completed in the segment that is prepared ahead | free disk space |
+//! | the disk is full | recorded keys are answered, running requests end; claims are [`Unavailable`] | free disk space |
 //! | the disk is nearly full (below) | claims are [`Unavailable`], running requests are completed | free disk space |
 //! | a limit of records or bytes is reached | new keys are [`Unavailable`], others are answered | raise the limit |
-//! | a write or a flush fails | the batch is written to another file; if that fails, too, writes are [`Unavailable`] and recorded keys are answered | check the disk |
+//! | a write or a flush fails | none, if another file works; else writes are [`Unavailable`] | check the disk |
 //! | a read fails | this command is [`Unavailable`] | check the disk |
-//! | a record cannot be read, or a newer program wrote it | commands for that record are [`Corrupt`], all others work | run [`check()`], restore |
+//! | a record cannot be read, or is of a newer program | commands for it are [`Corrupt`] | run [`check()`], restore |
 //! | more than 16 MiB of commands wait | further commands are [`Unavailable`] | send less, or use a faster disk |
 //! | the directory was moved or replaced | nothing is acknowledged until it is back | put it back |
 //! | the store was closed | [`Unavailable`] | |
 //!
-//! The disk is nearly full when less than 16 MiB are free, or less than an eighth of a disk that is smaller than 128 MiB, or when the next
-//! segment cannot be prepared.
+//! The disk is nearly full when less than 16 MiB are free, or less than an eighth of a disk that is smaller than 128 MiB, or when
+//! the next segment cannot be prepared.
 //!
-//! A command that was sent when a write failed may or may not have been applied. A command that is sent again gets the reply that was
-//! lost. The writer tries again after pauses that grow from 50 ms to 5 s. No restart is needed.
+//! A command that was sent when a write failed may or may not have been applied. A command that is sent again gets the reply that
+//! was lost. The writer tries again after pauses that grow from 50 ms to 5 s. No restart is needed.
 //!
 //! A record that cannot be read is never treated as absent and never purged before its retention ends.
 //!
@@ -71,26 +71,27 @@
 //! - [Another process has it open](EmbeddedOpenError::InUse). The error names its pid. The lock ends with that process, however
 //!   the process ends.
 //! - The log [has a newer format](EmbeddedOpenError::NewerFormat).
-//! - The log is [damaged](EmbeddedOpenError::Damaged): a segment is missing, or a batch that was on the disk cannot be read. The store
-//!   creates a new log only if the directory has none.
+//! - The log is [damaged](EmbeddedOpenError::Damaged): a segment is missing, or a batch that was on the disk cannot be read. The
+//!   store creates a new log only if the directory has none.
 //! - The operating system [refuses an operation](EmbeddedOpenError::Io), for example on a full disk.
 //!
 //! # Damage that the store cannot detect
 //!
-//! Opening reads and verifies each byte of the log. The last batch before a crash is the exception: if it cannot be read and nothing
-//! follows it, it was torn by the crash, or it was damaged after it. Within 100 ms after a batch, another one proves it. The store also
-//! cannot detect that its directory was replaced by an older copy: it then knows only the records of that copy.
+//! Opening reads and verifies each byte of the log. The last batch before a crash is the exception: if it cannot be read and
+//! nothing follows it, it was torn by the crash, or it was damaged after it. Within 100 ms after a batch, another one proves it.
+//! The store also cannot detect that its directory was replaced by an older copy: it then knows only the records of that copy.
 //!
 //! # Costs
 //!
-//! - A claim and its completion are two writes of at least 4 KiB with one flush each. Commands that arrive while the disk is busy share
-//!   one.
+//! - A claim and its completion are two writes of at least 4 KiB with one flush each. Commands that arrive while the disk is busy
+//!   share one.
 //! - Memory: 24 to 48 bytes for each record, and recent records, together at most
 //!   [`with_memory_bytes`](EmbeddedOptions::with_memory_bytes): 512 MiB by default. Opening takes a few more MiB.
 //! - Disk: at most twice the bytes of live records, and four segments. Segments have 1 to 64 MiB.
 //! - Opening reads the log, about a second for each gigabyte that the operating system has in memory.
-//! - Four threads: one writes, one prepares segments, one purges and compacts, one reads listings and the audit trail. A read on the
-//!   caller's thread may wait for the disk if the record is not in memory. [`EmbeddedStore::open`] and [`EmbeddedStore::close`] block.
+//! - Four threads: one writes, one prepares segments, one purges and compacts, one reads listings and the audit trail. A read on
+//!   the caller's thread may wait for the disk if the record is not in memory. [`EmbeddedStore::open`] and
+//!   [`EmbeddedStore::close`] block.
 //!
 //! # Structure
 //! ```text
@@ -104,7 +105,8 @@
 //! ```
 //!
 //! - `format`: the bytes of a segment. `disk`: all input and output, so that tests can simulate a disk.
-//! - `tail`: the batch that is being filled. `writer`: the thread that writes it. `ticket`: the end of a batch, for those who wait.
+//! - `tail`: the batch that is being filled. `writer`: the thread that writes it. `ticket`: the end of a batch, for those who
+//!   wait.
 //! - `index`: the places of all records, in memory. `inner`: decisions and reads on it.
 //! - `recover`: opening. `housekeeper`: purges, compaction, the clock. `reader`: listings.
 //!

@@ -41,11 +41,11 @@ impl EmbeddedOptions {
         self
     }
 
-    /// Sets the most memory, in bytes: the index takes up to 48 bytes for each record, and recent records an eighth of the whole. Default:
-    /// 512 MiB, for nine million records.
+    /// Sets the most memory, in bytes: the index takes up to 48 bytes for each record, and recent records an eighth of the whole.
+    /// Default: 512 MiB, for nine million records.
     ///
-    /// A claim of one more record is refused. Records that are not recent are read from the disk, in the best case from the cache of the
-    /// operating system.
+    /// A claim of one more record is refused. Records that are not recent are read from the disk, in the best case from the cache
+    /// of the operating system.
     #[must_use]
     pub fn with_memory_bytes(mut self, bytes: usize) -> Self {
         self.memory_bytes = bytes;
@@ -64,8 +64,8 @@ impl EmbeddedOptions {
 
     /// Sets the most bytes of all records together. Default: no limit but the disk.
     ///
-    /// When the limit is reached, a claim of one more record is refused. Lengths count rounded up, by an eighth at most. The directory takes
-    /// about twice as much.
+    /// When the limit is reached, a claim of one more record is refused. Lengths count rounded up, by an eighth at most. The
+    /// directory takes about twice as much.
     #[must_use]
     pub fn with_max_record_bytes(mut self, bytes: u64) -> Self {
         self.max_record_bytes = bytes;

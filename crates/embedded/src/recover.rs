@@ -1,8 +1,9 @@
 //! Opening: the segments are read from the oldest to the newest, each byte of each batch is verified, and the index is built.
 //!
-//! 1. The newest valid header says which segment is the oldest that counts. Older files are removed. Each segment from there on must exist.
-//! 2. The batches form a chain. The first batch of a segment may repeat numbers of batches at the end of the segment before it: then
-//!    the writer met an error there, and these batches do not count.
+//! 1. The newest valid header says which segment is the oldest that counts. Older files are removed. Each segment from there on
+//!    must exist.
+//! 2. The batches form a chain. The first batch of a segment may repeat numbers of batches at the end of the segment before it:
+//!    then the writer met an error there, and these batches do not count.
 //! 3. The chain ends at the first batch that is not valid. If any valid batch of a later number follows, in this or a later
 //!    segment, the batch was on the disk and was damaged: the store is not opened. Otherwise a crash has torn it while it was
 //!    written. It was never acknowledged, and is overwritten with zeros.
@@ -219,7 +220,8 @@ pub(crate) fn scan(
         };
         segments.push(ScannedSegment { number, file, len, used: 0, first });
     }
-    // Older segments than the newest header knows may be there, because their removal was not durable. The chain then begins later.
+    // Older segments than the newest header knows may be there, because their removal was not durable. The chain then begins
+    // later.
     let Some(newest) = newest_header(disk, &segments)? else {
         let number = numbers.first().copied().unwrap_or(1);
         return Err(damaged(disk, number, "no batch in any segment can be read".to_owned()));
@@ -364,7 +366,8 @@ fn find_later_batch(
     Ok(())
 }
 
-/// The last header that can be reached from the start of the newest segment with a valid one. It knows the oldest segment that counts.
+/// The last header that can be reached from the start of the newest segment with a valid one. It knows the oldest segment that
+/// counts.
 fn newest_header(disk: &dyn Disk, segments: &[ScannedSegment]) -> Result<Option<Header>, EmbeddedOpenError> {
     let newest = segments.iter().rev().find_map(|segment| segment.first.map(|first| (segment, first)));
     let Some((segment, mut header)) = newest else { return Ok(None) };
@@ -443,8 +446,8 @@ struct Builder {
     segments: Segments,
     audits: VecDeque<(u64, Slot)>,
     shifts: Vec<Shift>,
-    /// Identifiers that were read recently, by the last bits of their prefix. Most versions follow each other within milliseconds, so
-    /// that few have to be compared on the disk.
+    /// Identifiers that were read recently, by the last bits of their prefix. Most versions follow each other within
+    /// milliseconds, so that few have to be compared on the disk.
     known: Vec<Option<(Place, RecordId)>>,
 }
 

@@ -156,7 +156,8 @@ impl SpareSlot {
         }
     }
 
-    /// Waits until a segment is wanted, and returns its number. Tries again `retry` after a failure. `None` once the store is closed.
+    /// Waits until a segment is wanted, and returns its number. Tries again `retry` after a failure. `None` once the store is
+    /// closed.
     pub(crate) fn wait_wanted(&self, retry: Duration) -> Option<u32> {
         let mut spare = self.lock();
         loop {

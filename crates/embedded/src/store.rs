@@ -95,7 +95,8 @@ impl EmbeddedStore {
     pub fn close(&self) {
         let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
         self.inner.is_closed.store(true, Ordering::SeqCst);
-        // A thread that panicked has ended its waits, so its result does not matter. The writer ends first, because it may need a segment.
+        // A thread that panicked has ended its waits, so its result does not matter. The writer ends first, because it may need a
+        // segment.
         self.inner.tail.close();
         if let Some(writer) = threads.writer.take() {
             let _ = writer.join();
@@ -152,6 +153,11 @@ impl Store for EmbeddedStore {
             wait(ticket).await?;
             Ok(outcome)
         })
+    }
+
+    /// Answers claims that change nothing if their record is in memory and on the disk.
+    fn try_apply(&self, id: RecordId, command: &Command) -> Option<Result<Outcome, StoreError>> {
+        self.inner.reply_from_memory(&id, command).map(Ok)
     }
 
     fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
@@ -212,7 +218,7 @@ impl Store for EmbeddedStore {
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities::new("log", Durability::Synced, Fencing::Monotonic)
+        Capabilities::new("embedded", Durability::Synced, Fencing::Monotonic)
     }
 }
 

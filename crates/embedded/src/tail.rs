@@ -1,7 +1,7 @@
 //! The batch that is being filled.
 //!
-//! Callers append entries under the lock of their record's shard, so the order of a record's entries is the order of its decisions.
-//! The writer takes the batch as a whole, and the next one fills while it writes.
+//! Callers append entries under the lock of their record's shard, so the order of a record's entries is the order of its
+//! decisions. The writer takes the batch as a whole, and the next one fills while it writes.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -22,7 +22,7 @@ const MAX_BATCH_ENTRIES: u32 = 16 * 1024;
 
 /// A batch that is being filled, or written.
 pub(crate) struct Batch {
-    /// Room for the header, and the entries after it.
+    /// Space for the header, and the entries after it.
     pub(crate) bytes: Vec<u8>,
     pub(crate) entries: u32,
     /// The entries that are copies of old ones: the offset in the batch, and the place of the old one.
@@ -75,7 +75,7 @@ pub(crate) struct Tail {
     wake: Condvar,
 }
 
-/// What the writer has to do.
+/// The next task of the writer.
 pub(crate) enum Work {
     Write(Batch),
     /// Nothing came before the deadline.

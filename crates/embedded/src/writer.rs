@@ -7,9 +7,9 @@
 //! 3. Check that the segment's name still leads to its file.
 //! 4. Put its entries into the index, and only then answer those who wait for it.
 //!
-//! Nothing is written after a batch before that batch is on the disk. So a batch on the disk proves that all before it are complete, and
-//! only the last one can be torn by a crash. While nothing comes, the writer appends an empty batch within [`PROOF_DELAY`], so that
-//! the last acknowledged batch is proved, too.
+//! Nothing is written after a batch before that batch is on the disk. So a batch on the disk proves that all before it are
+//! complete, and only the last one can be torn by a crash. While nothing comes, the writer appends an empty batch within
+//! [`PROOF_DELAY`], so that the last acknowledged batch is proved, too.
 //!
 //! A flush that fails is never tried again on the same file, because the operating system may have dropped the data. The writer
 //! appends the batch to a new segment instead. If that fails as well, the callers get an error, the batch is kept, and the
@@ -101,7 +101,7 @@ impl Writer {
         let mut batches = VecDeque::from([batch]);
         let mut pause = Duration::ZERO;
         loop {
-            let Some(batch) = batches.front_mut() else { return None };
+            let batch = batches.front_mut()?;
             match self.write(batch) {
                 Ok(()) => {
                     let mut bytes = batches.pop_front().map(|batch| batch.bytes).unwrap_or_default();
@@ -149,7 +149,7 @@ impl Writer {
             batch.offset = Some(self.append(batch)?);
             self.has_failed = false;
         }
-        // If somebody moved the file, what is in it is found again once it is moved back.
+        // If the file was moved, its batches are found again once it is moved back.
         self.inner.disk.check_in_place(self.end.segment.number, &*self.end.segment.file)?;
         self.publish(batch);
         batch.ticket.end(Ok(()));
@@ -255,9 +255,10 @@ impl Writer {
 
 /// Makes a segment of zeros.
 ///
-/// Zeros, because the file system would otherwise journal the length of the file, or the first write to each block, with each batch.
+/// Zeros, because the file system would otherwise journal the length of the file, or the first write to each block, with each
+/// batch.
 pub(crate) fn prepare(disk: &dyn Disk, number: u32, size: u64) -> io::Result<Arc<Segment>> {
-    const ZEROS: [u8; 256 * 1024] = [0; 256 * 1024];
+    static ZEROS: [u8; 256 * 1024] = [0; 256 * 1024];
     let file = disk.create(number)?;
     let mut offset = 0;
     while offset < size {

@@ -1,5 +1,5 @@
-//! Power fails at every operation of a run, with any part of the unfinished writes on the disk. Every acknowledged command is there,
-//! complete.
+//! Power fails at every operation of a run, with any part of the unfinished writes on the disk. Every acknowledged command is
+//! there, complete.
 
 use oncegate_core::{Clock as _, Store as _};
 

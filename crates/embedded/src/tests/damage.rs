@@ -96,8 +96,8 @@ fn every_changed_byte_is_refused_or_changes_nothing() {
     assert!(is_sound(&image, &clock, &records, "unchanged"));
     let (mut refused, mut sound) = (0, 0);
     for (number, bytes) in &image {
-        for offset in 0..bytes.len() {
-            let is_used = bytes[offset] != 0 || offset % 4096 < 88;
+        for (offset, byte) in bytes.iter().enumerate() {
+            let is_used = *byte != 0 || offset % 4096 < 88;
             if offset % if is_used { stride } else { 997 } != 0 {
                 continue;
             }

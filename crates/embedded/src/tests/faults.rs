@@ -192,7 +192,7 @@ fn a_failed_read_concerns_only_its_command() {
     assert!((0..3).all(|n| is_replayed(&store, n, 10)));
 }
 
-/// Nobody sees what a crash could take back.
+/// No reader sees a change that a crash could take back.
 #[test]
 fn nothing_is_shown_before_it_is_on_the_disk() {
     let (disk, _, store) = started();

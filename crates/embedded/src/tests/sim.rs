@@ -29,7 +29,7 @@ struct SimState {
     /// The operations so far that change something.
     operations: u64,
     crash: Option<Crash>,
-    /// What may be on the disk after the crash.
+    /// Possible contents of the disk after the crash.
     crashed: Option<Vec<Image>>,
     fault: Option<Fault>,
     is_low: bool,
@@ -113,7 +113,7 @@ impl SimDisk {
         self.lock().crash = Some(crash);
     }
 
-    /// What may be on the disk after the crash, if the run reached it.
+    /// Possible contents of the disk after the crash, if the run reached it.
     pub(super) fn after_crash(&self) -> Option<Vec<Image>> {
         self.lock().crashed.clone()
     }

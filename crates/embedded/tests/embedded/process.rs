@@ -130,7 +130,7 @@ fn add(to: &mut Acknowledged, output: &str) {
 
 #[test]
 fn a_killed_process_loses_nothing_that_it_acknowledged() {
-    let rounds = std::env::var("ONCEGATE_KILL_ROUNDS").map_or(25, |text| text.parse().expect("a number"));
+    let rounds = std::env::var("ONCEGATE_KILL_ROUNDS").map_or(60, |text| text.parse().expect("a number"));
     let dir = tempfile::tempdir().unwrap();
     let mut acknowledged = Acknowledged::new();
     let mut killed_while_opening = 0;
