@@ -8,8 +8,8 @@
 //! - If the sealed segments take more than twice the bytes of the live entries, and a segment more, the live entries of the
 //!   oldest are copied to the end of the log. Copies are normal entries of normal batches, at most [`COPY_BYTES`] in one.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use oncegate_core::{Clock as _, ClockSkew, ErrorChain, StoreError, codec, limits};
@@ -139,7 +139,7 @@ impl Housekeeper {
         self.inner
             .shifts
             .write()
-            .unwrap_or_else(std::sync::PoisonError::into_inner)
+            .unwrap_or_else(PoisonError::into_inner)
             .retain(|shift| shift.place.is_none_or(|place| place.segment > segment.number));
         let io = |error| StoreError::unavailable("a segment cannot be removed").with_source(error);
         self.inner.disk.remove(segment.number).map_err(io)
@@ -199,7 +199,7 @@ impl Housekeeper {
                 }
                 let mut head = *head;
                 let mut shifted = None;
-                if !inner.shifts.read().unwrap_or_else(std::sync::PoisonError::into_inner).is_empty()
+                if !inner.shifts.read().unwrap_or_else(PoisonError::into_inner).is_empty()
                     && let Ok(record) = codec::decode(&head.id, body)
                 {
                     let record = inner.shifted(record, place);
@@ -277,8 +277,9 @@ impl StoreInner {
         let Some(skew) = self.clock.skew().filter(|skew| skew.is_ahead) else { return Ok(None) };
         let millis = u64::try_from(skew.by.as_millis()).unwrap_or(u64::MAX);
         let body = [skew.since.as_millis().to_be_bytes(), millis.to_be_bytes()].concat();
+        // Locked before the entry is appended, because the writer sets its place as soon as it is on the disk.
+        let mut shifts = self.shifts.write().unwrap_or_else(PoisonError::into_inner);
         let ticket = self.tail.append_shift(&body)?;
-        let mut shifts = self.shifts.write().unwrap_or_else(std::sync::PoisonError::into_inner);
         shifts.push(Shift { place: None, since: skew.since, by: skew.by });
         drop(shifts);
         for shard in &mut shards {

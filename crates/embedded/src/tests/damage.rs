@@ -13,6 +13,7 @@ use oncegate_testkit::{ManualClock, block_on, record_id as id};
 use super::sim::{Image, SimDisk};
 use super::{SIZES, complete_one, is_replayed, open, open_with};
 use crate::inner::Sizes;
+use crate::recover::{Item, scan};
 use crate::tests::{DAY, claim, response, token};
 use crate::{EmbeddedOpenError, EmbeddedOptions, EmbeddedStore};
 
@@ -110,22 +111,35 @@ fn every_changed_byte_is_refused_or_changes_nothing() {
     assert!(refused > 100 && sound > 10, "{refused} refused, {sound} sound");
 }
 
+/// True if this segment counts no more, or is only prepared for later.
+fn is_unused(image: &Image, number: u32) -> bool {
+    let mut oldest = 0;
+    let numbers: Vec<u32> = image.keys().copied().collect();
+    let scanned = scan(&SimDisk::of(image), &numbers, &mut |item, _| {
+        if let Item::Batch { header, .. } = item {
+            oldest = header.oldest;
+        }
+        Ok(())
+    });
+    assert!(scanned.is_ok());
+    number < oldest || image.get(&number).is_none_or(|bytes| bytes.iter().all(|byte| *byte == 0))
+}
+
 #[test]
 fn a_missing_segment_is_refused() {
     let (image, clock, records) = varied_store();
-    let last = *image.keys().last().unwrap();
     for number in image.keys().copied() {
         let mut changed = image.clone();
         changed.remove(&number);
-        // The last one is only prepared for later.
-        assert_eq!(is_sound(&changed, &clock, &records, "a segment is missing"), number == last, "{number}");
+        let sound = is_sound(&changed, &clock, &records, "a segment is missing");
+        assert_eq!(sound, is_unused(&image, number), "{number}");
     }
 }
 
 #[test]
 fn a_segment_that_is_cut_is_refused() {
     let (image, clock, records) = varied_store();
-    let first = *image.keys().next().unwrap();
+    let first = image.keys().copied().find(|number| !is_unused(&image, *number)).unwrap();
     for len in (0..image[&first].len()).step_by(512) {
         let mut changed = image.clone();
         changed.get_mut(&first).unwrap().truncate(len);
@@ -138,12 +152,14 @@ fn a_segment_of_another_store_is_refused() {
     let (image, clock, records) = varied_store();
     let (other, ..) = varied_store();
     for number in image.keys().copied().collect::<Vec<_>>() {
+        // Zeros in place of the last segment look like a crash before its first batch.
+        let Some(exchanged) = other.get(&number).filter(|bytes| bytes.iter().any(|byte| *byte != 0)) else {
+            continue;
+        };
         let mut changed = image.clone();
-        let Some(exchanged) = other.get(&number) else { continue };
         changed.insert(number, exchanged.clone());
-        let is_prepared = |image: &Image| image[&number].iter().all(|byte| *byte == 0);
-        let same = is_prepared(&image) && is_prepared(&other);
-        assert_eq!(is_sound(&changed, &clock, &records, "exchanged"), same, "{number}");
+        let sound = is_sound(&changed, &clock, &records, "exchanged");
+        assert!(!sound || is_unused(&image, number), "{number}");
     }
 }
 
