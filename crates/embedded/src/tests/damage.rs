@@ -152,7 +152,7 @@ fn a_segment_of_another_store_is_refused() {
     let (image, clock, records) = varied_store();
     let (other, ..) = varied_store();
     for number in image.keys().copied().collect::<Vec<_>>() {
-        // Zeros in place of the last segment look like a crash before its first batch.
+        // Zeros instead of the last segment look like a crash before its first batch.
         let Some(exchanged) = other.get(&number).filter(|bytes| bytes.iter().any(|byte| *byte != 0)) else {
             continue;
         };
