@@ -122,7 +122,7 @@ impl Housekeeper {
         }
         let live = self.inner.segments.live_bytes();
         // The lengths in the index are rounded up, by an eighth at most.
-        let enough = live / 9 * 16 + self.inner.sizes.max_segment;
+        let enough = live / 9 * 16 + self.inner.sizes.slack;
         if self.inner.segments.sealed_bytes() <= enough || self.damaged == Some(oldest.number) {
             return Ok(false);
         }

@@ -80,12 +80,15 @@ pub(crate) struct Sizes {
     pub(crate) first_segment: u64,
     /// Of the largest segment.
     pub(crate) max_segment: u64,
+    /// Of dead entries that are left alone, beyond as many as there are of live ones.
+    pub(crate) slack: u64,
 }
 
 impl Sizes {
     /// The sizes of a store with this much memory.
     pub(crate) const fn with_memory(memory: usize) -> Self {
-        Self { memory, first_segment: 1024 * 1024, max_segment: 64 * 1024 * 1024 }
+        let max_segment = 64 * 1024 * 1024;
+        Self { memory, first_segment: 1024 * 1024, max_segment, slack: max_segment }
     }
 
     /// The memory for recent records.

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use oncegate_core::{
     Clock as _, Command, Complete, Completion, Record, RecordId, RecordStep, Release, Resolution, Resolve,
@@ -21,7 +21,10 @@ use crate::{EmbeddedOpenError, EmbeddedOptions, EmbeddedStore};
 fn varied_store() -> (Image, Arc<ManualClock>, BTreeMap<RecordId, Record>) {
     let disk = SimDisk::default();
     let clock = Arc::new(ManualClock::at_millis(1_700_000_000_000));
-    let store = open(&disk, clock.clone()).unwrap();
+    // Nothing is compacted, so that all versions are there.
+    let sizes = Sizes { slack: u64::MAX / 4, ..SIZES };
+    let options = EmbeddedOptions::new("disk").with_clock(clock.clone());
+    let store = EmbeddedStore::open_disk(Arc::new(disk.clone()), options, sizes).unwrap();
     let apply = |n: u64, command: Command| block_on(store.apply(id(n), command)).unwrap();
     for n in 0..30 {
         clock.advance(Duration::from_millis(5));
@@ -134,6 +137,78 @@ fn a_missing_segment_is_refused() {
         let sound = is_sound(&changed, &clock, &records, "a segment is missing");
         assert_eq!(sound, is_unused(&image, number), "{number}");
     }
+}
+
+#[test]
+fn a_store_that_lost_its_newest_segments_is_refused() {
+    let (image, clock, records) = varied_store();
+    let used: Vec<u32> = image.keys().copied().filter(|number| !is_unused(&image, *number)).collect();
+    for number in used.into_iter().skip(1) {
+        let mut changed = image.clone();
+        changed.retain(|other, _| *other < number);
+        assert!(!is_sound(&changed, &clock, &records, "newest segments are missing"), "{number}");
+    }
+}
+
+/// For example a segment of a backup between segments that were written later.
+#[test]
+fn parts_of_two_histories_of_one_store_are_refused() {
+    let (image, clock, _) = varied_store();
+    let continued = |n: u64| {
+        let disk = SimDisk::of(&image);
+        let store = open(&disk, clock.clone()).unwrap();
+        (n..n + 4).for_each(|n| complete_one(&store, n, 100));
+        disk.after_power_loss()
+    };
+    let (one, other) = (continued(100), continued(200));
+    let mut mixed = 0;
+    for (number, bytes) in &one {
+        let Some(others) = other.get(number) else { continue };
+        for at in (0..bytes.len().min(others.len())).step_by(4096) {
+            let (ours, theirs) = (&bytes[at..at + 4096], &others[at..at + 4096]);
+            // The same place in both, with another batch of the same number.
+            if ours == theirs || ours[32..40] != theirs[32..40] || theirs.iter().all(|byte| *byte == 0) {
+                continue;
+            }
+            let mut changed = one.clone();
+            changed.get_mut(number).unwrap()[at..at + 4096].copy_from_slice(theirs);
+            let opened = open(&SimDisk::of(&changed), clock.clone());
+            let is_last = bytes.get(at + 4096).is_none_or(|byte| *byte == 0);
+            assert!(matches!(opened, Err(EmbeddedOpenError::Damaged { .. })) || is_last, "{number}, {at}");
+            mixed += 1;
+        }
+    }
+    assert!(mixed > 3, "{mixed} places");
+}
+
+/// An idle store writes an empty batch after the last record. From then on, damage of that record is no torn write.
+#[test]
+fn the_last_record_of_an_idle_store_is_proved() {
+    let disk = SimDisk::default();
+    let clock = Arc::new(ManualClock::at_millis(1_700_000_000_000));
+    let store = open(&disk, clock.clone()).unwrap();
+    complete_one(&store, 1, 40);
+    let deadline = Instant::now() + Duration::from_secs(20);
+    let last_is_empty = |image: &Image| {
+        let mut empty = false;
+        let _ = scan(&SimDisk::of(image), &image.keys().copied().collect::<Vec<_>>(), &mut |item, _| {
+            if let Item::Batch { header, .. } = item {
+                empty = header.entries == 0;
+            }
+            Ok(())
+        });
+        empty
+    };
+    while !last_is_empty(&disk.after_power_loss()) {
+        assert!(Instant::now() < deadline, "no empty batch follows");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let mut image = disk.after_power_loss();
+    let bytes = image.get_mut(&1).unwrap();
+    let wanted = id(1);
+    let at = bytes.windows(32).rposition(|window| window == wanted.as_bytes()).unwrap();
+    bytes[at + 40] ^= 1;
+    assert!(matches!(open(&SimDisk::of(&image), clock), Err(EmbeddedOpenError::Damaged { .. })));
 }
 
 #[test]

@@ -23,7 +23,8 @@ use crate::{EmbeddedOpenError, EmbeddedOptions, EmbeddedStore};
 use sim::SimDisk;
 
 /// Small segments, so that a short run fills many, and a cache that holds next to nothing.
-const SIZES: Sizes = Sizes { memory: 8 * 1024 * 1024, first_segment: 32 * 1024, max_segment: 64 * 1024 };
+const SIZES: Sizes =
+    Sizes { memory: 8 * 1024 * 1024, first_segment: 32 * 1024, max_segment: 64 * 1024, slack: 64 * 1024 };
 
 fn open(disk: &SimDisk, clock: Arc<dyn Clock>) -> Result<EmbeddedStore, EmbeddedOpenError> {
     open_with(disk, EmbeddedOptions::new("not a directory").with_clock(clock))

@@ -43,6 +43,8 @@ struct SimFile {
     live: Vec<u8>,
     durable: Vec<u8>,
     pending: Vec<(usize, Vec<u8>)>,
+    /// A flush of this file failed: what is written to it from then on may never reach the disk, although flushes succeed.
+    has_failed: bool,
 }
 
 /// The operation at which power fails.
@@ -83,7 +85,7 @@ impl SimDisk {
         let mut state = disk.lock();
         for (number, bytes) in image {
             let index = state.files.len();
-            state.files.push(SimFile { live: bytes.clone(), durable: bytes.clone(), pending: Vec::new() });
+            state.files.push(SimFile { live: bytes.clone(), durable: bytes.clone(), ..SimFile::default() });
             state.names.insert((*number, true), index);
             state.durable_names.insert((*number, true), index);
         }
@@ -213,8 +215,9 @@ impl SimFile {
     }
 
     fn sync(&mut self, kept: bool) {
+        self.has_failed |= !kept;
         for (offset, bytes) in self.pending.drain(..) {
-            if kept {
+            if !self.has_failed {
                 put(&mut self.durable, offset, &bytes);
             }
         }
