@@ -5,7 +5,9 @@
 use std::sync::Arc;
 
 use oncegate_core::codec;
-use oncegate_core::{AuditEntry, Clock as _, ListPage, ListQuery, RecordId, StoreError, limits};
+use oncegate_core::{
+    AuditEntry, Clock as _, ListPage, ListQuery, Record, RecordId, StoreError, Timestamp, limits,
+};
 
 use crate::audit::decode_audit;
 use crate::format::Kind;
@@ -42,13 +44,56 @@ fn answer(inner: &StoreInner, scan: Scan) {
 
 /// Lists records as they are on the disk, in the order of their identifiers: shard by shard, each sorted.
 fn list(inner: &StoreInner, query: &ListQuery) -> Result<ListPage, StoreError> {
-    let now = inner.clock.now();
-    let mut page = ListPage::default();
-    let (mut bytes, mut visited) = (0, 0);
-    let after = query.after.unwrap_or(RecordId::from_bytes([0; 32]));
-    for number in shard_number(prefix(&after))..SHARDS {
-        let mut slots: Vec<Slot> = inner.index.shard(number).slots().copied().collect();
-        slots.retain(|slot| slot.prefix() >= prefix(&after));
+    let mut listing = Listing {
+        inner,
+        query,
+        now: inner.clock.now(),
+        page: ListPage::default(),
+        after: query.after,
+        bytes: 0,
+        visited: 0,
+    };
+    for number in shard_number(listing.first_prefix())..SHARDS {
+        loop {
+            match listing.add_shard(number)? {
+                Added::All => break,
+                // The rest of the shard is read again, from where the segment went.
+                Added::UntilMoved => {}
+                Added::UntilFull => return Ok(listing.page),
+            }
+        }
+    }
+    Ok(listing.page)
+}
+
+struct Listing<'a> {
+    inner: &'a StoreInner,
+    query: &'a ListQuery,
+    now: Timestamp,
+    page: ListPage,
+    /// The last record that was visited.
+    after: Option<RecordId>,
+    bytes: usize,
+    visited: usize,
+}
+
+/// The part of a shard that was added to a page.
+enum Added {
+    All,
+    /// Up to a record whose segment was deleted meanwhile.
+    UntilMoved,
+    UntilFull,
+}
+
+impl Listing<'_> {
+    fn first_prefix(&self) -> u64 {
+        self.after.map_or(0, |after| prefix(&after))
+    }
+
+    fn add_shard(&mut self, number: usize) -> Result<Added, StoreError> {
+        let first = self.first_prefix();
+        let mut slots: Vec<Slot> =
+            self.inner.index.shard(number).slots().filter(|slot| slot.prefix() >= first).copied().collect();
         slots.sort_unstable_by_key(Slot::prefix);
         let mut slots = slots.into_iter().peekable();
         while let Some(first) = slots.next() {
@@ -59,8 +104,8 @@ fn list(inner: &StoreInner, query: &ListQuery) -> Result<ListPage, StoreError> {
             }
             let mut found = Vec::new();
             for slot in same {
-                let Some((head, body)) = inner.read_entry(&slot)? else { continue };
-                visited += 1;
+                let Some((head, body)) = self.inner.read_entry(&slot)? else { return Ok(Added::UntilMoved) };
+                self.visited += 1;
                 match head.filter(|head| head.kind == Kind::Record && prefix(&head.id) == slot.prefix()) {
                     Some(head) => {
                         found.push((head.id, codec::decode(&head.id, &body).ok(), slot, body.len()))
@@ -70,26 +115,34 @@ fn list(inner: &StoreInner, query: &ListQuery) -> Result<ListPage, StoreError> {
             }
             found.sort_by_key(|(id, ..)| *id);
             for (id, record, slot, len) in found {
-                if query.after.is_some_and(|after| id <= after) {
-                    continue;
-                }
-                match record.map(|record| inner.shifted(record, slot.place())) {
-                    Some(record) if query.matches(&record, now) => {
-                        bytes += len;
-                        page.records.push((id, record));
-                    }
-                    Some(_) => {}
-                    None => page.unreadable.push(id),
-                }
-                let full = page.records.len() + page.unreadable.len() >= query.bounded_limit();
-                if full || bytes >= MAX_LIST_BYTES || visited >= MAX_LIST_VISITS {
-                    page.next = Some(id);
-                    return Ok(page);
+                if self.after.is_none_or(|after| id > after) && self.add(id, record, &slot, len) {
+                    return Ok(Added::UntilFull);
                 }
             }
         }
+        Ok(Added::All)
     }
-    Ok(page)
+
+    /// Adds a record if it matches. Returns true if the page is full then.
+    fn add(&mut self, id: RecordId, record: Option<Record>, slot: &Slot, len: usize) -> bool {
+        self.after = Some(id);
+        match record.map(|record| self.inner.shifted(record, slot.place())) {
+            Some(record) if self.query.matches(&record, self.now) => {
+                self.bytes += len;
+                self.page.records.push((id, record));
+            }
+            Some(_) => {}
+            None => self.page.unreadable.push(id),
+        }
+        let count = self.page.records.len() + self.page.unreadable.len();
+        let is_full = count >= self.query.bounded_limit()
+            || self.bytes >= MAX_LIST_BYTES
+            || self.visited >= MAX_LIST_VISITS;
+        if is_full {
+            self.page.next = Some(id);
+        }
+        is_full
+    }
 }
 
 /// The identifier of a record of which only the first bytes can be read.
@@ -104,14 +157,23 @@ fn padded(prefix: u64) -> RecordId {
 fn audit(inner: &StoreInner, before: Option<u64>, limit: usize) -> Result<Vec<AuditEntry>, StoreError> {
     let before = before.unwrap_or(u64::MAX);
     let limit = limit.min(limits::MAX_PAGE_RECORDS);
-    let slots: Vec<(u64, Slot)> =
-        inner.audits().iter().rev().filter(|(number, _)| *number < before).take(limit).copied().collect();
+    loop {
+        let slots: Vec<(u64, Slot)> =
+            inner.audits().iter().rev().filter(|(number, _)| *number < before).take(limit).copied().collect();
+        if let Some(entries) = read_audit(inner, &slots)? {
+            return Ok(entries);
+        }
+    }
+}
+
+/// Reads audit entries, up to one that cannot be read. `None` if the segment of one was deleted meanwhile.
+fn read_audit(inner: &StoreInner, slots: &[(u64, Slot)]) -> Result<Option<Vec<AuditEntry>>, StoreError> {
     let mut entries = Vec::with_capacity(slots.len());
     for (number, slot) in slots {
-        let decoded = inner.read_entry(&slot)?.and_then(|(head, body)| {
-            head.filter(|head| head.kind == Kind::Audit)?;
+        let Some((head, body)) = inner.read_entry(slot)? else { return Ok(None) };
+        let decoded = head.filter(|head| head.kind == Kind::Audit).and_then(|_| {
             let (found, body) = body.split_first_chunk()?;
-            (u64::from_be_bytes(*found) == number).then(|| decode_audit(number, body))?
+            (u64::from_be_bytes(*found) == *number).then(|| decode_audit(*number, body))?
         });
         match decoded {
             Some(entry) => entries.push(entry),
@@ -122,7 +184,7 @@ fn audit(inner: &StoreInner, before: Option<u64>, limit: usize) -> Result<Vec<Au
             None => break,
         }
     }
-    Ok(entries)
+    Ok(Some(entries))
 }
 
 /// Closes the queue and answers waiting callers when the thread ends, also by a panic.

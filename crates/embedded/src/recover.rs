@@ -353,10 +353,15 @@ fn find_later_batch(
                 && header.store == store
                 && header.sequence > last.sequence + 1
             {
+                let (first, end) = (last.sequence + 1, header.sequence - 1);
+                let missing = if first == end {
+                    format!("batch {first}")
+                } else {
+                    format!("the batches {first} to {end}")
+                };
                 let text = format!(
-                    "the batch {} at {offset} follows a batch that cannot be read: the records of {} batches are missing",
-                    header.sequence,
-                    header.sequence - last.sequence - 1
+                    "{missing} cannot be read, although batch {} at {offset} was written after that",
+                    header.sequence
                 );
                 return Err(damaged(disk, segment.number, text));
             }

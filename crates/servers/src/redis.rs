@@ -383,7 +383,9 @@ impl RedisSentinel {
             RedisOptions::new()
                 .with(format!("sentinel monitor main 127.0.0.1 {port} 2"))
                 .with("sentinel down-after-milliseconds main 1000")
-                .with("sentinel failover-timeout main 5000")
+                // On a busy machine, a shorter one ends a failover after the replica was promoted, and the sentinels take that
+                // back when the old primary returns.
+                .with("sentinel failover-timeout main 15000")
         };
         let sentinels =
             (0..3).map(|_| RedisServer::start_as(watch(), true)).collect::<io::Result<Vec<_>>>()?;

@@ -68,6 +68,30 @@ fn segments_of_expired_records_are_deleted_whole() {
     assert_eq!(block_on(store.lookup(id(5))).unwrap(), None);
 }
 
+/// A reader that finds a segment deleted looks for its entries where they are now.
+#[test]
+fn listings_and_lookups_are_complete_while_segments_are_compacted() {
+    use oncegate_core::ListQuery;
+    let (_disk, _clock, store) = started();
+    (0..30).for_each(|n| complete_one(&store, n, 600));
+    let owner = token(&block_on(store.apply(id(99), claim(99))).unwrap());
+    let done = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for _ in 0..1500 {
+                let renew = Renew { token: owner, lease: Duration::from_secs(30), retention: DAY };
+                block_on(store.apply(id(99), Command::Renew(renew))).unwrap();
+            }
+            done.store(true, std::sync::atomic::Ordering::SeqCst);
+        });
+        while !done.load(std::sync::atomic::Ordering::SeqCst) {
+            let listed = block_on(store.list(ListQuery::default())).unwrap();
+            assert_eq!((listed.records.len(), listed.unreadable.len()), (31, 0));
+            assert!((0..30).all(|n| block_on(store.lookup(id(n))).unwrap().is_some()));
+        }
+    });
+}
+
 /// Records that were released, taken again and amended must not come back in an older version.
 #[test]
 fn no_older_version_comes_back_when_a_newer_one_was_removed() {
