@@ -116,7 +116,7 @@ pub(crate) fn open(
             clear(disk, &ScannedSegment { number: later, file: file.clone(), len, used: 0, first: None })?;
             next = Some(Arc::new(Segment::new(later, file, len)));
         } else {
-            disk.remove(later).map_err(io(disk, later, "remove"))?;
+            remove(disk, later);
         }
     }
     // Unless the next segment has begun with a batch that was torn.
@@ -132,12 +132,19 @@ pub(crate) fn open(
         spare = Spare::Ready(next);
     }
     for old in numbers.iter().copied().filter(|old| *old < scan.oldest) {
-        disk.remove(old).map_err(io(disk, old, "remove"))?;
+        remove(disk, old);
     }
     let recovered =
         Recovered { store: scan.store, index, segments, audits, shifts, oldest: scan.oldest, spare };
     let end = LogEnd { segment: end_segment, offset, sequence: scan.last.sequence + 1, chain: scan.chain };
     Ok(Opened { recovered, end, last_write: Some(scan.last.written) })
+}
+
+/// Removes a segment that does not count. If that fails, the next start tries again.
+fn remove(disk: &dyn Disk, number: u32) {
+    if let Err(error) = disk.remove(number) {
+        warn!(segment = number, %error, "an old segment of the embedded store could not be removed now");
+    }
 }
 
 /// Creates a store: its first segment with an empty batch. The segment gets its name when that is on the disk.

@@ -78,7 +78,7 @@ impl EmbeddedStore {
         store.add(spawn("oncegate-housekeeper", move || housekeeper.run())?);
         let reading = inner.clone();
         store.add(spawn("oncegate-reader", move || reader::run(&reading))?);
-        let writer = Writer { inner, end: opened.end, last_write, has_failed: false };
+        let writer = Writer { inner, end: opened.end, last_write, has_failed: false, next: None };
         let writer = spawn("oncegate-writer", move || writer.run())?;
         store.threads.lock().unwrap_or_else(PoisonError::into_inner).writer = Some(writer);
         Ok(store)

@@ -60,6 +60,8 @@ pub(crate) struct Writer {
     pub(crate) last_write: LastWrite,
     /// The last write failed: the next one goes to another file.
     pub(crate) has_failed: bool,
+    /// The next segment, if it was taken and is not in use yet.
+    pub(crate) next: Option<Arc<Segment>>,
 }
 
 impl Writer {
@@ -160,10 +162,13 @@ impl Writer {
     fn append(&mut self, batch: &mut Batch) -> io::Result<u64> {
         let len = batch_len((batch.bytes.len() - HEADER) as u64);
         if self.end.offset > 0 && self.end.offset + len + BLOCK > self.end.segment.size {
+            // The next segment is there before this one says so: a start refuses a log that ends with a seal.
+            let next = self.next_segment()?;
+            self.next = Some(next.clone());
             let mut seal = Batch::new(Vec::new());
             seal.flags = FLAG_SEAL;
             self.append_here(&mut seal)?;
-            self.advance()?;
+            self.continue_in(next);
         }
         self.append_here(batch)
     }
@@ -206,27 +211,37 @@ impl Writer {
 
     /// Continues in the next segment, or in a new file for this one if nothing in it counts.
     fn advance(&mut self) -> io::Result<()> {
+        let next = self.next_segment()?;
+        self.continue_in(next);
+        Ok(())
+    }
+
+    fn next_segment(&self) -> io::Result<Arc<Segment>> {
+        if let Some(next) = &self.next {
+            return Ok(next.clone());
+        }
         let is_replaced = self.end.offset == 0;
         let number = self.end.segment.number + u32::from(!is_replaced);
         let spare = if is_replaced { None } else { self.inner.spare.take() };
-        let segment = match spare {
-            Some(spare) => spare,
-            None => {
-                let made = prepare(&*self.inner.disk, number, self.inner.sizes.first_segment);
-                if !is_replaced {
-                    self.inner.spare.give_back(match &made {
-                        Ok(_) => Spare::Wanted(number + 1),
-                        Err(_) => Spare::Failed(number),
-                    });
-                }
-                made?
-            }
-        };
+        if let Some(spare) = spare {
+            return Ok(spare);
+        }
+        let made = prepare(&*self.inner.disk, number, self.inner.sizes.first_segment);
+        if !is_replaced {
+            self.inner.spare.give_back(match &made {
+                Ok(_) => Spare::Wanted(number + 1),
+                Err(_) => Spare::Failed(number),
+            });
+        }
+        made
+    }
+
+    fn continue_in(&mut self, segment: Arc<Segment>) {
+        self.next = None;
         self.inner.segments.add(segment.clone());
         self.end.segment = segment;
         self.end.offset = 0;
         self.inner.look();
-        Ok(())
     }
 
     /// Puts the entries of a batch that is on the disk into the index.

@@ -4,14 +4,14 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use oncegate_core::{Extent, Outcome, Store as _, StoreError, StoreErrorKind};
+use oncegate_core::{Command, Extent, Outcome, Renew, Store as _, StoreError, StoreErrorKind};
 use oncegate_testkit::{ManualClock, block_on, record_id as id};
 
 use super::sim::{Fault, Operation, SimDisk};
 use super::{complete_one, is_replayed, open};
 use crate::EmbeddedStore;
 use crate::tests::script::Script;
-use crate::tests::{claim, complete, response, token};
+use crate::tests::{DAY, claim, complete, response, token};
 
 const EIO: i32 = 5;
 const ENOSPC: i32 = 28;
@@ -130,7 +130,7 @@ fn random_commands_survive_random_failures() {
 
 #[test]
 fn a_full_disk_refuses_new_keys_and_completes_what_runs() {
-    let (disk, _, store) = started();
+    let (disk, clock, store) = started();
     let running: Vec<_> =
         (0..8).map(|n| token(&block_on(store.apply(id(n), claim(u128::from(n)))).unwrap())).collect();
     disk.fail(fault(Operation::Create, u64::MAX, ENOSPC));
@@ -147,8 +147,34 @@ fn a_full_disk_refuses_new_keys_and_completes_what_runs() {
         block_on(store.apply(id(n), complete(token, response(n, 100)))).unwrap();
         assert!(is_replayed(&store, n, 100));
     }
-    disk.heal();
-    until("new keys are accepted", || refusal(next).is_none());
+    drop(store);
+    // A restart finds the disk as full as it was.
+    for image in [disk.after_power_loss(), disk.after_kill()] {
+        let full = SimDisk::of(&image);
+        full.fail(fault(Operation::Create, u64::MAX, ENOSPC));
+        let store = open(&full, clock.clone()).unwrap();
+        assert!((0..8).all(|n| is_replayed(&store, n, 100)));
+        full.heal();
+        until("new keys are accepted", || block_on(store.apply(id(next), claim(1))).is_ok());
+    }
+}
+
+/// Until the last segment is full to the end.
+#[test]
+fn a_disk_that_is_full_when_a_segment_ends_does_not_damage_the_log() {
+    let (disk, clock, store) = started();
+    let owner = token(&block_on(store.apply(id(1), claim(1))).unwrap());
+    disk.fail(fault(Operation::Create, u64::MAX, ENOSPC));
+    let renew = || {
+        let renew = Renew { token: owner, lease: Duration::from_secs(30), retention: DAY };
+        block_on(store.apply(id(1), Command::Renew(renew)))
+    };
+    until("nothing can be written", || renew().is_err());
+    drop(store);
+    let full = SimDisk::of(&disk.after_power_loss());
+    full.fail(fault(Operation::Create, u64::MAX, ENOSPC));
+    let store = open(&full, clock).unwrap();
+    assert!(block_on(store.lookup(id(1))).unwrap().is_some());
 }
 
 #[test]
