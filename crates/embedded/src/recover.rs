@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use oncegate_core::{LastWrite, RecordId, Timestamp, limits};
+use oncegate_core::{ErrorChain, LastWrite, RecordId, Timestamp, limits};
 use tracing::{info, warn};
 
 use crate::disk::{Disk, SegmentFile};
@@ -143,7 +143,7 @@ pub(crate) fn open(
 /// Removes a segment that does not count. If that fails, the next start tries again.
 fn remove(disk: &dyn Disk, number: u32) {
     if let Err(error) = disk.remove(number) {
-        warn!(segment = number, %error, "an old segment of the embedded store could not be removed now");
+        warn!(segment = number, error = %ErrorChain(&error), "an old segment of the embedded store could not be removed now");
     }
 }
 
