@@ -181,8 +181,11 @@ fn read(asked: AttemptContext, status: StatusCode, headers: &HeaderMap, body: &[
             };
         }
         Some(Err(_)) if is_about_the_way(code) => return Before(Verdict::TurnedAway),
-        Some(Err(advice)) => return Before(Verdict::Refused(advice)),
-        None => {}
+        // The body of a server error may be that of another API, which the service passes on after its effect.
+        Some(Err(advice)) if code < 500 || hint::is_own_refusal(headers) => {
+            return Before(Verdict::Refused(advice));
+        }
+        Some(Err(_)) | None => {}
     }
     match hint.signal {
         Some(Signal::InProgress | Signal::Again) if keyed => return Plain(Again(doubt)),
@@ -381,8 +384,15 @@ mod tests {
                 let is_about_the_way =
                     [401, 403, 404, 405, 407, 411, 413, 417, 421, 426, 431, 501, 505, 511].contains(&status);
                 let refused = |advice| if is_about_the_way { TurnedAway } else { Refused(advice) };
-                assert_eq!(told("new-key"), Definite(refused(Advice::NewKey)), "{status}");
-                assert_eq!(told("fix-request"), Definite(refused(FIX)), "{status}");
+                if status < 500 || is_about_the_way {
+                    assert_eq!(told("new-key"), Definite(refused(Advice::NewKey)), "{status}");
+                    assert_eq!(told("fix-request"), Definite(refused(FIX)), "{status}");
+                } else {
+                    // It may be passed on from another API after an effect: as if the member were missing.
+                    for word in ["new-key", "fix-request"] {
+                        assert_eq!(told(word), meaning(Keyed, status, headers, "{}"), "{status} {word}");
+                    }
+                }
                 let stop = if status < 500 { Definite(Refused(Advice::Stop)) } else { Unknown };
                 assert_eq!(told("stop"), stop, "{status}");
             }
