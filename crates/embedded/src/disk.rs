@@ -23,6 +23,9 @@ pub(crate) trait Disk: Send + Sync + 'static {
     /// Gives a created file its final name, durably. Its contents must be on the disk.
     fn publish(&self, number: u32) -> io::Result<()>;
 
+    /// Makes the names of all files durable.
+    fn sync_names(&self) -> io::Result<()>;
+
     /// Removes a segment, or a file that was not published. The removal need not be durable when this returns.
     fn remove(&self, number: u32) -> io::Result<()>;
 
@@ -117,6 +120,10 @@ impl Disk for DirectoryDisk {
     fn publish(&self, number: u32) -> io::Result<()> {
         self.directory.check_in_place()?;
         std::fs::rename(self.new_path(number), self.path(number))?;
+        self.directory.sync()
+    }
+
+    fn sync_names(&self) -> io::Result<()> {
         self.directory.sync()
     }
 

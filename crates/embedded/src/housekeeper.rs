@@ -45,13 +45,22 @@ pub(crate) struct Housekeeper {
     copied_to: (u32, u64),
     /// The segment that cannot be compacted because it is damaged.
     damaged: Option<u32>,
+    /// The last attempt to free a segment failed, and this was logged.
+    cannot_free: bool,
     /// The disagreement of the two clocks that the log has reported, until it reports that they agree again.
     reported_skew: Option<ClockSkew>,
 }
 
 impl Housekeeper {
     pub(crate) fn new(inner: Arc<StoreInner>) -> Self {
-        Self { inner, purged_to: 0, copied_to: (0, 0), damaged: None, reported_skew: None }
+        Self {
+            inner,
+            purged_to: 0,
+            copied_to: (0, 0),
+            damaged: None,
+            cannot_free: false,
+            reported_skew: None,
+        }
     }
 
     /// Runs the thread until the store is closed.
@@ -71,10 +80,18 @@ impl Housekeeper {
                 self.report_skew();
                 look_at = Instant::now() + LOOK_INTERVAL;
             }
-            is_busy = self.free_segments().unwrap_or_else(|error| {
-                warn!(error = %ErrorChain(&error), "old segments of the embedded store could not be freed now");
-                false
-            });
+            is_busy = match self.free_segments() {
+                Ok(is_busy) => {
+                    self.cannot_free = false;
+                    is_busy
+                }
+                Err(error) => {
+                    if !std::mem::replace(&mut self.cannot_free, true) {
+                        warn!(error = %ErrorChain(&error), "old segments of the embedded store cannot be freed now; this is tried again");
+                    }
+                    false
+                }
+            };
         }
     }
 
@@ -126,8 +143,7 @@ impl Housekeeper {
         if self.inner.segments.sealed_bytes() <= enough || self.damaged == Some(oldest.number) {
             return Ok(false);
         }
-        self.compact(&oldest)?;
-        Ok(true)
+        self.compact(&oldest)
     }
 
     fn delete(&mut self, segment: &Segment) -> Result<(), StoreError> {
@@ -145,8 +161,9 @@ impl Housekeeper {
         self.inner.disk.remove(segment.number).map_err(io)
     }
 
-    /// Copies live entries of a segment to the end of the log, at most [`COPY_BYTES`], or those of one batch.
-    fn compact(&mut self, segment: &Arc<Segment>) -> Result<(), StoreError> {
+    /// Copies live entries of a segment to the end of the log, at most [`COPY_BYTES`], or those of one batch. Returns
+    /// true if there is more to do now.
+    fn compact(&mut self, segment: &Arc<Segment>) -> Result<bool, StoreError> {
         if self.copied_to.0 != segment.number {
             self.copied_to = (segment.number, 0);
         }
@@ -160,6 +177,7 @@ impl Housekeeper {
                     "a segment of the embedded store is damaged and is kept: run `oncegate check`"
                 );
                 self.damaged = Some(segment.number);
+                self.inner.report_damage();
                 break;
             };
             let base = self.copied_to.1 as u32 + HEADER as u32;
@@ -175,14 +193,12 @@ impl Housekeeper {
         if let Some(ticket) = ticket {
             wait(&ticket)?;
         }
-        if self.copied_to.1 >= segment.used() {
-            // If entries are alive nevertheless, their newer versions were not on the disk yet.
-            self.copied_to = (0, 0);
-            if !segment.is_dead() {
-                std::thread::sleep(Duration::from_millis(5));
-            }
+        if self.copied_to.1 < segment.used() {
+            return Ok(true);
         }
-        Ok(())
+        self.copied_to = (0, 0);
+        // If entries are alive nevertheless, their newer versions were not on the disk yet. The next look finds them there.
+        Ok(segment.is_dead())
     }
 
     /// Copies the entry at this place if it is alive.

@@ -9,7 +9,7 @@
 //! - `recent`: whole records. An entry stays while its batch is not on the disk or not in `slots` yet. After that, it is a cache
 //!   of bounded size.
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::hash::BuildHasher as _;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -217,8 +217,7 @@ impl Shard {
             .collect();
         let mut continued = 0;
         if !removed.is_empty() {
-            let places: std::collections::HashSet<_> =
-                removed.iter().map(|slot| (slot.segment, slot.place().offset)).collect();
+            let places: HashSet<_> = removed.iter().map(|slot| (slot.segment, slot.place().offset)).collect();
             let gone = |place: Option<Place>| {
                 place.is_some_and(|place| places.contains(&(place.segment, place.offset)))
             };
@@ -299,9 +298,8 @@ impl Shard {
         }
         // Entries of records that changed again, or are gone, must not pile up.
         if self.order.len() > 2 * self.recent.len() + 16 {
-            let recent = &self.recent;
-            self.order.retain(|id| recent.contains_key(id));
-            self.order.truncate(2 * self.recent.len() + 16);
+            let (recent, mut seen) = (&self.recent, HashSet::new());
+            self.order.retain(|id| recent.contains_key(id) && seen.insert(*id));
         }
     }
 }
@@ -318,6 +316,8 @@ fn weight(record: &Record) -> usize {
 
 #[cfg(test)]
 mod tests {
+    use oncegate_core::{Command, Timestamp, Write, decide};
+
     use super::*;
 
     #[test]
@@ -351,5 +351,32 @@ mod tests {
         assert_eq!(shard.remove_expired(4, 10).0, []);
         assert_eq!(shard.remove_expired(5, 10).0.len(), 1);
         assert_eq!(shard.candidates(&id).map(|slot| slot.place()).collect::<Vec<_>>(), [at(16)]);
+    }
+    #[test]
+    fn every_cached_record_can_be_evicted() {
+        let mut shard = Shard::default();
+        let id = |byte| RecordId::from_bytes([byte; 32]);
+        let change = |shard: &mut Shard, byte| {
+            let ticket = Arc::new(Ticket::default());
+            let (pending, record) = (Some(ticket.clone()), record());
+            shard.pin(id(byte), Recent { record, pending, indexed: None });
+            shard.unpin(&id(byte), &ticket, usize::MAX);
+        };
+        (1..=10).for_each(|byte| change(&mut shard, byte));
+        (0..26).for_each(|_| change(&mut shard, 1));
+        change(&mut shard, 10);
+        // As if they had expired.
+        shard.recent.retain(|of, _| *of == id(1) || *of == id(9));
+        (11..=12).for_each(|byte| change(&mut shard, byte));
+        shard.evict(0);
+        assert_eq!((shard.recent.len(), shard.order.len()), (0, 0));
+    }
+
+    fn record() -> Record {
+        let claim = Command::Claim(oncegate_testkit::claim(1_u32, b"input"));
+        match decide(None, &claim, Timestamp::from_millis(0)).write {
+            Write::Put(record) => record,
+            Write::Keep => unreachable!("a first claim is written"),
+        }
     }
 }

@@ -481,7 +481,7 @@ impl StoreInner {
         self.audits.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn report_damage(&self) {
+    pub(crate) fn report_damage(&self) {
         if !self.has_damage.swap(true, Ordering::Relaxed) {
             tracing::error!(
                 "a record of the embedded store is damaged: its key is refused, all others are served; run `oncegate check`"

@@ -91,6 +91,7 @@ pub(crate) fn open(
     let Some(active) = scan.segments.last() else {
         return Err(damaged(disk, scan.oldest, "it has no batch".to_owned()));
     };
+    secure(disk, &scan)?;
     let (number, mut offset) = (active.number, active.used);
     // A segment whose first batch was torn has none yet.
     let mut end_segment = segments.get(number).unwrap_or_else(|| {
@@ -138,6 +139,28 @@ pub(crate) fn open(
         Recovered { store: scan.store, index, segments, audits, shifts, oldest: scan.oldest, spare };
     let end = LogEnd { segment: end_segment, offset, sequence: scan.last.sequence + 1, chain: scan.chain };
     Ok(Opened { recovered, end, last_write: Some(scan.last.written) })
+}
+
+/// Makes durable what was read.
+///
+/// A process may have been killed between a write and its flush. What it wrote can be read, but is lost if power fails. Only
+/// the last batch and the names of the files can be in this state.
+fn secure(disk: &dyn Disk, scan: &Scan) -> Result<(), EmbeddedOpenError> {
+    disk.sync_names().map_err(io(disk, scan.oldest, "flush the directory of"))?;
+    let Some(segment) = scan.segments.iter().rev().find(|segment| segment.used > 0) else { return Ok(()) };
+    let len = scan.last.batch_len();
+    let mut bytes = vec![0; len as usize];
+    let offset = segment.used - len;
+    // It is written again, because the operating system may count it as flushed after a flush that failed.
+    let count = segment.file.read(&mut bytes, offset).map_err(io(disk, segment.number, "read"))?;
+    if count as u64 != len || !matches!(Header::decode(&bytes), Ok((header, _)) if header == scan.last) {
+        return Err(damaged(
+            disk,
+            segment.number,
+            format!("the batch at {offset} changed while it was read"),
+        ));
+    }
+    segment.file.write_durably(&bytes, offset).map_err(io(disk, segment.number, "write"))
 }
 
 /// Removes a segment that does not count. If that fails, the next start tries again.
@@ -406,20 +429,17 @@ fn read_header(file: &dyn SegmentFile, offset: u64) -> std::io::Result<Result<(H
 fn clear(disk: &dyn Disk, segment: &ScannedSegment) -> Result<(), EmbeddedOpenError> {
     let number = segment.number;
     let mut window = Window::new(segment.file.clone());
-    let (mut offset, mut is_changed) = (segment.used, false);
+    let mut offset = segment.used;
     while offset < segment.len {
         let bytes = window.get(offset, BLOCK as usize).map_err(io(disk, number, "read"))?;
         if bytes.iter().any(|byte| *byte != 0) {
             let zeros = [0; BLOCK as usize];
             segment.file.write(&zeros, offset).map_err(io(disk, number, "write"))?;
-            is_changed = true;
         }
         offset += BLOCK;
     }
-    if is_changed {
-        segment.file.sync().map_err(io(disk, number, "write"))?;
-    }
-    Ok(())
+    // Zeros, too, that an earlier start wrote and did not flush.
+    segment.file.sync().map_err(io(disk, number, "write"))
 }
 
 /// A window that moves forward through a file.

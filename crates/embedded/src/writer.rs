@@ -69,7 +69,8 @@ impl Writer {
     pub(crate) fn run(mut self) {
         // Runs even if this thread panics, so that no caller waits forever.
         let _close_on_drop = CloseOnDrop(self.inner.clone());
-        let mut proof_due = None;
+        // The last batch before this start is proved at once.
+        let mut proof_due = Some(Instant::now());
         let mut buffer = Vec::new();
         loop {
             match self.inner.tail.take(proof_due, std::mem::take(&mut buffer)) {

@@ -3,8 +3,9 @@
 
 use oncegate_core::{Clock as _, Store as _};
 
+use super::faults::ENOSPC;
 use super::open;
-use super::sim::{Crash, Image, SimDisk};
+use super::sim::{Crash, Fault, Image, Operation, SimDisk};
 use crate::tests::script::Script;
 
 const STEPS: usize = 60;
@@ -72,7 +73,7 @@ fn everything_acknowledged_survives_a_crash_during_recovery() {
                 disk.crash_at(Crash { at, images: 2, seed: at });
                 // The housekeeping goes on for ever. Only what happens until the store is open counts here.
                 drop(open(&disk, script.clock.clone()));
-                let Some(images) = disk.after_crash().filter(|_| at < 6) else { break };
+                let Some(images) = disk.after_crash().filter(|_| at < 12) else { break };
                 recoveries += 1;
                 torn += usize::from(images.first() != images.last());
                 for image in images {
@@ -82,6 +83,34 @@ fn everything_acknowledged_survives_a_crash_during_recovery() {
         }
     }
     assert!(recoveries > 50 && torn > 5, "{recoveries} recoveries, {torn} of them torn");
+}
+
+/// A process is killed between a write and its flush, another one opens the store, and then power fails: what the second one has
+/// shown is there.
+#[test]
+fn what_a_new_process_shows_survives_a_later_power_failure() {
+    let mut shown = 0;
+    for at in 1.. {
+        let disk = SimDisk::default();
+        disk.crash_at(Crash { at, images: 0, seed: 0 });
+        let mut script = Script::new(at % 16);
+        if let Ok(store) = open(&disk, script.clock.clone()) {
+            let _ = (0..STEPS).try_for_each(|_| script.step(&store));
+        }
+        if disk.after_crash().is_none() {
+            break;
+        }
+        let disk = disk.for_next_process();
+        let store = open(&disk, script.clock.clone()).unwrap();
+        script.ahead = store.now().since(script.clock.now());
+        shown += script.in_doubt.len();
+        script.check(&store);
+        // It continues in the segment that the old process has prepared, and prepares none.
+        disk.fail(Fault { on: Operation::Create, after: 0, times: u64::MAX, errno: ENOSPC });
+        let _ = (0..STEPS).try_for_each(|_| script.step(&store));
+        check_after_reopening(&disk.after_power_loss(), &mut script.copy(), &format!("operation {at}"));
+    }
+    assert!(shown > 20, "{shown}");
 }
 
 #[test]

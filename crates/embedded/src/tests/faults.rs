@@ -14,7 +14,7 @@ use crate::tests::script::Script;
 use crate::tests::{DAY, claim, complete, response, token};
 
 const EIO: i32 = 5;
-const ENOSPC: i32 = 28;
+pub(super) const ENOSPC: i32 = 28;
 
 fn started() -> (SimDisk, Arc<ManualClock>, EmbeddedStore) {
     let (disk, clock) = (SimDisk::default(), Arc::new(ManualClock::at_millis(1_700_000_000_000)));

@@ -120,6 +120,19 @@ impl SimDisk {
         self.lock().crashed.clone()
     }
 
+    /// The disk of the same machine for a new process, after the old one was killed at the point of the crash: what was written
+    /// is there, but what was not flushed is still lost if power fails.
+    pub(super) fn for_next_process(&self) -> Self {
+        let state = self.lock();
+        let next = SimState {
+            files: state.files.clone(),
+            names: state.names.clone(),
+            durable_names: state.durable_names.clone(),
+            ..SimState::default()
+        };
+        Self { state: Arc::new(Mutex::new(next)), changed: Arc::default() }
+    }
+
     pub(super) fn fail(&self, fault: Fault) {
         self.lock().fault = Some(fault);
     }
@@ -276,7 +289,16 @@ impl Disk for SimDisk {
         state.check(Operation::Sync)?;
         let file = state.names.remove(&(number, false)).ok_or(io::ErrorKind::NotFound)?;
         state.names.insert((number, true), file);
+        drop(state);
+        self.sync_names()
+    }
+
+    fn sync_names(&self) -> io::Result<()> {
+        let mut state = self.lock();
         state.point();
+        if state.crashed.is_some() {
+            return Err(io::Error::other("the machine is off"));
+        }
         state.durable_names = state.names.clone();
         Ok(())
     }
@@ -356,6 +378,9 @@ impl SegmentFile for SimHandle {
         let mut state = self.disk.lock();
         // Power may fail before the flush and after it.
         state.point();
+        if state.crashed.is_some() {
+            return Err(io::Error::other("the machine is off"));
+        }
         let checked = state.check(Operation::Sync);
         // After a failed flush the bytes are lost: readers see them, but they never reach the disk.
         let kept = checked.is_ok();
