@@ -42,6 +42,8 @@ pub(super) struct Operation {
     /// True if the callers are told apart by `Authorization` only because nothing else is configured.
     pub(super) has_default_callers: bool,
     pub(super) is_per_endpoint: bool,
+    /// The header fields whose values are a part of the scope of keys, too.
+    pub(super) scope_headers: Vec<String>,
     pub(super) retention: Duration,
     pub(super) wait: Duration,
     pub(super) on_abandoned: OnAbandoned,
@@ -224,6 +226,9 @@ impl Operation {
         let row = |key: &str| {
             rows.iter().find(|(own, _)| *own == key).map_or_else(String::new, |(_, value)| value.clone())
         };
+        let names = |key: &str| -> Vec<_> {
+            row(key).split(", ").filter(|name| !name.is_empty()).map(str::to_owned).collect()
+        };
         let carriers = match settings.natural_key() {
             Some(key) => vec![Carrier::Built(key.members().iter().map(ToString::to_string).collect())],
             None => {
@@ -254,6 +259,7 @@ impl Operation {
             callers: callers(settings.caller()),
             has_default_callers: settings.caller().is_default(),
             is_per_endpoint: row("key-scope") == "endpoint",
+            scope_headers: names("key-scope-header"),
             retention: settings.policy().retention(),
             wait: settings.policy().wait(),
             on_abandoned: settings.policy().on_abandoned(),
@@ -266,11 +272,7 @@ impl Operation {
             speaks_mcp: row("protocol") == "mcp",
             read_only_tools: settings.tools().patterns(ToolPolicy::ReadOnly).collect(),
             intent_tools: settings.tools().patterns(ToolPolicy::ByIntent).collect(),
-            run_members: row("run-member")
-                .split(", ")
-                .map(str::to_owned)
-                .filter(|name| !name.is_empty())
-                .collect(),
+            run_members: names("run-member"),
             refuses_other_methods: row("uncovered-methods") == "refuse"
                 && carriers.iter().any(|carrier| matches!(carrier, Carrier::Header(_))),
             media_type: row("refusal.media-type"),
@@ -315,6 +317,7 @@ impl Operation {
                 "firstSent": self.first_sent.as_ref().map(|first| {
                     json!({"header": first.header, "maxAgeSeconds": first.max_age.as_secs()})
                 }),
+                "scopeHeaders": self.scope_headers,
                 "uniqueWithin": if self.is_per_endpoint { "caller, method and path" } else { "caller" },
             },
             "callers": callers,

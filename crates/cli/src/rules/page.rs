@@ -143,8 +143,16 @@ fn rows(operation: &Operation) -> Vec<(&'static str, String)> {
         ));
     }
     let unique = if operation.is_per_endpoint { "each caller, method and path" } else { "each caller" };
+    let scope_headers = operation.scope_headers.join(" and ");
+    let unique = match operation.scope_headers.as_slice() {
+        [] => unique.to_owned(),
+        _ => format!(
+            "{unique}, and for the values of {scope_headers}. Retry with the same values, and without a field that the \
+             first request did not have: otherwise it is another key, and the request is executed again"
+        ),
+    };
     rows.extend([
-        ("Unique for", unique.to_owned()),
+        ("Unique for", unique),
         ("Callers", callers(operation)),
         ("Kept for", format!("{} from the response on", duration_text(operation.retention))),
         ("Replays", format!("have the field {}: {}", operation.replay_marker.0, operation.replay_marker.1)),

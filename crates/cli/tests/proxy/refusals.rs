@@ -263,6 +263,7 @@ fn the_page_for_customers_is_made_from_the_configuration() {
         "--request PUT 'https://api.example.com/items/123' \\\n",
         "--header \"Idempotency-Key: ${key:?}\"",
         "## PATCH, POST to all other paths\n",
+        "| Unique for | each caller, method and path |\n",
     ] {
         assert!(markdown.contains(text), "{text}\n{markdown}");
     }
@@ -283,6 +284,41 @@ fn the_page_for_customers_is_made_from_the_configuration() {
         "{html}"
     );
     assert!(html.contains("&quot;Idempotency-Key&quot;: key,") && html.ends_with("</html>\n"), "{html}");
+}
+
+#[tokio::test]
+async fn the_rules_name_the_fields_that_separate_keys() {
+    let rules = |flags: &[&str]| {
+        let mut rules = std::process::Command::new(env!("CARGO_BIN_EXE_oncegate"));
+        let output = rules.args(["rules", "--to=http://127.0.0.1:1"]).args(flags).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let stripe = ["--profile=stripe", "--scope=single-tenant"];
+    let page = rules(&stripe);
+    let row = "| Unique for | each caller, and for the values of Stripe-Account and Stripe-Context. Retry with the same values";
+    assert!(page.contains(row), "{page}");
+    for (flags, expected) in [
+        (&stripe[..], &["Stripe-Account", "Stripe-Context"][..]),
+        (&["--profile=aws", "--scope=single-tenant"], &["X-Amz-Target"]),
+        (&[], &[]),
+    ] {
+        let flags = [flags, &["--format=json"]].concat();
+        let descriptor: serde_json::Value = serde_json::from_str(&rules(&flags)).unwrap();
+        let named = &descriptor["operations"][0]["key"]["scopeHeaders"];
+        assert_eq!(*named, serde_json::json!(expected), "{flags:?}");
+    }
+    // It is what happens: with another value, or without the field, the request is executed again.
+    let service = Service::new().await.answers(OK);
+    let sidecar = Sidecar::start(service.address, &stripe).await;
+    let mut requests = 0;
+    for account in ["Stripe-Account: acct_1", "Stripe-Account: acct_2", "X-Other: 1"] {
+        requests += 1;
+        for _ in 0..2 {
+            sidecar.ask(&request("POST", "/v1/charges", &["Idempotency-Key: a", account], "a=1")).await;
+            assert_eq!(service.requests(), requests, "{account}");
+        }
+    }
 }
 
 #[test]
