@@ -1,6 +1,7 @@
 //! The programs on the page "How to retry", as a customer runs them: unchanged, except for the address.
 
 use std::net::SocketAddr;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::process::{Output, Stdio};
 use std::sync::Arc;
@@ -36,11 +37,16 @@ async fn write_programs(directory: &Path, flags: &[&str], address: SocketAddr) {
 /// Runs one of the programs in its directory.
 async fn run(directory: &Path, (mark, file, command): (&str, &str, &str)) -> Output {
     let mut command = Command::new(command);
-    command.arg(file).current_dir(directory.join(mark)).stdin(Stdio::null()).kill_on_drop(true);
+    command.arg(file).current_dir(directory.join(mark)).stdin(Stdio::null());
+    end(command).await
+}
+
+/// Runs a command to its end.
+async fn end(mut command: Command) -> Output {
     for name in ["http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"] {
         command.env_remove(name);
     }
-    within("the end of the program", command.output()).await.unwrap()
+    within("the end of the program", command.kill_on_drop(true).output()).await.unwrap()
 }
 
 fn out(output: &Output) -> String {
@@ -216,5 +222,70 @@ async fn programs_of_the_page_that_start_at_once_make_one_key() {
         let runs = [runs.0, runs.1, runs.2];
         assert!(runs.iter().any(|output| out(output) == "made"), "{language:?}: {runs:?}");
         assert_eq!(service.requests(), 1, "{language:?}: {runs:?}");
+    }
+}
+
+/// The pauses of a program are noted instead of made.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn programs_of_the_page_wait_an_hour_at_most() {
+    let directory = tempfile::tempdir().unwrap();
+    let patch = directory.path();
+    let write = |name: &str, text: &str| std::fs::write(patch.join(name), text).unwrap();
+    write("sleep", "#!/bin/sh\necho \"pause: $1\" >&2\n");
+    std::fs::set_permissions(patch.join("sleep"), std::fs::Permissions::from_mode(0o755)).unwrap();
+    write(
+        "sitecustomize.py",
+        "import sys, time\ntime.sleep = lambda pause: print('pause:', round(pause), file=sys.stderr)\n",
+    );
+    write(
+        "patch.mjs",
+        concat!(
+            "const real = setTimeout;\n",
+            "globalThis.setTimeout = (then, pause, ...rest) => {\n",
+            // fetch has timers, too.
+            "  if (!new Error().stack.split('\\n')[2].includes('retry.mjs')) return real(then, pause, ...rest);\n",
+            "  console.error('pause:', Math.round(pause / 1000));\n",
+            "  setImmediate(then);\n",
+            "};\n",
+        ),
+    );
+    let searched = format!("{}:{}", patch.display(), std::env::var("PATH").unwrap());
+    // The pause after the first response; the shell has no calendar.
+    for (number, retry_after, pause, in_shell) in [
+        (0, "7", 7, 7),
+        (1, "3601", 3600, 3600),
+        (2, "99999999999", 3600, 3600),
+        (3, "99999999999999999999999999999999", 3600, 3600),
+        (4, "Fri, 31 Dec 9999 23:59:59 GMT", 3600, 1),
+        (5, "Sun, 06 Nov 1994 08:49:37 GMT", 1, 1),
+        (6, "Thu, 32 Dec 99999 25:61:61 GMT", 1, 1),
+        (7, "Thu, 31 Dec 99999999999999 23:59:59 GMT", 1, 1),
+        (8, "soon", 1, 1),
+        (9, "-5", 1, 1),
+    ] {
+        for language in LANGUAGES {
+            let (mark, file, interpreter) = language;
+            let busy =
+                format!("HTTP/1.1 503 Busy\r\nRetry-After: {retry_after}\r\nContent-Length: 0\r\n\r\n");
+            let busy: &'static str = busy.leak();
+            let (_open, is_open) = watch::channel(true);
+            let (address, requests) =
+                service(is_open, move |number| Some(if number > 0 { MADE } else { busy })).await;
+            let programs = patch.join(format!("{number}-{mark}"));
+            std::fs::create_dir(&programs).unwrap();
+            write_programs(&programs, &[], address).await;
+            let mut command = Command::new(interpreter);
+            command.arg(programs.join(mark).join(file)).current_dir(patch).stdin(Stdio::null());
+            command.env("PATH", &searched);
+            command.env("PYTHONPATH", patch);
+            command.env("NODE_OPTIONS", format!("--import=file://{}", patch.join("patch.mjs").display()));
+            let output = end(command).await;
+            assert!(output.status.success() && out(&output) == "made", "{retry_after} {mark}: {output:?}");
+            assert_eq!(requests.load(Ordering::SeqCst), 2, "{retry_after} {mark}");
+            let said = errors(&output);
+            let pauses: Vec<_> = said.lines().filter_map(|line| line.strip_prefix("pause: ")).collect();
+            let pause = if mark == "sh" { in_shell } else { pause };
+            assert_eq!(pauses, ["0", &pause.to_string()], "{retry_after} {mark}");
+        }
     }
 }

@@ -264,6 +264,9 @@ fn the_page_for_customers_is_made_from_the_configuration() {
         "--header \"Idempotency-Key: ${key:?}\"",
         "## PATCH, POST to all other paths\n",
         "| Unique for | each caller, method and path |\n",
+        // The tests of the programs run those in other languages.
+        "strconv.Atoi(wait[:min(len(wait), 9)])",
+        "min(max(pause*time.Second, after), time.Hour)",
     ] {
         assert!(markdown.contains(text), "{text}\n{markdown}");
     }

@@ -43,7 +43,7 @@ func send() (string, error) {
 			return "", fmt.Errorf("stopped with status %d: %s", status, text)
 		}
 		wait := response.Header.Get("Retry-After")
-		if seconds, err := strconv.Atoi(wait); err == nil {
+		if seconds, err := strconv.Atoi(wait[:min(len(wait), 9)]); err == nil {
 			after = time.Duration(seconds) * time.Second
 		} else if date, err := http.ParseTime(wait); err == nil {
 			after = time.Until(date)

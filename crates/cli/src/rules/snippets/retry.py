@@ -7,6 +7,12 @@ class NoRedirects(urllib.request.HTTPRedirectHandler):
 
 @OPENER@
 
+def seconds(wait):
+    try:
+        return int(wait[:9]) if wait.isdecimal() else email.utils.mktime_tz(email.utils.parsedate_tz(wait)) - time.time()
+    except Exception:
+        return 0  # neither seconds nor a date
+
 def send():
     after, last = 0, None
     for pause in (0, 1, 2, 4, 8, 16):
@@ -31,9 +37,7 @@ def send():
         @DECISION@
         if not again:
             raise RuntimeError(f"stopped with status {status}: {text}")
-        wait = headers.get("Retry-After", "0")
-        date = email.utils.parsedate_tz(wait)
-        after = int(wait[:9]) if wait.isdecimal() else email.utils.mktime_tz(date) - time.time() if date else 0
+        after = seconds(headers.get("Retry-After", "0"))
     raise RuntimeError("the outcome is not known; run this again later@LATER@") from last
 
 print(send())
