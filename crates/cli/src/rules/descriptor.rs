@@ -120,8 +120,6 @@ pub(super) struct RefusalRule {
     pub(super) condition: Condition,
     pub(super) status: u16,
     pub(super) code: Option<String>,
-    /// A body of this refusal.
-    pub(super) body: String,
 }
 
 impl Rules {
@@ -372,7 +370,6 @@ impl RefusalRule {
             kind: profile.problem_type(row.condition),
             condition: row.condition,
             status: row.status.as_u16(),
-            body: profile.example_refusal(row.condition, row.status),
             code: row.code,
         }
     }

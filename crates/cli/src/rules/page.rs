@@ -99,6 +99,12 @@ fn of_operation(operation: &Operation, is_only: bool, server: &str) -> Vec<Part>
         )),
     ];
     if !operation.speaks_mcp {
+        parts.push(Part::Paragraph(
+            "A response with one of these meanings has the field Idempotency-Status, with refused; problem=NAME; \
+             retry=WORD. Without this field, it is the response of the operation, or of another API behind it: a body \
+             that looks like one of these refusals is about a request of the service then, and not about yours."
+                .to_owned(),
+        ));
         parts.extend(snippets::of(operation, server));
     }
     parts

@@ -20,6 +20,10 @@ use super::retry_signal::RetrySignal;
 /// The text in a body that stands for the key.
 const KEY: &str = "<key>";
 
+const ABOUT_REFUSAL: &str = "refused in front of the service";
+
+const ABOUT_REPLAY: &str = "the first response, again";
+
 const ABOUT_NAME: &str =
     "One name for each intent: this order, this payment. Its key is made once and kept in the file NAME.key.";
 

@@ -88,6 +88,16 @@ async fn service(
 }
 
 const MADE: &str = "HTTP/1.1 201 Created\r\nContent-Length: 4\r\n\r\nmade";
+/// A refusal of a sidecar in front of another API, as the service passes it on.
+const PASSED_ON: &str = concat!(
+    "HTTP/1.1 503 Unavailable\r\nContent-Type: application/problem+json\r\nStripe-Should-Retry: false\r\n",
+    "Transient-Error: false\r\nIdempotency-Status: refused; problem=outcome-unknown; retry=stop\r\n",
+    "Content-Length: 107\r\n\r\n",
+    r#"{"type":"urn:oncegate:problem:outcome-unknown","code":"outcome_unknown","status":500,"retry":"stop","x":""}"#,
+);
+/// Refusals of a sidecar without their fields.
+const IN_PROGRESS: &str = "HTTP/1.1 409 Conflict\r\nContent-Length: 20\r\n\r\n{\"retry\":\"same-key\"}";
+const UNKNOWN: &str = "HTTP/1.1 500 Broken\r\nContent-Length: 16\r\n\r\n{\"retry\":\"stop\"}";
 const FAILED: &str = "HTTP/1.1 500 Broken\r\nContent-Length: 6\r\n\r\nbroken";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -222,6 +232,51 @@ async fn programs_of_the_page_that_start_at_once_make_one_key() {
         let runs = [runs.0, runs.1, runs.2];
         assert!(runs.iter().any(|output| out(output) == "made"), "{language:?}: {runs:?}");
         assert_eq!(service.requests(), 1, "{language:?}: {runs:?}");
+    }
+}
+
+/// Another API behind the service may be behind a sidecar, too, and its refusals are in bodies that the service passes on.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn programs_of_the_page_do_not_take_the_advice_of_another_api() {
+    for flags in [
+        &["--profile=oasis"][..],
+        &["--server-errors=release"],
+        &["--profile=acp"],
+        // It is free to use the field of the profile, too.
+        &["--profile=stripe", "--server-errors=release"],
+        &["--profile=adyen", "--server-errors=release"],
+    ] {
+        for language in LANGUAGES {
+            let (_open, is_open) = watch::channel(true);
+            let (address, requests) =
+                service(is_open, |number| Some(if number > 0 { MADE } else { PASSED_ON })).await;
+            let flags = [flags, &["--scope=single-tenant"]].concat();
+            let sidecar = Sidecar::start(address, &flags).await;
+            let directory = tempfile::tempdir().unwrap();
+            write_programs(directory.path(), &flags, sidecar.address).await;
+            let output = run(directory.path(), language).await;
+            assert!(output.status.success() && out(&output) == "made", "{flags:?} {language:?}: {output:?}");
+            assert_eq!(requests.load(Ordering::SeqCst), 2, "{flags:?} {language:?}");
+        }
+    }
+}
+
+/// Without the field that marks refusals, a program that takes a refusal for the response ends early, and its user makes a
+/// new key while the first request runs.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn programs_of_the_page_keep_on_if_a_gateway_removes_the_fields() {
+    let directory = tempfile::tempdir().unwrap();
+    let responses = |number| [IN_PROGRESS, UNKNOWN, MADE].get(number).copied();
+    for language in LANGUAGES {
+        let (_open, is_open) = watch::channel(true);
+        // The gateway in front of the sidecar.
+        let (address, requests) = service(is_open, responses).await;
+        let directory = directory.path().join(language.0);
+        std::fs::create_dir(&directory).unwrap();
+        write_programs(&directory, &[], address).await;
+        let output = run(&directory, language).await;
+        assert!(output.status.success() && out(&output) == "made", "{language:?}: {output:?}");
+        assert_eq!(requests.load(Ordering::SeqCst), 3, "{language:?}");
     }
 }
 

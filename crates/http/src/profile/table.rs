@@ -8,7 +8,7 @@ use oncegate_core::JsonPointer;
 
 use super::read::{COMPARISONS, KEY_SCOPES, KEY_SYNTAXES, PROTOCOLS, SERVER_ERRORS, UNCOVERED};
 use super::template::Template;
-use super::{BodyComparison, BodyPart, ExtraHeaders, HeaderPart, Profile, RefusalText, ServerErrors};
+use super::{BodyComparison, BodyPart, ExtraHeaders, HeaderPart, Profile, ServerErrors};
 use crate::key::{KeyFormat, KeySyntax};
 use crate::mcp::Protocol;
 use crate::refusal::{Condition, shown};
@@ -184,20 +184,6 @@ impl Profile {
             code: has(BodyPart::Code).then(|| self.refusal_code(condition, status)),
             kind: has(BodyPart::Kind).then(|| self.refusal_kind(condition, status).to_owned()),
         }
-    }
-
-    /// The body of the refusal for a condition with this status, with its usual detail and without a record.
-    #[must_use]
-    pub fn example_refusal(&self, condition: Condition, status: StatusCode) -> String {
-        let text = RefusalText {
-            condition,
-            status,
-            detail: condition.detail(),
-            record: None,
-            message_id: None,
-            retry_after: None,
-        };
-        self.refusal_body(&text).0
     }
 
     /// The header field of refusals whose value is `true` if the same request with the same key can succeed later, and

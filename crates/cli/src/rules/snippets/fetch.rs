@@ -1,8 +1,9 @@
 //! The program for Node.js.
 
 use super::template::fill;
-use super::{ABOUT_NAME, KEY, Snippet, quoted};
+use super::{ABOUT_NAME, ABOUT_REFUSAL, ABOUT_REPLAY, KEY, Snippet, quoted};
 use crate::rules::recipe::KeyRecipe;
+use crate::rules::retry_signal::{REFUSAL_FIELD, REFUSED, RETRY_SAME_KEY};
 
 impl Snippet<'_> {
     pub(super) fn fetch(&self) -> String {
@@ -76,18 +77,16 @@ impl Snippet<'_> {
         let statuses: Vec<_> = signal.statuses.iter().map(u16::to_string).collect();
         let mut lines = vec![
             format!("let again = [{}].includes(status) || status >= 500;", statuses.join(", ")),
-            format!("if (headers.get({marker}) === {value}) again = false; // the first response, again"),
+            format!("const refusal = headers.get({}) ?? \"\";", quoted(REFUSAL_FIELD)),
+            format!(
+                "if (refusal.startsWith({})) again = refusal.includes({}); // {ABOUT_REFUSAL}",
+                quoted(REFUSED),
+                quoted(RETRY_SAME_KEY)
+            ),
+            format!("else if (headers.get({marker}) === {value}) again = false; // {ABOUT_REPLAY}"),
         ];
         let header = signal.header.as_deref().map(quoted);
-        lines.extend(
-            header.map(|name| {
-                format!("else if (headers.has({name})) again = headers.get({name}) === \"true\";")
-            }),
-        );
-        for (texts, again) in [(&signal.again, true), (&signal.stop, false)] {
-            let line = |text: &String| format!("else if (text.includes({})) again = {again};", quoted(text));
-            lines.extend(texts.iter().map(line));
-        }
+        lines.extend(header.map(|name| format!("else if (headers.get({name}) === \"true\") again = true;")));
         lines
     }
 }

@@ -1,8 +1,9 @@
 //! The program for Go 1.21, without other modules.
 
 use super::template::fill;
-use super::{ABOUT_NAME, KEY, Snippet, quoted};
+use super::{ABOUT_NAME, ABOUT_REFUSAL, ABOUT_REPLAY, KEY, Snippet, quoted};
 use crate::rules::recipe::KeyRecipe;
+use crate::rules::retry_signal::{REFUSAL_FIELD, REFUSED, RETRY_SAME_KEY};
 
 impl Snippet<'_> {
     pub(super) fn go(&self) -> String {
@@ -54,7 +55,6 @@ impl Snippet<'_> {
     }
 
     fn go_imports(&self) -> Vec<&'static str> {
-        let has_texts = !self.signal.again.is_empty() || !self.signal.stop.is_empty();
         let needed = [
             ("crypto/rand", self.has_key() && self.recipe != KeyRecipe::Own),
             ("crypto/tls", self.shows_certificate),
@@ -66,7 +66,7 @@ impl Snippet<'_> {
             ("net/http", true),
             ("os", self.has_key()),
             ("strconv", true),
-            ("strings", self.has_key() || self.body.is_some() || has_texts),
+            ("strings", true),
             ("time", true),
         ];
         needed.into_iter().filter(|(_, is_needed)| *is_needed).map(|(name, _)| name).collect()
@@ -158,19 +158,16 @@ impl Snippet<'_> {
         let statuses: Vec<_> = signal.statuses.iter().map(|status| format!("status == {status}")).collect();
         let mut lines = vec![
             format!("again := {} || status >= 500", statuses.join(" || ")),
+            format!("refusal := response.Header.Get({})", quoted(REFUSAL_FIELD)),
             "switch {".to_owned(),
+            format!("case strings.HasPrefix(refusal, {}):", quoted(REFUSED)),
+            format!("\tagain = strings.Contains(refusal, {}) // {ABOUT_REFUSAL}", quoted(RETRY_SAME_KEY)),
             format!("case response.Header.Get({marker}) == {value}:"),
-            "\tagain = false // the first response, again".to_owned(),
+            format!("\tagain = false // {ABOUT_REPLAY}"),
         ];
         if let Some(name) = signal.header.as_deref().map(quoted) {
-            lines.push(format!("case response.Header.Get({name}) != \"\":"));
-            lines.push(format!("\tagain = response.Header.Get({name}) == \"true\""));
-        }
-        for (texts, again) in [(&signal.again, true), (&signal.stop, false)] {
-            for text in texts {
-                lines.push(format!("case strings.Contains(text, {}):", quoted(text)));
-                lines.push(format!("\tagain = {again}"));
-            }
+            lines.push(format!("case response.Header.Get({name}) == \"true\":"));
+            lines.push("\tagain = true".to_owned());
         }
         lines.push("}".to_owned());
         lines

@@ -1,8 +1,9 @@
 //! The program for Python, without other packages.
 
 use super::template::fill;
-use super::{ABOUT_NAME, KEY, Snippet, quoted};
+use super::{ABOUT_NAME, ABOUT_REFUSAL, ABOUT_REPLAY, KEY, Snippet, quoted};
 use crate::rules::recipe::KeyRecipe;
+use crate::rules::retry_signal::{REFUSAL_FIELD, REFUSED, RETRY_SAME_KEY};
 
 impl Snippet<'_> {
     pub(super) fn python(&self) -> String {
@@ -106,18 +107,15 @@ impl Snippet<'_> {
         let statuses: Vec<_> = signal.statuses.iter().map(u16::to_string).collect();
         let mut lines = vec![
             format!("again = status in ({}) or status >= 500", statuses.join(", ")),
-            format!("if headers.get({marker}) == {value}:"),
-            "    again = False  # the first response, again".to_owned(),
+            format!("refusal = headers.get({}, \"\")", quoted(REFUSAL_FIELD)),
+            format!("if refusal.startswith({}):", quoted(REFUSED)),
+            format!("    again = {} in refusal  # {ABOUT_REFUSAL}", quoted(RETRY_SAME_KEY)),
+            format!("elif headers.get({marker}) == {value}:"),
+            format!("    again = False  # {ABOUT_REPLAY}"),
         ];
         if let Some(name) = signal.header.as_deref().map(quoted) {
-            lines.push(format!("elif {name} in headers:"));
-            lines.push(format!("    again = headers[{name}] == \"true\""));
-        }
-        for (texts, again) in [(&signal.again, "True"), (&signal.stop, "False")] {
-            for text in texts {
-                lines.push(format!("elif {} in text:", quoted(text)));
-                lines.push(format!("    again = {again}"));
-            }
+            lines.push(format!("elif headers.get({name}) == \"true\":"));
+            lines.push("    again = True".to_owned());
         }
         lines
     }

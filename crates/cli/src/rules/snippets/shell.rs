@@ -1,8 +1,9 @@
 //! The program for a shell with curl.
 
 use super::template::fill;
-use super::{ABOUT_NAME, KEY, Snippet};
+use super::{ABOUT_NAME, ABOUT_REFUSAL, ABOUT_REPLAY, KEY, Snippet};
 use crate::rules::recipe::KeyRecipe;
+use crate::rules::retry_signal::{REFUSAL_FIELD, REFUSED, RETRY_SAME_KEY};
 
 impl Snippet<'_> {
     pub(super) fn shell(&self) -> String {
@@ -91,19 +92,15 @@ impl Snippet<'_> {
         let in_head = |name: &str, value: &str| {
             format!("grep -qi {} \"$files/head\"", word(&format!("^{name}: *{value}")))
         };
-        let mut lines =
-            vec![format!("if {}; then again=no # the first response, again", in_head(marker, value))];
-        for (value, again) in [("true", "yes"), ("false", "no")] {
-            lines.extend(
-                signal.header.iter().map(|name| format!("elif {}; then again={again}", in_head(name, value))),
-            );
-        }
-        for (texts, again) in [(&signal.again, "yes"), (&signal.stop, "no")] {
-            if !texts.is_empty() {
-                let words: Vec<_> = texts.iter().map(|text| format!("-e {}", word(text))).collect();
-                lines.push(format!("elif grep -qF {} \"$files/body\"; then again={again}", words.join(" ")));
-            }
-        }
+        let same_key = format!("{REFUSED};.*{RETRY_SAME_KEY}");
+        let mut lines = vec![
+            format!("if {}; then again=yes", in_head(REFUSAL_FIELD, &same_key)),
+            format!("elif {}; then again=no # {ABOUT_REFUSAL}", in_head(REFUSAL_FIELD, REFUSED)),
+            format!("elif {}; then again=no # {ABOUT_REPLAY}", in_head(marker, value)),
+        ];
+        lines.extend(
+            signal.header.iter().map(|name| format!("elif {}; then again=yes", in_head(name, "true"))),
+        );
         let statuses: Vec<_> = signal.statuses.iter().map(u16::to_string).collect();
         lines.push(format!("else case $status in {}|5??) again=yes ;; esac", statuses.join("|")));
         lines.push("fi".to_owned());
