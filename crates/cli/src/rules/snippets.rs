@@ -25,18 +25,25 @@ const ABOUT_REFUSAL: &str = "refused in front of the service";
 const ABOUT_REPLAY: &str = "the first response, again";
 
 const ABOUT_NAME: &str =
-    "One name for each intent: this order, this payment. Its key is made once and kept in the file NAME.key.";
+    "One name for each intent: this order, this payment. Its key is made once and kept in a file,";
+
+/// The place of the file, for a program that has a place itself.
+const NEXT_TO: &str =
+    "NAME.key next to this program, whatever directory it is run from. If you move one, move both.";
 
 /// The programs for the operations of a route.
 pub(super) fn of(operation: &Operation, server: &str) -> Vec<Part> {
     let snippet = Snippet::of(operation, server);
-    let mut parts = vec![Part::Heading(3, "With curl".to_owned()), Part::Code("sh", snippet.shell())];
+    let mut parts = vec![
+        Part::Heading(3, "With curl (in a file such as retry.sh)".to_owned()),
+        Part::Code("sh", snippet.shell()),
+    ];
     if !snippet.shows_certificate {
         parts.push(Part::Heading(3, "With fetch (Node.js 20, in a file .mjs)".to_owned()));
         parts.push(Part::Code("js", snippet.fetch()));
     }
     parts.extend([
-        Part::Heading(3, "In Python".to_owned()),
+        Part::Heading(3, "In Python (in a file .py)".to_owned()),
         Part::Code("python", snippet.python()),
         Part::Heading(3, "In Go".to_owned()),
         Part::Code("go", snippet.go()),

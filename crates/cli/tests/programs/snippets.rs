@@ -280,6 +280,50 @@ async fn programs_of_the_page_keep_on_if_a_gateway_removes_the_fields() {
     }
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn programs_of_the_page_keep_the_key_next_to_them() {
+    for language in LANGUAGES {
+        let (mark, file, interpreter) = language;
+        let service = Service::new().await.answers(MADE);
+        let sidecar = Sidecar::start(service.address, &[]).await;
+        let directory = tempfile::tempdir().unwrap();
+        let root = directory.path().canonicalize().unwrap();
+        write_programs(&root, &[], sidecar.address).await;
+        let place = root.join("elsewhere");
+        std::fs::create_dir(&place).unwrap();
+        let program = root.join(mark).join(file);
+        // The extension tells Node.js the kind of a program.
+        std::os::unix::fs::symlink(&program, place.join(format!("link-{file}"))).unwrap();
+        let key = root.join(mark).join("order-1.key");
+        let from_elsewhere = |arguments: &[&str]| {
+            let mut command = Command::new(interpreter);
+            command.args(arguments).current_dir(&place).stdin(Stdio::null());
+            command
+        };
+
+        // Without a file there is no place that another run would find.
+        let piped = if mark == "js" { &["--input-type=module", "-"][..] } else { &[] };
+        let mut piped = from_elsewhere(piped);
+        piped.stdin(std::fs::File::open(&program).unwrap());
+        let output = end(piped).await;
+        assert!(!output.status.success(), "{language:?}: {output:?}");
+        assert_eq!(service.requests(), 0, "{language:?}: {output:?}");
+
+        let absolute = program.to_str().unwrap();
+        for argument in [absolute, &format!("../{mark}/{file}"), &format!("./link-{file}")] {
+            let output = end(from_elsewhere(&[argument])).await;
+            assert!(output.status.success() && out(&output) == "made", "{argument}: {output:?}");
+            assert!(errors(&output).contains(key.to_str().unwrap()), "{argument}: {output:?}");
+        }
+        run(&root, language).await;
+        assert_eq!(service.requests(), 1, "{language:?}");
+        assert!(key.exists(), "{language:?}");
+        let left: Vec<_> =
+            std::fs::read_dir(&place).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!(left, [format!("link-{file}").as_str()], "{language:?}");
+    }
+}
+
 /// The pauses of a program are noted instead of made.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn programs_of_the_page_wait_an_hour_at_most() {

@@ -266,6 +266,7 @@ fn the_page_for_customers_is_made_from_the_configuration() {
         "| Unique for | each caller, method and path |\n",
         "has the field Idempotency-Status, with refused; problem=NAME; retry=WORD.",
         // The tests of the programs run those in other languages.
+        "directory, err := os.UserConfigDir()\n",
         "case strings.HasPrefix(refusal, \"refused\"):\n\t\t\tagain = strings.Contains(refusal, \"retry=same-key\")",
         "strconv.Atoi(wait[:min(len(wait), 9)])",
         "min(max(pause*time.Second, after), time.Hour)",

@@ -1,7 +1,7 @@
 //! The program for Node.js.
 
 use super::template::fill;
-use super::{ABOUT_NAME, ABOUT_REFUSAL, ABOUT_REPLAY, KEY, Snippet, quoted};
+use super::{ABOUT_NAME, ABOUT_REFUSAL, ABOUT_REPLAY, KEY, NEXT_TO, Snippet, quoted};
 use crate::rules::recipe::KeyRecipe;
 use crate::rules::retry_signal::{REFUSAL_FIELD, REFUSED, RETRY_SAME_KEY};
 
@@ -43,11 +43,16 @@ impl Snippet<'_> {
         let mut lines: Vec<_> =
             imported.iter().map(|name| format!("import {{ {name} }} from \"node:crypto\";")).collect();
         lines.extend([
-            "import { existsSync, readFileSync, writeFileSync } from \"node:fs\";".to_owned(),
+            "import { existsSync, readFileSync, realpathSync, writeFileSync } from \"node:fs\";".to_owned(),
+            "import { dirname, join } from \"node:path\";".to_owned(),
+            "import { fileURLToPath } from \"node:url\";".to_owned(),
             String::new(),
             format!("// {ABOUT_NAME}"),
+            format!("// {NEXT_TO}"),
             "const name = \"order-1\";".to_owned(),
-            "if (!existsSync(`${name}.key`)) {".to_owned(),
+            "const file = join(dirname(realpathSync(fileURLToPath(import.meta.url))), `${name}.key`);"
+                .to_owned(),
+            "if (!existsSync(file)) {".to_owned(),
             format!("  const made = {made}{}", if imported.is_some() { ";" } else { "" }),
         ]);
         if self.recipe == KeyRecipe::Own {
@@ -56,16 +61,17 @@ impl Snippet<'_> {
         lines.extend([
             match self.first_sent {
                 Some(_) => {
-                    "  writeFileSync(`${name}.key`, `${made}\\n${new Date().toUTCString()}\\n`, { flag: \"wx\", flush: true });".to_owned()
+                    "  writeFileSync(file, `${made}\\n${new Date().toUTCString()}\\n`, { flag: \"wx\", flush: true });".to_owned()
                 }
-                None => "  writeFileSync(`${name}.key`, `${made}\\n`, { flag: \"wx\", flush: true });".to_owned(),
+                None => "  writeFileSync(file, `${made}\\n`, { flag: \"wx\", flush: true });".to_owned(),
             },
             "}".to_owned(),
             format!(
-                "const [key{}] = readFileSync(`${{name}}.key`, \"utf8\").split(\"\\n\");",
+                "const [key{}] = readFileSync(file, \"utf8\").split(\"\\n\");",
                 if self.first_sent.is_some() { ", sent" } else { "" }
             ),
-            "if (!key) throw new Error(`there is no key in ${name}.key`);".to_owned(),
+            "if (!key) throw new Error(`there is no key in ${file}`);".to_owned(),
+            "console.error(`The key is in ${file}`);".to_owned(),
             String::new(),
         ]);
         lines

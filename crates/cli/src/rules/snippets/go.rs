@@ -65,6 +65,7 @@ impl Snippet<'_> {
             ("log", true),
             ("net/http", true),
             ("os", self.has_key()),
+            ("path/filepath", self.has_key()),
             ("strconv", true),
             ("strings", true),
             ("time", true),
@@ -84,10 +85,19 @@ impl Snippet<'_> {
         };
         let mut lines = vec![
             format!("// {ABOUT_NAME}"),
+            // `go run` builds the program in a directory that changes, so the place of the program is none for the key.
+            "// retry-keys/NAME.key in the user's configuration directory. Another user or computer needs this file, too.".to_owned(),
             "const name = \"order-1\"".to_owned(),
             String::new(),
             "func storedKey() (key, sent string, err error) {".to_owned(),
-            "\tfile := name + \".key\"".to_owned(),
+            "\tdirectory, err := os.UserConfigDir()".to_owned(),
+            "\tif err != nil {".to_owned(),
+            "\t\treturn \"\", \"\", err".to_owned(),
+            "\t}".to_owned(),
+            "\tfile := filepath.Join(directory, \"retry-keys\", name+\".key\")".to_owned(),
+            "\tif err := os.MkdirAll(filepath.Dir(file), 0o700); err != nil {".to_owned(),
+            "\t\treturn \"\", \"\", err".to_owned(),
+            "\t}".to_owned(),
             "\tif _, err := os.Stat(file); errors.Is(err, fs.ErrNotExist) {".to_owned(),
         ];
         if self.recipe != KeyRecipe::Own {
@@ -128,10 +138,14 @@ impl Snippet<'_> {
             "\t}".to_owned(),
             "\tcontent, err := os.ReadFile(file)".to_owned(),
             "\tkey, sent, _ = strings.Cut(strings.TrimSpace(string(content)), \"\\n\")".to_owned(),
-            "\tif err == nil && key == \"\" {".to_owned(),
-            "\t\terr = errors.New(\"there is no key in \" + file)".to_owned(),
+            "\tif err != nil {".to_owned(),
+            "\t\treturn \"\", \"\", err".to_owned(),
             "\t}".to_owned(),
-            "\treturn key, sent, err".to_owned(),
+            "\tif key == \"\" {".to_owned(),
+            "\t\treturn \"\", \"\", errors.New(\"there is no key in \" + file)".to_owned(),
+            "\t}".to_owned(),
+            "\tlog.Print(\"The key is in \", file)".to_owned(),
+            "\treturn key, sent, nil".to_owned(),
             "}".to_owned(),
             String::new(),
         ]);

@@ -1,7 +1,7 @@
 //! The program for Python, without other packages.
 
 use super::template::fill;
-use super::{ABOUT_NAME, ABOUT_REFUSAL, ABOUT_REPLAY, KEY, Snippet, quoted};
+use super::{ABOUT_NAME, ABOUT_REFUSAL, ABOUT_REPLAY, KEY, NEXT_TO, Snippet, quoted};
 use crate::rules::recipe::KeyRecipe;
 use crate::rules::retry_signal::{REFUSAL_FIELD, REFUSED, RETRY_SAME_KEY};
 
@@ -50,6 +50,7 @@ impl Snippet<'_> {
             ("pathlib", self.has_key()),
             ("secrets", matches!(self.recipe, KeyRecipe::Ulid | KeyRecipe::Hex(_))),
             ("ssl", self.shows_certificate),
+            ("sys", self.has_key()),
             ("time", true),
             ("urllib.error", true),
             ("urllib.request", true),
@@ -72,8 +73,9 @@ impl Snippet<'_> {
         };
         let mut lines = vec![
             format!("# {ABOUT_NAME}"),
+            format!("# {NEXT_TO}"),
             "name = \"order-1\"".to_owned(),
-            "file = pathlib.Path(f\"{name}.key\")".to_owned(),
+            "file = pathlib.Path(__file__).resolve(strict=True).parent / f\"{name}.key\"".to_owned(),
             "if not file.exists():".to_owned(),
             format!("    made = {made}"),
         ];
@@ -91,6 +93,7 @@ impl Snippet<'_> {
             "key = file.read_text().split(\"\\n\")[0]".to_owned(),
             "if not key:".to_owned(),
             "    raise RuntimeError(f\"there is no key in {file}\")".to_owned(),
+            "print(f\"The key is in {file}\", file=sys.stderr)".to_owned(),
         ]);
         if self.first_sent.is_some() {
             lines.push(

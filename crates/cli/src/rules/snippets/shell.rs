@@ -1,13 +1,13 @@
 //! The program for a shell with curl.
 
 use super::template::fill;
-use super::{ABOUT_NAME, ABOUT_REFUSAL, ABOUT_REPLAY, KEY, Snippet};
+use super::{ABOUT_NAME, ABOUT_REFUSAL, ABOUT_REPLAY, KEY, NEXT_TO, Snippet};
 use crate::rules::recipe::KeyRecipe;
 use crate::rules::retry_signal::{REFUSAL_FIELD, REFUSED, RETRY_SAME_KEY};
 
 impl Snippet<'_> {
     pub(super) fn shell(&self) -> String {
-        let later = if self.has_key() { ": the key is in $name.key" } else { " with the same body" };
+        let later = if self.has_key() { " with the same key" } else { " with the same body" };
         let places = [
             ("KEY", self.shell_key()),
             ("CALL", self.shell_call()),
@@ -36,18 +36,29 @@ impl Snippet<'_> {
         };
         let mut lines = vec![
             format!("# {ABOUT_NAME}"),
+            format!("# {NEXT_TO}"),
             "name=order-1".to_owned(),
-            "if [ ! -s \"$name.key\" ]; then".to_owned(),
+            // `$0` names another program if the text is pasted into a shell, or read from the standard input. This program has
+            // the words that are looked for, because it looks for them.
+            "program=$(readlink -f -- \"$0\") && grep -qsF 'save this program in a file' \"$program\" || {"
+                .to_owned(),
+            "  echo 'There is no place for the key: save this program in a file and run that' >&2; exit 1"
+                .to_owned(),
+            "}".to_owned(),
+            "keyfile=${program%/*}/$name.key".to_owned(),
+            "if [ ! -s \"$keyfile\" ]; then".to_owned(),
             format!("  key={made}"),
             "  set -C # another run may make it at the same time: the first one counts".to_owned(),
-            format!("  printf '%s\\n' \"${{key:?no key was made}}\"{date} > \"$name.key\""),
+            format!("  printf '%s\\n' \"${{key:?no key was made}}\"{date} > \"$keyfile\""),
             "  set +C".to_owned(),
             "  sync # also after a power cut, the key is the same".to_owned(),
             "fi".to_owned(),
-            "key=$(sed -n 1p \"$name.key\")".to_owned(),
+            "key=$(sed -n 1p \"$keyfile\")".to_owned(),
+            ": \"${key:?there is no key in $keyfile}\"".to_owned(),
+            "echo \"The key is in $keyfile\" >&2".to_owned(),
         ];
         if self.first_sent.is_some() {
-            lines.push("sent=$(sed -n 2p \"$name.key\") # the time of the first attempt".to_owned());
+            lines.push("sent=$(sed -n 2p \"$keyfile\") # the time of the first attempt".to_owned());
         }
         lines
     }
