@@ -34,7 +34,7 @@ use crate::headers::restore;
 use crate::in_flight::{Limit, Slot};
 use crate::key::KeyHeaderError;
 use crate::layer::Shared;
-use crate::mcp::{CallError, Message, Protocol, SESSION, ToolCall};
+use crate::mcp::{CallError, Message, Protocol, ToolCall, is_end_of_session};
 use crate::method;
 use crate::missing_response::{Question, QuestionResult, awaited};
 use crate::rate_limit::{ExceededRate, RateLimitKind};
@@ -138,8 +138,8 @@ where
         let settings = self.shared.settings(request.method(), request.uri().path());
         let has_key = settings.may_have_key(request.headers());
         let ends_calls = settings.profile.protocol == Protocol::Mcp
-            && request.method() == http::Method::DELETE
-            && request.headers().get(SESSION).is_some_and(|session| self.shared.sessions.has_call(session));
+            && is_end_of_session(request.method(), request.headers())
+            && self.shared.sessions.have_call(request.headers());
         let passing = if ends_calls {
             None
         } else if !has_path(request.uri()) && method::has_effect(request.method()) {
@@ -161,7 +161,7 @@ where
         // `self.inner` is the service that `poll_ready` made ready, so call it and keep the clone for the next request.
         let clone = self.inner.clone();
         let inner = mem::replace(&mut self.inner, clone);
-        let keyed = KeyedResponse::new(self.shared.clone(), settings.clone());
+        let keyed = KeyedResponse { ends_calls, ..KeyedResponse::new(self.shared.clone(), settings.clone()) };
         ResponseFuture {
             inner: FutureInner::KeyedResponse { future: Box::pin(keyed.answer(inner, request)) },
         }
@@ -178,6 +178,8 @@ struct KeyedResponse {
     grpc: Option<GrpcForm>,
     /// The call in the request, if it is a message of MCP.
     call: Option<ToolCall>,
+    /// True if the request would end a session of MCP in which calls run.
+    ends_calls: bool,
     begun: Instant,
     /// The operation, as an operator sees it.
     label: Label,
@@ -198,6 +200,7 @@ impl KeyedResponse {
             echo: None,
             grpc: None,
             call: None,
+            ends_calls: false,
             begun: Instant::now(),
             label: Label::default(),
             has_caller: false,
@@ -402,7 +405,7 @@ impl KeyedResponse {
         if settings.refuses_method(&parts.method, &parts.headers) {
             return Err(Refusal::new(Condition::KeyUnsupported));
         }
-        if !settings.covers(&parts.method) {
+        if self.ends_calls {
             // A server may refuse to end a session (revisions 2025-03-26 to 2025-11-25).
             let refusal = Refusal::new(Condition::RequestUnsupported).with_detail(SESSION_RUNS);
             return Err(refusal.with_status(Some(http::StatusCode::METHOD_NOT_ALLOWED)));
@@ -720,8 +723,9 @@ impl KeyedResponse {
         let response_budget = self.shared.response_budget.clone();
         let (settings, target) = (self.settings.clone(), request.uri().clone());
         let call = self.call.clone();
-        let session = call.as_ref().and_then(|call| call.session.clone());
-        let running = session.map(|session| self.shared.sessions.enter(session));
+        let sessions =
+            call.as_ref().map(|call| call.sessions.clone()).filter(|sessions| !sessions.is_empty());
+        let running = sessions.map(|sessions| self.shared.sessions.enter(sessions));
         let execution = Execution { settings, permit, key, response_budget, call, running, target, slot };
         let engine = &self.shared.engine;
         let ExecutionEnd { result, rest } =

@@ -13,11 +13,18 @@ use serde_json::value::RawValue;
 use super::json::{Members, exact_members, members, position, string};
 use super::tools::ToolPolicy;
 use crate::carrier::key_in_message;
+use crate::credential::hyphenated;
 use crate::key::{KeyFormat, KeyGrammar, KeyHeaderError, KeySyntax};
 use crate::settings::Settings;
 
 /// The session of a client, in revisions before 2026-07-28.
 pub(crate) const SESSION: HeaderName = HeaderName::from_static("mcp-session-id");
+
+/// The sessions that a request names. `_` in the name of the field counts as `-`, because many services treat them alike, and of
+/// several lines each service takes its own.
+pub(crate) fn sessions(headers: &HeaderMap) -> impl Iterator<Item = &HeaderValue> {
+    headers.iter().filter(|(name, _)| hyphenated(name.as_str()) == SESSION.as_str()).map(|(_, value)| value)
+}
 
 /// The characters that are encoded in labels, which stand in logs and on terminals.
 const ENCODED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'_').remove(b'-').remove(b'.').remove(b'/');
@@ -39,8 +46,8 @@ pub(crate) struct ToolCall {
     pub(crate) compared: String,
     /// True if its key is built from its intent.
     pub(crate) is_by_intent: bool,
-    /// The session that it belongs to.
-    pub(crate) session: Option<HeaderValue>,
+    /// The sessions that it may belong to: more than one if the request names several.
+    pub(crate) sessions: Vec<HeaderValue>,
 }
 
 /// A message in a request.
@@ -146,7 +153,7 @@ fn read_object(settings: &Settings, headers: &HeaderMap, text: &str) -> Result<M
             r#"{{"method":"{CALL}","params":{{"name":{quoted},"arguments":{compared_arguments}}}}}"#
         ),
         is_by_intent: policy == ToolPolicy::ByIntent,
-        session: headers.get(SESSION).cloned(),
+        sessions: sessions(headers).cloned().collect(),
     };
     let key = match policy {
         ToolPolicy::ByIntent => intent_key(settings, headers, text, (&tool, arguments)),
@@ -174,7 +181,11 @@ fn intent_key(
     let grammar = KeyGrammar { syntax: KeySyntax::Raw, format: KeyFormat::Any };
     let members = &settings.profile.run_members;
     let in_body = key_in_message(members, &grammar, text.as_bytes());
-    let run = in_body.or_else(|| grammar.read(headers, &[SESSION]).map(|read| read.map(|(run, ..)| run)));
+    let in_head = || match sessions(headers).nth(1) {
+        Some(_) => Some(Err(KeyHeaderError::SeveralFields)),
+        None => grammar.read(headers, &[SESSION]).map(|read| read.map(|(run, ..)| run)),
+    };
+    let run = in_body.or_else(in_head);
     let run = run.ok_or(CallError::NoRun)?.map_err(CallError::InvalidRun)?;
     let run = run.as_str().ok_or(CallError::InvalidRun(KeyHeaderError::BadByte))?;
     IdempotencyKey::for_tool_call(SERVER, tool, arguments, run).map_err(|error| match error {
@@ -479,6 +490,13 @@ mod tests {
         assert_eq!(of(&["a"]).unwrap(), of(&["a"]).unwrap());
         assert_ne!(of(&["a"]).unwrap(), of(&["b"]).unwrap());
         assert_eq!(of(&["a", "b"]), Err(CallError::InvalidRun(KeyHeaderError::SeveralFields)));
+        let mut headers = HeaderMap::new();
+        headers.append(SESSION, HeaderValue::from_static("a"));
+        headers.append("mcp_session_id", HeaderValue::from_static("b"));
+        assert!(matches!(
+            read(&settings(), &headers, text.as_bytes()),
+            Message::Call(_, Err(CallError::InvalidRun(KeyHeaderError::SeveralFields)))
+        ));
     }
 
     #[test]
@@ -601,7 +619,7 @@ mod tests {
             tool: String::new(),
             compared: String::new(),
             is_by_intent: false,
-            session: None,
+            sessions: Vec::new(),
         };
         let ok = StatusCode::OK;
         for (own, id, is_same) in [
@@ -651,7 +669,7 @@ mod tests {
             tool: String::new(),
             compared: String::new(),
             is_by_intent: false,
-            session: None,
+            sessions: Vec::new(),
         };
         for (stored, expected) in [
             (

@@ -11,7 +11,7 @@ mod stream;
 mod tools;
 
 pub(crate) use self::call::{CallError, CallOutcome, Message, OtherRequest, SESSION, ToolCall, read};
-pub(crate) use self::sessions::{RunningCall, Sessions};
+pub(crate) use self::sessions::{RunningCall, Sessions, is_end_of_session};
 pub use self::tools::{ToolPolicies, ToolPolicy};
 
 /// The protocol of the messages in the bodies of covered requests.

@@ -469,3 +469,43 @@ async fn policies_that_protect_nothing_are_refused() {
     }
     assert!(layer().with_settings(settings().with_tools(tools(ToolPolicy::ByIntent))).is_ok());
 }
+/// Of several lines, and of two spellings of their name, each server takes its own.
+#[tokio::test(start_paused = true)]
+async fn a_session_is_not_ended_under_another_spelling_while_a_call_runs_in_it() {
+    type Lines = &'static [(&'static str, &'static str)];
+    const PLAIN: &str = "mcp-session-id";
+    const FOLDED: &str = "mcp_session_id";
+    let with = |method: &str, lines: Lines, body: &Value| {
+        let request = Request::builder().method(method).uri("/mcp");
+        let request = lines.iter().fold(request, |request, (name, value)| request.header(*name, *value));
+        request.body(Full::from(body.to_string())).unwrap()
+    };
+    let cases: [(Lines, &str, Lines, bool); 9] = [
+        (&[(PLAIN, "s")], "DELETE", &[(PLAIN, "x"), (PLAIN, "s")], true),
+        (&[(PLAIN, "s")], "DELETE", &[(PLAIN, "s"), (PLAIN, "x")], true),
+        (&[(PLAIN, "s")], "DELETE", &[(FOLDED, "s")], true),
+        (&[(PLAIN, "s")], "DELETE", &[(PLAIN, "x"), (FOLDED, "s")], true),
+        (&[(PLAIN, "s")], "DELETE", &[(PLAIN, "x, s")], true),
+        (&[(PLAIN, "s")], "delete", &[(PLAIN, "s")], true),
+        (&[(PLAIN, "s")], "POST", &[(PLAIN, "s"), ("x-http-method-override", "DELETE")], true),
+        (&[(PLAIN, "x"), (PLAIN, "y"), (FOLDED, "s")], "DELETE", &[(PLAIN, "s")], true),
+        (&[(PLAIN, "s")], "DELETE", &[(PLAIN, "x"), (FOLDED, "y")], false),
+    ];
+    for (lines, method, ending, is_refused) in cases {
+        let (server, mut service) = service(settings());
+        let events = server.will_respond("text/event-stream");
+        drop(service.call(with("POST", lines, &pay(1, "a"))).await.unwrap());
+        drop(server.will_respond("application/json"));
+        let answer = service.call(with(method, ending, &Value::Null)).await.unwrap();
+        let expected = if is_refused { StatusCode::METHOD_NOT_ALLOWED } else { StatusCode::OK };
+        assert_eq!(answer.status(), expected, "{lines:?} {method} {ending:?}");
+        assert_eq!(server.runs(), if is_refused { 1 } else { 2 }, "{lines:?} {method} {ending:?}");
+        // The session can be ended after the call.
+        events.send(Ok(RESULT)).unwrap();
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        if is_refused {
+            let ended = service.call(with(method, ending, &Value::Null)).await.unwrap();
+            assert_eq!(ended.status(), StatusCode::OK, "{lines:?} {method} {ending:?}");
+        }
+    }
+}
