@@ -29,7 +29,7 @@ use crate::mcp::{CallOutcome, OtherRequest, RunningCall, ToolCall};
 use crate::profile::ServerErrors;
 use crate::reconcile::Reconciled;
 use crate::refusal::{Condition, Refusal};
-use crate::service::{Executed, asks_again, set_status, take_status};
+use crate::service::{Executed, problem_to_retry, set_status, take_status};
 use crate::settings::{CompletedBy, Settings};
 use crate::upstream::{instead, report};
 
@@ -157,13 +157,10 @@ impl Execution {
             return ExecutionEnd::with(Box::pin(self.not_begun()).await);
         }
         let directive = take_directive(&mut response);
-        // The refusal of a call has the status 200, so only this field tells it from a result.
-        let is_refused = self.call.is_some() && directive.is_none() && asks_again(&response);
+        // The refusal of a call has the status 200. Its body tells if the field is that of a refusal, or was passed on.
+        let problem = self.call.as_ref().and_then(|_| problem_to_retry(&response));
         take_status(&mut response);
-        let mut fate = match is_refused {
-            true => ResponseTreatment::Release,
-            false => self.fate(&response, directive),
-        };
+        let mut fate = self.fate(&response, directive);
         let is_error = response.status().is_client_error() || response.status().is_server_error();
         let is_kept_error = fate == ResponseTreatment::Replay
             && directive.is_none()
@@ -179,10 +176,8 @@ impl Execution {
         }
         let profile = &self.settings.profile;
         profile.mark_executed(response.headers_mut());
-        if fate == ResponseTreatment::Replay && response.status().is_server_error() {
-            profile.mark_kept_server_error(response.headers_mut());
-        }
-        let (parts, body) = response.into_parts();
+        let is_kept_server_error = fate == ResponseTreatment::Replay && response.status().is_server_error();
+        let (mut parts, body) = response.into_parts();
         let call = self.call.take();
         if fate == ResponseTreatment::Replay && call.is_some() && is_encoded(&parts) {
             fate = ResponseTreatment::Tombstone;
@@ -192,6 +187,9 @@ impl Execution {
             fate == ResponseTreatment::Replay || directive == Some(StoreDirective::Release);
         match call {
             Some(call) if is_decided_later && is_event_stream(&parts) && !is_encoded(&parts) => {
+                if is_kept_server_error {
+                    profile.mark_kept_server_error(&mut parts.headers);
+                }
                 return self.stream_call((call, directive), parts, body);
             }
             _ => {}
@@ -199,14 +197,18 @@ impl Execution {
         if fate == ResponseTreatment::Replay && cannot_be_stored(&parts) {
             fate = ResponseTreatment::Tombstone;
         }
+        // A status that frees the key says that nothing was decided. The result of the call proves the opposite.
+        let may_have_result = fate == ResponseTreatment::Release
+            && directive.is_none()
+            && call.is_some()
+            && is_json(&parts)
+            && !is_encoded(&parts);
         let limit = self.settings.max_response_body;
         let mut held = BudgetReservation::nothing(self.response_budget.clone());
-        let read = match fate {
-            // Only a response that will be replayed has to be read before the client gets it.
-            ResponseTreatment::Replay => {
-                catch_panic(read_response(body, limit, |bytes| held.add_piece_always(bytes))).await
-            }
-            _ => Ok(ResponseRead::More { chunks: Chunks::NONE, rest: Box::pin(body) }),
+        // Only a response that may be replayed has to be read before the client gets it.
+        let read = match fate == ResponseTreatment::Replay || may_have_result {
+            true => catch_panic(read_response(body, limit, |bytes| held.add_piece_always(bytes))).await,
+            false => Ok(ResponseRead::More { chunks: Chunks::NONE, rest: Box::pin(body) }),
         };
         let (chunks, trailers, rest) = match read {
             Ok(ResponseRead::Whole { chunks, trailers }) => (chunks, trailers, None),
@@ -224,7 +226,9 @@ impl Execution {
         };
         let settings = self.settings;
         let outcome = match (&call, &rest) {
-            (Some(call), None) => call.outcome_in_body(&chunks.clone().join(), parts.status),
+            (Some(call), None) => {
+                call.outcome_in_body(&chunks.clone().join(), parts.status, problem.as_deref())
+            }
             _ => Ok(None),
         };
         // The client does not take it for the response to its call, and a retry must not.
@@ -238,6 +242,15 @@ impl Execution {
         let outcome = outcome.unwrap_or_default();
         if let (Some(outcome), ResponseTreatment::Replay, None) = (outcome, fate, directive) {
             fate = fate_of_call(&settings, outcome);
+        }
+        if may_have_result && outcome == Some(CallOutcome::Complete) {
+            fate = match cannot_be_stored(&parts) {
+                true => ResponseTreatment::Tombstone,
+                false => ResponseTreatment::Replay,
+            };
+        }
+        if is_kept_server_error && fate != ResponseTreatment::Release {
+            settings.profile.mark_kept_server_error(&mut parts.headers);
         }
         let stored = match &rest {
             None if fate == ResponseTreatment::Tombstone => None,
@@ -385,6 +398,10 @@ fn is_encoded(parts: &Parts) -> bool {
 fn essence(parts: &Parts) -> Option<&str> {
     let content_type = parts.headers.get(CONTENT_TYPE)?.to_str().ok()?;
     Some(content_type.split(';').next().unwrap_or_default().trim())
+}
+
+fn is_json(parts: &Parts) -> bool {
+    essence(parts).is_some_and(|essence| essence.eq_ignore_ascii_case("application/json"))
 }
 
 fn is_event_stream(parts: &Parts) -> bool {

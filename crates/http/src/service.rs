@@ -1000,14 +1000,19 @@ fn take_foreign_status<T>(response: &mut Response<T>) {
     }
 }
 
-/// Returns true if a response is the refusal of another layer behind this one, which advises the same request again: nothing was
-/// executed there, or it knows the request by its key, too.
-pub(crate) fn asks_again<T>(response: &Response<T>) -> bool {
+/// The problem in the status field of a response, if the field is that of the refusal of another layer behind this one, which
+/// advises the same request again: nothing was executed there, or it knows the request by its key, too. A service may pass on
+/// such a field from an API that it called after an effect, so the field alone is no proof.
+pub(crate) fn problem_to_retry<T>(response: &Response<T>) -> Option<Box<str>> {
     let mut fields = response.headers().get_all(IDEMPOTENCY_STATUS).iter();
-    let (Some(field), None) = (fields.next(), fields.next()) else { return false };
-    let mut parts = field.to_str().unwrap_or_default().split(';').map(str::trim);
-    parts.next() == Some("refused")
-        && parts.any(|part| part == "retry=same-key" || part == "retry=fix-request")
+    let (Some(field), None) = (fields.next(), fields.next()) else { return None };
+    let mut parts = field.to_str().ok()?.split(';').map(str::trim);
+    if parts.next() != Some("refused") {
+        return None;
+    }
+    let is_advised = parts.clone().any(|part| part == "retry=same-key" || part == "retry=fix-request");
+    let problem = parts.find_map(|part| part.strip_prefix("problem="))?;
+    Some(problem.into()).filter(|_| is_advised && !problem.is_empty())
 }
 
 /// Removes the status field, which only the layer and the proxy around the service set.

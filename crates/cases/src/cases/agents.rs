@@ -133,12 +133,22 @@ async fn intents(world: World) {
 
 async fn outcomes(world: World) {
     let error = |code: i32| json!({"jsonrpc": "2.0", "id": 1, "error": {"code": code, "message": "m"}});
+    let mut visit = error(-32042);
+    visit["error"]["data"] = json!({"elicitations": [{"mode": "url", "url": "https://bank.example/"}]});
+    let mut both = visit.clone();
+    both["result"] = json!({"content": []});
     let failed = json!({"jsonrpc": "2.0", "id": 1, "result": {"content": [], "isError": true}});
     let asks = json!({"jsonrpc": "2.0", "id": 1, "result": {"resultType": "input_required"}});
-    for (number, (answer, is_kept)) in
-        [(error(-32602), true), (error(-32042), false), (error(-32603), true), (failed, true), (asks, false)]
-            .into_iter()
-            .enumerate()
+    for (number, (answer, is_kept)) in [
+        (error(-32602), true),
+        (visit, false),
+        (both, true),
+        (error(-32603), true),
+        (failed, true),
+        (asks, false),
+    ]
+    .into_iter()
+    .enumerate()
     {
         let before = world.backend.effects();
         for _ in 0..2 {

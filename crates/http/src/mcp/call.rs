@@ -239,33 +239,69 @@ pub(crate) enum CallOutcome {
 }
 
 /// The outcome in a JSON-RPC response with this status; `None` if the text is another message, or none.
+///
+/// If programs may read the text in different ways, the call is complete: then the response is kept, and the key never freed.
 fn outcome_of(text: &str, status: StatusCode) -> Option<CallOutcome> {
-    let Members { values: [method, result, error], .. } =
+    let Members { values: [method, result, error], is_repeated } =
         exact_members(text, ["method", "result", "error"]).ok()?;
+    let is_set = |value: &&RawValue| value.get() != "null";
     // Some servers send both members, and `null` in one of them.
-    match (method, result, error.filter(|error| error.get() != "null")) {
+    match (method, result, error.filter(is_set)) {
         (Some(_), ..) | (None, None, None) => None,
-        (None, _, Some(error)) => {
-            let Members { values: [code], .. } = exact_members(error.get(), ["code"]).unwrap_or_default();
-            let code = code.and_then(|code| code.get().parse::<i64>().ok());
-            let is_refused = |code| {
-                code == QUESTION_FIRST || (status == StatusCode::BAD_REQUEST && REFUSED.contains(&code))
-            };
-            Some(if code.is_some_and(is_refused) { CallOutcome::NotCalled } else { CallOutcome::Failed })
+        (None, _, Some(_)) if is_repeated || result.is_some_and(|result| is_set(&result)) => {
+            Some(CallOutcome::Complete)
         }
-        (None, Some(result), None) => {
-            let Ok(Members { values: [kind, is_error], .. }) =
-                exact_members(result.get(), ["resultType", "isError"])
-            else {
-                return Some(CallOutcome::Complete);
-            };
-            Some(match kind.and_then(string).as_deref() {
-                Some("input_required") => CallOutcome::NotCalled,
-                _ if is_error.is_some_and(|value| value.get() == "true") => CallOutcome::Failed,
-                _ => CallOutcome::Complete,
-            })
-        }
+        (None, _, Some(error)) => Some(match is_refused_before_call(error, status) {
+            true => CallOutcome::NotCalled,
+            false => CallOutcome::Failed,
+        }),
+        (None, Some(_), None) if is_repeated => Some(CallOutcome::Complete),
+        (None, Some(result), None) => Some(outcome_of_result(result, status)),
     }
+}
+
+/// The outcome in a result. The type `input_required` counts only in a response that is nothing else: with the status 200, and
+/// without the members of a result that is complete.
+fn outcome_of_result(result: &RawValue, status: StatusCode) -> CallOutcome {
+    let Ok(Members { values: [kind, is_error, content, structured], is_repeated: false }) =
+        exact_members(result.get(), ["resultType", "isError", "content", "structuredContent"])
+    else {
+        return CallOutcome::Complete;
+    };
+    let is_complete = is_error.or(content).or(structured).is_some() || status != StatusCode::OK;
+    match kind.and_then(string).as_deref() {
+        Some("input_required") if !is_complete => CallOutcome::NotCalled,
+        _ if is_error.is_some_and(|value| value.get() == "true") => CallOutcome::Failed,
+        _ => CallOutcome::Complete,
+    }
+}
+
+/// Returns true for an error by which a server refuses the request before it calls the tool.
+fn is_refused_before_call(error: &RawValue, status: StatusCode) -> bool {
+    let Ok(Members { values: [code, data], is_repeated: false }) =
+        exact_members(error.get(), ["code", "data"])
+    else {
+        return false;
+    };
+    match code.and_then(integer) {
+        Some(QUESTION_FIRST) => status == StatusCode::OK && data.is_some_and(has_elicitations),
+        Some(code) => status == StatusCode::BAD_REQUEST && REFUSED.contains(&code),
+        None => false,
+    }
+}
+
+/// Returns true if the data of an error lists the pages that the user has to visit, as revision 2025-11-25 demands.
+fn has_elicitations(data: &RawValue) -> bool {
+    let Ok(Members { values: [Some(list)], is_repeated: false }) =
+        exact_members(data.get(), ["elicitations"])
+    else {
+        return false;
+    };
+    serde_json::from_str::<Vec<&RawValue>>(list.get()).is_ok_and(|list| !list.is_empty())
+}
+
+fn integer(value: &RawValue) -> Option<i64> {
+    value.get().parse().ok()
 }
 
 /// The codes by which a server refuses a request before it calls a tool, with the status 400: its header fields do not fit its
@@ -275,8 +311,13 @@ fn outcome_of(text: &str, status: StatusCode) -> Option<CallOutcome> {
 /// -32601, -32602, -32021), and choose the status by the code.
 const REFUSED: [i64; 2] = [-32020, -32022];
 
-/// The code by which a server of revision 2025-11-25 demands that the user visits a page before it processes the request.
+/// The code by which a server of revision 2025-11-25 demands that the user visits a page before it processes the request. Its
+/// data names the pages: before that revision, servers were free to use the code for something else.
 const QUESTION_FIRST: i64 = -32042;
+
+/// The codes of a transport that does not take a message, in an error without an `id`: the message cannot be read, it is no
+/// request, or its session has ended. The last two are those of common libraries.
+const NOT_TAKEN: [i64; 4] = [-32700, -32600, -32000, -32001];
 
 /// The response to another request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -291,7 +332,10 @@ impl ToolCall {
         match data.trim_ascii_start().starts_with('[') {
             true => {
                 let batch: Vec<&RawValue> = serde_json::from_str(data).ok()?;
-                batch.into_iter().find_map(|message| of(message.get()))
+                let mut own = batch.into_iter().filter_map(|message| of(message.get()));
+                let (outcome, message) = own.next()?;
+                // Programs differ in which of two responses counts.
+                Some((own.next().map_or(outcome, |_| CallOutcome::Complete), message))
             }
             false => of(data),
         }
@@ -299,11 +343,13 @@ impl ToolCall {
 
     /// The outcome of this call in a message of a stream; `None` if it is another message, also the response to another request.
     pub(crate) fn outcome_in_stream(&self, message: &str, status: StatusCode) -> Option<CallOutcome> {
-        let Members { values: [id], .. } = members(message, ["id"]).ok()?;
-        outcome_of(message, status).filter(|_| id.is_some_and(|id| is_same_id(id.get(), &self.id)))
+        let Members { values: [id], is_repeated } = members(message, ["id"]).ok()?;
+        let outcome = outcome_of(message, status).filter(|_| id.is_some_and(|id| self.has_id(id)))?;
+        Some(if is_repeated { CallOutcome::Complete } else { outcome })
     }
 
-    /// The outcome of this call in the body of a response; `None` if the body is not a JSON-RPC response.
+    /// The outcome of this call in the body of a response; `None` if the body is not a JSON-RPC response. `problem` is the
+    /// problem in the head of the response, if the head is that of a refusal of another layer behind this one.
     ///
     /// # Errors
     /// If it is the response to another request.
@@ -311,21 +357,62 @@ impl ToolCall {
         &self,
         body: &[u8],
         status: StatusCode,
+        problem: Option<&str>,
     ) -> Result<Option<CallOutcome>, OtherRequest> {
         let text = std::str::from_utf8(body).unwrap_or_default();
+        if problem.is_some_and(|problem| self.is_refusal(text, status, problem)) {
+            return Ok(Some(CallOutcome::NotCalled));
+        }
         let own = self.outcome_in_stream(text, status);
         if own.is_some() {
             return Ok(own);
         }
-        // A server that could not read the `id` says null.
-        let outcome = outcome_of(text, status);
-        let is_unread = outcome == Some(CallOutcome::Failed) && has_no_id(text);
-        match outcome {
-            _ if is_not_taken(status, is_unread) => Ok(Some(CallOutcome::NotCalled)),
-            Some(_) if is_unread => Ok(Some(CallOutcome::Failed)),
-            Some(_) => Err(OtherRequest),
+        match outcome_of(text, status) {
+            // The transport refuses the message with a page or an object of its own.
+            None if is_not_taken(status) && (is_object(text) || !may_be_json(body)) => {
+                Ok(Some(CallOutcome::NotCalled))
+            }
             None => Ok(None),
+            // A server that could not read the `id` says null.
+            Some(CallOutcome::Failed) if has_no_id(text) => {
+                Ok(Some(match is_not_taken_error(text, status) {
+                    true => CallOutcome::NotCalled,
+                    false => CallOutcome::Failed,
+                }))
+            }
+            Some(_) => Err(OtherRequest),
         }
+    }
+
+    /// Returns true if this message is the refusal of this call by another layer: it names this problem where a refusal does.
+    /// The field alone is no proof, because a service may pass it on from an API that it called after an effect.
+    ///
+    /// A layer that refuses a request before it has read the body does not know the `id`. Such a refusal has the status of an
+    /// error.
+    fn is_refusal(&self, text: &str, status: StatusCode, problem: &str) -> bool {
+        let Ok(Members { values: [method, id, result, error], is_repeated: false }) =
+            exact_members(text, ["method", "id", "result", "error"])
+        else {
+            return false;
+        };
+        let is_unread =
+            id.is_some_and(|id| id.get() == "null") && (status.is_client_error() || status.is_server_error());
+        let is_own = id.is_some_and(|id| self.has_id(id));
+        let named = match (method, result, error) {
+            (None, Some(result), None) if is_own => problem_of_result(result),
+            (None, None, Some(error)) if is_own || is_unread => {
+                member(error, "data").and_then(|data| member(data, "type"))
+            }
+            _ => None,
+        };
+        // The beginning of a type may be the URL of a documentation.
+        let named = named.and_then(string);
+        let beginning = named.as_deref().and_then(|named| named.strip_suffix(problem));
+        beginning.is_some_and(|beginning| beginning.ends_with([':', '/', '#']))
+    }
+
+    fn has_id(&self, id: &RawValue) -> bool {
+        is_same_id(id.get(), &self.id)
     }
 
     /// The stored response to an earlier request for this call, as the response to this request: with its `id`, and with
@@ -360,21 +447,65 @@ impl ToolCall {
     }
 }
 
-/// Returns true for responses of the transport to a message that it did not take. `is_error` is true for a JSON-RPC error without
-/// an `id`: the request is no message that the server knows, or its session has ended.
+/// The type of the problem in a result that is a refusal.
+fn problem_of_result(result: &RawValue) -> Option<&RawValue> {
+    let Members { values: [is_error, meta], is_repeated: false } =
+        exact_members(result.get(), ["isError", "_meta"]).ok()?
+    else {
+        return None;
+    };
+    is_error.filter(|value| value.get() == "true")?;
+    member(member(meta?, "oncegate/problem")?, "type")
+}
+
+/// The only member of this name.
+fn member<'a>(object: &'a RawValue, name: &str) -> Option<&'a RawValue> {
+    match exact_members(object.get(), [name]).ok()? {
+        Members { values: [value], is_repeated: false } => value,
+        Members { .. } => None,
+    }
+}
+
+/// Returns true for the statuses of a transport that did not take the message.
 ///
 /// Other errors may come from the tool: frameworks choose a status such as 404, 409 or 422 for errors after an effect.
-fn is_not_taken(status: StatusCode, is_error: bool) -> bool {
-    match status.as_u16() {
-        405 | 406 | 411 | 413 | 414 | 415 | 431 => true,
-        400 | 404 => is_error,
-        _ => false,
+const fn is_not_taken(status: StatusCode) -> bool {
+    matches!(status.as_u16(), 405 | 406 | 411 | 413 | 414 | 415 | 431)
+}
+
+/// Returns true for an error without an `id` by which the transport says that it did not take the message: it is no message that
+/// the server knows, or its session has ended. Under the statuses of such refusals, an error may also have the form of a
+/// framework instead of JSON-RPC.
+fn is_not_taken_error(text: &str, status: StatusCode) -> bool {
+    let Ok(Members { values: [version, error], is_repeated: false }) =
+        exact_members(text, ["jsonrpc", "error"])
+    else {
+        return false;
+    };
+    let code = error.and_then(|error| member(error, "code")).and_then(integer);
+    let may_refuse =
+        is_not_taken(status) || matches!(status, StatusCode::BAD_REQUEST | StatusCode::NOT_FOUND);
+    match code {
+        Some(code) => may_refuse && NOT_TAKEN.contains(&code),
+        None => is_not_taken(status) && version.is_none(),
     }
 }
 
 fn has_no_id(message: &str) -> bool {
-    let Members { values: [id], .. } = members(message, ["id"]).unwrap_or_default();
-    id.is_none_or(|id| id.get() == "null")
+    match members(message, ["id"]) {
+        Ok(Members { values: [id], is_repeated: false }) => id.is_none_or(|id| id.get() == "null"),
+        _ => false,
+    }
+}
+
+fn is_object(text: &str) -> bool {
+    exact_members::<0>(text, []).is_ok()
+}
+
+/// Returns true if a body begins as a JSON object or a list of them. It may hold a result even if it cannot be read.
+fn may_be_json(body: &[u8]) -> bool {
+    let body = body.strip_prefix(b"\xef\xbb\xbf").unwrap_or(body);
+    matches!(body.trim_ascii_start().first(), Some(b'{' | b'['))
 }
 
 /// Returns true if two ids are one value.
@@ -588,7 +719,7 @@ mod tests {
             (r#"{"id":1,"result":{"content":[],"isError":true}}"#, Some(Failed)),
             (r#"{"id":1,"error":{"code":-32602,"message":"x"}}"#, Some(Failed)),
             (r#"{"id":1,"error":{"code":-32020,"message":"x"}}"#, Some(Failed)),
-            (r#"{"id":1,"error":{"code":-32042,"message":"x"}}"#, Some(NotCalled)),
+            (r#"{"id":1,"error":{"code":-32042,"data":{"elicitations":[{}]}}}"#, Some(NotCalled)),
             (r#"{"id":1,"error":{"code":-32603,"message":"x"}}"#, Some(Failed)),
             (r#"{"id":1,"error":{"code":"x"}}"#, Some(Failed)),
             (
@@ -613,14 +744,58 @@ mod tests {
     }
 
     #[test]
-    fn only_the_response_to_the_call_counts() {
-        let call = |id: &str| ToolCall {
+    fn a_question_counts_only_in_its_own_form() {
+        use CallOutcome::{Complete, Failed};
+        let error = |data: &str| format!(r#"{{"id":1,"error":{{"code":-32042{data}}}}}"#);
+        let asks = r#""code":-32042,"data":{"elicitations":[{}]}"#;
+        for (text, expected) in [
+            (error(""), Failed),
+            (error(r#","data":{}"#), Failed),
+            (error(r#","data":{"elicitations":[]}"#), Failed),
+            (error(r#","data":{"elicitations":{}}"#), Failed),
+            (format!(r#"{{"id":1,"error":{{{asks},"code":-32603}}}}"#), Failed),
+            (format!(r#"{{"id":1,"error":{{{asks}}},"result":{{}}}}"#), Complete),
+            (format!(r#"{{"id":1,"error":{{{asks}}},"error":{{{asks}}}}}"#), Complete),
+            (format!(r#"{{"id":1,"error":{{{asks}}},"Error":null}}"#), Complete),
+            (r#"{"id":1,"result":{"resultType":"complete","resultType":"input_required"}}"#.into(), Complete),
+            (r#"{"id":1,"result":{"resultType":"input_required","ResultType":"complete"}}"#.into(), Complete),
+            (r#"{"id":1,"result":{},"result":{"resultType":"input_required"}}"#.into(), Complete),
+            (r#"{"id":1,"result":{"resultType":"input_required","content":[]}}"#.into(), Complete),
+            (r#"{"id":1,"result":{"resultType":"input_required","structuredContent":{}}}"#.into(), Complete),
+            (r#"{"id":1,"result":{"resultType":"input_required","isError":true}}"#.into(), Failed),
+        ] {
+            assert_eq!(outcome_of(&text, StatusCode::OK), Some(expected), "{text}");
+        }
+        for text in [
+            error(r#","data":{"elicitations":[{}]}"#),
+            r#"{"result":{"resultType":"input_required"}}"#.into(),
+        ] {
+            assert_eq!(outcome_of(&text, StatusCode::OK), Some(CallOutcome::NotCalled), "{text}");
+            for status in [StatusCode::ACCEPTED, StatusCode::BAD_REQUEST, StatusCode::INTERNAL_SERVER_ERROR] {
+                let outcome = outcome_of(&text, status);
+                assert!(matches!(outcome, Some(Complete | Failed)), "{status} {text}: {outcome:?}");
+            }
+        }
+    }
+
+    fn call_with_id(id: &str) -> ToolCall {
+        ToolCall {
             id: id.into(),
             tool: String::new(),
             compared: String::new(),
             is_by_intent: false,
             sessions: Vec::new(),
-        };
+        }
+    }
+
+    /// The outcome of call 7 in a body.
+    fn outcome_in_body(status: u16, body: &str) -> Result<Option<CallOutcome>, OtherRequest> {
+        let status = StatusCode::from_u16(status).unwrap();
+        call_with_id("7").outcome_in_body(body.as_bytes(), status, None)
+    }
+
+    #[test]
+    fn only_the_response_to_the_call_counts() {
         let ok = StatusCode::OK;
         for (own, id, is_same) in [
             ("7", "7", true),
@@ -631,46 +806,117 @@ mod tests {
             ("12345678901234567890", "12345678901234567890", true),
         ] {
             let text = format!(r#"{{"id":{id},"result":{{}}}}"#);
-            let expected = is_same.then_some(CallOutcome::Complete);
-            assert_eq!(call(own).outcome_in_stream(&text, ok), expected, "{text}");
-            assert_eq!(call(own).outcome_in_body(text.as_bytes(), ok).ok().flatten(), expected, "{text}");
+            let (call, expected) = (call_with_id(own), is_same.then_some(CallOutcome::Complete));
+            assert_eq!(call.outcome_in_stream(&text, ok), expected, "{text}");
+            assert_eq!(call.outcome_in_body(text.as_bytes(), ok, None).ok().flatten(), expected, "{text}");
         }
+        assert_eq!(
+            outcome_in_body(400, r#"{"id":7,"error":{"code":-32602}}"#),
+            Ok(Some(CallOutcome::Failed))
+        );
+        assert_eq!(outcome_in_body(200, r#"{"id":8,"result":{}}"#), Err(OtherRequest));
+        assert_eq!(outcome_in_body(200, r#"{"result":{}}"#), Err(OtherRequest));
+        assert_eq!(outcome_in_body(200, "<html>"), Ok(None));
+        // Programs differ in which of them counts.
+        let asks = r#"{"resultType":"input_required"}"#;
+        let twice = format!(r#"{{"id":8,"id":7,"result":{asks}}}"#);
+        assert_eq!(outcome_in_body(200, &twice), Ok(Some(CallOutcome::Complete)));
+        let both = format!(r#"[{{"id":7,"result":{asks}}},{{"id":7,"result":{{}}}}]"#);
+        let found = call_with_id("7").find_response(&both, ok).map(|(outcome, _)| outcome);
+        assert_eq!(found, Some(CallOutcome::Complete));
+    }
+
+    #[test]
+    fn a_transport_says_that_it_did_not_take_a_message() {
+        const FAILED: Result<Option<CallOutcome>, OtherRequest> = Ok(Some(CallOutcome::Failed));
+        const NOT_TAKEN: Result<Option<CallOutcome>, OtherRequest> = Ok(Some(CallOutcome::NotCalled));
         let unread = r#"{"id":null,"error":{"code":-32700}}"#;
-        assert_eq!(call("7").outcome_in_stream(unread, ok), None);
-        for (status, expected) in [(400, CallOutcome::NotCalled), (200, CallOutcome::Failed)] {
-            let status = StatusCode::from_u16(status).unwrap();
-            assert_eq!(call("7").outcome_in_body(unread.as_bytes(), status), Ok(Some(expected)));
-        }
-        let error = r#"{"id":null,"error":{"code":-32000}}"#;
+        assert_eq!(call_with_id("7").outcome_in_stream(unread, StatusCode::OK), None);
         for (status, body, expected) in [
-            (406, "", Some(CallOutcome::NotCalled)),
-            (415, "<html>", Some(CallOutcome::NotCalled)),
-            (400, error, Some(CallOutcome::NotCalled)),
-            (404, error, Some(CallOutcome::NotCalled)),
-            (409, error, Some(CallOutcome::Failed)),
-            (400, r#"{"detail":"x"}"#, None),
-            (404, "", None),
-            (422, r#"{"detail":"x"}"#, None),
+            (400, unread, NOT_TAKEN),
+            (200, unread, FAILED),
+            (400, r#"{"error":{"code":-32600}}"#, NOT_TAKEN),
+            (404, r#"{"id":null,"error":{"code":-32600}}"#, NOT_TAKEN),
+            (400, r#"{"id":null,"error":{"code":-32000}}"#, NOT_TAKEN),
+            (404, r#"{"id":null,"error":{"code":-32001}}"#, NOT_TAKEN),
+            (409, r#"{"id":null,"error":{"code":-32000}}"#, FAILED),
+            (400, r#"{"id":null,"error":{"code":-32603}}"#, FAILED),
+            (404, r#"{"id":null,"error":{"code":-32603}}"#, FAILED),
+            (404, r#"{"id":null,"error":{"code":-32602}}"#, FAILED),
+            (404, r#"{"id":null,"error":{"code":-32001,"code":-32603}}"#, FAILED),
+            (400, r#"{"error":"Bad Request"}"#, FAILED),
+            (404, r#"{"error":{"message":"no order"}}"#, FAILED),
+            (400, r#"{"detail":"x"}"#, Ok(None)),
+            (404, "", Ok(None)),
+            (422, r#"{"detail":"x"}"#, Ok(None)),
+            (406, "", NOT_TAKEN),
+            (415, "<html>", NOT_TAKEN),
+            (413, r#"{"error":"Payload Too Large","status":413}"#, NOT_TAKEN),
+            (413, r#"{"error":{"message":"too large"}}"#, NOT_TAKEN),
+            (405, r#"{"detail":"x"}"#, NOT_TAKEN),
+            (405, r#"{"jsonrpc":"2.0","id":null,"error":{"code":-32000}}"#, NOT_TAKEN),
+            (413, r#"{"jsonrpc":"2.0","id":null,"error":{"code":-32603}}"#, FAILED),
+            (413, r#"{"jsonrpc":"2.0","id":null,"error":{}}"#, FAILED),
+            (413, r#"{"id":7,"error":{"code":-32000}}"#, FAILED),
+            (413, r#"{"id":7,"result":{}}"#, Ok(Some(CallOutcome::Complete))),
+            (413, r#"{"id":8,"error":{"code":-32000}}"#, Err(OtherRequest)),
+            (413, r#"{"id":8,"id":null,"error":{"code":-32000}}"#, Err(OtherRequest)),
+            (413, r#"{"id":null,"result":{}}"#, Err(OtherRequest)),
+            (413, r#"[{"id":7,"result":{}}]"#, Ok(None)),
+            (413, r#"{"id":7,"result":{"#, Ok(None)),
         ] {
-            let status = StatusCode::from_u16(status).unwrap();
-            assert_eq!(call("7").outcome_in_body(body.as_bytes(), status), Ok(expected), "{status} {body}");
+            assert_eq!(outcome_in_body(status, body), expected, "{status} {body}");
         }
-        let own = br#"{"id":7,"error":{"code":-32602}}"#;
-        assert_eq!(call("7").outcome_in_body(own, StatusCode::BAD_REQUEST), Ok(Some(CallOutcome::Failed)));
-        assert_eq!(call("7").outcome_in_body(br#"{"id":8,"result":{}}"#, ok), Err(OtherRequest));
-        assert_eq!(call("7").outcome_in_body(br#"{"result":{}}"#, ok), Err(OtherRequest));
-        assert_eq!(call("7").outcome_in_body(b"<html>", ok), Ok(None));
+        let status = StatusCode::PAYLOAD_TOO_LARGE;
+        let spoilt = b"\xef\xbb\xbf {\"id\":7,\"result\":\"\xff\"}";
+        assert_eq!(call_with_id("7").outcome_in_body(spoilt, status, None), Ok(None));
+    }
+
+    #[test]
+    fn a_refusal_names_the_problem_of_its_field() {
+        let is_refusal = |status: u16, body: &str| {
+            call_with_id("7").is_refusal(body, StatusCode::from_u16(status).unwrap(), "overloaded")
+        };
+        let result = |id: &str, is_error: &str, problem: &str| {
+            format!(
+                r#"{{"id":{id},"result":{{"isError":{is_error},"_meta":{{"oncegate/problem":{{"type":"{problem}"}}}}}}}}"#
+            )
+        };
+        let error = |id: &str, problem: &str| {
+            format!(r#"{{"id":{id},"error":{{"code":-32603,"data":{{"type":"{problem}"}}}}}}"#)
+        };
+        let ours = "urn:oncegate:problem:overloaded";
+        for (status, body) in [
+            (200, result("7", "true", ours)),
+            (200, result("7", "true", "https://developer.example/retry#overloaded")),
+            (200, error("7", ours)),
+            (503, error("null", ours)),
+        ] {
+            assert!(is_refusal(status, &body), "{status} {body}");
+        }
+        for (status, body) in [
+            (200, result("8", "true", ours)),
+            (200, result("null", "true", ours)),
+            (503, result("null", "true", ours)),
+            (200, result("7", "false", ours)),
+            (200, result("7", "true", "urn:oncegate:problem:key-reused")),
+            (200, result("7", "true", "x-overloaded")),
+            (200, result("7", "true", ours).replace("oncegate/problem", "problem")),
+            (200, result("7", "true,\"isError\":false", ours)),
+            (200, error("null", ours)),
+            (503, error("8", ours)),
+            (503, error("7,\"id\":null", ours)),
+            (503, error("7,\"result\":{}", ours)),
+            (503, error("7", ours).replace("data", "Data")),
+            (503, String::new()),
+        ] {
+            assert!(!is_refusal(status, &body), "{status} {body}");
+        }
     }
 
     #[test]
     fn a_replay_has_the_id_of_its_request_and_a_mark() {
-        let call = ToolCall {
-            id: "\"new\"".into(),
-            tool: String::new(),
-            compared: String::new(),
-            is_by_intent: false,
-            sessions: Vec::new(),
-        };
+        let call = call_with_id("\"new\"");
         for (stored, expected) in [
             (
                 r#"{"jsonrpc":"2.0","id":1,"result":{"content":[]}}"#,

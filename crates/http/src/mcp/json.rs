@@ -10,7 +10,7 @@ use serde_json::value::RawValue;
 #[derive(Debug)]
 pub(super) struct Members<'a, const N: usize> {
     pub(super) values: [Option<&'a RawValue>; N],
-    /// True if the object has two members of one chosen name: programs differ in which of them counts.
+    /// True if the object has two members of one chosen name, without regard to case: programs differ in which of them counts.
     pub(super) is_repeated: bool,
 }
 
@@ -81,16 +81,16 @@ impl<'de, const N: usize> Visitor<'de> for Picker<'_, N> {
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
         let mut members = Members::default();
+        let mut are_seen = [false; N];
         while let Some(name) = map.next_key::<Cow<'_, str>>()? {
-            let found = self
-                .names
-                .iter()
-                .position(|own| *own == name || (self.ignores_case && own.eq_ignore_ascii_case(&name)));
-            match found.and_then(|at| members.values.get_mut(at)) {
-                Some(place) => {
-                    members.is_repeated |= place.is_some();
-                    *place = Some(map.next_value()?);
-                }
+            let found = self.names.iter().position(|own| own.eq_ignore_ascii_case(&name));
+            if let Some(is_seen) = found.and_then(|at| are_seen.get_mut(at)) {
+                members.is_repeated |= std::mem::replace(is_seen, true);
+            }
+            let counts =
+                |at: &usize| self.ignores_case || self.names.get(*at).is_some_and(|own| *own == name);
+            match found.filter(counts).and_then(|at| members.values.get_mut(at)) {
+                Some(place) => *place = Some(map.next_value()?),
                 None => {
                     map.next_value::<IgnoredAny>()?;
                 }
@@ -117,6 +117,14 @@ mod tests {
         assert!(text[at..].starts_with("1.50"));
         assert!(members(r#"{"a":1,"A":2}"#, ["a"]).unwrap().is_repeated);
         assert!(!members(r#"{"b":1,"b":2}"#, ["a"]).unwrap().is_repeated);
+        let exact = |text| {
+            let Members { values: [value], is_repeated } = exact_members(text, ["a"]).unwrap();
+            (value.map(RawValue::get), is_repeated)
+        };
+        assert_eq!(exact(r#"{"A":1}"#), (None, false));
+        assert_eq!(exact(r#"{"A":1,"a":2,"b":3}"#), (Some("2"), true));
+        assert_eq!(exact(r#"{"a":1,"A":2}"#), (Some("1"), true));
+        assert_eq!(exact(r#"{"a":1,"a":2}"#), (Some("2"), true));
     }
 
     #[test]

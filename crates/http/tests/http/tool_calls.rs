@@ -60,6 +60,18 @@ impl Server {
         sender
     }
 
+    /// Answers the next request with this whole message.
+    fn will_answer(&self, status: u16, fields: &[(&'static str, &str)], text: &str) {
+        let pieces = self.will_respond("application/json");
+        let mut responses = self.responses.lock().unwrap();
+        let response = responses.back_mut().unwrap();
+        *response.status_mut() = StatusCode::from_u16(status).unwrap();
+        for (name, value) in fields {
+            response.headers_mut().insert(*name, value.parse().unwrap());
+        }
+        pieces.send(Ok(text.to_owned().leak())).unwrap();
+    }
+
     fn runs(&self) -> usize {
         self.requests.lock().unwrap().len()
     }
@@ -257,55 +269,171 @@ async fn the_response_decides_whether_the_key_is_free() {
     }
 }
 
+/// Returns true if the second of two calls with one key gets the response to the first, which is this one.
+async fn is_kept(settings: Settings, status: u16, fields: &[(&'static str, &str)], text: &str) -> bool {
+    let (server, mut service) = service(settings);
+    for _ in 0..2 {
+        server.will_answer(status, fields, text);
+    }
+    for _ in 0..2 {
+        send(&mut service, &pay(1, "a")).await.into_body().collect().await.unwrap();
+    }
+    server.runs() == 1
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_request_that_the_server_refuses_before_the_call_frees_the_key() {
     const MISMATCH: &str = r#"{"jsonrpc":"2.0","id":1,"error":{"code":-32020,"message":"x"}}"#;
     const PARAMS: &str = r#"{"jsonrpc":"2.0","id":1,"error":{"code":-32602,"message":"x"}}"#;
     const NO_SESSION: &str =
         r#"{"jsonrpc":"2.0","id":null,"error":{"code":-32001,"message":"Session not found"}}"#;
-    for (status, text, is_kept) in [
+    const INTERNAL: &str = r#"{"jsonrpc":"2.0","id":null,"error":{"code":-32603,"message":"x"}}"#;
+    const OTHER: &str = r#"{"jsonrpc":"2.0","id":2,"error":{"code":-32000,"message":"x"}}"#;
+    for (status, text, expected) in [
         (400, MISMATCH, false),
         (400, PARAMS, true),
         (404, NO_SESSION, false),
         (406, "", false),
+        (413, "{\"error\":\"too large\"}", false),
         (404, "<html>", true),
         (422, "{\"detail\":1}", true),
         (500, NO_SESSION, true),
+        (400, INTERNAL, true),
+        (404, INTERNAL, true),
+        (404, "{\"error\":\"no order\"}", true),
+        (413, INTERNAL, true),
+        (413, OTHER, true),
+        (413, RESULT_TEXT, true),
     ] {
-        let (server, mut service) = service(settings());
-        for _ in 0..2 {
-            let pieces = server.will_respond("application/json");
-            let mut responses = server.responses.lock().unwrap();
-            *responses.back_mut().unwrap().status_mut() = StatusCode::from_u16(status).unwrap();
-            pieces.send(Ok(text)).unwrap();
-        }
-        for _ in 0..2 {
-            send(&mut service, &pay(1, "a")).await.into_body().collect().await.unwrap();
-        }
-        assert_eq!(server.runs(), if is_kept { 1 } else { 2 }, "{status} {text}");
+        assert_eq!(is_kept(settings(), status, &[], text).await, expected, "{status} {text}");
+    }
+}
+
+const RESULT_TEXT: &str = r#"{"jsonrpc":"2.0","id":1,"result":{"content":[]}}"#;
+
+#[tokio::test(start_paused = true)]
+async fn a_question_frees_the_key_only_in_a_response_that_is_nothing_else() {
+    const ASKS: &str = r#""error":{"code":-32042,"message":"x","data":{"elicitations":[{}]}}"#;
+    let of = |rest: &str| format!(r#"{{"jsonrpc":"2.0","id":1,{rest}}}"#);
+    let input = |rest: &str| of(&format!(r#""result":{{"resultType":"input_required"{rest}}}"#));
+    for (status, text, expected) in [
+        (200, of(ASKS), false),
+        (200, input(""), false),
+        (200, of(&format!(r#"{ASKS},"result":{{"content":[]}}"#)), true),
+        (500, of(ASKS), true),
+        (400, of(ASKS), true),
+        (200, of(r#""error":{"code":-32042,"message":"x"}"#), true),
+        (200, input(r#","resultType":"complete""#), true),
+        (200, of(r#""result":{"resultType":"complete","resultType":"input_required"}"#), true),
+        (200, of(&format!(r#""error":{{"code":-32603}},{ASKS}"#)), true),
+        (200, format!(r#"{{"id":2,"id":1,{ASKS}}}"#), true),
+        (200, input(r#","content":[]"#), true),
+        (500, input(""), true),
+    ] {
+        assert_eq!(is_kept(settings(), status, &[], &text).await, expected, "{status} {text}");
     }
 }
 
 #[tokio::test(start_paused = true)]
+async fn the_result_of_the_call_is_kept_whatever_its_status() {
+    for status in [401, 403, 408, 425, 429] {
+        assert!(is_kept(settings(), status, &[], RESULT_TEXT).await, "{status}");
+        for other in [
+            "",
+            "{\"error\":\"slow down\"}",
+            r#"{"jsonrpc":"2.0","id":1,"error":{"code":-32000,"message":"x"}}"#,
+            r#"{"jsonrpc":"2.0","id":1,"result":{"content":[],"isError":true}}"#,
+        ] {
+            assert!(!is_kept(settings(), status, &[], other).await, "{status} {other}");
+        }
+    }
+}
+
+const IN_PROGRESS: &str = "refused; problem=request-in-progress; retry=same-key";
+
+/// The refusal of call 1 by another layer.
+const REFUSED: &str = r#"{"jsonrpc":"2.0","id":1,"result":{"content":[],"isError":true,"_meta":{"oncegate/problem":{"type":"urn:oncegate:problem:request-in-progress","retry":"same-key"}}}}"#;
+
+#[tokio::test(start_paused = true)]
 async fn the_refusal_of_another_sidecar_behind_this_one_is_not_kept() {
-    const REFUSED: &str = r#"{"jsonrpc":"2.0","id":1,"result":{"content":[],"isError":true}}"#;
-    for (field, is_kept) in [
-        ("refused; problem=request-in-progress; retry=same-key", false),
+    for (field, expected) in [
+        (IN_PROGRESS, false),
         ("refused; problem=outcome-unknown; retry=stop", true),
+        ("refused; problem=request-in-progress; retry=stop", true),
+        ("refused; retry=same-key", true),
+        ("refused; problem=; retry=same-key", true),
         ("retry=same-key", true),
     ] {
-        let (server, mut service) = service(settings());
-        for _ in 0..2 {
-            let pieces = server.will_respond("application/json");
-            let mut responses = server.responses.lock().unwrap();
-            responses.back_mut().unwrap().headers_mut().insert("idempotency-status", field.parse().unwrap());
-            pieces.send(Ok(REFUSED)).unwrap();
-        }
-        for _ in 0..2 {
-            send(&mut service, &pay(1, "a")).await.into_body().collect().await.unwrap();
-        }
-        assert_eq!(server.runs(), if is_kept { 1 } else { 2 }, "{field}");
+        let fields = [("idempotency-status", field)];
+        assert_eq!(is_kept(settings(), 200, &fields, REFUSED).await, expected, "{field}");
     }
+}
+
+/// A service passes on the fields of an API that it called after its effect.
+#[tokio::test(start_paused = true)]
+async fn the_field_of_a_refusal_alone_does_not_free_the_key() {
+    let fields = [("idempotency-status", IN_PROGRESS)];
+    for text in [
+        RESULT_TEXT,
+        r#"{"jsonrpc":"2.0","id":1,"result":{"content":[],"isError":true}}"#,
+        r#"{"jsonrpc":"2.0","id":1,"error":{"code":-32603,"message":"x"}}"#,
+        &REFUSED.replace("\"id\":1", "\"id\":2"),
+        &REFUSED.replace("\"isError\":true", "\"isError\":false"),
+        &REFUSED.replace("request-in-progress", "overloaded"),
+        &REFUSED.replace("oncegate/problem", "problem"),
+        "<html>",
+    ] {
+        for status in [200, 500] {
+            assert!(is_kept(settings(), status, &fields, text).await, "{status} {text}");
+        }
+    }
+}
+
+/// The refusals that a layer sends, as another layer gets them.
+#[tokio::test(start_paused = true)]
+async fn every_refusal_that_advises_to_retry_frees_the_key_of_a_layer_in_front() {
+    let linked = || settings().with_problem_base_url("https://developer.example/how#").unwrap();
+    let mut seen = Vec::new();
+    for (inner, begins, body) in [
+        (settings(), true, pay(1, "a")),
+        (linked(), true, pay(1, "a")),
+        (
+            settings().with_required_key(true),
+            false,
+            json!({"id": 1, "method": "tools/call", "params": {"name": "pay"}}),
+        ),
+        // The body is not read, so the refusal has no id.
+        (settings().with_max_request_body(10).unwrap(), false, pay(1, "a")),
+    ] {
+        let (server, mut inner) = service(inner);
+        let events = server.will_respond("text/event-stream");
+        if begins {
+            drop(send(&mut inner, &pay(1, "a")).await);
+        }
+        let refusal = send(&mut inner, &body).await;
+        drop(events);
+        let (status, fields) = (refusal.status().as_u16(), refusal.headers().clone());
+        let field = fields["idempotency-status"].to_str().unwrap();
+        let text = whole(refusal).await.to_string();
+        assert!(
+            !is_kept(settings(), status, &[("idempotency-status", field)], &text).await,
+            "{field} {text}"
+        );
+        seen.push((status, field.split("; ").nth(1).unwrap().to_owned()));
+    }
+    let expected = [
+        (200, "problem=request-in-progress"),
+        (200, "problem=request-in-progress"),
+        (200, "problem=key-missing"),
+        (413, "problem=request-too-large"),
+    ];
+    assert_eq!(seen, expected.map(|(status, problem)| (status, problem.to_owned())));
+    // A layer without memory for the body.
+    let overloaded = r#"{"jsonrpc":"2.0","id":null,"error":{"code":-32603,"message":"x","data":{"type":"urn:oncegate:problem:overloaded"}}}"#;
+    let fields = [("idempotency-status", "refused; problem=overloaded; retry=same-key")];
+    assert!(!is_kept(settings(), 503, &fields, overloaded).await);
+    assert!(is_kept(settings(), 503, &[], overloaded).await);
+    assert!(is_kept(settings(), 200, &fields, overloaded).await);
 }
 
 #[tokio::test(start_paused = true)]
@@ -330,7 +458,8 @@ async fn an_intent_is_one_call_whatever_the_spelling_of_its_arguments_and_its_qu
 
 #[tokio::test(start_paused = true)]
 async fn the_service_may_say_that_any_response_is_kept() {
-    const MISMATCH: &str = r#"{"jsonrpc":"2.0","id":1,"error":{"code":-32042,"message":"x"}}"#;
+    const MISMATCH: &str =
+        r#"{"jsonrpc":"2.0","id":1,"error":{"code":-32042,"message":"x","data":{"elicitations":[{}]}}}"#;
     for (content_type, text) in
         [("application/json", MISMATCH), ("text/event-stream", &*format!("data: {MISMATCH}\n\n").leak())]
     {
@@ -366,6 +495,47 @@ async fn a_session_is_not_ended_while_a_call_runs_in_it() {
     drop(server.will_respond("application/json"));
     assert_eq!(service.call(with_session("DELETE", &Value::Null)).await.unwrap().status(), StatusCode::OK);
     assert_eq!(server.runs(), 2);
+}
+
+/// Of several lines, and of two spellings of their name, each server takes its own.
+#[tokio::test(start_paused = true)]
+async fn a_session_is_not_ended_under_another_spelling_while_a_call_runs_in_it() {
+    type Lines = &'static [(&'static str, &'static str)];
+    const PLAIN: &str = "mcp-session-id";
+    const FOLDED: &str = "mcp_session_id";
+    let with = |method: &str, lines: Lines, body: &Value| {
+        let request = Request::builder().method(method).uri("/mcp");
+        let request = lines.iter().fold(request, |request, (name, value)| request.header(*name, *value));
+        request.body(Full::from(body.to_string())).unwrap()
+    };
+    let cases: [(Lines, &str, Lines, bool); 9] = [
+        (&[(PLAIN, "s")], "DELETE", &[(PLAIN, "x"), (PLAIN, "s")], true),
+        (&[(PLAIN, "s")], "DELETE", &[(PLAIN, "s"), (PLAIN, "x")], true),
+        (&[(PLAIN, "s")], "DELETE", &[(FOLDED, "s")], true),
+        (&[(PLAIN, "s")], "DELETE", &[(PLAIN, "x"), (FOLDED, "s")], true),
+        (&[(PLAIN, "s")], "DELETE", &[(PLAIN, "x, s")], true),
+        (&[(PLAIN, "s")], "delete", &[(PLAIN, "s")], true),
+        (&[(PLAIN, "s")], "POST", &[(PLAIN, "s"), ("x-http-method-override", "DELETE")], true),
+        (&[(PLAIN, "x"), (PLAIN, "y"), (FOLDED, "s")], "DELETE", &[(PLAIN, "s")], true),
+        (&[(PLAIN, "s")], "DELETE", &[(PLAIN, "x"), (FOLDED, "y")], false),
+    ];
+    for (lines, method, ending, is_refused) in cases {
+        let (server, mut service) = service(settings());
+        let events = server.will_respond("text/event-stream");
+        drop(service.call(with("POST", lines, &pay(1, "a"))).await.unwrap());
+        drop(server.will_respond("application/json"));
+        let answer = service.call(with(method, ending, &Value::Null)).await.unwrap();
+        let expected = if is_refused { StatusCode::METHOD_NOT_ALLOWED } else { StatusCode::OK };
+        assert_eq!(answer.status(), expected, "{lines:?} {method} {ending:?}");
+        assert_eq!(server.runs(), if is_refused { 1 } else { 2 }, "{lines:?} {method} {ending:?}");
+        // The session can be ended after the call.
+        events.send(Ok(RESULT)).unwrap();
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        if is_refused {
+            let ended = service.call(with(method, ending, &Value::Null)).await.unwrap();
+            assert_eq!(ended.status(), StatusCode::OK, "{lines:?} {method} {ending:?}");
+        }
+    }
 }
 
 #[tokio::test(start_paused = true)]
@@ -468,44 +638,4 @@ async fn policies_that_protect_nothing_are_refused() {
         assert!(error.contains("intent-tools"), "{error}");
     }
     assert!(layer().with_settings(settings().with_tools(tools(ToolPolicy::ByIntent))).is_ok());
-}
-/// Of several lines, and of two spellings of their name, each server takes its own.
-#[tokio::test(start_paused = true)]
-async fn a_session_is_not_ended_under_another_spelling_while_a_call_runs_in_it() {
-    type Lines = &'static [(&'static str, &'static str)];
-    const PLAIN: &str = "mcp-session-id";
-    const FOLDED: &str = "mcp_session_id";
-    let with = |method: &str, lines: Lines, body: &Value| {
-        let request = Request::builder().method(method).uri("/mcp");
-        let request = lines.iter().fold(request, |request, (name, value)| request.header(*name, *value));
-        request.body(Full::from(body.to_string())).unwrap()
-    };
-    let cases: [(Lines, &str, Lines, bool); 9] = [
-        (&[(PLAIN, "s")], "DELETE", &[(PLAIN, "x"), (PLAIN, "s")], true),
-        (&[(PLAIN, "s")], "DELETE", &[(PLAIN, "s"), (PLAIN, "x")], true),
-        (&[(PLAIN, "s")], "DELETE", &[(FOLDED, "s")], true),
-        (&[(PLAIN, "s")], "DELETE", &[(PLAIN, "x"), (FOLDED, "s")], true),
-        (&[(PLAIN, "s")], "DELETE", &[(PLAIN, "x, s")], true),
-        (&[(PLAIN, "s")], "delete", &[(PLAIN, "s")], true),
-        (&[(PLAIN, "s")], "POST", &[(PLAIN, "s"), ("x-http-method-override", "DELETE")], true),
-        (&[(PLAIN, "x"), (PLAIN, "y"), (FOLDED, "s")], "DELETE", &[(PLAIN, "s")], true),
-        (&[(PLAIN, "s")], "DELETE", &[(PLAIN, "x"), (FOLDED, "y")], false),
-    ];
-    for (lines, method, ending, is_refused) in cases {
-        let (server, mut service) = service(settings());
-        let events = server.will_respond("text/event-stream");
-        drop(service.call(with("POST", lines, &pay(1, "a"))).await.unwrap());
-        drop(server.will_respond("application/json"));
-        let answer = service.call(with(method, ending, &Value::Null)).await.unwrap();
-        let expected = if is_refused { StatusCode::METHOD_NOT_ALLOWED } else { StatusCode::OK };
-        assert_eq!(answer.status(), expected, "{lines:?} {method} {ending:?}");
-        assert_eq!(server.runs(), if is_refused { 1 } else { 2 }, "{lines:?} {method} {ending:?}");
-        // The session can be ended after the call.
-        events.send(Ok(RESULT)).unwrap();
-        tokio::time::sleep(Duration::from_secs(1)).await;
-        if is_refused {
-            let ended = service.call(with(method, ending, &Value::Null)).await.unwrap();
-            assert_eq!(ended.status(), StatusCode::OK, "{lines:?} {method} {ending:?}");
-        }
-    }
 }
