@@ -4,6 +4,7 @@ use http::header::CONTENT_TYPE;
 use http::{HeaderMap, StatusCode};
 use serde_json::Value;
 
+use crate::refusal::{OwnRefusal, is_usual_status};
 use crate::signals::{At, SIGNAL_RULES, Signal, SignalRule};
 use crate::verdict::Advice;
 
@@ -27,10 +28,6 @@ const CODED: [&str; 4] = ["outcome-unknown", "record-corrupt", "host-differs", "
 /// The usual beginning of the types of Oncegate's problems.
 const PROBLEM_TYPES: &str = "urn:oncegate:problem:";
 
-/// The header in which Oncegate names the condition of a refusal, whatever the shape of its body:
-/// `refused; problem=NAME; retry=WORD`.
-const IDEMPOTENCY_STATUS: &str = "idempotency-status";
-
 /// The hints in a response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Hint {
@@ -40,39 +37,12 @@ pub(crate) struct Hint {
     pub(crate) retry: Option<Result<(), Advice>>,
     /// The response names its error.
     pub(crate) is_named: bool,
-}
-
-/// The condition and the advice of a refusal of Oncegate.
-struct OwnRefusal<'a> {
-    problem: &'a str,
-    retry: Option<Result<(), Advice>>,
-}
-
-impl<'a> OwnRefusal<'a> {
-    fn read(headers: &'a HeaderMap) -> Option<Self> {
-        let mut values = headers.get_all(IDEMPOTENCY_STATUS).iter();
-        let (Some(value), None) = (values.next(), values.next()) else { return None };
-        // A gateway may have joined two fields.
-        let value = value.to_str().ok().filter(|value| !value.contains(','))?;
-        let mut parts = value.split(';').map(str::trim);
-        if parts.next()? != "refused" {
-            return None;
-        }
-        let value_of = |name: &str| {
-            parts.clone().find_map(|part| part.strip_prefix(name)?.strip_prefix('=')).unwrap_or_default()
-        };
-        let problem = Some(value_of("problem")).filter(|problem| !problem.is_empty())?;
-        Some(Self { problem, retry: advice(value_of("retry")) })
-    }
-}
-
-/// Returns `true` if the response is a refusal of Oncegate, also if its status is one of success, as for calls of gRPC.
-pub(crate) fn is_own_refusal(headers: &HeaderMap) -> bool {
-    OwnRefusal::read(headers).is_some()
+    /// The body names a problem of Oncegate after which nothing was executed, and the status is one that the problem has.
+    pub(crate) has_usual_status: bool,
 }
 
 /// The advice in the member `retry` of a problem.
-fn advice(word: &str) -> Option<Result<(), Advice>> {
+pub(crate) fn advice(word: &str) -> Option<Result<(), Advice>> {
     match word {
         "same-key" => Some(Ok(())),
         "new-key" => Some(Err(Advice::NewKey)),
@@ -100,20 +70,27 @@ pub(crate) fn should_retry(headers: &HeaderMap) -> Option<bool> {
 pub(crate) fn read(status: StatusCode, headers: &HeaderMap, body: &[u8]) -> Hint {
     if let Some(own) = OwnRefusal::read(headers) {
         let rule = SIGNAL_RULES.iter().find(|row| row.at.is_problem(own.problem));
-        return Hint { signal: rule.map(|row| row.signal), retry: own.retry, is_named: true };
+        let signal = rule.map(|row| row.signal);
+        return Hint { signal, retry: own.retry, is_named: true, has_usual_status: false };
     }
-    let is_json = headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok()).is_some_and(is_json);
-    let body = if is_json && body.len() <= MAX_PROBLEM_BYTES {
-        serde_json::from_slice::<Value>(body).ok().filter(Value::is_object)
-    } else {
-        None
-    };
+    let body = json(headers, body);
     let body = body.as_ref();
     let retry = body.and_then(|body| advice(body.get("retry")?.as_str()?));
-    let signal = SIGNAL_RULES.iter().find(|row| row.applies(status, headers, body)).map(|row| row.signal);
+    let rule = SIGNAL_RULES.iter().find(|row| row.applies(status, headers, body));
     let is_name = |name: &str| !name.is_empty() && name != "about:blank";
     let is_named = body.is_some_and(|body| NAMES.iter().any(|path| any(body, path, &is_name)));
-    Hint { signal, retry, is_named }
+    let has_usual_status =
+        rule.is_some_and(|row| matches!(row.at, At::Problem(problem) if is_usual_status(problem, status)));
+    Hint { signal: rule.map(|row| row.signal), retry, is_named, has_usual_status }
+}
+
+/// The JSON object in a body that is short enough for a problem.
+pub(crate) fn json(headers: &HeaderMap, body: &[u8]) -> Option<Value> {
+    let media_type = headers.get(CONTENT_TYPE)?.to_str().ok()?;
+    if !is_json(media_type) || body.len() > MAX_PROBLEM_BYTES {
+        return None;
+    }
+    serde_json::from_slice::<Value>(body).ok().filter(Value::is_object)
 }
 
 fn is_json(media_type: &str) -> bool {
@@ -169,7 +146,7 @@ fn is_code_of(code: &str, problem: &str) -> bool {
 }
 
 /// The last part of the URI of a problem, which is its name.
-fn end(uri: &str) -> &str {
+pub(crate) fn end(uri: &str) -> &str {
     uri.rsplit([':', '/', '#']).next().unwrap_or_default()
 }
 

@@ -120,6 +120,7 @@ mod key;
 mod middleware;
 mod policy;
 mod received;
+mod refusal;
 mod report;
 #[cfg(feature = "reqwest")]
 pub mod reqwest;

@@ -6,6 +6,7 @@ use http::{HeaderMap, StatusCode};
 
 use crate::hint;
 use crate::policy::ServerErrorPolicy;
+use crate::refusal::RefusalForm;
 use crate::signals::Signal;
 
 /// The meaning of a definite response. Only [`TurnedAway`](Self::TurnedAway) can change when the same request is sent again
@@ -134,11 +135,9 @@ fn read(asked: AttemptContext, status: StatusCode, headers: &HeaderMap, body: &[
     use Reading::{Before, Plain, Refused};
     use Verdict::{Done, Failed};
     let AttemptContext { protection, server_errors, .. } = asked;
-    let code = match status.as_u16() {
-        // A refusal of a call of gRPC, or of a call of a tool: the status of the response says nothing.
-        ..400 if hint::is_own_refusal(headers) => 502,
-        code => code,
-    };
+    let form = RefusalForm::read(status, headers, body);
+    let is_own = form == RefusalForm::Own;
+    let code = if form.is_call(status) { 502 } else { status.as_u16() };
     let keyed = protection == Protection::Keyed;
     match code {
         100..=299 | 303 => return Plain(Definite(Done)),
@@ -162,15 +161,18 @@ fn read(asked: AttemptContext, status: StatusCode, headers: &HeaderMap, body: &[
     let doubt = match (hint.signal, code) {
         // Also with a 429: this attempt did nothing, but the attempt in progress may.
         (Some(Signal::InProgress), _) => Doubt::InProgress,
+        (Some(Signal::NotExecuted), _) if is_own => Doubt::None,
         // A body may be that of another API, which the service passes on after its effect. With a key, sending again is safe.
-        (Some(Signal::NotExecuted), _) if keyed || hint::is_own_refusal(headers) => Doubt::None,
+        (Some(Signal::NotExecuted), _) if keyed && hint.has_usual_status => Doubt::None,
         (_, 425 | 429) => Doubt::None,
         _ => Doubt::May,
     };
     match hint.retry {
         Some(Ok(())) => return Plain(Again(doubt)),
         // The service cannot identify the caller, so the operation was not called.
-        Some(Err(_)) if hint.signal == Some(Signal::ScopeUnavailable) => return Before(Verdict::TurnedAway),
+        Some(Err(_)) if hint.signal == Some(Signal::ScopeUnavailable) && (code < 500 || is_own) => {
+            return Before(Verdict::TurnedAway);
+        }
         Some(Err(Advice::Stop)) => {
             return match hint.signal {
                 Some(Signal::ReplayUnavailable) => Plain(Definite(Verdict::Unreplayable)),
@@ -181,10 +183,8 @@ fn read(asked: AttemptContext, status: StatusCode, headers: &HeaderMap, body: &[
             };
         }
         Some(Err(_)) if is_about_the_way(code) => return Before(Verdict::TurnedAway),
-        // The body of a server error may be that of another API, which the service passes on after its effect.
-        Some(Err(advice)) if code < 500 || hint::is_own_refusal(headers) => {
-            return Before(Verdict::Refused(advice));
-        }
+        // A server error may have the header or the body of another API, which the service passes on after its effect.
+        Some(Err(advice)) if code < 500 || is_own => return Before(Verdict::Refused(advice)),
         Some(Err(_)) | None => {}
     }
     match hint.signal {
@@ -564,13 +564,54 @@ mod tests {
     }
 
     #[test]
+    fn without_a_key_a_refusal_of_any_profile_says_as_much_as_with_one() {
+        for (profile, condition, response) in [false, true].into_iter().flat_map(refusals_of_all_profiles) {
+            let (status, headers, body) = (response.status(), response.headers(), response.body());
+            if let expected @ ([Again(Doubt::None)] | [Definite(Refused(_)), ..]) = expected(condition) {
+                let once = judge(AttemptContext { protection: Once, ..FIRST }, status, headers, body);
+                assert!(expected.contains(&once), "{profile} {condition} {status}: {once:?}");
+            }
+        }
+    }
+
+    fn refused(problem: &str, retry: &str) -> HeaderMap {
+        json(&[("idempotency-status", &format!("refused; problem={problem}; retry={retry}"))])
+    }
+
+    /// A service may pass the field on from an API that it called after its effect.
+    #[test]
+    fn a_field_that_does_not_belong_to_the_status_proves_nothing() {
+        for condition in Condition::ALL {
+            let headers = refused(condition.slug(), condition.retry().as_str());
+            for status in (200..600).filter(|status| ![425, 429].contains(status)) {
+                let code = StatusCode::from_u16(status).unwrap();
+                if crate::refusal::is_usual_status(condition.slug(), code) {
+                    continue;
+                }
+                for protection in STANDINGS {
+                    let told = meaning(protection, status, &headers, "{}");
+                    let bare = meaning(protection, status, &json(&[]), "{}");
+                    assert_ne!(told, Again(Doubt::None), "{condition} {status} {protection:?}");
+                    let is_refused = matches!(told, Definite(Refused(_) | TurnedAway));
+                    if status < 400 || (status >= 500 && is_refused) {
+                        assert_eq!(told, bare, "{condition} {status} {protection:?}");
+                    }
+                }
+            }
+        }
+        // The doubt stays until a response is marked as the one to the key.
+        let body = r#"{"type":"urn:oncegate:problem:overloaded","retry":"same-key"}"#;
+        assert_eq!(meaning(Keyed, 500, &json(&[]), body), Again(Doubt::May));
+    }
+
+    #[test]
     fn the_field_of_oncegate_counts_only_in_its_own_form() {
         let told = |lines: &[&str]| {
             let mut headers = HeaderMap::new();
             for line in lines {
                 headers.append("idempotency-status", HeaderValue::from_str(line).unwrap());
             }
-            meaning(Keyed, 400, &headers, "")
+            meaning(Keyed, 503, &headers, "")
         };
         let overloaded = "refused; problem=overloaded; retry=same-key";
         assert_eq!(told(&[overloaded]), Again(Doubt::None));
@@ -582,7 +623,7 @@ mod tests {
             &["refused; problem=; retry=same-key"],
             &[overloaded, "refused; problem=outcome-unknown; retry=stop"],
         ] {
-            assert_eq!(told(other), Definite(Refused(FIX)), "{other:?}");
+            assert_eq!(told(other), Again(Doubt::May), "{other:?}");
         }
     }
 

@@ -103,6 +103,8 @@ async fn always(status: &'static str, fields: &'static str, body: &'static str) 
 
 const PROBLEM: &str = "Content-Type: application/problem+json\r\n";
 
+const AWAY: &str = "Idempotency-Status: refused; problem=store-unavailable; retry=same-key\r\n";
+
 /// The status, header fields and body of the response; the flags; the exit code and the output.
 type Row = (&'static str, &'static str, &'static str, &'static [&'static str], i32, &'static str);
 
@@ -138,6 +140,11 @@ async fn exit_codes_separate_definite_ends_from_the_others() {
         ("409 Conflict", PROBLEM, gone, &[], 5, gone),
         ("503 Unavailable", "", "down", &["--plain"], 5, "down"),
         ("429 Too Many", "", "later", &["--plain"], 3, "later"),
+        ("503 Unavailable", AWAY, "down", &["--plain"], 3, "down"),
+        // Passed on by a service from an API that it called.
+        ("500 Broken", AWAY, "?", &["--plain"], 5, "?"),
+        ("201 Created", AWAY, "paid", &["--plain"], 0, "paid"),
+        ("201 Created", AWAY, "paid", &[], 0, "paid"),
     ];
     for (status, fields, body, flags, code, out) in table {
         let (address, seen) = always(status, fields, body).await;

@@ -515,6 +515,65 @@ async fn a_plain_api_gets_no_key_and_no_request_again_that_it_may_have_processed
     }
 }
 
+fn refused(status: u16, problem: &str, retry: &str) -> Act {
+    with(status, "idempotency-status", &format!("refused; problem={problem}; retry={retry}"))
+}
+
+/// A service may pass on the header of a refusal from an API that it called after its own effect.
+#[tokio::test(start_paused = true)]
+async fn the_header_of_a_refusal_counts_only_in_a_response_of_its_form() {
+    let plain = || policy().with_api(Api::Plain);
+    for policy in [plain(), policy()] {
+        for problem in ["overloaded", "upstream-unreachable", "key-reused", "outcome-unknown"] {
+            let service = Service::new([refused(201, problem, "same-key")]);
+            let done = response(&service, policy.clone(), &pay()).await;
+            assert_eq!((done.verdict, done.attempts), (Verdict::Done, 1), "{problem}");
+        }
+    }
+    for (status, problem) in
+        [(500, "store-unavailable"), (500, "overloaded"), (503, "upstream-unreachable"), (400, "overloaded")]
+    {
+        let service = Service::new([refused(status, problem, "same-key"), answers(201)]);
+        let unknown = open(&service, plain(), &pay()).await;
+        assert_eq!((unknown.kind(), service.attempts()), (SendErrorKind::Unknown, 1), "{status} {problem}");
+        assert!(unknown.may_have_taken_effect(), "{status} {problem}");
+    }
+    for (problem, retry) in
+        [("key-reused", "new-key"), ("key-invalid", "fix-request"), ("scope-unavailable", "fix-request")]
+    {
+        let service = Service::new([refused(500, problem, retry), answers(201)]);
+        assert_eq!(open(&service, plain(), &pay()).await.kind(), SendErrorKind::Unknown, "{problem}");
+        let service = Service::new([refused(500, problem, retry), answers(201)]);
+        assert_eq!(response(&service, policy(), &pay()).await.attempts, 2, "{problem}");
+    }
+    // With a key it is sent again, and the doubt stays.
+    let service = Service::new([refused(500, "overloaded", "same-key"), answers(401)]);
+    assert_eq!(open(&service, policy(), &pay()).await.kind(), SendErrorKind::TurnedAway);
+
+    // The refusals of Oncegate itself.
+    const CALL: &str = r#"{"jsonrpc":"2.0","id":1,"result":{"isError":true,"_meta":{"oncegate/problem":{"type":"urn:oncegate:problem:overloaded"}}}}"#;
+    let fields = |fields: &[(&'static str, &str)]| {
+        let field = ("idempotency-status", "refused; problem=overloaded; retry=same-key");
+        fields.iter().chain([&field]).map(|(name, value)| (*name, (*value).to_owned())).collect::<Vec<_>>()
+    };
+    for act in [
+        refused(503, "overloaded", "same-key"),
+        refused(502, "upstream-unreachable", "same-key"),
+        Act::Answers(200, fields(&[("content-type", "application/json")]), CALL),
+        Act::Answers(200, fields(&[("content-type", "application/grpc"), ("grpc-status", "14")]), ""),
+    ] {
+        for policy in [plain(), policy()] {
+            let service = Service::new([act.clone(), answers(201)]);
+            assert_eq!(response(&service, policy, &pay()).await.attempts, 2);
+        }
+    }
+    // A failed call whose refusal is that of another API.
+    let other = fields(&[("content-type", "application/json")]);
+    let failed = Act::Answers(200, other, r#"{"jsonrpc":"2.0","id":1,"result":{"isError":true}}"#);
+    let service = Service::new([failed, answers(201)]);
+    assert_eq!(open(&service, plain(), &pay()).await.kind(), SendErrorKind::Unknown);
+}
+
 #[tokio::test(start_paused = true)]
 async fn safe_methods_carry_no_key_and_are_sent_again() {
     for (method, has_key) in
