@@ -24,6 +24,10 @@ pub(super) fn cases() -> Vec<Case> {
             .given(tools()) => run (intents);
         "agents-outcomes": "the result decides whether the key is free"
             .given(mcp()) => run (outcomes);
+        "agents-refusals": "the refusal of another sidecar frees the key, and a field that the server passes on does not"
+            .given(mcp()) => run (refusals);
+        "agents-session": "a session is not ended while a call runs in it, under whatever name of the field"
+            .given(mcp()) => run (sessions);
         "agents-other-messages": "other messages and reading tools pass; calls that cannot be told apart are refused"
             .given(Plan { require_key: true, ..tools() }) => run (other_messages);
     }
@@ -158,6 +162,54 @@ async fn outcomes(world: World) {
         let effects = world.backend.effects() - before;
         assert_eq!(effects, if is_kept { 1 } else { 2 }, "{answer}");
     }
+}
+
+async fn refusals(world: World) {
+    let problem = json!({"type": "urn:oncegate:problem:overloaded", "retry": "same-key"});
+    let refusal = |id: u32| {
+        let result = json!({"content": [], "isError": true, "_meta": {"oncegate/problem": problem}});
+        json!({"jsonrpc": "2.0", "id": id, "result": result}).to_string()
+    };
+    for (number, (answer, is_kept)) in
+        [(refusal(1), false), (refusal(2), true), (result(1), true)].into_iter().enumerate()
+    {
+        let before = world.backend.effects();
+        for _ in 0..2 {
+            let field = ("Idempotency-Status", "refused; problem=overloaded; retry=same-key");
+            let script = answers(answer.clone()).field(field.0, field.1);
+            let response = world.send(call(1, "pay", 1, &key(&number.to_string())).script(script)).await;
+            let refused = response.get("idempotency-status").unwrap_or_default();
+            assert!(!refused.contains("overloaded"), "{response:?}");
+        }
+        let effects = world.backend.effects() - before;
+        assert_eq!(effects, if is_kept { 1 } else { 2 }, "{answer}");
+    }
+}
+
+async fn sessions(world: World) {
+    let done = Latch::new();
+    let request =
+        call(1, "pay", 1, &key("a")).field("Mcp-Session-Id", "s").script(answers(result(1)).held(&done));
+    let first = world.start_send(request);
+    world.backend.until_effects(1).await;
+    let end = |fields: &[(&str, &str)]| {
+        let request = Request::new("DELETE", "/mcp");
+        world.send(fields.iter().fold(request, |request, (name, value)| request.field(name, value)))
+    };
+    for fields in [
+        &[("Mcp-Session-Id", "s")][..],
+        &[("Mcp-Session-Id", "x"), ("Mcp-Session-Id", "s")],
+        &[("Mcp-Session-Id", "x"), ("Mcp_Session_Id", "s")],
+        &[("mcp_session_id", "s")],
+    ] {
+        let refused = end(fields).await;
+        assert_eq!(refused.status(), 405, "{fields:?}: {refused:?}");
+    }
+    assert_eq!(world.backend.effects(), 1);
+    done.open();
+    first.await.unwrap().expect("a response");
+    end(&[("Mcp-Session-Id", "s")]).await;
+    assert_eq!(world.backend.effects(), 2, "the session is ended after the call");
 }
 
 async fn other_messages(world: World) {
