@@ -2,7 +2,6 @@
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
-use std::time::Duration;
 
 use oncegate_core::codec;
 use oncegate_core::{Clock as _, ClockSkew, LastWrite, RecordId, State, StateName, StoreClock, Timestamp};
@@ -12,6 +11,8 @@ use crate::clock::MachineClock;
 use crate::disk::{DirectoryDisk, Disk};
 use crate::error::EmbeddedOpenError;
 use crate::format::{EntryHead, Kind};
+use crate::index::Place;
+use crate::inner::Shift;
 use crate::options::EmbeddedOptions;
 use crate::recover::{Item, scan};
 
@@ -65,7 +66,7 @@ pub(super) fn check_disk(disk: &dyn Disk) -> Result<CheckReport, EmbeddedOpenErr
         let scanned = scan(disk, &numbers, &mut |item, _| {
             match item {
                 Item::Batch { header, .. } => seen.last = Some(header.written),
-                Item::Entry { head, body, .. } => seen.take(&head, body),
+                Item::Entry { place, head, body } => seen.take(place, &head, body),
             }
             Ok(())
         });
@@ -121,7 +122,7 @@ impl Brief {
 }
 
 impl Seen {
-    fn take(&mut self, head: &EntryHead, body: &[u8]) {
+    fn take(&mut self, place: Place, head: &EntryHead, body: &[u8]) {
         match head.kind {
             Kind::Record => {
                 let brief = codec::decode(&head.id, body).ok().map(|record| Brief {
@@ -146,10 +147,7 @@ impl Seen {
                 }
             }
             Kind::Shift => {
-                let number = |at: usize| body.get(at..at + 8).and_then(|bytes| bytes.first_chunk());
-                let (Some(since), Some(by)) = (number(0), number(8)) else { return };
-                let since = Timestamp::from_millis(u64::from_be_bytes(*since));
-                let by = Duration::from_millis(u64::from_be_bytes(*by));
+                let Some(Shift { since, by, .. }) = Shift::decode(place, body) else { return };
                 for record in self.records.values_mut().flatten().filter(|r| r.changed_at >= since) {
                     record.changed_at = record.changed_at.after(by);
                     record.expires_at = record.expires_at.after(by);

@@ -107,6 +107,11 @@ fn create_dir(path: &Path) -> io::Result<()> {
     #[cfg(unix)]
     std::os::unix::fs::DirBuilderExt::mode(&mut builder, 0o700);
     builder.create(path)?;
+    sync_parent(path)
+}
+
+/// Makes the name of a directory durable.
+pub(crate) fn sync_parent(path: &Path) -> io::Result<()> {
     path.parent().filter(|parent| !parent.as_os_str().is_empty()).map_or(Ok(()), sync_dir)
 }
 

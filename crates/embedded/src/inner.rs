@@ -29,6 +29,21 @@ pub(crate) struct Shift {
     pub(crate) by: Duration,
 }
 
+impl Shift {
+    /// Reads the content of an entry at this place.
+    pub(crate) fn decode(place: Place, body: &[u8]) -> Option<Self> {
+        let (since, by) = body.split_first_chunk()?;
+        let by = Duration::from_millis(u64::from_be_bytes(by.try_into().ok()?));
+        Some(Self { place: Some(place), since: Timestamp::from_millis(u64::from_be_bytes(*since)), by })
+    }
+
+    /// Moves the times of a record at this place, if it was written before the correction and since it became necessary.
+    pub(crate) fn apply(&self, record: Record, at: Place) -> Record {
+        let concerns = self.place.is_none_or(|place| at < place) && record.changed_at >= self.since;
+        if concerns { record.shifted(self.by) } else { record }
+    }
+}
+
 /// A job for the housekeeper.
 pub(crate) enum Chore {
     Purge {
@@ -349,13 +364,9 @@ impl StoreInner {
     }
 
     /// The record at this place, as the operators' corrections of the clock have changed it.
-    pub(crate) fn shifted(&self, mut record: Record, at: Place) -> Record {
-        for shift in self.shifts.read().unwrap_or_else(PoisonError::into_inner).iter() {
-            if shift.place.is_none_or(|place| at < place) && record.changed_at >= shift.since {
-                record = record.shifted(shift.by);
-            }
-        }
-        record
+    pub(crate) fn shifted(&self, record: Record, at: Place) -> Record {
+        let shifts = self.shifts.read().unwrap_or_else(PoisonError::into_inner);
+        shifts.iter().fold(record, |record, shift| shift.apply(record, at))
     }
 
     /// Refuses a claim that the protocol grants but the capacity does not allow.

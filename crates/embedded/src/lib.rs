@@ -108,7 +108,7 @@
 //! - `tail`: the batch that is being filled. `writer`: the thread that writes it. `ticket`: the end of a batch, for those who
 //!   wait.
 //! - `index`: the places of all records, in memory. `inner`: decisions and reads on it.
-//! - `recover`: opening. `housekeeper`: purges, compaction, the clock. `reader`: listings.
+//! - `recover`: opening. `check`, `salvage`: reading a log that is not opened. `housekeeper`: purges, compaction, the clock. `reader`: listings.
 //!
 //! # Why nothing acknowledged is lost
 //!
@@ -137,6 +137,7 @@ mod options;
 mod queue;
 mod reader;
 mod recover;
+mod salvage;
 mod segments;
 mod shared;
 mod store;
@@ -151,4 +152,5 @@ pub use check::{CheckReport, check};
 pub use disk::segment_files;
 pub use error::EmbeddedOpenError;
 pub use options::EmbeddedOptions;
+pub use salvage::{SalvageReport, salvage};
 pub use store::EmbeddedStore;

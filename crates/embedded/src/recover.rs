@@ -11,7 +11,6 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
 use oncegate_core::{ErrorChain, LastWrite, RecordId, Timestamp, limits};
 use tracing::{info, warn};
@@ -585,17 +584,9 @@ impl Builder {
     }
 
     fn shift(&mut self, place: Place, body: &[u8]) {
-        let (Some((since, rest)), Some(by)) = (body.split_first_chunk(), body.last_chunk()) else { return };
-        let (since, by) = (u64::from_be_bytes(*since), u64::from_be_bytes(*by));
-        if rest.len() != 8 {
-            return;
-        }
-        self.shifts.push(Shift {
-            place: Some(place),
-            since: Timestamp::from_millis(since),
-            by: Duration::from_millis(by),
-        });
-        let seconds = u32::try_from(by.div_ceil(1000)).unwrap_or(u32::MAX);
+        let Some(shift) = Shift::decode(place, body) else { return };
+        let seconds = u32::try_from(shift.by.as_millis().div_ceil(1000)).unwrap_or(u32::MAX);
+        self.shifts.push(shift);
         (0..SHARDS).for_each(|number| self.index.shard(number).postpone(seconds));
     }
 }

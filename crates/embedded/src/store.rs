@@ -20,6 +20,7 @@ use crate::options::EmbeddedOptions;
 use crate::reader;
 use crate::recover;
 use crate::shared::{Reply, Scan, closed_error, disk_low_error, push_error};
+use crate::tail::Tail;
 use crate::ticket::{Ticket, Wait};
 use crate::writer::Writer;
 
@@ -84,6 +85,11 @@ impl EmbeddedStore {
         Ok(store)
     }
 
+    /// The batch that is being filled.
+    pub(crate) fn tail(&self) -> &Tail {
+        &self.inner.tail
+    }
+
     fn add(&self, thread: JoinHandle<()>) {
         self.threads.lock().unwrap_or_else(PoisonError::into_inner).others.push(thread);
     }
@@ -128,7 +134,7 @@ fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<JoinHandle<(
 }
 
 /// The identifier of a new store.
-fn random_id() -> Result<[u8; 16], EmbeddedOpenError> {
+pub(crate) fn random_id() -> Result<[u8; 16], EmbeddedOpenError> {
     let mut id = [0; 16];
     getrandom::fill(&mut id).map_err(|error| EmbeddedOpenError::Io {
         operation: "get random bytes".to_owned(),

@@ -18,7 +18,7 @@ use crate::tests::{DAY, claim, response, token};
 use crate::{EmbeddedOpenError, EmbeddedOptions, EmbeddedStore};
 
 /// A store with records in every state, an audit trail and a corrected clock, in several segments; and its records.
-fn varied_store() -> (Image, Arc<ManualClock>, BTreeMap<RecordId, Record>) {
+pub(super) fn varied_store() -> (Image, Arc<ManualClock>, BTreeMap<RecordId, Record>) {
     let disk = SimDisk::default();
     let clock = Arc::new(ManualClock::at_millis(1_700_000_000_000));
     // Nothing is compacted, so that all versions are there.

@@ -1,0 +1,352 @@
+//! A copy of what can be read of a damaged log.
+//!
+//! Each segment is read by itself. In a damaged batch the entries are read one by one, because each record has a checksum of its
+//! own. What cannot be read is a lost part of the log:
+//!
+//! - The copy has the newest readable version of each record. If a lost part follows it in the log, a newer version may have been
+//!   there. A record that was in progress or released may have been executed since. So it becomes `unknown`, and only an operator
+//!   can resolve it. Its token grows, so that it exceeds those of lost attempts.
+//! - An entry whose record is known but whose content cannot be read is copied as it is. Its key stays refused.
+//! - A key that was used for the first time in a lost part is not known to the copy.
+//! - A correction of the clock in a lost part is not known either. Records from before it end earlier by as much.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs;
+use std::io::ErrorKind;
+use std::path::Path;
+use std::sync::Arc;
+
+use oncegate_core::codec;
+use oncegate_core::{FencingToken, LastWrite, Record, RecordId, State, StoreClock, Timestamp};
+
+use crate::audit::decode_audit;
+use crate::directory::sync_parent;
+use crate::disk::{DirectoryDisk, Disk};
+use crate::error::EmbeddedOpenError;
+use crate::format::{
+    BLOCK, ENTRY, EntryHead, FLAG_SEAL, HEADER, Header, Kind, StoreId, entries, expiry_seconds,
+};
+use crate::index::Place;
+use crate::inner::{Shift, Sizes};
+use crate::options::EmbeddedOptions;
+use crate::store::{EmbeddedStore, random_id};
+use crate::tail::Tail;
+
+/// The number by which tokens grow: more than the attempts that one key can have in a lost part.
+const TOKEN_STEP: u64 = 1 << 32;
+
+/// The bytes that are copied before they are waited for.
+const COPY_BYTES: usize = 1024 * 1024;
+
+/// The result of [`salvage`].
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SalvageReport {
+    /// The number of records in the copy.
+    pub records: u64,
+    /// The records that are `unknown` in the copy, because a newer version may have been in a lost part.
+    pub unknown: Vec<RecordId>,
+    /// The records whose content cannot be read. Their keys are refused by the copy, too.
+    pub unreadable: Vec<RecordId>,
+    /// The number of audit entries in the copy.
+    pub audit_entries: u64,
+    /// The lost parts of the log, in words, in its order. Keys that were first used there are not in the copy.
+    pub lost: Vec<String>,
+}
+
+/// Copies what can be read of a damaged store to a new store in `to`, an empty directory or one that is created. Changes nothing
+/// in the damaged one.
+///
+/// **The copy executes again each key that was first used in a [lost part](SalvageReport::lost).** See the report for all others.
+///
+/// # Errors
+/// [`EmbeddedOpenError`] if one of the two is in use, `to` is not empty, nothing can be read, or the disk fails.
+pub fn salvage(options: &EmbeddedOptions, to: &Path) -> Result<SalvageReport, EmbeddedOpenError> {
+    let io = |error| EmbeddedOpenError::io(format!("copy the store to {}", to.display()))(error);
+    let from = DirectoryDisk::acquire(&options.dir)?;
+    match fs::read_dir(to).map(|mut files| files.next().is_some()) {
+        Ok(false) => {}
+        Ok(true) => return Err(io(ErrorKind::DirectoryNotEmpty.into())),
+        Err(error) if error.kind() == ErrorKind::NotFound => {}
+        Err(error) => return Err(io(error)),
+    }
+    // It gets its name when it is complete. A part of a copy looks like a store.
+    let mut name = to.file_name().unwrap_or_default().to_owned();
+    name.push(".part");
+    let part = to.with_file_name(name);
+    if part.exists() {
+        let text = format!("{} is left from an attempt that did not end: remove it", part.display());
+        return Err(io(std::io::Error::new(ErrorKind::AlreadyExists, text)));
+    }
+    let copy = EmbeddedOptions { dir: part.clone(), ..options.clone() };
+    let sizes = Sizes::with_memory(copy.memory_bytes);
+    let report = salvage_disk(&from, Arc::new(DirectoryDisk::acquire(&part)?), copy, sizes)?;
+    fs::rename(&part, to).and_then(|()| sync_parent(to)).map_err(io)?;
+    Ok(report)
+}
+
+pub(crate) fn salvage_disk(
+    from: &dyn Disk,
+    to: Arc<dyn Disk>,
+    options: EmbeddedOptions,
+    sizes: Sizes,
+) -> Result<SalvageReport, EmbeddedOpenError> {
+    let list = EmbeddedOpenError::io(format!("list the files in {}", from.directory().display()));
+    let numbers = from.segments().map_err(list)?;
+    let Some(start) = Start::find(from, &numbers)? else {
+        let damage = "no batch in any segment can be read".to_owned();
+        let file = from.path(numbers.first().copied().unwrap_or(1));
+        return Err(EmbeddedOpenError::Damaged { file, damage });
+    };
+    let mut found = Found::default();
+    found.read(from, &numbers, &start)?;
+    // The time of the copy continues that of the store.
+    let last = found.last.map_or(start.written, |last| last.written);
+    crate::recover::open(&*to, last, random_id, sizes)?;
+    let now = StoreClock::resume(options.clock.clone(), last);
+    let store = EmbeddedStore::open_disk(to, options, sizes)?;
+    let report = found.copy(from, store.tail(), oncegate_core::Clock::now(&now));
+    store.close();
+    report
+}
+
+fn read_all(disk: &dyn Disk, number: u32) -> Result<Vec<u8>, EmbeddedOpenError> {
+    let io = |operation: &str| EmbeddedOpenError::io(format!("{operation} {}", disk.path(number).display()));
+    let file = disk.open(number).map_err(io("open"))?;
+    let mut bytes = vec![0; file.len().map_err(io("read the length of"))? as usize];
+    let count = file.read(&mut bytes, 0).map_err(io("read"))?;
+    bytes.truncate(count);
+    Ok(bytes)
+}
+
+/// The header of a batch at this offset.
+fn header_at(bytes: &[u8], at: usize) -> Option<Header> {
+    Header::decode(bytes.get(at..at + HEADER)?).ok().map(|(header, _)| header)
+}
+
+/// What the newest readable header says of the whole log.
+struct Start {
+    store: StoreId,
+    oldest: u32,
+    written: LastWrite,
+}
+
+impl Start {
+    fn find(disk: &dyn Disk, numbers: &[u32]) -> Result<Option<Self>, EmbeddedOpenError> {
+        for number in numbers.iter().rev() {
+            let bytes = read_all(disk, *number)?;
+            let headers = (0..bytes.len()).step_by(BLOCK as usize).filter_map(|at| header_at(&bytes, at));
+            let newest =
+                headers.filter(|header| header.segment == *number).max_by_key(|header| header.sequence);
+            if let Some(Header { store, oldest, written, .. }) = newest {
+                return Ok(Some(Self { store, oldest, written }));
+            }
+        }
+        Ok(None)
+    }
+}
+
+/// The newest readable version of a record or of an audit entry.
+#[derive(Clone, Copy)]
+struct Version {
+    place: Place,
+    len: usize,
+    /// The number of lost parts before it.
+    lost_before: usize,
+    is_readable: bool,
+}
+
+#[derive(Default)]
+struct Found {
+    records: HashMap<RecordId, Version>,
+    audits: BTreeMap<u64, Version>,
+    shifts: Vec<Shift>,
+    lost: Vec<String>,
+    last: Option<Header>,
+}
+
+impl Found {
+    fn read(&mut self, disk: &dyn Disk, numbers: &[u32], start: &Start) -> Result<(), EmbeddedOpenError> {
+        let mut expected = start.oldest;
+        for number in numbers.iter().copied().filter(|number| *number >= start.oldest) {
+            if number > expected {
+                self.lost.push(format!("{} is missing", disk.path(expected).display()));
+            }
+            expected = number + 1;
+            self.read_segment(disk, number, start.store)?;
+        }
+        if self.last.is_some_and(|last| last.flags & FLAG_SEAL != 0) {
+            self.lost.push(format!("{} is missing, or cannot be read", disk.path(expected).display()));
+        }
+        Ok(())
+    }
+
+    fn read_segment(
+        &mut self,
+        disk: &dyn Disk,
+        number: u32,
+        store: StoreId,
+    ) -> Result<(), EmbeddedOpenError> {
+        let bytes = read_all(disk, number)?;
+        let path = disk.path(number);
+        let header = |at: usize| {
+            header_at(&bytes, at)
+                .filter(|header| header.store == store && header.segment == number)
+                .filter(|header| at + header.batch_len() as usize <= bytes.len())
+        };
+        let is_empty = |at: usize| bytes.iter().skip(at).take(BLOCK as usize).all(|byte| *byte == 0);
+        let mut at = 0;
+        // A batch begins here, because another one ends here.
+        let mut is_begin = true;
+        while at < bytes.len() {
+            if is_empty(at) {
+                is_begin = false;
+                at += BLOCK as usize;
+                continue;
+            }
+            let begin = at;
+            let batch = header(begin);
+            let mut end = bytes.len();
+            if let Some(batch) = batch {
+                if self.last.map_or(begin > 0, |last| batch.sequence > last.sequence + 1) {
+                    self.lost.push(format!("{}: batches before byte {begin}", path.display()));
+                }
+                self.last = Some(batch);
+                at += batch.batch_len() as usize;
+                end = begin + HEADER + batch.payload_len as usize;
+            } else {
+                at += BLOCK as usize;
+                while at < bytes.len() && header(at).is_none() && !is_empty(at) {
+                    at += BLOCK as usize;
+                }
+            }
+            let payload = bytes.get(begin + HEADER..end).unwrap_or_default();
+            let place = |offset: u32| Place { segment: number, offset: (begin + HEADER) as u32 + offset };
+            let is_whole = batch.is_some_and(|batch| crc32c::crc32c(payload) == batch.payload_sum);
+            // The ends of all entries fit together, so what is damaged is inside of them. Otherwise an entry is only believed if
+            // all before it in its batch can be read: a body has bytes that a client chose, and they may look like entries.
+            let all_fit = batch
+                .is_some_and(|batch| entries(payload).flatten().count() as u32 == batch.entries)
+                && entries(payload).all(|entry| entry.is_some());
+            if batch.is_some() || is_begin {
+                for (offset, head, body) in entries(payload).map_while(|entry| entry) {
+                    let is_readable = is_readable(&head, body);
+                    if is_whole || is_readable || head.kind == Kind::Record {
+                        self.take(place(offset), &head, body, is_readable);
+                    }
+                    if !is_readable && !all_fit {
+                        break;
+                    }
+                }
+            }
+            if !is_whole {
+                self.lost.push(format!("{}: bytes {begin} to {}", path.display(), at.min(bytes.len())));
+            }
+            is_begin = true;
+        }
+        Ok(())
+    }
+
+    fn take(&mut self, place: Place, head: &EntryHead, body: &[u8], is_readable: bool) {
+        let version = Version { place, len: head.len(), lost_before: self.lost.len(), is_readable };
+        match head.kind {
+            Kind::Record => drop(self.records.insert(head.id, version)),
+            Kind::Audit => {
+                let number = body.first_chunk().map_or(0, |number| u64::from_be_bytes(*number));
+                if decode_audit(number, body.get(8..).unwrap_or_default()).is_some() {
+                    self.audits.insert(number, version);
+                }
+            }
+            Kind::Shift => self.shifts.extend(Shift::decode(place, body)),
+        }
+    }
+
+    /// Copies the versions in the order of the log.
+    fn copy(self, disk: &dyn Disk, to: &Tail, now: Timestamp) -> Result<SalvageReport, EmbeddedOpenError> {
+        let Self { records, audits, shifts, lost, .. } = self;
+        let mut report = SalvageReport { audit_entries: audits.len() as u64, ..SalvageReport::default() };
+        let mut versions: Vec<Version> = records.into_values().chain(audits.into_values()).collect();
+        versions.sort_unstable_by_key(|version| version.place);
+        let (mut segment, mut ahead, mut ticket) = (None, 0, None);
+        for Version { place, len, lost_before, is_readable } in versions {
+            let (_, bytes) = match segment.take().filter(|(number, _)| *number == place.segment) {
+                Some(read) => segment.insert(read),
+                None => segment.insert((place.segment, read_all(disk, place.segment)?)),
+            };
+            let entry = bytes.get(place.offset as usize..place.offset as usize + len).unwrap_or_default();
+            let changed = || EmbeddedOpenError::Damaged {
+                file: disk.path(place.segment),
+                damage: format!("the entry at {} changed while it was read", place.offset),
+            };
+            let mut head = EntryHead::decode(entry).ok_or_else(changed)?;
+            let mut body = entry.get(ENTRY..ENTRY + head.body_len as usize).ok_or_else(changed)?.to_vec();
+            if head.kind == Kind::Record {
+                if let (true, Ok(record)) = (is_readable, codec::decode(&head.id, &body)) {
+                    let mut record = shifts.iter().fold(record, |record, shift| shift.apply(record, place));
+                    if lost_before < lost.len() && is_uncertain(&record) {
+                        report.unknown.push(head.id);
+                        record = unknown(record, now);
+                    } else if record.is_expired(now) {
+                        continue;
+                    }
+                    body = codec::encode(&head.id, &record);
+                    head = EntryHead {
+                        body_len: body.len() as u32,
+                        expires: expiry_seconds(record.expires_at),
+                        ..head
+                    };
+                } else {
+                    report.unreadable.push(head.id);
+                }
+                report.records += 1;
+            }
+            let write = |reason: &str| {
+                EmbeddedOpenError::io("write the copy of the store")(std::io::Error::other(reason.to_owned()))
+            };
+            let end = to
+                .append(&head, &body, None)
+                .map_err(|error| write(&oncegate_core::ErrorChain(&error).to_string()))?;
+            ahead += head.len();
+            ticket = Some(end);
+            if ahead >= COPY_BYTES
+                && let Some(end) = ticket.take()
+            {
+                end.wait_blocking().map_err(|reason| write(&reason))?;
+                ahead = 0;
+            }
+        }
+        if let Some(end) = ticket {
+            end.wait_blocking().map_err(|reason| {
+                EmbeddedOpenError::io("write the copy of the store")(std::io::Error::other(&*reason))
+            })?;
+        }
+        report.unknown.sort_unstable();
+        report.unreadable.sort_unstable();
+        report.lost = lost;
+        Ok(report)
+    }
+}
+
+/// True if the checksum of the entry's content fits, which includes its identifier.
+fn is_readable(head: &EntryHead, body: &[u8]) -> bool {
+    match head.kind {
+        Kind::Record => codec::decode(&head.id, body).is_ok(),
+        // They have no checksum of their own.
+        Kind::Audit | Kind::Shift => false,
+    }
+}
+
+/// True if a newer version of the record may say that it took effect.
+const fn is_uncertain(record: &Record) -> bool {
+    matches!(record.state, State::InProgress { .. } | State::Released)
+}
+
+fn unknown(mut record: Record, now: Timestamp) -> Record {
+    let kept = record.expires_at.since(record.changed_at);
+    record.state = State::Unknown;
+    record.token = FencingToken::new(record.token.get().saturating_add(TOKEN_STEP));
+    record.changed_at = now.max(record.changed_at);
+    record.expires_at = now.after(kept).max(record.expires_at);
+    record.by_operator = false;
+    record
+}
