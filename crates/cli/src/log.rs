@@ -5,9 +5,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{LazyLock, OnceLock};
 
 use prometheus_client::metrics::counter::Counter;
-use tracing_subscriber::EnvFilter;
-use tracing_subscriber::filter::LevelFilter;
+use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::fmt::MakeWriter;
+use tracing_subscriber::layer::SubscriberExt as _;
+use tracing_subscriber::util::SubscriberInitExt as _;
 
 use crate::line_writer::LineWriter;
 
@@ -41,11 +42,10 @@ pub(crate) fn start() -> Result<(), String> {
         .map_err(|error| format!("cannot start the log: {error}"))?;
     let terminal = io::IsTerminal::is_terminal(&io::stderr());
     let log = LOG.get_or_init(|| Log { lines, told: AtomicU64::new(0) });
-    let _is_set_already = tracing_subscriber::fmt()
-        .with_env_filter(filter)
+    let lines = tracing_subscriber::fmt::layer()
         .with_writer(log)
-        .with_ansi(terminal && std::env::var_os("NO_COLOR").is_none())
-        .try_init();
+        .with_ansi(terminal && std::env::var_os("NO_COLOR").is_none());
+    let _is_set_already = tracing_subscriber::registry().with(lines).with(filter).try_init();
     Ok(())
 }
 
@@ -63,7 +63,7 @@ pub(crate) fn dropped() -> Counter {
 
 /// Parses a value of `ONCEGATE_LOG`: a level, or `PART=LEVEL`, or several of them separated by commas. Parts that are
 /// not named have the level `info`, but for [`DATABASE_LIBRARY`].
-pub(crate) fn filter(value: &str) -> Result<EnvFilter, String> {
+pub(crate) fn filter(value: &str) -> Result<Targets, String> {
     let mut directives = vec!["info", DATABASE_LIBRARY];
     for directive in value.split(',').map(str::trim).filter(|directive| !directive.is_empty()) {
         // The library would read an unknown level as a part of the program, and switch everything else off.
@@ -77,7 +77,7 @@ pub(crate) fn filter(value: &str) -> Result<EnvFilter, String> {
         }
         directives.push(directive);
     }
-    EnvFilter::builder().parse(directives.join(",")).map_err(|error| error.to_string())
+    directives.join(",").parse().map_err(|error: tracing_subscriber::filter::ParseError| error.to_string())
 }
 
 /// The writer of one event, which is one or more whole lines.

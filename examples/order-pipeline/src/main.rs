@@ -21,6 +21,9 @@ use oncegate::core::ErrorChain;
 use oncegate::nats::async_nats::{self, jetstream};
 use oncegate::postgres::sqlx::postgres::{PgPool, PgPoolOptions};
 use tokio::signal::unix::{SignalKind, signal};
+use tracing_subscriber::filter::{LevelFilter, Targets};
+use tracing_subscriber::layer::SubscriberExt as _;
+use tracing_subscriber::util::SubscriberInitExt as _;
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
@@ -73,11 +76,10 @@ impl Broker {
 
 #[tokio::main]
 async fn main() -> ExitCode {
-    let filter = tracing_subscriber::EnvFilter::try_from_default_env();
-    tracing_subscriber::fmt()
-        .with_env_filter(filter.unwrap_or_else(|_| "warn".into()))
-        .with_writer(std::io::stderr)
-        .init();
+    let filter = std::env::var("RUST_LOG").ok().and_then(|text| text.parse().ok());
+    let filter = filter.unwrap_or_else(|| Targets::new().with_default(LevelFilter::WARN));
+    let lines = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
+    tracing_subscriber::registry().with(lines).with(filter).init();
     let done = match Role::parse() {
         Role::Setup(options) => setup::run(options).await,
         Role::Api(options) => api::run(options).await,

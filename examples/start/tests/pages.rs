@@ -23,7 +23,7 @@ const TIMEOUT: Duration = Duration::from_secs(120);
 const CARGO: &str = r#"#!/bin/sh
 case "$1 $2" in
 "run --bin") program=$3; shift 3; [ "${1-}" != -- ] || shift; exec "$PROGRAMS/$program" "$@" ;;
-"install --path") exec test -f "$3/Cargo.toml" ;;
+"install --profile") test "$3 $4" = "dist --path" && exec test -f "$5/Cargo.toml" ;;
 *) echo "unexpected: cargo $*" >&2; exit 2 ;;
 esac
 "#;

@@ -85,9 +85,12 @@ fn prepare() -> Result<()> {
             install(&[package])?;
         }
     }
-    let release = ["build", "--release", "--package", "oncegate-cli", "--package", "oncegate-benches"];
-    command(cargo().args(release))?;
-    command(cargo().args(["build", "--release", "--package", "oncegate-embedded", "--example", "measure"]))
+    let programs = ["--package", "oncegate-cli", "--package", "oncegate-benches"];
+    command(cargo().args(["build", "--profile", "dist"]).args(programs))?;
+    command(
+        cargo()
+            .args(["build", "--profile", "dist", "--package", "oncegate-embedded", "--example", "measure"]),
+    )
 }
 
 /// The load of other processes on this machine.

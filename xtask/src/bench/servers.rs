@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 
 use crate::run::{Result, has, target};
 
-/// A program of this workspace, built for release.
+/// A program of this workspace, as it is shipped.
 pub(super) fn program(name: &str) -> PathBuf {
-    target().join("release").join(name)
+    target().join("dist").join(name)
 }
 
 /// A new directory under the target directory.
