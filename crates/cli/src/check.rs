@@ -4,11 +4,11 @@ use std::fmt;
 use std::fs;
 use std::io::{self, Write};
 use std::os::unix::fs::PermissionsExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::Args;
-use oncegate_core::{ErrorChain, StateName, Store as _};
+use oncegate_core::{ErrorChain, RecordId, StateName, Store as _};
 use oncegate_embedded::{CheckReport, EmbeddedOpenError, EmbeddedOptions, segment_files};
 use oncegate_http::Profile;
 use oncegate_redis::{Finding, RedisOptions, RedisStore, Severity};
@@ -34,11 +34,18 @@ pub(crate) struct CheckArgs {
     /// Prints one JSON object: the worst verdict, and the verdict and the text of each line
     #[arg(long, help_heading = "Checking")]
     json: bool,
+    /// Then copies what can be read of a damaged store in a directory to this new directory, and reports what is lost
+    #[arg(long, value_name = "DIR", help_heading = "Checking")]
+    salvage: Option<PathBuf>,
 }
 
 /// Runs the checks and prints a line for each result. The exit code is 1 if there was an error.
 pub(crate) fn run(args: &CheckArgs) -> ExitCode {
-    let report = check(&Draft::read(&args.settings, std::env::vars_os()), args.online);
+    let draft = Draft::read(&args.settings, std::env::vars_os());
+    let mut report = check(&draft, args.online);
+    if let Some(to) = &args.salvage {
+        salvage(&draft, to, &mut report);
+    }
     let mut out = io::stdout().lock();
     if args.json {
         let _gone = writeln!(out, "{}", report.json());
@@ -331,8 +338,8 @@ fn existing_store(dir: &Path, report: &mut Report) {
             report.warn(format!("{}. Its content was not checked", ErrorChain(&error)));
         },
         Err(EmbeddedOpenError::Damaged { damage, .. }) => report.error(format!(
-            "store {shown}: damaged, and cannot be opened: {damage}. Keep a copy, and restore a backup: requests whose records \
-             are missing would execute again"
+            "store {shown}: damaged, and cannot be opened: {damage}. Keep a copy, and restore a backup, or copy what can be read with \
+             --salvage: requests whose records are missing would execute again"
         )),
         Err(error) => report.error(format!("store {shown}: {}", ErrorChain(&error))),
     }
@@ -410,8 +417,8 @@ fn content(dir: &Path, found: &CheckReport, report: &mut Report) {
     let shown = dir.display();
     if let Some(damage) = &found.damage {
         report.error(format!(
-            "store {shown}: damaged: {damage}. Keep a copy, and restore a backup: requests whose records are missing would \
-             execute again"
+            "store {shown}: damaged: {damage}. Keep a copy, and restore a backup, or copy what can be read with --salvage: requests whose records are missing \
+             would execute again"
         ));
     }
     for id in found.unreadable.iter().take(MAX_NAMED) {
@@ -457,6 +464,54 @@ fn content(dir: &Path, found: &CheckReport, report: &mut Report) {
     }
 }
 
+/// Copies what can be read of the store in a directory.
+fn salvage(draft: &Draft, to: &Path, report: &mut Report) {
+    let choice = match &draft.store {
+        Some(StoreChoice::Cached(cached)) => Some(&cached.store),
+        choice => choice.as_ref(),
+    };
+    let Some(StoreChoice::Directory(dir)) = choice else {
+        return report.error("salvage: only a store in a directory can be copied: name it with --store DIR");
+    };
+    let shown = format!("salvage {}", to.display());
+    let found = match oncegate_embedded::salvage(&EmbeddedOptions::new(dir), to) {
+        Ok(found) => found,
+        Err(error) => return report.error(format!("{shown}: {}", ErrorChain(&error))),
+    };
+    report.ok(format!(
+        "{shown}: copied {} records and {} entries of the audit trail from {}",
+        found.records,
+        found.audit_entries,
+        dir.display()
+    ));
+    let named = |report: &mut Report, ids: &[RecordId], what: &str| {
+        for id in ids.iter().take(MAX_NAMED) {
+            report.error(format!("{shown}: the record {id} {what}"));
+        }
+        if ids.len() > MAX_NAMED {
+            report.error(format!("{shown}: and {} more, of which the same is true", ids.len() - MAX_NAMED));
+        }
+    };
+    named(
+        report,
+        &found.unknown,
+        "is unknown in the copy, because what followed it is lost: find out what happened, and resolve it",
+    );
+    named(report, &found.unreadable, "cannot be read; requests with its key are refused by the copy, too");
+    for part in found.lost.iter().take(MAX_NAMED) {
+        report.error(format!("{shown}: lost: {part}"));
+    }
+    if found.lost.len() > MAX_NAMED {
+        report.error(format!("{shown}: and {} more lost parts", found.lost.len() - MAX_NAMED));
+    }
+    if !found.lost.is_empty() {
+        report.error(format!(
+            "{shown}: a key that was first used in a lost part is new to the copy: a retry of it executes again. Find out from the \
+             service's own data what took effect, before you start a sidecar on the copy"
+        ));
+    }
+}
+
 /// With less free space, records may fill the disk before an operator looks again.
 const MIN_FREE: u64 = 512 * 1024 * 1024;
 
@@ -484,7 +539,6 @@ fn writable(dir: &Path, what: &str, report: &mut Report) -> bool {
 mod tests {
     use std::ffi::OsString;
     use std::os::unix::fs::symlink;
-    use std::path::PathBuf;
     use std::time::Duration;
 
     use oncegate_core::{AttemptId, Claim, Command, Fingerprint, Label, OnAbandoned, RecordId, Store as _};

@@ -108,7 +108,8 @@
 //! - `tail`: the batch that is being filled. `writer`: the thread that writes it. `ticket`: the end of a batch, for those who
 //!   wait.
 //! - `index`: the places of all records, in memory. `inner`: decisions and reads on it.
-//! - `recover`: opening. `check`, `salvage`: reading a log that is not opened. `housekeeper`: purges, compaction, the clock. `reader`: listings.
+//! - `recover`: opening. `check`, `salvage`: reading a log that is not opened.
+//! - `housekeeper`: purges, compaction, the clock. `reader`: listings.
 //!
 //! # Why nothing acknowledged is lost
 //!

@@ -124,7 +124,7 @@ fn header_at(bytes: &[u8], at: usize) -> Option<Header> {
     Header::decode(bytes.get(at..at + HEADER)?).ok().map(|(header, _)| header)
 }
 
-/// What the newest readable header says of the whole log.
+/// The parts of the newest readable header that hold for the whole log.
 struct Start {
     store: StoreId,
     oldest: u32,

@@ -320,3 +320,51 @@ async fn a_clock_that_was_ahead_at_the_start_and_is_corrected_needs_no_action() 
     assert!(sidecar.ask(&post("meanwhile")).await.has_status(200).is_replay());
     assert_eq!(service.requests(), 2);
 }
+
+/// A disk that returns zeros where a completion was. The sidecar does not start. On the copy, nothing executes again.
+#[tokio::test]
+async fn what_can_be_read_of_a_damaged_store_is_salvaged() {
+    let directory = tempfile::tempdir().unwrap();
+    let (store, copy) = (directory.path().join("store"), directory.path().join("copy"));
+    let flag = |path: &Path| format!("--store={}", path.display());
+    let service = Service::new().await.answers(OK);
+    let mut running = Sidecar::start(service.address, &[&flag(&store)]).await;
+    let post = |name: &str| {
+        request("POST", &format!("/orders/{name}"), &[&format!("Idempotency-Key: {name}")], "{}")
+    };
+    for name in ["before", "damaged", "after"] {
+        running.ask(&post(name)).await.has_status(200);
+    }
+    running.process.kill().await;
+    let segment = store.join("00000001.log");
+    let mut bytes = fs::read(&segment).unwrap();
+    let text = b"/orders/damaged";
+    let completed = bytes.windows(text.len()).rposition(|window| window == text).unwrap() / 4096 * 4096;
+    bytes[completed..completed + 4096].fill(0);
+    fs::write(&segment, &bytes).unwrap();
+
+    let mut command = sidecar("http://127.0.0.1:9");
+    let refused = command.arg(flag(&store)).output().await.unwrap();
+    assert!(!refused.status.success(), "{refused:?}");
+    let check = |salvage: &Path| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+        command.args(["check", "--to=http://127.0.0.1:9", &flag(&store), "--salvage"]).arg(salvage);
+        let ended = command.output().unwrap();
+        assert_eq!(ended.status.code(), Some(1), "{ended:?}");
+        String::from_utf8(ended.stdout).unwrap()
+    };
+    let said = check(&copy);
+    assert!(said.contains("copied 3 records and 0 entries"), "{said}");
+    assert!(said.contains("is unknown in the copy"), "{said}");
+    assert!(said.contains("lost: ") && said.contains("00000001.log: batches before byte"), "{said}");
+    assert!(check(&copy).contains("directory not empty"), "it is not overwritten");
+    assert_eq!(fs::read(&segment).unwrap(), bytes, "the damaged store is left as it was");
+
+    let running = Sidecar::start(service.address, &[&flag(&copy)]).await;
+    for name in ["before", "after"] {
+        assert!(running.ask(&post(name)).await.has_status(200).is_replay(), "{name}");
+    }
+    let unknown = running.ask(&post("damaged")).await;
+    assert!(unknown.has_status(500).text().contains("outcome-unknown"), "{}", unknown.text());
+    assert_eq!(service.requests(), 3);
+}

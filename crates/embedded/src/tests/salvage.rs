@@ -118,9 +118,9 @@ fn a_changed_byte_makes_nothing_execute_again() {
 fn a_missing_segment_is_a_lost_part() {
     let (image, clock, records) = varied_store();
     let mut missing = 0;
-    for number in image.keys().copied() {
+    for number in image.keys() {
         let mut changed = image.clone();
-        changed.remove(&number);
+        changed.remove(number);
         match salvaged(&changed, &clock) {
             Ok(copy) => missing += check(&copy, &records, &format!("without segment {number}")),
             Err(error) => panic!("{error}"),
