@@ -8,7 +8,7 @@ use std::future::Future;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -64,14 +64,73 @@ pub(crate) async fn fill(directory: &Path, records: u64) -> Result<()> {
     let begun = Instant::now();
     population.fill(records).await?;
     let seconds = begun.elapsed().as_secs_f64();
-    drop(population);
+    // Until the store has compacted its files.
     let mut bytes = 0;
-    for file in oncegate_embedded::segment_files(directory)? {
-        bytes += std::fs::metadata(file)?.len();
+    loop {
+        let now = bytes_of(directory)?;
+        if now == bytes {
+            break;
+        }
+        bytes = now;
+        tokio::time::sleep(Duration::from_secs(2)).await;
     }
     println!(
         "{{\"records\":{records},\"seconds\":{seconds:.1},\"disk_bytes\":{bytes},\"per_record\":{}}}",
         bytes / records
+    );
+    // As if it were killed: the store is not closed.
+    std::mem::forget(population);
+    Ok(())
+}
+
+fn bytes_of(directory: &Path) -> Result<u64> {
+    let mut bytes = 0;
+    for file in oncegate_embedded::segment_files(directory)? {
+        bytes += std::fs::metadata(file)?.len();
+    }
+    Ok(bytes)
+}
+
+/// The latency of a claim and its completion while expired records are purged, and without.
+pub(crate) async fn purge_latency(directory: &Path, records: u64) -> Result<()> {
+    let mut population = Population::embedded(directory, 0)?;
+    let mut lines = String::new();
+    for round in 0..3 {
+        let begun = population.next;
+        population.fill_from(begun, records, SHORT).await?;
+        let before = population.pairs_until(tokio::time::sleep(Duration::from_secs(5))).await?;
+        let due = SHORT + LEASE + Duration::from_secs(3);
+        population.clock.ahead.fetch_add(due.as_millis() as u64, Ordering::Relaxed);
+        let store = population.store.clone();
+        let purged = Arc::new(AtomicU64::new(0));
+        let counted = purged.clone();
+        let during = population
+            .pairs_until(async move {
+                // As the engine does it.
+                loop {
+                    let step = Instant::now();
+                    match store.purge(500).await {
+                        Ok(0) | Err(_) => break,
+                        Ok(more) => counted.fetch_add(more as u64, Ordering::Relaxed),
+                    };
+                    tokio::time::sleep(step.elapsed().min(Duration::from_millis(50))).await;
+                }
+            })
+            .await?;
+        let purged = purged.load(Ordering::Relaxed);
+        writeln!(
+            lines,
+            "| {} | {purged} | {:.2} / {:.2} | {:.2} / {:.2} | {:.2} |",
+            round + 1,
+            before.0,
+            before.1,
+            during.0,
+            during.1,
+            during.1 / before.1
+        )?;
+    }
+    print!(
+        "| round | purged | p50 / p99 without, ms | while purging | p99, ratio |\n|---|---|---|---|---|\n{lines}"
     );
     Ok(())
 }
@@ -186,6 +245,56 @@ impl Population {
         }
         (self.records, self.next) = (records, records);
         Ok(())
+    }
+
+    /// Adds records in the order of their numbers.
+    async fn fill_from(&mut self, first: u64, records: u64, retention: Duration) -> Result<()> {
+        let (store, body) = (self.store.clone(), self.body.clone());
+        let pair = move |number| {
+            let (store, body) = (store.clone(), body.clone());
+            async move {
+                let token = claim(&*store, number, retention).await?;
+                complete(&*store, number, token, &body, retention).await
+            }
+        };
+        each(first..first + records, IN_FLIGHT_FILL, pair).await?;
+        self.next = first + records;
+        Ok(())
+    }
+
+    /// Claims and completes new records until the future ends. Returns the median and the 99th percentile, in milliseconds.
+    async fn pairs_until(&mut self, end: impl Future<Output = ()> + Send + 'static) -> Result<(f64, f64)> {
+        let end = tokio::spawn(end);
+        let next = Arc::new(AtomicU64::new(self.next));
+        let is_over = Arc::new(AtomicBool::new(false));
+        let tasks: Vec<_> = (0..IN_FLIGHT)
+            .map(|_| {
+                let (store, body) = (self.store.clone(), self.body.clone());
+                let (next, is_over) = (next.clone(), is_over.clone());
+                tokio::spawn(async move {
+                    let mut latencies = Vec::new();
+                    while !is_over.load(Ordering::Relaxed) {
+                        let begun = Instant::now();
+                        let number = next.fetch_add(1, Ordering::Relaxed);
+                        let token = claim(&*store, number, LONG).await?;
+                        complete(&*store, number, token, &body, LONG).await?;
+                        latencies.push(begun.elapsed().as_secs_f64() * 1e3);
+                    }
+                    Result::Ok(latencies)
+                })
+            })
+            .collect();
+        end.await?;
+        is_over.store(true, Ordering::Relaxed);
+        let mut latencies = Vec::new();
+        for task in tasks {
+            latencies.append(&mut task.await??);
+        }
+        self.next = next.load(Ordering::Relaxed);
+        latencies.sort_by(f64::total_cmp);
+        let of =
+            |share: f64| latencies.get((latencies.len() as f64 * share) as usize).copied().unwrap_or(0.0);
+        Ok((of(0.5), of(0.99)))
     }
 
     async fn turn(&mut self) -> Result<Costs> {

@@ -8,6 +8,7 @@
 //! oncegate-benches touch GIB              writes to so much memory once, and ends
 //! oncegate-benches fill DIR RECORDS       makes an embedded store with so many records
 //! oncegate-benches memory-of DIR RECORDS  what memory a process takes with that store
+//! oncegate-benches purge-latency DIR RECORDS          latency of an embedded store while so many records are purged
 //! oncegate-benches growth DIR RECORDS DIR RECORDS     cost of a small and a large embedded store
 //! oncegate-benches growth-memory RECORDS RECORDS      the same for memory stores
 //! oncegate-benches functions              a wrapped function on the memory store, against calling it bare
@@ -66,6 +67,9 @@ async fn main() -> Result<()> {
         }
         ["fill", directory, records] => growth::fill(Path::new(directory), records.parse()?).await,
         ["memory-of", directory, records] => growth::memory_of(Path::new(directory), records.parse()?).await,
+        ["purge-latency", directory, records] => {
+            growth::purge_latency(Path::new(directory), records.parse()?).await
+        }
         ["growth", small, few, large, many] => {
             growth::embedded((Path::new(small), few.parse()?), (Path::new(large), many.parse()?)).await
         }

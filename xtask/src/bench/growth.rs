@@ -31,6 +31,11 @@ pub(super) fn run(records: u64) -> Result<String> {
     }
     text.push_str("```\n\n");
     text.push_str(&output(benches().arg("growth").arg(&small).arg(&few).arg(&large).arg(&many))?);
+    let purged = (records / 10).to_string();
+    text.push_str(
+        "\nlatency of a claim and its completion, 64 in flight, while expired records are purged\n\n",
+    );
+    text.push_str(&output(benches().arg("purge-latency").arg(directory.join("purged")).arg(&purged))?);
     text.push_str("\nmemory store, small responses, two threads\n\n");
     if free_memory()? < records * MEMORY_PER_RECORD {
         text.push_str("not measured: there is not enough memory\n");
