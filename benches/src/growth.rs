@@ -206,7 +206,7 @@ async fn compare(mut small: Population, mut large: Population, turns: usize) -> 
 impl Population {
     fn embedded(directory: &Path, records: u64) -> Result<Self> {
         let clock = Arc::new(MovedClock { wall: SystemClock::new(), ahead: AtomicU64::new(0) });
-        let options = EmbeddedOptions::new(directory).with_clock(clock.clone());
+        let options = EmbeddedOptions::new(directory).with_clock(clock.clone()).with_memory_bytes(640 << 20);
         let store = EmbeddedStore::open(options)?;
         Ok(Self::new(Arc::new(store), clock, records))
     }

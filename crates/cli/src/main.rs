@@ -67,8 +67,7 @@ enum Command {
     /// Checks a configuration and its store, and prints a line for each result; the exit code is 1 if there is an error.
     ///
     /// Accepts the flags of the sidecar. It starts nothing, listens on no address and, without --online, sends nothing to the
-    /// service. A store that no process has open is read from end to end. If it was not stopped cleanly, it is repaired first,
-    /// as the sidecar would do.
+    /// service. A store that no process has open is read from end to end, and is not changed.
     Check(CheckArgs),
     /// Prints the route that a request matches, and each setting that applies to it with its source.
     ///

@@ -98,7 +98,8 @@ pub(crate) fn identity(metadata: &fs::Metadata) -> Option<(u64, u64)> {
     }
 }
 
-fn create_dir(path: &Path) -> io::Result<()> {
+/// Creates a directory that only its owner can read, if it is missing.
+pub(crate) fn create_dir(path: &Path) -> io::Result<()> {
     if path.is_dir() {
         return Ok(());
     }
@@ -107,16 +108,11 @@ fn create_dir(path: &Path) -> io::Result<()> {
     #[cfg(unix)]
     std::os::unix::fs::DirBuilderExt::mode(&mut builder, 0o700);
     builder.create(path)?;
-    sync_parent(path)
-}
-
-/// Makes the name of a directory durable.
-pub(crate) fn sync_parent(path: &Path) -> io::Result<()> {
     path.parent().filter(|parent| !parent.as_os_str().is_empty()).map_or(Ok(()), sync_dir)
 }
 
 /// Makes the names in a directory durable. Systems other than Unix cannot open a directory for that and do not need it.
-fn sync_dir(path: &Path) -> io::Result<()> {
+pub(crate) fn sync_dir(path: &Path) -> io::Result<()> {
     if cfg!(unix) { File::open(path)?.sync_all() } else { Ok(()) }
 }
 
@@ -158,6 +154,21 @@ fn give_to_owner(dir: &Path, file: &File) {
         // Only root may do this, and only root needs it.
         let _refused = fchown(file, Some(owner.uid()), Some(owner.gid()));
     }
+}
+
+/// Gives a file to the owner of another one. Only root may do this, and only root needs it.
+pub(crate) fn give(path: &Path, owner: &fs::Metadata) -> io::Result<()> {
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::{MetadataExt as _, lchown};
+        let own = fs::symlink_metadata(path)?;
+        if (owner.uid(), owner.gid()) != (own.uid(), own.gid()) {
+            return lchown(path, Some(owner.uid()), Some(owner.gid()));
+        }
+    }
+    #[cfg(not(unix))]
+    let _ = (path, owner);
+    Ok(())
 }
 
 fn private() -> OpenOptions {

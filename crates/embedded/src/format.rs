@@ -4,9 +4,10 @@
 //! so that no later write touches a sector with acknowledged bytes. The rest of the segment is zeros.
 //!
 //! ```text
-//! header  0 magic "OGL1" │ 4 u16 flags │ 6 u16 zero │ 8 store id, 16 bytes │ 24 u32 segment │ 28 u32 oldest segment
-//!        32 u64 sequence │ 40 u64 time │ 48 u64 wall │ 56 u64 lagging since │ 64 u32 payload bytes │ 68 u32 entries
-//!        72 u32 payload checksum │ 76 u32 checksum of the header before │ 80 u32 zero │ 84 u32 checksum of bytes 0 to 83
+//! header  0 magic "OGL1" │ 4 u16 flags │ 6 u16 blocks of the segment │ 8 store id, 16 bytes │ 24 u32 segment
+//!        28 u32 oldest segment │ 32 u64 sequence │ 40 u64 time │ 48 u64 wall │ 56 u64 lagging since │ 64 u32 payload bytes
+//!        68 u32 entries │ 72 u32 payload checksum │ 76 u32 checksum of the header before │ 80 u32 zero
+//!        84 u32 checksum of bytes 0 to 83
 //! entry   0 u8 kind │ 1 u8[3] zero │ 4 u32 body bytes │ 8 u32 expires, seconds │ 12 record id, 32 bytes │ 44 body
 //!         zeros up to a multiple of 8 bytes
 //! ```
@@ -50,6 +51,8 @@ pub(crate) struct Header {
     pub(crate) flags: u16,
     pub(crate) store: StoreId,
     pub(crate) segment: u32,
+    /// The length of its file in blocks, so that a file that was cut off is noticed; 0 if it has more than fit here.
+    pub(crate) segment_blocks: u16,
     /// The oldest segment that still counts. Older ones may be deleted.
     pub(crate) oldest: u32,
     /// The number of the batch. It grows by one with each batch of the store.
@@ -86,7 +89,7 @@ impl Header {
         };
         put(&MAGIC);
         put(&self.flags.to_be_bytes());
-        put(&[0; 2]);
+        put(&self.segment_blocks.to_be_bytes());
         put(&self.store);
         put(&self.segment.to_be_bytes());
         put(&self.oldest.to_be_bytes());
@@ -138,6 +141,11 @@ pub(crate) const fn batch_len(payload_len: u64) -> u64 {
     (HEADER as u64 + payload_len).next_multiple_of(BLOCK)
 }
 
+/// The length of a segment, as its headers have it.
+pub(crate) fn segment_blocks(size: u64) -> u16 {
+    u16::try_from(size / BLOCK).unwrap_or(0)
+}
+
 struct Reader<'a>(&'a [u8]);
 
 impl Reader<'_> {
@@ -165,11 +173,12 @@ impl Reader<'_> {
 
     fn header(&mut self) -> Option<Header> {
         let flags = self.u16()?;
-        let _reserved = self.u16()?;
+        let segment_blocks = self.u16()?;
         Some(Header {
             flags,
             store: self.array()?,
             segment: self.u32()?,
+            segment_blocks,
             oldest: self.u32()?,
             sequence: self.u64()?,
             written: LastWrite {
@@ -287,6 +296,7 @@ mod tests {
             flags: FLAG_SEAL,
             store: [7; 16],
             segment: 3,
+            segment_blocks: 16 * 1024,
             oldest: 2,
             sequence: u64::MAX - 3,
             written: LastWrite {

@@ -5,8 +5,9 @@
 //! entry has to say that a record is gone: after its retention it counts as absent, whether the log still has it or not.
 //!
 //! - The oldest segment without live entries is deleted. First a batch says durably that it counts no more.
-//! - If the sealed segments take more than twice the bytes of the live entries, and a segment more, the live entries of the
-//!   oldest are copied to the end of the log. Copies are normal entries of normal batches, at most [`COPY_BYTES`] in one.
+//! - If the sealed segments take more than twice the bytes of the live entries, and a segment more (less if the disk is nearly
+//!   full), the live entries of the oldest are copied to the end of the log. Copies are normal entries of normal batches, at most
+//!   [`COPY_BYTES`] in one.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
@@ -45,6 +46,8 @@ pub(crate) struct Housekeeper {
     copied_to: (u32, u64),
     /// The segment that cannot be compacted because it is damaged.
     damaged: Option<u32>,
+    /// The segments that count no more and could not be removed yet.
+    unremoved: Vec<u32>,
     /// The last attempt to free a segment failed, and this was logged.
     cannot_free: bool,
     /// The disagreement of the two clocks that the log has reported, until it reports that they agree again.
@@ -58,6 +61,7 @@ impl Housekeeper {
             purged_to: 0,
             copied_to: (0, 0),
             damaged: None,
+            unremoved: Vec::new(),
             cannot_free: false,
             reported_skew: None,
         }
@@ -132,6 +136,11 @@ impl Housekeeper {
 
     /// Deletes or compacts the oldest segments. Returns true if there is more to do.
     fn free_segments(&mut self) -> Result<bool, StoreError> {
+        while let Some(number) = self.unremoved.last() {
+            let io = |error| StoreError::unavailable("a segment cannot be removed").with_source(error);
+            self.inner.disk.remove(*number).map_err(io)?;
+            self.unremoved.pop();
+        }
         let Some(oldest) = self.inner.segments.oldest_sealed() else { return Ok(false) };
         if oldest.is_dead() {
             self.delete(&oldest)?;
@@ -139,7 +148,12 @@ impl Housekeeper {
         }
         let live = self.inner.segments.live_bytes();
         // The lengths in the index are rounded up, by an eighth at most.
-        let enough = live / 9 * 16 + self.inner.sizes.slack;
+        let slack = match self.inner.disk.free() {
+            _ if self.inner.is_disk_low() => 0,
+            Some(free) => self.inner.sizes.slack.min(free / 4),
+            None => self.inner.sizes.slack,
+        };
+        let enough = live / 9 * 16 + slack;
         if self.inner.segments.sealed_bytes() <= enough || self.damaged == Some(oldest.number) {
             return Ok(false);
         }
@@ -157,8 +171,8 @@ impl Housekeeper {
             .write()
             .unwrap_or_else(PoisonError::into_inner)
             .retain(|shift| shift.place.is_none_or(|place| place.segment > segment.number));
-        let io = |error| StoreError::unavailable("a segment cannot be removed").with_source(error);
-        self.inner.disk.remove(segment.number).map_err(io)
+        self.unremoved.push(segment.number);
+        Ok(())
     }
 
     /// Copies live entries of a segment to the end of the log, at most [`COPY_BYTES`], or those of one batch. Returns
@@ -295,7 +309,7 @@ impl StoreInner {
         let body = [skew.since.as_millis().to_be_bytes(), millis.to_be_bytes()].concat();
         // Locked before the entry is appended, because the writer sets its place as soon as it is on the disk.
         let mut shifts = self.shifts.write().unwrap_or_else(PoisonError::into_inner);
-        let ticket = self.tail.append_shift(&body)?;
+        let ticket = self.tail.append_shift(&body, || self.clock.accept(skew.by))?;
         shifts.push(Shift { place: None, since: skew.since, by: skew.by });
         drop(shifts);
         for shard in &mut shards {
@@ -304,7 +318,6 @@ impl StoreInner {
                 recent.record = recent.record.clone().shifted(skew.by);
             }
         }
-        self.clock.accept(skew.by);
         Ok(Some((skew.by, ticket)))
     }
 }

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use oncegate_core::codec;
 use oncegate_core::{
-    AuditEntry, Clock, Command, Outcome, Record, RecordId, StoreClock, StoreError, Timestamp, Write, decide,
-    limits,
+    AuditEntry, Clock, Command, LastWrite, Outcome, Record, RecordId, StoreClock, StoreError, Timestamp,
+    Write, decide, limits,
 };
 
 use crate::disk::Disk;
@@ -35,6 +35,11 @@ impl Shift {
         let (since, by) = body.split_first_chunk()?;
         let by = Duration::from_millis(u64::from_be_bytes(by.try_into().ok()?));
         Some(Self { place: Some(place), since: Timestamp::from_millis(u64::from_be_bytes(*since)), by })
+    }
+
+    /// The seconds by which the expiry of slots moves, rounded up.
+    pub(crate) fn seconds(&self) -> u32 {
+        u32::try_from(self.by.as_millis().div_ceil(1000)).unwrap_or(u32::MAX)
     }
 
     /// Moves the times of a record at this place, if it was written before the correction and since it became necessary.
@@ -398,8 +403,14 @@ impl StoreInner {
     }
 
     /// Puts a record that is on the disk into the index. `copy_of` is the place of the old entry if this one is its copy.
-    pub(crate) fn publish_record(&self, id: &RecordId, slot: Slot, copy_of: Option<Place>) {
+    pub(crate) fn publish_record(&self, id: &RecordId, mut slot: Slot, copy_of: Option<Place>) {
         let mut shard = self.index.shard_of(id);
+        // Corrections of the clock that were appended after this entry have moved the slots that were there then.
+        let shifts = self.shifts.read().unwrap_or_else(PoisonError::into_inner);
+        for shift in shifts.iter().filter(|shift| shift.place.is_none()) {
+            slot.expires = slot.expires.saturating_add(shift.seconds());
+        }
+        drop(shifts);
         let old = match copy_of {
             Some(old) => Some(old),
             None => shard.recent(id).and_then(|recent| recent.indexed),
@@ -452,6 +463,12 @@ impl StoreInner {
         if let Some(shift) = shifts.iter_mut().find(|shift| shift.place.is_none()) {
             shift.place = Some(at);
         }
+    }
+
+    /// The clocks, for the header of a batch.
+    pub(crate) fn clocks(&self) -> LastWrite {
+        let clock = &self.clock;
+        LastWrite { time: clock.now(), wall: clock.wall(), lagging_since: clock.lagging_since() }
     }
 
     /// Has the housekeeper look if there is something to do.

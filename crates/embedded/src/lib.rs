@@ -80,6 +80,7 @@
 //! Opening reads and verifies each byte of the log. The last batch before a crash is the exception: if it cannot be read and
 //! nothing follows it, it was torn by the crash, or it was damaged after it. Within 100 ms after a batch, another one proves it.
 //! The store also cannot detect that its directory was replaced by an older copy: it then knows only the records of that copy.
+//! And if a flush has failed, the segment before has no seal: it cannot detect that all segments after that are missing.
 //!
 //! # Costs
 //!

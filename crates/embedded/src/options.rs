@@ -65,7 +65,7 @@ impl EmbeddedOptions {
     /// Sets the most bytes of all records together. Default: no limit but the disk.
     ///
     /// When the limit is reached, a claim of one more record is refused. Lengths count rounded up, by an eighth at most. The
-    /// directory takes about twice as much.
+    /// directory takes up to twice as much, and up to four segments more.
     #[must_use]
     pub fn with_max_record_bytes(mut self, bytes: u64) -> Self {
         self.max_record_bytes = bytes;

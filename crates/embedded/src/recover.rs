@@ -17,7 +17,9 @@ use tracing::{info, warn};
 
 use crate::disk::{Disk, SegmentFile};
 use crate::error::EmbeddedOpenError;
-use crate::format::{BLOCK, ENTRY, EntryHead, FLAG_SEAL, HEADER, Header, Kind, NoHeader, StoreId, entries};
+use crate::format::{
+    BLOCK, ENTRY, EntryHead, FLAG_SEAL, HEADER, Header, Kind, NoHeader, StoreId, entries, segment_blocks,
+};
 use crate::index::{Index, Place, SHARDS, Slot, prefix};
 use crate::inner::{Recovered, Shift, Sizes};
 use crate::segments::{Segment, Segments, Spare};
@@ -131,7 +133,8 @@ pub(crate) fn open(
     if let Some(next) = next {
         spare = Spare::Ready(next);
     }
-    for old in numbers.iter().copied().filter(|old| *old < scan.oldest) {
+    // Not those that only a torn batch calls dead: they must be there until a batch on the disk says so, too.
+    for old in numbers.iter().copied().filter(|old| *old < scan.last.oldest) {
         remove(disk, old);
     }
     let recovered =
@@ -180,6 +183,7 @@ fn create(
         flags: 0,
         store,
         segment: 1,
+        segment_blocks: segment_blocks(sizes.first_segment),
         oldest: 1,
         sequence: 1,
         written: now,
@@ -247,6 +251,10 @@ pub(crate) fn scan(
             }
             Err(NoHeader::Empty | NoHeader::Invalid) => None,
         };
+        let full = first.map_or(BLOCK, |first| u64::from(first.segment_blocks) * BLOCK);
+        if len < full {
+            return Err(damaged(disk, number, format!("it has {len} bytes of at least {full}")));
+        }
         segments.push(ScannedSegment { number, file, len, used: 0, first });
     }
     // Older segments than the newest header knows may be there, because their removal was not durable. The chain then begins
@@ -380,19 +388,22 @@ fn find_later_batch(
             let bytes = window.get(offset, HEADER).map_err(io(disk, segment.number, "read"))?;
             if let Ok((header, _)) = Header::decode(bytes)
                 && header.store == store
-                && header.sequence > last.sequence + 1
+                && header.sequence > last.sequence
             {
-                let (first, end) = (last.sequence + 1, header.sequence - 1);
-                let missing = if first == end {
-                    format!("batch {first}")
-                } else {
-                    format!("the batches {first} to {end}")
+                // Only the header of a torn batch may be there. A whole one was the next if the chain led to it.
+                let is_torn = header.sequence == last.sequence + 1 && {
+                    let batch = window.get(offset, header.batch_len() as usize);
+                    let batch = batch.map_err(io(disk, segment.number, "read"))?;
+                    let payload = batch.get(HEADER..HEADER + header.payload_len as usize);
+                    payload.is_none_or(|payload| crc32c::crc32c(payload) != header.payload_sum)
                 };
-                let text = format!(
-                    "{missing} cannot be read, although batch {} at {offset} was written after that",
-                    header.sequence
-                );
-                return Err(damaged(disk, segment.number, text));
+                if !is_torn {
+                    let text = format!(
+                        "the batches after {} cannot be read, although batch {} is at {offset}",
+                        last.sequence, header.sequence
+                    );
+                    return Err(damaged(disk, segment.number, text));
+                }
             }
             offset += BLOCK;
         }
@@ -585,7 +596,7 @@ impl Builder {
 
     fn shift(&mut self, place: Place, body: &[u8]) {
         let Some(shift) = Shift::decode(place, body) else { return };
-        let seconds = u32::try_from(shift.by.as_millis().div_ceil(1000)).unwrap_or(u32::MAX);
+        let seconds = shift.seconds();
         self.shifts.push(shift);
         (0..SHARDS).for_each(|number| self.index.shard(number).postpone(seconds));
     }

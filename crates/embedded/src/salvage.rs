@@ -5,23 +5,23 @@
 //!
 //! - The copy has the newest readable version of each record. If a lost part follows it in the log, a newer version may have been
 //!   there. A record that was in progress or released may have been executed since. So it becomes `unknown`, and only an operator
-//!   can resolve it. Its token grows, so that it exceeds those of lost attempts.
+//!   can resolve it, within the longest retention there is.
 //! - An entry whose record is known but whose content cannot be read is copied as it is. Its key stays refused.
 //! - A key that was used for the first time in a lost part is not known to the copy.
 //! - A correction of the clock in a lost part is not known either. Records from before it end earlier by as much.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
-use std::io::ErrorKind;
+use std::io::{Error, ErrorKind};
 use std::path::Path;
 use std::sync::Arc;
 
 use oncegate_core::codec;
-use oncegate_core::{FencingToken, LastWrite, Record, RecordId, State, StoreClock, Timestamp};
+use oncegate_core::{FencingToken, LastWrite, Record, RecordId, State, StoreClock, Timestamp, limits};
 
 use crate::audit::decode_audit;
-use crate::directory::sync_parent;
-use crate::disk::{DirectoryDisk, Disk};
+use crate::directory::{create_dir, give, sync_dir};
+use crate::disk::{DirectoryDisk, Disk, segment_files};
 use crate::error::EmbeddedOpenError;
 use crate::format::{
     BLOCK, ENTRY, EntryHead, FLAG_SEAL, HEADER, Header, Kind, StoreId, entries, expiry_seconds,
@@ -31,9 +31,6 @@ use crate::inner::{Shift, Sizes};
 use crate::options::EmbeddedOptions;
 use crate::store::{EmbeddedStore, random_id};
 use crate::tail::Tail;
-
-/// The number by which tokens grow: more than the attempts that one key can have in a lost part.
-const TOKEN_STEP: u64 = 1 << 32;
 
 /// The bytes that are copied before they are waited for.
 const COPY_BYTES: usize = 1024 * 1024;
@@ -62,28 +59,47 @@ pub struct SalvageReport {
 /// # Errors
 /// [`EmbeddedOpenError`] if one of the two is in use, `to` is not empty, nothing can be read, or the disk fails.
 pub fn salvage(options: &EmbeddedOptions, to: &Path) -> Result<SalvageReport, EmbeddedOpenError> {
-    let io = |error| EmbeddedOpenError::io(format!("copy the store to {}", to.display()))(error);
-    let from = DirectoryDisk::acquire(&options.dir)?;
-    match fs::read_dir(to).map(|mut files| files.next().is_some()) {
-        Ok(false) => {}
-        Ok(true) => return Err(io(ErrorKind::DirectoryNotEmpty.into())),
-        Err(error) if error.kind() == ErrorKind::NotFound => {}
-        Err(error) => return Err(io(error)),
+    let failed = |error| EmbeddedOpenError::io(format!("copy the store to {}", to.display()))(error);
+    let source = options.dir.canonicalize();
+    let source = source.map_err(EmbeddedOpenError::io(format!("read {}", options.dir.display())))?;
+    let from = DirectoryDisk::acquire(&source)?;
+    let owner = if to.exists() { to.metadata() } else { source.metadata() }.map_err(failed)?;
+    let above = std::path::absolute(to).map_err(failed)?;
+    let above = above.ancestors().find_map(|above| above.canonicalize().ok());
+    if above.is_some_and(|above| above.starts_with(&source)) {
+        return Err(failed(Error::new(ErrorKind::InvalidInput, "it is inside of the damaged store")));
     }
-    // It gets its name when it is complete. A part of a copy looks like a store.
-    let mut name = to.file_name().unwrap_or_default().to_owned();
-    name.push(".part");
-    let part = to.with_file_name(name);
-    if part.exists() {
-        let text = format!("{} is left from an attempt that did not end: remove it", part.display());
-        return Err(io(std::io::Error::new(ErrorKind::AlreadyExists, text)));
+    create_dir(to).map_err(failed)?;
+    let to = to.canonicalize().map_err(failed)?;
+    for entry in fs::read_dir(&to).map_err(failed)? {
+        let name = entry.map_err(failed)?.file_name();
+        if !["lost+found", PART].iter().any(|own| name == *own) {
+            return Err(failed(ErrorKind::DirectoryNotEmpty.into()));
+        }
+    }
+    // What is left of an attempt that did not end.
+    let part = to.join(PART);
+    match fs::remove_dir_all(&part) {
+        Err(error) if error.kind() != ErrorKind::NotFound => return Err(failed(error)),
+        _ => {}
     }
     let copy = EmbeddedOptions { dir: part.clone(), ..options.clone() };
     let sizes = Sizes::with_memory(copy.memory_bytes);
     let report = salvage_disk(&from, Arc::new(DirectoryDisk::acquire(&part)?), copy, sizes)?;
-    fs::rename(&part, to).and_then(|()| sync_parent(to)).map_err(io)?;
+    let mut files = segment_files(&part).map_err(failed)?;
+    give(&to, &owner).map_err(failed)?;
+    // The oldest comes last: without it, the store does not open.
+    while let Some(file) = files.pop() {
+        give(&file, &owner).map_err(failed)?;
+        fs::rename(&file, to.join(file.file_name().unwrap_or_default())).map_err(failed)?;
+    }
+    fs::remove_dir_all(&part).map_err(failed)?;
+    sync_dir(&to).map_err(failed)?;
     Ok(report)
 }
+
+/// The directory in which the copy is made. Parts of a copy look like a store.
+const PART: &str = ".salvage";
 
 pub(crate) fn salvage_disk(
     from: &dyn Disk,
@@ -301,7 +317,7 @@ impl Found {
                 report.records += 1;
             }
             let write = |reason: &str| {
-                EmbeddedOpenError::io("write the copy of the store")(std::io::Error::other(reason.to_owned()))
+                EmbeddedOpenError::io("write the copy of the store")(Error::other(reason.to_owned()))
             };
             let end = to
                 .append(&head, &body, None)
@@ -317,7 +333,7 @@ impl Found {
         }
         if let Some(end) = ticket {
             end.wait_blocking().map_err(|reason| {
-                EmbeddedOpenError::io("write the copy of the store")(std::io::Error::other(&*reason))
+                EmbeddedOpenError::io("write the copy of the store")(Error::other(&*reason))
             })?;
         }
         report.unknown.sort_unstable();
@@ -342,11 +358,12 @@ const fn is_uncertain(record: &Record) -> bool {
 }
 
 fn unknown(mut record: Record, now: Timestamp) -> Record {
-    let kept = record.expires_at.since(record.changed_at);
     record.state = State::Unknown;
-    record.token = FencingToken::new(record.token.get().saturating_add(TOKEN_STEP));
+    // As a new claim would have it: tokens are at least the time at which they were given. So it exceeds those of lost
+    // attempts, and a token after the end of this record exceeds it.
+    record.token = FencingToken::new(record.token.get().saturating_add(1).max(now.as_millis()));
     record.changed_at = now.max(record.changed_at);
-    record.expires_at = now.after(kept).max(record.expires_at);
+    record.expires_at = now.after(limits::MAX_RETENTION).max(record.expires_at);
     record.by_operator = false;
     record
 }

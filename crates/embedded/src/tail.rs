@@ -6,7 +6,7 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use oncegate_core::{AuditEntry, Extent, RecordId, StoreError};
+use oncegate_core::{AuditEntry, Extent, LastWrite, RecordId, StoreError};
 
 use crate::audit::encode_audit;
 use crate::format::{ALIGN, EntryHead, HEADER, Kind};
@@ -30,6 +30,9 @@ pub(crate) struct Batch {
     pub(crate) flags: u16,
     /// The offset in its segment, once it is on the disk.
     pub(crate) offset: Option<u64>,
+    /// The clocks when its last entry was there. Not when it is written, because the entry of a correction of the clock may be
+    /// appended between the two: with the time after the correction and without its entry, older records would have expired.
+    pub(crate) written: Option<LastWrite>,
     pub(crate) ticket: Arc<Ticket>,
 }
 
@@ -38,7 +41,15 @@ impl Batch {
     pub(crate) fn new(mut bytes: Vec<u8>) -> Self {
         bytes.clear();
         bytes.resize(HEADER, 0);
-        Self { bytes, entries: 0, copies: Vec::new(), flags: 0, offset: None, ticket: Arc::default() }
+        Self {
+            bytes,
+            entries: 0,
+            copies: Vec::new(),
+            flags: 0,
+            offset: None,
+            written: None,
+            ticket: Arc::default(),
+        }
     }
 
     /// Adds an entry, and returns its offset in the batch.
@@ -78,9 +89,10 @@ pub(crate) struct Tail {
 /// The next task of the writer.
 pub(crate) enum Work {
     Write(Batch),
-    /// Nothing came before the deadline.
-    Idle,
-    Closed,
+    /// Nothing came before the deadline: an empty batch.
+    Idle(Batch),
+    /// The last batch, which is empty.
+    Closed(Batch),
 }
 
 impl Tail {
@@ -94,14 +106,17 @@ impl Tail {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Appends an entry that moves the times of records. Returns the end of its batch.
-    pub(crate) fn append_shift(&self, body: &[u8]) -> Result<Arc<Ticket>, StoreError> {
+    /// Appends an entry that moves the times of records, and moves the clock. Returns the end of its batch.
+    ///
+    /// No batch is taken between the two.
+    pub(crate) fn append_shift(&self, body: &[u8], accept: impl FnOnce()) -> Result<Arc<Ticket>, StoreError> {
         let mut inner = self.lock();
         inner.accepts()?;
         let id = RecordId::from_bytes([0; 32]);
         inner
             .batch
             .push(&EntryHead { kind: Kind::Shift, body_len: body.len() as u32, expires: u32::MAX, id }, body);
+        accept();
         Ok(self.filled(inner))
     }
 
@@ -164,31 +179,40 @@ impl Tail {
     }
 
     /// Takes the batch as soon as there is something to write. The next one fills the buffer `spare`.
-    pub(crate) fn take(&self, deadline: Option<Instant>, spare: Vec<u8>) -> Work {
+    pub(crate) fn take(
+        &self,
+        deadline: Option<Instant>,
+        spare: Vec<u8>,
+        clocks: impl FnOnce() -> LastWrite,
+    ) -> Work {
         let mut inner = self.lock();
         while inner.batch.entries == 0 && !inner.wanted {
             if matches!(inner.state, TailState::Closed) {
-                return Work::Closed;
+                return Work::Closed(Batch { written: Some(clocks()), ..Batch::new(spare) });
             }
             inner = match deadline.map(|deadline| deadline.saturating_duration_since(Instant::now())) {
                 None => self.wake.wait(inner).unwrap_or_else(PoisonError::into_inner),
-                Some(Duration::ZERO) => return Work::Idle,
+                Some(Duration::ZERO) => {
+                    return Work::Idle(Batch { written: Some(clocks()), ..Batch::new(spare) });
+                }
                 Some(left) => self.wake.wait_timeout(inner, left).unwrap_or_else(PoisonError::into_inner).0,
             };
         }
         inner.wanted = false;
-        let next = Batch::new(spare);
-        Work::Write(std::mem::replace(&mut inner.batch, next))
+        let mut batch = std::mem::replace(&mut inner.batch, Batch::new(spare));
+        batch.written = Some(clocks());
+        Work::Write(batch)
     }
 
     /// Refuses entries from now on, and ends the batch that is being filled as failed. Returns it if it has entries.
-    pub(crate) fn fail(&self, reason: &Arc<str>) -> Option<Batch> {
+    pub(crate) fn fail(&self, reason: &Arc<str>, clocks: impl FnOnce() -> LastWrite) -> Option<Batch> {
         let mut inner = self.lock();
         if !matches!(inner.state, TailState::Closed) {
             inner.state = TailState::Failing(reason.clone());
         }
         inner.wanted = false;
-        let batch = std::mem::replace(&mut inner.batch, Batch::new(Vec::new()));
+        let mut batch = std::mem::replace(&mut inner.batch, Batch::new(Vec::new()));
+        batch.written = Some(clocks());
         drop(inner);
         batch.ticket.end(Err(reason.clone()));
         (batch.entries > 0).then_some(batch)

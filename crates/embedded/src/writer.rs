@@ -21,11 +21,13 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use oncegate_core::{Clock as _, ErrorChain, LastWrite};
+use oncegate_core::{ErrorChain, LastWrite};
 use tracing::{error, info, warn};
 
 use crate::disk::Disk;
-use crate::format::{BLOCK, FLAG_CLOSED, FLAG_SEAL, HEADER, Header, Kind, batch_len, entries};
+use crate::format::{
+    BLOCK, FLAG_CLOSED, FLAG_SEAL, HEADER, Header, Kind, batch_len, entries, segment_blocks,
+};
 use crate::index::{Place, Slot};
 use crate::inner::StoreInner;
 use crate::segments::{Segment, Spare};
@@ -73,7 +75,7 @@ impl Writer {
         let mut proof_due = Some(Instant::now());
         let mut buffer = Vec::new();
         loop {
-            match self.inner.tail.take(proof_due, std::mem::take(&mut buffer)) {
+            match self.inner.tail.take(proof_due, std::mem::take(&mut buffer), || self.inner.clocks()) {
                 Work::Write(batch) => {
                     proof_due = (batch.entries > 0).then(|| Instant::now() + PROOF_DELAY);
                     match self.commit(batch) {
@@ -81,14 +83,13 @@ impl Writer {
                         None => return,
                     }
                 }
-                Work::Idle => {
+                Work::Idle(batch) => {
                     proof_due = None;
-                    if self.commit(Batch::new(Vec::new())).is_none() {
+                    if self.commit(batch).is_none() {
                         return;
                     }
                 }
-                Work::Closed => {
-                    let mut last = Batch::new(Vec::new());
+                Work::Closed(mut last) => {
                     last.flags = FLAG_CLOSED;
                     if let Err(error) = self.append(&mut last) {
                         warn!(error = %ErrorChain(&error), "the end of the log could not be written when the store was closed");
@@ -129,7 +130,7 @@ impl Writer {
                         error!(%reason, "the embedded store cannot be written to: recorded keys are answered, and nothing new is executed");
                     }
                     // Its commands were decided, and follow as soon as this batch is written.
-                    batches.extend(self.inner.tail.fail(&reason));
+                    batches.extend(self.inner.tail.fail(&reason, || self.inner.clocks()));
                     // Who gets this error finds the store refusing writes.
                     ticket.end(Err(reason));
                     if !self.inner.tail.pause(pause) {
@@ -175,17 +176,14 @@ impl Writer {
     }
 
     fn append_here(&mut self, batch: &mut Batch) -> io::Result<u64> {
-        let clock = &self.inner.clock;
-        self.last_write = LastWrite {
-            time: clock.now().max(self.last_write.time),
-            wall: clock.wall(),
-            lagging_since: clock.lagging_since(),
-        };
+        let written = batch.written.unwrap_or(self.last_write);
+        self.last_write = LastWrite { time: written.time.max(self.last_write.time), ..written };
         let payload = batch.bytes.get(HEADER..).unwrap_or_default();
         let header = Header {
             flags: batch.flags,
             store: self.inner.store,
             segment: self.end.segment.number,
+            segment_blocks: segment_blocks(self.end.segment.size),
             oldest: self.inner.oldest.load(Ordering::SeqCst),
             sequence: self.end.sequence,
             written: self.last_write,

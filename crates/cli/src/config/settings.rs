@@ -233,7 +233,7 @@ settings! {
     max_records: u64 = units::max_records;
 
     /// The most bytes that the records of a store in a directory or in memory hold together. Beyond it, new keys are refused as
-    /// with max-records. The directory takes two to three times as much space.
+    /// with max-records. The directory takes up to twice as much space, and up to 256MiB more.
     "max-store-bytes" SERVICE Service One "SIZE" Nothing("no limit but the disk; in memory, 1GiB");
     max_store_bytes: u64 = units::max_store_bytes;
 

@@ -6,9 +6,10 @@ use std::time::Duration;
 use oncegate_core::{Outcome, Store as _, Timestamp};
 use oncegate_testkit::{ManualClock, block_on};
 
-use super::open;
 use super::sim::SimDisk;
+use super::{open, until};
 use crate::EmbeddedStore;
+use crate::format::{HEADER, Header, Kind, entries};
 use crate::tests::{DAY, claim, complete, response, token};
 use oncegate_testkit::record_id as id;
 
@@ -169,5 +170,92 @@ fn a_claim_made_while_a_new_time_is_accepted_keeps_its_lease() {
     for n in [1, 2] {
         let again = block_on(store.apply(id(n), claim(9))).unwrap();
         assert!(matches!(again, Outcome::InProgress { .. }), "{n}: {again:?}");
+    }
+}
+
+/// A completion waits for the disk while the time of day is accepted.
+#[test]
+fn a_completion_in_flight_while_a_new_time_is_accepted_keeps_its_retention() {
+    // By an operator, and by the store itself when the clock was known to be wrong.
+    for is_expected in [false, true] {
+        let (disk, clock) = (SimDisk::default(), Arc::new(ManualClock::at_millis(START)));
+        complete_one(&open(&disk, clock).unwrap(), 9);
+        let clock = Arc::new(ManualClock::at_millis(if is_expected { START - 10 * HOUR } else { START }));
+        let store = open(&disk, clock.clone()).unwrap();
+        if !is_expected {
+            jump(&store, &clock);
+        }
+        let granted = token(&block_on(store.apply(id(1), claim(1))).unwrap());
+        let held = disk.hold();
+        std::thread::scope(|scope| {
+            let completing = scope.spawn(|| block_on(store.apply(id(1), complete(granted, response(1, 10)))));
+            disk.wait_until_held();
+            if is_expected {
+                jump(&store, &clock);
+            } else {
+                scope.spawn(|| block_on(store.accept_clock()).unwrap());
+            }
+            until("the time is accepted", || !reports_skew(&store));
+            drop(held);
+            assert_eq!(completing.join().unwrap().unwrap(), Outcome::Completed);
+        });
+        assert!(is_replayed(&store, 1), "{is_expected}");
+        block_on(store.purge(100)).unwrap();
+        assert!(is_replayed(&store, 1), "{is_expected}: a retention of a day, and seconds old");
+    }
+}
+
+/// Sets the clock ahead by days, and has the store see it.
+fn jump(store: &EmbeddedStore, clock: &ManualClock) {
+    clock.set_millis(START + 60 * HOUR);
+    clock.advance(Duration::from_secs(1));
+    store.now();
+}
+
+/// Power fails when the batch before the entry of a correction is on the disk, and the entry is not.
+#[test]
+fn a_batch_before_a_correction_does_not_have_the_time_after_it() {
+    for filled in 1..8 {
+        let (disk, clock) = (SimDisk::default(), Arc::new(ManualClock::at_millis(START)));
+        let store = open(&disk, clock.clone()).unwrap();
+        jump(&store, &clock);
+        (0..filled).for_each(|n| complete_one(&store, n));
+        let granted = token(&block_on(store.apply(id(500), claim(1))).unwrap());
+        let held = disk.hold();
+        // Sometimes in the next segment, so that more than one write comes before the batch.
+        let large = complete(granted, response(500, 7000));
+        let before = std::thread::scope(|scope| {
+            let completing = scope.spawn(|| block_on(store.apply(id(500), large)));
+            disk.wait_until_held();
+            let before = disk.after_kill();
+            let accepting = scope.spawn(|| block_on(store.accept_clock()));
+            until("the time is accepted", || !reports_skew(&store));
+            drop(held);
+            completing.join().unwrap().unwrap();
+            accepting.join().unwrap().unwrap();
+            before
+        });
+        let mut image = disk.after_kill();
+        drop(store);
+        for (number, bytes) in before {
+            // It may have been deleted since.
+            image.entry(number).or_insert(bytes);
+        }
+        let mut is_cut = false;
+        for bytes in image.values_mut() {
+            let mut at = 0;
+            while let Some(Ok((header, _))) = bytes.get(at..at + HEADER).map(Header::decode) {
+                let payload = &bytes[at + HEADER..at + HEADER + header.payload_len as usize];
+                is_cut |= entries(payload).flatten().any(|(_, head, _)| head.kind == Kind::Shift);
+                let len = header.batch_len() as usize;
+                if is_cut {
+                    bytes[at..at + len].fill(0);
+                }
+                at += len;
+            }
+        }
+        assert!(is_cut);
+        let store = open(&SimDisk::of(&image), clock.clone()).unwrap();
+        assert!((0..filled).all(|n| is_replayed(&store, n)), "{filled}");
     }
 }

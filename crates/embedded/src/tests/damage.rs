@@ -10,8 +10,9 @@ use oncegate_core::{
 };
 use oncegate_testkit::{ManualClock, block_on, record_id as id};
 
-use super::sim::{Image, SimDisk};
+use super::sim::{Crash, Fault, Image, Operation, SimDisk};
 use super::{SIZES, complete_one, is_replayed, open, open_with};
+use crate::format::{BLOCK, HEADER, Header};
 use crate::inner::Sizes;
 use crate::recover::{Item, scan};
 use crate::tests::{DAY, claim, response, token};
@@ -316,4 +317,86 @@ fn a_newer_format_is_refused() {
     let options = EmbeddedOptions::new("disk").with_clock(clock);
     let error = open_with(&SimDisk::of(&changed), options).unwrap_err();
     assert!(matches!(error, EmbeddedOpenError::NewerFormat { .. }), "{error}");
+}
+
+/// A torn batch, whose header says that a segment counts no more, and another crash while the store is opened after it.
+#[test]
+fn a_segment_that_only_a_torn_batch_calls_dead_is_kept() {
+    let (disk, clock) = (SimDisk::default(), Arc::new(ManualClock::at_millis(1_700_000_000_000)));
+    let store = open(&disk, clock.clone()).unwrap();
+    (0..40).for_each(|n| complete_one(&store, n, 3000));
+    drop(store);
+    clock.advance(2 * DAY);
+    let mut image = disk.after_kill();
+    let oldest = *image.keys().next().unwrap();
+    let (mut last, mut number) = (None, 0);
+    let numbers: Vec<u32> = image.keys().copied().collect();
+    let _scanned = scan(&SimDisk::of(&image), &numbers, &mut |item, segment| {
+        if let Item::Batch { header, offset } = item {
+            (last, number) = (Some((*header, offset)), segment.number);
+        }
+        Ok(())
+    });
+    let (header, offset) = last.unwrap();
+    let (_, previous) = header.encode();
+    let sequence = header.sequence + 1;
+    let torn = Header {
+        sequence,
+        previous,
+        oldest: oldest + 1,
+        payload_len: 5000,
+        payload_sum: 7,
+        flags: 0,
+        ..header
+    };
+    let at = (offset + header.batch_len()) as usize;
+    image.get_mut(&number).unwrap()[at..at + HEADER].copy_from_slice(&torn.encode().0);
+    for at in 1.. {
+        let disk = SimDisk::of(&image);
+        disk.crash_at(Crash { at, images: 6, seed: at });
+        drop(open(&disk, clock.clone()));
+        let Some(images) = disk.after_crash().filter(|_| at < 14) else { break };
+        for image in images {
+            let opened = open(&SimDisk::of(&image), clock.clone());
+            assert!(opened.is_ok(), "operation {at} of the start: {}", opened.err().unwrap());
+        }
+    }
+}
+
+/// For example a copy to a full disk.
+#[test]
+fn a_segment_that_was_cut_off_is_refused() {
+    let (image, clock, _) = varied_store();
+    for (number, bytes) in &image {
+        for len in [0, 1, BLOCK as usize, bytes.len() / 2, bytes.len() - 1] {
+            let mut changed = image.clone();
+            changed.get_mut(number).unwrap().truncate(len);
+            // One without a batch is only prepared, and needs no more than a block.
+            if bytes.iter().all(|byte| *byte == 0) && len >= BLOCK as usize {
+                continue;
+            }
+            let opened = open(&SimDisk::of(&changed), clock.clone());
+            assert!(matches!(opened, Err(EmbeddedOpenError::Damaged { .. })), "{len} bytes of {number}");
+            let report = crate::check::check_disk(&SimDisk::of(&changed)).unwrap();
+            assert!(!report.is_sound(), "{len} bytes of {number}");
+        }
+    }
+}
+
+/// After a failed flush, the batch is in the next segment once more. If its second copy is damaged, a batch follows that is not.
+#[test]
+fn damage_after_a_failed_flush_is_no_torn_write() {
+    let (disk, clock) = (SimDisk::default(), Arc::new(ManualClock::at_millis(1_700_000_000_000)));
+    let store = open(&disk, clock.clone()).unwrap();
+    complete_one(&store, 1, 10);
+    disk.fail(Fault { on: Operation::Sync, after: 0, times: 1, errno: 5 });
+    complete_one(&store, 2, 10);
+    let mut image = disk.after_kill();
+    let second = image.get_mut(&2).unwrap();
+    assert_ne!(second[4096], 0, "the flush did not fail");
+    second[50] ^= 0xff;
+    match open(&SimDisk::of(&image), clock) {
+        Ok(store) => assert!(is_replayed(&store, 2, 10)),
+        Err(error) => assert!(matches!(error, EmbeddedOpenError::Damaged { .. })),
+    }
 }

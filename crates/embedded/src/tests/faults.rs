@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use oncegate_core::{Command, Extent, Outcome, Renew, Store as _, StoreError, StoreErrorKind};
 use oncegate_testkit::{ManualClock, block_on, record_id as id};
 
 use super::sim::{Fault, Operation, SimDisk};
-use super::{complete_one, is_replayed, open};
+use super::{complete_one, is_replayed, open, until};
 use crate::EmbeddedStore;
 use crate::tests::script::Script;
 use crate::tests::{DAY, claim, complete, response, token};
@@ -24,15 +24,6 @@ fn started() -> (SimDisk, Arc<ManualClock>, EmbeddedStore) {
 
 fn fault(on: Operation, times: u64, errno: i32) -> Fault {
     Fault { on, after: 0, times, errno }
-}
-
-/// Waits for a condition of the store.
-fn until(what: &str, mut is_so: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while !is_so() {
-        assert!(Instant::now() < deadline, "timed out waiting until {what}");
-        thread::sleep(Duration::from_millis(5));
-    }
 }
 
 /// After a failed flush, the operating system may show bytes that never reach the disk. So the batch goes to another file.

@@ -10,7 +10,7 @@ mod sim;
 mod space;
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use oncegate_core::{
@@ -33,6 +33,15 @@ fn open(disk: &SimDisk, clock: Arc<dyn Clock>) -> Result<EmbeddedStore, Embedded
 
 fn open_with(disk: &SimDisk, options: EmbeddedOptions) -> Result<EmbeddedStore, EmbeddedOpenError> {
     EmbeddedStore::open_disk(Arc::new(disk.clone()), options, SIZES)
+}
+
+/// Waits for a condition of the store.
+fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !is_so() {
+        assert!(Instant::now() < deadline, "timed out waiting until {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
 }
 
 /// A claim and its completion with a response of this length.

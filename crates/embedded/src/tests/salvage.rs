@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use oncegate_core::{
-    Command, Complete, Completion, Record, RecordId, State, Store as _, StoreErrorKind, StoredResponse, codec,
+    Command, Complete, Completion, Outcome, Record, RecordId, Release, Resolution, Resolve, State,
+    Store as _, StoreErrorKind, StoredResponse, codec,
 };
 use oncegate_testkit::{ManualClock, block_on, record_id as id};
 
@@ -14,7 +15,7 @@ use super::sim::{Image, SimDisk};
 use super::{SIZES, complete_one, open};
 use crate::format::{BLOCK, ENTRY, EntryHead, HEADER, Kind};
 use crate::salvage::{SalvageReport, salvage_disk};
-use crate::tests::{DAY, claim, token};
+use crate::tests::{DAY, claim, complete, response, token};
 use crate::{EmbeddedOpenError, EmbeddedOptions, EmbeddedStore};
 
 fn salvaged(
@@ -203,8 +204,52 @@ fn bytes_of_a_response_are_never_an_entry() {
     assert!(!is_believed(&empty));
 }
 
+/// A request is released, and executed again in a lost part.
 #[test]
-fn a_directory_with_files_is_not_overwritten() {
+fn an_uncertain_record_stays_unknown_until_an_operator_resolves_it() {
+    let (disk, clock) = (SimDisk::default(), Arc::new(ManualClock::at_millis(1_700_000_000_000)));
+    let store = open(&disk, clock.clone()).unwrap();
+    let granted = token(&block_on(store.apply(id(1), claim(1))).unwrap());
+    let release = Release { token: granted, retention: Duration::from_secs(120) };
+    block_on(store.apply(id(1), Command::Release(release))).unwrap();
+    let before = disk.after_kill();
+    clock.advance(Duration::from_secs(1));
+    let second = token(&block_on(store.apply(id(1), claim(2))).unwrap());
+    block_on(store.apply(id(1), complete(second, response(1, 10)))).unwrap();
+    let after = disk.after_kill();
+    complete_one(&store, 2, 10);
+    drop(store);
+    let mut image = disk.after_kill();
+    for (number, bytes) in &mut image {
+        let block = |of: &Image, at: usize| {
+            of.get(number).and_then(|bytes| bytes.get(at..at + 4096)).map(<[u8]>::to_vec)
+        };
+        for at in (0..bytes.len()).step_by(4096).filter(|at| block(&before, *at) != block(&after, *at)) {
+            bytes[at..at + 4096].fill(0x5a);
+        }
+    }
+    let (report, store) = salvaged(&image, &clock).unwrap();
+    assert_eq!(report.unknown, [id(1)]);
+    clock.advance(DAY);
+    assert_eq!(block_on(store.apply(id(1), claim(3))).unwrap(), Outcome::Unknown);
+    let resolve = Resolve {
+        resolution: Resolution::Release,
+        retention: DAY,
+        force: false,
+        amend: false,
+        actor: "ops".to_owned(),
+        reason: "it did not happen".to_owned(),
+    };
+    block_on(store.apply(id(1), Command::Resolve(resolve))).unwrap();
+    let third = token(&block_on(store.apply(id(1), claim(4))).unwrap());
+    assert!(third > second, "{third:?} after the lost {second:?}");
+    clock.advance(3 * DAY);
+    block_on(store.purge(100)).unwrap();
+    assert!(token(&block_on(store.apply(id(1), claim(5))).unwrap()) > third);
+}
+
+#[test]
+fn a_copy_is_made_only_in_an_empty_directory_outside_of_the_store() {
     let dir = tempfile::tempdir().unwrap();
     let (from, to) = (dir.path().join("from"), dir.path().join("to"));
     let store = EmbeddedStore::open(&*from).unwrap();
@@ -213,12 +258,20 @@ fn a_directory_with_files_is_not_overwritten() {
     std::fs::create_dir(&to).unwrap();
     std::fs::write(to.join("file"), "").unwrap();
     let options = EmbeddedOptions::new(&from);
-    let error = crate::salvage(&options, &to).unwrap_err();
-    assert!(matches!(error, EmbeddedOpenError::Io { .. }), "{error}");
-    assert!(crate::salvage(&options, &from).is_err());
+    for to in [&to, &from, &from.join("copy")] {
+        let error = crate::salvage(&options, to).unwrap_err();
+        assert!(matches!(error, EmbeddedOpenError::Io { .. }), "{error}");
+    }
+    let missing = dir.path().join("missing");
+    assert!(crate::salvage(&EmbeddedOptions::new(&missing), &dir.path().join("other")).is_err());
+    assert!(!missing.exists(), "a mistyped name is not created");
+    assert!(!from.join("copy").exists());
     std::fs::remove_file(to.join("file")).unwrap();
+    // As after an attempt that did not end.
+    std::fs::create_dir(to.join(".salvage")).unwrap();
+    std::fs::write(to.join(".salvage/00000001.log"), "x").unwrap();
     let report = crate::salvage(&options, &to).unwrap();
     assert_eq!((report.records, report.lost), (1, vec![]));
+    assert!(!to.join(".salvage").exists());
     assert!(super::is_replayed(&EmbeddedStore::open(&*to).unwrap(), 1, 10));
-    assert!(!dir.path().join("to.part").exists());
 }

@@ -1,24 +1,17 @@
 //! Purges, deletion and compaction of segments, and the limits.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use oncegate_core::{Command, Extent, Renew, Store as _};
+use oncegate_core::{Command, Complete, Completion, Extent, Renew, Store as _};
 use oncegate_testkit::{ManualClock, block_on, record_id as id};
 
-use super::sim::SimDisk;
-use super::{SIZES, complete_one, is_replayed, open};
+use super::sim::{Fault, Operation, SimDisk};
+use super::{SIZES, complete_one, is_replayed, open, until};
+use crate::format::Header;
 use crate::inner::Sizes;
-use crate::tests::{DAY, claim, token};
+use crate::tests::{DAY, claim, response, token};
 use crate::{EmbeddedOptions, EmbeddedStore};
-
-fn until(what: &str, mut is_so: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while !is_so() {
-        assert!(Instant::now() < deadline, "timed out waiting until {what}");
-        std::thread::sleep(Duration::from_millis(5));
-    }
-}
 
 fn started() -> (SimDisk, Arc<ManualClock>, EmbeddedStore) {
     let (disk, clock) = (SimDisk::default(), Arc::new(ManualClock::at_millis(1_700_000_000_000)));
@@ -160,4 +153,47 @@ fn limits_refuse_new_keys_and_no_others() {
         assert_eq!(block_on(store.purge(10)).unwrap(), 3);
         complete_one(&store, 8, len);
     }
+}
+
+/// The segments of the disk, and the oldest that counts.
+fn segments(disk: &SimDisk) -> (Vec<u32>, u32) {
+    let image = disk.after_kill();
+    let headers = image
+        .values()
+        .flat_map(|bytes| (0..bytes.len()).step_by(4096).filter_map(|at| Header::decode(&bytes[at..]).ok()));
+    let newest = headers.map(|(header, _)| header).max_by_key(|header| header.sequence).unwrap();
+    (image.into_keys().collect(), newest.oldest)
+}
+
+#[test]
+fn a_segment_that_could_not_be_removed_is_removed_later() {
+    let (disk, clock, store) = started();
+    (0..30).for_each(|n| complete_one(&store, n, 3000));
+    clock.advance(2 * DAY);
+    let (there, oldest) = segments(&disk);
+    disk.fail(Fault { on: Operation::Create, after: 0, times: u64::MAX, errno: 5 });
+    block_on(store.purge(1000)).unwrap();
+    until("a segment counts no more", || segments(&disk).1 > oldest);
+    assert_eq!(segments(&disk).0, there);
+    disk.heal();
+    until("it is removed", || segments(&disk).0.iter().all(|number| *number >= segments(&disk).1));
+}
+
+/// A record of long retention is in the oldest segment.
+#[test]
+fn dead_segments_are_freed_when_the_disk_is_nearly_full() {
+    let (disk, clock) = (SimDisk::default(), Arc::new(ManualClock::at_millis(1_700_000_000_000)));
+    let sizes = Sizes { first_segment: 64 * 1024, ..Sizes::with_memory(8 * 1024 * 1024) };
+    let options = EmbeddedOptions::new("x").with_clock(clock.clone());
+    let store = EmbeddedStore::open_disk(Arc::new(disk.clone()), options, sizes).unwrap();
+    let granted = token(&block_on(store.apply(id(1), claim(1))).unwrap());
+    let completion = Completion::Replayable(response(1, 10));
+    let complete = Complete { token: granted, completion, retention: 30 * DAY };
+    block_on(store.apply(id(1), Command::Complete(complete))).unwrap();
+    (2..300).for_each(|n| complete_one(&store, n, 60_000));
+    clock.advance(2 * DAY);
+    assert!(segments(&disk).0.len() > 3);
+    assert_eq!(block_on(store.purge(10_000)).unwrap(), 298);
+    disk.set_low(true);
+    until("only the segment that is being filled and the next one are left", || segments(&disk).0.len() == 2);
 }
