@@ -111,6 +111,8 @@ pub(crate) struct Shard {
     order: VecDeque<RecordId>,
     recent_bytes: usize,
     state: RecordHashState,
+    /// No slot expires before this time, in seconds.
+    first_expiry: u32,
 }
 
 /// All shards, and sums over them.
@@ -188,11 +190,14 @@ impl Shard {
     /// Adds `seconds` to the expiry of each slot.
     pub(crate) fn postpone(&mut self, seconds: u32) {
         self.slots.iter_mut().for_each(|slot| slot.expires = slot.expires.saturating_add(seconds));
+        self.first_expiry = self.first_expiry.saturating_add(seconds);
     }
 
     pub(crate) fn insert(&mut self, slot: Slot) {
         let hash = self.hash(slot.prefix());
         let state = &self.state;
+        self.first_expiry =
+            if self.slots.is_empty() { slot.expires } else { self.first_expiry.min(slot.expires) };
         self.slots.insert_unique(hash, slot, |slot| state.hash_one(slot.prefix()));
     }
 
@@ -200,21 +205,27 @@ impl Shard {
     pub(crate) fn replace(&mut self, at: Place, slot: Slot) -> Option<Slot> {
         let (hash, prefix) = (self.hash(slot.prefix()), slot.prefix());
         let found = self.slots.find_mut(hash, |slot| slot.prefix() == prefix && slot.place() == at)?;
+        self.first_expiry = self.first_expiry.min(slot.expires);
         Some(std::mem::replace(found, slot))
     }
 
     /// Removes the slots whose records are past their retention, at most `limit`. Returns them, and how many of these records
     /// have a newer version that is not on the disk yet.
     pub(crate) fn remove_expired(&mut self, now: u32, limit: usize) -> (Vec<Slot>, u64) {
-        let mut left = limit;
+        if now < self.first_expiry || limit == 0 {
+            return (Vec::new(), 0);
+        }
+        let (mut left, mut first_expiry) = (limit, u32::MAX);
         let removed: Vec<Slot> = self
             .slots
             .extract_if(|slot| {
                 let due = left > 0 && slot.expires <= now;
                 left -= usize::from(due);
+                first_expiry = if due { first_expiry } else { first_expiry.min(slot.expires) };
                 due
             })
             .collect();
+        self.first_expiry = first_expiry;
         let mut continued = 0;
         if !removed.is_empty() {
             let places: HashSet<_> = removed.iter().map(|slot| (slot.segment, slot.place().offset)).collect();
@@ -352,6 +363,31 @@ mod tests {
         assert_eq!(shard.remove_expired(5, 10).0.len(), 1);
         assert_eq!(shard.candidates(&id).map(|slot| slot.place()).collect::<Vec<_>>(), [at(16)]);
     }
+    #[test]
+    fn every_slot_is_removed_when_it_expires() {
+        let mut shard = Shard::default();
+        let slot = |number: u32, expires| {
+            let id = RecordId::from_bytes([number as u8; 32]);
+            Slot::new(&id, Place { segment: 1, offset: number * 8 }, 10, expires)
+        };
+        let expiries = [9, 4, 7, 7, 3, 20];
+        (0..).zip(expiries).for_each(|(number, expires)| shard.insert(slot(number, expires)));
+        let old = slot(0, 9).place();
+        shard.replace(old, slot(0, 2)).unwrap();
+        shard.postpone(100);
+        let removed = |shard: &mut Shard, now, limit| shard.remove_expired(now, limit).0.len();
+        assert_eq!(removed(&mut shard, 101, 10), 0);
+        assert_eq!(removed(&mut shard, 104, 1), 1);
+        assert_eq!(removed(&mut shard, 104, 10), 2);
+        assert_eq!(removed(&mut shard, 106, 10), 0);
+        shard.insert(slot(9, 50));
+        assert_eq!(removed(&mut shard, 107, 10), 3);
+        assert_eq!(removed(&mut shard, 119, 10), 0);
+        assert_eq!(removed(&mut shard, 120, 10), 1);
+        shard.insert(slot(10, 60));
+        assert_eq!(removed(&mut shard, 60, 10), 1);
+    }
+
     #[test]
     fn every_cached_record_can_be_evicted() {
         let mut shard = Shard::default();
