@@ -15,36 +15,64 @@ use oncegate_http::BoxError;
 use pin_project_lite::pin_project;
 use tokio::time::{Instant, Sleep};
 
+use super::coarse_timer::{CoarseSleep, CoarseTimer, TICK};
 use super::headers::HeadFields;
+use super::pool::StreamingConnection;
 use super::request_limit::RequestPermit;
 
-/// The time at which the last byte moved towards the upstream.
+/// The progress of a request towards the upstream.
 #[derive(Clone, Debug)]
 pub(super) struct Activity {
     start: Instant,
-    /// Milliseconds after `start`.
-    last: Arc<AtomicU64>,
+    shared: Arc<SharedActivity>,
+}
+
+#[derive(Debug, Default)]
+struct SharedActivity {
+    /// The time at which the last byte moved, in milliseconds after `start`.
+    last: AtomicU64,
     /// True if the client's body ended before it was complete.
-    broken: Arc<AtomicBool>,
+    is_broken: AtomicBool,
+    /// True if no more of the client's body is read.
+    is_taken: AtomicBool,
 }
 
 impl Activity {
     pub(super) fn new() -> Self {
-        Self { start: Instant::now(), last: Arc::default(), broken: Arc::default() }
+        Self { start: Instant::now(), shared: Arc::default() }
+    }
+
+    pub(super) const fn start(&self) -> Instant {
+        self.start
     }
 
     fn note(&self) {
         let elapsed = u64::try_from(self.start.elapsed().as_millis()).unwrap_or(u64::MAX);
-        self.last.store(elapsed, Ordering::Relaxed);
+        self.shared.last.store(elapsed, Ordering::Relaxed);
     }
 
     pub(super) fn last(&self) -> Instant {
-        self.start + Duration::from_millis(self.last.load(Ordering::Relaxed))
+        self.start + Duration::from_millis(self.shared.last.load(Ordering::Relaxed))
     }
 
     /// Returns true if the client's body broke off or was malformed.
     pub(super) fn is_broken(&self) -> bool {
-        self.broken.load(Ordering::Relaxed)
+        self.shared.is_broken.load(Ordering::Relaxed)
+    }
+
+    /// Returns true if the HTTP library has taken all of the client's body that it will take.
+    pub(super) fn is_request_taken(&self) -> bool {
+        self.shared.is_taken.load(Ordering::Relaxed)
+    }
+}
+
+/// The side of an [`Activity`] that the body of the request has.
+#[derive(Debug)]
+struct ObservedActivity(Activity);
+
+impl Drop for ObservedActivity {
+    fn drop(&mut self) {
+        self.0.shared.is_taken.store(true, Ordering::Relaxed);
     }
 }
 
@@ -52,9 +80,15 @@ impl Activity {
 ///
 /// If the process or its machine was paused, the deadline may be long over when it continues, while responses wait in its
 /// sockets. They are read first: a response that came in time is not late because this process was paused.
+///
+/// Most waits end soon. A timer of the runtime is made only for one that lasts nearly until its deadline.
 #[derive(Debug)]
 pub(super) struct RunningTimer {
-    sleep: Pin<Box<Sleep>>,
+    deadline: Instant,
+    /// Ends before the deadline.
+    coarse: Option<CoarseSleep>,
+    /// Made after `coarse` has ended.
+    sleep: Option<Pin<Box<Sleep>>>,
     /// True if the sockets were polled once more.
     looked: bool,
 }
@@ -69,22 +103,30 @@ const AFTER_PAUSE: Duration = Duration::from_secs(5);
 const LAST_TURN: Duration = Duration::from_millis(1);
 
 impl RunningTimer {
-    pub(super) fn until(deadline: Instant) -> Self {
-        Self { sleep: Box::pin(tokio::time::sleep_until(deadline)), looked: false }
+    pub(super) fn until(deadline: Instant, now: Instant, timer: &CoarseTimer) -> Self {
+        // A coarse wait ends up to one tick late, or two if the thread is busy.
+        let coarse = deadline.checked_sub(TICK * 3).filter(|before| *before > now);
+        let coarse = coarse.map(|before| timer.wait_until(before));
+        Self { deadline, coarse, sleep: None, looked: false }
     }
 
     /// Ready when the time is over. `timeout` is the full time.
     pub(super) fn poll(&mut self, cx: &mut Context<'_>, timeout: Duration) -> Poll<()> {
+        if let Some(coarse) = &mut self.coarse {
+            ready!(Pin::new(coarse).poll(cx));
+            self.coarse = None;
+        }
+        let sleep = self.sleep.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(self.deadline)));
         loop {
-            ready!(self.sleep.as_mut().poll(cx));
+            ready!(sleep.as_mut().poll(cx));
             let now = Instant::now();
-            if now.saturating_duration_since(self.sleep.deadline()) > PAUSED {
-                self.sleep.as_mut().reset(now + timeout.min(AFTER_PAUSE));
+            if now.saturating_duration_since(sleep.deadline()) > PAUSED {
+                sleep.as_mut().reset(now + timeout.min(AFTER_PAUSE));
                 self.looked = false;
             } else if self.looked {
                 return Poll::Ready(());
             } else {
-                self.sleep.as_mut().reset(now + LAST_TURN);
+                sleep.as_mut().reset(now + LAST_TURN);
                 self.looked = true;
             }
         }
@@ -148,14 +190,14 @@ pin_project! {
     pub(super) struct ObservedBody<B> {
         #[pin]
         body: B,
-        activity: Activity,
+        activity: ObservedActivity,
         head_fields: Arc<HeadFields>,
     }
 }
 
 impl<B> ObservedBody<B> {
     pub(super) const fn new(body: B, activity: Activity, head_fields: Arc<HeadFields>) -> Self {
-        Self { body, activity, head_fields }
+        Self { body, activity: ObservedActivity(activity), head_fields }
     }
 }
 
@@ -169,14 +211,15 @@ impl<B: Body> Body for ObservedBody<B> {
     ) -> Poll<Option<Result<Frame<B::Data>, B::Error>>> {
         let this = self.project();
         let mut frame = ready!(this.body.poll_frame(cx));
-        this.activity.note();
+        let ObservedActivity(activity) = this.activity;
+        activity.note();
         match &mut frame {
             Some(Ok(frame)) => {
                 if let Some(trailers) = frame.trailers_mut() {
                     this.head_fields.remove_from(trailers);
                 }
             }
-            Some(Err(_)) => this.activity.broken.store(true, Ordering::Relaxed),
+            Some(Err(_)) => activity.shared.is_broken.store(true, Ordering::Relaxed),
             None => {}
         }
         Poll::Ready(frame)
@@ -205,22 +248,50 @@ pin_project! {
         Upstream {
             #[pin]
             body: WholeBody,
-            idle: Option<Duration>,
-            timer: Option<RunningTimer>,
+            silence: Silence,
+            connection: Option<StreamingConnection>,
             _permit: Option<RequestPermit>,
         },
         Own { body: Option<Bytes> },
     }
 }
 
+/// The longest time between two frames of a body.
+pub(super) struct Silence {
+    timeout: Option<Duration>,
+    timers: CoarseTimer,
+    timer: Option<RunningTimer>,
+}
+
+impl Silence {
+    pub(super) const fn new(timeout: Option<Duration>, timers: CoarseTimer) -> Self {
+        Self { timeout, timers, timer: None }
+    }
+
+    /// Ready if the wait for a frame that began with the first poll lasts too long.
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        let Some(timeout) = self.timeout else { return Poll::Pending };
+        let timer = self.timer.get_or_insert_with(|| {
+            let now = Instant::now();
+            RunningTimer::until(now + timeout, now, &self.timers)
+        });
+        timer.poll(cx, timeout)
+    }
+
+    fn end(&mut self) {
+        self.timer = None;
+    }
+}
+
 impl ProxyBody {
-    /// The body of the upstream. The permit is released with it.
+    /// The body of the upstream, which comes from this connection. The permit is released with it.
     pub(super) const fn upstream(
         body: WholeBody,
-        idle: Option<Duration>,
+        connection: Option<StreamingConnection>,
+        silence: Silence,
         permit: Option<RequestPermit>,
     ) -> Self {
-        Self { inner: Inner::Upstream { body, idle, timer: None, _permit: permit } }
+        Self { inner: Inner::Upstream { body, silence, connection, _permit: permit } }
     }
 
     pub(super) const fn own(body: Bytes) -> Self {
@@ -240,15 +311,17 @@ impl Body for ProxyBody {
             InnerProj::Own { body } => {
                 Poll::Ready(body.take().filter(|b| !b.is_empty()).map(|b| Ok(Frame::data(b))))
             }
-            InnerProj::Upstream { body, idle, timer, .. } => {
-                if let Poll::Ready(frame) = body.poll_frame(cx) {
-                    *timer = None;
+            InnerProj::Upstream { body, silence, connection, .. } => {
+                let frame = match connection {
+                    Some(connection) => connection.poll_frame(cx, body),
+                    None => body.poll_frame(cx),
+                };
+                if let Poll::Ready(frame) = frame {
+                    silence.end();
                     return Poll::Ready(frame);
                 }
                 // Only a body that does not arrive at once needs a timer.
-                let Some(idle) = *idle else { return Poll::Pending };
-                let timer = timer.get_or_insert_with(|| RunningTimer::until(Instant::now() + idle));
-                timer.poll(cx, idle).map(|()| Some(Err("the upstream sent nothing for too long".into())))
+                silence.poll(cx).map(|()| Some(Err("the upstream sent nothing for too long".into())))
             }
         }
     }

@@ -3,9 +3,10 @@
 use std::convert::Infallible;
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, LazyLock};
 use std::task::{Context, Poll};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use http::header::{self, HeaderValue};
 use http::uri::Authority;
@@ -13,7 +14,7 @@ use http::{Request, Response, StatusCode, Version};
 use hyper::body::Incoming;
 use hyper::upgrade::OnUpgrade;
 use hyper_util::client::legacy::Client;
-use hyper_util::client::legacy::connect::{CaptureConnection, capture_connection};
+use hyper_util::client::legacy::connect::capture_connection;
 use hyper_util::rt::TokioIo;
 use oncegate_core::ErrorChain;
 use oncegate_engine::{Attempt, LeaseError, LogThrottle};
@@ -21,25 +22,30 @@ use oncegate_http::{
     CloseDelimited, Condition, GrpcForm, IdempotencyContext, LeaseExpired, NoUpstreamResponse, ProxyRefusal,
     Refusal, RequestBody, Settings, StoreDirective, UpstreamResponse,
 };
+use tokio::time::Instant;
 use tower_service::Service;
 use tracing::field::display;
 
 use super::FULL_WARNING_INTERVAL;
 use super::admit::is_too_large;
-use super::body::{Activity, ObservedBody, ProxyBody, RunningTimer, WholeBody};
+use super::body::{Activity, ObservedBody, ProxyBody, RunningTimer, Silence, WholeBody};
 use super::client::ConnectionState;
+use super::coarse_timer::CoarseTimer;
 use super::framing::{has_other_coding, is_unframed};
 use super::headers::{HeadFields, Peer, prepare, remove_hop_by_hop, rewrite};
 use super::hosts::HostLimit;
+use super::pool::{Pool, SendError, StreamingConnection, UpstreamBody};
 use super::request_limit::{RequestLimit, RequestPermit};
 use super::tls::{ToService, handshake_hint};
 use crate::admin::{Metrics, UpstreamResult};
 use crate::config::{Config, duration_text};
 
-pub(super) type UpstreamClient = Client<ToService, ObservedBody<RequestBody<WholeBody>>>;
+pub(super) type UpstreamClient = Client<ToService, UpstreamBody>;
 
 /// The state that all connections of one thread share.
 pub(super) struct Upstream {
+    /// For HTTP/1.1 without TLS, except upgrades.
+    pub(super) pool: Option<Arc<Pool>>,
     pub(super) client: UpstreamClient,
     /// For upgrades, which HTTP/2 does not have, if `client` may use HTTP/2.
     pub(super) http1: Option<UpstreamClient>,
@@ -51,6 +57,13 @@ pub(super) struct Upstream {
     /// Not shared with other threads, because each request takes a reference.
     pub(super) head_fields: Arc<HeadFields>,
     pub(super) metrics: Metrics,
+    pub(super) timers: CoarseTimer,
+}
+
+/// The connections on which one request is sent.
+enum Connections<'a> {
+    Pool(&'a Arc<Pool>),
+    Client(&'a UpstreamClient),
 }
 
 /// Limits for warnings that every request may cause while the service is away, or if clients send invalid requests. Each line
@@ -119,27 +132,40 @@ impl Forward {
         let Some(permit) = permit.map_or(Some(None), |permit| permit.map(Some)) else {
             return too_many(settings, grpc, "max-in-flight-without-key");
         };
-        let Some(client) = self.address(&mut request, upgrade.filter(|_| client_side.is_some())) else {
+        let Some(connections) = self.address(&mut request, upgrade.filter(|_| client_side.is_some())) else {
             return too_many(settings, grpc, "connections for different hosts");
         };
         let activity = Activity::new();
         let head_fields = self.upstream.head_fields.clone();
         let mut request = request.map(|body| ObservedBody::new(body, activity.clone(), head_fields));
-        let asked = Instant::now();
-        let attempt = attempt.map(|attempt| (attempt, capture_connection(&mut request)));
+        let is_connected = AtomicBool::new(false);
+        let captured = match &connections {
+            Connections::Client(_) if attempt.is_some() => Some(capture_connection(&mut request)),
+            _ => None,
+        };
+        let has_connection = || match &captured {
+            Some(captured) => captured.connection_metadata().is_some(),
+            None => is_connected.load(Ordering::Relaxed),
+        };
+        let sending = async {
+            match connections {
+                Connections::Pool(pool) => pool.send(request, &activity, &is_connected).await,
+                Connections::Client(client) => {
+                    client.request(request).await.map(|response| (response, None)).map_err(SendError::from)
+                }
+            }
+        };
         let sending = async {
             match &attempt {
-                Some((attempt, connection)) => {
-                    under_lease(attempt, connection, client.request(request)).await
-                }
-                None => Ok(client.request(request).await),
+                Some(attempt) => under_lease(attempt, has_connection, sending).await,
+                None => Ok(sending.await),
             }
         };
         let response = tokio::select! {
             // A response that has arrived is not late.
             biased;
             response = sending => Some(response),
-            () = silence(&activity, timeout) => None,
+            () = silence(&activity, timeout, &self.upstream.timers) => None,
         };
         let response = match response {
             Some(Ok(response)) => Some(response),
@@ -156,7 +182,7 @@ impl Forward {
                 self.bring_back(response, (client_side, permit), timeout, (settings, grpc), record)
             }
             // Without a connection, no request was sent.
-            None if attempt.is_some_and(|(_, connection)| connection.connection_metadata().is_none()) => {
+            None if attempt.is_some() && !has_connection() => {
                 if let Some(suppressed) = AWAY.pass() {
                     let timeout = timeout.map(duration_text);
                     tracing::warn!(record, suppressed, to = %config.to, timeout, "no connection to the service within upstream-timeout");
@@ -175,40 +201,42 @@ impl Forward {
                 }
                 (UpstreamResult::TimedOut, unanswered(settings, StatusCode::GATEWAY_TIMEOUT, grpc))
             }
-            Some(Err(error)) if error.is_connect() => {
+            Some(Err(SendError::Unreached(error))) => {
                 if let Some(suppressed) = AWAY.pass() {
-                    let error = ErrorChain(&error).to_string();
+                    let error = ErrorChain(&*error).to_string();
                     let hint = handshake_hint(&error);
                     tracing::warn!(record, suppressed, to = %config.to, error, "the service cannot be reached{hint}");
                 }
                 (UpstreamResult::Unreached, unreachable_upstream(settings, grpc))
             }
-            Some(Err(error)) if is_head_too_large(&error) => {
+            Some(Err(SendError::Unanswered(error))) if is_head_too_large(&*error) => {
                 if let Some(suppressed) = may_warn(record.is_some()) {
                     tracing::warn!(record, suppressed, "the head of the upstream's response is too large");
                 }
                 cannot_be_passed_on(Condition::UpstreamHeadTooLarge, settings, grpc)
             }
-            Some(Err(error)) if activity.is_broken() => {
-                tracing::debug!(error = %ErrorChain(&error), "request body broke off");
+            Some(Err(SendError::Unanswered(error))) if activity.is_broken() => {
+                tracing::debug!(error = %ErrorChain(&*error), "request body broke off");
                 (UpstreamResult::Broken, request_broke_off(settings, grpc))
             }
-            Some(Err(error)) => {
+            Some(Err(SendError::Unanswered(error))) => {
                 if let Some(suppressed) = may_warn(record.is_some()) {
                     let what = "the service closed the connection before its response began";
-                    tracing::warn!(record, suppressed, error = %ErrorChain(&error), "{what}");
+                    tracing::warn!(record, suppressed, error = %ErrorChain(&*error), "{what}");
                 }
                 (UpstreamResult::Broken, unanswered(settings, StatusCode::BAD_GATEWAY, grpc))
             }
         };
-        self.upstream.metrics.observe_upstream(result, asked.elapsed());
+        self.upstream.metrics.observe_upstream(result, activity.start().elapsed());
         response
     }
 
-    /// Sets the address of the service in a request, and returns the client that sends it. `None` if the limit of hosts is
-    /// reached.
-    fn address<B>(&self, request: &mut Request<B>, upgrade: Option<HeaderValue>) -> Option<&UpstreamClient> {
+    /// Sets the address of the service in a request, and returns the connections on which it is sent. `None` if the limit of
+    /// hosts is reached.
+    fn address<B>(&self, request: &mut Request<B>, upgrade: Option<HeaderValue>) -> Option<Connections<'_>> {
         let config = &self.upstream.config;
+        *request.version_mut() = Version::HTTP_11;
+        let is_upgrade = upgrade.is_some();
         let mut client = &self.upstream.client;
         let mut host = None;
         if let Some(protocol) = upgrade {
@@ -216,22 +244,24 @@ impl Forward {
             client = self.upstream.http1.as_ref().unwrap_or(client);
         } else if config.may_speak_http2() {
             host = take_host(request.headers_mut());
-            if host.as_ref().is_some_and(|host| !self.upstream.hosts.admit(host, Instant::now())) {
+            if host.as_ref().is_some_and(|host| !self.upstream.hosts.admit(host, Instant::now().into())) {
                 return None;
             }
         } else if request.headers().contains_key(header::TE) {
             // RFC 9110, 10.1.4. HTTP/2 has no such field.
             request.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("te"));
         }
+        if let (Some(pool), false) = (&self.upstream.pool, is_upgrade) {
+            return Some(Connections::Pool(pool));
+        }
         *request.uri_mut() = rewrite(&config.to, request.uri(), host);
-        *request.version_mut() = Version::HTTP_11;
-        Some(client)
+        Some(Connections::Client(client))
     }
 
     /// Prepares the upstream's response for the client, or replaces it by a refusal.
     fn bring_back(
         &self,
-        mut response: Response<Incoming>,
+        (mut response, connection): (Response<Incoming>, Option<StreamingConnection>),
         (client_side, mut permit): (Option<OnUpgrade>, Option<RequestPermit>),
         timeout: Option<Duration>,
         (settings, grpc): (&Settings, Option<GrpcForm>),
@@ -271,10 +301,10 @@ impl Forward {
         // RFC 9110, 6.2: the version is that of this hop. With HTTP/1.0 the client could not detect a truncated body.
         let version = std::mem::replace(response.version_mut(), Version::HTTP_11);
         response.extensions_mut().insert(UpstreamResponse);
-        (
-            UpstreamResult::Answered,
-            response.map(|body| ProxyBody::upstream(WholeBody::new(body, version), timeout, permit)),
-        )
+        let silence = Silence::new(timeout, self.upstream.timers.clone());
+        let response = response
+            .map(|body| ProxyBody::upstream(WholeBody::new(body, version), connection, silence, permit));
+        (UpstreamResult::Answered, response)
     }
 }
 
@@ -328,13 +358,13 @@ async fn tunnel(client: OnUpgrade, upstream: OnUpgrade, _permit: Option<RequestP
 /// so the lease is checked before each step until there is a connection.
 async fn under_lease<T>(
     attempt: &Attempt,
-    connection: &CaptureConnection,
+    has_connection: impl Fn() -> bool,
     sending: impl Future<Output = T>,
 ) -> Result<T, LeaseError> {
     let mut sending = pin!(sending);
     loop {
         let sent = poll_fn(|cx| {
-            if connection.connection_metadata().is_none() && !attempt.is_owner() {
+            if !has_connection() && !attempt.is_owner() {
                 return Poll::Ready(None);
             }
             sending.as_mut().poll(cx).map(Some)
@@ -355,15 +385,17 @@ fn not_begun() -> Response<ProxyBody> {
 }
 
 /// Ends when no bytes have moved towards the upstream for `timeout`.
-async fn silence(activity: &Activity, timeout: Option<Duration>) {
+async fn silence(activity: &Activity, timeout: Option<Duration>, timers: &CoarseTimer) {
     let Some(timeout) = timeout else { return std::future::pending().await };
+    let mut now = activity.start();
     loop {
         let until = activity.last() + timeout;
-        let mut timer = RunningTimer::until(until);
+        let mut timer = RunningTimer::until(until, now, timers);
         poll_fn(|cx| timer.poll(cx, timeout)).await;
         if activity.last() + timeout <= until {
             return;
         }
+        now = Instant::now();
     }
 }
 
@@ -460,7 +492,6 @@ mod tests {
             connected.notified().await;
             polls.fetch_add(1, Ordering::SeqCst);
         };
-        let connection = capture_connection(&mut Request::new(()));
         let attempt = permit.attempt();
         let connecting = async {
             while attempt.is_owner() {
@@ -469,7 +500,7 @@ mod tests {
             meanwhile().await;
             connected.notify_one();
         };
-        let (result, ()) = tokio::join!(under_lease(&attempt, &connection, sending), connecting);
+        let (result, ()) = tokio::join!(under_lease(&attempt, || false, sending), connecting);
         drop(permit);
         tokio::task::spawn_blocking(move || drop(stopped)).await.unwrap();
         (result.is_ok(), polls.load(Ordering::SeqCst) == 2)

@@ -33,6 +33,7 @@ use tower_service::Service as _;
 use super::admit::admit;
 use super::body::{ProxyBody, WholeBody};
 use super::client::{ClientBody, ClientStream, ConnectionState, Delivery, StreamExecutor};
+use super::coarse_timer::CoarseTimer;
 use super::cross_origin::{CrossOrigin, preflight};
 use super::handshakes::RefusedHandshakes;
 use super::headers::Peer;
@@ -136,6 +137,7 @@ pub(super) struct ThreadListener {
     pub(super) handshakes: Arc<RefusedHandshakes>,
     /// Limits the log lines about the limit of connections.
     pub(super) full_warnings: Arc<LogThrottle>,
+    pub(super) timers: CoarseTimer,
 }
 
 /// The end of one thread's service.
@@ -212,7 +214,7 @@ impl ThreadListener {
     /// still gets its response. Below TLS this cannot be distinguished from a client that leaves.
     fn builders(&self) -> (Arc<Builder>, Arc<Builder>) {
         let write_timeout = self.live.borrow().config.write_timeout;
-        let builder = |half_close| Arc::new(builder(write_timeout, half_close));
+        let builder = |half_close| Arc::new(builder(write_timeout, half_close, &self.timers));
         (builder(true), builder(false))
     }
 
@@ -278,11 +280,11 @@ fn remove_body(response: &mut Response<Either<ResponseBody<ProxyBody>, ProxyBody
     *response.body_mut() = Either::Right(ProxyBody::own(Bytes::new()));
 }
 
-fn builder(write_timeout: Duration, half_close: bool) -> Builder {
+fn builder(write_timeout: Duration, half_close: bool, timers: &CoarseTimer) -> Builder {
     let mut builder = auto::Builder::new(StreamExecutor { write_timeout });
     builder
         .http1()
-        .timer(TokioTimer::new())
+        .timer(timers.clone())
         .header_read_timeout(HEAD_TIMEOUT)
         .half_close(half_close)
         .max_headers(MAX_LINES)

@@ -6,17 +6,19 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use http::uri::Scheme;
 use oncegate_http::{Idempotency, IdempotencyLayer};
 use tokio_rustls::TlsAcceptor;
 use tower_layer::Layer as _;
 
 use super::client::ConnectionState;
+use super::coarse_timer::CoarseTimer;
 use super::forward::{Forward, Upstream};
 use super::headers::{HeadFields, Peer};
 use super::hosts::HostLimit;
 use super::request_limit::RequestLimit;
 use super::tls::ListenerTls;
-use super::{client_of, max_idle_connections};
+use super::{client_of, max_idle_connections, pool_of};
 use crate::admin::Metrics;
 use crate::config::{Config, UpstreamProtocol};
 
@@ -42,8 +44,13 @@ struct Current {
 }
 
 impl ThreadLive {
-    pub(super) fn new(live: &Live, metrics: &Metrics, without_key: &RequestLimit) -> Result<Self, String> {
-        let upstream = upstream_of(live, metrics, without_key, None)?;
+    pub(super) fn new(
+        live: &Live,
+        metrics: &Metrics,
+        without_key: &RequestLimit,
+        timers: &CoarseTimer,
+    ) -> Result<Self, String> {
+        let upstream = upstream_of(live, (metrics, without_key, timers), None)?;
         Ok(Self { generation: AtomicU64::new(0), current: Mutex::new(Current::of(live, upstream)) })
     }
 
@@ -51,8 +58,15 @@ impl ThreadLive {
     pub(super) fn replace(&self, live: &Live) -> Result<(), String> {
         let mut current = self.lock();
         let before = current.upstream.clone();
-        let upstream = upstream_of(live, &before.metrics, &before.without_key, Some(&before))?;
+        let shared = (&before.metrics, &before.without_key, &before.timers);
+        let upstream = upstream_of(live, shared, Some(&before))?;
         *current = Current::of(live, upstream);
+        // Open connections of clients keep the upstream of their last request until their next one.
+        if let Some(pool) = &before.pool
+            && !current.upstream.pool.as_ref().is_some_and(|kept| Arc::ptr_eq(kept, pool))
+        {
+            pool.close();
+        }
         self.generation.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
@@ -99,24 +113,36 @@ impl Current {
 /// same.
 fn upstream_of(
     live: &Live,
-    metrics: &Metrics,
-    without_key: &RequestLimit,
+    (metrics, without_key, timers): (&Metrics, &RequestLimit, &CoarseTimer),
     before: Option<&Upstream>,
 ) -> Result<Upstream, String> {
     let config = live.config.clone();
-    let (metrics, without_key) = (metrics.clone(), without_key.clone());
+    let (metrics, without_key, timers) = (metrics.clone(), without_key.clone(), timers.clone());
     let head_fields = Arc::new(HeadFields::new(config.clone()));
     let is_same = |before: &&Upstream| before.config.reaches_the_same_upstream(&config);
-    if let Some(Upstream { client, http1, hosts, .. }) = before.filter(is_same) {
-        let (client, http1, hosts) = (client.clone(), http1.clone(), hosts.clone());
-        return Ok(Upstream { client, http1, hosts, without_key, config, head_fields, metrics });
+    if let Some(Upstream { pool, client, http1, hosts, .. }) = before.filter(is_same) {
+        let (pool, client, http1, hosts) = (pool.clone(), client.clone(), http1.clone(), hosts.clone());
+        return Ok(Upstream {
+            pool,
+            client,
+            http1,
+            hosts,
+            without_key,
+            config,
+            head_fields,
+            metrics,
+            timers,
+        });
     }
     let protocol = config.upstream_protocol;
+    let is_plain_http1 = !config.may_speak_http2() && config.to.scheme == Scheme::HTTP;
+    let pool = is_plain_http1.then(|| pool_of(&config)).transpose()?.map(Arc::new);
     let client = client_of(&config, protocol)?;
     let http1 = (protocol == UpstreamProtocol::Auto && config.may_speak_http2())
         .then(|| client_of(&config, UpstreamProtocol::Http1));
     let hosts = Arc::new(HostLimit::new(max_idle_connections(&config), config.upstream_idle_timeout));
-    Ok(Upstream { client, http1: http1.transpose()?, hosts, without_key, config, head_fields, metrics })
+    let http1 = http1.transpose()?;
+    Ok(Upstream { pool, client, http1, hosts, without_key, config, head_fields, metrics, timers })
 }
 
 /// The service of one connection, which follows a reload from the next request on.

@@ -9,6 +9,7 @@ mod body;
 mod cached;
 pub(crate) mod certificate;
 mod client;
+mod coarse_timer;
 mod cross_origin;
 mod forward;
 mod framing;
@@ -19,6 +20,7 @@ mod jwks;
 mod late;
 mod listen;
 mod live;
+mod pool;
 mod published;
 mod reconcile;
 mod reload;
@@ -46,10 +48,12 @@ pub(crate) use tls::{check_certificate_file, connector, handshake_hint, server_c
 
 use crate::admin::Metrics;
 use crate::config::{Config, UpstreamProtocol};
+use coarse_timer::CoarseTimer;
 use forward::UpstreamClient;
 use handshakes::RefusedHandshakes;
 use listen::{DrainResult, ThreadListener};
 use live::{Live, ThreadLive};
+use pool::Pool;
 
 /// The most field lines in the head of a request or a response, with any protocol. Verbose services have a hundred.
 pub(crate) const MAX_LINES: usize = 1000;
@@ -103,7 +107,9 @@ impl DataPath {
         let mut threads = Vec::new();
         for (number, socket) in sockets.into_iter().enumerate() {
             let mut live = self.live.clone();
-            let current = ThreadLive::new(&live.borrow_and_update(), &self.metrics, &self.without_key)?;
+            let timers = CoarseTimer::default();
+            let current =
+                ThreadLive::new(&live.borrow_and_update(), &self.metrics, &self.without_key, &timers)?;
             let front = ThreadListener {
                 current: Arc::new(current),
                 live,
@@ -111,6 +117,7 @@ impl DataPath {
                 metrics: self.metrics.clone(),
                 handshakes: handshakes.clone(),
                 full_warnings: full_warnings.clone(),
+                timers,
             };
             let (engine, stop) = (self.engine.clone(), stop.clone());
             let thread = std::thread::Builder::new().name(format!("proxy-{number}")).spawn(move || {
@@ -126,6 +133,11 @@ impl DataPath {
         }
         Ok(Serving(threads))
     }
+}
+
+fn pool_of(config: &Config) -> Result<Pool, String> {
+    let connector = tls::connector(&config.to, UpstreamProtocol::Http1, config.upstream_connect_timeout)?;
+    Ok(Pool::new(&config.to, connector, config.upstream_idle_timeout, max_idle_connections(config)))
 }
 
 fn client_of(config: &Config, protocol: UpstreamProtocol) -> Result<UpstreamClient, String> {

@@ -343,3 +343,37 @@ async fn the_sidecar_is_not_ready_before_it_closes() {
     assert!(begun.elapsed() >= Duration::from_secs(4), "{:?}", begun.elapsed());
     assert!(sidecar.process.ended().await.success());
 }
+
+#[tokio::test]
+async fn a_reload_with_another_service_closes_the_idle_connections_to_the_old_one() {
+    const KEPT: &str = "upstream-idle-timeout = \"10m\"\n";
+    let (old, new) = (Service::new().await, Service::new().await.answers(OK));
+    let mut world = World::start(old.address, KEPT).await;
+    let get = request("GET", "/", &[], "");
+    let (mut idle, mut busy) = (world.sidecar.connect().await, world.sidecar.connect().await);
+    idle.send(&get).await;
+    let mut idle_wire = old.accept().await;
+    idle_wire.message().await;
+    busy.send(&get).await;
+    let mut busy_wire = old.accept().await;
+    busy_wire.message().await;
+    idle_wire.send(OK).await;
+    idle.message().await.has_status(200);
+
+    // The same service: its connections are kept.
+    world.reload(&format!("retention = \"2d\"\n{KEPT}"), RELOADED).await;
+    idle_wire.stays_silent().await;
+
+    world.service = new.address;
+    world.reload(KEPT, RELOADED).await;
+    idle_wire.ends().await;
+    // A request that runs is finished, and its connection is not kept.
+    busy_wire.send(OK).await;
+    busy.message().await.has_status(200);
+    busy_wire.ends().await;
+    for client in [&mut idle, &mut busy] {
+        client.send(&get).await;
+        client.message().await.has_status(200);
+    }
+    assert_eq!(new.requests(), 2);
+}
