@@ -3,15 +3,14 @@
 //! A connection has no task of its own. The request that uses it polls it, until its response is complete:
 //!
 //! ```text
-//! idle ──take──> polled by a request ──the response is complete──> idle
-//!   │                 │ the response is complete before the request, or its last bytes wait for the socket
-//!   │                 └──> polled by a task until both are complete ──> idle
-//!   └─ closed by the service, bytes without a request, idle for too long, one too many, another configuration ──> closed
+//! idle ──> polled by its request ──the response is complete──> idle
+//!  │             └─ the response began or ended before the request was sent ──> polled by a task ──> idle
+//!  └─ the service closes it, bytes without a request, idle for too long, one too many, another configuration ──> closed
 //! ```
 //!
 //! While a connection is idle, one task for all of them closes those that the service closes, and those that are idle for too long.
-//! Immediately before a connection is used again, its socket is read once more, whatever the runtime knows about it: what was read
-//! there before a request was sent is never taken for its response.
+//! Before a request is written on a used connection, the socket itself is checked once more, because the runtime may not know of its
+//! latest events. Bytes that arrived before a request are never taken for its response.
 //!
 //! Only a request of which no byte was written is sent on another connection. The HTTP library returns such a request whole.
 
@@ -75,6 +74,8 @@ pub(super) struct Pool {
 struct IdleConnections {
     /// The connection that was used last is the last one.
     connections: VecDeque<IdleConnection>,
+    /// The number of connections that are being made without a request.
+    spare: usize,
     /// True while a task checks them.
     is_checked: bool,
     /// True if the configuration has another service, so that no connection is kept.
@@ -175,16 +176,31 @@ impl Pool {
                 biased;
                 made = &mut connecting => return made.map(|connection| (connection, false)),
                 () = self.returned.notified() => if let Some(connection) = self.take() {
-                    let pool = self.clone();
-                    // A connection that is half made would be made in vain.
-                    tokio::spawn(async move {
-                        if let Ok(connection) = connecting.await {
-                            pool.put(connection);
-                        }
-                    });
+                    if self.begin_spare() {
+                        let pool = self.clone();
+                        tokio::spawn(async move {
+                            let made = connecting.await;
+                            pool.end_spare(made.ok());
+                        });
+                    }
                     return Ok((connection, true));
                 }
             }
+        }
+    }
+
+    /// Returns true if a connection that is being made, and that its request no longer needs, may be finished and kept.
+    fn begin_spare(&self) -> bool {
+        let mut idle = self.lock();
+        let may_begin = idle.connections.len() + idle.spare < self.max_idle;
+        idle.spare += usize::from(may_begin);
+        may_begin
+    }
+
+    fn end_spare(self: &Arc<Self>, made: Option<Box<PooledConnection>>) {
+        self.lock().spare -= 1;
+        if let Some(connection) = made {
+            self.put(connection);
         }
     }
 
@@ -335,12 +351,12 @@ impl PooledConnection {
         &mut self,
         request: Request<UpstreamBody>,
     ) -> Result<Response<Incoming>, TrySendError<Request<UpstreamBody>>> {
-        // The budget of the task would wake it, which is impossible here.
+        // Unconstrained: if the budget of the task were used up, this would wait for a wake-up that cannot come.
         let mut response = pin!(unconstrained(self.sender.try_send_request(request)));
         poll_fn(|cx| {
             let _over = self.poll(cx);
             // Only the connection brings the response, and it wakes this task.
-            response.as_mut().poll(&mut unwoken())
+            response.as_mut().poll(&mut Context::from_waker(Waker::noop()))
         })
         .await
     }
@@ -353,10 +369,6 @@ impl PooledConnection {
         .await;
         self.connection.is_some().then_some(self)
     }
-}
-
-fn unwoken() -> Context<'static> {
-    Context::from_waker(Waker::noop())
 }
 
 /// A connection while the body of a response comes from it.
@@ -378,7 +390,7 @@ impl StreamingConnection {
         (response, streaming)
     }
 
-    /// Gives the connection up when nobody has to poll it for the body: it is over, it is idle, or it goes on in a task.
+    /// Gives the connection up when the body no longer needs it: it is over, it is idle, or a task polls it from now on.
     fn settle(&mut self, needs_task: bool) {
         let Some(connection) = self.connection.take() else { return };
         if connection.connection.is_none() {
@@ -404,16 +416,13 @@ impl StreamingConnection {
         mut body: Pin<&mut WholeBody>,
     ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         let Some(connection) = &mut self.connection else { return body.poll_frame(cx) };
-        // Whoever takes a frame polls again.
+        // Taking a frame wakes the connection, but it is polled only for the next frame.
         connection.target.0.take();
-        let mut frame = body.as_mut().poll_frame(&mut unwoken());
+        let mut frame = body.as_mut().poll_frame(cx);
         if frame.is_pending() {
             let _over = connection.poll(cx);
             self.settle(false);
-            frame = match self.connection {
-                Some(_) => body.as_mut().poll_frame(&mut unwoken()),
-                None => body.as_mut().poll_frame(cx),
-            };
+            frame = body.as_mut().poll_frame(cx);
         }
         if matches!(frame, Poll::Ready(None)) || body.is_end_stream() {
             self.settle(true);
@@ -429,8 +438,12 @@ struct ServiceStream {
 }
 
 impl ServiceStream {
-    /// Looks for bytes, the end or an error on the socket itself. The runtime learns of them only when it has nothing else to do.
-    fn check_idle(&self) -> io::Result<bool> {
+    /// Returns false if the service has ended its side. Asks the socket itself: the runtime learns of its events only after other
+    /// tasks have run.
+    ///
+    /// # Errors
+    /// If the connection has failed, or has bytes that belong to no request.
+    fn is_still_open(&self) -> io::Result<bool> {
         match SockRef::from(self.stream.inner()).peek(&mut [MaybeUninit::uninit()]) {
             Ok(0) => Ok(false),
             Ok(_) => {
@@ -451,7 +464,7 @@ impl Read for ServiceStream {
     ) -> Poll<io::Result<()>> {
         if self.is_reused.load(Ordering::Relaxed) {
             self.is_reused.store(false, Ordering::Relaxed);
-            if !self.check_idle()? {
+            if !self.is_still_open()? {
                 return Poll::Ready(Ok(()));
             }
         }
