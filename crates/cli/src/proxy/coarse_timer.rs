@@ -1,7 +1,7 @@
 //! A timer for waits that nearly always end long before their deadline.
 //!
-//! A timer of the runtime costs each request an allocation and two changes of a shared structure, and nearly none ever fires. Here
-//! a wait takes a place in a list, and one task looks at the list every [`TICK`].
+//! A timer of the runtime costs each request an allocation and two changes of a shared structure, and nearly none ever fires.
+//! Here a wait takes a place in a list, and one task looks at the list every [`TICK`].
 
 use std::future::Future;
 use std::pin::Pin;

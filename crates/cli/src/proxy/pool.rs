@@ -8,8 +8,8 @@
 //!  └─ the service closes it, bytes without a request, idle for too long, one too many, another configuration ──> closed
 //! ```
 //!
-//! While a connection is idle, one task for all of them closes those that the service closes, and those that are idle for too long.
-//! Before a request is written on a used connection, the socket itself is checked once more, because the runtime may not know of its
+//! One task watches all idle connections. It closes those that the service closes, and those that are idle for too long. Before
+//! a request is written on a used connection, the socket itself is checked once more, because the runtime may not know of its
 //! latest events. Bytes that arrived before a request are never taken for its response.
 //!
 //! Only a request of which no byte was written is sent on another connection. The HTTP library returns such a request whole.
