@@ -497,3 +497,49 @@ impl Write for ServiceStream {
         Pin::new(&mut self.stream).poll_shutdown(cx)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+
+    use super::*;
+
+    async fn pair() -> (ServiceStream, std::net::TcpStream) {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let stream = TokioIo::new(TcpStream::connect(listener.local_addr().unwrap()).await.unwrap());
+        let (service, _) = listener.accept().unwrap();
+        (ServiceStream { stream, is_reused: Arc::default() }, service)
+    }
+
+    /// Reads, without a turn for the runtime in which it could learn of events. `None` if there is nothing.
+    fn read(stream: &mut ServiceStream) -> Option<io::Result<usize>> {
+        let mut bytes = [0; 8];
+        let mut buf = hyper::rt::ReadBuf::new(&mut bytes);
+        match Pin::new(stream).poll_read(&mut Context::from_waker(Waker::noop()), buf.unfilled()) {
+            Poll::Ready(result) => Some(result.map(|()| buf.filled().len())),
+            Poll::Pending => None,
+        }
+    }
+
+    #[tokio::test]
+    async fn a_socket_is_asked_before_its_connection_is_used_again() {
+        for sends in [true, false] {
+            let (mut stream, mut service) = pair().await;
+            assert!(read(&mut stream).is_none());
+            stream.is_reused.store(true, Ordering::Relaxed);
+            assert!(read(&mut stream).is_none(), "an open connection is used");
+            if sends {
+                service.write_all(b"HTTP/1.1 200 OK").unwrap();
+            } else {
+                service.shutdown(std::net::Shutdown::Write).unwrap();
+            }
+            assert!(read(&mut stream).is_none(), "the runtime does not know of it");
+            stream.is_reused.store(true, Ordering::Relaxed);
+            match read(&mut stream) {
+                Some(Err(error)) => assert!(sends && error.kind() == io::ErrorKind::InvalidData),
+                Some(Ok(read)) => assert!(!sends && read == 0),
+                None => panic!("not noticed: {sends}"),
+            }
+        }
+    }
+}

@@ -3,10 +3,12 @@
 use std::time::{Duration, Instant};
 
 use oncegate_testkit::until;
+use rustix::process::Signal;
 use socket2::SockRef;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::process::Command;
+use tokio::sync::watch;
 
 use crate::support::{Service, Sidecar, Wire, request, within};
 use crate::{KEY, OK};
@@ -139,6 +141,23 @@ async fn a_connection_that_the_service_closed_while_it_was_idle_fails_no_request
 }
 
 #[tokio::test]
+async fn a_request_that_meets_the_end_of_its_connection_is_sent_on_another_one() {
+    for n in 0..10 {
+        let mut world = World::start(&[]).await;
+        // The sidecar learns of both at once, and of the request first.
+        world.sidecar.process.freeze();
+        world.client.send(request("POST", "/next", &[&format!("Idempotency-Key: {n}")], "{}")).await;
+        world.wire.finish().await;
+        world.sidecar.process.signal(Signal::CONT);
+        let mut wire = accept(world.service.listener()).await;
+        assert_eq!(wire.message().await.head.line, "POST /next HTTP/1.1");
+        wire.send(OK).await;
+        world.client.message().await.has_status(200);
+        world.wire.ends().await;
+    }
+}
+
+#[tokio::test]
 async fn a_connection_that_the_service_closes_while_it_is_idle_is_closed_at_once() {
     let mut world = World::start(&[]).await;
     world.wire.finish().await;
@@ -256,18 +275,25 @@ async fn the_rest_of_a_request_reaches_the_service_after_its_response() {
         client.send(format!("PUT /file HTTP/1.1\r\nHost: a\r\nContent-Length: {}\r\n\r\n", 2 * HALF)).await;
         let (stream, _) = within("a connection", service.listener().accept()).await.unwrap();
         let (mut reading, mut writing) = stream.into_split();
+        let mut received = Vec::new();
+        within("a head", reading.read_buf(&mut received)).await.unwrap();
         let received = tokio::spawn(async move {
-            let mut received = Vec::new();
             while !received.ends_with(&[b'x'; 64]) || received.len() < 2 * HALF {
                 assert!(reading.read_buf(&mut received).await.unwrap() > 0);
             }
             reading
         });
         let response = format!("HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\n{}", "o".repeat(length));
+        let (progress, mut written) = watch::channel(0);
         let sent = tokio::spawn(async move {
-            writing.write_all(response.as_bytes()).await.unwrap();
+            for piece in response.as_bytes().chunks(65536) {
+                writing.write_all(piece).await.unwrap();
+                progress.send_modify(|written| *written += piece.len());
+            }
             writing
         });
+        // All of it was written, or nothing more fits into the sockets.
+        while let Ok(Ok(())) = tokio::time::timeout(Duration::from_millis(500), written.changed()).await {}
         client.send("x".repeat(HALF)).await;
         client.send("x".repeat(HALF)).await;
         let _open = within("the whole request", received).await.unwrap();
