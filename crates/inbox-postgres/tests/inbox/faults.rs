@@ -43,7 +43,8 @@ async fn broken(how: Fault, is_late: bool, batch: &[Arc<Message>]) -> (Database,
     let again = process_each(&inbox, batch, effect).await;
     assert!(
         again.iter().all(|handled| matches!(handled, ProcessOutcome::Duplicate)),
-        "{how:?} {:?}",
+        "{how:?} {:?}, then {:?}",
+        words(&handled),
         words(&again)
     );
     (database, runs.load(Ordering::SeqCst), words(&handled))
