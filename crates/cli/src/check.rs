@@ -438,6 +438,12 @@ fn content(dir: &Path, found: &CheckReport, report: &mut Report) {
             "store {shown}: the disk is nearly full: the sidecar refuses requests with a new key until there is space"
         ));
     }
+    if found.is_torn {
+        report.warn(format!(
+            "store {shown}: the log ends with a write that is not complete: torn by a crash, it was never acknowledged; if the disk \
+             was damaged, acknowledged records may be missing"
+        ));
+    }
     if let Some(skew) = &found.clock {
         report.warn(format!("store {shown}: {skew}"));
     }

@@ -36,6 +36,8 @@ pub struct CheckReport {
     pub unreadable_audit: Vec<u64>,
     /// The disagreement between the clock of this machine and the time of the store.
     pub clock: Option<ClockSkew>,
+    /// The log ends with a write that is not complete. It was torn by a crash and never acknowledged, or the disk was damaged.
+    pub is_torn: bool,
     /// The damage of the log as a whole. If there is any, further records may be missing without being listed above.
     pub damage: Option<String>,
 }
@@ -71,7 +73,10 @@ pub(super) fn check_disk(disk: &dyn Disk) -> Result<CheckReport, EmbeddedOpenErr
             Ok(())
         });
         match scanned {
-            Ok(scanned) => report.bytes = scanned.segments.iter().map(|segment| segment.used).sum(),
+            Ok(scanned) => {
+                report.bytes = scanned.segments.iter().map(|segment| segment.used).sum();
+                report.is_torn = scanned.is_torn;
+            }
             Err(EmbeddedOpenError::Damaged { damage, file }) => {
                 report.damage = Some(format!("{}: {damage}", file.display()));
             }

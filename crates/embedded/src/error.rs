@@ -30,9 +30,9 @@ pub enum EmbeddedOpenError {
         known: u64,
     },
     /// The file is incomplete or changed. Nothing was written to it, and no missing record leads to an execution.
-    #[error("{} is damaged: {damage}; nothing was changed: keep a copy, run `oncegate check` to see what can be \
-         read, and restore the directory from a backup (a start without it would execute recorded requests \
-         again)", .file.display())]
+    #[error("{} is damaged: {damage}; nothing was changed: keep a copy, and restore the directory from a backup, or \
+         copy what can be read with `oncegate check --salvage DIR` (a start without the missing records would execute their \
+         requests again)", .file.display())]
     Damaged {
         /// The file.
         file: PathBuf,

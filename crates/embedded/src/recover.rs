@@ -104,7 +104,7 @@ pub(crate) fn open(
         warn!(
             segment = number,
             offset,
-            "the last write of the embedded store was torn by a crash, and was never acknowledged: it is removed"
+            "the log of the embedded store ends with a write that is not complete, and that is removed: torn by a crash, it was never acknowledged; if the disk was damaged, acknowledged records may be missing"
         );
         clear(disk, active)?;
     }
@@ -304,6 +304,9 @@ pub(crate) fn scan(
     };
     let later = segments.get(used.saturating_sub(1)..).unwrap_or_default();
     find_later_batch(disk, later, &last, store)?;
+    if last.flags & FLAG_SEAL != 0 && !numbers.contains(&(last.segment + 1)) {
+        return Err(damaged(disk, last.segment + 1, "the segment is missing".to_owned()));
+    }
     segments.truncate(used);
     Ok(Scan { store, oldest, segments, last, chain, is_torn })
 }

@@ -148,6 +148,8 @@ fn a_store_that_lost_its_newest_segments_is_refused() {
         let mut changed = image.clone();
         changed.retain(|other, _| *other < number);
         assert!(!is_sound(&changed, &clock, &records, "newest segments are missing"), "{number}");
+        let report = crate::check::check_disk(&SimDisk::of(&changed)).unwrap();
+        assert!(!report.is_sound(), "check, {number}");
     }
 }
 
