@@ -156,14 +156,17 @@ fn give_to_owner(dir: &Path, file: &File) {
     }
 }
 
-/// Gives a file to the owner of another one. Only root may do this, and only root needs it.
+/// Gives a file to the owner of another one. Only root may do this, and only root needs it: for others, nothing happens.
 pub(crate) fn give(path: &Path, owner: &fs::Metadata) -> io::Result<()> {
     #[cfg(unix)]
     {
         use std::os::unix::fs::{MetadataExt as _, lchown};
         let own = fs::symlink_metadata(path)?;
         if (owner.uid(), owner.gid()) != (own.uid(), own.gid()) {
-            return lchown(path, Some(owner.uid()), Some(owner.gid()));
+            return match lchown(path, Some(owner.uid()), Some(owner.gid())) {
+                Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(()),
+                given => given,
+            };
         }
     }
     #[cfg(not(unix))]
