@@ -1,17 +1,16 @@
-//! Measures the store against the disk and against bare redb, all in one run, and prints one line of JSON.
+//! Measures the store against the disk and against bare redb, all in one run, and prints a table.
 //!
 //! ```text
 //! cargo run --release -p oncegate-embedded --example measure [-- <directory> [<seconds for each figure>]]
 //! ```
 //!
-//! - `fdatasync_per_s`: 4 KiB overwritten in a preallocated file and flushed, one thread.
-//! - `pairs_per_s`: a claim and a completion with a response of 1 KiB, each on disk before it is answered, by 1, 64 and
-//!   256 clients.
-//! - `bare_pairs_per_s`: the same bytes, read and written by a group-commit loop over bare redb with two-phase commit.
-//!   The two are measured in turns, and the medians are printed.
-//! - `replays_per_s`: claims of completed records, two threads.
+//! - Pairs: a claim and a completion with a response of 1 KiB, each on disk before it is answered, by 1, 64 and 256 clients.
+//! - Bare redb: the same bytes, read and written by a group-commit loop over bare redb with two-phase commit. The two are
+//!   measured in turns; the ratio is that of one round.
+//! - A flush of the disk: 4 KiB overwritten in a preallocated file and flushed, one thread.
+//! - Replays: claims of completed records, two threads.
 //!
-//! Absolute figures depend on the machine. Compare only the ratios within one line.
+//! Absolute figures depend on the machine. Compare only ratios.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
@@ -30,7 +29,7 @@ use tokio::runtime::{Builder, Runtime};
 use tokio::sync::oneshot;
 
 const CLIENTS: [usize; 3] = [1, 64, 256];
-const ROUNDS: usize = 3;
+const ROUNDS: usize = 5;
 
 fn main() {
     let mut args = std::env::args().skip(1);
@@ -40,7 +39,9 @@ fn main() {
     let runtime = Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime");
 
     let mut syncs = vec![fdatasync_rate(&dir, span)];
-    let mut rows = Vec::new();
+    println!(
+        "| | pairs per s | bare redb, per s | ratio | range | p50, ms | p99, ms |\n|---|---|---|---|---|---|---|"
+    );
     for clients in CLIENTS {
         let (mut ours, mut bare) = (Vec::new(), Vec::new());
         for _ in 0..ROUNDS {
@@ -48,29 +49,23 @@ fn main() {
             bare.push(bare_pairs(&runtime, &dir, clients, span));
             syncs.push(fdatasync_rate(&dir, span / 4));
         }
-        rows.push((clients, median(ours), median(bare)));
+        let ratios: Vec<f64> = ours.iter().zip(&bare).map(|(ours, bare)| ours.per_s / bare.per_s).collect();
+        let of = |figure: fn(&Rate) -> f64| median(ours.iter().map(figure).collect());
+        println!(
+            "| {clients} clients | {:.0} | {:.0} | {:.2} | {:.2}–{:.2} | {:.2} | {:.2} |",
+            of(|rate| rate.per_s),
+            median(bare.iter().map(|rate| rate.per_s).collect()),
+            median(ratios.clone()),
+            ratios.iter().copied().fold(f64::INFINITY, f64::min),
+            ratios.iter().copied().fold(0.0, f64::max),
+            of(|rate| rate.p50_ms),
+            of(|rate| rate.p99_ms),
+        );
     }
-    let sync = median(syncs.into_iter().map(|per_s| Rate { per_s, ..Rate::default() }).collect()).per_s;
-    let replays = replay_rate(&dir, span);
-
-    let rows: Vec<_> = rows
-        .into_iter()
-        .map(|(clients, ours, bare)| {
-            format!(
-                "{{\"clients\":{clients},\"pairs_per_s\":{:.0},\"p50_ms\":{:.2},\"p99_ms\":{:.2},\
-                 \"bare_pairs_per_s\":{:.0},\"of_bare\":{:.3},\"writes_of_fdatasync\":{:.2}}}",
-                ours.per_s,
-                ours.p50_ms,
-                ours.p99_ms,
-                bare.per_s,
-                ours.per_s / bare.per_s,
-                2.0 * ours.per_s / sync
-            )
-        })
-        .collect();
+    let sync = 1000.0 / median(syncs);
     println!(
-        "{{\"bench\":\"embedded\",\"fdatasync_per_s\":{sync:.0},\"rows\":[{}],\"replays_per_s\":{replays:.0}}}",
-        rows.join(",")
+        "\nA flush of the disk (fdatasync after 4 KiB): {sync:.3} ms. Replays: {:.0} per s.",
+        replay_rate(&dir, span)
     );
 }
 
@@ -81,9 +76,9 @@ struct Rate {
     p99_ms: f64,
 }
 
-fn median(mut rates: Vec<Rate>) -> Rate {
-    rates.sort_by(|a, b| a.per_s.total_cmp(&b.per_s));
-    rates[rates.len() / 2]
+fn median(mut figures: Vec<f64>) -> f64 {
+    figures.sort_by(f64::total_cmp);
+    figures[figures.len() / 2]
 }
 
 fn fdatasync_rate(dir: &Path, span: Duration) -> f64 {

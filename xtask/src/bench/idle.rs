@@ -22,10 +22,10 @@ pub(super) fn run() -> Result<String> {
     let mut text = table(
         "sidecar, memory store, 64 active connections, with and without 10 000 idle ones",
         vec![
-            Contender::reference("request without a key, no idle connections", without.url(), "none")?,
-            Contender::new("request without a key, 10 000 idle", with.url(), "none")?,
-            Contender::reference("replay, no idle connections", without.url(), "replay")?,
-            Contender::new("replay, 10 000 idle", with.url(), "replay")?,
+            Contender::reference("request without a key, no idle connections", &without, "none")?,
+            Contender::new("request without a key, 10 000 idle", &with, "none")?,
+            Contender::reference("replay, no idle connections", &without, "replay")?,
+            Contender::new("replay, 10 000 idle", &with, "replay")?,
         ],
     )?;
     let seconds = begun.elapsed().as_secs();

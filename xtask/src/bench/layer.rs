@@ -11,12 +11,12 @@ pub(super) fn run() -> Result<String> {
     table(
         "in-process layer on axum, memory store, 1 KiB JSON, 64 connections",
         vec![
-            Contender::reference("bare axum, requests without a key", bare.url(), "none")?,
-            Contender::new("layer, request without a key", memory.url(), "none")?,
-            Contender::reference("bare axum, a new key each time", bare.url(), "first")?,
-            Contender::new("layer, first request", memory.url(), "first")?,
-            Contender::reference("bare axum, the same keys", bare.url(), "replay")?,
-            Contender::new("layer, replay", memory.url(), "replay")?,
+            Contender::reference("bare axum, requests without a key", &bare, "none")?,
+            Contender::new("layer, request without a key", &memory, "none")?,
+            Contender::reference("bare axum, a new key each time", &bare, "first")?,
+            Contender::new("layer, first request", &memory, "first")?,
+            Contender::reference("bare axum, the same keys", &bare, "replay")?,
+            Contender::new("layer, replay", &memory, "replay")?,
         ],
     )
 }

@@ -1,8 +1,9 @@
 //! The load generators.
 
 use std::process::{Command, Stdio};
+use std::time::Instant;
 
-use super::SECONDS;
+use super::{CONNECTIONS, SECONDS};
 use crate::run::{Result, output, root};
 
 /// The result of one measurement.
@@ -10,6 +11,8 @@ pub(super) struct Figure {
     pub(super) per_second: f64,
     pub(super) p50_micros: f64,
     pub(super) p99_micros: f64,
+    /// The computing of the server for one request, in user and system mode; NaN if it is not known.
+    pub(super) cpu_micros: f64,
 }
 
 /// Loads a server with wrk, which must answer every request with 2xx. `benches/load/payment.lua` names
@@ -24,7 +27,33 @@ pub(super) fn wrk(url: &str, load: &str, cookies: &str, connections: u32, round:
         line.map(str::trim).ok_or_else(|| format!("wrk said nothing of {name}:\n{text}"))
     };
     let per_second = value("Requests/sec:")?.parse().map_err(|_| format!("wrk's figures:\n{text}"))?;
-    Ok(Figure { per_second, p50_micros: micros(value("50%")?)?, p99_micros: micros(value("99%")?)? })
+    let (p50_micros, p99_micros) = (micros(value("50%")?)?, micros(value("99%")?)?);
+    Ok(Figure { per_second, p50_micros, p99_micros, cpu_micros: f64::NAN })
+}
+
+/// The same, with the computing of a server and its child processes.
+pub(super) fn wrk_on(server: u32, url: &str, load: &str, cookies: &str, round: usize) -> Result<Figure> {
+    let before = computing(server)?;
+    let begun = Instant::now();
+    let figure = wrk(url, load, cookies, CONNECTIONS, round)?;
+    let requests = figure.per_second * begun.elapsed().as_secs_f64();
+    Ok(Figure { cpu_micros: (computing(server)? - before) * 1e6 / requests, ..figure })
+}
+
+/// The seconds that a process and its children have computed.
+fn computing(process: u32) -> Result<f64> {
+    /// The unit of these times, which is the same on every Linux.
+    const PER_SECOND: f64 = 100.0;
+    let read = |path: String| std::fs::read_to_string(&path).map_err(|error| format!("{path}: {error}"));
+    let stat = read(format!("/proc/{process}/stat"))?;
+    // The name of the program is in parentheses, and may have spaces.
+    let fields = stat.rsplit_once(')').map_or("", |(_, rest)| rest).split_whitespace();
+    let ticks: f64 = fields.skip(11).take(2).filter_map(|field| field.parse::<f64>().ok()).sum();
+    let mut seconds = ticks / PER_SECOND;
+    for child in read(format!("/proc/{process}/task/{process}/children"))?.split_whitespace() {
+        seconds += computing(child.parse().map_err(|_| format!("no process: {child}"))?)?;
+    }
+    Ok(seconds)
 }
 
 pub(super) fn wrk_command(url: &str, load: &str, connections: u32, seconds: u32, round: usize) -> Command {

@@ -1,5 +1,6 @@
 //! The benchmarks: everything on this machine, in rounds that alternate, so that only ratios of one round are compared.
 
+mod chart;
 mod client;
 mod growth;
 mod idle;
@@ -16,12 +17,15 @@ mod tls;
 use std::fmt::Write as _;
 use std::fs;
 
-use crate::run::{Result, cargo, has, install, run as command, target};
+use crate::run::{Result, cargo, has, install, root, run as command, target};
 
 /// The duration of one measurement, the number of rounds, and the number of connections.
 const SECONDS: u32 = 3;
 const ROUNDS: usize = 5;
 const CONNECTIONS: u32 = 64;
+
+/// The chart of the performance page, which is drawn by a run of all benchmarks that it shows.
+const CHART: &str = "docs/performance.svg";
 
 /// Runs the benchmarks that are named, or all. `records=N` says how large the large store of `growth` is.
 pub(crate) fn run(arguments: &[&str]) -> Result<()> {
@@ -68,6 +72,11 @@ pub(crate) fn run(arguments: &[&str]) -> Result<()> {
         fs::write(&path, &report).map_err(|error| format!("{}: {error}", path.display()))?;
     }
     println!("\nwritten to {}", target().join("bench.md").display());
+    if chart::sections().all(|section| names.is_empty() || names.contains(&section)) {
+        let path = root().join(CHART);
+        fs::write(&path, chart::chart(&report)?).map_err(|error| format!("{CHART}: {error}"))?;
+        println!("written to {CHART}");
+    }
     Ok(())
 }
 

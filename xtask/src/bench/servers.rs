@@ -86,7 +86,9 @@ impl Server {
         Ok(server)
     }
 
-    pub(super) fn nginx(upstream: &str, directory: &Path) -> Result<Self> {
+    /// nginx as a proxy; `fields` are its directives for the header fields of requests.
+    pub(super) fn nginx(upstream: &str, directory: &Path, fields: &str) -> Result<Self> {
+        fs::create_dir_all(directory).map_err(|error| format!("{}: {error}", directory.display()))?;
         // A port that was free a moment ago.
         let free = std::net::TcpListener::bind("127.0.0.1:0").and_then(|socket| socket.local_addr());
         let address = free.map_err(|error| error.to_string())?.to_string();
@@ -98,7 +100,7 @@ impl Server {
              \x20 keepalive_requests 1000000;\n\
              \x20 upstream up {{ server {upstream}; keepalive 128; keepalive_requests 1000000; }}\n\
              \x20 server {{ listen {address} reuseport backlog=4096;\n    location / {{ proxy_pass http://up; proxy_http_version 1.1; \
-             proxy_set_header Connection \"\"; client_max_body_size 8m; client_body_buffer_size 64k; }} }}\n}}\n",
+             proxy_set_header Connection \"\"; {fields} client_max_body_size 8m; client_body_buffer_size 64k; }} }}\n}}\n",
             pid = directory.join("nginx.pid").display(),
             temp = directory.join("temp").display(),
         );

@@ -4,23 +4,31 @@ use super::servers::{Server, scratch};
 use super::table::{Contender, table};
 use crate::run::Result;
 
+/// The header fields that the sidecar writes into each request, for nginx.
+const FIELDS: &str = "proxy_set_header Host $http_host; proxy_set_header Via \"1.1 nginx\"; \
+                      proxy_set_header Forwarded \"for=$remote_addr;host=$http_host;proto=$scheme\"; \
+                      proxy_set_header X-Forwarded-For $proxy_add_x_forwarded_for; \
+                      proxy_set_header X-Forwarded-Host $http_host; proxy_set_header X-Forwarded-Proto $scheme;";
+
 pub(super) fn run() -> Result<String> {
     let upstream = Server::start(&["bare", "0"])?;
     let directory = scratch("sidecar")?;
-    let nginx = Server::nginx(&upstream.address, &directory)?;
+    let nginx = Server::nginx(&upstream.address, &directory.join("nginx"), "")?;
+    let forwarding = Server::nginx(&upstream.address, &directory.join("forwarding"), FIELDS)?;
     let memory = Server::proxy(&upstream.address, "memory:", &[])?;
     let embedded = Server::proxy(&upstream.address, &directory.join("store").display().to_string(), &[])?;
     table(
         "sidecar before the same axum echo, 1 KiB JSON, 64 connections",
         vec![
-            Contender::reference("nginx proxy_pass, requests without a key", nginx.url(), "none")?,
-            Contender::new("sidecar, request without a key", memory.url(), "none")?,
-            Contender::reference("nginx proxy_pass, a new key each time", nginx.url(), "first")?,
-            Contender::new("sidecar, memory store, first request", memory.url(), "first")?,
-            Contender::new("sidecar, embedded store, first request", embedded.url(), "first")?,
-            Contender::reference("nginx proxy_pass, the same keys", nginx.url(), "replay")?,
-            Contender::new("sidecar, memory store, replay", memory.url(), "replay")?,
-            Contender::new("sidecar, embedded store, replay", embedded.url(), "replay")?,
+            Contender::reference("nginx proxy_pass, requests without a key", &nginx, "none")?,
+            Contender::new("sidecar, request without a key", &memory, "none")?,
+            Contender::new("nginx that writes the same header fields", &forwarding, "none")?,
+            Contender::reference("nginx proxy_pass, a new key each time", &nginx, "first")?,
+            Contender::new("sidecar, memory store, first request", &memory, "first")?,
+            Contender::new("sidecar, embedded store, first request", &embedded, "first")?,
+            Contender::reference("nginx proxy_pass, the same keys", &nginx, "replay")?,
+            Contender::new("sidecar, memory store, replay", &memory, "replay")?,
+            Contender::new("sidecar, embedded store, replay", &embedded, "replay")?,
         ],
     )
 }
@@ -35,11 +43,11 @@ pub(super) fn carriers() -> Result<String> {
     table(
         "the sidecar with keys in other places, memory store, 1 KiB JSON, 64 connections",
         vec![
-            Contender::reference("key in a header field, first request", header.url(), "first")?,
-            Contender::new("key in a member of the body", member.url(), "member")?,
-            Contender::new("key in the query", query.url(), "query")?,
-            Contender::reference("request without a key", header.url(), "none")?,
-            Contender::new("the same, where the body may have a key", member.url(), "none")?,
+            Contender::reference("key in a header field, first request", &header, "first")?,
+            Contender::new("key in a member of the body", &member, "member")?,
+            Contender::new("key in the query", &query, "query")?,
+            Contender::reference("request without a key", &header, "none")?,
+            Contender::new("the same, where the body may have a key", &member, "none")?,
         ],
     )
 }

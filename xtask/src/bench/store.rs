@@ -11,7 +11,7 @@ pub(super) fn record_size() -> Result<String> {
 
 pub(super) fn run() -> Result<String> {
     let directory = scratch("store")?;
-    output(Command::new(program("examples/measure")).arg(&*directory))
+    output(Command::new(program("examples/measure")).args([directory.as_os_str(), "1".as_ref()]))
 }
 
 /// A wrapped function, against calling it bare.

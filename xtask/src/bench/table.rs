@@ -3,9 +3,9 @@
 use std::fmt::Write as _;
 use std::process::Command;
 
-use super::load::{Figure, median, wrk, wrk_command};
-use super::servers::program;
-use super::{CONNECTIONS, ROUNDS};
+use super::ROUNDS;
+use super::load::{Figure, median, wrk_command, wrk_on};
+use super::servers::{Server, program};
 use crate::run::{Result, output, run as command};
 
 /// One thing that is measured.
@@ -18,22 +18,28 @@ pub(super) struct Contender {
 
 impl Contender {
     /// A server under a load of wrk, compared with the last reference before it.
-    pub(super) fn new(name: &str, url: String, load: &'static str) -> Result<Self> {
-        Self::with_cookies(name, url, load, String::new())
+    pub(super) fn new(name: &str, server: &Server, load: &'static str) -> Result<Self> {
+        Self::with_cookies(name, server, load, String::new())
     }
 
     /// The value with which others are compared.
-    pub(super) fn reference(name: &str, url: String, load: &'static str) -> Result<Self> {
-        Ok(Self { reference: true, ..Self::new(name, url, load)? })
+    pub(super) fn reference(name: &str, server: &Server, load: &'static str) -> Result<Self> {
+        Ok(Self { reference: true, ..Self::new(name, server, load)? })
     }
 
     /// One whose requests carry one cookie of several, which are separated by semicolons.
-    pub(super) fn with_cookies(name: &str, url: String, load: &'static str, cookies: String) -> Result<Self> {
+    pub(super) fn with_cookies(
+        name: &str,
+        server: &Server,
+        load: &'static str,
+        cookies: String,
+    ) -> Result<Self> {
+        let (url, process) = (server.url(), server.process());
         if load == "replay" {
             // The first request under each of the 512 keys has to be over before replays are measured.
             output(wrk_command(&url, load, 16, 5, 0).env("COOKIES", &cookies))?;
         }
-        let measure = move |round| wrk(&url, load, &cookies, CONNECTIONS, round);
+        let measure = move |round| wrk_on(process, &url, load, &cookies, round);
         Ok(Self::by(name, false, measure))
     }
 
@@ -61,7 +67,7 @@ pub(super) fn table(title: &str, contenders: Vec<Contender>) -> Result<String> {
         }
     }
     let mut text = format!(
-        "{title}\n\n| | requests per s | of the reference | range | p99, ms |\n|---|---|---|---|---|\n"
+        "{title}\n\n| | requests per s | of the reference | range | p99, ms | CPU, µs |\n|---|---|---|---|---|---|\n"
     );
     let mut reference = &figures[0];
     for (contender, own) in contenders.iter().zip(&figures) {
@@ -76,8 +82,13 @@ pub(super) fn table(title: &str, contenders: Vec<Contender>) -> Result<String> {
         let p99 = median(own.iter().map(|figure| figure.p99_micros).collect()) / 1000.0;
         let (ratio, name) = (median(ratios), &contender.name);
         let name = if contender.reference { format!("**{name}**") } else { name.clone() };
-        let p99 = if p99.is_nan() { "–".to_owned() } else { format!("{p99:.2}") };
-        let _infallible = writeln!(text, "| {name} | {rate:.0} | {ratio:.2} | {low:.2}–{high:.2} | {p99} |");
+        let cpu = median(own.iter().map(|figure| figure.cpu_micros).collect());
+        let known = |figure: f64, digits| {
+            if figure.is_nan() { "–".to_owned() } else { format!("{figure:.digits$}") }
+        };
+        let (p99, cpu) = (known(p99, 2), known(cpu, 1));
+        let _infallible =
+            writeln!(text, "| {name} | {rate:.0} | {ratio:.2} | {low:.2}–{high:.2} | {p99} | {cpu} |");
     }
     Ok(text)
 }

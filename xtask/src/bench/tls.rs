@@ -104,7 +104,12 @@ impl Load {
                 })
                 .collect(),
         };
-        Ok(Figure { per_second: h2loads(commands)?, p50_micros: f64::NAN, p99_micros: f64::NAN })
+        Ok(Figure {
+            per_second: h2loads(commands)?,
+            p50_micros: f64::NAN,
+            p99_micros: f64::NAN,
+            cpu_micros: f64::NAN,
+        })
     }
 
     fn replays(&self, url: &str, http1: bool, connections: u32, span: &[&str]) -> Command {

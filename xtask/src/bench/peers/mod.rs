@@ -33,14 +33,14 @@ pub(super) fn run() -> Result<String> {
         };
         let start = |library: &str| programs.start(framework, library, &redis);
         let bare = start("bare")?;
-        contenders.push(Contender::reference(&format!("{framework} alone"), bare.url(), "first")?);
+        contenders.push(Contender::reference(&format!("{framework} alone"), &bare, "first")?);
         for library in libraries {
             // One for each load: some get slower with what they remember.
             for (load, name) in [("first", "first request"), ("replay", "replay")] {
                 let server = start(library)?;
                 let cookies = sessions(library, &server, 256)?;
                 let name = format!("{library}, {name}");
-                contenders.push(Contender::with_cookies(&name, server.url(), load, cookies)?);
+                contenders.push(Contender::with_cookies(&name, &server, load, cookies)?);
                 running.push(server);
             }
             let server = start(library)?;
@@ -57,12 +57,13 @@ pub(super) fn run() -> Result<String> {
             let (memory, embedded) =
                 (Server::proxy(&bare.address, "memory:", &[])?, Server::proxy(&bare.address, &store, &[])?);
             for (name, server, load) in [
-                ("oncegate sidecar, memory store, first request", &memory, "first"),
-                ("oncegate sidecar, memory store, replay", &memory, "replay"),
-                ("oncegate sidecar, embedded store, first request", &embedded, "first"),
-                ("oncegate sidecar, embedded store, replay", &embedded, "replay"),
+                ("memory store, first request", &memory, "first"),
+                ("memory store, replay", &memory, "replay"),
+                ("embedded store, first request", &embedded, "first"),
+                ("embedded store, replay", &embedded, "replay"),
             ] {
-                contenders.push(Contender::new(name, server.url(), load)?);
+                let name = format!("oncegate sidecar on {framework}, {name}");
+                contenders.push(Contender::new(&name, server, load)?);
             }
             let target = Target { address: &embedded.address, service: &bare.address, cookie: "" };
             let _infallible =
