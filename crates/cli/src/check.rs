@@ -325,10 +325,12 @@ fn existing_store(dir: &Path, report: &mut Report) {
         return report.error(format!("store {shown}: {what}"));
     }
     let files = segment_files(dir).unwrap_or_default();
-    let Some(newest) = files.last() else {
+    // A mark without records is what is left of a store.
+    if files.is_empty() && !["mark", "salvaged"].iter().any(|name| dir.join(name).exists()) {
         return report.ok(format!("store {shown}: has no records; the first start creates it"));
-    };
-    if let Some(warning) = readable_by_all_users("every stored response", newest) {
+    }
+    let newest = files.last().and_then(|newest| readable_by_all_users("every stored response", newest));
+    if let Some(warning) = newest {
         report.warn(warning);
     }
     match oncegate_embedded::check(&EmbeddedOptions::new(dir)) {
@@ -407,8 +409,8 @@ pub(crate) fn has_other_files(dir: &Path) -> Option<String> {
     ))
 }
 
-/// Names that an empty store directory may have.
-const NOT_OTHERS: [&str; 2] = ["lock", "lost+found"];
+/// Names that the directory of a store without records may have. With some of them, the store itself refuses to open.
+const NOT_OTHERS: [&str; 5] = ["lock", "lost+found", "mark", "mark.new", "salvaged"];
 
 /// The most records that are named one by one.
 const MAX_NAMED: usize = 20;
@@ -420,6 +422,16 @@ fn content(dir: &Path, found: &CheckReport, report: &mut Report) {
             "store {shown}: damaged: {damage}. Keep a copy, and restore a backup, or copy what can be read with --salvage: requests whose records are missing \
              would execute again"
         ));
+    }
+    if let Some(file) = &found.salvaged {
+        let file = file.display();
+        report.error(format!(
+            "store {shown}: a copy of a damaged store, which is not opened before its losses are accepted: settle what {file} lists, and \
+             remove that file"
+        ));
+    }
+    if let Some(reason) = &found.unproved_end {
+        report.warn(format!("store {shown}: {reason}"));
     }
     for id in found.unreadable.iter().take(MAX_NAMED) {
         report.error(format!(
@@ -510,9 +522,19 @@ fn salvage(draft: &Draft, to: &Path, report: &mut Report) {
     if found.lost.len() > MAX_NAMED {
         report.error(format!("{shown}: and {} more lost parts", found.lost.len() - MAX_NAMED));
     }
-    if !found.lost.is_empty() {
+    if !found.is_complete() {
         report.error(format!(
-            "{shown}: a key that was first used in a lost part is new to the copy: a retry of it executes again. Find out from the \
+            "{shown}: the copy is not opened before its losses are accepted: settle what {} lists, and remove that file",
+            to.join("salvaged").display()
+        ));
+    }
+    if !found.lost.is_empty() {
+        let time = match &*found.lost_time {
+            "" => String::new(),
+            time => format!(" ({time})"),
+        };
+        report.error(format!(
+            "{shown}: a key that was first used in a lost part{time} is new to the copy: a retry of it executes again. Find out from the \
              service's own data what took effect, before you start a sidecar on the copy"
         ));
     }
@@ -678,6 +700,31 @@ mod tests {
                  store, an empty directory, or one that does not exist yet"
             ]
         );
+    }
+
+    #[test]
+    fn what_is_left_of_a_store_is_no_empty_directory() {
+        let world = World::new();
+        drop(world.open());
+        for file in segment_files(&world.store).unwrap() {
+            fs::remove_file(file).unwrap();
+        }
+        let lines = world.store_lines();
+        assert!(
+            lines.len() == 2 && lines[0].contains("data/mark: all segments are missing: batch "),
+            "{lines:?}"
+        );
+    }
+
+    #[test]
+    fn a_missing_mark_is_a_warning() {
+        let world = World::new();
+        drop(world.open());
+        fs::remove_file(world.store.join("mark")).unwrap();
+        let lines = world.store_lines();
+        assert!(lines.len() == 2, "{lines:?}");
+        assert!(lines[0].starts_with("warn  store data: data/mark is missing. "), "{lines:?}");
+        assert!(lines[1].starts_with("ok    store data: sound; "), "{lines:?}");
     }
 
     #[tokio::test]

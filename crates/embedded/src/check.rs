@@ -2,6 +2,7 @@
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
+use std::path::PathBuf;
 
 use oncegate_core::codec;
 use oncegate_core::{Clock as _, ClockSkew, LastWrite, RecordId, State, StateName, StoreClock, Timestamp};
@@ -13,8 +14,10 @@ use crate::error::EmbeddedOpenError;
 use crate::format::{EntryHead, Kind};
 use crate::index::Place;
 use crate::inner::Shift;
+use crate::mark::Marks;
 use crate::options::EmbeddedOptions;
 use crate::recover::{Item, scan};
+use crate::salvage::unaccepted;
 
 /// The result of [`check`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -38,6 +41,10 @@ pub struct CheckReport {
     pub clock: Option<ClockSkew>,
     /// The log ends with a write that is not complete. It was torn by a crash and never acknowledged, or the disk was damaged.
     pub is_torn: bool,
+    /// The file with the losses of a salvaged copy, if there is one: the store does not open until it is removed.
+    pub salvaged: Option<PathBuf>,
+    /// The reason why it cannot be noticed if the end of the log is missing, if there is one: its mark is missing or cannot be read.
+    pub unproved_end: Option<String>,
     /// The damage of the log as a whole. If there is any, further records may be missing without being listed above.
     pub damage: Option<String>,
 }
@@ -56,7 +63,8 @@ impl CheckReport {
 /// [`EmbeddedOpenError`] if the store is in use, has a newer format, or cannot be read at all.
 pub fn check(options: &EmbeddedOptions) -> Result<CheckReport, EmbeddedOpenError> {
     let disk = DirectoryDisk::acquire(&options.dir)?;
-    check_disk(&disk)
+    let report = check_disk(&disk)?;
+    Ok(CheckReport { salvaged: unaccepted(&options.dir), ..report })
 }
 
 pub(super) fn check_disk(disk: &dyn Disk) -> Result<CheckReport, EmbeddedOpenError> {
@@ -64,7 +72,11 @@ pub(super) fn check_disk(disk: &dyn Disk) -> Result<CheckReport, EmbeddedOpenErr
     let list = EmbeddedOpenError::io(format!("list the files in {}", disk.directory().display()));
     let numbers = disk.segments().map_err(list)?;
     let mut seen = Seen::default();
-    if !numbers.is_empty() {
+    if numbers.is_empty() {
+        let marks = Marks::read(disk)?;
+        let file = disk.mark_path();
+        report.damage = marks.check_no_segments().err().map(|damage| format!("{}: {damage}", file.display()));
+    } else {
         let scanned = scan(disk, &numbers, &mut |item, _| {
             match item {
                 Item::Batch { header, .. } => seen.last = Some(header.written),
@@ -76,6 +88,7 @@ pub(super) fn check_disk(disk: &dyn Disk) -> Result<CheckReport, EmbeddedOpenErr
             Ok(scanned) => {
                 report.bytes = scanned.segments.iter().map(|segment| segment.used).sum();
                 report.is_torn = scanned.is_torn;
+                report.unproved_end = scanned.marks.weakness(disk, &scanned.last);
             }
             Err(EmbeddedOpenError::Damaged { damage, file }) => {
                 report.damage = Some(format!("{}: {damage}", file.display()));

@@ -23,6 +23,12 @@ pub(crate) trait Disk: Send + Sync + 'static {
     /// Gives a created file its final name, durably. Its contents must be on the disk.
     fn publish(&self, number: u32) -> io::Result<()>;
 
+    /// Opens the file of the [mark](crate::mark); `None` if there is none.
+    fn open_mark(&self) -> io::Result<Option<Arc<dyn SegmentFile>>>;
+
+    /// Creates the file of the mark with these bytes, durably. Replaces the one that is there only when that is done.
+    fn replace_mark(&self, bytes: &[u8]) -> io::Result<()>;
+
     /// Makes the names of all files durable.
     fn sync_names(&self) -> io::Result<()>;
 
@@ -44,6 +50,9 @@ pub(crate) trait Disk: Send + Sync + 'static {
 
     /// The path of a segment, for messages.
     fn path(&self, number: u32) -> PathBuf;
+
+    /// The path of the mark, for messages.
+    fn mark_path(&self) -> PathBuf;
 
     /// The path of the directory, for messages.
     fn directory(&self) -> PathBuf;
@@ -78,6 +87,11 @@ const SUFFIX: &str = ".log";
 /// The end of a file's name until it is published.
 const SUFFIX_NEW: &str = ".log.new";
 
+/// The name of the file with the mark.
+pub(crate) const MARK: &str = "mark";
+/// The name of a new one until it replaces the old one.
+const MARK_NEW: &str = "mark.new";
+
 /// The files in a directory that this process owns.
 pub(crate) struct DirectoryDisk {
     directory: Directory,
@@ -87,6 +101,15 @@ impl DirectoryDisk {
     /// Locks the directory, which is created if it is missing.
     pub(crate) fn acquire(path: &Path) -> Result<Self, EmbeddedOpenError> {
         Ok(Self { directory: Directory::acquire(path)? })
+    }
+
+    fn create_at(&self, path: &Path) -> io::Result<Arc<dyn SegmentFile>> {
+        self.directory.check_in_place()?;
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create(true).truncate(true);
+        #[cfg(unix)]
+        std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
+        DiskFile::shared(options.open(path)?)
     }
 
     fn new_path(&self, number: u32) -> PathBuf {
@@ -109,17 +132,31 @@ impl Disk for DirectoryDisk {
     }
 
     fn create(&self, number: u32) -> io::Result<Arc<dyn SegmentFile>> {
-        self.directory.check_in_place()?;
-        let mut options = OpenOptions::new();
-        options.read(true).write(true).create(true).truncate(true);
-        #[cfg(unix)]
-        std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
-        DiskFile::shared(options.open(self.new_path(number))?)
+        self.create_at(&self.new_path(number))
     }
 
     fn publish(&self, number: u32) -> io::Result<()> {
         self.directory.check_in_place()?;
         std::fs::rename(self.new_path(number), self.path(number))?;
+        self.directory.sync()
+    }
+
+    fn open_mark(&self) -> io::Result<Option<Arc<dyn SegmentFile>>> {
+        // Another process may have created a store under this path: its mark is not for this one.
+        self.directory.check_in_place()?;
+        match OpenOptions::new().read(true).write(true).open(self.mark_path()) {
+            Ok(file) => DiskFile::shared(file).map(Some),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn replace_mark(&self, bytes: &[u8]) -> io::Result<()> {
+        let new = self.directory.path().join(MARK_NEW);
+        let file = self.create_at(&new)?;
+        file.write(bytes, 0)?;
+        file.sync()?;
+        std::fs::rename(new, self.mark_path())?;
         self.directory.sync()
     }
 
@@ -174,6 +211,10 @@ impl Disk for DirectoryDisk {
 
     fn path(&self, number: u32) -> PathBuf {
         self.directory.path().join(format!("{number:08}{SUFFIX}"))
+    }
+
+    fn mark_path(&self) -> PathBuf {
+        self.directory.path().join(MARK)
     }
 
     fn directory(&self) -> PathBuf {

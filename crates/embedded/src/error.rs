@@ -39,6 +39,13 @@ pub enum EmbeddedOpenError {
         /// The damage, in words.
         damage: String,
     },
+    /// The store is a copy that [`salvage`](crate::salvage()) made, and its losses were not accepted yet.
+    #[error("the store is a copy of a damaged one, and requests whose records are missing in it would execute again: settle the losses \
+         that {} lists, and remove this file to accept them", .file.display())]
+    Salvaged {
+        /// The file that lists the losses.
+        file: PathBuf,
+    },
     /// The directory or the file cannot be read or written.
     #[error("cannot {operation}")]
     Io {

@@ -1,5 +1,5 @@
-//! The thread that keeps house: purges, compaction, deletion of segments, corrections of the clock. And the one that prepares
-//! segments.
+//! The thread that keeps house: purges, compaction, deletion of segments, corrections of the clock, the mark. And the one that
+//! prepares segments.
 //!
 //! Segments are deleted and compacted strictly from the oldest. So an old version of a record never outlives a newer one, and no
 //! entry has to say that a record is gone: after its retention it counts as absent, whether the log still has it or not.
@@ -19,6 +19,7 @@ use tracing::{error, info, warn};
 use crate::format::{BLOCK, EntryHead, HEADER, Header, Kind, entries, expiry_seconds};
 use crate::index::{Place, SHARDS};
 use crate::inner::{Chore, Shift, Sizes, StoreInner};
+use crate::mark::Marker;
 use crate::queue::TakeResult;
 use crate::segments::{Segment, Spare};
 use crate::shared::closed_error;
@@ -52,10 +53,11 @@ pub(crate) struct Housekeeper {
     cannot_free: bool,
     /// The disagreement of the two clocks that the log has reported, until it reports that they agree again.
     reported_skew: Option<ClockSkew>,
+    marker: Marker,
 }
 
 impl Housekeeper {
-    pub(crate) fn new(inner: Arc<StoreInner>) -> Self {
+    pub(crate) fn new(inner: Arc<StoreInner>, marker: Marker) -> Self {
         Self {
             inner,
             purged_to: 0,
@@ -64,6 +66,7 @@ impl Housekeeper {
             unremoved: Vec::new(),
             cannot_free: false,
             reported_skew: None,
+            marker,
         }
     }
 
@@ -77,11 +80,18 @@ impl Housekeeper {
             match self.inner.chores.take(64, usize::MAX, |_| 1, Some(deadline)) {
                 TakeResult::Jobs(chores) => chores.into_iter().for_each(|chore| self.answer(chore)),
                 TakeResult::TimedOut => {}
-                TakeResult::Closed => return,
+                TakeResult::Closed => {
+                    // The writer has ended, so this is the last batch.
+                    self.write_mark();
+                    return;
+                }
             }
             if Instant::now() >= look_at {
                 self.inner.look_at_capacity();
                 self.report_skew();
+                if self.marker.is_due(&self.inner.durable()) {
+                    self.write_mark();
+                }
                 look_at = Instant::now() + LOOK_INTERVAL;
             }
             is_busy = match self.free_segments() {
@@ -97,6 +107,12 @@ impl Housekeeper {
                 }
             };
         }
+    }
+
+    /// Writes the mark of the last batch that is on the disk.
+    pub(crate) fn write_mark(&mut self) {
+        let failure = self.marker.write(&*self.inner.disk, self.inner.durable());
+        *self.inner.mark_failure() = failure;
     }
 
     fn answer(&mut self, chore: Chore) {

@@ -14,6 +14,7 @@ use oncegate_core::{
 use crate::disk::Disk;
 use crate::format::{ENTRY, EntryHead, Kind, StoreId, expiry_seconds};
 use crate::index::{Index, Place, Recent, SLOT_MEMORY, Slot};
+use crate::mark::{Failure, Mark};
 use crate::queue::Queue;
 use crate::segments::{Segments, SpareSlot};
 use crate::shared::{Reply, Scan, closed_error, disk_low_error, full_error, is_damage, unreadable_error};
@@ -79,6 +80,10 @@ pub(crate) struct StoreInner {
     pub(crate) chores: Queue<Chore>,
     /// The oldest segment that counts, as the next batch will say it.
     pub(crate) oldest: AtomicU32,
+    /// The last batch that is on the disk.
+    durable: Mutex<Mark>,
+    /// Set while the mark cannot be written.
+    mark_failure: Mutex<Option<Failure>>,
     pub(crate) max_records: u64,
     pub(crate) max_record_bytes: u64,
     /// The directory may have another owner.
@@ -168,6 +173,7 @@ impl StoreInner {
         recovered: Recovered,
         limits: Limits,
         sizes: Sizes,
+        durable: Mark,
     ) -> Self {
         let next_audit = recovered.audits.back().map_or(1, |(number, _)| number + 1);
         let is_disk_low = disk.is_low().into();
@@ -185,6 +191,8 @@ impl StoreInner {
             scans: Queue::new(64),
             chores: Queue::new(1024),
             oldest: AtomicU32::new(recovered.oldest),
+            durable: Mutex::new(durable),
+            mark_failure: Mutex::new(None),
             max_records: limits.max_records,
             max_record_bytes: limits.max_record_bytes,
             is_closed: AtomicBool::new(false),
@@ -503,6 +511,21 @@ impl StoreInner {
     /// True if the rest of the disk is reserved for requests that are running.
     pub(crate) fn is_disk_low(&self) -> bool {
         self.is_disk_low.load(Ordering::Relaxed) || self.spare.has_failed()
+    }
+
+    /// Takes note of the last batch that is on the disk.
+    pub(crate) fn set_durable(&self, mark: Mark) {
+        *self.durable.lock().unwrap_or_else(PoisonError::into_inner) = mark;
+    }
+
+    /// The last batch that is on the disk.
+    pub(crate) fn durable(&self) -> Mark {
+        *self.durable.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The reason why the mark cannot be written, if it cannot.
+    pub(crate) fn mark_failure(&self) -> MutexGuard<'_, Option<Failure>> {
+        self.mark_failure.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn audits(&self) -> MutexGuard<'_, VecDeque<(u64, Slot)>> {

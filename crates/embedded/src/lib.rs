@@ -71,16 +71,21 @@
 //! - [Another process has it open](EmbeddedOpenError::InUse). The error names its pid. The lock ends with that process, however
 //!   the process ends.
 //! - The log [has a newer format](EmbeddedOpenError::NewerFormat).
-//! - The log is [damaged](EmbeddedOpenError::Damaged): a segment is missing, or a batch that was on the disk cannot be read. The
-//!   store creates a new log only if the directory has none.
+//! - The log is [damaged](EmbeddedOpenError::Damaged): a segment is missing, a batch that was on the disk cannot be read, or the log ends
+//!   before the batch that its mark knows. The store creates a new log only if the directory has none, and no mark.
+//! - It is a copy that [`salvage()`] made, and its losses [were not accepted](EmbeddedOpenError::Salvaged).
 //! - The operating system [refuses an operation](EmbeddedOpenError::Io), for example on a full disk.
 //!
 //! # Damage that the store cannot detect
 //!
 //! Opening reads and verifies each byte of the log. The last batch before a crash is the exception: if it cannot be read and
 //! nothing follows it, it was torn by the crash, or it was damaged after it. Within 100 ms after a batch, another one proves it.
-//! The store also cannot detect that its directory was replaced by an older copy: it then knows only the records of that copy.
-//! And if a flush has failed, the segment before has no seal: it cannot detect that all segments after that are missing.
+//!
+//! A log ends where zeros follow. If its end is missing, the file `mark` shows it: it knows a batch that was on the disk. It is written when
+//! the store is opened and closed, when a segment is full, and otherwise each ten seconds while batches are written. What was written after it
+//! before a crash may be missing undetected. Without the file, a store opens with a warning.
+//!
+//! The store cannot detect that its whole directory was replaced by an older copy: it then knows only the records of that copy.
 //!
 //! # Costs
 //!
@@ -109,7 +114,7 @@
 //! - `tail`: the batch that is being filled. `writer`: the thread that writes it. `ticket`: the end of a batch, for those who
 //!   wait.
 //! - `index`: the places of all records, in memory. `inner`: decisions and reads on it.
-//! - `recover`: opening. `check`, `salvage`: reading a log that is not opened.
+//! - `recover`: opening. `mark`: how far the log was written. `check`, `salvage`: reading a log that is not opened.
 //! - `housekeeper`: purges, compaction, the clock. `reader`: listings.
 //!
 //! # Why nothing acknowledged is lost
@@ -118,7 +123,8 @@
 //! 2. A batch is written when the one before it is on the disk, and its header has the checksum of the header before. So a
 //!    valid batch proves that all before it were there: if one of them cannot be read, it is damage, and the store is not opened.
 //! 3. Only the last batch may be torn by a crash. Within 100 ms another one follows, and proves it.
-//! 4. A segment is deleted when no entry in it is the newest of its record, and after a batch on the disk says so.
+//! 4. The mark knows a batch that was on the disk. A log that does not reach it is not opened.
+//! 5. A segment is deleted when no entry in it is the newest of its record, and after a batch on the disk says so.
 //!
 //! [`Unavailable`]: oncegate_core::StoreErrorKind::Unavailable
 //! [`Corrupt`]: oncegate_core::StoreErrorKind::Corrupt
@@ -135,6 +141,7 @@ mod format;
 mod housekeeper;
 mod index;
 mod inner;
+mod mark;
 mod options;
 mod queue;
 mod reader;

@@ -7,6 +7,8 @@
 //! 3. The chain ends at the first batch that is not valid. If any valid batch of a later number follows, in this or a later
 //!    segment, the batch was on the disk and was damaged: the store is not opened. Otherwise a crash has torn it while it was
 //!    written. It was never acknowledged, and is overwritten with zeros.
+//! 4. The [mark](crate::mark) knows a batch that was on the disk. If the chain does not reach it, or has another batch of its number,
+//!    the store is not opened.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -22,6 +24,7 @@ use crate::format::{
 };
 use crate::index::{Index, Place, SHARDS, Slot, prefix};
 use crate::inner::{Recovered, Shift, Sizes};
+use crate::mark::{Mark, Marks};
 use crate::segments::{Segment, Segments, Spare};
 use crate::writer::LogEnd;
 
@@ -37,6 +40,10 @@ pub(crate) struct Opened {
     pub(crate) end: LogEnd,
     /// The clocks of the last batch; `None` if the store is new.
     pub(crate) last_write: Option<LastWrite>,
+    /// The last batch.
+    pub(crate) last: Mark,
+    /// The marks before this start.
+    pub(crate) marks: Marks,
 }
 
 /// The parts of the log, in its order.
@@ -56,6 +63,7 @@ pub(crate) struct Scan {
     pub(crate) chain: u32,
     /// The bytes after the last batch are not all zero.
     pub(crate) is_torn: bool,
+    pub(crate) marks: Marks,
 }
 
 pub(crate) struct ScannedSegment {
@@ -75,6 +83,11 @@ fn damaged(disk: &dyn Disk, number: u32, damage: String) -> EmbeddedOpenError {
     EmbeddedOpenError::Damaged { file: disk.path(number), damage }
 }
 
+fn bad_mark(disk: &dyn Disk) -> impl FnOnce(String) -> EmbeddedOpenError {
+    let file = disk.mark_path();
+    move |damage| EmbeddedOpenError::Damaged { file, damage }
+}
+
 /// Opens the store on a disk, or creates it if there are no segments.
 pub(crate) fn open(
     disk: &dyn Disk,
@@ -84,7 +97,9 @@ pub(crate) fn open(
 ) -> Result<Opened, EmbeddedOpenError> {
     let numbers = disk.segments().map_err(io(disk, 1, "list the segments next to"))?;
     if numbers.is_empty() {
-        return create(disk, now, store_id()?, sizes);
+        let marks = Marks::read(disk)?;
+        marks.check_no_segments().map_err(bad_mark(disk))?;
+        return create(disk, now, store_id()?, sizes, marks);
     }
     let mut builder = Builder::new(sizes.cache());
     let scan = scan(disk, &numbers, &mut |item, segment| builder.take(disk, item, segment))?;
@@ -92,6 +107,9 @@ pub(crate) fn open(
     let Some(active) = scan.segments.last() else {
         return Err(damaged(disk, scan.oldest, "it has no batch".to_owned()));
     };
+    if let Some(weakness) = scan.marks.weakness(disk, &scan.last) {
+        warn!("{weakness}");
+    }
     secure(disk, &scan)?;
     let (number, mut offset) = (active.number, active.used);
     // A segment whose first batch was torn has none yet.
@@ -140,7 +158,8 @@ pub(crate) fn open(
     let recovered =
         Recovered { store: scan.store, index, segments, audits, shifts, oldest: scan.oldest, spare };
     let end = LogEnd { segment: end_segment, offset, sequence: scan.last.sequence + 1, chain: scan.chain };
-    Ok(Opened { recovered, end, last_write: Some(scan.last.written) })
+    let last = Mark::of(&scan.last, scan.chain);
+    Ok(Opened { recovered, end, last_write: Some(scan.last.written), last, marks: scan.marks })
 }
 
 /// Makes durable what was read.
@@ -178,6 +197,7 @@ fn create(
     now: LastWrite,
     store: StoreId,
     sizes: Sizes,
+    marks: Marks,
 ) -> Result<Opened, EmbeddedOpenError> {
     let header = Header {
         flags: 0,
@@ -221,7 +241,7 @@ fn create(
         spare: Spare::Wanted(2),
     };
     let end = LogEnd { segment, offset: BLOCK, sequence: 2, chain };
-    Ok(Opened { recovered, end, last_write: None })
+    Ok(Opened { recovered, end, last_write: None, last: Mark::of(&header, chain), marks })
 }
 
 /// Reads the chain of batches, and passes each batch and entry on. Changes nothing.
@@ -233,6 +253,7 @@ pub(crate) fn scan(
     numbers: &[u32],
     take: &mut dyn FnMut(Item<'_>, &ScannedSegment) -> Result<(), EmbeddedOpenError>,
 ) -> Result<Scan, EmbeddedOpenError> {
+    let marks = Marks::read(disk)?;
     let mut segments = Vec::new();
     for number in numbers.iter().copied() {
         let file = disk.open(number).map_err(io(disk, number, "open"))?;
@@ -265,6 +286,7 @@ pub(crate) fn scan(
     };
     segments.retain(|segment| segment.number >= newest.oldest);
     let (store, oldest) = (newest.store, newest.oldest);
+    marks.check_store(store).map_err(bad_mark(disk))?;
     let mut state: Option<(Header, u32)> = None;
     let mut is_torn = false;
     let mut used = 0;
@@ -296,7 +318,7 @@ pub(crate) fn scan(
             );
             return Err(damaged(disk, segment.number, text));
         }
-        is_torn = read_segment(disk, segment, cut, &mut state, take)?;
+        is_torn = read_segment(disk, segment, cut, &marks, &mut state, take)?;
         used = position + 1;
     }
     let Some((last, chain)) = state else {
@@ -307,8 +329,9 @@ pub(crate) fn scan(
     if last.flags & FLAG_SEAL != 0 && !numbers.contains(&(last.segment + 1)) {
         return Err(damaged(disk, last.segment + 1, "the segment is missing".to_owned()));
     }
+    marks.check_end(&last).map_err(|damage| damaged(disk, last.segment, damage))?;
     segments.truncate(used);
-    Ok(Scan { store, oldest, segments, last, chain, is_torn })
+    Ok(Scan { store, oldest, segments, last, chain, is_torn, marks })
 }
 
 /// Reads the batches of a segment whose numbers are below `cut`. Returns true if anything but zeros follows the last one.
@@ -316,6 +339,7 @@ fn read_segment(
     disk: &dyn Disk,
     segment: &mut ScannedSegment,
     cut: u64,
+    marks: &Marks,
     state: &mut Option<(Header, u32)>,
     take: &mut dyn FnMut(Item<'_>, &ScannedSegment) -> Result<(), EmbeddedOpenError>,
 ) -> Result<bool, EmbeddedOpenError> {
@@ -347,6 +371,7 @@ fn read_segment(
         if crc32c::crc32c(payload) != header.payload_sum {
             return Ok(true);
         }
+        marks.check_batch(&header, sum).map_err(|damage| damaged(disk, number, damage))?;
         take(Item::Batch { header: &header, offset }, segment)?;
         let mut count = 0;
         for entry in entries(payload) {

@@ -9,11 +9,14 @@
 //! - An entry whose record is known but whose content cannot be read is copied as it is. Its key stays refused.
 //! - A key that was used for the first time in a lost part is not known to the copy.
 //! - A correction of the clock in a lost part is not known either. Records from before it end earlier by as much.
+//!
+//! If something is lost, the copy has a file that says what. The store does not open until an operator has removed it.
 
 use std::collections::{BTreeMap, HashMap};
+use std::fmt;
 use std::fs;
 use std::io::{Error, ErrorKind};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use oncegate_core::codec;
@@ -21,13 +24,14 @@ use oncegate_core::{FencingToken, LastWrite, Record, RecordId, State, StoreClock
 
 use crate::audit::decode_audit;
 use crate::directory::{create_dir, give, sync_dir};
-use crate::disk::{DirectoryDisk, Disk, segment_files};
+use crate::disk::{DirectoryDisk, Disk, MARK, segment_files};
 use crate::error::EmbeddedOpenError;
 use crate::format::{
     BLOCK, ENTRY, EntryHead, FLAG_SEAL, HEADER, Header, Kind, StoreId, entries, expiry_seconds,
 };
 use crate::index::Place;
 use crate::inner::{Shift, Sizes};
+use crate::mark::{Mark, Marks, other_history, utc};
 use crate::options::EmbeddedOptions;
 use crate::store::{EmbeddedStore, random_id};
 use crate::tail::Tail;
@@ -49,12 +53,57 @@ pub struct SalvageReport {
     pub audit_entries: u64,
     /// The lost parts of the log, in words, in its order. Keys that were first used there are not in the copy.
     pub lost: Vec<String>,
+    /// The time in which the lost parts were written, in words. Empty if it is not known, or nothing is lost.
+    pub lost_time: String,
+}
+
+impl SalvageReport {
+    /// Returns `true` if the copy has all that the store had.
+    #[must_use]
+    pub fn is_complete(&self) -> bool {
+        self.lost.is_empty() && self.unknown.is_empty() && self.unreadable.is_empty()
+    }
+
+    /// The content of the file that keeps the copy from being opened.
+    fn text(&self, from: &Path) -> String {
+        let list = |text: &mut String, title: &str, lines: Vec<String>| {
+            if !lines.is_empty() {
+                text.push_str(&format!("\n{title}\n  {}\n", lines.join("\n  ")));
+            }
+        };
+        let ids = |ids: &[RecordId]| ids.iter().map(RecordId::to_string).collect::<Vec<_>>();
+        let mut text = format!(
+            "This store is a copy of what could be read of the damaged store in {}.\n\
+             It is not opened while this file is here. Settle the losses, then remove this file.\n",
+            from.display()
+        );
+        let time = if self.lost_time.is_empty() { String::new() } else { format!(" ({})", self.lost_time) };
+        let title = format!(
+            "Lost parts of the log{time}. A key that was first used in them is new to this copy: a retry of it executes again."
+        );
+        list(&mut text, &title, self.lost.clone());
+        let title = "Records that are unknown in this copy, because what followed them is lost:";
+        list(&mut text, title, ids(&self.unknown));
+        let title = "Records that cannot be read. Requests with their keys are refused:";
+        list(&mut text, title, ids(&self.unreadable));
+        text
+    }
+}
+
+/// The file in a copy that lists what is lost. While it is there, the copy is not opened.
+pub(crate) const SALVAGED: &str = "salvaged";
+
+/// The file with the losses of a copy, if they were not accepted yet.
+pub(crate) fn unaccepted(dir: &Path) -> Option<PathBuf> {
+    let file = dir.join(SALVAGED);
+    fs::symlink_metadata(&file).is_ok().then_some(file)
 }
 
 /// Copies what can be read of a damaged store to a new store in `to`, an empty directory or one that is created. Changes nothing
 /// in the damaged one.
 ///
 /// **The copy executes again each key that was first used in a [lost part](SalvageReport::lost).** See the report for all others.
+/// If anything is lost, [`EmbeddedStore::open`] refuses the copy until the file `salvaged` with the report is removed from it.
 ///
 /// # Errors
 /// [`EmbeddedOpenError`] if one of the two is in use, `to` is not empty, nothing can be read, or the disk fails.
@@ -87,8 +136,15 @@ pub fn salvage(options: &EmbeddedOptions, to: &Path) -> Result<SalvageReport, Em
     let sizes = Sizes::with_memory(copy.memory_bytes);
     let report = salvage_disk(&from, Arc::new(DirectoryDisk::acquire(&part)?), copy, sizes)?;
     let mut files = segment_files(&part).map_err(failed)?;
+    files.push(part.join(MARK));
+    if !report.is_complete() {
+        let file = part.join(SALVAGED);
+        fs::write(&file, report.text(&source)).map_err(failed)?;
+        fs::File::open(&file).and_then(|file| file.sync_all()).map_err(failed)?;
+        files.push(file);
+    }
     give(&to, &owner).map_err(failed)?;
-    // The oldest comes last: without it, the store does not open.
+    // The oldest segment comes last: without it, the store does not open.
     while let Some(file) = files.pop() {
         give(&file, &owner).map_err(failed)?;
         fs::rename(&file, to.join(file.file_name().unwrap_or_default())).map_err(failed)?;
@@ -114,8 +170,9 @@ pub(crate) fn salvage_disk(
         let file = from.path(numbers.first().copied().unwrap_or(1));
         return Err(EmbeddedOpenError::Damaged { file, damage });
     };
-    let mut found = Found::default();
+    let mut found = Found { marks: Marks::read(from)?, ..Found::default() };
     found.read(from, &numbers, &start)?;
+    found.compare_marks(from, start.store);
     // The time of the copy continues that of the store.
     let last = found.last.map_or(start.written, |last| last.written);
     crate::recover::open(&*to, last, random_id, sizes)?;
@@ -136,8 +193,8 @@ fn read_all(disk: &dyn Disk, number: u32) -> Result<Vec<u8>, EmbeddedOpenError> 
 }
 
 /// The header of a batch at this offset.
-fn header_at(bytes: &[u8], at: usize) -> Option<Header> {
-    Header::decode(bytes.get(at..at + HEADER)?).ok().map(|(header, _)| header)
+fn header_at(bytes: &[u8], at: usize) -> Option<(Header, u32)> {
+    Header::decode(bytes.get(at..at + HEADER)?).ok()
 }
 
 /// The parts of the newest readable header that hold for the whole log.
@@ -152,9 +209,9 @@ impl Start {
         for number in numbers.iter().rev() {
             let bytes = read_all(disk, *number)?;
             let headers = (0..bytes.len()).step_by(BLOCK as usize).filter_map(|at| header_at(&bytes, at));
-            let newest =
-                headers.filter(|header| header.segment == *number).max_by_key(|header| header.sequence);
-            if let Some(Header { store, oldest, written, .. }) = newest {
+            let headers = headers.map(|(header, _)| header).filter(|header| header.segment == *number);
+            if let Some(Header { store, oldest, written, .. }) = headers.max_by_key(|header| header.sequence)
+            {
                 return Ok(Some(Self { store, oldest, written }));
             }
         }
@@ -177,8 +234,40 @@ struct Found {
     records: HashMap<RecordId, Version>,
     audits: BTreeMap<u64, Version>,
     shifts: Vec<Shift>,
-    lost: Vec<String>,
+    lost: Vec<Lost>,
     last: Option<Header>,
+    marks: Marks,
+    /// The batches that have the number of a mark, and are the ones that it knows or not.
+    marked: Vec<(Mark, bool)>,
+}
+
+/// A lost part of the log.
+struct Lost {
+    text: String,
+    /// The times of day of the batches before it and after it, as far as they are known.
+    after: Option<Timestamp>,
+    before: Option<Timestamp>,
+}
+
+impl fmt::Display for Lost {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)?;
+        match period(self.after, self.before) {
+            time if time.is_empty() => Ok(()),
+            time => write!(f, ", {time}"),
+        }
+    }
+}
+
+/// A span of time in words.
+fn period(after: Option<Timestamp>, before: Option<Timestamp>) -> String {
+    match (after.map(utc), before.map(utc)) {
+        (Some(after), Some(before)) if after == before => format!("written at {after}"),
+        (Some(after), Some(before)) => format!("written between {after} and {before}"),
+        (Some(after), None) => format!("written after {after}"),
+        (None, Some(before)) => format!("written before {before}"),
+        (None, None) => String::new(),
+    }
 }
 
 impl Found {
@@ -186,15 +275,59 @@ impl Found {
         let mut expected = start.oldest;
         for number in numbers.iter().copied().filter(|number| *number >= start.oldest) {
             if number > expected {
-                self.lost.push(format!("{} is missing", disk.path(expected).display()));
+                self.lose(format!("{} is missing", disk.path(expected).display()));
             }
             expected = number + 1;
             self.read_segment(disk, number, start.store)?;
         }
         if self.last.is_some_and(|last| last.flags & FLAG_SEAL != 0) {
-            self.lost.push(format!("{} is missing, or cannot be read", disk.path(expected).display()));
+            self.lose(format!("{} is missing, or cannot be read", disk.path(expected).display()));
         }
         Ok(())
+    }
+
+    fn lose(&mut self, text: String) {
+        let after = self.last.map(|last| last.written.wall);
+        self.lost.push(Lost { text, after, before: None });
+    }
+
+    /// Takes note of a header that can be read.
+    fn found(&mut self, header: Header, chain: u32) {
+        for lost in self.lost.iter_mut().rev().take_while(|lost| lost.before.is_none()) {
+            lost.before = Some(header.written.wall);
+        }
+        let marks = self.marks.iter().filter(|mark| mark.sequence == header.sequence);
+        self.marked.extend(marks.map(|mark| (*mark, mark.chain == chain)));
+        self.last = Some(header);
+    }
+
+    /// Finds the losses of which only the mark knows.
+    fn compare_marks(&mut self, disk: &dyn Disk, store: StoreId) {
+        let file = disk.mark_path();
+        let file = file.display();
+        // A batch that was written twice, because its first flush failed, is found twice. One of them is the right one.
+        let is_other = |mark: &&Mark| {
+            let mut found = self.marked.iter().filter(|(known, _)| known == *mark).peekable();
+            found.peek().is_some() && found.all(|(_, is_same)| !is_same)
+        };
+        let lost = if let Some(mark) = self.marks.iter().find(|mark| mark.store != store) {
+            let text = format!("{file} is of another store, whose records are not here");
+            Lost { text, after: None, before: Some(mark.wall) }
+        } else if let Some(mark) = self.marks.iter().find(is_other) {
+            Lost { text: format!("{file}: {}", other_history(mark)), after: None, before: Some(mark.wall) }
+        } else if let (Some(mark), Some(last)) = (self.marks.newest(), self.last)
+            && mark.sequence > last.sequence
+        {
+            let text = format!(
+                "the end of the log: batches {} to {}, which {file} knows",
+                last.sequence + 1,
+                mark.sequence
+            );
+            Lost { text, after: Some(last.written.wall), before: Some(mark.wall) }
+        } else {
+            return;
+        };
+        self.lost.push(lost);
     }
 
     fn read_segment(
@@ -207,8 +340,8 @@ impl Found {
         let path = disk.path(number);
         let header = |at: usize| {
             header_at(&bytes, at)
-                .filter(|header| header.store == store && header.segment == number)
-                .filter(|header| at + header.batch_len() as usize <= bytes.len())
+                .filter(|(header, _)| header.store == store && header.segment == number)
+                .filter(|(header, _)| at + header.batch_len() as usize <= bytes.len())
         };
         let is_empty = |at: usize| bytes.iter().skip(at).take(BLOCK as usize).all(|byte| *byte == 0);
         let mut at = 0;
@@ -223,11 +356,11 @@ impl Found {
             let begin = at;
             let batch = header(begin);
             let mut end = bytes.len();
-            if let Some(batch) = batch {
+            if let Some((batch, chain)) = batch {
                 if self.last.map_or(begin > 0, |last| batch.sequence > last.sequence + 1) {
-                    self.lost.push(format!("{}: batches before byte {begin}", path.display()));
+                    self.lose(format!("{}: batches before byte {begin}", path.display()));
                 }
-                self.last = Some(batch);
+                self.found(batch, chain);
                 at += batch.batch_len() as usize;
                 end = begin + HEADER + batch.payload_len as usize;
             } else {
@@ -236,6 +369,7 @@ impl Found {
                     at += BLOCK as usize;
                 }
             }
+            let batch = batch.map(|(batch, _)| batch);
             let payload = bytes.get(begin + HEADER..end).unwrap_or_default();
             let place = |offset: u32| Place { segment: number, offset: (begin + HEADER) as u32 + offset };
             let is_whole = batch.is_some_and(|batch| crc32c::crc32c(payload) == batch.payload_sum);
@@ -256,7 +390,10 @@ impl Found {
                 }
             }
             if !is_whole {
-                self.lost.push(format!("{}: bytes {begin} to {}", path.display(), at.min(bytes.len())));
+                self.lose(format!("{}: bytes {begin} to {}", path.display(), at.min(bytes.len())));
+                if let (Some(batch), Some(lost)) = (batch, self.lost.last_mut()) {
+                    lost.before = Some(batch.written.wall);
+                }
             }
             is_begin = true;
         }
@@ -338,7 +475,11 @@ impl Found {
         }
         report.unknown.sort_unstable();
         report.unreadable.sort_unstable();
-        report.lost = lost;
+        let time = |of: fn(&Lost) -> Option<Timestamp>| lost.iter().map(of).collect::<Option<Vec<_>>>();
+        let after = time(|lost| lost.after).and_then(|times| times.into_iter().min());
+        let before = time(|lost| lost.before).and_then(|times| times.into_iter().max());
+        report.lost_time = period(after, before);
+        report.lost = lost.iter().map(Lost::to_string).collect();
         Ok(report)
     }
 }

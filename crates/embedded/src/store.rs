@@ -16,9 +16,11 @@ use crate::disk::{DirectoryDisk, Disk};
 use crate::error::EmbeddedOpenError;
 use crate::housekeeper::{Housekeeper, prepare_segments};
 use crate::inner::{Chore, Limits, Sizes, StoreInner};
+use crate::mark::Marker;
 use crate::options::EmbeddedOptions;
 use crate::reader;
 use crate::recover;
+use crate::salvage::unaccepted;
 use crate::shared::{Reply, Scan, closed_error, disk_low_error, push_error};
 use crate::tail::Tail;
 use crate::ticket::{Ticket, Wait};
@@ -44,10 +46,14 @@ impl EmbeddedStore {
     /// Blocks while the disk works: it reads the whole log, and verifies it.
     ///
     /// # Errors
-    /// [`EmbeddedOpenError`] if another process has the store open, the log is damaged or has a newer format, or the disk fails.
+    /// [`EmbeddedOpenError`] if another process has the store open, the log is damaged or has a newer format, the store is a salvaged
+    /// copy whose losses were not accepted, or the disk fails.
     pub fn open(options: impl Into<EmbeddedOptions>) -> Result<Self, EmbeddedOpenError> {
         let options = options.into();
         let disk = DirectoryDisk::acquire(&options.dir)?;
+        if let Some(file) = unaccepted(&options.dir) {
+            return Err(EmbeddedOpenError::Salvaged { file });
+        }
         let sizes = Sizes::with_memory(options.memory_bytes);
         Self::open_disk(Arc::new(disk), options, sizes)
     }
@@ -71,11 +77,13 @@ impl EmbeddedStore {
         };
         opened.recovered.remove_expired(clock.now());
         let limits = Limits { max_records: options.max_records, max_record_bytes: options.max_record_bytes };
-        let inner = Arc::new(StoreInner::new(disk, clock, opened.recovered, limits, sizes));
+        let inner = Arc::new(StoreInner::new(disk, clock, opened.recovered, limits, sizes, opened.last));
+        let mut housekeeper = Housekeeper::new(inner.clone(), Marker::new(&opened.marks));
+        // After what was read is durable, and before anything is written.
+        housekeeper.write_mark();
         let store = Self { inner: inner.clone(), threads: Mutex::default() };
         let preparing = inner.clone();
         store.add(spawn("oncegate-segments", move || prepare_segments(&preparing))?);
-        let housekeeper = Housekeeper::new(inner.clone());
         store.add(spawn("oncegate-housekeeper", move || housekeeper.run())?);
         let reading = inner.clone();
         store.add(spawn("oncegate-reader", move || reader::run(&reading))?);
@@ -102,7 +110,7 @@ impl EmbeddedStore {
         let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
         self.inner.is_closed.store(true, Ordering::SeqCst);
         // A thread that panicked has ended its waits, so its result does not matter. The writer ends first, because it may need a
-        // segment.
+        // segment. The housekeeper ends after it, with the mark of the last batch.
         self.inner.tail.close();
         if let Some(writer) = threads.writer.take() {
             let _ = writer.join();
@@ -211,6 +219,13 @@ impl Store for EmbeddedStore {
         } else {
             self.inner.look_at_capacity();
             advisories.extend(self.inner.full().as_ref().map(|reason| Advisory::new("full", reason.clone())));
+        }
+        if let Some(failure) = self.inner.mark_failure().as_ref().filter(|failure| failure.lasts()) {
+            let text = format!(
+                "the mark of the log cannot be written: {}. Until it can, a start cannot notice if the end of the log is missing",
+                failure.error
+            );
+            advisories.push(Advisory::new("mark", text));
         }
         if self.inner.has_damage() {
             let text = "a record or a segment is damaged: stop the program and run `oncegate check`";

@@ -30,6 +30,7 @@ use crate::format::{
 };
 use crate::index::{Place, Slot};
 use crate::inner::StoreInner;
+use crate::mark::Mark;
 use crate::segments::{Segment, Spare};
 use crate::tail::{Batch, Work};
 
@@ -205,6 +206,7 @@ impl Writer {
         self.end.segment.used.store(self.end.offset, Ordering::Release);
         self.end.sequence += 1;
         self.end.chain = sum;
+        self.inner.set_durable(Mark::of(&header, sum));
         Ok(offset)
     }
 

@@ -360,6 +360,14 @@ async fn what_can_be_read_of_a_damaged_store_is_salvaged() {
     assert!(check(&copy).contains("directory not empty"), "it is not overwritten");
     assert_eq!(fs::read(&segment).unwrap(), bytes, "the damaged store is left as it was");
 
+    // The copy waits until an operator accepts the losses.
+    let mut command = sidecar("http://127.0.0.1:9");
+    let refused = command.arg(flag(&copy)).output().await.unwrap();
+    let list = copy.join("salvaged");
+    assert!(!refused.status.success(), "{refused:?}");
+    assert!(String::from_utf8(refused.stderr).unwrap().contains(list.to_str().unwrap()));
+    assert!(fs::read_to_string(&list).unwrap().contains("00000001.log: batches before byte"));
+    fs::remove_file(list).unwrap();
     let running = Sidecar::start(service.address, &[&flag(&copy)]).await;
     for name in ["before", "after"] {
         assert!(running.ask(&post(name)).await.has_status(200).is_replay(), "{name}");

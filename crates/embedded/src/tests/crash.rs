@@ -73,7 +73,7 @@ fn everything_acknowledged_survives_a_crash_during_recovery() {
                 disk.crash_at(Crash { at, images: 2, seed: at });
                 // The housekeeping goes on for ever. Only what happens until the store is open counts here.
                 drop(open(&disk, script.clock.clone()));
-                let Some(images) = disk.after_crash().filter(|_| at < 12) else { break };
+                let Some(images) = disk.after_crash().filter(|_| at < 20) else { break };
                 recoveries += 1;
                 torn += usize::from(images.first() != images.last());
                 for image in images {

@@ -4,6 +4,7 @@ mod clock;
 mod crash;
 mod damage;
 mod faults;
+mod mark;
 mod salvage;
 mod script;
 mod sim;

@@ -11,7 +11,7 @@ use oncegate_core::{
 use oncegate_testkit::{ManualClock, block_on, record_id as id};
 
 use super::damage::varied_store;
-use super::sim::{Image, SimDisk};
+use super::sim::{Image, MARK, SimDisk, segments};
 use super::{SIZES, complete_one, open};
 use crate::format::{BLOCK, ENTRY, EntryHead, HEADER, Kind};
 use crate::salvage::{SalvageReport, salvage_disk};
@@ -128,7 +128,7 @@ fn a_missing_segment_is_a_lost_part() {
         }
     }
     assert!(missing > 5, "{missing}");
-    for newest in image.keys().copied().skip(1) {
+    for newest in segments(&image).into_iter().skip(1) {
         let mut changed = image.clone();
         changed.retain(|number, _| *number < newest);
         let copy = salvaged(&changed, &clock).unwrap();
@@ -143,16 +143,13 @@ fn a_batch_of_zeros_is_a_lost_part() {
         |bytes: &[u8]| (0..bytes.len()).step_by(4096).filter(|at| bytes[*at] != 0).collect::<Vec<_>>();
     let places: Vec<_> = image
         .iter()
+        .filter(|(number, _)| **number != MARK)
         .flat_map(|(number, bytes)| begins(bytes).into_iter().map(move |at| (*number, at)))
         .collect();
     for (number, at) in &places {
         let mut changed = image.clone();
         changed.get_mut(number).unwrap()[*at..at + 4096].fill(0);
         let copy = salvaged(&changed, &clock).unwrap();
-        if Some(&(*number, *at)) == places.last() {
-            // It cannot be told from one that was never there.
-            continue;
-        }
         assert!(!copy.0.lost.is_empty(), "{at} of {number}");
         check(&copy, &records, &format!("zeros at {at} of {number}"));
     }
@@ -273,5 +270,42 @@ fn a_copy_is_made_only_in_an_empty_directory_outside_of_the_store() {
     let report = crate::salvage(&options, &to).unwrap();
     assert_eq!((report.records, report.lost), (1, vec![]));
     assert!(!to.join(".salvage").exists());
+    assert!(to.join("mark").exists() && !to.join("salvaged").exists(), "nothing is lost");
     assert!(super::is_replayed(&EmbeddedStore::open(&*to).unwrap(), 1, 10));
+}
+
+/// The copy of a store that lost its end is opened only when an operator has accepted the loss.
+#[test]
+fn a_copy_with_losses_waits_for_an_operator() {
+    let dir = tempfile::tempdir().unwrap();
+    let (from, to) = (dir.path().join("from"), dir.path().join("to"));
+    let store = EmbeddedStore::open(&*from).unwrap();
+    complete_one(&store, 1, 10);
+    block_on(store.apply(id(2), claim(2))).unwrap();
+    let before = std::fs::read(from.join("00000001.log")).unwrap();
+    complete_one(&store, 3, 10);
+    drop(store);
+    std::fs::write(from.join("00000001.log"), before).unwrap();
+    let options = EmbeddedOptions::new(&from);
+    let report = crate::salvage(&options, &to).unwrap();
+    assert_eq!((report.records, report.unknown, report.lost.len()), (2, vec![id(2)], 1));
+    assert!(report.lost[0].starts_with("the end of the log: batches "), "{:?}", report.lost);
+    for time in [&report.lost_time, &report.lost[0]] {
+        assert!(time.contains("written between 20") || time.contains("written at 20"), "{time}");
+    }
+    let text = std::fs::read_to_string(to.join("salvaged")).unwrap();
+    for said in [&report.lost[0], &report.lost_time, &id(2).to_string(), from.to_str().unwrap()] {
+        assert!(text.contains(said), "{said}: {text}");
+    }
+    for _ in 0..2 {
+        let error = EmbeddedStore::open(&*to).unwrap_err();
+        assert!(matches!(error, EmbeddedOpenError::Salvaged { .. }), "{error}");
+        assert!(error.to_string().contains(to.join("salvaged").to_str().unwrap()), "{error}");
+    }
+    let checked = crate::check(&EmbeddedOptions::new(&to)).unwrap();
+    assert_eq!((checked.salvaged, checked.unproved_end), (Some(to.join("salvaged")), None));
+    std::fs::remove_file(to.join("salvaged")).unwrap();
+    let store = EmbeddedStore::open(&*to).unwrap();
+    assert!(super::is_replayed(&store, 1, 10));
+    assert_eq!(block_on(store.apply(id(2), claim(2))).unwrap(), Outcome::Unknown);
 }

@@ -11,7 +11,10 @@ use crate::tests::Random;
 
 const SECTOR: usize = 512;
 
-/// A name in the directory: the number of a segment, and true if it is published.
+/// The number of the file with the mark, which is no segment.
+pub(super) const MARK: u32 = 0;
+
+/// A name in the directory: the number of a segment, or [`MARK`], and true if it is published.
 type Name = (u32, bool);
 
 /// A simulated disk. All clones share one state.
@@ -36,6 +39,8 @@ struct SimState {
     held: bool,
     waiting: usize,
     moved: bool,
+    /// The mark cannot be opened or created.
+    mark_fails: bool,
 }
 
 #[derive(Clone, Default)]
@@ -78,6 +83,11 @@ pub(super) enum Operation {
 
 /// The files of a disk by number.
 pub(super) type Image = BTreeMap<u32, Vec<u8>>;
+
+/// The numbers of the segments, oldest first.
+pub(super) fn segments(image: &Image) -> Vec<u32> {
+    image.keys().copied().filter(|number| *number != MARK).collect()
+}
 
 impl SimDisk {
     pub(super) fn of(image: &Image) -> Self {
@@ -150,6 +160,14 @@ impl SimDisk {
         self.lock().moved = moved;
     }
 
+    pub(super) fn fail_mark(&self, fails: bool) {
+        self.lock().mark_fails = fails;
+    }
+
+    fn check_mark(&self) -> io::Result<()> {
+        if self.lock().mark_fails { Err(io::Error::other("the mark fails")) } else { Ok(()) }
+    }
+
     /// Flips the bits of a byte in all that can be read.
     pub(super) fn flip(&self, number: u32, offset: usize) {
         let mut state = self.lock();
@@ -173,7 +191,11 @@ impl SimDisk {
     }
 
     pub(super) fn bytes(&self) -> u64 {
-        self.after_kill().values().map(|bytes| bytes.len() as u64).sum()
+        self.after_kill()
+            .iter()
+            .filter(|(number, _)| **number != MARK)
+            .map(|(_, bytes)| bytes.len() as u64)
+            .sum()
     }
 }
 
@@ -265,7 +287,8 @@ fn put(to: &mut Vec<u8>, offset: usize, bytes: &[u8]) {
 impl Disk for SimDisk {
     fn segments(&self) -> io::Result<Vec<u32>> {
         let state = self.lock();
-        Ok(state.names.keys().filter(|(_, published)| *published).map(|(number, _)| *number).collect())
+        let names = state.names.keys().filter(|(number, published)| *published && *number != MARK);
+        Ok(names.map(|(number, _)| *number).collect())
     }
 
     fn open(&self, number: u32) -> io::Result<Arc<dyn SegmentFile>> {
@@ -291,6 +314,22 @@ impl Disk for SimDisk {
         state.names.insert((number, true), file);
         drop(state);
         self.sync_names()
+    }
+
+    fn open_mark(&self) -> io::Result<Option<Arc<dyn SegmentFile>>> {
+        if !self.lock().names.contains_key(&(MARK, true)) {
+            return Ok(None);
+        }
+        self.check_mark()?;
+        self.open(MARK).map(Some)
+    }
+
+    fn replace_mark(&self, bytes: &[u8]) -> io::Result<()> {
+        self.check_mark()?;
+        let file = self.create(MARK)?;
+        file.write(bytes, 0)?;
+        file.sync()?;
+        self.publish(MARK)
     }
 
     fn sync_names(&self) -> io::Result<()> {
@@ -328,6 +367,10 @@ impl Disk for SimDisk {
 
     fn path(&self, number: u32) -> PathBuf {
         format!("disk/{number}").into()
+    }
+
+    fn mark_path(&self) -> PathBuf {
+        "disk/mark".into()
     }
 
     fn directory(&self) -> PathBuf {

@@ -162,7 +162,7 @@ fn segments(disk: &SimDisk) -> (Vec<u32>, u32) {
         .values()
         .flat_map(|bytes| (0..bytes.len()).step_by(4096).filter_map(|at| Header::decode(&bytes[at..]).ok()));
     let newest = headers.map(|(header, _)| header).max_by_key(|header| header.sequence).unwrap();
-    (image.into_keys().collect(), newest.oldest)
+    (super::sim::segments(&image), newest.oldest)
 }
 
 #[test]

@@ -60,7 +60,7 @@ fn a_new_directory_is_accessible_only_to_its_owner_and_opens_again() {
     }
     let mut names: Vec<_> = fs::read_dir(&dir).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     names.sort();
-    assert_eq!(names, [FIRST, "00000002.log", "lock"]);
+    assert_eq!(names, [FIRST, "00000002.log", "lock", "mark"]);
     let store = open(&dir).unwrap();
     assert!(block_on(store.lookup(RecordId::from_bytes([1; 32]))).unwrap().is_some());
 }
