@@ -711,7 +711,7 @@ mod tests {
         }
         let lines = world.store_lines();
         assert!(
-            lines.len() == 2 && lines[0].contains("data/mark: all segments are missing: batch "),
+            lines.len() == 1 && lines[0].contains("data/mark: all segments are missing: batch "),
             "{lines:?}"
         );
     }

@@ -2,13 +2,14 @@
 
 use std::sync::Arc;
 
-use oncegate_core::Store as _;
+use oncegate_core::{Store as _, Timestamp};
 use oncegate_testkit::{ManualClock, block_on, record_id as id};
 
 use super::sim::{Fault, Image, MARK, Operation, SimDisk, segments};
 use super::{SIZES, complete_one, is_replayed, open, until};
 use crate::check::{CheckReport, check_disk};
 use crate::format::{BLOCK, Header};
+use crate::mark::{Mark, Marker, Marks};
 use crate::salvage::salvage_disk;
 use crate::tests::damage::varied_store;
 use crate::{EmbeddedOpenError, EmbeddedOptions};
@@ -207,7 +208,7 @@ fn one_damaged_slot_changes_nothing() {
 #[test]
 fn a_mark_that_cannot_be_written_stops_nothing() {
     let (disk, clock) = (SimDisk::default(), clock());
-    disk.fail_mark(true);
+    disk.fail_mark(Some(Operation::Create));
     let store = open(&disk, clock.clone()).unwrap();
     (0..40).for_each(|n| complete_one(&store, n, 3000));
     assert!((0..40).all(|n| is_replayed(&store, n, 3000)));
@@ -217,11 +218,43 @@ fn a_mark_that_cannot_be_written_stops_nothing() {
     assert!(!image.contains_key(&MARK));
     assert_eq!(damage(&image, &clock), None);
     let store = open(&disk, clock.clone()).unwrap();
-    disk.fail_mark(false);
+    disk.fail_mark(None);
     // The next one is written when the store is closed, at the latest.
     complete_one(&store, 50, 10);
     store.close();
     assert_eq!(checked(&disk.after_power_loss()).unproved_end, None);
+}
+
+#[test]
+fn marks_are_written_in_turn_and_when_a_segment_is_full() {
+    let disk = SimDisk::default();
+    let mark = |sequence: u64| Mark {
+        store: [7; 16],
+        segment: sequence as u32 / 5,
+        sequence,
+        wall: Timestamp::from_millis(sequence),
+        chain: sequence as u32,
+    };
+    let on_disk = || Marks::read(&SimDisk::of(&disk.after_power_loss())).unwrap();
+    let mut marker = Marker::new(&on_disk());
+    for sequence in 1..20 {
+        assert_eq!(marker.is_due(&mark(sequence)), sequence == 1 || sequence % 5 == 0, "{sequence}");
+        assert!(marker.write(&disk, mark(sequence)).is_none());
+        let mut found: Vec<u64> = on_disk().iter().map(|mark| mark.sequence).collect();
+        found.sort_unstable();
+        assert_eq!(found, if sequence == 1 { vec![1] } else { vec![sequence - 1, sequence] });
+        if sequence % 3 == 0 {
+            // As a new process does it.
+            marker = Marker::new(&on_disk());
+        }
+    }
+    // What is written to a file whose flush failed may never reach the disk.
+    disk.fail_mark(Some(Operation::Sync));
+    assert!(marker.write(&disk, mark(30)).is_some_and(|failure| !failure.lasts()));
+    assert!(!marker.is_due(&mark(31)), "not for each segment while it fails");
+    disk.fail_mark(None);
+    assert!(marker.write(&disk, mark(32)).is_none());
+    assert_eq!(on_disk().newest(), Some(&mark(32)));
 }
 
 /// The number in the mark is never ahead of what is durable, also if flushes fail.
@@ -238,7 +271,9 @@ fn a_mark_never_knows_more_than_is_durable() {
             assert_eq!(damage(&disk.after_power_loss(), &clock), None, "{after}, record {n}");
             granted.is_ok() && n > 12
         });
+        disk.fail(Fault { on: Operation::Sync, after: 0, times: u64::MAX, errno: 5 });
+        assert!(block_on(store.apply(id(1000), super::claim(1))).is_err());
         store.close();
-        assert_eq!(damage(&disk.after_power_loss(), &clock), None, "{after}");
+        assert_eq!(damage(&disk.after_power_loss(), &clock), None, "{after}, closed while writes fail");
     }
 }

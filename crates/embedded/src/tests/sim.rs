@@ -39,8 +39,8 @@ struct SimState {
     held: bool,
     waiting: usize,
     moved: bool,
-    /// The mark cannot be opened or created.
-    mark_fails: bool,
+    /// The operation with the mark that fails. Other faults concern segments.
+    mark_fault: Option<Operation>,
 }
 
 #[derive(Clone, Default)]
@@ -160,12 +160,8 @@ impl SimDisk {
         self.lock().moved = moved;
     }
 
-    pub(super) fn fail_mark(&self, fails: bool) {
-        self.lock().mark_fails = fails;
-    }
-
-    fn check_mark(&self) -> io::Result<()> {
-        if self.lock().mark_fails { Err(io::Error::other("the mark fails")) } else { Ok(()) }
+    pub(super) fn fail_mark(&self, on: Option<Operation>) {
+        self.lock().mark_fault = on;
     }
 
     /// Flips the bits of a byte in all that can be read.
@@ -211,9 +207,13 @@ impl Drop for Hold {
 }
 
 impl SimState {
-    fn check(&mut self, operation: Operation) -> io::Result<()> {
+    fn check_of(&mut self, number: u32, operation: Operation) -> io::Result<()> {
         if self.crashed.is_some() {
             return Err(io::Error::other("the machine is off"));
+        }
+        if number == MARK {
+            let fails = self.mark_fault == Some(operation);
+            return if fails { Err(io::Error::other("the mark fails")) } else { Ok(()) };
         }
         match &mut self.fault {
             Some(fault) if fault.on == operation && fault.after > 0 => fault.after -= 1,
@@ -294,22 +294,22 @@ impl Disk for SimDisk {
     fn open(&self, number: u32) -> io::Result<Arc<dyn SegmentFile>> {
         let file = self.lock().names.get(&(number, true)).copied();
         let file = file.ok_or(io::ErrorKind::NotFound)?;
-        Ok(Arc::new(SimHandle { disk: self.clone(), file }))
+        Ok(Arc::new(SimHandle { disk: self.clone(), file, number }))
     }
 
     fn create(&self, number: u32) -> io::Result<Arc<dyn SegmentFile>> {
         let mut state = self.lock();
-        state.check(Operation::Create)?;
+        state.check_of(number, Operation::Create)?;
         let file = state.files.len();
         state.files.push(SimFile::default());
         state.names.insert((number, false), file);
         state.point();
-        Ok(Arc::new(SimHandle { disk: self.clone(), file }))
+        Ok(Arc::new(SimHandle { disk: self.clone(), file, number }))
     }
 
     fn publish(&self, number: u32) -> io::Result<()> {
         let mut state = self.lock();
-        state.check(Operation::Sync)?;
+        state.check_of(number, Operation::Sync)?;
         let file = state.names.remove(&(number, false)).ok_or(io::ErrorKind::NotFound)?;
         state.names.insert((number, true), file);
         drop(state);
@@ -320,12 +320,11 @@ impl Disk for SimDisk {
         if !self.lock().names.contains_key(&(MARK, true)) {
             return Ok(None);
         }
-        self.check_mark()?;
+        self.lock().check_of(MARK, Operation::Create)?;
         self.open(MARK).map(Some)
     }
 
     fn replace_mark(&self, bytes: &[u8]) -> io::Result<()> {
-        self.check_mark()?;
         let file = self.create(MARK)?;
         file.write(bytes, 0)?;
         file.sync()?;
@@ -344,7 +343,7 @@ impl Disk for SimDisk {
 
     fn remove(&self, number: u32) -> io::Result<()> {
         let mut state = self.lock();
-        state.check(Operation::Create)?;
+        state.check_of(number, Operation::Create)?;
         state.names.remove(&(number, true));
         state.names.remove(&(number, false));
         state.point();
@@ -381,6 +380,7 @@ impl Disk for SimDisk {
 struct SimHandle {
     disk: SimDisk,
     file: usize,
+    number: u32,
 }
 
 impl SegmentFile for SimHandle {
@@ -390,7 +390,7 @@ impl SegmentFile for SimHandle {
 
     fn read(&self, out: &mut [u8], offset: u64) -> io::Result<usize> {
         let mut state = self.disk.lock();
-        state.check(Operation::Read)?;
+        state.check_of(self.number, Operation::Read)?;
         let live = &state.files[self.file].live;
         let from = live.get(offset as usize..).unwrap_or_default();
         let count = from.len().min(out.len());
@@ -400,7 +400,7 @@ impl SegmentFile for SimHandle {
 
     fn write(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
         let mut state = self.disk.lock();
-        state.check(Operation::Write)?;
+        state.check_of(self.number, Operation::Write)?;
         state.files[self.file].write(offset as usize, bytes);
         state.point();
         Ok(())
@@ -424,7 +424,7 @@ impl SegmentFile for SimHandle {
         if state.crashed.is_some() {
             return Err(io::Error::other("the machine is off"));
         }
-        let checked = state.check(Operation::Sync);
+        let checked = state.check_of(self.number, Operation::Sync);
         // After a failed flush the bytes are lost: readers see them, but they never reach the disk.
         let kept = checked.is_ok();
         state.files[self.file].sync(kept);

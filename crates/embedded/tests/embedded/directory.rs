@@ -51,6 +51,11 @@ fn a_new_directory_is_accessible_only_to_its_owner_and_opens_again() {
     let dir = parent.path().join("a/b");
     let store = open(&dir).unwrap();
     claim_as(&store, 1);
+    let deadline = std::time::Instant::now() + Duration::from_secs(20);
+    while !dir.join("00000002.log").exists() {
+        assert!(std::time::Instant::now() < deadline, "the next segment is not prepared");
+        std::thread::sleep(Duration::from_millis(5));
+    }
     drop(store);
     #[cfg(unix)]
     {
