@@ -43,7 +43,7 @@ pub struct CheckReport {
     pub is_torn: bool,
     /// The file with the losses of a salvaged copy, if there is one: the store does not open until it is removed.
     pub salvaged: Option<PathBuf>,
-    /// The reason why it cannot be noticed if the end of the log is missing, if there is one: its mark is missing or cannot be read.
+    /// The reason why a missing end of the log cannot be noticed: the mark is missing or cannot be read. `None` if it can.
     pub unproved_end: Option<String>,
     /// The damage of the log as a whole. If there is any, further records may be missing without being listed above.
     pub damage: Option<String>,

@@ -71,8 +71,8 @@
 //! - [Another process has it open](EmbeddedOpenError::InUse). The error names its pid. The lock ends with that process, however
 //!   the process ends.
 //! - The log [has a newer format](EmbeddedOpenError::NewerFormat).
-//! - The log is [damaged](EmbeddedOpenError::Damaged): a segment is missing, a batch that was on the disk cannot be read, or the log ends
-//!   before the batch that its mark knows. The store creates a new log only if the directory has none, and no mark.
+//! - The log is [damaged](EmbeddedOpenError::Damaged): a segment is missing, a batch that was on the disk cannot be read, or the
+//!   log ends before the batch that its mark knows. The store creates a new log only if the directory has none, and no mark.
 //! - It is a copy that [`salvage()`] made, and its losses [were not accepted](EmbeddedOpenError::Salvaged).
 //! - The operating system [refuses an operation](EmbeddedOpenError::Io), for example on a full disk.
 //!
@@ -81,9 +81,9 @@
 //! Opening reads and verifies each byte of the log. The last batch before a crash is the exception: if it cannot be read and
 //! nothing follows it, it was torn by the crash, or it was damaged after it. Within 100 ms after a batch, another one proves it.
 //!
-//! A log ends where zeros follow. If its end is missing, the file `mark` shows it: it knows a batch that was on the disk. It is written when
-//! the store is opened and closed, when a segment is full, and otherwise each ten seconds while batches are written. What was written after it
-//! before a crash may be missing undetected. Without the file, a store opens with a warning.
+//! A log ends where zeros follow. If its end is missing, the file `mark` shows it: it knows a batch that was on the disk. It is
+//! written when the store is opened and closed, when a segment is full, and otherwise each ten seconds while batches are written.
+//! What was written after it before a crash may be missing undetected. Without the file, a store opens with a warning.
 //!
 //! The store cannot detect that its whole directory was replaced by an older copy: it then knows only the records of that copy.
 //!

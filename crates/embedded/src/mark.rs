@@ -1,8 +1,8 @@
 //! The mark: a batch that was on the disk, kept outside of the segments.
 //!
-//! A log ends where zeros follow. So a log whose end is missing looks like one that was never longer: for example if the disk returns
-//! zeros, or if segments of an older backup were put back. The file `mark` knows the number of a batch that was on the disk, and the
-//! checksum of its header. A log that ends before this batch, or that has another batch of this number, is not opened.
+//! A log ends where zeros follow. So a log whose end is missing looks like one that was never longer: for example if the disk
+//! returns zeros, or if segments of an older backup were put back. The file `mark` knows the number of a batch that was on the
+//! disk, and the checksum of its header. A log that ends before this batch, or has another batch of this number, is not opened.
 //!
 //! The file has two slots of [`BLOCK`] bytes, which are written in turn. A torn write damages one, and the other is still valid.
 //!
@@ -11,15 +11,14 @@
 //!        40 u32 checksum of the batch's header │ 44 u32 checksum of bytes 0 to 43 │ zeros
 //! ```
 //!
-//! The mark is written when the store is opened and closed, when a segment is sealed, and each [`INTERVAL`] while batches are written.
-//! No request waits for it. What was written after the last mark before a crash is the part whose loss is not noticed.
+//! The mark is written when the store is opened and closed, when a segment is sealed, and each [`INTERVAL`] while batches are
+//! written. No request waits for it. The loss of what was written after the last mark before a crash is not noticed.
 //!
 //! # Why no sound log is refused
 //!
-//! 1. A batch is in the mark only after its flush has succeeded, and no batch on the disk is ever written again with other content.
+//! 1. A batch is in the mark only after its flush has succeeded. From then on its number is never given to another batch.
 //! 2. The first segment has its name durably before the mark is created. So a mark without segments is a loss.
-//! 3. A slot that is not valid says nothing. A mark that is older than the log says only that its batch was there, which is true, or
-//!    can no more be told because its segment was deleted.
+//! 3. A slot that is not valid says nothing. A mark that is older than the log is not compared: its segment was deleted.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -36,7 +35,7 @@ use crate::recover::FORMAT;
 pub(crate) const INTERVAL: Duration = Duration::from_secs(10);
 
 /// The time after which operators learn that the mark cannot be written.
-const PATIENCE: Duration = Duration::from_secs(60);
+const FAILURE_TIMEOUT: Duration = Duration::from_secs(60);
 
 const MAGIC: [u8; 4] = *b"OGM1";
 /// The bytes of a slot that are not zeros.
@@ -211,7 +210,7 @@ impl Marks {
             None => "cannot be read".to_owned(),
         };
         Some(format!(
-            "{} {reason}. It knows how far the log was written: without it, nobody can tell if records are missing after batch {} of {}. \
+            "{} {reason}. It knows how far the log was written: without it, a start cannot tell if records are missing after batch {} of {}. \
              A copy of a store needs this file, too",
             disk.mark_path().display(),
             last.sequence,
@@ -241,7 +240,7 @@ pub(crate) struct Failure {
 impl Failure {
     /// True if operators should know.
     pub(crate) fn lasts(&self) -> bool {
-        self.since.elapsed() >= PATIENCE
+        self.since.elapsed() >= FAILURE_TIMEOUT
     }
 }
 

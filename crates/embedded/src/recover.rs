@@ -7,8 +7,8 @@
 //! 3. The chain ends at the first batch that is not valid. If any valid batch of a later number follows, in this or a later
 //!    segment, the batch was on the disk and was damaged: the store is not opened. Otherwise a crash has torn it while it was
 //!    written. It was never acknowledged, and is overwritten with zeros.
-//! 4. The [mark](crate::mark) knows a batch that was on the disk. If the chain does not reach it, or has another batch of its number,
-//!    the store is not opened.
+//! 4. The [mark](crate::mark) knows a batch that was on the disk. If the chain does not reach it, or has another batch of its
+//!    number, the store is not opened.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

@@ -46,8 +46,8 @@ impl EmbeddedStore {
     /// Blocks while the disk works: it reads the whole log, and verifies it.
     ///
     /// # Errors
-    /// [`EmbeddedOpenError`] if another process has the store open, the log is damaged or has a newer format, the store is a salvaged
-    /// copy whose losses were not accepted, or the disk fails.
+    /// [`EmbeddedOpenError`] if another process has the store open, the log is damaged or has a newer format, the store is a
+    /// salvaged copy whose losses were not accepted, or the disk fails.
     pub fn open(options: impl Into<EmbeddedOptions>) -> Result<Self, EmbeddedOpenError> {
         let options = options.into();
         let disk = DirectoryDisk::acquire(&options.dir)?;
