@@ -34,15 +34,18 @@ pub(crate) struct CheckArgs {
     /// Prints one JSON object: the worst verdict, and the verdict and the text of each line
     #[arg(long, help_heading = "Checking")]
     json: bool,
-    /// Then copies what can be read of a damaged store in a directory to this new directory, and reports what is lost
+    /// Then copies what can be read of a damaged embedded store to this new directory, and reports what is lost
     #[arg(long, value_name = "DIR", help_heading = "Checking")]
     salvage: Option<PathBuf>,
 }
 
 /// Runs the checks and prints a line for each result. The exit code is 1 if there was an error.
+///
+/// It is 0 if the store is in use and so was not checked: usually, that is a check of the configuration before a reload.
 pub(crate) fn run(args: &CheckArgs) -> ExitCode {
     let draft = Draft::read(&args.settings, std::env::vars_os());
-    let mut report = check(&draft, args.online);
+    let mut report = Report::new(args.json);
+    check(&draft, args.online, &mut report);
     if let Some(to) = &args.salvage {
         salvage(&draft, to, &mut report);
     }
@@ -51,7 +54,7 @@ pub(crate) fn run(args: &CheckArgs) -> ExitCode {
         let _gone = writeln!(out, "{}", report.json());
         return report.exit_code();
     }
-    for line in &report.0 {
+    for line in &report.lines {
         if writeln!(out, "{line}").is_err() {
             break; // the reader is gone; the exit code still reports the result
         }
@@ -86,24 +89,33 @@ impl fmt::Display for Line {
     }
 }
 
-#[derive(Debug, Default)]
-struct Report(Vec<Line>);
+#[derive(Debug)]
+struct Report {
+    lines: Vec<Line>,
+    /// The most records and lost parts of a store that are named one by one.
+    max_named: usize,
+}
 
 impl Report {
+    /// A program can read a long list.
+    fn new(is_json: bool) -> Self {
+        Self { lines: Vec::new(), max_named: if is_json { usize::MAX } else { MAX_NAMED } }
+    }
+
     fn ok(&mut self, what: impl Into<String>) {
-        self.0.push(Line(Verdict::Ok, what.into()));
+        self.lines.push(Line(Verdict::Ok, what.into()));
     }
 
     fn warn(&mut self, what: impl Into<String>) {
-        self.0.push(Line(Verdict::Warn, what.into()));
+        self.lines.push(Line(Verdict::Warn, what.into()));
     }
 
     fn error(&mut self, what: impl Into<String>) {
-        self.0.push(Line(Verdict::Error, what.into()));
+        self.lines.push(Line(Verdict::Error, what.into()));
     }
 
     fn worst(&self) -> Verdict {
-        self.0.iter().map(|line| line.0).max().unwrap_or(Verdict::Ok)
+        self.lines.iter().map(|line| line.0).max().unwrap_or(Verdict::Ok)
     }
 
     fn exit_code(&self) -> ExitCode {
@@ -112,12 +124,11 @@ impl Report {
 
     fn json(&self) -> Value {
         let line = |Line(verdict, text): &Line| json!({"verdict": verdict.as_str(), "text": text});
-        json!({"verdict": self.worst().as_str(), "lines": self.0.iter().map(line).collect::<Vec<_>>()})
+        json!({"verdict": self.worst().as_str(), "lines": self.lines.iter().map(line).collect::<Vec<_>>()})
     }
 }
 
-fn check(draft: &Draft, is_online: bool) -> Report {
-    let mut report = Report::default();
+fn check(draft: &Draft, is_online: bool, report: &mut Report) {
     for problem in &draft.problems {
         if problem.is_error() {
             report.error(problem.to_string());
@@ -126,33 +137,41 @@ fn check(draft: &Draft, is_online: bool) -> Report {
         }
     }
     if let Some(config) = &draft.config {
-        configuration(config, is_online, &mut report);
+        configuration(config, is_online, report);
     }
     if let Some(files) = &draft.tls {
-        tls(files, &mut report);
+        tls(files, report);
     }
     match &draft.store {
         Some(StoreChoice::Cached(cached)) => {
-            cache(cached, &mut report);
-            records(&cached.store, draft.store_must_exist, &mut report);
+            cache(cached, report);
+            records(&cached.store, draft, report);
         }
-        Some(choice) => records(choice, draft.store_must_exist, &mut report),
+        Some(choice) => records(choice, draft, report),
         None => {
             report.warn("store: not checked, because the errors above leave it unclear which store is meant")
         }
     }
-    report
 }
 
 /// Checks the store that holds the records.
-fn records(choice: &StoreChoice, must_exist: bool, report: &mut Report) {
+fn records(choice: &StoreChoice, draft: &Draft, report: &mut Report) {
     match choice {
         StoreChoice::Memory => report.ok("store memory:"),
         StoreChoice::Directory(dir) => {
-            if must_exist && let Err(why) = existing(dir) {
+            if draft.store_must_exist
+                && let Err(why) = existing(dir)
+            {
                 return report.error(why);
             }
-            store(dir, report);
+            let mut options = EmbeddedOptions::new(dir);
+            if let Some(config) = &draft.config {
+                options = options
+                    .with_memory_bytes(config.store_memory)
+                    .with_max_records(config.max_records.unwrap_or(u64::MAX))
+                    .with_max_record_bytes(config.max_store_bytes.unwrap_or(u64::MAX));
+            }
+            store(dir, &options, report);
         }
         StoreChoice::Postgres(url) => postgres(url, report),
         StoreChoice::Redis(options) => redis(options, report),
@@ -167,7 +186,7 @@ fn cache(cached: &CachedChoice, report: &mut Report) {
         cache @ CacheChoice::Memory(_) => {
             report.ok(format!("cache {cache}: responses are kept for {keep} at most"));
         }
-        CacheChoice::Directory(dir) => store(dir, report),
+        CacheChoice::Directory(dir) => store(dir, &EmbeddedOptions::new(dir), report),
         cache @ CacheChoice::Redis(options) => {
             let options = (**options).clone().with_danger_allow_eviction(true);
             match redis_findings(&options) {
@@ -294,11 +313,11 @@ fn postgres(url: &StoreUrl, report: &mut Report) {
     }
 }
 
-fn store(dir: &Path, report: &mut Report) {
+fn store(dir: &Path, options: &EmbeddedOptions, report: &mut Report) {
     let shown = dir.display();
     match fs::metadata(dir) {
         Ok(metadata) if !metadata.is_dir() => report.error(format!("store {shown}: is not a directory")),
-        Ok(_) => existing_store(dir, report),
+        Ok(_) => existing_store(dir, options, report),
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             // The sidecar will create it inside of the nearest directory that exists.
             let is_there = |dir: &&Path| dir.as_os_str().is_empty() || dir.exists();
@@ -312,7 +331,7 @@ fn store(dir: &Path, report: &mut Report) {
     }
 }
 
-fn existing_store(dir: &Path, report: &mut Report) {
+fn existing_store(dir: &Path, options: &EmbeddedOptions, report: &mut Report) {
     let shown = dir.display();
     if !writable(dir, &format!("store {shown}: cannot be written to"), report) {
         return;
@@ -333,11 +352,14 @@ fn existing_store(dir: &Path, report: &mut Report) {
     if let Some(warning) = newest {
         report.warn(warning);
     }
-    match oncegate_embedded::check(&EmbeddedOptions::new(dir)) {
+    match oncegate_embedded::check(options) {
         Ok(found) => content(dir, &found, report),
         // A sidecar that runs is not an error.
         Err(error @ EmbeddedOpenError::InUse { .. }) => {
-            report.warn(format!("{}. Its content was not checked", ErrorChain(&error)));
+            report.warn(format!(
+                "{}. Its content was NOT checked: stop that process, or check a copy",
+                ErrorChain(&error)
+            ));
         },
         Err(EmbeddedOpenError::Damaged { damage, .. }) => report.error(format!(
             "store {shown}: damaged, and cannot be opened: {damage}. Keep a copy, and restore a backup, or copy what can be read with \
@@ -412,7 +434,7 @@ pub(crate) fn has_other_files(dir: &Path) -> Option<String> {
 /// Names that the directory of a store without records may have. With some of them, the store itself refuses to open.
 const NOT_OTHERS: [&str; 5] = ["lock", "lost+found", "mark", "mark.new", "salvaged"];
 
-/// The most records that are named one by one.
+/// The most records that are named one by one in the terminal.
 const MAX_NAMED: usize = 20;
 
 fn content(dir: &Path, found: &CheckReport, report: &mut Report) {
@@ -433,13 +455,14 @@ fn content(dir: &Path, found: &CheckReport, report: &mut Report) {
     if let Some(reason) = &found.unproved_end {
         report.warn(format!("store {shown}: {reason}"));
     }
-    for id in found.unreadable.iter().take(MAX_NAMED) {
+    for id in found.unreadable.iter().take(report.max_named) {
         report.error(format!(
             "store {shown}: the record {id} cannot be read; requests with its key are refused"
         ));
     }
-    if found.unreadable.len() > MAX_NAMED {
-        report.error(format!("store {shown}: and {} more", found.unreadable.len() - MAX_NAMED));
+    if found.unreadable.len() > report.max_named {
+        let more = found.unreadable.len() - report.max_named;
+        report.error(format!("store {shown}: and {more} more; --json names them all"));
     }
     if !found.unreadable_audit.is_empty() {
         let count = found.unreadable_audit.len();
@@ -449,6 +472,9 @@ fn content(dir: &Path, found: &CheckReport, report: &mut Report) {
         report.warn(format!(
             "store {shown}: the disk is nearly full: the sidecar refuses requests with a new key until there is space"
         ));
+    }
+    if let Some(reason) = &found.full {
+        report.warn(format!("store {shown}: the sidecar refuses requests with a new key: {reason}"));
     }
     if found.is_torn {
         report.warn(format!(
@@ -482,14 +508,16 @@ fn content(dir: &Path, found: &CheckReport, report: &mut Report) {
     }
 }
 
-/// Copies what can be read of the store in a directory.
+/// Copies what can be read of an embedded store.
 fn salvage(draft: &Draft, to: &Path, report: &mut Report) {
     let choice = match &draft.store {
         Some(StoreChoice::Cached(cached)) => Some(&cached.store),
         choice => choice.as_ref(),
     };
     let Some(StoreChoice::Directory(dir)) = choice else {
-        return report.error("salvage: only a store in a directory can be copied: name it with --store DIR");
+        return report.error(
+            "salvage: only the embedded store, which is a directory, can be copied: name it with --store DIR",
+        );
     };
     let shown = format!("salvage {}", to.display());
     let found = match oncegate_embedded::salvage(&EmbeddedOptions::new(dir), to) {
@@ -503,11 +531,12 @@ fn salvage(draft: &Draft, to: &Path, report: &mut Report) {
         dir.display()
     ));
     let named = |report: &mut Report, ids: &[RecordId], what: &str| {
-        for id in ids.iter().take(MAX_NAMED) {
+        for id in ids.iter().take(report.max_named) {
             report.error(format!("{shown}: the record {id} {what}"));
         }
-        if ids.len() > MAX_NAMED {
-            report.error(format!("{shown}: and {} more, of which the same is true", ids.len() - MAX_NAMED));
+        if ids.len() > report.max_named {
+            let more = ids.len() - report.max_named;
+            report.error(format!("{shown}: and {more} more, of which the same is true"));
         }
     };
     named(
@@ -516,11 +545,12 @@ fn salvage(draft: &Draft, to: &Path, report: &mut Report) {
         "is unknown in the copy, because what followed it is lost: find out what happened, and resolve it",
     );
     named(report, &found.unreadable, "cannot be read; requests with its key are refused by the copy, too");
-    for part in found.lost.iter().take(MAX_NAMED) {
+    for part in found.lost.iter().take(report.max_named) {
         report.error(format!("{shown}: lost: {part}"));
     }
-    if found.lost.len() > MAX_NAMED {
-        report.error(format!("{shown}: and {} more lost parts", found.lost.len() - MAX_NAMED));
+    if found.lost.len() > report.max_named {
+        let more = found.lost.len() - report.max_named;
+        report.error(format!("{shown}: and {more} more lost parts"));
     }
     if !found.is_complete() {
         report.error(format!(
@@ -547,7 +577,13 @@ const MIN_FREE: u64 = 512 * 1024 * 1024;
 fn writable(dir: &Path, what: &str, report: &mut Report) -> bool {
     // The file has no name and is removed with its handle.
     if let Err(error) = tempfile::tempfile_in(dir) {
-        report.error(format!("{what}: {error}"));
+        let remedy = match error.kind() {
+            io::ErrorKind::PermissionDenied => {
+                "; run this as the user that the sidecar runs as, or give the directory to that user: chown -R USER DIR"
+            }
+            _ => "",
+        };
+        report.error(format!("{what}: {error}{remedy}"));
         return false;
     }
     if let Ok(disk) = rustix::fs::statvfs(dir) {
@@ -579,9 +615,10 @@ mod tests {
     fn lines(dir: &Path, flags: &[&str]) -> Vec<String> {
         let args = parse_flags(flags).unwrap();
         let none: [(OsString, OsString); 0] = [];
-        let report = check(&Draft::read(&args, none), false);
+        let mut report = Report::new(false);
+        check(&Draft::read(&args, none), false, &mut report);
         let prefix = format!("{}/", dir.display());
-        report.0.iter().map(|line| line.to_string().replace(&prefix, "")).collect()
+        report.lines.iter().map(|line| line.to_string().replace(&prefix, "")).collect()
     }
 
     fn private(path: &Path, mode: u32) {
@@ -714,6 +751,44 @@ mod tests {
             lines.len() == 1 && lines[0].contains("data/mark: all segments are missing: batch "),
             "{lines:?}"
         );
+    }
+
+    #[test]
+    fn a_program_gets_all_names_and_the_terminal_twenty() {
+        let mut found = CheckReport::default();
+        found.unreadable.extend((0..25).map(|n| RecordId::from_bytes([n; 32])));
+        for (is_json, named) in [(true, 25), (false, 20)] {
+            let mut report = Report::new(is_json);
+            content(Path::new("data"), &found, &mut report);
+            let texts: Vec<_> = report.lines.iter().map(|line| &*line.1).collect();
+            assert_eq!(texts.iter().filter(|text| text.contains("cannot be read")).count(), named);
+            assert_eq!(
+                texts.contains(&"store data: and 5 more; --json names them all"),
+                !is_json,
+                "{texts:?}"
+            );
+        }
+    }
+
+    #[tokio::test]
+    async fn a_full_store_is_a_warning() {
+        let world = World::new();
+        let store = world.open();
+        for n in 1..=2 {
+            let claim = Command::Claim(oncegate_testkit::claim(u128::from(n), b"input"));
+            store.apply(RecordId::from_bytes([n; 32]), claim).await.unwrap();
+        }
+        drop(store);
+        let flags = |records: &'static str| {
+            ["--to", "http://h", "--max-records", records, "--store", world.store.to_str().unwrap()]
+        };
+        let full = |records| {
+            let lines = lines(world.dir.path(), &flags(records));
+            lines.into_iter().find(|line| line.contains("refuses requests with a new key"))
+        };
+        let expected = "warn  store data: the sidecar refuses requests with a new key: it has reached its limit of 2 records";
+        assert!(full("2").is_some_and(|line| line.starts_with(expected)));
+        assert_eq!(full("3"), None);
     }
 
     #[test]

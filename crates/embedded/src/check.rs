@@ -12,8 +12,8 @@ use crate::clock::MachineClock;
 use crate::disk::{DirectoryDisk, Disk};
 use crate::error::EmbeddedOpenError;
 use crate::format::{EntryHead, Kind};
-use crate::index::Place;
-use crate::inner::Shift;
+use crate::index::{Place, Slot};
+use crate::inner::{Limits, Shift, Sizes};
 use crate::mark::Marks;
 use crate::options::EmbeddedOptions;
 use crate::recover::{Item, scan};
@@ -27,6 +27,10 @@ pub struct CheckReport {
     pub is_disk_low: bool,
     /// The size of all batches in bytes.
     pub bytes: u64,
+    /// The reason why new keys are refused, if a limit of the options is reached.
+    pub full: Option<String>,
+    /// The size of the records in bytes, without those past their retention. Lengths are rounded up, by an eighth at most.
+    pub record_bytes: u64,
     /// The number of records in each state, without those past their retention.
     pub records: BTreeMap<StateName, u64>,
     /// The number of records that are past their retention and wait for a purge.
@@ -63,8 +67,13 @@ impl CheckReport {
 /// [`EmbeddedOpenError`] if the store is in use, has a newer format, or cannot be read at all.
 pub fn check(options: &EmbeddedOptions) -> Result<CheckReport, EmbeddedOpenError> {
     let disk = DirectoryDisk::acquire(&options.dir)?;
-    let report = check_disk(&disk)?;
-    Ok(CheckReport { salvaged: unaccepted(&options.dir), ..report })
+    let mut report = check_disk(&disk)?;
+    report.salvaged = unaccepted(&options.dir);
+    let limits = Limits { max_records: options.max_records, max_record_bytes: options.max_record_bytes };
+    // A start removes those that are past their retention.
+    let records = report.records.values().sum::<u64>() + report.unreadable.len() as u64;
+    report.full = limits.reached(Sizes::with_memory(options.memory_bytes), records, || report.record_bytes);
+    Ok(report)
 }
 
 pub(super) fn check_disk(disk: &dyn Disk) -> Result<CheckReport, EmbeddedOpenError> {
@@ -105,7 +114,10 @@ pub(super) fn check_disk(disk: &dyn Disk) -> Result<CheckReport, EmbeddedOpenErr
     for (id, record) in seen.records {
         match record {
             Some(record) if now >= record.expires_at => report.expired += 1,
-            Some(record) => *report.records.entry(record.state_name(now)).or_default() += 1,
+            Some(record) => {
+                report.record_bytes += u64::from(record.len);
+                *report.records.entry(record.state_name(now)).or_default() += 1;
+            }
             None => report.unreadable.push(id),
         }
     }
@@ -131,6 +143,8 @@ struct Brief {
     lease_until: Option<Timestamp>,
     changed_at: Timestamp,
     expires_at: Timestamp,
+    /// As the index counts it, in bytes.
+    len: u32,
 }
 
 impl Brief {
@@ -151,6 +165,7 @@ impl Seen {
                     },
                     changed_at: record.changed_at,
                     expires_at: record.expires_at,
+                    len: Slot::new(&head.id, place, head.len() as u64, head.expires).len() as u32,
                 });
                 match self.records.entry(head.id) {
                     Entry::Occupied(mut known) => drop(known.insert(brief)),

@@ -47,7 +47,7 @@ pub enum EmbeddedOpenError {
         file: PathBuf,
     },
     /// The directory or the file cannot be read or written.
-    #[error("cannot {operation}")]
+    #[error("cannot {operation}{}", remedy(source))]
     Io {
         /// The operation that failed, and the path.
         operation: String,
@@ -66,6 +66,16 @@ impl EmbeddedOpenError {
     pub(crate) fn io(operation: impl Into<String>) -> impl FnOnce(io::Error) -> Self {
         let operation = operation.into();
         move |source| Self::Io { operation, source }
+    }
+}
+
+/// The task of the operator, for the error that is met most often.
+fn remedy(source: &io::Error) -> &'static str {
+    match source.kind() {
+        io::ErrorKind::PermissionDenied => {
+            " (run this program as the user that owns the store, or give the directory and its files to this user with chown)"
+        }
+        _ => "",
     }
 }
 

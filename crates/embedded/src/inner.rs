@@ -134,6 +134,30 @@ pub(crate) struct Limits {
     pub(crate) max_record_bytes: u64,
 }
 
+impl Limits {
+    /// The limit that this many records with so many bytes have reached, in words.
+    pub(crate) fn reached(
+        &self,
+        sizes: Sizes,
+        records: u64,
+        live_bytes: impl FnOnce() -> u64,
+    ) -> Option<String> {
+        let Self { max_records, max_record_bytes } = self;
+        let wait = "raise the limit, or wait until records expire";
+        if records >= *max_records {
+            Some(format!("it has reached its limit of {max_records} records: {wait}"))
+        } else if records >= sizes.most_records() {
+            Some(format!(
+                "the index of {records} records fills the memory that it may use: raise store-memory, or wait until records expire"
+            ))
+        } else if live_bytes() >= *max_record_bytes {
+            Some(format!("its records have reached their limit of {max_record_bytes} bytes: {wait}"))
+        } else {
+            None
+        }
+    }
+}
+
 /// The parts of a store that recovery makes.
 pub(crate) struct Recovered {
     pub(crate) store: StoreId,
@@ -390,24 +414,13 @@ impl StoreInner {
 
     /// The error for a claim of a new key if the disk or a limit is exhausted.
     fn exhausted(&self) -> Option<StoreError> {
-        let Self { max_records, max_record_bytes, .. } = self;
-        let wait = "raise the limit, or wait until records expire";
         if self.is_disk_low() {
-            Some(disk_low_error())
-        } else if self.index.records() >= *max_records {
-            Some(full_error(&format!("it has reached its limit of {max_records} records: {wait}")))
-        } else if self.index.records() >= self.sizes.most_records() {
-            Some(full_error(&format!(
-                "the index of {} records fills the memory that it may use: raise store-memory, or wait until records expire",
-                self.index.records()
-            )))
-        } else if self.segments.live_bytes() >= *max_record_bytes {
-            Some(full_error(&format!(
-                "its records have reached their limit of {max_record_bytes} bytes: {wait}"
-            )))
-        } else {
-            None
+            return Some(disk_low_error());
         }
+        let limits = Limits { max_records: self.max_records, max_record_bytes: self.max_record_bytes };
+        limits
+            .reached(self.sizes, self.index.records(), || self.segments.live_bytes())
+            .map(|reason| full_error(&reason))
     }
 
     /// Puts a record that is on the disk into the index. `copy_of` is the place of the old entry if this one is its copy.

@@ -173,7 +173,7 @@ fn check_record_limits(values: &Values, problems: &mut Vec<Problem>) {
     }
     for name in ["max-records", "max-store-bytes"] {
         if let Some(source) = values.source(name) {
-            let what = format!("{name} is for a store in a directory or in memory, and not for {store}");
+            let what = format!("{name} is for the embedded store or one in memory, and not for {store}");
             problems.push(Problem::error(source.clone(), what));
         }
     }

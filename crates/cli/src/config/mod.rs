@@ -119,7 +119,7 @@ pub(crate) struct Config {
     pub(crate) write_timeout: Duration,
     /// The proxies whose information about the origin of a request is passed on.
     trusted_proxies: Vec<TrustedProxies>,
-    /// The most memory for cached pages of a store in a directory.
+    /// The most memory of the embedded store.
     pub(crate) store_memory: usize,
     /// The most records of a store in this process; `None` is the store's own limit.
     pub(crate) max_records: Option<u64>,
@@ -133,7 +133,7 @@ pub(crate) struct Config {
     /// The rules for keys, if they are published.
     pub(crate) published_rules: Option<PublishedRules>,
     pub(crate) store: StoreChoice,
-    /// True if a store in a directory must already exist.
+    /// True if an embedded store must already exist.
     pub(crate) store_must_exist: bool,
     /// The service that keys belong to, if the store may have those of others.
     pub(crate) service: Option<ServiceName>,
@@ -219,7 +219,7 @@ pub(crate) struct Route {
 pub(crate) struct Draft {
     /// `None` if an error leaves the store unclear.
     pub(crate) store: Option<StoreChoice>,
-    /// True if a store in a directory must already exist.
+    /// True if an embedded store must already exist.
     pub(crate) store_must_exist: bool,
     pub(crate) tls: Option<TlsFiles>,
     /// The settings as they were given.

@@ -210,7 +210,7 @@ settings! {
     "store" SERVICE Service One "DIR|URL|memory:" Value("./oncegate-data");
     store: StoreChoice = units::store;
 
-    /// Refuses to start with a new, empty store: a store in a directory must already exist. Set it once the first start
+    /// Refuses to start with a new, empty store: an embedded store must already exist. Set it once the first start
     /// has created the store. Then a mistyped or unmounted directory is an error. Without it, the sidecar would start with
     /// an empty store and execute again every request that the real store has answered.
     "store-must-exist" SERVICE Service Switch "BOOL" Value("false");
@@ -222,18 +222,19 @@ settings! {
     "service" SERVICE Service One "NAME" Nothing("none, for a store that one process owns");
     service: ServiceName = units::service;
 
-    /// The most memory that a store in a directory uses: up to 48 bytes for each record, and an eighth of it for recent records.
-    /// Beyond that, new keys are refused as with max-records. 512MiB are enough for nine million records. At most 1024GiB.
+    /// The most memory that the embedded store uses: up to 48 bytes for each record, and an eighth of it for recent records.
+    /// Beyond that, new keys are refused as with max-records. 512MiB are enough for nine million records. At least 1MiB, at
+    /// most 1024GiB.
     "store-memory" SERVICE Service One "SIZE" Value("512MiB");
-    store_memory: usize = units::memory;
+    store_memory: usize = units::store_memory;
 
-    /// The most records that a store in a directory or in memory holds, including expired records that are not purged yet.
+    /// The most records that the embedded store, or one in memory, holds, including expired records that are not purged yet.
     /// Beyond it, a request with a new key is refused with 503 `store-unavailable`; recorded keys are still answered.
     "max-records" SERVICE Service One "N" Nothing("no limit but the disk; in memory, 10000000");
     max_records: u64 = units::max_records;
 
-    /// The most bytes that the records of a store in a directory or in memory hold together. Beyond it, new keys are refused as
-    /// with max-records. The directory takes up to twice as much space, and up to 256MiB more.
+    /// The most bytes that the records of the embedded store, or of one in memory, hold together. Beyond it, new keys are refused
+    /// as with max-records. The directory takes up to twice as much space, and up to 256MiB more.
     "max-store-bytes" SERVICE Service One "SIZE" Nothing("no limit but the disk; in memory, 1GiB");
     max_store_bytes: u64 = units::max_store_bytes;
 

@@ -238,6 +238,18 @@ pub(crate) fn memory(text: &str) -> Read<usize> {
     at_most(text, MAX, "all of it may be in memory at once")
 }
 
+/// Reads the memory of a store.
+pub(crate) fn store_memory(text: &str) -> Read<usize> {
+    /// Less holds so few records that requests with new keys are soon refused.
+    const MIN: usize = 1024 * 1024;
+    match memory(text)? {
+        bytes if bytes < MIN => {
+            Err(format!("{text:?} is too little; at least {} is allowed", size_text(MIN as u64)))
+        }
+        bytes => Ok(bytes),
+    }
+}
+
 pub(super) fn number(text: &str, max: usize, of: &str) -> Read<usize> {
     match text.parse() {
         Ok(number) if (1..=max).contains(&number) => Ok(number),
@@ -789,6 +801,18 @@ mod tests {
             ("18446744073709551615GiB", "is too large"),
         ] {
             assert!(error(size(text)).contains(why), "{text}: {}", error(size(text)));
+        }
+    }
+
+    #[test]
+    fn the_memory_of_a_store_holds_some_records() {
+        assert_eq!(store_memory("1MiB"), Ok(1 << 20));
+        for (text, why) in [
+            ("1", "\"1\" is too little; at least 1MiB is allowed"),
+            ("1048575", "at least 1MiB is allowed"),
+            ("1025GiB", "is too much; at most 1024GiB is allowed"),
+        ] {
+            assert!(refused("store-memory", text).contains(why), "{text}: {}", refused("store-memory", text));
         }
     }
 

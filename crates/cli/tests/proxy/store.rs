@@ -1,4 +1,4 @@
-//! A store in a directory: its disk fills up, its clock is changed, and its size is limited.
+//! The embedded store: its disk fills up, its clock is changed, and its size is limited.
 
 use std::fs;
 use std::path::{Path, PathBuf};
