@@ -32,6 +32,9 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(250);
 /// The most bytes of copies in one batch, so that they do not delay other commands.
 const COPY_BYTES: usize = 128 * 1024;
 
+/// The pause after each piece of a segment that is prepared ahead of time.
+const PREPARE_PAUSE: Duration = Duration::from_millis(25);
+
 /// The pause after a segment could not be prepared.
 const PREPARE_RETRY: Duration = Duration::from_millis(200);
 
@@ -366,7 +369,14 @@ pub(crate) fn prepare_segments(inner: &StoreInner) {
         // On a small disk, space that is prepared for later is missing now.
         let free = inner.disk.free().unwrap_or(u64::MAX);
         bytes = bytes.min((free / 8).next_multiple_of(BLOCK)).max(first_segment);
-        match prepare(&*inner.disk, number, bytes) {
+        // Ready when half of the segment that is being written is full, or after some seconds if little is written.
+        let pace = |done: u64| {
+            let (used, size) = inner.segments.filled();
+            if u128::from(done) * u128::from(size) > 2 * u128::from(used) * u128::from(bytes) {
+                inner.spare.pause(PREPARE_PAUSE);
+            }
+        };
+        match prepare(&*inner.disk, number, bytes, pace) {
             Ok(segment) => inner.spare.set(Spare::Ready(segment)),
             Err(error) => {
                 // A smaller one may still find space.

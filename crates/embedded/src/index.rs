@@ -139,6 +139,14 @@ impl Index {
         self.shard(shard_number(prefix(id)))
     }
 
+    /// The shard of a record, for the only owner of the index.
+    pub(crate) fn shard_of_mut(&mut self, id: &RecordId) -> &mut Shard {
+        match self.shards.get_mut(shard_number(prefix(id)) % SHARDS) {
+            Some(shard) => shard.get_mut().unwrap_or_else(PoisonError::into_inner),
+            None => unreachable!("there are {SHARDS} shards"),
+        }
+    }
+
     /// A shard by its number, modulo their count.
     pub(crate) fn shard(&self, number: usize) -> MutexGuard<'_, Shard> {
         match self.shards.get(number % SHARDS) {

@@ -10,7 +10,7 @@
 //! 4. The [mark](crate::mark) knows a batch that was on the disk. If the chain does not reach it, or has another batch of its
 //!    number, the store is not opened.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -103,7 +103,9 @@ pub(crate) fn open(
     }
     let mut builder = Builder::new(sizes.cache());
     let scan = scan(disk, &numbers, &mut |item, segment| builder.take(disk, item, segment))?;
-    let Builder { index, segments, audits, shifts, .. } = builder;
+    builder.add_pending(disk)?;
+    let Builder { index, segments, audits, shifts, counts, .. } = builder;
+    counts.publish(&segments);
     let Some(active) = scan.segments.last() else {
         return Err(damaged(disk, scan.oldest, "it has no batch".to_owned()));
     };
@@ -519,10 +521,57 @@ struct Builder {
     /// Identifiers that were read recently, by the last bits of their prefix. Most versions follow each other within
     /// milliseconds, so that few have to be compared on the disk.
     known: Vec<Option<(Place, RecordId)>>,
+    /// The records that are added next.
+    pending: Vec<(Place, EntryHead)>,
+    counts: Counts,
+}
+
+/// The live entries. Counted here, because the counters of the store are for many threads.
+#[derive(Default)]
+struct Counts {
+    live: BTreeMap<u32, u64>,
+    live_bytes: u64,
+    /// The segment that is being read, and its live entries that are not in `live` yet.
+    current: (u32, u64),
+}
+
+impl Counts {
+    fn add(&mut self, slot: &Slot) {
+        let number = slot.place().segment;
+        if self.current.0 != number {
+            self.flush();
+            self.current.0 = number;
+        }
+        self.current.1 += 1;
+        self.live_bytes += slot.len();
+    }
+
+    fn remove(&mut self, slot: &Slot) {
+        let number = slot.place().segment;
+        if self.current.0 == number && self.current.1 > 0 {
+            self.current.1 -= 1;
+        } else if let Some(count) = self.live.get_mut(&number) {
+            *count = count.saturating_sub(1);
+        }
+        self.live_bytes = self.live_bytes.saturating_sub(slot.len());
+    }
+
+    fn flush(&mut self) {
+        let (number, count) = std::mem::take(&mut self.current);
+        *self.live.entry(number).or_default() += count;
+    }
+
+    fn publish(mut self, segments: &Segments) {
+        self.flush();
+        segments.set_counts(&self.live, self.live_bytes);
+    }
 }
 
 /// The number of identifiers that recovery keeps to compare.
 const KNOWN: usize = 1 << 16;
+
+/// The records that are looked up together.
+const PENDING: usize = 24;
 
 impl Builder {
     fn new(cache_bytes: usize) -> Self {
@@ -532,6 +581,8 @@ impl Builder {
             audits: VecDeque::new(),
             shifts: Vec::new(),
             known: vec![None; KNOWN],
+            pending: Vec::with_capacity(PENDING),
+            counts: Counts::default(),
         }
     }
 
@@ -552,26 +603,54 @@ impl Builder {
                 Ok(())
             }
             Item::Entry { place, head, body } => {
-                let slot = Slot::new(&head.id, place, head.len() as u64, head.expires);
                 match head.kind {
-                    Kind::Record => self.record(disk, head.id, slot)?,
-                    Kind::Audit => self.audit(slot, body),
-                    Kind::Shift => self.shift(place, body),
+                    Kind::Record => {
+                        self.pending.push((place, head));
+                        if self.pending.len() >= PENDING {
+                            self.add_pending(disk)?;
+                        }
+                    }
+                    Kind::Audit => {
+                        self.audit(Slot::new(&head.id, place, head.len() as u64, head.expires), body)
+                    }
+                    Kind::Shift => {
+                        // It concerns the records before it.
+                        self.add_pending(disk)?;
+                        self.shift(place, body);
+                    }
                 }
                 Ok(())
             }
         }
     }
 
+    /// Adds the records that wait.
+    fn add_pending(&mut self, disk: &dyn Disk) -> Result<(), EmbeddedOpenError> {
+        let mut pending = std::mem::take(&mut self.pending);
+        // The index is larger than the caches of the processor. It waits for the memory of several records at once if nothing
+        // between their lookups depends on the one before.
+        let touch = |(_, head): &(Place, EntryHead)| {
+            let known = self.known.get(prefix(&head.id) as usize % KNOWN);
+            let found = self.index.shard_of_mut(&head.id).candidates(&head.id).next();
+            found.map_or(0, |slot| slot.expires) ^ known.is_some_and(Option::is_some) as u32
+        };
+        std::hint::black_box(pending.iter().map(touch).fold(0, |all, one| all ^ one));
+        for (place, head) in pending.drain(..) {
+            self.record(disk, head.id, Slot::new(&head.id, place, head.len() as u64, head.expires))?;
+        }
+        self.pending = pending;
+        Ok(())
+    }
+
     fn record(&mut self, disk: &dyn Disk, id: RecordId, slot: Slot) -> Result<(), EmbeddedOpenError> {
         let known = prefix(&id) as usize % KNOWN;
-        let mut shard = self.index.shard_of(&id);
-        let candidates: Vec<Slot> = shard.candidates(&id).collect();
+        let shard = self.index.shard_of_mut(&id);
         let mut replaced = None;
+        let candidates: Vec<Slot> = shard.candidates(&id).collect();
         for old in candidates {
             let old_id = match self.known.get(known) {
                 Some(Some((place, id))) if *place == old.place() => *id,
-                _ => self.id_at(disk, old.place())?,
+                _ => id_at(disk, &self.segments, old.place())?,
             };
             if old_id == id {
                 replaced = shard.replace(old.place(), slot);
@@ -581,29 +660,14 @@ impl Builder {
             shard.insert(slot);
             self.index.add_record();
         }
-        drop(shard);
-        self.segments.count(&slot);
-        self.segments.discount(&replaced);
+        self.counts.add(&slot);
+        if let Some(replaced) = replaced {
+            self.counts.remove(&replaced);
+        }
         if let Some(known) = self.known.get_mut(known) {
             *known = Some((slot.place(), id));
         }
         Ok(())
-    }
-
-    fn id_at(&self, disk: &dyn Disk, place: Place) -> Result<RecordId, EmbeddedOpenError> {
-        let mut bytes = [0; ENTRY];
-        let segment = self.segments.get(place.segment);
-        if let Some(segment) = segment {
-            segment.file.read(&mut bytes, place.offset.into()).map_err(io(disk, place.segment, "read"))?;
-        }
-        match EntryHead::decode(&bytes) {
-            Some(head) => Ok(head.id),
-            None => Err(damaged(
-                disk,
-                place.segment,
-                format!("the entry at {} changed while it was read", place.offset),
-            )),
-        }
     }
 
     fn audit(&mut self, slot: Slot, body: &[u8]) {
@@ -615,11 +679,13 @@ impl Builder {
             }
             Err(position) => self.audits.insert(position, (number, slot)),
         }
-        self.segments.count(&slot);
+        self.counts.add(&slot);
         if self.audits.len() as u64 > limits::MAX_AUDIT_ENTRIES {
             old = self.audits.pop_front().map(|(_, slot)| slot);
         }
-        self.segments.discount(&old);
+        if let Some(old) = old {
+            self.counts.remove(&old);
+        }
     }
 
     fn shift(&mut self, place: Place, body: &[u8]) {
@@ -627,6 +693,22 @@ impl Builder {
         let seconds = shift.seconds();
         self.shifts.push(shift);
         (0..SHARDS).for_each(|number| self.index.shard(number).postpone(seconds));
+    }
+}
+
+/// The identifier of the entry at this place.
+fn id_at(disk: &dyn Disk, segments: &Segments, place: Place) -> Result<RecordId, EmbeddedOpenError> {
+    let mut bytes = [0; ENTRY];
+    if let Some(segment) = segments.get(place.segment) {
+        segment.file.read(&mut bytes, place.offset.into()).map_err(io(disk, place.segment, "read"))?;
+    }
+    match EntryHead::decode(&bytes) {
+        Some(head) => Ok(head.id),
+        None => Err(damaged(
+            disk,
+            place.segment,
+            format!("the entry at {} changed while it was read", place.offset),
+        )),
     }
 }
 

@@ -69,6 +69,16 @@ impl Segments {
         }
     }
 
+    /// Sets the counters, for the only owner: the live entries of each segment, and the bytes of all.
+    pub(crate) fn set_counts(&self, live: &BTreeMap<u32, u64>, live_bytes: u64) {
+        for (number, count) in live {
+            if let Some(segment) = self.read().get(number) {
+                segment.live.store(*count, Ordering::Relaxed);
+            }
+        }
+        self.live_bytes.store(live_bytes, Ordering::Relaxed);
+    }
+
     /// Counts entries that the index has no more.
     pub(crate) fn discount<'a>(&self, slots: impl IntoIterator<Item = &'a Slot>) {
         let map = self.read();
@@ -83,6 +93,11 @@ impl Segments {
     /// The bytes of all entries that the index has.
     pub(crate) fn live_bytes(&self) -> u64 {
         self.live_bytes.load(Ordering::Relaxed)
+    }
+
+    /// The filled part of the segment that is being written: bytes, of bytes.
+    pub(crate) fn filled(&self) -> (u64, u64) {
+        self.read().values().next_back().map_or((1, 1), |segment| (segment.used(), segment.size))
     }
 
     /// The bytes of all segments but the one that is being written.
@@ -118,19 +133,30 @@ pub(crate) struct SpareSlot {
     changed: Condvar,
     /// The last attempt failed.
     has_failed: AtomicBool,
+    /// The writer waits for the segment that is being prepared.
+    is_awaited: AtomicBool,
 }
 
 impl SpareSlot {
     pub(crate) fn new(spare: Spare) -> Self {
-        Self { spare: Mutex::new(spare), changed: Condvar::new(), has_failed: AtomicBool::new(false) }
+        Self {
+            spare: Mutex::new(spare),
+            changed: Condvar::new(),
+            has_failed: AtomicBool::new(false),
+            is_awaited: AtomicBool::new(false),
+        }
     }
 
     /// Takes the spare. Waits while it is being prepared. `None` means that the writer must prepare one.
     pub(crate) fn take(&self) -> Option<Arc<Segment>> {
+        let spare = self.lock();
+        self.is_awaited.store(matches!(*spare, Spare::Wanted(_)), Ordering::SeqCst);
+        self.changed.notify_all();
         let mut spare = self
             .changed
-            .wait_while(self.lock(), |spare| matches!(spare, Spare::Wanted(_)))
+            .wait_while(spare, |spare| matches!(spare, Spare::Wanted(_)))
             .unwrap_or_else(PoisonError::into_inner);
+        self.is_awaited.store(false, Ordering::SeqCst);
         match std::mem::replace(&mut *spare, Spare::Taken) {
             Spare::Ready(segment) => {
                 *spare = Spare::Wanted(segment.number + 1);
@@ -179,6 +205,13 @@ impl SpareSlot {
                 *spare = Spare::Wanted(number);
             }
         }
+    }
+
+    /// Pauses the preparation of a segment, at most until the writer waits for it or the store is closed.
+    pub(crate) fn pause(&self, pause: Duration) {
+        let goes_on =
+            |spare: &mut Spare| matches!(spare, Spare::Wanted(_)) && !self.is_awaited.load(Ordering::SeqCst);
+        drop(self.changed.wait_timeout_while(self.lock(), pause, goes_on));
     }
 
     /// Ends the preparation of segments.

@@ -227,7 +227,8 @@ impl Writer {
         if let Some(spare) = spare {
             return Ok(spare);
         }
-        let made = prepare(&*self.inner.disk, number, self.inner.sizes.first_segment);
+        // Batches wait for it, so without pauses.
+        let made = prepare(&*self.inner.disk, number, self.inner.sizes.first_segment, |_| {});
         if !is_replaced {
             self.inner.spare.give_back(match &made {
                 Ok(_) => Spare::Wanted(number + 1),
@@ -272,15 +273,25 @@ impl Writer {
 /// Makes a segment of zeros.
 ///
 /// Zeros, because the file system would otherwise journal the length of the file, or the first write to each block, with each
-/// batch.
-pub(crate) fn prepare(disk: &dyn Disk, number: u32, size: u64) -> io::Result<Arc<Segment>> {
-    static ZEROS: [u8; 256 * 1024] = [0; 256 * 1024];
+/// batch. They are flushed in pieces, because flushes of batches wait behind them. `pace` is called between them, with the bytes
+/// so far.
+pub(crate) fn prepare(
+    disk: &dyn Disk,
+    number: u32,
+    size: u64,
+    mut pace: impl FnMut(u64),
+) -> io::Result<Arc<Segment>> {
+    static ZEROS: [u8; 1024 * 1024] = [0; 1024 * 1024];
     let file = disk.create(number)?;
     let mut offset = 0;
     while offset < size {
         let count = (size - offset).min(ZEROS.len() as u64);
         file.write(ZEROS.get(..count as usize).unwrap_or(&ZEROS), offset)?;
         offset += count;
+        if offset < size {
+            file.sync()?;
+            pace(offset);
+        }
     }
     file.sync()?;
     disk.publish(number)?;

@@ -1,7 +1,7 @@
 //! Purges, deletion and compaction of segments, and the limits.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use oncegate_core::{Command, Complete, Completion, Extent, Renew, Store as _};
 use oncegate_testkit::{ManualClock, block_on, record_id as id};
@@ -10,6 +10,7 @@ use super::sim::{Fault, Operation, SimDisk};
 use super::{SIZES, complete_one, is_replayed, open, until};
 use crate::format::Header;
 use crate::inner::Sizes;
+use crate::segments::{Spare, SpareSlot};
 use crate::tests::{DAY, claim, response, token};
 use crate::{EmbeddedOptions, EmbeddedStore};
 
@@ -163,6 +164,26 @@ fn segments(disk: &SimDisk) -> (Vec<u32>, u32) {
         .flat_map(|bytes| (0..bytes.len()).step_by(4096).filter_map(|at| Header::decode(&bytes[at..]).ok()));
     let newest = headers.map(|(header, _)| header).max_by_key(|header| header.sequence).unwrap();
     (super::sim::segments(&image), newest.oldest)
+}
+
+/// Zeros are written ahead in pieces, with pauses unless the log fills up or waits for them.
+#[test]
+fn a_segment_that_is_prepared_ahead_lets_batches_pass() {
+    let spare = SpareSlot::new(Spare::Wanted(2));
+    let minute = Duration::from_secs(60);
+    let begun = Instant::now();
+    std::thread::scope(|scope| {
+        let writer = scope.spawn(|| spare.take());
+        spare.pause(minute);
+        spare.set(Spare::Failed(2));
+        assert!(writer.join().unwrap().is_none());
+    });
+    spare.close();
+    spare.pause(minute);
+    let spare = SpareSlot::new(Spare::Wanted(2));
+    spare.pause(Duration::from_millis(30));
+    assert!(begun.elapsed() >= Duration::from_millis(30), "it is paused while it is not awaited");
+    assert!(begun.elapsed() < minute, "it goes on at once when the writer waits or the store is closed");
 }
 
 #[test]
