@@ -102,18 +102,39 @@ async fn serve(service: Router, port: &str) -> Result<()> {
     Ok(axum::serve(listener, service).await?)
 }
 
-/// Fills a memory store with completed records and reads from the system how much memory that took.
+/// Fills memory stores with completed records and reads from the system how much memory that took: for one record, and of a
+/// store that counts its records' memory until it is full.
 async fn record_size() -> Result<()> {
     const RECORDS: u64 = 500_000;
-    let store = memory();
-    let body = vec![b'x'; 1024];
+    // All stores are kept, so that none is filled with the memory of another one.
+    let mut stores = vec![MemoryStore::new(SystemClock::new())];
+    let (records, bytes) = fill_memory(&stores[0], RECORDS, 1024).await?;
+    let per_record = bytes / records;
+    println!("{{\"record_bytes\":{per_record},\"beyond_response\":{}}}", per_record - 1024);
+    const LIMIT: u64 = 256 << 20;
+    for body in [60, 1024, 16 * 1024] {
+        let store = MemoryStore::new(SystemClock::new()).with_max_record_bytes(LIMIT);
+        let (records, bytes) = fill_memory(&store, u64::MAX, body).await?;
+        stores.push(store);
+        let of_limit = bytes as f64 / LIMIT as f64;
+        println!(
+            "{{\"body\":{body},\"limit\":{LIMIT},\"records\":{records},\"resident_of_limit\":{of_limit:.2}}}"
+        );
+    }
+    Ok(())
+}
+
+/// Adds completed records until the store is full. Returns their number, and the memory that they took.
+async fn fill_memory(store: &dyn Store, max_records: u64, body: usize) -> Result<(u64, u64)> {
+    let body = vec![b'x'; body];
     let retention = Duration::from_secs(86_400);
     let before = resident("VmRSS")?;
-    for number in 0..RECORDS {
-        let token = claim(&*store, number, retention).await?;
-        complete(&*store, number, token, &Bytes::from(body.clone()), retention).await?;
+    let mut records = 0;
+    while records < max_records
+        && let Ok(token) = claim(store, records, retention).await
+    {
+        complete(store, records, token, &Bytes::from(body.clone()), retention).await?;
+        records += 1;
     }
-    let per_record = (resident("VmRSS")? - before) / RECORDS;
-    println!("{{\"record_bytes\":{per_record},\"beyond_response\":{}}}", per_record - 1024);
-    Ok(())
+    Ok((records, resident("VmRSS")? - before))
 }

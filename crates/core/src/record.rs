@@ -251,6 +251,16 @@ impl Label {
         Self { key: key.into(), ..self }
     }
 
+    /// A label of parts that were one before.
+    pub(crate) const fn from_parts(caller: CallerTag, key: Option<KeyTag>, operation: Arc<str>) -> Self {
+        Self { caller, key, operation }
+    }
+
+    /// The operation, without a copy.
+    pub(crate) fn shared_operation(&self) -> Arc<str> {
+        self.operation.clone()
+    }
+
     /// The caller's mark.
     #[must_use]
     pub const fn caller(&self) -> CallerTag {

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use bytes::{BufMut, Bytes, BytesMut};
+use bytes::{Buf, BufMut, Bytes, BytesMut};
 
 use crate::limits;
 
@@ -120,6 +120,16 @@ impl StoredResponse {
         Some(Self { encoded, body_at: at })
     }
 
+    /// A response of parts that were one before.
+    pub(crate) const fn from_parts(encoded: Bytes, body_at: usize) -> Self {
+        Self { encoded, body_at }
+    }
+
+    /// The start of the body in the published bytes.
+    pub(crate) const fn body_at(&self) -> usize {
+        self.body_at
+    }
+
     /// The published bytes.
     #[must_use]
     pub const fn as_encoded(&self) -> &Bytes {
@@ -146,6 +156,19 @@ impl StoredResponse {
     #[must_use]
     pub fn body(&self) -> Bytes {
         self.encoded.slice(self.body_at.min(self.encoded.len())..)
+    }
+
+    /// The body as a slice. Unlike [`body`](Self::body) it takes no reference, so it needs no memory.
+    #[must_use]
+    pub fn as_body(&self) -> &[u8] {
+        self.encoded.get(self.body_at..).unwrap_or_default()
+    }
+
+    /// The body. It takes over the allocation of this response.
+    #[must_use]
+    pub fn into_body(mut self) -> Bytes {
+        self.encoded.advance(self.body_at.min(self.encoded.len()));
+        self.encoded
     }
 
     fn count(&self, at: usize) -> usize {
@@ -208,6 +231,10 @@ mod tests {
         assert_eq!(read.headers().collect::<Vec<_>>(), HEADERS);
         assert_eq!(read.trailers().collect::<Vec<_>>(), TRAILERS);
         assert_eq!(read.body(), &b"\x00\xfftail"[..]);
+        assert_eq!(read.as_body(), &b"\x00\xfftail"[..]);
+        assert_eq!(read.into_body(), &b"\x00\xfftail"[..]);
+        let empty = StoredResponse::new(204, &HEADERS, &[], &[]).unwrap();
+        assert_eq!((empty.as_body(), empty.clone().into_body()), (&b""[..], Bytes::new()));
     }
 
     #[test]

@@ -1,6 +1,11 @@
 //! The memory store: the executable specification of a store, and enough for one process whose records need not survive it.
 
-use std::collections::{BTreeMap, VecDeque};
+mod packed;
+mod shard;
+mod slab;
+
+use std::borrow::Cow;
+use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,12 +15,15 @@ use crate::clock::{Clock, StoreClock, SystemClock, Timestamp};
 use crate::decide::{Command, Decision, Outcome, Write, decide};
 use crate::id::RecordId;
 use crate::limits;
-use crate::map::{RecordMap, Sharded, lock};
-use crate::record::{Record, RecordedResponse, State};
+use crate::map::{Sharded, lock};
+use crate::record::{Label, Record};
 use crate::store::{
     Advisory, AuditEntry, Capabilities, Durability, Extent, Fencing, ListPage, ListQuery, Store, StoreError,
     StoreFuture,
 };
+
+use self::packed::Parts;
+use self::shard::Shard;
 
 /// A store in memory. Nothing survives the process; within the process, all guarantees of the protocol hold.
 pub struct MemoryStore<C = SystemClock> {
@@ -31,18 +39,6 @@ struct Capacity {
     max_records: u64,
     bytes: AtomicU64,
     max_bytes: u64,
-}
-
-/// The time until a record is first checked for purging.
-const FIRST_LOOK: Duration = Duration::from_secs(600);
-
-#[derive(Default)]
-struct Shard {
-    records: RecordMap<RecordId, Box<Record>>,
-    /// The times to check records for purging, in coarse steps, so that a purge reads only records that are due. Each record
-    /// is in here once. It is added with its first write, due after at most [`FIRST_LOOK`], and again if it is due but has
-    /// not expired. So a record that is released and expires early does not stay for the retention of its claim.
-    due: BTreeMap<u64, Vec<RecordId>>,
 }
 
 #[derive(Default)]
@@ -78,8 +74,9 @@ impl<C: Clock> MemoryStore<C> {
         self
     }
 
-    /// Sets the maximum size of all records together, in bytes; by default there is none. At the limit, claims of new keys
-    /// are refused as unavailable, but running attempts still complete.
+    /// Sets the maximum memory of all records together, in bytes; by default there is none. At the limit, claims of new keys
+    /// are refused as unavailable, but running attempts still complete. Records with a small response are kept close together,
+    /// and their memory is free once half of their neighbours are gone, too.
     #[must_use]
     pub fn with_max_record_bytes(mut self, bytes: u64) -> Self {
         self.capacity.max_bytes = bytes;
@@ -88,7 +85,7 @@ impl<C: Clock> MemoryStore<C> {
 
     /// The number of records, expired ones included.
     pub fn len(&self) -> usize {
-        self.shards.each().map(|shard| shard.records.len()).sum()
+        self.shards.each().map(|shard| shard.len()).sum()
     }
 
     /// Returns true if there is no record.
@@ -100,53 +97,49 @@ impl<C: Clock> MemoryStore<C> {
         let mut shard = self.shards.of(&id);
         // Read under the lock, because `accept_now` changes the time while it holds all locks.
         let now = self.clock.now();
-        let Decision { outcome, write } = decide(shard.records.get(&id).map(Box::as_ref), command, now);
-        match write {
-            Write::Keep => {}
-            Write::Put(record) => {
-                let bytes = bytes_of(&record);
-                if !shard.records.contains_key(&id) {
-                    if !self.capacity.admit() {
-                        let reason = self.capacity.exhausted().unwrap_or_else(|| "it was full".to_owned());
-                        let full = StoreError::unavailable(reason);
-                        return Err(full.with_extent(Extent::Writes).with_nothing_sent());
-                    }
-                    shard.note(due_step(record.expires_at.min(now.after(FIRST_LOOK))), id);
-                }
-                if let (Command::Resolve(resolve), Outcome::Resolved { from }) = (command, &outcome) {
-                    lock(&self.audit).add(AuditEntry {
-                        number: 0,
-                        at: now,
-                        id,
-                        from: *from,
-                        to: record.state_name(now),
-                        actor: resolve.actor.clone(),
-                        reason: resolve.reason.clone(),
-                    });
-                }
-                match shard.records.get_mut(&id) {
-                    Some(place) => {
-                        self.capacity.resize(bytes_of(place), bytes);
-                        **place = record;
-                    }
-                    None => {
-                        self.capacity.resize(0, bytes);
-                        shard.records.insert(id, Box::new(record));
-                    }
-                }
+        let place = shard.find(&id);
+        let Decision { outcome, write } = match place {
+            None => decide(None, command, now),
+            Some(place) => shard.decide(place, command, now).ok_or_else(damaged)?,
+        };
+        if let Write::Put(record) = write {
+            if place.is_none() && !self.capacity.admit() {
+                let reason = self.capacity.exhausted().unwrap_or_else(|| "it was full".to_owned());
+                let full = StoreError::unavailable(reason);
+                return Err(full.with_extent(Extent::Writes).with_nothing_sent());
             }
+            if let (Command::Resolve(resolve), Outcome::Resolved { from }) = (command, &outcome) {
+                lock(&self.audit).add(AuditEntry {
+                    number: 0,
+                    at: now,
+                    id,
+                    from: *from,
+                    to: record.state_name(now),
+                    actor: resolve.actor.clone(),
+                    reason: resolve.reason.clone(),
+                });
+            }
+            let before = shard.bytes();
+            shard.put(&id, place, record);
+            self.capacity.resize(before, shard.bytes());
         }
         Ok(outcome)
+    }
+
+    fn lookup_now(&self, id: &RecordId) -> Result<Option<Record>, StoreError> {
+        let shard = self.shards.of(id);
+        let now = self.clock.now();
+        let Some(place) = shard.find(id) else { return Ok(None) };
+        let record = shard.read(place, None, Parts::All).ok_or_else(damaged)?;
+        Ok(Some(record).filter(|record| !record.is_expired(now)).map(Cow::into_owned))
     }
 
     fn accept_now(&self) -> Option<Duration> {
         // All locks at once: a record written in the meantime would be neither shifted nor have the new time.
         let mut shards: Vec<_> = self.shards.each().collect();
         let skew = self.clock.skew().filter(|skew| skew.is_ahead)?;
-        for record in shards.iter_mut().flat_map(|shard| shard.records.values_mut()) {
-            if record.changed_at >= skew.since {
-                **record = (**record).clone().shifted(skew.by);
-            }
+        for shard in &mut shards {
+            shard.shift(skew.since, skew.by);
         }
         self.clock.accept(skew.by);
         Some(skew.by)
@@ -154,43 +147,48 @@ impl<C: Clock> MemoryStore<C> {
 
     fn list_now(&self, query: &ListQuery) -> ListPage {
         let now = self.clock.now();
-        let mut records = Vec::new();
-        for shard in self.shards.each() {
-            records.extend(
-                shard
-                    .records
-                    .iter()
-                    .filter(|(id, record)| {
-                        query.after.is_none_or(|after| **id > after) && query.matches(record, now)
-                    })
-                    .map(|(id, record)| (*id, (**record).clone())),
-            );
-        }
-        records.sort_unstable_by_key(|(id, _)| *id);
         let limit = query.bounded_limit();
-        let more = records.len() > limit;
-        records.truncate(limit);
-        let next = records.last().map(|(id, _)| *id).filter(|_| more);
-        ListPage { records, unreadable: Vec::new(), next }
+        // The first identifiers, and one more: it shows that there is a next page. Only their records are copied.
+        let mut first: Vec<RecordId> = Vec::new();
+        for shard in self.shards.each() {
+            let mut known: Option<Label> = None;
+            for (place, id) in shard.slots().filter(|(_, id)| query.after.is_none_or(|after| *id > after)) {
+                let record = shard.read(place, known.as_ref(), Parts::Head);
+                // A damaged one is listed, too.
+                if record.as_ref().is_none_or(|record| query.matches(record, now)) {
+                    first.push(id);
+                }
+                if let Some(Cow::Owned(record)) = record {
+                    known = Some(record.label);
+                }
+                if first.len() > 2 * limit {
+                    keep_first(&mut first, limit + 1);
+                }
+            }
+        }
+        keep_first(&mut first, limit + 1);
+        let more = first.len() > limit;
+        first.truncate(limit);
+        let mut page = ListPage { next: first.last().copied().filter(|_| more), ..ListPage::default() };
+        for id in first {
+            match self.lookup_now(&id) {
+                // It may have changed meanwhile.
+                Ok(record) => page.records.extend(record.filter(|r| query.matches(r, now)).map(|r| (id, r))),
+                Err(_) => page.unreadable.push(id),
+            }
+        }
+        page
     }
 
     fn purge_now(&self, limit: usize) -> usize {
         let now = self.clock.now();
         let mut purged = 0;
         for mut shard in self.shards.each() {
-            while purged < limit {
-                let Some(id) = shard.next_due(now) else { break };
-                match shard.records.get(&id).map(|record| (record.is_expired(now), record.expires_at)) {
-                    Some((true, _)) => {
-                        if let Some(record) = shard.records.remove(&id) {
-                            self.capacity.leave(&record);
-                        }
-                        purged += 1;
-                    }
-                    Some((false, expires_at)) => shard.note(due_step(expires_at), id),
-                    None => {}
-                }
-            }
+            let before = shard.bytes();
+            let count = shard.purge(now, limit - purged);
+            self.capacity.resize(before, shard.bytes());
+            self.capacity.leave(count as u64);
+            purged += count;
         }
         purged
     }
@@ -207,10 +205,7 @@ impl<C: Clock> Store for MemoryStore<C> {
     }
 
     fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
-        let now = self.clock.now();
-        let record =
-            self.shards.of(&id).records.get(&id).filter(|r| !r.is_expired(now)).map(|r| (**r).clone());
-        Box::pin(std::future::ready(Ok(record)))
+        Box::pin(std::future::ready(self.lookup_now(&id)))
     }
 
     fn list(&self, query: ListQuery) -> StoreFuture<'_, ListPage> {
@@ -259,7 +254,7 @@ impl<C> fmt::Debug for MemoryStore<C> {
 }
 
 impl Capacity {
-    /// Counts one more record, if the limits allow it. Its bytes are counted when it is inserted.
+    /// Counts one more record, if the limits allow it. Its bytes are counted when it is written.
     fn admit(&self) -> bool {
         self.bytes.load(Ordering::Relaxed) < self.max_bytes
             && self
@@ -292,37 +287,19 @@ impl Capacity {
         }
     }
 
-    fn leave(&self, record: &Record) {
-        self.resize(bytes_of(record), 0);
-        self.records.fetch_sub(1, Ordering::Relaxed);
+    fn leave(&self, records: u64) {
+        self.records.fetch_sub(records, Ordering::Relaxed);
     }
 }
 
-/// The approximate memory of a record: itself, its entries in the tables, its response and its steps.
-fn bytes_of(record: &Record) -> u64 {
-    const TABLES: usize = 256;
-    let response = match &record.state {
-        State::Completed(RecordedResponse::Replayable(response)) => response.as_encoded().len(),
-        _ => 0,
-    };
-    (size_of::<Record>() + TABLES + response + record.steps.size()) as u64
+fn damaged() -> StoreError {
+    StoreError::corrupt("the record in memory is damaged").with_extent(Extent::Record)
 }
 
-impl Shard {
-    fn note(&mut self, step: u64, id: RecordId) {
-        self.due.entry(step).or_default().push(id);
-    }
-
-    /// Removes and returns a record that is due by now.
-    fn next_due(&mut self, now: Timestamp) -> Option<RecordId> {
-        loop {
-            let mut first = self.due.first_entry().filter(|first| *first.key() <= now.as_millis())?;
-            match first.get_mut().pop() {
-                Some(id) => return Some(id),
-                None => drop(first.remove()),
-            }
-        }
-    }
+/// Keeps the first `count` identifiers, sorted.
+fn keep_first(ids: &mut Vec<RecordId>, count: usize) {
+    ids.sort_unstable();
+    ids.truncate(count);
 }
 
 impl Audit {
@@ -333,11 +310,6 @@ impl Audit {
             self.entries.pop_front();
         }
     }
-}
-
-/// A record is due in the first step of two seconds that starts at its expiry or after it.
-fn due_step(expires_at: Timestamp) -> u64 {
-    expires_at.as_millis().div_ceil(2000).saturating_mul(2000)
 }
 
 #[cfg(test)]
