@@ -173,7 +173,8 @@ pub(crate) fn restore<'a>(fields: impl Iterator<Item = (&'a str, &'a [u8])>) -> 
     for (name, value) in fields {
         if let (Ok(name), Ok(value)) =
             (HeaderName::from_bytes(name.as_bytes()), HeaderValue::from_bytes(value))
-            && !is_never_kept(&name)
+            // Nearly all fields are of the first list, which takes a tenth of the time to search.
+            && (KEPT.contains(&name) || !is_never_kept(&name))
         {
             headers.append(name, value);
         }
@@ -227,6 +228,11 @@ mod tests {
         let mut names: Vec<_> = kept.of(&headers).into_iter().map(|(name, _)| name).collect();
         names.sort_unstable();
         assert_eq!(names, ["content-type", "etag", "link", "link", "location", "x-order"]);
+    }
+
+    #[test]
+    fn no_field_is_both_kept_and_never_kept() {
+        assert!(!KEPT.iter().any(is_never_kept));
     }
 
     #[test]

@@ -342,7 +342,7 @@ impl KeyedResponse {
             Ok(ClaimOutcome::Replay(stored)) => {
                 // Without the body, which must not hold memory while the service decides.
                 let (parts, _) = request().into_parts();
-                Ok(self.replay_within_budget(&stored, &parts).await)
+                Ok(self.replay_within_budget(stored, &parts).await)
             }
             Ok(ClaimOutcome::InProgress { lease_left, running_for }) => {
                 let refusal = Refusal::new(Condition::RequestInProgress);
@@ -742,7 +742,8 @@ impl KeyedResponse {
                 Ok(self.echoed(response))
             }
             Ok(Executed::Recorded(stored, status)) => {
-                let mut response = self.replay(&stored, self.held_always(&stored));
+                let held = self.held_always(&stored);
+                let mut response = self.replay(stored, held);
                 if let Some(status) = status {
                     set_status(&mut response, status);
                 }
@@ -772,7 +773,8 @@ impl KeyedResponse {
         let question = Question { settings: self.settings.clone(), permit, key };
         match self.shared.engine.spawn(question.ask(parts)).await {
             Ok(QuestionResult::Response(stored, status)) => {
-                let mut response = self.replay(&stored, self.held_always(&stored));
+                let held = self.held_always(&stored);
+                let mut response = self.replay(stored, held);
                 if let Some(status) = status {
                     set_status(&mut response, status);
                 }
@@ -804,11 +806,11 @@ impl KeyedResponse {
     /// later. The response is in memory while the service decides, so its bytes are reserved before.
     async fn replay_within_budget<RB>(
         &self,
-        stored: &StoredResponse,
+        stored: StoredResponse,
         request: &Parts,
     ) -> Response<ResponseBody<RB>> {
         let mut held = BudgetReservation::nothing(self.shared.response_budget.clone());
-        if !held.add(stored.body().len()) {
+        if !held.add(stored.as_body().len()) {
             return self.refuse(overloaded(RESPONSE_BUDGET_USED_UP));
         }
         let denial = match &self.settings.authorize {
@@ -824,17 +826,13 @@ impl KeyedResponse {
     /// Reserves memory for a response that is sent even if the budget is used up.
     fn held_always(&self, stored: &StoredResponse) -> BudgetReservation {
         let mut held = BudgetReservation::nothing(self.shared.response_budget.clone());
-        held.add_always(stored.body().len());
+        held.add_always(stored.as_body().len());
         held
     }
 
-    fn replay<RB>(&self, stored: &StoredResponse, held: BudgetReservation) -> Response<ResponseBody<RB>> {
+    fn replay<RB>(&self, stored: StoredResponse, held: BudgetReservation) -> Response<ResponseBody<RB>> {
         let Ok(status) = http::StatusCode::from_u16(stored.status()) else {
             return self.refuse(Refusal::new(Condition::RecordCorrupt));
-        };
-        let body = match &self.call {
-            Some(call) => call.replayed(&stored.body()).map_or_else(|| stored.body(), Bytes::from),
-            None => stored.body(),
         };
         let trailers = Some(restore(stored.trailers())).filter(|trailers| !trailers.is_empty());
         let mut headers = restore(stored.headers());
@@ -843,6 +841,10 @@ impl KeyedResponse {
                 headers.append(TRAILER, HeaderValue::from_name(name.clone()));
             }
         }
+        let body = match self.call.as_ref().and_then(|call| call.replayed(stored.as_body())) {
+            Some(edited) => Bytes::from(edited),
+            None => stored.into_body(),
+        };
         let mut response = Response::new(ResponseBody::whole(body, trailers, held));
         *response.status_mut() = self.settings.profile.replay_status(status);
         *response.headers_mut() = headers;

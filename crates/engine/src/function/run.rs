@@ -311,12 +311,12 @@ impl<P> Function<P> {
     {
         let undecodable =
             |reason| FunctionError::Undecodable { function: self.settings.name.clone(), reason };
-        let body = response.body();
+        let body = response.as_body();
         if matches!(response.status(), 200..300) {
-            let value = value::decode(&body).map_err(undecodable)?;
+            let value = value::decode(body).map_err(undecodable)?;
             return Ok(FunctionOutput { value, attempt: None, stored: StorageStatus::Stored });
         }
-        let error = guarded(|| self.errors.read(&body))
+        let error = guarded(|| self.errors.read(body))
             .unwrap_or_else(|| Err("reading the error panicked".to_owned()))
             .map_err(undecodable)?;
         Err(FunctionError::Failed { error, replayed: true })

@@ -168,7 +168,7 @@ impl CallStream {
         let settled = conclude(&settings, execution.permit, fate, completion, is_success).await;
         drop(execution.running);
         // The response that the operation stored itself counts instead of the service's.
-        let own = settled.own.and_then(|own| call.replayed(&own.body()));
+        let own = settled.own.and_then(|own| call.replayed(own.as_body()));
         client.send(own.map_or(event, |own| event_of(&own))).await;
         client.send(after).await;
         pump(body, client.events, client.is_cut, settings.stream_timeout).await;
@@ -182,7 +182,7 @@ impl CallStream {
             Executed::Refused(refusal) => {
                 refusal.with_message_id(call.id.clone()).into_response(&settings, None).into_body()
             }
-            Executed::Recorded(stored, _) => match call.replayed(&stored.body()) {
+            Executed::Recorded(stored, _) => match call.replayed(stored.as_body()) {
                 Some(message) => message.into(),
                 None => return,
             },

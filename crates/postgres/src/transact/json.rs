@@ -35,7 +35,7 @@ pub(crate) fn encode<T: Serialize>(value: &T) -> Result<StoredResponse, EncodeEr
 
 /// Reads a stored value. The error contains nothing of the value; serde's own text would.
 pub(crate) fn decode<T: DeserializeOwned>(response: &StoredResponse) -> Result<T, String> {
-    serde_json::from_slice(&response.body()).map_err(|error| {
+    serde_json::from_slice(response.as_body()).map_err(|error| {
         format!("its JSON does not fit the type at line {} column {}", error.line(), error.column())
     })
 }
