@@ -42,7 +42,12 @@ BEGIN
             ON CONFLICT ON CONSTRAINT records_pkey DO NOTHING
             RETURNING t.id
     )
-    SELECT array_agg(m.n) INTO inserted FROM put AS p JOIN mine AS m ON m.id = p.id;
+    -- INSERT can return only the columns of the table. Finding out which claims its rows belong to compares every row with every
+    -- claim, and is needed only if another transaction inserted one of the records meanwhile.
+    SELECT CASE WHEN (SELECT count(*) FROM put) = (SELECT count(*) FROM mine)
+            THEN (SELECT array_agg(m.n) FROM mine AS m)
+            ELSE (SELECT array_agg(m.n) FROM put AS p JOIN mine AS m ON m.id = p.id)
+        END INTO inserted;
 
     FOR n IN 1..coalesce(array_length(ids, 1), 0) LOOP
         IF n = ANY (inserted) THEN
@@ -87,6 +92,7 @@ AS $$
 DECLARE
     started bigint := oncegate.now_ms();
     completed bigint[];
+    watched bytea[];
 BEGIN
     -- Most completions are the first end of an attempt that owns its record: they are written together. Everything else, and
     -- everything that complete_if_owner() would refuse, is left to it.
@@ -113,9 +119,14 @@ BEGIN
                 purge_at = oncegate.purge_at(t.purge_at, started + m.retention_ms, started)
             FROM mine AS m
             WHERE t.id = m.id
-            RETURNING m.n, oncegate.notify_watchers(t.id)
+            -- The check for a watch is that of oncegate.notify_watchers, without the call of a function for each row.
+            RETURNING m.n, t.id, NOT (CASE WHEN pg_try_advisory_lock(oncegate.watch_key(t.id))
+                THEN pg_advisory_unlock(oncegate.watch_key(t.id)) ELSE false END) AS is_watched
     )
-    SELECT array_agg(p.n) INTO completed FROM put AS p;
+    SELECT array_agg(p.n), array_agg(p.id) FILTER (WHERE p.is_watched) INTO completed, watched FROM put AS p;
+    IF watched IS NOT NULL THEN
+        PERFORM oncegate.notify_watchers(w.id) FROM unnest(watched) AS w (id);
+    END IF;
 
     FOR n IN 1..coalesce(array_length(ids, 1), 0) LOOP
         IF n = ANY (completed) THEN

@@ -68,24 +68,14 @@ DECLARE
     clock CONSTANT bigint := oncegate.now_ms();
     is_watched boolean;
 BEGIN
-    IF (octet_length(complete_reserved.id) = 32 AND octet_length(complete_reserved.fingerprint) = 33
+    -- The server prepares each expression of a function again in every transaction, so the common case is one check and one
+    -- statement.
+    IF complete_reserved.transaction = txid_current()
+        AND octet_length(complete_reserved.id) = 32 AND octet_length(complete_reserved.fingerprint) = 33
         AND oncegate.may_be_response(complete_reserved.response) AND complete_reserved.retention_ms BETWEEN 1 AND 34560000000
         AND octet_length(complete_reserved.caller) = 8 AND octet_length(complete_reserved.operation) <= 256
         AND coalesce(octet_length(complete_reserved.key_tag), 8) = 8
-        AND complete_reserved.transaction > 0) IS NOT TRUE
     THEN
-        PERFORM oncegate.check_size('id', complete_reserved.id, 32), oncegate.check_size('fingerprint', complete_reserved.fingerprint, 33),
-            oncegate.check_size('caller', complete_reserved.caller, 8),
-            oncegate.check_duration('retention_ms', complete_reserved.retention_ms, 34560000000);
-        RAISE EXCEPTION 'oncegate: %', CASE
-            WHEN oncegate.may_be_response(complete_reserved.response) IS NOT TRUE
-                THEN 'response must be given, in the published encoding'
-            WHEN (octet_length(complete_reserved.operation) <= 256) IS NOT TRUE THEN 'operation must have at most 256 bytes'
-            WHEN octet_length(complete_reserved.key_tag) <> 8 THEN 'key_tag must have 8 bytes or be null'
-            ELSE 'transaction must be a number from oncegate.reserve_or_claim'
-        END USING ERRCODE = '22023';
-    END IF;
-    IF complete_reserved.transaction = txid_current() THEN
         -- The check for a watch is that of oncegate.notify_watchers, as a part of the INSERT.
         INSERT INTO oncegate.records AS t (id, state, fingerprint, token, attempts, caller, key_tag, operation,
                 created_at, changed_at, expires_at, purge_at, response)
@@ -96,24 +86,42 @@ BEGIN
             ON CONFLICT ON CONSTRAINT records_pkey DO NOTHING
             RETURNING NOT (CASE WHEN pg_try_advisory_lock(oncegate.watch_key(t.id))
                 THEN pg_advisory_unlock(oncegate.watch_key(t.id)) ELSE false END) INTO is_watched;
-        IF FOUND THEN
-            IF is_watched THEN
-                PERFORM oncegate.notify_watchers(complete_reserved.id);
-            END IF;
+        -- Null if there is a record.
+        IF NOT is_watched THEN
+            RETURN clock;
+        ELSIF is_watched THEN
+            PERFORM oncegate.notify_watchers(complete_reserved.id);
             RETURN clock;
         END IF;
-    ELSIF txid_status(complete_reserved.transaction) IS DISTINCT FROM 'aborted'
-        AND pg_try_advisory_xact_lock(hashtextextended(encode(complete_reserved.id, 'hex'), 1868784485))
-    THEN
-        INSERT INTO oncegate.records AS t (id, state, fingerprint, token, attempts, caller, key_tag, operation,
-                created_at, changed_at, expires_at, purge_at)
-            VALUES (complete_reserved.id, 'unknown', complete_reserved.fingerprint, clock, 1,
-                complete_reserved.caller, complete_reserved.key_tag, complete_reserved.operation,
-                clock, clock, clock + complete_reserved.retention_ms,
-                oncegate.purge_at(0, clock + complete_reserved.retention_ms, clock))
-            ON CONFLICT ON CONSTRAINT records_pkey DO NOTHING;
-        IF FOUND THEN
-            RETURN NULL;
+    ELSE
+        PERFORM oncegate.check_size('id', complete_reserved.id, 32), oncegate.check_size('fingerprint', complete_reserved.fingerprint, 33),
+            oncegate.check_size('caller', complete_reserved.caller, 8),
+            oncegate.check_duration('retention_ms', complete_reserved.retention_ms, 34560000000);
+        IF (oncegate.may_be_response(complete_reserved.response) AND octet_length(complete_reserved.operation) <= 256
+            AND coalesce(octet_length(complete_reserved.key_tag), 8) = 8 AND complete_reserved.transaction > 0) IS NOT TRUE
+        THEN
+            RAISE EXCEPTION 'oncegate: %', CASE
+                WHEN oncegate.may_be_response(complete_reserved.response) IS NOT TRUE
+                    THEN 'response must be given, in the published encoding'
+                WHEN (octet_length(complete_reserved.operation) <= 256) IS NOT TRUE THEN 'operation must have at most 256 bytes'
+                WHEN octet_length(complete_reserved.key_tag) <> 8 THEN 'key_tag must have 8 bytes or be null'
+                ELSE 'transaction must be a number from oncegate.reserve_or_claim'
+            END USING ERRCODE = '22023';
+        END IF;
+        IF complete_reserved.transaction <> txid_current()
+            AND txid_status(complete_reserved.transaction) IS DISTINCT FROM 'aborted'
+            AND pg_try_advisory_xact_lock(hashtextextended(encode(complete_reserved.id, 'hex'), 1868784485))
+        THEN
+            INSERT INTO oncegate.records AS t (id, state, fingerprint, token, attempts, caller, key_tag, operation,
+                    created_at, changed_at, expires_at, purge_at)
+                VALUES (complete_reserved.id, 'unknown', complete_reserved.fingerprint, clock, 1,
+                    complete_reserved.caller, complete_reserved.key_tag, complete_reserved.operation,
+                    clock, clock, clock + complete_reserved.retention_ms,
+                    oncegate.purge_at(0, clock + complete_reserved.retention_ms, clock))
+                ON CONFLICT ON CONSTRAINT records_pkey DO NOTHING;
+            IF FOUND THEN
+                RETURN NULL;
+            END IF;
         END IF;
     END IF;
     RAISE EXCEPTION 'oncegate: the transaction may not complete this record, so its effect must not take place'

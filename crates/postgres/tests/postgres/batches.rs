@@ -241,6 +241,48 @@ async fn a_batch_of_completions_changes_no_record_that_has_ended() {
     }
 }
 
+/// A batch finds out which of its records were inserted by another transaction while it waited for that transaction. A row
+/// that is inserted by hand takes no lock that a claim would see.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_batch_of_claims_leaves_out_records_that_appear_meanwhile() {
+    let database = Database::fresh().await;
+    let store = database.store().await;
+    store.apply(id(9), claims(1)).await.unwrap();
+    let (mut other, mut admin, mut mine) =
+        (database.connect().await, database.connect().await, database.connect().await);
+    let copy = format!(
+        "BEGIN; INSERT INTO oncegate.records (id, state, fingerprint, token, attempts, caller, operation, created_at, \
+         changed_at, expires_at, purge_at) SELECT {}, 'tombstone', fingerprint, 5, 1, caller, operation, created_at, changed_at, \
+         expires_at, purge_at FROM oncegate.records",
+        sql_id(id(2))
+    );
+    run(&mut other, &copy).await;
+    let many = format!(
+        "SELECT n, outcome, token FROM oncegate.claim_many(ARRAY[{}, {}, {}], array_fill(decode(repeat('02', 16), 'hex'), ARRAY[3]), \
+         array_fill((SELECT fingerprint FROM oncegate.records), ARRAY[3]), ARRAY[9000, 9000, 9000], ARRAY[9000, 9000, 9000], \
+         ARRAY['park', 'park', 'park'], array_fill('\\x0000000000000000'::bytea, ARRAY[3]), ARRAY['', '', '']) \
+         WITH ORDINALITY AS c (outcome, token, attempts, lease_until, after_abandoned, lease_left_ms, response, clock, n) ORDER BY n",
+        sql_id(id(1)),
+        sql_id(id(2)),
+        sql_id(id(3))
+    );
+    let pid: i32 = try_run(&mut mine, "SELECT pg_backend_pid()").await.unwrap()[0].get(0);
+    let batch = tokio::spawn(async move { try_run(&mut mine, &many).await });
+    let waits = format!("SELECT count(*) FROM pg_locks WHERE pid = {pid} AND NOT granted");
+    let until = tokio::time::Instant::now() + Duration::from_secs(60);
+    while try_run(&mut admin, &waits).await.unwrap()[0].get::<i64, _>(0) == 0 {
+        assert!(tokio::time::Instant::now() < until && !batch.is_finished(), "the batch does not wait");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    run(&mut other, "COMMIT").await;
+    let rows = batch.await.unwrap().unwrap();
+    let outcomes: Vec<&str> = rows.iter().map(|row| row.get("outcome")).collect();
+    assert_eq!(outcomes, ["execute", "unreplayable", "execute"]);
+    let states = "SELECT string_agg(state, ' ' ORDER BY id) FROM oncegate.records";
+    let states: String = try_run(&mut admin, states).await.unwrap()[0].get(0);
+    assert_eq!(states, "in-progress tombstone in-progress in-progress");
+}
+
 /// A slow server answers all commands of a burst, in batches that it can process in time.
 #[tokio::test]
 async fn a_slow_server_gets_smaller_batches_instead_of_losing_large_ones() {

@@ -315,6 +315,52 @@ async fn a_response_encoded_by_the_contract_is_valid() {
     assert_eq!(store.apply(id(1), claims(2)).await.unwrap(), Outcome::Replay(expected));
 }
 
+/// The functions accept exactly what a store can read. A response with one field has a check of its own.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_response_is_accepted_if_and_only_if_a_store_can_read_it() {
+    let database = Database::fresh().await;
+    let fields: [(&str, &[u8]); 3] = [("content-type", b"text/plain"), ("x-name", b"v"), ("n", b"")];
+    let mut tried: Vec<Vec<u8>> = vec![Vec::new(), vec![1]];
+    for (headers, trailers) in [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (3, 3)] {
+        for body in [&b""[..], b"paid"] {
+            let body = [Bytes::from_static(body)];
+            let response = StoredResponse::new(201, &fields[..headers], &body, &fields[..trailers]).unwrap();
+            let encoded = response.as_encoded();
+            tried.extend((0..encoded.len()).map(|size| encoded[..size].to_vec()));
+            for at in 0..encoded.len().min(48) {
+                for byte in [0, 1, 2, 3, 4, 12, 13, 92, 127, 128, 199, 200, 231, 232, 255] {
+                    let mut changed = encoded.to_vec();
+                    changed[at] = byte;
+                    tried.push(changed);
+                }
+            }
+        }
+    }
+    // Names and values at the limits of the check for one field: 255 and 256 bytes, 65 535 and 65 536 bytes.
+    for (name_size, value_size) in [(255_u16, 3_u32), (256, 3), (3, 65_535), (3, 65_536), (300, 70_000)] {
+        let sizes = [&name_size.to_be_bytes()[..], &value_size.to_be_bytes()].concat();
+        let name = vec![b'n'; usize::from(name_size)];
+        let whole = [&[1, 0, 200, 0, 1, 0, 0][..], &sizes, &name, &vec![b'v'; value_size as usize]].concat();
+        tried.push(whole[..whole.len() - 1].to_vec());
+        let mut not_ascii = whole.clone();
+        not_ascii[13] = 0xe4;
+        tried.extend([whole, not_ascii]);
+    }
+    let may_be = "SELECT oncegate.may_be_response(r) FROM unnest($1) WITH ORDINALITY AS u (r, n) ORDER BY n";
+    let accepted: Vec<bool> =
+        sqlx::query_scalar(may_be).bind(&tried).fetch_all(&mut database.connect().await).await.unwrap();
+    for (bytes, accepted) in tried.iter().zip(&accepted) {
+        let read = StoredResponse::decode(Bytes::from(bytes.clone()));
+        // No field has such a name. The functions refuse it, although a store could read it.
+        let is_odd = |name: &str| name.contains(['\0', '\\']);
+        let expected =
+            read.is_some_and(|read| !read.headers().chain(read.trailers()).any(|(name, _)| is_odd(name)));
+        assert_eq!(*accepted, expected, "{:02x?}", &bytes[..bytes.len().min(80)]);
+    }
+    let count = accepted.iter().filter(|accepted| **accepted).count();
+    assert!(count > 200 && tried.len() - count > 1000, "{count} of {} are accepted", tried.len());
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_record_that_cannot_be_read_is_never_executed() {
     let database = Database::fresh().await;

@@ -335,6 +335,27 @@ async fn a_reservation_ends_with_its_transaction() {
     assert_eq!(reserve(&mut other, id).await, None);
     let error = try_run(&mut other, &complete_reserved(id, transaction)).await.unwrap_err();
     assert_eq!(sqlstate(&error), "OG001");
+    // The right transaction with a wrong argument.
+    let call = complete_reserved(id, transaction);
+    let operation = "x".repeat(257);
+    for (right, wrong) in [
+        ("60000", "0"),
+        ("60000", "34560000001"),
+        (&*"01".repeat(33), "01"),
+        (&*format!("'\\x{}', 'by hand'", "01".repeat(8)), "'\\x01', 'by hand'"),
+        ("'by hand'", &*format!("'{operation}'")),
+        ("'by hand'", "null"),
+        ("'by hand'", "'by hand', '\\x01'"),
+        ("oncegate.response(200, null, null, 'here')", "null"),
+        ("oncegate.response(200, null, null, 'here')", "'\\x02000000000000'"),
+    ] {
+        run(&mut mine, "SAVEPOINT before").await;
+        let wrong = call.replace(right, wrong);
+        assert_ne!(wrong, call);
+        let error = try_run(&mut mine, &wrong).await.expect_err(&wrong);
+        assert_eq!(sqlstate(&error), "22023", "{wrong}");
+        run(&mut mine, "ROLLBACK TO before").await;
+    }
     run(&mut mine, &complete_reserved(id, transaction)).await;
     let error = try_run(&mut mine, &complete_reserved(id, transaction)).await.unwrap_err();
     assert_eq!(sqlstate(&error), "OG001", "a second completion succeeded");

@@ -113,6 +113,43 @@ async fn a_waiter_is_notified_of_every_end_in_another_process() {
     until_watched(&mut admin, 1).await;
 }
 
+/// One statement completes several records. Only the watched ones are notified of, and no lock of the check is left behind.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_batch_of_completions_notifies_of_its_watched_records_only() {
+    let database = Database::fresh().await;
+    let store = database.store().await;
+    let (mut admin, mut service) = (database.connect().await, database.connect().await);
+    let mut listener = PgListener::connect(&database.url()).await.unwrap();
+    listener.listen("oncegate_1").await.unwrap();
+    let watch = format!("SELECT oncegate.watch(ARRAY[{}, {}])", sql_id(id(2)), sql_id(id(3)));
+    run(&mut admin, &watch).await;
+    let mut tokens = Vec::new();
+    for number in 1..=4 {
+        tokens.push(token(&store.apply(id(number), claims(1)).await.unwrap()));
+    }
+    let batch = format!(
+        "BEGIN; SELECT oncegate.complete_many(ARRAY[{}, {}, {}, {}], ARRAY[{}, {}, {}, 1], array_fill('tombstone'::text, ARRAY[4]), \
+         array_fill(null::bytea, ARRAY[4]), ARRAY[1000, 1000, 1000, 1000])",
+        sql_id(id(1)),
+        sql_id(id(2)),
+        sql_id(id(3)),
+        sql_id(id(4)),
+        tokens[0],
+        tokens[1],
+        tokens[2]
+    );
+    run(&mut service, &batch).await;
+    let locks = "SELECT count(*) AS count FROM pg_locks AS l JOIN pg_database AS d ON d.oid = l.database \
+                 WHERE l.locktype = 'advisory' AND d.datname = current_database()";
+    let left = try_run(&mut admin, locks).await.unwrap()[0].get::<i64, _>("count");
+    assert_eq!(left, 2, "only the two watches");
+    run(&mut service, "COMMIT; NOTIFY oncegate_1, 'last'").await;
+    let mut found = [next(&mut listener).await, next(&mut listener).await];
+    found.sort();
+    assert_eq!(found, [id(2).to_string(), id(3).to_string()]);
+    assert_eq!(next(&mut listener).await, "last");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_cancelled_waiter_and_a_dropped_store_leave_no_subscription() {
     let database = Database::fresh().await;
