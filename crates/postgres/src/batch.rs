@@ -1,8 +1,8 @@
 //! Batching of commands that are ready at the same time.
 //!
 //! The first command is sent at once, alone. The next ones gather while it is on its way, and are sent together when it is
-//! answered. No command waits for a batch to fill. A batch is one statement and one commit, so under load many commands share
-//! one flush.
+//! answered. No command waits for a batch to fill: a sender only lets the tasks that can run go first, once. A batch is one
+//! statement and one commit, so under load many commands share one flush.
 
 use std::collections::{HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
