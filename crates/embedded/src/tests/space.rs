@@ -42,6 +42,30 @@ fn space_is_bounded_by_what_is_alive_whatever_was_written() {
     assert!((0..40).all(|n| is_replayed(&store, n, 1000)), "copied, and found after a restart");
 }
 
+/// A start counts what is alive, and what newer versions have replaced, as the store did that wrote them.
+#[test]
+fn space_is_bounded_after_a_start_as_well() {
+    let (disk, clock) = (SimDisk::default(), Arc::new(ManualClock::at_millis(1_700_000_000_000)));
+    let options = EmbeddedOptions::new("disk").with_clock(clock.clone());
+    // Nothing is compacted, and the oldest segment has live records.
+    let sizes = Sizes { slack: u64::MAX / 4, ..SIZES };
+    let store = EmbeddedStore::open_disk(Arc::new(disk.clone()), options, sizes).unwrap();
+    (0..40).for_each(|n| complete_one(&store, n, 1000));
+    let owner = token(&block_on(store.apply(id(99), claim(99))).unwrap());
+    for _ in 0..400 {
+        let renew = Renew { token: owner, lease: Duration::from_secs(30), retention: DAY };
+        block_on(store.apply(id(99), Command::Renew(renew))).unwrap();
+    }
+    drop(store);
+    assert!(disk.bytes() > 400 * 4096);
+    let store = open(&disk, clock.clone()).unwrap();
+    until("old segments are freed", || disk.bytes() <= bound(40 * 1300));
+    assert!((0..40).all(|n| is_replayed(&store, n, 1000)));
+    drop(store);
+    let store = open(&disk, clock).unwrap();
+    assert!((0..40).all(|n| is_replayed(&store, n, 1000)));
+}
+
 #[test]
 fn segments_of_expired_records_are_deleted_whole() {
     let (disk, clock, store) = started();
