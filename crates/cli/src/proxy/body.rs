@@ -8,6 +8,7 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use bytes::Bytes;
+use futures_util::task::AtomicWaker;
 use http::Version;
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
@@ -18,7 +19,7 @@ use tokio::time::{Instant, Sleep};
 use super::coarse_timer::{CoarseSleep, CoarseTimer, TICK};
 use super::headers::HeadFields;
 use super::pool::StreamingConnection;
-use super::request_limit::RequestPermit;
+use super::request_limit::{RequestLimit, RequestPermit};
 
 /// The progress of a request towards the upstream.
 #[derive(Clone, Debug)]
@@ -35,6 +36,10 @@ struct SharedActivity {
     is_broken: AtomicBool,
     /// True if no more of the client's body is read.
     is_taken: AtomicBool,
+    /// True if the response is complete or was given up.
+    is_over: AtomicBool,
+    /// Wakes the body of the request when the response is over.
+    over: AtomicWaker,
 }
 
 impl Activity {
@@ -63,6 +68,26 @@ impl Activity {
     /// Returns true if the HTTP library has taken all of the client's body that it will take.
     pub(super) fn is_request_taken(&self) -> bool {
         self.shared.is_taken.load(Ordering::Relaxed)
+    }
+
+    /// Returns true if the response is complete or was given up.
+    pub(super) fn is_over(&self) -> bool {
+        self.shared.is_over.load(Ordering::Acquire)
+    }
+
+    /// Notes that the response is over when it is dropped.
+    pub(super) fn response(&self) -> RunningResponse {
+        RunningResponse(self.clone())
+    }
+}
+
+/// The response to a request, while it is awaited or delivered.
+pub(super) struct RunningResponse(Activity);
+
+impl Drop for RunningResponse {
+    fn drop(&mut self) {
+        self.0.shared.is_over.store(true, Ordering::Release);
+        self.0.shared.over.wake();
     }
 }
 
@@ -186,37 +211,109 @@ impl Body for WholeBody {
 
 pin_project! {
     /// A request body that records when its bytes move, and removes trailer fields that belong in the head.
+    ///
+    /// Its end may come after the response. Clients that send everything before they read must not be cut off at once, but the
+    /// time is limited, and it still counts as a request.
     #[derive(Debug)]
     pub(super) struct ObservedBody<B> {
         #[pin]
         body: B,
         activity: ObservedActivity,
-        head_fields: Arc<HeadFields>,
+        uploads: Arc<Uploads>,
+        late: Option<Box<LateUpload>>,
+    }
+}
+
+/// The rules for the request bodies of one thread. They are not shared with other threads, because each request takes a
+/// reference.
+#[derive(Debug)]
+pub(super) struct Uploads {
+    pub(super) head_fields: HeadFields,
+    /// Counts those whose response is over.
+    pub(super) limit: RequestLimit,
+}
+
+/// The rest of a request whose response is over.
+#[derive(Debug)]
+struct LateUpload {
+    end: Instant,
+    timer: Pin<Box<Sleep>>,
+    _permit: RequestPermit,
+}
+
+/// The time for the rest of a request after its response.
+const LATE_TIME: Duration = Duration::from_secs(30);
+
+/// The time without any byte after which such a request ends.
+pub(super) const LATE_SILENCE: Duration = Duration::from_secs(5);
+
+impl LateUpload {
+    fn begin(permit: RequestPermit) -> Box<Self> {
+        let end = Instant::now() + LATE_TIME;
+        Box::new(Self { end, timer: Box::pin(tokio::time::sleep_until(end)), _permit: permit })
+    }
+
+    /// Ready if its time is over. `last` is the time of its last byte.
+    fn poll(&mut self, cx: &mut Context<'_>, last: Instant) -> Poll<()> {
+        // The response may have ended a long time after that byte.
+        let silent = last.max(self.end - LATE_TIME) + LATE_SILENCE;
+        let deadline = silent.min(self.end);
+        if self.timer.deadline() != deadline {
+            self.timer.as_mut().reset(deadline);
+        }
+        self.timer.as_mut().poll(cx)
     }
 }
 
 impl<B> ObservedBody<B> {
-    pub(super) const fn new(body: B, activity: Activity, head_fields: Arc<HeadFields>) -> Self {
-        Self { body, activity: ObservedActivity(activity), head_fields }
+    pub(super) const fn new(body: B, activity: Activity, uploads: Arc<Uploads>) -> Self {
+        Self { body, activity: ObservedActivity(activity), uploads, late: None }
     }
 }
 
-impl<B: Body> Body for ObservedBody<B> {
+impl<B: Body<Error = BoxError>> ObservedBody<B> {
+    /// Ready if the response is over, and no more of the request is awaited.
+    fn poll_late(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+        let this = self.project();
+        let ObservedActivity(activity) = this.activity;
+        if this.late.is_none() {
+            activity.shared.over.register(cx.waker());
+            if !activity.is_over() {
+                return Poll::Pending;
+            }
+            *this.late = this.uploads.limit.try_enter_late().map(LateUpload::begin);
+        }
+        match this.late {
+            Some(late) => late.poll(cx, activity.last()),
+            None => Poll::Ready(()),
+        }
+    }
+}
+
+impl<B: Body<Error = BoxError>> Body for ObservedBody<B> {
     type Data = B::Data;
-    type Error = B::Error;
+    type Error = BoxError;
 
     fn poll_frame(
-        self: Pin<&mut Self>,
+        mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<B::Data>, B::Error>>> {
-        let this = self.project();
-        let mut frame = ready!(this.body.poll_frame(cx));
+    ) -> Poll<Option<Result<Frame<B::Data>, BoxError>>> {
+        let this = self.as_mut().project();
+        let is_too_late = this.late.as_ref().is_some_and(|late| late.end <= Instant::now());
+        let mut frame = match this.body.poll_frame(cx) {
+            Poll::Ready(frame) if !is_too_late => frame,
+            Poll::Pending if !is_too_late => {
+                ready!(self.poll_late(cx));
+                return Poll::Ready(Some(Err("its response is over".into())));
+            }
+            _ => return Poll::Ready(Some(Err("its response is over".into()))),
+        };
         let ObservedActivity(activity) = this.activity;
         activity.note();
         match &mut frame {
             Some(Ok(frame)) => {
                 if let Some(trailers) = frame.trailers_mut() {
-                    this.head_fields.remove_from(trailers);
+                    this.uploads.head_fields.remove_from(trailers);
                 }
             }
             Some(Err(_)) => activity.shared.is_broken.store(true, Ordering::Relaxed),
@@ -250,6 +347,7 @@ pin_project! {
             body: WholeBody,
             silence: Silence,
             connection: Option<StreamingConnection>,
+            _response: RunningResponse,
             _permit: Option<RequestPermit>,
         },
         Own { body: Option<Bytes> },
@@ -284,14 +382,15 @@ impl Silence {
 }
 
 impl ProxyBody {
-    /// The body of the upstream, which comes from this connection. The permit is released with it.
-    pub(super) const fn upstream(
+    /// The body of the upstream, which comes from this connection. The response is over and the permit is released when this is
+    /// dropped.
+    pub(super) fn upstream(
         body: WholeBody,
         connection: Option<StreamingConnection>,
         silence: Silence,
-        permit: Option<RequestPermit>,
+        (response, permit): (RunningResponse, Option<RequestPermit>),
     ) -> Self {
-        Self { inner: Inner::Upstream { body, silence, connection, _permit: permit } }
+        Self { inner: Inner::Upstream { body, silence, connection, _response: response, _permit: permit } }
     }
 
     pub(super) const fn own(body: Bytes) -> Self {

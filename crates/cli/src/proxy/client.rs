@@ -7,7 +7,7 @@
 use std::future::Future;
 use std::io;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
@@ -32,6 +32,8 @@ pub(super) struct ClientStream {
     timer: Option<Pin<Box<Sleep>>>,
     /// Runs while the client may have left.
     doubt: Option<Pin<Box<Sleep>>>,
+    /// True if the client's side was looked at since its response began.
+    has_looked: bool,
     /// True if the end of the client's side is watched. With TLS it cannot be seen.
     watches_end: bool,
     /// Counts the socket as a connection while it is open, also after an upgrade.
@@ -42,8 +44,8 @@ pub(super) struct ClientStream {
 #[derive(Debug, Default)]
 pub(super) struct ConnectionState {
     phase: AtomicU8,
-    /// True if the client ended its side before its response began.
-    half_closed: AtomicBool,
+    /// [`OPEN`], [`ENDED`] or [`ENDED_LATE`].
+    client_side: AtomicU8,
 }
 
 impl ConnectionState {
@@ -63,9 +65,17 @@ const EXECUTING: u8 = 2;
 /// The response has begun, and its body has not ended.
 const ANSWERING: u8 = 3;
 
-/// The time for which a request that is not executed under a key continues after its client has ended its side. Such
-/// a request has no key, or waits for the response of another one. Nearly all services respond sooner, and nearly all
-/// clients that do this have left.
+/// The client may send more.
+const OPEN: u8 = 0;
+/// The client ended its side before its response began, or at the same time: which was first cannot be told if both were noticed
+/// together. It waits for its response.
+const ENDED: u8 = 1;
+/// The client ended its side while it received its response. It has left, or its end was late.
+const ENDED_LATE: u8 = 2;
+
+/// The time for which a request continues after its client has ended its side, if it has no key or waits for the response of
+/// another one. Nearly all services respond sooner, and nearly all clients that do this have left. The same time without any
+/// progress ends a response whose client has ended its side meanwhile.
 const DOUBT: Duration = Duration::from_secs(5);
 
 impl ClientStream {
@@ -78,7 +88,16 @@ impl ClientStream {
         // Best effort.
         let _without_delay = stream.set_nodelay(true);
         let state = Arc::default();
-        Self { stream, state, write_timeout, timer: None, doubt: None, watches_end, _permit: permit }
+        Self {
+            stream,
+            state,
+            write_timeout,
+            timer: None,
+            doubt: None,
+            has_looked: false,
+            watches_end,
+            _permit: permit,
+        }
     }
 
     pub(super) fn state(&self) -> Arc<ConnectionState> {
@@ -89,6 +108,7 @@ impl ClientStream {
     fn timed<T>(&mut self, cx: &mut Context<'_>, written: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
         if written.is_ready() {
             self.timer = None;
+            self.doubt = None;
             return written;
         }
         let timeout = self.write_timeout;
@@ -97,32 +117,35 @@ impl ClientStream {
         Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, "the client took nothing for too long")))
     }
 
-    /// Checks if the client has ended its side. HTTP allows that while the client waits for its response. A client that does it
-    /// while it receives its response has left.
+    /// Checks if the client has ended its side. HTTP allows that: it may wait for the response, or for the rest of it. If it has
+    /// left, the next bytes are answered with a reset, but there may be none for a long time.
     fn check_end(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
         let phase = self.state.phase.load(Ordering::Relaxed);
-        if phase != PENDING {
-            self.doubt = None;
-        }
+        let had_looked = std::mem::replace(&mut self.has_looked, phase == ANSWERING);
         if !self.watches_end || phase == IDLE {
+            self.doubt = None;
             return Ok(());
         }
-        let gone = || Err(io::Error::new(io::ErrorKind::ConnectionAborted, "the client has left"));
-        if !self.state.half_closed.load(Ordering::Relaxed) {
+        let mut side = self.state.client_side.load(Ordering::Relaxed);
+        if side == OPEN {
             let mut byte = [0; 1];
             match self.stream.poll_peek(cx, &mut ReadBuf::new(&mut byte)) {
-                Poll::Ready(Ok(0)) if phase == ANSWERING => return gone(),
-                Poll::Ready(Ok(0)) => self.state.half_closed.store(true, Ordering::Relaxed),
+                Poll::Ready(Ok(0)) => {
+                    side = if phase == ANSWERING && had_looked { ENDED_LATE } else { ENDED };
+                    self.state.client_side.store(side, Ordering::Relaxed);
+                }
                 Poll::Ready(Err(error)) => return Err(error),
                 // More requests, or nothing.
                 Poll::Ready(Ok(_)) | Poll::Pending => return Ok(()),
             }
         }
-        if phase == PENDING {
+        if phase == PENDING || (phase == ANSWERING && side == ENDED_LATE) {
             let doubt = self.doubt.get_or_insert_with(|| Box::pin(tokio::time::sleep(DOUBT)));
             if doubt.as_mut().poll(cx).is_ready() {
-                return gone();
+                return Err(io::Error::new(io::ErrorKind::ConnectionAborted, "the client has left"));
             }
+        } else {
+            self.doubt = None;
         }
         Ok(())
     }
@@ -173,7 +196,7 @@ struct PendingResponse(Arc<ConnectionState>);
 
 impl PendingResponse {
     fn new(state: Arc<ConnectionState>) -> Self {
-        state.half_closed.store(false, Ordering::Relaxed);
+        state.client_side.store(OPEN, Ordering::Relaxed);
         state.phase.store(PENDING, Ordering::Relaxed);
         Self(state)
     }

@@ -28,11 +28,13 @@ use tracing::field::display;
 
 use super::FULL_WARNING_INTERVAL;
 use super::admit::is_too_large;
-use super::body::{Activity, ObservedBody, ProxyBody, RunningTimer, Silence, WholeBody};
+use super::body::{
+    Activity, ObservedBody, ProxyBody, RunningResponse, RunningTimer, Silence, Uploads, WholeBody,
+};
 use super::client::ConnectionState;
 use super::coarse_timer::CoarseTimer;
 use super::framing::{has_other_coding, is_unframed};
-use super::headers::{HeadFields, Peer, prepare, remove_hop_by_hop, rewrite};
+use super::headers::{Peer, prepare, remove_hop_by_hop, rewrite};
 use super::hosts::HostLimit;
 use super::pool::{Pool, SendError, StreamingConnection, UpstreamBody};
 use super::request_limit::{RequestLimit, RequestPermit};
@@ -54,8 +56,7 @@ pub(super) struct Upstream {
     /// Counts the requests without a key, and upgraded connections.
     pub(super) without_key: RequestLimit,
     pub(super) config: Arc<Config>,
-    /// Not shared with other threads, because each request takes a reference.
-    pub(super) head_fields: Arc<HeadFields>,
+    pub(super) uploads: Arc<Uploads>,
     pub(super) metrics: Metrics,
     pub(super) timers: CoarseTimer,
 }
@@ -136,8 +137,9 @@ impl Forward {
             return too_many(settings, grpc, "connections for different hosts");
         };
         let activity = Activity::new();
-        let head_fields = self.upstream.head_fields.clone();
-        let mut request = request.map(|body| ObservedBody::new(body, activity.clone(), head_fields));
+        let running = activity.response();
+        let uploads = self.upstream.uploads.clone();
+        let mut request = request.map(|body| ObservedBody::new(body, activity.clone(), uploads));
         let is_connected = AtomicBool::new(false);
         let captured = match &connections {
             Connections::Client(_) if attempt.is_some() => Some(capture_connection(&mut request)),
@@ -179,7 +181,8 @@ impl Forward {
         };
         let (result, response) = match response {
             Some(Ok(response)) => {
-                self.bring_back(response, (client_side, permit), timeout, (settings, grpc), record)
+                let client = (client_side, running, permit);
+                self.bring_back(response, client, timeout, (settings, grpc), record)
             }
             // Without a connection, no request was sent.
             None if attempt.is_some() && !has_connection() => {
@@ -262,7 +265,7 @@ impl Forward {
     fn bring_back(
         &self,
         (mut response, connection): (Response<Incoming>, Option<StreamingConnection>),
-        (client_side, mut permit): (Option<OnUpgrade>, Option<RequestPermit>),
+        (client_side, running, mut permit): (Option<OnUpgrade>, RunningResponse, Option<RequestPermit>),
         timeout: Option<Duration>,
         (settings, grpc): (&Settings, Option<GrpcForm>),
         record: Option<impl tracing::Value>,
@@ -302,8 +305,9 @@ impl Forward {
         let version = std::mem::replace(response.version_mut(), Version::HTTP_11);
         response.extensions_mut().insert(UpstreamResponse);
         let silence = Silence::new(timeout, self.upstream.timers.clone());
-        let response = response
-            .map(|body| ProxyBody::upstream(WholeBody::new(body, version), connection, silence, permit));
+        let response = response.map(|body| {
+            ProxyBody::upstream(WholeBody::new(body, version), connection, silence, (running, permit))
+        });
         (UpstreamResult::Answered, response)
     }
 }

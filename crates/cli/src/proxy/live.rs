@@ -11,6 +11,7 @@ use oncegate_http::{Idempotency, IdempotencyLayer};
 use tokio_rustls::TlsAcceptor;
 use tower_layer::Layer as _;
 
+use super::body::Uploads;
 use super::client::ConnectionState;
 use super::coarse_timer::CoarseTimer;
 use super::forward::{Forward, Upstream};
@@ -118,21 +119,12 @@ fn upstream_of(
 ) -> Result<Upstream, String> {
     let config = live.config.clone();
     let (metrics, without_key, timers) = (metrics.clone(), without_key.clone(), timers.clone());
-    let head_fields = Arc::new(HeadFields::new(config.clone()));
+    let head_fields = HeadFields::new(config.clone());
+    let uploads = Arc::new(Uploads { head_fields, limit: without_key.clone() });
     let is_same = |before: &&Upstream| before.config.reaches_the_same_upstream(&config);
     if let Some(Upstream { pool, client, http1, hosts, .. }) = before.filter(is_same) {
         let (pool, client, http1, hosts) = (pool.clone(), client.clone(), http1.clone(), hosts.clone());
-        return Ok(Upstream {
-            pool,
-            client,
-            http1,
-            hosts,
-            without_key,
-            config,
-            head_fields,
-            metrics,
-            timers,
-        });
+        return Ok(Upstream { pool, client, http1, hosts, without_key, config, uploads, metrics, timers });
     }
     let protocol = config.upstream_protocol;
     let is_plain_http1 = !config.may_speak_http2() && config.to.scheme == Scheme::HTTP;
@@ -142,7 +134,7 @@ fn upstream_of(
         .then(|| client_of(&config, UpstreamProtocol::Http1));
     let hosts = Arc::new(HostLimit::new(max_idle_connections(&config), config.upstream_idle_timeout));
     let http1 = http1.transpose()?;
-    Ok(Upstream { pool, client, http1, hosts, without_key, config, head_fields, metrics, timers })
+    Ok(Upstream { pool, client, http1, hosts, without_key, config, uploads, metrics, timers })
 }
 
 /// The service of one connection, which follows a reload from the next request on.

@@ -4,7 +4,7 @@
 //!
 //! ```text
 //! idle ──> polled by its request ──the response is complete──> idle
-//!  │             └─ the response began or ended before the request was sent ──> polled by a task ──> idle
+//!  │             └─ the response began or ended before the request was sent ──> polled by a task ──> idle, or closed
 //!  └─ the service closes it, bytes without a request, idle for too long, one too many, another configuration ──> closed
 //! ```
 //!
@@ -47,7 +47,7 @@ use tokio::task::coop::unconstrained;
 use tokio::time::{Instant, MissedTickBehavior};
 use tower_service::Service as _;
 
-use super::body::{Activity, ObservedBody, WholeBody};
+use super::body::{Activity, LATE_SILENCE, ObservedBody, WholeBody};
 use super::tls::ToService;
 use super::{MAX_HEAD, MAX_LINES};
 use crate::config::Upstream;
@@ -141,8 +141,9 @@ impl Pool {
             tracing::trace!(is_reused, "a request takes a connection to the service");
             match connection.exchange(request).await {
                 Ok(response) => {
-                    let streaming = StreamingConnection { pool: self.clone(), connection: Some(connection) };
-                    return Ok(streaming.begin(response, activity));
+                    let (pool, activity) = (self.clone(), activity.clone());
+                    let streaming = StreamingConnection { pool, activity, connection: Some(connection) };
+                    return Ok(streaming.begin(response));
                 }
                 Err(mut error) => match error.take_message() {
                     // The service closed the connection before a byte was written.
@@ -361,6 +362,22 @@ impl PooledConnection {
         .await
     }
 
+    /// Polls the connection until it is idle, and returns it. `None` if it is over, or if the service has responded and does not
+    /// read what it was sent. The body of the request limits the time in which the client sends it.
+    async fn finish(self: Box<Self>, activity: &Activity) -> Option<Box<Self>> {
+        let mut idle = pin!(self.become_idle());
+        let mut is_sent = false;
+        loop {
+            if let Ok(connection) = tokio::time::timeout(LATE_SILENCE, idle.as_mut()).await {
+                return connection;
+            }
+            if is_sent {
+                return None;
+            }
+            is_sent = activity.is_over() && activity.is_request_taken();
+        }
+    }
+
     /// Polls the connection until it is idle, and returns it, or until it is over.
     async fn become_idle(mut self: Box<Self>) -> Option<Box<Self>> {
         poll_fn(|cx| {
@@ -374,18 +391,15 @@ impl PooledConnection {
 /// A connection while the body of a response comes from it.
 pub(super) struct StreamingConnection {
     pool: Arc<Pool>,
+    activity: Activity,
     /// `None` when nothing is left to read.
     connection: Option<Box<PooledConnection>>,
 }
 
 impl StreamingConnection {
-    fn begin(
-        mut self,
-        response: Response<Incoming>,
-        activity: &Activity,
-    ) -> (Response<Incoming>, Option<Self>) {
+    fn begin(mut self, response: Response<Incoming>) -> (Response<Incoming>, Option<Self>) {
         // A client that reads nothing before it has sent everything must not wait for itself.
-        self.settle(response.body().is_end_stream() || !activity.is_request_taken());
+        self.settle(response.body().is_end_stream() || !self.activity.is_request_taken());
         let streaming = self.connection.is_some().then_some(self);
         (response, streaming)
     }
@@ -398,9 +412,9 @@ impl StreamingConnection {
         } else if connection.sender.is_ready() {
             self.pool.put(connection);
         } else if needs_task {
-            let pool = self.pool.clone();
+            let (pool, activity) = (self.pool.clone(), self.activity.clone());
             tokio::spawn(async move {
-                if let Some(connection) = connection.become_idle().await {
+                if let Some(connection) = connection.finish(&activity).await {
                     pool.put(connection);
                 }
             });

@@ -32,10 +32,19 @@ impl RequestLimit {
 
     /// Counts one more request. `None` at the limit.
     pub(super) fn try_enter(&self) -> Option<RequestPermit> {
+        self.enter_below(self.max)
+    }
+
+    /// Counts a request that has its response, unless half of the limit is in use: new ones come first.
+    pub(super) fn try_enter_late(&self) -> Option<RequestPermit> {
+        self.enter_below(self.max / 2)
+    }
+
+    fn enter_below(&self, max: usize) -> Option<RequestPermit> {
         // The counter guards no memory.
         let entered = self
             .used
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |used| (used < self.max).then_some(used + 1));
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |used| (used < max).then_some(used + 1));
         entered.is_ok().then(|| RequestPermit(self.used.clone()))
     }
 }

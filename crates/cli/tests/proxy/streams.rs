@@ -57,6 +57,41 @@ async fn a_client_that_leaves_ends_its_stream_without_a_key() {
     wire.ends().await;
 }
 
+#[tokio::test]
+async fn a_client_that_ends_its_side_gets_all_of_its_response() {
+    let length = 3 * MIB;
+    let response = format!("HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\n{}", "x".repeat(length));
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &[]).await;
+    // The end comes with the request, or while the response is received.
+    for n in 0..40 {
+        for is_late in [false, true] {
+            let key = format!("Idempotency-Key: {n}-{is_late}");
+            let keys = [key.as_str()];
+            for fields in [&[][..], &keys] {
+                let mut client = sidecar.connect().await;
+                client.send(request("POST", "/", fields, "{}")).await;
+                if !is_late {
+                    client.finish().await;
+                }
+                let mut wire = service.accept().await;
+                wire.message().await;
+                let (first, second) = response.split_at(100_000);
+                wire.send(first).await;
+                if is_late {
+                    let head = client.head().await;
+                    client.finish().await;
+                    let ((), message) = tokio::join!(wire.send(second), client.body(head));
+                    assert_eq!(message.body.len(), length, "{n} {fields:?}");
+                } else {
+                    let ((), message) = tokio::join!(wire.send(second), client.message());
+                    assert_eq!(message.has_status(200).body.len(), length, "{n} {fields:?}");
+                }
+            }
+        }
+    }
+}
+
 const UPGRADE: [&str; 4] = [
     "Connection: keep-alive, Upgrade",
     "Upgrade: websocket",

@@ -303,6 +303,40 @@ async fn the_rest_of_a_request_reaches_the_service_after_its_response() {
 }
 
 #[tokio::test]
+async fn uploads_that_go_on_after_their_response_are_few_and_end() {
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &[KEPT[0], KEPT[1], "--max-in-flight-without-key=4"]).await;
+    let mut clients = Vec::new();
+    let mut wires = Vec::new();
+    for _ in 0..10 {
+        let mut client = sidecar.connect().await;
+        client.send("POST /up HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\nx").await;
+        let mut wire = accept(service.listener()).await;
+        wire.head().await;
+        wire.send("HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n").await;
+        assert_eq!(client.head().await.status(), 404);
+        clients.push(client);
+        wires.push(wire);
+    }
+    // Half of the limit goes on for a while, although nothing comes.
+    let (few, others) = wires.split_at_mut(2);
+    for wire in others {
+        tokio::select! {
+            biased;
+            _ = few[0].rest() => panic!("a client that sends everything before it reads gets no time"),
+            _ = wire.rest() => {}
+        }
+    }
+    for wire in few {
+        wire.rest().await;
+    }
+    until("the uploads are not counted", async || {
+        crate::operations::series(&sidecar, "oncegate_requests_without_key_in_flight").await == Some(0.0)
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn a_client_that_leaves_in_the_middle_of_a_response_ends_the_connection_to_the_service() {
     let mut world = World::start(&[]).await;
     world.client.send(request("GET", "/long", &[], "")).await;
