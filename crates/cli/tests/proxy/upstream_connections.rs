@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use oncegate_testkit::until;
 use rustix::process::Signal;
 use socket2::SockRef;
@@ -306,16 +307,20 @@ async fn the_rest_of_a_request_reaches_the_service_after_its_response() {
 async fn uploads_that_go_on_after_their_response_are_few_and_end() {
     let service = Service::new().await;
     let sidecar = Sidecar::start(service.address, &[KEPT[0], KEPT[1], "--max-in-flight-without-key=4"]).await;
-    let mut clients = Vec::new();
+    let stream = TcpStream::connect(sidecar.address).await.unwrap();
+    let (mut client, connection) = within("a connection", h2::client::handshake(stream)).await.unwrap();
+    tokio::spawn(connection);
+    let mut uploads = Vec::new();
     let mut wires = Vec::new();
     for _ in 0..10 {
-        let mut client = sidecar.connect().await;
-        client.send("POST /up HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\nx").await;
+        let request = http::Request::post("http://a/up").header("content-length", "1000").body(()).unwrap();
+        let (response, mut upload) = client.send_request(request, false).unwrap();
+        upload.send_data(Bytes::from_static(b"x"), false).unwrap();
         let mut wire = accept(service.listener()).await;
         wire.head().await;
         wire.send("HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n").await;
-        assert_eq!(client.head().await.status(), 404);
-        clients.push(client);
+        assert_eq!(within("a response", response).await.unwrap().status(), 404);
+        uploads.push(upload);
         wires.push(wire);
     }
     // Half of the limit goes on for a while, although nothing comes.
