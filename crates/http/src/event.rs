@@ -27,6 +27,8 @@ pub enum Disposition {
     Refused(Condition),
     /// The store was out of reach, and it was executed without protection because the route allows that.
     FailedOpen,
+    /// Its client left before it had an outcome. It executed nothing.
+    ClientLeft,
 }
 
 impl Disposition {
@@ -41,6 +43,7 @@ impl Disposition {
             Self::Replayed => "replayed",
             Self::Refused(condition) => condition.slug(),
             Self::FailedOpen => "failed-open",
+            Self::ClientLeft => "client-left",
         }
     }
 }

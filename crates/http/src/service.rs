@@ -5,6 +5,7 @@ use std::future::{Future, poll_fn};
 use std::mem;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
 
@@ -161,7 +162,8 @@ where
         // `self.inner` is the service that `poll_ready` made ready, so call it and keep the clone for the next request.
         let clone = self.inner.clone();
         let inner = mem::replace(&mut self.inner, clone);
-        let keyed = KeyedResponse { ends_calls, ..KeyedResponse::new(self.shared.clone(), settings.clone()) };
+        let mut keyed = KeyedResponse::new(self.shared.clone(), settings.clone());
+        keyed.ends_calls = ends_calls;
         ResponseFuture {
             inner: FutureInner::KeyedResponse { future: Box::pin(keyed.answer(inner, request)) },
         }
@@ -190,6 +192,17 @@ struct KeyedResponse {
     rate_limit: Option<RateLimitKind>,
     /// The time at which the client sent the request first, if the profile demands it.
     first_sent: Option<FirstSent>,
+    is_observed: AtomicBool,
+    /// The outcome if the client leaves.
+    left: Disposition,
+}
+
+impl Drop for KeyedResponse {
+    fn drop(&mut self) {
+        if !*self.is_observed.get_mut() {
+            self.observe(self.left, None);
+        }
+    }
 }
 
 impl KeyedResponse {
@@ -208,10 +221,13 @@ impl KeyedResponse {
             attempt: None,
             rate_limit: None,
             first_sent: None,
+            is_observed: AtomicBool::new(false),
+            left: Disposition::ClientLeft,
         }
     }
 
     fn observe(&self, disposition: Disposition, status: Option<http::StatusCode>) {
+        self.is_observed.store(true, Ordering::Relaxed);
         let keyed = KeyedEvent {
             operation: self.label.operation(),
             caller: self.has_caller.then(|| self.label.caller()),
@@ -221,6 +237,12 @@ impl KeyedResponse {
             duration: self.begun.elapsed(),
         };
         self.shared.observer.observe(&RequestEvent::keyed(disposition, status, keyed));
+    }
+
+    /// Notes that the request is passed on without protection.
+    fn observe_passing(&self) {
+        self.is_observed.store(true, Ordering::Relaxed);
+        self.shared.observer.observe(&RequestEvent::passing(Disposition::Unprotected));
     }
 
     /// Names the operation of a request that is refused before its record is known. The canonical path has no control
@@ -258,7 +280,7 @@ impl KeyedResponse {
             return Ok(self.refuse_for_now(&exceeded));
         }
         let has_early_key = key.is_some();
-        let (data, trailers, held) = match self.read(body).await {
+        let (data, trailers, held) = match self.read(&parts, body).await {
             Ok(read) => read,
             Err(refusal) => {
                 self.label_early(&parts.method, parts.uri.path());
@@ -645,7 +667,7 @@ impl KeyedResponse {
 
     /// Accepts a notification, and does nothing.
     fn accept<RB>(&self) -> Response<ResponseBody<RB>> {
-        self.shared.observer.observe(&RequestEvent::passing(Disposition::Unprotected));
+        self.observe_passing();
         let mut response = Response::new(ResponseBody::own(Bytes::new()));
         *response.status_mut() = http::StatusCode::ACCEPTED;
         response
@@ -660,7 +682,7 @@ impl KeyedResponse {
     where
         S: Service<Request<RequestBody<B>>, Response = Response<RB>>,
     {
-        self.shared.observer.observe(&RequestEvent::passing(Disposition::Unprotected));
+        self.observe_passing();
         let mut response = inner.call(request).await?;
         take_directive(&mut response);
         take_foreign_status(&mut response);
@@ -668,7 +690,11 @@ impl KeyedResponse {
     }
 
     /// Reads the whole body, for the fingerprint.
-    async fn read<B>(&self, body: B) -> Result<(Bytes, Option<HeaderMap>, Option<BudgetReservation>), Refusal>
+    async fn read<B>(
+        &mut self,
+        parts: &Parts,
+        body: B,
+    ) -> Result<(Bytes, Option<HeaderMap>, Option<BudgetReservation>), Refusal>
     where
         B: Body<Error: Into<BoxError>>,
     {
@@ -679,9 +705,13 @@ impl KeyedResponse {
             // Most bodies arrive with their heads and need no timer.
             match poll_fn(|cx| Poll::Ready(reading.as_mut().poll(cx))).await {
                 Poll::Ready(read) => read,
-                Poll::Pending => tokio::time::timeout(self.settings.body_timeout, reading)
-                    .await
-                    .unwrap_or_else(|_| RequestRead::Broken("it took too long".into())),
+                Poll::Pending => {
+                    // The client may leave meanwhile.
+                    self.label_early(&parts.method, parts.uri.path());
+                    tokio::time::timeout(self.settings.body_timeout, reading)
+                        .await
+                        .unwrap_or_else(|_| RequestRead::Broken("it took too long".into()))
+                }
             }
         };
         match read {
@@ -720,6 +750,8 @@ impl KeyedResponse {
         RB: Body<Data: Send, Error: Into<BoxError>> + Send + 'static,
     {
         self.attempt = Some(permit.attempt().number());
+        // If the runtime ends before the handler.
+        self.left = Disposition::Executed;
         let response_budget = self.shared.response_budget.clone();
         let (settings, target) = (self.settings.clone(), request.uri().clone());
         let call = self.call.clone();
@@ -727,12 +759,21 @@ impl KeyedResponse {
             call.as_ref().map(|call| call.sessions.clone()).filter(|sessions| !sessions.is_empty());
         let running = sessions.map(|sessions| self.shared.sessions.enter(sessions));
         let execution = Execution { settings, permit, key, response_budget, call, running, target, slot };
-        let engine = &self.shared.engine;
-        let ExecutionEnd { result, rest } =
-            engine.shield(execution.run(inner, request), |end| end.rest).await;
+        let engine = self.shared.engine.clone();
+        // Also the observation, so that the outcome counts if the client has left.
+        let work = async move {
+            let ExecutionEnd { result, rest } = execution.run(inner, request).await;
+            (self.executed(result), rest)
+        };
+        let (response, rest) = engine.shield(work, |(_, rest)| rest).await;
         if let Some(rest) = rest {
             engine.spawn(rest);
         }
+        response
+    }
+
+    /// The response of an execution.
+    fn executed<RB, E>(&mut self, result: Result<Executed<RB>, E>) -> Result<Response<ResponseBody<RB>>, E> {
         match result {
             Ok(Executed::Response(mut response)) => {
                 self.as_call_refusal(&mut response);
@@ -787,13 +828,14 @@ impl KeyedResponse {
     }
 
     async fn fail_open<S, B, RB>(
-        self,
+        mut self,
         mut inner: S,
         request: Request<RequestBody<B>>,
     ) -> Result<Response<ResponseBody<RB>>, S::Error>
     where
         S: Service<Request<RequestBody<B>>, Response = Response<RB>>,
     {
+        self.left = Disposition::FailedOpen;
         let mut response = inner.call(request).await?;
         take_directive(&mut response);
         take_foreign_status(&mut response);

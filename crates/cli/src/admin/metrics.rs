@@ -681,13 +681,14 @@ struct RequestCounters {
 const CLASSES: [&str; 6] = ["none", "1xx", "2xx", "3xx", "4xx", "5xx"];
 
 /// The dispositions that are not refusals.
-const PLAIN: [Disposition; 6] = [
+const PLAIN: [Disposition; 7] = [
     Disposition::NotCovered,
     Disposition::Unprotected,
     Disposition::Executed,
     Disposition::Fenced,
     Disposition::Replayed,
     Disposition::FailedOpen,
+    Disposition::ClientLeft,
 ];
 /// Conditions that a client may receive but that no request counts as. With a key, these requests were executed or
 /// their outcome is unknown; without one, they were passed on. A series that stays 0 would be an alert that never
@@ -728,7 +729,7 @@ impl RequestCounters {
 /// The usual status of an outcome, so that its counter exists before it is needed.
 fn usual_status(disposition: Disposition) -> Option<StatusCode> {
     match disposition {
-        Disposition::NotCovered | Disposition::Unprotected => None,
+        Disposition::NotCovered | Disposition::Unprotected | Disposition::ClientLeft => None,
         Disposition::Refused(condition) => Some(condition.status()),
         _ => Some(StatusCode::OK),
     }

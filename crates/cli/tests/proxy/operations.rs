@@ -1,7 +1,11 @@
 //! The operator's view: unknown outcomes, and the access log.
 
+use std::time::Duration;
+
 use oncegate_testkit::until;
 use rustix::process::Signal;
+use socket2::SockRef;
+use tokio::io::AsyncWriteExt as _;
 
 use crate::support::{Message, Service, Sidecar, request};
 use crate::{KEY, OK};
@@ -199,4 +203,56 @@ async fn the_access_log_has_one_line_per_keyed_request_and_no_key() {
             }
         }
     }
+}
+
+#[tokio::test]
+async fn requests_whose_clients_leave_are_counted_and_logged() {
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &["--access-log=text", "--wait=20s"]).await;
+    let counted = async |outcome: &str, status: &str, count: f64| {
+        let name = format!("oncegate_requests_total{{outcome=\"{outcome}\",status=\"{status}\"}}");
+        until(format!("{count} requests are {outcome}"), async || {
+            series(&sidecar, &name).await == Some(count)
+        })
+        .await;
+    };
+    let leave = |client: tokio::net::TcpStream| {
+        SockRef::from(&client).set_linger(Some(Duration::ZERO)).unwrap();
+    };
+    let connect = async |text: &str| {
+        let mut client = tokio::net::TcpStream::connect(sidecar.address).await.unwrap();
+        client.write_all(text.as_bytes()).await.unwrap();
+        client
+    };
+    let keyed = request("POST", "/orders", &[KEY], "{}");
+    let executing = connect(&keyed).await;
+    let mut wire = service.accept().await;
+    wire.message().await;
+    // Waits for the response of the first one.
+    let waiting = connect(&keyed).await;
+    until("it waits", async || series(&sidecar, "oncegate_requests_in_flight").await == Some(2.0)).await;
+    leave(waiting);
+    counted("client-left", "none", 1.0).await;
+    // Half a request.
+    let sending =
+        connect("POST /half HTTP/1.1\r\nHost: a\r\nIdempotency-Key: half\r\nContent-Length: 9\r\n\r\n{")
+            .await;
+    leave(sending);
+    counted("client-left", "none", 2.0).await;
+    // Its execution goes on.
+    leave(executing);
+    wire.send(OK).await;
+    counted("executed", "2xx", 1.0).await;
+    sidecar.ask(&keyed).await.is_replay();
+    until("the lines are there", async || sidecar.process.output_lines().len() == 5).await;
+    let lines = &sidecar.process.output_lines()[1..];
+    let outcomes: Vec<_> =
+        lines.iter().map(|line| line.split(' ').collect::<Vec<_>>()[1..5].join(" ")).collect();
+    let expected = [
+        "POST /orders - client-left",
+        "POST /half - client-left",
+        "POST /orders 200 executed",
+        "POST /orders 200 replayed",
+    ];
+    assert_eq!(outcomes, expected);
 }
