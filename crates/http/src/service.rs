@@ -1018,8 +1018,8 @@ const TOO_MANY: &str = "Nothing was executed: too many requests with a key are i
 
 /// The detail of `store-unavailable` if the store was reached and is full, or if the engine has no place for another
 /// unsettled attempt.
-const STORE_FULL: &str = "The store of keys is full at the moment, or too many earlier requests have no recorded end yet. Requests \
-     with keys that it already has may still be answered. Nothing was executed. Send the same request with the same key later.";
+const STORE_FULL: &str = "The store takes no new keys at the moment: it is full, it cannot write, or too many earlier requests have no recorded end yet. \
+     Requests with keys that it already has may still be answered. Nothing was executed. Send the same request with the same key later.";
 
 /// The detail of `key-reused` if the key is built from the body.
 const REUSED_MEMBERS: &str = "The key of this operation is built from members of its JSON body. Another request had the same \

@@ -116,10 +116,16 @@ pub(super) struct RunningTimer {
     sleep: Option<Pin<Box<Sleep>>>,
     /// True if the sockets were polled once more.
     looked: bool,
+    /// The number of times that this has been prolonged.
+    pauses: u8,
 }
 
 /// A timer that fires this late was paused, together with the whole process.
 const PAUSED: Duration = Duration::from_millis(100);
+
+/// The most pauses that one wait does not count. A thread that is busy all the time looks the same, and a service that keeps it
+/// busy must not be awaited for ever.
+const MAX_PAUSES: u8 = 3;
 
 /// The most time after a pause of this process for reading the waiting bytes of the service and receiving the rest.
 const AFTER_PAUSE: Duration = Duration::from_secs(5);
@@ -132,7 +138,7 @@ impl RunningTimer {
         // A coarse wait ends up to one tick late, or two if the thread is busy.
         let coarse = deadline.checked_sub(TICK * 3).filter(|before| *before > now);
         let coarse = coarse.map(|before| timer.wait_until(before));
-        Self { deadline, coarse, sleep: None, looked: false }
+        Self { deadline, coarse, sleep: None, looked: false, pauses: 0 }
     }
 
     /// Ready when the time is over. `timeout` is the full time.
@@ -145,7 +151,9 @@ impl RunningTimer {
         loop {
             ready!(sleep.as_mut().poll(cx));
             let now = Instant::now();
-            if now.saturating_duration_since(sleep.deadline()) > PAUSED {
+            let is_late = now.saturating_duration_since(sleep.deadline()) > PAUSED;
+            if is_late && self.pauses < MAX_PAUSES {
+                self.pauses += 1;
                 sleep.as_mut().reset(now + timeout.min(AFTER_PAUSE));
                 self.looked = false;
             } else if self.looked {

@@ -238,7 +238,7 @@ async fn requests_whose_clients_leave_are_counted_and_logged() {
         connect("POST /half HTTP/1.1\r\nHost: a\r\nIdempotency-Key: half\r\nContent-Length: 9\r\n\r\n{")
             .await;
     leave(sending);
-    counted("client-left", "none", 2.0).await;
+    counted("request-incomplete", "4xx", 1.0).await;
     // Its execution goes on.
     leave(executing);
     wire.send(OK).await;
@@ -250,7 +250,7 @@ async fn requests_whose_clients_leave_are_counted_and_logged() {
         lines.iter().map(|line| line.split(' ').collect::<Vec<_>>()[1..5].join(" ")).collect();
     let expected = [
         "POST /orders - client-left",
-        "POST /half - client-left",
+        "POST /half 400 request-incomplete",
         "POST /orders 200 executed",
         "POST /orders 200 replayed",
     ];
