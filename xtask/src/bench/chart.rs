@@ -48,12 +48,16 @@ const GROUPS: &[Group] = &[
         ],
     },
     Group {
-        title: "of bare scripts, single rows, a bare unique key",
+        title: "stores that machines share, 64 in flight",
         section: "shared",
         rows: &[
-            ("claim and completion | Redis, no file, 64 in flight", "Redis, 64 in flight", Oncegate),
-            ("claim and completion | PostgreSQL, 64 in flight", "PostgreSQL, 64 in flight", Oncegate),
-            ("against a bare key | `transact`, 64 in flight", "transact, 64 in flight", Oncegate),
+            ("claim and completion | Redis, no file, 64 in flight", "Redis, of two bare scripts", Oncegate),
+            (
+                "claim and completion | PostgreSQL, 64 in flight",
+                "PostgreSQL, of a statement for each row",
+                Oncegate,
+            ),
+            ("against a bare key | `transact`, 64 in flight", "transact, of a bare unique key", Oncegate),
         ],
     },
     Group {
