@@ -80,7 +80,7 @@ async fn a_full_disk_refuses_new_keys_and_replays_stored_ones_even_after_a_resta
     for _ in 0..2 {
         let refused = sidecar.ask(&post("new")).await;
         refused.has_status(503);
-        assert!(refused.text().contains("full at the moment"), "{}", refused.text());
+        assert!(refused.text().contains("takes no new keys"), "{}", refused.text());
         until("the sidecar is not ready and reports why", async || {
             let refused = ready(&sidecar).await;
             let why = refused.text();
