@@ -579,7 +579,8 @@ settings! {
     max_in_flight_per_caller: usize = |text| number(text, limits::MAX_UNSETTLED, "requests");
 
     /// The most requests without a key that are in flight at the same time, until their responses have ended. Upgraded
-    /// connections, such as WebSockets, count until they end. Further requests are refused with 503.
+    /// connections, such as WebSockets, count until they end, and so does the rest of a request that is still sent after its
+    /// response. Further requests are refused with 503.
     "max-in-flight-without-key" LIMITS Service One "N" Nothing("as max-connections, but at least 1024; fewer if the system's limit of open files leaves fewer");
     max_in_flight_without_key: usize = |text| number(text, MAX_OPEN, "requests");
 
