@@ -111,6 +111,8 @@ impl Mark {
 pub(crate) struct Marks {
     is_there: bool,
     slots: [Option<Mark>; SLOTS],
+    /// True if a slot has content that is not valid.
+    is_damaged: bool,
     /// The error of reading a slot.
     error: Option<io::Error>,
 }
@@ -124,6 +126,7 @@ impl Marks {
             let mut bytes = [0; LEN];
             // A slot that cannot be read is like one that is not valid: the other one counts.
             match file.read(&mut bytes, number * BLOCK) {
+                Ok(count) if count < LEN => marks.is_damaged = true,
                 Ok(_) => match Mark::decode(&bytes) {
                     Ok(mark) => *slot = Some(mark),
                     Err(NoHeader::Newer) => {
@@ -133,7 +136,8 @@ impl Marks {
                             known: FORMAT,
                         });
                     }
-                    Err(NoHeader::Empty | NoHeader::Invalid) => {}
+                    Err(NoHeader::Empty) => {}
+                    Err(NoHeader::Invalid) => marks.is_damaged = true,
                 },
                 Err(error) => marks.error = Some(error),
             }
@@ -201,8 +205,20 @@ impl Marks {
     /// The reason why a missing end of the log cannot be noticed, if there is one.
     pub(crate) fn weakness(&self, disk: &dyn Disk, last: &Header) -> Option<String> {
         // The mark is created after the first batch, which is empty.
-        if self.newest().is_some() || (!self.is_there && last.sequence <= 1) {
+        if !self.is_there && last.sequence <= 1 {
             return None;
+        }
+        if let Some(newest) = self.newest() {
+            let path = disk.mark_path();
+            return (self.is_damaged || self.error.is_some()).then(|| {
+                format!(
+                    "one of the two slots of {} cannot be read. The other one is of {}: what was written in the {} seconds after it may \
+                     be missing unnoticed. It is mended when the store is opened",
+                    path.display(),
+                    utc(newest.wall),
+                    2 * INTERVAL.as_secs()
+                )
+            });
         }
         let reason = match &self.error {
             _ if !self.is_there => "is missing".to_owned(),

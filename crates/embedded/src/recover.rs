@@ -286,6 +286,14 @@ pub(crate) fn scan(
         let number = numbers.first().copied().unwrap_or(1);
         return Err(damaged(disk, number, "no batch in any segment can be read".to_owned()));
     };
+    // Those that are older than the oldest one are removed when the store is opened.
+    if let Some(other) =
+        segments.iter().find(|segment| segment.first.is_some_and(|first| first.store != newest.store))
+    {
+        let text = "it is of another store than the newest segment: segments of two stores are in one directory. Restore the \
+                    directory from a copy, or keep the segments of one store only";
+        return Err(damaged(disk, other.number, text.to_owned()));
+    }
     segments.retain(|segment| segment.number >= newest.oldest);
     let (store, oldest) = (newest.store, newest.oldest);
     marks.check_store(store).map_err(bad_mark(disk))?;

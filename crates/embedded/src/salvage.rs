@@ -12,7 +12,7 @@
 //!
 //! If something is lost, the copy has a file that says what. The store does not open until an operator has removed it.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt;
 use std::fs;
 use std::io::{Error, ErrorKind};
@@ -236,6 +236,8 @@ struct Found {
     shifts: Vec<Shift>,
     lost: Vec<Lost>,
     last: Option<Header>,
+    /// The numbers of all batches with the checksums of their headers.
+    chains: HashSet<(u64, u32)>,
     marks: Marks,
     /// The batches that have the number of a mark, and are the ones that it knows or not.
     marked: Vec<(Mark, bool)>,
@@ -278,7 +280,7 @@ impl Found {
                 self.lose(format!("{} is missing", disk.path(expected).display()));
             }
             expected = number + 1;
-            self.read_segment(disk, number, start.store)?;
+            self.read_segment(disk, number, start)?;
         }
         if self.last.is_some_and(|last| last.flags & FLAG_SEAL != 0) {
             self.lose(format!("{} is missing, or cannot be read", disk.path(expected).display()));
@@ -298,13 +300,31 @@ impl Found {
         }
         let marks = self.marks.iter().filter(|mark| mark.sequence == header.sequence);
         self.marked.extend(marks.map(|mark| (*mark, mark.chain == chain)));
+        self.chains.insert((header.sequence, chain));
         self.last = Some(header);
+    }
+
+    /// True if no batch is missing before this one. The first batch of a segment may repeat a number: see [`crate::recover`].
+    fn follows(&self, header: &Header, begin: usize, oldest: u32) -> bool {
+        match self.last {
+            None => header.segment == oldest && begin == 0,
+            Some(last) => {
+                self.chains.contains(&(header.sequence.saturating_sub(1), header.previous))
+                    && (header.sequence == last.sequence + 1 || begin == 0)
+            }
+        }
     }
 
     /// Finds the losses of which only the mark knows.
     fn compare_marks(&mut self, disk: &dyn Disk, store: StoreId) {
         let file = disk.mark_path();
         let file = file.display();
+        if let Some(last) = self.last
+            && let Some(weakness) = self.marks.weakness(disk, &last)
+        {
+            let text = format!("perhaps the end of the log: {weakness}");
+            self.lost.push(Lost { text, after: Some(last.written.wall), before: None });
+        }
         // A batch that was written twice, because its first flush failed, is found twice. One of them is the right one.
         let is_other = |mark: &&Mark| {
             let mut found = self.marked.iter().filter(|(known, _)| known == *mark).peekable();
@@ -330,17 +350,12 @@ impl Found {
         self.lost.push(lost);
     }
 
-    fn read_segment(
-        &mut self,
-        disk: &dyn Disk,
-        number: u32,
-        store: StoreId,
-    ) -> Result<(), EmbeddedOpenError> {
+    fn read_segment(&mut self, disk: &dyn Disk, number: u32, start: &Start) -> Result<(), EmbeddedOpenError> {
         let bytes = read_all(disk, number)?;
         let path = disk.path(number);
         let header = |at: usize| {
             header_at(&bytes, at)
-                .filter(|(header, _)| header.store == store && header.segment == number)
+                .filter(|(header, _)| header.store == start.store && header.segment == number)
                 .filter(|(header, _)| at + header.batch_len() as usize <= bytes.len())
         };
         let is_empty = |at: usize| bytes.iter().skip(at).take(BLOCK as usize).all(|byte| *byte == 0);
@@ -357,8 +372,12 @@ impl Found {
             let batch = header(begin);
             let mut end = bytes.len();
             if let Some((batch, chain)) = batch {
-                if self.last.map_or(begin > 0, |last| batch.sequence > last.sequence + 1) {
-                    self.lose(format!("{}: batches before byte {begin}", path.display()));
+                if !self.follows(&batch, begin, start.oldest) {
+                    let text = "batches before byte";
+                    self.lose(format!(
+                        "{}: {text} {begin}, or they are of another copy of the store",
+                        path.display()
+                    ));
                 }
                 self.found(batch, chain);
                 at += batch.batch_len() as usize;

@@ -11,6 +11,7 @@ use crate::check::{CheckReport, check_disk};
 use crate::format::{BLOCK, Header};
 use crate::mark::{Mark, Marker, Marks};
 use crate::salvage::salvage_disk;
+use crate::tests::DAY;
 use crate::tests::damage::varied_store;
 use crate::{EmbeddedOpenError, EmbeddedOptions};
 
@@ -144,6 +145,34 @@ fn segments_of_another_time_are_refused_next_to_a_newer_mark() {
     }
 }
 
+/// The newest segment says which one is the oldest that counts. Those before it must not be taken for old ones of its store.
+#[test]
+fn segments_of_two_stores_are_refused() {
+    let clock = clock();
+    let one = store_with(&SimDisk::default(), &clock, 0..3, true);
+    assert!(one.contains_key(&1));
+    let disk = SimDisk::default();
+    let store = open(&disk, clock.clone()).unwrap();
+    // Each round writes the same records again, after they have expired.
+    until("the first segment is deleted", || {
+        (0..20).for_each(|n| complete_one(&store, n, 1000));
+        clock.advance(DAY + DAY);
+        block_on(store.purge(1000)).unwrap();
+        segments(&disk.after_power_loss())[0] > 1
+    });
+    store.close();
+    let other = disk.after_power_loss();
+    for has_mark in [true, false] {
+        let mut mixed = other.clone();
+        mixed.insert(1, one[&1].clone());
+        if !has_mark {
+            mixed.remove(&MARK);
+        }
+        let found = damage(&mixed, &clock).expect("segments of another store are not removed");
+        assert!(found.contains("another store"), "{found}");
+    }
+}
+
 #[test]
 fn a_mark_without_segments_is_a_loss_and_not_a_new_store() {
     let (image, clock, _) = varied_store();
@@ -188,15 +217,22 @@ fn without_a_mark_a_store_opens_with_a_warning_and_has_one_again() {
 
 /// A torn write damages one slot. The other one still counts.
 #[test]
-fn one_damaged_slot_changes_nothing() {
+fn one_damaged_slot_is_a_warning_until_the_next_start() {
     let (disk, clock) = (SimDisk::default(), clock());
     store_with(&disk, &clock, 0..3, true);
     let image = store_with(&disk, &clock, 3..6, true);
     for slot in [0, BLOCK as usize] {
         let mut changed = image.clone();
         changed.get_mut(&MARK).unwrap()[slot + 9] ^= 1;
-        assert_eq!(checked(&changed).unproved_end, None);
+        let warning = checked(&changed).unproved_end.unwrap_or_default();
+        assert!(warning.contains("one of the two slots"), "{warning}");
         assert_eq!(damage(&changed, &clock), None);
+        let mended = SimDisk::of(&changed);
+        open(&mended, clock.clone()).unwrap().close();
+        assert_eq!(checked(&mended.after_power_loss()).unproved_end, None);
+        let copy = EmbeddedOptions::new("copy").with_clock(clock.clone());
+        let report = salvage_disk(&SimDisk::of(&changed), Arc::new(SimDisk::default()), copy, SIZES).unwrap();
+        assert!(!report.is_complete(), "the end of the log may be missing");
         // And still notices that more than the last run is missing.
         let batches = batches(&image);
         let place = batches[3];

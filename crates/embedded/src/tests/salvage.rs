@@ -137,6 +137,42 @@ fn a_missing_segment_is_a_lost_part() {
 }
 
 #[test]
+fn an_oldest_segment_without_batches_is_a_lost_part() {
+    let (image, clock, records) = varied_store();
+    let oldest = segments(&image)[0];
+    for len in [0, image[&oldest].len()] {
+        let mut changed = image.clone();
+        changed.insert(oldest, vec![0; len]);
+        let copy = salvaged(&changed, &clock).unwrap();
+        assert!(!copy.0.lost.is_empty(), "{len} bytes of zeros");
+        check(&copy, &records, "without the oldest segment");
+    }
+}
+
+#[test]
+fn segments_of_two_histories_are_a_loss() {
+    let (image, clock, _) = varied_store();
+    let history = |from: u64| {
+        let disk = SimDisk::of(&image);
+        let store = open(&disk, clock.clone()).unwrap();
+        (from..from + 60).for_each(|n| complete_one(&store, n, 1000));
+        store.close();
+        disk.after_power_loss()
+    };
+    let (one, other) = (history(1000), history(2000));
+    let mut mixed_ones = 0;
+    for number in segments(&other) {
+        let mut mixed = other.clone();
+        let older = one.iter().filter(|(old, _)| **old < number && **old != MARK);
+        mixed.extend(older.map(|(old, bytes)| (*old, bytes.clone())));
+        let (report, _) = salvaged(&mixed, &clock).unwrap();
+        assert_eq!(report.lost.is_empty(), mixed == other, "those before {number} are of the other one");
+        mixed_ones += usize::from(mixed != other);
+    }
+    assert!(mixed_ones > 2, "{mixed_ones}");
+}
+
+#[test]
 fn a_batch_of_zeros_is_a_lost_part() {
     let (image, clock, records) = varied_store();
     let begins =
