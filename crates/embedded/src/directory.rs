@@ -7,12 +7,15 @@ use std::path::{Path, PathBuf};
 use crate::error::{EmbeddedOpenError, is_full};
 
 const LOCK: &str = "lock";
+
 /// A directory that this process owns until it drops this value.
 #[derive(Debug)]
 pub(crate) struct Directory {
     path: PathBuf,
     /// The locked file. The operating system releases the lock with the process, however that ends.
     lock: File,
+    /// The locked directory itself, in case the file is removed. `None` if the system cannot lock it.
+    itself: Option<File>,
 }
 
 impl Drop for Directory {
@@ -39,18 +42,29 @@ impl Directory {
             }
             Err(TryLockError::Error(source)) => return Err(io(source)),
         }
+        // Another process may have removed the file of its owner.
+        let itself = if cfg!(unix) { File::open(path).ok() } else { None };
+        let itself = match itself.as_ref().map(File::try_lock) {
+            Some(Err(TryLockError::WouldBlock)) => {
+                return Err(EmbeddedOpenError::InUse { dir: path.to_owned(), pid: None });
+            }
+            Some(Ok(())) => itself,
+            _ => None,
+        };
         // Not synced: the pid matters only while this process lives. On a full disk it is not written, and the next process
         // gets `InUse` without a pid.
         match lock.set_len(0).and_then(|()| write!(lock, "{}", std::process::id())) {
             Err(error) if !is_full(&error) => return Err(io(error)),
             _ => {}
         }
-        Ok(Self { path: path.to_owned(), lock })
+        Ok(Self { path: path.to_owned(), lock, itself })
     }
 
     /// Unlocks the directory.
     pub(crate) fn release(&self) {
-        let _closing_releases_it_too = self.lock.unlock();
+        for file in self.itself.iter().chain([&self.lock]) {
+            let _closing_releases_it_too = file.unlock();
+        }
     }
 
     pub(crate) fn path(&self) -> &Path {
@@ -202,5 +216,17 @@ mod tests {
         drop(owned);
         drop(Directory::acquire(dir.path()).unwrap());
         drop(copy);
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_removed_lock_file_leads_no_second_process_into_the_directory() {
+        let dir = tempfile::tempdir().unwrap();
+        let owned = Directory::acquire(dir.path()).unwrap();
+        fs::remove_file(dir.path().join(LOCK)).unwrap();
+        assert!(matches!(Directory::acquire(dir.path()), Err(EmbeddedOpenError::InUse { .. })));
+        assert!(owned.check_in_place().is_err(), "nothing is written until the directory is as it was");
+        drop(owned);
+        drop(Directory::acquire(dir.path()).unwrap());
     }
 }
