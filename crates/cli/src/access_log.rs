@@ -98,6 +98,7 @@ fn json(now: Timestamp, event: &RequestEvent<'_>, keyed: &KeyedEvent<'_>) -> Str
     Value::Object(members).to_string()
 }
 
-fn millis(duration: Duration) -> f64 {
+/// Milliseconds with three decimals.
+pub(crate) fn millis(duration: Duration) -> f64 {
     (duration.as_secs_f64() * 1e6).round() / 1e3
 }

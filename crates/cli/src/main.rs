@@ -15,6 +15,7 @@ fn printable(text: &str) -> String {
 }
 
 mod access_log;
+mod activity;
 mod admin;
 mod call;
 mod check;

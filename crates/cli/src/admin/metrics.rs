@@ -31,6 +31,7 @@ use prometheus_client::registry::{Metric, Registry, Unit};
 
 use super::AdminState;
 use super::census::Counts;
+use crate::activity::{OutcomeCounts, OutcomeGroup};
 use crate::proxy::{ConnectionLimit, RequestLimit};
 
 /// The current guarantees of the store. They change with the configuration of its server.
@@ -446,11 +447,42 @@ impl Metrics {
         for advisory in engine.store().advisories() {
             self.0.advisories.get_or_create(&[("name", advisory.name)]).set(1);
         }
-        let executing: usize = self.0.running.each().map(|shard| shard.len()).sum();
-        self.0.executing.set(gauged(executing));
+        self.0.executing.set(gauged(self.executing()));
         let mut text = String::new();
         encode(&mut text, &self.0.registry)?;
         Ok(text)
+    }
+
+    /// The requests since the start by group of outcomes.
+    pub(crate) fn outcome_counts(&self) -> OutcomeCounts {
+        let mut counts = OutcomeCounts::default();
+        self.0.requests.each(|disposition, count| {
+            if let Some(sum) = counts.get_mut(OutcomeGroup::of(disposition) as usize) {
+                *sum += count;
+            }
+        });
+        counts
+    }
+
+    /// The requests since the start by outcome, without outcomes that never occurred.
+    pub(super) fn outcomes(&self) -> Vec<(&'static str, u64)> {
+        let mut outcomes: Vec<(&'static str, u64)> = Vec::new();
+        self.0.requests.each(|disposition, count| match outcomes.last_mut() {
+            _ if count == 0 => {}
+            Some((last, sum)) if *last == disposition.as_str() => *sum += count,
+            _ => outcomes.push((disposition.as_str(), count)),
+        });
+        outcomes
+    }
+
+    /// The attempts that are executing.
+    pub(super) fn executing(&self) -> usize {
+        self.0.running.each().map(|shard| shard.len()).sum()
+    }
+
+    /// The last count of unsettled records; `None` before the first walk through the store.
+    pub(super) fn unsettled(&self) -> Option<Counts> {
+        *self.0.unsettled.lock()
     }
 
     fn begun(&self, event: &Event) {
@@ -726,6 +758,17 @@ impl RequestCounters {
     }
 }
 
+impl RequestCounters {
+    /// Calls the closure with the count of each outcome and class of status, without those of outcomes that are newer than the
+    /// table. The counts of an outcome follow each other.
+    fn each(&self, mut see: impl FnMut(Disposition, u64)) {
+        let outcomes = PLAIN.into_iter().chain(Condition::ALL.map(Disposition::Refused));
+        for (disposition, classes) in outcomes.zip(&self.cells) {
+            classes.iter().filter_map(OnceLock::get).for_each(|counter| see(disposition, counter.get()));
+        }
+    }
+}
+
 /// The usual status of an outcome, so that its counter exists before it is needed.
 fn usual_status(disposition: Disposition) -> Option<StatusCode> {
     match disposition {
@@ -788,6 +831,11 @@ labels! {
         EventKind::CompletionMissing => "completion-missing",
         _ => "other",
     }
+}
+
+/// The name of an event, as metrics and operators see it.
+pub(super) fn event_name(kind: EventKind) -> &'static str {
+    EVENTS[event_place(kind)]
 }
 
 impl Observer for Metrics {

@@ -7,15 +7,20 @@
 //! | `GET /metrics` | counters, gauges and histograms for Prometheus |
 //! | `GET /v1/keys?state=&caller=&key_tag=&operation=&min_age=&limit=&order=&cursor=` | records: the newest, or a page |
 //! | `GET /v1/keys/{record}?body=true` | one record; its stored body only if asked for |
+//! | `GET /v1/keys/{record}/timeline` | the events of a record in this sidecar, since its start |
 //! | `POST /v1/keys/find` | one record by key, method, path and caller; or all records of a key |
 //! | `POST /v1/keys/{record}/resolve` | sets the outcome of an operation; with `amend` replaces an operator's response |
 //! | `POST /v1/keys/{record}/park` | withdraws an operator's response, or blocks a released key |
 //! | `POST /v1/keys/{record}/release` | frees a key; with `force` also one whose owner may be alive |
 //! | `POST /v1/clock/accept` | the store accepts the machine's clock, which was set ahead |
 //! | `GET /v1/audit?before=&limit=` | the changes by operators, with their reasons, newest first |
+//! | `GET /v1/summary` | the state of the sidecar and its store, and the requests of the last hour |
+//! | `GET /v1/misuse` | requests that look like mistakes of clients, counted by caller and operation |
+//! | `GET /v1/activity` | a live feed of requests, one JSON object a line |
 //!
 //! Refusals are problem details. Every response has the field `Oncegate-Admin`. [`guard`] controls the access.
 
+mod activity;
 mod cache;
 mod census;
 mod exposition;
@@ -24,6 +29,7 @@ mod keys;
 mod listing;
 mod metrics;
 mod problem;
+mod summary;
 #[cfg(test)]
 pub(crate) mod tests;
 mod view;
@@ -53,6 +59,7 @@ use tokio::sync::{Semaphore, watch};
 
 use self::exposition::Exposition;
 use self::problem::Problem;
+use crate::activity::Activity;
 use crate::config::{AdminToken, duration_text};
 use crate::proxy::{ConnectionLimit, RequestLimit};
 
@@ -70,6 +77,7 @@ pub(crate) struct AdminState {
     /// The circuit breaker of that store.
     pub(crate) breaker: Breaker,
     pub(crate) metrics: Metrics,
+    pub(crate) activity: Activity,
     pub(crate) draining: Draining,
     /// Counts the connections of clients.
     pub(crate) connections: ConnectionLimit,
@@ -153,10 +161,14 @@ pub(crate) fn router(state: AdminState) -> Router {
         .route("/v1/keys", get(keys::list))
         .route("/v1/keys/find", post(keys::find))
         .route("/v1/keys/{record}", get(keys::show))
+        .route("/v1/keys/{record}/timeline", get(activity::timeline))
         .route("/v1/keys/{record}/resolve", post(keys::resolve))
         .route("/v1/keys/{record}/release", post(keys::release))
         .route("/v1/keys/{record}/park", post(keys::park))
         .route("/v1/audit", get(keys::audit))
+        .route("/v1/summary", get(summary::show))
+        .route("/v1/misuse", get(activity::misuse))
+        .route("/v1/activity", get(activity::feed))
         .route("/v1/clock/accept", post(accept_clock))
         .fallback(async |uri: Uri| Problem::no_such_path(uri.path()))
         .method_not_allowed_fallback(async |method: Method, uri: Uri| {
@@ -170,6 +182,7 @@ pub(crate) fn router(state: AdminState) -> Router {
 
 /// Serves the admin API until `stop`, and then finishes the requests that run.
 pub(crate) async fn serve(listener: TcpListener, state: AdminState, stop: impl Future<Output = ()>) {
+    let activity = state.activity.clone();
     let service = TowerToHyperService::new(router(state));
     let connections = GracefulShutdown::new();
     let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
@@ -203,18 +216,36 @@ pub(crate) async fn serve(listener: TcpListener, state: AdminState, stop: impl F
             }
         });
     }
+    activity.close();
     let _ = tokio::time::timeout(CLOSING_TIMEOUT, connections.shutdown()).await;
 }
 
 async fn readyz(State(state): State<AdminState>) -> Response {
+    match readiness(&state).await {
+        Ok(()) => {
+            let advisories = state.engine.store().advisories();
+            let notes = advisories.into_iter().map(|advisory| advisory.text);
+            let lines: String =
+                notes.chain(note_on_keys(&state)).map(|note| format!("note: {note}\n")).collect();
+            text(format!("ready\n{lines}"))
+        }
+        Err(why) => not_ready(format!("{why}\n")),
+    }
+}
+
+/// Checks if requests are accepted and if the store would accept a write.
+///
+/// # Errors
+/// The reason why not, in one line.
+async fn readiness(state: &AdminState) -> Result<(), String> {
     if state.draining.is_set() {
-        return not_ready("stopping\n");
+        return Err("stopping".to_owned());
     }
     // The breaker logs each change, so this does not log each probe.
     match state.breaker.state() {
-        BreakerState::Open => return not_ready("the store is out of reach\n"),
+        BreakerState::Open => return Err("the store is out of reach".to_owned()),
         BreakerState::Closed => {}
-        _ => return not_ready("the store was out of reach, and is being checked\n"),
+        _ => return Err("the store was out of reach, and is being checked".to_owned()),
     }
     let store = state.engine.store();
     let asked = async {
@@ -226,21 +257,15 @@ async fn readyz(State(state): State<AdminState>) -> Response {
         }
     };
     match tokio::time::timeout(READY_TIMEOUT, asked).await {
-        Ok(Ok(())) => {
-            let advisories = store.advisories();
-            let notes = advisories.into_iter().map(|advisory| advisory.text);
-            let lines: String =
-                notes.chain(note_on_keys(&state)).map(|note| format!("note: {note}\n")).collect();
-            text(format!("ready\n{lines}"))
-        }
+        Ok(Ok(())) => Ok(()),
         Ok(Err(error)) => {
             tracing::debug!(error = %ErrorChain(&error), "not ready");
             let why = ErrorChain(&error).to_string().replace(['\r', '\n'], " ");
-            not_ready(format!("the store would not accept a write: {why}\n"))
+            Err(format!("the store would not accept a write: {why}"))
         }
         Err(_) => {
             tracing::debug!(timeout = duration_text(READY_TIMEOUT), "not ready: the store does not answer");
-            not_ready("the store does not answer\n")
+            Err("the store does not answer".to_owned())
         }
     }
 }

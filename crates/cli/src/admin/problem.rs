@@ -141,6 +141,11 @@ impl Problem {
         }
     }
 
+    /// A limit of the admin API is reached at the moment.
+    pub(super) fn busy(detail: impl Into<String>) -> Self {
+        Self::new(StatusCode::SERVICE_UNAVAILABLE, "busy", "The admin API is at its limit", detail)
+    }
+
     pub(super) fn internal(detail: impl Into<String>) -> Self {
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", "The admin API failed", detail)
     }

@@ -21,6 +21,7 @@ use super::reconcile::ReconcileClients;
 use super::reload::Reloader;
 use super::{BoundAddress, ConnectionLimit, DataPath, RequestLimit, cached, server_config};
 use crate::access_log::AccessLog;
+use crate::activity::Activity;
 use crate::admin::{self, AbandonedRecords, AdminLive, AdminState, Draining, count_records};
 use crate::check::{existing, has_other_files};
 use crate::config::{Config, ProxyArgs, StoreChoice, StoreUrl, duration_text};
@@ -202,20 +203,23 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
         Some(service) => builder.with_service(service),
         None => builder,
     };
+    let activity = Activity::default();
+    let observers = ((metrics.clone(), activity.clone()), left.clone());
     #[cfg(feature = "failpoints")]
-    let builder =
-        builder.with_observer(((metrics.clone(), left.clone()), crate::failpoint::Failpoint::from_env()));
+    let builder = builder.with_observer((observers, crate::failpoint::Failpoint::from_env()));
     #[cfg(not(feature = "failpoints"))]
-    let builder = builder.with_observer((metrics.clone(), left.clone()));
+    let builder = builder.with_observer(observers);
     let engine = builder.build();
     tokio::spawn(count_records(engine.store().clone(), left, metrics.clone()));
+    let (sampled, counters) = (activity.clone(), metrics.clone());
+    tokio::spawn(async move { sampled.hour().sample(|| counters.outcome_counts()).await });
     let access_log = config.access_log.map(|format| AccessLog::start(format, &metrics));
     let access_log =
         access_log.transpose().map_err(|error| format!("cannot start the access log: {error}"))?;
     let questions = ReconcileClients::new(config.clone(), metrics.clone())?;
     let layer = config.layer(engine.clone(), |route| questions.settings(route));
-    let layer =
-        layer.map_err(|error| error.to_string())?.with_observer((metrics.clone(), access_log.clone()));
+    let observers = ((metrics.clone(), activity.clone()), access_log.clone());
+    let layer = layer.map_err(|error| error.to_string())?.with_observer(observers);
 
     let (stop, stopped) = watch::channel(false);
     let draining = Draining::default();
@@ -229,6 +233,7 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
         engine: engine.clone(),
         breaker,
         metrics: metrics.clone(),
+        activity: activity.clone(),
         draining: draining.clone(),
         connections: connections.clone(),
         without_key: without_key.clone(),

@@ -3,6 +3,7 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod activity;
 mod budget;
 mod cached;
 mod callers;
