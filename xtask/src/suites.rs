@@ -49,9 +49,9 @@ pub(crate) enum Selection {
 }
 
 /// Integration tests that need no server: the directory of the package, and the name of the program.
-const QUICK: [&str; 11] = [
+const QUICK: [&str; 12] = [
     "cases behaviour", "cli quick", "client client", "core records", "embedded embedded", "engine engine",
-    "http http", "inbox consumer", "oncegate quick", "probe probe", "testkit testkit",
+    "http http", "inbox consumer", "oncegate quick", "probe probe", "seal seal", "testkit testkit",
 ];
 
 /// Programs with unit tests that need a server.

@@ -43,6 +43,7 @@ pub(crate) fn run(arguments: &[&str]) -> Result<()> {
     for script in ["check_fingerprints.py", "check_record_ids.py", "check_intent_keys.py"] {
         cmd(Command::new("python3").arg(root().join("crates/core/vectors").join(script)))?;
     }
+    cmd(Command::new("node").arg(root().join("crates/seal/vectors/check_sealed.mjs")))?;
     Ok(())
 }
 

@@ -18,6 +18,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("oncegate-postgres", &["oncegate-core"]),
     ("oncegate-redis", &["oncegate-core"]),
     ("oncegate-cache", &["oncegate-core"]),
+    ("oncegate-seal", &["oncegate-core"]),
     ("oncegate-http", &["oncegate-core", "oncegate-engine"]),
     ("oncegate-inbox", &["oncegate-core", "oncegate-engine"]),
     ("oncegate-inbox-postgres", &["oncegate-core", "oncegate-engine", "oncegate-inbox", "oncegate-postgres"]),
@@ -45,6 +46,7 @@ const ARROWS: &[(&str, &[&str])] = &[
             "oncegate-redis",
             "oncegate-sqs",
             "oncegate-cache",
+            "oncegate-seal",
             "oncegate-webhook",
         ],
     ),
@@ -55,6 +57,7 @@ const ARROWS: &[(&str, &[&str])] = &[
         &[
             "oncegate-client", "oncegate-core", "oncegate-demo", "oncegate-engine", "oncegate-embedded",
             "oncegate-http", "oncegate-postgres", "oncegate-probe", "oncegate-redis", "oncegate-cache",
+            "oncegate-seal",
         ],
     ),
     // Nothing may depend on these.
@@ -109,6 +112,7 @@ const FREE_OF: &[(&str, &[&str])] = &[
     ("oncegate-postgres", &["http", "hyper", "axum", "redb"]),
     ("oncegate-redis", &["http", "hyper", "axum", "redb", "sqlx"]),
     ("oncegate-cache", &["http", "hyper", "axum", "redb", "redis", "sqlx"]),
+    ("oncegate-seal", &["http", "hyper", "axum", "redb", "redis", "sqlx", "tokio"]),
     ("oncegate-http", &["redb", "hyper", "axum", "sqlx"]),
     ("oncegate-demo", &["axum", "clap", "oncegate-engine", "redb", "redis", "rustls", "sqlx"]),
     ("oncegate-probe", &["axum", "clap", "oncegate-engine", "oncegate-http", "redb", "redis", "sqlx"]),
@@ -131,7 +135,7 @@ const FREE_OF: &[(&str, &[&str])] = &[
 /// Libraries that must not panic: each denies the lints of [`rust`].
 const LIBRARIES: &[&str] = &[
     "amqp", "client", "core", "embedded", "engine", "http", "inbox", "inbox-postgres", "kafka", "nats",
-    "postgres", "probe", "redis", "servers", "sqs", "cache", "webhook",
+    "postgres", "probe", "redis", "seal", "servers", "sqs", "cache", "webhook",
 ];
 
 /// Brokers and stores that the code of a crate must not name, because it works with all of them. Comments may.

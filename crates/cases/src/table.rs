@@ -324,6 +324,7 @@ const REFUSALS: &[(&str, u16, Option<&str>, Option<&str>)] = &[
     ("rate-limited", 429, Some("same-key"), None),
     ("replay-denied", 403, Some("stop"), None),
     ("authorization-unavailable", 503, Some("same-key"), None),
+    ("response-sealed", 503, Some("same-key"), None),
     ("scope-unavailable", 400, Some("fix-request"), None),
     ("scope-not-set", 400, Some("fix-request"), None),
     ("store-unavailable", 503, Some("same-key"), None),

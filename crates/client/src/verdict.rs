@@ -425,6 +425,7 @@ mod tests {
             ("replay-denied", 403, "stop", Definite(Unreplayable)),
             ("replay-denied", 401, "stop", Definite(Unreplayable)),
             ("authorization-unavailable", 503, "same-key", Again(Doubt::May)),
+            ("response-sealed", 503, "same-key", Again(Doubt::May)),
             ("scope-unavailable", 400, "fix-request", Definite(TurnedAway)),
             ("scope-unavailable", 401, "fix-request", Definite(TurnedAway)),
             ("scope-not-set", 400, "fix-request", Definite(TurnedAway)),
@@ -461,9 +462,10 @@ mod tests {
             | Condition::VerificationUnavailable
             | Condition::UpstreamUnreachable => &[Again(Doubt::None)],
             Condition::RequestInProgress => &[Again(InProgress)],
-            Condition::AuthorizationUnavailable | Condition::ResponseAwaited | Condition::HandlerFailed => {
-                &[Again(Doubt::May)]
-            }
+            Condition::AuthorizationUnavailable
+            | Condition::ResponseAwaited
+            | Condition::ResponseSealed
+            | Condition::HandlerFailed => &[Again(Doubt::May)],
             // Only requests without a key get it.
             Condition::UpstreamUnanswered => &[Again(Doubt::May), Unknown],
             Condition::KeyExpired

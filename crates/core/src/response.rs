@@ -52,6 +52,16 @@ const FIELD_HEAD: usize = 2 + 4;
 const STATUSES: std::ops::RangeInclusive<u16> = 200..=999;
 
 impl StoredResponse {
+    /// The name of the only header field of a sealed response: its body is the encrypted form of another response. Entry
+    /// points keep no field with this prefix, so no response of a service has it.
+    pub const SEALED_FIELD: &str = "oncegate-sealed";
+
+    /// Returns true if this is the sealed form of a response, which must be opened before a client gets it.
+    #[must_use]
+    pub fn is_sealed(&self) -> bool {
+        self.headers().next().is_some_and(|(name, _)| name == Self::SEALED_FIELD)
+    }
+
     /// Copies a response into one allocation. `body` is a list of chunks in their order.
     ///
     /// # Errors

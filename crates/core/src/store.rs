@@ -28,6 +28,7 @@ pub trait Store: Send + Sync + 'static {
     /// - [`StoreErrorKind::Locked`] if an open transaction holds the record. Nothing was changed, and the command may be sent
     ///   again.
     /// - [`StoreErrorKind::Corrupt`] if the record cannot be read. Nothing was changed.
+    /// - [`StoreErrorKind::Sealed`] if the response is sealed, and its key is missing. Nothing was changed.
     fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome>;
 
     /// Applies one command now, if the store can answer without waiting for I/O or another task: the same effect, reply and
@@ -298,6 +299,9 @@ pub enum StoreErrorKind {
     Locked,
     /// The record is damaged or of an unknown version. An operator must examine it; it must never be executed.
     Corrupt,
+    /// The response or a step of the record is sealed with a key that this process does not have, or must be sealed and is
+    /// not. Nothing was changed. Until the key is there, the record cannot be read; it must never be executed for that.
+    Sealed,
     /// The configuration or the format does not fit this program. Fix it; a retry does not help.
     Invalid,
 }
@@ -343,6 +347,12 @@ impl StoreError {
     #[must_use]
     pub fn corrupt(message: impl Into<String>) -> Self {
         Self::new(StoreErrorKind::Corrupt, message.into())
+    }
+
+    /// The error for a record whose response or steps cannot be opened with the keys of this process.
+    #[must_use]
+    pub fn sealed(message: impl Into<String>) -> Self {
+        Self::new(StoreErrorKind::Sealed, message.into()).with_extent(Extent::Record)
     }
 
     /// The error for a configuration or format that does not fit this program.

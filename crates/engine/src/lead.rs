@@ -199,6 +199,9 @@ impl Inner {
                 let phase = Phase::Executing(Owner::Local(granted.clone()));
                 return ClaimStart::Leads(phase, StartedClaim::Granted(granted, place));
             }
+            Ok(Outcome::Replay(response)) if response.is_sealed() => {
+                return ClaimStart::Finished(Err(still_sealed()));
+            }
             Ok(Outcome::Replay(response)) => ClaimOutcome::Replay(response),
             Ok(Outcome::Mismatch) => ClaimOutcome::Mismatch,
             Ok(Outcome::Unknown) => ClaimOutcome::Unknown,
@@ -357,6 +360,7 @@ impl LeadingClaim {
                     asked_at,
                 ))
             }
+            Outcome::Replay(response) if response.is_sealed() => LeadState::fail(still_sealed()),
             Outcome::Replay(response) => {
                 LeadState::Finish(SharedOutcome::Replay(response.clone()), Ok(ClaimOutcome::Replay(response)))
             }
@@ -462,6 +466,12 @@ impl LeadingClaim {
             self.inner.retract(self.request.clone(), self.attempt, self.place.take());
         }
     }
+}
+
+/// The error for a response that another process has sealed, in a store that opens none: a client must not get its encrypted
+/// form.
+pub(crate) fn still_sealed() -> StoreError {
+    StoreError::sealed("the response is sealed, and this process opens no sealed responses")
 }
 
 /// Derives the facts about an attempt of another process from the store's reply. Stores do not report when it began. But

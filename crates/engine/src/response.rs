@@ -17,6 +17,7 @@ use crate::attempt::Attempt;
 use crate::conclude::is_same;
 use crate::engine::{ClaimOutcome, ClaimRequest, Inner};
 use crate::event::{Event, EventKind};
+use crate::lead::still_sealed;
 use crate::single_flight::{Leader, Owner, RemoteOwner, SharedOutcome};
 
 /// The right to add the response of an operation that completed its record without it.
@@ -180,6 +181,11 @@ impl Inner {
                 let now = Instant::now();
                 leader.set_executing(Owner::Remote(RemoteOwner { lease_until: now, since: now }));
                 return Ok(ClaimOutcome::AddResponse(ResponsePermit { inner: self, attempt, leader }));
+            }
+            Some(FoundRecord::Replayable(response)) if response.is_sealed() => {
+                let error = still_sealed();
+                leader.finish(SharedOutcome::Failed((&error).into()));
+                return Err(error);
             }
             Some(FoundRecord::Replayable(response)) => {
                 (SharedOutcome::Replay(response.clone()), ClaimOutcome::Replay(response))

@@ -269,6 +269,7 @@ impl From<SharedFailure> for StoreError {
     fn from(failure: SharedFailure) -> Self {
         let error = match failure.kind {
             StoreErrorKind::Corrupt => Self::corrupt("the record cannot be read"),
+            StoreErrorKind::Sealed => Self::sealed("the response of the record cannot be opened"),
             StoreErrorKind::Invalid => Self::invalid("the store refused the claim"),
             StoreErrorKind::Locked => Self::locked("another transaction holds the record"),
             _ => Self::unavailable("the store failed for another command of this record"),

@@ -55,6 +55,7 @@ impl Settings {
             | Condition::StoreUnavailable
             | Condition::RequestInProgress
             | Condition::ReplayUnavailable
+            | Condition::ResponseSealed
             | Condition::RecordCorrupt => true,
             // The scope decides.
             Condition::ScopeUnavailable

@@ -220,6 +220,11 @@ conditions! {
         "The request was completed, and its response is not available yet",
         "The first request with this key was processed and is not processed again. Its response is not available at the moment. Send the same request with the same key later to get it.";
 
+    /// The request was processed, and its response is sealed with a key that is missing.
+    ResponseSealed: "response-sealed", SERVICE_UNAVAILABLE, SameKey, Aborted,
+        "The request was completed, and its response cannot be opened at the moment",
+        "The first request with this key was processed and is not processed again. Its response is stored in encrypted form, and the key to it is missing. Send the same request with the same key later to get it.";
+
     /// The outcome is unknown: the operation may have taken place.
     OutcomeUnknown: "outcome-unknown", INTERNAL_SERVER_ERROR, Stop, Unknown,
         "It is not known whether the request took effect",

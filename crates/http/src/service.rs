@@ -391,6 +391,10 @@ impl KeyedResponse {
                 let is_away = error.kind() == StoreErrorKind::Unavailable && error.extent() == Extent::Store;
                 match (error.kind(), self.settings.fails_open) {
                     (StoreErrorKind::Corrupt, _) => Ok(self.refuse(Refusal::new(Condition::RecordCorrupt))),
+                    (StoreErrorKind::Sealed, _) => {
+                        let refusal = Refusal::new(Condition::ResponseSealed);
+                        Ok(self.refuse(refusal.with_retry_after(SEALED_RETRY_SECONDS)))
+                    }
                     // Boxed: this path is rare, and boxing keeps the common future small.
                     (_, true) if is_away => Box::pin(self.fail_open(inner, request())).await,
                     _ => {
@@ -1015,6 +1019,9 @@ const RESPONSE_BUDGET_USED_UP: &str = "The first request with this key was proce
      Send the same request with the same key later to get the response.";
 const TOO_MANY: &str = "Nothing was executed: too many requests with a key are in progress, or too many responses wait for their \
      clients. Send the same request with the same key later.";
+
+/// The pause before a retry of a request whose response is sealed: an operator has to add the key first.
+const SEALED_RETRY_SECONDS: u64 = 30;
 
 /// The detail of `store-unavailable` if the store was reached and is full, or if the engine has no place for another
 /// unsettled attempt.

@@ -11,6 +11,7 @@
 //!   with their record (`Transactor`).
 //! - `redis` (feature `redis`): the store on Redis and Valkey (`RedisStore`).
 //! - `cache` (feature `cache`): a fast cache of responses in front of another store (`CachedStore`).
+//! - `seal` (feature `seal`): encryption of stored responses and steps, in front of any store (`SealedStore`).
 //! - `client` (feature `client`): the client, which keeps one key for each intent over every retry (`Client`).
 //! - `inbox` (feature `inbox`): messages of brokers and webhooks, each processed once.
 //! - `inbox_postgres` (feature `inbox-postgres`): the effect and the receipt of a message in one transaction, and an outbox.
@@ -99,6 +100,8 @@ pub use oncegate_nats as nats;
 pub use oncegate_postgres as postgres;
 #[cfg(feature = "redis")]
 pub use oncegate_redis as redis;
+#[cfg(feature = "seal")]
+pub use oncegate_seal as seal;
 #[cfg(feature = "experimental-sqs")]
 pub use oncegate_sqs as sqs;
 #[cfg(feature = "webhook")]

@@ -869,6 +869,7 @@ const fn error_name(kind: StoreErrorKind) -> &'static str {
         StoreErrorKind::Unavailable => "unavailable",
         StoreErrorKind::Locked => "locked",
         StoreErrorKind::Corrupt => "corrupt",
+        StoreErrorKind::Sealed => "sealed",
         StoreErrorKind::Invalid => "invalid",
         _ => "other",
     }

@@ -126,6 +126,14 @@ impl Problem {
                 "A transaction holds the record",
                 format!("{words}. Nothing was changed: try again when the transaction has ended."),
             ),
+            StoreErrorKind::Sealed => Self::new(
+                StatusCode::SERVICE_UNAVAILABLE,
+                "record-sealed",
+                "The record cannot be opened",
+                format!(
+                    "{words}. Nothing was changed. Requests with its key are refused and never executed."
+                ),
+            ),
             _ => Self::new(StatusCode::INTERNAL_SERVER_ERROR, "store-invalid", "The store refused", words),
         }
     }

@@ -215,7 +215,7 @@ async fn the_published_refusals_are_those_that_a_route_gives() {
             "502",
             "authorization-unavailable outcome-unknown upstream-head-too-large upstream-unanswered upstream-unreachable upstream-unsupported",
         ),
-        ("503", "authorization-unavailable overloaded store-unavailable"),
+        ("503", "authorization-unavailable overloaded response-sealed store-unavailable"),
         ("504", "authorization-unavailable outcome-unknown upstream-unanswered"),
     ];
     let expected: Vec<_> = expected

@@ -9,6 +9,7 @@ mod conclude;
 mod function;
 mod leases;
 mod own_errors;
+mod sealed;
 mod shield;
 mod steps;
 mod support;

@@ -678,6 +678,9 @@ impl Transactor {
             Reply::Outcome(Outcome::Execute(grant)) => {
                 GuardClaim::Execute(Guard::new(request.record, grant.token, Some(self.retention), persistent))
             }
+            Reply::Outcome(Outcome::Replay(response)) if response.is_sealed() => {
+                return Err(GuardError::Store(still_sealed()));
+            }
             Reply::Outcome(Outcome::Replay(response)) => GuardClaim::Replay(response),
             Reply::Outcome(Outcome::InProgress { lease_left }) => GuardClaim::InProgress { lease_left },
             Reply::Locked => GuardClaim::InProgress { lease_left: Duration::ZERO },
@@ -724,7 +727,17 @@ fn said(row: Option<&PgRow>) -> Result<Reply, StoreError> {
     record::reply(row.ok_or_else(record::unexpected_reply)?)
 }
 
+/// The error for a response that a sidecar or another program has sealed: `transact` has no keys.
+fn still_sealed() -> StoreError {
+    StoreError::sealed(
+        "the response is sealed, and a transaction of an application opens no sealed responses",
+    )
+}
+
 fn replay<T: DeserializeOwned>(record: RecordId, response: &StoredResponse, is_ours: bool) -> RunResult<T> {
+    if response.is_sealed() {
+        return RunResult::Failed(TransactError::Store(still_sealed()));
+    }
     match json::decode(response) {
         Ok(value) if is_ours => RunResult::Done(TransactOutcome::Executed(value)),
         Ok(value) => RunResult::Done(TransactOutcome::Replayed(value)),

@@ -1,0 +1,51 @@
+//! Encryption at rest of what records keep of requests: stored responses and the results of steps.
+//!
+//! [`SealedStore`] wraps any [`Store`](oncegate_core::Store). It seals responses and steps on their way into the store, and
+//! opens them on their way out. The store sees an ordinary response and ordinary steps, so its contract does not change, and a
+//! cache in front of the store holds sealed responses, too.
+//!
+//! ```
+//! use oncegate_core::MemoryStore;
+//! use oncegate_seal::{Keyring, SealKey, SealedStore};
+//!
+//! let keys = Keyring::new([SealKey::generate()?]);
+//! let store = SealedStore::new(MemoryStore::default(), keys);
+//! # Ok::<(), oncegate_seal::SealKeyError>(())
+//! ```
+//!
+//! # Format
+//! The sealed form of some bytes, version 1:
+//!
+//! ```text
+//! 8 magic "\0ogseal\x01" | 8 key id | u8 part | u64 token | 32 salt | ciphertext | 16 tag      numbers big-endian
+//!
+//! part     1 the response of an owner, 2 the response of an operator, 3 the result of a step
+//! token    the fencing token under which the part was written; 0 for an operator
+//! context  "oncegate-seal-1" | u8 part | 32 record id | u64 token     and for a step: | u32 number | name
+//!
+//! key id    = HKDF-Expand(key, "oncegate-seal-1 id", 8)               HKDF-Expand: RFC 5869 with SHA-256
+//! salt key  = HKDF-Expand(key, "oncegate-seal-1 salt", 32)
+//! salt      = HMAC-SHA-256(salt key, u64 length of context | context | plaintext)
+//! data key  = HKDF-Expand(key, "oncegate-seal-1 data" | salt, 32)
+//! ciphertext, tag = AES-256-GCM(data key, nonce of 12 zero bytes, associated data = context, plaintext)
+//! ```
+//!
+//! Each plaintext in each place has a data key of its own, so a nonce cannot repeat. No random numbers are needed: two
+//! processes, or two copies of one virtual machine, only ever agree in a data key for the same plaintext in the same place.
+//! `vectors/sealed.json` has examples, next to a second implementation.
+//!
+//! A sealed response is stored as a response with the status 500, one header field `oncegate-sealed: 1`, and the sealed form
+//! of its published bytes ([`StoredResponse::as_encoded`](oncegate_core::StoredResponse::as_encoded)) as the body. A program
+//! that does not know the seal replays an error, never a success. A sealed step keeps its name; its result is the sealed form.
+
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
+
+mod envelope;
+mod key;
+mod keyring;
+mod store;
+
+pub use envelope::{Part, SealError, SealInfo};
+pub use key::{SealKey, SealKeyError, SealKeyId};
+pub use keyring::{Keyring, KeyringError};
+pub use store::{SealKeys, SealedStore};

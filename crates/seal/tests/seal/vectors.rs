@@ -1,0 +1,87 @@
+//! The published examples, for implementations in other languages.
+
+use std::fmt::Write as _;
+
+use bytes::Bytes;
+use oncegate_core::{Outcome, StoredResponse};
+use oncegate_seal::SealInfo;
+use oncegate_testkit::block_on;
+use serde_json::{Value, json};
+
+use crate::{World, complete, key, record_step, response, ring};
+use oncegate_core::Store as _;
+
+const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/vectors/sealed.json");
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().fold(String::new(), |mut text, byte| {
+        let _ = write!(text, "{byte:02x}");
+        text
+    })
+}
+
+fn bytes(value: &Value) -> Vec<u8> {
+    let text = value.as_str().unwrap();
+    (0..text.len()).step_by(2).map(|at| u8::from_str_radix(&text[at..at + 2], 16).unwrap()).collect()
+}
+
+/// Writes the file anew, with the tokens of this moment, if it is asked to: `ONCEGATE_WRITE_VECTORS=1`.
+fn write_anew() {
+    let world = World::with(ring(&[1]));
+    let (id, token) = world.owned(1);
+    let steps = [("charge", &b"{\"id\":7}"[..]), ("~input", b"")];
+    for (number, (name, result)) in steps.into_iter().enumerate() {
+        world.apply(id, record_step(token, number, name, result)).unwrap();
+    }
+    let stored = block_on(world.plain.lookup(id)).unwrap().unwrap().steps;
+    let mut parts: Vec<_> = (0..)
+        .zip(steps.into_iter().zip(stored.as_slice()))
+        .map(|(number, ((name, result), sealed))| {
+            json!({
+                "part": 3, "token": token.get().to_string(), "number": number, "name": name,
+                "plaintext": hex(result), "sealed": hex(sealed.result()),
+            })
+        })
+        .collect();
+    world.apply(id, complete(token)).unwrap();
+    let sealed = world.stored(id);
+    parts.push(json!({
+        "part": 1, "token": token.get().to_string(), "plaintext": hex(response().as_encoded()),
+        "sealed": hex(sealed.as_body()), "response": hex(sealed.as_encoded()),
+    }));
+    let file = json!({
+        "about": "Sealed forms, version 1. All bytes are hexadecimal. Tokens are decimal texts, because they may exceed 2^53.",
+        "key": hex(&[1; 32]),
+        "key_text": *key(1).to_secret_text(),
+        "key_id": key(1).id().to_string(),
+        "record": id.to_string(),
+        "parts": parts,
+    });
+    std::fs::write(FILE, serde_json::to_string_pretty(&file).unwrap() + "\n").unwrap();
+}
+
+#[test]
+fn the_published_examples_are_opened() {
+    if std::env::var_os("ONCEGATE_WRITE_VECTORS").is_some() {
+        write_anew();
+    }
+    let file: Value = serde_json::from_str(&std::fs::read_to_string(FILE).unwrap()).unwrap();
+    assert_eq!(file["key_text"], *key(1).to_secret_text());
+    assert_eq!(file["key_id"], key(1).id().to_string());
+    let parts = file["parts"].as_array().unwrap();
+    assert_eq!(parts.len(), 3);
+    let sealed = parts.iter().find(|part| part["part"] == 1).unwrap();
+    let stored = StoredResponse::decode(Bytes::from(bytes(&sealed["response"]))).unwrap();
+    assert_eq!(stored.as_body(), bytes(&sealed["sealed"]));
+    assert_eq!(
+        SealInfo::of_response(&stored).unwrap().token.get().to_string(),
+        sealed["token"].as_str().unwrap()
+    );
+    // A claim opens it under whatever token it was written.
+    let world = World::with(ring(&[1]));
+    let (id, token) = world.owned(1);
+    assert_eq!(file["record"], id.to_string());
+    world.put(id, token, stored);
+    let Outcome::Replay(opened) = world.claim_again(id).unwrap() else { panic!("it is completed") };
+    assert_eq!(opened.as_encoded()[..], bytes(&sealed["plaintext"]));
+}

@@ -1,0 +1,66 @@
+// A second implementation of sealed forms: opens and writes the examples of sealed.json with the cryptography of Node alone.
+import { createCipheriv, createDecipheriv, createHmac, timingSafeEqual } from 'node:crypto'
+import { readFileSync } from 'node:fs'
+import assert from 'node:assert'
+
+const file = JSON.parse(readFileSync(new URL('sealed.json', import.meta.url)))
+const LABEL = 'oncegate-seal-1'
+const MAGIC = Buffer.from('\0ogseal\x01', 'latin1')
+
+/** HKDF-Expand of RFC 5869 with SHA-256, for at most 32 bytes. */
+const derive = (key, info, length) =>
+  createHmac('sha256', key).update(info).update(Buffer.from([1])).digest().subarray(0, length)
+
+function u64(number) {
+  const bytes = Buffer.alloc(8)
+  bytes.writeBigUInt64BE(BigInt(number))
+  return bytes
+}
+
+function context({ part, record, token, number, name }) {
+  const parts = [Buffer.from(LABEL), Buffer.from([part]), record, u64(token)]
+  if (part === 3) {
+    const place = Buffer.alloc(4)
+    place.writeUInt32BE(number)
+    parts.push(place, Buffer.from(name))
+  }
+  return Buffer.concat(parts)
+}
+
+const dataKey = (key, salt) => derive(key, Buffer.concat([Buffer.from(`${LABEL} data`), salt]), 32)
+
+export function seal(key, place, plaintext) {
+  const bound = context(place)
+  const salt = createHmac('sha256', derive(key, `${LABEL} salt`, 32))
+    .update(u64(bound.length)).update(bound).update(plaintext).digest()
+  const cipher = createCipheriv('aes-256-gcm', dataKey(key, salt), Buffer.alloc(12)).setAAD(bound)
+  const ciphertext = Buffer.concat([cipher.update(plaintext), cipher.final()])
+  const head = [MAGIC, derive(key, `${LABEL} id`, 8), Buffer.from([place.part]), u64(place.token), salt]
+  return Buffer.concat([...head, ciphertext, cipher.getAuthTag()])
+}
+
+export function open(keys, place, sealed) {
+  if (sealed.length < 73 || !sealed.subarray(0, 8).equals(MAGIC)) throw new Error('not sealed in version 1')
+  const id = sealed.subarray(8, 16)
+  const key = keys.find((key) => timingSafeEqual(derive(key, `${LABEL} id`, 8), id))
+  if (!key) throw new Error(`the key ${id.toString('hex')} is missing`)
+  const [part, token] = [sealed[16], sealed.readBigUInt64BE(17)]
+  const bound = context({ ...place, part, token })
+  const cipher = createDecipheriv('aes-256-gcm', dataKey(key, sealed.subarray(25, 57)), Buffer.alloc(12))
+  cipher.setAAD(bound).setAuthTag(sealed.subarray(-16))
+  return Buffer.concat([cipher.update(sealed.subarray(57, -16)), cipher.final()])
+}
+
+const key = Buffer.from(file.key, 'hex')
+const record = Buffer.from(file.record, 'hex')
+assert.equal(derive(key, `${LABEL} id`, 8).toString('hex'), file.key_id)
+assert.equal(`ogseal1_${file.key_id}_${file.key}`, file.key_text)
+for (const example of file.parts) {
+  const place = { ...example, record }
+  const [plaintext, sealed] = [example.plaintext, example.sealed].map((text) => Buffer.from(text, 'hex'))
+  assert.deepEqual(seal(key, place, plaintext), sealed)
+  assert.deepEqual(open([Buffer.alloc(32), key], place, sealed), plaintext)
+  assert.throws(() => open([key], { ...place, record: Buffer.alloc(32) }, sealed))
+  assert.throws(() => open([Buffer.alloc(32)], place, sealed), /is missing/)
+}
+console.log(`${file.parts.length} sealed forms agree`)
