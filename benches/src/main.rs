@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! oncegate-benches bare PORT              an axum echo with nothing around it
+//! oncegate-benches busy PORT NANOSECONDS  the same, with so much computing before each response
 //! oncegate-benches memory PORT            the same, with the layer on the memory store
 //! oncegate-benches embedded PORT DIR      the same, with the layer on the durable store
 //! oncegate-benches record-size            bytes of memory that a record takes beyond its response
@@ -34,10 +35,11 @@ mod shared;
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use axum::Router;
 use axum::body::Bytes;
+use axum::extract::Request;
 use oncegate_core::{MemoryStore, Store, SystemClock};
 use oncegate_embedded::{EmbeddedOptions, EmbeddedStore};
 use oncegate_engine::Engine;
@@ -55,6 +57,7 @@ async fn main() -> Result<()> {
     let service = service::service();
     match arguments[..] {
         ["bare", port] => serve(service, port).await,
+        ["busy", port, nanoseconds] => serve(busy(service, nanoseconds.parse()?), port).await,
         ["memory", port] => serve(service.layer(layer(memory())), port).await,
         ["embedded", port, directory] => {
             let store = EmbeddedStore::open(EmbeddedOptions::new(directory))?;
@@ -90,6 +93,17 @@ async fn main() -> Result<()> {
 
 fn memory() -> Arc<dyn Store> {
     Arc::new(MemoryStore::new(SystemClock::new()))
+}
+
+/// A service that computes for a time before each request: what a layer that does as much would cost, whatever it does.
+fn busy(service: Router, nanoseconds: u64) -> Router {
+    service.layer(axum::middleware::map_request(move |request: Request| {
+        let end = Instant::now() + Duration::from_nanos(nanoseconds);
+        while Instant::now() < end {
+            std::hint::spin_loop();
+        }
+        std::future::ready(request)
+    }))
 }
 
 fn layer(store: Arc<dyn Store>) -> IdempotencyLayer {
