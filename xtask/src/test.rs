@@ -63,6 +63,10 @@ fn prepare_postgres() -> Result<()> {
     if !has("pgbouncer", &["--version"]) {
         install(&["pgbouncer"])?;
     }
+    install_postgres()
+}
+
+pub(crate) fn install_postgres() -> Result<()> {
     let versions = std::fs::read_dir("/usr/lib/postgresql").into_iter().flatten().flatten();
     let is_there = versions.map(|version| version.path().join("bin/initdb")).any(|initdb| initdb.exists());
     if is_there || has("initdb", &["--version"]) { Ok(()) } else { install(&["postgresql"]) }
@@ -114,10 +118,13 @@ fn prepare_python(name: &str, requirements: &str) -> Result<()> {
 /// Redis, and its client for Python. The tests start servers of their own, on free ports; the one that the package starts
 /// on its own port is left alone.
 fn prepare_redis() -> Result<()> {
-    if !has("redis-server", &["--version"]) || !has("redis-cli", &["--version"]) {
-        install(&["redis-server"])?;
-    }
+    install_redis()?;
     prepare_python("redis-contract", "crates/redis/tests/requirements.txt")
+}
+
+pub(crate) fn install_redis() -> Result<()> {
+    let is_there = has("redis-server", &["--version"]) && has("redis-cli", &["--version"]);
+    if is_there { Ok(()) } else { install(&["redis-server"]) }
 }
 
 /// RabbitMQ, of which the tests start brokers of their own, on free ports; the one that the package starts on its own port is

@@ -96,33 +96,34 @@ fn fdatasync_rate(dir: &Path, span: Duration) -> f64 {
 }
 
 /// Runs `pair` again and again in `clients` tasks at a time.
-fn run_clients<F>(runtime: &Runtime, clients: usize, span: Duration, pair: impl Fn(u64) -> F) -> Rate
+fn run_clients<F>(
+    runtime: &Runtime,
+    clients: usize,
+    span: Duration,
+    pair: impl Fn(u64) -> F + Send + Sync + 'static,
+) -> Rate
 where
     F: Future<Output = ()> + Send + 'static,
 {
-    let next = Arc::new(AtomicU64::new(0));
+    let (next, pair) = (Arc::new(AtomicU64::new(0)), Arc::new(pair));
     let start = Instant::now();
-    let pair = &pair;
-    let latencies: Vec<f64> = runtime.block_on(async {
-        // Each client is a chain of tasks: when one pair is done, the next one is started.
-        let (done, mut results) = tokio::sync::mpsc::unbounded_channel();
-        let launch = |n: u64| {
-            let (done, work) = (done.clone(), pair(n));
-            let begun = Instant::now();
-            tokio::spawn(async move {
-                work.await;
-                let _ = done.send(begun.elapsed().as_secs_f64() * 1000.0);
-            });
-        };
-        (0..clients).for_each(|_| launch(next.fetch_add(1, Ordering::Relaxed)));
-        let (mut latencies, mut running) = (Vec::new(), clients);
-        while running > 0 {
-            latencies.push(results.recv().await.expect("a client's result"));
-            if start.elapsed() < span {
-                launch(next.fetch_add(1, Ordering::Relaxed));
-            } else {
-                running -= 1;
+    let client = || {
+        let (next, pair) = (next.clone(), pair.clone());
+        async move {
+            let mut latencies = Vec::new();
+            while start.elapsed() < span {
+                let begun = Instant::now();
+                pair(next.fetch_add(1, Ordering::Relaxed)).await;
+                latencies.push(begun.elapsed().as_secs_f64() * 1000.0);
             }
+            latencies
+        }
+    };
+    let latencies: Vec<f64> = runtime.block_on(async {
+        let clients: Vec<_> = (0..clients).map(|_| tokio::spawn(client())).collect();
+        let mut latencies = Vec::new();
+        for client in clients {
+            latencies.extend(client.await.expect("a client's latencies"));
         }
         latencies
     });
@@ -136,7 +137,7 @@ where
 fn store_pairs(runtime: &Runtime, dir: &Path, clients: usize, span: Duration) -> Rate {
     let dir = tempfile::tempdir_in(dir).expect("a directory");
     let store = Arc::new(EmbeddedStore::open(EmbeddedOptions::new(dir.path())).expect("a store"));
-    run_clients(runtime, clients, span, |n| {
+    run_clients(runtime, clients, span, move |n| {
         let store = store.clone();
         async move { pair(&store, n).await }
     })
@@ -164,7 +165,7 @@ fn bare_pairs(runtime: &Runtime, dir: &Path, clients: usize, span: Duration) -> 
     let (puts, queue) = mpsc::channel();
     std::thread::scope(|scope| {
         scope.spawn(move || bare_loop(&database, &queue));
-        let rate = run_clients(runtime, clients, span, |n| {
+        run_clients(runtime, clients, span, move |n| {
             let (puts, claimed, completed) = (puts.clone(), claimed.clone(), completed.clone());
             async move {
                 for bytes in [claimed, completed] {
@@ -173,9 +174,7 @@ fn bare_pairs(runtime: &Runtime, dir: &Path, clients: usize, span: Duration) -> 
                     wait.await.expect("a reply");
                 }
             }
-        });
-        drop(puts);
-        rate
+        })
     })
 }
 

@@ -384,7 +384,7 @@ pub(crate) fn prepare_segments(inner: &StoreInner) {
                 if !inner.spare.has_failed() {
                     warn!(error = %ErrorChain(&error), "the embedded store cannot prepare its next segment: new keys are refused");
                 }
-                inner.spare.set(Spare::Failed(number));
+                inner.spare.set_failed(number, ErrorChain(&error).to_string());
             }
         }
         began = Instant::now();

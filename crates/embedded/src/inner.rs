@@ -17,7 +17,9 @@ use crate::index::{Index, Place, Recent, SLOT_MEMORY, Slot};
 use crate::mark::{Failure, Mark};
 use crate::queue::Queue;
 use crate::segments::{Segments, SpareSlot};
-use crate::shared::{Reply, Scan, closed_error, disk_low_error, full_error, is_damage, unreadable_error};
+use crate::shared::{
+    Reply, Scan, closed_error, disk_low_error, full_error, is_damage, unprepared_error, unreadable_error,
+};
 use crate::tail::Tail;
 use crate::ticket::Ticket;
 
@@ -408,14 +410,14 @@ impl StoreInner {
 
     /// Refuses a claim that the protocol grants but the capacity does not allow.
     fn check_capacity(&self, is_new: bool) -> Result<(), StoreError> {
-        let error = if is_new { self.exhausted() } else { self.is_disk_low().then(disk_low_error) };
+        let error = if is_new { self.exhausted() } else { self.disk_refusal() };
         error.map_or(Ok(()), Err)
     }
 
     /// The error for a claim of a new key if the disk or a limit is exhausted.
     fn exhausted(&self) -> Option<StoreError> {
-        if self.is_disk_low() {
-            return Some(disk_low_error());
+        if let Some(error) = self.disk_refusal() {
+            return Some(error);
         }
         let limits = Limits { max_records: self.max_records, max_record_bytes: self.max_record_bytes };
         limits
@@ -519,6 +521,14 @@ impl StoreInner {
     /// The reason why new keys are refused.
     pub(crate) fn full(&self) -> MutexGuard<'_, Option<String>> {
         self.full.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The error for a claim while the rest of the disk is reserved for requests that are running.
+    pub(crate) fn disk_refusal(&self) -> Option<StoreError> {
+        if self.is_disk_low.load(Ordering::Relaxed) {
+            return Some(disk_low_error());
+        }
+        self.spare.failure().map(|reason| unprepared_error(&reason))
     }
 
     /// True if the rest of the disk is reserved for requests that are running.

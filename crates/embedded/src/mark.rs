@@ -159,7 +159,7 @@ impl Marks {
             return Ok(());
         }
         let known = self.newest().map_or_else(String::new, |mark| {
-            format!(": batch {} was on the disk at {}", mark.sequence, utc(mark.wall))
+            format!(": batch {} was on the disk at {}", mark.sequence, mark.wall)
         });
         Err(format!(
             "all segments are missing{known}. If no client repeats a request of that store, remove the file to start with an empty one"
@@ -173,8 +173,7 @@ impl Marks {
             Some(mark) => Err(format!(
                 "it is of another store than the segments next to it, and the batch {} of that store was on the disk at {}. If its \
                  records count, restore its segments; if those that are here count, remove the file",
-                mark.sequence,
-                utc(mark.wall)
+                mark.sequence, mark.wall
             )),
         }
     }
@@ -194,9 +193,9 @@ impl Marks {
             Some(mark) => Err(format!(
                 "the log ends with batch {} of {}, and batch {} of {} was on the disk: {} batches are missing",
                 last.sequence,
-                utc(last.written.wall),
+                last.written.wall,
                 mark.sequence,
-                utc(mark.wall),
+                mark.wall,
                 mark.sequence - last.sequence
             )),
         }
@@ -215,7 +214,7 @@ impl Marks {
                     "one of the two slots of {} cannot be read. The other one is of {}: what was written in the {} seconds after it may \
                      be missing unnoticed. It is mended when the store is opened",
                     path.display(),
-                    utc(newest.wall),
+                    newest.wall,
                     2 * INTERVAL.as_secs()
                 )
             });
@@ -230,7 +229,7 @@ impl Marks {
              A copy of a store needs this file, too",
             disk.mark_path().display(),
             last.sequence,
-            utc(last.written.wall)
+            last.written.wall
         ))
     }
 }
@@ -239,8 +238,7 @@ impl Marks {
 pub(crate) fn other_history(mark: &Mark) -> String {
     format!(
         "batch {} is another one than that of {}, which was on the disk: the segments and the mark are of different copies of the store",
-        mark.sequence,
-        utc(mark.wall)
+        mark.sequence, mark.wall
     )
 }
 
@@ -335,27 +333,6 @@ impl Marker {
     }
 }
 
-/// A time of day in UTC, for messages: `2026-11-24T01:38:13Z`.
-pub(crate) fn utc(time: Timestamp) -> String {
-    let seconds = time.as_millis() / 1000;
-    let (days, of_day) = (seconds / 86_400, seconds % 86_400);
-    // Days of the Gregorian calendar, in eras of 400 years that begin on the first of March of the year 0.
-    let days = days + 719_468;
-    let (era, of_era) = (days / 146_097, days % 146_097);
-    let year_of_era = (of_era - of_era / 1460 + of_era / 36_524 - of_era / 146_096) / 365;
-    let of_year = of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let month = (5 * of_year + 2) / 153;
-    let day = of_year - (153 * month + 2) / 5 + 1;
-    let (month, carry) = if month < 10 { (month + 3, 0) } else { (month - 9, 1) };
-    format!(
-        "{:04}-{month:02}-{day:02}T{:02}:{:02}:{:02}Z",
-        era * 400 + year_of_era + carry,
-        of_day / 3600,
-        of_day / 60 % 60,
-        of_day % 60
-    )
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -377,17 +354,5 @@ mod tests {
             assert_eq!(Mark::decode(&damaged), Err(NoHeader::Invalid), "bit {bit}");
         }
         assert_eq!(Mark::decode(&[0; LEN]), Err(NoHeader::Empty));
-    }
-
-    #[test]
-    fn times_are_shown_in_utc() {
-        let shown = |seconds: u64| utc(Timestamp::from_millis(seconds * 1000 + 999));
-        assert_eq!(shown(0), "1970-01-01T00:00:00Z");
-        assert_eq!(shown(951_782_399), "2000-02-28T23:59:59Z");
-        assert_eq!(shown(951_782_400), "2000-02-29T00:00:00Z");
-        assert_eq!(shown(1_704_067_199), "2023-12-31T23:59:59Z");
-        assert_eq!(shown(1_709_251_200), "2024-03-01T00:00:00Z");
-        assert_eq!(shown(4_107_542_400), "2100-03-01T00:00:00Z");
-        assert!(utc(Timestamp::from_millis(u64::MAX)).ends_with('Z'));
     }
 }

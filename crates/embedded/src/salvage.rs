@@ -31,7 +31,7 @@ use crate::format::{
 };
 use crate::index::Place;
 use crate::inner::{Shift, Sizes};
-use crate::mark::{Mark, Marks, other_history, utc};
+use crate::mark::{Mark, Marks, other_history};
 use crate::options::EmbeddedOptions;
 use crate::store::{EmbeddedStore, random_id};
 use crate::tail::Tail;
@@ -263,7 +263,7 @@ impl fmt::Display for Lost {
 
 /// A span of time in words.
 fn period(after: Option<Timestamp>, before: Option<Timestamp>) -> String {
-    match (after.map(utc), before.map(utc)) {
+    match (after, before) {
         (Some(after), Some(before)) if after == before => format!("written at {after}"),
         (Some(after), Some(before)) => format!("written between {after} and {before}"),
         (Some(after), None) => format!("written after {after}"),

@@ -133,6 +133,8 @@ pub(crate) struct SpareSlot {
     changed: Condvar,
     /// The last attempt failed.
     has_failed: AtomicBool,
+    /// The reason of the last failure.
+    failure: Mutex<String>,
     /// The writer waits for the segment that is being prepared.
     is_awaited: AtomicBool,
 }
@@ -143,6 +145,7 @@ impl SpareSlot {
             spare: Mutex::new(spare),
             changed: Condvar::new(),
             has_failed: AtomicBool::new(false),
+            failure: Mutex::default(),
             is_awaited: AtomicBool::new(false),
         }
     }
@@ -228,6 +231,18 @@ impl SpareSlot {
         }
         drop(spare);
         self.changed.notify_all();
+    }
+
+    /// The end of an attempt that failed.
+    pub(crate) fn set_failed(&self, number: u32, reason: String) {
+        *self.failure.lock().unwrap_or_else(PoisonError::into_inner) = reason;
+        self.set(Spare::Failed(number));
+    }
+
+    /// The reason, if the last attempt to prepare a segment failed.
+    pub(crate) fn failure(&self) -> Option<String> {
+        let reason = || self.failure.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        self.has_failed().then(reason)
     }
 
     /// True if the last attempt to prepare a segment failed.

@@ -40,6 +40,13 @@ pub(crate) fn disk_low_error() -> StoreError {
     )
 }
 
+/// The error for a claim while the next segment cannot be prepared.
+pub(crate) fn unprepared_error(reason: &str) -> StoreError {
+    full_error(&format!(
+        "the next segment of the log cannot be prepared, and the rest of the last one is reserved for requests that are running: {reason}"
+    ))
+}
+
 /// Returns `true` if the record was changed, and `false` if a newer program wrote it.
 pub(crate) const fn is_damage(error: &codec::CodecError) -> bool {
     !matches!(error, codec::CodecError::UnknownVersion(_))

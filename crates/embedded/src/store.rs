@@ -21,7 +21,7 @@ use crate::options::EmbeddedOptions;
 use crate::reader;
 use crate::recover;
 use crate::salvage::unaccepted;
-use crate::shared::{Reply, Scan, closed_error, disk_low_error, push_error};
+use crate::shared::{Reply, Scan, closed_error, push_error};
 use crate::tail::Tail;
 use crate::ticket::{Ticket, Wait};
 use crate::writer::Writer;
@@ -197,8 +197,8 @@ impl Store for EmbeddedStore {
 
     fn check(&self) -> StoreFuture<'_, ()> {
         Box::pin(async move {
-            if self.inner.is_disk_low() {
-                return Err(disk_low_error());
+            if let Some(error) = self.inner.disk_refusal() {
+                return Err(error);
             }
             let ticket = self.inner.tail.want_batch()?;
             wait(Some(ticket)).await

@@ -4,6 +4,7 @@ use std::process::Command;
 
 use super::servers::{program, scratch};
 use crate::run::{Result, output, target};
+use crate::test::install_postgres;
 
 const FEW: u64 = 10_000;
 
@@ -13,6 +14,7 @@ const DISK_PER_RECORD: u64 = 1500;
 const MEMORY_PER_RECORD: u64 = 800;
 
 pub(super) fn run(records: u64) -> Result<String> {
+    install_postgres()?;
     let mut text = String::new();
     let free = free_disk()?;
     if free < records * DISK_PER_RECORD {

@@ -17,6 +17,7 @@ mod tls;
 use std::fs;
 use std::path::Path;
 use std::process::Command;
+use std::sync::OnceLock;
 
 use crate::run::{Result, cargo, has, install, output, root, run as command, target};
 
@@ -29,7 +30,7 @@ const CONNECTIONS: u32 = 64;
 const CHART: &str = "docs/performance.svg";
 
 const HELP: &str = "\
-cargo xtask bench [NAME…] [records=N]
+cargo xtask bench [NAME…] [records=N] [profile=NAME]
 
 Measures on this machine and writes tables with ratios. Without names, all of them run, which takes more than an hour.
 Sections of an earlier run that are not measured again stay in the report.
@@ -49,7 +50,16 @@ peers      other libraries on their frameworks; installs Node, Redis and the lib
 growth     ten million records (records=N: so many) against ten thousand
 probes     no measurement: what other libraries do, by `oncegate probe`
 
+The programs are built with the profile dist, as they are shipped; profile=release measures cargo's default.
 A run of layer, sidecar, store, shared and peers together also draws docs/performance.svg.";
+
+/// The profile that the run names.
+static PROFILE: OnceLock<String> = OnceLock::new();
+
+/// The profile with which the programs are built.
+fn profile() -> &'static str {
+    PROFILE.get().map_or("dist", String::as_str)
+}
 
 /// Runs the benchmarks that are named, or all.
 pub(crate) fn run(arguments: &[&str]) -> Result<()> {
@@ -64,8 +74,13 @@ pub(crate) fn run(arguments: &[&str]) -> Result<()> {
     let (settings, names): (Vec<&str>, Vec<&str>) = arguments.iter().partition(|text| text.contains('='));
     let mut records = 10_000_000;
     for setting in settings {
+        if let Some(name) = setting.strip_prefix("profile=") {
+            PROFILE.get_or_init(|| name.to_owned());
+            continue;
+        }
         let number = setting.strip_prefix("records=").and_then(|number| number.parse().ok());
-        records = number.ok_or_else(|| format!("{setting}: no such setting; there is records=N"))?;
+        records = number
+            .ok_or_else(|| format!("{setting}: no such setting; there are records=N and profile=NAME"))?;
     }
     let growth = || growth::run(records);
     let benches: [(&str, &dyn Fn() -> Result<String>); 13] = [
@@ -104,7 +119,7 @@ pub(crate) fn run(arguments: &[&str]) -> Result<()> {
         fs::write(&path, report.text()).map_err(|error| format!("{}: {error}", path.display()))?;
     }
     println!("\nwritten to {}", path.display());
-    if chart::sections().all(|section| names.is_empty() || names.contains(&section)) {
+    if profile() == "dist" && chart::sections().all(|section| names.is_empty() || names.contains(&section)) {
         let path = root().join(CHART);
         fs::write(&path, chart::chart(&measured)?).map_err(|error| format!("{CHART}: {error}"))?;
         println!("written to {CHART}");
@@ -149,7 +164,8 @@ fn conditions() -> String {
     let models: Vec<&str> = cpus.lines().filter_map(|line| line.strip_prefix("model name")).collect();
     let model = models.first().map_or("", |model| model.trim_start_matches([' ', '\t', ':']));
     format!(
-        "{} × {model}, Linux {}, {}, commit {}",
+        "profile {}, {} × {model}, Linux {}, {}, commit {}",
+        profile(),
         models.len(),
         said("uname", &["-r"]),
         said("rustc", &["--version"]),
@@ -172,11 +188,16 @@ fn prepare() -> Result<()> {
         }
     }
     let programs = ["--package", "oncegate-cli", "--package", "oncegate-benches"];
-    command(cargo().args(["build", "--profile", "dist"]).args(programs))?;
-    command(
-        cargo()
-            .args(["build", "--profile", "dist", "--package", "oncegate-embedded", "--example", "measure"]),
-    )
+    command(cargo().args(["build", "--profile", profile()]).args(programs))?;
+    command(cargo().args([
+        "build",
+        "--profile",
+        profile(),
+        "--package",
+        "oncegate-embedded",
+        "--example",
+        "measure",
+    ]))
 }
 
 /// The load of other processes on this machine.

@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 
 use crate::run::{Result, has, target};
 
-/// A program of this workspace, as it is shipped.
+/// A program of this workspace, as it is shipped unless the run names another profile.
 pub(super) fn program(name: &str) -> PathBuf {
-    target().join("dist").join(name)
+    target().join(super::profile()).join(name)
 }
 
 /// A new directory under the target directory.

@@ -4,6 +4,7 @@ use std::process::Command;
 
 use super::servers::{program, scratch};
 use crate::run::{Result, output};
+use crate::test::{install_postgres, install_redis};
 
 pub(super) fn record_size() -> Result<String> {
     output(Command::new(program("oncegate-benches")).arg("record-size"))
@@ -21,6 +22,8 @@ pub(super) fn functions() -> Result<String> {
 
 /// The stores that machines share, against the bare engines. They start their own servers.
 pub(super) fn shared() -> Result<String> {
+    install_redis()?;
+    install_postgres()?;
     let bench = |name| output(Command::new(program("oncegate-benches")).arg(name));
     Ok(bench("redis")? + &bench("postgres")? + &bench("transact")? + &bench("inbox")?)
 }

@@ -115,19 +115,7 @@ pub(super) fn audit_entry(entry: &AuditEntry) -> Value {
 
 /// The time in the form of RFC 3339, in UTC with milliseconds.
 pub(crate) fn time(at: Timestamp) -> String {
-    let (seconds, millis) = (at.as_millis() / 1000, at.as_millis() % 1000);
-    let (days, second) = (seconds / 86_400, seconds % 86_400);
-    // Days since 0000-03-01, so that a leap day is the last day of its year; 400 years have 146097 days.
-    let days = days + 719_468;
-    let (era, day_of_era) = (days / 146_097, days % 146_097);
-    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
-    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let month_from_march = (5 * day_of_year + 2) / 153;
-    let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;
-    let month = if month_from_march < 10 { month_from_march + 3 } else { month_from_march - 9 };
-    let year = era * 400 + year_of_era + u64::from(month <= 2);
-    let (hour, minute) = (second / 3600, second % 3600 / 60);
-    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{:02}.{millis:03}Z", second % 60)
+    at.to_string()
 }
 
 /// Days from 1970-01-01 to a date of the Gregorian calendar. The year begins in March, so that its last day is the leap day.

@@ -119,6 +119,26 @@ fn random_commands_survive_random_failures() {
     }
 }
 
+/// A directory that lost its rights is not a full disk.
+#[test]
+fn the_refusal_of_a_new_key_says_why_there_is_no_next_segment() {
+    const EPERM: i32 = 1;
+    for (errno, why) in [(ENOSPC, "No space left on device"), (EPERM, "Operation not permitted")] {
+        let (disk, _clock, store) = started();
+        disk.fail(fault(Operation::Create, u64::MAX, errno));
+        let mut next = 0;
+        let mut refusal = || {
+            next += 1;
+            block_on(store.apply(id(next), claim(1))).err()
+        };
+        until("new keys are refused", || refusal().is_some());
+        let error = refusal().unwrap().to_string();
+        assert!(error.contains(why) && !error.contains("nearly full"), "{error}");
+        let check = block_on(store.check()).unwrap_err().to_string();
+        assert!(check.contains(why), "{check}");
+    }
+}
+
 #[test]
 fn a_full_disk_refuses_new_keys_and_completes_what_runs() {
     let (disk, clock, store) = started();
