@@ -28,7 +28,7 @@ pub(crate) fn id(namespace: &str, record: &RecordId, fingerprint: &Fingerprint) 
 
 pub(crate) fn label(id: &RecordId, until: Timestamp, response: &StoredResponse) -> Label {
     let sum = sum(id, until, response);
-    Label::new(CallerTag::default(), &format!("cache 1 until {until} sum {sum:08x}"))
+    Label::new(CallerTag::default(), &format!("cache 1 until {} sum {sum:08x}", until.as_millis()))
 }
 
 /// Reads the response of an entry; `None` if it has ended or is still being written.

@@ -140,7 +140,7 @@ fn redis_before_postgres() {
                 let tell_time = move || {
                     let now = shown.now();
                     if last.lock().unwrap().replace(now) != Some(now) {
-                        run(format!("UPDATE oncegate.test_clock SET millis = {now}"));
+                        run(format!("UPDATE oncegate.test_clock SET millis = {}", now.as_millis()));
                         oncegate_testkit::block_on(backing.check()).unwrap();
                     }
                 };

@@ -40,7 +40,8 @@ impl Clocked {
         let now = self.clock.now();
         let mut control = self.control.lock().await;
         if control.1 != now {
-            run(&mut control.0, &format!("UPDATE oncegate.test_clock SET millis = {now}")).await;
+            run(&mut control.0, &format!("UPDATE oncegate.test_clock SET millis = {}", now.as_millis()))
+                .await;
             control.1 = now;
         }
     }
