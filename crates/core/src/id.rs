@@ -318,6 +318,16 @@ impl<'a> Scope<'a> {
         Self { owner: hash.finalize().into(), ..*self }
     }
 
+    /// The scope of the same caller in the same service for records that only observe requests. It shares no record with this
+    /// scope, whatever its operation.
+    #[must_use]
+    pub fn in_shadow(&self) -> Self {
+        let mut hash = Sha256::new();
+        part(&mut hash, b"oncegate-shadow-1");
+        part(&mut hash, &self.owner);
+        Self { owner: hash.finalize().into(), ..*self }
+    }
+
     /// The scope of one operation of the caller, such as `payment`. It replaces an operation that was set before.
     #[must_use]
     pub fn with_operation<'b, O: AsRef<[u8]> + ?Sized>(&self, operation: &'b O) -> Scope<'b> {

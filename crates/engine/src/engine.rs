@@ -205,6 +205,20 @@ impl Engine {
         &self.inner.store
     }
 
+    /// Another engine on the same store, for the same service, for records that only observe requests. It shares no claims,
+    /// limits or observer with this engine, reports nothing to an observer, and does not purge.
+    #[must_use]
+    pub fn apart(&self) -> Self {
+        let builder = EngineBuilder {
+            store: self.inner.store.clone(),
+            observer: Arc::new(()),
+            service: self.inner.service.clone(),
+            purge_every: None,
+            runtime: self.inner.renewer.runtime(),
+        };
+        builder.build()
+    }
+
     /// The scope within the service of this engine.
     #[must_use]
     pub fn service_scope<'a>(&self, scope: Scope<'a>) -> Scope<'a> {

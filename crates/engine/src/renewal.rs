@@ -48,6 +48,11 @@ impl LeaseRenewer {
         Self { shared: Arc::new(shared), runtime, task: Mutex::new(None) }
     }
 
+    /// The runtime that the task runs on; `None` is the one of the first claim.
+    pub(crate) fn runtime(&self) -> Option<Handle> {
+        self.runtime.clone()
+    }
+
     /// Starts the task if it does not run: for the first time, or because the runtime that it ran on is gone.
     pub(crate) fn ensure_running(&self) {
         // A cheap read on the common path.

@@ -15,6 +15,7 @@ use pin_project_lite::pin_project;
 use tokio::sync::mpsc;
 
 use crate::budget::{BudgetExhausted, BudgetReservation, TIED_RESPONSE, tie};
+use crate::tap::{RequestTap, ResponseTap};
 
 /// Any error of a body.
 pub type BoxError = Box<dyn StdError + Send + Sync>;
@@ -32,6 +33,8 @@ pin_project! {
     enum RequestInner<B> {
         /// Untouched.
         Passing { #[pin] body: B },
+        /// Untouched, and observed while the service reads it.
+        Observed { #[pin] body: B, tap: Option<Box<RequestTap>> },
         /// Read completely, with its reservation in the budget.
         Whole { body: CompleteBody, held: Option<BudgetReservation> },
     }
@@ -51,6 +54,8 @@ pin_project! {
     enum ResponseInner<B> {
         /// Untouched.
         Passing { #[pin] body: B },
+        /// Untouched, and observed while the client reads it.
+        Observed { #[pin] body: B, tap: Option<Box<ResponseTap>> },
         /// Read or stored completely, with its reservation in the budget.
         Whole { body: CompleteBody, held: Option<BudgetReservation> },
         /// Streamed from the handler by a task of its own.
@@ -121,6 +126,10 @@ impl<B> RequestBody<B> {
         Self { inner: RequestInner::Passing { body } }
     }
 
+    pub(crate) const fn observed(body: B, tap: Option<Box<RequestTap>>) -> Self {
+        Self { inner: RequestInner::Observed { body, tap } }
+    }
+
     pub(crate) fn whole(data: Bytes, trailers: Option<HeaderMap>, held: Option<BudgetReservation>) -> Self {
         Self { inner: RequestInner::Whole { body: CompleteBody::new(data, trailers), held } }
     }
@@ -129,6 +138,10 @@ impl<B> RequestBody<B> {
 impl<B> ResponseBody<B> {
     pub(crate) const fn passing(body: B) -> Self {
         Self { inner: ResponseInner::Passing { body } }
+    }
+
+    pub(crate) const fn observed(body: B, tap: Option<Box<ResponseTap>>) -> Self {
+        Self { inner: ResponseInner::Observed { body, tap } }
     }
 
     /// The body of a refusal: small, so it needs no reservation.
@@ -160,20 +173,25 @@ where
     ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         match self.project().inner.project() {
             RequestProj::Passing { body } => poll_passing(body, cx),
+            RequestProj::Observed { mut body, tap } => {
+                let frame = ready!(poll_passing(body.as_mut(), cx));
+                *tap = tap.take().and_then(|tap| tap.see(frame.as_ref(), body.is_end_stream()));
+                Poll::Ready(frame)
+            }
             RequestProj::Whole { body, .. } => Poll::Ready(body.next().map(Ok)),
         }
     }
 
     fn is_end_stream(&self) -> bool {
         match &self.inner {
-            RequestInner::Passing { body } => body.is_end_stream(),
+            RequestInner::Passing { body } | RequestInner::Observed { body, .. } => body.is_end_stream(),
             RequestInner::Whole { body, .. } => body.is_end(),
         }
     }
 
     fn size_hint(&self) -> SizeHint {
         match &self.inner {
-            RequestInner::Passing { body } => body.size_hint(),
+            RequestInner::Passing { body } | RequestInner::Observed { body, .. } => body.size_hint(),
             RequestInner::Whole { body, .. } => body.size(),
         }
     }
@@ -192,6 +210,11 @@ where
     ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         match self.project().inner.project() {
             ResponseProj::Passing { body } => poll_passing(body, cx),
+            ResponseProj::Observed { mut body, tap } => {
+                let frame = ready!(poll_passing(body.as_mut(), cx));
+                *tap = tap.take().and_then(|tap| tap.see(frame.as_ref(), body.is_end_stream()));
+                Poll::Ready(frame)
+            }
             ResponseProj::Whole { body, .. } => Poll::Ready(body.next().map(Ok)),
             ResponseProj::Streamed { pumped } => pumped.poll_frame(cx),
         }
@@ -199,7 +222,7 @@ where
 
     fn is_end_stream(&self) -> bool {
         match &self.inner {
-            ResponseInner::Passing { body } => body.is_end_stream(),
+            ResponseInner::Passing { body } | ResponseInner::Observed { body, .. } => body.is_end_stream(),
             ResponseInner::Whole { body, .. } => body.is_end(),
             ResponseInner::Streamed { .. } => false,
         }
@@ -207,7 +230,7 @@ where
 
     fn size_hint(&self) -> SizeHint {
         match &self.inner {
-            ResponseInner::Passing { body } => body.size_hint(),
+            ResponseInner::Passing { body } | ResponseInner::Observed { body, .. } => body.size_hint(),
             ResponseInner::Whole { body, .. } => body.size(),
             ResponseInner::Streamed { pumped } => pumped.size,
         }
@@ -249,7 +272,7 @@ pub(crate) enum Chunks {
 impl Chunks {
     pub(crate) const NONE: Self = Self::Many(Vec::new());
 
-    fn push(&mut self, chunk: Bytes) {
+    pub(crate) fn push(&mut self, chunk: Bytes) {
         match self {
             Self::Many(chunks) if chunks.is_empty() => *self = Self::One(chunk),
             Self::Many(chunks) => chunks.push(chunk),

@@ -29,6 +29,42 @@ pub enum Disposition {
     FailedOpen,
     /// Its client left before it had an outcome. It executed nothing.
     ClientLeft,
+    /// Its route only observes: it was passed on without protection, and this would have been its outcome.
+    Shadow(ShadowVerdict),
+}
+
+/// The outcome that a request would have had on a route that only observes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ShadowVerdict {
+    /// It would have been executed under its key.
+    Executed,
+    /// It would have got the stored response, and would not have been executed.
+    Replayed,
+    /// It would have passed without protection: it has no key and needs none.
+    Unprotected,
+    /// It would have been executed without protection, because the store is out of reach and the route allows that.
+    FailedOpen,
+    /// It would have been refused.
+    Refused(Condition),
+    /// It is not known: the service responded, or the client left, before the request was read to its end; or the service
+    /// would have been asked.
+    NotObserved,
+}
+
+impl ShadowVerdict {
+    /// The name in metrics. Those of refusals are the names of their problems.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Executed => "executed",
+            Self::Replayed => "replayed",
+            Self::Unprotected => "unprotected",
+            Self::FailedOpen => "failed-open",
+            Self::Refused(condition) => condition.slug(),
+            Self::NotObserved => "not-observed",
+        }
+    }
 }
 
 impl Disposition {
@@ -44,6 +80,16 @@ impl Disposition {
             Self::Refused(condition) => condition.slug(),
             Self::FailedOpen => "failed-open",
             Self::ClientLeft => "client-left",
+            Self::Shadow(_) => "shadow",
+        }
+    }
+
+    /// The outcome that the request would have had, if its route only observes.
+    #[must_use]
+    pub const fn shadow_verdict(self) -> Option<ShadowVerdict> {
+        match self {
+            Self::Shadow(verdict) => Some(verdict),
+            _ => None,
         }
     }
 }

@@ -278,29 +278,7 @@ impl Execution {
 
     /// Decides the treatment of this response.
     fn fate<RB>(&self, response: &Response<RB>, directive: Option<StoreDirective>) -> ResponseTreatment {
-        if directive.is_none() && self.redirects_to_itself(response) {
-            return ResponseTreatment::Release;
-        }
-        fate(&self.settings, response.status(), directive)
-    }
-
-    /// Returns true if the response redirects the client to another spelling of the same path, or to another host.
-    /// Such a redirect is not the outcome of the operation. If it were kept, the request that follows the redirect
-    /// would be redirected again, for ever.
-    ///
-    /// A 301 counts only if the spelling differs: routers that add or remove a slash send it, and a service that has executed
-    /// something redirects its client with a 302 or 303.
-    fn redirects_to_itself<RB>(&self, response: &Response<RB>) -> bool {
-        let status = response.status();
-        let keeps_method = matches!(status, StatusCode::TEMPORARY_REDIRECT | StatusCode::PERMANENT_REDIRECT);
-        if !keeps_method && status != StatusCode::MOVED_PERMANENTLY {
-            return false;
-        }
-        let location = response.headers().get(LOCATION).map(|location| location.as_bytes());
-        let Some(Ok(location)) = location.map(Uri::try_from) else { return false };
-        let canonical = |uri: &Uri| self.settings.canonical_path(uri.path()).into_owned();
-        canonical(&location) == canonical(&self.target)
-            && (keeps_method || location.path() != self.target.path())
+        treatment(&self.settings, &self.target, response, directive)
     }
 
     /// Ends an attempt whose lease could not be confirmed, so nothing was executed. If another attempt owns the record now, the
@@ -356,6 +334,37 @@ const fn unanswered(status: StatusCode) -> &'static str {
     }
 }
 
+/// The treatment of this response to a request for this target, by the policy of the route and the directive of the handler.
+pub(crate) fn treatment<RB>(
+    settings: &Settings,
+    target: &Uri,
+    response: &Response<RB>,
+    directive: Option<StoreDirective>,
+) -> ResponseTreatment {
+    if directive.is_none() && redirects_to_itself(settings, target, response) {
+        return ResponseTreatment::Release;
+    }
+    fate(settings, response.status(), directive)
+}
+
+/// Returns true if the response redirects the client to another spelling of the same path, or to another host.
+/// Such a redirect is not the outcome of the operation. If it were kept, the request that follows the redirect
+/// would be redirected again, for ever.
+///
+/// A 301 counts only if the spelling differs: routers that add or remove a slash send it, and a service that has executed
+/// something redirects its client with a 302 or 303.
+fn redirects_to_itself<RB>(settings: &Settings, target: &Uri, response: &Response<RB>) -> bool {
+    let status = response.status();
+    let keeps_method = matches!(status, StatusCode::TEMPORARY_REDIRECT | StatusCode::PERMANENT_REDIRECT);
+    if !keeps_method && status != StatusCode::MOVED_PERMANENTLY {
+        return false;
+    }
+    let location = response.headers().get(LOCATION).map(|location| location.as_bytes());
+    let Some(Ok(location)) = location.map(Uri::try_from) else { return false };
+    let canonical = |uri: &Uri| settings.canonical_path(uri.path()).into_owned();
+    canonical(&location) == canonical(target) && (keeps_method || location.path() != target.path())
+}
+
 /// Combines the policy of the route with the directive of the handler.
 fn fate(settings: &Settings, status: StatusCode, directive: Option<StoreDirective>) -> ResponseTreatment {
     let releases_errors = releases_errors(settings);
@@ -375,7 +384,7 @@ fn fate(settings: &Settings, status: StatusCode, directive: Option<StoreDirectiv
 }
 
 /// Returns true if an operation that failed has done nothing, or has undone it.
-fn releases_errors(settings: &Settings) -> bool {
+pub(crate) fn releases_errors(settings: &Settings) -> bool {
     settings.profile.server_errors == ServerErrors::Release || settings.completed_by == CompletedBy::Upstream
 }
 

@@ -38,6 +38,7 @@ impl Settings {
             ("methods", lacks(&now.methods, &then.methods)),
             ("trailing-slash", self.trailing_slash != before.trailing_slash),
             ("path-case", self.path_case != before.path_case),
+            ("shadow", self.is_shadow != before.is_shadow),
             (
                 "fingerprint.*",
                 (&now.fingerprint, now.body_comparison) != (&then.fingerprint, then.body_comparison)
@@ -79,6 +80,7 @@ mod tests {
         assert_eq!(of(natural), ["natural-key"]);
         assert_eq!(of(|settings| settings.with_key_scope(KeyScope::Caller)), ["key-scope"]);
         assert_eq!(of(|settings| settings.with_key_syntax(KeySyntax::Raw)), ["key-syntax"]);
+        assert_eq!(of(|settings| settings.with_shadow(true)), ["shadow"]);
         assert_eq!(of(|settings| settings.with_key_format(KeyFormat::Uuid)), ["key-format"]);
         let bounded = |settings: Settings| settings.with_key_format(KeyFormat::pattern(".{9}").unwrap());
         assert_eq!(of(bounded), [""; 0]);

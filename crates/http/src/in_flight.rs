@@ -97,13 +97,7 @@ impl InFlight {
         entered.map_err(|_| Limit::MaxInFlight)?;
         let mut slot = Slot { in_flight: self.clone(), caller: None };
         if let Some(caller) = caller {
-            let mut callers = self.counts.callers(caller);
-            let now = callers.entry(caller).or_insert(0);
-            if *now >= self.max_per_caller {
-                return Err(Limit::MaxInFlightPerCaller);
-            }
-            *now += 1;
-            slot.caller = Some(caller);
+            slot.count_for(caller)?;
         }
         Ok(slot)
     }
@@ -121,6 +115,23 @@ impl Counts {
 pub(crate) struct Slot {
     in_flight: Arc<InFlight>,
     caller: Option<CallerTag>,
+}
+
+impl Slot {
+    /// Counts this request for its caller, too. Once only.
+    ///
+    /// # Errors
+    /// The limit that is reached.
+    pub(crate) fn count_for(&mut self, caller: CallerTag) -> Result<(), Limit> {
+        let mut callers = self.in_flight.counts.callers(caller);
+        let now = callers.entry(caller).or_insert(0);
+        if *now >= self.in_flight.max_per_caller {
+            return Err(Limit::MaxInFlightPerCaller);
+        }
+        *now += 1;
+        self.caller = Some(caller);
+        Ok(())
+    }
 }
 
 impl Drop for Slot {

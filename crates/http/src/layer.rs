@@ -23,6 +23,7 @@ use crate::path::PathPattern;
 use crate::scope::{CallerDoubt, NoCaller};
 use crate::service::Idempotency;
 use crate::settings::{AuthorityRole, Settings};
+use crate::shadow::ShadowLimits;
 
 /// The default memory for request bodies: 128 bodies of the largest default size, which a small machine can spare.
 const REQUEST_BUDGET: usize = 256 * 1024 * 1024;
@@ -60,6 +61,8 @@ pub(crate) struct Shared {
     scope_warnings: Arc<LogThrottle>,
     default: Arc<Settings>,
     routes: Vec<Route>,
+    /// The engine and the limits of requests that are only observed.
+    pub(crate) shadow: ShadowLimits,
 }
 
 /// The use of a layer's limits at one moment, over all its copies. Made by [`IdempotencyLayer::limit_usage`].
@@ -107,6 +110,10 @@ impl IdempotencyLayer {
             scope_warnings: Arc::new(LogThrottle::new(SCOPE_WARNING_INTERVAL)),
             default: Arc::new(Settings::default()),
             routes: Vec::new(),
+            shadow: ShadowLimits::new(
+                Budget::new(REQUEST_BUDGET),
+                InFlight::new(MAX_IN_FLIGHT, MAX_IN_FLIGHT_PER_CALLER),
+            ),
         };
         Self { shared: Arc::new(shared) }
     }
@@ -180,7 +187,10 @@ impl IdempotencyLayer {
     /// If it is 0, because then every request with a body would be refused.
     pub fn with_request_budget(self, bytes: usize) -> Result<Self, ConfigError> {
         check_max("request_budget", bytes)?;
-        Ok(self.change(|shared| shared.request_budget = Budget::new(bytes)))
+        Ok(self.change(|shared| {
+            shared.request_budget = Budget::new(bytes);
+            shared.shadow.request_budget = Budget::new(bytes);
+        }))
     }
 
     /// Limits the memory for the bodies of responses to requests with a key, in bytes.
@@ -203,8 +213,11 @@ impl IdempotencyLayer {
     /// If it is 0, because then every request would be refused.
     pub fn with_max_in_flight(self, max: usize) -> Result<Self, ConfigError> {
         check_max("max_in_flight", max)?;
-        Ok(self
-            .change(|shared| shared.in_flight = Arc::new(InFlight::clone(&shared.in_flight).with_max(max))))
+        Ok(self.change(|shared| {
+            for in_flight in [&mut shared.in_flight, &mut shared.shadow.in_flight] {
+                *in_flight = Arc::new(InFlight::clone(in_flight).with_max(max));
+            }
+        }))
     }
 
     /// Limits the requests with a key of one caller that are in flight at the same time.
@@ -217,7 +230,9 @@ impl IdempotencyLayer {
     pub fn with_max_in_flight_per_caller(self, max: usize) -> Result<Self, ConfigError> {
         check_max("max_in_flight_per_caller", max)?;
         Ok(self.change(|shared| {
-            shared.in_flight = Arc::new(InFlight::clone(&shared.in_flight).with_max_per_caller(max));
+            for in_flight in [&mut shared.in_flight, &mut shared.shadow.in_flight] {
+                *in_flight = Arc::new(InFlight::clone(in_flight).with_max_per_caller(max));
+            }
         }))
     }
 
@@ -258,12 +273,14 @@ impl IdempotencyLayer {
         shared.request_budget = shared.request_budget.apart();
         shared.response_budget = shared.response_budget.apart();
         shared.in_flight = Arc::new(InFlight::clone(&shared.in_flight));
+        shared.shadow = shared.shadow.apart();
         Self { shared: Arc::new(shared) }
     }
 
     fn change(self, change: impl FnOnce(&mut Shared)) -> Self {
         let mut shared = Arc::unwrap_or_clone(self.shared);
         change(&mut shared);
+        shared.shadow.forget_layer();
         Self { shared: Arc::new(shared) }
     }
 }
@@ -297,6 +314,18 @@ impl Shared {
         let (caller, key_headers) = (settings.caller(), &settings.profile.key_headers);
         let scope = caller.of(request, authority.as_deref(), key_headers, settings.pattern())?;
         Ok(self.engine.service_scope(scope))
+    }
+
+    /// The same layer with the engine and the limits of requests that are only observed. It has no routes.
+    pub(crate) fn in_shadow(&self) -> &Arc<Self> {
+        self.shadow.layer(|limits, engine| Self {
+            engine: engine.get_or_init(|| self.engine.apart()).clone(),
+            request_budget: limits.request_budget.clone(),
+            in_flight: limits.in_flight.clone(),
+            routes: Vec::new(),
+            shadow: limits.apart(),
+            ..self.clone()
+        })
     }
 
     /// Logs, at most once a minute, that requests are refused because it is not configured how callers are told apart.

@@ -113,6 +113,8 @@ mod refusal;
 mod scope;
 mod service;
 mod settings;
+mod shadow;
+mod tap;
 mod upstream;
 
 pub use authorize::{Authorization, Authorize};
@@ -124,7 +126,7 @@ pub use context::{
     CloseDelimited, IdempotencyContext, LeaseExpired, NoUpstreamResponse, ProxyRefusal, StoreDirective,
     UpstreamResponse,
 };
-pub use event::{Disposition, KeyedEvent, RequestEvent, RequestObserver};
+pub use event::{Disposition, KeyedEvent, RequestEvent, RequestObserver, ShadowVerdict};
 pub use grpc::{GrpcCode, GrpcForm};
 #[cfg(feature = "jwt")]
 pub use jwt::{JwksFetch, JwksSource, JwtAlgorithm, JwtVerifier};
@@ -142,3 +144,4 @@ pub use refusal::{Condition, Refusal, RetryAdvice};
 pub use scope::{CallerPart, CallerScope};
 pub use service::{Idempotency, ResponseFuture};
 pub use settings::{AuthorityRole, CompletedBy, Settings};
+pub use shadow::SHADOW_OPERATION;

@@ -15,8 +15,8 @@ use http::request::Parts;
 use http::{Request, Response};
 use http_body::Body;
 use oncegate_core::{
-    CallerTag, ErrorChain, Extent, Fingerprint, IdempotencyKey, Label, RecordId, Scope, StoreErrorKind,
-    StoredResponse,
+    CallerTag, ErrorChain, Extent, Fingerprint, IdempotencyKey, Label, RecordId, Scope, StoreError,
+    StoreErrorKind, StoredResponse,
 };
 use oncegate_engine::{ClaimOutcome, ClaimRequest, Permit, ResponsePermit};
 use pin_project_lite::pin_project;
@@ -42,6 +42,7 @@ use crate::rate_limit::{ExceededRate, RateLimitKind};
 use crate::refusal::{Condition, Refusal};
 use crate::scope::NoCaller;
 use crate::settings::{AuthorityRole, Settings};
+use crate::shadow::{self, ResponseWatch};
 
 /// A service whose retries are safe. Made by [`IdempotencyLayer`](crate::IdempotencyLayer).
 #[derive(Clone)]
@@ -89,6 +90,7 @@ pin_project! {
     #[project = FutureProj]
     enum FutureInner<F, T> {
         Passing { #[pin] future: F },
+        Observed { #[pin] future: F, watch: Option<Box<ResponseWatch>> },
         KeyedResponse { future: Pin<Box<dyn Future<Output = T> + Send>> },
     }
 }
@@ -96,12 +98,27 @@ pin_project! {
 impl<F, RB, E> Future for ResponseFuture<F, Result<Response<ResponseBody<RB>>, E>>
 where
     F: Future<Output = Result<Response<RB>, E>>,
+    RB: Body,
 {
     type Output = Result<Response<ResponseBody<RB>>, E>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         match self.project().inner.project() {
             FutureProj::KeyedResponse { future } => future.as_mut().poll(cx),
+            FutureProj::Observed { future, watch } => {
+                let response = ready!(future.poll(cx)).inspect_err(|_| {
+                    if let Some(watch) = watch.take() {
+                        watch.failed();
+                    }
+                })?;
+                let mut response = match watch.take() {
+                    Some(watch) => watch.begin(response),
+                    None => response.map(ResponseBody::passing),
+                };
+                take_directive(&mut response);
+                take_foreign_status(&mut response);
+                Poll::Ready(Ok(response))
+            }
             FutureProj::Passing { future } => {
                 let mut response = ready!(future.poll(cx))?;
                 take_directive(&mut response);
@@ -159,6 +176,11 @@ where
             let future = self.inner.call(request.map(RequestBody::passing));
             return ResponseFuture { inner: FutureInner::Passing { future } };
         }
+        if settings.is_shadow {
+            let (request, watch) = shadow::observe(&self.shared, settings, request);
+            let future = self.inner.call(request);
+            return ResponseFuture { inner: FutureInner::Observed { future, watch } };
+        }
         // `self.inner` is the service that `poll_ready` made ready, so call it and keep the clone for the next request.
         let clone = self.inner.clone();
         let inner = mem::replace(&mut self.inner, clone);
@@ -171,9 +193,9 @@ where
 }
 
 /// The response to one request that has a key, or that lacks the key that it must have.
-struct KeyedResponse {
-    shared: Arc<Shared>,
-    settings: Arc<Settings>,
+pub(crate) struct KeyedResponse {
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) settings: Arc<Settings>,
     /// The key's field as it was received, for the response.
     echo: Option<(HeaderName, HeaderValue)>,
     /// The form of refusals, if the client speaks gRPC.
@@ -182,16 +204,16 @@ struct KeyedResponse {
     call: Option<ToolCall>,
     /// True if the request would end a session of MCP in which calls run.
     ends_calls: bool,
-    begun: Instant,
+    pub(crate) begun: Instant,
     /// The operation, as an operator sees it.
-    label: Label,
+    pub(crate) label: Label,
     /// True if the label already has the caller's tag.
-    has_caller: bool,
-    record: Option<RecordId>,
-    attempt: Option<u32>,
-    rate_limit: Option<RateLimitKind>,
+    pub(crate) has_caller: bool,
+    pub(crate) record: Option<RecordId>,
+    pub(crate) attempt: Option<u32>,
+    pub(crate) rate_limit: Option<RateLimitKind>,
     /// The time at which the client sent the request first, if the profile demands it.
-    first_sent: Option<FirstSent>,
+    pub(crate) first_sent: Option<FirstSent>,
     is_observed: AtomicBool,
     /// The outcome if the client leaves.
     left: Disposition,
@@ -226,7 +248,24 @@ impl KeyedResponse {
         }
     }
 
+    /// The same for a request that passes and is only observed. Only [`observe_after`](Self::observe_after) reports it.
+    pub(crate) fn unreported(shared: Arc<Shared>, settings: Arc<Settings>) -> Self {
+        let request = Self::new(shared, settings);
+        request.is_observed.store(true, Ordering::Relaxed);
+        request
+    }
+
     fn observe(&self, disposition: Disposition, status: Option<http::StatusCode>) {
+        self.observe_after(disposition, status, self.begun.elapsed());
+    }
+
+    /// Reports the outcome of the request, whose response began after this time.
+    pub(crate) fn observe_after(
+        &self,
+        disposition: Disposition,
+        status: Option<http::StatusCode>,
+        duration: Duration,
+    ) {
         self.is_observed.store(true, Ordering::Relaxed);
         let keyed = KeyedEvent {
             operation: self.label.operation(),
@@ -234,7 +273,7 @@ impl KeyedResponse {
             record: self.record,
             attempt: self.attempt,
             rate_limit: self.rate_limit,
-            duration: self.begun.elapsed(),
+            duration,
         };
         self.shared.observer.observe(&RequestEvent::keyed(disposition, status, keyed));
     }
@@ -247,7 +286,7 @@ impl KeyedResponse {
 
     /// Names the operation of a request that is refused before its record is known. The canonical path has no control
     /// characters, so it is safe on a terminal.
-    fn label_early(&mut self, method: &http::Method, path: &str) {
+    pub(crate) fn label_early(&mut self, method: &http::Method, path: &str) {
         let path = self.settings.canonical_path(path);
         self.label = Label::new(CallerTag::default(), &format!("{} {path}", method::canonical(method)));
     }
@@ -387,34 +426,19 @@ impl KeyedResponse {
                 } else {
                     tracing::warn!(record = %id, error = %ErrorChain(&error), "claim failed");
                 }
-                // A full store does not count as an outage: a client that fills it could switch the protection off.
-                let is_away = error.kind() == StoreErrorKind::Unavailable && error.extent() == Extent::Store;
-                match (error.kind(), self.settings.fails_open) {
-                    (StoreErrorKind::Corrupt, _) => Ok(self.refuse(Refusal::new(Condition::RecordCorrupt))),
-                    (StoreErrorKind::Sealed, _) => {
-                        let refusal = Refusal::new(Condition::ResponseSealed);
-                        Ok(self.refuse(refusal.with_retry_after(SEALED_RETRY_SECONDS)))
-                    }
+                match refusal_of(&error, self.settings.fails_open) {
+                    Some(refusal) => Ok(self.refuse(refusal)),
                     // Boxed: this path is rare, and boxing keeps the common future small.
-                    (_, true) if is_away => Box::pin(self.fail_open(inner, request())).await,
-                    _ => {
-                        let refusal = Refusal::new(Condition::StoreUnavailable);
-                        let refusal = if error.extent() == Extent::Writes && error.is_unsent() {
-                            refusal.with_detail(STORE_FULL).with_retry_after(30)
-                        } else {
-                            refusal.with_retry_after(1)
-                        };
-                        Ok(self.refuse(refusal))
-                    }
+                    None => Box::pin(self.fail_open(inner, request())).await,
                 }
             }
         }
     }
 
     /// The caller's scope. A refusal because it is not configured is logged.
-    fn scope(&self, parts: &Parts) -> Result<Scope<'static>, Refusal> {
+    pub(crate) fn scope(&self, parts: &Parts) -> Result<Scope<'static>, Refusal> {
         self.shared.scope(&self.settings, parts).map_err(|no_caller| {
-            if let NoCaller::NotSet { credential, doubt } = &no_caller {
+            if let (NoCaller::NotSet { credential, doubt }, false) = (&no_caller, self.settings.is_shadow) {
                 self.shared.warn_of_missing_scope(credential, *doubt);
             }
             no_caller.refusal()
@@ -423,7 +447,7 @@ impl KeyedResponse {
 
     /// Returns the caller's scope and the key, unless the body may carry the key. Then the scope may be missing: a request
     /// without a key needs none.
-    fn scope_and_key(&mut self, parts: &Parts) -> Result<ScopeAndKey, Refusal> {
+    pub(crate) fn scope_and_key(&mut self, parts: &Parts) -> Result<ScopeAndKey, Refusal> {
         let settings = &self.settings;
         if !has_path(&parts.uri) {
             return Err(Refusal::new(Condition::RequestMalformed).with_detail(NO_PATH));
@@ -492,7 +516,7 @@ impl KeyedResponse {
     }
 
     /// Counts this request for the rate limits of the route.
-    fn check_rate(
+    pub(crate) fn check_rate(
         &mut self,
         scope: &Scope<'_>,
         parts: &Parts,
@@ -503,7 +527,9 @@ impl KeyedResponse {
         }
         let (id, label) = canonical::locate(&self.settings, scope, parts, key, self.call.as_ref());
         self.settings.rate_limits.check(scope.caller_tag(), id).inspect_err(|exceeded| {
-            exceeded.warn(scope.caller_tag());
+            if !self.settings.is_shadow {
+                exceeded.warn(scope.caller_tag());
+            }
             (self.label, self.has_caller) = (label, true);
         })
     }
@@ -528,7 +554,11 @@ impl KeyedResponse {
 
     /// Computes the fingerprint of a request. A body that is large, or that becomes large when it is decoded, is
     /// handled on another thread, because it would block all other requests on this one.
-    async fn compare(&self, parts: Parts, data: &Bytes) -> Result<(Parts, FingerprintedRequest), Refusal> {
+    pub(crate) async fn compare(
+        &self,
+        parts: Parts,
+        data: &Bytes,
+    ) -> Result<(Parts, FingerprintedRequest), Refusal> {
         let held = || BudgetReservation::nothing(self.shared.request_budget.clone());
         let exhausted = |BudgetExhausted| overloaded(REQUEST_BUDGET_USED_UP);
         if data.len() <= COMPARED_HERE {
@@ -562,7 +592,7 @@ impl KeyedResponse {
     }
 
     /// The key of the request, in its head or in its body. A service may read either of them, so they must not differ.
-    fn whole_key(
+    pub(crate) fn whole_key(
         &mut self,
         in_head: Option<IdempotencyKey>,
         in_body: Option<Result<IdempotencyKey, BodyKeyError>>,
@@ -648,7 +678,7 @@ impl KeyedResponse {
 
     /// The refusal of a request that differs from the one that the key was used for. If only the host differs, the client may
     /// have sent one request to two addresses of the service: with a new key, it would take effect twice.
-    async fn mismatch(&self, id: RecordId, fingerprint: Fingerprint) -> Refusal {
+    pub(crate) async fn mismatch(&self, id: RecordId, fingerprint: Fingerprint) -> Refusal {
         if self.settings.authority() == AuthorityRole::Compared {
             match self.shared.engine.store().lookup(id).await {
                 Ok(Some(record)) if canonical::differs_in_host_only(&record.fingerprint, &fingerprint) => {
@@ -945,13 +975,13 @@ pub(crate) enum Executed<RB> {
 const COMPARED_HERE: usize = 64 * 1024;
 
 /// The properties of a request whose body was read.
-struct FingerprintedRequest {
+pub(crate) struct FingerprintedRequest {
     verdict: Verdict,
     /// The call in the request, if it is a message of MCP.
     call: Option<ToolCall>,
-    fingerprint: Fingerprint,
+    pub(crate) fingerprint: Fingerprint,
     /// The key that the body carries, if it may carry one.
-    body_key: Option<Result<IdempotencyKey, BodyKeyError>>,
+    pub(crate) body_key: Option<Result<IdempotencyKey, BodyKeyError>>,
 }
 
 impl FingerprintedRequest {
@@ -986,7 +1016,7 @@ impl FingerprintedRequest {
 }
 
 /// The treatment of a request, by its body.
-enum Verdict {
+pub(crate) enum Verdict {
     /// It has an effect that a key protects.
     Covered,
     /// It has none.
@@ -1004,7 +1034,24 @@ fn has_path(uri: &http::Uri) -> bool {
 }
 
 /// The caller's scope, and the key in the head of a request.
-type ScopeAndKey = (Result<Scope<'static>, NoCaller>, Option<IdempotencyKey>);
+pub(crate) type ScopeAndKey = (Result<Scope<'static>, NoCaller>, Option<IdempotencyKey>);
+
+/// The refusal of a request whose claim failed. `None` if it is executed without protection.
+pub(crate) fn refusal_of(error: &StoreError, fails_open: bool) -> Option<Refusal> {
+    // A full store does not count as an outage: a client that fills it could switch the protection off.
+    let is_away = error.kind() == StoreErrorKind::Unavailable && error.extent() == Extent::Store;
+    Some(match error.kind() {
+        StoreErrorKind::Corrupt => Refusal::new(Condition::RecordCorrupt),
+        StoreErrorKind::Sealed => {
+            Refusal::new(Condition::ResponseSealed).with_retry_after(SEALED_RETRY_SECONDS)
+        }
+        _ if fails_open && is_away => return None,
+        _ if error.extent() == Extent::Writes && error.is_unsent() => {
+            Refusal::new(Condition::StoreUnavailable).with_detail(STORE_FULL).with_retry_after(30)
+        }
+        _ => Refusal::new(Condition::StoreUnavailable).with_retry_after(1),
+    })
+}
 
 const SESSION_RUNS: &str = "The session is not ended: it has calls with a key that run, and a retry gets their results in another session.";
 const NO_PATH: &str = "Nothing was executed. The target of the request is not a path.";

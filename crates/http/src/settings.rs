@@ -41,6 +41,8 @@ pub struct Settings {
     pub(crate) max_response_body: usize,
     /// True if requests with a key are executed without protection while the store cannot be reached.
     pub(crate) fails_open: bool,
+    /// True if requests pass without protection, and the layer only observes what it would have done.
+    pub(crate) is_shadow: bool,
     pub(crate) stream_timeout: Duration,
     pub(crate) body_timeout: Duration,
     pub(crate) reconcile: Option<Arc<dyn Reconcile>>,
@@ -109,6 +111,7 @@ impl Settings {
             max_request_body: 2 * 1024 * 1024,
             max_response_body: 1024 * 1024,
             fails_open: false,
+            is_shadow: false,
             stream_timeout: Duration::from_secs(60),
             body_timeout: Duration::from_secs(60),
             reconcile: None,
@@ -566,6 +569,23 @@ impl Settings {
         Self { fails_open: true, ..self }
     }
 
+    /// Only observes: every request passes **without protection**, as if there were no layer. The outcome that it would have
+    /// had is reported to the [observer](crate::RequestObserver) as [`Disposition::Shadow`](crate::Disposition::Shadow). No
+    /// request is refused, delayed or answered by the layer, whatever happens to the store.
+    ///
+    /// The layer keeps records for that in the same store, apart from those of routes that protect. They hold the status of a
+    /// response and nothing else of it, and are never replayed, also after the route protects.
+    #[must_use]
+    pub fn with_shadow(self, is_shadow: bool) -> Self {
+        Self { is_shadow, ..self }
+    }
+
+    /// Returns true if requests pass without protection, and the layer only observes what it would have done.
+    #[must_use]
+    pub const fn is_shadow(&self) -> bool {
+        self.is_shadow
+    }
+
     /// Sets the service that is asked for outcomes.
     ///
     /// Under [`OnAbandoned::Reconcile`](oncegate_core::OnAbandoned::Reconcile) it is asked for the outcome of an
@@ -748,6 +768,7 @@ impl Settings {
             return Err(ConfigError::new(ANONYMOUS_NATURAL_KEY));
         }
         self.check_tools()?;
+        self.check_shadow()?;
         if self.policy.on_abandoned() == OnAbandoned::Reconcile && self.reconcile.is_none() {
             return Err(ConfigError::new(
                 "on_abandoned is reconcile, but there is no service to ask: call with_reconcile",
@@ -758,6 +779,20 @@ impl Settings {
 }
 
 impl Settings {
+    /// Checks that requests can be observed: the outcome of a call of a tool is known from its response only, which would have to
+    /// be held back.
+    ///
+    /// # Errors
+    /// If the requests are messages of the Model Context Protocol.
+    pub fn check_shadow(&self) -> Result<(), ConfigError> {
+        if self.is_shadow && self.profile.protocol == Protocol::Mcp {
+            return Err(ConfigError::new(
+                "shadow only observes requests, and calls of tools (profile = \"mcp\") cannot be observed; leave shadow out on this route",
+            ));
+        }
+        Ok(())
+    }
+
     /// Checks the policies for calls of tools against the protocol, and the protocol against the keys.
     fn check_tools(&self) -> Result<(), ConfigError> {
         let speaks_mcp = self.profile.protocol == Protocol::Mcp;
