@@ -210,7 +210,7 @@ impl Disk for DirectoryDisk {
     }
 
     fn path(&self, number: u32) -> PathBuf {
-        self.directory.path().join(format!("{number:08}{SUFFIX}"))
+        self.directory.path().join(segment_name(number))
     }
 
     fn mark_path(&self) -> PathBuf {
@@ -234,6 +234,11 @@ pub fn segment_files(directory: &Path) -> io::Result<Vec<PathBuf>> {
     }
     files.sort_unstable();
     Ok(files.into_iter().map(|(_, path)| path).collect())
+}
+
+/// The file name of a segment.
+pub(crate) fn segment_name(number: u32) -> String {
+    format!("{number:08}{SUFFIX}")
 }
 
 /// The number of the segment with this file name; `None` if it is no segment.

@@ -16,7 +16,7 @@ use crate::format::{ENTRY, EntryHead, Kind, StoreId, expiry_seconds};
 use crate::index::{Index, Place, Recent, SLOT_MEMORY, Slot};
 use crate::mark::{Failure, Mark};
 use crate::queue::Queue;
-use crate::segments::{Segments, SpareSlot};
+use crate::segments::{Segment, Segments, SpareSlot};
 use crate::shared::{
     Reply, Scan, closed_error, disk_low_error, full_error, is_damage, unprepared_error, unreadable_error,
 };
@@ -82,8 +82,8 @@ pub(crate) struct StoreInner {
     pub(crate) chores: Queue<Chore>,
     /// The oldest segment that counts, as the next batch will say it.
     pub(crate) oldest: AtomicU32,
-    /// The last batch that is on the disk.
-    durable: Mutex<Mark>,
+    /// The end of what is on the disk.
+    durable: Mutex<DurableEnd>,
     /// Set while the mark cannot be written.
     mark_failure: Mutex<Option<Failure>>,
     pub(crate) max_records: u64,
@@ -96,6 +96,15 @@ pub(crate) struct StoreInner {
     has_damage: AtomicBool,
     /// The reason why new keys are refused, as it was logged.
     full: Mutex<Option<String>>,
+}
+
+/// The end of what is on the disk.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct DurableEnd {
+    /// The last batch.
+    pub(crate) mark: Mark,
+    /// True if this batch is the last one of its segment, and the next segment has none yet.
+    pub(crate) is_sealed: bool,
 }
 
 /// The sizes of the parts of a store, in bytes.
@@ -217,7 +226,7 @@ impl StoreInner {
             scans: Queue::new(64),
             chores: Queue::new(1024),
             oldest: AtomicU32::new(recovered.oldest),
-            durable: Mutex::new(durable),
+            durable: Mutex::new(DurableEnd { mark: durable, is_sealed: false }),
             mark_failure: Mutex::new(None),
             max_records: limits.max_records,
             max_record_bytes: limits.max_record_bytes,
@@ -328,7 +337,7 @@ impl StoreInner {
         Ok((decision.outcome, Some(ticket)))
     }
 
-    fn check_open(&self) -> Result<(), StoreError> {
+    pub(crate) fn check_open(&self) -> Result<(), StoreError> {
         if self.is_closed.load(Ordering::SeqCst) { Err(closed_error().with_nothing_sent()) } else { Ok(()) }
     }
 
@@ -536,14 +545,21 @@ impl StoreInner {
         self.is_disk_low.load(Ordering::Relaxed) || self.spare.has_failed()
     }
 
-    /// Takes note of the last batch that is on the disk.
-    pub(crate) fn set_durable(&self, mark: Mark) {
-        *self.durable.lock().unwrap_or_else(PoisonError::into_inner) = mark;
+    /// Takes note of the last batch that is on the disk, and of the end of its segment.
+    pub(crate) fn set_end(&self, end: DurableEnd, segment: &Segment, used: u64) {
+        let mut durable = self.durable.lock().unwrap_or_else(PoisonError::into_inner);
+        segment.used.store(used, Ordering::Release);
+        *durable = end;
     }
 
     /// The last batch that is on the disk.
     pub(crate) fn durable(&self) -> Mark {
-        *self.durable.lock().unwrap_or_else(PoisonError::into_inner)
+        self.with_end(|end| end.mark)
+    }
+
+    /// Looks at the end of what is on the disk, which does not move meanwhile.
+    pub(crate) fn with_end<T>(&self, look: impl FnOnce(&DurableEnd) -> T) -> T {
+        look(&self.durable.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// The reason why the mark cannot be written, if it cannot.

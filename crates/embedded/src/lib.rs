@@ -114,6 +114,7 @@
 //! - `tail`: the batch that is being filled. `writer`: the thread that writes it. `ticket`: the end of a batch, for those who
 //!   wait.
 //! - `index`: the places of all records, in memory. `inner`: decisions and reads on it.
+//! - `backup`: a copy of a store that is open.
 //! - `recover`: opening. `mark`: how far the log was written. `check`, `salvage`: reading a log that is not opened.
 //! - `housekeeper`: purges, compaction, the clock. `reader`: listings.
 //!
@@ -132,6 +133,7 @@
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
 
 mod audit;
+mod backup;
 mod check;
 mod clock;
 mod directory;
@@ -157,6 +159,7 @@ mod writer;
 #[cfg(test)]
 mod tests;
 
+pub use backup::{BackupFile, BackupSnapshot};
 pub use check::{CheckReport, check};
 pub use disk::segment_files;
 pub use error::EmbeddedOpenError;

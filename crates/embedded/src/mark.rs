@@ -65,6 +65,13 @@ impl Mark {
         }
     }
 
+    /// The bytes of a new file with this mark.
+    pub(crate) fn new_file(mark: Self) -> Vec<u8> {
+        let mut bytes = mark.encode();
+        bytes.resize(SLOTS * BLOCK as usize, 0);
+        bytes
+    }
+
     fn encode(&self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(BLOCK as usize);
         bytes.extend_from_slice(&MAGIC);

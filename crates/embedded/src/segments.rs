@@ -55,6 +55,11 @@ impl Segments {
         self.write().remove(&number);
     }
 
+    /// All segments, oldest first, with the bytes of their batches.
+    pub(crate) fn all(&self) -> Vec<(Arc<Segment>, u64)> {
+        self.read().values().map(|segment| (segment.clone(), segment.used())).collect()
+    }
+
     /// The oldest segment, if it is not the one that is being written.
     pub(crate) fn oldest_sealed(&self) -> Option<Arc<Segment>> {
         let map = self.read();

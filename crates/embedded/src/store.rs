@@ -93,6 +93,17 @@ impl EmbeddedStore {
         Ok(store)
     }
 
+    /// The inside of the store.
+    pub(crate) fn inside(&self) -> &StoreInner {
+        &self.inner
+    }
+
+    /// # Errors
+    /// If the store is closed.
+    pub(crate) fn check_open(&self) -> Result<(), StoreError> {
+        self.inner.check_open()
+    }
+
     /// The batch that is being filled.
     pub(crate) fn tail(&self) -> &Tail {
         &self.inner.tail

@@ -29,7 +29,7 @@ use crate::format::{
     BLOCK, FLAG_CLOSED, FLAG_SEAL, HEADER, Header, Kind, batch_len, entries, segment_blocks,
 };
 use crate::index::{Place, Slot};
-use crate::inner::StoreInner;
+use crate::inner::{DurableEnd, StoreInner};
 use crate::mark::Mark;
 use crate::segments::{Segment, Spare};
 use crate::tail::{Batch, Work};
@@ -203,10 +203,10 @@ impl Writer {
         batch.bytes.truncate(len);
         written?;
         self.end.offset += header.batch_len();
-        self.end.segment.used.store(self.end.offset, Ordering::Release);
         self.end.sequence += 1;
         self.end.chain = sum;
-        self.inner.set_durable(Mark::of(&header, sum));
+        let end = DurableEnd { mark: Mark::of(&header, sum), is_sealed: header.flags & FLAG_SEAL != 0 };
+        self.inner.set_end(end, &self.end.segment, self.end.offset);
         Ok(offset)
     }
 

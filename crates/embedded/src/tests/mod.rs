@@ -1,5 +1,6 @@
 //! Tests on a simulated disk.
 
+mod backup;
 mod clock;
 mod crash;
 mod damage;
