@@ -4,7 +4,7 @@ use std::io;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use oncegate_core::Timestamp;
-use oncegate_http::{KeyedEvent, RequestEvent, RequestObserver};
+use oncegate_http::{KeyedEvent, RequestEvent, RequestObserver, ShadowVerdict};
 use serde_json::{Map, Value};
 
 use crate::admin::{Metrics, time};
@@ -70,6 +70,9 @@ fn text(now: Timestamp, event: &RequestEvent<'_>, keyed: &KeyedEvent<'_>) -> Str
     ] {
         line.extend([" ", name, "=", &or_dash(value)]);
     }
+    if let Some(verdict) = event.disposition.shadow_verdict() {
+        line.extend([" would=", verdict.as_str()]);
+    }
     line
 }
 
@@ -85,6 +88,9 @@ fn json(now: Timestamp, event: &RequestEvent<'_>, keyed: &KeyedEvent<'_>) -> Str
         add("status", status.as_u16().into());
     }
     add("outcome", event.disposition.as_str().into());
+    if let Some(would) = event.disposition.shadow_verdict().map(ShadowVerdict::as_str) {
+        add("would", would.into());
+    }
     add("duration_ms", millis(keyed.duration).into());
     if let Some(attempt) = keyed.attempt {
         add("attempt", attempt.into());

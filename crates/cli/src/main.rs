@@ -17,6 +17,7 @@ fn printable(text: &str) -> String {
 mod access_log;
 mod activity;
 mod admin;
+mod archive;
 mod call;
 mod check;
 mod config;
@@ -32,6 +33,7 @@ mod proxy;
 mod rules;
 mod schema;
 mod signals;
+mod systemd;
 
 use std::future::Future;
 use std::process::ExitCode;
@@ -42,7 +44,7 @@ use clap::{Parser, Subcommand};
 use config::ProxyArgs;
 use demo::DemoArgs;
 use explain::ExplainArgs;
-use keys::{ClockArgs, KeysArgs};
+use keys::{BackupArgs, ClockArgs, HealthArgs, KeysArgs};
 use probe::ProbeArgs;
 use rules::{OpenapiArgs, RulesArgs};
 use schema::SchemaArgs;
@@ -99,6 +101,15 @@ enum Command {
     ///
     /// Exit codes as for `oncegate keys`.
     Clock(ClockArgs),
+    /// Asks a running sidecar if it lives, or, with --ready, if it is ready. For the health checks of containers.
+    ///
+    /// Exit codes: 0 healthy, 1 not healthy or not reached, 2 wrong usage.
+    Health(HealthArgs),
+    /// Copies the embedded store of a running sidecar into a new directory, and checks the copy.
+    ///
+    /// The copy is the store as it was at one moment. Retries of keys that are used later execute again if it is restored:
+    /// read docs/guides/backups.md before that. Exit codes as for `oncegate keys`.
+    Backup(BackupArgs),
     /// Sends one request until there is a definite response: for scripts and cron jobs, where curl --retry would pay twice.
     ///
     /// Every attempt carries the same Idempotency-Key. With --journal the intent is on disk before it is sent, and survives
@@ -139,6 +150,8 @@ fn run(command: Command) -> ExitCode {
         Command::Demo(args) => return demo::run(&args),
         Command::Keys(args) => return keys::run(&args),
         Command::Clock(args) => return keys::run_clock(&args),
+        Command::Health(args) => return keys::run_health(&args),
+        Command::Backup(args) => return keys::run_backup(&args),
         Command::Call(args) => return call::run(&args),
         Command::Probe(args) => return probe::run(&args),
         Command::Schema(args) => schema::run(&args),

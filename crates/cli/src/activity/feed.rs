@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use oncegate_core::{CallerTag, RecordId, Timestamp};
-use oncegate_http::{KeyedEvent, RequestEvent};
+use oncegate_http::{KeyedEvent, RequestEvent, ShadowVerdict};
 use serde::{Serialize, Serializer};
 use tokio::sync::broadcast::error::{RecvError, TryRecvError};
 use tokio::sync::{broadcast, watch};
@@ -25,6 +25,9 @@ pub(crate) struct RequestLine {
     /// Method and path.
     pub(crate) operation: Box<str>,
     pub(crate) outcome: &'static str,
+    /// The outcome that the request would have had, if its route only observes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) would: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) status: Option<u16>,
     /// From the head of the request to the head of its response.
@@ -76,6 +79,7 @@ impl Feed {
             time: now(),
             operation: keyed.operation.into(),
             outcome: event.disposition.as_str(),
+            would: event.disposition.shadow_verdict().map(ShadowVerdict::as_str),
             status: event.status.map(|status| status.as_u16()),
             duration_ms: millis(keyed.duration),
             attempt: keyed.attempt,

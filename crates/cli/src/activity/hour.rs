@@ -42,7 +42,10 @@ impl OutcomeGroup {
             Disposition::Executed => Self::Executed,
             Disposition::Replayed => Self::Replayed,
             Disposition::Fenced => Self::Unknown,
-            Disposition::NotCovered | Disposition::Unprotected | Disposition::FailedOpen => Self::Unprotected,
+            Disposition::NotCovered
+            | Disposition::Unprotected
+            | Disposition::FailedOpen
+            | Disposition::Shadow(_) => Self::Unprotected,
             Disposition::Refused(Condition::RequestInProgress) => Self::InProgress,
             Disposition::Refused(Condition::KeyReused | Condition::HostDiffers) => Self::Mismatch,
             Disposition::Refused(condition) if is_unknown(condition) => Self::Unknown,

@@ -19,6 +19,7 @@ use oncegate_core::{
     limits,
 };
 use oncegate_engine::{Event, EventKind, Observer};
+use oncegate_http::SHADOW_OPERATION;
 use tokio::time::Instant;
 
 use super::Metrics;
@@ -127,6 +128,11 @@ impl CountedRecord {
         StateSet::UNSETTLED.contains(self.state)
     }
 
+    /// Returns true for a record of a route that only observes. No operator has to settle it.
+    fn is_shadow(&self) -> bool {
+        self.label.operation().starts_with(SHADOW_OPERATION)
+    }
+
     fn is_last_call(&self, now: Timestamp) -> bool {
         self.end.since(now) <= LAST_CALL.min(self.end.since(self.since) / 4)
     }
@@ -194,6 +200,9 @@ impl Census {
             let now = self.store.now();
             for (id, record) in &page.records {
                 let counted = CountedRecord::of(record, now);
+                if counted.is_shadow() {
+                    continue;
+                }
                 counts.add(&counted);
                 if counted.is_unsettled() {
                     is_partial |= found.len() >= MAX_KNOWN;

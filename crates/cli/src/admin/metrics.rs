@@ -16,7 +16,7 @@ use oncegate_core::{
 use oncegate_engine::{BreakerState, Event, EventKind, Observer};
 use oncegate_http::{
     Authorization, Condition, Disposition, JwksFetch, JwtVerifier, LimitUsage, RateLimitKind, RateLimits,
-    Reconciled, RequestEvent, RequestObserver,
+    Reconciled, RequestEvent, RequestObserver, ShadowVerdict,
 };
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::text::encode;
@@ -71,6 +71,7 @@ struct Inner {
     store_durations: [Histogram; COMMANDS.len()],
     upstream_durations: [Histogram; UpstreamResult::ALL.len()],
     reconciled: [Counter; ReconcileResult::ALL.len()],
+    shadow: [Counter; SHADOW_VERDICTS],
     rate_limited: [Counter; RateLimitKind::ALL.len()],
     rate_limit_evictions: [Counter; 3],
     published_rules: Counter,
@@ -219,6 +220,8 @@ impl Metrics {
         let authorized = "Decisions of the service about replays, by result";
         let authorizations: Family<[Label; 1], Counter> =
             add(r, "authorizations", authorized, Family::default());
+        let help_shadow = "Requests on routes that only observe, by the outcome that they would have had";
+        let shadow: Family<[Label; 1], Counter> = add(r, "shadow_requests", help_shadow, Family::default());
         let rate_limits = "Requests that were refused because they exceeded this rate limit";
         let rate_limited: Family<[Label; 1], Counter> =
             add(r, "rate_limited", rate_limits, Family::default());
@@ -288,6 +291,11 @@ impl Metrics {
                 .map(|result| upstream_durations.get_or_create_owned(&[("result", result.as_str())])),
             authorizations: AUTHORIZATIONS
                 .map(|result| authorizations.get_or_create_owned(&[("result", result)])),
+            shadow: shadow_verdicts().map(|verdict| match verdict {
+                // A verdict is found before the service responds.
+                ShadowVerdict::Refused(condition) if NO_OUTCOMES.contains(&condition) => Counter::default(),
+                verdict => shadow.get_or_create_owned(&[("would", verdict.as_str())]),
+            }),
             rate_limited: RateLimitKind::ALL
                 .map(|limit| rate_limited.get_or_create_owned(&[("limit", limit.as_str())])),
             rate_limit_evictions: RateLimits::evictions()
@@ -713,7 +721,7 @@ struct RequestCounters {
 const CLASSES: [&str; 6] = ["none", "1xx", "2xx", "3xx", "4xx", "5xx"];
 
 /// The dispositions that are not refusals.
-const PLAIN: [Disposition; 7] = [
+const PLAIN: [Disposition; 8] = [
     Disposition::NotCovered,
     Disposition::Unprotected,
     Disposition::Executed,
@@ -721,7 +729,27 @@ const PLAIN: [Disposition; 7] = [
     Disposition::Replayed,
     Disposition::FailedOpen,
     Disposition::ClientLeft,
+    // For all verdicts, which have a counter of their own.
+    Disposition::Shadow(ShadowVerdict::NotObserved),
 ];
+
+/// The verdicts on requests that are only observed, and their number.
+const PLAIN_VERDICTS: [ShadowVerdict; 5] = [
+    ShadowVerdict::Executed,
+    ShadowVerdict::Replayed,
+    ShadowVerdict::Unprotected,
+    ShadowVerdict::FailedOpen,
+    ShadowVerdict::NotObserved,
+];
+const SHADOW_VERDICTS: usize = PLAIN_VERDICTS.len() + Condition::ALL.len();
+
+fn shadow_verdicts() -> [ShadowVerdict; SHADOW_VERDICTS] {
+    std::array::from_fn(|at| match PLAIN_VERDICTS.get(at) {
+        Some(verdict) => *verdict,
+        None => ShadowVerdict::Refused(Condition::ALL[at - PLAIN_VERDICTS.len()]),
+    })
+}
+
 /// Conditions that a client may receive but that no request counts as. With a key, these requests were executed or
 /// their outcome is unknown; without one, they were passed on. A series that stays 0 would be an alert that never
 /// fires.
@@ -745,6 +773,7 @@ impl RequestCounters {
             Disposition::Refused(condition) => {
                 Condition::ALL.iter().position(|c| *c == condition).map(|at| at + PLAIN.len())
             }
+            Disposition::Shadow(_) => PLAIN.iter().position(|d| matches!(d, Disposition::Shadow(_))),
             plain => PLAIN.iter().position(|d| *d == plain),
         };
         let labels = [("outcome", disposition.as_str()), ("status", CLASSES[class])];
@@ -773,6 +802,7 @@ impl RequestCounters {
 fn usual_status(disposition: Disposition) -> Option<StatusCode> {
     match disposition {
         Disposition::NotCovered | Disposition::Unprotected | Disposition::ClientLeft => None,
+        Disposition::Shadow(_) => Some(StatusCode::OK),
         Disposition::Refused(condition) => Some(condition.status()),
         _ => Some(StatusCode::OK),
     }
@@ -783,6 +813,18 @@ impl RequestObserver for Metrics {
         self.0.requests.with(event.disposition, event.status, |counter| {
             counter.inc();
         });
+        if let Some(verdict) = event.disposition.shadow_verdict() {
+            let place = match verdict {
+                ShadowVerdict::Refused(condition) => Condition::ALL
+                    .iter()
+                    .position(|known| *known == condition)
+                    .map(|at| at + PLAIN_VERDICTS.len()),
+                plain => PLAIN_VERDICTS.iter().position(|known| *known == plain),
+            };
+            if let Some(counter) = place.and_then(|place| self.0.shadow.get(place)) {
+                counter.inc();
+            }
+        }
         let limit = event.keyed.and_then(|keyed| keyed.rate_limit);
         let place = limit.and_then(|limit| RateLimitKind::ALL.iter().position(|kind| *kind == limit));
         if let Some(counter) = place.and_then(|place| self.0.rate_limited.get(place)) {

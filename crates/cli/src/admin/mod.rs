@@ -14,6 +14,7 @@
 //! | `POST /v1/keys/{record}/release` | frees a key; with `force` also one whose owner may be alive |
 //! | `POST /v1/clock/accept` | the store accepts the machine's clock, which was set ahead |
 //! | `GET /v1/audit?before=&limit=` | the changes by operators, with their reasons, newest first |
+//! | `GET /v1/backup` | the files of an embedded store as they are at this moment, as a tar archive |
 //! | `GET /v1/summary` | the state of the sidecar and its store, and the requests of the last hour |
 //! | `GET /v1/misuse` | requests that look like mistakes of clients, counted by caller and operation |
 //! | `GET /v1/activity` | a live feed of requests, one JSON object a line |
@@ -21,6 +22,7 @@
 //! Refusals are problem details. Every response has the field `Oncegate-Admin`. [`guard`] controls the access.
 
 mod activity;
+mod backup;
 mod cache;
 mod census;
 mod exposition;
@@ -63,6 +65,7 @@ use crate::activity::Activity;
 use crate::config::{AdminToken, duration_text};
 use crate::proxy::{ConnectionLimit, RequestLimit};
 
+pub(crate) use self::backup::{BackupStore, TAKEN_FIELD};
 pub(crate) use self::cache::CacheCollector;
 pub(crate) use self::census::{AbandonedRecords, run as count_records};
 pub(crate) use self::keys::searched_key;
@@ -84,6 +87,8 @@ pub(crate) struct AdminState {
     /// Counts the requests without a key.
     pub(crate) without_key: RequestLimit,
     pub(crate) live: watch::Receiver<AdminLive>,
+    /// The store that can be copied while it works.
+    pub(crate) backup: BackupStore,
 }
 
 /// The part of the state that a reload replaces.
@@ -169,6 +174,7 @@ pub(crate) fn router(state: AdminState) -> Router {
         .route("/v1/summary", get(summary::show))
         .route("/v1/misuse", get(activity::misuse))
         .route("/v1/activity", get(activity::feed))
+        .route("/v1/backup", get(backup::send))
         .route("/v1/clock/accept", post(accept_clock))
         .fallback(async |uri: Uri| Problem::no_such_path(uri.path()))
         .method_not_allowed_fallback(async |method: Method, uri: Uri| {

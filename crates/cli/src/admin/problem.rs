@@ -63,6 +63,13 @@ impl Problem {
         )
     }
 
+    /// The store is not a directory of this sidecar.
+    pub(super) fn no_backup() -> Self {
+        let detail = "Only the embedded store is copied by its sidecar. Use the tools of the server on which the records are \
+                      (docs/guides/backups.md). A store in memory has no copy.";
+        Self::new(StatusCode::NOT_IMPLEMENTED, "no-backup", "The store is not copied by its sidecar", detail)
+    }
+
     /// There is no record with this identifier.
     pub(super) fn no_record(id: RecordId) -> Self {
         let detail = "There was no request with this key, or its retention is over.";

@@ -96,6 +96,11 @@ pub(super) fn on_route(values: &Values, route: &RouteConfig) -> Vec<Problem> {
         let what = "while the store is out of reach, requests with a key are executed WITHOUT protection, and a retry may take effect twice";
         warn(source(values, "store-outage"), what.to_owned());
     }
+    if given(&values.shadow) {
+        let what = "requests are only observed: all of them go to the service WITHOUT protection, and a retry takes effect again; \
+                    take shadow out when the counts of oncegate_shadow_requests_total are as expected";
+        warn(source(values, "shadow"), what.to_owned());
+    }
     if lease < SHORT_LEASE {
         let what = format!(
             "a pause of the machine may last longer than a lease of {}, and an owner that is paused for longer counts as dead; the \

@@ -109,6 +109,7 @@ pub(super) fn draft(
         request_budget: given(&values.request_budget),
         response_budget: given(&values.response_budget),
         max_connections: given(&values.max_connections),
+        client_idle_timeout: given(&values.client_idle_timeout),
         write_timeout: given(&values.write_timeout),
         trusted_proxies: given(&values.trusted_proxies),
         max_in_flight: given(&values.max_in_flight),
@@ -262,6 +263,10 @@ fn route_config(
     if let Err(error) = settings.check_carriers() {
         let source = ["key-header", "profile"].into_iter().find_map(|name| values.source(name));
         push_once(problems, Problem::error(source.or(place).cloned(), error.to_string()));
+    }
+    if let Err(error) = settings.check_shadow() {
+        let source = values.source("shadow").or(place).cloned();
+        push_once(problems, Problem::error(source, error.to_string()));
     }
     if settings.policy().on_abandoned() == OnAbandoned::Reconcile && values.reconcile_path.is_none() {
         let source = values.on_abandoned.as_ref().map(|given| given.source.clone());
@@ -556,7 +561,7 @@ fn settings(values: &Values, profile: Profile) -> Result<Settings, ConfigError> 
     if given(&values.store_outage) == StoreOutage::Open {
         settings = settings.danger_fail_open();
     }
-    Ok(settings)
+    Ok(settings.with_shadow(given(&values.shadow)))
 }
 
 fn fingerprint_rules(values: &Values) -> FingerprintRules {

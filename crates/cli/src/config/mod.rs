@@ -115,6 +115,8 @@ pub(crate) struct Config {
     pub(crate) max_in_flight_without_key: Option<usize>,
     /// The limit of open client connections.
     pub(crate) max_connections: usize,
+    /// The time for which an idle connection of a client is kept.
+    pub(crate) client_idle_timeout: Duration,
     /// The longest time for which a client may accept no byte of a response.
     pub(crate) write_timeout: Duration,
     /// The proxies whose information about the origin of a request is passed on.

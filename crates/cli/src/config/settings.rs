@@ -489,6 +489,12 @@ settings! {
     "store-outage" RECORDS Route One "closed|open" Value("closed");
     store_outage: StoreOutage = |text| one_of(text, &[("closed", StoreOutage::Closed), ("open", StoreOutage::Open)]);
 
+    /// Only observes: every request goes to the service WITHOUT protection, as if the sidecar were not there, also while the
+    /// store is away. What would have been done with it is counted (oncegate_shadow_requests_total) and written to the access
+    /// log. For a first look at real traffic. Not for `profile = "mcp"`.
+    "shadow" RECORDS Route Switch "BOOL" Value("false");
+    shadow: bool = units::boolean;
+
     /// A list of further header fields of responses that are stored and replayed. Fields such as Content-Type, Location and ETag
     /// are always stored.
     "stored-headers" RECORDS Route Many "NAME,…" Nothing("");
@@ -602,6 +608,13 @@ settings! {
     /// The most client connections that are open at the same time. A further connection waits until another one ends.
     "max-connections" LIMITS Service One "N" Value("10000");
     max_connections: usize = |text| number(text, MAX_OPEN, "connections");
+
+    /// The time for which an HTTP/1.1 connection of a client is kept without a request, and the longest time for the head of a
+    /// request. It must be longer than the time after which the load balancer before the sidecar closes idle connections
+    /// (nginx, AWS and Azure 60 s by default, Google Cloud 600 s). Otherwise the load balancer may send a request on a
+    /// connection that the sidecar is just closing. From 1s to 24h.
+    "client-idle-timeout" LIMITS Live One "DURATION" Value("75s");
+    client_idle_timeout: Duration = |text| bounded(text, SECOND, DAY);
 
     /// The longest time that a client may accept no byte of a response that is ready for it. After it, its connection is closed;
     /// with HTTP/2, only that response is given up. From 100ms to 1h.

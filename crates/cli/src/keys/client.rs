@@ -1,12 +1,14 @@
 //! The client of the admin API.
 
+use std::future::Future;
 use std::time::Duration;
 
 use bytes::Bytes;
 use http::header::{self, HeaderValue};
 use http::uri::{Authority, Scheme};
-use http::{Method, Request, StatusCode, Uri, request};
+use http::{Method, Request, StatusCode, Uri, request, response};
 use http_body_util::{BodyExt as _, Full, Limited};
+use hyper::body::Incoming;
 use hyper_rustls::HttpsConnectorBuilder;
 use hyper_util::client::legacy;
 use hyper_util::client::legacy::connect::{Connect, HttpConnector};
@@ -39,6 +41,12 @@ struct Response {
     /// True if the response comes from an admin API.
     is_admin: bool,
     body: Bytes,
+}
+
+/// A response whose body is read as it arrives.
+pub(super) struct Download {
+    pub(super) head: response::Parts,
+    pub(super) body: Incoming,
 }
 
 impl Client {
@@ -75,15 +83,48 @@ impl Client {
         self.ask(Method::POST, path, body.to_string().into()).await
     }
 
-    async fn ask(&self, method: Method, path: &str, body: Bytes) -> Result<Value, Failure> {
+    /// Asks for a response of any length, and waits for its head.
+    pub(super) async fn download(&self, path: &str) -> Result<Download, Failure> {
+        let request = self.authorized(&Method::GET, path).await?;
+        let request = request.body(Full::default()).map_err(|error| Failure::Usage(error.to_string()))?;
+        let response = self.within(self.send_any(request)).await?;
+        let (head, body) = response.into_parts();
+        if head.status.is_success() && head.headers.contains_key(ADMIN_FIELD) {
+            return Ok(Download { head, body });
+        }
+        let body = self.within(self.collected(body)).await?;
+        match serde_json::from_slice::<Value>(&body) {
+            Ok(problem) if head.headers.contains_key(ADMIN_FIELD) => {
+                Err(self.refusal(path, head.status, &problem))
+            }
+            _ => Err(self.not_admin(head.status)),
+        }
+    }
+
+    /// The response to a question about the health of the sidecar, which needs no token.
+    pub(super) async fn health(&self, path: &str) -> Result<(StatusCode, String), Failure> {
+        let response = self.exchange(self.request(&Method::GET, path), Bytes::new()).await?;
+        match response.is_admin {
+            true => Ok((response.status, String::from_utf8_lossy(&response.body).into_owned())),
+            false => Err(self.not_admin(response.status)),
+        }
+    }
+
+    /// A request with the token, after the address was found to be that of an admin API.
+    async fn authorized(&self, method: &Method, path: &str) -> Result<request::Builder, Failure> {
         // A wrong port may be that of the service, which must get neither the token nor the command.
         self.is_admin.get_or_try_init(|| self.probe()).await?;
-        let mut request = self.request(&method, path);
+        let request = self.request(method, path);
+        Ok(match &self.token {
+            Some(token) => request.header(header::AUTHORIZATION, token),
+            None => request,
+        })
+    }
+
+    async fn ask(&self, method: Method, path: &str, body: Bytes) -> Result<Value, Failure> {
+        let mut request = self.authorized(&method, path).await?;
         if method == Method::POST {
             request = request.header(header::CONTENT_TYPE, "application/json");
-        }
-        if let Some(token) = &self.token {
-            request = request.header(header::AUTHORIZATION, token);
         }
         let response = self.exchange(request, body).await?;
         let Response { status, is_admin: true, body } = response else {
@@ -113,34 +154,49 @@ impl Client {
 
     async fn exchange(&self, request: request::Builder, body: Bytes) -> Result<Response, Failure> {
         let request = request.body(Full::new(body)).map_err(|error| Failure::Usage(error.to_string()))?;
-        let response = async {
-            if self.scheme == Scheme::HTTP {
-                return self.send(HttpConnector::new(), request).await;
-            }
-            let tls = trusting_system(true).map_err(|error| self.unreachable(&error))?;
-            let connector = HttpsConnectorBuilder::new().with_tls_config(tls);
-            self.send(connector.https_only().enable_http1().build(), request).await
-        };
-        let late =
-            |_| self.unreachable(&format!("no response within {} seconds", RESPONSE_TIMEOUT.as_secs()));
-        tokio::time::timeout(RESPONSE_TIMEOUT, response).await.map_err(late)?
+        self.within(async {
+            let response = self.send_any(request).await?;
+            let status = response.status();
+            let is_admin = response.headers().contains_key(ADMIN_FIELD);
+            let body = self.collected(response.into_body()).await?;
+            Ok(Response { status, is_admin, body })
+        })
+        .await
     }
 
-    async fn send<C>(&self, connector: C, request: Request<Full<Bytes>>) -> Result<Response, Failure>
+    /// The result, which must be there in time.
+    async fn within<T>(&self, result: impl Future<Output = Result<T, Failure>>) -> Result<T, Failure> {
+        let late =
+            |_| self.unreachable(&format!("no response within {} seconds", RESPONSE_TIMEOUT.as_secs()));
+        tokio::time::timeout(RESPONSE_TIMEOUT, result).await.map_err(late)?
+    }
+
+    async fn send_any(&self, request: Request<Full<Bytes>>) -> Result<http::Response<Incoming>, Failure> {
+        if self.scheme == Scheme::HTTP {
+            return self.send(HttpConnector::new(), request).await;
+        }
+        let tls = trusting_system(true).map_err(|error| self.unreachable(&error))?;
+        let connector = HttpsConnectorBuilder::new().with_tls_config(tls);
+        self.send(connector.https_only().enable_http1().build(), request).await
+    }
+
+    async fn send<C>(
+        &self,
+        connector: C,
+        request: Request<Full<Bytes>>,
+    ) -> Result<http::Response<Incoming>, Failure>
     where
         C: Connect + Clone + Send + Sync + 'static,
     {
         let client = legacy::Client::builder(TokioExecutor::new()).build(connector);
-        let response = client
-            .request(request)
-            .await
-            .map_err(|error| self.unreachable(&ErrorChain(&error).to_string()))?;
-        let status = response.status();
-        let is_admin = response.headers().contains_key(ADMIN_FIELD);
-        let body = Limited::new(response.into_body(), MAX_RESPONSE).collect().await;
+        client.request(request).await.map_err(|error| self.unreachable(&ErrorChain(&error).to_string()))
+    }
+
+    async fn collected(&self, body: Incoming) -> Result<Bytes, Failure> {
+        let body = Limited::new(body, MAX_RESPONSE).collect().await;
         let body = body
             .map_err(|error| self.unreachable(&format!("the response broke off: {}", ErrorChain(&*error))))?;
-        Ok(Response { status, is_admin, body: body.to_bytes() })
+        Ok(body.to_bytes())
     }
 
     /// Describes a problem in terms of the command line.

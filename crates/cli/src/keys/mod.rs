@@ -2,8 +2,10 @@
 //!
 //! Exit codes: 0 done, 1 refused or not found, 2 wrong usage, 3 the sidecar cannot be reached.
 
+mod backup;
 mod client;
 mod clock;
+mod health;
 mod print;
 #[cfg(test)]
 mod tests;
@@ -20,8 +22,10 @@ use oncegate_core::KeyTag;
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use serde_json::{Map, Value, json};
 
+pub(crate) use self::backup::BackupArgs;
 use self::client::Client;
 pub(crate) use self::clock::ClockArgs;
+pub(crate) use self::health::HealthArgs;
 use crate::admin::searched_key;
 
 /// Lists and shows the records of a running sidecar, and resolves those whose outcome is unknown.
@@ -263,6 +267,22 @@ pub(crate) fn run(args: &KeysArgs) -> ExitCode {
 /// Runs the command about the clock. The exit code reports how it ended.
 pub(crate) fn run_clock(args: &ClockArgs) -> ExitCode {
     ask(async |out: &mut StdoutLock<'_>| clock::execute(args, env, out).await)
+}
+
+/// Runs the command about the health of a sidecar. The exit code reports it: 1 also if the sidecar cannot be reached, because
+/// container engines give other codes a meaning of their own.
+pub(crate) fn run_health(args: &HealthArgs) -> ExitCode {
+    ask(async |out: &mut StdoutLock<'_>| {
+        health::execute(args, env, out).await.map_err(|failure| match failure {
+            Failure::Unreachable(words) => Failure::Refused(words),
+            failure => failure,
+        })
+    })
+}
+
+/// Runs the command that copies the store. The exit code reports how it ended.
+pub(crate) fn run_backup(args: &BackupArgs) -> ExitCode {
+    ask(async |out: &mut StdoutLock<'_>| backup::execute(args, env, out).await)
 }
 
 fn env(name: &str) -> Option<String> {

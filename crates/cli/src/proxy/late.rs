@@ -16,6 +16,7 @@ use oncegate_core::{
 use tokio::task::JoinHandle;
 
 use super::run;
+use crate::admin::BackupStore;
 use crate::config::{Config, StoreChoice};
 
 /// The reason why a store was not opened.
@@ -45,8 +46,8 @@ pub(super) struct OpenedStore {
 ///
 /// # Errors
 /// If it cannot be used.
-pub(super) async fn open(config: &Arc<Config>) -> Result<OpenedStore, String> {
-    match run::open(config).await {
+pub(super) async fn open(config: &Arc<Config>, backup: &BackupStore) -> Result<OpenedStore, String> {
+    match run::open(config, backup).await {
         Ok(store) => Ok(OpenedStore { store, is_open: true }),
         Err(StoreOpenError::Unfit(why)) => Err(why),
         Err(StoreOpenError::Unreachable(why)) => {
@@ -55,6 +56,7 @@ pub(super) async fn open(config: &Arc<Config>) -> Result<OpenedStore, String> {
             );
             let store = LateStore {
                 config: config.clone(),
+                backup: backup.clone(),
                 opened: OnceLock::new(),
                 opening: PendingOpen::default(),
                 reason: Mutex::new(why),
@@ -68,6 +70,7 @@ pub(super) async fn open(config: &Arc<Config>) -> Result<OpenedStore, String> {
 /// A store that is opened by [`Store::check`], as soon as it can be.
 struct LateStore {
     config: Arc<Config>,
+    backup: BackupStore,
     opened: OnceLock<Arc<dyn Store>>,
     opening: PendingOpen,
     /// The reason why the last attempt to open it failed.
@@ -110,8 +113,8 @@ impl LateStore {
             return Ok(());
         }
         let running = opening.get_or_insert_with(|| {
-            let config = self.config.clone();
-            tokio::spawn(async move { run::open(&config).await })
+            let (config, backup) = (self.config.clone(), self.backup.clone());
+            tokio::spawn(async move { run::open(&config, &backup).await })
         });
         let ended = running.await;
         *opening = None;

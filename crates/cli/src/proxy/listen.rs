@@ -14,7 +14,8 @@ use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use http::{Method, Request, Response, header};
+use http::header::{self, HeaderValue};
+use http::{Method, Request, Response, StatusCode, Version};
 use http_body::Body;
 use http_body_util::Either;
 use hyper::body::Incoming;
@@ -40,10 +41,11 @@ use super::headers::Peer;
 use super::live::{Live, ThreadLive};
 use super::published::published_rules;
 use super::{MAX_HEAD, MAX_HEAD_U32, MAX_LINES};
-use crate::admin::{ADMIN_FIELD, Metrics};
+use crate::admin::{ADMIN_FIELD, Draining, Metrics};
+use crate::config::Config;
 
-/// Limits the time of a TLS handshake, and of the head of a request.
-const HEAD_TIMEOUT: Duration = Duration::from_secs(30);
+/// The interval in which an HTTP/2 client that is silent gets a ping, and the time in which it must answer.
+const PING_INTERVAL: Duration = Duration::from_secs(30);
 
 /// The same limit after the process was told to stop: time for bytes in transit to arrive. Such a request has not
 /// begun, so nothing is lost with it.
@@ -134,6 +136,7 @@ pub(super) struct ThreadListener {
     pub(super) live: watch::Receiver<Live>,
     pub(super) connections: ConnectionLimit,
     pub(super) metrics: Metrics,
+    pub(super) draining: Draining,
     pub(super) handshakes: Arc<RefusedHandshakes>,
     /// Limits the log lines about the limit of connections.
     pub(super) full_warnings: Arc<LogThrottle>,
@@ -173,35 +176,16 @@ impl ThreadListener {
                     continue;
                 }
             };
-            let Some((stream, address, permit)) = accepted else { continue };
-            let acceptor = self.current.tls();
-            let config = self.live.borrow().config.clone();
-            let peer = Arc::new(Peer::new(address, acceptor.is_some(), config.trusts(address.ip())));
-            let stream = ClientStream::new(stream, config.write_timeout, acceptor.is_none(), permit);
-            let begun = Arc::new(AtomicBool::new(false));
-            let service = self.service(peer.clone(), stream.state(), begun.clone());
-            let watcher = graceful.watcher();
-            let (in_the_clear, over_tls) = builders.clone();
-            match acceptor {
-                None => {
-                    let builder = in_the_clear;
-                    let connection =
-                        builder.serve_connection_with_upgrades(TokioIo::new(stream), service).into_owned();
-                    tokio::spawn(run(watcher.watch(connection), begun, stop.clone()));
-                }
-                Some(acceptor) => {
-                    let handshakes = self.handshakes.clone();
-                    let connection = async move {
-                        let accepted = acceptor.accept(stream).await;
-                        let stream = accepted.inspect_err(|error| handshakes.note(address, error))?;
-                        peer.note_certificates(stream.get_ref().1.peer_certificates());
-                        let connection =
-                            over_tls.serve_connection_with_upgrades(TokioIo::new(stream), service);
-                        watcher.watch(connection).await
-                    };
-                    tokio::spawn(run(connection, begun, stop.clone()));
-                }
+            if let Some(accepted) = accepted {
+                self.begin(accepted, &builders, &graceful, &stop);
             }
+        }
+        // Connections that the system has accepted already would be reset with the listener.
+        let listener = listener.into_std()?;
+        while let Ok((stream, address)) = listener.accept() {
+            let Ok(permit) = self.connections.permits.clone().try_acquire_owned() else { break };
+            let stream = stream.set_nonblocking(true).and_then(|()| TcpStream::from_std(stream))?;
+            self.begin((stream, address, permit), &builders, &graceful, &stop);
         }
         drop(listener);
         let drain = self.live.borrow().config.drain_timeout;
@@ -210,11 +194,48 @@ impl ThreadListener {
         Ok(DrainResult { until, is_closed })
     }
 
+    /// Serves a connection in a task of its own.
+    fn begin(
+        &self,
+        (stream, address, permit): (TcpStream, SocketAddr, OwnedSemaphorePermit),
+        builders: &(Arc<Builder>, Arc<Builder>),
+        graceful: &GracefulShutdown,
+        stop: &watch::Receiver<bool>,
+    ) {
+        let acceptor = self.current.tls();
+        let config = self.live.borrow().config.clone();
+        let peer = Arc::new(Peer::new(address, acceptor.is_some(), config.trusts(address.ip())));
+        let stream = ClientStream::new(stream, config.write_timeout, acceptor.is_none(), permit);
+        let begun = Arc::new(AtomicBool::new(false));
+        let service = self.service(peer.clone(), stream.state(), begun.clone());
+        let watcher = graceful.watcher();
+        let (in_the_clear, over_tls) = builders.clone();
+        match acceptor {
+            None => {
+                let builder = in_the_clear;
+                let connection =
+                    builder.serve_connection_with_upgrades(TokioIo::new(stream), service).into_owned();
+                tokio::spawn(run(watcher.watch(connection), begun, config.client_idle_timeout, stop.clone()));
+            }
+            Some(acceptor) => {
+                let handshakes = self.handshakes.clone();
+                let connection = async move {
+                    let accepted = acceptor.accept(stream).await;
+                    let stream = accepted.inspect_err(|error| handshakes.note(address, error))?;
+                    peer.note_certificates(stream.get_ref().1.peer_certificates());
+                    let connection = over_tls.serve_connection_with_upgrades(TokioIo::new(stream), service);
+                    watcher.watch(connection).await
+                };
+                tokio::spawn(run(connection, begun, config.client_idle_timeout, stop.clone()));
+            }
+        }
+    }
+
     /// The connection builders for clear text and for TLS. In clear text, an HTTP/1.1 client may end its side and
     /// still gets its response. Below TLS this cannot be distinguished from a client that leaves.
     fn builders(&self) -> (Arc<Builder>, Arc<Builder>) {
-        let write_timeout = self.live.borrow().config.write_timeout;
-        let builder = |half_close| Arc::new(builder(write_timeout, half_close, &self.timers));
+        let config = self.live.borrow().config.clone();
+        let builder = |half_close| Arc::new(builder(&config, half_close, &self.timers));
         (builder(true), builder(false))
     }
 
@@ -234,7 +255,7 @@ impl ThreadListener {
         let service = self.current.service(peer.clone(), state.clone());
         // One thread serves the requests of one connection, so no thread ever waits for this lock.
         let service = Mutex::new(service);
-        let metrics = self.metrics.clone();
+        let (metrics, draining) = (self.metrics.clone(), self.draining.clone());
         service_fn(move |mut request: Request<Incoming>| {
             begun.store(true, Ordering::Relaxed);
             let mut service = lock(&service);
@@ -242,6 +263,8 @@ impl ThreadListener {
             let delivery = Delivery::of(request.version(), &state);
             let cross_origin = CrossOrigin::of(&request, config);
             let is_head = request.method() == Method::HEAD;
+            // A client that gets this does not use the connection again, so it is not closed under a request.
+            let is_last = draining.is_set() && request.version() != Version::HTTP_2;
             let admitted = admit(&mut request, &peer, config, &metrics)
                 .and_then(|()| published_rules(&request, config, &metrics))
                 .and_then(|()| preflight(&request, config));
@@ -256,6 +279,9 @@ impl ThreadListener {
                 };
                 if let Some(cross_origin) = cross_origin {
                     cross_origin.write(response.headers_mut());
+                }
+                if is_last && response.status() != StatusCode::SWITCHING_PROTOCOLS {
+                    response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
                 }
                 // `oncegate keys` sends the admin token to the sender of this field.
                 response.headers_mut().remove(ADMIN_FIELD);
@@ -280,12 +306,13 @@ fn remove_body(response: &mut Response<Either<ResponseBody<ProxyBody>, ProxyBody
     *response.body_mut() = Either::Right(ProxyBody::own(Bytes::new()));
 }
 
-fn builder(write_timeout: Duration, half_close: bool, timers: &CoarseTimer) -> Builder {
-    let mut builder = auto::Builder::new(StreamExecutor { write_timeout });
+fn builder(config: &Config, half_close: bool, timers: &CoarseTimer) -> Builder {
+    let mut builder = auto::Builder::new(StreamExecutor { write_timeout: config.write_timeout });
     builder
         .http1()
         .timer(timers.clone())
-        .header_read_timeout(HEAD_TIMEOUT)
+        // Begins with the end of the response before it.
+        .header_read_timeout(config.client_idle_timeout)
         .half_close(half_close)
         .max_headers(MAX_LINES)
         .max_buf_size(MAX_HEAD);
@@ -294,7 +321,7 @@ fn builder(write_timeout: Duration, half_close: bool, timers: &CoarseTimer) -> B
         .timer(TokioTimer::new())
         .max_concurrent_streams(MAX_STREAMS)
         .max_header_list_size(MAX_HEAD_U32)
-        .keep_alive_interval(HEAD_TIMEOUT);
+        .keep_alive_interval(PING_INTERVAL);
     builder
 }
 
@@ -335,10 +362,11 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 async fn run(
     connection: impl Future<Output = Result<(), Box<dyn Error + Send + Sync>>>,
     begun: Arc<AtomicBool>,
+    idle_timeout: Duration,
     mut stop: watch::Receiver<bool>,
 ) {
     let silent = async {
-        if tokio::time::timeout(HEAD_TIMEOUT, stop.wait_for(|stop| *stop)).await.is_ok() {
+        if tokio::time::timeout(idle_timeout, stop.wait_for(|stop| *stop)).await.is_ok() {
             tokio::time::sleep(LAST_HEAD_TIMEOUT).await;
         }
     };

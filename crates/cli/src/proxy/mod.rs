@@ -46,8 +46,9 @@ use run::max_idle_connections;
 pub(crate) use run::{DEFAULT_SCOPE, HOSTS_COMPARED, run};
 pub(crate) use tls::{check_certificate_file, connector, handshake_hint, server_config, trusting_system};
 
-use crate::admin::Metrics;
+use crate::admin::{Draining, Metrics};
 use crate::config::{Config, UpstreamProtocol};
+use crate::systemd::ThreadHealth;
 use coarse_timer::CoarseTimer;
 use forward::UpstreamClient;
 use handshakes::RefusedHandshakes;
@@ -81,6 +82,10 @@ pub(crate) struct DataPath {
     /// The limit for all threads together.
     pub(crate) connections: ConnectionLimit,
     pub(crate) without_key: RequestLimit,
+    /// Set from the first signal to stop on.
+    pub(crate) draining: Draining,
+    /// The signs of life of the threads, if a service manager expects them.
+    pub(crate) health: Option<ThreadHealth>,
     pub(crate) live: watch::Receiver<Live>,
 }
 
@@ -115,14 +120,18 @@ impl DataPath {
                 live,
                 connections: self.connections.clone(),
                 metrics: self.metrics.clone(),
+                draining: self.draining.clone(),
                 handshakes: handshakes.clone(),
                 full_warnings: full_warnings.clone(),
                 timers,
             };
-            let (engine, stop) = (self.engine.clone(), stop.clone());
+            let (engine, stop, health) = (self.engine.clone(), stop.clone(), self.health.clone());
             let thread = std::thread::Builder::new().name(format!("proxy-{number}")).spawn(move || {
                 let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
                 runtime.block_on(async {
+                    if let Some(health) = health {
+                        tokio::spawn(health.beat());
+                    }
                     let DrainResult { until, is_closed } = front.serve(socket, stop).await?;
                     // Handlers whose clients have gone run on the threads that took them.
                     let requests = engine.drain(until.saturating_duration_since(Instant::now())).await;

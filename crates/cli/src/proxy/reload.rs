@@ -20,6 +20,7 @@ use super::run::allow_many_files;
 use super::{server_config, tls};
 use crate::admin::{AdminLive, Metrics, ReloadSubject};
 use crate::config::{Config, ProxyArgs, TlsFiles};
+use crate::systemd::ServiceManager;
 
 /// The interval in which the certificate files are checked.
 const CERTIFICATE_INTERVAL: Duration = Duration::from_secs(2);
@@ -46,6 +47,8 @@ pub(super) struct Reloader {
     certificate: Certificate,
     /// Limits the warnings about the certificate in use.
     date_warnings: LogThrottle,
+    /// Gets a note of each reload.
+    manager: ServiceManager,
 }
 
 /// The certificate files as they were last seen. `None` is a file that cannot be read.
@@ -78,10 +81,11 @@ impl Reloader {
         base: IdempotencyLayer,
         live: watch::Sender<Live>,
         admin: watch::Sender<AdminLive>,
+        manager: ServiceManager,
     ) -> Self {
         let certificate = Certificate::default();
         let date_warnings = LogThrottle::new(WARNING_INTERVAL);
-        Self { args, metrics, base, live, admin, certificate, date_warnings }
+        Self { args, metrics, base, live, admin, certificate, date_warnings, manager }
     }
 
     /// Reloads on each hangup, and when the certificate files change.
@@ -94,7 +98,14 @@ impl Reloader {
         tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             tokio::select! {
-                Some(()) = hangup.recv() => self.reload().await,
+                Some(()) = hangup.recv() => {
+                    self.manager.reloading();
+                    let status = match self.reload().await {
+                        true => "Serving with the configuration that was read again",
+                        false => "Serving with the previous configuration: the new one was refused, see the log",
+                    };
+                    self.manager.ready(status);
+                }
                 _ = dates.tick() => self.note_certificate(),
                 _ = keys.tick() => self.refresh_keys(),
                 _ = tick.tick() => self.check_certificate().await,
@@ -102,11 +113,13 @@ impl Reloader {
         }
     }
 
-    async fn reload(&mut self) {
+    /// Returns true if the new configuration is in force.
+    async fn reload(&mut self) -> bool {
         let content = self.read_certificate().await;
         let before = self.live.borrow().config.clone();
         let result = self.try_reload();
-        self.metrics.observe_reload(ReloadSubject::Configuration, result.is_ok());
+        let is_applied = result.is_ok();
+        self.metrics.observe_reload(ReloadSubject::Configuration, is_applied);
         match result {
             Ok(config) => {
                 for warning in &config.warnings {
@@ -139,6 +152,7 @@ impl Reloader {
                 tracing::error!("the configuration was not reloaded; the previous one stays in force");
             }
         }
+        is_applied
     }
 
     fn try_reload(&self) -> Result<Arc<Config>, Vec<String>> {

@@ -22,10 +22,11 @@ use super::reload::Reloader;
 use super::{BoundAddress, ConnectionLimit, DataPath, RequestLimit, cached, server_config};
 use crate::access_log::AccessLog;
 use crate::activity::Activity;
-use crate::admin::{self, AbandonedRecords, AdminLive, AdminState, Draining, count_records};
+use crate::admin::{self, AbandonedRecords, AdminLive, AdminState, BackupStore, Draining, count_records};
 use crate::check::{existing, has_other_files};
 use crate::config::{Config, ProxyArgs, StoreChoice, StoreUrl, duration_text};
 use crate::signals::Signals;
+use crate::systemd::ServiceManager;
 
 /// Runs the sidecar until it is told to stop.
 pub(crate) fn run(args: &ProxyArgs) -> Result<(), String> {
@@ -181,7 +182,8 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
     let admin =
         BoundAddress::new(config.admin).map_err(|error| cannot_listen("--admin", config.admin, &error))?;
     let (listen_address, admin_address) = (listen.address, admin.address);
-    let opened = late::open(&config).await?;
+    let backup = BackupStore::default();
+    let opened = late::open(&config, &backup).await?;
     let cache = cached::open(&config).await?;
     let sockets =
         listen.listen(threads).map_err(|error| cannot_listen("--listen", listen_address, &error))?;
@@ -238,6 +240,7 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
         connections: connections.clone(),
         without_key: without_key.clone(),
         live: admin_changes,
+        backup,
     };
     let (close, closed) = oneshot::channel::<()>();
     let admin = tokio::spawn(admin::serve(admin, state, async { drop(closed.await) }));
@@ -250,12 +253,26 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
         metrics.watch(&verifier);
         tokio::spawn(async move { verifier.refresh().await });
     }
-    let reloader = Reloader::new(args.clone(), metrics.clone(), layer, live, admin_live);
-    let path = DataPath { engine, metrics, connections, without_key, live: live_changes.clone() };
+    let manager = ServiceManager::from_env();
+    let reloader = Reloader::new(args.clone(), metrics.clone(), layer, live, admin_live, manager.clone());
+    let health = manager.thread_health();
+    let path = DataPath {
+        engine,
+        metrics,
+        connections,
+        without_key,
+        draining: draining.clone(),
+        health: health.clone(),
+        live: live_changes.clone(),
+    };
     let serving = path.serve(sockets, &stopped)?;
     tokio::spawn(reloader.run(hangup));
     // The only line on the standard output, except the access log. An error is ignored.
     let _unread = writeln!(std::io::stdout(), "{line}");
+    manager.ready(&line);
+    if let Some(health) = health {
+        tokio::spawn(manager.clone().watch(health));
+    }
 
     let mut ended = tokio::task::spawn_blocking(move || serving.join());
     tokio::select! {
@@ -263,6 +280,7 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
         () = signals.first() => {}
     }
     draining.begin();
+    manager.stopping("Stopping: waiting for running requests");
     let (delay, drain) = {
         let live = live_changes.borrow();
         (live.config.shutdown_delay, live.config.drain_timeout)
@@ -311,7 +329,7 @@ const MEMORY_MAX_RECORDS: u64 = 10_000_000;
 const MEMORY_MAX_BYTES: u64 = 1 << 30;
 
 /// Opens the store, or the store behind a cache.
-pub(super) async fn open(config: &Config) -> Result<Arc<dyn Store>, StoreOpenError> {
+pub(super) async fn open(config: &Config, backup: &BackupStore) -> Result<Arc<dyn Store>, StoreOpenError> {
     Ok(match config.store.store() {
         StoreChoice::Memory => Arc::new(
             MemoryStore::new(SystemClock::new())
@@ -335,7 +353,9 @@ pub(super) async fn open(config: &Config) -> Result<Arc<dyn Store>, StoreOpenErr
                      After the first start, set store-must-exist"
                 );
             }
-            Arc::new(store)
+            let store = Arc::new(store);
+            backup.set(&store);
+            store
         }
         StoreChoice::Postgres(url) => Arc::new(open_postgres(url, config.store_timeout).await?),
         StoreChoice::Redis(options) => Arc::new(open_redis(options).await?),

@@ -51,6 +51,8 @@ pub(super) struct Operation {
     pub(super) completes_itself: bool,
     /// True if requests are executed without protection while the store is out of reach.
     pub(super) fails_open: bool,
+    /// True if requests are only observed, and executed without protection.
+    pub(super) is_shadow: bool,
     /// The header field that marks a replay, and its value.
     pub(super) replay_marker: (String, String),
     pub(super) keeps_server_errors: bool,
@@ -263,6 +265,7 @@ impl Operation {
             on_abandoned: settings.policy().on_abandoned(),
             completes_itself,
             fails_open: settings.fails_open(),
+            is_shadow: settings.is_shadow(),
             replay_marker: profile.replay_marker(),
             keeps_server_errors: settings.keeps_server_errors(),
             released: released(settings),
@@ -329,6 +332,7 @@ impl Operation {
             },
             "completion": if self.completes_itself { "upstream" } else { "sidecar" },
             "storeOutage": if self.fails_open { "open" } else { "closed" },
+            "shadow": self.is_shadow,
             "otherMethods": if self.refuses_other_methods { "refuse" } else { "pass" },
             "serverErrors": if self.keeps_server_errors { "replay" } else { "release" },
             "releasedStatuses": self.released,

@@ -166,6 +166,11 @@ fn rows(operation: &Operation) -> Vec<(&'static str, String)> {
         ("After a crash", after_crash(operation).to_owned()),
         ("Never kept", format!("the key is free again after responses with {}: nothing was decided, so send the corrected request with the same key", operation.released.join(", "))),
     ]);
+    if operation.is_shadow {
+        let observed =
+            "not yet: requests are only observed. All of them are executed, and a retry takes effect again";
+        rows.push(("In force", observed.to_owned()));
+    }
     if operation.fails_open {
         let open = "while the records of keys are out of reach, requests are executed without protection, and a retry may take effect twice. \
                     Their responses have the field Idempotency-Status: failed-open";

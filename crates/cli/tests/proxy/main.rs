@@ -4,6 +4,7 @@
 mod support;
 
 mod activity;
+mod backup;
 mod budget;
 mod cached;
 mod callers;
@@ -15,9 +16,11 @@ mod fields;
 mod frames;
 mod framing;
 mod gauges;
+mod idle;
 mod lifecycle;
 mod limits;
 mod logs;
+mod notify;
 mod operations;
 mod operator;
 mod postgres;
@@ -26,6 +29,8 @@ mod reconcile;
 mod refusals;
 mod reload;
 mod resets;
+mod rolling;
+mod shadow;
 mod store;
 mod streams;
 mod upstream_connections;

@@ -25,19 +25,19 @@ async fn admin(sidecar: &Sidecar, path: &str) -> Message {
 }
 
 /// A small file system for one test.
-struct Disk {
+pub(crate) struct Disk {
     directory: tempfile::TempDir,
 }
 
 impl Disk {
-    fn new(size: &str) -> Self {
+    pub(crate) fn new(size: &str) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let options = format!("size={size},mode=700");
         run(Command::new("mount").args(["-t", "tmpfs", "-o", &options, "tmpfs"]).arg(directory.path()));
         Self { directory }
     }
 
-    fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         self.directory.path()
     }
 
