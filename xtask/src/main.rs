@@ -7,11 +7,15 @@
 //! cargo xtask bench    the benchmarks; prints a table of ratios. `bench probes` makes docs/reference/peers.md
 //! cargo xtask book     the documentation as a book in the target directory
 //! cargo xtask picture  the picture in the README, from a run of the demo
+//! cargo xtask manifests   the files in `deploy`, checked by the tools that read them; installs what it needs
+//! cargo xtask dist     what is published: archive, Debian package, list of parts, checksums. `dist PROFILE` for another profile
 //! ```
 
 mod bench;
 mod book;
+mod dist;
 mod language;
+mod manifests;
 mod picture;
 mod run;
 mod suites;
@@ -28,8 +32,13 @@ fn main() -> ExitCode {
         ["tidy"] => tidy::run(),
         ["book"] => book::run(),
         ["picture"] => picture::run(),
+        ["manifests"] => manifests::run_all(),
+        ["dist"] => dist::dist("dist"),
+        ["dist", profile] => dist::dist(profile),
         ["bench", rest @ ..] => bench::run(rest),
-        _ => Err("usage: cargo xtask test [--quick | FILTER] | tidy | book | picture | bench [NAME]".into()),
+        _ => Err(
+            "usage: cargo xtask test [--quick | FILTER] | tidy | book | picture | manifests | dist [PROFILE] | bench [NAME]".into(),
+        ),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -3,6 +3,7 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod deploy;
 mod errors;
 mod explain;
 mod ops;

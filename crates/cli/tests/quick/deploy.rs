@@ -1,0 +1,148 @@
+//! The files in `deploy` against the program: configurations that it accepts, and numbers that fit each other.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+fn read(path: &str) -> String {
+    std::fs::read_to_string(root().join(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
+}
+
+/// Checks a configuration with a store that needs no server.
+fn check(config: &str) -> Output {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("oncegate.toml");
+    std::fs::write(&file, config).unwrap();
+    let store = format!("--store={}", directory.path().join("records").display());
+    let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+    command
+        .arg("check")
+        .arg("--config")
+        .arg(&file)
+        .arg(store)
+        .env("ONCEGATE_ADMIN_TOKEN", "0123456789abcdef");
+    command.output().unwrap()
+}
+
+#[track_caller]
+fn is_accepted(name: &str, config: &str) {
+    let output = check(config);
+    assert!(output.status.success(), "{name}: {}", String::from_utf8_lossy(&output.stdout));
+}
+
+/// The documents of a manifest, as text.
+fn documents(path: &str) -> Vec<String> {
+    read(path).split("\n---\n").map(str::to_owned).collect()
+}
+
+/// The value of the only line with this key, in seconds.
+fn seconds(text: &str, key: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.trim().strip_prefix(key))?;
+    let digits: String =
+        line.chars().skip_while(|c| !c.is_ascii_digit()).take_while(char::is_ascii_digit).collect();
+    digits.parse().ok()
+}
+
+#[test]
+fn the_configurations_are_valid() {
+    is_accepted("deploy/oncegate.toml", &read("deploy/oncegate.toml"));
+    // A mistake in it is found.
+    assert!(!check(&read("deploy/oncegate.toml").replace("store =", "stroe =")).status.success());
+    for manifest in ["sidecar", "gateway"] {
+        let documents = documents(&format!("deploy/kubernetes/{manifest}.yaml"));
+        let config = documents.iter().find(|text| text.contains("kind: ConfigMap")).unwrap();
+        let (_, config) = config.split_once("oncegate.toml: |\n").unwrap();
+        let config: String = config.lines().map(|line| format!("{}\n", line.trim_start())).collect();
+        // In capitals is what users replace.
+        is_accepted(manifest, &config.replace("PAYMENTS.example.svc", "127.0.0.1"));
+    }
+}
+
+#[test]
+fn a_stop_has_the_time_that_it_needs() {
+    for manifest in ["sidecar", "gateway"] {
+        let text = read(&format!("deploy/kubernetes/{manifest}.yaml"));
+        let grace = seconds(&text, "terminationGracePeriodSeconds:").unwrap();
+        let waits = seconds(&text, "shutdown-delay =").or(seconds(&text, "sleep: { seconds:")).unwrap();
+        let drain = seconds(&text, "drain-timeout =").unwrap();
+        assert!(waits >= 10 && grace > waits + drain, "{manifest}: {grace} s for {waits} s and {drain} s");
+    }
+    let unit = read("deploy/systemd/oncegate.service");
+    // The default of drain-timeout, and the value of shutdown-delay that the configuration proposes.
+    assert!(seconds(&unit, "TimeoutStopSec=").unwrap() > 30 + 10);
+}
+
+#[test]
+fn what_the_image_copies_exists_and_the_image_calls_the_program_rightly() {
+    let file = read("deploy/docker/Dockerfile");
+    for path in ["deploy/docker/rootfs.sh", "Cargo.lock", "crates/cli/Cargo.toml"] {
+        assert!(root().join(path).exists(), "{path}");
+    }
+    assert!(file.contains("deploy/docker/rootfs.sh") && file.contains("USER 65532:65532"));
+    let toolchain = read("Cargo.toml");
+    let version = toolchain.lines().find_map(|line| line.strip_prefix("rust-version = \"")).unwrap();
+    let version = version.trim_end_matches('"');
+    assert!(
+        file.contains(&format!("FROM rust:{version}-")),
+        "the image is built with another Rust than {version}"
+    );
+    // The command of the health check exists.
+    let help = Command::new(env!("CARGO_BIN_EXE_oncegate")).args(["health", "--help"]).output().unwrap();
+    assert!(help.status.success() && file.contains("\"/usr/bin/oncegate\", \"health\""));
+    let compose = read("deploy/compose/compose.yaml");
+    for name in ["payments.py", "client.py"] {
+        assert!(compose.contains(name) && root().join("deploy/compose").join(name).exists(), "{name}");
+    }
+    // Each variable for the sidecar is one that it knows.
+    let variables = compose.lines().chain(file.lines()).filter_map(|line| {
+        let at = line.find("ONCEGATE_")?;
+        let rest = &line[at..];
+        let end = rest.find([':', '='])?;
+        Some(rest[..end].to_owned())
+    });
+    let help = Command::new(env!("CARGO_BIN_EXE_oncegate")).args(["proxy", "--help"]).output().unwrap();
+    let help = String::from_utf8(help.stdout).unwrap();
+    for variable in variables {
+        assert!(help.contains(&variable), "{variable}");
+    }
+}
+
+#[test]
+fn the_demo_of_compose_pays_once_with_the_sidecar_and_twice_without() {
+    let start = |command: &mut Command| {
+        command.stdout(std::process::Stdio::null()).stderr(std::process::Stdio::null()).spawn().unwrap()
+    };
+    let free = || std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap();
+    let [service, listen, admin] = [free(), free(), free()];
+    let demo = root().join("deploy/compose");
+    let mut payments = Command::new("python3");
+    payments.arg(demo.join("payments.py")).env("PORT", service.port().to_string()).env("HOST", "127.0.0.1");
+    let mut oncegate = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+    oncegate.args(["proxy", "--store=memory:", "--scope=single-tenant", "--authority=ignore"]);
+    oncegate.arg(format!("--to=http://{service}"));
+    oncegate.arg(format!("--listen={listen}")).arg(format!("--admin={admin}"));
+    let mut children = [start(&mut payments), start(&mut oncegate)];
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
+    for address in [service, listen] {
+        while std::net::TcpStream::connect(address).is_err() {
+            assert!(std::time::Instant::now() < deadline, "{address} does not listen");
+            std::thread::sleep(std::time::Duration::from_millis(20));
+        }
+    }
+    let client = |target: std::net::SocketAddr| {
+        let mut command = Command::new("python3");
+        command.arg(demo.join("client.py")).env("TARGET", format!("http://{target}"));
+        let output = command.env("LEDGER", format!("http://{service}")).env("ORDERS", "40").output().unwrap();
+        (output.status.success(), String::from_utf8([output.stdout, output.stderr].concat()).unwrap())
+    };
+    let (with, without) = (client(listen), client(service));
+    for child in &mut children {
+        let _ended = child.kill();
+        let _status = child.wait();
+    }
+    assert!(with.0 && with.1.contains(": 0 charged more than once, 0 not at all"), "{}", with.1);
+    assert!(!without.0 && !without.1.contains(": 0 charged more than once"), "{}", without.1);
+}
