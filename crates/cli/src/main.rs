@@ -27,11 +27,13 @@ mod failpoint;
 mod keys;
 mod line_writer;
 mod log;
+mod otlp;
 mod probe;
 mod proxy;
 mod rules;
 mod schema;
 mod signals;
+mod trace;
 
 use std::future::Future;
 use std::process::ExitCode;

@@ -124,7 +124,10 @@ pub use context::{
     CloseDelimited, IdempotencyContext, LeaseExpired, NoUpstreamResponse, ProxyRefusal, StoreDirective,
     UpstreamResponse,
 };
-pub use event::{Disposition, KeyedEvent, RequestEvent, RequestObserver};
+pub use event::{
+    Disposition, KeyedEvent, RequestEvent, RequestObserver, RequestPhase, RequestWatch, TraceRef,
+    WatchedRequest,
+};
 pub use grpc::{GrpcCode, GrpcForm};
 #[cfg(feature = "jwt")]
 pub use jwt::{JwksFetch, JwksSource, JwtAlgorithm, JwtVerifier};

@@ -25,7 +25,9 @@ use crate::activity::Activity;
 use crate::admin::{self, AbandonedRecords, AdminLive, AdminState, Draining, count_records};
 use crate::check::{existing, has_other_files};
 use crate::config::{Config, ProxyArgs, StoreChoice, StoreUrl, duration_text};
+use crate::otlp::OtlpExporter;
 use crate::signals::Signals;
+use crate::trace::Tracer;
 
 /// Runs the sidecar until it is told to stop.
 pub(crate) fn run(args: &ProxyArgs) -> Result<(), String> {
@@ -41,7 +43,7 @@ pub(crate) fn run(args: &ProxyArgs) -> Result<(), String> {
         signal(SignalKind::hangup()).map_err(|error| format!("cannot listen for signals: {error}"))?
     };
     let mut config = Config::load(args).map_err(|problems| problems.to_string())?;
-    crate::log::start()?;
+    crate::log::start(config.log_format)?;
     for warning in &config.warnings {
         tracing::warn!("{warning}");
     }
@@ -239,6 +241,15 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
         without_key: without_key.clone(),
         live: admin_changes,
     };
+    let (otlp, tracer) = match config.otlp.clone() {
+        Some(options) => {
+            let started = OtlpExporter::start(options, state.clone());
+            let (exporter, tracer) =
+                started.map_err(|error| format!("cannot send to otlp-endpoint: {error}"))?;
+            (Some(exporter), tracer)
+        }
+        None => (None, Tracer::silent()),
+    };
     let (close, closed) = oneshot::channel::<()>();
     let admin = tokio::spawn(admin::serve(admin, state, async { drop(closed.await) }));
     let scheme = if config.tls.is_some() { "https" } else { "http" };
@@ -251,7 +262,7 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
         tokio::spawn(async move { verifier.refresh().await });
     }
     let reloader = Reloader::new(args.clone(), metrics.clone(), layer, live, admin_live);
-    let path = DataPath { engine, metrics, connections, without_key, live: live_changes.clone() };
+    let path = DataPath { engine, metrics, tracer, connections, without_key, live: live_changes.clone() };
     let serving = path.serve(sockets, &stopped)?;
     tokio::spawn(reloader.run(hangup));
     // The only line on the standard output, except the access log. An error is ignored.
@@ -290,6 +301,9 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
             let _cancelled = admin.await;
             if let Some(access_log) = access_log {
                 access_log.close();
+            }
+            if let Some(otlp) = otlp {
+                otlp.close().await;
             }
             if let Some(cached) = cached {
                 cached.close(CACHE_TIMEOUT).await;

@@ -28,6 +28,7 @@ mod reload;
 mod resets;
 mod store;
 mod streams;
+mod traces;
 mod upstream_connections;
 
 /// The service's response where its content does not matter.
