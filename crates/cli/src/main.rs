@@ -55,7 +55,7 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 /// Makes retries safe: one key, one effect.
 #[derive(Parser)]
 #[command(name = "oncegate", version, about, long_about = None, propagate_version = true)]
-struct Oncegate {
+pub(crate) struct Oncegate {
     #[command(subcommand)]
     command: Command,
 }

@@ -1,5 +1,7 @@
 //! The admin API over a socket, with the layer next to it on the same engine.
 
+mod pages;
+
 use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::sync::atomic::AtomicUsize;

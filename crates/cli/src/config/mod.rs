@@ -451,7 +451,8 @@ impl Draft {
     pub(crate) fn read(args: &ProxyArgs, env: impl IntoIterator<Item = (OsString, OsString)>) -> Self {
         let mut problems = Vec::new();
         let variables: Vec<_> = env.into_iter().collect();
-        let from_standard = standard_env::read(&variables, &mut problems);
+        let mut ignored = Vec::new();
+        let from_standard = standard_env::read(&variables, &mut ignored);
         let from_env = env::read(variables, &mut problems);
         let from_flags: Vec<_> = args.entries().collect();
         let path = config_path(&from_env, &from_flags);
@@ -471,12 +472,14 @@ impl Draft {
         paths::make_absolute(&mut values, path.as_ref().map(|(path, _)| path.as_path()), &mut problems);
         let mut draft = assemble::draft(&values, &content.routes, whole, problems);
         if let Some(config) = &mut draft.config {
+            config.warnings.extend(ignored.iter().cloned());
             config.summary = summary(&layers, &values, config.routes.len());
             config.fixed = fixed(&layers);
             if values.published_rules.as_ref().is_some_and(|given| given.value) {
                 config.published_rules = Some(PublishedRules::of(config));
             }
         }
+        draft.problems.extend(ignored);
         let FileContent { entries, routes } = content;
         draft.given = GivenEntries {
             service: from_standard.into_iter().chain(entries).chain(from_env).chain(from_flags).collect(),
