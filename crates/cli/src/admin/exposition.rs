@@ -58,7 +58,7 @@ impl Exposition {
     }
 }
 
-/// How specific a range is, ascending.
+/// The precedence of a range: a more specific one counts more. Ascending.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Precedence {
     /// `*/*`
@@ -102,7 +102,7 @@ impl<'a> MediaRange<'a> {
         Some(range)
     }
 
-    /// How specific this range is for a form; `None` if the form is not in it. Parameters other than the version (`charset`,
+    /// The precedence of this range for a form; `None` if the form is not in it. Parameters other than the version (`charset`,
     /// `escaping`) are ignored: the names of these metrics need no escaping.
     fn precedence(&self, form: Exposition) -> Option<Precedence> {
         let (kind, subtype, version) = form.media_type();

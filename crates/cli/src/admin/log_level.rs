@@ -51,7 +51,7 @@ pub(super) async fn set(change: Result<Json<Change>, JsonRejection>) -> Result<R
     let level = log::set_level(Some((&change.level, until)));
     let level = level.map_err(|error| Problem::bad_request(format!("level: {error}")))?.ok_or_else(no_log)?;
     tracing::warn!(
-        level = &*level.level,
+        filter = &*level.level,
         lasts = duration_text(lasts),
         "an operator changed the level of the log"
     );
@@ -66,7 +66,7 @@ pub(super) async fn set(change: Result<Json<Change>, JsonRejection>) -> Result<R
 /// Falls back at once.
 pub(super) async fn reset() -> Result<Response, Problem> {
     let level = log::set_level(None).map_err(Problem::internal)?.ok_or_else(no_log)?;
-    tracing::warn!(level = &*level.level, "an operator ended the change of the level of the log");
+    tracing::warn!(filter = &*level.level, "an operator ended the change of the level of the log");
     Ok(shown(&level))
 }
 

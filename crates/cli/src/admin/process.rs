@@ -77,20 +77,20 @@ impl Collector for ProcessCollector {
             )?),
             None => Ok(()),
         };
-        let help = "Start of the process, in seconds since 1970";
+        let help = "Start of the process, in seconds since 1970.";
         let start = stat.zip(self.boot).map(|(stat, boot)| boot + stat.start_ticks / ticks);
         gauge("process_start_time", help, Some(Unit::Seconds), start)?;
         let resident = stat.map(|stat| stat.resident_pages * page_size() as f64);
-        gauge("process_resident_memory", "Resident memory", Some(Unit::Bytes), resident)?;
+        gauge("process_resident_memory", "Resident memory.", Some(Unit::Bytes), resident)?;
         let virtual_bytes = stat.map(|stat| stat.virtual_bytes);
-        gauge("process_virtual_memory", "Virtual memory", Some(Unit::Bytes), virtual_bytes)?;
-        let help = "Limit of the virtual memory; infinite if there is none";
+        gauge("process_virtual_memory", "Virtual memory.", Some(Unit::Bytes), virtual_bytes)?;
+        let help = "Limit of the virtual memory; infinite if there is none.";
         gauge("process_virtual_memory_max", help, Some(Unit::Bytes), Some(limit(Resource::As)))?;
-        gauge("process_threads", "Threads of the operating system", None, stat.map(|stat| stat.threads))?;
-        gauge("process_open_fds", "Open files", None, open_files.map(|files| files as f64))?;
-        gauge("process_max_fds", "Limit of open files", None, Some(limit(Resource::Nofile)))?;
+        gauge("process_threads", "Threads of the operating system.", None, stat.map(|stat| stat.threads))?;
+        gauge("process_open_fds", "Open files.", None, open_files.map(|files| files as f64))?;
+        gauge("process_max_fds", "Limit of open files.", None, Some(limit(Resource::Nofile)))?;
         if let Some(stat) = stat {
-            let help = "Time of processors that the process used";
+            let help = "Time of processors that the process used.";
             let unit = Unit::Seconds;
             let cpu = encoder.encode_descriptor("process_cpu", help, Some(&unit), MetricType::Counter)?;
             ConstCounter::new(stat.cpu_ticks / ticks).encode(cpu)?;

@@ -171,7 +171,7 @@ impl Default for RouteCounts {
 
 impl Collector for RouteMetrics {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
-        let help = "Requests by route, method and outcome";
+        let help = "Requests by route, method and outcome.";
         let mut family = encoder.encode_descriptor("route_requests", help, None, MetricType::Counter)?;
         for (route, counts) in self.each() {
             for (place, outcomes) in counts.requests.iter().enumerate() {

@@ -643,8 +643,8 @@ settings! {
     "otlp-endpoint" TELEMETRY Service One "URL" Nothing("nothing is sent");
     otlp_endpoint: OtlpEndpoint = otlp::endpoint;
 
-    /// Header fields for the collector, such as `authorization=Bearer%20TOKEN`: NAME=VALUE, several separated by commas, values in
-    /// percent-encoding. In the environment only, as ONCEGATE_OTLP_HEADERS.
+    /// Header fields for the collector, such as `authorization=Bearer%20TOKEN`: NAME=VALUE, several separated by commas, values
+    /// in percent-encoding. In the environment only, as ONCEGATE_OTLP_HEADERS.
     "otlp-headers" TELEMETRY Secret One "NAME=VALUE,…" Nothing("");
     otlp_headers: OtlpHeaders = otlp::headers;
 
@@ -665,8 +665,8 @@ settings! {
     "otlp-resource-attributes" TELEMETRY Service Many "NAME=VALUE,…" Nothing("");
     otlp_resource_attributes: (String, String) = otlp::attribute;
 
-    /// The share of new traces that are recorded, from 0 to 1. A request that belongs to a trace already is recorded if its client
-    /// recorded it, but only if the client is one of trusted-proxies; for all others this ratio decides.
+    /// The share of new traces that are recorded, from 0 to 1. A request that belongs to a trace already is recorded if its
+    /// client recorded it, but only if the client is one of trusted-proxies; for all others this ratio decides.
     "trace-sample-ratio" TELEMETRY Live One "RATIO" Value("1");
     trace_sample_ratio: SampleRatio = units::sample_ratio;
 

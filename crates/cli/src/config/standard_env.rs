@@ -7,7 +7,7 @@ use std::ffi::OsString;
 
 use super::Entry;
 use super::problem::{Problem, Source};
-use super::settings::{Raw, Setting};
+use super::settings::{Raw, Setting, Values};
 
 const DISABLED: &str = "OTEL_SDK_DISABLED";
 const PROTOCOL: &str = "OTEL_EXPORTER_OTLP_PROTOCOL";
@@ -31,13 +31,12 @@ pub(super) fn read(variables: &[(OsString, OsString)], problems: &mut Vec<Proble
         return Vec::new();
     }
     let mut entries = Vec::new();
+    let mut warnings = Vec::new();
+    let mut ignored = |variable: &str, why: String| warnings.push((variable.to_owned(), why));
     let mut set = |name: &str, variable: &str, text: String| {
         if let Some(setting) = Setting::named(name) {
             entries.push(Entry { setting, raw: Raw::Text(text), source: Source::Env(variable.to_owned()) });
         }
-    };
-    let mut ignored = |variable: &str, why: String| {
-        problems.push(Problem::warning(Source::Env(variable.to_owned()), why));
     };
     for (name, variable) in [
         ("otlp-endpoint", ENDPOINT),
@@ -84,7 +83,9 @@ pub(super) fn read(variables: &[(OsString, OsString)], problems: &mut Vec<Proble
         };
         signals.extend(Some(signal).filter(|_| is_sent));
     }
-    if is_given {
+    // If nothing is to be sent, there is no collector.
+    let is_silent = is_given && signals.is_empty();
+    if is_given && !is_silent {
         set(
             "otlp-signals",
             if signals.contains(&"traces") { TRACES_EXPORTER } else { METRICS_EXPORTER },
@@ -106,6 +107,17 @@ pub(super) fn read(variables: &[(OsString, OsString)], problems: &mut Vec<Proble
             ),
         }
     }
+    entries.retain(|entry| !(is_silent && entry.setting.name == "otlp-endpoint"));
+    entries.retain(|entry| match (entry.setting.set)(&mut Values::default(), &entry.raw, &entry.source) {
+        Ok(()) => true,
+        Err(errors) => {
+            let why = format!("is ignored: {}", errors.join("; "));
+            problems.push(Problem::warning(entry.source.clone(), why));
+            false
+        }
+    });
+    let warnings = warnings.into_iter().map(|(variable, why)| Problem::warning(Source::Env(variable), why));
+    problems.extend(warnings);
     entries
 }
 
@@ -165,6 +177,21 @@ mod tests {
         assert_eq!(problems.len(), 4, "{problems:?}");
         assert!(problems.iter().all(|problem| problem.contains("is ignored")));
         assert_eq!(read_all(&[(ENDPOINT, ""), (PROTOCOL, "grpc"), (SAMPLER, "")]), (Vec::new(), Vec::new()));
+        // A value that a setting does not take is no reason not to start.
+        let (entries, problems) = read_all(&[
+            (ENDPOINT, "c:4318"),
+            (HEADERS, "whisper"),
+            (RESOURCE, "a=b,c"),
+            (METRICS_INTERVAL, "1"),
+        ]);
+        assert_eq!(entries, []);
+        assert!(
+            problems.len() == 4 && problems.iter().all(|problem| problem.contains("is ignored: ")),
+            "{problems:?}"
+        );
+        assert!(!problems.join("").contains("whisper"));
+        let none = read_all(&[(ENDPOINT, "http://c:4318"), (TRACES_EXPORTER, "none")]);
+        assert_eq!(none, (Vec::new(), Vec::new()));
         let off = read_all(&[(DISABLED, "TRUE"), (ENDPOINT, "http://c:4318")]);
         assert_eq!(off, (Vec::new(), Vec::new()));
     }

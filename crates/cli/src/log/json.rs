@@ -4,9 +4,7 @@
 //! such as `trace_id` and `span_id`.
 
 use std::fmt;
-use std::time::{SystemTime, UNIX_EPOCH};
 
-use oncegate_core::Timestamp;
 use serde_json::{Map, Value};
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
@@ -16,6 +14,7 @@ use tracing_subscriber::layer::Context;
 use tracing_subscriber::registry::LookupSpan;
 
 use super::Log;
+use crate::activity::wall_clock;
 use crate::admin::time;
 
 /// The names that no field may take.
@@ -68,11 +67,9 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for JsonLines {
 }
 
 fn line(level: &str, target: &str, fields: Fields) -> String {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    let now = Timestamp::from_millis(u64::try_from(now.as_millis()).unwrap_or(u64::MAX));
     let Fields { message, mut members } = fields;
     let own = [
-        ("time", time(now)),
+        ("time", time(wall_clock())),
         ("level", level.to_ascii_lowercase()),
         ("target", target.to_owned()),
         ("message", message),

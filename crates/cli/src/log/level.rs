@@ -79,7 +79,7 @@ impl Levels {
             drop(state);
             match fallback {
                 Ok(()) => {
-                    tracing::info!(level = &*self.configured, "the log falls back to its level of the start")
+                    tracing::info!(filter = &*self.configured, "the log falls back to its level of the start")
                 }
                 Err(error) => tracing::error!(error, "the log keeps its level"),
             }

@@ -11,7 +11,9 @@ mod send;
 mod spans;
 mod wire;
 
+use std::future::Future;
 use std::io;
+use std::pin::Pin;
 use std::time::{Duration, SystemTime};
 
 use tokio::sync::{mpsc, oneshot};
@@ -142,66 +144,74 @@ struct Sender {
 }
 
 impl Sender {
-    async fn run(mut self, mut spans: mpsc::Receiver<Box<RequestSpans>>, mut stop: oneshot::Receiver<()>) {
+    async fn run(self, mut spans: mpsc::Receiver<Box<RequestSpans>>, mut stop: oneshot::Receiver<()>) {
         let mut tick = tokio::time::interval(self.options.metrics_interval);
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
         tick.tick().await;
         let has_metrics = self.options.signals.contains(&Signal::Metrics);
         let mut batch = Vec::new();
-        loop {
-            tokio::select! {
+        let mut deadline = None;
+        while deadline.is_none() {
+            let sending: Pin<Box<dyn Future<Output = ()> + '_>> = tokio::select! {
                 biased;
                 _ = &mut stop => break,
                 is_open = fill(&mut batch, &mut spans), if self.has_traces() => {
-                    // The stop interrupts a collector that does not answer.
-                    tokio::select! {
-                        () = self.send_spans(&mut batch) => {}
-                        _ = &mut stop => break,
-                    }
                     if !is_open {
                         break;
                     }
+                    Box::pin(self.send_spans(std::mem::take(&mut batch)))
                 }
-                _ = tick.tick(), if has_metrics => {
-                    tokio::select! {
-                        () = self.send_metrics() => {}
-                        _ = &mut stop => break,
-                    }
-                }
+                _ = tick.tick(), if has_metrics => Box::pin(self.send_metrics()),
+            };
+            deadline = self.finish(sending, &mut stop).await;
+        }
+        self.collector.close();
+        let deadline = deadline.unwrap_or_else(|| Instant::now() + CLOSING_TIMEOUT);
+        loop {
+            while batch.len() < BATCH
+                && let Ok(next) = spans.try_recv()
+            {
+                batch.push(*next);
+            }
+            if batch.is_empty() {
+                break;
+            }
+            let batch = std::mem::take(&mut batch);
+            let count = batch.iter().map(RequestSpans::count).sum();
+            if tokio::time::timeout_at(deadline, self.send_spans(batch)).await.is_err() {
+                self.state.metrics.count_spans(SpanFate::Failed, count);
             }
         }
-        let last = async {
-            self.collector.is_closing = true;
-            loop {
-                while batch.len() < BATCH
-                    && let Ok(next) = spans.try_recv()
-                {
-                    batch.push(next);
-                }
-                if batch.is_empty() {
-                    break;
-                }
-                self.send_spans(&mut batch).await;
-            }
-            if has_metrics {
-                self.send_metrics().await;
-            }
-        };
-        let _late = tokio::time::timeout(CLOSING_TIMEOUT, last).await;
-        let unsent = batch.iter().map(|request| request.count()).sum();
-        self.state.metrics.count_spans(SpanFate::Failed, unsent);
+        if has_metrics {
+            let _late = tokio::time::timeout_at(deadline, self.send_metrics()).await;
+        }
+    }
+
+    /// Waits until a message is sent. If the process ends meanwhile, this waits until the deadline of the end at most, and
+    /// returns it. The message is not sent again: the collector may have taken it.
+    async fn finish(
+        &self,
+        mut sending: Pin<Box<dyn Future<Output = ()> + '_>>,
+        stop: &mut oneshot::Receiver<()>,
+    ) -> Option<Instant> {
+        tokio::select! {
+            () = &mut sending => return None,
+            _ = stop => self.collector.close(),
+        }
+        let deadline = Instant::now() + CLOSING_TIMEOUT;
+        let _late = tokio::time::timeout_at(deadline, sending).await;
+        Some(deadline)
     }
 
     fn has_traces(&self) -> bool {
         self.options.signals.contains(&Signal::Traces)
     }
 
-    /// Sends the batch. It is empty afterwards, unless this was dropped.
-    async fn send_spans(&mut self, batch: &mut Vec<Box<RequestSpans>>) {
-        let body = spans::encode(&self.resource, self.store, batch);
-        let count: u64 = batch.iter().map(|request| request.count()).sum();
+    async fn send_spans(&self, batch: Vec<RequestSpans>) {
+        let body = spans::encode(&self.resource, self.store, &batch);
+        let count: u64 = batch.iter().map(RequestSpans::count).sum();
+        drop(batch);
         let sent = self.collector.send(Signal::Traces, body).await;
-        batch.clear();
         let metrics = &self.state.metrics;
         metrics.count_export(Signal::Traces, matches!(sent, Sent::Accepted { .. }));
         match sent {
@@ -214,7 +224,7 @@ impl Sender {
         }
     }
 
-    async fn send_metrics(&mut self) {
+    async fn send_metrics(&self) {
         let Ok(text) = self.state.metrics.render(&self.state, false) else { return };
         let body = metrics::encode(&self.resource, &text, (self.started, SystemTime::now()));
         let sent = self.collector.send(Signal::Metrics, body).await;
@@ -223,17 +233,17 @@ impl Sender {
 }
 
 /// Waits until the batch is full, or until its first request has waited long enough. Returns false if there will be no more.
-async fn fill(batch: &mut Vec<Box<RequestSpans>>, spans: &mut mpsc::Receiver<Box<RequestSpans>>) -> bool {
+async fn fill(batch: &mut Vec<RequestSpans>, spans: &mut mpsc::Receiver<Box<RequestSpans>>) -> bool {
     if batch.is_empty() {
         match spans.recv().await {
-            Some(first) => batch.push(first),
+            Some(first) => batch.push(*first),
             None => return false,
         }
     }
     let until = Instant::now() + BATCH_INTERVAL;
     while batch.len() < BATCH {
         match tokio::time::timeout_at(until, spans.recv()).await {
-            Ok(Some(next)) => batch.push(next),
+            Ok(Some(next)) => batch.push(*next),
             Ok(None) => return false,
             Err(_) => break,
         }

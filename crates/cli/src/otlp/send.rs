@@ -1,6 +1,7 @@
 //! Sends one message to the collector, again and again while it is away.
 
 use std::sync::LazyLock;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -53,7 +54,7 @@ pub(super) struct Collector {
     endpoint: OtlpEndpoint,
     headers: OtlpHeaders,
     /// True at the end of the process: then each message is tried once.
-    pub(super) is_closing: bool,
+    is_closing: AtomicBool,
 }
 
 /// The failure of one try.
@@ -75,8 +76,13 @@ impl Collector {
             client,
             endpoint: options.endpoint.clone(),
             headers: options.headers.clone(),
-            is_closing: false,
+            is_closing: AtomicBool::new(false),
         })
+    }
+
+    /// From now on each message is tried once, because the process ends.
+    pub(super) fn close(&self) {
+        self.is_closing.store(true, Ordering::Relaxed);
     }
 
     /// Sends a message until the collector takes it, refuses it for good, or has been away for too long.
@@ -88,7 +94,8 @@ impl Collector {
                 Ok(rejected) => return Sent::Accepted { rejected },
                 Err(failure) => failure,
             };
-            let is_last = self.is_closing || attempt == TRIES || failure.retry_after.is_none();
+            let is_last =
+                self.is_closing.load(Ordering::Relaxed) || attempt == TRIES || failure.retry_after.is_none();
             if let Some(suppressed) = AWAY.pass() {
                 let (to, signal, error) = (&self.endpoint, signal.as_str(), &failure.why);
                 tracing::warn!(suppressed, %to, signal, error, "the collector did not take traces or metrics; requests are not affected");

@@ -38,7 +38,7 @@ mod field {
 }
 
 /// The body of a request to the collector with the spans of these requests.
-pub(super) fn encode(resource: &Resource, store: &str, requests: &[Box<RequestSpans>]) -> Vec<u8> {
+pub(super) fn encode(resource: &Resource, store: &str, requests: &[RequestSpans]) -> Vec<u8> {
     let mut message = MessageWriter::default();
     message.message(1, |spans| {
         spans.message(1, |message| resource.write(message));

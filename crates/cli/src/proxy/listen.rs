@@ -288,7 +288,7 @@ impl Followed {
         request.extensions_mut().insert(WatchedRequest(trace.clone()));
         request.extensions_mut().insert(trace.clone());
         // Of the level of errors, so that no level of the log hides it.
-        tracing::error_span!("request", trace_id = trace.trace_id(), span_id = %trace.span_id())
+        tracing::error_span!("request", trace_id = %trace.trace_id(), span_id = %trace.span_id())
     }
 
     fn answered(&self, status: http::StatusCode) {

@@ -201,8 +201,9 @@ async fn alerts_fire_under_their_faults_and_not_without() {
     let on_redis =
         Sidecar::run(on_redis.env("ONCEGATE_STORE", format!("{}?timeout=500ms", redis.url()))).await;
     let unknown = Sidecar::start(silent.address, &["--upstream-timeout=200ms"]).await;
-    let limited =
-        Sidecar::start(silent.address, &["--max-in-flight=2", "--max-in-flight-per-caller=2"]).await;
+    // Its service never answers, so the requests in flight stay until the end of the test.
+    let limited = ["--max-in-flight=2", "--max-in-flight-per-caller=2", "--upstream-timeout=1h"];
+    let limited = Sidecar::start(silent.address, &limited).await;
     let unreached = Sidecar::start(away, &[]).await;
     let ending = Sidecar::start(working.address, &[&*tls[0], &*tls[1]]).await;
     let config = directory.path().join("oncegate.toml");
