@@ -203,7 +203,8 @@ async fn alerts_fire_under_their_faults_and_not_without() {
     let unknown = Sidecar::start(silent.address, &["--upstream-timeout=200ms"]).await;
     // Its service never answers, so the requests in flight stay until the end of the test.
     let limited = ["--max-in-flight=2", "--max-in-flight-per-caller=2", "--upstream-timeout=1h"];
-    let limited = Sidecar::start(silent.address, &limited).await;
+    let busy = Service::new().await;
+    let limited = Sidecar::start(busy.address, &limited).await;
     let unreached = Sidecar::start(away, &[]).await;
     let ending = Sidecar::start(working.address, &[&*tls[0], &*tls[1]]).await;
     let config = directory.path().join("oncegate.toml");
@@ -243,13 +244,10 @@ async fn alerts_fire_under_their_faults_and_not_without() {
     for n in 0..2 {
         let mut client = limited.connect().await;
         client.send(request("POST", "/", &[&format!("Idempotency-Key: {n}")], "{}")).await;
-        held.push(client);
+        let mut upstream = busy.accept().await;
+        upstream.message().await;
+        held.push((client, upstream));
     }
-    until("the limit is reached", async || {
-        let asked = request("POST", "/", &["Idempotency-Key: more"], "{}");
-        limited.ask(&asked).await.status() == 503
-    })
-    .await;
     let (unreached_at, limited_at, on_redis_at, healthy_at) =
         (unreached.address, limited.address, on_redis.address, healthy.address);
     let traffic = tokio::spawn(async move {
