@@ -30,6 +30,7 @@ pub(crate) fn run(arguments: &[&str]) -> Result<()> {
     prepare_nats()?;
     prepare_rabbitmq()?;
     prepare_chromium()?;
+    prepare_prometheus()?;
     if !arguments.is_empty() {
         // Other packages' tests start the sidecar, and stop it at named points. With all tests it is built anyway.
         cmd(cargo().args(["build", "--package", "oncegate-cli", "--features", "failpoints"]))?;
@@ -144,6 +145,12 @@ fn prepare_faketime() -> Result<()> {
 /// A browser, for pages of other origins.
 fn prepare_chromium() -> Result<()> {
     if has("chromium", &["--version"]) { Ok(()) } else { install(&["chromium"]) }
+}
+
+/// Prometheus, of which the tests start servers of their own, and `promtool`.
+fn prepare_prometheus() -> Result<()> {
+    let is_there = ["prometheus", "promtool"].iter().all(|program| has(program, &["--version"]));
+    if is_there { Ok(()) } else { install(&["prometheus"]) }
 }
 
 /// A NATS server with JetStream; the tests start their own. The one that the package may start has its usual port.

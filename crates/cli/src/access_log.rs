@@ -51,8 +51,8 @@ impl RequestObserver for AccessLog {
     }
 }
 
-/// `2024-02-29T12:34:56.007Z POST /payments 201 executed 12.345ms attempt=1 caller=… record=…`, with `-` for an unknown value.
-/// Neither a method nor a path contains a space.
+/// `2024-02-29T12:34:56.007Z POST /payments 201 executed 12.345ms attempt=1 caller=… record=…`, with `-` for an unknown value,
+/// and `trace_id=…` if the request belongs to a trace. Neither a method nor a path contains a space.
 fn text(now: Timestamp, event: &RequestEvent<'_>, keyed: &KeyedEvent<'_>) -> String {
     let status = event.status.map_or_else(|| "-".to_owned(), |status| status.as_u16().to_string());
     let mut line = format!(
@@ -72,6 +72,9 @@ fn text(now: Timestamp, event: &RequestEvent<'_>, keyed: &KeyedEvent<'_>) -> Str
     }
     if let Some(verdict) = event.disposition.shadow_verdict() {
         line.extend([" would=", verdict.as_str()]);
+    }
+    if let Some(trace) = event.trace {
+        line.extend([" trace_id=", trace.trace_id]);
     }
     line
 }
@@ -100,6 +103,9 @@ fn json(now: Timestamp, event: &RequestEvent<'_>, keyed: &KeyedEvent<'_>) -> Str
     }
     if let Some(record) = keyed.record {
         add("record", record.to_string().into());
+    }
+    if let Some(trace) = event.trace {
+        add("trace_id", trace.trace_id.into());
     }
     Value::Object(members).to_string()
 }

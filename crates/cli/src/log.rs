@@ -1,4 +1,7 @@
-//! The log: lines on the standard error.
+//! The log: lines on the standard error, as text or as JSON.
+
+mod json;
+mod level;
 
 use std::io::{self, Write};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -8,9 +11,14 @@ use prometheus_client::metrics::counter::Counter;
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::fmt::MakeWriter;
 use tracing_subscriber::layer::SubscriberExt as _;
+use tracing_subscriber::reload;
 use tracing_subscriber::util::SubscriberInitExt as _;
 
+use self::json::JsonLines;
+use self::level::Levels;
 use crate::line_writer::LineWriter;
+
+pub(crate) use self::level::CurrentLevel;
 
 /// The environment variable that sets the level of the log.
 pub(crate) const VARIABLE: &str = "ONCEGATE_LOG";
@@ -19,10 +27,19 @@ pub(crate) const VARIABLE: &str = "ONCEGATE_LOG";
 static LOG: OnceLock<Log> = OnceLock::new();
 static DROPPED: LazyLock<Counter> = LazyLock::new(Counter::default);
 
+/// The form of a line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum LogFormat {
+    Text,
+    Json,
+}
+
 /// The log of this process.
 #[derive(Debug)]
 struct Log {
     lines: LineWriter,
+    format: LogFormat,
+    levels: Levels,
     /// The number of dropped lines that the log has reported.
     told: AtomicU64,
 }
@@ -35,17 +52,26 @@ const DATABASE_LIBRARY: &str = "sqlx=error";
 ///
 /// # Errors
 /// If `ONCEGATE_LOG` is invalid, or no thread can be started.
-pub(crate) fn start() -> Result<(), String> {
+pub(crate) fn start(format: LogFormat) -> Result<(), String> {
     let value = std::env::var_os(VARIABLE).unwrap_or_default();
-    let filter = filter(&value.to_string_lossy()).map_err(|error| format!("{VARIABLE}: {error}"))?;
+    let value = value.to_string_lossy();
+    let filter = filter(&value).map_err(|error| format!("{VARIABLE}: {error}"))?;
+    let (filter, handle) = reload::Layer::new(filter);
     let lines = LineWriter::start("log", io::stderr(), dropped())
         .map_err(|error| format!("cannot start the log: {error}"))?;
-    let terminal = io::IsTerminal::is_terminal(&io::stderr());
-    let log = LOG.get_or_init(|| Log { lines, told: AtomicU64::new(0) });
-    let lines = tracing_subscriber::fmt::layer()
-        .with_writer(log)
-        .with_ansi(terminal && std::env::var_os("NO_COLOR").is_none());
-    let _is_set_already = tracing_subscriber::registry().with(lines).with(filter).try_init();
+    let levels = Levels::new(handle, &value);
+    let log = LOG.get_or_init(|| Log { lines, format, levels, told: AtomicU64::new(0) });
+    let registry = tracing_subscriber::registry().with(filter);
+    let _is_set_already = match format {
+        LogFormat::Text => {
+            let terminal = io::IsTerminal::is_terminal(&io::stderr());
+            let lines = tracing_subscriber::fmt::layer()
+                .with_writer(log)
+                .with_ansi(terminal && std::env::var_os("NO_COLOR").is_none());
+            registry.with(lines).try_init()
+        }
+        LogFormat::Json => registry.with(JsonLines::new(log)).try_init(),
+    };
     Ok(())
 }
 
@@ -59,6 +85,28 @@ pub(crate) fn flush() {
 /// Counts the lines that were dropped because the standard error was not read.
 pub(crate) fn dropped() -> Counter {
     DROPPED.clone()
+}
+
+/// The level in force; `None` if there is no log.
+pub(crate) fn level() -> Option<CurrentLevel> {
+    LOG.get().map(|log| log.levels.current())
+}
+
+/// Sets the level until `until`, or falls back to the level of the start without a value.
+///
+/// # Errors
+/// If the level is invalid.
+pub(crate) fn set_level(
+    change: Option<(&str, std::time::SystemTime)>,
+) -> Result<Option<CurrentLevel>, String> {
+    LOG.get().map(|log| log.levels.set(change)).transpose()
+}
+
+/// Falls back to the level of the start, if the level in force was set by this change.
+pub(crate) fn end_level(change: u64) {
+    if let Some(log) = LOG.get() {
+        log.levels.end(change);
+    }
 }
 
 /// Parses a value of `ONCEGATE_LOG`: a level, or `PART=LEVEL`, or several of them separated by commas. Parts that are
@@ -92,20 +140,30 @@ impl<'a> MakeWriter<'a> for &'static Log {
     }
 }
 
-impl Write for LogLine {
-    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
-        let dropped = self.0.lines.dropped();
-        let told = self.0.told.swap(dropped, Ordering::Relaxed);
+impl Log {
+    /// Writes a line, after the number of those that were dropped before it.
+    fn write(&self, line: Vec<u8>) {
+        let dropped = self.lines.dropped();
+        let told = self.told.swap(dropped, Ordering::Relaxed);
         if dropped > told {
             let missing = dropped - told;
-            self.0.lines.write(
-                format!(
-                    "{missing} lines of the log were dropped here, because the standard error was not read\n"
-                )
+            self.lines.write(
+                match self.format {
+                    LogFormat::Text => format!("{missing} {DROPPED_HERE}\n"),
+                    LogFormat::Json => json::dropped_line(missing, DROPPED_HERE),
+                }
                 .into(),
             );
         }
-        self.0.lines.write(line.to_vec());
+        self.lines.write(line);
+    }
+}
+
+const DROPPED_HERE: &str = "lines of the log were dropped here, because the standard error was not read";
+
+impl Write for LogLine {
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        self.0.write(line.to_vec());
         Ok(line.len())
     }
 

@@ -28,12 +28,14 @@ mod failpoint;
 mod keys;
 mod line_writer;
 mod log;
+mod otlp;
 mod probe;
 mod proxy;
 mod rules;
 mod schema;
 mod signals;
 mod systemd;
+mod trace;
 
 use std::future::Future;
 use std::process::ExitCode;
@@ -55,7 +57,7 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 /// Makes retries safe: one key, one effect.
 #[derive(Parser)]
 #[command(name = "oncegate", version, about, long_about = None, propagate_version = true)]
-struct Oncegate {
+pub(crate) struct Oncegate {
     #[command(subcommand)]
     command: Command,
 }

@@ -10,6 +10,7 @@ use std::task::{Context, Poll};
 use tokio::runtime::Handle;
 use tokio_util::task::TaskTracker;
 use tokio_util::task::task_tracker::TaskTrackerToken;
+use tracing::Instrument as _;
 
 /// The work that is left after a [shielded](crate::Engine::shield) future, if no caller takes its output.
 pub type ShieldRest = Pin<Box<dyn Future<Output = ()> + Send>>;
@@ -52,6 +53,7 @@ impl<T: 'static> Drop for Shielded<'_, T> {
                 rest.await;
             }
         };
-        self.tasks.spawn_on(task, &runtime);
+        // The log lines of the rest belong to the same request.
+        self.tasks.spawn_on(task.in_current_span(), &runtime);
     }
 }

@@ -1,8 +1,10 @@
-//! The outcome of each request, for metrics and access logs.
+//! The outcome of each request, for metrics, access logs and traces.
 
+use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
-use http::StatusCode;
+use http::{Method, StatusCode};
 use oncegate_core::{CallerTag, RecordId};
 
 use crate::rate_limit::RateLimitKind;
@@ -102,6 +104,12 @@ pub struct RequestEvent<'a> {
     pub disposition: Disposition,
     /// The status, if the layer answered or the handler did. A request that only passes through has not been answered yet.
     pub status: Option<StatusCode>,
+    /// The method, as the client sent it.
+    pub method: &'a Method,
+    /// The tag of the settings that the request ran under: [`Settings::with_tag`](crate::Settings::with_tag).
+    pub tag: u32,
+    /// The trace that the request belongs to, if its [`RequestWatch`] knows one.
+    pub trace: Option<TraceRef<'a>>,
     /// The details of a request that has a key, or that lacks the key that it must have.
     pub keyed: Option<KeyedEvent<'a>>,
 }
@@ -125,17 +133,82 @@ pub struct KeyedEvent<'a> {
     pub duration: Duration,
 }
 
-impl<'a> RequestEvent<'a> {
-    pub(crate) const fn passing(disposition: Disposition) -> Self {
-        Self { disposition, status: None, keyed: None }
+/// A trace, as W3C Trace Context names it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TraceRef<'a> {
+    /// 32 lower-case hexadecimal digits.
+    pub trace_id: &'a str,
+    /// True if the spans of the trace are recorded.
+    pub is_sampled: bool,
+}
+
+/// A part of the processing of a request with a key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum RequestPhase {
+    /// The claim of the record, with the wait for another owner.
+    Claim,
+    /// The end of the record: the result is written to the store.
+    Settle,
+}
+
+/// Follows one request, for traces. Called on the request's path: it must be quick and must not block.
+///
+/// If the client leaves while its request executes, the rest of the request is followed in a task of its own. The layer drops
+/// its reference when the outcome was reported.
+pub trait RequestWatch: Send + Sync + 'static {
+    /// A phase begins. Each phase occurs at most once in a request.
+    fn begins(&self, phase: RequestPhase);
+
+    /// A phase ends. A phase that its client cut off does not end.
+    fn ends(&self, phase: RequestPhase);
+
+    /// The outcome is known. Called once, after the [`RequestObserver`] of the layer.
+    fn finished(&self, event: &RequestEvent<'_>);
+
+    /// The trace of the request.
+    fn trace(&self) -> Option<TraceRef<'_>>;
+}
+
+/// A [`RequestWatch`] in the extensions of a request. The layer leaves it there for the service behind it.
+#[derive(Clone)]
+pub struct WatchedRequest(pub Arc<dyn RequestWatch>);
+
+impl fmt::Debug for WatchedRequest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("WatchedRequest").field(&self.0.trace()).finish()
+    }
+}
+
+/// The watch of a request, if it has one.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Watch(Option<WatchedRequest>);
+
+impl Watch {
+    pub(crate) fn of(extensions: &http::Extensions) -> Self {
+        Self(extensions.get().cloned())
     }
 
-    pub(crate) const fn keyed(
-        disposition: Disposition,
-        status: Option<StatusCode>,
-        keyed: KeyedEvent<'a>,
-    ) -> Self {
-        Self { disposition, status, keyed: Some(keyed) }
+    pub(crate) fn begins(&self, phase: RequestPhase) {
+        if let Some(WatchedRequest(watch)) = &self.0 {
+            watch.begins(phase);
+        }
+    }
+
+    pub(crate) fn ends(&self, phase: RequestPhase) {
+        if let Some(WatchedRequest(watch)) = &self.0 {
+            watch.ends(phase);
+        }
+    }
+
+    /// Reports an outcome to the observer and to the watch.
+    pub(crate) fn report(&self, observer: &dyn RequestObserver, event: &RequestEvent<'_>) {
+        let watch = self.0.as_ref().map(|watched| &watched.0);
+        let event = RequestEvent { trace: watch.and_then(|watch| watch.trace()), ..*event };
+        observer.observe(&event);
+        if let Some(watch) = watch {
+            watch.finished(&event);
+        }
     }
 }
 

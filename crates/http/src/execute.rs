@@ -24,6 +24,7 @@ use crate::budget::{Budget, BudgetReservation};
 use crate::context::{
     CloseDelimited, IdempotencyContext, LeaseExpired, NoUpstreamResponse, StoreDirective, UpstreamResponse,
 };
+use crate::event::{RequestPhase, Watch};
 use crate::in_flight::Slot;
 use crate::mcp::{CallOutcome, OtherRequest, RunningCall, ToolCall};
 use crate::profile::ServerErrors;
@@ -47,6 +48,7 @@ pub(crate) struct Execution {
     pub(crate) target: Uri,
     /// Counts the request as in flight, also while the rest of its response is read.
     pub(crate) slot: Slot,
+    pub(crate) watch: Watch,
 }
 
 /// The end of an execution: the response for the client, who may have left, and the work that remains while it is
@@ -259,7 +261,9 @@ impl Execution {
         };
         let completion = stored.map_or(Completion::Tombstone, Completion::Replayable);
         let is_success = parts.status.is_success() && outcome.is_none_or(|own| own == CallOutcome::Complete);
+        self.watch.begins(RequestPhase::Settle);
         let settled = conclude(&settings, self.permit, fate, completion, is_success).await;
+        self.watch.ends(RequestPhase::Settle);
         if let Some(own) = settled.own {
             return ExecutionEnd::with(instead(&settings, parts, &own, held));
         }
@@ -284,7 +288,10 @@ impl Execution {
     /// Ends an attempt whose lease could not be confirmed, so nothing was executed. If another attempt owns the record now, the
     /// client should retry to get its response.
     async fn not_begun<RB>(self) -> Executed<RB> {
-        let condition = match self.permit.release().await {
+        self.watch.begins(RequestPhase::Settle);
+        let released = self.permit.release().await;
+        self.watch.ends(RequestPhase::Settle);
+        let condition = match released {
             SettleOutcome::Fenced => Condition::RequestInProgress,
             _ => Condition::StoreUnavailable,
         };
@@ -310,6 +317,7 @@ impl Execution {
         if self.settings.completed_by == CompletedBy::Upstream {
             return self.fail_upstream(status).await;
         }
+        self.watch.begins(RequestPhase::Settle);
         let condition = match self.settings.profile.server_errors {
             ServerErrors::Replay => {
                 self.permit.park(reason).await;
@@ -320,6 +328,7 @@ impl Execution {
                 Condition::HandlerFailed
             }
         };
+        self.watch.ends(RequestPhase::Settle);
         Executed::Refused(Refusal::new(condition).with_status(status))
     }
 }

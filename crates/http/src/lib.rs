@@ -126,7 +126,10 @@ pub use context::{
     CloseDelimited, IdempotencyContext, LeaseExpired, NoUpstreamResponse, ProxyRefusal, StoreDirective,
     UpstreamResponse,
 };
-pub use event::{Disposition, KeyedEvent, RequestEvent, RequestObserver, ShadowVerdict};
+pub use event::{
+    Disposition, KeyedEvent, RequestEvent, RequestObserver, RequestPhase, RequestWatch, ShadowVerdict,
+    TraceRef, WatchedRequest,
+};
 pub use grpc::{GrpcCode, GrpcForm};
 #[cfg(feature = "jwt")]
 pub use jwt::{JwksFetch, JwksSource, JwtAlgorithm, JwtVerifier};

@@ -27,7 +27,7 @@ use crate::budget::{BudgetExhausted, BudgetReservation, TIED_REQUEST, tie};
 use crate::canonical::{self, BodyKeyError};
 use crate::carrier::key_in_head;
 use crate::context::ProxyRefusal;
-use crate::event::{Disposition, KeyedEvent, RequestEvent};
+use crate::event::{Disposition, KeyedEvent, RequestEvent, RequestPhase, Watch};
 use crate::execute::{Execution, ExecutionEnd, FENCED, take_directive};
 use crate::first_sent::FirstSent;
 use crate::grpc::GrpcForm;
@@ -172,7 +172,9 @@ where
             None
         };
         if let Some(disposition) = passing {
-            self.shared.observer.observe(&RequestEvent::passing(disposition));
+            let (method, tag) = (request.method(), settings.tag());
+            let event = RequestEvent { disposition, status: None, method, tag, trace: None, keyed: None };
+            Watch::of(request.extensions()).report(&*self.shared.observer, &event);
             let future = self.inner.call(request.map(RequestBody::passing));
             return ResponseFuture { inner: FutureInner::Passing { future } };
         }
@@ -184,7 +186,7 @@ where
         // `self.inner` is the service that `poll_ready` made ready, so call it and keep the clone for the next request.
         let clone = self.inner.clone();
         let inner = mem::replace(&mut self.inner, clone);
-        let mut keyed = KeyedResponse::new(self.shared.clone(), settings.clone());
+        let mut keyed = KeyedResponse::new(self.shared.clone(), settings.clone(), &request);
         keyed.ends_calls = ends_calls;
         ResponseFuture {
             inner: FutureInner::KeyedResponse { future: Box::pin(keyed.answer(inner, request)) },
@@ -196,6 +198,8 @@ where
 pub(crate) struct KeyedResponse {
     pub(crate) shared: Arc<Shared>,
     pub(crate) settings: Arc<Settings>,
+    method: http::Method,
+    watch: Watch,
     /// The key's field as it was received, for the response.
     echo: Option<(HeaderName, HeaderValue)>,
     /// The form of refusals, if the client speaks gRPC.
@@ -228,10 +232,12 @@ impl Drop for KeyedResponse {
 }
 
 impl KeyedResponse {
-    fn new(shared: Arc<Shared>, settings: Arc<Settings>) -> Self {
+    fn new<B>(shared: Arc<Shared>, settings: Arc<Settings>, request: &Request<B>) -> Self {
         Self {
             shared,
             settings,
+            method: request.method().clone(),
+            watch: Watch::of(request.extensions()),
             echo: None,
             grpc: None,
             call: None,
@@ -249,8 +255,8 @@ impl KeyedResponse {
     }
 
     /// The same for a request that passes and is only observed. Only [`observe_after`](Self::observe_after) reports it.
-    pub(crate) fn unreported(shared: Arc<Shared>, settings: Arc<Settings>) -> Self {
-        let request = Self::new(shared, settings);
+    pub(crate) fn unreported<B>(shared: Arc<Shared>, settings: Arc<Settings>, request: &Request<B>) -> Self {
+        let request = Self::new(shared, settings, request);
         request.is_observed.store(true, Ordering::Relaxed);
         request
     }
@@ -275,13 +281,24 @@ impl KeyedResponse {
             rate_limit: self.rate_limit,
             duration,
         };
-        self.shared.observer.observe(&RequestEvent::keyed(disposition, status, keyed));
+        self.report(disposition, status, Some(keyed));
+    }
+
+    fn report(
+        &self,
+        disposition: Disposition,
+        status: Option<http::StatusCode>,
+        keyed: Option<KeyedEvent<'_>>,
+    ) {
+        let (method, tag) = (&self.method, self.settings.tag());
+        let event = RequestEvent { disposition, status, method, tag, trace: None, keyed };
+        self.watch.report(&*self.shared.observer, &event);
     }
 
     /// Notes that the request is passed on without protection.
     fn observe_passing(&self) {
         self.is_observed.store(true, Ordering::Relaxed);
-        self.shared.observer.observe(&RequestEvent::passing(Disposition::Unprotected));
+        self.report(Disposition::Unprotected, None, None);
     }
 
     /// Names the operation of a request that is refused before its record is known. The canonical path has no control
@@ -395,7 +412,10 @@ impl KeyedResponse {
         let policy = self.settings.policy.with_response_recovery(self.recovers_responses());
         let claim = ClaimRequest { id, fingerprint, label, policy };
         let request = || Request::from_parts(parts, RequestBody::whole(data, trailers, held));
-        match self.shared.engine.claim(claim).await {
+        self.watch.begins(RequestPhase::Claim);
+        let claimed = self.shared.engine.claim(claim).await;
+        self.watch.ends(RequestPhase::Claim);
+        match claimed {
             Ok(ClaimOutcome::Execute(permit)) => match self.begin(permit).await {
                 Ok(permit) => self.execute(inner, (permit, slot), key, request()).await,
                 Err(refusal) => Ok(self.refuse(refusal)),
@@ -792,7 +812,9 @@ impl KeyedResponse {
         let sessions =
             call.as_ref().map(|call| call.sessions.clone()).filter(|sessions| !sessions.is_empty());
         let running = sessions.map(|sessions| self.shared.sessions.enter(sessions));
-        let execution = Execution { settings, permit, key, response_budget, call, running, target, slot };
+        let watch = self.watch.clone();
+        let execution =
+            Execution { settings, permit, key, response_budget, call, running, target, slot, watch };
         let engine = self.shared.engine.clone();
         // Also the observation, so that the outcome counts if the client has left.
         let work = async move {

@@ -59,6 +59,7 @@ pub struct Settings {
     pub(crate) rate_limits: RateLimits,
     /// The value of `Link` in refusals.
     pub(crate) documentation: Option<HeaderValue>,
+    tag: u32,
 }
 
 /// The effect of a request's host (`Host`, or the authority of its target) on its key.
@@ -123,6 +124,7 @@ impl Settings {
             pattern: None,
             rate_limits: RateLimits::default(),
             documentation: None,
+            tag: 0,
         }
     }
 
@@ -349,6 +351,19 @@ impl Settings {
     #[must_use]
     pub fn with_path_case(self, path_case: PathCase) -> Self {
         Self { path_case, ..self }
+    }
+
+    /// Sets a number that each [`RequestEvent`](crate::RequestEvent) of a request under these settings has. It has no effect
+    /// on the request; an observer may tell routes apart by it. The default is 0.
+    #[must_use]
+    pub fn with_tag(self, tag: u32) -> Self {
+        Self { tag, ..self }
+    }
+
+    /// The number that [`with_tag`](Self::with_tag) sets.
+    #[must_use]
+    pub const fn tag(&self) -> u32 {
+        self.tag
     }
 
     /// These settings on the route with this pattern.

@@ -179,8 +179,8 @@ pub(crate) fn observe<B: Body>(
     request: Request<B>,
 ) -> (Request<RequestBody<B>>, Option<Box<ResponseWatch>>) {
     let layer = shared.in_shadow();
-    let (parts, body) = request.into_parts();
-    let mut request = KeyedResponse::unreported(layer.clone(), settings.clone());
+    let observed = KeyedResponse::unreported(layer.clone(), settings.clone(), &request);
+    let ((parts, body), mut request) = (request.into_parts(), observed);
     request.label_early(&parts.method, parts.uri.path());
     let passing =
         |parts, body| (Request::from_parts(parts, RequestBody::passing(body)), None::<Box<ResponseWatch>>);

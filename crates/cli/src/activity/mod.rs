@@ -134,7 +134,7 @@ impl RequestObserver for Activity {
 }
 
 /// The time of the machine's clock. The store has a clock of its own, which costs a shared database a question.
-fn wall_clock() -> Timestamp {
+pub(crate) fn wall_clock() -> Timestamp {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     Timestamp::from_millis(u64::try_from(now.as_millis()).unwrap_or(u64::MAX))
 }

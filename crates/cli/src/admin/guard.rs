@@ -51,7 +51,7 @@ fn check(
         check_origin(headers)?;
     }
     // Only these change something. Other methods are refused by their paths.
-    if *method == Method::POST {
+    if [Method::POST, Method::PUT].contains(method) {
         check_media_type(headers)?;
     }
     Ok(())

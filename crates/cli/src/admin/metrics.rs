@@ -1,7 +1,7 @@
 //! The metrics of the sidecar, for Prometheus.
 //!
 //! Every outcome has a counter from the start, so that the rate of an event that never happened is zero and not absent. No
-//! label ever contains a key, a path or a caller.
+//! label ever contains a key, a path or a caller. Metrics by route are in `routes`, durations in `durations`.
 
 use std::fmt;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
@@ -16,22 +16,24 @@ use oncegate_core::{
 use oncegate_engine::{BreakerState, Event, EventKind, Observer};
 use oncegate_http::{
     Authorization, Condition, Disposition, JwksFetch, JwtVerifier, LimitUsage, RateLimitKind, RateLimits,
-    Reconciled, RequestEvent, RequestObserver, ShadowVerdict,
+    Reconciled, RequestEvent, RequestObserver, ShadowVerdict, TraceRef,
 };
 use prometheus_client::collector::Collector;
-use prometheus_client::encoding::text::encode;
+use prometheus_client::encoding::text::{encode_eof, encode_registry};
 use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric as _};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
-use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::{Metric, Registry, Unit};
 
-use super::AdminState;
 use super::census::Counts;
+use super::durations::{Durations, FamilyWriter, REQUEST_BOUNDS, STORE_BOUNDS, label};
+use super::routes::RouteMetrics;
+use super::{AdminState, process};
 use crate::activity::{OutcomeCounts, OutcomeGroup};
+use crate::otlp::Signal;
 use crate::proxy::{ConnectionLimit, RequestLimit};
 
 /// The current guarantees of the store. They change with the configuration of its server.
@@ -63,13 +65,16 @@ pub(crate) struct Metrics(Arc<Inner>);
 
 struct Inner {
     registry: Registry,
+    /// The metrics of the process, which have no prefix.
+    process: Registry,
     requests: RequestCounters,
+    routes: RouteMetrics,
     events: [Counter; EVENTS.len()],
     takeovers: Counter,
     replays_after_wait: Counter,
     store_errors: Family<[Label; 2], Counter>,
-    store_durations: [Histogram; COMMANDS.len()],
-    upstream_durations: [Histogram; UpstreamResult::ALL.len()],
+    store_durations: [Durations; COMMANDS.len()],
+    upstream_durations: [Durations; UpstreamResult::ALL.len()],
     reconciled: [Counter; ReconcileResult::ALL.len()],
     shadow: [Counter; SHADOW_VERDICTS],
     rate_limited: [Counter; RateLimitKind::ALL.len()],
@@ -82,7 +87,7 @@ struct Inner {
     authorizations: [Counter; AUTHORIZATIONS.len()],
     /// The attempts that execute, with their start.
     running: Sharded<RecordMap<(RecordId, FencingToken), Instant>>,
-    attempt_durations: Histogram,
+    attempt_durations: Durations,
     executing: Gauge,
     records_in_flight: Gauge,
     limits: LimitGauges,
@@ -95,6 +100,8 @@ struct Inner {
     revocations_end: OptionalGauge,
     reloads: [ReloadMetrics; ReloadSubject::ALL.len()],
     unsettled: UnsettledMetrics,
+    spans: [Counter; SpanFate::ALL.len()],
+    exports: [[Counter; 2]; Signal::ALL.len()],
     advisories: Family<[Label; 1], Gauge>,
 }
 
@@ -126,6 +133,32 @@ impl RefusedHandshake {
     }
 }
 
+/// The end of a recorded span.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum SpanFate {
+    /// The collector took it.
+    Exported,
+    /// The collector took the message and rejected the span.
+    Rejected,
+    /// The message was given up: the collector was away for too long, or refused it.
+    Failed,
+    /// The queue to the collector was full.
+    Dropped,
+}
+
+impl SpanFate {
+    const ALL: [Self; 4] = [Self::Exported, Self::Rejected, Self::Failed, Self::Dropped];
+
+    const fn as_str(self) -> &'static str {
+        match self {
+            Self::Exported => "exported",
+            Self::Rejected => "rejected",
+            Self::Failed => "failed",
+            Self::Dropped => "dropped",
+        }
+    }
+}
+
 /// The result of a call to the service.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum UpstreamResult {
@@ -142,7 +175,7 @@ pub(crate) enum UpstreamResult {
 impl UpstreamResult {
     const ALL: [Self; 4] = [Self::Answered, Self::Unreached, Self::TimedOut, Self::Broken];
 
-    const fn as_str(self) -> &'static str {
+    pub(crate) const fn as_str(self) -> &'static str {
         match self {
             Self::Answered => "answered",
             Self::Unreached => "unreached",
@@ -186,14 +219,6 @@ impl ReconcileResult {
         }
     }
 }
-
-/// From 50 microseconds, a write to memory, to 10 seconds, a disk in trouble.
-const STORE_BUCKETS: [f64; 15] =
-    [5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 2.5, 10.0];
-
-/// From a millisecond to a minute.
-const UPSTREAM_BUCKETS: [f64; 14] =
-    [1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0];
 
 impl Metrics {
     /// Metrics for a store with these guarantees.
@@ -244,15 +269,14 @@ impl Metrics {
         let help = "Replays that waited for the response of the request in flight";
         let replays_after_wait = add(r, "replays_after_wait", help, Counter::default());
         let help = "Errors of the store, by command and kind";
-        let store_errors = add(r, "store_errors", help, Family::default());
-        let help = "Duration of commands to the store";
-        let store_durations = Family::<[Label; 1], Histogram, _>::new_with_constructor(store_histogram);
-        let store_durations = add_seconds(r, "store_duration", help, store_durations);
-        let help = "Duration of attempts, from their claim to the end of their handler";
-        let attempt_durations = add_seconds(r, "attempt_duration", help, upstream_histogram());
-        let help = "Time until the response of the service began, or until the sidecar gave the request up";
-        let upstream_durations = Family::<[Label; 1], Histogram, _>::new_with_constructor(upstream_histogram);
-        let upstream_durations = add_seconds(r, "upstream_duration", help, upstream_durations);
+        let store_errors: Family<[Label; 2], Counter> = add(r, "store_errors", help, Family::default());
+        for during in ["claim", "renewal", "settlement"] {
+            for kind in ERRORS {
+                drop(store_errors.get_or_create(&[("during", during), ("kind", kind)]));
+            }
+        }
+        let routes = RouteMetrics::default();
+        r.register_collector(Box::new(routes.clone()));
         let executing = add(r, "executing", "Attempts that are executing", Gauge::default());
         let help = "Records that a request is claiming or executing";
         let records_in_flight = add(r, "records_in_flight", help, Gauge::default());
@@ -277,18 +301,21 @@ impl Metrics {
         let revocations_end =
             OptionalGauge::register(r, "tls_client_crl_next_update", help, Some(Unit::Seconds));
         let unsettled = UnsettledMetrics::register(r);
+        let help = "Spans of traces, by result";
+        let spans: Family<[Label; 1], Counter> = add(r, "trace_spans", help, Family::default());
+        let help = "Messages to the collector (otlp-endpoint), by signal and result";
+        let exports: Family<[Label; 2], Counter> = add(r, "otlp_exports", help, Family::default());
         let help = "1 while the store reports this condition to operators, by name";
         let advisories = add(r, "store_advisory", help, Family::default());
         Self(Arc::new(Inner {
             requests: RequestCounters::new(requests),
+            routes,
             events: EVENTS.map(|event| events.get_or_create_owned(&[("event", event)])),
             takeovers,
             replays_after_wait,
             store_errors,
-            store_durations: COMMANDS
-                .map(|command| store_durations.get_or_create_owned(&[("command", command)])),
-            upstream_durations: UpstreamResult::ALL
-                .map(|result| upstream_durations.get_or_create_owned(&[("result", result.as_str())])),
+            store_durations: COMMANDS.map(|_| Durations::new(STORE_BOUNDS)),
+            upstream_durations: UpstreamResult::ALL.map(|_| Durations::new(REQUEST_BOUNDS)),
             authorizations: AUTHORIZATIONS
                 .map(|result| authorizations.get_or_create_owned(&[("result", result)])),
             shadow: shadow_verdicts().map(|verdict| match verdict {
@@ -310,7 +337,7 @@ impl Metrics {
             reconciled: ReconcileResult::ALL
                 .map(|result| reconciled.get_or_create_owned(&[("result", result.as_str())])),
             running: Sharded::default(),
-            attempt_durations,
+            attempt_durations: Durations::new(REQUEST_BOUNDS),
             executing,
             records_in_flight,
             limits,
@@ -324,8 +351,15 @@ impl Metrics {
             revocations_end,
             reloads,
             unsettled,
+            spans: SpanFate::ALL.map(|fate| spans.get_or_create_owned(&[("result", fate.as_str())])),
+            exports: Signal::ALL.map(|signal| {
+                ["accepted", "failed"].map(|result| {
+                    exports.get_or_create_owned(&[("signal", signal.as_str()), ("result", result)])
+                })
+            }),
             advisories,
             registry,
+            process: process::registry(),
         }))
     }
 
@@ -334,10 +368,40 @@ impl Metrics {
         Arc::new(MeasuredStore { store, metrics: self.clone() })
     }
 
+    /// The tag of the requests of this route, by which their outcomes are counted.
+    pub(crate) fn route_tag(&self, label: &str) -> u32 {
+        self.0.routes.tag(label)
+    }
+
     /// Records a call to the service.
-    pub(crate) fn observe_upstream(&self, result: UpstreamResult, took: Duration) {
-        if let Some(histogram) = self.0.upstream_durations.get(result as usize) {
-            histogram.observe(took.as_secs_f64());
+    pub(crate) fn observe_upstream(
+        &self,
+        result: UpstreamResult,
+        took: Duration,
+        trace: Option<TraceRef<'_>>,
+    ) {
+        if let Some(durations) = self.0.upstream_durations.get(result as usize) {
+            durations.observe(took, trace);
+        }
+    }
+
+    /// Counts spans that found the queue to the collector full.
+    pub(crate) fn count_dropped_spans(&self, count: u64) {
+        self.count_spans(SpanFate::Dropped, count);
+    }
+
+    /// Counts spans by what became of them.
+    pub(crate) fn count_spans(&self, fate: SpanFate, count: u64) {
+        if let Some(counter) = self.0.spans.get(fate as usize) {
+            counter.inc_by(count);
+        }
+    }
+
+    /// Counts a message to the collector.
+    pub(crate) fn count_export(&self, signal: Signal, is_accepted: bool) {
+        if let Some([accepted, failed]) = self.0.exports.get(signal as usize) {
+            let counter = if is_accepted { accepted } else { failed };
+            counter.inc();
         }
     }
 
@@ -431,8 +495,8 @@ impl Metrics {
         self.0.unsettled.expired.inc();
     }
 
-    /// All metrics, in the text format of OpenMetrics.
-    pub(super) fn render(&self, state: &AdminState) -> Result<String, fmt::Error> {
+    /// All metrics, in the text format of OpenMetrics. Only that format has exemplars, so the text for another one has none.
+    pub(crate) fn render(&self, state: &AdminState, has_exemplars: bool) -> Result<String, fmt::Error> {
         let AdminState { engine, breaker, .. } = state;
         self.0.degraded.set(breaker.is_degraded().into());
         let is = breaker.state();
@@ -457,8 +521,24 @@ impl Metrics {
         }
         self.0.executing.set(gauged(self.executing()));
         let mut text = String::new();
-        encode(&mut text, &self.0.registry)?;
+        encode_registry(&mut text, &self.0.registry)?;
+        self.write_durations(&mut FamilyWriter { out: &mut text, has_exemplars })?;
+        encode_registry(&mut text, &self.0.process)?;
+        encode_eof(&mut text)?;
         Ok(text)
+    }
+
+    fn write_durations(&self, writer: &mut FamilyWriter<'_>) -> fmt::Result {
+        let inner = &self.0;
+        let series = COMMANDS.iter().map(|command| label("command", command)).zip(&inner.store_durations);
+        writer.write(("store_duration", "Duration of commands to the store"), false, series)?;
+        let help = "Duration of attempts, from their claim to the end of their handler";
+        writer.write(("attempt_duration", help), false, [(String::new(), &inner.attempt_durations)])?;
+        let help = "Time until the response of the service began, or until the sidecar gave the request up";
+        let results = UpstreamResult::ALL.map(|result| label("result", result.as_str()));
+        let series = results.into_iter().zip(&inner.upstream_durations);
+        writer.write(("upstream_duration", help), false, series)?;
+        inner.routes.write(writer)
     }
 
     /// The requests since the start by group of outcomes.
@@ -504,7 +584,7 @@ impl Metrics {
         if let Some(token) = event.token {
             let begun = self.0.running.of(&event.id).remove(&(event.id, token));
             if let (Some(begun), EventKind::Executed) = (begun, event.kind) {
-                self.0.attempt_durations.observe(begun.elapsed().as_secs_f64());
+                self.0.attempt_durations.observe(begun.elapsed(), None);
             }
         }
     }
@@ -664,14 +744,6 @@ impl UnsettledMetrics {
     }
 }
 
-fn store_histogram() -> Histogram {
-    Histogram::new(STORE_BUCKETS)
-}
-
-fn upstream_histogram() -> Histogram {
-    Histogram::new(UPSTREAM_BUCKETS)
-}
-
 /// A value that there may be none of, such as the end of a file's validity. Without it there is no such series.
 #[derive(Clone, Debug)]
 struct OptionalGauge {
@@ -715,7 +787,7 @@ impl fmt::Debug for Metrics {
 /// A counter for each pair of outcome and class of status, found without a lock.
 struct RequestCounters {
     family: Family<[Label; 2], Counter>,
-    cells: [[OnceLock<Counter>; CLASSES.len()]; DISPOSITIONS],
+    cells: [[OnceLock<Counter>; CLASSES.len()]; OUTCOMES],
 }
 
 const CLASSES: [&str; 6] = ["none", "1xx", "2xx", "3xx", "4xx", "5xx"];
@@ -755,7 +827,26 @@ fn shadow_verdicts() -> [ShadowVerdict; SHADOW_VERDICTS] {
 /// fires.
 const NO_OUTCOMES: [Condition; 3] =
     [Condition::UpstreamUnanswered, Condition::UpstreamHeadTooLarge, Condition::UpstreamUnsupported];
-const DISPOSITIONS: usize = PLAIN.len() + Condition::ALL.len();
+/// The number of outcomes.
+pub(super) const OUTCOMES: usize = PLAIN.len() + Condition::ALL.len();
+
+/// The place of an outcome in tables; `None` if it is newer than this program.
+pub(super) fn outcome_place(disposition: Disposition) -> Option<usize> {
+    match disposition {
+        Disposition::Refused(condition) => {
+            Condition::ALL.iter().position(|known| *known == condition).map(|place| place + PLAIN.len())
+        }
+        Disposition::Shadow(_) => PLAIN.iter().position(|known| matches!(known, Disposition::Shadow(_))),
+        plain => PLAIN.iter().position(|known| *known == plain),
+    }
+}
+
+/// The name of the outcome at this place.
+pub(super) fn outcome_name(place: usize) -> &'static str {
+    let refused = place.checked_sub(PLAIN.len()).and_then(|place| Condition::ALL.get(place));
+    let plain = PLAIN.get(place).map(|plain| plain.as_str());
+    plain.or(refused.map(|condition| condition.slug())).unwrap_or("other")
+}
 
 impl RequestCounters {
     fn new(family: Family<[Label; 2], Counter>) -> Self {
@@ -764,18 +855,18 @@ impl RequestCounters {
         for disposition in PLAIN.into_iter().chain(refused.map(Disposition::Refused)) {
             counters.with(disposition, usual_status(disposition), |_| ());
         }
+        // An alert has to see the first one, whatever the service responds.
+        for disposition in [Disposition::FailedOpen, Disposition::Fenced] {
+            for status in [StatusCode::BAD_REQUEST, StatusCode::INTERNAL_SERVER_ERROR] {
+                counters.with(disposition, Some(status), |_| ());
+            }
+        }
         counters
     }
 
     fn with(&self, disposition: Disposition, status: Option<StatusCode>, count: impl FnOnce(&Counter)) {
         let class = status.map_or(0, |status| usize::from(status.as_u16() / 100)).min(CLASSES.len() - 1);
-        let place = match disposition {
-            Disposition::Refused(condition) => {
-                Condition::ALL.iter().position(|c| *c == condition).map(|at| at + PLAIN.len())
-            }
-            Disposition::Shadow(_) => PLAIN.iter().position(|d| matches!(d, Disposition::Shadow(_))),
-            plain => PLAIN.iter().position(|d| *d == plain),
-        };
+        let place = outcome_place(disposition);
         let labels = [("outcome", disposition.as_str()), ("status", CLASSES[class])];
         match place {
             Some(place) => {
@@ -825,6 +916,7 @@ impl RequestObserver for Metrics {
                 counter.inc();
             }
         }
+        self.0.routes.observe(event);
         let limit = event.keyed.and_then(|keyed| keyed.rate_limit);
         let place = limit.and_then(|limit| RateLimitKind::ALL.iter().position(|kind| *kind == limit));
         if let Some(counter) = place.and_then(|place| self.0.rate_limited.get(place)) {
@@ -922,6 +1014,9 @@ impl Observer for Metrics {
     }
 }
 
+/// The kinds of errors of a store.
+const ERRORS: [&str; 6] = ["unavailable", "locked", "corrupt", "sealed", "invalid", "other"];
+
 const fn error_name(kind: StoreErrorKind) -> &'static str {
     match kind {
         StoreErrorKind::Unavailable => "unavailable",
@@ -958,7 +1053,7 @@ impl Store for MeasuredStore {
         let response = self.store.apply(id, command);
         Box::pin(async move {
             let response = response.await;
-            self.metrics.0.store_durations[place].observe(started.elapsed().as_secs_f64());
+            self.metrics.0.store_durations[place].observe(started.elapsed(), None);
             response
         })
     }
@@ -967,7 +1062,7 @@ impl Store for MeasuredStore {
         let started = Instant::now();
         let response = self.store.try_apply(id, command)?;
         let place = command_place(Some(command));
-        self.metrics.0.store_durations[place].observe(started.elapsed().as_secs_f64());
+        self.metrics.0.store_durations[place].observe(started.elapsed(), None);
         Some(response)
     }
 
@@ -975,7 +1070,7 @@ impl Store for MeasuredStore {
         Box::pin(async move {
             let started = Instant::now();
             let response = self.store.purge(limit).await;
-            self.metrics.0.store_durations[command_place(None)].observe(started.elapsed().as_secs_f64());
+            self.metrics.0.store_durations[command_place(None)].observe(started.elapsed(), None);
             response
         })
     }

@@ -17,6 +17,7 @@
 //! | `GET /v1/backup` | the files of an embedded store as they are at this moment, as a tar archive |
 //! | `GET /v1/summary` | the state of the sidecar and its store, and the requests of the last hour |
 //! | `GET /v1/misuse` | requests that look like mistakes of clients, counted by caller and operation |
+//! | `GET`, `PUT`, `DELETE /v1/log-level` | the level of the log; sets it for a time; ends that |
 //! | `GET /v1/activity` | a live feed of requests, one JSON object a line |
 //!
 //! Refusals are problem details. Every response has the field `Oncegate-Admin`. [`guard`] controls the access.
@@ -25,12 +26,16 @@ mod activity;
 mod backup;
 mod cache;
 mod census;
+mod durations;
 mod exposition;
 mod guard;
 mod keys;
 mod listing;
+mod log_level;
 mod metrics;
 mod problem;
+mod process;
+mod routes;
 mod summary;
 #[cfg(test)]
 pub(crate) mod tests;
@@ -69,7 +74,10 @@ pub(crate) use self::backup::{BackupStore, TAKEN_FIELD};
 pub(crate) use self::cache::CacheCollector;
 pub(crate) use self::census::{AbandonedRecords, run as count_records};
 pub(crate) use self::keys::searched_key;
-pub(crate) use self::metrics::{Metrics, ReconcileResult, RefusedHandshake, ReloadSubject, UpstreamResult};
+pub(crate) use self::metrics::{
+    Metrics, ReconcileResult, RefusedHandshake, ReloadSubject, SpanFate, UpstreamResult,
+};
+pub(crate) use self::routes::{DEFAULT_ROUTE, method_name};
 pub(crate) use self::view::{days_to, time};
 
 /// The state behind the admin API.
@@ -176,6 +184,7 @@ pub(crate) fn router(state: AdminState) -> Router {
         .route("/v1/activity", get(activity::feed))
         .route("/v1/backup", get(backup::send))
         .route("/v1/clock/accept", post(accept_clock))
+        .route("/v1/log-level", get(log_level::show).put(log_level::set).delete(log_level::reset))
         .fallback(async |uri: Uri| Problem::no_such_path(uri.path()))
         .method_not_allowed_fallback(async |method: Method, uri: Uri| {
             Problem::no_such_method(&method, uri.path())
@@ -299,7 +308,7 @@ fn note_on_keys(state: &AdminState) -> Option<String> {
 
 async fn metrics(State(state): State<AdminState>, headers: HeaderMap) -> Response {
     let form = Exposition::of(&headers);
-    match state.metrics.render(&state) {
+    match state.metrics.render(&state, form == Exposition::OpenMetrics) {
         Ok(text) => {
             let fields = [
                 (header::CONTENT_TYPE, HeaderValue::from_static(form.content_type())),

@@ -1,5 +1,7 @@
 //! The admin API over a socket, with the layer next to it on the same engine.
 
+mod pages;
+
 use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::sync::atomic::AtomicUsize;
@@ -996,7 +998,7 @@ async fn every_outcome_is_counted_and_no_label_names_a_caller() {
     sidecar.engine.store().purge(1).await.unwrap();
     let more = series(&metrics().await, "oncegate_store_duration_seconds_count{command=\"purge\"}");
     assert!(more > purges);
-    sidecar.metrics.observe_upstream(UpstreamResult::TimedOut, Duration::from_secs(2));
+    sidecar.metrics.observe_upstream(UpstreamResult::TimedOut, Duration::from_secs(2), None);
     sidecar.draining.begin();
     let text = metrics().await;
     assert_eq!(series(&text, "oncegate_degraded"), 0.0);

@@ -24,7 +24,7 @@ use crate::admin::time;
 /// Runs the command. The exit code reports how it ended.
 pub(crate) fn run(args: &CallArgs) -> ExitCode {
     if std::env::var_os(crate::log::VARIABLE).is_some()
-        && let Err(error) = crate::log::start()
+        && let Err(error) = crate::log::start(crate::log::LogFormat::Text)
     {
         complain!("error: {error}");
         return End::Usage.into();

@@ -14,6 +14,8 @@ use oncegate_http::{
     ToolPolicies, ToolPolicy,
 };
 
+use crate::otlp::OtlpOptions;
+
 use super::advice;
 use super::cors::Cors;
 use super::file::RouteTable;
@@ -66,6 +68,7 @@ pub(super) fn draft(
     if jwt.is_some() && !has_error_about("scope", problems) {
         warnings.extend(scope::jwt_advice(values, scopes.map(|route| route.settings.caller())));
     }
+    warnings.extend(otlp_advice(values));
     if let Some(path) = &values.reconcile_path
         && !std::iter::once(&default).chain(routes.iter().map(|route| &route.config)).any(RouteConfig::asks)
     {
@@ -120,6 +123,9 @@ pub(super) fn draft(
         max_store_bytes: values.max_store_bytes.as_ref().map(|given| given.value),
         store_timeout: given(&values.store_timeout),
         access_log: given(&values.access_log),
+        log_format: given(&values.log_format),
+        otlp: otlp(values),
+        trace_sample_ratio: given(&values.trace_sample_ratio),
         threads: values.threads.as_ref().map(|threads| threads.value),
         published_rules: None,
         store: given(&values.store),
@@ -188,6 +194,45 @@ pub(super) fn given<T: Clone>(given: &Option<Sourced<T>>) -> T {
     }
 }
 
+/// The settings of the exporter, if there is a collector.
+fn otlp(values: &Values) -> Option<OtlpOptions> {
+    let endpoint = values.otlp_endpoint.as_ref()?.value.clone();
+    let name = values.otlp_service_name.as_ref().map(|name| name.value.clone());
+    let service = values.service.as_ref().map(|service| format!("{}-oncegate", service.value));
+    Some(OtlpOptions {
+        endpoint,
+        headers: values.otlp_headers.as_ref().map(|headers| headers.value.clone()).unwrap_or_default(),
+        signals: given(&values.otlp_signals),
+        service_name: name.or(service).unwrap_or_else(|| "oncegate".to_owned()),
+        resource: values.otlp_resource_attributes.iter().flat_map(|given| given.value.clone()).collect(),
+        metrics_interval: given(&values.otlp_metrics_interval),
+    })
+}
+
+/// Warns of settings of the exporter that have no effect. Variables of OpenTelemetry may be meant for other programs.
+fn otlp_advice(values: &Values) -> Option<Problem> {
+    let names = [
+        "otlp-headers",
+        "otlp-signals",
+        "otlp-metrics-interval",
+        "otlp-service-name",
+        "otlp-resource-attributes",
+    ];
+    let is_ours = |source: &&Source| {
+        is_given(source) && !matches!(source, Source::Env(name) if name.starts_with("OTEL_"))
+    };
+    if let (Some(endpoint), Some(headers)) = (&values.otlp_endpoint, &values.otlp_headers)
+        && !headers.value.is_empty()
+        && !endpoint.value.is_private()
+    {
+        let what = "its fields are sent to the collector in clear text; use an https URL";
+        return Some(Problem::warning(headers.source.clone(), what));
+    }
+    let source = names.into_iter().find_map(|name| values.source(name).filter(is_ours))?;
+    let what = "set but never used: nothing is sent without the address of a collector; set otlp-endpoint";
+    values.otlp_endpoint.is_none().then(|| Problem::warning(source.clone(), what))
+}
+
 fn tls(values: &Values, problems: &mut Vec<Problem>) -> Option<TlsFiles> {
     let (given, missing) = match (&values.tls_cert, &values.tls_key) {
         (Some(cert), Some(key)) => {
@@ -237,6 +282,7 @@ fn route(
         }
     };
     check_scope_pattern(&values, &config.settings, Some(&pattern), problems);
+    config.label = pattern.as_str().into();
     let advice = advice::on_route(&values, &config);
     Some((Route { methods: methods.unwrap_or_default(), pattern, config }, advice))
 }
@@ -280,6 +326,7 @@ fn route_config(
     let settings = with_scope(settings, values, jwt, problems);
     let cors = cors(values, &settings, problems);
     RouteConfig {
+        label: crate::admin::DEFAULT_ROUTE.into(),
         settings,
         cors,
         upstream_timeout: given(&values.upstream_timeout),

@@ -17,6 +17,7 @@ mod problem;
 mod rate;
 mod scope;
 mod settings;
+mod standard_env;
 mod store_url;
 #[cfg(test)]
 mod tests;
@@ -38,7 +39,10 @@ use oncegate_engine::{ConfigError, Engine};
 use oncegate_http::{CompletedBy, IdempotencyLayer, JwtVerifier, PathPattern, RateLimits, Settings};
 
 use crate::access_log::AccessLogFormat;
+use crate::log::LogFormat;
+use crate::otlp::OtlpOptions;
 use crate::rules::PublishedRules;
+use crate::trace::SampleRatio;
 
 use self::file::FileContent;
 use self::settings::{Sourced, Values};
@@ -128,6 +132,12 @@ pub(crate) struct Config {
     pub(crate) max_store_bytes: Option<u64>,
     /// The longest time of a store command before the health of the store is checked.
     pub(crate) store_timeout: Duration,
+    /// The form of the log.
+    pub(crate) log_format: LogFormat,
+    /// The settings of the exporter; `None` sends nothing.
+    pub(crate) otlp: Option<OtlpOptions>,
+    /// The share of new traces that are recorded.
+    pub(crate) trace_sample_ratio: SampleRatio,
     /// The form of the access log; `None` is no log.
     pub(crate) access_log: Option<AccessLogFormat>,
     /// The number of serving threads; `None` is one per core.
@@ -179,6 +189,8 @@ pub(crate) struct TlsFiles {
 /// The configuration of one route.
 #[derive(Clone, Debug)]
 pub(crate) struct RouteConfig {
+    /// The name of the route in metrics and traces: its pattern, or [`DEFAULT_ROUTE`](crate::admin::DEFAULT_ROUTE).
+    pub(crate) label: Arc<str>,
     /// The settings of the layer.
     pub(crate) settings: Settings,
     /// The rights of pages of other origins.
@@ -440,7 +452,10 @@ impl Draft {
     /// Reads all settings, and collects all errors and warnings.
     pub(crate) fn read(args: &ProxyArgs, env: impl IntoIterator<Item = (OsString, OsString)>) -> Self {
         let mut problems = Vec::new();
-        let from_env = env::read(env, &mut problems);
+        let variables: Vec<_> = env.into_iter().collect();
+        let mut ignored = Vec::new();
+        let from_standard = standard_env::read(&variables, &mut ignored);
+        let from_env = env::read(variables, &mut problems);
         let from_flags: Vec<_> = args.entries().collect();
         let path = config_path(&from_env, &from_flags);
         let content = match &path {
@@ -451,7 +466,7 @@ impl Draft {
         let content = content.unwrap_or_default();
         let mut values = Values::defaults();
         // Each layer overrides the ones before it.
-        let layers = [&content.entries[..], &from_env, &from_flags];
+        let layers = [&from_standard[..], &content.entries, &from_env, &from_flags];
         for entries in layers {
             apply(entries, &mut values, &mut problems);
         }
@@ -459,15 +474,17 @@ impl Draft {
         paths::make_absolute(&mut values, path.as_ref().map(|(path, _)| path.as_path()), &mut problems);
         let mut draft = assemble::draft(&values, &content.routes, whole, problems);
         if let Some(config) = &mut draft.config {
+            config.warnings.extend(ignored.iter().cloned());
             config.summary = summary(&layers, &values, config.routes.len());
             config.fixed = fixed(&layers);
             if values.published_rules.as_ref().is_some_and(|given| given.value) {
                 config.published_rules = Some(PublishedRules::of(config));
             }
         }
+        draft.problems.extend(ignored);
         let FileContent { entries, routes } = content;
         draft.given = GivenEntries {
-            service: entries.into_iter().chain(from_env).chain(from_flags).collect(),
+            service: from_standard.into_iter().chain(entries).chain(from_env).chain(from_flags).collect(),
             routes: routes.into_iter().map(|route| route.entries).collect(),
         };
         draft
@@ -475,7 +492,7 @@ impl Draft {
 }
 
 /// The effective value, as it was written, of each setting that only a restart can change.
-fn fixed(layers: &[&[Entry]; 3]) -> FixedValues {
+fn fixed(layers: &[&[Entry]; 4]) -> FixedValues {
     let in_force = |setting: &Setting| {
         let mut entries = layers
             .iter()
@@ -488,7 +505,7 @@ fn fixed(layers: &[&[Entry]; 3]) -> FixedValues {
 }
 
 /// The settings that are given and effective, each with its source.
-fn summary(layers: &[&[Entry]; 3], values: &Values, routes: usize) -> String {
+fn summary(layers: &[&[Entry]; 4], values: &Values, routes: usize) -> String {
     let mut words = Vec::new();
     for setting in SETTINGS.iter().filter(|setting| setting.settable_in != SettableIn::Secret) {
         let entries = layers.iter().rev().flat_map(|entries| entries.iter());

@@ -6,12 +6,14 @@ use std::path::Path;
 use super::settings::{SETTINGS, Setting};
 
 /// Pages about the sidecar. Those about Rust name methods and fields.
-const PAGES: [&str; 9] = [
+const PAGES: [&str; 11] = [
     "docs/reference/admin.md",
     "docs/guides/backups.md",
     "docs/guides/choosing.md",
     "docs/reference/configuration.md",
     "docs/reference/http.md",
+    "docs/reference/observability.md",
+    "docs/operations/alerts.md",
     "docs/reference/problems.md",
     "docs/reference/same-transaction.md",
     "GUARANTEES.md",

@@ -26,6 +26,9 @@ use super::units::{
     UpstreamProtocol, at_most, bounded, number, one_of,
 };
 use crate::access_log::AccessLogFormat;
+use crate::log::LogFormat;
+use crate::otlp::{self, OtlpEndpoint, OtlpHeaders, Signal};
+use crate::trace::SampleRatio;
 
 /// One setting, as flags, environment and file use it.
 pub(crate) struct Setting {
@@ -167,6 +170,7 @@ mod heading {
     pub(super) const REQUESTS: &str = "Comparison of requests";
     pub(super) const BROWSERS: &str = "Browsers on other origins";
     pub(super) const LIMITS: &str = "Limits and timeouts";
+    pub(super) const TELEMETRY: &str = "Logs, traces and metrics";
 }
 
 use Fallback::{Nothing, Profile as ByProfile, Value};
@@ -642,6 +646,42 @@ settings! {
     /// a slow server gets smaller batches of commands, so that they finish in time. From 10ms to 1m.
     "store-timeout" LIMITS Service One "DURATION" Value("2s");
     store_timeout: Duration = |text| bounded(text, 10 * MILLI, 60 * SECOND);
+
+    /// The form of the log on the standard error: `text`, or `json` with one object a line.
+    "log-format" TELEMETRY Service One "text|json" Value("text");
+    log_format: LogFormat = |text| one_of(text, &[("text", LogFormat::Text), ("json", LogFormat::Json)]);
+
+    /// Sends traces and metrics to the collector at this address, over OTLP (HTTP with Protocol Buffers). The path of each signal
+    /// is added: /v1/traces, /v1/metrics.
+    "otlp-endpoint" TELEMETRY Service One "URL" Nothing("nothing is sent");
+    otlp_endpoint: OtlpEndpoint = otlp::endpoint;
+
+    /// Header fields for the collector, such as `authorization=Bearer%20TOKEN`: NAME=VALUE, several separated by commas, values
+    /// in percent-encoding. In the environment only, as ONCEGATE_OTLP_HEADERS.
+    "otlp-headers" TELEMETRY Secret One "NAME=VALUE,…" Nothing("");
+    otlp_headers: OtlpHeaders = otlp::headers;
+
+    /// The data that is sent to the collector: `traces`, `metrics`, or both.
+    "otlp-signals" TELEMETRY Service Many "traces|metrics" Value("traces");
+    otlp_signals: Signal = |text| one_of(text, &[("traces", Signal::Traces), ("metrics", Signal::Metrics)]);
+
+    /// The interval in which metrics are sent to the collector. From 1s to 1h.
+    "otlp-metrics-interval" TELEMETRY Service One "DURATION" Value("60s");
+    otlp_metrics_interval: Duration = |text| bounded(text, SECOND, 3600 * SECOND);
+
+    /// The name of this sidecar in traces and metrics that are sent (`service.name`).
+    "otlp-service-name" TELEMETRY Service One "NAME" Nothing("`oncegate`, or with `service` its value and `-oncegate`");
+    otlp_service_name: String = scope::not_empty;
+
+    /// Further attributes of this process in traces and metrics that are sent, such as
+    /// `deployment.environment.name=production`. Values in percent-encoding.
+    "otlp-resource-attributes" TELEMETRY Service Many "NAME=VALUE,…" Nothing("");
+    otlp_resource_attributes: (String, String) = otlp::attribute;
+
+    /// The share of new traces that are recorded, from 0 to 1. A request that belongs to a trace already is recorded if its
+    /// client recorded it, but only if the client is one of trusted-proxies; for all others this ratio decides.
+    "trace-sample-ratio" TELEMETRY Live One "RATIO" Value("1");
+    trace_sample_ratio: SampleRatio = units::sample_ratio;
 
     /// The longest time that running requests may take to finish after SIGTERM. Requests that still run are then cut off, and
     /// their outcome is unknown.

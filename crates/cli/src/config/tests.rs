@@ -101,6 +101,18 @@ const SAMPLES: &[(&str, &str, &str)] = &[
     ("threads", "3", "threads: Some(3)"),
     ("published-rules", "true", "published_rules: Some"),
     ("access-log", "json", "access_log: Some(Json)"),
+    ("log-format", "json", "log_format: Json"),
+    (
+        "otlp-endpoint",
+        "http://127.0.0.1:4318",
+        "otlp: Some(OtlpOptions { endpoint: OtlpEndpoint { server: Upstream",
+    ),
+    ("otlp-headers", "authorization=Bearer%20whisper", ""),
+    ("otlp-signals", "metrics", ""),
+    ("otlp-metrics-interval", "5s", ""),
+    ("otlp-service-name", "shop", ""),
+    ("otlp-resource-attributes", "deployment.environment.name=test", ""),
+    ("trace-sample-ratio", "0.25", "trace_sample_ratio: SampleRatio(0.25)"),
     ("profile", "stripe", "name: \"stripe\""),
     ("scope", "single-tenant", "caller: single-tenant"),
     ("jwt-keys", "https://issuer.example/jwks.json", "jwt_keys: Some(Url"),
@@ -915,7 +927,7 @@ fn every_setting_of_the_service_arrives() {
         let (name, (text, arrives)) = (setting.name, sample(setting.name));
         if arrives.is_empty() {
             assert!(
-                name.starts_with("tls-") || name.starts_with("jwt-"),
+                ["tls-", "jwt-", "otlp-"].iter().any(|group| name.starts_with(group)),
                 "add what `{name}` changes to SAMPLES"
             );
             continue;
@@ -931,6 +943,49 @@ fn every_setting_of_the_service_arrives() {
     let own =
         TlsFiles { cert: here.join("c.pem"), key: here.join("k.pem"), client_ca: None, client_crl: None };
     assert_eq!(tls, Some(own));
+}
+
+#[test]
+fn the_settings_of_the_collector_arrive() {
+    let env = [
+        TO,
+        ("ONCEGATE_OTLP_ENDPOINT", "http://c:4318"),
+        ("ONCEGATE_OTLP_HEADERS", "authorization=Bearer%20whisper"),
+        ("ONCEGATE_OTLP_SIGNALS", "metrics,traces"),
+        ("ONCEGATE_OTLP_METRICS_INTERVAL", "5s"),
+        ("ONCEGATE_OTLP_RESOURCE_ATTRIBUTES", "a=b,c=d"),
+        ("OTEL_SERVICE_NAME", "shop"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://other:4318"),
+    ];
+    let config = Given { env: &env, ..NOTHING }.config();
+    let otlp = format!("{:?}", config.otlp.as_ref().unwrap());
+    for part in [
+        "authority: c:4318",
+        "headers: [\"authorization\"]",
+        "signals: [Metrics, Traces]",
+        "service_name: \"shop\"",
+        "[(\"a\", \"b\"), (\"c\", \"d\")]",
+        "metrics_interval: 5s",
+    ] {
+        assert!(otlp.contains(part), "{part}: {otlp}");
+    }
+    assert!(!format!("{config:?} {}", config.safe_summary()).contains("whisper"));
+    assert!(config.warnings[0].to_string().contains("in clear text"), "{:?}", config.warnings);
+    // The file wins over a variable of OpenTelemetry, and the name of the service is the fallback.
+    let file = "otlp-endpoint = \"http://f:4318\"\nservice = \"orders\"";
+    let otlp = Given { env: &[TO, env[7]], file, ..NOTHING }.config().otlp.unwrap();
+    assert_eq!(
+        (otlp.endpoint.to_string().as_str(), otlp.service_name.as_str()),
+        ("http://f:4318", "orders-oncegate")
+    );
+    let config = Given { env: &[TO, ("ONCEGATE_OTLP_SIGNALS", "metrics")], ..NOTHING }.config();
+    assert!(
+        config.otlp.is_none() && config.warnings[0].to_string().contains("set otlp-endpoint"),
+        "{:?}",
+        config.warnings
+    );
+    // This variable is often set for all programs of a machine.
+    assert_eq!(Given { env: &[TO, ("OTEL_SERVICE_NAME", "shop")], ..NOTHING }.config().warnings, []);
 }
 
 #[test]

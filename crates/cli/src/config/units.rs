@@ -18,6 +18,7 @@ use oncegate_postgres::PostgresOptions;
 use oncegate_redis::RedisOptions;
 
 use crate::proxy::is_always_removed;
+use crate::trace::SampleRatio;
 
 use super::cached::{self, CachedChoice};
 use super::problem::{did_you_mean, nearest};
@@ -76,6 +77,13 @@ impl fmt::Display for StoreChoice {
 pub(crate) struct Upstream {
     pub(crate) scheme: Scheme,
     pub(crate) authority: Authority,
+}
+
+impl Upstream {
+    pub(crate) fn host_and_port(&self) -> (&str, u16) {
+        let default = if self.scheme == Scheme::HTTPS { 443 } else { 80 };
+        (self.authority.host(), self.authority.port_u16().unwrap_or(default))
+    }
 }
 
 impl fmt::Display for Upstream {
@@ -229,6 +237,14 @@ pub(crate) fn size_text(bytes: u64) -> String {
         Some((unit, of)) => format!("{}{unit}", bytes / of),
         None => format!("{bytes} bytes"),
     }
+}
+
+/// Reads the share of traces that are recorded.
+pub(crate) fn sample_ratio(text: &str) -> Read<SampleRatio> {
+    let ratio = text.parse().ok().and_then(SampleRatio::new);
+    ratio.ok_or_else(|| {
+        format!("{text:?} is not a number from 0 to 1; write a share, such as \"0.05\" for one in twenty")
+    })
 }
 
 /// Reads a limit of memory.

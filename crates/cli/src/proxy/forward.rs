@@ -20,7 +20,7 @@ use oncegate_core::ErrorChain;
 use oncegate_engine::{Attempt, LeaseError, LogThrottle};
 use oncegate_http::{
     CloseDelimited, Condition, GrpcForm, IdempotencyContext, LeaseExpired, NoUpstreamResponse, ProxyRefusal,
-    Refusal, RequestBody, Settings, StoreDirective, UpstreamResponse,
+    Refusal, RequestBody, RequestWatch, Settings, StoreDirective, UpstreamResponse, WatchedRequest,
 };
 use tokio::time::Instant;
 use tower_service::Service;
@@ -41,6 +41,7 @@ use super::request_limit::{RequestLimit, RequestPermit};
 use super::tls::{ToService, handshake_hint};
 use crate::admin::{Metrics, UpstreamResult};
 use crate::config::{Config, duration_text};
+use crate::trace::RequestTrace;
 
 pub(super) type UpstreamClient = Client<ToService, UpstreamBody>;
 
@@ -125,6 +126,8 @@ impl Forward {
             self.connection.executes();
         }
         let grpc = GrpcForm::of(request.headers());
+        let trace = request.extensions_mut().remove::<Arc<RequestTrace>>();
+        request.extensions_mut().remove::<WatchedRequest>();
         let upgrade = prepare(&mut request, &self.peer);
         let client_side = upgrade.as_ref().and_then(|_| request.extensions_mut().remove::<OnUpgrade>());
         // The layer counts requests with a key, until their response.
@@ -136,6 +139,10 @@ impl Forward {
         let Some(connections) = self.address(&mut request, upgrade.filter(|_| client_side.is_some())) else {
             return too_many(settings, grpc, "connections for different hosts");
         };
+        if let Some(trace) = &trace {
+            let record = attempt.as_ref().map(Attempt::record_id);
+            trace.call_begins(request.headers_mut(), record, config.to.host_and_port());
+        }
         let activity = Activity::new();
         let running = activity.response();
         let uploads = self.upstream.uploads.clone();
@@ -230,7 +237,12 @@ impl Forward {
                 (UpstreamResult::Broken, unanswered(settings, StatusCode::BAD_GATEWAY, grpc))
             }
         };
-        self.upstream.metrics.observe_upstream(result, activity.start().elapsed());
+        let context = trace.as_deref().and_then(RequestWatch::trace);
+        self.upstream.metrics.observe_upstream(result, activity.start().elapsed(), context);
+        if let Some(trace) = &trace {
+            let status = (result == UpstreamResult::Answered).then(|| response.status());
+            trace.call_ended(result, status);
+        }
         response
     }
 

@@ -67,6 +67,16 @@ impl Peer {
         }
     }
 
+    /// True if its information about the request is believed.
+    pub(crate) const fn is_trusted(&self) -> bool {
+        self.is_trusted
+    }
+
+    /// `https` or `http`.
+    pub(crate) fn scheme(&self) -> &'static str {
+        if self.scheme.as_bytes() == b"https" { "https" } else { "http" }
+    }
+
     pub(crate) fn certificate(&self) -> Option<&ClientCertificate> {
         self.certificate.get()
     }

@@ -25,11 +25,12 @@ use hyper_util::server::conn::auto;
 use hyper_util::server::graceful::GracefulShutdown;
 use oncegate_core::ErrorChain;
 use oncegate_engine::LogThrottle;
-use oncegate_http::ResponseBody;
+use oncegate_http::{ResponseBody, WatchedRequest};
 use socket2::{Domain, Protocol, Socket, Type};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tower_service::Service as _;
+use tracing::{Instrument as _, Span};
 
 use super::admit::admit;
 use super::body::{ProxyBody, WholeBody};
@@ -43,6 +44,7 @@ use super::published::published_rules;
 use super::{MAX_HEAD, MAX_HEAD_U32, MAX_LINES};
 use crate::admin::{ADMIN_FIELD, Draining, Metrics};
 use crate::config::Config;
+use crate::trace::{RequestTrace, Tracer};
 
 /// The interval in which an HTTP/2 client that is silent gets a ping, and the time in which it must answer.
 const PING_INTERVAL: Duration = Duration::from_secs(30);
@@ -137,6 +139,7 @@ pub(super) struct ThreadListener {
     pub(super) connections: ConnectionLimit,
     pub(super) metrics: Metrics,
     pub(super) draining: Draining,
+    pub(super) tracer: Tracer,
     pub(super) handshakes: Arc<RefusedHandshakes>,
     /// Limits the log lines about the limit of connections.
     pub(super) full_warnings: Arc<LogThrottle>,
@@ -256,10 +259,15 @@ impl ThreadListener {
         // One thread serves the requests of one connection, so no thread ever waits for this lock.
         let service = Mutex::new(service);
         let (metrics, draining) = (self.metrics.clone(), self.draining.clone());
+        let tracer = self.tracer.clone();
         service_fn(move |mut request: Request<Incoming>| {
             begun.store(true, Ordering::Relaxed);
             let mut service = lock(&service);
             let (config, service) = service.up_to_date();
+            let trace = tracer.begin(&mut request, peer.is_trusted(), peer.scheme(), config);
+            let followed = Followed(trace);
+            let span = followed.span(&mut request);
+            let entered = span.enter();
             let delivery = Delivery::of(request.version(), &state);
             let cross_origin = CrossOrigin::of(&request, config);
             let is_head = request.method() == Method::HEAD;
@@ -272,7 +280,8 @@ impl ThreadListener {
                 let version = request.version();
                 service.call(request.map(|body| WholeBody::new(body, version)))
             });
-            async move {
+            drop(entered);
+            let answer = async move {
                 let mut response: Response<_> = match admitted {
                     Ok(response) => response.await?.map(Either::Left),
                     Err(refusal) => refusal.map(Either::Right),
@@ -288,9 +297,39 @@ impl ThreadListener {
                 if is_head {
                     remove_body(&mut response);
                 }
+                followed.answered(response.status());
                 Ok::<_, Infallible>(response.map(|body| delivery.begin(body)))
-            }
+            };
+            answer.instrument(span)
         })
+    }
+}
+
+/// The trace of a request until its response begins, or its client leaves.
+struct Followed(Option<Arc<RequestTrace>>);
+
+impl Followed {
+    /// The span that marks the log lines of the request, if it belongs to a trace. Shows the trace to all who handle the request.
+    fn span<B>(&self, request: &mut Request<B>) -> Span {
+        let Some(trace) = &self.0 else { return Span::none() };
+        request.extensions_mut().insert(WatchedRequest(trace.clone()));
+        request.extensions_mut().insert(trace.clone());
+        // Of the level of errors, so that no level of the log hides it.
+        tracing::error_span!("request", trace_id = %trace.trace_id(), span_id = %trace.span_id())
+    }
+
+    fn answered(&self, status: http::StatusCode) {
+        if let Some(trace) = &self.0 {
+            trace.answered(status);
+        }
+    }
+}
+
+impl Drop for Followed {
+    fn drop(&mut self) {
+        if let Some(trace) = &self.0 {
+            trace.client_left();
+        }
     }
 }
 

@@ -38,17 +38,20 @@ use hyper_util::rt::{TokioExecutor, TokioTimer};
 use oncegate_engine::{Engine, LogThrottle};
 use tokio::sync::watch;
 
-pub(crate) use headers::is_always_removed;
+pub(crate) use headers::{is_always_removed, rewrite};
 pub(crate) use jwks::{KeySetSource, read_key_set};
 pub(crate) use listen::{BoundAddress, ConnectionLimit};
 pub(crate) use request_limit::RequestLimit;
 use run::max_idle_connections;
 pub(crate) use run::{DEFAULT_SCOPE, HOSTS_COMPARED, run};
-pub(crate) use tls::{check_certificate_file, connector, handshake_hint, server_config, trusting_system};
+pub(crate) use tls::{
+    ToService, check_certificate_file, connector, handshake_hint, server_config, trusting_system,
+};
 
 use crate::admin::{Draining, Metrics};
 use crate::config::{Config, UpstreamProtocol};
 use crate::systemd::ThreadHealth;
+use crate::trace::Tracer;
 use coarse_timer::CoarseTimer;
 use forward::UpstreamClient;
 use handshakes::RefusedHandshakes;
@@ -79,6 +82,7 @@ const FULL_WARNING_INTERVAL: Duration = Duration::from_secs(60);
 pub(crate) struct DataPath {
     pub(crate) engine: Engine,
     pub(crate) metrics: Metrics,
+    pub(crate) tracer: Tracer,
     /// The limit for all threads together.
     pub(crate) connections: ConnectionLimit,
     pub(crate) without_key: RequestLimit,
@@ -121,6 +125,7 @@ impl DataPath {
                 connections: self.connections.clone(),
                 metrics: self.metrics.clone(),
                 draining: self.draining.clone(),
+                tracer: self.tracer.clone(),
                 handshakes: handshakes.clone(),
                 full_warnings: full_warnings.clone(),
                 timers,

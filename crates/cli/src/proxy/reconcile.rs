@@ -70,7 +70,7 @@ impl ReconcileClients {
 
     /// The layer's settings of this route, with a client that asks the service if the route has a path for questions.
     pub(super) fn settings(&self, route: &RouteConfig) -> Settings {
-        let mut settings = route.settings.clone();
+        let mut settings = route.settings.clone().with_tag(self.metrics.route_tag(&route.label));
         if let Some(path) = route.authorize.clone() {
             let (clients, timeout) = (self.clone(), route.authorize_timeout);
             settings = settings.clone().with_authorize(AuthorizeClient { clients, path, timeout, settings });

@@ -25,8 +25,10 @@ use crate::activity::Activity;
 use crate::admin::{self, AbandonedRecords, AdminLive, AdminState, BackupStore, Draining, count_records};
 use crate::check::{existing, has_other_files};
 use crate::config::{Config, ProxyArgs, StoreChoice, StoreUrl, duration_text};
+use crate::otlp::OtlpExporter;
 use crate::signals::Signals;
 use crate::systemd::ServiceManager;
+use crate::trace::Tracer;
 
 /// Runs the sidecar until it is told to stop.
 pub(crate) fn run(args: &ProxyArgs) -> Result<(), String> {
@@ -42,7 +44,7 @@ pub(crate) fn run(args: &ProxyArgs) -> Result<(), String> {
         signal(SignalKind::hangup()).map_err(|error| format!("cannot listen for signals: {error}"))?
     };
     let mut config = Config::load(args).map_err(|problems| problems.to_string())?;
-    crate::log::start()?;
+    crate::log::start(config.log_format)?;
     for warning in &config.warnings {
         tracing::warn!("{warning}");
     }
@@ -242,6 +244,15 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
         live: admin_changes,
         backup,
     };
+    let (otlp, tracer) = match config.otlp.clone() {
+        Some(options) => {
+            let started = OtlpExporter::start(options, state.clone());
+            let (exporter, tracer) =
+                started.map_err(|error| format!("cannot send to otlp-endpoint: {error}"))?;
+            (Some(exporter), tracer)
+        }
+        None => (None, Tracer::silent()),
+    };
     let (close, closed) = oneshot::channel::<()>();
     let admin = tokio::spawn(admin::serve(admin, state, async { drop(closed.await) }));
     let scheme = if config.tls.is_some() { "https" } else { "http" };
@@ -259,6 +270,7 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
     let path = DataPath {
         engine,
         metrics,
+        tracer,
         connections,
         without_key,
         draining: draining.clone(),
@@ -308,6 +320,9 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
             let _cancelled = admin.await;
             if let Some(access_log) = access_log {
                 access_log.close();
+            }
+            if let Some(otlp) = otlp {
+                otlp.close().await;
             }
             if let Some(cached) = cached {
                 cached.close(CACHE_TIMEOUT).await;

@@ -3,6 +3,7 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod alerts;
 mod call;
 #[cfg(feature = "failpoints")]
 mod client;

@@ -114,7 +114,8 @@ const FORBIDDEN_IN_NAMES: &str = "s ms us ns sec b kb mb gb tb pb m h d millisec
 fn lint(family: &Family, format: Format) -> Result<(), String> {
     let Family { name, kind, help, unit, samples } = family;
     let wrong = |why: &str| Err(format!("{name}: {why}"));
-    if !name.starts_with("oncegate_") || !is_snake_case(name) || name.contains("__") {
+    let is_ours = name.starts_with("oncegate_") || name.starts_with("process_");
+    if !is_ours || !is_snake_case(name) || name.contains("__") {
         return wrong("its name");
     }
     if help.trim().is_empty() || help.contains('\\') {
@@ -181,7 +182,7 @@ fn check(text: &str, format: Format) -> Result<Vec<Family>, String> {
     Ok(families)
 }
 
-async fn open_metrics(sidecar: &Sidecar) -> Message {
+pub(crate) async fn open_metrics(sidecar: &Sidecar) -> Message {
     let fields = ["Accept: application/openmetrics-text;version=1.0.0,text/plain;q=0.5", "Connection: close"];
     let text = request("GET", "/metrics", &fields, "").replace("orders.test", "localhost");
     crate::support::ask(sidecar.admin, &text).await
@@ -217,6 +218,21 @@ async fn metrics_are_valid_in_both_formats() {
         };
         assert_eq!(names(&plain), names(&open));
         assert!(plain.len() > 25, "{}", plain.len());
+        let value = |name: &str| {
+            let family =
+                plain.iter().find(|family| family.name == name).unwrap_or_else(|| panic!("no {name}"));
+            family.samples[0].2
+        };
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs_f64();
+        let age = now - value("process_start_time_seconds");
+        assert!((-5.0..600.0).contains(&age), "{age}");
+        let resident = value("process_resident_memory_bytes");
+        assert!(
+            (1e6..1e9).contains(&resident) && value("process_virtual_memory_bytes") >= resident,
+            "{resident}"
+        );
+        assert!(value("process_open_fds") > 5.0 && value("process_max_fds") > value("process_open_fds"));
+        assert!(value("process_cpu_seconds_total") < 60.0 && value("process_threads") >= 3.0);
     }
 }
 

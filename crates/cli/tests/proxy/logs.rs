@@ -133,3 +133,103 @@ async fn an_invalid_log_level_is_refused() {
     assert_eq!(output.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&output.stdout).contains("\"verbose\" is not a level"));
 }
+
+#[tokio::test]
+async fn a_json_log_has_one_object_a_line_with_the_trace_and_the_record() {
+    const TRACE: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
+    let service = Service::new().await;
+    let mut sidecar =
+        Sidecar::start(service.address, &["--log-format=json", "--upstream-timeout=200ms"]).await;
+    let parent = format!("Traceparent: 00-{TRACE}-00f067aa0ba902b7-01");
+    let asked = request("POST", "/orders", &["Idempotency-Key: whisper", &parent], "{}");
+    let problem = sidecar.ask(&asked).await;
+    problem.is_problem(504, "outcome-unknown");
+    let instance = problem.json()["instance"].as_str().unwrap().to_owned();
+    sidecar.process.logs("the outcome of an operation is unknown").await;
+    sidecar.process.signal(Signal::TERM);
+    assert!(sidecar.process.ended().await.success());
+    let lines = sidecar.process.errors().await;
+    assert!(!lines.contains("whisper"), "{lines}");
+    let mut has_unknown = false;
+    for line in lines.lines() {
+        let line: serde_json::Value =
+            serde_json::from_str(line).unwrap_or_else(|error| panic!("{error}: {line}"));
+        for name in ["time", "level", "target", "message"] {
+            assert!(line[name].as_str().is_some_and(|text| !text.is_empty()), "{name}: {line}");
+        }
+        if line["message"].as_str().unwrap().starts_with("the outcome of an operation is unknown") {
+            has_unknown = true;
+            assert_eq!(line["level"], "warn");
+            assert!(instance.ends_with(line["record"].as_str().unwrap()), "{line}");
+            assert_eq!(
+                (&line["trace_id"], &line["span_id"]),
+                (&TRACE.into(), &"00f067aa0ba902b7".into()),
+                "{line}"
+            );
+            assert_eq!((&line["attempt"], &line["operation"]), (&1.into(), &"POST /orders".into()), "{line}");
+        }
+    }
+    assert!(has_unknown, "{lines}");
+}
+
+async fn level(sidecar: &Sidecar, method: &str, body: &str) -> crate::support::Message {
+    let fields = ["Content-Type: application/json", "Connection: close"];
+    let text = request(method, "/v1/log-level", &fields, body).replace("orders.test", "localhost");
+    ask(sidecar.admin, &text).await
+}
+
+#[tokio::test]
+async fn the_level_of_the_log_changes_while_requests_run_and_falls_back() {
+    let service = Service::new().await.answers(OK);
+    let sidecar = Sidecar::start(service.address, &[]).await;
+    let shown = level(&sidecar, "GET", "").await.json();
+    assert_eq!(shown, serde_json::json!({ "level": "info", "configured": "info", "until": null }));
+    let address = sidecar.address;
+    let traffic = tokio::spawn(async move {
+        for n in 0..100 {
+            ask(address, &request("POST", "/", &[&format!("Idempotency-Key: {n}")], "{}"))
+                .await
+                .has_status(200);
+        }
+    });
+    let debug = level(&sidecar, "PUT", r#"{"level":"debug","for":"2s"}"#).await;
+    debug.has_status(200);
+    assert_eq!(debug.json()["level"], "debug");
+    assert!(debug.json()["until"].as_str().unwrap().ends_with('Z'));
+    // A client that breaks off is a line of the level debug.
+    let broken = async || {
+        let mut wire = Wire::connect(sidecar.address).await;
+        wire.send("POST / HTTP/1.1\r\nHost: a\r\nIdempotency-Key: cut\r\nContent-Length: 9\r\n\r\n{").await;
+        wire.finish().await;
+        wire.rest().await;
+    };
+    until("the log has lines of the level debug", async || {
+        broken().await;
+        !sidecar.process.error_lines("DEBUG").is_empty()
+    })
+    .await;
+    traffic.await.unwrap();
+    until("the level fell back", async || level(&sidecar, "GET", "").await.json()["level"] == "info").await;
+    assert_eq!(sidecar.process.error_lines("falls back").len(), 1);
+    let lines = sidecar.process.error_lines("DEBUG").len();
+    broken().await;
+    level(&sidecar, "PUT", r#"{"level":"trace","for":"1h"}"#).await.has_status(200);
+    let ended = level(&sidecar, "DELETE", "").await;
+    assert_eq!(
+        (&ended.has_status(200).json()["level"], &ended.json()["until"]),
+        (&"info".into(), &serde_json::Value::Null)
+    );
+    let trace = sidecar.process.error_lines("DEBUG").len();
+    assert!(trace >= lines);
+    for (body, why) in [
+        (r#"{"level":"debgu"}"#, "level: \"debgu\" is not a level"),
+        (r#"{"level":"debug","for":"25h"}"#, "for: 25h is not from 1s to 24h"),
+        (r#"{"level":"debug","for":"10"}"#, "for: \"10\" has no unit"),
+        (r#"{"level":"debug","until":"10s"}"#, "unknown field"),
+        ("{}", "missing field `level`"),
+    ] {
+        let refused = level(&sidecar, "PUT", body).await;
+        refused.is_problem(400, "bad-request");
+        assert!(refused.json()["detail"].as_str().unwrap().contains(why), "{body}: {}", refused.text());
+    }
+}

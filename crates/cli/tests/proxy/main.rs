@@ -33,6 +33,7 @@ mod rolling;
 mod shadow;
 mod store;
 mod streams;
+mod traces;
 mod upstream_connections;
 
 /// The service's response where its content does not matter.

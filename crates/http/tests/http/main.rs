@@ -12,3 +12,4 @@ mod tool_calls;
 mod transactional;
 mod unfinished_operations;
 mod upstream_completion;
+mod watched_requests;
