@@ -89,12 +89,12 @@ impl RequestTap {
         Some(self)
     }
 
-    fn end(self: Box<Self>) {
+    fn end(self) {
         // An HTTP/2 stream that is reset with NO_ERROR looks like one that ended.
         if (self.len as u64) < self.announced {
             return self.end_with(TappedRequest::Broken);
         }
-        let Self { chunks, held, listener, .. } = *self;
+        let Self { chunks, held, listener, .. } = self;
         let _gone = listener.send(TappedRequest::Whole(chunks.join(), held));
     }
 

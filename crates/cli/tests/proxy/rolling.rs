@@ -59,7 +59,8 @@ impl Ledger {
     }
 }
 
-/// The knowledge of a load balancer about one sidecar. It asks for `/readyz` and, as load balancers do, never sends a request twice.
+/// The knowledge of a load balancer about one sidecar. It asks for `/readyz` and, as load balancers do, never sends a request
+/// twice.
 struct Backend {
     address: SocketAddr,
     admin: SocketAddr,
