@@ -6,6 +6,7 @@ mod support;
 mod call;
 #[cfg(feature = "failpoints")]
 mod client;
+mod dashboard;
 mod demo;
 mod examples;
 mod outage;

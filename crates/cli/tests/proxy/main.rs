@@ -10,6 +10,7 @@ mod callers;
 mod config;
 mod corrections;
 mod cors;
+mod dashboard;
 mod exposition;
 mod fields;
 mod frames;
