@@ -127,7 +127,7 @@ async fn every_page_is_protected_in_the_browser() {
         for refused in [" style=", "<style", " onclick=", "<script>", "https://", "hx-on", "javascript:"] {
             assert!(!text.contains(refused), "{path} contains {refused}");
         }
-        for source in text.split(" src=\"").chain(text.split("<link ")).skip(1) {
+        for source in text.split(" src=\"").skip(1).chain(text.split("<link ").skip(1)) {
             assert!(
                 source.starts_with("/assets/") || source.contains("href=\"/assets/"),
                 "{path}: {source:.60}"
@@ -154,7 +154,7 @@ async fn hostile_texts_stay_texts() {
     let sidecar = Sidecar::start().await;
     let operation = format!("POST /{HOSTILE}");
     let running = sidecar.in_progress(9, &operation).await;
-    sidecar.step(running, 1, "<b>step</b>", b"<script>alert(1)</script>").await;
+    sidecar.step(running, 0, "<b>step</b>", b"<script>alert(1)</script>").await;
     let id = sidecar.unknown(1, &operation).await;
     let browser = Browser::new(&sidecar);
     let action = format!("/keys/{id}/respond");
@@ -369,20 +369,20 @@ async fn an_operator_sees_what_a_client_will_get_and_confirms_it() {
 #[tokio::test]
 async fn a_stored_response_is_shown_for_a_reason_that_is_written_down() {
     let sidecar = Sidecar::start().await;
-    sidecar.call("/tenant", &[("idempotency-key", "secret-key")], b"balance: 4711").await;
+    sidecar.call("/tenant", &[("idempotency-key", "secret-key")], b"balance: 90817").await;
     let browser = Browser::new(&sidecar);
     let found = browser.submit("/keys", "/keys/search", &[("q", "secret-key")]).await;
     let record = location(&found).to_owned();
     assert!(record.starts_with("/keys/") && !record.contains("secret"), "{record}");
     let page = browser.get(&record).await.text();
-    assert!(page.contains("completed") && page.contains("13 bytes"), "{page}");
-    assert!(!page.contains("4711") && !page.contains("secret-key"), "{page}");
+    assert!(page.contains("completed") && page.contains("14 bytes"), "{page}");
+    assert!(!page.contains("90817") && !page.contains("secret-key"), "{page}");
     let path = format!("{record}/response");
     let refused = browser.submit(&record, &path, &[("reason", " ")]).await;
     assert_eq!(refused.status, 400);
-    assert!(!refused.text().contains("4711") && refused.text().contains("reason: "), "{}", refused.text());
+    assert!(!refused.text().contains("90817") && refused.text().contains("reason: "), "{}", refused.text());
     let shown = browser.submit(&record, &path, &[("reason", "ticket 12"), ("actor", "anna")]).await;
-    assert!(shown.text().contains("balance: 4711"), "{}", shown.text());
+    assert!(shown.text().contains("balance: 90817"), "{}", shown.text());
     let audit = browser.get("/audit").await.text();
     assert!(audit.contains("ticket 12") && audit.contains("anna"), "{audit}");
     let none = browser.submit("/keys", "/keys/search", &[("q", "no such key")]).await;
@@ -504,7 +504,7 @@ async fn programs_are_not_disturbed() {
         ("/nowhere", "text/html", TOKEN, 404, "text/html; charset=utf-8"),
         ("/v1/keys", "text/html", TOKEN, 200, "application/json"),
         ("/v1/keys", "text/html", "", 401, "application/problem+json"),
-        ("/livez", "text/html", "", 200, "text/plain; charset=utf-8"),
+        ("/metrics", "text/html", TOKEN, 200, "text/plain; version=0.0.4; charset=utf-8"),
     ] {
         let response = ask(path, accept, bearer).await;
         assert_eq!(response.status, status, "{path} {accept}");
