@@ -272,7 +272,7 @@ await check("the playground shows what happens to retries", async () => {
 await check("everything but updates works without JavaScript", async () => {
   const { context, page } = await visit({ ...views.light, javaScriptEnabled: false }, open.admin);
   await page.goto("/keys");
-  await page.getByLabel("State").selectOption("unsettled");
+  await page.getByLabel("State", { exact: true }).selectOption("unsettled");
   await page.getByRole("button", { name: "Filter" }).click();
   assert.equal(await page.locator("tbody tr").count(), 1);
   await page.locator("tbody a.id").first().click();

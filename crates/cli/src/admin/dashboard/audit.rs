@@ -4,7 +4,7 @@ use askama::Template;
 use axum::extract::{Extension, State};
 
 use super::access::Access;
-use super::format::moment;
+use super::format::second;
 use super::{Frame, PageResult, Section, page};
 use crate::admin::keys::{Pairs, audit_page};
 use crate::admin::{AdminState, view};
@@ -42,7 +42,7 @@ pub(super) async fn show(
 ) -> PageResult {
     let audit = audit_page(&state, query).await?;
     let entries = audit.entries.into_iter().map(|entry| AuditLine {
-        at: moment(&view::time(entry.at)),
+        at: second(&view::time(entry.at)),
         record: entry.id.to_string(),
         from: entry.from.as_str(),
         to: entry.to.as_str(),
@@ -50,7 +50,7 @@ pub(super) async fn show(
         reason: entry.reason,
     });
     let reveals = state.dashboard.reveals().into_iter().map(|reveal| RevealLine {
-        at: moment(&view::time(reveal.at)),
+        at: second(&view::time(reveal.at)),
         record: reveal.record.to_string(),
         actor: reveal.actor,
         reason: reveal.reason,
@@ -60,6 +60,6 @@ pub(super) async fn show(
         entries: entries.collect(),
         next_page: audit.next.map(|next| format!("/audit?before={next}")),
         reveals: reveals.collect(),
-        since: moment(&view::time(state.activity.started_at())),
+        since: second(&view::time(state.activity.started_at())),
     }))
 }

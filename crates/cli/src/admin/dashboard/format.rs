@@ -50,6 +50,12 @@ pub(super) fn moment(text: &str) -> String {
     text.trim_end_matches('Z').replacen('T', " ", 1)
 }
 
+/// The same to the second.
+pub(super) fn second(text: &str) -> String {
+    let text = moment(text);
+    text.split_once('.').map_or(text.clone(), |(second, _)| second.to_owned())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -80,6 +86,7 @@ mod tests {
             assert_eq!(bytes(count), text);
         }
         assert_eq!(moment("2026-02-28T12:34:56.789Z"), "2026-02-28 12:34:56.789");
+        assert_eq!(second("2026-02-28T12:34:56.789Z"), "2026-02-28 12:34:56");
         assert_eq!(query_text("POST /a b&c=\"é"), "POST%20/a%20b%26c%3D%22%C3%A9");
     }
 }

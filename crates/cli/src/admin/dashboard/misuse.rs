@@ -5,7 +5,7 @@ use axum::extract::{Extension, State};
 use axum::response::Response;
 
 use super::access::Access;
-use super::format::{moment, number, query_text};
+use super::format::{number, query_text, second};
 use super::{Frame, Section, page};
 use crate::activity::MisuseKind;
 use crate::admin::{AdminState, view};
@@ -63,14 +63,14 @@ pub(super) async fn show(State(state): State<AdminState>, Extension(access): Ext
                 .iter()
                 .map(|count| if *count == 0 { String::new() } else { number(*count) })
                 .collect(),
-            last: moment(&view::time(row.last)),
+            last: second(&view::time(row.last)),
             operation: row.operation.into(),
             keys,
         }
     });
     let kinds = MisuseKind::ALL.map(|kind| KindColumn { name: kind.as_str(), meaning: meaning(kind) });
     page(&MisusePage {
-        since: moment(&view::time(state.activity.started_at())),
+        since: second(&view::time(state.activity.started_at())),
         rows: rows.collect(),
         kinds: kinds.into(),
         frame: Frame::new(&state, &access, Section::Misuse, "Misuse"),

@@ -5,7 +5,7 @@ use axum::extract::{Extension, Query, State};
 use axum::response::Response;
 
 use super::access::Access;
-use super::format::{duration, moment, number};
+use super::format::{duration, number, second};
 use super::{Frame, Section, page};
 use crate::activity::{Minute, OUTCOME_GROUPS, OutcomeGroup};
 use crate::admin::keys::Pairs;
@@ -66,7 +66,7 @@ pub(super) async fn show(
     page(&OverviewPage {
         frame: Frame::new(&state, &access, Section::Overview, "Overview"),
         is_live,
-        now: moment(&view::time(state.engine.store().now())),
+        now: second(&view::time(state.engine.store().now())),
         health: health(&summary),
         tiles: tiles(&summary),
         chart: Chart::of(&summary.minutes),
@@ -78,7 +78,7 @@ pub(super) async fn show(
             .map(|advisory| (advisory.name, advisory.text.clone()))
             .collect(),
         warnings,
-        started: moment(&summary.started_at),
+        started: second(&summary.started_at),
         uptime: duration(summary.uptime_seconds),
         outcomes,
     })

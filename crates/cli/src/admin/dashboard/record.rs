@@ -375,7 +375,7 @@ fn tone(state: &str) -> &'static str {
 fn event_words(event: &'static str) -> (&'static str, &'static str) {
     match event {
         "executing" => ("An execution began", ""),
-        "executed" => ("The service answered", ""),
+        "executed" => ("The execution ended", ""),
         "completed" => ("The response was stored", "good"),
         "tombstoned" => ("Done, and the response was not kept", "good"),
         "released" => ("The key was freed", ""),
