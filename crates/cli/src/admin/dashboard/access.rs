@@ -13,7 +13,7 @@
 //! prefix `__Host-`, so that browsers never send it without TLS.
 
 use std::net::IpAddr;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use askama::Template;
 use axum::body::{Body, to_bytes};
@@ -34,8 +34,13 @@ use crate::config::AdminToken;
 const PLAIN_COOKIE: &str = "oncegate-session";
 const SECURE_COOKIE: &str = "__Host-oncegate-session";
 
-/// The largest form of a login. It is read before anything is known about its sender.
+/// The largest form of a login, and the longest time for it. It is read before anything is known about its sender, and slow
+/// senders must not use up the connections of the admin address.
 const MAX_LOGIN: usize = 16 * 1024;
+const LOGIN_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// The longest time for any other form.
+const FORM_TIMEOUT: Duration = Duration::from_secs(60);
 
 const LOGIN: &str = "/login";
 
@@ -117,7 +122,10 @@ impl Access {
 
     fn of(state: &AdminState, token: &AdminToken, headers: &HeaderMap) -> Option<Self> {
         if headers.contains_key(header::AUTHORIZATION) {
-            return guard::check_token(token, headers).is_ok().then(|| Self::of_anyone(state));
+            // A proxy that adds the token may know the operator, too.
+            let actor = headers.get("oncegate-actor").and_then(|actor| actor.to_str().ok());
+            let access = Self { actor: actor.map(str::to_owned), ..Self::of_anyone(state) };
+            return guard::check_token(token, headers).is_ok().then_some(access);
         }
         let session = session(state, token, headers)?;
         Some(Self {
@@ -162,10 +170,18 @@ async fn read_form(request: Request, form_token: Option<&str>) -> Result<Request
     }
     let (mut parts, body) = request.into_parts();
     let refused = |problem| refusal(&parts.headers, problem);
-    let max = if form_token.is_some() { MAX_REQUEST } else { MAX_LOGIN };
-    let body = to_bytes(body, max)
-        .await
-        .map_err(|_| refused(Problem::too_large(format!("At most {max} bytes are accepted."))))?;
+    let (max, timeout) =
+        if form_token.is_some() { (MAX_REQUEST, FORM_TIMEOUT) } else { (MAX_LOGIN, LOGIN_TIMEOUT) };
+    let body = match tokio::time::timeout(timeout, to_bytes(body, max)).await {
+        Ok(Ok(body)) => body,
+        Ok(Err(_)) => return Err(refused(Problem::too_large(format!("At most {max} bytes are accepted.")))),
+        Err(_) => {
+            let seconds = timeout.as_secs();
+            return Err(refused(Problem::bad_request(format!(
+                "The form did not arrive in {seconds} seconds."
+            ))));
+        }
+    };
     let copy = Request::from_parts(parts.clone(), Body::from(body));
     let Form(fields) = Form::<Vec<(String, String)>>::from_request(copy, &())
         .await

@@ -1,10 +1,12 @@
 //! One record: its state and the next step, its timeline, and its response on demand.
 
+use std::time::Duration;
+
 use askama::Template;
 use axum::extract::{Extension, Path, Query, State};
 use axum::response::Response;
 use http::{HeaderMap, StatusCode};
-use oncegate_core::{ErrorChain, OnAbandoned, Record, RecordId};
+use oncegate_core::{ErrorChain, OnAbandoned, Record, RecordId, Timestamp};
 use oncegate_http::{Condition, Profile, Settings};
 
 use super::access::{Access, FormFields};
@@ -160,7 +162,7 @@ async fn render(
         advice: advice(&view, &settings),
         retry: retry(&view, &settings),
         actions: actions.collect(),
-        timeline: timeline(state, id, &view).await,
+        timeline: timeline(state, id, record, &view).await,
         repeats: repeats(state, id),
         since: moment(&time(state.activity.started_at())),
         response: response(&view),
@@ -333,34 +335,44 @@ fn steps(view: &RecordView) -> Vec<ShownStep> {
 
 /// The known events of a record, the oldest first: its creation, the events in this sidecar, the changes by operators, and its
 /// present state.
-async fn timeline(state: &AdminState, id: RecordId, view: &RecordView) -> Vec<Moment> {
-    let mut moments: Vec<(String, u8, Moment)> = Vec::new();
-    let mut add = |at: &str, rank, title: String, note: String, tone| {
-        moments.push((at.to_owned(), rank, Moment { at: moment(at), title, note, tone }));
-    };
-    add(&view.created_at, 0, "First claim".to_owned(), "The key was new.".to_owned(), "");
+async fn timeline(state: &AdminState, id: RecordId, record: &Record, view: &RecordView) -> Vec<Moment> {
+    let mut moments: Vec<(Timestamp, Moment)> = Vec::new();
     for event in state.activity.timeline(&id).events {
         let (title, tone) = event_words(metrics::event_name(event.kind));
-        let token =
-            event.token.map_or_else(String::new, |token| format!("attempt with the token {}", token.get()));
-        add(&time(event.at), 1, title.to_owned(), token, tone);
+        let token = event.token.map(|token| format!("attempt with the token {}", token.get()));
+        moments.push((event.at, Moment::new(event.at, title.to_owned(), token.unwrap_or_default(), tone)));
     }
     match state.engine.store().audit(None, AUDIT_ENTRIES).await {
         Ok(entries) => {
             for entry in entries.into_iter().filter(|entry| entry.id == id) {
                 let title = format!("{} changed it from {} to {}", entry.actor, entry.from, entry.to);
-                add(&time(entry.at), 2, title, format!("Reason: {}", entry.reason), "operator");
+                let reason = format!("Reason: {}", entry.reason);
+                moments.push((entry.at, Moment::new(entry.at, title, reason, "operator")));
             }
         }
         Err(error) => {
             tracing::debug!(error = %ErrorChain(&error), "the audit trail cannot be read for a timeline")
         }
     }
-    let now = if view.by_operator { "by an operator" } else { "" };
-    add(&view.changed_at, 3, format!("Now {}", view.state), now.to_owned(), tone(view.state));
-    // All times have the same form, so their texts sort as the times do.
-    moments.sort_by(|one, other| (&one.0, one.1).cmp(&(&other.0, other.1)));
-    moments.into_iter().map(|(_, _, moment)| moment).collect()
+    // Stable, so events of the same millisecond stay in their order.
+    moments.sort_by_key(|(at, _)| *at);
+    let created = record.created_at;
+    let first = Moment::new(created, "First claim".to_owned(), "The key was new.".to_owned(), "");
+    // The store has a clock of its own: the events of the first attempt may seem to come a moment before its claim.
+    let place = moments.iter().position(|(at, _)| at.after(CLOCK_DIFFERENCE) >= created);
+    moments.insert(place.unwrap_or(moments.len()), (created, first));
+    let by = if view.by_operator { "by an operator" } else { "" };
+    let now = Moment::new(record.changed_at, format!("Now {}", view.state), by.to_owned(), tone(view.state));
+    moments.into_iter().map(|(_, moment)| moment).chain([now]).collect()
+}
+
+/// The usual difference between the clocks of a store and of this machine.
+const CLOCK_DIFFERENCE: Duration = Duration::from_secs(1);
+
+impl Moment {
+    fn new(at: Timestamp, title: String, note: String, tone: &'static str) -> Self {
+        Self { at: moment(&time(at)), title, note, tone }
+    }
 }
 
 fn tone(state: &str) -> &'static str {
