@@ -189,8 +189,8 @@ settings! {
     "listen" SERVICE Service One "ADDR" Value("127.0.0.1:8080");
     listen: SocketAddr = units::address;
 
-    /// Serves /livez, /readyz, /metrics and the admin API on this address. An address that other machines can reach needs
-    /// an admin token.
+    /// Serves /livez, /readyz, /metrics, the admin API and the dashboard on this address. An address that other machines can
+    /// reach needs an admin token.
     "admin" SERVICE Service One "ADDR" Value("127.0.0.1:9090");
     admin: SocketAddr = units::address;
 

@@ -280,8 +280,7 @@ pub(super) async fn log_in(
     let is_right: bool = fields.get("token").trim().as_bytes().ct_eq(token.as_bytes()).into();
     if !is_right {
         tracing::warn!(client = %address, "a wrong token was sent to the login of the dashboard");
-        let error =
-            "The token is wrong. It is in the file of `admin-token-file`, or in ONCEGATE_ADMIN_TOKEN.";
+        let error = "The token is wrong. It is in the file of admin-token-file, or in ONCEGATE_ADMIN_TOKEN.";
         return login_page(StatusCode::UNAUTHORIZED, next, actor, error);
     }
     let actor_text = match actor {

@@ -214,8 +214,13 @@ pub(super) async fn stuck(
     query.limit = PAGE;
     let listing = listing::by_time(&state, query, Period::default(), TimeOrder::OldestFirst, after).await?;
     let last = listing.records.last().filter(|_| listing.has_more).map(|(place, _)| *place);
+    let mut frame = Frame::new(&state, &access, Section::Stuck, "Stuck");
+    if listing.is_complete {
+        // Newer than the number that is counted every few seconds.
+        frame.stuck = Some(listing.total()).filter(|total| *total > 0);
+    }
     Ok(page(&StuckPage {
-        frame: Frame::new(&state, &access, Section::Stuck, "Stuck"),
+        frame,
         total: number(listing.total()),
         is_complete: listing.is_complete,
         is_continued: after.is_some(),

@@ -162,6 +162,7 @@ impl Section {
 struct Frame {
     title: String,
     section: Option<Section>,
+    has_navigation: bool,
     /// The unsettled records, if they were counted.
     stuck: Option<u64>,
     form_token: String,
@@ -178,6 +179,7 @@ impl Frame {
         Self {
             title: title.into(),
             section: Some(section),
+            has_navigation: true,
             stuck: counts.map(|counts| counts.abandoned + counts.unknown).filter(|count| *count > 0),
             form_token: access.form_token.clone(),
             actor: access.actor.clone().unwrap_or_default(),
@@ -191,6 +193,7 @@ impl Frame {
         Self {
             title: title.into(),
             section: None,
+            has_navigation: false,
             stuck: None,
             form_token: String::new(),
             actor: String::new(),
@@ -267,7 +270,7 @@ impl IntoResponse for PageError {
             _ => "Look into the log of the sidecar.",
         };
         let page = ErrorPage {
-            frame: Frame::bare(problem.title()),
+            frame: Frame { has_navigation: true, ..Frame::bare(problem.title()) },
             status: problem.status().as_u16(),
             title: problem.title(),
             detail: problem.detail(),

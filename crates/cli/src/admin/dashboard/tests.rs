@@ -550,6 +550,7 @@ async fn what_is_stuck_comes_oldest_first_with_a_count_in_the_navigation() {
     let text = browser.get("/stuck").await.text();
     let place = |id: RecordId| text.find(&format!("href=\"/keys/{id}\"")).unwrap();
     assert!(place(old) < place(new), "{text}");
+    assert!(text.contains("<span class=\"count\">2<"), "{text}");
 }
 
 #[tokio::test]
