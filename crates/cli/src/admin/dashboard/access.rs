@@ -268,7 +268,9 @@ pub(super) async fn log_in(
     let address = peer.map_or(IpAddr::from([0, 0, 0, 0]), |Extension(PeerAddress(address))| address);
     if let Err(wait) = state.dashboard.0.tries.begin(address, Instant::now()) {
         let seconds = wait.as_secs() + 1;
-        tracing::warn!(client = %address, "too many attempts to log in to the dashboard");
+        if let Some(suppressed) = state.dashboard.0.refused_tries.pass() {
+            tracing::warn!(client = %address, suppressed, "too many attempts to log in to the dashboard");
+        }
         let error = format!(
             "There were too many attempts. Try again in {seconds} seconds. `oncegate keys` and the API accept the token meanwhile."
         );

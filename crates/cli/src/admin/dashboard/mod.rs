@@ -37,6 +37,7 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use askama::Template;
 use axum::Router;
@@ -46,6 +47,7 @@ use axum::routing::{get, post};
 use http::header::{self, HeaderName, HeaderValue};
 use http::{Method, StatusCode, Uri};
 use oncegate_core::{RecordId, Timestamp};
+use oncegate_engine::LogThrottle;
 use tokio::sync::Semaphore;
 
 pub(crate) use self::access::PeerAddress;
@@ -61,6 +63,8 @@ pub(crate) struct Dashboard(Arc<Inner>);
 struct Inner {
     sessions: Sessions,
     tries: LoginTries,
+    /// Limits the warnings about refused tries, which cost an attacker nothing.
+    refused_tries: LogThrottle,
     /// The form token of requests without a session; `None` without a source of random numbers.
     form_token: Option<String>,
     reveals: Mutex<VecDeque<Reveal>>,
@@ -77,6 +81,9 @@ impl fmt::Debug for Inner {
 
 /// The most reveals that are remembered. The log has all of them.
 const MAX_REVEALS: usize = 200;
+
+/// The interval of the warnings about refused tries.
+const REFUSED_TRIES_INTERVAL: Duration = Duration::from_secs(60);
 
 /// The most runs of the playground at a time.
 const MAX_PLAYING: usize = 4;
@@ -96,6 +103,7 @@ impl Dashboard {
         Self(Arc::new(Inner {
             sessions: Sessions::default(),
             tries: LoginTries::default(),
+            refused_tries: LogThrottle::new(REFUSED_TRIES_INTERVAL),
             form_token: random_text(),
             reveals: Mutex::default(),
             listen,
