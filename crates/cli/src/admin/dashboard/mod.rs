@@ -13,8 +13,8 @@
 //! | `/playground` | [`playground`]: sends requests to the sidecar itself |
 //! | `/login`, `/logout` | [`access`]: the admin token becomes a session |
 //!
-//! The pages call the same functions as the JSON endpoints. They work without JavaScript; htmx only repeats a request and replaces
-//! a part of the page. [`access`] controls who may see and change something. No `GET` changes anything.
+//! The pages call the same functions as the JSON endpoints. They work without JavaScript; htmx only repeats a request and
+//! replaces a part of the page. [`access`] controls who may see and change something. No `GET` changes anything.
 //!
 //! To add a page: a variant of [`Section`], a route in [`router`], a module, and a template that extends `frame.html`.
 

@@ -324,7 +324,7 @@ async fn an_operator_sees_what_a_client_will_get_and_confirms_it() {
         assert!(preview.to_lowercase().contains(&text.to_lowercase()), "{text} in {preview}");
     }
     assert_eq!(state(&sidecar, id).await, "unknown");
-    // The form that was opened before somebody else changed the record.
+    // The form that was opened before another operator changed the record.
     let stale = value_of(&preview, "seen").unwrap();
     let token = value_of(&preview, "form_token").unwrap();
 
