@@ -299,11 +299,11 @@ impl Chart {
     }
 }
 
-/// The next number of the form 1, 2 or 5 times a power of ten, so that the scale has round labels; at least 2.
+/// The next even number of one digit, or ten, times a power of ten, so that the scale has round labels; at least 2.
 fn rounded_up(count: u64) -> u64 {
     let mut power: u64 = 1;
     loop {
-        for factor in [2, 4, 10] {
+        for factor in [2, 4, 6, 8, 10] {
             let top = power.saturating_mul(factor);
             if top >= count {
                 return top;
@@ -350,9 +350,17 @@ mod tests {
 
     #[test]
     fn the_scale_ends_at_a_round_number() {
-        for (count, top) in
-            [(0, 2), (2, 2), (3, 4), (5, 10), (11, 20), (21, 40), (41, 100), (u64::MAX, u64::MAX)]
-        {
+        for (count, top) in [
+            (0, 2),
+            (2, 2),
+            (3, 4),
+            (5, 6),
+            (11, 20),
+            (21, 40),
+            (441, 600),
+            (999, 1000),
+            (u64::MAX, u64::MAX),
+        ] {
             assert_eq!(rounded_up(count), top, "{count}");
         }
     }
