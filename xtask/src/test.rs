@@ -19,6 +19,7 @@ pub(crate) fn run(arguments: &[&str]) -> Result<()> {
     prepare_node("crates/postgres/tests/node")?;
     prepare_node("crates/redis/tests/node")?;
     prepare_node("crates/servers/sqs")?;
+    prepare_node("crates/cli/tests/dashboard")?;
     prepare_node("crates/cli/tests/vendors")?;
     prepare_fastapi()?;
     prepare_postgres()?;

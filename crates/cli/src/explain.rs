@@ -28,10 +28,10 @@ pub(crate) struct ExplainArgs {
 }
 
 /// One setting as it applies to the request.
-struct Row {
-    name: &'static str,
-    value: String,
-    source: String,
+pub(crate) struct Row {
+    pub(crate) name: &'static str,
+    pub(crate) value: String,
+    pub(crate) source: String,
 }
 
 /// Prints the explanation. The exit code is 1 if the configuration has errors, and 2 if the request cannot be read.
@@ -76,14 +76,14 @@ pub(crate) fn run(args: &ExplainArgs) -> ExitCode {
 }
 
 /// The request that is explained.
-struct Request<'a> {
-    method: &'a Method,
-    path: &'a str,
+pub(crate) struct Request<'a> {
+    pub(crate) method: &'a Method,
+    pub(crate) path: &'a str,
 }
 
 impl Request<'_> {
     /// The sentences about the request as a whole.
-    fn explained(&self, config: &Config, route: Option<usize>) -> Vec<String> {
+    pub(crate) fn explained(&self, config: &Config, route: Option<usize>) -> Vec<String> {
         let Self { method, path } = self;
         let mut lines = vec![match route {
             Some(number) => {
@@ -129,7 +129,7 @@ fn print(out: &mut impl Write, about: &[String], rows: &[Row]) -> io::Result<()>
 }
 
 /// A method and a path without its query.
-fn read_request(text: &str) -> Option<(Method, PathAndQuery)> {
+pub(crate) fn read_request(text: &str) -> Option<(Method, PathAndQuery)> {
     let (method, path) = text.trim().split_once(char::is_whitespace).unwrap_or(("POST", text.trim()));
     let path: PathAndQuery =
         path.trim().parse().ok().filter(|path: &PathAndQuery| path.path().starts_with('/'))?;
@@ -137,7 +137,7 @@ fn read_request(text: &str) -> Option<(Method, PathAndQuery)> {
 }
 
 /// The settings that a route can have, in the order of the reference page, and then the values that only a profile has.
-fn rows(config: &Config, route: Option<usize>, given: &GivenEntries) -> Vec<Row> {
+pub(crate) fn rows(config: &Config, route: Option<usize>, given: &GivenEntries) -> Vec<Row> {
     let applies = route.map_or(&config.default, |number| &config.routes[number].config);
     let profile = applies.settings.profile();
     let by_profile = profile.rows();

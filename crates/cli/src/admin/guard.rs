@@ -57,7 +57,7 @@ fn check(
     Ok(())
 }
 
-fn check_token(token: &AdminToken, headers: &HeaderMap) -> Result<(), Problem> {
+pub(super) fn check_token(token: &AdminToken, headers: &HeaderMap) -> Result<(), Problem> {
     let detail = "Send the token in the field Authorization: Bearer TOKEN.";
     let shown = headers.get(header::AUTHORIZATION).ok_or_else(|| Problem::unauthorized(detail))?;
     let (scheme, shown) =
@@ -71,7 +71,7 @@ fn check_token(token: &AdminToken, headers: &HeaderMap) -> Result<(), Problem> {
     }
 }
 
-fn check_host(headers: &HeaderMap) -> Result<(), Problem> {
+pub(super) fn check_host(headers: &HeaderMap) -> Result<(), Problem> {
     let host = headers.get(header::HOST).and_then(|host| host.to_str().ok());
     let host: Option<Authority> = host.and_then(|host| host.parse().ok());
     if host.is_some_and(|host| is_loopback_name(host.host())) {
@@ -85,7 +85,7 @@ fn is_loopback_name(host: &str) -> bool {
     host.eq_ignore_ascii_case("localhost") || ip.is_ok_and(|ip| ip.to_canonical().is_loopback())
 }
 
-fn check_origin(headers: &HeaderMap) -> Result<(), Problem> {
+pub(super) fn check_origin(headers: &HeaderMap) -> Result<(), Problem> {
     let from_elsewhere = headers
         .get("sec-fetch-site")
         .is_some_and(|site| !matches!(site.as_bytes(), b"same-origin" | b"none"));

@@ -10,8 +10,8 @@ use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use http::request::Parts;
 use http::{Method, Request, StatusCode};
 use oncegate_core::{
-    CallerTag, IdempotencyKey, KeyError, KeyTag, ListQuery, Outcome, Record, RecordId, Resolution, Resolve,
-    StateName, StoredResponse, limits,
+    AuditEntry, CallerTag, IdempotencyKey, KeyError, KeyTag, ListQuery, Outcome, Record, RecordId,
+    Resolution, Resolve, StateName, StoredResponse, Timestamp, limits,
 };
 use oncegate_http::{AuthorityRole, CallerPart, KeyGrammar, KeySyntax, Settings};
 use serde::Deserialize;
@@ -20,57 +20,79 @@ use serde_json::{Value, json};
 
 use super::listing::Period;
 use super::problem::Problem;
-use super::view::{self, Detail};
+use super::view::{self, Detail, RecordView};
 use super::{AdminState, listing};
 use crate::config::{did_you_mean, duration};
 
 type AdminResult = Result<Response, Problem>;
-type Pairs = Result<Query<Vec<(String, String)>>, QueryRejection>;
+pub(super) type Pairs = Result<Query<Vec<(String, String)>>, QueryRejection>;
 type Body = Result<Bytes, BytesRejection>;
 
-pub(super) async fn list(State(state): State<AdminState>, query: Pairs) -> AdminResult {
-    let mut filter = ListQuery::default();
-    let names =
-        ["state", "caller", "key_tag", "operation", "min_age", "since", "until", "limit", "order", "cursor"];
-    let mut is_newest_first = false;
-    let mut period = Period::default();
-    let store = state.engine.store();
-    for (name, text) in pairs(query, &names)? {
+/// The parameters that select records, by their names.
+pub(super) const FILTERS: [&str; 8] =
+    ["state", "caller", "key_tag", "operation", "min_age", "since", "until", "limit"];
+
+/// A selection of records.
+#[derive(Default)]
+pub(super) struct Selection {
+    pub(super) query: ListQuery,
+    pub(super) period: Period,
+}
+
+impl Selection {
+    /// Reads one of [`FILTERS`].
+    pub(super) fn add(&mut self, name: &str, text: &str, now: Timestamp) -> Result<(), Problem> {
         let bad = |what: String| Problem::bad_request(format!("{name}: {text:?} {what}"));
-        match name.as_str() {
+        let filter = &mut self.query;
+        match name {
             "state" => {
-                filter.states = listing::states(&text).map_err(bad)?;
+                filter.states = listing::states(text).map_err(bad)?;
             }
             "caller" => {
                 let what =
                     "is not a caller's tag: 16 hexadecimal digits, as in the column CALLER of a listing";
-                filter.caller = Some(CallerTag::from_hex(&text).ok_or_else(|| bad(what.to_owned()))?);
+                filter.caller = Some(CallerTag::from_hex(text).ok_or_else(|| bad(what.to_owned()))?);
             }
             "key_tag" => {
                 let what = "is not the tag of a key; it has 16 hexadecimal digits, as a listing shows them";
-                filter.key = Some(KeyTag::from_hex(&text).ok_or_else(|| bad(what.to_owned()))?);
+                filter.key = Some(KeyTag::from_hex(text).ok_or_else(|| bad(what.to_owned()))?);
             }
-            "operation" => filter.operation = Some(text),
+            "operation" => filter.operation = Some(text.to_owned()),
             "min_age" => {
                 filter.min_age =
-                    duration(&text).map_err(|what| Problem::bad_request(format!("{name}: {what}")))?;
+                    duration(text).map_err(|what| Problem::bad_request(format!("{name}: {what}")))?;
             }
-            "since" => period.since = Some(listing::moment(&text, store.now()).map_err(bad)?),
-            "until" => period.until = Some(listing::moment(&text, store.now()).map_err(bad)?),
-            "limit" => filter.limit = limit(&name, &text)?,
+            "since" => self.period.since = Some(listing::moment(text, now).map_err(bad)?),
+            "until" => self.period.until = Some(listing::moment(text, now).map_err(bad)?),
+            _ => filter.limit = limit(name, text)?,
+        }
+        Ok(())
+    }
+}
+
+pub(super) async fn list(State(state): State<AdminState>, query: Pairs) -> AdminResult {
+    let mut selection = Selection::default();
+    let names = [&FILTERS[..], &["order", "cursor"]].concat();
+    let mut is_newest_first = false;
+    let store = state.engine.store();
+    for (name, text) in pairs(query, &names)? {
+        let bad = |what: &str| Problem::bad_request(format!("{name}: {text:?} {what}"));
+        match name.as_str() {
             "order" => {
                 is_newest_first = match text.as_str() {
                     "newest" => true,
                     "record" => false,
-                    _ => return Err(bad("is neither newest nor record.".to_owned())),
+                    _ => return Err(bad("is neither newest nor record.")),
                 };
             }
-            _ => {
+            "cursor" => {
                 let what = "is not a cursor; it has 64 hexadecimal digits, as a listing shows it.";
-                filter.after = Some(RecordId::from_hex(&text).ok_or_else(|| bad(what.to_owned()))?);
+                selection.query.after = Some(RecordId::from_hex(&text).ok_or_else(|| bad(what))?);
             }
+            _ => selection.add(&name, &text, store.now())?,
         }
     }
+    let Selection { query: filter, period } = selection;
     if is_newest_first {
         if filter.after.is_some() {
             return Err(Problem::bad_request("cursor: only the order \"record\" has pages."));
@@ -80,7 +102,7 @@ pub(super) async fn list(State(state): State<AdminState>, query: Pairs) -> Admin
     let page = store.list(filter).await.map_err(|error| Problem::store_read(&error))?;
     let now = store.now();
     let records = page.records.iter().filter(|(_, record)| period.includes(record.changed_at));
-    let records = records.map(|(id, record)| view::record(*id, record, now, Detail::Line));
+    let records = records.map(|(id, record)| RecordView::new(*id, record, now, Detail::Line).json());
     Ok(view::json(&json!({
         "records": records.collect::<Vec<_>>(),
         "unreadable": page.unreadable.iter().map(RecordId::to_string).collect::<Vec<_>>(),
@@ -104,7 +126,7 @@ pub(super) async fn show(
     }
     let id = listing::find(&state, &id).await?;
     let record = lookup(&state, id).await?;
-    Ok(view::json(&view::record(id, &record, state.engine.store().now(), detail)))
+    Ok(view::json(&RecordView::new(id, &record, state.engine.store().now(), detail).json()))
 }
 
 /// The request whose record is sought, or only its key. Key and credential are in a body and not in a URL, because
@@ -156,7 +178,7 @@ pub(super) async fn find(State(state): State<AdminState>, body: Body) -> AdminRe
         )));
     };
     let detail = if find.body { Detail::Body } else { Detail::Whole };
-    Ok(view::json(&view::record(id, &record, state.engine.store().now(), detail)))
+    Ok(view::json(&RecordView::new(id, &record, state.engine.store().now(), detail).json()))
 }
 
 /// A hint for a caller value that begins with the name of its field or cookie.
@@ -338,10 +360,10 @@ struct ResolveRequest {
 
 /// The operator's decision about a record, and the state that it applies to.
 #[derive(Clone)]
-struct Verdict {
-    resolution: Resolution,
-    force: bool,
-    amend: bool,
+pub(super) struct Verdict {
+    pub(super) resolution: Resolution,
+    pub(super) force: bool,
+    pub(super) amend: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Deserialize)]
@@ -370,7 +392,7 @@ pub(super) async fn resolve(
     let audit = AuditTexts::read(request.actor.as_deref(), &request.reason, &headers)?;
     let amend = request.amend;
     let verdict = Verdict { resolution: request.resolution()?, force: false, amend };
-    settle(&state, id, verdict, audit).await
+    Ok(settle(&state, id, verdict, audit).await?.response())
 }
 
 #[derive(Deserialize)]
@@ -392,7 +414,7 @@ pub(super) async fn release(
     let request: ReleaseRequest = from_json(body)?;
     let audit = AuditTexts::read(request.actor.as_deref(), &request.reason, &headers)?;
     let verdict = Verdict { resolution: Resolution::Release, force: request.force, amend: false };
-    settle(&state, id, verdict, audit).await
+    Ok(settle(&state, id, verdict, audit).await?.response())
 }
 
 #[derive(Deserialize)]
@@ -412,10 +434,18 @@ pub(super) async fn park(
     let request: ParkRequest = from_json(body)?;
     let audit = AuditTexts::read(request.actor.as_deref(), &request.reason, &headers)?;
     let verdict = Verdict { resolution: Resolution::Park, force: false, amend: false };
-    settle(&state, id, verdict, audit).await
+    Ok(settle(&state, id, verdict, audit).await?.response())
 }
 
-pub(super) async fn audit(State(state): State<AdminState>, query: Pairs) -> AdminResult {
+/// A part of the audit trail, the newest entries first.
+pub(super) struct AuditPage {
+    pub(super) entries: Vec<AuditEntry>,
+    /// The value of `before` for the next page; `None` if this is the last one.
+    pub(super) next: Option<u64>,
+}
+
+/// Reads the part of the audit trail that the parameters `before` and `limit` select.
+pub(super) async fn audit_page(state: &AdminState, query: Pairs) -> Result<AuditPage, Problem> {
     let (mut before, mut most) = (None, ListQuery::default().limit);
     for (name, text) in pairs(query, &["before", "limit"])? {
         match name.as_str() {
@@ -429,27 +459,60 @@ pub(super) async fn audit(State(state): State<AdminState>, query: Pairs) -> Admi
     }
     let entries = state.engine.store().audit(before, most).await;
     let entries = entries.map_err(|error| Problem::store_read(&error))?;
-    let more = entries.last().filter(|last| entries.len() == most && last.number > 1);
+    let next = entries.last().filter(|last| entries.len() == most && last.number > 1);
+    let next = next.map(|last| last.number);
+    Ok(AuditPage { entries, next })
+}
+
+pub(super) async fn audit(State(state): State<AdminState>, query: Pairs) -> AdminResult {
+    let AuditPage { entries, next } = audit_page(&state, query).await?;
     Ok(view::json(&json!({
         "entries": entries.iter().map(view::audit_entry).collect::<Vec<_>>(),
-        "next": more.map(|last| last.number),
+        "next": next,
     })))
 }
 
-async fn lookup(state: &AdminState, id: RecordId) -> Result<Record, Problem> {
+pub(super) async fn lookup(state: &AdminState, id: RecordId) -> Result<Record, Problem> {
     let found = state.engine.store().lookup(id).await.map_err(|error| Problem::store_read(&error))?;
     found.ok_or_else(|| Problem::no_record(id))
 }
 
-async fn settle(state: &AdminState, id: RecordId, verdict: Verdict, audit: AuditTexts) -> AdminResult {
-    let AuditTexts { actor, reason } = audit;
-    let record = lookup(state, id).await?;
-    // The retention is that of the route.
+/// The settings of the route that a record's operation belongs to.
+pub(super) fn settings_of(state: &AdminState, record: &Record) -> Settings {
     let (method, path) = record.label.operation().split_once(' ').unwrap_or_default();
     // A call of a tool has the name of the tool after the path.
     let path = path.split_once('#').map_or(path, |(path, _)| path);
-    let settings = state.settings(&method.parse().unwrap_or_default(), path);
-    let retention = settings.policy().retention();
+    state.settings(&method.parse().unwrap_or_default(), path)
+}
+
+/// The result of a change by an operator.
+pub(super) struct Settled {
+    /// The state before it.
+    pub(super) from: StateName,
+    pub(super) view: RecordView,
+}
+
+impl Settled {
+    fn response(&self) -> Response {
+        let mut view = self.view.json();
+        if let Value::Object(members) = &mut view {
+            members.insert("from".to_owned(), self.from.as_str().into());
+        }
+        view::json(&view)
+    }
+}
+
+/// Changes a record as an operator decided, and writes the audit trail.
+pub(super) async fn settle(
+    state: &AdminState,
+    id: RecordId,
+    verdict: Verdict,
+    audit: AuditTexts,
+) -> Result<Settled, Problem> {
+    let AuditTexts { actor, reason } = audit;
+    let record = lookup(state, id).await?;
+    // The retention is that of the route.
+    let retention = settings_of(state, &record).policy().retention();
     let Verdict { resolution, force, amend } = verdict.clone();
     let command =
         Resolve { resolution, retention, force, amend, actor: actor.clone(), reason: reason.clone() };
@@ -470,11 +533,7 @@ async fn settle(state: &AdminState, id: RecordId, verdict: Verdict, audit: Audit
                 reason,
                 "an operator changed a record"
             );
-            let mut view = view::record(id, &record, store.now(), Detail::Whole);
-            if let Value::Object(members) = &mut view {
-                members.insert("from".to_owned(), from.as_str().into());
-            }
-            Ok(view::json(&view))
+            Ok(Settled { from, view: RecordView::new(id, &record, store.now(), Detail::Whole) })
         }
         Outcome::NotResolvable { state: None } => Err(Problem::no_record(id)),
         Outcome::NotResolvable { state: Some(found) } => {
@@ -487,7 +546,7 @@ async fn settle(state: &AdminState, id: RecordId, verdict: Verdict, audit: Audit
 }
 
 /// The reason why a verdict was refused. Members of requests are between backticks: the command line shows its flags instead.
-fn why_not(state: StateName, by_operator: bool, verdict: &Verdict) -> String {
+pub(super) fn why_not(state: StateName, by_operator: bool, verdict: &Verdict) -> String {
     let is_park = verdict.resolution == Resolution::Park;
     match state {
         StateName::Completed | StateName::Tombstone if by_operator => format!(
@@ -553,8 +612,6 @@ impl ResolveRequest {
                 "status: give the response that retries get (status, headers, body), or set tombstone to true if the response is lost.",
             ));
         };
-        let status = StatusCode::from_u16(status).ok().filter(|s| (200..=599).contains(&s.as_u16()));
-        let status = status.ok_or_else(|| Problem::bad_request("status: it must be from 200 to 599."))?;
         let body = match (self.body, self.body_base64) {
             (Some(_), Some(_)) => {
                 return Err(Problem::bad_request("body: there is body_base64, too; send one of them."));
@@ -566,22 +623,30 @@ impl ResolveRequest {
             },
             (None, None) => Bytes::new(),
         };
-        if matches!(status.as_u16(), 204 | 205 | 304) && !body.is_empty() {
-            return Err(Problem::bad_request(format!(
-                "body: a response with the status {status} has no body."
-            )));
-        }
         let headers = match self.headers {
             None => Vec::new(),
             Some(Fields::Pairs(pairs)) => pairs,
             Some(Fields::Object(object)) => object.into_iter().collect(),
         };
-        let headers =
-            headers.iter().map(|(name, value)| field(name, value)).collect::<Result<Vec<_>, _>>()?;
-        let headers: Vec<_> = headers.iter().map(|(name, value)| (name.as_str(), value.as_bytes())).collect();
-        StoredResponse::new(status.as_u16(), &headers, &[body], &[])
-            .map_err(|error| Problem::too_large(format!("The response cannot be stored: {error}.")))
+        stored_response(status, &headers, body)
     }
+}
+
+/// The response that an operator gives to an operation.
+pub(super) fn stored_response(
+    status: u16,
+    headers: &[(String, String)],
+    body: Bytes,
+) -> Result<StoredResponse, Problem> {
+    let status = StatusCode::from_u16(status).ok().filter(|s| (200..=599).contains(&s.as_u16()));
+    let status = status.ok_or_else(|| Problem::bad_request("status: it must be from 200 to 599."))?;
+    if matches!(status.as_u16(), 204 | 205 | 304) && !body.is_empty() {
+        return Err(Problem::bad_request(format!("body: a response with the status {status} has no body.")));
+    }
+    let headers = headers.iter().map(|(name, value)| field(name, value)).collect::<Result<Vec<_>, _>>()?;
+    let headers: Vec<_> = headers.iter().map(|(name, value)| (name.as_str(), value.as_bytes())).collect();
+    StoredResponse::new(status.as_u16(), &headers, &[body], &[])
+        .map_err(|error| Problem::too_large(format!("The response cannot be stored: {error}.")))
 }
 
 fn field(name: &str, value: &str) -> Result<(HeaderName, HeaderValue), Problem> {
@@ -605,14 +670,14 @@ fn limit(name: &str, text: &str) -> Result<usize, Problem> {
 }
 
 /// The actor and the reason of a change, for the audit trail.
-struct AuditTexts {
-    actor: String,
-    reason: String,
+pub(super) struct AuditTexts {
+    pub(super) actor: String,
+    pub(super) reason: String,
 }
 
 impl AuditTexts {
     /// Reads them from a request. Without an actor in its body, the header field counts.
-    fn read(actor: Option<&str>, reason: &str, headers: &HeaderMap) -> Result<Self, Problem> {
+    pub(super) fn read(actor: Option<&str>, reason: &str, headers: &HeaderMap) -> Result<Self, Problem> {
         let field = headers.get("oncegate-actor").map(|value| value.to_str());
         let actor = match (actor, field) {
             (Some(actor), _) => audit_text("actor", actor)?,
@@ -635,7 +700,7 @@ fn audit_text(name: &str, text: &str) -> Result<String, Problem> {
 }
 
 /// The parameters of a query. Unknown and repeated names are refused.
-fn pairs(query: Pairs, names: &[&str]) -> Result<Vec<(String, String)>, Problem> {
+pub(super) fn pairs(query: Pairs, names: &[&str]) -> Result<Vec<(String, String)>, Problem> {
     let Query(pairs) = query.map_err(|error| Problem::bad_request(error.body_text()))?;
     for (at, (name, _)) in pairs.iter().enumerate() {
         if !names.contains(&name.as_str()) {

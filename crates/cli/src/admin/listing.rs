@@ -5,15 +5,15 @@ use std::time::Duration;
 
 use axum::response::Response;
 use oncegate_core::{ListQuery, RecordId, StateSet, Store, Timestamp, limits};
-use serde_json::{Value, json};
+use serde_json::json;
 use tokio::time::Instant;
 
 use super::AdminState;
 use super::problem::Problem;
-use super::view::{self, Detail};
+use super::view::{self, Detail, RecordView};
 
 /// Limits the time for which one request may walk through the store.
-const WALK_TIMEOUT: Duration = Duration::from_secs(5);
+pub(super) const WALK_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The most unreadable records that one response names.
 const MAX_UNREADABLE: usize = 100;
@@ -54,54 +54,117 @@ pub(super) fn moment(text: &str, now: Timestamp) -> Result<Timestamp, String> {
     })
 }
 
-/// The newest records first, with the number of records in each state. If the store cannot be read in [`WALK_TIMEOUT`], the
-/// response covers only the part that was read, and `complete` is false.
-pub(super) async fn newest(
+/// The order of a listing by the time at which records came into their state.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum TimeOrder {
+    #[default]
+    NewestFirst,
+    OldestFirst,
+}
+
+/// The place of a record in the order of time.
+pub(super) type TimePlace = (Timestamp, RecordId);
+
+/// A part of the records in the order of time, and the number of all selected records by state.
+#[derive(Debug, Default)]
+pub(super) struct TimeListing {
+    pub(super) records: Vec<(TimePlace, RecordView)>,
+    pub(super) unreadable: Vec<RecordId>,
+    pub(super) totals: BTreeMap<&'static str, u64>,
+    /// True if more records follow in this order.
+    pub(super) has_more: bool,
+    /// True if the whole store was read.
+    pub(super) is_complete: bool,
+    pub(super) now: Timestamp,
+}
+
+impl TimeListing {
+    pub(super) fn total(&self) -> u64 {
+        self.totals.values().sum()
+    }
+}
+
+/// The first records in the order of time, after `after`, with the number of records in each state. If the store cannot be read
+/// in [`WALK_TIMEOUT`], the listing covers only the part that was read.
+pub(super) async fn by_time(
     state: &AdminState,
     mut query: ListQuery,
     period: Period,
-) -> Result<Response, Problem> {
+    order: TimeOrder,
+    after: Option<TimePlace>,
+) -> Result<TimeListing, Problem> {
     let most = query.bounded_limit();
     query.limit = limits::MAX_PAGE_RECORDS;
     query.after = None;
     let store = state.engine.store();
     let until = Instant::now() + WALK_TIMEOUT;
-    let mut newest: BTreeMap<(Timestamp, RecordId), Value> = BTreeMap::new();
-    let mut totals: BTreeMap<&'static str, u64> = BTreeMap::new();
-    let (mut unreadable, mut is_complete) = (Vec::new(), true);
-    let now = loop {
+    let mut listed: BTreeMap<TimePlace, RecordView> = BTreeMap::new();
+    let mut listing = TimeListing { is_complete: true, ..TimeListing::default() };
+    let is_before = |one: &TimePlace, other: &TimePlace| match order {
+        TimeOrder::NewestFirst => one > other,
+        TimeOrder::OldestFirst => one < other,
+    };
+    loop {
         let page = store.list(query.clone()).await.map_err(|error| Problem::store_read(&error))?;
         let now = store.now();
+        listing.now = now;
         for (id, record) in page.records.into_iter().filter(|(_, record)| period.includes(record.changed_at))
         {
-            *totals.entry(record.state_name(now).as_str()).or_default() += 1;
-            let at = (record.changed_at, id);
-            if newest.len() < most || newest.first_key_value().is_some_and(|(oldest, _)| *oldest < at) {
-                newest.insert(at, view::record(id, &record, now, Detail::Line));
+            *listing.totals.entry(record.state_name(now).as_str()).or_default() += 1;
+            let place = (record.changed_at, id);
+            if after.is_some_and(|after| !is_before(&after, &place)) {
+                continue;
             }
-            if newest.len() > most {
-                newest.pop_first();
+            let last = match order {
+                TimeOrder::NewestFirst => listed.first_key_value(),
+                TimeOrder::OldestFirst => listed.last_key_value(),
+            };
+            if listed.len() < most || last.is_some_and(|(last, _)| is_before(&place, last)) {
+                listed.insert(place, RecordView::new(id, &record, now, Detail::Line));
+            } else {
+                listing.has_more = true;
+            }
+            if listed.len() > most {
+                listing.has_more = true;
+                match order {
+                    TimeOrder::NewestFirst => listed.pop_first(),
+                    TimeOrder::OldestFirst => listed.pop_last(),
+                };
             }
         }
-        let left = MAX_UNREADABLE.saturating_sub(unreadable.len());
-        unreadable.extend(page.unreadable.iter().take(left).map(RecordId::to_string));
+        let left = MAX_UNREADABLE.saturating_sub(listing.unreadable.len());
+        listing.unreadable.extend(page.unreadable.iter().take(left));
         query.after = page.next;
         if query.after.is_none() {
-            break now;
+            break;
         }
         if Instant::now() >= until {
-            is_complete = false;
-            break now;
+            listing.is_complete = false;
+            break;
         }
+    }
+    listing.records = match order {
+        TimeOrder::NewestFirst => listed.into_iter().rev().collect(),
+        TimeOrder::OldestFirst => listed.into_iter().collect(),
     };
+    Ok(listing)
+}
+
+/// The newest records first, as JSON.
+pub(super) async fn newest(
+    state: &AdminState,
+    query: ListQuery,
+    period: Period,
+) -> Result<Response, Problem> {
+    let listing = by_time(state, query, period, TimeOrder::NewestFirst, None).await?;
     Ok(view::json(&json!({
-        "records": newest.into_values().rev().collect::<Vec<_>>(),
-        "unreadable": unreadable,
+        "records": listing.records.iter().map(|(_, record)| record.json()).collect::<Vec<_>>(),
+        "unreadable": listing.unreadable.iter().map(RecordId::to_string).collect::<Vec<_>>(),
         "next": null,
-        "total": totals.values().sum::<u64>(),
-        "totals": totals,
-        "complete": is_complete,
-        "now": view::time(now),
+        "total": listing.total(),
+        "totals": listing.totals,
+        "complete": listing.is_complete,
+        "now": view::time(listing.now),
     })))
 }
 

@@ -19,6 +19,7 @@
 //! | `GET /v1/misuse` | requests that look like mistakes of clients, counted by caller and operation |
 //! | `GET`, `PUT`, `DELETE /v1/log-level` | the level of the log; sets it for a time; ends that |
 //! | `GET /v1/activity` | a live feed of requests, one JSON object a line |
+//! | `GET /` and the pages that it links | the [`dashboard`], for browsers |
 //!
 //! Refusals are problem details. Every response has the field `Oncegate-Admin`. [`guard`] controls the access.
 
@@ -26,6 +27,7 @@ mod activity;
 mod backup;
 mod cache;
 mod census;
+mod dashboard;
 mod durations;
 mod exposition;
 mod guard;
@@ -55,6 +57,7 @@ use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use http::request::Parts;
 use http::{Method, StatusCode, Uri};
 use hyper::server::conn::http1;
+use hyper::service::{Service as _, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
 use hyper_util::service::TowerToHyperService;
@@ -67,12 +70,13 @@ use tokio::sync::{Semaphore, watch};
 use self::exposition::Exposition;
 use self::problem::Problem;
 use crate::activity::Activity;
-use crate::config::{AdminToken, duration_text};
+use crate::config::{AdminToken, Config, duration_text};
 use crate::proxy::{ConnectionLimit, RequestLimit};
 
 pub(crate) use self::backup::{BackupStore, TAKEN_FIELD};
 pub(crate) use self::cache::CacheCollector;
 pub(crate) use self::census::{AbandonedRecords, run as count_records};
+pub(crate) use self::dashboard::{Dashboard, PeerAddress};
 pub(crate) use self::keys::searched_key;
 pub(crate) use self::metrics::{
     Metrics, ReconcileResult, RefusedHandshake, ReloadSubject, SpanFate, UpstreamResult,
@@ -94,6 +98,7 @@ pub(crate) struct AdminState {
     pub(crate) connections: ConnectionLimit,
     /// Counts the requests without a key.
     pub(crate) without_key: RequestLimit,
+    pub(crate) dashboard: Dashboard,
     pub(crate) live: watch::Receiver<AdminLive>,
     /// The store that can be copied while it works.
     pub(crate) backup: BackupStore,
@@ -102,6 +107,8 @@ pub(crate) struct AdminState {
 /// The part of the state that a reload replaces.
 #[derive(Clone, Debug)]
 pub(crate) struct AdminLive {
+    /// Has the settings as they were given, for an explanation.
+    pub(crate) config: Arc<Config>,
     /// Has the settings of each route.
     pub(crate) layer: IdempotencyLayer,
     /// The token that an operator must send; `None` on loopback addresses only.
@@ -185,12 +192,13 @@ pub(crate) fn router(state: AdminState) -> Router {
         .route("/v1/backup", get(backup::send))
         .route("/v1/clock/accept", post(accept_clock))
         .route("/v1/log-level", get(log_level::show).put(log_level::set).delete(log_level::reset))
-        .fallback(async |uri: Uri| Problem::no_such_path(uri.path()))
+        .fallback(dashboard::no_such_path)
         .method_not_allowed_fallback(async |method: Method, uri: Uri| {
             Problem::no_such_method(&method, uri.path())
         })
         .layer(DefaultBodyLimit::max(MAX_REQUEST))
         .layer(guard)
+        .merge(dashboard::router(&state))
         .layer(axum::middleware::map_response(mark))
         .with_state(state)
 }
@@ -207,10 +215,10 @@ pub(crate) async fn serve(listener: TcpListener, state: AdminState, stop: impl F
             let permit = permits.clone().acquire_owned().await.ok();
             (permit, listener.accept().await)
         };
-        let (permit, stream) = tokio::select! {
+        let (permit, stream, peer) = tokio::select! {
             () = &mut stop => break,
             (permit, accepted) = accepted => match accepted {
-                Ok((stream, _)) => (permit, stream),
+                Ok((stream, peer)) => (permit, stream, PeerAddress(peer.ip())),
                 Err(error) => {
                     // Most likely no file descriptor is left, so a retry at once would fail, too.
                     tracing::warn!(error = %ErrorChain(&error), "cannot accept an admin connection");
@@ -219,10 +227,15 @@ pub(crate) async fn serve(listener: TcpListener, state: AdminState, stop: impl F
                 }
             },
         };
+        let own = service.clone();
+        let service = service_fn(move |mut request| {
+            request.extensions_mut().insert(peer);
+            own.call(request)
+        });
         let connection = http1::Builder::new()
             .timer(TokioTimer::new())
             .header_read_timeout(HEAD_TIMEOUT)
-            .serve_connection(TokioIo::new(stream), service.clone());
+            .serve_connection(TokioIo::new(stream), service);
         let connection = connections.watch(connection);
         tokio::spawn(async move {
             let _permit = permit;

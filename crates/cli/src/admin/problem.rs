@@ -161,12 +161,29 @@ impl Problem {
         Self::new(StatusCode::SERVICE_UNAVAILABLE, "busy", "The admin API is at its limit", detail)
     }
 
+    /// The configuration does not allow this.
+    pub(super) fn switched_off(detail: impl Into<String>) -> Self {
+        Self::new(StatusCode::FORBIDDEN, "switched-off", "The configuration does not allow this", detail)
+    }
+
     pub(super) fn internal(detail: impl Into<String>) -> Self {
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", "The admin API failed", detail)
     }
 }
 
 impl Problem {
+    pub(super) const fn status(&self) -> StatusCode {
+        self.status
+    }
+
+    pub(super) const fn title(&self) -> &'static str {
+        self.title
+    }
+
+    pub(super) fn detail(&self) -> &str {
+        &self.detail
+    }
+
     /// The invalid member or parameter of the request, with which the detail begins. Programs replace it by their own name.
     fn parameter(&self) -> Option<&str> {
         let (name, _) = self.detail.split_once(": ")?;

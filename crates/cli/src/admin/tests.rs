@@ -89,7 +89,7 @@ pub(crate) struct Sidecar {
 
 pub(crate) struct AdminResponse {
     pub(crate) status: u16,
-    headers: HeaderMap,
+    pub(crate) headers: HeaderMap,
     body: Bytes,
 }
 
@@ -98,7 +98,7 @@ impl AdminResponse {
         serde_json::from_slice(&self.body).unwrap_or_else(|_| panic!("{}", self.text()))
     }
 
-    fn text(&self) -> String {
+    pub(crate) fn text(&self) -> String {
         String::from_utf8_lossy(&self.body).into_owned()
     }
 
@@ -154,7 +154,9 @@ impl Sidecar {
             .unwrap()
             .with_observer(metrics.clone());
         let draining = Draining::default();
+        let args = crate::config::parse_flags(&["--to", "http://127.0.0.1:1", "--store", "memory:"]).unwrap();
         let live = AdminLive {
+            config: Arc::new(crate::config::Draft::read(&args, []).config.unwrap()),
             layer: layer.clone(),
             token: token.map(|token| admin_token(token).unwrap()),
             jwt: None,
@@ -167,6 +169,7 @@ impl Sidecar {
             draining: draining.clone(),
             connections: ConnectionLimit::new(100),
             without_key: RequestLimit::new(100),
+            dashboard: Dashboard::new("127.0.0.1:1".parse().unwrap()),
             live: watch::channel(live).1,
             backup: BackupStore::default(),
         };
@@ -183,14 +186,14 @@ impl Sidecar {
         Self { address, client, clock, engine, layer, metrics, draining, is_away, page, stop: Some(stop) }
     }
 
-    async fn send(&self, request: Request<Full<Bytes>>) -> AdminResponse {
+    pub(crate) async fn send(&self, request: Request<Full<Bytes>>) -> AdminResponse {
         let response = self.client.request(request).await.unwrap();
         let (parts, body) = response.into_parts();
         let body = body.collect().await.unwrap().to_bytes();
         AdminResponse { status: parts.status.as_u16(), headers: parts.headers, body }
     }
 
-    fn url(&self, path: &str) -> String {
+    pub(crate) fn url(&self, path: &str) -> String {
         format!("http://{}{path}", self.address)
     }
 

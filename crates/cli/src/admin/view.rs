@@ -6,7 +6,8 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use http::header::{self, HeaderValue};
 use oncegate_core::{AuditEntry, Record, RecordId, RecordedResponse, State, Step, StoredResponse, Timestamp};
-use serde_json::{Map, Value};
+use serde::Serialize;
+use serde_json::Value;
 
 /// The extent to which a record is shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -19,81 +20,147 @@ pub(super) enum Detail {
     Body,
 }
 
-pub(super) fn record(id: RecordId, record: &Record, now: Timestamp, detail: Detail) -> Value {
-    let mut view = serde_json::json!({
-        "record": id.to_string(),
-        "state": record.state_name(now).as_str(),
-        "operation": record.label.operation(),
-        "caller": record.label.caller().to_string(),
-        "key_tag": record.label.key().map(|tag| tag.to_string()),
-        "by_operator": record.by_operator,
-        "token": record.token.get(),
-        "attempts": record.attempts,
-        "created_at": time(record.created_at),
-        "changed_at": time(record.changed_at),
-        "age_seconds": now.since(record.changed_at).as_secs(),
-        "expires_at": time(record.expires_at),
-        "expires_in_seconds": record.expires_at.since(now).as_secs(),
-    });
-    if let Value::Object(members) = &mut view {
+/// A record as operators see it. The API sends it as JSON, and the dashboard renders it as a page.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct RecordView {
+    pub(super) record: String,
+    pub(super) state: &'static str,
+    pub(super) operation: String,
+    pub(super) caller: String,
+    pub(super) key_tag: Option<String>,
+    pub(super) by_operator: bool,
+    pub(super) token: u64,
+    pub(super) attempts: u32,
+    pub(super) created_at: String,
+    pub(super) changed_at: String,
+    pub(super) age_seconds: u64,
+    pub(super) expires_at: String,
+    pub(super) expires_in_seconds: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) lease_until: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) after_abandoned: Option<bool>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) response: Option<ResponseView>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(super) steps: Vec<StepView>,
+}
+
+/// A stored response.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct ResponseView {
+    pub(super) status: u16,
+    pub(super) body_bytes: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) headers: Option<Vec<FieldView>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) trailers: Option<Vec<FieldView>>,
+    #[serde(flatten)]
+    pub(super) body: Option<BodyView>,
+}
+
+/// A field, as a pair in the order of the response, because a name may be repeated.
+pub(super) type FieldView = (String, String);
+
+/// A stored body: text, or base64 if it is not text.
+#[derive(Clone, Debug, Serialize)]
+pub(super) enum BodyView {
+    #[serde(rename = "body")]
+    Text(String),
+    #[serde(rename = "body_base64")]
+    Base64(String),
+}
+
+/// A finished step.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct StepView {
+    pub(super) name: String,
+    pub(super) result_bytes: usize,
+    #[serde(flatten)]
+    pub(super) result: Option<StepResultView>,
+}
+
+/// The result of a step: text, or base64 if it is not text.
+#[derive(Clone, Debug, Serialize)]
+pub(super) enum StepResultView {
+    #[serde(rename = "result")]
+    Text(String),
+    #[serde(rename = "result_base64")]
+    Base64(String),
+}
+
+impl RecordView {
+    pub(super) fn new(id: RecordId, record: &Record, now: Timestamp, detail: Detail) -> Self {
+        let (mut lease, mut abandoned, mut stored) = (None, None, None);
         match &record.state {
             State::InProgress { lease_until, after_abandoned, .. } => {
-                members.insert("lease_until".to_owned(), time(*lease_until).into());
-                members.insert("after_abandoned".to_owned(), (*after_abandoned).into());
+                (lease, abandoned) = (Some(time(*lease_until)), Some(*after_abandoned));
             }
-            State::Completed(RecordedResponse::Replayable(stored)) => {
-                members.insert("response".to_owned(), response(stored, detail));
+            State::Completed(RecordedResponse::Replayable(response)) => {
+                stored = Some(ResponseView::new(response, detail));
             }
             _ => {}
         }
-        if detail >= Detail::Whole && !record.steps.is_empty() {
-            let steps = record.steps.as_slice().iter().map(|one| step(one, detail)).collect();
-            members.insert("steps".to_owned(), steps);
+        let steps = record.steps.as_slice().iter().filter(|_| detail >= Detail::Whole);
+        Self {
+            record: id.to_string(),
+            state: record.state_name(now).as_str(),
+            operation: record.label.operation().to_owned(),
+            caller: record.label.caller().to_string(),
+            key_tag: record.label.key().map(|tag| tag.to_string()),
+            by_operator: record.by_operator,
+            token: record.token.get(),
+            attempts: record.attempts,
+            created_at: time(record.created_at),
+            changed_at: time(record.changed_at),
+            age_seconds: now.since(record.changed_at).as_secs(),
+            expires_at: time(record.expires_at),
+            expires_in_seconds: record.expires_at.since(now).as_secs(),
+            lease_until: lease,
+            after_abandoned: abandoned,
+            response: stored,
+            steps: steps.map(|step| StepView::new(step, detail)).collect(),
         }
     }
-    view
-}
 
-fn step(step: &Step, detail: Detail) -> Value {
-    let result = step.result();
-    let mut members = Map::new();
-    members.insert("name".to_owned(), step.name().into());
-    members.insert("result_bytes".to_owned(), result.len().into());
-    if detail >= Detail::Body {
-        insert_bytes(&mut members, "result", result);
+    /// The JSON form.
+    pub(super) fn json(&self) -> Value {
+        // The form has no map with other keys than texts, so it cannot fail.
+        serde_json::to_value(self).unwrap_or_default()
     }
-    Value::Object(members)
 }
 
-/// Inserts bytes as text, or in base64 under another name if they are not text.
-fn insert_bytes(members: &mut Map<String, Value>, name: &str, bytes: &[u8]) {
-    let (name, text) = match std::str::from_utf8(bytes) {
-        Ok(text) => (name.to_owned(), text.to_owned()),
-        Err(_) => (format!("{name}_base64"), STANDARD.encode(bytes)),
-    };
-    members.insert(name, text.into());
+impl StepView {
+    fn new(step: &Step, detail: Detail) -> Self {
+        let result = step.result();
+        let shown = (detail >= Detail::Body).then(|| match std::str::from_utf8(result) {
+            Ok(text) => StepResultView::Text(text.to_owned()),
+            Err(_) => StepResultView::Base64(STANDARD.encode(result)),
+        });
+        Self { name: step.name().to_owned(), result_bytes: result.len(), result: shown }
+    }
 }
 
-fn response(stored: &StoredResponse, detail: Detail) -> Value {
-    let body = stored.body();
-    let mut members = Map::new();
-    members.insert("status".to_owned(), stored.status().into());
-    members.insert("body_bytes".to_owned(), body.len().into());
-    if detail >= Detail::Whole {
-        members.insert("headers".to_owned(), fields(stored.headers()));
-        if stored.trailers().next().is_some() {
-            members.insert("trailers".to_owned(), fields(stored.trailers()));
+impl ResponseView {
+    pub(super) fn new(stored: &StoredResponse, detail: Detail) -> Self {
+        let body = stored.body();
+        let is_whole = detail >= Detail::Whole;
+        let has_trailers = stored.trailers().next().is_some();
+        Self {
+            status: stored.status(),
+            body_bytes: body.len(),
+            headers: is_whole.then(|| fields(stored.headers())),
+            trailers: (is_whole && has_trailers).then(|| fields(stored.trailers())),
+            body: (detail >= Detail::Body).then(|| match std::str::from_utf8(&body) {
+                Ok(text) => BodyView::Text(text.to_owned()),
+                Err(_) => BodyView::Base64(STANDARD.encode(&body)),
+            }),
         }
     }
-    if detail >= Detail::Body {
-        insert_bytes(&mut members, "body", &body);
-    }
-    Value::Object(members)
 }
 
-/// Fields as pairs in their order, because a name may be repeated.
-fn fields<'a>(fields: impl Iterator<Item = (&'a str, &'a [u8])>) -> Value {
-    fields.map(|(name, value)| serde_json::json!([name, String::from_utf8_lossy(value)])).collect()
+fn fields<'a>(fields: impl Iterator<Item = (&'a str, &'a [u8])>) -> Vec<FieldView> {
+    fields.map(|(name, value)| (name.to_owned(), String::from_utf8_lossy(value).into_owned())).collect()
 }
 
 /// A JSON response that no cache stores.

@@ -24,7 +24,7 @@ use super::rate;
 use super::scope;
 use super::settings::{Setting, Sourced, Values};
 use super::units::{self, AdminToken, Origin, ProfileChoice, StoreChoice, StoreOutage, Upstream};
-use super::{Config, Draft, FixedValues, GivenEntries, Route, RouteConfig, TlsFiles, apply};
+use super::{Config, Draft, FixedValues, Route, RouteConfig, TlsFiles, apply};
 
 /// Everything that could be built from the values. `file_is_whole` is false if the file could not be read.
 pub(super) fn draft(
@@ -128,6 +128,7 @@ pub(super) fn draft(
         trace_sample_ratio: given(&values.trace_sample_ratio),
         threads: values.threads.as_ref().map(|threads| threads.value),
         published_rules: None,
+        playground: given(&values.playground),
         store: given(&values.store),
         store_must_exist,
         service: values.service.as_ref().map(|service| service.value.clone()),
@@ -137,12 +138,13 @@ pub(super) fn draft(
         default,
         routes,
         warnings: once.clone(),
+        given: Arc::default(),
         summary: String::new(),
         fixed: FixedValues::default(),
     });
     problems.extend(once);
     problems.sort_by_key(Problem::rank);
-    let given = GivenEntries::default();
+    let given = Arc::default();
     Draft { store, store_must_exist, tls, given, problems: std::mem::take(problems), config }
 }
 

@@ -72,7 +72,17 @@ pub(crate) struct Entry {
     pub(crate) source: Source,
 }
 
-/// The settings as they were given.
+/// The permission of the dashboard to send requests.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Playground {
+    /// If the admin address is a loopback address.
+    #[default]
+    Auto,
+    On,
+    Off,
+}
+
+/// The settings as they were given. They may contain a password, so they are not shown as a whole.
 #[derive(Default)]
 pub(crate) struct GivenEntries {
     /// Those of the whole sidecar; a later one overrides those before it.
@@ -86,6 +96,12 @@ impl GivenEntries {
     pub(crate) fn of(&self, setting: &Setting, route: Option<usize>) -> Option<&Entry> {
         let own = route.and_then(|number| self.routes.get(number)).map_or(&[][..], Vec::as_slice);
         self.service.iter().chain(own).rev().find(|entry| entry.setting.name == setting.name)
+    }
+}
+
+impl fmt::Debug for GivenEntries {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("GivenEntries").finish_non_exhaustive()
     }
 }
 
@@ -144,6 +160,8 @@ pub(crate) struct Config {
     pub(crate) threads: Option<usize>,
     /// The rules for keys, if they are published.
     pub(crate) published_rules: Option<PublishedRules>,
+    /// The permission of the dashboard to send requests.
+    playground: Playground,
     pub(crate) store: StoreChoice,
     /// True if an embedded store must already exist.
     pub(crate) store_must_exist: bool,
@@ -160,6 +178,8 @@ pub(crate) struct Config {
     pub(crate) routes: Vec<Route>,
     /// The warnings, with which the sidecar starts anyway.
     pub(crate) warnings: Vec<Problem>,
+    /// The settings as they were given, for an explanation of the routes.
+    pub(crate) given: Arc<GivenEntries>,
     summary: String,
     /// The settings that only a restart can change, as they were written.
     fixed: FixedValues,
@@ -237,7 +257,7 @@ pub(crate) struct Draft {
     pub(crate) store_must_exist: bool,
     pub(crate) tls: Option<TlsFiles>,
     /// The settings as they were given.
-    pub(crate) given: GivenEntries,
+    pub(crate) given: Arc<GivenEntries>,
     /// Errors and warnings.
     pub(crate) problems: Vec<Problem>,
     /// The configuration, if there is no error.
@@ -332,6 +352,15 @@ impl Config {
             }
         }
         paths
+    }
+
+    /// Returns true if the dashboard may send requests to the service.
+    pub(crate) fn has_playground(&self) -> bool {
+        match self.playground {
+            Playground::Auto => self.admin.ip().to_canonical().is_loopback(),
+            Playground::On => true,
+            Playground::Off => false,
+        }
     }
 
     /// The place of the keys that verify tokens.
@@ -483,10 +512,13 @@ impl Draft {
         }
         draft.problems.extend(ignored);
         let FileContent { entries, routes } = content;
-        draft.given = GivenEntries {
+        draft.given = Arc::new(GivenEntries {
             service: from_standard.into_iter().chain(entries).chain(from_env).chain(from_flags).collect(),
             routes: routes.into_iter().map(|route| route.entries).collect(),
-        };
+        });
+        if let Some(config) = &mut draft.config {
+            config.given = draft.given.clone();
+        }
         draft
     }
 }

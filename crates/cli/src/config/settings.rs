@@ -17,6 +17,7 @@ use oncegate_http::{
     RateQuota, ServerErrors, TrailingSlash,
 };
 
+use super::Playground;
 use super::problem::Source;
 use super::rate;
 use super::scope::{self, KeySetPlace, ScopePart};
@@ -192,8 +193,8 @@ settings! {
     "listen" SERVICE Service One "ADDR" Value("127.0.0.1:8080");
     listen: SocketAddr = units::address;
 
-    /// Serves /livez, /readyz, /metrics and the admin API on this address. An address that other machines can reach needs
-    /// an admin token.
+    /// Serves /livez, /readyz, /metrics, the admin API and the dashboard on this address. An address that other machines can
+    /// reach needs an admin token.
     "admin" SERVICE Service One "ADDR" Value("127.0.0.1:9090");
     admin: SocketAddr = units::address;
 
@@ -288,6 +289,14 @@ settings! {
     /// requests then.
     "published-rules" SERVICE Live Switch "BOOL" Value("false");
     published_rules: bool = units::boolean;
+
+    /// The page of the dashboard that sends requests to the service, to try what happens to retries: `auto` (only if the admin
+    /// address is a loopback address), `on`, or `off`.
+    "playground" SERVICE Live One "auto|on|off" Value("auto");
+    playground: Playground = |text| one_of(
+        text,
+        &[("auto", Playground::Auto), ("on", Playground::On), ("off", Playground::Off)],
+    );
 
     /// The number of threads that serve requests.
     "threads" SERVICE Service One "N" Nothing("one per core");

@@ -100,6 +100,7 @@ const SAMPLES: &[(&str, &str, &str)] = &[
     ("upstream-protocol", "http2", "upstream_protocol: Http2"),
     ("threads", "3", "threads: Some(3)"),
     ("published-rules", "true", "published_rules: Some"),
+    ("playground", "off", "playground: Off"),
     ("access-log", "json", "access_log: Some(Json)"),
     ("log-format", "json", "log_format: Json"),
     (

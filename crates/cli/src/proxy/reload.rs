@@ -185,7 +185,12 @@ impl Reloader {
         let layer = config.routes_on(self.base.clone().without_routes(), |route| questions.settings(route));
         let layer = layer.map_err(|error| vec![error.to_string()])?;
         let jwt = config.jwt.clone();
-        self.admin.send_replace(AdminLive { layer: layer.clone(), token: config.admin_token.clone(), jwt });
+        self.admin.send_replace(AdminLive {
+            config: config.clone(),
+            layer: layer.clone(),
+            token: config.admin_token.clone(),
+            jwt,
+        });
         self.live.send_replace(Live { config: config.clone(), layer, tls });
         Ok(config)
     }

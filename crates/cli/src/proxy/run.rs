@@ -22,7 +22,7 @@ use super::reload::Reloader;
 use super::{BoundAddress, ConnectionLimit, DataPath, RequestLimit, cached, server_config};
 use crate::access_log::AccessLog;
 use crate::activity::Activity;
-use crate::admin::{self, AbandonedRecords, AdminLive, AdminState, BackupStore, Draining, count_records};
+use crate::admin::{self, AbandonedRecords, AdminLive, AdminState, BackupStore, Dashboard, Draining, count_records};
 use crate::check::{existing, has_other_files};
 use crate::config::{Config, ProxyArgs, StoreChoice, StoreUrl, duration_text};
 use crate::otlp::OtlpExporter;
@@ -228,8 +228,12 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
     let (stop, stopped) = watch::channel(false);
     let draining = Draining::default();
     let (live, live_changes) = watch::channel(Live { config: config.clone(), layer: layer.clone(), tls });
-    let admin_live =
-        AdminLive { layer: layer.clone(), token: config.admin_token.clone(), jwt: config.jwt.clone() };
+    let admin_live = AdminLive {
+        config: config.clone(),
+        layer: layer.clone(),
+        token: config.admin_token.clone(),
+        jwt: config.jwt.clone(),
+    };
     let (admin_live, admin_changes) = watch::channel(admin_live);
     let connections = ConnectionLimit::new(config.max_connections);
     let without_key = RequestLimit::new(config.max_in_flight_without_key.unwrap_or(config.max_connections));
@@ -241,6 +245,7 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
         draining: draining.clone(),
         connections: connections.clone(),
         without_key: without_key.clone(),
+        dashboard: Dashboard::new(listen_address),
         live: admin_changes,
         backup,
     };

@@ -7,6 +7,7 @@ mod alerts;
 mod call;
 #[cfg(feature = "failpoints")]
 mod client;
+mod dashboard;
 mod demo;
 mod examples;
 mod outage;

@@ -2,13 +2,11 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
 
 use serde_json::{Map, Value};
-use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::process::Command;
 
-use crate::support::{Sidecar, within};
+use crate::support::{CheckingProgram, Sidecar};
 
 /// The names in the certificate of a sidecar. The libraries of Adyen and PayPal speak TLS only, and check the name.
 const NAMES: [&str; 3] = ["localhost", "checkout-test.adyen.com", "api-m.sandbox.paypal.com"];
@@ -70,23 +68,8 @@ async fn understand(mut command: Command, checks: usize, profiles: &[(&str, Vec<
     for name in ["NODE_EXTRA_CA_CERTS", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE"] {
         command.env(name, &cert);
     }
-    let mut program = command
-        .current_dir(self::directory())
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .kill_on_drop(true)
-        .spawn()
-        .unwrap();
-    let mut output = BufReader::new(program.stdout.take().unwrap());
-    let mut port = String::new();
-    within("the port of the service", output.read_line(&mut port)).await.unwrap();
-    let mut errors = String::new();
-    if port.is_empty() {
-        program.stderr.take().unwrap().read_to_string(&mut errors).await.unwrap();
-        panic!("the program ended: {errors}");
-    }
-    let service = format!("127.0.0.1:{}", port.trim()).parse().unwrap();
+    let program = CheckingProgram::start(command.current_dir(self::directory())).await;
+    let service = program.service;
     let tls = [format!("--tls-cert={}", cert.display()), format!("--tls-key={}", key.display())];
     let (mut sidecars, mut addresses) = (Vec::new(), Map::new());
     for (profile, own) in profiles {
@@ -99,12 +82,5 @@ async fn understand(mut command: Command, checks: usize, profiles: &[(&str, Vec<
         addresses.insert((*profile).to_owned(), Value::String(sidecar.address.to_string()));
         sidecars.push(sidecar);
     }
-    let addresses = Value::Object(addresses);
-    program.stdin.take().unwrap().write_all(format!("{addresses}\n").as_bytes()).await.unwrap();
-    let mut checked = String::new();
-    within("the end of the checks", output.read_to_string(&mut checked)).await.unwrap();
-    program.stderr.take().unwrap().read_to_string(&mut errors).await.unwrap();
-    let status = within("the end of the program", program.wait()).await.unwrap();
-    assert!(status.success(), "{checked}\n{errors}");
-    assert_eq!(checked.lines().count(), checks, "{checked}");
+    program.check(&Value::Object(addresses), checks).await;
 }

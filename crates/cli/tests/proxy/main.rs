@@ -11,6 +11,7 @@ mod callers;
 mod config;
 mod corrections;
 mod cors;
+mod dashboard;
 mod exposition;
 mod fields;
 mod frames;

@@ -16,7 +16,7 @@ use tokio::io::{
     AsyncBufReadExt as _, AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, BufReader,
 };
 use tokio::net::{TcpListener, TcpStream};
-use tokio::process::{Child, Command};
+use tokio::process::{Child, ChildStdout, Command};
 use tokio::sync::watch;
 
 /// The longest wait for anything. It is far longer than everything takes, so a test that fails has a reason.
@@ -24,6 +24,9 @@ pub(crate) const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The longest time that a program may take to start. Many Python and Node programs that start at once read and compile a lot.
 const START_TIMEOUT: Duration = Duration::from_secs(180);
+
+/// The longest time for all checks of a program: a browser on a machine with little to spare visits a hundred pages.
+const CHECKS_TIMEOUT: Duration = Duration::from_secs(400);
 
 /// The output of the future, which must arrive in time.
 pub(crate) fn within<T>(what: impl fmt::Display, future: impl Future<Output = T>) -> impl Future<Output = T> {
@@ -112,6 +115,44 @@ impl Process {
 
     pub(crate) async fn ended(&mut self) -> ExitStatus {
         within("the end of a program", self.child.wait()).await.expect("a child of this test")
+    }
+}
+
+/// A program that plays a service and checks its sidecars. It prints the port of the service first, reads one line with the
+/// addresses of the sidecars, and then prints its checks.
+pub(crate) struct CheckingProgram {
+    child: Child,
+    output: BufReader<ChildStdout>,
+    pub(crate) service: SocketAddr,
+}
+
+impl CheckingProgram {
+    pub(crate) async fn start(command: &mut Command) -> Self {
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
+        let mut child = command.spawn().unwrap_or_else(|error| panic!("cannot start {command:?}: {error}"));
+        let mut output = BufReader::new(child.stdout.take().unwrap());
+        let mut port = String::new();
+        within("the port of the service", output.read_line(&mut port)).await.unwrap();
+        if port.is_empty() {
+            let mut errors = String::new();
+            child.stderr.take().unwrap().read_to_string(&mut errors).await.unwrap();
+            panic!("the program ended: {errors}");
+        }
+        let service = format!("127.0.0.1:{}", port.trim()).parse().unwrap();
+        Self { child, output, service }
+    }
+
+    /// Sends the addresses, and asserts that this many checks hold.
+    pub(crate) async fn check(mut self, addresses: &serde_json::Value, checks: usize) {
+        self.child.stdin.take().unwrap().write_all(format!("{addresses}\n").as_bytes()).await.unwrap();
+        let (mut checked, mut errors) = (String::new(), String::new());
+        within_time(CHECKS_TIMEOUT, "the end of the checks", self.output.read_to_string(&mut checked))
+            .await
+            .unwrap();
+        self.child.stderr.take().unwrap().read_to_string(&mut errors).await.unwrap();
+        let status = within("the end of the program", self.child.wait()).await.unwrap();
+        assert!(status.success(), "{checked}\n{errors}");
+        assert_eq!(checked.lines().count(), checks, "{checked}");
     }
 }
 

@@ -150,9 +150,14 @@ impl<C: Clock> MemoryStore<C> {
         let limit = query.bounded_limit();
         // The first identifiers, and one more: it shows that there is a next page. Only their records are copied.
         let mut first: Vec<RecordId> = Vec::new();
-        for shard in self.shards.each() {
+        let from = query.after.map_or(0, |after| first_byte(&after));
+        // The first byte of an identifier chooses its shard, so a page reads only the shards of its own part of the order.
+        for byte in from..=u8::MAX {
+            let shard = self.shards.of(&RecordId::from_bytes([byte; 32]));
             let mut known: Option<Label> = None;
-            for (place, id) in shard.slots().filter(|(_, id)| query.after.is_none_or(|after| *id > after)) {
+            let is_listed =
+                |id: &RecordId| first_byte(id) == byte && query.after.is_none_or(|after| *id > after);
+            for (place, id) in shard.slots().filter(|(_, id)| is_listed(id)) {
                 let record = shard.read(place, known.as_ref(), Parts::Head);
                 // A damaged one is listed, too.
                 if record.as_ref().is_none_or(|record| query.matches(record, now)) {
@@ -164,6 +169,9 @@ impl<C: Clock> MemoryStore<C> {
                 if first.len() > 2 * limit {
                     keep_first(&mut first, limit + 1);
                 }
+            }
+            if first.len() > limit {
+                break;
             }
         }
         keep_first(&mut first, limit + 1);
@@ -294,6 +302,11 @@ impl Capacity {
 
 fn damaged() -> StoreError {
     StoreError::corrupt("the record in memory is damaged").with_extent(Extent::Record)
+}
+
+const fn first_byte(id: &RecordId) -> u8 {
+    let [first, ..] = *id.as_bytes();
+    first
 }
 
 /// Keeps the first `count` identifiers, sorted.
