@@ -157,7 +157,7 @@ mod writer;
 #[cfg(test)]
 mod tests;
 
-pub use check::{CheckReport, check};
+pub use check::{CheckReport, check, check_each};
 pub use disk::segment_files;
 pub use error::EmbeddedOpenError;
 pub use options::EmbeddedOptions;
