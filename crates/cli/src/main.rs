@@ -31,6 +31,7 @@ mod probe;
 mod proxy;
 mod rules;
 mod schema;
+mod seal;
 mod signals;
 
 use std::future::Future;
@@ -46,6 +47,7 @@ use keys::{ClockArgs, KeysArgs};
 use probe::ProbeArgs;
 use rules::{OpenapiArgs, RulesArgs};
 use schema::SchemaArgs;
+use seal::SealKeyArgs;
 
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
@@ -99,6 +101,10 @@ enum Command {
     ///
     /// Exit codes as for `oncegate keys`.
     Clock(ClockArgs),
+    /// Makes keys that encrypt stored responses, and shows which records still need which key.
+    ///
+    /// Exit codes: 0 done, 1 failed or refused, 2 wrong usage, 3 the sidecar cannot be reached.
+    SealKey(SealKeyArgs),
     /// Sends one request until there is a definite response: for scripts and cron jobs, where curl --retry would pay twice.
     ///
     /// Every attempt carries the same Idempotency-Key. With --journal the intent is on disk before it is sent, and survives
@@ -139,6 +145,7 @@ fn run(command: Command) -> ExitCode {
         Command::Demo(args) => return demo::run(&args),
         Command::Keys(args) => return keys::run(&args),
         Command::Clock(args) => return keys::run_clock(&args),
+        Command::SealKey(args) => return seal::run(&args),
         Command::Call(args) => return call::run(&args),
         Command::Probe(args) => return probe::run(&args),
         Command::Schema(args) => schema::run(&args),

@@ -20,6 +20,7 @@ use serde_json::{Value, json};
 
 use super::listing::Period;
 use super::problem::Problem;
+use super::seal::{self, ReadRecord};
 use super::view::{self, Detail};
 use super::{AdminState, listing};
 use crate::config::{did_you_mean, duration};
@@ -103,8 +104,8 @@ pub(super) async fn show(
         };
     }
     let id = listing::find(&state, &id).await?;
-    let record = lookup(&state, id).await?;
-    Ok(view::json(&view::record(id, &record, state.engine.store().now(), detail)))
+    let found = read(&state, id).await?.ok_or_else(|| Problem::no_record(id))?;
+    Ok(view::json(&found.view(id, state.engine.store().now(), detail)))
 }
 
 /// The request whose record is sought, or only its key. Key and credential are in a body and not in a URL, because
@@ -147,8 +148,7 @@ pub(super) async fn find(State(state): State<AdminState>, body: Body) -> AdminRe
             names.join(" and the ")
         ))
     })?;
-    let record = state.engine.store().lookup(id).await.map_err(|error| Problem::store_read(&error))?;
-    let Some(record) = record else {
+    let Some(found) = read(&state, id).await? else {
         let hint = spelling_hint(&state.settings(&parts.method, parts.uri.path()), find.caller.as_ref());
         return Err(Problem::no_record_of_such(format!(
             "No request with this key, method, path and caller was seen, or its retention is over.{hint} The key alone finds the \
@@ -156,7 +156,7 @@ pub(super) async fn find(State(state): State<AdminState>, body: Body) -> AdminRe
         )));
     };
     let detail = if find.body { Detail::Body } else { Detail::Whole };
-    Ok(view::json(&view::record(id, &record, state.engine.store().now(), detail)))
+    Ok(view::json(&found.view(id, state.engine.store().now(), detail)))
 }
 
 /// A hint for a caller value that begins with the name of its field or cookie.
@@ -436,9 +436,14 @@ pub(super) async fn audit(State(state): State<AdminState>, query: Pairs) -> Admi
     })))
 }
 
+/// Reads a record as far as it can be opened: an operator sees and changes a record also if its response cannot be opened.
+async fn read(state: &AdminState, id: RecordId) -> Result<Option<ReadRecord>, Problem> {
+    seal::read(state, id).await.map_err(|error| Problem::store_read(&error))
+}
+
 async fn lookup(state: &AdminState, id: RecordId) -> Result<Record, Problem> {
-    let found = state.engine.store().lookup(id).await.map_err(|error| Problem::store_read(&error))?;
-    found.ok_or_else(|| Problem::no_record(id))
+    let found = read(state, id).await?;
+    found.map(|found| found.record).ok_or_else(|| Problem::no_record(id))
 }
 
 async fn settle(state: &AdminState, id: RecordId, verdict: Verdict, audit: AuditTexts) -> AdminResult {
@@ -457,8 +462,9 @@ async fn settle(state: &AdminState, id: RecordId, verdict: Verdict, audit: Audit
     match state.engine.resolve(id, command).await.map_err(|error| Problem::store(&error))? {
         Outcome::Resolved { from } => {
             // The record was changed, so this error must not report that nothing was.
-            let record = store.lookup(id).await.map_err(|error| Problem::store(&error))?;
-            let record = record.ok_or_else(|| Problem::no_record(id))?;
+            let found = seal::read(state, id).await.map_err(|error| Problem::store(&error))?;
+            let found = found.ok_or_else(|| Problem::no_record(id))?;
+            let record = &found.record;
             let to = record.state_name(store.now());
             tracing::info!(
                 record = %id,
@@ -470,7 +476,7 @@ async fn settle(state: &AdminState, id: RecordId, verdict: Verdict, audit: Audit
                 reason,
                 "an operator changed a record"
             );
-            let mut view = view::record(id, &record, store.now(), Detail::Whole);
+            let mut view = found.view(id, store.now(), Detail::Whole);
             if let Value::Object(members) = &mut view {
                 members.insert("from".to_owned(), from.as_str().into());
             }
@@ -635,7 +641,7 @@ fn audit_text(name: &str, text: &str) -> Result<String, Problem> {
 }
 
 /// The parameters of a query. Unknown and repeated names are refused.
-fn pairs(query: Pairs, names: &[&str]) -> Result<Vec<(String, String)>, Problem> {
+pub(super) fn pairs(query: Pairs, names: &[&str]) -> Result<Vec<(String, String)>, Problem> {
     let Query(pairs) = query.map_err(|error| Problem::bad_request(error.body_text()))?;
     for (at, (name, _)) in pairs.iter().enumerate() {
         if !names.contains(&name.as_str()) {

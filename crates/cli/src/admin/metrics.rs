@@ -95,7 +95,13 @@ struct Inner {
     reloads: [ReloadMetrics; ReloadSubject::ALL.len()],
     unsettled: UnsettledMetrics,
     advisories: Family<[Label; 1], Gauge>,
+    /// The keys that encrypt stored responses, by id and use.
+    seal_keys: Family<[(&'static str, String); 2], Gauge>,
+    seal_refused: [Counter; SEAL_REFUSALS.len()],
 }
+
+/// The reasons why a sealed part is not opened.
+const SEAL_REFUSALS: [&str; 3] = ["key-missing", "not-sealed", "broken"];
 
 type Label = (&'static str, &'static str);
 
@@ -276,6 +282,10 @@ impl Metrics {
         let unsettled = UnsettledMetrics::register(r);
         let help = "1 while the store reports this condition to operators, by name";
         let advisories = add(r, "store_advisory", help, Family::default());
+        let help = "1 for each key that encrypts stored responses: it seals and opens, or only opens";
+        let seal_keys = add(r, "seal_key", help, Family::default());
+        let help = "Stored responses and steps that were not opened, by reason";
+        let seal_refused: Family<[Label; 1], Counter> = add(r, "seal_refused", help, Family::default());
         Self(Arc::new(Inner {
             requests: RequestCounters::new(requests),
             events: EVENTS.map(|event| events.get_or_create_owned(&[("event", event)])),
@@ -317,6 +327,8 @@ impl Metrics {
             reloads,
             unsettled,
             advisories,
+            seal_keys,
+            seal_refused: SEAL_REFUSALS.map(|reason| seal_refused.get_or_create_owned(&[("reason", reason)])),
             registry,
         }))
     }
@@ -446,6 +458,18 @@ impl Metrics {
         self.0.advisories.clear();
         for advisory in engine.store().advisories() {
             self.0.advisories.get_or_create(&[("name", advisory.name)]).set(1);
+        }
+        self.0.seal_keys.clear();
+        if let Some(seal) = &state.seal {
+            let (keys, refusals) = (seal.keys().get(), seal.refusals());
+            for (number, id) in keys.ids().enumerate() {
+                let role = if number == 0 && !keys.opens_only() { "seals" } else { "opens" };
+                self.0.seal_keys.get_or_create(&[("key", id.to_string()), ("use", role.to_owned())]).set(1);
+            }
+            let counts = [refusals.key_missing(), refusals.not_sealed(), refusals.broken()];
+            for (counter, count) in self.0.seal_refused.iter().zip(counts) {
+                counter.inner().store(count, Ordering::Relaxed);
+            }
         }
         self.0.executing.set(gauged(self.executing()));
         let mut text = String::new();

@@ -166,6 +166,7 @@ impl Sidecar {
             connections: ConnectionLimit::new(100),
             without_key: RequestLimit::new(100),
             live: watch::channel(live).1,
+            seal: None,
         };
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();

@@ -77,6 +77,11 @@ fn insert_bytes(members: &mut Map<String, Value>, name: &str, bytes: &[u8]) {
 fn response(stored: &StoredResponse, detail: Detail) -> Value {
     let body = stored.body();
     let mut members = Map::new();
+    if stored.is_sealed() {
+        // Status and header fields are those of the sealed form, and not of the response.
+        members.insert("sealed_bytes".to_owned(), body.len().into());
+        return Value::Object(members);
+    }
     members.insert("status".to_owned(), stored.status().into());
     members.insert("body_bytes".to_owned(), body.len().into());
     if detail >= Detail::Whole {

@@ -5,6 +5,7 @@
 mod client;
 mod clock;
 mod print;
+mod seals;
 #[cfg(test)]
 mod tests;
 
@@ -22,6 +23,7 @@ use serde_json::{Map, Value, json};
 
 use self::client::Client;
 pub(crate) use self::clock::ClockArgs;
+pub(crate) use self::seals::SealUsageArgs;
 use crate::admin::searched_key;
 
 /// Lists and shows the records of a running sidecar, and resolves those whose outcome is unknown.
@@ -263,6 +265,11 @@ pub(crate) fn run(args: &KeysArgs) -> ExitCode {
 /// Runs the command about the clock. The exit code reports how it ended.
 pub(crate) fn run_clock(args: &ClockArgs) -> ExitCode {
     ask(async |out: &mut StdoutLock<'_>| clock::execute(args, env, out).await)
+}
+
+/// Runs the command that counts records by seal key. The exit code reports how it ended.
+pub(crate) fn run_seal_usage(args: &SealUsageArgs) -> ExitCode {
+    ask(async |out: &mut StdoutLock<'_>| seals::execute(args, env, out).await)
 }
 
 fn env(name: &str) -> Option<String> {

@@ -11,6 +11,7 @@ use oncegate_embedded::{EmbeddedOptions, EmbeddedStore};
 use oncegate_engine::{Breaker, Engine};
 use oncegate_postgres::{PostgresOptions, PostgresStore};
 use oncegate_redis::{RedisOptions, RedisStore, Severity};
+use oncegate_seal::SealedStore;
 use rustix::process::{Resource, getrlimit, setrlimit};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{oneshot, watch};
@@ -25,6 +26,7 @@ use crate::activity::Activity;
 use crate::admin::{self, AbandonedRecords, AdminLive, AdminState, Draining, count_records};
 use crate::check::{existing, has_other_files};
 use crate::config::{Config, ProxyArgs, StoreChoice, StoreUrl, duration_text};
+use crate::seal;
 use crate::signals::Signals;
 
 /// Runs the sidecar until it is told to stop.
@@ -181,6 +183,10 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
     let admin =
         BoundAddress::new(config.admin).map_err(|error| cannot_listen("--admin", config.admin, &error))?;
     let (listen_address, admin_address) = (listen.address, admin.address);
+    let seal_keys = match &config.seal {
+        Some(settings) => Some(seal::load(settings, |line| tracing::warn!("{line}")).await?),
+        None => None,
+    };
     let opened = late::open(&config).await?;
     let cache = cached::open(&config).await?;
     let sockets =
@@ -197,6 +203,14 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
     let breaker =
         breaker.with_probe_timeout(config.store_timeout).map_err(|error| error.to_string())?.build();
     let (store, cached) = cached::before(Arc::new(breaker.clone()), cache);
+    // Counting needs no response, so it decrypts none.
+    let counted = store.clone();
+    // Before the cache, which so has sealed responses only.
+    let seal = seal_keys.map(|keys| {
+        tracing::info!("sealing: {}", seal::describe(&keys));
+        Arc::new(SealedStore::new(store.clone(), keys))
+    });
+    let store = seal.clone().map_or(store, |seal| seal as Arc<dyn Store>);
     let left = AbandonedRecords::default();
     let builder = Engine::builder(store).with_runtime(control);
     let builder = match config.service.clone() {
@@ -210,7 +224,7 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
     #[cfg(not(feature = "failpoints"))]
     let builder = builder.with_observer(observers);
     let engine = builder.build();
-    tokio::spawn(count_records(engine.store().clone(), left, metrics.clone()));
+    tokio::spawn(count_records(counted, left, metrics.clone()));
     let (sampled, counters) = (activity.clone(), metrics.clone());
     tokio::spawn(async move { sampled.hour().sample(|| counters.outcome_counts()).await });
     let access_log = config.access_log.map(|format| AccessLog::start(format, &metrics));
@@ -238,6 +252,7 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
         connections: connections.clone(),
         without_key: without_key.clone(),
         live: admin_changes,
+        seal: seal.clone(),
     };
     let (close, closed) = oneshot::channel::<()>();
     let admin = tokio::spawn(admin::serve(admin, state, async { drop(closed.await) }));
@@ -250,7 +265,8 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
         metrics.watch(&verifier);
         tokio::spawn(async move { verifier.refresh().await });
     }
-    let reloader = Reloader::new(args.clone(), metrics.clone(), layer, live, admin_live);
+    let reloader = Reloader::new(args.clone(), metrics.clone(), layer, live, admin_live)
+        .with_seal_keys(seal.map(|seal| seal.keys()));
     let path = DataPath { engine, metrics, connections, without_key, live: live_changes.clone() };
     let serving = path.serve(sockets, &stopped)?;
     tokio::spawn(reloader.run(hangup));
