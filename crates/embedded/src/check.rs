@@ -71,8 +71,8 @@ pub fn check(options: &EmbeddedOptions) -> Result<CheckReport, EmbeddedOpenError
     check_each(options, &mut |_, _| ())
 }
 
-/// As [`check`], and calls `each` for every readable version of every record, in the order of the log: the last version of a record is
-/// the one that counts.
+/// As [`check`], and calls `each` for every readable version of every record, in the order of the log: the last version of a
+/// record is the one that counts.
 ///
 /// # Errors
 /// As for [`check`].

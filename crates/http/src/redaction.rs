@@ -1,7 +1,7 @@
 //! The parts of a response that a record does not keep, because only the first client may get them.
 //!
-//! A member of a JSON body is replaced by `null`; the rest of the body keeps its bytes. A body in which members cannot be found (it is
-//! not JSON, or compressed) is not kept at all.
+//! A member of a JSON body is replaced by `null`; the rest of the body keeps its bytes. A body in which members cannot be
+//! found (it is not JSON, or compressed) is not kept at all.
 
 use std::fmt;
 
@@ -16,7 +16,7 @@ pub(crate) const REDACTED: &str = "idempotency-redacted";
 /// Digests of the content, which do not fit a changed body.
 const DIGESTS: [&str; 4] = ["content-digest", "repr-digest", "digest", "content-md5"];
 
-/// The value in place of a redacted member.
+/// The value of a redacted member.
 const MASK: &str = "null";
 
 /// The members and header fields of responses that are not kept.
@@ -58,7 +58,8 @@ impl Redaction {
         !self.members.is_empty()
     }
 
-    /// Returns true if a header or trailer field of this name is kept. `is_changed` is true for a response whose body was changed.
+    /// Returns true if a header or trailer field of this name is kept. `is_changed` is true for a response whose body was
+    /// changed.
     pub(crate) fn keeps(&self, name: &str, is_changed: bool) -> bool {
         !self.headers.iter().any(|other| other.as_str() == name) && !(is_changed && DIGESTS.contains(&name))
     }
@@ -100,8 +101,8 @@ fn steps(pointer: &str) -> Vec<String> {
     pointer.split('/').skip(1).map(|step| step.replace("~1", "/").replace("~0", "~")).collect()
 }
 
-/// Finds the values at these paths, in their order. All members of a repeated name are found, because programs differ in which of them
-/// counts. The recursion is as deep as the longest path.
+/// Finds the values at these paths, in their order. All members of a repeated name are found, because programs differ in
+/// which of them counts. The recursion is as deep as the longest path.
 fn walk<'a>(value: &'a str, paths: &[&[String]], found: &mut Vec<&'a str>) -> Result<(), NotJson> {
     if paths.iter().any(|path| path.is_empty()) {
         found.push(value);

@@ -433,13 +433,13 @@ impl Settings {
         Ok(self)
     }
 
-    /// Sets members of JSON responses that records do not keep, such as the number of a card: the first client gets them, and a
-    /// replay has `null` in their place and the field `Idempotency-Redacted: true`. A step `*` of a pointer stands for every element
-    /// and every member. A response whose body is not JSON is not kept at all, because members cannot be found in it: its replay is
-    /// refused.
+    /// Sets members of JSON responses that records do not keep, such as the number of a card: the first client gets them, and
+    /// a replay has `null` in their place and the field `Idempotency-Redacted: true`. A step `*` of a pointer stands for
+    /// every element and every member. A response whose body is not JSON is not kept at all, because members cannot be found
+    /// in it: its replay is refused.
     ///
-    /// A response that the operation stores itself ([`with_upstream_completion`](Self::with_upstream_completion)) or that an operator
-    /// writes is not changed.
+    /// A response that the operation stores itself ([`with_upstream_completion`](Self::with_upstream_completion)) or that an
+    /// operator writes is not changed.
     ///
     /// # Errors
     /// If a pointer is the whole body.

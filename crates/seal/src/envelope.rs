@@ -72,8 +72,8 @@ impl SealInfo {
             .map(|sealed| sealed.info)
     }
 
-    /// The facts about each sealed part of a record, as the store behind a [`SealedStore`](crate::SealedStore) has it: its response
-    /// and its steps.
+    /// The facts about each sealed part of a record, as the store behind a [`SealedStore`](crate::SealedStore) has it: its
+    /// response and its steps.
     pub fn of_record(record: &Record) -> impl Iterator<Item = Self> {
         let response = match &record.state {
             State::Completed(RecordedResponse::Replayable(response)) => Self::of_response(response),
@@ -347,8 +347,8 @@ pub fn seal_intent(file: &str, intent: &[u8], keys: &Keyring) -> Result<Option<V
 /// Opens a request that [`seal_intent`] sealed for the file with this name.
 ///
 /// # Errors
-/// [`SealError::KeyMissing`], [`SealError::UnknownVersion`], or [`SealError::Broken`] if these bytes are not what was sealed for this
-/// file.
+/// [`SealError::KeyMissing`], [`SealError::UnknownVersion`], or [`SealError::Broken`] if these bytes are not what was sealed
+/// for this file.
 pub fn open_intent(file: &str, sealed: &[u8], keys: &Keyring) -> Result<Bytes, SealError> {
     Envelope::read(sealed)?.ok_or(SealError::Broken)?.open(&Place::intent(file), keys)
 }

@@ -55,9 +55,9 @@ pub(crate) struct CallArgs {
         help_heading = "Journal"
     )]
     pub(super) journal: Option<PathBuf>,
-    /// Encrypts the entries of the journal with the first key in this file, and opens those of all its keys: one key in each line,
-    /// as `oncegate seal-key new` prints it. ONCEGATE_JOURNAL_KEYS can hold the keys instead, with commas between them. Entries in
-    /// plain text are read, too
+    /// Encrypts the entries of the journal with the first key in this file, and opens those of all its keys: one key in each
+    /// line, as `oncegate seal-key new` prints it. ONCEGATE_JOURNAL_KEYS can hold the keys instead, with commas between them.
+    /// Entries in plain text are read, too
     #[arg(
         long,
         value_name = "FILE",

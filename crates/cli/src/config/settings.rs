@@ -497,9 +497,10 @@ settings! {
     "stored-headers" RECORDS Route Many "NAME,…" Nothing("");
     stored_headers: HeaderName = units::stored_header;
 
-    /// A list of members of JSON responses that are not stored, such as `/card/number` (JSON pointers; a step `*` is every element or
-    /// member). The first client gets them; a replay has `null` in their place, and the field `Idempotency-Redacted`. A response that is
-    /// not JSON is not stored at all then, and its replay is refused. The comparison of requests is not affected.
+    /// A list of members of JSON responses that are not stored, such as `/card/number` (JSON pointers; a step `*` is every
+    /// element or member). The first client gets them; a replay has `null` in their place, and the field
+    /// `Idempotency-Redacted`. A response that is not JSON is not stored at all then, and its replay is refused. The
+    /// comparison of requests is not affected.
     "redact-response" RECORDS Route Many "POINTER,…" Nothing("");
     redact_response: JsonPointer = units::redacted;
 
@@ -517,9 +518,9 @@ settings! {
     "seal-keys" SEALING Secret One "KEYS" Nothing("");
     seal_keys: Keyring = seal::keys;
 
-    /// A program that prints the keys, and its arguments, such as one that asks a key management service: an array in the file. It
-    /// runs at the start and at each reload, without a shell, for at most 10 seconds. Logs show its arguments, and what it writes to
-    /// its standard error.
+    /// A program that prints the keys, and its arguments, such as one that asks a key management service: an array in the
+    /// file. It runs at the start and at each reload, without a shell, for at most 10 seconds. Logs show its arguments, and
+    /// what it writes to its standard error.
     "seal-keys-command" SEALING Live Many "WORD,…" Nothing("");
     seal_keys_command: String = seal::word;
 
@@ -528,7 +529,8 @@ settings! {
     "seal-required" SEALING Live Switch "BOOL" Value("false");
     seal_required: bool = units::boolean;
 
-    /// Opens sealed responses, and seals nothing: until all sidecars of a store have the keys, and after sealing was switched off.
+    /// Opens sealed responses, and seals nothing: until all sidecars of a store have the keys, and after sealing was switched
+    /// off.
     "seal-opens-only" SEALING Live Switch "BOOL" Value("false");
     seal_opens_only: bool = units::boolean;
 

@@ -24,8 +24,8 @@ pub(crate) struct SealKeyArgs {
 enum SealKeyCommand {
     /// Makes a new random key, and prints it as a line for a file of keys
     New {
-        /// Adds the key to the end of this file instead, and prints only its id. A new file can be read by its owner alone. At the
-        /// end, a key opens; move it to the top to seal with it
+        /// Adds the key to the end of this file instead, and prints only its id. A new file can be read by its owner alone.
+        /// At the end, a key opens; move it to the top to seal with it
         #[arg(long, value_name = "FILE")]
         append: Option<PathBuf>,
     },

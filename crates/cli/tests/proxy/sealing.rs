@@ -160,7 +160,7 @@ async fn a_dump_of_the_embedded_store_shows_no_response_and_wrong_keys_execute_n
         let refused = sidecar.ask(&post("/pay")).await;
         refused.is_problem(503, "response-sealed");
         assert_eq!(refused.json()["retry"], "same-key");
-        // Another request under the key is a mismatch all the same, and tells nothing of the response.
+        // Another request under the key is a mismatch, as without sealing.
         let other = request("POST", "/pay", &[KEY], "{\"other\":1}");
         sidecar.ask(&other).await.is_problem(422, "key-reused");
         let shown = keys(&sidecar, &["keys", "show", &record, "--body"]).await;

@@ -165,8 +165,8 @@ pub struct DamagedFile {
     pub path: PathBuf,
     /// The damage, the error of the file system, or the seal key that is missing.
     pub reason: String,
-    /// `true` if the file could not be opened, locked, read or decrypted: its content is unknown. `false` if it was read and is no
-    /// complete intent.
+    /// `true` if the file could not be opened, locked, read or decrypted: its content is unknown. `false` if it was read and is
+    /// no complete intent.
     pub is_unreadable: bool,
 }
 
@@ -274,10 +274,10 @@ impl JournalDir {
     /// Encrypts new entries with the first of these keys, and decrypts stored ones with any of them. Entries in plain text are
     /// read, too.
     ///
-    /// An entry whose key is missing stays as it is, and its intent is not sent: [`JournalDir::pending`] reports it as unreadable
-    /// ([`DamagedFile::is_unreadable`]), and [`JournalOpenError::Unreadable`] refuses a sending under its key. What is encrypted:
-    /// key, address, headers and body. What is not: the state, the time of the file, the length, and the name of the file, which is a
-    /// hash of the key. The notes of finished intents contain only hashes.
+    /// An entry whose key is missing stays as it is, and its intent is not sent: [`JournalDir::pending`] reports it as
+    /// unreadable ([`DamagedFile::is_unreadable`]), and [`JournalOpenError::Unreadable`] refuses a sending under its key.
+    /// What is encrypted: key, address, headers and body. What is not: the state, the time of the file, the length, and the
+    /// name of the file, which is a hash of the key. The notes of finished intents contain only hashes.
     #[cfg(feature = "seal")]
     #[must_use]
     pub fn with_seal_keys(self, keys: oncegate_seal::Keyring) -> Self {

@@ -13,8 +13,9 @@
 //! the sealed form of the second line and the body, bound to the name of the file (docs/reference/sealing.md)
 //! ```
 //!
-//! The hash is there in both versions, so that damage is found without the key. The state is outside of the hash, because it is the only part that changes in place. Its two words differ in so many
-//! letters that damage does not turn one into the other.
+//! The hash is there in both versions, so that damage is found without the key. The state is outside of the hash, because it
+//! is the only part that changes in place. Its two words differ in so many letters that damage does not turn one into the
+//! other.
 
 use std::time::Duration;
 
