@@ -61,7 +61,9 @@ impl Redaction {
     /// Returns true if a header or trailer field of this name is kept. `is_changed` is true for a response whose body was
     /// changed.
     pub(crate) fn keeps(&self, name: &str, is_changed: bool) -> bool {
-        !self.headers.iter().any(|other| other.as_str() == name) && !(is_changed && DIGESTS.contains(&name))
+        let is_redacted = self.headers.iter().any(|other| other.as_str() == name);
+        let is_stale_digest = is_changed && DIGESTS.contains(&name);
+        !is_redacted && !is_stale_digest
     }
 
     /// The body without the members. `None` if it has none of them.
