@@ -108,7 +108,7 @@ mod tests {
 
     #[test]
     fn a_new_key_can_be_read_and_appended_keys_open() {
-        let printed = text(|out| new(out));
+        let printed = text(new);
         SealKey::parse(printed.trim_end()).unwrap();
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("keys");
