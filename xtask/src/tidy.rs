@@ -11,7 +11,7 @@ use crate::run::{Result, cargo, output, root};
 /// point to any crate but the binary.
 const ARROWS: &[(&str, &[&str])] = &[
     ("oncegate-core", &[]),
-    ("oncegate-client", &["oncegate-core"]),
+    ("oncegate-client", &["oncegate-core", "oncegate-seal"]),
     ("oncegate-testkit", &["oncegate-core"]),
     ("oncegate-engine", &["oncegate-core"]),
     ("oncegate-embedded", &["oncegate-core"]),

@@ -12,6 +12,7 @@ use oncegate_core::{ErrorChain, RecordId, StateName, Store as _};
 use oncegate_embedded::{CheckReport, EmbeddedOpenError, EmbeddedOptions, segment_files};
 use oncegate_http::Profile;
 use oncegate_redis::{Finding, RedisOptions, RedisStore, Severity};
+use oncegate_seal::Keyring;
 use serde_json::{Value, json};
 
 use crate::config::{
@@ -21,6 +22,7 @@ use crate::config::{
 use crate::proxy::{DEFAULT_SCOPE, HOSTS_COMPARED, certificate, check_certificate_file, server_config};
 
 mod online;
+mod sealing;
 
 /// Checks a configuration and its store.
 #[derive(Args, Debug)]
@@ -171,7 +173,13 @@ fn records(choice: &StoreChoice, draft: &Draft, report: &mut Report) {
                     .with_max_records(config.max_records.unwrap_or(u64::MAX))
                     .with_max_record_bytes(config.max_store_bytes.unwrap_or(u64::MAX));
             }
-            store(dir, &options, report);
+            // Without settings there are no keys; those that a program prints are not known.
+            let none = Keyring::default();
+            let keys = draft.config.as_ref().and_then(|config| match &config.seal {
+                None => Some(&none),
+                Some(settings) => settings.read_keys(),
+            });
+            store(dir, &options, keys, report);
         }
         StoreChoice::Postgres(url) => postgres(url, report),
         StoreChoice::Redis(options) => redis(options, report),
@@ -186,7 +194,7 @@ fn cache(cached: &CachedChoice, report: &mut Report) {
         cache @ CacheChoice::Memory(_) => {
             report.ok(format!("cache {cache}: responses are kept for {keep} at most"));
         }
-        CacheChoice::Directory(dir) => store(dir, &EmbeddedOptions::new(dir), report),
+        CacheChoice::Directory(dir) => store(dir, &EmbeddedOptions::new(dir), None, report),
         cache @ CacheChoice::Redis(options) => {
             let options = (**options).clone().with_danger_allow_eviction(true);
             match redis_findings(&options) {
@@ -230,6 +238,9 @@ fn configuration(config: &Config, is_online: bool, report: &mut Report) {
     }
     if config.compares_hosts_across_sidecars() {
         report.ok(format!("hosts: {HOSTS_COMPARED}"));
+    }
+    if let Some(settings) = &config.seal {
+        sealing::keys(settings, is_online, report);
     }
     if let Some(place) = config.jwt_keys() {
         match (&config.jwt, is_online) {
@@ -313,11 +324,11 @@ fn postgres(url: &StoreUrl, report: &mut Report) {
     }
 }
 
-fn store(dir: &Path, options: &EmbeddedOptions, report: &mut Report) {
+fn store(dir: &Path, options: &EmbeddedOptions, keys: Option<&Keyring>, report: &mut Report) {
     let shown = dir.display();
     match fs::metadata(dir) {
         Ok(metadata) if !metadata.is_dir() => report.error(format!("store {shown}: is not a directory")),
-        Ok(_) => existing_store(dir, options, report),
+        Ok(_) => existing_store(dir, options, keys, report),
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             // The sidecar will create it inside of the nearest directory that exists.
             let is_there = |dir: &&Path| dir.as_os_str().is_empty() || dir.exists();
@@ -331,7 +342,7 @@ fn store(dir: &Path, options: &EmbeddedOptions, report: &mut Report) {
     }
 }
 
-fn existing_store(dir: &Path, options: &EmbeddedOptions, report: &mut Report) {
+fn existing_store(dir: &Path, options: &EmbeddedOptions, keys: Option<&Keyring>, report: &mut Report) {
     let shown = dir.display();
     if !writable(dir, &format!("store {shown}: cannot be written to"), report) {
         return;
@@ -352,8 +363,12 @@ fn existing_store(dir: &Path, options: &EmbeddedOptions, report: &mut Report) {
     if let Some(warning) = newest {
         report.warn(warning);
     }
-    match oncegate_embedded::check(options) {
-        Ok(found) => content(dir, &found, report),
+    let mut seals = sealing::SealCount::default();
+    match oncegate_embedded::check_each(options, &mut |id, record| seals.add(id, record)) {
+        Ok(found) => {
+            content(dir, &found, report);
+            seals.report(dir, keys, report);
+        }
         // A sidecar that runs is not an error.
         Err(error @ EmbeddedOpenError::InUse { .. }) => {
             report.warn(format!(

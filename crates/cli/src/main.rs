@@ -33,6 +33,7 @@ mod probe;
 mod proxy;
 mod rules;
 mod schema;
+mod seal;
 mod signals;
 mod systemd;
 mod trace;
@@ -50,6 +51,7 @@ use keys::{BackupArgs, ClockArgs, HealthArgs, KeysArgs};
 use probe::ProbeArgs;
 use rules::{OpenapiArgs, RulesArgs};
 use schema::SchemaArgs;
+use seal::SealKeyArgs;
 
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
@@ -112,6 +114,10 @@ enum Command {
     /// The copy is the store as it was at one moment. Retries of keys that are used later execute again if it is restored:
     /// read docs/guides/backups.md before that. Exit codes as for `oncegate keys`.
     Backup(BackupArgs),
+    /// Makes keys that encrypt stored responses, and shows which records still need which key.
+    ///
+    /// Exit codes: 0 done, 1 failed or refused, 2 wrong usage, 3 the sidecar cannot be reached.
+    SealKey(SealKeyArgs),
     /// Sends one request until there is a definite response: for scripts and cron jobs, where curl --retry would pay twice.
     ///
     /// Every attempt carries the same Idempotency-Key. With --journal the intent is on disk before it is sent, and survives
@@ -154,6 +160,7 @@ fn run(command: Command) -> ExitCode {
         Command::Clock(args) => return keys::run_clock(&args),
         Command::Health(args) => return keys::run_health(&args),
         Command::Backup(args) => return keys::run_backup(&args),
+        Command::SealKey(args) => return seal::run(&args),
         Command::Call(args) => return call::run(&args),
         Command::Probe(args) => return probe::run(&args),
         Command::Schema(args) => schema::run(&args),

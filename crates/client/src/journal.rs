@@ -10,6 +10,8 @@ mod files;
 mod finished;
 #[cfg(all(unix, feature = "journal"))]
 mod resume;
+#[cfg(all(unix, feature = "journal"))]
+mod sealing;
 #[cfg(test)]
 #[cfg(all(unix, feature = "journal"))]
 mod tests;

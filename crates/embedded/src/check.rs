@@ -5,7 +5,9 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
 
 use oncegate_core::codec;
-use oncegate_core::{Clock as _, ClockSkew, LastWrite, RecordId, State, StateName, StoreClock, Timestamp};
+use oncegate_core::{
+    Clock as _, ClockSkew, LastWrite, Record, RecordId, State, StateName, StoreClock, Timestamp,
+};
 
 use crate::audit::decode_audit;
 use crate::clock::MachineClock;
@@ -66,8 +68,20 @@ impl CheckReport {
 /// # Errors
 /// [`EmbeddedOpenError`] if the store is in use, has a newer format, or cannot be read at all.
 pub fn check(options: &EmbeddedOptions) -> Result<CheckReport, EmbeddedOpenError> {
+    check_each(options, &mut |_, _| ())
+}
+
+/// As [`check`], and calls `each` for every readable version of every record, in the order of the log: the last version of a
+/// record is the one that counts.
+///
+/// # Errors
+/// As for [`check`].
+pub fn check_each(
+    options: &EmbeddedOptions,
+    each: &mut dyn FnMut(RecordId, &Record),
+) -> Result<CheckReport, EmbeddedOpenError> {
     let disk = DirectoryDisk::acquire(&options.dir)?;
-    let mut report = check_disk(&disk)?;
+    let mut report = check_disk(&disk, each)?;
     report.salvaged = unaccepted(&options.dir);
     let limits = Limits { max_records: options.max_records, max_record_bytes: options.max_record_bytes };
     // A start removes those that are past their retention.
@@ -76,7 +90,10 @@ pub fn check(options: &EmbeddedOptions) -> Result<CheckReport, EmbeddedOpenError
     Ok(report)
 }
 
-pub(super) fn check_disk(disk: &dyn Disk) -> Result<CheckReport, EmbeddedOpenError> {
+pub(super) fn check_disk(
+    disk: &dyn Disk,
+    each: &mut dyn FnMut(RecordId, &Record),
+) -> Result<CheckReport, EmbeddedOpenError> {
     let mut report = CheckReport { is_disk_low: disk.is_low(), ..CheckReport::default() };
     let list = EmbeddedOpenError::io(format!("list the files in {}", disk.directory().display()));
     let numbers = disk.segments().map_err(list)?;
@@ -89,7 +106,7 @@ pub(super) fn check_disk(disk: &dyn Disk) -> Result<CheckReport, EmbeddedOpenErr
         let scanned = scan(disk, &numbers, &mut |item, _| {
             match item {
                 Item::Batch { header, .. } => seen.last = Some(header.written),
-                Item::Entry { place, head, body } => seen.take(place, &head, body),
+                Item::Entry { place, head, body } => seen.take(place, &head, body, each),
             }
             Ok(())
         });
@@ -154,10 +171,14 @@ impl Brief {
 }
 
 impl Seen {
-    fn take(&mut self, place: Place, head: &EntryHead, body: &[u8]) {
+    fn take(&mut self, place: Place, head: &EntryHead, body: &[u8], each: &mut dyn FnMut(RecordId, &Record)) {
         match head.kind {
             Kind::Record => {
-                let brief = codec::decode(&head.id, body).ok().map(|record| Brief {
+                let record = codec::decode(&head.id, body).ok();
+                if let Some(record) = &record {
+                    each(head.id, record);
+                }
+                let brief = record.map(|record| Brief {
                     state: record.state_name(Timestamp::default()),
                     lease_until: match record.state {
                         State::InProgress { lease_until, .. } => Some(lease_until),

@@ -160,7 +160,7 @@ mod writer;
 mod tests;
 
 pub use backup::{BackupFile, BackupSnapshot};
-pub use check::{CheckReport, check};
+pub use check::{CheckReport, check, check_each};
 pub use disk::segment_files;
 pub use error::EmbeddedOpenError;
 pub use options::EmbeddedOptions;

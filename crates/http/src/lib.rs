@@ -109,6 +109,7 @@ mod possible_refusals;
 mod profile;
 mod rate_limit;
 mod reconcile;
+mod redaction;
 mod refusal;
 mod scope;
 mod service;

@@ -26,6 +26,7 @@ use crate::path::{self, PathCase, PathPattern, TrailingSlash};
 use crate::profile::{BodyComparison, KeyScope, Profile, ServerErrors, UncoveredMethods};
 use crate::rate_limit::RateLimits;
 use crate::reconcile::Reconcile;
+use crate::redaction::{REDACTED, Redaction};
 use crate::scope::{CallerPart, CallerScope};
 
 /// The settings of one route. They start from a [`Profile`], and every value can be changed.
@@ -37,6 +38,8 @@ pub struct Settings {
     pub(crate) authority: AuthorityRole,
     pub(crate) fingerprint_headers: Vec<HeaderName>,
     pub(crate) kept: KeptHeaders,
+    /// The parts of responses that records do not keep.
+    redaction: Redaction,
     pub(crate) max_request_body: usize,
     pub(crate) max_response_body: usize,
     /// True if requests with a key are executed without protection while the store cannot be reached.
@@ -105,6 +108,7 @@ impl Settings {
             policy: policy.with_retention(profile.retention).unwrap_or(policy),
             natural_key: None,
             kept: KeptHeaders::default().with_own(profile.stored_headers()),
+            redaction: Redaction::default(),
             fingerprint_headers: profile.fingerprint_headers.clone(),
             profile,
             caller: CallerScope::default(),
@@ -447,6 +451,40 @@ impl Settings {
         Ok(self)
     }
 
+    /// Sets members of JSON responses that records do not keep, such as the number of a card: the first client gets them, and
+    /// a replay has `null` in their place and the field `Idempotency-Redacted: true`. A step `*` of a pointer stands for
+    /// every element and every member. A response whose body is not JSON is not kept at all, because members cannot be found
+    /// in it: its replay is refused.
+    ///
+    /// A response that the operation stores itself ([`with_upstream_completion`](Self::with_upstream_completion)) or that an
+    /// operator writes is not changed.
+    ///
+    /// # Errors
+    /// If a pointer is the whole body.
+    pub fn with_redacted_members(mut self, members: Vec<JsonPointer>) -> Result<Self, ConfigError> {
+        if members.iter().any(|member| member.as_str().is_empty()) {
+            return Err(ConfigError::new(
+                "\"\" is the whole body; name a member such as \"/card/number\", or let the service send Idempotency-Store: tombstone, \
+                 with which nothing of its response is kept",
+            ));
+        }
+        self.redaction = self.redaction.with_members(members);
+        Ok(self)
+    }
+
+    /// Sets header and trailer fields of responses that records do not keep, although they would by default or because of
+    /// [`with_stored_headers`](Self::with_stored_headers).
+    #[must_use]
+    pub fn with_redacted_headers(mut self, names: Vec<HeaderName>) -> Self {
+        self.redaction = self.redaction.with_headers(names);
+        self
+    }
+
+    /// The members of responses that records do not keep.
+    pub fn redacted_members(&self) -> impl Iterator<Item = &JsonPointer> {
+        self.redaction.members()
+    }
+
     /// Sets the policy for responses from 500 to 599, panics and timeouts.
     #[must_use]
     pub fn with_server_errors(mut self, server_errors: ServerErrors) -> Self {
@@ -685,8 +723,24 @@ impl Settings {
         if cannot_be_stored(head) || len > self.max_response_body {
             return None;
         }
-        let kept = self.kept.of(&head.headers);
-        StoredResponse::new(head.status.as_u16(), &kept, body, &kept_trailers(trailers)).ok()
+        let mut kept = self.kept.of(&head.headers);
+        let mut trailers = kept_trailers(trailers);
+        // Most routes redact nothing, and copy nothing here.
+        let changed = match self.redaction.has_members() {
+            true => self.redaction.redacted(&body.concat()).ok()?,
+            false => None,
+        };
+        let is_changed = changed.is_some();
+        kept.retain(|(name, _)| self.redaction.keeps(name, is_changed));
+        trailers.retain(|(name, _)| self.redaction.keeps(name, is_changed));
+        let status = head.status.as_u16();
+        match changed {
+            Some(changed) => {
+                kept.push((REDACTED, &b"true"[..]));
+                StoredResponse::new(status, &kept, &[changed.into()], &trailers).ok()
+            }
+            None => StoredResponse::new(status, &kept, body, &trailers).ok(),
+        }
     }
 
     /// Returns true if requests with this method are protected. Methods are compared without regard to case, because

@@ -2,7 +2,8 @@
 
 use bytes::Bytes;
 use oncegate_core::{
-    Extent, FencingToken, RecordId, ResponseError, Step, StepLimitError, StoreError, StoredResponse, limits,
+    Extent, FencingToken, Record, RecordId, RecordedResponse, ResponseError, State, Step, StepLimitError,
+    StoreError, StoredResponse, limits,
 };
 
 use crate::key::{SALT_BYTES, SealKeyId, TAG_BYTES};
@@ -28,6 +29,8 @@ pub enum Part {
     OperatorsResponse,
     /// The result of a step.
     Step,
+    /// A request that a client keeps in its journal.
+    Intent,
 }
 
 impl Part {
@@ -36,11 +39,12 @@ impl Part {
             Self::OwnersResponse => 1,
             Self::OperatorsResponse => 2,
             Self::Step => 3,
+            Self::Intent => 4,
         }
     }
 
     fn of_number(number: u8) -> Option<Self> {
-        [Self::OwnersResponse, Self::OperatorsResponse, Self::Step]
+        [Self::OwnersResponse, Self::OperatorsResponse, Self::Step, Self::Intent]
             .into_iter()
             .find(|part| part.number() == number)
     }
@@ -66,6 +70,16 @@ impl SealInfo {
             .is_sealed()
             .then(|| Envelope::read(response.as_body()).ok().flatten())?
             .map(|sealed| sealed.info)
+    }
+
+    /// The facts about each sealed part of a record, as the store behind a [`SealedStore`](crate::SealedStore) has it: its
+    /// response and its steps.
+    pub fn of_record(record: &Record) -> impl Iterator<Item = Self> {
+        let response = match &record.state {
+            State::Completed(RecordedResponse::Replayable(response)) => Self::of_response(response),
+            _ => None,
+        };
+        response.into_iter().chain(record.steps.as_slice().iter().filter_map(Self::of_step))
     }
 
     /// The facts about a step; `None` if it is not sealed, or if its seal cannot be read.
@@ -121,21 +135,36 @@ pub(crate) struct Place<'a> {
     pub(crate) id: RecordId,
     pub(crate) token: FencingToken,
     pub(crate) part: Part,
+    pub(crate) name: Name<'a>,
+}
+
+/// The name of a part within its place.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Name<'a> {
+    /// A response has none.
+    None,
     /// The number and the name of a step.
-    pub(crate) step: Option<(usize, &'a str)>,
+    Step(usize, &'a str),
+    /// The name of a file.
+    File(&'a str),
 }
 
 impl<'a> Place<'a> {
     pub(crate) const fn owner(id: RecordId, token: FencingToken) -> Self {
-        Self { id, token, part: Part::OwnersResponse, step: None }
+        Self { id, token, part: Part::OwnersResponse, name: Name::None }
     }
 
     pub(crate) const fn operator(id: RecordId) -> Self {
-        Self { id, token: FencingToken::new(0), part: Part::OperatorsResponse, step: None }
+        Self { id, token: FencingToken::new(0), part: Part::OperatorsResponse, name: Name::None }
     }
 
     pub(crate) const fn step(id: RecordId, token: FencingToken, number: usize, name: &'a str) -> Self {
-        Self { id, token, part: Part::Step, step: Some((number, name)) }
+        Self { id, token, part: Part::Step, name: Name::Step(number, name) }
+    }
+
+    const fn intent(file: &'a str) -> Self {
+        let (id, token) = (RecordId::from_bytes([0; 32]), FencingToken::new(0));
+        Self { id, token, part: Part::Intent, name: Name::File(file) }
     }
 
     fn context(&self) -> Vec<u8> {
@@ -144,9 +173,13 @@ impl<'a> Place<'a> {
         context.push(self.part.number());
         context.extend_from_slice(self.id.as_bytes());
         context.extend_from_slice(&self.token.get().to_be_bytes());
-        if let Some((number, name)) = self.step {
-            context.extend_from_slice(&(number as u32).to_be_bytes());
-            context.extend_from_slice(name.as_bytes());
+        match self.name {
+            Name::None => {}
+            Name::Step(number, name) => {
+                context.extend_from_slice(&(number as u32).to_be_bytes());
+                context.extend_from_slice(name.as_bytes());
+            }
+            Name::File(name) => context.extend_from_slice(name.as_bytes()),
         }
         context
     }
@@ -188,6 +221,10 @@ impl<'a> Envelope<'a> {
 
     /// Opens the form as that of this place.
     fn open(&self, place: &Place<'_>, keys: &Keyring) -> Result<Bytes, SealError> {
+        // What the head says is a part of what is sealed only if it is that of the place.
+        if (self.info.part, self.info.token) != (place.part, place.token) {
+            return Err(SealError::Broken);
+        }
         let key = keys.find(self.info.key).ok_or(SealError::KeyMissing(self.info.key))?;
         let mut text = self.ciphertext.to_vec();
         key.decrypt(self.salt, &place.context(), &mut text, self.tag).ok_or(SealError::Broken)?;
@@ -261,7 +298,7 @@ pub(crate) fn open_response(
     if !is_expected {
         return Err(SealError::Broken);
     }
-    let opened = sealed.open(&Place { id, token, part, step: None }, keys)?;
+    let opened = sealed.open(&Place { id, token, part, name: Name::None }, keys)?;
     StoredResponse::decode(opened).ok_or(SealError::Broken)
 }
 
@@ -297,6 +334,23 @@ pub(crate) fn open_step(
     }
     let opened = sealed.open(&Place::step(id, token, number, step.name()), keys)?;
     Step::new(step.name(), opened).map_err(|_| SealError::Broken)
+}
+
+/// Seals a request for the journal of a client, which keeps it in the file with this name. `None` if the keys seal nothing.
+///
+/// # Errors
+/// If the request is too long for the cipher, which needs 64 GiB.
+pub fn seal_intent(file: &str, intent: &[u8], keys: &Keyring) -> Result<Option<Vec<u8>>, SealError> {
+    keys.sealing().map(|key| seal(&Place::intent(file), key, intent)).transpose()
+}
+
+/// Opens a request that [`seal_intent`] sealed for the file with this name.
+///
+/// # Errors
+/// [`SealError::KeyMissing`], [`SealError::UnknownVersion`], or [`SealError::Broken`] if these bytes are not what was sealed
+/// for this file.
+pub fn open_intent(file: &str, sealed: &[u8], keys: &Keyring) -> Result<Bytes, SealError> {
+    Envelope::read(sealed)?.ok_or(SealError::Broken)?.open(&Place::intent(file), keys)
 }
 
 #[cfg(test)]

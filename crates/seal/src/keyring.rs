@@ -42,12 +42,13 @@ pub enum KeyringError {
 pub struct Keyring {
     keys: Arc<[SealKey]>,
     is_required: bool,
+    opens_only: bool,
 }
 
 impl Keyring {
     /// These keys. The first one seals.
     pub fn new(keys: impl IntoIterator<Item = SealKey>) -> Self {
-        Self { keys: keys.into_iter().collect(), is_required: false }
+        Self { keys: keys.into_iter().collect(), is_required: false, opens_only: false }
     }
 
     /// Reads keys from a text with one key in each line. Empty lines and lines that begin with `#` are skipped.
@@ -86,13 +87,32 @@ impl Keyring {
         self.is_required
     }
 
-    /// The ids of the keys in their order. The first key seals.
+    /// Seals nothing, and opens with all keys: for the time before every process has the keys, and for the time after sealing was
+    /// switched off.
+    #[must_use]
+    pub fn with_opens_only(self, opens_only: bool) -> Self {
+        Self { opens_only, ..self }
+    }
+
+    /// Returns true if nothing is sealed.
+    #[must_use]
+    pub const fn opens_only(&self) -> bool {
+        self.opens_only
+    }
+
+    /// The ids of the keys in their order. The first key seals, unless the keys only open.
     pub fn ids(&self) -> impl Iterator<Item = SealKeyId> {
         self.keys.iter().map(SealKey::id)
     }
 
     pub(crate) fn sealing(&self) -> Option<&SealKey> {
-        self.keys.first()
+        self.keys.first().filter(|_| !self.opens_only)
+    }
+
+    /// Returns true if the key with this id is there.
+    #[must_use]
+    pub fn has(&self, id: SealKeyId) -> bool {
+        self.find(id).is_some()
     }
 
     pub(crate) fn find(&self, id: SealKeyId) -> Option<&SealKey> {
@@ -105,6 +125,7 @@ impl fmt::Debug for Keyring {
         f.debug_struct("Keyring")
             .field("keys", &self.ids().collect::<Vec<_>>())
             .field("is_required", &self.is_required)
+            .field("opens_only", &self.opens_only)
             .finish()
     }
 }

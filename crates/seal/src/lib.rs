@@ -19,9 +19,10 @@
 //! ```text
 //! 8 magic "\0ogseal\x01" | 8 key id | u8 part | u64 token | 32 salt | ciphertext | 16 tag      numbers big-endian
 //!
-//! part     1 the response of an owner, 2 the response of an operator, 3 the result of a step
-//! token    the fencing token under which the part was written; 0 for an operator
+//! part     1 the response of an owner, 2 the response of an operator, 3 the result of a step, 4 a request in a client's journal
+//! token    the fencing token under which the part was written; 0 for an operator and in a journal
 //! context  "oncegate-seal-1" | u8 part | 32 record id | u64 token     and for a step: | u32 number | name
+//!                                                                     in a journal: 32 zero bytes as the id, | file name
 //!
 //! key id    = HKDF-Expand(key, "oncegate-seal-1 id", 8)               HKDF-Expand: RFC 5869 with SHA-256
 //! salt key  = HKDF-Expand(key, "oncegate-seal-1 salt", 32)
@@ -43,9 +44,11 @@
 mod envelope;
 mod key;
 mod keyring;
+mod refused;
 mod store;
 
-pub use envelope::{Part, SealError, SealInfo};
+pub use envelope::{Part, SealError, SealInfo, open_intent, seal_intent};
 pub use key::{SealKey, SealKeyError, SealKeyId};
 pub use keyring::{Keyring, KeyringError};
-pub use store::{SealKeys, SealedStore};
+pub use refused::{MissingKey, SealRefusals};
+pub use store::{SealKeys, SealedStore, StoredRecord};

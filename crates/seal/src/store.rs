@@ -4,13 +4,14 @@ use std::fmt;
 use std::sync::{Arc, PoisonError, RwLock};
 
 use oncegate_core::{
-    Command, Complete, Completion, FencingToken, IntoStore, ListPage, ListQuery, Outcome, Record, RecordId,
-    RecordStep, RecordedResponse, Resolution, Resolve, State, Step, Steps, Store, StoreError, StoreFuture,
-    StoredResponse, delegate_store,
+    Advisory, Command, Complete, Completion, FencingToken, IntoStore, ListPage, ListQuery, Outcome, Record,
+    RecordId, RecordStep, RecordedResponse, Resolution, Resolve, State, Step, Steps, Store, StoreError,
+    StoreFuture, StoredResponse, delegate_store,
 };
 
-use crate::envelope::{self, Place, SealError, Writer};
+use crate::envelope::{self, Place, SealError, SealInfo, Writer};
 use crate::keyring::Keyring;
+use crate::refused::SealRefusals;
 
 /// The largest response or step that is sealed or opened while a caller may hold a lock ([`Store::try_apply`]): a few tens of
 /// microseconds.
@@ -63,13 +64,37 @@ impl fmt::Debug for SealKeys {
 pub struct SealedStore {
     store: Arc<dyn Store>,
     keys: SealKeys,
+    refusals: SealRefusals,
 }
 
 impl SealedStore {
     /// Seals the responses and steps of a store.
     #[must_use]
     pub fn new(store: impl IntoStore, keys: impl Into<SealKeys>) -> Self {
-        Self { store: store.into_store(), keys: keys.into() }
+        Self { store: store.into_store(), keys: keys.into(), refusals: SealRefusals::default() }
+    }
+
+    /// The wrapped store, whose records have sealed forms.
+    #[must_use]
+    pub fn wrapped(&self) -> &Arc<dyn Store> {
+        &self.store
+    }
+
+    /// The parts that could not be opened.
+    #[must_use]
+    pub fn refusals(&self) -> SealRefusals {
+        self.refusals.clone()
+    }
+
+    fn refused(&self, error: SealError) -> StoreError {
+        self.refusals.count(error, self.store.now());
+        error.into()
+    }
+
+    /// Opens the response to a claim.
+    fn replay(&self, id: RecordId, response: StoredResponse, keys: &Keyring) -> Result<Outcome, StoreError> {
+        let opened = envelope::open_response(id, Writer::NotKnown, response, keys);
+        opened.map(Outcome::Replay).map_err(|error| self.refused(error))
     }
 
     /// The keys, to replace them.
@@ -82,9 +107,15 @@ impl SealedStore {
     ///
     /// # Errors
     /// As for [`Store::lookup`] of the wrapped store.
-    pub fn lookup_as_stored(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
+    pub fn lookup_as_stored(&self, id: RecordId) -> StoreFuture<'_, Option<StoredRecord>> {
         let (found, keys) = (self.store.lookup(id), self.keys.get());
-        Box::pin(async move { Ok(found.await?.map(|record| open_as_far_as_possible(id, record, &keys))) })
+        Box::pin(async move {
+            Ok(found.await?.map(|record| {
+                let seal = SealInfo::of_record(&record).next();
+                let refused = open(id, record.clone(), &keys).err();
+                StoredRecord { record: open_as_far_as_possible(id, record, &keys), seal, refused }
+            }))
+        })
     }
 
     async fn apply_sealed(&self, id: RecordId, command: Command) -> Result<Outcome, StoreError> {
@@ -97,9 +128,7 @@ impl SealedStore {
             Sealed::Changed(sealed) => self.store.apply(id, sealed).await?,
         };
         match outcome {
-            Outcome::Replay(response) => {
-                Ok(Outcome::Replay(envelope::open_response(id, Writer::NotKnown, response, &keys)?))
-            }
+            Outcome::Replay(response) => self.replay(id, response, &keys),
             Outcome::Fenced | Outcome::StepDiffers if may_be_sent_again(&command) => {
                 let is_there = self.has(id, &command, &keys).await?;
                 Ok(if is_there { repeated(&command) } else { outcome })
@@ -128,6 +157,18 @@ impl SealedStore {
     }
 }
 
+/// A record as far as it can be opened.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct StoredRecord {
+    /// The record. A part that cannot be opened has its sealed form.
+    pub record: Record,
+    /// The facts about the seal of its response or, without one, of its first sealed step.
+    pub seal: Option<SealInfo>,
+    /// The reason why a part cannot be opened.
+    pub refused: Option<SealError>,
+}
+
 impl Store for SealedStore {
     fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
         Box::pin(self.apply_sealed(id, command))
@@ -147,10 +188,7 @@ impl Store for SealedStore {
         match reply {
             // A replay changes nothing, so it may be asked again without the lock.
             Ok(Outcome::Replay(response)) if response.as_body().len() > MAX_AT_ONCE_BYTES => None,
-            Ok(Outcome::Replay(response)) => {
-                let opened = envelope::open_response(id, Writer::NotKnown, response, &keys);
-                Some(opened.map(Outcome::Replay).map_err(StoreError::from))
-            }
+            Ok(Outcome::Replay(response)) => Some(self.replay(id, response, &keys)),
             // These change nothing, either; `apply` finds out if the content is there.
             Ok(Outcome::Fenced | Outcome::StepDiffers) if may_be_sent_again(command) => None,
             reply => Some(reply),
@@ -161,7 +199,7 @@ impl Store for SealedStore {
         let (found, keys) = (self.store.lookup(id), self.keys.get());
         Box::pin(async move {
             let record = found.await?.map(|record| open(id, record, &keys)).transpose();
-            record.map_err(StoreError::from)
+            record.map_err(|error| self.refused(error))
         })
     }
 
@@ -175,7 +213,28 @@ impl Store for SealedStore {
         })
     }
 
-    delegate_store!(self, self.store => purge audit check changed advisories accept_clock now capabilities);
+    /// Those of the wrapped store, and one about keys that were missing and still are.
+    fn advisories(&self) -> Vec<Advisory> {
+        let mut advisories = self.store.advisories();
+        let keys = self.keys.get();
+        let missing: Vec<_> =
+            self.refusals.missing_keys().into_iter().filter(|key| !keys.has(key.id)).collect();
+        if !missing.is_empty() {
+            let ids: Vec<_> = missing.iter().map(|key| key.id.to_string()).collect();
+            let count: u64 = missing.iter().map(|key| key.count).sum();
+            advisories.push(Advisory::new(
+                "seal-key-missing",
+                format!(
+                    "requests were refused ({count} so far), because their records are sealed with keys that this process does not \
+                     have: {}; add these keys",
+                    ids.join(", ")
+                ),
+            ));
+        }
+        advisories
+    }
+
+    delegate_store!(self, self.store => purge audit check changed accept_clock now capabilities);
 }
 
 impl fmt::Debug for SealedStore {

@@ -24,6 +24,8 @@ function context({ part, record, token, number, name }) {
     place.writeUInt32BE(number)
     parts.push(place, Buffer.from(name))
   }
+  // An entry of a client's journal: the name of its file.
+  if (part === 4) parts.push(Buffer.from(name))
   return Buffer.concat(parts)
 }
 
@@ -63,4 +65,11 @@ for (const example of file.parts) {
   assert.throws(() => open([key], { ...place, record: Buffer.alloc(32) }, sealed))
   assert.throws(() => open([Buffer.alloc(32)], place, sealed), /is missing/)
 }
-console.log(`${file.parts.length} sealed forms agree`)
+for (const example of file.intents) {
+  const place = { part: 4, record: Buffer.alloc(32), token: 0, name: example.file }
+  const [plaintext, sealed] = [example.plaintext, example.sealed].map((text) => Buffer.from(text, 'hex'))
+  assert.deepEqual(seal(key, place, plaintext), sealed)
+  assert.deepEqual(open([key], place, sealed), plaintext)
+  assert.throws(() => open([key], { ...place, name: 'other.intent' }, sealed))
+}
+console.log(`${file.parts.length + file.intents.length} sealed forms agree`)

@@ -20,6 +20,7 @@ use serde_json::{Value, json};
 
 use super::listing::Period;
 use super::problem::Problem;
+use super::seal::{self, ReadRecord};
 use super::view::{self, Detail, RecordView};
 use super::{AdminState, listing};
 use crate::config::{did_you_mean, duration};
@@ -125,8 +126,8 @@ pub(super) async fn show(
         };
     }
     let id = listing::find(&state, &id).await?;
-    let record = lookup(&state, id).await?;
-    Ok(view::json(&RecordView::new(id, &record, state.engine.store().now(), detail).json()))
+    let found = read_existing(&state, id).await?;
+    Ok(view::json(&found.view(id, state.engine.store().now(), detail).json()))
 }
 
 /// The request whose record is sought, or only its key. Key and credential are in a body and not in a URL, because
@@ -169,8 +170,7 @@ pub(super) async fn find(State(state): State<AdminState>, body: Body) -> AdminRe
             names.join(" and the ")
         ))
     })?;
-    let record = state.engine.store().lookup(id).await.map_err(|error| Problem::store_read(&error))?;
-    let Some(record) = record else {
+    let Some(found) = read(&state, id).await? else {
         let hint = spelling_hint(&state.settings(&parts.method, parts.uri.path()), find.caller.as_ref());
         return Err(Problem::no_record_of_such(format!(
             "No request with this key, method, path and caller was seen, or its retention is over.{hint} The key alone finds the \
@@ -178,7 +178,7 @@ pub(super) async fn find(State(state): State<AdminState>, body: Body) -> AdminRe
         )));
     };
     let detail = if find.body { Detail::Body } else { Detail::Whole };
-    Ok(view::json(&RecordView::new(id, &record, state.engine.store().now(), detail).json()))
+    Ok(view::json(&found.view(id, state.engine.store().now(), detail).json()))
 }
 
 /// A hint for a caller value that begins with the name of its field or cookie.
@@ -472,9 +472,14 @@ pub(super) async fn audit(State(state): State<AdminState>, query: Pairs) -> Admi
     })))
 }
 
-pub(super) async fn lookup(state: &AdminState, id: RecordId) -> Result<Record, Problem> {
-    let found = state.engine.store().lookup(id).await.map_err(|error| Problem::store_read(&error))?;
-    found.ok_or_else(|| Problem::no_record(id))
+/// Reads a record as far as it can be opened: an operator sees and changes a record also if its response cannot be opened.
+async fn read(state: &AdminState, id: RecordId) -> Result<Option<ReadRecord>, Problem> {
+    seal::read(state, id).await.map_err(|error| Problem::store_read(&error))
+}
+
+/// The same for a record that must exist.
+pub(super) async fn read_existing(state: &AdminState, id: RecordId) -> Result<ReadRecord, Problem> {
+    read(state, id).await?.ok_or_else(|| Problem::no_record(id))
 }
 
 /// The settings of the route that a record's operation belongs to.
@@ -510,7 +515,7 @@ pub(super) async fn settle(
     audit: AuditTexts,
 ) -> Result<Settled, Problem> {
     let AuditTexts { actor, reason } = audit;
-    let record = lookup(state, id).await?;
+    let record = read_existing(state, id).await?.record;
     // The retention is that of the route.
     let retention = settings_of(state, &record).policy().retention();
     let Verdict { resolution, force, amend } = verdict.clone();
@@ -520,8 +525,9 @@ pub(super) async fn settle(
     match state.engine.resolve(id, command).await.map_err(|error| Problem::store(&error))? {
         Outcome::Resolved { from } => {
             // The record was changed, so this error must not report that nothing was.
-            let record = store.lookup(id).await.map_err(|error| Problem::store(&error))?;
-            let record = record.ok_or_else(|| Problem::no_record(id))?;
+            let found = seal::read(state, id).await.map_err(|error| Problem::store(&error))?;
+            let found = found.ok_or_else(|| Problem::no_record(id))?;
+            let record = &found.record;
             let to = record.state_name(store.now());
             tracing::info!(
                 record = %id,
@@ -533,12 +539,12 @@ pub(super) async fn settle(
                 reason,
                 "an operator changed a record"
             );
-            Ok(Settled { from, view: RecordView::new(id, &record, store.now(), Detail::Whole) })
+            Ok(Settled { from, view: found.view(id, store.now(), Detail::Whole) })
         }
         Outcome::NotResolvable { state: None } => Err(Problem::no_record(id)),
         Outcome::NotResolvable { state: Some(found) } => {
             // A response of an operator can be changed, one of the service cannot.
-            let by_operator = lookup(state, id).await?.by_operator;
+            let by_operator = read_existing(state, id).await?.record.by_operator;
             Err(Problem::not_resolvable(id, why_not(found, by_operator, &verdict)))
         }
         other => Err(Problem::internal(format!("The store answered {other:?} to a resolution."))),

@@ -103,7 +103,13 @@ struct Inner {
     spans: [Counter; SpanFate::ALL.len()],
     exports: [[Counter; 2]; Signal::ALL.len()],
     advisories: Family<[Label; 1], Gauge>,
+    /// The keys that encrypt stored responses, by id and use.
+    seal_keys: Family<[(&'static str, String); 2], Gauge>,
+    seal_refused: [Counter; SEAL_REFUSALS.len()],
 }
+
+/// The reasons why a sealed part is not opened.
+const SEAL_REFUSALS: [&str; 3] = ["key-missing", "not-sealed", "broken"];
 
 type Label = (&'static str, &'static str);
 
@@ -307,6 +313,10 @@ impl Metrics {
         let exports: Family<[Label; 2], Counter> = add(r, "otlp_exports", help, Family::default());
         let help = "1 while the store reports this condition to operators, by name";
         let advisories = add(r, "store_advisory", help, Family::default());
+        let help = "1 for each key that encrypts stored responses: it seals and opens, or only opens";
+        let seal_keys = add(r, "seal_key", help, Family::default());
+        let help = "Stored responses and steps that were not opened, by reason";
+        let seal_refused: Family<[Label; 1], Counter> = add(r, "seal_refused", help, Family::default());
         Self(Arc::new(Inner {
             requests: RequestCounters::new(requests),
             routes,
@@ -358,6 +368,8 @@ impl Metrics {
                 })
             }),
             advisories,
+            seal_keys,
+            seal_refused: SEAL_REFUSALS.map(|reason| seal_refused.get_or_create_owned(&[("reason", reason)])),
             registry,
             process: process::registry(),
         }))
@@ -518,6 +530,18 @@ impl Metrics {
         self.0.advisories.clear();
         for advisory in engine.store().advisories() {
             self.0.advisories.get_or_create(&[("name", advisory.name)]).set(1);
+        }
+        self.0.seal_keys.clear();
+        if let Some(seal) = &state.seal {
+            let (keys, refusals) = (seal.keys().get(), seal.refusals());
+            for (number, id) in keys.ids().enumerate() {
+                let role = if number == 0 && !keys.opens_only() { "seals" } else { "opens" };
+                self.0.seal_keys.get_or_create(&[("key", id.to_string()), ("use", role.to_owned())]).set(1);
+            }
+            let counts = [refusals.key_missing(), refusals.not_sealed(), refusals.broken()];
+            for (counter, count) in self.0.seal_refused.iter().zip(counts) {
+                counter.inner().store(count, Ordering::Relaxed);
+            }
         }
         self.0.executing.set(gauged(self.executing()));
         let mut text = String::new();

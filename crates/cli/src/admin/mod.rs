@@ -15,6 +15,8 @@
 //! | `POST /v1/clock/accept` | the store accepts the machine's clock, which was set ahead |
 //! | `GET /v1/audit?before=&limit=` | the changes by operators, with their reasons, newest first |
 //! | `GET /v1/backup` | the files of an embedded store as they are at this moment, as a tar archive |
+//! | `GET /v1/seal` | the ids of the keys that encrypt stored responses, and what could not be opened |
+//! | `GET /v1/seal/usage?cursor=` | the records of a page of the store, counted by the key that sealed them |
 //! | `GET /v1/summary` | the state of the sidecar and its store, and the requests of the last hour |
 //! | `GET /v1/misuse` | requests that look like mistakes of clients, counted by caller and operation |
 //! | `GET`, `PUT`, `DELETE /v1/log-level` | the level of the log; sets it for a time; ends that |
@@ -38,6 +40,7 @@ mod metrics;
 mod problem;
 mod process;
 mod routes;
+mod seal;
 mod summary;
 #[cfg(test)]
 pub(crate) mod tests;
@@ -64,6 +67,7 @@ use hyper_util::service::TowerToHyperService;
 use oncegate_core::{ErrorChain, IdempotencyKey, RecordId, StoreErrorKind};
 use oncegate_engine::{Breaker, BreakerState, Engine};
 use oncegate_http::{IdempotencyLayer, JwtVerifier, Settings};
+use oncegate_seal::SealedStore;
 use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
 
@@ -102,6 +106,8 @@ pub(crate) struct AdminState {
     pub(crate) live: watch::Receiver<AdminLive>,
     /// The store that can be copied while it works.
     pub(crate) backup: BackupStore,
+    /// The store of the engine, if it encrypts stored responses.
+    pub(crate) seal: Option<Arc<SealedStore>>,
 }
 
 /// The part of the state that a reload replaces.
@@ -186,6 +192,8 @@ pub(crate) fn router(state: AdminState) -> Router {
         .route("/v1/keys/{record}/release", post(keys::release))
         .route("/v1/keys/{record}/park", post(keys::park))
         .route("/v1/audit", get(keys::audit))
+        .route("/v1/seal", get(seal::show))
+        .route("/v1/seal/usage", get(seal::usage))
         .route("/v1/summary", get(summary::show))
         .route("/v1/misuse", get(activity::misuse))
         .route("/v1/activity", get(activity::feed))

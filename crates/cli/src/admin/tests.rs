@@ -172,6 +172,7 @@ impl Sidecar {
             dashboard: Dashboard::new("127.0.0.1:1".parse().unwrap()),
             live: watch::channel(live).1,
             backup: BackupStore::default(),
+            seal: None,
         };
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();

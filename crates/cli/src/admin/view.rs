@@ -42,8 +42,23 @@ pub(super) struct RecordView {
     pub(super) after_abandoned: Option<bool>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) response: Option<ResponseView>,
+    /// The response in the place of `response`, if it cannot be opened.
+    #[serde(rename = "response", skip_serializing_if = "Option::is_none")]
+    pub(super) sealed: Option<SealedView>,
+    /// The key that sealed it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) sealed_with: Option<String>,
+    /// The reason why a part of it cannot be opened.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) seal_refused: Option<String>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(super) steps: Vec<StepView>,
+}
+
+/// A stored response in its sealed form, whose status and header fields are not those of the response.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct SealedView {
+    pub(super) sealed_bytes: usize,
 }
 
 /// A stored response.
@@ -91,10 +106,13 @@ pub(super) enum StepResultView {
 
 impl RecordView {
     pub(super) fn new(id: RecordId, record: &Record, now: Timestamp, detail: Detail) -> Self {
-        let (mut lease, mut abandoned, mut stored) = (None, None, None);
+        let (mut lease, mut abandoned, mut stored, mut sealed) = (None, None, None, None);
         match &record.state {
             State::InProgress { lease_until, after_abandoned, .. } => {
                 (lease, abandoned) = (Some(time(*lease_until)), Some(*after_abandoned));
+            }
+            State::Completed(RecordedResponse::Replayable(response)) if response.is_sealed() => {
+                sealed = Some(SealedView { sealed_bytes: response.body().len() });
             }
             State::Completed(RecordedResponse::Replayable(response)) => {
                 stored = Some(ResponseView::new(response, detail));
@@ -119,6 +137,9 @@ impl RecordView {
             lease_until: lease,
             after_abandoned: abandoned,
             response: stored,
+            sealed,
+            sealed_with: None,
+            seal_refused: None,
             steps: steps.map(|step| StepView::new(step, detail)).collect(),
         }
     }

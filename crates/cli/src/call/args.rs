@@ -55,6 +55,17 @@ pub(crate) struct CallArgs {
         help_heading = "Journal"
     )]
     pub(super) journal: Option<PathBuf>,
+    /// Encrypts the entries of the journal with the first key in this file, and opens those of all its keys: one key in each
+    /// line, as `oncegate seal-key new` prints it. ONCEGATE_JOURNAL_KEYS can hold the keys instead, with commas between them.
+    /// Entries in plain text are read, too
+    #[arg(
+        long,
+        value_name = "FILE",
+        env = "ONCEGATE_JOURNAL_KEY_FILE",
+        hide_env_values = true,
+        help_heading = "Journal"
+    )]
+    pub(super) journal_key_file: Option<PathBuf>,
     /// Sends the pending requests of the journal. It contains no credentials (-u, Authorization, Cookie, X-Api-Key and the like):
     /// give them again
     #[arg(long, help_heading = "Journal", conflicts_with_all = ["payload", "output", "include"])]

@@ -13,6 +13,7 @@ use std::sync::Arc;
 
 use oncegate_client::{Api, Client, DefiniteResponse, JournalDir, PendingIntent, ResumeError, RetryPolicy};
 use oncegate_core::ErrorChain;
+use oncegate_seal::Keyring;
 
 pub(crate) use self::args::CallArgs;
 pub(crate) use self::outcome::exit_codes;
@@ -20,6 +21,7 @@ use self::outcome::{End, Sink};
 use self::transport::Wire;
 pub(crate) use self::transport::trusting_file;
 use crate::admin::time;
+use crate::config::{parse_seal_keys, seal_keys_in};
 
 /// Runs the command. The exit code reports how it ended.
 pub(crate) fn run(args: &CallArgs) -> ExitCode {
@@ -66,7 +68,34 @@ fn journal(args: &CallArgs, path: &Path) -> Result<JournalDir, String> {
     let opened = JournalDir::open(path);
     let opened = opened.map_err(|error| format!("--journal {}: {}", path.display(), ErrorChain(&error)))?;
     let opened = opened.with_finished_retention(args.keep_finished);
+    let opened = match journal_keys(args)? {
+        Some(keys) => opened.with_seal_keys(keys),
+        None => opened,
+    };
     Ok(if args.other_credentials { opened.with_other_credentials() } else { opened })
+}
+
+/// The variable with the keys of the journal. It is no flag, because other users can see command lines.
+const JOURNAL_KEYS: &str = "ONCEGATE_JOURNAL_KEYS";
+
+/// The keys of the journal.
+fn journal_keys(args: &CallArgs) -> Result<Option<Keyring>, String> {
+    let keys = std::env::var_os(JOURNAL_KEYS);
+    match (&args.journal_key_file, keys) {
+        (Some(_), Some(_)) => Err(format!(
+            "--journal-key-file and {JOURNAL_KEYS} are both set; the keys must come from one source, so leave one out"
+        )),
+        (Some(file), None) => {
+            let keys = seal_keys_in(file);
+            keys.map(Some).map_err(|why| format!("--journal-key-file {}: {why}", file.display()))
+        }
+        (None, Some(keys)) => {
+            let keys = keys.into_string().map_err(|_| "it is not valid UTF-8".to_owned());
+            let keys = keys.and_then(|keys| parse_seal_keys(&keys.replace(',', "\n")));
+            keys.map(Some).map_err(|why| format!("{JOURNAL_KEYS}: {why}"))
+        }
+        (None, None) => Ok(None),
+    }
 }
 
 async fn call(args: &CallArgs) -> Result<End, String> {

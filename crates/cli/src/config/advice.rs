@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use http::Method;
 use http::header::AUTHORIZATION;
-use oncegate_http::{BodyComparison, CallerPart};
+use oncegate_http::{BodyComparison, CallerPart, CompletedBy};
 
 use super::assemble::{given, is_given, is_loopback};
 use super::problem::{Problem, Source, did_you_mean};
@@ -41,8 +41,13 @@ pub(super) fn on_service(values: &Values) -> Vec<Problem> {
 }
 
 /// Warnings about files with secrets that every user of this machine can read.
-pub(super) fn on_secrets(token: Option<&PathBuf>, tls: Option<&TlsFiles>) -> Vec<Problem> {
-    let secrets = [("the admin token", token), ("the TLS key", tls.map(|files| &files.key))];
+pub(super) fn on_secrets(
+    token: Option<&PathBuf>,
+    seal: Option<&PathBuf>,
+    tls: Option<&TlsFiles>,
+) -> Vec<Problem> {
+    let secrets =
+        [("the admin token", token), ("the seal keys", seal), ("the TLS key", tls.map(|files| &files.key))];
     let warning = |(what, file): (&str, Option<&PathBuf>)| {
         Some(Problem::warning(None, readable_by_all_users(what, file?)?))
     };
@@ -148,6 +153,13 @@ pub(super) fn on_route(values: &Values, route: &RouteConfig) -> Vec<Problem> {
     };
     if let Some(pointers) = pointers.filter(|pointers| !unused.is_empty() && !pointers.value.is_empty()) {
         warn(Some(pointers.source.clone()), unused.to_owned());
+    }
+    if route.settings.redacted_members().next().is_some()
+        && route.settings.completed_by() == CompletedBy::Upstream
+    {
+        let what = "a response that the service itself stores, with oncegate.complete(record, token, response), is not redacted; let the \
+                    sidecar add the response: call oncegate.complete(record, token)";
+        warn(source(values, "redact-response"), what.to_owned());
     }
     advice.extend(on_chosen_scope(values, route));
     advice.extend(on_credentials_next_to_tokens(values, route));

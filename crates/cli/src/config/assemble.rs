@@ -22,6 +22,7 @@ use super::file::RouteTable;
 use super::problem::{FilePlace, Problem, Source};
 use super::rate;
 use super::scope;
+use super::seal;
 use super::settings::{Setting, Sourced, Values};
 use super::units::{self, AdminToken, Origin, ProfileChoice, StoreChoice, StoreOutage, Upstream};
 use super::{Config, Draft, FixedValues, Route, RouteConfig, TlsFiles, apply};
@@ -44,8 +45,9 @@ pub(super) fn draft(
     let problems = &mut problems;
     let tls = tls(values, problems);
     let mut warnings = advice::on_service(values);
-    warnings
-        .extend(advice::on_secrets(values.admin_token_file.as_ref().map(|file| &file.value), tls.as_ref()));
+    let file = |given: &Option<Sourced<PathBuf>>| given.as_ref().map(|file| file.value.clone());
+    let (token_file, seal_file) = (file(&values.admin_token_file), file(&values.seal_keys_file));
+    warnings.extend(advice::on_secrets(token_file.as_ref(), seal_file.as_ref(), tls.as_ref()));
     let jwt = scope::jwt_verifier(values, problems);
     if jwt.is_some() {
         warnings.extend(advice::on_token_secret(values));
@@ -80,6 +82,11 @@ pub(super) fn draft(
         std::iter::once(&default).chain(routes.iter().map(|route| &route.config)),
         problems,
     );
+    let seal = seal::settings(values, problems);
+    warnings.extend(seal::advice(
+        values,
+        std::iter::once(&default).chain(routes.iter().map(|route| &route.config)),
+    ));
     let store_must_exist = given(&values.store_must_exist);
     check_store_must_exist(values, problems);
     check_service(values, store.is_some(), problems);
@@ -133,6 +140,7 @@ pub(super) fn draft(
         store_must_exist,
         service: values.service.as_ref().map(|service| service.value.clone()),
         tls: tls.clone(),
+        seal,
         jwt,
         jwt_keys: values.jwt_keys.as_ref().map(|keys| keys.value.clone()),
         default,
@@ -606,6 +614,12 @@ fn settings(values: &Values, profile: Profile) -> Result<Settings, ConfigError> 
     }
     if let Some(names) = &values.stored_headers {
         settings = settings.with_stored_headers(names.value.iter().cloned())?;
+    }
+    if let Some(members) = &values.redact_response {
+        settings = settings.with_redacted_members(members.value.clone())?;
+    }
+    if let Some(names) = &values.redact_headers {
+        settings = settings.with_redacted_headers(names.value.clone());
     }
     if given(&values.store_outage) == StoreOutage::Open {
         settings = settings.danger_fail_open();

@@ -24,6 +24,7 @@ pub(crate) struct Cors {
 
 const EMPTY: HeaderValue = HeaderValue::from_static("");
 const IDEMPOTENCY_STATUS: HeaderName = HeaderName::from_static("idempotency-status");
+static IDEMPOTENCY_REDACTED: HeaderName = HeaderName::from_static("idempotency-redacted");
 const RATE_LIMIT: HeaderName = HeaderName::from_static("ratelimit");
 const RATE_LIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
 
@@ -53,7 +54,8 @@ impl Cors {
             &RATE_LIMIT,
             &RATE_LIMIT_POLICY,
         ];
-        let own = settings.key_headers().iter().chain(own).chain(settings.profile_headers());
+        let redacted = settings.redacted_members().next().map(|_| &IDEMPOTENCY_REDACTED);
+        let own = settings.key_headers().iter().chain(own).chain(redacted).chain(settings.profile_headers());
         let mut names: Vec<&str> = own.chain(more).map(HeaderName::as_str).collect();
         let mut seen = Vec::new();
         names.retain(|name| {

@@ -13,6 +13,8 @@ const PREFIX: &str = "ONCEGATE_";
 const OTHERS: &[&str] = &[
     "ONCEGATE_CALL_USER",
     "ONCEGATE_JOURNAL",
+    "ONCEGATE_JOURNAL_KEY_FILE",
+    "ONCEGATE_JOURNAL_KEYS",
     "ONCEGATE_LOG",
     #[cfg(feature = "failpoints")]
     "ONCEGATE_FAILPOINT",

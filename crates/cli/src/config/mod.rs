@@ -16,6 +16,7 @@ mod paths;
 mod problem;
 mod rate;
 mod scope;
+mod seal;
 mod settings;
 mod standard_env;
 mod store_url;
@@ -54,6 +55,9 @@ pub(crate) use self::flags::parse as parse_flags;
 pub(crate) use self::flags::{ProxyArgs, drop_far_suggestion};
 pub(crate) use self::problem::{Problem, Problems, Source, did_you_mean};
 pub(crate) use self::scope::KeySetPlace;
+pub(crate) use self::seal::{
+    MAX_KEY_TEXT, SealKeySource, SealSettings, parse as parse_seal_keys, seal_keys_in,
+};
 pub(crate) use self::settings::{Fallback, Raw, SETTINGS, SettableIn, Setting};
 use self::trusted::TrustedProxies;
 #[cfg(test)]
@@ -168,6 +172,8 @@ pub(crate) struct Config {
     /// The service that keys belong to, if the store may have those of others.
     pub(crate) service: Option<ServiceName>,
     pub(crate) tls: Option<TlsFiles>,
+    /// The keys that encrypt stored responses; `None` stores them in clear.
+    pub(crate) seal: Option<SealSettings>,
     /// Verifies the tokens that name callers.
     pub(crate) jwt: Option<JwtVerifier>,
     /// The place of its keys.
@@ -467,6 +473,9 @@ impl Config {
             pairs.filter(|(one, other)| one != other).map(|((name, _), _)| *name).collect();
         if self.tls.is_some() != other.tls.is_some() {
             names.push("tls-cert");
+        }
+        if self.seal.is_some() != other.seal.is_some() {
+            names.push("seal-keys-file");
         }
         names
     }

@@ -30,12 +30,21 @@ pub(super) fn make_absolute(values: &mut Values, file: Option<&Path>, problems: 
         &mut values.tls_client_ca,
         &mut values.tls_client_crl,
         &mut values.admin_token_file,
+        &mut values.seal_keys_file,
     ];
     for given in files.into_iter().flatten() {
         note(&given.source, base.apply(&mut given.value, &given.source));
     }
     if let Some(Sourced { value: KeySetPlace::File(path), source }) = &mut values.jwt_keys {
         note(source, base.apply(path, source));
+    }
+    if let Some(Sourced { value: words, source }) = &mut values.seal_keys_command
+        && let Some(program) = words.first_mut()
+        && program.contains('/')
+    {
+        let mut path = PathBuf::from(&*program);
+        note(source, base.apply(&mut path, source));
+        *program = path.to_string_lossy().into_owned();
     }
     if let Some(Sourced { value, source }) = &mut values.store {
         note(source, base.apply_to_store(value, source));

@@ -16,11 +16,13 @@ use oncegate_http::{
     AuthorityRole, BodyComparison, CompletedBy, JwtAlgorithm, KeyFormat, KeyScope, KeySyntax, PathCase,
     RateQuota, ServerErrors, TrailingSlash,
 };
+use oncegate_seal::Keyring;
 
 use super::Playground;
 use super::problem::Source;
 use super::rate;
 use super::scope::{self, KeySetPlace, ScopePart};
+use super::seal;
 use super::trusted::{self, TrustedProxies};
 use super::units::{
     self, AdminToken, DAY, MILLI, Origin, ProfileChoice, SECOND, StoreChoice, StoreOutage, Upstream,
@@ -168,6 +170,7 @@ mod heading {
     pub(super) const SERVICE: &str = "The sidecar and its service";
     pub(super) const KEYS: &str = "Keys";
     pub(super) const RECORDS: &str = "Records and outcomes";
+    pub(super) const SEALING: &str = "Encryption of stored responses";
     pub(super) const REQUESTS: &str = "Comparison of requests";
     pub(super) const BROWSERS: &str = "Browsers on other origins";
     pub(super) const LIMITS: &str = "Limits and timeouts";
@@ -512,6 +515,43 @@ settings! {
     /// are always stored.
     "stored-headers" RECORDS Route Many "NAME,…" Nothing("");
     stored_headers: HeaderName = units::stored_header;
+
+    /// A list of members of JSON responses that are not stored, such as `/card/number` (JSON pointers; a step `*` is every
+    /// element or member). The first client gets them; a replay has `null` in their place, and the field
+    /// `Idempotency-Redacted`. A response that is not JSON is not stored at all then, and its replay is refused. The
+    /// comparison of requests is not affected.
+    "redact-response" RECORDS Route Many "POINTER,…" Nothing("");
+    redact_response: JsonPointer = units::redacted;
+
+    /// A list of header fields of responses that are not stored, although they are by default or because of stored-headers.
+    "redact-headers" RECORDS Route Many "NAME,…" Nothing("");
+    redact_headers: HeaderName = units::header_name;
+
+    /// Encrypts responses and the results of steps before the store gets them, with the keys in this file: one in each line, as
+    /// `oncegate seal-key new` prints it. The first key seals, all open. A reload reads the file again. docs/reference/sealing.md
+    /// describes how keys are replaced.
+    "seal-keys-file" SEALING Live One "FILE" Nothing("responses are stored in clear");
+    seal_keys_file: PathBuf = units::path;
+
+    /// The keys themselves, with commas or line ends between them. In the environment only, as ONCEGATE_SEAL_KEYS.
+    "seal-keys" SEALING Secret One "KEYS" Nothing("");
+    seal_keys: Keyring = seal::keys;
+
+    /// A program that prints the keys, and its arguments, such as one that asks a key management service: an array in the
+    /// file. It runs at the start and at each reload, without a shell, for at most 10 seconds. Logs show its arguments, and
+    /// what it writes to its standard error.
+    "seal-keys-command" SEALING Live Many "WORD,…" Nothing("");
+    seal_keys_command: String = seal::word;
+
+    /// Refuses stored responses and steps that are not sealed, so that an attacker who can write to the store cannot replace a
+    /// sealed response by an invented one. Set it once the longest retention has passed since all sidecars seal.
+    "seal-required" SEALING Live Switch "BOOL" Value("false");
+    seal_required: bool = units::boolean;
+
+    /// Opens sealed responses, and seals nothing: until all sidecars of a store have the keys, and after sealing was switched
+    /// off.
+    "seal-opens-only" SEALING Live Switch "BOOL" Value("false");
+    seal_opens_only: bool = units::boolean;
 
     /// A list of members that are ignored when JSON bodies are compared, such as `/meta/timestamp` (JSON pointers). A body that
     /// consists only of ignored members is compared as a whole.

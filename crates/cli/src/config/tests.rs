@@ -80,6 +80,10 @@ fn settings_have_defaults() {
     assert_eq!(config.warnings, []);
 }
 
+/// A key that seals.
+const SEAL_KEY: &str =
+    "ogseal1_d76b7626affc02af_0101010101010101010101010101010101010101010101010101010101010101";
+
 /// For every setting, a valid value and the part of the configuration that it changes. That part is empty for the settings
 /// that have no effect alone: a certificate without its key, and rights of other origins without origins.
 const SAMPLES: &[(&str, &str, &str)] = &[
@@ -155,6 +159,13 @@ const SAMPLES: &[(&str, &str, &str)] = &[
     ("store-outage", "open", "fails_open: true"),
     ("shadow", "true", "is_shadow: true"),
     ("stored-headers", "X-Order", "kept: KeptHeaders { more: [\"x-order\"] }"),
+    ("redact-response", "/card/number", "members: [JsonPointer(\"/card/number\")]"),
+    ("redact-headers", "X-Token", "headers: [\"x-token\"] }"),
+    ("seal-keys-file", "SEAL-KEYS", "seal: Some(SealSettings"),
+    ("seal-keys", SEAL_KEY, "seal: Some(SealSettings { source: Read(Keyring"),
+    ("seal-keys-command", "print-keys", "source: Command([\"print-keys\"])"),
+    ("seal-required", "true", ""),
+    ("seal-opens-only", "true", ""),
     ("fingerprint.exclude", "/meta", "include: [], exclude: [JsonPointer(\"/meta\")]"),
     ("fingerprint.include", "/order", "include: [JsonPointer(\"/order\")], exclude: []"),
     ("fingerprint.body", "raw", "raw_bodies: true"),
@@ -920,6 +931,9 @@ fn every_setting_of_the_service_arrives() {
     let token = tempfile::NamedTempFile::new().unwrap();
     fs::write(token.path(), "0123456789abcdef").unwrap();
     let token = token.path().to_str().unwrap();
+    let seal_keys = tempfile::NamedTempFile::new().unwrap();
+    fs::write(seal_keys.path(), SEAL_KEY).unwrap();
+    let seal_keys = seal_keys.path().to_str().unwrap();
     let here = std::env::current_dir().unwrap();
     let default = format!("{:?}", Given { env: &[TO], ..NOTHING }.config());
     let is_of_service =
@@ -928,13 +942,18 @@ fn every_setting_of_the_service_arrives() {
         let (name, (text, arrives)) = (setting.name, sample(setting.name));
         if arrives.is_empty() {
             assert!(
-                ["tls-", "jwt-", "otlp-"].iter().any(|group| name.starts_with(group)),
+                ["tls-", "jwt-", "otlp-", "seal-"].iter().any(|group| name.starts_with(group)),
                 "add what `{name}` changes to SAMPLES"
             );
             continue;
         }
         let variable = setting.variable();
-        let said = [TO, (&variable, if name == "admin-token-file" { token } else { text })];
+        let text = match name {
+            "admin-token-file" => token,
+            "seal-keys-file" => seal_keys,
+            _ => text,
+        };
+        let said = [TO, (&variable, text)];
         let config = format!("{:?}", Given { env: &said[usize::from(name == "to")..], ..NOTHING }.config());
         assert!(config.contains(arrives), "{name}: {config}");
         assert!(!default.contains(arrives), "{name}: {default}");
@@ -1096,4 +1115,79 @@ fn the_example_on_the_reference_page_works() {
     let given = Given { file: example, ..NOTHING };
     assert_eq!(given.problems(), [""; 0]);
     assert_eq!(given.config().routes.len(), 5);
+}
+
+#[test]
+fn seal_keys_come_from_one_source_and_mistakes_show_no_key() {
+    let with_key = ("ONCEGATE_SEAL_KEYS", SEAL_KEY);
+    let slip = format!("{SEAL_KEY},{}", SEAL_KEY.replace("01_", "02_").replace("af_01", "af_02"));
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("keys");
+    fs::write(&file, "hunter2\n").unwrap();
+    fs::set_permissions(&file, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
+    let file_flag = format!("--seal-keys-file={}", file.display());
+    let large = dir.path().join("large");
+    fs::write(&large, vec![b'#'; 70_000]).unwrap();
+    fs::set_permissions(&large, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
+    let large_flag = format!("--seal-keys-file={}", large.display());
+    let file_problem = format!("--seal-keys-file: {}: line 1 is not a key", file.display());
+    let large_problem = format!("--seal-keys-file: {}: is too large for a file of keys", large.display());
+    let table: &[(Given<'_>, &str)] = &[
+        (
+            Given { env: &[TO, with_key], flags: &["--seal-keys-command=vault"], ..NOTHING },
+            "--seal-keys-command: ONCEGATE_SEAL_KEYS is set, too; the seal keys must come from one source",
+        ),
+        (
+            Given { env: &[TO], flags: &["--seal-required"], ..NOTHING },
+            "--seal-required: there are no keys; set seal-keys-file, seal-keys-command or ONCEGATE_SEAL_KEYS, too",
+        ),
+        (
+            Given { env: &[TO], flags: &["--seal-opens-only"], ..NOTHING },
+            "--seal-opens-only: there are no keys",
+        ),
+        (
+            Given { env: &[TO, with_key], flags: &["--seal-required", "--seal-opens-only"], ..NOTHING },
+            "--seal-opens-only: nothing is sealed (seal-opens-only), and unsealed responses are refused",
+        ),
+        (
+            Given { env: &[TO, ("ONCEGATE_SEAL_KEYS", &slip)], flags: &["--seal-required"], ..NOTHING },
+            "ONCEGATE_SEAL_KEYS: line 2 is not a key: the digits of the key do not fit its id",
+        ),
+        (Given { env: &[TO], flags: &[&file_flag], ..NOTHING }, &file_problem),
+        (Given { env: &[TO], flags: &[&large_flag], ..NOTHING }, &large_problem),
+        (
+            Given { env: &[TO], file: &format!("seal-keys = \"{SEAL_KEY}\""), ..NOTHING },
+            "oncegate.toml:1:1: seal-keys: a secret does not belong here; put it into ONCEGATE_SEAL_KEYS or name a file with \
+             `seal-keys-file`",
+        ),
+    ];
+    for (given, expected) in table {
+        let problems = given.problems();
+        assert!(problems.len() == 1 && problems[0].starts_with(expected), "{problems:#?}\n{expected}");
+        assert!(!problems[0].contains("0101") && !problems[0].contains("hunter2"), "{problems:?}");
+    }
+    let config = Given { env: &[TO, with_key], flags: &["--seal-required"], ..NOTHING }.config();
+    let shown = format!("{config:?} {}", config.safe_summary());
+    assert!(shown.contains("d76b7626affc02af") && !shown.contains("0101"), "{shown}");
+}
+
+#[test]
+fn a_program_for_seal_keys_is_relative_to_the_file_that_names_it_if_it_is_a_path() {
+    let source = |word: &str| {
+        let file = format!("seal-keys-command = [\"{word}\", \"a,b\"]");
+        let (draft, dir) = Given { env: &[TO], file: &file, ..NOTHING }.draft();
+        let source = format!("{:?}", draft.config.unwrap().seal.unwrap().source);
+        source.replace(&format!("{}/", dir.path().display()), "")
+    };
+    assert_eq!(source("./bin/keys"), "Command([\"bin/keys\", \"a,b\"])");
+    assert_eq!(source("vault"), "Command([\"vault\", \"a,b\"])");
+}
+
+#[test]
+fn responses_that_the_service_stores_itself_are_warned_about() {
+    let file = "seal-required = true\n[[route]]\npath = \"/a\"\ncompletion = \"upstream\"\nredact-response = [\"/card\"]\n";
+    let env: &[_] = &[TO, TRANSACTIONS, SERVICE, ("ONCEGATE_SEAL_KEYS", SEAL_KEY)];
+    let warnings = format!("{:?}", Given { env, file, ..NOTHING }.config().warnings);
+    assert!(warnings.contains("is not sealed, and retries of it are refused"), "{warnings}");
+    assert!(warnings.contains("is not redacted; let the sidecar add the response"), "{warnings}");
 }

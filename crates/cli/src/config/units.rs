@@ -649,6 +649,13 @@ pub(crate) fn excluded(text: &str) -> Read<JsonPointer> {
     }
 }
 
+/// Reads a member of responses that is not stored.
+pub(crate) fn redacted(text: &str) -> Read<JsonPointer> {
+    let pointer = json_pointer(text)?;
+    let checked = Settings::default().with_redacted_members(vec![pointer.clone()]);
+    checked.map(|_| pointer).map_err(|error| error.to_string())
+}
+
 pub(crate) fn key_format(text: &str) -> Read<KeyFormat> {
     match text {
         "any" => Ok(KeyFormat::Any),

@@ -270,6 +270,8 @@ fn member_of(path: &str) -> &'static str {
         "/v1/keys" => "records",
         "/v1/audit" => "entries",
         "/v1/clock/accept" => "ahead_seconds",
+        "/v1/seal" => "keys",
+        "/v1/seal/usage" => "sealed",
         _ => "record",
     }
 }

@@ -7,6 +7,7 @@ mod client;
 mod clock;
 mod health;
 mod print;
+mod seals;
 #[cfg(test)]
 mod tests;
 
@@ -26,6 +27,7 @@ pub(crate) use self::backup::BackupArgs;
 use self::client::Client;
 pub(crate) use self::clock::ClockArgs;
 pub(crate) use self::health::HealthArgs;
+pub(crate) use self::seals::SealUsageArgs;
 use crate::admin::searched_key;
 
 /// Lists and shows the records of a running sidecar, and resolves those whose outcome is unknown.
@@ -283,6 +285,11 @@ pub(crate) fn run_health(args: &HealthArgs) -> ExitCode {
 /// Runs the command that copies the store. The exit code reports how it ended.
 pub(crate) fn run_backup(args: &BackupArgs) -> ExitCode {
     ask(async |out: &mut StdoutLock<'_>| backup::execute(args, env, out).await)
+}
+
+/// Runs the command that counts records by seal key. The exit code reports how it ended.
+pub(crate) fn run_seal_usage(args: &SealUsageArgs) -> ExitCode {
+    ask(async |out: &mut StdoutLock<'_>| seals::execute(args, env, out).await)
 }
 
 fn env(name: &str) -> Option<String> {

@@ -136,8 +136,16 @@ pub(super) fn record(view: &Value, flags: &str, as_json: bool, out: &mut impl Wr
             (result, _) => writeln!(out, ": {}", text(result))?,
         }
     }
+    if let Some(key) = view["sealed_with"].as_str() {
+        writeln!(out, "{:<16}the key {}", "sealed with", printable(key, false))?;
+    }
+    if let Some(why) = view["seal_refused"].as_str() {
+        writeln!(out, "{:<16}{}", "not opened", printable(why, false))?;
+    }
     let response = &view["response"];
-    if !response.is_null() {
+    if let Some(bytes) = response["sealed_bytes"].as_u64() {
+        writeln!(out, "{:<16}sealed, {bytes} bytes", "response")?;
+    } else if !response.is_null() {
         writeln!(
             out,
             "{:<16}{}, {} bytes",

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use oncegate_engine::LogThrottle;
 use oncegate_http::IdempotencyLayer;
+use oncegate_seal::SealKeys;
 use tokio::signal::unix::Signal;
 use tokio::sync::watch;
 
@@ -20,6 +21,7 @@ use super::run::allow_many_files;
 use super::{server_config, tls};
 use crate::admin::{AdminLive, Metrics, ReloadSubject};
 use crate::config::{Config, ProxyArgs, TlsFiles};
+use crate::seal;
 use crate::systemd::ServiceManager;
 
 /// The interval in which the certificate files are checked.
@@ -44,6 +46,8 @@ pub(super) struct Reloader {
     base: IdempotencyLayer,
     live: watch::Sender<Live>,
     admin: watch::Sender<AdminLive>,
+    /// The keys that encrypt stored responses, which a reload replaces.
+    seal_keys: Option<SealKeys>,
     certificate: Certificate,
     /// Limits the warnings about the certificate in use.
     date_warnings: LogThrottle,
@@ -85,7 +89,12 @@ impl Reloader {
     ) -> Self {
         let certificate = Certificate::default();
         let date_warnings = LogThrottle::new(WARNING_INTERVAL);
-        Self { args, metrics, base, live, admin, certificate, date_warnings, manager }
+        Self { args, metrics, base, live, admin, seal_keys: None, certificate, date_warnings, manager }
+    }
+
+    /// Also replaces these keys.
+    pub(super) fn with_seal_keys(self, seal_keys: Option<SealKeys>) -> Self {
+        Self { seal_keys, ..self }
     }
 
     /// Reloads on each hangup, and when the certificate files change.
@@ -117,7 +126,7 @@ impl Reloader {
     async fn reload(&mut self) -> bool {
         let content = self.read_certificate().await;
         let before = self.live.borrow().config.clone();
-        let result = self.try_reload();
+        let result = self.try_reload().await;
         let is_applied = result.is_ok();
         self.metrics.observe_reload(ReloadSubject::Configuration, is_applied);
         match result {
@@ -155,7 +164,7 @@ impl Reloader {
         is_applied
     }
 
-    fn try_reload(&self) -> Result<Arc<Config>, Vec<String>> {
+    async fn try_reload(&self) -> Result<Arc<Config>, Vec<String>> {
         let mut config = Config::load(&self.args)
             .map_err(|problems| problems.0.iter().map(ToString::to_string).collect::<Vec<_>>())?;
         allow_many_files(&mut config);
@@ -166,6 +175,14 @@ impl Reloader {
                 fixed.join(", ")
             )]);
         }
+        // First, because a program may have to be asked; and nothing is applied before everything is known to be right.
+        let seal_keys = match &config.seal {
+            Some(settings) => {
+                let keys = seal::load(settings, |line| tracing::warn!("{line}")).await;
+                Some(keys.map_err(|error| vec![error])?)
+            }
+            None => None,
+        };
         config.keep_keys_of(&self.live.borrow().config);
         config.keep_counts_of(&self.live.borrow().config);
         if let Some(verifier) = config.jwt.clone() {
@@ -184,6 +201,13 @@ impl Reloader {
         let questions = ReconcileClients::new(config.clone(), self.metrics.clone()).map_err(one)?;
         let layer = config.routes_on(self.base.clone().without_routes(), |route| questions.settings(route));
         let layer = layer.map_err(|error| vec![error.to_string()])?;
+        if let (Some(keys), Some(now)) = (&self.seal_keys, seal_keys) {
+            for warning in seal::warnings(&keys.get(), &now) {
+                tracing::warn!("{warning}");
+            }
+            tracing::info!("sealing: {}", seal::describe(&now));
+            keys.replace(now);
+        }
         let jwt = config.jwt.clone();
         self.admin.send_replace(AdminLive {
             config: config.clone(),

@@ -11,6 +11,7 @@ use oncegate_embedded::{EmbeddedOptions, EmbeddedStore};
 use oncegate_engine::{Breaker, Engine};
 use oncegate_postgres::{PostgresOptions, PostgresStore};
 use oncegate_redis::{RedisOptions, RedisStore, Severity};
+use oncegate_seal::SealedStore;
 use rustix::process::{Resource, getrlimit, setrlimit};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{oneshot, watch};
@@ -22,10 +23,13 @@ use super::reload::Reloader;
 use super::{BoundAddress, ConnectionLimit, DataPath, RequestLimit, cached, server_config};
 use crate::access_log::AccessLog;
 use crate::activity::Activity;
-use crate::admin::{self, AbandonedRecords, AdminLive, AdminState, BackupStore, Dashboard, Draining, count_records};
+use crate::admin::{
+    self, AbandonedRecords, AdminLive, AdminState, BackupStore, Dashboard, Draining, count_records,
+};
 use crate::check::{existing, has_other_files};
 use crate::config::{Config, ProxyArgs, StoreChoice, StoreUrl, duration_text};
 use crate::otlp::OtlpExporter;
+use crate::seal;
 use crate::signals::Signals;
 use crate::systemd::ServiceManager;
 use crate::trace::Tracer;
@@ -184,6 +188,10 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
     let admin =
         BoundAddress::new(config.admin).map_err(|error| cannot_listen("--admin", config.admin, &error))?;
     let (listen_address, admin_address) = (listen.address, admin.address);
+    let seal_keys = match &config.seal {
+        Some(settings) => Some(seal::load(settings, |line| tracing::warn!("{line}")).await?),
+        None => None,
+    };
     let backup = BackupStore::default();
     let opened = late::open(&config, &backup).await?;
     let cache = cached::open(&config).await?;
@@ -201,6 +209,14 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
     let breaker =
         breaker.with_probe_timeout(config.store_timeout).map_err(|error| error.to_string())?.build();
     let (store, cached) = cached::before(Arc::new(breaker.clone()), cache);
+    // Counting needs no response, so it decrypts none.
+    let counted = store.clone();
+    // Before the cache, which so has sealed responses only.
+    let seal = seal_keys.map(|keys| {
+        tracing::info!("sealing: {}", seal::describe(&keys));
+        Arc::new(SealedStore::new(store.clone(), keys))
+    });
+    let store = seal.clone().map_or(store, |seal| seal as Arc<dyn Store>);
     let left = AbandonedRecords::default();
     let builder = Engine::builder(store).with_runtime(control);
     let builder = match config.service.clone() {
@@ -214,7 +230,7 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
     #[cfg(not(feature = "failpoints"))]
     let builder = builder.with_observer(observers);
     let engine = builder.build();
-    tokio::spawn(count_records(engine.store().clone(), left, metrics.clone()));
+    tokio::spawn(count_records(counted, left, metrics.clone()));
     let (sampled, counters) = (activity.clone(), metrics.clone());
     tokio::spawn(async move { sampled.hour().sample(|| counters.outcome_counts()).await });
     let access_log = config.access_log.map(|format| AccessLog::start(format, &metrics));
@@ -247,6 +263,7 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
         without_key: without_key.clone(),
         dashboard: Dashboard::new(listen_address),
         live: admin_changes,
+        seal: seal.clone(),
         backup,
     };
     let (otlp, tracer) = match config.otlp.clone() {
@@ -270,7 +287,8 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
         tokio::spawn(async move { verifier.refresh().await });
     }
     let manager = ServiceManager::from_env();
-    let reloader = Reloader::new(args.clone(), metrics.clone(), layer, live, admin_live, manager.clone());
+    let reloader = Reloader::new(args.clone(), metrics.clone(), layer, live, admin_live, manager.clone())
+        .with_seal_keys(seal.map(|seal| seal.keys()));
     let health = manager.thread_health();
     let path = DataPath {
         engine,

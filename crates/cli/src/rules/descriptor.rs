@@ -55,6 +55,8 @@ pub(super) struct Operation {
     pub(super) is_shadow: bool,
     /// The header field that marks a replay, and its value.
     pub(super) replay_marker: (String, String),
+    /// The members of responses that replays have as `null`.
+    pub(super) redacted: Vec<String>,
     pub(super) keeps_server_errors: bool,
     pub(super) released: Vec<String>,
     pub(super) compares: String,
@@ -267,6 +269,7 @@ impl Operation {
             fails_open: settings.fails_open(),
             is_shadow: settings.is_shadow(),
             replay_marker: profile.replay_marker(),
+            redacted: settings.redacted_members().map(|member| member.as_str().to_owned()).collect(),
             keeps_server_errors: settings.keeps_server_errors(),
             released: released(settings),
             compares: row("fingerprint.body"),
@@ -325,6 +328,7 @@ impl Operation {
             "retentionSeconds": self.retention.as_secs(),
             "waitMilliseconds": u64::try_from(self.wait.as_millis()).unwrap_or(u64::MAX),
             "replayMarker": self.replay_marker.0,
+            "redactedMembers": self.redacted,
             "afterCrash": match self.on_abandoned {
                 OnAbandoned::Reexecute => "reexecute",
                 OnAbandoned::Reconcile => "reconcile",

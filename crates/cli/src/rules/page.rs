@@ -161,7 +161,7 @@ fn rows(operation: &Operation) -> Vec<(&'static str, String)> {
         ("Unique for", unique),
         ("Callers", callers(operation)),
         ("Kept for", format!("{} from the response on", duration_text(operation.retention))),
-        ("Replays", format!("have the field {}: {}", operation.replay_marker.0, operation.replay_marker.1)),
+        ("Replays", replays(operation)),
         ("Server errors", server_errors(operation).to_owned()),
         ("After a crash", after_crash(operation).to_owned()),
         ("Never kept", format!("the key is free again after responses with {}: nothing was decided, so send the corrected request with the same key", operation.released.join(", "))),
@@ -291,6 +291,19 @@ fn callers(operation: &Operation) -> String {
         false => {}
     }
     text
+}
+
+fn replays(operation: &Operation) -> String {
+    let (name, value) = &operation.replay_marker;
+    let marked = format!("have the field {name}: {value}");
+    match operation.redacted.as_slice() {
+        [] => marked,
+        members => format!(
+            "{marked}. The members {} of a response are not kept: a replay has null in their place, and the field Idempotency-Redacted: \
+             true. A response that is not JSON is not replayed: it is done, and a retry is refused",
+            members.join(", ")
+        ),
+    }
 }
 
 const fn server_errors(operation: &Operation) -> &'static str {

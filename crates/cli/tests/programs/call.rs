@@ -875,3 +875,76 @@ async fn a_payment_whose_response_was_not_kept_is_never_reported_as_refused() {
         assert_eq!(end.code, Some(3), "{profile} {links}: {end:?}");
     }
 }
+
+/// The entry of an intent is encrypted. Without its key it is neither sent nor lost.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_sealed_journal_reveals_nothing_and_waits_for_its_key() {
+    use oncegate_seal::SealKey;
+
+    let dir = tempfile::tempdir().unwrap();
+    let key_file = |name: &str, n: u8| {
+        let path = dir.path().join(name);
+        fs::write(&path, format!("{}\n", *SealKey::from_bytes([n; 32]).to_secret_text())).unwrap();
+        format!("--journal-key-file={}", path.display())
+    };
+    let (right, wrong) = (key_file("right", 1), key_file("wrong", 2));
+    let away = Arc::new(std::sync::atomic::AtomicBool::new(true));
+    let still = Arc::clone(&away);
+    let (address, seen) = service(move |_| {
+        let is_away = still.load(std::sync::atomic::Ordering::SeqCst);
+        (!is_away).then(|| response("201 Created", "", "paid"))
+    })
+    .await;
+    let path = dir.path().join("journal");
+    let journal = format!("--journal={}", path.display());
+    let url = format!("http://{address}/payouts");
+    let args =
+        ["POST", &url, "--intent=payout-7", "--json={\"iban\":\"secret-iban\"}", "--attempts=1", &journal];
+    let end = ended(&[&args[..], &[&right]].concat()).await;
+    assert_eq!(end.code, Some(4), "{end:?}");
+    let entries = || {
+        let files = fs::read_dir(&path).unwrap().map(|file| file.unwrap().path());
+        files.filter(|file| file.extension().is_some_and(|end| end == "intent")).collect::<Vec<_>>()
+    };
+    let stored = fs::read(&entries()[0]).unwrap();
+    for secret in ["secret-iban", "payouts", "127.0.0.1"] {
+        assert!(!stored.windows(secret.len()).any(|part| part == secret.as_bytes()), "{secret}");
+    }
+    away.store(false, std::sync::atomic::Ordering::SeqCst);
+    let id = SealKey::from_bytes([1; 32]).id().to_string();
+    for flags in [&[&*wrong][..], &[]] {
+        let list = ended(&[&["--list", &journal][..], flags].concat()).await;
+        assert!(list.out.contains(&format!("is sealed with the key {id}")), "{list:?}");
+        // The same intent, and all intents: the entry stays, and nothing is sent.
+        for command in [&args[..], &["--resume", &journal]] {
+            let end = ended(&[command, flags].concat()).await;
+            assert_eq!(end.code, Some(4), "{end:?}");
+            assert!(end.words.contains(&format!("is sealed with the key {id}")), "{end:?}");
+        }
+        assert_eq!(fs::read(&entries()[0]).unwrap(), stored);
+    }
+    assert_eq!(seen.count(), 1);
+    let both = end_of({
+        let mut command = call(&["--list", &journal, &right]);
+        command.env("ONCEGATE_JOURNAL_KEYS", &*SealKey::from_bytes([1; 32]).to_secret_text());
+        command
+    })
+    .await;
+    assert!(both.code == Some(2) && both.words.contains("are both set"), "{both:?}");
+    let bad = end_of({
+        let mut command = call(&["--list", &journal]);
+        command.env("ONCEGATE_JOURNAL_KEYS", "hunter2");
+        command
+    })
+    .await;
+    assert!(bad.code == Some(2) && !bad.words.contains("hunter2"), "{bad:?}");
+    assert!(bad.words.contains("ONCEGATE_JOURNAL_KEYS: line 1 is not a key"), "{bad:?}");
+    let end = end_of({
+        let mut command = call(&["--resume", &journal]);
+        command.env("ONCEGATE_JOURNAL_KEYS", &*SealKey::from_bytes([1; 32]).to_secret_text());
+        command
+    })
+    .await;
+    assert_eq!((end.code, seen.count(), entries().len()), (Some(0), 2, 0), "{end:?}");
+    assert_eq!(seen.field(0, "idempotency-key"), seen.field(1, "idempotency-key"));
+}

@@ -14,11 +14,12 @@ use http::{Method, Uri};
 use oncegate_core::{IdempotencyKey, Timestamp};
 
 use super::entry::{
-    self, Entry, MAX_ENTRY_BYTES, MAYBE_SENT, NEVER_SENT, STATE_AT, decode, encode, file_name,
+    self, Entry, EntryError, MAX_ENTRY_BYTES, MAYBE_SENT, NEVER_SENT, STATE_AT, decode, encode, file_name,
 };
 use super::files::Files;
 use super::finished::{DIRECTORY as FINISHED, FinishedFile, FinishedIntent, FinishedIntents};
 use super::resume::ResumeError;
+use super::sealing::EntrySeal;
 use super::{Journal, JournalEntry, JournalFuture, JournalOpenError, JournaledIntent};
 use crate::client::Transport;
 use crate::failure::BoxError;
@@ -67,8 +68,8 @@ const FRESH: Duration = Duration::from_secs(60);
 ///   never sent.
 /// - **A file that cannot be read** is not sent, not removed and not overwritten. [`JournalDir::pending`] reports it.
 /// - **Secrets.** `Authorization`, `Cookie`, `X-Api-Key` and other usual headers for credentials are left out, and so are
-///   headers whose value is marked as sensitive. Key, address, other headers and body are stored in plain text. Only the
-///   owner of the directory can read them.
+///   headers whose value is marked as sensitive. Key, address, other headers and body are stored in plain text, unless there are
+///   keys (`with_seal_keys`, with the feature `seal`). Only the owner of the directory can read them.
 ///
 /// Cheap to clone.
 ///
@@ -127,6 +128,7 @@ struct Inner {
     lock_timeout: Duration,
     other_credentials: bool,
     finished: FinishedIntents,
+    seal: EntrySeal,
 }
 
 /// An intent without a definite response, as a listing shows it: without headers and body.
@@ -161,10 +163,10 @@ pub struct PendingIntent {
 pub struct DamagedFile {
     /// Its path.
     pub path: PathBuf,
-    /// The damage, or the error of the file system.
+    /// The damage, the error of the file system, or the seal key that is missing.
     pub reason: String,
-    /// `true` if the file could not be opened, locked or read: its content is unknown. `false` if it was read and is no complete
-    /// intent.
+    /// `true` if the file could not be opened, locked, read or decrypted: its content is unknown. `false` if it was read and is
+    /// no complete intent.
     pub is_unreadable: bool,
 }
 
@@ -229,6 +231,7 @@ impl JournalDir {
             max_intents: MAX_INTENTS,
             lock_timeout: LOCK_TIMEOUT,
             other_credentials: false,
+            seal: EntrySeal::default(),
         };
         Ok(Self(Arc::new(inner)))
     }
@@ -266,6 +269,19 @@ impl JournalDir {
     #[must_use]
     pub fn with_max_finished_per_day(self, max_per_day: usize) -> Self {
         self.with(|inner| inner.finished.max_per_day = max_per_day)
+    }
+
+    /// Encrypts new entries with the first of these keys, and decrypts stored ones with any of them. Entries in plain text are
+    /// read, too.
+    ///
+    /// An entry whose key is missing stays as it is, and its intent is not sent: [`JournalDir::pending`] reports it as
+    /// unreadable ([`DamagedFile::is_unreadable`]), and [`JournalOpenError::Unreadable`] refuses a sending under its key.
+    /// What is encrypted: key, address, headers and body. What is not: the state, the time of the file, the length, and the
+    /// name of the file, which is a hash of the key. The notes of finished intents contain only hashes.
+    #[cfg(feature = "seal")]
+    #[must_use]
+    pub fn with_seal_keys(self, keys: oncegate_seal::Keyring) -> Self {
+        self.with(|inner| inner.seal = EntrySeal::new(keys))
     }
 
     fn with(mut self, change: impl FnOnce(&mut Inner)) -> Self {
@@ -538,13 +554,33 @@ impl Inner {
                 continue;
             }
             let bytes = self.files.read(&file, MAX_ENTRY_BYTES).map_err(|error| at(path, &error))?;
-            let entry = decode(&bytes).and_then(|entry| named(path, entry));
-            let entry = entry.map_err(|reason| {
-                conflict(DamagedFile { path: path.to_owned(), reason, is_unreadable: false })
+            let entry = self.decode(path, &bytes).map_err(|damaged| match damaged.is_unreadable {
+                true => JournalOpenError::Unreadable(damaged.into()),
+                false => conflict(damaged),
             })?;
             return Ok(Some((entry, file)));
         }
         Err(JournalOpenError::InFlight)
+    }
+
+    /// Encodes the file of an intent.
+    fn encode(&self, intent: &Intent) -> io::Result<Vec<u8>> {
+        encode(intent, &self.seal).map_err(|error| match error {
+            EntryError::Damaged(reason) | EntryError::Sealed(reason) => io::Error::other(reason),
+        })
+    }
+
+    /// Decodes the content of the file with this path.
+    fn decode(&self, path: &Path, bytes: &[u8]) -> Result<Entry, DamagedFile> {
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        let entry = decode(name, bytes, &self.seal).and_then(|entry| named(path, entry));
+        entry.map_err(|error| {
+            let (reason, is_unreadable) = match error {
+                EntryError::Damaged(reason) => (reason, false),
+                EntryError::Sealed(reason) => (reason, true),
+            };
+            DamagedFile { path: path.to_owned(), reason, is_unreadable }
+        })
     }
 
     /// Prepares an entry to be sent: notes it as sent, and writes it again if it was never sent and has changed.
@@ -575,7 +611,7 @@ impl Inner {
 
     /// Replaces the file of an intent that was never sent.
     fn write_anew(&self, path: &Path, intent: &Intent) -> io::Result<File> {
-        let bytes = encode(intent);
+        let bytes = self.encode(intent)?;
         let (new, file) = self.create_new(&bytes)?;
         let written = || {
             if !self.files.lock(&file)? {
@@ -620,7 +656,7 @@ impl Inner {
 
     /// Writes a new intent. Returns `None` if another process was faster.
     fn write_down(self: &Arc<Self>, intent: &Intent, path: &Path) -> io::Result<Option<LockedEntry>> {
-        let bytes = encode(intent);
+        let bytes = self.encode(intent)?;
         let is_intent = |file: &io::Result<fs::DirEntry>| {
             file.as_ref().map_or(true, |file| file.file_name().to_str() != Some(FINISHED))
         };
@@ -703,8 +739,7 @@ impl Inner {
                 continue;
             }
             drop(file);
-            let entry = decode(&bytes).and_then(|entry| named(path, entry));
-            let Entry { intent, maybe_sent, caller } = entry.map_err(|reason| damaged(reason, false))?;
+            let Entry { intent, maybe_sent, caller } = self.decode(path, &bytes)?;
             return Ok(Some(PendingIntent {
                 path: path.to_owned(),
                 key: intent.key().clone(),
@@ -734,12 +769,12 @@ impl Inner {
     }
 }
 
-fn named(path: &Path, entry: Entry) -> Result<Entry, String> {
+fn named(path: &Path, entry: Entry) -> Result<Entry, EntryError> {
     let name = entry::file_name(entry.intent.key());
     if path.file_name().is_some_and(|file| file == name.as_str()) {
         Ok(entry)
     } else {
-        Err(format!("its intent belongs to the file {name}"))
+        Err(EntryError::Damaged(format!("its intent belongs to the file {name}")))
     }
 }
 

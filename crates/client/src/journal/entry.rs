@@ -6,8 +6,16 @@
 //! the body, of that many bytes
 //! ```
 //!
-//! The state is outside of the hash, because it is the only part that changes in place. Its two words differ in so many
-//! letters that damage does not turn one into the other.
+//! With seal keys, an entry has version 2, and what follows its first line is encrypted:
+//!
+//! ```text
+//! oncegate-intent 2 maybe-sent 9b871512…      (SHA-256 over everything below this line)
+//! the sealed form of the second line and the body, bound to the name of the file (docs/reference/sealing.md)
+//! ```
+//!
+//! The hash is there in both versions, so that damage is found without the key. The state is outside of the hash, because it
+//! is the only part that changes in place. Its two words differ in so many letters that damage does not turn one into the
+//! other.
 
 use std::time::Duration;
 
@@ -18,6 +26,7 @@ use oncegate_core::{IdempotencyKey, Timestamp};
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
+use super::sealing::EntrySeal;
 use crate::intent::Intent;
 use crate::key::Carrier;
 
@@ -26,6 +35,8 @@ pub(super) const MAX_ENTRY_BYTES: u64 = 16 * 1024 * 1024;
 
 const MAGIC: &[u8] = b"oncegate-intent ";
 const VERSION: &[u8] = b"1";
+/// The version of a sealed entry.
+const SEALED_VERSION: &[u8] = b"2";
 
 /// The position of the state in the file.
 pub(super) const STATE_AT: u64 = (MAGIC.len() + VERSION.len() + 1) as u64;
@@ -34,6 +45,21 @@ pub(super) const STATE_AT: u64 = (MAGIC.len() + VERSION.len() + 1) as u64;
 pub(super) const MAYBE_SENT: &[u8; 10] = b"maybe-sent";
 /// No service has processed the intent: that is certain.
 pub(super) const NEVER_SENT: &[u8; 10] = b"never-sent";
+
+/// The reason why the content of a file cannot be used.
+#[derive(Debug)]
+pub(super) enum EntryError {
+    /// It is no complete intent.
+    Damaged(String),
+    /// It is encrypted with a key that this process does not have.
+    Sealed(String),
+}
+
+impl From<&str> for EntryError {
+    fn from(reason: &str) -> Self {
+        Self::Damaged(reason.to_owned())
+    }
+}
 
 /// The content of a file.
 #[derive(Debug)]
@@ -181,7 +207,10 @@ fn is_secret(name: &HeaderName, value: &HeaderValue) -> bool {
 }
 
 /// Encodes the file of an intent that is about to be sent for the first time.
-pub(super) fn encode(intent: &Intent) -> Vec<u8> {
+///
+/// # Errors
+/// If it cannot be sealed.
+pub(super) fn encode(intent: &Intent, seal: &EntrySeal) -> Result<Vec<u8>, EntryError> {
     let mut headers = Vec::new();
     let caller = Caller::of(intent.headers());
     for (name, value) in intent.headers() {
@@ -207,33 +236,46 @@ pub(super) fn encode(intent: &Intent) -> Vec<u8> {
     let mut rest = about.to_string().into_bytes();
     rest.push(b'\n');
     rest.extend_from_slice(intent.body());
+    let (version, rest) = match seal.seal(&file_name(intent.key()), &rest)? {
+        Some(sealed) => (SEALED_VERSION, sealed),
+        None => (VERSION, rest),
+    };
     let mut file = Vec::with_capacity(rest.len() + 128);
-    for part in [MAGIC, VERSION, b" ", MAYBE_SENT, b" ", &digest(&rest), b"\n", &rest] {
+    for part in [MAGIC, version, b" ", MAYBE_SENT, b" ", &digest(version, &rest), b"\n", &rest] {
         file.extend_from_slice(part);
     }
-    file
+    Ok(file)
 }
 
-/// Decodes a file, and verifies all of it.
-pub(super) fn decode(file: &[u8]) -> Result<Entry, String> {
+/// Decodes a file with this name, and verifies all of it.
+pub(super) fn decode(name: &str, file: &[u8], seal: &EntrySeal) -> Result<Entry, EntryError> {
     let rest = file.strip_prefix(MAGIC).ok_or("it does not begin like an intent")?;
-    let rest = rest.strip_prefix(VERSION).and_then(|rest| rest.strip_prefix(b" "));
+    let (version, rest) = rest.split_at_checked(VERSION.len()).ok_or("it is cut off")?;
+    let rest = rest.strip_prefix(b" ").filter(|_| [VERSION, SEALED_VERSION].contains(&version));
     let rest = rest.ok_or("this program does not know its version")?;
     let (state, rest) = rest.split_at_checked(MAYBE_SENT.len()).ok_or("it is cut off")?;
     let maybe_sent = match state {
         state if state == MAYBE_SENT => true,
         state if state == NEVER_SENT => false,
-        _ => return Err("its state is invalid".to_owned()),
+        _ => return Err("its state is invalid".into()),
     };
     let rest = rest.strip_prefix(b" ").ok_or("its first line is damaged")?;
     let (expected, rest) = rest.split_at_checked(64).ok_or("it is cut off")?;
     let rest = rest.strip_prefix(b"\n").ok_or("its first line is damaged")?;
-    if digest(rest) != expected {
-        return Err("its checksum is wrong".to_owned());
+    if digest(version, rest) != expected {
+        return Err("its checksum is wrong".into());
     }
+    let opened;
+    let rest = if version == SEALED_VERSION {
+        opened = seal.open(name, rest)?;
+        &opened
+    } else {
+        rest
+    };
     let end = rest.iter().position(|byte| *byte == b'\n').ok_or("it has no body")?;
     let (about, body) = rest.split_at_checked(end).ok_or("it has no body")?;
-    let about: Map<String, Value> = serde_json::from_slice(about).map_err(|error| error.to_string())?;
+    let about: Map<String, Value> =
+        serde_json::from_slice(about).map_err(|error| EntryError::Damaged(error.to_string()))?;
     // Only a program other than Oncegate writes invalid content with a valid checksum.
     let (intent, caller) = read(&about, body.get(1..).unwrap_or_default())
         .ok_or("its checksum is valid, but its content is not an intent")?;
@@ -288,10 +330,10 @@ pub(super) fn file_name(key: &IdempotencyKey) -> String {
     format!("{}.intent", hex.get(..32).unwrap_or(&hex))
 }
 
-fn digest(rest: &[u8]) -> [u8; 64] {
+fn digest(version: &[u8], rest: &[u8]) -> [u8; 64] {
     let mut hash = Sha256::new();
     hash.update(MAGIC);
-    hash.update(VERSION);
+    hash.update(version);
     hash.update(rest);
     let hex = hex(&hash.finalize());
     hex.as_bytes().try_into().unwrap_or([b'-'; 64])

@@ -14,8 +14,9 @@ use http::{Request, Response};
 use http_body_util::Full;
 
 use super::directory::JournalDir;
-use super::entry::{decode, encode, file_name};
+use super::entry::{self, Entry, EntryError, file_name};
 use super::files::{Files, Hook, Step};
+use super::sealing::EntrySeal;
 use super::*;
 use crate::client::{Client, Transport};
 use crate::failure::{AttemptFailure, AttemptFailureKind};
@@ -59,6 +60,14 @@ fn intent() -> Intent {
     let intent = Intent::post("http://bank.test/payouts?x=1").unwrap();
     let intent = intent.with_header("x-note", &b"caf\xe9 \xff"[..]).unwrap();
     intent.with_key(IdempotencyKey::derived("payout", ["7"])).unwrap().with_json(r#"{"amount":5}"#)
+}
+
+fn encode(intent: &Intent) -> Vec<u8> {
+    entry::encode(intent, &EntrySeal::default()).unwrap()
+}
+
+fn decode(file: &[u8]) -> Result<Entry, EntryError> {
+    entry::decode("any.intent", file, &EntrySeal::default())
 }
 
 fn client(ledger: &Ledger, journal: &JournalDir) -> Client<Ledger> {
@@ -323,8 +332,13 @@ fn any_damaged_bit_and_any_cut_is_detected() {
             damaged[bit / 8] ^= 1 << (bit % 8);
         }
     }
-    let later = String::from_utf8_lossy(&encode(&intent())).replacen("intent 1 ", "intent 2 ", 1);
-    assert!(decode(later.as_bytes()).unwrap_err().contains("version"));
+    let reason_of = |version: &str| {
+        let other = String::from_utf8_lossy(&encode(&intent())).replacen("intent 1 ", version, 1);
+        format!("{:?}", decode(other.as_bytes()).unwrap_err())
+    };
+    assert!(reason_of("intent 3 ").contains("version"));
+    // A plain entry that claims to be sealed.
+    assert!(reason_of("intent 2 ").contains("checksum"));
 }
 
 #[tokio::test]
@@ -359,4 +373,94 @@ async fn a_damaged_entry_is_reported_and_stays_as_it_is() {
     journal.pending().await.unwrap().remove(0).unwrap_err();
     client(&ledger, &journal).send(&intent()).await.unwrap_err();
     assert!(ledger.lines().is_empty());
+}
+
+/// Entries that are encrypted.
+#[cfg(feature = "seal")]
+mod sealed {
+    use oncegate_seal::{Keyring, SealKey};
+    use sha2::{Digest as _, Sha256};
+
+    use super::*;
+
+    fn ring(keys: &[u8]) -> Keyring {
+        Keyring::new(keys.iter().map(|n| SealKey::from_bytes([*n; 32])))
+    }
+
+    fn seal(keys: &[u8]) -> EntrySeal {
+        EntrySeal::new(ring(keys))
+    }
+
+    fn journal_in(dir: &Path, keys: &[u8]) -> JournalDir {
+        JournalDir::open(dir.join("journal")).unwrap().with_seal_keys(ring(keys))
+    }
+
+    fn stored(journal: &JournalDir) -> Vec<u8> {
+        fs::read(journal.path().join(file_name(intent().key()))).unwrap()
+    }
+
+    #[test]
+    fn any_changed_bit_any_cut_and_any_other_name_is_detected() {
+        let whole = entry::encode(&intent(), &seal(&[1])).unwrap();
+        let name = file_name(intent().key());
+        let read = entry::decode(&name, &whole, &seal(&[2, 1])).unwrap();
+        assert_eq!((read.intent.key(), read.intent.body()), (intent().key(), intent().body()));
+        assert!(matches!(entry::decode("0000.intent", &whole, &seal(&[1])), Err(EntryError::Damaged(_))));
+        assert!(matches!(entry::decode(&name, &whole, &seal(&[2])), Err(EntryError::Sealed(_))));
+        assert!(matches!(entry::decode(&name, &whole, &EntrySeal::default()), Err(EntryError::Sealed(_))));
+        for length in 0..whole.len() {
+            assert!(entry::decode(&name, &whole[..length], &seal(&[1])).is_err(), "cut at {length}");
+        }
+        // An attacker who changes the content also writes a checksum that fits.
+        let head = whole.iter().position(|byte| *byte == b'\n').unwrap() + 1;
+        for at in head..whole.len() {
+            let mut changed = whole.clone();
+            changed[at] ^= 1;
+            let digest = Sha256::new().chain_update(b"oncegate-intent 2").chain_update(&changed[head..]);
+            let digest = entry::hex(&digest.finalize());
+            changed[head - 65..head - 1].copy_from_slice(digest.as_bytes());
+            assert!(entry::decode(&name, &changed, &seal(&[1])).is_err(), "changed at {at}");
+        }
+    }
+
+    #[tokio::test]
+    async fn an_entry_reveals_nothing_and_waits_for_its_key() {
+        let dir = tempfile::tempdir().unwrap();
+        let ledger = Ledger::new(dir.path(), 1);
+        let journal = journal_in(dir.path(), &[1]);
+        client(&ledger, &journal).send(&intent()).await.unwrap_err();
+        let file = stored(&journal);
+        for secret in [&b"amount"[..], b"bank.test", b"payouts", intent().key().as_bytes(), b"x-note"] {
+            assert!(!file.windows(secret.len()).any(|part| part == secret), "{secret:?}");
+        }
+        for wrong in [journal_in(dir.path(), &[2]), JournalDir::open(journal.path()).unwrap()] {
+            let found = wrong.pending().await.unwrap();
+            let damaged = found[0].as_ref().unwrap_err();
+            assert!(damaged.is_unreadable && damaged.reason.contains("is sealed with the key"), "{damaged}");
+            let open = client(&ledger, &wrong).send(&intent()).await.unwrap_err();
+            assert_eq!(open.kind(), SendErrorKind::JournalUnreadable);
+            let mut resume = wrong.resume_pending(&client(&ledger, &wrong)).await.unwrap();
+            resume.next().await.unwrap().unwrap_err();
+            assert_eq!(stored(&journal), file, "the entry stays");
+        }
+        assert!(ledger.lines().is_empty());
+        // The old key still opens after a rotation.
+        let rotated = journal_in(dir.path(), &[2, 1]);
+        client(&ledger, &rotated).send(&intent()).await.unwrap();
+        assert_eq!(ledger.lines().len(), 1);
+        assert_eq!(rotated.pending().await.unwrap().len(), 0);
+    }
+
+    #[tokio::test]
+    async fn entries_in_plain_text_are_still_read_and_sent() {
+        let dir = tempfile::tempdir().unwrap();
+        let ledger = Ledger::new(dir.path(), 1);
+        let plain = JournalDir::open(dir.path().join("journal")).unwrap();
+        client(&ledger, &plain).send(&intent()).await.unwrap_err();
+        assert!(stored(&plain).windows(6).any(|part| part == b"amount"));
+        let journal = journal_in(dir.path(), &[1]);
+        let mut resume = journal.resume_pending(&client(&ledger, &journal)).await.unwrap();
+        resume.next().await.unwrap().unwrap().end.unwrap();
+        assert_eq!(ledger.lines().len(), 1);
+    }
 }

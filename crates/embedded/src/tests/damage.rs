@@ -147,7 +147,7 @@ fn a_store_that_lost_its_newest_segments_is_refused() {
         let mut changed = image.clone();
         changed.retain(|other, _| *other < number);
         assert!(!is_sound(&changed, &clock, &records, "newest segments are missing"), "{number}");
-        let report = crate::check::check_disk(&SimDisk::of(&changed)).unwrap();
+        let report = crate::check::check_disk(&SimDisk::of(&changed), &mut |_, _| ()).unwrap();
         assert!(!report.is_sound(), "check, {number}");
     }
 }
@@ -377,7 +377,7 @@ fn a_segment_that_was_cut_off_is_refused() {
             }
             let opened = open(&SimDisk::of(&changed), clock.clone());
             assert!(matches!(opened, Err(EmbeddedOpenError::Damaged { .. })), "{len} bytes of {number}");
-            let report = crate::check::check_disk(&SimDisk::of(&changed)).unwrap();
+            let report = crate::check::check_disk(&SimDisk::of(&changed), &mut |_, _| ()).unwrap();
             assert!(!report.is_sound(), "{len} bytes of {number}");
         }
     }

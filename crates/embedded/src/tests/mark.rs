@@ -35,7 +35,7 @@ fn store_with(
 }
 
 fn damage(image: &Image, clock: &Arc<ManualClock>) -> Option<String> {
-    let report = check_disk(&SimDisk::of(image)).unwrap();
+    let report = check_disk(&SimDisk::of(image), &mut |_, _| ()).unwrap();
     match open(&SimDisk::of(image), clock.clone()) {
         Ok(_) => {
             assert_eq!(report.damage, None, "the check agrees with the start");
@@ -50,7 +50,7 @@ fn damage(image: &Image, clock: &Arc<ManualClock>) -> Option<String> {
 }
 
 fn checked(image: &Image) -> CheckReport {
-    check_disk(&SimDisk::of(image)).unwrap()
+    check_disk(&SimDisk::of(image), &mut |_, _| ()).unwrap()
 }
 
 /// The places of all batches: segment and offset.

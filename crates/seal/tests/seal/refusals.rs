@@ -181,7 +181,7 @@ fn a_missing_key_is_named_and_nothing_is_executed() {
         assert_eq!(at_once.unwrap_err().kind(), StoreErrorKind::Sealed);
         // Operators see the record, and which key is missing.
         let page = block_on(world.sealed.list(ListQuery::default())).unwrap();
-        let shown = block_on(world.sealed.lookup_as_stored(id)).unwrap().unwrap();
+        let shown = block_on(world.sealed.lookup_as_stored(id)).unwrap().unwrap().record;
         assert_eq!(page.records, [(id, shown.clone())]);
         let State::Completed(RecordedResponse::Replayable(stored)) = shown.state else { panic!("{shown:?}") };
         assert_eq!(SealInfo::of_response(&stored).unwrap().key, key(1).id());

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use oncegate_core::{Command, MemoryStore, Outcome, Release, Store};
-use oncegate_seal::{SealInfo, SealedStore};
+use oncegate_seal::{SealError, SealInfo, SealedStore};
 use oncegate_testkit::block_on;
 
 use crate::{MINUTE, World, complete, key, record_step, response, ring};
@@ -84,4 +84,50 @@ fn steps_outlive_their_attempt_and_their_key() {
     let steps = block_on(world.sealed.lookup(id)).unwrap().unwrap().steps;
     let opened: Vec<_> = steps.as_slice().iter().map(|step| (step.name(), &step.result()[..])).collect();
     assert_eq!(opened, [("charge", &b"1"[..]), ("ship", b"2")]);
+}
+
+/// The first step of switching sealing on, and the last of switching it off.
+#[test]
+fn keys_that_only_open_seal_nothing_and_are_refused_nothing() {
+    let world = World::with(ring(&[1]));
+    let (sealed, _) = world.completed(1);
+    world.keys.replace(ring(&[1]).with_opens_only(true));
+    let (clear, _) = world.completed(2);
+    assert_eq!(SealInfo::of_response(&world.stored(clear)), None);
+    for id in [sealed, clear] {
+        assert_eq!(world.claim_again(id).unwrap(), Outcome::Replay(response()));
+    }
+}
+
+/// An operator is told which key is missing for as long as it is, and not longer.
+#[test]
+fn refusals_are_counted_by_reason_and_a_missing_key_is_an_advisory() {
+    let world = World::with(ring(&[1]));
+    let (id, _) = world.completed(1);
+    assert_eq!(world.sealed.advisories(), []);
+    world.keys.replace(ring(&[2]));
+    for _ in 0..3 {
+        world.claim_again(id).unwrap_err();
+    }
+    let refusals = world.sealed.refusals();
+    assert_eq!((refusals.key_missing(), refusals.not_sealed(), refusals.broken()), (3, 0, 0));
+    let missing = refusals.missing_keys();
+    assert_eq!((missing.len(), missing[0].id, missing[0].count), (1, key(1).id(), 3));
+    let advisories = world.sealed.advisories();
+    assert_eq!(advisories.len(), 1);
+    assert_eq!(advisories[0].name, "seal-key-missing");
+    assert!(advisories[0].text.contains(&key(1).id().to_string()), "{}", advisories[0].text);
+    // Operators who look at the record do not count as refused requests.
+    let shown = block_on(world.sealed.lookup_as_stored(id)).unwrap().unwrap();
+    assert_eq!(shown.seal.map(|seal| seal.key), Some(key(1).id()));
+    assert_eq!(shown.refused, Some(SealError::KeyMissing(key(1).id())));
+    assert_eq!(refusals.key_missing(), 3);
+    world.keys.replace(ring(&[2, 1]));
+    assert_eq!(world.sealed.advisories(), []);
+    assert_eq!(block_on(world.sealed.lookup_as_stored(id)).unwrap().unwrap().refused, None);
+    world.keys.replace(ring(&[1]).with_required(true));
+    let (clear, token) = world.owned(2);
+    world.put(clear, token, response());
+    world.claim_again(clear).unwrap_err();
+    assert_eq!((refusals.not_sealed(), refusals.broken()), (1, 0));
 }

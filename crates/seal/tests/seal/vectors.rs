@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use bytes::Bytes;
 use oncegate_core::{Outcome, StoredResponse};
-use oncegate_seal::SealInfo;
+use oncegate_seal::{SealError, SealInfo, open_intent, seal_intent};
 use oncegate_testkit::block_on;
 use serde_json::{Value, json};
 
@@ -56,8 +56,33 @@ fn write_anew() {
         "key_id": key(1).id().to_string(),
         "record": id.to_string(),
         "parts": parts,
+        "intents": [intent_example()],
     });
     std::fs::write(FILE, serde_json::to_string_pretty(&file).unwrap() + "\n").unwrap();
+}
+
+/// An entry of a journal, which has no token, so that its sealed form is always the same.
+fn intent_example() -> Value {
+    let (file, plaintext) =
+        ("2c26b46b68ffc68ff99b453c1d304134.intent", b"{\"method\":\"POST\"}\n{\"amount\":5}");
+    let sealed = seal_intent(file, plaintext, &ring(&[1])).unwrap().unwrap();
+    json!({ "file": file, "plaintext": hex(plaintext), "sealed": hex(&sealed) })
+}
+
+#[test]
+fn the_published_entry_of_a_journal_is_written_and_opened() {
+    let file: Value = serde_json::from_str(&std::fs::read_to_string(FILE).unwrap()).unwrap();
+    assert_eq!(file["intents"], json!([intent_example()]));
+    let example = &file["intents"][0];
+    let (name, sealed) = (example["file"].as_str().unwrap(), bytes(&example["sealed"]));
+    let open = |name: &str, sealed: &[u8], keys: &[u8]| open_intent(name, sealed, &ring(keys));
+    assert_eq!(open(name, &sealed, &[2, 1]).unwrap(), bytes(&example["plaintext"]));
+    assert_eq!(open(name, &sealed, &[2]), Err(SealError::KeyMissing(key(1).id())));
+    assert_eq!(open("other.intent", &sealed, &[1]), Err(SealError::Broken));
+    // The sealed form of a record's part is no entry of a journal, and the other way round.
+    let step = bytes(&file["parts"][0]["sealed"]);
+    assert_eq!(open(name, &step, &[1]), Err(SealError::Broken));
+    assert_eq!(seal_intent(name, b"", &ring(&[1]).with_opens_only(true)).unwrap(), None);
 }
 
 #[test]

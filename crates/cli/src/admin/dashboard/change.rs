@@ -14,7 +14,7 @@ use oncegate_http::Condition;
 use super::access::{Access, FormFields};
 use super::record::{refusal, replay_status};
 use super::{Frame, PageResult, Section, page_with, redirect};
-use crate::admin::keys::{AuditTexts, Verdict, lookup, settings_of, settle, stored_response, why_not};
+use crate::admin::keys::{AuditTexts, Verdict, read_existing, settings_of, settle, stored_response, why_not};
 use crate::admin::problem::Problem;
 use crate::admin::view::{BodyView, Detail, RecordView, ResponseView};
 use crate::admin::{AdminState, listing};
@@ -203,9 +203,9 @@ impl Subject {
         let action =
             Action::named(action).ok_or_else(|| Problem::no_such_path(&format!("/keys/{id}/{action}")))?;
         let id = listing::find(state, id).await?;
-        let record = lookup(state, id).await?;
-        let view = RecordView::new(id, &record, state.engine.store().now(), Detail::Whole);
-        Ok(Self { id, record, view, action })
+        let found = read_existing(state, id).await?;
+        let view = found.view(id, state.engine.store().now(), Detail::Whole);
+        Ok(Self { id, record: found.record, view, action })
     }
 
     /// The version of the record.

@@ -14,7 +14,8 @@ use super::change::Action;
 use super::format::{bytes, duration, moment, number};
 use super::{Frame, PageResult, Reveal, Section, page_with};
 use crate::activity::RepeatKind;
-use crate::admin::keys::{AuditTexts, Pairs, lookup, settings_of};
+use crate::admin::keys::{AuditTexts, Pairs, read_existing, settings_of};
+use crate::admin::seal::ReadRecord;
 use crate::admin::view::{BodyView, Detail, RecordView, StepResultView, time};
 use crate::admin::{AdminState, listing, metrics};
 
@@ -95,11 +96,11 @@ pub(super) async fn show(
     query: Pairs,
 ) -> PageResult {
     let id = listing::find(&state, &id).await?;
-    let record = lookup(&state, id).await?;
+    let found = read_existing(&state, id).await?;
     let done = query.ok().and_then(|Query(pairs)| pairs.into_iter().find(|(name, _)| name == "done"));
     let notice = done.and_then(|(_, slug)| Action::named(&slug)).map_or("", Action::notice);
     let parts = PageParts { notice, ..PageParts::default() };
-    Ok(render(&state, &access, (id, &record), parts).await)
+    Ok(render(&state, &access, (id, &found), parts).await)
 }
 
 /// The parts of a page that depend on the request and not on the record.
@@ -119,7 +120,7 @@ pub(super) async fn reveal(
     Extension(fields): Extension<FormFields>,
 ) -> PageResult {
     let id = listing::find(&state, &id).await?;
-    let record = lookup(&state, id).await?;
+    let found = read_existing(&state, id).await?;
     let actor = Some(fields.get("actor").trim()).filter(|actor| !actor.is_empty());
     let parts = match AuditTexts::read(actor, fields.get("reason"), &HeaderMap::new()) {
         Ok(AuditTexts { actor, reason }) => {
@@ -134,17 +135,17 @@ pub(super) async fn reveal(
             ..PageParts::default()
         },
     };
-    Ok(render(&state, &access, (id, &record), parts).await)
+    Ok(render(&state, &access, (id, &found), parts).await)
 }
 
 async fn render(
     state: &AdminState,
     access: &Access,
-    (id, record): (RecordId, &Record),
+    (id, found): (RecordId, &ReadRecord),
     parts: PageParts,
 ) -> Response {
     let detail = if parts.is_revealed { Detail::Body } else { Detail::Whole };
-    let view = RecordView::new(id, record, state.engine.store().now(), detail);
+    let (record, view) = (&found.record, found.view(id, state.engine.store().now(), detail));
     let settings = settings_of(state, record);
     let record_text = view.record.clone();
     let actions = Action::allowed(&view).into_iter().map(|action| ActionLink {
@@ -202,6 +203,16 @@ fn facts(view: &RecordView, record: &Record, settings: &Settings) -> Vec<Fact> {
     ]);
     if let Some(lease) = &view.lease_until {
         facts.push(fact("Lease until", moment(lease), "unless its owner renews it".to_owned()));
+    }
+    if let Some(key) = &view.sealed_with {
+        let note = match (&view.seal_refused, &view.sealed) {
+            (Some(why), Some(sealed)) => {
+                format!("{} that cannot be opened: {why}", bytes(sealed.sealed_bytes))
+            }
+            (Some(why), None) => format!("a part cannot be opened: {why}"),
+            (None, _) => "opened here".to_owned(),
+        };
+        facts.push(Fact { name: "Sealed with key", value: key.clone(), note, is_code: true });
     }
     facts.push(code("Profile", settings.profile().name().to_owned(), settings.profile().title()));
     facts
@@ -265,6 +276,7 @@ fn retry(view: &RecordView, settings: &Settings) -> String {
                 let (name, value) = profile.replay_marker();
                 format!("{status} with the stored response, marked with {name}: {value}")
             }
+            None if view.sealed.is_some() => refusal(profile, Condition::ResponseSealed),
             None => "the stored response".to_owned(),
         },
         "tombstone" => refusal(profile, Condition::ReplayUnavailable),

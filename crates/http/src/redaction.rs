@@ -1,0 +1,233 @@
+//! The parts of a response that a record does not keep, because only the first client may get them.
+//!
+//! A member of a JSON body is replaced by `null`; the rest of the body keeps its bytes. A body in which members cannot be
+//! found (it is not JSON, or compressed) is not kept at all.
+
+use std::fmt;
+
+use http::header::HeaderName;
+use oncegate_core::JsonPointer;
+use serde::de::{Deserializer as _, IgnoredAny, MapAccess, Visitor};
+use serde_json::value::RawValue;
+
+/// The field of a stored response whose body lacks members. It is kept, so that replays have it.
+pub(crate) const REDACTED: &str = "idempotency-redacted";
+
+/// Digests of the content, which do not fit a changed body.
+const DIGESTS: [&str; 4] = ["content-digest", "repr-digest", "digest", "content-md5"];
+
+/// The value of a redacted member.
+const MASK: &str = "null";
+
+/// The members and header fields of responses that are not kept.
+#[derive(Clone, Default)]
+pub(crate) struct Redaction {
+    members: Vec<JsonPointer>,
+    /// The members as steps from the root of the body.
+    paths: Vec<Vec<String>>,
+    headers: Vec<HeaderName>,
+}
+
+impl fmt::Debug for Redaction {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Redaction").field("members", &self.members).field("headers", &self.headers).finish()
+    }
+}
+
+/// The body in which members cannot be found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct NotJson;
+
+impl Redaction {
+    pub(crate) fn with_members(self, members: Vec<JsonPointer>) -> Self {
+        let paths = members.iter().map(|member| steps(member.as_str())).collect();
+        Self { members, paths, ..self }
+    }
+
+    pub(crate) fn with_headers(self, headers: Vec<HeaderName>) -> Self {
+        Self { headers, ..self }
+    }
+
+    /// The members that are not kept.
+    pub(crate) fn members(&self) -> impl Iterator<Item = &JsonPointer> {
+        self.members.iter()
+    }
+
+    /// Returns true if members of bodies are not kept.
+    pub(crate) fn has_members(&self) -> bool {
+        !self.members.is_empty()
+    }
+
+    /// Returns true if a header or trailer field of this name is kept. `is_changed` is true for a response whose body was
+    /// changed.
+    pub(crate) fn keeps(&self, name: &str, is_changed: bool) -> bool {
+        let is_redacted = self.headers.iter().any(|other| other.as_str() == name);
+        let is_stale_digest = is_changed && DIGESTS.contains(&name);
+        !is_redacted && !is_stale_digest
+    }
+
+    /// The body without the members. `None` if it has none of them.
+    ///
+    /// # Errors
+    /// If members cannot be found in it.
+    pub(crate) fn redacted(&self, body: &[u8]) -> Result<Option<String>, NotJson> {
+        if self.paths.is_empty() || body.is_empty() {
+            return Ok(None);
+        }
+        let text = std::str::from_utf8(body).map_err(|_| NotJson)?;
+        // The whole of it, also what no path leads into.
+        serde_json::from_str::<IgnoredAny>(text).map_err(|_| NotJson)?;
+        let paths: Vec<&[String]> = self.paths.iter().map(Vec::as_slice).collect();
+        let mut found = Vec::new();
+        walk(text, &paths, &mut found)?;
+        if found.is_empty() {
+            return Ok(None);
+        }
+        let mut changed = String::with_capacity(text.len());
+        let mut rest = text;
+        for value in found {
+            // Each is a part of the text, and comes after those before it.
+            let start = (value.as_ptr() as usize).checked_sub(rest.as_ptr() as usize).ok_or(NotJson)?;
+            let (before, after) = rest.split_at_checked(start).ok_or(NotJson)?;
+            changed.push_str(before);
+            changed.push_str(MASK);
+            rest = after.get(value.len()..).ok_or(NotJson)?;
+        }
+        changed.push_str(rest);
+        Ok(Some(changed))
+    }
+}
+
+/// The steps of a pointer.
+fn steps(pointer: &str) -> Vec<String> {
+    pointer.split('/').skip(1).map(|step| step.replace("~1", "/").replace("~0", "~")).collect()
+}
+
+/// Finds the values at these paths, in their order. All members of a repeated name are found, because programs differ in
+/// which of them counts. The recursion is as deep as the longest path.
+fn walk<'a>(value: &'a str, paths: &[&[String]], found: &mut Vec<&'a str>) -> Result<(), NotJson> {
+    if paths.iter().any(|path| path.is_empty()) {
+        found.push(value);
+        return Ok(());
+    }
+    match value.trim_start().as_bytes().first() {
+        Some(b'{') => {
+            for (name, child) in members(value)? {
+                let rest = below(paths, |step| step == name);
+                if !rest.is_empty() {
+                    walk(child.get(), &rest, found)?;
+                }
+            }
+        }
+        Some(b'[') => {
+            let elements: Vec<&RawValue> = serde_json::from_str(value).map_err(|_| NotJson)?;
+            for (number, child) in elements.into_iter().enumerate() {
+                let rest = below(paths, |step| index(step) == Some(number));
+                if !rest.is_empty() {
+                    walk(child.get(), &rest, found)?;
+                }
+            }
+        }
+        _ => {}
+    }
+    Ok(())
+}
+
+/// The rests of the paths whose first step matches.
+fn below<'p>(paths: &[&'p [String]], matches: impl Fn(&str) -> bool) -> Vec<&'p [String]> {
+    let first = paths.iter().filter_map(|path| path.split_first());
+    first.filter(|(step, _)| *step == "*" || matches(step)).map(|(_, rest)| rest).collect()
+}
+
+/// The index that a step names: digits without leading zeros (RFC 6901, section 4).
+fn index(step: &str) -> Option<usize> {
+    let is_plain = step == "0" || !step.starts_with('0');
+    if is_plain && step.bytes().all(|byte| byte.is_ascii_digit()) { step.parse().ok() } else { None }
+}
+
+/// All members of an object.
+fn members(object: &str) -> Result<Vec<(String, &RawValue)>, NotJson> {
+    struct All;
+    impl<'de> Visitor<'de> for All {
+        type Value = Vec<(String, &'de RawValue)>;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("an object")
+        }
+
+        fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+            let mut all = Vec::new();
+            while let Some(member) = map.next_entry()? {
+                all.push(member);
+            }
+            Ok(all)
+        }
+    }
+    serde_json::Deserializer::from_str(object).deserialize_map(All).map_err(|_| NotJson)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn redaction(pointers: &[&str]) -> Redaction {
+        Redaction::default().with_members(pointers.iter().map(|text| text.parse().unwrap()).collect())
+    }
+
+    #[track_caller]
+    fn becomes(pointers: &[&str], body: &str, changed: Option<&str>) {
+        assert_eq!(redaction(pointers).redacted(body.as_bytes()).unwrap().as_deref(), changed, "{body}");
+    }
+
+    #[test]
+    fn members_become_null_and_everything_else_keeps_its_bytes() {
+        let body = " { \"id\" : 1.50,\n\"card\":{\"number\":\"4111\", \"exp\":[1, 2]} ,\"x\":\"\\u0041\"}\n";
+        becomes(
+            &["/card/number"],
+            body,
+            Some(" { \"id\" : 1.50,\n\"card\":{\"number\":null, \"exp\":[1, 2]} ,\"x\":\"\\u0041\"}\n"),
+        );
+        becomes(&["/card"], body, Some(" { \"id\" : 1.50,\n\"card\":null ,\"x\":\"\\u0041\"}\n"));
+        becomes(
+            &["/x", "/card/exp/1", "/card/number"],
+            body,
+            Some(" { \"id\" : 1.50,\n\"card\":{\"number\":null, \"exp\":[1, null]} ,\"x\":null}\n"),
+        );
+        // A pointer below another one.
+        becomes(&["/card/number", "/card"], r#"{"card":{"number":1}}"#, Some(r#"{"card":null}"#));
+        for absent in ["/cards", "/card/number/x", "/card/exp/2", "/card/exp/01", "/Card", "/id/0"] {
+            becomes(&[absent], body, None);
+        }
+        becomes(&["/a"], "", None);
+        becomes(&["/a"], "\"a\"", None);
+    }
+
+    #[test]
+    fn repeated_and_escaped_names_and_all_elements_are_found() {
+        becomes(&["/a"], r#"{"a":1,"b":2,"a":{"c":3}}"#, Some(r#"{"a":null,"b":2,"a":null}"#));
+        becomes(&["/a/b"], r#"{"a":{"b":1},"a":{"b":2}}"#, Some(r#"{"a":{"b":null},"a":{"b":null}}"#));
+        becomes(&["/a~1b"], r#"{"\u0061/b":"secret"}"#, Some(r#"{"\u0061/b":null}"#));
+        becomes(&["/*/n"], r#"[{"n":1},{"m":2},{"n":3}]"#, Some(r#"[{"n":null},{"m":2},{"n":null}]"#));
+        becomes(&["/*"], r#"{"a":1,"b":[2]}"#, Some(r#"{"a":null,"b":null}"#));
+        becomes(&["/a/0"], r#"{"a":{"0":1}}"#, Some(r#"{"a":{"0":null}}"#));
+    }
+
+    #[test]
+    fn a_body_in_which_members_cannot_be_found_is_an_error() {
+        for body in ["card=4111", "{\"a\":1}{\"a\":2}", "{\"a\":1", "<html>", "{\"\\ud800\":1}", "[1,]"] {
+            assert_eq!(redaction(&["/a"]).redacted(body.as_bytes()), Err(NotJson), "{body}");
+        }
+        assert_eq!(redaction(&["/a"]).redacted(b"{\"a\":\"\xff\"}"), Err(NotJson));
+        // A deep body is read without recursion.
+        let deep = format!("{}{}", "[".repeat(100_000), "]".repeat(100_000));
+        assert_eq!(redaction(&["/a"]).redacted(deep.as_bytes()), Ok(None));
+        assert_eq!(Redaction::default().redacted(b"\xff"), Ok(None));
+    }
+
+    #[test]
+    fn digests_of_a_changed_body_are_not_kept() {
+        let redaction = Redaction::default().with_headers(vec![HeaderName::from_static("x-token")]);
+        assert!(!redaction.keeps("x-token", false) && redaction.keeps("etag", true));
+        assert!(redaction.keeps("content-digest", false) && !redaction.keeps("content-digest", true));
+    }
+}
