@@ -40,11 +40,8 @@ pub(crate) fn start() -> Result<(), String> {
     let filter = filter(&value.to_string_lossy()).map_err(|error| format!("{VARIABLE}: {error}"))?;
     let lines = LineWriter::start("log", io::stderr(), dropped())
         .map_err(|error| format!("cannot start the log: {error}"))?;
-    let terminal = io::IsTerminal::is_terminal(&io::stderr());
     let log = LOG.get_or_init(|| Log { lines, told: AtomicU64::new(0) });
-    let lines = tracing_subscriber::fmt::layer()
-        .with_writer(log)
-        .with_ansi(terminal && std::env::var_os("NO_COLOR").is_none());
+    let lines = tracing_subscriber::fmt::layer().with_writer(log).with_ansi(crate::style::is_log_colored());
     let _is_set_already = tracing_subscriber::registry().with(lines).with(filter).try_init();
     Ok(())
 }

@@ -24,9 +24,9 @@ use super::view::{self, Detail};
 use super::{AdminState, listing};
 use crate::config::{did_you_mean, duration};
 
-type AdminResult = Result<Response, Problem>;
-type Pairs = Result<Query<Vec<(String, String)>>, QueryRejection>;
-type Body = Result<Bytes, BytesRejection>;
+pub(super) type AdminResult = Result<Response, Problem>;
+pub(super) type Pairs = Result<Query<Vec<(String, String)>>, QueryRejection>;
+pub(super) type Body = Result<Bytes, BytesRejection>;
 
 pub(super) async fn list(State(state): State<AdminState>, query: Pairs) -> AdminResult {
     let mut filter = ListQuery::default();
@@ -262,10 +262,11 @@ fn caller_fields(
     if let Some(part) =
         parts.iter().find(|part| matches!(part, CallerPart::Jwt(_) | CallerPart::Certificate(_)))
     {
-        return Err(bad(&format!(
-            "on this route the {} tells callers apart, which cannot be given here; give the key alone to list all records that have it.",
-            part_name(part)
-        )));
+        let part = part_name(part);
+        let detail = format!(
+            "on this route the {part} tells callers apart, which cannot be given here; give the key alone to list all records that have it."
+        );
+        return Err(Problem::caller_form("key-alone", part, &detail));
     }
     match (caller, &parts[..]) {
         (None, []) => Ok(Vec::new()),
@@ -283,20 +284,32 @@ fn caller_fields(
                 Ok((name, value(text)?))
             })
             .collect(),
-        _ => Err(bad(&match &parts[..] {
-            [] if scope.is_single_tenant() => "on this route it must be \"single-tenant\".".to_owned(),
-            [] => "on this route the path and the host identify the caller; leave this out.".to_owned(),
-            [part] => {
-                let part = part_name(part);
-                format!(
-                    "on this route it must be \"anonymous\", or {{\"value\": …}} with the value of the {part} as it was sent."
-                )
-            }
-            parts => format!(
-                "on this route it must be \"anonymous\", or {{\"fields\": {{…}}}} with the header fields that have the {}, as they were sent.",
-                parts.iter().map(part_name).collect::<Vec<_>>().join(" and the ")
-            ),
-        })),
+        _ => {
+            let names = parts.iter().map(part_name).collect::<Vec<_>>().join(" and the ");
+            let (form, detail) = match &parts[..] {
+                [] if scope.is_single_tenant() => {
+                    ("single-tenant", "on this route it must be \"single-tenant\".".to_owned())
+                }
+                [] => (
+                    "nothing",
+                    "on this route the path and the host identify the caller; leave this out.".to_owned(),
+                ),
+                [_] => (
+                    "value",
+                    format!(
+                        "on this route it must be \"anonymous\", or {{\"value\": …}} with the value of the {names} as it was sent."
+                    ),
+                ),
+                _ => (
+                    "fields",
+                    format!(
+                        "on this route it must be \"anonymous\", or {{\"fields\": {{…}}}} with the header fields that have the {names}, as they \
+                         were sent."
+                    ),
+                ),
+            };
+            Err(Problem::caller_form(form, names, &detail))
+        }
     }
 }
 
@@ -594,7 +607,7 @@ fn field(name: &str, value: &str) -> Result<(HeaderName, HeaderValue), Problem> 
     Ok((header, value))
 }
 
-fn limit(name: &str, text: &str) -> Result<usize, Problem> {
+pub(super) fn limit(name: &str, text: &str) -> Result<usize, Problem> {
     match text.parse() {
         Ok(limit @ 1..=limits::MAX_PAGE_RECORDS) => Ok(limit),
         _ => {
@@ -605,14 +618,14 @@ fn limit(name: &str, text: &str) -> Result<usize, Problem> {
 }
 
 /// The actor and the reason of a change, for the audit trail.
-struct AuditTexts {
-    actor: String,
-    reason: String,
+pub(super) struct AuditTexts {
+    pub(super) actor: String,
+    pub(super) reason: String,
 }
 
 impl AuditTexts {
     /// Reads them from a request. Without an actor in its body, the header field counts.
-    fn read(actor: Option<&str>, reason: &str, headers: &HeaderMap) -> Result<Self, Problem> {
+    pub(super) fn read(actor: Option<&str>, reason: &str, headers: &HeaderMap) -> Result<Self, Problem> {
         let field = headers.get("oncegate-actor").map(|value| value.to_str());
         let actor = match (actor, field) {
             (Some(actor), _) => audit_text("actor", actor)?,
@@ -635,7 +648,7 @@ fn audit_text(name: &str, text: &str) -> Result<String, Problem> {
 }
 
 /// The parameters of a query. Unknown and repeated names are refused.
-fn pairs(query: Pairs, names: &[&str]) -> Result<Vec<(String, String)>, Problem> {
+pub(super) fn pairs(query: Pairs, names: &[&str]) -> Result<Vec<(String, String)>, Problem> {
     let Query(pairs) = query.map_err(|error| Problem::bad_request(error.body_text()))?;
     for (at, (name, _)) in pairs.iter().enumerate() {
         if !names.contains(&name.as_str()) {
@@ -650,7 +663,7 @@ fn pairs(query: Pairs, names: &[&str]) -> Result<Vec<(String, String)>, Problem>
     Ok(pairs.into_iter().filter(|(_, text)| !text.is_empty()).collect())
 }
 
-fn from_json<T: DeserializeOwned>(body: Body) -> Result<T, Problem> {
+pub(super) fn from_json<T: DeserializeOwned>(body: Body) -> Result<T, Problem> {
     let body = body.map_err(|error| match error.status() {
         StatusCode::PAYLOAD_TOO_LARGE => Problem::too_large("At most 16 MiB are accepted."),
         _ => Problem::bad_request(error.body_text()),

@@ -14,6 +14,13 @@
 //! | `POST /v1/keys/{record}/release` | frees a key; with `force` also one whose owner may be alive |
 //! | `POST /v1/clock/accept` | the store accepts the machine's clock, which was set ahead |
 //! | `GET /v1/audit?before=&limit=` | the changes by operators, with their reasons, newest first |
+//! | `GET /v1/dead-letters?consumer=&topic=&reason=&before=&limit=` | dead letters of messages, the newest first |
+//! | `GET /v1/dead-letters/{number}?payload=true` | one dead letter; its payload only if asked for |
+//! | `POST /v1/dead-letters/{number}/requeue`, `…/drop` | publishes it again through the outbox, or deletes it |
+//! | `GET /v1/outbox?state=&after=&limit=` | messages of the outbox |
+//! | `GET /v1/outbox/{seq}?payload=true` | one of them; its payload only if asked for |
+//! | `POST /v1/outbox/{seq}/requeue`, `…/drop` | publishes a refused message again, or deletes it |
+//! | `GET /v1/audit/messages?before=&limit=` | the changes of messages by operators, newest first |
 //! | `GET /v1/summary` | the state of the sidecar and its store, and the requests of the last hour |
 //! | `GET /v1/misuse` | requests that look like mistakes of clients, counted by caller and operation |
 //! | `GET /v1/activity` | a live feed of requests, one JSON object a line |
@@ -27,6 +34,7 @@ mod exposition;
 mod guard;
 mod keys;
 mod listing;
+pub(crate) mod messages;
 mod metrics;
 mod problem;
 mod summary;
@@ -54,6 +62,7 @@ use hyper_util::service::TowerToHyperService;
 use oncegate_core::{ErrorChain, IdempotencyKey, RecordId, StoreErrorKind};
 use oncegate_engine::{Breaker, BreakerState, Engine};
 use oncegate_http::{IdempotencyLayer, JwtVerifier, Settings};
+use oncegate_postgres::messages::MessageOperator;
 use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
 
@@ -66,6 +75,7 @@ use crate::proxy::{ConnectionLimit, RequestLimit};
 pub(crate) use self::cache::CacheCollector;
 pub(crate) use self::census::{AbandonedRecords, run as count_records};
 pub(crate) use self::keys::searched_key;
+pub(crate) use self::metrics::PLAIN as PLAIN_DISPOSITIONS;
 pub(crate) use self::metrics::{Metrics, ReconcileResult, RefusedHandshake, ReloadSubject, UpstreamResult};
 pub(crate) use self::view::{days_to, time};
 
@@ -83,6 +93,8 @@ pub(crate) struct AdminState {
     pub(crate) connections: ConnectionLimit,
     /// Counts the requests without a key.
     pub(crate) without_key: RequestLimit,
+    /// The messages in the database of the store; `None` if it is not PostgreSQL.
+    pub(crate) messages: Option<MessageOperator>,
     pub(crate) live: watch::Receiver<AdminLive>,
 }
 
@@ -166,6 +178,15 @@ pub(crate) fn router(state: AdminState) -> Router {
         .route("/v1/keys/{record}/release", post(keys::release))
         .route("/v1/keys/{record}/park", post(keys::park))
         .route("/v1/audit", get(keys::audit))
+        .route("/v1/audit/messages", get(messages::audit))
+        .route("/v1/dead-letters", get(messages::dead_letters))
+        .route("/v1/dead-letters/{number}", get(messages::dead_letter))
+        .route("/v1/dead-letters/{number}/requeue", post(messages::requeue_letter))
+        .route("/v1/dead-letters/{number}/drop", post(messages::drop_letter))
+        .route("/v1/outbox", get(messages::outbox))
+        .route("/v1/outbox/{seq}", get(messages::outbox_message))
+        .route("/v1/outbox/{seq}/requeue", post(messages::requeue_outbox))
+        .route("/v1/outbox/{seq}/drop", post(messages::drop_outbox))
         .route("/v1/summary", get(summary::show))
         .route("/v1/misuse", get(activity::misuse))
         .route("/v1/activity", get(activity::feed))

@@ -158,6 +158,7 @@ impl Sidecar {
             jwt: None,
         };
         let state = AdminState {
+            messages: None,
             activity: Activity::default(),
             engine: engine.clone(),
             breaker,

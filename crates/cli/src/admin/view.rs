@@ -66,7 +66,7 @@ fn step(step: &Step, detail: Detail) -> Value {
 }
 
 /// Inserts bytes as text, or in base64 under another name if they are not text.
-fn insert_bytes(members: &mut Map<String, Value>, name: &str, bytes: &[u8]) {
+pub(super) fn insert_bytes(members: &mut Map<String, Value>, name: &str, bytes: &[u8]) {
     let (name, text) = match std::str::from_utf8(bytes) {
         Ok(text) => (name.to_owned(), text.to_owned()),
         Err(_) => (format!("{name}_base64"), STANDARD.encode(bytes)),

@@ -8,6 +8,7 @@ mod call;
 mod client;
 mod demo;
 mod examples;
+mod messages;
 mod outage;
 mod probe;
 mod redis;

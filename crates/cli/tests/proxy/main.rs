@@ -29,6 +29,7 @@ mod resets;
 mod store;
 mod streams;
 mod upstream_connections;
+mod watching;
 
 /// The service's response where its content does not matter.
 const OK: &str = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";

@@ -5,5 +5,6 @@ mod support;
 
 mod errors;
 mod explain;
+mod files;
 mod ops;
 mod store_files;
