@@ -34,7 +34,7 @@ impl std::fmt::Debug for MessageAccess {
 
 /// Asks for messages and changes them. Both give the same JSON.
 pub(super) enum Backend {
-    Database(MessageOperator),
+    Database(Box<MessageOperator>),
     Sidecar(Box<Client>),
 }
 
@@ -78,7 +78,7 @@ fn database(source: &str, text: &str) -> Result<Backend, Failure> {
         StoreChoice::Postgres(url) => {
             let options = PostgresOptions::from_url(url.reveal())
                 .map_err(|error| Failure::Usage(format!("{source}: {}", ErrorChain(&error))))?;
-            Ok(Backend::Database(MessageOperator::new(options)))
+            Ok(Backend::Database(Box::new(MessageOperator::new(options))))
         }
         _ => Err(Failure::Usage(format!(
             "{source}: dead letters and the outbox are in PostgreSQL; write postgres://USER@HOST/DATABASE"

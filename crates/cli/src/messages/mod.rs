@@ -44,7 +44,7 @@ enum DeadLettersCommand {
     /// Publishes messages again, through the outbox: their consumer processes them as new ones, once
     ///
     /// In one transaction the dead letter and its receipt go, and the message is written into the outbox. A relay of the outbox
-    /// must run, and publish to the broker and the topic from which the message came. All consumers of that topic get the message;
+    /// must run, and publish to the broker and the topic from which the message came. All consumers of that topic get it, and
     /// those that processed it recognise it, as long as they keep its receipt.
     Requeue {
         /// The numbers of the dead letters
