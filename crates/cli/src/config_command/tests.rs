@@ -161,7 +161,8 @@ fn examples_in_the_documentation_have_the_form_of_the_schema() {
     pages(&root.join("examples"), &mut files);
     let mut seen = 0;
     let mut faults = Vec::new();
-    for file in files {
+    // The file of the probe describes requests.
+    for file in files.into_iter().filter(|file| !file.ends_with("docs/reference/probe.md")) {
         let text = fs::read_to_string(&file).unwrap();
         for block in text.split("```toml\n").skip(1) {
             let block = block.split("```").next().unwrap();
@@ -179,7 +180,7 @@ fn examples_in_the_documentation_have_the_form_of_the_schema() {
             faults.extend(fault_of_file(block).map(|fault| format!("{}: {fault}\n{block}", file.display())));
         }
     }
-    assert!(seen >= 5, "{seen} examples");
+    assert!(seen >= 4, "{seen} examples");
     assert!(faults.is_empty(), "{}", faults.join("\n"));
 }
 
