@@ -87,7 +87,7 @@ struct Line(Verdict, String);
 
 impl fmt::Display for Line {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:<6}{}", self.0.as_str(), self.1)
+        write!(f, "{}{}", crate::style::paint_word(&format!("{:<6}", self.0.as_str())), self.1)
     }
 }
 

@@ -13,6 +13,7 @@ use crate::config::{
     Config, Draft, Entry, Fallback, GivenEntries, ProxyArgs, Raw, SETTINGS, SettableIn, Setting,
 };
 use crate::rules::PublishedRules;
+use crate::style::{Tone, paint};
 
 /// Explains the treatment of a request.
 #[derive(Args, Debug)]
@@ -27,11 +28,38 @@ pub(crate) struct ExplainArgs {
     json: bool,
 }
 
-/// One setting as it applies to the request.
+/// The origin of a value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Origin {
+    /// The file, the environment or a flag.
+    Given,
+    /// The profile, or another setting that implies the value.
+    Profile,
+    Default,
+}
+
+/// One setting as it applies.
 pub(crate) struct Row {
     pub(crate) name: &'static str,
+    /// `None` if it has no value.
+    pub(crate) raw: Option<Raw>,
     pub(crate) value: String,
     pub(crate) source: String,
+    pub(crate) origin: Origin,
+}
+
+impl Row {
+    fn new(name: &'static str, raw: Raw, source: String, origin: Origin) -> Self {
+        let value = match &raw {
+            Raw::Text(text) => text.clone(),
+            Raw::List(texts) => texts.join(", "),
+        };
+        Self { name, raw: Some(raw), value, source, origin }
+    }
+
+    fn unset(name: &'static str, source: String) -> Self {
+        Self { name, raw: None, value: "–".to_owned(), source, origin: Origin::Default }
+    }
 }
 
 /// Prints the explanation. The exit code is 1 if the configuration has errors, and 2 if the request cannot be read.
@@ -59,7 +87,7 @@ pub(crate) fn run(args: &ExplainArgs) -> ExitCode {
     let written = if args.json {
         let settings = rows
             .iter()
-            .map(|Row { name, value, source }| json!({"name": name, "value": value, "source": source}));
+            .map(|Row { name, value, source, .. }| json!({"name": name, "value": value, "source": source}));
         let settings: Vec<_> = settings.collect();
         let profile = applies.settings.profile().name();
         writeln!(
@@ -124,8 +152,9 @@ fn print(out: &mut impl Write, about: &[String], rows: &[Row]) -> io::Result<()>
     let width =
         |of: fn(&Row) -> &str| rows.iter().map(|row| of(row).chars().count()).max().unwrap_or(0).min(48);
     let (names, values) = (width(|row| row.name), width(|row| &row.value));
-    rows.iter()
-        .try_for_each(|Row { name, value, source }| writeln!(out, "{name:names$}  {value:values$}  {source}"))
+    rows.iter().try_for_each(|Row { name, value, source, .. }| {
+        writeln!(out, "{name:names$}  {value:values$}  {}", paint(Tone::Quiet, source))
+    })
 }
 
 /// A method and a path without its query.
@@ -138,51 +167,64 @@ pub(crate) fn read_request(text: &str) -> Option<(Method, PathAndQuery)> {
 
 /// The settings that a route can have, in the order of the reference page, and then the values that only a profile has.
 pub(crate) fn rows(config: &Config, route: Option<usize>, given: &GivenEntries) -> Vec<Row> {
-    let applies = route.map_or(&config.default, |number| &config.routes[number].config);
-    let profile = applies.settings.profile();
-    let by_profile = profile.rows();
-    let from_profile = format!("profile {}", profile.name());
-    let completion = Setting::named("completion")
-        .and_then(|setting| given.of(setting, route))
-        .filter(|_| applies.settings.completed_by() == CompletedBy::Upstream);
-    let row = |setting: &Setting| {
+    let effective = EffectiveSettings::new(config, given, route);
+    let settings = SETTINGS.iter().filter(|setting| setting.settable_in == SettableIn::Route);
+    let settings = settings.map(|setting| effective.row(setting));
+    settings.chain(effective.only_in_profile()).collect()
+}
+
+/// The settings that apply on a route, or outside of routes.
+pub(crate) struct EffectiveSettings<'a> {
+    given: &'a GivenEntries,
+    route: Option<usize>,
+    by_profile: Vec<(&'static str, String)>,
+    profile: String,
+    /// The entry `completion = "upstream"`, if it applies.
+    completion: Option<&'a Entry>,
+}
+
+impl<'a> EffectiveSettings<'a> {
+    pub(crate) fn new(config: &Config, given: &'a GivenEntries, route: Option<usize>) -> Self {
+        let applies = route.map_or(&config.default, |number| &config.routes[number].config);
+        let profile = applies.settings.profile();
+        let completion = Setting::named("completion")
+            .and_then(|setting| given.of(setting, route))
+            .filter(|_| applies.settings.completed_by() == CompletedBy::Upstream);
+        let by_profile = profile.rows();
+        Self { given, route, by_profile, profile: format!("profile {}", profile.name()), completion }
+    }
+
+    /// The value of a setting and its source.
+    pub(crate) fn row(&self, setting: &Setting) -> Row {
         let name = setting.name;
         // With this setting, these have one possible value each.
         let implied = [("on-abandoned", "reexecute"), ("server-errors", "release")];
-        if let Some(completion) = completion
+        if let Some(completion) = self.completion
             && let Some((_, value)) = implied.into_iter().find(|(own, _)| *own == name)
         {
-            return Row {
-                name,
-                value: value.to_owned(),
-                source: format!("completion, {}", completion.source),
-            };
+            let source = format!("completion, {}", completion.source);
+            return Row::new(name, Raw::Text(value.to_owned()), source, Origin::Profile);
         }
-        if let Some(entry) = given.of(setting, route) {
-            return Row { name, value: text(entry), source: entry.source.to_string() };
+        if let Some(entry) = self.given.of(setting, self.route) {
+            return Row::new(name, entry.raw.clone(), entry.source.to_string(), Origin::Given);
         }
-        let by_profile = by_profile.iter().find(|(own, _)| *own == name);
-        let (value, source) = match (by_profile, setting.default) {
-            (Some((_, value)), _) => (value.clone(), from_profile.clone()),
-            (None, Fallback::Value(text) | Fallback::Profile(text)) => {
-                (text.to_owned(), "default".to_owned())
+        let by_profile = self.by_profile.iter().find(|(own, _)| *own == name);
+        match (by_profile, setting.default) {
+            (Some((_, value)), _) => {
+                Row::new(name, Raw::Text(value.clone()), self.profile.clone(), Origin::Profile)
             }
-            (None, Fallback::Nothing("")) => ("–".to_owned(), "default".to_owned()),
-            (None, Fallback::Nothing(words)) => ("–".to_owned(), format!("default: {words}")),
-        };
-        Row { name, value, source }
-    };
-    let only_in_profiles = by_profile
-        .iter()
-        .filter(|(name, _)| Setting::named(name).is_none())
-        .map(|(name, value)| Row { name, value: value.clone(), source: from_profile.clone() });
-    let settings = SETTINGS.iter().filter(|setting| setting.settable_in == SettableIn::Route).map(row);
-    settings.chain(only_in_profiles).collect()
-}
+            (None, Fallback::Value(text) | Fallback::Profile(text)) => {
+                Row::new(name, Raw::Text(text.to_owned()), "default".to_owned(), Origin::Default)
+            }
+            (None, Fallback::Nothing("")) => Row::unset(name, "default".to_owned()),
+            (None, Fallback::Nothing(words)) => Row::unset(name, format!("default: {words}")),
+        }
+    }
 
-fn text(entry: &Entry) -> String {
-    match &entry.raw {
-        Raw::Text(text) => text.clone(),
-        Raw::List(texts) => texts.join(", "),
+    /// The values that only the profile has.
+    fn only_in_profile(&self) -> impl Iterator<Item = Row> {
+        self.by_profile.iter().filter(|(name, _)| Setting::named(name).is_none()).map(|(name, value)| {
+            Row::new(name, Raw::Text(value.clone()), self.profile.clone(), Origin::Profile)
+        })
     }
 }

@@ -64,10 +64,8 @@ pub(crate) fn start(format: LogFormat) -> Result<(), String> {
     let registry = tracing_subscriber::registry().with(filter);
     let _is_set_already = match format {
         LogFormat::Text => {
-            let terminal = io::IsTerminal::is_terminal(&io::stderr());
-            let lines = tracing_subscriber::fmt::layer()
-                .with_writer(log)
-                .with_ansi(terminal && std::env::var_os("NO_COLOR").is_none());
+            let lines =
+                tracing_subscriber::fmt::layer().with_writer(log).with_ansi(crate::style::is_log_colored());
             registry.with(lines).try_init()
         }
         LogFormat::Json => registry.with(JsonLines::new(log)).try_init(),

@@ -21,6 +21,7 @@ mod archive;
 mod call;
 mod check;
 mod config;
+mod config_command;
 mod demo;
 mod explain;
 #[cfg(feature = "failpoints")]
@@ -28,14 +29,19 @@ mod failpoint;
 mod keys;
 mod line_writer;
 mod log;
+mod messages;
 mod otlp;
 mod probe;
 mod proxy;
 mod rules;
 mod schema;
 mod seal;
+mod shell;
 mod signals;
+mod style;
 mod systemd;
+mod tap;
+mod top;
 mod trace;
 
 use std::future::Future;
@@ -43,15 +49,21 @@ use std::process::ExitCode;
 
 use call::CallArgs;
 use check::CheckArgs;
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory as _, Parser, Subcommand};
 use config::ProxyArgs;
+use config_command::{ConfigArgs, InitArgs};
 use demo::DemoArgs;
 use explain::ExplainArgs;
 use keys::{BackupArgs, ClockArgs, HealthArgs, KeysArgs};
+use messages::{DeadLettersArgs, OutboxArgs};
 use probe::ProbeArgs;
 use rules::{OpenapiArgs, RulesArgs};
 use schema::SchemaArgs;
 use seal::SealKeyArgs;
+use shell::{CompletionsArgs, ManArgs};
+use style::ColorChoice;
+use tap::TapArgs;
+use top::TopArgs;
 
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
@@ -62,6 +74,9 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 pub(crate) struct Oncegate {
     #[command(subcommand)]
     command: Command,
+    /// Colours the output: always, never, or auto (on a terminal, unless NO_COLOR is set)
+    #[arg(long, global = true, value_enum, value_name = "WHEN", default_value_t = ColorChoice::Auto, hide_possible_values = true)]
+    color: ColorChoice,
 }
 
 #[derive(Subcommand)]
@@ -105,6 +120,24 @@ enum Command {
     ///
     /// Exit codes as for `oncegate keys`.
     Clock(ClockArgs),
+    /// Lists, shows, requeues and drops dead letters: messages that a consumer gave up, in PostgreSQL.
+    ///
+    /// Exit codes: 0 done, 1 refused or not found, 2 wrong usage, 3 the database or the sidecar cannot be reached.
+    #[command(name = "dead-letters")]
+    DeadLetters(DeadLettersArgs),
+    /// Lists, shows, requeues and drops messages of the outbox, in PostgreSQL.
+    ///
+    /// Exit codes as for `oncegate dead-letters`.
+    Outbox(OutboxArgs),
+    /// Shows the requests of a running sidecar as they happen, one line each.
+    ///
+    /// If the sidecar goes away, it says so and connects again. Exit codes as for `oncegate keys`.
+    Tap(TapArgs),
+    /// Shows a summary of a running sidecar, and refreshes it: requests and rates, what is in flight, unsettled records, mistakes
+    /// of clients.
+    ///
+    /// Exit codes as for `oncegate keys`.
+    Top(TopArgs),
     /// Asks a running sidecar if it lives, or, with --ready, if it is ready. For the health checks of containers.
     ///
     /// Exit codes: 0 healthy, 1 not healthy or not reached, 2 wrong usage.
@@ -136,6 +169,16 @@ enum Command {
     ///
     /// Exit codes: 0 done, 1 failed, or not the version that this program needs, 2 wrong usage.
     Schema(SchemaArgs),
+    /// Writes a new configuration file, in which every setting is explained.
+    ///
+    /// Exit codes: 0 written, 1 the file exists or cannot be written, 2 wrong usage.
+    Init(InitArgs),
+    /// Prints the effective configuration, or the JSON Schema of configuration files.
+    Config(ConfigArgs),
+    /// Prints the completions of commands and flags for a shell.
+    Completions(CompletionsArgs),
+    /// Writes the pages of the manual.
+    Man(ManArgs),
 }
 
 fn main() -> ExitCode {
@@ -143,6 +186,7 @@ fn main() -> ExitCode {
         config::drop_far_suggestion(&mut error);
         error.exit()
     });
+    style::start(parsed.color);
     let code = run(parsed.command);
     log::flush();
     code
@@ -164,6 +208,14 @@ fn run(command: Command) -> ExitCode {
         Command::Call(args) => return call::run(&args),
         Command::Probe(args) => return probe::run(&args),
         Command::Schema(args) => schema::run(&args),
+        Command::DeadLetters(args) => return messages::run_dead_letters(&args),
+        Command::Outbox(args) => return messages::run_outbox(&args),
+        Command::Tap(args) => return tap::run(&args),
+        Command::Top(args) => return top::run(&args),
+        Command::Init(args) => return config_command::run_init(&args),
+        Command::Config(args) => return config_command::run(&args),
+        Command::Completions(args) => shell::completions(&args, Oncegate::command()),
+        Command::Man(args) => shell::man(&args, Oncegate::command()),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

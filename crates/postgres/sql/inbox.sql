@@ -425,6 +425,40 @@ BEGIN
 END
 $$;
 
+-- Takes a dead letter out, and its receipt unless it is to be kept. Returns false if it is gone. OG002: another transaction holds
+-- it. No role may call it.
+CREATE OR REPLACE FUNCTION oncegate.take_out_dead_letter(d oncegate.dead_letters, keeps_receipt boolean) RETURNS boolean
+LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    PERFORM FROM oncegate.dead_letters AS t WHERE t.number = d.number FOR UPDATE SKIP LOCKED;
+    IF NOT FOUND THEN
+        PERFORM FROM oncegate.dead_letters AS t WHERE t.number = d.number;
+        IF NOT FOUND THEN
+            RETURN false;
+        END IF;
+        RAISE EXCEPTION 'oncegate: another transaction holds the dead letter' USING ERRCODE = 'OG002';
+    END IF;
+    IF NOT pg_try_advisory_xact_lock(oncegate.message_lock(d.id)) THEN
+        RAISE EXCEPTION 'oncegate: another transaction holds the message' USING ERRCODE = 'OG002';
+    END IF;
+    IF NOT take_out_dead_letter.keeps_receipt THEN
+        -- A transaction that got `dead` holds the row, and is about to acknowledge the message.
+        PERFORM FROM oncegate.receipts AS t WHERE t.id = d.id AND t.state = 'd' FOR UPDATE SKIP LOCKED;
+        IF FOUND THEN
+            DELETE FROM oncegate.receipts AS t WHERE t.id = d.id;
+        ELSE
+            PERFORM FROM oncegate.receipts AS t WHERE t.id = d.id AND t.state = 'd';
+            IF FOUND THEN
+                RAISE EXCEPTION 'oncegate: another transaction holds the message' USING ERRCODE = 'OG002';
+            END IF;
+        END IF;
+    END IF;
+    DELETE FROM oncegate.dead_letters AS t WHERE t.number = d.number;
+    RETURN true;
+END
+$$;
+
 -- Takes a dead letter out and returns it, so that its message can be processed again: send it again before the transaction
 -- commits. No row if there is no such dead letter. Until the commit, the message is in flight for every consumer. OG002:
 -- another transaction holds it.
@@ -437,42 +471,34 @@ AS $$
 DECLARE
     d oncegate.dead_letters;
 BEGIN
-    SELECT t.* INTO d FROM oncegate.dead_letters AS t WHERE t.number = take_dead_letter.number FOR UPDATE SKIP LOCKED;
-    IF NOT FOUND THEN
-        PERFORM FROM oncegate.dead_letters AS t WHERE t.number = take_dead_letter.number;
-        IF NOT FOUND THEN
-            RETURN;
-        END IF;
-        RAISE EXCEPTION 'oncegate: another transaction holds the dead letter' USING ERRCODE = 'OG002';
+    -- A dead letter never changes, so it can be read before it is locked.
+    SELECT t.* INTO d FROM oncegate.dead_letters AS t WHERE t.number = take_dead_letter.number;
+    IF NOT FOUND OR NOT oncegate.take_out_dead_letter(d, false) THEN
+        RETURN;
     END IF;
-    IF NOT pg_try_advisory_xact_lock(oncegate.message_lock(d.id)) THEN
-        RAISE EXCEPTION 'oncegate: another transaction holds the message' USING ERRCODE = 'OG002';
-    END IF;
-    -- A transaction that got `dead` holds the row, and is about to acknowledge the message.
-    PERFORM FROM oncegate.receipts AS t WHERE t.id = d.id AND t.state = 'd' FOR UPDATE SKIP LOCKED;
-    IF FOUND THEN
-        DELETE FROM oncegate.receipts AS t WHERE t.id = d.id;
-    ELSE
-        PERFORM FROM oncegate.receipts AS t WHERE t.id = d.id AND t.state = 'd';
-        IF FOUND THEN
-            RAISE EXCEPTION 'oncegate: another transaction holds the message' USING ERRCODE = 'OG002';
-        END IF;
-    END IF;
-    DELETE FROM oncegate.dead_letters AS t WHERE t.number = d.number;
+    PERFORM oncegate.note_message_change('dead-letter', d.number, encode(d.id, 'hex'), d.consumer, d.topic, 'taken', session_user, '');
     id := d.id; consumer := d.consumer; topic := d.topic; broker_id := d.broker_id; order_key := d.order_key;
     header_names := d.header_names; header_values := d.header_values; payload := d.payload;
     RETURN NEXT;
 END
 $$;
 
--- Deletes a dead letter. Returns false if there was none. Its message stays dead until its receipt expires.
+-- Deletes a dead letter. Returns false if there was none, or if another transaction holds it. Its message stays dead until its
+-- receipt expires.
 CREATE OR REPLACE FUNCTION oncegate.delete_dead_letter(number bigint) RETURNS boolean
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
+DECLARE
+    d oncegate.dead_letters;
 BEGIN
     DELETE FROM oncegate.dead_letters AS t WHERE t.number = (
-        SELECT d.number FROM oncegate.dead_letters AS d WHERE d.number = delete_dead_letter.number FOR UPDATE SKIP LOCKED);
-    RETURN FOUND;
+        SELECT l.number FROM oncegate.dead_letters AS l WHERE l.number = delete_dead_letter.number FOR UPDATE SKIP LOCKED)
+        RETURNING t.* INTO d;
+    IF NOT FOUND THEN
+        RETURN false;
+    END IF;
+    PERFORM oncegate.note_message_change('dead-letter', d.number, encode(d.id, 'hex'), d.consumer, d.topic, 'dropped', session_user, '');
+    RETURN true;
 END
 $$;
 

@@ -379,10 +379,17 @@ $$;
 CREATE OR REPLACE FUNCTION oncegate.outbox_requeue(seq bigint) RETURNS boolean
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
+DECLARE
+    m oncegate.outbox;
 BEGIN
     UPDATE oncegate.outbox AS o SET refused_at = NULL, is_aside = false, free_at = 0, token = NULL
-        WHERE o.refused_at IS NOT NULL AND o.seq = outbox_requeue.seq;
-    RETURN FOUND;
+        WHERE o.refused_at IS NOT NULL AND o.seq = outbox_requeue.seq
+        RETURNING o.* INTO m;
+    IF NOT FOUND THEN
+        RETURN false;
+    END IF;
+    PERFORM oncegate.note_message_change('outbox', m.seq, m.id, NULL, m.topic, 'requeued', session_user, '');
+    RETURN true;
 END
 $$;
 
@@ -390,9 +397,15 @@ $$;
 CREATE OR REPLACE FUNCTION oncegate.outbox_drop(seq bigint) RETURNS boolean
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
+DECLARE
+    m oncegate.outbox;
 BEGIN
-    DELETE FROM oncegate.outbox AS o WHERE o.refused_at IS NOT NULL AND o.seq = outbox_drop.seq;
-    RETURN FOUND;
+    DELETE FROM oncegate.outbox AS o WHERE o.refused_at IS NOT NULL AND o.seq = outbox_drop.seq RETURNING o.* INTO m;
+    IF NOT FOUND THEN
+        RETURN false;
+    END IF;
+    PERFORM oncegate.note_message_change('outbox', m.seq, m.id, NULL, m.topic, 'dropped', session_user, '');
+    RETURN true;
 END
 $$;
 

@@ -249,6 +249,29 @@ BEGIN
 END
 $$;
 
+-- The changes that operators made to dead letters and to messages of the outbox.
+DO $$
+BEGIN
+    IF to_regclass('oncegate.message_audit') IS NULL THEN
+        CREATE TABLE oncegate.message_audit (
+            number bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+            at bigint NOT NULL,
+            -- dead-letter or outbox
+            kind text NOT NULL,
+            -- The number of the dead letter, or the seq of the message.
+            message bigint NOT NULL,
+            -- The receipt in hexadecimal digits, or the identifier of the message.
+            id text NOT NULL,
+            consumer text,
+            topic text NOT NULL,
+            action text NOT NULL,
+            actor text NOT NULL,
+            reason text NOT NULL
+        );
+    END IF;
+END
+$$;
+
 -- The outbox. Each row is inserted, possibly updated, and deleted. An update changes no index unless the message is refused.
 -- vacuum_truncate is off, so that no vacuum takes the lock for returning pages: the pages are used again.
 DO $$

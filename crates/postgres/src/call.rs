@@ -124,7 +124,7 @@ impl Arg {
 }
 
 fn write_bytes(bytes: &[u8], to: &mut String) {
-    to.push_str("decode('");
+    to.push_str("pg_catalog.decode('");
     for byte in bytes {
         for digit in [byte >> 4, byte & 15] {
             to.push(char::from_digit(digit.into(), 16).unwrap_or('0'));
@@ -133,8 +133,10 @@ fn write_bytes(bytes: &[u8], to: &mut String) {
     to.push_str("','hex')");
 }
 
+/// Names the server's function: behind a pooler the search path is that of the role, and another schema may have a function of
+/// this name whose arguments fit better.
 fn write_text(text: &str, to: &mut String) {
-    to.push_str("convert_from(");
+    to.push_str("pg_catalog.convert_from(");
     write_bytes(text.as_bytes(), to);
     to.push_str(",'UTF8')");
 }
@@ -170,9 +172,10 @@ mod tests {
         );
         assert_eq!(
             call.written_out(),
-            "SELECT * FROM f(decode('0027ff','hex'), convert_from(decode('27293b2044524f50','hex'),'UTF8'), \
-             (-1::bigint), array[null,decode('01','hex')]::bytea[], \
-             array[convert_from(decode('2431','hex'),'UTF8')]::text[])"
+            "SELECT * FROM f(pg_catalog.decode('0027ff','hex'), \
+             pg_catalog.convert_from(pg_catalog.decode('27293b2044524f50','hex'),'UTF8'), (-1::bigint), \
+             array[null,pg_catalog.decode('01','hex')]::bytea[], \
+             array[pg_catalog.convert_from(pg_catalog.decode('2431','hex'),'UTF8')]::text[])"
         );
     }
 }

@@ -82,6 +82,7 @@ mod batch_size;
 mod call;
 mod error;
 mod insert_once;
+pub mod messages;
 mod options;
 mod record;
 mod row_version;

@@ -176,7 +176,7 @@ impl PostgresOptions {
         self
     }
 
-    /// The database, for messages: user, host, port and name, without the password.
+    /// The database, for messages: host, port and name, without the user and the password.
     #[must_use]
     pub fn database(&self) -> String {
         let connect = &self.connect;
@@ -184,7 +184,7 @@ impl PostgresOptions {
             .get_socket()
             .map_or_else(|| connect.get_host().to_owned(), |path| path.display().to_string());
         let name = connect.get_database().unwrap_or_else(|| connect.get_username());
-        format!("postgres://{}@{host}:{}/{name}", connect.get_username(), connect.get_port())
+        format!("postgres://{host}:{}/{name}", connect.get_port())
     }
 
     /// The options for upgrades, without a statement timeout.
@@ -278,7 +278,7 @@ mod tests {
         let url = "postgres://app:s3cret@db.example:6432/shop?sslmode=require&pooler=transaction";
         let options = PostgresOptions::from_url(url).unwrap();
         assert!(options.transaction_pooler);
-        assert_eq!(options.database(), "postgres://app@db.example:6432/shop");
+        assert_eq!(options.database(), "postgres://db.example:6432/shop");
         assert!(!format!("{options:?}").contains("s3cret"));
         for url in [
             "postgres://app:s3cret@[::/shop",

@@ -8,6 +8,7 @@ use oncegate_core::Timestamp;
 use oncegate_http::{Condition, Disposition};
 
 use super::{is_unknown, wall_clock};
+use crate::admin::PLAIN_DISPOSITIONS;
 
 /// The outcomes of requests in the groups in which an operator thinks of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,6 +52,12 @@ impl OutcomeGroup {
             Disposition::Refused(condition) if is_unknown(condition) => Self::Unknown,
             _ => Self::Refused,
         }
+    }
+
+    /// The group of the outcome with this name; `None` if this version does not know it.
+    pub(crate) fn of_outcome(name: &str) -> Option<Self> {
+        let refusals = Condition::ALL.into_iter().map(Disposition::Refused);
+        PLAIN_DISPOSITIONS.into_iter().chain(refusals).find(|known| known.as_str() == name).map(Self::of)
     }
 
     pub(crate) const fn as_str(self) -> &'static str {

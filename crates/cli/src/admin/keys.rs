@@ -25,9 +25,9 @@ use super::view::{self, Detail, RecordView};
 use super::{AdminState, listing};
 use crate::config::{did_you_mean, duration};
 
-type AdminResult = Result<Response, Problem>;
+pub(super) type AdminResult = Result<Response, Problem>;
 pub(super) type Pairs = Result<Query<Vec<(String, String)>>, QueryRejection>;
-type Body = Result<Bytes, BytesRejection>;
+pub(super) type Body = Result<Bytes, BytesRejection>;
 
 /// The parameters that select records, by their names.
 pub(super) const FILTERS: [&str; 8] =
@@ -284,10 +284,11 @@ fn caller_fields(
     if let Some(part) =
         parts.iter().find(|part| matches!(part, CallerPart::Jwt(_) | CallerPart::Certificate(_)))
     {
-        return Err(bad(&format!(
-            "on this route the {} tells callers apart, which cannot be given here; give the key alone to list all records that have it.",
-            part_name(part)
-        )));
+        let part = part_name(part);
+        let detail = format!(
+            "on this route the {part} tells callers apart, which cannot be given here; give the key alone to list all records that have it."
+        );
+        return Err(Problem::caller_form("key-alone", part, &detail));
     }
     match (caller, &parts[..]) {
         (None, []) => Ok(Vec::new()),
@@ -305,20 +306,32 @@ fn caller_fields(
                 Ok((name, value(text)?))
             })
             .collect(),
-        _ => Err(bad(&match &parts[..] {
-            [] if scope.is_single_tenant() => "on this route it must be \"single-tenant\".".to_owned(),
-            [] => "on this route the path and the host identify the caller; leave this out.".to_owned(),
-            [part] => {
-                let part = part_name(part);
-                format!(
-                    "on this route it must be \"anonymous\", or {{\"value\": …}} with the value of the {part} as it was sent."
-                )
-            }
-            parts => format!(
-                "on this route it must be \"anonymous\", or {{\"fields\": {{…}}}} with the header fields that have the {}, as they were sent.",
-                parts.iter().map(part_name).collect::<Vec<_>>().join(" and the ")
-            ),
-        })),
+        _ => {
+            let names = parts.iter().map(part_name).collect::<Vec<_>>().join(" and the ");
+            let (form, detail) = match &parts[..] {
+                [] if scope.is_single_tenant() => {
+                    ("single-tenant", "on this route it must be \"single-tenant\".".to_owned())
+                }
+                [] => (
+                    "nothing",
+                    "on this route the path and the host identify the caller; leave this out.".to_owned(),
+                ),
+                [_] => (
+                    "value",
+                    format!(
+                        "on this route it must be \"anonymous\", or {{\"value\": …}} with the value of the {names} as it was sent."
+                    ),
+                ),
+                _ => (
+                    "fields",
+                    format!(
+                        "on this route it must be \"anonymous\", or {{\"fields\": {{…}}}} with the header fields that have the {names}, as they \
+                         were sent."
+                    ),
+                ),
+            };
+            Err(Problem::caller_form(form, names, &detail))
+        }
     }
 }
 
@@ -665,7 +678,7 @@ fn field(name: &str, value: &str) -> Result<(HeaderName, HeaderValue), Problem> 
     Ok((header, value))
 }
 
-fn limit(name: &str, text: &str) -> Result<usize, Problem> {
+pub(super) fn limit(name: &str, text: &str) -> Result<usize, Problem> {
     match text.parse() {
         Ok(limit @ 1..=limits::MAX_PAGE_RECORDS) => Ok(limit),
         _ => {
@@ -721,7 +734,7 @@ pub(super) fn pairs(query: Pairs, names: &[&str]) -> Result<Vec<(String, String)
     Ok(pairs.into_iter().filter(|(_, text)| !text.is_empty()).collect())
 }
 
-fn from_json<T: DeserializeOwned>(body: Body) -> Result<T, Problem> {
+pub(super) fn from_json<T: DeserializeOwned>(body: Body) -> Result<T, Problem> {
     let body = body.map_err(|error| match error.status() {
         StatusCode::PAYLOAD_TOO_LARGE => Problem::too_large("At most 16 MiB are accepted."),
         _ => Problem::bad_request(error.body_text()),

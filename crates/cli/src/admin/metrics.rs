@@ -817,7 +817,7 @@ struct RequestCounters {
 const CLASSES: [&str; 6] = ["none", "1xx", "2xx", "3xx", "4xx", "5xx"];
 
 /// The dispositions that are not refusals.
-const PLAIN: [Disposition; 8] = [
+pub(crate) const PLAIN: [Disposition; 8] = [
     Disposition::NotCovered,
     Disposition::Unprotected,
     Disposition::Executed,

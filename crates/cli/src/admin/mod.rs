@@ -17,6 +17,13 @@
 //! | `GET /v1/backup` | the files of an embedded store as they are at this moment, as a tar archive |
 //! | `GET /v1/seal` | the ids of the keys that encrypt stored responses, and what could not be opened |
 //! | `GET /v1/seal/usage?cursor=` | the records of a page of the store, counted by the key that sealed them |
+//! | `GET /v1/dead-letters?consumer=&topic=&reason=&before=&limit=` | dead letters of messages, the newest first |
+//! | `GET /v1/dead-letters/{number}?payload=true` | one dead letter; its payload only if asked for |
+//! | `POST /v1/dead-letters/{number}/requeue`, `…/drop` | publishes it again through the outbox, or deletes it |
+//! | `GET /v1/outbox?state=&after=&limit=` | messages of the outbox |
+//! | `GET /v1/outbox/{seq}?payload=true` | one of them; its payload only if asked for |
+//! | `POST /v1/outbox/{seq}/requeue`, `…/drop` | publishes a refused message again, or deletes it |
+//! | `GET /v1/audit/messages?before=&limit=` | the changes of messages by operators, newest first |
 //! | `GET /v1/summary` | the state of the sidecar and its store, and the requests of the last hour |
 //! | `GET /v1/misuse` | requests that look like mistakes of clients, counted by caller and operation |
 //! | `GET`, `PUT`, `DELETE /v1/log-level` | the level of the log; sets it for a time; ends that |
@@ -36,6 +43,7 @@ mod guard;
 mod keys;
 mod listing;
 mod log_level;
+pub(crate) mod messages;
 mod metrics;
 mod problem;
 mod process;
@@ -67,6 +75,7 @@ use hyper_util::service::TowerToHyperService;
 use oncegate_core::{ErrorChain, IdempotencyKey, RecordId, StoreErrorKind};
 use oncegate_engine::{Breaker, BreakerState, Engine};
 use oncegate_http::{IdempotencyLayer, JwtVerifier, Settings};
+use oncegate_postgres::messages::MessageOperator;
 use oncegate_seal::SealedStore;
 use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
@@ -82,6 +91,7 @@ pub(crate) use self::cache::CacheCollector;
 pub(crate) use self::census::{AbandonedRecords, run as count_records};
 pub(crate) use self::dashboard::{Dashboard, PeerAddress};
 pub(crate) use self::keys::searched_key;
+pub(crate) use self::metrics::PLAIN as PLAIN_DISPOSITIONS;
 pub(crate) use self::metrics::{
     Metrics, ReconcileResult, RefusedHandshake, ReloadSubject, SpanFate, UpstreamResult,
 };
@@ -103,6 +113,8 @@ pub(crate) struct AdminState {
     /// Counts the requests without a key.
     pub(crate) without_key: RequestLimit,
     pub(crate) dashboard: Dashboard,
+    /// The messages in the database of the store; `None` if it is not PostgreSQL.
+    pub(crate) messages: Option<MessageOperator>,
     pub(crate) live: watch::Receiver<AdminLive>,
     /// The store that can be copied while it works.
     pub(crate) backup: BackupStore,
@@ -194,6 +206,15 @@ pub(crate) fn router(state: AdminState) -> Router {
         .route("/v1/audit", get(keys::audit))
         .route("/v1/seal", get(seal::show))
         .route("/v1/seal/usage", get(seal::usage))
+        .route("/v1/audit/messages", get(messages::audit))
+        .route("/v1/dead-letters", get(messages::dead_letters))
+        .route("/v1/dead-letters/{number}", get(messages::dead_letter))
+        .route("/v1/dead-letters/{number}/requeue", post(messages::requeue_letter))
+        .route("/v1/dead-letters/{number}/drop", post(messages::drop_letter))
+        .route("/v1/outbox", get(messages::outbox))
+        .route("/v1/outbox/{seq}", get(messages::outbox_message))
+        .route("/v1/outbox/{seq}/requeue", post(messages::requeue_outbox))
+        .route("/v1/outbox/{seq}/drop", post(messages::drop_outbox))
         .route("/v1/summary", get(summary::show))
         .route("/v1/misuse", get(activity::misuse))
         .route("/v1/activity", get(activity::feed))

@@ -14,16 +14,34 @@ pub(super) struct Problem {
     title: &'static str,
     detail: String,
     record: Option<RecordId>,
+    /// For a caller in another form than the route needs.
+    caller: Option<Box<CallerForm>>,
+}
+
+/// The form of the caller that a route needs, and the parts that identify it. Boxed: this problem is rare, and all others stay
+/// small.
+#[derive(Clone, Debug)]
+struct CallerForm {
+    form: &'static str,
+    parts: String,
 }
 
 impl Problem {
     fn new(status: StatusCode, slug: &'static str, title: &'static str, detail: impl Into<String>) -> Self {
-        Self { status, slug, title, detail: detail.into(), record: None }
+        Self { status, slug, title, detail: detail.into(), record: None, caller: None }
     }
 
     /// Something in the request is wrong.
     pub(super) fn bad_request(detail: impl Into<String>) -> Self {
         Self::new(StatusCode::BAD_REQUEST, "bad-request", "The request is invalid", detail)
+    }
+
+    /// The caller is given in another form than the route needs: `value`, `fields`, `single-tenant`, `nothing` or `key-alone`.
+    pub(super) fn caller_form(form: &'static str, parts: String, detail: &str) -> Self {
+        Self {
+            caller: Some(Box::new(CallerForm { form, parts })),
+            ..Self::bad_request(format!("caller: {detail}"))
+        }
     }
 
     pub(super) fn too_large(detail: impl Into<String>) -> Self {
@@ -156,6 +174,46 @@ impl Problem {
         }
     }
 
+    /// The store of the sidecar is not on PostgreSQL.
+    pub(super) fn no_messages() -> Self {
+        let detail = "Dead letters and the outbox are in PostgreSQL, and the store of this sidecar is not. Use `oncegate dead-letters \
+                      --url URL` or `oncegate outbox --url URL` with the database of the messages.";
+        Self::new(StatusCode::NOT_FOUND, "no-messages", "The store of this sidecar has no messages", detail)
+    }
+
+    /// There is no such dead letter, or no such message in the outbox.
+    pub(super) fn no_message(detail: impl Into<String>) -> Self {
+        Self::new(StatusCode::NOT_FOUND, "no-message", "There is no such message", detail)
+    }
+
+    /// The message exists, but its state does not allow this.
+    pub(super) fn message_refused(detail: impl Into<String>) -> Self {
+        Self::new(
+            StatusCode::CONFLICT,
+            "message-refused",
+            "The state of the message does not allow this",
+            detail,
+        )
+    }
+
+    pub(super) fn message_locked(detail: impl Into<String>) -> Self {
+        Self::new(StatusCode::CONFLICT, "message-locked", "A transaction holds the message", detail)
+    }
+
+    /// The database of messages failed. `result` says what became of the request.
+    pub(super) fn message_store(error: &StoreError, result: &str) -> Self {
+        let words = ErrorChain(error).to_string();
+        match error.kind() {
+            StoreErrorKind::Unavailable => Self::new(
+                StatusCode::SERVICE_UNAVAILABLE,
+                "store-unavailable",
+                "The store is out of reach",
+                format!("{words}. {result}"),
+            ),
+            _ => Self::new(StatusCode::INTERNAL_SERVER_ERROR, "store-invalid", "The store refused", words),
+        }
+    }
+
     /// A limit of the admin API is reached at the moment.
     pub(super) fn busy(detail: impl Into<String>) -> Self {
         Self::new(StatusCode::SERVICE_UNAVAILABLE, "busy", "The admin API is at its limit", detail)
@@ -203,6 +261,9 @@ impl IntoResponse for Problem {
         if let Value::Object(members) = &mut body {
             if let Some(id) = self.record {
                 members.insert("record".to_owned(), id.to_string().into());
+            }
+            if let Some(CallerForm { form, parts }) = self.caller.as_deref() {
+                members.insert("caller".to_owned(), json!({"form": form, "parts": parts}));
             }
             if let Some(parameter) = self.parameter() {
                 members.insert("parameter".to_owned(), parameter.into());

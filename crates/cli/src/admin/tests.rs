@@ -162,6 +162,7 @@ impl Sidecar {
             jwt: None,
         };
         let state = AdminState {
+            messages: None,
             activity: Activity::default(),
             engine: engine.clone(),
             breaker,

@@ -7,7 +7,7 @@ use base64::engine::general_purpose::STANDARD;
 use http::header::{self, HeaderValue};
 use oncegate_core::{AuditEntry, Record, RecordId, RecordedResponse, State, Step, StoredResponse, Timestamp};
 use serde::Serialize;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 /// The extent to which a record is shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -160,6 +160,15 @@ impl StepView {
         });
         Self { name: step.name().to_owned(), result_bytes: result.len(), result: shown }
     }
+}
+
+/// Inserts bytes as text, or in base64 under another name if they are not text.
+pub(super) fn insert_bytes(members: &mut Map<String, Value>, name: &str, bytes: &[u8]) {
+    let (name, text) = match std::str::from_utf8(bytes) {
+        Ok(text) => (name.to_owned(), text.to_owned()),
+        Err(_) => (format!("{name}_base64"), STANDARD.encode(bytes)),
+    };
+    members.insert(name, text.into());
 }
 
 impl ResponseView {

@@ -215,7 +215,7 @@ mod tests {
         for (text, shown) in [
             (
                 "cached(cache=redis://u:hunter2@h,store=postgres://app:hunter2@db/shop?sslmode=require)",
-                "cached(cache=redis://h:6379/0,store=postgres://app@db/shop)",
+                "cached(cache=redis://h:6379/0,store=postgres://…@db/shop)",
             ),
             (
                 "cached(store=redis-cluster://a,b:7,c,cache=memory:)",
@@ -227,7 +227,7 @@ mod tests {
             ),
             (
                 "cached(cache=redis://u:hunter2)@h,store=postgres://u:hunter2,(@h/d)",
-                "cached(cache=redis://h:6379/0,store=postgres://u@h/d)",
+                "cached(cache=redis://h:6379/0,store=postgres://…@h/d)",
             ),
             ("cached(cache=./cache,store=./store)", "cached(cache=./cache,store=./store)"),
             (
@@ -275,7 +275,7 @@ mod tests {
             ("cached(cache=postgres://u:hunter2@h/d,store=./b)", "cache: PostgreSQL cannot be a cache"),
             (
                 "cached(cache=mysql://u:hunter2@h/d,store=./b)",
-                "cache: \"mysql://u@h/d\" is not the URL of a store",
+                "cache: \"mysql://…@h/d\" is not the URL of a store",
             ),
             ("cached(cache=memory:,store=memory:)", "store: a store in memory needs no cache"),
             ("cached(cache=memory:,store=redis://u:hunter2@h:x)", "store: "),

@@ -58,14 +58,16 @@ pub(crate) use self::scope::KeySetPlace;
 pub(crate) use self::seal::{
     MAX_KEY_TEXT, SealKeySource, SealSettings, parse as parse_seal_keys, seal_keys_in,
 };
-pub(crate) use self::settings::{Fallback, Raw, SETTINGS, SettableIn, Setting};
+#[cfg(test)]
+pub(crate) use self::settings::Values as SettingValues;
+pub(crate) use self::settings::{Fallback, Raw, SETTINGS, SettableIn, Setting, Shape};
 use self::trusted::TrustedProxies;
 #[cfg(test)]
 pub(crate) use self::units::admin_token;
 pub(crate) use self::units::store as read_store;
 pub(crate) use self::units::{
     AdminToken, StoreChoice, StoreUrl, Upstream, UpstreamProtocol, duration, duration_text,
-    rounded_duration_text, size_text, store, without_login,
+    rounded_duration_text, size_text, store, without_login, without_secrets,
 };
 pub(crate) use self::units::{ProfileChoice, profile as read_profile};
 

@@ -62,19 +62,18 @@ impl fmt::Debug for StoreUrl {
     }
 }
 
-/// A URL without its password and its parameters, even if it is malformed. Other texts are not changed.
+/// A URL without its login and its parameters, even if it is malformed. Other texts are not changed.
 pub(crate) fn safe_url(text: &str) -> String {
     if cached::is_one(text) {
         return cached::shown(text);
     }
     let Some((scheme, rest)) = text.split_once("://") else { return text.to_owned() };
-    let (user, place) = match rest.rsplit_once('@') {
-        Some((user, place)) => (user.split([':', '/']).next().unwrap_or_default(), place),
+    let (login, place) = match rest.rsplit_once('@') {
+        Some((_, place)) => ("…@", place),
         None => ("", rest),
     };
     let place = place.split(['?', '#']).next().unwrap_or_default();
-    let at = if user.is_empty() { "" } else { "@" };
-    format!("{scheme}://{user}{at}{place}")
+    format!("{scheme}://{login}{place}")
 }
 
 fn names_file(value: &str) -> bool {

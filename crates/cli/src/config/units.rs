@@ -475,6 +475,25 @@ pub(crate) fn without_login(text: &str) -> String {
     }
 }
 
+/// The value of a setting as anyone may see it: a URL without its login and its parameters. What is left out shows as `…`, with
+/// which the value cannot be used.
+pub(crate) fn without_secrets(setting: &super::Setting, text: &str) -> String {
+    // These are sent to clients as they are.
+    let is_public = ["documentation", "problem-base-url"].contains(&setting.name);
+    if is_public || !setting.value.contains("URL") || !text.contains("://") {
+        return text.to_owned();
+    }
+    if cached::is_one(text) {
+        let shown = cached::shown(text);
+        return if shown == text { shown } else { format!("{shown}…") };
+    }
+    let shown = without_login(&safe_url(text));
+    let is_cut = text
+        .split_once("://")
+        .is_some_and(|(_, rest)| rest.rsplit_once('@').map_or(rest, |(_, place)| place).contains(['?', '#']));
+    if is_cut { format!("{shown}?…") } else { shown }
+}
+
 pub(crate) fn path(text: &str) -> Read<PathBuf> {
     if text.is_empty() { Err("\"\" is not a file".to_owned()) } else { Ok(text.into()) }
 }
@@ -975,12 +994,12 @@ mod tests {
         let url = "postgresql://app:s3cret@db:6432/shop?sslmode=require";
         assert_eq!(store(url), Ok(StoreChoice::Postgres(StoreUrl::new(url))));
         let shown = store(url).map(|choice| format!("{choice:?}"));
-        assert_eq!(shown, Ok("Postgres(postgresql://app@db:6432/shop)".to_owned()));
+        assert_eq!(shown, Ok("Postgres(postgresql://…@db:6432/shop)".to_owned()));
         for wrong in
             ["postgres://a:s3cret@h/d?x=s3cret", "postgres://a:s3cret@[/d", "mysql://a:s3/cret@h/d?p=s3cret"]
         {
             let said = error(store(wrong));
-            assert!(said.contains("//a@") && !said.contains("s3") && !said.contains("cret"), "{said}");
+            assert!(said.contains("//…@") && !said.contains("s3") && !said.contains("cret"), "{said}");
         }
         assert!(error(store("memory")).contains("write \"memory:\""));
         for (wrong, why) in [

@@ -27,7 +27,10 @@ const RESPONSE_TIMEOUT: Duration = Duration::from_secs(30);
 /// The largest response: a record has at most 64 MiB, and base64 turns three bytes into four.
 const MAX_RESPONSE: usize = 100 * 1024 * 1024;
 
-pub(super) struct Client {
+/// The largest refusal of a response that would go on.
+const MAX_PROBLEM: usize = 1024 * 1024;
+
+pub(crate) struct Client {
     scheme: Scheme,
     authority: Authority,
     token: Option<HeaderValue>,
@@ -50,7 +53,7 @@ pub(super) struct Download {
 }
 
 impl Client {
-    pub(super) fn new(admin: &str, token: Option<&str>) -> Result<Self, Failure> {
+    pub(crate) fn new(admin: &str, token: Option<&str>) -> Result<Self, Failure> {
         let usage = |what: &str| Failure::Usage(format!("--admin {admin:?}: {what}"));
         let url = if admin.contains("://") { admin.to_owned() } else { format!("http://{admin}") };
         let none = "write a URL such as http://127.0.0.1:9090, or IP:PORT";
@@ -75,11 +78,11 @@ impl Client {
         Ok(Self { scheme, authority, token: token.transpose()?, is_admin: OnceCell::new() })
     }
 
-    pub(super) async fn get(&self, path: &str) -> Result<Value, Failure> {
+    pub(crate) async fn get(&self, path: &str) -> Result<Value, Failure> {
         self.ask(Method::GET, path, Bytes::new()).await
     }
 
-    pub(super) async fn post(&self, path: &str, body: &Value) -> Result<Value, Failure> {
+    pub(crate) async fn post(&self, path: &str, body: &Value) -> Result<Value, Failure> {
         self.ask(Method::POST, path, body.to_string().into()).await
     }
 
@@ -142,6 +145,32 @@ impl Client {
         }
     }
 
+    /// Opens a response that goes on. The caller reads its body, and gives up when no more of it comes.
+    pub(crate) async fn stream(&self, path: &str) -> Result<Incoming, Failure> {
+        // Each time: since the last one, another program may have taken the port.
+        self.probe().await?;
+        let mut request = self.request(&Method::GET, path);
+        if let Some(token) = &self.token {
+            request = request.header(header::AUTHORIZATION, token);
+        }
+        let response = self.begin(request, Bytes::new()).await?;
+        let status = response.status();
+        if !response.headers().contains_key(ADMIN_FIELD) {
+            return Err(self.not_admin(status));
+        }
+        if status.is_success() {
+            return Ok(response.into_body());
+        }
+        let body = Limited::new(response.into_body(), MAX_PROBLEM).collect().await;
+        let problem = body.ok().and_then(|body| serde_json::from_slice(&body.to_bytes()).ok());
+        Err(self.refusal(path, status, &problem.unwrap_or_default()))
+    }
+
+    /// The URL of the sidecar, for notices.
+    pub(crate) fn url(&self) -> String {
+        format!("{}://{}", self.scheme, self.authority)
+    }
+
     /// Checks that an admin API answers, with a request that carries no token and changes nothing.
     async fn probe(&self) -> Result<(), Failure> {
         let response = self.exchange(self.request(&Method::GET, "/livez"), Bytes::new()).await?;
@@ -162,6 +191,16 @@ impl Client {
             Ok(Response { status, is_admin, body })
         })
         .await
+    }
+
+    /// Sends a request, and returns the response when its head has come.
+    async fn begin(
+        &self,
+        request: request::Builder,
+        body: Bytes,
+    ) -> Result<http::Response<Incoming>, Failure> {
+        let request = request.body(Full::new(body)).map_err(|error| Failure::Usage(error.to_string()))?;
+        self.within(self.send_any(request)).await
     }
 
     /// The result, which must be there in time.
@@ -220,11 +259,7 @@ impl Client {
         let detail = &in_flags(text("detail"));
         let about = detail.split_once(": ").filter(|(name, _)| *name == text("parameter"));
         if let Some(("caller", what)) = about.filter(|_| path == "/v1/keys/find") {
-            return Failure::Usage(format!(
-                "name the caller of the request: --caller-file FILE with the value of the header field that tells callers apart, \
-                 --caller-fields FILE if several do, --anonymous if the request had no such field, or --single-tenant if the \
-                 route does not tell callers apart. In terms of the admin API: {what}"
-            ));
+            return Failure::Usage(caller_in_flags(&problem["caller"], what));
         }
         let flag = |name: &str| FLAGS.iter().find(|(other, _)| *other == name).map(|(_, flag)| *flag);
         if let Some((flag, what)) = about.and_then(|(name, what)| Some((flag(name)?, what))) {
@@ -268,21 +303,53 @@ fn member_of(path: &str) -> &'static str {
     let path = path.split_once('?').map_or(path, |(path, _)| path);
     match path {
         "/v1/keys" => "records",
-        "/v1/audit" => "entries",
+        "/v1/audit" | "/v1/audit/messages" => "entries",
         "/v1/clock/accept" => "ahead_seconds",
         "/v1/seal" => "keys",
         "/v1/seal/usage" => "sealed",
+        "/v1/dead-letters" => "dead_letters",
+        "/v1/outbox" => "messages",
+        "/v1/summary" => "version",
+        "/v1/misuse" => "misuse",
+        path if path.starts_with("/v1/dead-letters/") => "number",
+        path if path.starts_with("/v1/outbox/") => "seq",
         _ => "record",
     }
 }
 
+/// The flags that name the caller on a route. `caller` is the form that the sidecar needs, and `what` are its words.
+fn caller_in_flags(caller: &Value, what: &str) -> String {
+    let parts = caller["parts"].as_str().unwrap_or_default();
+    match caller["form"].as_str() {
+        Some("value") => format!(
+            "on this route the {parts} tells callers apart: give --caller-file FILE with its value as it was sent, without its name, or \
+             --anonymous if the request had none"
+        ),
+        Some("fields") => format!(
+            "on this route the {parts} tell callers apart: give --caller-fields FILE with the header fields that have them, as they were \
+             sent, one \"Name: value\" a line; or --anonymous if the request had none of them"
+        ),
+        Some("single-tenant") => {
+            "this route does not tell callers apart: give --single-tenant, and no other flag about the caller".to_owned()
+        }
+        Some("nothing") => "on this route the path and the host identify the caller: leave --caller-file, --caller-fields, --anonymous and \
+                            --single-tenant out"
+            .to_owned(),
+        Some("key-alone") => format!(
+            "on this route the {parts} tells callers apart, which cannot be given here: leave --path, --method and the flags about the \
+             caller out, to list all records of the key"
+        ),
+        _ => format!("--caller-file or --caller-fields: {what}"),
+    }
+}
+
 /// The text with flags instead of the members of requests, which the admin API writes between backticks.
-fn in_flags(text: &str) -> String {
+pub(crate) fn in_flags(text: &str) -> String {
     FLAGS.iter().fold(text.to_owned(), |text, (member, flag)| text.replace(&format!("`{member}`"), flag))
 }
 
 /// The flags that set the members and parameters of requests.
-const FLAGS: [(&str, &str); 21] = [
+const FLAGS: [(&str, &str); 28] = [
     ("state", "--state"),
     ("caller", "--caller"),
     ("host", "--host"),
@@ -297,6 +364,13 @@ const FLAGS: [(&str, &str); 21] = [
     ("order", "--order"),
     ("cursor", "--cursor"),
     ("before", "--before"),
+    ("after", "--after"),
+    ("accept", "--accept"),
+    ("broker_window", "--broker-window"),
+    ("consumer", "--consumer"),
+    ("topic", "--topic"),
+    ("payload", "--payload"),
+    ("body", "--body"),
     ("key", "--key"),
     ("method", "--method"),
     ("path", "--path"),

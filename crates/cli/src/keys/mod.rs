@@ -3,10 +3,10 @@
 //! Exit codes: 0 done, 1 refused or not found, 2 wrong usage, 3 the sidecar cannot be reached.
 
 mod backup;
-mod client;
+pub(crate) mod client;
 mod clock;
 mod health;
-mod print;
+pub(crate) mod print;
 mod seals;
 #[cfg(test)]
 mod tests;
@@ -41,17 +41,17 @@ pub(crate) struct KeysArgs {
 
 #[derive(Args, Debug)]
 #[command(next_help_heading = "The sidecar")]
-struct Access {
+pub(crate) struct Access {
     /// The sidecar's admin address, as URL or IP:PORT [default: http://127.0.0.1:9090] [env:
     /// ONCEGATE_ADMIN, as IP:PORT if a sidecar reads it, too]
     #[arg(long, value_name = "URL", global = true)]
-    admin: Option<String>,
+    pub(crate) admin: Option<String>,
     /// Reads the admin token from this file [default: the token in ONCEGATE_ADMIN_TOKEN]
     #[arg(long, value_name = "FILE", global = true)]
     token_file: Option<PathBuf>,
     /// Prints the responses of the admin API as JSON
     #[arg(long, global = true)]
-    json: bool,
+    pub(crate) json: bool,
 }
 
 #[derive(Subcommand, Debug)]
@@ -215,20 +215,20 @@ struct Release {
 
 /// The actor and the reason, for the audit trail.
 #[derive(Args, Debug)]
-struct AuditArgs {
+pub(crate) struct AuditArgs {
     /// The reason, for the audit trail
     #[arg(long, value_name = "TEXT")]
-    reason: String,
+    pub(crate) reason: String,
     /// The actor for the audit trail [default: the user's name, or admin if the environment has none]
     #[arg(long, value_name = "NAME")]
     actor: Option<String>,
     /// Does not ask for confirmation. Without a terminal there is no such question
     #[arg(long, short)]
-    yes: bool,
+    pub(crate) yes: bool,
 }
 
 /// Asks the person at the terminal for a confirmation.
-type Confirm<'a> = &'a dyn Fn(&str) -> io::Result<bool>;
+pub(crate) type Confirm<'a> = &'a dyn Fn(&str) -> io::Result<bool>;
 
 #[derive(Args, Debug)]
 struct Audit {
@@ -242,7 +242,7 @@ struct Audit {
 
 /// The reason why a command failed.
 #[derive(Debug)]
-enum Failure {
+pub(crate) enum Failure {
     /// The sidecar refused it.
     Refused(String),
     /// The arguments are invalid.
@@ -261,9 +261,13 @@ impl From<io::Error> for Failure {
 
 /// Runs the command. The exit code reports how it ended.
 pub(crate) fn run(args: &KeysArgs) -> ExitCode {
+    ask(async |out: &mut StdoutLock<'_>| execute(args, env, confirmation(), out).await)
+}
+
+/// The question to the person at the terminal; `None` without a terminal.
+pub(crate) fn confirmation() -> Option<Confirm<'static>> {
     let is_terminal = io::stdin().is_terminal() && io::stderr().is_terminal();
-    let confirm: Option<Confirm<'_>> = if is_terminal { Some(&confirm_on_terminal) } else { None };
-    ask(async |out: &mut StdoutLock<'_>| execute(args, env, confirm, out).await)
+    if is_terminal { Some(&confirm_on_terminal) } else { None }
 }
 
 /// Runs the command about the clock. The exit code reports how it ended.
@@ -292,11 +296,12 @@ pub(crate) fn run_seal_usage(args: &SealUsageArgs) -> ExitCode {
     ask(async |out: &mut StdoutLock<'_>| seals::execute(args, env, out).await)
 }
 
-fn env(name: &str) -> Option<String> {
+pub(crate) fn env(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
 
-fn ask(command: impl AsyncFnOnce(&mut StdoutLock<'_>) -> Result<(), Failure>) -> ExitCode {
+/// Runs a command to its end. The exit code reports how it ended.
+pub(crate) fn ask(command: impl AsyncFnOnce(&mut StdoutLock<'_>) -> Result<(), Failure>) -> ExitCode {
     let mut out = io::stdout().lock();
     let (words, code) = match crate::block_on(command(&mut out)) {
         Ok(Ok(())) => return ExitCode::SUCCESS,
@@ -397,7 +402,7 @@ fn confirm_on_terminal(question: &str) -> io::Result<bool> {
 
 impl Access {
     /// The flags that were given, for another command to the same sidecar.
-    fn flags(&self) -> String {
+    pub(crate) fn flags(&self) -> String {
         let mut flags = String::new();
         if let Some(admin) = &self.admin {
             flags.push_str(&format!(" --admin {}", shell_quoted(admin)));
@@ -408,7 +413,7 @@ impl Access {
         flags
     }
 
-    fn client(&self, env: impl Fn(&str) -> Option<String>) -> Result<Client, Failure> {
+    pub(crate) fn client(&self, env: impl Fn(&str) -> Option<String>) -> Result<Client, Failure> {
         let admin = self.admin.clone().or_else(|| env("ONCEGATE_ADMIN"));
         let admin = admin.as_deref().unwrap_or("http://127.0.0.1:9090");
         let token = match &self.token_file {
@@ -615,7 +620,7 @@ impl Resolve {
 }
 
 impl AuditArgs {
-    fn json(&self, env: impl Fn(&str) -> Option<String>) -> Map<String, Value> {
+    pub(crate) fn json(&self, env: impl Fn(&str) -> Option<String>) -> Map<String, Value> {
         let user =
             || ["USER", "LOGNAME", "USERNAME"].into_iter().find_map(&env).filter(|user| !user.is_empty());
         let mut request = Map::new();
@@ -648,7 +653,7 @@ fn fields(text: &str) -> Result<Map<String, Value>, Failure> {
 }
 
 /// The text as one word for a shell.
-fn shell_quoted(text: &str) -> String {
+pub(crate) fn shell_quoted(text: &str) -> String {
     let is_plain = |b: u8| b.is_ascii_alphanumeric() || b"-._/:=@%+,".contains(&b);
     if !text.is_empty() && text.bytes().all(is_plain) {
         return text.to_owned();
@@ -657,7 +662,7 @@ fn shell_quoted(text: &str) -> String {
 }
 
 /// The text in percent-encoding, for one segment of a path or one value of a query.
-fn escaped(text: &str) -> String {
+pub(crate) fn escaped(text: &str) -> String {
     const ENCODED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~');
     utf8_percent_encode(text, ENCODED).to_string()
 }

@@ -7,10 +7,12 @@ use serde_json::Value;
 
 use super::Failure;
 use crate::config::rounded_duration_text;
+use crate::style::{Tone, paint, paint_word};
 
-type Printed = Result<(), Failure>;
+pub(crate) type Printed = Result<(), Failure>;
 
-fn json(value: &Value, out: &mut impl Write) -> Printed {
+/// Prints JSON on several lines.
+pub(crate) fn json(value: &Value, out: &mut impl Write) -> Printed {
     let text = serde_json::to_string_pretty(value).unwrap_or_else(|_| value.to_string());
     Ok(writeln!(out, "{text}")?)
 }
@@ -42,7 +44,7 @@ pub(super) fn newest(page: &Value, as_json: bool, out: &mut impl Write) -> Print
         .as_object()
         .into_iter()
         .flatten()
-        .map(|(state, count)| format!("{count} {}", printable(state, false)))
+        .map(|(state, count)| format!("{count} {}", paint_word(&printable(state, false))))
         .collect();
     let least = if is_complete { "" } else { "at least " };
     let newest = if shown < total { format!(", the newest {shown} are shown") } else { String::new() };
@@ -89,7 +91,8 @@ fn rows(page: &Value, out: &mut impl Write) -> Printed {
     Ok(())
 }
 
-fn age(record: &Value) -> String {
+/// The time since a record or a message came into its state.
+pub(crate) fn age(record: &Value) -> String {
     rounded_duration_text(Duration::from_secs(record["age_seconds"].as_u64().unwrap_or_default()))
 }
 
@@ -121,7 +124,8 @@ pub(super) fn record(view: &Value, flags: &str, as_json: bool, out: &mut impl Wr
     for (name, member) in fields {
         // A member that is false is the normal case, and not shown.
         if !view[member].is_null() && view[member] != Value::Bool(false) {
-            writeln!(out, "{name:<16}{}", text(&view[member]))?;
+            let text = text(&view[member]);
+            writeln!(out, "{name:<16}{}", if member == "state" { paint_word(&text) } else { text })?;
         }
         if member == "state" && view["by_operator"] == true {
             let name = if view["state"] == "unknown" { "parked by" } else { "resolved by" };
@@ -242,7 +246,7 @@ pub(super) fn resolved(view: &Value, as_json: bool, out: &mut impl Write) -> Pri
         return json(view, out);
     }
     let (record, from, to) = (text(&view["record"]), text(&view["from"]), text(&view["state"]));
-    Ok(writeln!(out, "{record}: {from} → {to}")?)
+    Ok(writeln!(out, "{record}: {} → {}", paint_word(&from), paint_word(&to))?)
 }
 
 pub(super) fn audit(view: &Value, as_json: bool, out: &mut impl Write) -> Printed {
@@ -265,26 +269,32 @@ pub(super) fn audit(view: &Value, as_json: bool, out: &mut impl Write) -> Printe
     Ok(())
 }
 
-/// Prints columns as wide as their widest text, with two spaces between them.
-fn table<const N: usize>(rows: &[[String; N]], out: &mut impl Write) -> Printed {
+/// Prints columns as wide as their widest text, with two spaces between them. On a terminal, states have their colours, and the
+/// first row is the title.
+pub(crate) fn table<const N: usize>(rows: &[[String; N]], out: &mut impl Write) -> Printed {
     let mut widths = [0; N];
     for row in rows {
         for (width, text) in widths.iter_mut().zip(row) {
             *width = (*width).max(text.chars().count());
         }
     }
-    for row in rows {
+    for (at, row) in rows.iter().enumerate() {
         let mut line = String::new();
-        for (width, text) in widths.iter().zip(row) {
-            line.push_str(&format!("{text:<width$}  "));
+        let filled = row.iter().rposition(|text| !text.is_empty()).map_or(0, |last| last + 1);
+        for (column, (width, text)) in widths.iter().zip(row).take(filled).enumerate() {
+            // Nothing after the last text.
+            let width = if column + 1 == filled { 0 } else { *width };
+            let padded = format!("{text:<width$}");
+            line.push_str(if column == 0 { "" } else { "  " });
+            line.push_str(&if at == 0 { paint(Tone::Title, &padded) } else { paint_word(&padded) });
         }
-        writeln!(out, "{}", line.trim_end())?;
+        writeln!(out, "{line}")?;
     }
     Ok(())
 }
 
 /// A member as text for a terminal.
-fn text(value: &Value) -> String {
+pub(crate) fn text(value: &Value) -> String {
     match value {
         Value::String(text) => printable(text, false),
         Value::Null => String::new(),
@@ -294,7 +304,7 @@ fn text(value: &Value) -> String {
 
 /// Escapes control characters, and the marks that change the direction of text, so that text from clients and services cannot
 /// control the operator's terminal or show something else than it says.
-fn printable(text: &str, with_lines: bool) -> String {
+pub(crate) fn printable(text: &str, with_lines: bool) -> String {
     let mut printable = String::with_capacity(text.len());
     for char in text.chars() {
         match char {

@@ -129,8 +129,10 @@ async fn a_record_is_shown_by_its_request_and_its_body_on_demand() {
     assert!(words.starts_with("There is no such record: "), "{words}");
     let words = usage(keys(&sidecar, &["find", "--key", "k", "--path", "/pay"]).await);
     assert!(
-        words.starts_with("name the caller of the request: --caller-file FILE")
-            && words.contains("field authorization"),
+        words.starts_with(
+            "on this route the field authorization tells callers apart: give --caller-file FILE"
+        ) && words.contains("--anonymous")
+            && !words.contains('{'),
         "{words}"
     );
     let words = refused(keys(&sidecar, &["find", "--key", "k", "--path", "/tenant"]).await);

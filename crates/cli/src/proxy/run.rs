@@ -9,6 +9,7 @@ use std::time::Duration;
 use oncegate_core::{ErrorChain, MemoryStore, Store, SystemClock};
 use oncegate_embedded::{EmbeddedOptions, EmbeddedStore};
 use oncegate_engine::{Breaker, Engine};
+use oncegate_postgres::messages::MessageOperator;
 use oncegate_postgres::{PostgresOptions, PostgresStore};
 use oncegate_redis::{RedisOptions, RedisStore, Severity};
 use oncegate_seal::SealedStore;
@@ -262,6 +263,7 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
         connections: connections.clone(),
         without_key: without_key.clone(),
         dashboard: Dashboard::new(listen_address),
+        messages: messages(&config),
         live: admin_changes,
         seal: seal.clone(),
         backup,
@@ -429,6 +431,14 @@ async fn open_postgres(url: &StoreUrl, timeout: Duration) -> Result<PostgresStor
         }
         _ => StoreOpenError::Unfit(ErrorChain(&error).to_string()),
     })
+}
+
+/// The messages in the database of the store, if it is PostgreSQL.
+fn messages(config: &Config) -> Option<MessageOperator> {
+    match config.store.store() {
+        StoreChoice::Postgres(url) => PostgresOptions::from_url(url.reveal()).ok().map(MessageOperator::new),
+        _ => None,
+    }
 }
 
 async fn open_redis(options: &RedisOptions) -> Result<RedisStore, StoreOpenError> {

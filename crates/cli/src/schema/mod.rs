@@ -6,6 +6,7 @@ use clap::{Args, Subcommand, ValueEnum};
 use oncegate_core::{Durability, ErrorChain, Store as _};
 use oncegate_postgres::{PostgresOpenError, PostgresOptions, PostgresStore, schema};
 use oncegate_redis::contract::Scripts;
+use serde_json::{Value, json};
 
 use crate::config::{StoreChoice, store};
 
@@ -38,6 +39,9 @@ struct Database {
     /// The database, such as postgres://OWNER@HOST/DATABASE; a password is better in the environment
     #[arg(long, env = "ONCEGATE_STORE", hide_env_values = true)]
     url: String,
+    /// Prints one JSON object
+    #[arg(long, help_heading = "Output")]
+    json: bool,
 }
 
 /// Without the URL, which may contain a password.
@@ -68,6 +72,12 @@ pub(crate) fn run(args: &SchemaArgs) -> Result<(), String> {
             let options = options(&database.url)?;
             let before = crate::block_on(schema::apply(&options))?.map_err(|error| still_bound(&error))?;
             let (name, version) = (options.database(), schema::VERSION);
+            if database.json {
+                let bindings = &before.foreign_bindings;
+                return say_json(&json!({
+                    "database": name, "found": before.found, "needed": version, "version": version, "repaired": bindings
+                }));
+            }
             let mut text = match before.found {
                 Some(found) if found == version => {
                     format!("{name} has version {version} already; its functions were replaced\n")
@@ -85,11 +95,19 @@ pub(crate) fn run(args: &SchemaArgs) -> Result<(), String> {
             let options = options(&database.url)?;
             let status = block_on(schema::status(&options))?;
             let (name, needed) = (options.database(), status.needed);
+            if database.json {
+                // The exit code is the same as without.
+                let bindings = &status.foreign_bindings;
+                say_json(&json!({
+                    "database": name, "found": status.found, "needed": needed, "foreign_bindings": bindings
+                }))?;
+            }
             if !status.foreign_bindings.is_empty() {
                 let bindings = status.foreign_bindings;
                 return Err(PostgresOpenError::ForeignBindings { database: name, bindings }.to_string());
             }
             match status.found {
+                Some(found) if found == needed && database.json => Ok(()),
                 Some(found) if found == needed => {
                     say(&format!("{name} has version {found}, as this program needs\n"))
                 }
@@ -167,6 +185,10 @@ fn options(url: &str) -> Result<PostgresOptions, String> {
 
 fn block_on<T>(run: impl Future<Output = Result<T, PostgresOpenError>>) -> Result<T, String> {
     crate::block_on(run)?.map_err(|error| ErrorChain(&error).to_string())
+}
+
+fn say_json(value: &Value) -> Result<(), String> {
+    say(&format!("{value}\n"))
 }
 
 fn say(text: &str) -> Result<(), String> {

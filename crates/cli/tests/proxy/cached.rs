@@ -57,7 +57,7 @@ async fn redis_caches_the_responses_of_postgres() {
     let check = ["check", "--to=http://127.0.0.1:9"];
     let (ok, text) = run(&check);
     assert!(ok && text.contains("ok    cache redis://127.0.0.1:"), "{text}");
-    assert!(text.contains("warn  store postgres://oncegate@127.0.0.1:"), "{text}");
+    assert!(text.contains("warn  store postgres://…@127.0.0.1:"), "{text}");
     assert!(text.contains("store=cached(cache=redis://"), "{text}");
 
     let service = Service::new().await.answers(OK);

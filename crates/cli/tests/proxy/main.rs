@@ -38,6 +38,7 @@ mod store;
 mod streams;
 mod traces;
 mod upstream_connections;
+mod watching;
 
 /// The service's response where its content does not matter.
 const OK: &str = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";

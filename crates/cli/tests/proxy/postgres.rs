@@ -35,7 +35,7 @@ async fn two_sidecars_on_one_database_share_their_keys() {
         run(&["proxy", "--to=http://127.0.0.1:9", "--listen=127.0.0.1:0", "--admin=127.0.0.1:0"]);
     assert!(!ok && text.contains("oncegate schema apply postgres"), "{text}");
     let (ok, text) = run(&check);
-    assert!(!ok && text.contains("error store postgres://oncegate@127.0.0.1:"), "{text}");
+    assert!(!ok && text.contains("error store postgres://127.0.0.1:"), "{text}");
     assert!(!run(&["schema", "status", "postgres"]).0);
     let (ok, text) = run(&["schema", "apply", "postgres"]);
     assert!(ok && text.contains("now has version 1"), "{text}");
@@ -94,9 +94,9 @@ async fn two_sidecars_on_one_database_share_their_keys() {
 
     first.process.signal(Signal::TERM);
     let line = first.process.output().await.join("\n");
-    assert!(line.contains("store postgres://oncegate@127.0.0.1:"), "{line}");
+    assert!(line.contains("store postgres://…@127.0.0.1:"), "{line}");
     let logged = first.process.errors().await;
-    assert!(logged.contains("postgres://oncegate@") && !logged.contains(server.password()), "{logged}");
+    assert!(logged.contains("postgres://…@") && !logged.contains(server.password()), "{logged}");
 }
 
 /// A database whose functions were created under a search path that contained an operator of another role.
@@ -145,13 +145,13 @@ async fn a_url_without_a_user_means_the_user_that_runs_the_program() {
     };
     let password = ("PGPASSWORD", "os-user");
     let (ok, text) = run(&format!("postgres://{rest}"), &[password]);
-    assert!(ok && text.contains(&format!("postgres://{name}@127.0.0.1:")), "{text}");
+    assert!(ok && text.contains("postgres://127.0.0.1:"), "{text}");
     // An explicit user takes precedence.
     for (url, variable) in
         [(format!("postgres://{rest}"), Some("nobody-1")), (format!("postgres://nobody-1@{rest}"), None)]
     {
         let variables: Vec<_> = [password].into_iter().chain(variable.map(|name| ("PGUSER", name))).collect();
         let (ok, text) = run(&url, &variables);
-        assert!(!ok && text.contains("postgres://nobody-1@"), "{text}");
+        assert!(!ok && text.contains("\"nobody-1\"") && !text.contains("nobody-1@"), "{text}");
     }
 }

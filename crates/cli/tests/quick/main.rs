@@ -6,5 +6,6 @@ mod support;
 mod deploy;
 mod errors;
 mod explain;
+mod files;
 mod ops;
 mod store_files;

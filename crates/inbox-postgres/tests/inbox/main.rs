@@ -6,6 +6,7 @@ mod common;
 mod batch;
 mod faults;
 mod once;
+mod operators;
 mod streams;
 mod stuck;
 mod support;

@@ -19,7 +19,7 @@ use crate::options::PostgresOptions;
 pub const VERSION: i32 = 1;
 
 /// The text, by subject. The order matters: a function with a body after `RETURN` needs the functions that it names.
-const SQL: [&str; 9] = [
+const SQL: [&str; 10] = [
     include_str!("../../sql/tables.sql"),
     include_str!("../../sql/records.sql"),
     include_str!("../../sql/operators.sql"),
@@ -28,6 +28,7 @@ const SQL: [&str; 9] = [
     include_str!("../../sql/transactions.sql"),
     include_str!("../../sql/inbox.sql"),
     include_str!("../../sql/outbox.sql"),
+    include_str!("../../sql/message_operators.sql"),
     include_str!("../../sql/rights.sql"),
 ];
 

@@ -257,7 +257,7 @@ async fn the_documented_sql_repairs_columns_and_functions_of_a_foreign_type() {
         decode('01' || repeat('aa', 32), 'hex'), 60000, 60000)";
     try_run(&mut owner, claim).await.unwrap();
     let error = schema::apply(&database.options()).await.unwrap_err().to_string();
-    for words in ["nothing was changed", "column state of table oncegate.records uses type public.text"] {
+    for words in ["nothing was changed", "column operation of table oncegate.records uses type public.text"] {
         assert!(error.contains(words), "{error}");
     }
     let (_, sql) = PAGE.split_once("```sql\n-- Drops the functions").unwrap();
