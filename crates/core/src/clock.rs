@@ -38,11 +38,11 @@ impl Timestamp {
     pub const fn since(self, earlier: Self) -> Duration {
         Duration::from_millis(self.0.saturating_sub(earlier.0))
     }
-}
 
-/// The form of RFC 3339, in UTC with milliseconds: `2026-11-24T01:38:13.004Z`.
-impl fmt::Display for Timestamp {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    /// The time in the form of RFC 3339, in UTC with milliseconds: `2026-11-24T01:38:13.004Z`. Programs that exchange times send
+    /// [milliseconds](Self::as_millis).
+    #[must_use]
+    pub fn to_rfc3339(self) -> String {
         let (seconds, millis) = (self.0 / 1000, self.0 % 1000);
         let (days, second) = (seconds / 86_400, seconds % 86_400);
         // Days since 0000-03-01, so that a leap day is the last day of its year; 400 years have 146097 days.
@@ -55,7 +55,7 @@ impl fmt::Display for Timestamp {
         let month = if month_from_march < 10 { month_from_march + 3 } else { month_from_march - 9 };
         let year = era * 400 + year_of_era + u64::from(month <= 2);
         let (hour, minute, second) = (second / 3600, second % 3600 / 60, second % 60);
-        write!(f, "{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{millis:03}Z")
+        format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{millis:03}Z")
     }
 }
 
@@ -336,14 +336,14 @@ mod tests {
 
     #[test]
     fn times_are_shown_in_utc() {
-        let shown = |seconds: u64| Timestamp::from_millis(seconds * 1000 + 999).to_string();
+        let shown = |seconds: u64| Timestamp::from_millis(seconds * 1000 + 999).to_rfc3339();
         assert_eq!(shown(0), "1970-01-01T00:00:00.999Z");
         assert_eq!(shown(951_782_399), "2000-02-28T23:59:59.999Z");
         assert_eq!(shown(951_782_400), "2000-02-29T00:00:00.999Z");
         assert_eq!(shown(1_704_067_199), "2023-12-31T23:59:59.999Z");
         assert_eq!(shown(1_709_251_200), "2024-03-01T00:00:00.999Z");
         assert_eq!(shown(4_107_542_400), "2100-03-01T00:00:00.999Z");
-        assert!(Timestamp::from_millis(u64::MAX).to_string().ends_with('Z'));
+        assert!(Timestamp::from_millis(u64::MAX).to_rfc3339().ends_with('Z'));
     }
 
     /// Two clocks to set by hand.

@@ -166,7 +166,7 @@ impl Marks {
             return Ok(());
         }
         let known = self.newest().map_or_else(String::new, |mark| {
-            format!(": batch {} was on the disk at {}", mark.sequence, mark.wall)
+            format!(": batch {} was on the disk at {}", mark.sequence, mark.wall.to_rfc3339())
         });
         Err(format!(
             "all segments are missing{known}. If no client repeats a request of that store, remove the file to start with an empty one"
@@ -180,7 +180,8 @@ impl Marks {
             Some(mark) => Err(format!(
                 "it is of another store than the segments next to it, and the batch {} of that store was on the disk at {}. If its \
                  records count, restore its segments; if those that are here count, remove the file",
-                mark.sequence, mark.wall
+                mark.sequence,
+                mark.wall.to_rfc3339()
             )),
         }
     }
@@ -200,9 +201,9 @@ impl Marks {
             Some(mark) => Err(format!(
                 "the log ends with batch {} of {}, and batch {} of {} was on the disk: {} batches are missing",
                 last.sequence,
-                last.written.wall,
+                last.written.wall.to_rfc3339(),
                 mark.sequence,
-                mark.wall,
+                mark.wall.to_rfc3339(),
                 mark.sequence - last.sequence
             )),
         }
@@ -221,7 +222,7 @@ impl Marks {
                     "one of the two slots of {} cannot be read. The other one is of {}: what was written in the {} seconds after it may \
                      be missing unnoticed. It is mended when the store is opened",
                     path.display(),
-                    newest.wall,
+                    newest.wall.to_rfc3339(),
                     2 * INTERVAL.as_secs()
                 )
             });
@@ -236,7 +237,7 @@ impl Marks {
              A copy of a store needs this file, too",
             disk.mark_path().display(),
             last.sequence,
-            last.written.wall
+            last.written.wall.to_rfc3339()
         ))
     }
 }
@@ -245,7 +246,8 @@ impl Marks {
 pub(crate) fn other_history(mark: &Mark) -> String {
     format!(
         "batch {} is another one than that of {}, which was on the disk: the segments and the mark are of different copies of the store",
-        mark.sequence, mark.wall
+        mark.sequence,
+        mark.wall.to_rfc3339()
     )
 }
 

@@ -263,7 +263,7 @@ impl fmt::Display for Lost {
 
 /// A span of time in words.
 fn period(after: Option<Timestamp>, before: Option<Timestamp>) -> String {
-    match (after, before) {
+    match (after.map(Timestamp::to_rfc3339), before.map(Timestamp::to_rfc3339)) {
         (Some(after), Some(before)) if after == before => format!("written at {after}"),
         (Some(after), Some(before)) => format!("written between {after} and {before}"),
         (Some(after), None) => format!("written after {after}"),

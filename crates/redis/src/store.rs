@@ -306,7 +306,7 @@ impl StoreInner {
         (from, to): (StateName, StateName),
         resolve: &Resolve,
     ) -> Result<(), StoreError> {
-        let (at, id) = (at.to_string(), id.to_string());
+        let (at, id) = (at.as_millis().to_string(), id.to_string());
         // Two resolutions of a record may have the same time.
         let mut resolution = [0; 16];
         getrandom::fill(&mut resolution)

@@ -212,7 +212,7 @@ pub(super) fn audit_entry(entry: &AuditEntry) -> Value {
 
 /// The time in the form of RFC 3339, in UTC with milliseconds.
 pub(crate) fn time(at: Timestamp) -> String {
-    at.to_string()
+    at.to_rfc3339()
 }
 
 /// Days from 1970-01-01 to a date of the Gregorian calendar. The year begins in March, so that its last day is the leap day.
