@@ -7,8 +7,8 @@ use crate::run::Result;
 pub(super) fn run() -> Result<String> {
     let bare = Server::start(&["bare", "0"])?;
     let memory = Server::start(&["memory", "0"])?;
-    // About what the layer computes by a profile. The rest of its distance to the bare service is how this machine, which the load
-    // generator shares, treats any service that computes as much.
+    // About what the layer computes by a profile. The rest of its distance to the bare service is how this machine, which the
+    // load generator shares, treats any service that computes as much.
     let three = Server::start(&["busy", "0", "3000"])?;
     let six = Server::start(&["busy", "0", "6000"])?;
     // The same load for both: to make a new key for each request costs the load generator as much as some of what it measures.

@@ -29,7 +29,9 @@ pub(super) async fn guard(
 ) -> Response {
     let token = live.borrow().token.clone();
     let is_open = matches!(request.uri().path(), "/livez" | "/readyz");
-    match check(token.as_ref().filter(|_| !is_open), token.is_some(), request.method(), request.headers()) {
+    let is_api = request.uri().path().starts_with("/v1/");
+    let (method, headers) = (request.method(), request.headers());
+    match check(token.as_ref().filter(|_| !is_open), token.is_some(), is_api, method, headers) {
         Ok(()) => next.run(request).await,
         Err(problem) => problem.into_response(),
     }
@@ -38,6 +40,7 @@ pub(super) async fn guard(
 fn check(
     token: Option<&AdminToken>,
     has_token: bool,
+    is_api: bool,
     method: &Method,
     headers: &HeaderMap,
 ) -> Result<(), Problem> {
@@ -47,7 +50,8 @@ fn check(
     if !has_token {
         check_host(headers)?;
     }
-    if !method.is_safe() {
+    // Some answers are expensive or take one of few places, so another site's page must not cause them either.
+    if !method.is_safe() || is_api {
         check_origin(headers)?;
     }
     // Only these change something. Other methods are refused by their paths.

@@ -11,9 +11,9 @@ use http::request::Parts;
 use http::{Method, Request, StatusCode};
 use oncegate_core::{
     AuditEntry, CallerTag, IdempotencyKey, KeyError, KeyTag, ListQuery, Outcome, Record, RecordId,
-    Resolution, Resolve, StateName, StoredResponse, Timestamp, limits,
+    Resolution, Resolve, StateName, StateSet, StoredResponse, Timestamp, limits,
 };
-use oncegate_http::{AuthorityRole, CallerPart, KeyGrammar, KeySyntax, Settings};
+use oncegate_http::{AuthorityRole, CallerPart, KeyGrammar, KeySyntax, SHADOW_OPERATION, Settings};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
@@ -100,9 +100,12 @@ pub(super) async fn list(State(state): State<AdminState>, query: Pairs) -> Admin
         }
         return listing::newest(&state, filter, period).await;
     }
+    let is_unsettled = filter.states == StateSet::UNSETTLED;
     let page = store.list(filter).await.map_err(|error| Problem::store_read(&error))?;
     let now = store.now();
-    let records = page.records.iter().filter(|(_, record)| period.includes(record.changed_at));
+    let records = page.records.iter().filter(|(_, record)| {
+        period.includes(record.changed_at) && !(is_unsettled && is_shadow(record.label.operation()))
+    });
     let records = records.map(|(id, record)| RecordView::new(*id, record, now, Detail::Line).json());
     Ok(view::json(&json!({
         "records": records.collect::<Vec<_>>(),
@@ -497,10 +500,22 @@ pub(super) async fn read_existing(state: &AdminState, id: RecordId) -> Result<Re
 
 /// The settings of the route that a record's operation belongs to.
 pub(super) fn settings_of(state: &AdminState, record: &Record) -> Settings {
-    let (method, path) = record.label.operation().split_once(' ').unwrap_or_default();
+    let (method, path) = request_of_operation(record.label.operation());
+    state.settings(&method, path)
+}
+
+/// The method and the path of an operation.
+pub(super) fn request_of_operation(operation: &str) -> (Method, &str) {
+    let operation = operation.strip_prefix(SHADOW_OPERATION).unwrap_or(operation);
+    let (method, path) = operation.split_once(' ').unwrap_or_default();
     // A call of a tool has the name of the tool after the path.
     let path = path.split_once('#').map_or(path, |(path, _)| path);
-    state.settings(&method.parse().unwrap_or_default(), path)
+    (method.parse().unwrap_or_default(), path)
+}
+
+/// Returns true for the record of a request that was only observed. It protects nothing, and never needs an operator.
+pub(super) fn is_shadow(operation: &str) -> bool {
+    operation.starts_with(SHADOW_OPERATION)
 }
 
 /// The result of a change by an operator.
@@ -529,6 +544,12 @@ pub(super) async fn settle(
 ) -> Result<Settled, Problem> {
     let AuditTexts { actor, reason } = audit;
     let record = read_existing(state, id).await?.record;
+    if is_shadow(record.label.operation()) {
+        return Err(Problem::not_resolvable(
+            id,
+            "Its route only observes (shadow): it protects nothing, and needs no operator.",
+        ));
+    }
     // The retention is that of the route.
     let retention = settings_of(state, &record).policy().retention();
     let Verdict { resolution, force, amend } = verdict.clone();

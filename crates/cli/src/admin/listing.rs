@@ -9,6 +9,7 @@ use serde_json::json;
 use tokio::time::Instant;
 
 use super::AdminState;
+use super::keys::is_shadow;
 use super::problem::Problem;
 use super::view::{self, Detail, RecordView};
 
@@ -97,6 +98,8 @@ pub(super) async fn by_time(
     query.limit = limits::MAX_PAGE_RECORDS;
     query.after = None;
     let store = state.engine.store();
+    // Records of requests that were only observed wait for no operator.
+    let is_unsettled = query.states == StateSet::UNSETTLED;
     let until = Instant::now() + WALK_TIMEOUT;
     let mut listed: BTreeMap<TimePlace, RecordView> = BTreeMap::new();
     let mut listing = TimeListing { is_complete: true, ..TimeListing::default() };
@@ -110,6 +113,9 @@ pub(super) async fn by_time(
         listing.now = now;
         for (id, record) in page.records.into_iter().filter(|(_, record)| period.includes(record.changed_at))
         {
+            if is_unsettled && is_shadow(record.label.operation()) {
+                continue;
+            }
             *listing.totals.entry(record.state_name(now).as_str()).or_default() += 1;
             let place = (record.changed_at, id);
             if after.is_some_and(|after| !is_before(&after, &place)) {

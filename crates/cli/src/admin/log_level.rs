@@ -48,13 +48,14 @@ pub(super) async fn set(change: Result<Json<Change>, JsonRejection>) -> Result<R
         return Err(Problem::bad_request(format!("for: {given} is not from {min} to {max}")));
     }
     let until = SystemTime::now() + lasts;
+    // Before the change, which may silence this line.
+    tracing::warn!(
+        filter = change.level,
+        lasts = duration_text(lasts),
+        "an operator changes the level of the log"
+    );
     let level = log::set_level(Some((&change.level, until)));
     let level = level.map_err(|error| Problem::bad_request(format!("level: {error}")))?.ok_or_else(no_log)?;
-    tracing::warn!(
-        filter = &*level.level,
-        lasts = duration_text(lasts),
-        "an operator changed the level of the log"
-    );
     let number = level.change;
     tokio::spawn(async move {
         tokio::time::sleep(lasts).await;

@@ -202,11 +202,12 @@ impl Reloader {
         let layer = config.routes_on(self.base.clone().without_routes(), |route| questions.settings(route));
         let layer = layer.map_err(|error| vec![error.to_string()])?;
         if let (Some(keys), Some(now)) = (&self.seal_keys, seal_keys) {
-            for warning in seal::warnings(&keys.get(), &now) {
+            let (warnings, described) = (seal::warnings(&keys.get(), &now), seal::describe(&now));
+            keys.replace(now);
+            for warning in warnings {
                 tracing::warn!("{warning}");
             }
-            tracing::info!("sealing: {}", seal::describe(&now));
-            keys.replace(now);
+            tracing::info!("sealing: {described}");
         }
         let jwt = config.jwt.clone();
         self.admin.send_replace(AdminLive {

@@ -23,7 +23,12 @@ impl Manager {
 
     fn next(&self) -> String {
         let mut bytes = [0; 1000];
-        let count = self.0.recv(&mut bytes).expect("a notification");
+        let count = loop {
+            match self.0.recv(&mut bytes) {
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                received => break received.expect("a notification"),
+            }
+        };
         String::from_utf8(bytes[..count].to_vec()).unwrap()
     }
 

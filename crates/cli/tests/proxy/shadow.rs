@@ -76,6 +76,12 @@ async fn observes(service: &FixedService, sidecar: &Sidecar) {
         assert_eq!(service.requests(), at + 1, "{verdict}");
         until(format!("it is counted as {verdict}"), async || would(sidecar, verdict).await == before + 1)
             .await;
+        // A verdict is counted before the response is recorded, and the next request is to find it.
+        until("no record is in progress", async || {
+            let listed = admin(sidecar, "/v1/keys").await.json();
+            listed["records"].as_array().unwrap().iter().all(|record| record["state"] != "in-progress")
+        })
+        .await;
     }
     let expected = [
         ("executed", 2),

@@ -383,14 +383,15 @@ async fn a_silent_service_is_given_up_after_its_time_and_not_before() {
 #[tokio::test]
 async fn a_client_that_does_not_finish_its_second_head_is_disconnected() {
     let service = Service::new().await.answers(OK);
-    let sidecar = Sidecar::start(service.address, &KEPT).await;
+    let flags = [&KEPT[..], &["--client-idle-timeout=3s"]].concat();
+    let sidecar = Sidecar::start(service.address, &flags).await;
     let mut ends = Vec::new();
     for beginning in ["", "GET / HTTP/1.1\r\nX-A"] {
         let mut client = sidecar.connect().await;
         client.send(request("GET", "/", &[], "")).await;
         client.message().await.has_status(200);
         client.send(beginning).await;
-        // Longer than the half minute that clients get.
+        // Longer than the time that clients get here.
         let end = async move { client.raw_rest().await };
         ends.push(tokio::spawn(tokio::time::timeout(Duration::from_secs(60), end)));
     }

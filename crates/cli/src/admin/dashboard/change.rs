@@ -14,7 +14,9 @@ use oncegate_http::Condition;
 use super::access::{Access, FormFields};
 use super::record::{refusal, replay_status};
 use super::{Frame, PageResult, Section, page_with, redirect};
-use crate::admin::keys::{AuditTexts, Verdict, read_existing, settings_of, settle, stored_response, why_not};
+use crate::admin::keys::{
+    AuditTexts, Verdict, is_shadow, read_existing, settings_of, settle, stored_response, why_not,
+};
 use crate::admin::problem::Problem;
 use crate::admin::view::{BodyView, Detail, RecordView, ResponseView};
 use crate::admin::{AdminState, listing};
@@ -51,6 +53,7 @@ impl Action {
     /// The changes that the state of the record allows.
     pub(super) fn allowed(view: &RecordView) -> Vec<Self> {
         match (view.state, view.by_operator) {
+            _ if is_shadow(&view.operation) => Vec::new(),
             ("unknown" | "abandoned", _) => vec![Self::Respond, Self::Done, Self::Free],
             ("completed" | "tombstone", true) => Self::ALL.to_vec(),
             ("released", true) => vec![Self::Respond, Self::Done, Self::Park],

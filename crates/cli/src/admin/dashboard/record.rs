@@ -14,7 +14,7 @@ use super::change::Action;
 use super::format::{bytes, duration, moment, number};
 use super::{Frame, PageResult, Reveal, Section, page_with};
 use crate::activity::RepeatKind;
-use crate::admin::keys::{AuditTexts, Pairs, read_existing, settings_of};
+use crate::admin::keys::{AuditTexts, Pairs, is_shadow, read_existing, settings_of};
 use crate::admin::seal::ReadRecord;
 use crate::admin::view::{BodyView, Detail, RecordView, StepResultView, time};
 use crate::admin::{AdminState, listing, metrics};
@@ -204,6 +204,9 @@ fn facts(view: &RecordView, record: &Record, settings: &Settings) -> Vec<Fact> {
     if let Some(lease) = &view.lease_until {
         facts.push(fact("Lease until", moment(lease), "unless its owner renews it".to_owned()));
     }
+    if let (None, Some(why)) = (&view.sealed_with, &view.seal_refused) {
+        facts.push(fact("Sealed", "no".to_owned(), format!("and refused: {why}")));
+    }
     if let Some(key) = &view.sealed_with {
         let note = match (&view.seal_refused, &view.sealed) {
             (Some(why), Some(sealed)) => {
@@ -221,6 +224,11 @@ fn facts(view: &RecordView, record: &Record, settings: &Settings) -> Vec<Fact> {
 /// The next step for the operator.
 fn advice(view: &RecordView, settings: &Settings) -> Advice {
     let (title, text) = match (view.state, view.by_operator) {
+        _ if is_shadow(&view.operation) => (
+            "Nothing to do",
+            "Its route only observes: every request passed to the service. The record only tells what a route that protects would have done."
+                .to_owned(),
+        ),
         ("in-progress", _) => (
             "Wait",
             "A request runs and renews its lease. If its process is gone, the lease ends by itself, and the state becomes abandoned."
@@ -270,13 +278,14 @@ fn advice(view: &RecordView, settings: &Settings) -> Advice {
 fn retry(view: &RecordView, settings: &Settings) -> String {
     let profile = settings.profile();
     match view.state {
+        _ if is_shadow(&view.operation) => "a new execution, because its route only observes".to_owned(),
+        "completed" if view.seal_refused.is_some() => refusal(profile, Condition::ResponseSealed),
         "completed" => match &view.response {
             Some(response) => {
                 let status = replay_status(profile, response.status);
                 let (name, value) = profile.replay_marker();
                 format!("{status} with the stored response, marked with {name}: {value}")
             }
-            None if view.sealed.is_some() => refusal(profile, Condition::ResponseSealed),
             None => "the stored response".to_owned(),
         },
         "tombstone" => refusal(profile, Condition::ReplayUnavailable),

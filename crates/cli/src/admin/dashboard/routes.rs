@@ -12,7 +12,7 @@ use super::access::Access;
 use super::format::{duration, number};
 use super::{Frame, PageResult, Section, page};
 use crate::admin::AdminState;
-use crate::admin::keys::{Pairs, pairs};
+use crate::admin::keys::{Pairs, pairs, request_of_operation};
 use crate::admin::listing::WALK_TIMEOUT;
 use crate::admin::problem::Problem;
 use crate::config::{Config, RouteConfig};
@@ -84,9 +84,8 @@ impl Counts {
                 let place = match known.get(operation) {
                     Some(place) => *place,
                     None => {
-                        let (method, path) = operation.split_once(' ').unwrap_or_default();
-                        let path = path.split_once('#').map_or(path, |(path, _)| path);
-                        let place = config.route_number(&method.parse().unwrap_or_default(), path);
+                        let (method, path) = request_of_operation(operation);
+                        let place = config.route_number(&method, path);
                         if known.len() < limits::MAX_PAGE_RECORDS {
                             known.insert(operation.to_owned(), place);
                         }

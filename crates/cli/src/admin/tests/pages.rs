@@ -42,8 +42,9 @@ fn named(text: &str) -> BTreeSet<&str> {
     words.filter(is_metric).filter(|word| !word.contains(':')).collect()
 }
 
-/// The metrics that need a certificate, a key set, a cache or an event, with the words under which they are registered.
-const OPTIONAL: [(&str, &str); 10] = [
+/// The metrics that need a certificate, a key set, seal keys, a cache or an event, with the words under which they are
+/// registered.
+const OPTIONAL: [(&str, &str); 11] = [
     ("oncegate_cache_claims_total", "\"cache_claims\""),
     ("oncegate_cache_fills_total", "\"cache_fills\""),
     ("oncegate_cache_out", "\"cache_out\""),
@@ -51,6 +52,7 @@ const OPTIONAL: [(&str, &str); 10] = [
     ("oncegate_key_set_age_seconds", "\"key_set_age\", age, Some(Unit::Seconds)"),
     ("oncegate_key_set_usable", "\"key_set_usable\""),
     ("oncegate_records", "\"records\", help, Family::default()"),
+    ("oncegate_seal_key", "\"seal_key\", help, Family::default()"),
     ("oncegate_store_advisory", "\"store_advisory\""),
     (
         "oncegate_tls_certificate_not_after_seconds",
