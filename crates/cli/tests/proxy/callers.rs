@@ -189,6 +189,9 @@ async fn a_verified_token_names_the_caller_also_when_it_is_renewed() {
     let flags = ["--scope=jwt:sub", &url, "--jwt-audience=orders"];
     let mut sidecar = Sidecar::start(service.address, &flags).await;
     let ask = async |field: &str| sidecar.ask(&request("POST", "/orders", &[KEY, field], "{}")).await;
+    // Otherwise the first request may fetch them as well.
+    until("the keys are fetched", async || ask_metrics(&sidecar).await.contains("oncegate_key_set_usable 1"))
+        .await;
     assert!(!ask(&issuer.token("ada", 60)).await.has_status(200).is_replay());
     assert!(ask(&issuer.token("ada", 600)).await.has_status(200).is_replay());
     assert!(!ask(&issuer.token("eve", 60)).await.has_status(200).is_replay());

@@ -132,10 +132,14 @@ async fn a_cluster_distributes_the_records_and_survives_the_loss_of_one_primary(
     assert_eq!(numbers, (1..=10).rev().map(|number| (number, id(199 + number))).collect::<Vec<_>>());
 
     // One primary dies. Its replica has the older records. Claims of its slots are refused until the replica takes over.
+    // `WAIT` on a connection of its own would wait for nothing: it counts the writes of its connection.
+    let deadline = Instant::now() + Duration::from_secs(60);
     for server in cluster.primaries() {
-        server.command(&["WAIT", "1", "5000"]).unwrap();
+        while !has_all_at_its_replicas(&server.command(&["INFO", "replication"]).unwrap()) {
+            assert!(Instant::now() < deadline, "the replicas are behind");
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
     }
-    tokio::time::sleep(Duration::from_millis(500)).await;
     let lost = cluster
         .servers
         .iter()
@@ -157,4 +161,14 @@ async fn a_cluster_distributes_the_records_and_survives_the_loss_of_one_primary(
     assert!(started.elapsed() < Duration::from_secs(60), "{:?}", started.elapsed());
     cluster.servers[lost].restart().unwrap();
     until_ok(|| store.check()).await;
+}
+
+/// Returns true if each replica has acknowledged all writes of the primary, by its `INFO replication`.
+fn has_all_at_its_replicas(info: &str) -> bool {
+    let value = |name: &str| info.lines().find_map(|line| line.trim().strip_prefix(name));
+    let Some(written) = value("master_repl_offset:") else { return false };
+    let replicas = info.lines().filter(|line| line.starts_with("slave") && line.contains("offset="));
+    let offsets: Vec<_> =
+        replicas.filter_map(|line| line.split(',').find_map(|part| part.strip_prefix("offset="))).collect();
+    !offsets.is_empty() && offsets.iter().all(|offset| *offset == written)
 }
