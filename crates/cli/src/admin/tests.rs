@@ -838,6 +838,18 @@ async fn pages_of_other_sites_are_refused() {
         let response = send(Request::get(sidecar.url("/v1/keys")).header("host", host)).await;
         assert_eq!(response.status, 200, "{host}");
     }
+    // A page of another site cannot read the response, but it must not take the places of others either.
+    for (site, path, status) in [
+        ("cross-site", "/v1/keys", 403),
+        ("same-site", "/v1/activity", 403),
+        ("cross-site", "/v1/backup", 403),
+        ("same-origin", "/v1/keys", 200),
+        ("none", "/v1/keys", 200),
+        ("cross-site", "/livez", 200),
+    ] {
+        let response = send(Request::get(sidecar.url(path)).header("sec-fetch-site", site)).await;
+        assert_eq!(response.status, status, "{site} {path}");
+    }
     // Requests that a form or a fetch can send without a preflight request.
     let post = || Request::post(sidecar.url("/v1/keys/find"));
     send(post()).await.refused(415, "media-type");
@@ -855,6 +867,32 @@ async fn pages_of_other_sites_are_refused() {
     send(post().header("origin", own).header("sec-fetch-site", "same-origin"))
         .await
         .refused(400, "bad-request");
+}
+
+/// The record of a request that was only observed protects nothing.
+#[tokio::test]
+async fn shadow_records_wait_for_no_operator_and_are_refused_to_them() {
+    let sidecar = Sidecar::start().await;
+    let (shadow, _) = sidecar.in_progress(1, "(shadow) POST /a").await;
+    let (own, _) = sidecar.in_progress(2, "POST /a").await;
+    sidecar.clock.advance(Duration::from_secs(31));
+    for query in ["?state=unsettled", "?state=unsettled&order=newest"] {
+        let listed = sidecar.get(&format!("/v1/keys{query}")).await.json();
+        let records = listed["records"].as_array().unwrap();
+        assert_eq!(records.len(), 1, "{query}: {listed}");
+        assert_eq!(records[0]["record"], own.to_string());
+    }
+    let all = sidecar.get("/v1/keys").await.json();
+    assert_eq!(all["records"].as_array().unwrap().len(), 2, "all records show it");
+    for (action, request) in [
+        ("resolve", json!({"outcome": "released", "reason": "r"})),
+        ("release", json!({"force": true, "reason": "r"})),
+        ("park", json!({"reason": "r"})),
+    ] {
+        let path = format!("/v1/keys/{shadow}/{action}");
+        let detail = sidecar.post(&path, request).await.refused(409, "not-resolvable");
+        assert!(detail.contains("only observes"), "{action}: {detail}");
+    }
 }
 
 #[tokio::test]

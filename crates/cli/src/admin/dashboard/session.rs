@@ -138,7 +138,7 @@ struct Tries {
 }
 
 impl LoginTries {
-    /// Counts a try before the token is compared. After too many it returns the time until the next one.
+    /// Counts a wrong try. After too many it returns the time until the next one.
     ///
     /// # Errors
     /// The time to wait.
