@@ -260,6 +260,13 @@ impl Shard {
         (removed, continued)
     }
 
+    /// The records in memory whose newest version is on the disk, with the place of that, from these first bytes on.
+    pub(crate) fn recent_on_disk(&self, from: u64) -> Vec<(Place, RecordId, Record)> {
+        let on_disk =
+            self.recent.iter().filter(|(id, recent)| recent.pending.is_none() && prefix(id) >= from);
+        on_disk.filter_map(|(id, recent)| Some((recent.indexed?, *id, recent.record.clone()))).collect()
+    }
+
     pub(crate) fn recent(&self, id: &RecordId) -> Option<&Recent> {
         self.recent.get(id)
     }
@@ -303,6 +310,20 @@ impl Shard {
         self.recent_bytes += bytes;
         self.order.push_back(id);
         self.evict(budget);
+    }
+
+    /// The bytes that records can be added to the cache before one is evicted.
+    pub(crate) fn cache_room(&self, budget: usize) -> usize {
+        budget.saturating_sub(self.recent_bytes)
+    }
+
+    /// Adds a record that a listing has read to the cache, if it is still the newest version, and if no other record has to go for it:
+    /// a listing says nothing about which records will be used.
+    pub(crate) fn cache_listed(&mut self, id: RecordId, record: Record, slot: &Slot, budget: usize) {
+        let is_current = self.candidates(&id).any(|candidate| candidate == *slot);
+        if is_current && weight(&record) <= self.cache_room(budget) {
+            self.cache(id, record, slot.place(), budget);
+        }
     }
 
     fn evict(&mut self, budget: usize) {
@@ -414,6 +435,30 @@ mod tests {
         (11..=12).for_each(|byte| change(&mut shard, byte));
         shard.evict(0);
         assert_eq!((shard.recent.len(), shard.order.len()), (0, 0));
+    }
+
+    #[test]
+    fn a_listing_fills_the_cache_and_evicts_nothing() {
+        let mut shard = Shard::default();
+        let id = |byte| RecordId::from_bytes([byte; 32]);
+        let slot = |byte: u8, offset| Slot::new(&id(byte), Place { segment: 1, offset }, 300, 5);
+        let budget = 2 * weight(&record());
+        for byte in 1..=3 {
+            shard.insert(slot(byte, 8 * u32::from(byte)));
+        }
+        shard.cache(id(1), record(), slot(1, 8).place(), budget);
+        // Another version than that of the index.
+        shard.cache_listed(id(2), record(), &slot(2, 80), budget);
+        assert!(shard.recent(&id(2)).is_none());
+        shard.cache_listed(id(2), record(), &slot(2, 16), budget);
+        shard.cache_listed(id(3), record(), &slot(3, 24), budget);
+        let kept: Vec<_> = (1..=3).filter(|byte| shard.recent(&id(*byte)).is_some()).collect();
+        assert_eq!((kept, shard.cache_room(budget)), (vec![1, 2], 0));
+        let listed = shard.recent_on_disk(prefix(&id(2)));
+        assert_eq!(
+            listed.iter().map(|(place, of, _)| (*place, *of)).collect::<Vec<_>>(),
+            [(slot(2, 16).place(), id(2))]
+        );
     }
 
     fn record() -> Record {

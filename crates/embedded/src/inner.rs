@@ -397,17 +397,28 @@ impl StoreInner {
 
     /// Reads the entry of a slot. The outer `None` means that its segment was deleted, the inner one that the bytes are no entry.
     pub(crate) fn read_entry(&self, slot: &Slot) -> Result<Option<EntryBytes>, StoreError> {
+        let mut buffer = Vec::new();
+        let found = self.read_entry_into(slot, &mut buffer)?;
+        Ok(found.map(|(head, body)| (head, body.to_vec())))
+    }
+
+    /// The same with the body in a buffer, which many reads can share.
+    pub(crate) fn read_entry_into<'a>(
+        &self,
+        slot: &Slot,
+        buffer: &'a mut Vec<u8>,
+    ) -> Result<Option<(Option<EntryHead>, &'a [u8])>, StoreError> {
         let place = slot.place();
         let Some(segment) = self.segments.get(place.segment) else { return Ok(None) };
         let io =
             |error| StoreError::unavailable("the embedded store cannot read its files").with_source(error);
-        let mut bytes = vec![0; slot.len().max(ENTRY as u64) as usize];
-        let count = segment.file.read(&mut bytes, place.offset.into()).map_err(io)?;
-        bytes.truncate(count);
-        let head = EntryHead::decode(&bytes)
+        buffer.resize(slot.len().max(ENTRY as u64) as usize, 0);
+        let count = segment.file.read(buffer, place.offset.into()).map_err(io)?;
+        let bytes = buffer.get(..count).unwrap_or_default();
+        let head = EntryHead::decode(bytes)
             .filter(|head| head.len() <= bytes.len().next_multiple_of(crate::format::ALIGN));
         let end = head.map_or(0, |head| ENTRY + head.body_len as usize);
-        let body = bytes.get(ENTRY..end).map(<[u8]>::to_vec);
+        let body = bytes.get(ENTRY..end);
         Ok(Some((head.filter(|_| body.is_some()), body.unwrap_or_default())))
     }
 

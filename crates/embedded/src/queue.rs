@@ -1,10 +1,10 @@
-//! A bounded queue from many callers to one thread.
+//! A bounded queue from many callers to a few threads.
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// A bounded queue of jobs for one thread, which takes many jobs at once.
+/// A bounded queue of jobs for threads that take many jobs at once.
 pub(crate) struct Queue<T> {
     inner: Mutex<QueueState<T>>,
     wake: Condvar,
@@ -93,6 +93,10 @@ impl<T> Queue<T> {
             let Some(job) = inner.jobs.pop_front() else { break };
             taken += weigh(&job);
             jobs.push(job);
+        }
+        // Only the first job of a queue wakes a thread.
+        if !inner.jobs.is_empty() {
+            self.wake.notify_one();
         }
         TakeResult::Jobs(jobs)
     }

@@ -1,6 +1,7 @@
-//! The thread for long reads: listings and the audit trail.
+//! The threads for long reads: listings and the audit trail.
 //!
-//! These reads have their own thread because one page may take tens of milliseconds, which must not block the caller's executor.
+//! These reads have threads of their own because one page may take tens of milliseconds, which must not block the caller's
+//! executor. There are two, so that a caller can read two parts of the store at the same time.
 
 use std::sync::Arc;
 
@@ -10,11 +11,14 @@ use oncegate_core::{
 };
 
 use crate::audit::decode_audit;
-use crate::format::Kind;
+use crate::format::{EntryHead, Kind};
 use crate::index::{SHARDS, Slot, prefix, shard_number};
 use crate::inner::StoreInner;
 use crate::queue::TakeResult;
 use crate::shared::{Scan, closed_error};
+
+/// The number of these threads.
+pub(crate) const READERS: usize = 2;
 
 /// The most records that one listing call reads.
 const MAX_LIST_VISITS: usize = 10_000;
@@ -22,7 +26,7 @@ const MAX_LIST_VISITS: usize = 10_000;
 /// The most bytes of records in one page. A single record may be larger.
 const MAX_LIST_BYTES: usize = 16 * 1024 * 1024;
 
-/// Runs the thread until the queue is closed and empty.
+/// Runs one of the threads until the queue is closed and empty.
 pub(crate) fn run(inner: &Arc<StoreInner>) {
     let _close_on_drop = CloseOnDrop(inner.clone());
     loop {
@@ -50,6 +54,9 @@ fn list(inner: &StoreInner, query: &ListQuery) -> Result<ListPage, StoreError> {
         now: inner.clock.now(),
         page: ListPage::default(),
         after: query.after,
+        buffer: Vec::new(),
+        fresh: Vec::new(),
+        has_room: false,
         bytes: 0,
         visited: 0,
     };
@@ -73,6 +80,12 @@ struct Listing<'a> {
     page: ListPage,
     /// The last record that was visited.
     after: Option<RecordId>,
+    /// The bytes of the last record that was read.
+    buffer: Vec<u8>,
+    /// Records of one shard that were read from the disk, and may be kept in memory.
+    fresh: Vec<(RecordId, Record, Slot)>,
+    /// True if the shard has room for them.
+    has_room: bool,
     bytes: usize,
     visited: usize,
 }
@@ -91,31 +104,55 @@ impl Listing<'_> {
     }
 
     fn add_shard(&mut self, number: usize) -> Result<Added, StoreError> {
+        let added = self.read_shard(number);
+        if !self.fresh.is_empty() {
+            let budget = self.inner.index.shard_cache();
+            let mut shard = self.inner.index.shard(number);
+            for (id, record, slot) in self.fresh.drain(..) {
+                shard.cache_listed(id, record, &slot, budget);
+            }
+        }
+        added
+    }
+
+    fn read_shard(&mut self, number: usize) -> Result<Added, StoreError> {
         let first = self.first_prefix();
-        let mut slots: Vec<Slot> =
-            self.inner.index.shard(number).slots().filter(|slot| slot.prefix() >= first).copied().collect();
+        let shard = self.inner.index.shard(number);
+        self.has_room = shard.cache_room(self.inner.index.shard_cache()) > 0;
+        let mut slots: Vec<Slot> = shard.slots().filter(|slot| slot.prefix() >= first).copied().collect();
+        // A record in memory needs no read. It has the corrections of the clock already.
+        let mut recent = shard.recent_on_disk(first);
+        drop(shard);
         slots.sort_unstable_by_key(Slot::prefix);
-        let mut slots = slots.into_iter().peekable();
+        recent.sort_unstable_by_key(|(_, id, _)| prefix(id));
+        let (mut slots, mut recent) = (slots.into_iter().peekable(), recent.into_iter().peekable());
+        // Those with the same first bytes are few. They are read together, and sorted by the whole identifier.
+        let (mut known, mut found) = (Vec::new(), Vec::new());
         while let Some(first) = slots.next() {
-            // Those with the same first bytes are few. They are read together, and sorted by the whole identifier.
-            let mut same = vec![first];
-            while let Some(next) = slots.next_if(|slot| slot.prefix() == first.prefix()) {
-                same.push(next);
+            let is_same = |slot: &Slot| slot.prefix() == first.prefix();
+            while recent.next_if(|(_, id, _)| prefix(id) < first.prefix()).is_some() {}
+            while let Some(record) = recent.next_if(|(_, id, _)| prefix(id) == first.prefix()) {
+                known.push(record);
             }
-            let mut found = Vec::new();
-            for slot in same {
-                let Some((head, body)) = self.inner.read_entry(&slot)? else { return Ok(Added::UntilMoved) };
-                self.visited += 1;
-                match head.filter(|head| head.kind == Kind::Record && prefix(&head.id) == slot.prefix()) {
-                    Some(head) => {
-                        found.push((head.id, codec::decode(&head.id, &body).ok(), slot, body.len()))
+            let mut next = Some(first);
+            while let Some(slot) = next {
+                match known.iter().position(|(place, ..)| *place == slot.place()) {
+                    Some(at) => {
+                        let (_, id, record) = known.swap_remove(at);
+                        found.push((id, Some(record), slot.len() as usize));
                     }
-                    None => found.push((padded(slot.prefix()), None, slot, 0)),
+                    None => match self.read(&slot)? {
+                        Some(read) => found.push(read),
+                        None => return Ok(Added::UntilMoved),
+                    },
                 }
+                self.visited += 1;
+                next = slots.next_if(is_same);
             }
+            known.clear();
             found.sort_by_key(|(id, ..)| *id);
-            for (id, record, slot, len) in found {
-                if self.after.is_none_or(|after| id > after) && self.add(id, record, &slot, len) {
+            for (id, record, len) in found.drain(..) {
+                if self.after.is_none_or(|after| id > after) && self.add(id, record, len) {
                     return Ok(Added::UntilFull);
                 }
             }
@@ -123,10 +160,27 @@ impl Listing<'_> {
         Ok(Added::All)
     }
 
+    /// Reads a record from the disk, with its size; without the record if it cannot be read. `None` if its segment was deleted.
+    fn read(&mut self, slot: &Slot) -> Result<Option<(RecordId, Option<Record>, usize)>, StoreError> {
+        let Some((head, body)) = self.inner.read_entry_into(slot, &mut self.buffer)? else { return Ok(None) };
+        let is_it = |head: &EntryHead| head.kind == Kind::Record && prefix(&head.id) == slot.prefix();
+        Ok(Some(match head.filter(is_it) {
+            Some(head) => {
+                let record = codec::decode(&head.id, body).ok();
+                let record = record.map(|record| self.inner.shifted(record, slot.place()));
+                if self.has_room {
+                    self.fresh.extend(record.clone().map(|record| (head.id, record, *slot)));
+                }
+                (head.id, record, body.len())
+            }
+            None => (padded(slot.prefix()), None, 0),
+        }))
+    }
+
     /// Adds a record if it matches. Returns true if the page is full then.
-    fn add(&mut self, id: RecordId, record: Option<Record>, slot: &Slot, len: usize) -> bool {
+    fn add(&mut self, id: RecordId, record: Option<Record>, len: usize) -> bool {
         self.after = Some(id);
-        match record.map(|record| self.inner.shifted(record, slot.place())) {
+        match record {
             Some(record) if self.query.matches(&record, self.now) => {
                 self.bytes += len;
                 self.page.records.push((id, record));

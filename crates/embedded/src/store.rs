@@ -85,8 +85,10 @@ impl EmbeddedStore {
         let preparing = inner.clone();
         store.add(spawn("oncegate-segments", move || prepare_segments(&preparing))?);
         store.add(spawn("oncegate-housekeeper", move || housekeeper.run())?);
-        let reading = inner.clone();
-        store.add(spawn("oncegate-reader", move || reader::run(&reading))?);
+        for _ in 0..reader::READERS {
+            let reading = inner.clone();
+            store.add(spawn("oncegate-reader", move || reader::run(&reading))?);
+        }
         let writer = Writer { inner, end: opened.end, last_write, has_failed: false, next: None };
         let writer = spawn("oncegate-writer", move || writer.run())?;
         store.threads.lock().unwrap_or_else(PoisonError::into_inner).writer = Some(writer);
