@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use axum::response::Response;
-use oncegate_core::{ListQuery, RecordId, StateSet, Store, Timestamp, limits};
+use futures_util::StreamExt as _;
+use futures_util::stream::FuturesUnordered;
+use oncegate_core::{ListPage, ListQuery, RecordId, StateName, StateSet, Store, Timestamp, limits};
 use serde_json::json;
 use tokio::time::Instant;
 
@@ -85,6 +87,64 @@ impl TimeListing {
     }
 }
 
+/// Calls `see` with each page of the records that match a query, and with the time of the store, in no order. Returns false if the
+/// store could not be read to its end in [`WALK_TIMEOUT`].
+///
+/// A store that lists in the order of identifiers is read in two halves at the same time: identifiers are hashes, so each half has
+/// about as many records.
+pub(super) async fn walk(
+    store: &dyn Store,
+    query: &ListQuery,
+    mut see: impl FnMut(ListPage, Timestamp),
+) -> Result<bool, Problem> {
+    let until = Instant::now() + WALK_TIMEOUT;
+    let mut middle = [0xff; 32];
+    middle[0] = 0x7f;
+    let middle = RecordId::from_bytes(middle);
+    let part = |after, last| {
+        let mut query = query.clone();
+        query.after = after;
+        Part { query, last }
+    };
+    let parts = if store.capabilities().lists_in_order {
+        vec![part(None, Some(middle)), part(Some(middle), None)]
+    } else {
+        vec![part(None, None)]
+    };
+    let read = |part: Part| async move { (store.list(part.query.clone()).await, part) };
+    let mut running: FuturesUnordered<_> = parts.into_iter().map(read).collect();
+    let mut is_complete = true;
+    while let Some((page, mut part)) = running.next().await {
+        let mut page = page.map_err(|error| Problem::store_read(&error))?;
+        part.query.after = page.next;
+        if let Some(last) = part.last {
+            page.records.retain(|(id, _)| *id <= last);
+            page.unreadable.retain(|id| *id <= last);
+            part.query.after = page.next.filter(|next| *next < last);
+        }
+        let has_more = part.query.after.is_some();
+        // Before the next page is asked for: a store in memory answers at once, and pages must not pile up.
+        see(page, store.now());
+        if !has_more {
+            continue;
+        }
+        if Instant::now() >= until {
+            is_complete = false;
+        } else {
+            running.push(read(part));
+        }
+    }
+    Ok(is_complete)
+}
+
+/// A part of a store that is read page by page.
+struct Part {
+    /// The query for the next page.
+    query: ListQuery,
+    /// The last identifier of the part; `None` for the end of the store.
+    last: Option<RecordId>,
+}
+
 /// The first records in the order of time, after `after`, with the number of records in each state. If the store cannot be read
 /// in [`WALK_TIMEOUT`], the listing covers only the part that was read.
 pub(super) async fn by_time(
@@ -96,27 +156,28 @@ pub(super) async fn by_time(
 ) -> Result<TimeListing, Problem> {
     let most = query.bounded_limit();
     query.limit = limits::MAX_PAGE_RECORDS;
-    query.after = None;
     let store = state.engine.store();
     // Records of requests that were only observed wait for no operator.
     let is_unsettled = query.states == StateSet::UNSETTLED;
-    let until = Instant::now() + WALK_TIMEOUT;
     let mut listed: BTreeMap<TimePlace, RecordView> = BTreeMap::new();
     let mut listing = TimeListing { is_complete: true, ..TimeListing::default() };
     let is_before = |one: &TimePlace, other: &TimePlace| match order {
         TimeOrder::NewestFirst => one > other,
         TimeOrder::OldestFirst => one < other,
     };
-    loop {
-        let page = store.list(query.clone()).await.map_err(|error| Problem::store_read(&error))?;
-        let now = store.now();
+    let mut totals = [0_u64; StateName::ALL.len()];
+    listing.is_complete = walk(&**store, &query, |page, now| {
         listing.now = now;
-        for (id, record) in page.records.into_iter().filter(|(_, record)| period.includes(record.changed_at))
-        {
-            if is_unsettled && is_shadow(record.label.operation()) {
+        for (id, record) in page.records {
+            if !period.includes(record.changed_at) || is_unsettled && is_shadow(record.label.operation()) {
                 continue;
             }
-            *listing.totals.entry(record.state_name(now).as_str()).or_default() += 1;
+            let state = record.state_name(now);
+            if let Some(total) =
+                StateName::ALL.iter().position(|name| *name == state).and_then(|at| totals.get_mut(at))
+            {
+                *total += 1;
+            }
             let place = (record.changed_at, id);
             if after.is_some_and(|after| !is_before(&after, &place)) {
                 continue;
@@ -140,15 +201,10 @@ pub(super) async fn by_time(
         }
         let left = MAX_UNREADABLE.saturating_sub(listing.unreadable.len());
         listing.unreadable.extend(page.unreadable.iter().take(left));
-        query.after = page.next;
-        if query.after.is_none() {
-            break;
-        }
-        if Instant::now() >= until {
-            listing.is_complete = false;
-            break;
-        }
-    }
+    })
+    .await?;
+    let names = StateName::ALL.map(StateName::as_str).into_iter().zip(totals);
+    listing.totals = names.filter(|(_, total)| *total > 0).collect();
     listing.records = match order {
         TimeOrder::NewestFirst => listed.into_iter().rev().collect(),
         TimeOrder::OldestFirst => listed.into_iter().collect(),
@@ -264,7 +320,6 @@ fn before(prefix: &str) -> Option<RecordId> {
 
 /// Reads one state, several with commas, or `unsettled`.
 pub(super) fn states(text: &str) -> Result<StateSet, String> {
-    use oncegate_core::StateName;
     const UNSETTLED: &str = "unsettled";
     let mut states = Vec::new();
     for name in text.split(',').map(str::trim) {
@@ -285,6 +340,35 @@ pub(super) fn states(text: &str) -> Result<StateSet, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test]
+    async fn a_walk_sees_each_record_once_on_both_sides_of_the_middle() {
+        use oncegate_core::{Command, MemoryStore, SystemClock};
+        let store = MemoryStore::new(SystemClock::new());
+        let mut ids: Vec<_> = (0..=u8::MAX).map(|byte| RecordId::from_bytes([byte; 32])).collect();
+        let mut edge = [0xff; 32];
+        edge[0] = 0x7f;
+        ids.push(RecordId::from_bytes(edge));
+        let mut edge = [0; 32];
+        edge[0] = 0x80;
+        ids.push(RecordId::from_bytes(edge));
+        for id in &ids {
+            store.apply(*id, Command::Claim(oncegate_testkit::claim(1_u32, b"input"))).await.unwrap();
+        }
+        ids.sort_unstable();
+        for limit in [1, 7, 1000] {
+            let mut query = ListQuery::default();
+            query.limit = limit;
+            let mut seen = Vec::new();
+            let is_complete = walk(&store, &query, |page, _| {
+                assert!(page.records.len() <= limit);
+                seen.extend(page.records.into_iter().map(|(id, _)| id));
+            });
+            assert!(matches!(is_complete.await, Ok(true)));
+            seen.sort_unstable();
+            assert_eq!(seen, ids, "{limit}");
+        }
+    }
 
     #[test]
     fn the_identifier_before_a_beginning_is_just_before_it() {

@@ -1,24 +1,27 @@
 //! The endpoints for messages: dead letters and the outbox of a PostgreSQL database, and the audit trail of their changes.
 //!
-//! The functions here take a [`MessageOperator`] and return what the endpoints send. `oncegate dead-letters` and `oncegate
-//! outbox` call them without a sidecar, too.
+//! The functions here take a [`MessageOperator`]. The endpoints send their results as JSON, and the dashboard renders them as
+//! pages. `oncegate dead-letters` and `oncegate outbox` call them without a sidecar, too.
 
 use std::time::Duration;
 
 use axum::extract::{Path, State};
-use axum::response::Response;
+use axum::routing::{MethodRouter, post};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use http::header::HeaderMap;
-use oncegate_core::{ErrorChain, StoreError, StoreErrorKind, Timestamp};
+use oncegate_core::{ErrorChain, StoreError, StoreErrorKind, Timestamp, limits};
 use oncegate_postgres::messages::{
     AuditNote, DeadLetterChange, DeadLetterCount, DeadLetterDetail, DeadLetterFilter, DeadLetterLine,
-    MessageContent, MessageOperator, Obstacle, OutboxChange, OutboxLine, OutboxState, RequeueTerms,
+    MessageAuditEntry, MessageContent, MessageOperator, Obstacle, OutboxChange, OutboxCounts, OutboxDetail,
+    OutboxLine, OutboxState, RequeueTerms,
 };
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
+use tokio::time::Instant;
 
 use super::keys::{AdminResult, AuditTexts, Body, Pairs, from_json, limit, pairs};
+use super::listing::{Period, WALK_TIMEOUT, moment};
 use super::problem::Problem;
 use super::{AdminState, view};
 use crate::config::did_you_mean;
@@ -65,161 +68,299 @@ impl From<MessageFailure> for Problem {
     }
 }
 
-/// Lists dead letters, the newest first, with their numbers by consumer, topic and reason, unless counting takes too long.
-pub(crate) async fn list_dead_letters(
-    operator: &MessageOperator,
-    filter: &DeadLetterFilter,
-    limit: usize,
-) -> Result<Value, MessageFailure> {
-    let letters = operator.dead_letters(filter, limit).await.map_err(MessageFailure::Read)?;
-    let counts = in_time(operator.dead_letter_counts().await)?;
-    let next = letters.last().filter(|_| letters.len() >= limit).map(|last| last.number);
-    let total = |count: &DeadLetterCount| {
-        json!({
-            "consumer": count.consumer,
-            "topic": count.topic,
-            "reason": count.reason,
-            "count": count.count,
-            "oldest": view::time(count.oldest),
-            "newest": view::time(count.newest),
-        })
-    };
-    let totals: Option<Vec<_>> = counts.map(|counts| counts.iter().map(total).collect());
-    Ok(json!({
-        "dead_letters": letters.iter().map(|line| Value::Object(dead_letter_line(line))).collect::<Vec<_>>(),
-        "totals": totals,
-        "next": next,
-    }))
+/// A place in which messages wait for an operator.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum MessageKind {
+    DeadLetter,
+    Outbox,
 }
 
-/// Shows one dead letter; its headers and its payload only on demand.
-pub(crate) async fn show_dead_letter(
+impl MessageKind {
+    /// The name in the log.
+    pub(crate) const fn as_str(self) -> &'static str {
+        match self {
+            Self::DeadLetter => "dead letter",
+            Self::Outbox => "outbox",
+        }
+    }
+
+    /// The part of an address that means this kind.
+    pub(crate) const fn path(self) -> &'static str {
+        match self {
+            Self::DeadLetter => "dead-letters",
+            Self::Outbox => "outbox",
+        }
+    }
+}
+
+/// The name of a change that an operator can make.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum MessageAction {
+    /// The message is published again.
+    Requeue,
+    /// The message is deleted.
+    Drop,
+}
+
+impl MessageAction {
+    /// The part of an address that means this action.
+    pub(crate) const fn as_str(self) -> &'static str {
+        match self {
+            Self::Requeue => "requeue",
+            Self::Drop => "drop",
+        }
+    }
+}
+
+/// A change of a message by an operator.
+#[derive(Clone, Debug)]
+pub(crate) struct MessageChange {
+    pub(crate) kind: MessageKind,
+    pub(crate) action: MessageAction,
+    /// The conditions for a dead letter that is requeued. Other changes have none.
+    pub(crate) terms: RequeueTerms,
+}
+
+impl MessageChange {
+    pub(crate) fn new(kind: MessageKind, action: MessageAction) -> Self {
+        Self { kind, action, terms: RequeueTerms::default() }
+    }
+}
+
+/// A change that was made.
+#[derive(Clone, Debug)]
+pub(crate) struct ChangedMessage {
+    kind: MessageKind,
+    number: u64,
+    outcome: &'static str,
+    /// The identifier of the message in the outbox, if a dead letter was requeued.
+    message_id: Option<String>,
+}
+
+impl ChangedMessage {
+    pub(crate) fn json(&self) -> Value {
+        let number = match self.kind {
+            MessageKind::DeadLetter => "number",
+            MessageKind::Outbox => "seq",
+        };
+        let mut members = Map::new();
+        members.insert(number.to_owned(), self.number.into());
+        members.insert("outcome".to_owned(), self.outcome.into());
+        if let Some(id) = &self.message_id {
+            members.insert("message_id".to_owned(), id.as_str().into());
+        }
+        Value::Object(members)
+    }
+}
+
+/// Dead letters, the newest first.
+#[derive(Clone, Debug)]
+pub(crate) struct DeadLetterPage {
+    pub(crate) letters: Vec<DeadLetterLine>,
+    /// The numbers of all dead letters by consumer, topic and reason; `None` if counting takes too long.
+    pub(crate) counts: Option<Vec<DeadLetterCount>>,
+    /// The value of `before` for the next page; `None` if there is none.
+    pub(crate) next: Option<u64>,
+    /// False if the time was over before the page was full or the table was read.
+    pub(crate) is_complete: bool,
+}
+
+impl DeadLetterPage {
+    /// Reads a page. No index has the time of dead letters: with a period, they are read for at most [`WALK_TIMEOUT`].
+    pub(crate) async fn read(
+        operator: &MessageOperator,
+        selection: &LetterSelection,
+        limit: usize,
+    ) -> Result<Self, MessageFailure> {
+        let LetterSelection { mut filter, period } = selection.clone();
+        let until = Instant::now() + WALK_TIMEOUT;
+        let at_once = if period == Period::default() { limit } else { limits::MAX_PAGE_RECORDS };
+        let mut page = Self { letters: Vec::new(), counts: None, next: None, is_complete: true };
+        loop {
+            let letters = operator.dead_letters(&filter, at_once).await.map_err(MessageFailure::Read)?;
+            let is_last = letters.len() < at_once;
+            filter.before = letters.last().map(|letter| letter.number);
+            let left = limit.saturating_sub(page.letters.len());
+            page.letters.extend(letters.into_iter().filter(|letter| period.includes(letter.at)).take(left));
+            if page.letters.len() >= limit {
+                page.next = page.letters.last().map(|letter| letter.number);
+                break;
+            }
+            if is_last {
+                break;
+            }
+            if Instant::now() >= until {
+                (page.next, page.is_complete) = (filter.before, false);
+                break;
+            }
+        }
+        page.counts = in_time(operator.dead_letter_counts().await)?;
+        Ok(page)
+    }
+
+    pub(crate) fn json(&self) -> Value {
+        let total = |count: &DeadLetterCount| {
+            json!({
+                "consumer": count.consumer,
+                "topic": count.topic,
+                "reason": count.reason,
+                "count": count.count,
+                "oldest": view::time(count.oldest),
+                "newest": view::time(count.newest),
+            })
+        };
+        let totals: Option<Vec<_>> = self.counts.as_ref().map(|counts| counts.iter().map(total).collect());
+        let letters = self.letters.iter().map(|line| Value::Object(dead_letter_line(line)));
+        json!({
+            "dead_letters": letters.collect::<Vec<_>>(),
+            "totals": totals,
+            "next": self.next,
+            "complete": self.is_complete,
+        })
+    }
+}
+
+/// Messages of the outbox, the oldest first.
+#[derive(Clone, Debug)]
+pub(crate) struct OutboxPage {
+    pub(crate) messages: Vec<OutboxLine>,
+    /// The numbers of messages by state; `None` if counting takes too long.
+    pub(crate) counts: Option<OutboxCounts>,
+    /// The value of `after` for the next page; `None` if there is none.
+    pub(crate) next: Option<u64>,
+}
+
+impl OutboxPage {
+    pub(crate) async fn read(
+        operator: &MessageOperator,
+        state: Option<OutboxState>,
+        after: Option<u64>,
+        limit: usize,
+    ) -> Result<Self, MessageFailure> {
+        let messages = operator.outbox(state, after, limit).await.map_err(MessageFailure::Read)?;
+        let counts = in_time(operator.outbox_counts().await)?;
+        let next = messages.last().filter(|_| messages.len() >= limit).map(|last| last.seq);
+        Ok(Self { messages, counts, next })
+    }
+
+    pub(crate) fn json(&self) -> Value {
+        let messages = self.messages.iter().map(|line| Value::Object(outbox_line(line)));
+        json!({
+            "messages": messages.collect::<Vec<_>>(),
+            "status": self.counts.map(|counts| json!({
+                "waiting": counts.waiting,
+                "oldest_seconds": counts.oldest.map(|age| age.as_secs()),
+                "failing": counts.failing,
+                "refused": counts.refused,
+            })),
+            "next": self.next,
+        })
+    }
+}
+
+/// Reads one dead letter, which must exist.
+pub(crate) async fn find_dead_letter(
     operator: &MessageOperator,
     number: u64,
     broker_window: Duration,
-    with_payload: bool,
-) -> Result<Value, MessageFailure> {
+) -> Result<DeadLetterDetail, MessageFailure> {
     let found = operator.dead_letter(number, broker_window).await.map_err(MessageFailure::Read)?;
-    let DeadLetterDetail { line, content, identity, obstacles, .. } =
-        found.ok_or_else(|| no_dead_letter(number))?;
-    let mut members = dead_letter_line(&line);
-    members.insert("identity".to_owned(), identity.into());
-    let obstacles = obstacles.iter().map(|obstacle| {
+    found.ok_or_else(|| no_dead_letter(number))
+}
+
+/// The JSON form of a dead letter; its headers and its payload only on demand.
+pub(crate) fn dead_letter_json(found: &DeadLetterDetail, with_payload: bool) -> Value {
+    let mut members = dead_letter_line(&found.line);
+    members.insert("identity".to_owned(), found.identity.as_deref().into());
+    let obstacles = found.obstacles.iter().map(|obstacle| {
         json!({"name": obstacle.as_str(), "acceptable": obstacle.is_acceptable(), "text": obstacle_text(*obstacle)})
     });
     members.insert("obstacles".to_owned(), obstacles.collect());
-    insert_content(&mut members, &content, with_payload);
-    Ok(Value::Object(members))
+    insert_content(&mut members, &found.content, with_payload);
+    Value::Object(members)
 }
 
-/// Publishes the message of a dead letter again, through the outbox.
-pub(crate) async fn requeue_dead_letter(
-    operator: &MessageOperator,
-    number: u64,
-    terms: &RequeueTerms,
-    note: AuditNote<'_>,
-) -> Result<Value, MessageFailure> {
-    let change = operator.requeue_dead_letter(number, terms, note).await.map_err(MessageFailure::change)?;
-    match change {
-        DeadLetterChange::Requeued(id) => {
-            Ok(json!({"number": number, "outcome": "requeued", "message_id": id}))
-        }
-        DeadLetterChange::Refused(obstacles) => {
-            let texts: Vec<_> = obstacles.iter().map(|obstacle| obstacle_advice(*obstacle)).collect();
-            Err(MessageFailure::Refused(format!("Dead letter {number}: {}", texts.join(" "))))
-        }
-        other => Err(dead_letter_failure(number, &other)),
-    }
-}
-
-/// Deletes a dead letter.
-pub(crate) async fn drop_dead_letter(
-    operator: &MessageOperator,
-    number: u64,
-    note: AuditNote<'_>,
-) -> Result<Value, MessageFailure> {
-    match operator.drop_dead_letter(number, note).await.map_err(MessageFailure::change)? {
-        DeadLetterChange::Dropped => Ok(json!({"number": number, "outcome": "dropped"})),
-        other => Err(dead_letter_failure(number, &other)),
-    }
-}
-
-/// Lists messages of the outbox, the oldest first, with their numbers by state, unless counting takes too long.
-pub(crate) async fn list_outbox(
-    operator: &MessageOperator,
-    state: Option<OutboxState>,
-    after: Option<u64>,
-    limit: usize,
-) -> Result<Value, MessageFailure> {
-    let messages = operator.outbox(state, after, limit).await.map_err(MessageFailure::Read)?;
-    let counts = in_time(operator.outbox_counts().await)?;
-    let next = messages.last().filter(|_| messages.len() >= limit).map(|last| last.seq);
-    Ok(json!({
-        "messages": messages.iter().map(|line| Value::Object(outbox_line(line))).collect::<Vec<_>>(),
-        "status": counts.map(|counts| json!({
-            "waiting": counts.waiting,
-            "oldest_seconds": counts.oldest.map(|age| age.as_secs()),
-            "failing": counts.failing,
-            "refused": counts.refused,
-        })),
-        "next": next,
-    }))
-}
-
-/// Shows one message of the outbox; its headers and its payload only on demand.
-pub(crate) async fn show_outbox_message(
+/// Reads one message of the outbox, which must exist.
+pub(crate) async fn find_outbox_message(
     operator: &MessageOperator,
     seq: u64,
-    with_payload: bool,
-) -> Result<Value, MessageFailure> {
+) -> Result<OutboxDetail, MessageFailure> {
     let found = operator.outbox_message(seq).await.map_err(MessageFailure::Read)?;
-    let found = found.ok_or_else(|| no_outbox_message(seq))?;
+    found.ok_or_else(|| no_outbox_message(seq))
+}
+
+/// The JSON form of a message of the outbox; its headers and its payload only on demand.
+pub(crate) fn outbox_message_json(found: &OutboxDetail, with_payload: bool) -> Value {
     let mut members = outbox_line(&found.line);
     insert_content(&mut members, &found.content, with_payload);
-    Ok(Value::Object(members))
+    Value::Object(members)
 }
 
-/// Publishes a refused message of the outbox again.
-pub(crate) async fn requeue_outbox_message(
+/// Publishes a message again, or deletes it.
+pub(crate) async fn change(
     operator: &MessageOperator,
-    seq: u64,
+    number: u64,
+    change: &MessageChange,
     note: AuditNote<'_>,
-) -> Result<Value, MessageFailure> {
-    outbox_outcome(seq, operator.requeue_outbox_message(seq, note).await.map_err(MessageFailure::change)?)
-}
-
-/// Deletes a refused message of the outbox.
-pub(crate) async fn drop_outbox_message(
-    operator: &MessageOperator,
-    seq: u64,
-    note: AuditNote<'_>,
-) -> Result<Value, MessageFailure> {
-    outbox_outcome(seq, operator.drop_outbox_message(seq, note).await.map_err(MessageFailure::change)?)
+) -> Result<ChangedMessage, MessageFailure> {
+    use MessageAction::{Drop, Requeue};
+    use MessageKind::{DeadLetter, Outbox};
+    let in_doubt = MessageFailure::change;
+    let (outcome, message_id) = match (change.kind, change.action) {
+        (DeadLetter, action) => {
+            let done = match action {
+                Requeue => operator.requeue_dead_letter(number, &change.terms, note).await,
+                Drop => operator.drop_dead_letter(number, note).await,
+            };
+            dead_letter_outcome(number, done.map_err(in_doubt)?)?
+        }
+        (Outbox, action) => {
+            let done = match action {
+                Requeue => operator.requeue_outbox_message(number, note).await,
+                Drop => operator.drop_outbox_message(number, note).await,
+            };
+            (outbox_outcome(number, done.map_err(in_doubt)?)?, None)
+        }
+    };
+    Ok(ChangedMessage { kind: change.kind, number, outcome, message_id })
 }
 
 /// The changes that operators made to messages, the newest first.
-pub(crate) async fn message_audit(
-    operator: &MessageOperator,
-    before: Option<u64>,
-    limit: usize,
-) -> Result<Value, MessageFailure> {
-    let entries = operator.audit(before, limit).await.map_err(MessageFailure::Read)?;
-    let next = entries.last().filter(|_| entries.len() >= limit).map(|last| last.number);
-    let entries = entries.iter().map(|entry| {
-        json!({
-            "number": entry.number,
-            "at": view::time(entry.at),
-            "kind": entry.kind,
-            "message": entry.message,
-            "id": entry.id,
-            "consumer": entry.consumer,
-            "topic": entry.topic,
-            "action": entry.action,
-            "actor": entry.actor,
-            "reason": entry.reason,
-        })
-    });
-    Ok(json!({"entries": entries.collect::<Vec<_>>(), "next": next}))
+#[derive(Clone, Debug)]
+pub(crate) struct MessageAudit {
+    pub(crate) entries: Vec<MessageAuditEntry>,
+    /// The value of `before` for the next page; `None` if there is none.
+    pub(crate) next: Option<u64>,
+}
+
+impl MessageAudit {
+    pub(crate) async fn read(
+        operator: &MessageOperator,
+        before: Option<u64>,
+        limit: usize,
+    ) -> Result<Self, MessageFailure> {
+        let entries = operator.audit(before, limit).await.map_err(MessageFailure::Read)?;
+        let next = entries.last().filter(|_| entries.len() >= limit).map(|last| last.number);
+        Ok(Self { entries, next })
+    }
+
+    pub(crate) fn json(&self) -> Value {
+        let entries = self.entries.iter().map(|entry| {
+            json!({
+                "number": entry.number,
+                "at": view::time(entry.at),
+                "kind": entry.kind,
+                "message": entry.message,
+                "id": entry.id,
+                "consumer": entry.consumer,
+                "topic": entry.topic,
+                "action": entry.action,
+                "actor": entry.actor,
+                "reason": entry.reason,
+            })
+        });
+        json!({"entries": entries.collect::<Vec<_>>(), "next": self.next})
+    }
 }
 
 /// Numbers that took too long to count are left out: the listing is what an operator needs, most of all if there are many.
@@ -231,30 +372,42 @@ fn in_time<T>(counted: Result<T, StoreError>) -> Result<Option<T>, MessageFailur
     }
 }
 
-fn outbox_outcome(seq: u64, change: OutboxChange) -> Result<Value, MessageFailure> {
+fn outbox_outcome(seq: u64, change: OutboxChange) -> Result<&'static str, MessageFailure> {
     match change {
-        OutboxChange::Requeued => Ok(json!({"seq": seq, "outcome": "requeued"})),
-        OutboxChange::Dropped => Ok(json!({"seq": seq, "outcome": "dropped"})),
-        OutboxChange::NotRefused(state) => {
-            let why = match state {
-                OutboxState::Failing => "a relay tries it again by itself",
-                _ => "a relay publishes it as soon as it can",
-            };
-            Err(MessageFailure::Refused(format!(
-                "Message {seq} is {}: {why}. Only a message that the broker has refused can be requeued or dropped.",
-                state.as_str()
-            )))
-        }
+        OutboxChange::Requeued => Ok("requeued"),
+        OutboxChange::Dropped => Ok("dropped"),
+        OutboxChange::NotRefused(state) => Err(not_refused(seq, state)),
         _ => Err(no_outbox_message(seq)),
     }
 }
 
-fn dead_letter_failure(number: u64, change: &DeadLetterChange) -> MessageFailure {
+/// The refusal of a change of a message that the relay still publishes.
+pub(crate) fn not_refused(seq: u64, state: OutboxState) -> MessageFailure {
+    let why = match state {
+        OutboxState::Failing => "a relay tries it again by itself",
+        _ => "a relay publishes it as soon as it can",
+    };
+    MessageFailure::Refused(format!(
+        "Message {seq} is {}: {why}. Only a message that the broker has refused can be requeued or dropped.",
+        state.as_str()
+    ))
+}
+
+fn dead_letter_outcome(
+    number: u64,
+    change: DeadLetterChange,
+) -> Result<(&'static str, Option<String>), MessageFailure> {
     match change {
-        DeadLetterChange::Locked => MessageFailure::Locked(format!(
+        DeadLetterChange::Requeued(id) => Ok(("requeued", Some(id))),
+        DeadLetterChange::Dropped => Ok(("dropped", None)),
+        DeadLetterChange::Refused(obstacles) => {
+            let texts: Vec<_> = obstacles.iter().map(|obstacle| obstacle_advice(*obstacle)).collect();
+            Err(MessageFailure::Refused(format!("Dead letter {number}: {}", texts.join(" "))))
+        }
+        DeadLetterChange::Locked => Err(MessageFailure::Locked(format!(
             "Another transaction holds dead letter {number} or its message. Nothing was changed: try again when it has ended."
-        )),
-        _ => no_dead_letter(number),
+        ))),
+        _ => Err(no_dead_letter(number)),
     }
 }
 
@@ -375,23 +528,50 @@ fn insert_content(members: &mut Map<String, Value>, content: &MessageContent, wi
 }
 
 /// The messages of the sidecar's store.
-fn operator(state: &AdminState) -> Result<&MessageOperator, Problem> {
+pub(super) fn operator(state: &AdminState) -> Result<&MessageOperator, Problem> {
     state.messages.as_ref().ok_or_else(Problem::no_messages)
 }
 
+/// The parameters that select dead letters.
+pub(crate) const LETTER_FILTERS: [&str; 6] = ["consumer", "topic", "reason", "since", "until", "before"];
+
+/// A selection of dead letters.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct LetterSelection {
+    filter: DeadLetterFilter,
+    period: Period,
+}
+
+impl LetterSelection {
+    /// Reads one of [`LETTER_FILTERS`].
+    ///
+    /// # Errors
+    /// The text is not a time, or not a number.
+    pub(crate) fn add(&mut self, name: &str, text: &str, now: Timestamp) -> Result<(), String> {
+        let time = |text: &str| moment(text, now).map_err(|what| format!("{name}: {text:?} {what}"));
+        match name {
+            "consumer" => self.filter.consumer = Some(text.to_owned()),
+            "topic" => self.filter.topic = Some(text.to_owned()),
+            "reason" => self.filter.reason = Some(text.to_owned()),
+            "since" => self.period.since = Some(time(text)?),
+            "until" => self.period.until = Some(time(text)?),
+            _ => self.filter.before = Some(read_number(name, text)?),
+        }
+        Ok(())
+    }
+}
+
 pub(super) async fn dead_letters(State(state): State<AdminState>, query: Pairs) -> AdminResult {
-    let mut filter = DeadLetterFilter::default();
+    let mut selection = LetterSelection::default();
     let mut most = 100;
-    for (name, text) in pairs(query, &["consumer", "topic", "reason", "before", "limit"])? {
+    for (name, text) in pairs(query, &[&LETTER_FILTERS[..], &["limit"]].concat())? {
         match name.as_str() {
-            "consumer" => filter.consumer = Some(text),
-            "topic" => filter.topic = Some(text),
-            "reason" => filter.reason = Some(text),
-            "before" => filter.before = Some(number(&name, &text)?),
-            _ => most = limit(&name, &text)?,
+            "limit" => most = limit(&name, &text)?,
+            _ => selection.add(&name, &text, state.engine.store().now()).map_err(Problem::bad_request)?,
         }
     }
-    Ok(view::json(&list_dead_letters(operator(&state)?, &filter, most).await?))
+    let page = DeadLetterPage::read(operator(&state)?, &selection, most).await?;
+    Ok(view::json(&page.json()))
 }
 
 pub(super) async fn dead_letter(
@@ -407,7 +587,8 @@ pub(super) async fn dead_letter(
             _ => window = broker_window(&text)?,
         }
     }
-    Ok(view::json(&show_dead_letter(operator(&state)?, letter, window, with_payload).await?))
+    let found = find_dead_letter(operator(&state)?, letter, window).await?;
+    Ok(view::json(&dead_letter_json(&found, with_payload)))
 }
 
 #[derive(Deserialize)]
@@ -420,24 +601,6 @@ struct RequeueRequest {
     broker_window: Option<String>,
 }
 
-pub(super) async fn requeue_letter(
-    State(state): State<AdminState>,
-    Path(letter): Path<String>,
-    headers: HeaderMap,
-    body: Body,
-) -> AdminResult {
-    let letter = number("number", &letter)?;
-    let request: RequeueRequest = from_json(body)?;
-    let texts = AuditTexts::read(request.actor.as_deref(), &request.reason, &headers)?;
-    let window = request.broker_window.as_deref().map_or(Ok(BROKER_WINDOW), broker_window)?;
-    let terms = RequeueTerms {
-        accepted: accepted(&request.accept).map_err(Problem::bad_request)?,
-        broker_window: window,
-    };
-    let done = requeue_dead_letter(operator(&state)?, letter, &terms, texts.note()).await?;
-    Ok(changed("dead letter", letter, &done, &texts))
-}
-
 /// A change that needs only its reason.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -446,23 +609,60 @@ struct ReasonRequest {
     actor: Option<String>,
 }
 
-impl ReasonRequest {
-    fn read(headers: &HeaderMap, body: Body) -> Result<AuditTexts, Problem> {
-        let request: Self = from_json(body)?;
-        AuditTexts::read(request.actor.as_deref(), &request.reason, headers)
-    }
+/// The endpoint of a change.
+pub(super) fn change_endpoint(kind: MessageKind, action: MessageAction) -> MethodRouter<AdminState> {
+    let wanted = MessageChange::new(kind, action);
+    post(
+        async move |State(state): State<AdminState>,
+                    Path(text): Path<String>,
+                    headers: HeaderMap,
+                    body: Body|
+                    -> AdminResult {
+            let number = number(if kind == MessageKind::Outbox { "seq" } else { "number" }, &text)?;
+            let (wanted, texts) = read_change(wanted, &headers, body)?;
+            Ok(view::json(&change_and_log(&state, number, &wanted, &texts).await?.json()))
+        },
+    )
 }
 
-pub(super) async fn drop_letter(
-    State(state): State<AdminState>,
-    Path(letter): Path<String>,
-    headers: HeaderMap,
+fn read_change(
+    mut change: MessageChange,
+    headers: &HeaderMap,
     body: Body,
-) -> AdminResult {
-    let letter = number("number", &letter)?;
-    let texts = ReasonRequest::read(&headers, body)?;
-    let done = drop_dead_letter(operator(&state)?, letter, texts.note()).await?;
-    Ok(changed("dead letter", letter, &done, &texts))
+) -> Result<(MessageChange, AuditTexts), Problem> {
+    let (actor, reason) = if (change.kind, change.action) == (MessageKind::DeadLetter, MessageAction::Requeue)
+    {
+        let request: RequeueRequest = from_json(body)?;
+        change.terms = RequeueTerms {
+            accepted: accepted(&request.accept).map_err(Problem::bad_request)?,
+            broker_window: request.broker_window.as_deref().map_or(Ok(BROKER_WINDOW), broker_window)?,
+        };
+        (request.actor, request.reason)
+    } else {
+        let request: ReasonRequest = from_json(body)?;
+        (request.actor, request.reason)
+    };
+    Ok((change, AuditTexts::read(actor.as_deref(), &reason, headers)?))
+}
+
+/// Makes a change in the database of the sidecar, and logs it.
+pub(super) async fn change_and_log(
+    state: &AdminState,
+    number: u64,
+    wanted: &MessageChange,
+    texts: &AuditTexts,
+) -> Result<ChangedMessage, Problem> {
+    let note = texts.note();
+    let changed = change(operator(state)?, number, wanted, note).await?;
+    tracing::info!(
+        kind = wanted.kind.as_str(),
+        number,
+        outcome = changed.outcome,
+        actor = note.actor,
+        reason = note.reason,
+        "an operator changed a message"
+    );
+    Ok(changed)
 }
 
 pub(super) async fn outbox(State(state): State<AdminState>, query: Pairs) -> AdminResult {
@@ -474,7 +674,7 @@ pub(super) async fn outbox(State(state): State<AdminState>, query: Pairs) -> Adm
             _ => most = limit(&name, &text)?,
         }
     }
-    Ok(view::json(&list_outbox(operator(&state)?, only, after, most).await?))
+    Ok(view::json(&OutboxPage::read(operator(&state)?, only, after, most).await?.json()))
 }
 
 pub(super) async fn outbox_message(
@@ -487,31 +687,8 @@ pub(super) async fn outbox_message(
     for (name, text) in pairs(query, &["payload"])? {
         with_payload = boolean(&name, &text)?;
     }
-    Ok(view::json(&show_outbox_message(operator(&state)?, seq, with_payload).await?))
-}
-
-pub(super) async fn requeue_outbox(
-    State(state): State<AdminState>,
-    Path(seq): Path<String>,
-    headers: HeaderMap,
-    body: Body,
-) -> AdminResult {
-    let seq = number("seq", &seq)?;
-    let texts = ReasonRequest::read(&headers, body)?;
-    let done = requeue_outbox_message(operator(&state)?, seq, texts.note()).await?;
-    Ok(changed("outbox", seq, &done, &texts))
-}
-
-pub(super) async fn drop_outbox(
-    State(state): State<AdminState>,
-    Path(seq): Path<String>,
-    headers: HeaderMap,
-    body: Body,
-) -> AdminResult {
-    let seq = number("seq", &seq)?;
-    let texts = ReasonRequest::read(&headers, body)?;
-    let done = drop_outbox_message(operator(&state)?, seq, texts.note()).await?;
-    Ok(changed("outbox", seq, &done, &texts))
+    let found = find_outbox_message(operator(&state)?, seq).await?;
+    Ok(view::json(&outbox_message_json(&found, with_payload)))
 }
 
 pub(super) async fn audit(State(state): State<AdminState>, query: Pairs) -> AdminResult {
@@ -522,21 +699,7 @@ pub(super) async fn audit(State(state): State<AdminState>, query: Pairs) -> Admi
             _ => most = limit(&name, &text)?,
         }
     }
-    Ok(view::json(&message_audit(operator(&state)?, before, most).await?))
-}
-
-/// Logs a change, and answers with it.
-fn changed(kind: &str, number: u64, done: &Value, texts: &AuditTexts) -> Response {
-    let note = texts.note();
-    tracing::info!(
-        kind,
-        number,
-        outcome = done["outcome"].as_str().unwrap_or_default(),
-        actor = note.actor,
-        reason = note.reason,
-        "an operator changed a message"
-    );
-    view::json(done)
+    Ok(view::json(&MessageAudit::read(operator(&state)?, before, most).await?.json()))
 }
 
 /// Reads the obstacles that an operator accepts.
@@ -572,7 +735,7 @@ pub(crate) fn outbox_state(text: &str) -> Result<Option<OutboxState>, String> {
     })
 }
 
-fn broker_window(text: &str) -> Result<Duration, Problem> {
+pub(super) fn broker_window(text: &str) -> Result<Duration, Problem> {
     read_broker_window(text).map_err(|what| Problem::bad_request(format!("broker_window: {what}")))
 }
 
@@ -585,9 +748,13 @@ pub(crate) fn read_broker_window(text: &str) -> Result<Duration, String> {
     if window > MAX_BROKER_WINDOW { Err(format!("{text:?} is longer than 7d")) } else { Ok(window) }
 }
 
-fn number(name: &str, text: &str) -> Result<u64, Problem> {
+pub(super) fn number(name: &str, text: &str) -> Result<u64, Problem> {
+    read_number(name, text).map_err(Problem::bad_request)
+}
+
+fn read_number(name: &str, text: &str) -> Result<u64, String> {
     let number = text.parse().ok().filter(|number| i64::try_from(*number).is_ok());
-    number.ok_or_else(|| Problem::bad_request(format!("{name}: {text:?} is not the number of a message.")))
+    number.ok_or_else(|| format!("{name}: {text:?} is not the number of a message."))
 }
 
 fn boolean(name: &str, text: &str) -> Result<bool, Problem> {

@@ -17,7 +17,7 @@
 //! | `GET /v1/backup` | the files of an embedded store as they are at this moment, as a tar archive |
 //! | `GET /v1/seal` | the ids of the keys that encrypt stored responses, and what could not be opened |
 //! | `GET /v1/seal/usage?cursor=` | the records of a page of the store, counted by the key that sealed them |
-//! | `GET /v1/dead-letters?consumer=&topic=&reason=&before=&limit=` | dead letters of messages, the newest first |
+//! | `GET /v1/dead-letters?consumer=&topic=&reason=&since=&until=&before=&limit=` | dead letters of messages, the newest first |
 //! | `GET /v1/dead-letters/{number}?payload=true` | one dead letter; its payload only if asked for |
 //! | `POST /v1/dead-letters/{number}/requeue`, `…/drop` | publishes it again through the outbox, or deletes it |
 //! | `GET /v1/outbox?state=&after=&limit=` | messages of the outbox |
@@ -191,6 +191,9 @@ async fn mark(mut response: Response) -> Response {
 
 /// The admin API.
 pub(crate) fn router(state: AdminState) -> Router {
+    use messages::MessageAction::{Drop, Requeue};
+    use messages::MessageKind::{DeadLetter, Outbox};
+    use messages::change_endpoint;
     let guard = axum::middleware::from_fn_with_state(state.live.clone(), guard::guard);
     Router::new()
         .route("/livez", get(async || text("ok\n")))
@@ -209,12 +212,12 @@ pub(crate) fn router(state: AdminState) -> Router {
         .route("/v1/audit/messages", get(messages::audit))
         .route("/v1/dead-letters", get(messages::dead_letters))
         .route("/v1/dead-letters/{number}", get(messages::dead_letter))
-        .route("/v1/dead-letters/{number}/requeue", post(messages::requeue_letter))
-        .route("/v1/dead-letters/{number}/drop", post(messages::drop_letter))
+        .route("/v1/dead-letters/{number}/requeue", change_endpoint(DeadLetter, Requeue))
+        .route("/v1/dead-letters/{number}/drop", change_endpoint(DeadLetter, Drop))
         .route("/v1/outbox", get(messages::outbox))
         .route("/v1/outbox/{seq}", get(messages::outbox_message))
-        .route("/v1/outbox/{seq}/requeue", post(messages::requeue_outbox))
-        .route("/v1/outbox/{seq}/drop", post(messages::drop_outbox))
+        .route("/v1/outbox/{seq}/requeue", change_endpoint(Outbox, Requeue))
+        .route("/v1/outbox/{seq}/drop", change_endpoint(Outbox, Drop))
         .route("/v1/summary", get(summary::show))
         .route("/v1/misuse", get(activity::misuse))
         .route("/v1/activity", get(activity::feed))

@@ -234,6 +234,10 @@ impl Problem {
         self.status
     }
 
+    pub(super) const fn slug(&self) -> &'static str {
+        self.slug
+    }
+
     pub(super) const fn title(&self) -> &'static str {
         self.title
     }

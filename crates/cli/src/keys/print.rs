@@ -3,6 +3,7 @@
 use std::io::Write;
 use std::time::Duration;
 
+use oncegate_http::SHADOW_OPERATION;
 use serde_json::Value;
 
 use super::Failure;
@@ -39,7 +40,7 @@ pub(super) fn newest(page: &Value, as_json: bool, out: &mut impl Write) -> Print
     if total == 0 && is_complete {
         return Ok(());
     }
-    let shown = page["records"].as_array().map_or(0, Vec::len) as u64;
+    let shown = list(page, "records").len() as u64;
     let states: Vec<_> = page["totals"]
         .as_object()
         .into_iter()
@@ -61,7 +62,7 @@ pub(super) fn newest(page: &Value, as_json: bool, out: &mut impl Write) -> Print
 }
 
 fn rows(page: &Value, out: &mut impl Write) -> Printed {
-    let records = page["records"].as_array().map_or(&[][..], Vec::as_slice);
+    let records = list(page, "records");
     let mut rows = vec![
         ["STATE", "AGE", "SINCE", "EXPIRES IN", "ATTEMPTS", "CALLER", "OPERATION", "RECORD"]
             .map(str::to_owned),
@@ -85,7 +86,7 @@ fn rows(page: &Value, out: &mut impl Write) -> Printed {
     } else {
         table(&rows, out)?;
     }
-    for record in page["unreadable"].as_array().into_iter().flatten() {
+    for record in list(page, "unreadable") {
         writeln!(out, "cannot be read: {}", text(record))?;
     }
     Ok(())
@@ -124,15 +125,14 @@ pub(super) fn record(view: &Value, flags: &str, as_json: bool, out: &mut impl Wr
     for (name, member) in fields {
         // A member that is false is the normal case, and not shown.
         if !view[member].is_null() && view[member] != Value::Bool(false) {
-            let text = text(&view[member]);
-            writeln!(out, "{name:<16}{}", if member == "state" { paint_word(&text) } else { text })?;
+            field(name, member, view, out)?;
         }
         if member == "state" && view["by_operator"] == true {
             let name = if view["state"] == "unknown" { "parked by" } else { "resolved by" };
             writeln!(out, "{name:<16}an operator")?;
         }
     }
-    for step in view["steps"].as_array().into_iter().flatten() {
+    for step in list(view, "steps") {
         write!(out, "{:<16}{}, {} bytes", "step", text(&step["name"]), text(&step["result_bytes"]))?;
         match (&step["result"], &step["result_base64"]) {
             (Value::Null, Value::Null) => writeln!(out)?,
@@ -158,7 +158,7 @@ pub(super) fn record(view: &Value, flags: &str, as_json: bool, out: &mut impl Wr
             text(&response["body_bytes"])
         )?;
         for (name, member) in [("header", "headers"), ("trailer", "trailers")] {
-            for field in response[member].as_array().into_iter().flatten() {
+            for field in list(response, member) {
                 writeln!(out, "{name:<16}{}: {}", text(&field[0]), text(&field[1]))?;
             }
         }
@@ -175,8 +175,20 @@ pub(super) fn record(view: &Value, flags: &str, as_json: bool, out: &mut impl Wr
     Ok(())
 }
 
+/// The advice for the record of a request that was only observed.
+const SHADOW_ADVICE: &str = "Its route only observes (shadow): its requests passed to the service, and a retry passes again. This record protects nothing, and \
+     needs no operator.";
+
+/// Returns true for the record of a request that was only observed.
+fn is_shadow(view: &Value) -> bool {
+    view["operation"].as_str().is_some_and(|operation| operation.starts_with(SHADOW_OPERATION))
+}
+
 /// Advice for a record that waits for an operator.
 fn advice(view: &Value, flags: &str) -> Option<String> {
+    if is_shadow(view) {
+        return Some(SHADOW_ADVICE.to_owned());
+    }
     let record = text(&view["record"]);
     let (known, released) = if view["steps"].is_null() {
         ("It is not known whether this took effect.", "It did not take place, and the next request executes")
@@ -234,6 +246,12 @@ pub(super) fn found(page: &Value, flags: &str, as_json: bool, out: &mut impl Wri
     if !page["next"].is_null() {
         writeln!(out, "there are more records than these")?;
     }
+    if list(page, "records").iter().any(is_shadow) {
+        writeln!(
+            out,
+            "records of (shadow) operations protect nothing, and need no operator, whatever their state is"
+        )?;
+    }
     writeln!(
         out,
         "found by a short hash of the key, which another key may share: check a record with `oncegate keys show{flags} RECORD`"
@@ -250,14 +268,31 @@ pub(super) fn resolved(view: &Value, as_json: bool, out: &mut impl Write) -> Pri
 }
 
 pub(super) fn audit(view: &Value, as_json: bool, out: &mut impl Write) -> Printed {
+    let columns = [
+        ("NUMBER", "number"),
+        ("WHEN", "at"),
+        ("WHO", "actor"),
+        ("FROM", "from"),
+        ("TO", "to"),
+        ("RECORD", "record"),
+        ("WHY", "reason"),
+    ];
+    trail(view, &columns, as_json, out)
+}
+
+/// Prints an audit trail: columns with their members.
+pub(crate) fn trail<const N: usize>(
+    view: &Value,
+    columns: &[(&str, &str); N],
+    as_json: bool,
+    out: &mut impl Write,
+) -> Printed {
     if as_json {
         return json(view, out);
     }
-    let entries = view["entries"].as_array().map_or(&[][..], Vec::as_slice);
-    let mut rows = vec![["NUMBER", "WHEN", "WHO", "FROM", "TO", "RECORD", "WHY"].map(str::to_owned)];
-    rows.extend(entries.iter().map(|entry| {
-        ["number", "at", "actor", "from", "to", "record", "reason"].map(|name| text(&entry[name]))
-    }));
+    let entries = list(view, "entries");
+    let mut rows = vec![columns.map(|(title, _)| title.to_owned())];
+    rows.extend(entries.iter().map(|entry| columns.map(|(_, member)| text(&entry[member]))));
     if entries.is_empty() {
         writeln!(out, "no entries")?;
     } else {
@@ -267,6 +302,17 @@ pub(super) fn audit(view: &Value, as_json: bool, out: &mut impl Write) -> Printe
         writeln!(out, "there are more: --before {}", view["next"])?;
     }
     Ok(())
+}
+
+/// The items of a member that is an array.
+pub(crate) fn list<'a>(view: &'a Value, name: &str) -> &'a [Value] {
+    view[name].as_array().map_or(&[][..], Vec::as_slice)
+}
+
+/// Prints a member with its name. A state has its colour.
+pub(crate) fn field(name: &str, member: &str, view: &Value, out: &mut impl Write) -> Printed {
+    let text = text(&view[member]);
+    Ok(writeln!(out, "{name:<16}{}", if member == "state" { paint_word(&text) } else { text })?)
 }
 
 /// Prints columns as wide as their widest text, with two spaces between them. On a terminal, states have their colours, and the
@@ -323,7 +369,24 @@ fn is_direction_mark(char: char) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::printable;
+    use serde_json::json;
+
+    use super::{advice, found, printable};
+
+    #[test]
+    fn a_record_of_an_observed_request_is_not_one_for_an_operator() {
+        let view = json!({"operation": "(shadow) POST /pay", "state": "abandoned", "by_operator": false, "record": "aa"});
+        let words = advice(&view, "").unwrap();
+        assert!(words.contains("needs no operator") && !words.contains("keys resolve"), "{words}");
+        let own =
+            json!({"operation": "POST /pay", "state": "abandoned", "by_operator": false, "record": "aa"});
+        assert!(advice(&own, "").unwrap().contains("keys resolve"));
+        for (view, is_noted) in [(view, true), (own, false)] {
+            let mut out = Vec::new();
+            found(&json!({"records": [view], "next": null}), "", false, &mut out).unwrap();
+            assert_eq!(String::from_utf8(out).unwrap().contains("need no operator"), is_noted);
+        }
+    }
 
     #[test]
     fn characters_that_control_a_terminal_are_escaped() {

@@ -5,10 +5,14 @@ use std::time::Duration;
 use clap::Args;
 use oncegate_core::ErrorChain;
 use oncegate_postgres::PostgresOptions;
-use oncegate_postgres::messages::{AuditNote, DeadLetterFilter, MessageOperator, OutboxState, RequeueTerms};
+use oncegate_postgres::messages::{AuditNote, MessageOperator, OutboxState};
 use serde_json::{Map, Value};
 
-use crate::admin::messages::{self as operations, MessageFailure, store_words};
+use crate::activity::wall_clock;
+use crate::admin::messages::{
+    self as operations, DeadLetterPage, LetterSelection, MessageAction, MessageAudit, MessageChange,
+    MessageFailure, MessageKind, OutboxPage, store_words,
+};
 use crate::config::{StoreChoice, duration_text, read_store};
 use crate::keys::client::Client;
 use crate::keys::{self, Failure, escaped};
@@ -127,25 +131,25 @@ fn check_note(request: &Map<String, Value>) -> Result<AuditNote<'_>, Failure> {
 }
 
 impl Backend {
+    /// Lists the dead letters that parameters of the admin API select.
     pub(super) async fn dead_letters(
         &self,
-        filter: &DeadLetterFilter,
+        parameters: &[(&str, Option<&str>)],
         limit: usize,
     ) -> Result<Value, Failure> {
-        let client = match self {
+        match self {
             Self::Database(operator) => {
-                return Ok(operations::list_dead_letters(operator, filter, limit).await?);
+                let mut selection = LetterSelection::default();
+                for (name, text) in parameters {
+                    if let Some(text) = text {
+                        let added = selection.add(name, text, wall_clock());
+                        added.map_err(|words| Failure::Usage(format!("--{words}")))?;
+                    }
+                }
+                Ok(DeadLetterPage::read(operator, &selection, limit).await?.json())
             }
-            Self::Sidecar(client) => client,
-        };
-        let before = filter.before.map(|number| number.to_string());
-        let parameters = [
-            ("consumer", filter.consumer.as_deref()),
-            ("topic", filter.topic.as_deref()),
-            ("reason", filter.reason.as_deref()),
-            ("before", before.as_deref()),
-        ];
-        client.get(&path("/v1/dead-letters", limit, &parameters)).await
+            Self::Sidecar(client) => client.get(&path("/v1/dead-letters", limit, parameters)).await,
+        }
     }
 
     pub(super) async fn dead_letter(
@@ -156,7 +160,8 @@ impl Backend {
     ) -> Result<Value, Failure> {
         match self {
             Self::Database(operator) => {
-                Ok(operations::show_dead_letter(operator, number, window, payload).await?)
+                let found = operations::find_dead_letter(operator, number, window).await?;
+                Ok(operations::dead_letter_json(&found, payload))
             }
             Self::Sidecar(client) => {
                 let window = escaped(&duration_text(window));
@@ -167,46 +172,28 @@ impl Backend {
         }
     }
 
-    pub(super) async fn requeue_dead_letter(
+    /// Publishes a message again, or deletes it.
+    pub(super) async fn change(
         &self,
         number: u64,
-        terms: &RequeueTerms,
-        accept: &[String],
+        change: &MessageChange,
         request: &Map<String, Value>,
     ) -> Result<Value, Failure> {
+        let MessageChange { kind, action, terms } = change;
         match self {
             Self::Database(operator) => {
                 let note = check_note(request)?;
-                Ok(operations::requeue_dead_letter(operator, number, terms, note).await?)
+                Ok(operations::change(operator, number, change, note).await?.json())
             }
             Self::Sidecar(client) => {
                 let mut request = request.clone();
-                request.insert("accept".to_owned(), accept.into());
-                request.insert("broker_window".to_owned(), duration_text(terms.broker_window).into());
-                client.post(&format!("/v1/dead-letters/{number}/requeue"), &request.into()).await
-            }
-        }
-    }
-
-    /// Requeues a message of the outbox, or drops it or a dead letter.
-    pub(super) async fn change(
-        &self,
-        kind: &str,
-        number: u64,
-        action: &str,
-        request: &Map<String, Value>,
-    ) -> Result<Value, Failure> {
-        match self {
-            Self::Database(operator) => {
-                let note = check_note(request)?;
-                Ok(match (kind, action) {
-                    ("dead-letters", _) => operations::drop_dead_letter(operator, number, note).await?,
-                    (_, "requeue") => operations::requeue_outbox_message(operator, number, note).await?,
-                    _ => operations::drop_outbox_message(operator, number, note).await?,
-                })
-            }
-            Self::Sidecar(client) => {
-                client.post(&format!("/v1/{kind}/{number}/{action}"), &request.clone().into()).await
+                if (*kind, *action) == (MessageKind::DeadLetter, MessageAction::Requeue) {
+                    let accepted = terms.accepted.iter().map(|obstacle| obstacle.as_str());
+                    request.insert("accept".to_owned(), accepted.collect());
+                    request.insert("broker_window".to_owned(), duration_text(terms.broker_window).into());
+                }
+                let path = format!("/v1/{}/{number}/{}", kind.path(), action.as_str());
+                client.post(&path, &request.into()).await
             }
         }
     }
@@ -219,7 +206,7 @@ impl Backend {
     ) -> Result<Value, Failure> {
         let client = match self {
             Self::Database(operator) => {
-                return Ok(operations::list_outbox(operator, state, after, limit).await?);
+                return Ok(OutboxPage::read(operator, state, after, limit).await?.json());
             }
             Self::Sidecar(client) => client,
         };
@@ -230,14 +217,17 @@ impl Backend {
 
     pub(super) async fn outbox_message(&self, seq: u64, payload: bool) -> Result<Value, Failure> {
         match self {
-            Self::Database(operator) => Ok(operations::show_outbox_message(operator, seq, payload).await?),
+            Self::Database(operator) => {
+                let found = operations::find_outbox_message(operator, seq).await?;
+                Ok(operations::outbox_message_json(&found, payload))
+            }
             Self::Sidecar(client) => client.get(&format!("/v1/outbox/{seq}?payload={payload}")).await,
         }
     }
 
     pub(super) async fn audit(&self, before: Option<u64>, limit: usize) -> Result<Value, Failure> {
         match self {
-            Self::Database(operator) => Ok(operations::message_audit(operator, before, limit).await?),
+            Self::Database(operator) => Ok(MessageAudit::read(operator, before, limit).await?.json()),
             Self::Sidecar(client) => {
                 let before = before.map(|number| number.to_string());
                 client.get(&path("/v1/audit/messages", limit, &[("before", before.as_deref())])).await

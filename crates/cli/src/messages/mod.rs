@@ -10,11 +10,13 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Args, Subcommand};
-use oncegate_postgres::messages::{DeadLetterFilter, RequeueTerms};
+use oncegate_postgres::messages::RequeueTerms;
 use serde_json::Value;
 
 use self::access::{Backend, MessageAccess};
-use crate::admin::messages::{accepted, outbox_state, read_broker_window};
+use crate::admin::messages::{
+    MessageAction, MessageChange, MessageKind, accepted, outbox_state, read_broker_window,
+};
 use crate::keys::{AuditArgs, Confirm, Failure, ask, confirmation, env};
 
 /// Lists, shows, requeues and drops dead letters.
@@ -116,6 +118,12 @@ struct LetterFilter {
     /// of the consumer's own
     #[arg(long, value_name = "WORD")]
     with_reason: Option<String>,
+    /// Only dead letters since this time in UTC, such as 2026-02-28T12:34, or for at most so long, such as 2h
+    #[arg(long, value_name = "TIME")]
+    since: Option<String>,
+    /// Only dead letters before this time, or for at least so long
+    #[arg(long, value_name = "TIME")]
+    until: Option<String>,
     /// The most dead letters to list, from 1 to 1000
     #[arg(long, value_name = "N", default_value_t = 100)]
     limit: u32,
@@ -174,7 +182,9 @@ async fn dead_letters(
     match &args.command {
         DeadLettersCommand::Ls(filter) => {
             check_limit(filter.limit)?;
-            let page = backend.dead_letters(&filter.filter(), filter.limit as usize).await?;
+            let before = filter.before.map(|number| number.to_string());
+            let page =
+                backend.dead_letters(&filter.parameters(before.as_deref()), filter.limit as usize).await?;
             print::dead_letters(&page, as_json, out)
         }
         DeadLettersCommand::Show { number, payload, window } => {
@@ -189,20 +199,19 @@ async fn dead_letters(
             let shown = async |number| backend.dead_letter(number, window.broker_window, false).await;
             confirmed(numbers, confirm, why.yes, question, shown, print::dead_letter_summary).await?;
             let note = why.json(&env);
-            each(numbers, as_json, out, async |number| {
-                backend.requeue_dead_letter(number, &terms, accept, &note).await
-            })
-            .await
+            let change = MessageChange {
+                terms,
+                ..MessageChange::new(MessageKind::DeadLetter, MessageAction::Requeue)
+            };
+            each(numbers, as_json, out, async |number| backend.change(number, &change, &note).await).await
         }
         DeadLettersCommand::Drop(Changed { numbers, why }) => {
             let question = "delete them for ever, with their payloads; their messages are not processed";
             let shown = async |number| backend.dead_letter(number, Duration::ZERO, false).await;
             confirmed(numbers, confirm, why.yes, question, shown, print::dead_letter_summary).await?;
             let note = why.json(&env);
-            each(numbers, as_json, out, async |number| {
-                backend.change("dead-letters", number, "drop", &note).await
-            })
-            .await
+            let change = MessageChange::new(MessageKind::DeadLetter, MessageAction::Drop);
+            each(numbers, as_json, out, async |number| backend.change(number, &change, &note).await).await
         }
         DeadLettersCommand::Audit(page) => audit(&backend, page, as_json, out).await,
     }
@@ -233,18 +242,16 @@ async fn outbox(
             let question = "publish them again";
             confirmed(numbers, confirm, why.yes, question, shown, print::outbox_summary).await?;
             let note = why.json(&env);
-            each(numbers, as_json, out, async |number| {
-                backend.change("outbox", number, "requeue", &note).await
-            })
-            .await
+            let change = MessageChange::new(MessageKind::Outbox, MessageAction::Requeue);
+            each(numbers, as_json, out, async |number| backend.change(number, &change, &note).await).await
         }
         OutboxCommand::Drop(Changed { numbers, why }) => {
             let question =
                 "delete them for ever: they are never published, and those behind them go on without them";
             confirmed(numbers, confirm, why.yes, question, shown, print::outbox_summary).await?;
             let note = why.json(&env);
-            each(numbers, as_json, out, async |number| backend.change("outbox", number, "drop", &note).await)
-                .await
+            let change = MessageChange::new(MessageKind::Outbox, MessageAction::Drop);
+            each(numbers, as_json, out, async |number| backend.change(number, &change, &note).await).await
         }
         OutboxCommand::Audit(page) => audit(&backend, page, as_json, out).await,
     }
@@ -325,13 +332,16 @@ fn check_limit(limit: u32) -> Result<(), Failure> {
 }
 
 impl LetterFilter {
-    fn filter(&self) -> DeadLetterFilter {
-        DeadLetterFilter {
-            consumer: self.consumer.clone(),
-            topic: self.topic.clone(),
-            reason: self.with_reason.clone(),
-            before: self.before,
-        }
+    /// The parameters of the admin API.
+    fn parameters<'a>(&'a self, before: Option<&'a str>) -> [(&'static str, Option<&'a str>); 6] {
+        [
+            ("consumer", self.consumer.as_deref()),
+            ("topic", self.topic.as_deref()),
+            ("reason", self.with_reason.as_deref()),
+            ("since", self.since.as_deref()),
+            ("until", self.until.as_deref()),
+            ("before", before),
+        ]
     }
 }
 

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::is_missing;
 use crate::config::rounded_duration_text;
-use crate::keys::print::{Printed, age, json, printable, table, text};
+use crate::keys::print::{Printed, age, field, json, list, printable, table, text, trail};
 use crate::style::{Tone, cut, paint, paint_word, terminal_width};
 
 /// The columns for an error in a listing, if the output is no terminal.
@@ -45,6 +45,9 @@ pub(super) fn dead_letters(page: &Value, as_json: bool, out: &mut impl Write) ->
     }
     if !page["next"].is_null() {
         writeln!(out, "there may be more: --before {}", page["next"])?;
+    }
+    if page["complete"] == false {
+        writeln!(out, "the table could not be read to its end in time; --before continues there")?;
     }
     if page["totals"].is_null() {
         writeln!(out, "there are so many dead letters that they could not be counted in time")?;
@@ -253,31 +256,22 @@ pub(super) fn changed(number: u64, done: &Value, as_json: bool, out: &mut impl W
 }
 
 pub(super) fn audit(view: &Value, as_json: bool, out: &mut impl Write) -> Printed {
-    if as_json {
-        return json(view, out);
-    }
-    let entries = list(view, "entries");
-    let mut rows =
-        vec![["NUMBER", "WHEN", "WHO", "KIND", "MESSAGE", "WHAT", "TOPIC", "WHY"].map(str::to_owned)];
-    rows.extend(entries.iter().map(|entry| {
-        ["number", "at", "actor", "kind", "message", "action", "topic", "reason"]
-            .map(|name| text(&entry[name]))
-    }));
-    if entries.is_empty() {
-        writeln!(out, "no entries")?;
-    } else {
-        table(&rows, out)?;
-    }
-    if !view["next"].is_null() {
-        writeln!(out, "there are more: --before {}", view["next"])?;
-    }
-    Ok(())
+    let columns = [
+        ("NUMBER", "number"),
+        ("WHEN", "at"),
+        ("WHO", "actor"),
+        ("KIND", "kind"),
+        ("MESSAGE", "message"),
+        ("WHAT", "action"),
+        ("TOPIC", "topic"),
+        ("WHY", "reason"),
+    ];
+    trail(view, &columns, as_json, out)
 }
 
 fn print_fields(view: &Value, fields: &[(&str, &str)], out: &mut impl Write) -> Printed {
     for (name, member) in fields.iter().filter(|(_, member)| !is_missing(&view[*member])) {
-        let text = text(&view[*member]);
-        writeln!(out, "{name:<16}{}", if *name == "state" { paint_word(&text) } else { text })?;
+        field(name, member, view, out)?;
     }
     Ok(())
 }
@@ -315,8 +309,4 @@ fn cut_last<const N: usize>(rows: &mut [[String; N]]) {
             *last = cut(last, width);
         }
     }
-}
-
-fn list<'a>(view: &'a Value, name: &str) -> &'a [Value] {
-    view[name].as_array().map_or(&[][..], Vec::as_slice)
 }

@@ -27,7 +27,7 @@ const service = http.createServer((request, response) => {
 await new Promise((ready) => service.listen(0, "127.0.0.1", ready));
 console.log(service.address().port);
 const lines = readline.createInterface({ input: process.stdin });
-const { open, guarded, token } = JSON.parse((await lines[Symbol.asyncIterator]().next()).value);
+const { open, guarded, messages, token } = JSON.parse((await lines[Symbol.asyncIterator]().next()).value);
 
 const check = async (name, held) => {
   await held();
@@ -113,17 +113,35 @@ const pages = {
   overview: "/", keys: "/keys", filtered: "/keys?state=unsettled&min_age=1s", nothing: "/keys?operation=NONE",
   wrong: "/keys?state=unknwon", stuck: "/stuck", misuse: "/misuse", routes: "/routes?request=POST%20/payments", route: "/routes/default",
   audit: "/audit", playground: "/playground", unknown: `/keys/${transfer}`, completed: `/keys/${payment}`, odd: `/keys/${odd}`,
-  change: `/keys/${transfer}/respond`, missing: "/keys/ffffffff",
+  change: `/keys/${transfer}/respond`, missing: "/keys/ffffffff", "no-letters": "/dead-letters", "no-outbox": "/outbox",
+};
+
+// The second sidecar has its store in PostgreSQL, with messages. Their numbers are those of the statements that wrote them.
+const messageApi = async (path, request) => {
+  const headers = { "content-type": "application/json" };
+  const post = request && { method: "POST", headers, body: JSON.stringify(request) };
+  return (await fetch(`http://${messages.admin}${path}`, post)).json();
+};
+const sent = (await messageApi("/v1/outbox?state=all")).messages;
+const refused = sent.filter((message) => message.state === "refused").map((message) => message.seq);
+const messagePages = {
+  letters: "/dead-letters", "letters-filtered": "/dead-letters?consumer=billing&since=2h", "letters-none": "/dead-letters?topic=none",
+  "letters-wrong": "/dead-letters?since=yesterday", letter: "/dead-letters/1", "letter-plain": "/dead-letters/2",
+  "letter-requeue": "/dead-letters/1/requeue", "letter-drop": "/dead-letters/1/drop", "letter-missing": "/dead-letters/999999",
+  outbox: "/outbox", "outbox-all": "/outbox?state=all", "outbox-failing": "/outbox?state=failing", message: `/outbox/${refused[0]}`,
+  "message-drop": `/outbox/${refused[0]}/drop`, "messages-audit": "/audit",
 };
 for (const [view, options] of Object.entries(views)) {
-  const { context, page, faults } = await visit(options, open.admin);
-  await check(`every page, ${view}`, async () => {
-    for (const [name, path] of Object.entries(pages)) {
-      await page.goto(path);
-      await inspect(page, faults, `${name}-${view}`);
-    }
-  });
-  await context.close();
+  for (const [what, base, paths] of [["page", open.admin, pages], ["page of messages", messages.admin, messagePages]]) {
+    const { context, page, faults } = await visit(options, base);
+    await check(`every ${what}, ${view}`, async () => {
+      for (const [name, path] of Object.entries(paths)) {
+        await page.goto(path);
+        await inspect(page, faults, `${name}-${view}`);
+      }
+    });
+    await context.close();
+  }
 }
 
 const { context, page, faults } = await visit(views.light, open.admin);
@@ -175,9 +193,11 @@ await check("the response is hidden until there is a reason", async () => {
 });
 
 /** Fills in the form of an action, and confirms it after the preview. */
-const act = async (link, fields, name) => {
+const act = async (link, fields, name, on = { page, faults }, also = async () => {}) => {
+  const { page, faults } = on;
   await page.getByRole("link", { name: link }).click();
   for (const [label, text] of Object.entries(fields)) await page.getByLabel(label).fill(text);
+  await also(page);
   await page.getByLabel("Reason").fill("Ticket 13");
   await page.getByLabel("Your name").fill("anna");
   await page.getByRole("button", { name: "Preview" }).click();
@@ -340,6 +360,142 @@ await check("with a token, a login opens the pages, and a logout closes them", a
   assert.match(page.url(), /\/login/, "the session is over, also with its cookie");
   await context.close();
 });
+
+const letters = async (query = "") => (await messageApi(`/v1/dead-letters${query}`)).dead_letters.map((letter) => letter.number);
+const mailbox = await visit(views.light, messages.admin);
+const rows = () => mailbox.page.locator("table").first().locator("tbody tr").count();
+const main = () => mailbox.page.locator("main").innerText();
+
+await check("dead letters are listed by page, consumer, topic and age", async () => {
+  await mailbox.page.goto("/dead-letters");
+  assert.equal(await rows(), 50);
+  await mailbox.page.getByRole("link", { name: "Older" }).click();
+  assert.equal(await rows(), 14);
+  await mailbox.page.getByRole("link", { name: "Newest" }).click();
+  await mailbox.page.getByRole("link", { name: /of billing from orders with the reason attempts-exhausted/ }).click();
+  assert.equal(await rows(), 1);
+  await mailbox.page.goto("/dead-letters");
+  await mailbox.page.getByLabel("Topic").fill("mails");
+  await mailbox.page.getByLabel("Given up before").fill("2h");
+  await mailbox.page.getByRole("button", { name: "Filter" }).click();
+  assert.equal(await rows(), 1, "one letter of this topic is older");
+  await mailbox.page.getByLabel("Given up before").fill("soon");
+  await mailbox.page.getByRole("button", { name: "Filter" }).click();
+  assert.match(await mailbox.page.getByRole("alert").innerText(), /until: "soon" is not a time/);
+  assert.equal(await mailbox.page.getByLabel("Topic").inputValue(), "mails", "what was entered stays");
+});
+
+await check("a payload is hidden until there is a reason, and stays a text", async () => {
+  await mailbox.page.goto("/dead-letters/1");
+  const before = await mailbox.page.content();
+  for (const secret of ["card 4929", "evt-1"]) assert.ok(!before.includes(secret), secret);
+  await mailbox.page.getByLabel("Reason").fill("Ticket 20: whose order is it?");
+  await mailbox.page.getByLabel("Your name").fill("anna");
+  await mailbox.page.getByRole("button", { name: "Show the content" }).click();
+  assert.match(await mailbox.page.locator("pre.body").innerText(), /card 4929.*<script>/);
+  assert.match(await main(), /evt-1/);
+  assert.match(await main(), /\\u\{202e\}/, "marks of direction are shown escaped");
+  await inspect(mailbox.page, mailbox.faults, "letter-revealed");
+  await mailbox.page.goto("/audit");
+  assert.match(await main(), /Ticket 20: whose order is it\?\s+dead letter 1/);
+});
+
+await check("a dead letter is published again after its obstacles were checked", async () => {
+  await mailbox.page.goto("/dead-letters/3");
+  await mailbox.page.getByRole("link", { name: "Publish it again" }).click();
+  await mailbox.page.getByLabel("Reason").fill("Ticket 21");
+  await mailbox.page.getByRole("button", { name: "Preview" }).click();
+  assert.match(await mailbox.page.getByRole("alert").innerText(), /tick each box/);
+  await mailbox.page.getByLabel("Window for duplicates of the broker").fill("7d");
+  await mailbox.page.getByLabel(/outcome-unknown/).check();
+  await mailbox.page.getByRole("button", { name: "Preview" }).click();
+  assert.match(await mailbox.page.getByRole("alert").innerText(), /may be lost. Wait, or correct the window/);
+  await inspect(mailbox.page, mailbox.faults, "letter-too-recent");
+  await mailbox.page.goto("/dead-letters/3");
+  assert.ok((await letters("?consumer=billing")).includes(3));
+  const tick = (page) => page.getByLabel(/outcome-unknown/).check();
+  await act("Publish it again", { "Window for duplicates of the broker": "0s" }, "letter-requeue", mailbox, tick);
+  assert.match(await mailbox.page.getByRole("status").innerText(), /Dead letter 3 is in the outbox now/);
+  assert.ok(!(await letters("?consumer=billing")).includes(3));
+  assert.equal((await messageApi("/v1/outbox?state=all")).messages.length, sent.length + 1);
+});
+
+await check("a dead letter is deleted with the keyboard alone", async () => {
+  await mailbox.page.goto("/dead-letters/2");
+  await mailbox.page.getByRole("link", { name: "Delete it" }).focus();
+  await mailbox.page.keyboard.press("Enter");
+  await mailbox.page.waitForURL("**/drop");
+  const at = () => mailbox.page.evaluate(() => document.activeElement.id || document.activeElement.value || document.activeElement.textContent);
+  const tabTo = async (wanted) => {
+    for (let steps = 0; (await at()) !== wanted; steps += 1) {
+      assert.ok(steps < 40, `${wanted} is out of reach`);
+      await mailbox.page.keyboard.press("Tab");
+    }
+  };
+  await tabTo("reason");
+  await mailbox.page.keyboard.type("Ticket 22: test data");
+  await tabTo("preview");
+  await mailbox.page.keyboard.press("Enter");
+  await mailbox.page.getByRole("heading", { name: "Nothing has changed yet" }).waitFor();
+  assert.ok((await letters("?consumer=billing")).includes(2));
+  await inspect(mailbox.page, mailbox.faults, "preview-drop");
+  await tabTo("confirm");
+  await mailbox.page.keyboard.press("Enter");
+  await mailbox.page.getByRole("status").waitFor();
+  assert.match(await main(), /Dead letter 2 was deleted/);
+  assert.ok(!(await letters("?consumer=billing")).includes(2));
+});
+
+await check("refused messages of the outbox are published again and deleted", async () => {
+  await mailbox.page.goto("/outbox");
+  assert.equal(await rows(), 2);
+  await mailbox.page.getByRole("link", { name: `Message ${refused[0]} of the outbox` }).click();
+  assert.match(await main(), /wait behind it/);
+  await act("Publish it again", {}, "outbox-requeue", mailbox);
+  assert.match(await main(), /is published again as soon as a relay runs/);
+  assert.equal((await messageApi(`/v1/outbox/${refused[0]}`)).state, "failing");
+  await mailbox.page.goto(`/outbox/${refused[0]}`);
+  assert.equal(await mailbox.page.getByRole("link", { name: "Delete it" }).count(), 0, "a relay tries it again");
+  await mailbox.page.goto(`/outbox/${refused[1]}`);
+  await act("Delete it", {}, "outbox-drop", mailbox);
+  assert.equal((await messageApi(`/v1/outbox/${refused[1]}`)).status, 404);
+  await mailbox.page.goto("/audit");
+  for (const words of ["Ticket 22: test data", "Ticket 13"]) assert.ok((await main()).includes(words), words);
+  await inspect(mailbox.page, mailbox.faults, "messages-audit-full");
+});
+
+await check("a form about a message that is gone changes nothing", async () => {
+  await mailbox.page.goto("/dead-letters/4/drop");
+  await mailbox.page.getByLabel("Reason").fill("late");
+  await mailbox.page.getByRole("button", { name: "Preview" }).click();
+  await messageApi("/v1/dead-letters/4/drop", { reason: "first" });
+  await mailbox.page.getByRole("button", { name: "Confirm" }).click();
+  assert.match(await main(), /There is no dead letter 4.*Look at the list again/s);
+  await inspect(mailbox.page, mailbox.faults, "message-gone");
+});
+
+await check("messages are changed without JavaScript, and by no page of another site", async () => {
+  const { context, page } = await visit({ ...views.light, javaScriptEnabled: false }, messages.admin);
+  await page.goto("/dead-letters/5");
+  await page.getByRole("link", { name: "Delete it" }).click();
+  await page.getByLabel("Reason").fill("no script");
+  await page.getByRole("button", { name: "Preview" }).click();
+  await page.getByRole("button", { name: "Confirm" }).click();
+  assert.match(await page.locator("main").innerText(), /Dead letter 5 was deleted/);
+  await page.goto("/dead-letters/6/drop");
+  const [formToken, seen] = await Promise.all(["form_token", "seen"].map((name) => page.locator(`main input[name=${name}]`).inputValue()));
+  for (const [origin, token, status] of [["http://evil.example", formToken, 403], [`http://${messages.admin}`, "0".repeat(64), 403]]) {
+    for (const path of ["/dead-letters/6/drop", "/dead-letters/6/payload"]) {
+      const body = new URLSearchParams({ form_token: token, seen, step: "confirm", reason: "attack" });
+      assert.equal((await fetch(`http://${messages.admin}${path}`, { method: "POST", headers: { origin }, body })).status, status);
+    }
+  }
+  await fetch(`http://${messages.admin}/dead-letters/6/drop?step=confirm&reason=x&seen=${seen}`);
+  assert.ok((await letters("?limit=1000")).includes(6));
+  await context.close();
+});
+assert.deepEqual(mailbox.faults, []);
+await mailbox.context.close();
 
 assert.deepEqual(faults, []);
 await context.close();

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use oncegate_servers::PostgresServer;
 use serde_json::json;
 use tokio::process::Command;
 
@@ -10,7 +11,39 @@ use crate::support::{CheckingProgram, Sidecar, sidecar};
 const TOKEN: &str = "a-token-for-operators";
 
 /// The checks that the program of the browser makes.
-const CHECKS: usize = 19;
+const CHECKS: usize = 30;
+
+/// Dead letters with hostile texts, one more of each kind, 58 ordinary ones, and messages of the outbox, two of them refused. Those
+/// of `billing` are an hour old, and one of `mail` three hours.
+const MESSAGES: &str = "
+    SELECT oncegate.write_dead_letter(oncegate.message_record('billing', 'evt-1', '{header,event-id}'), 'billing',
+        'attempts-exhausted', 10, E'\\u202Egnp.exe <img src=x onerror=window.pwned=1> ' || repeat('long ', 100),
+        'orders</code><script>window.pwned=1</script>', 'broker-1', 'key-1', '{event-id,<b>trace</b>}',
+        ARRAY['evt-1'::bytea, '<script>window.pwned=1</script>'],
+        convert_to('card 4929 </pre><script>window.pwned=1</script>', 'UTF8'), 604800000);
+    SELECT oncegate.write_dead_letter(oncegate.message_record('billing', 'evt-2', '{header,event-id}'), 'billing',
+        'attempts-exhausted', 10, 'no such address', 'orders', null, null, '{event-id}', ARRAY['evt-2'::bytea], 'p', 604800000);
+    SELECT oncegate.write_dead_letter(oncegate.message_record('billing', 'evt-3', '{header,event-id}'), 'billing',
+        'outcome-unknown', 1, 'committed by itself', 'orders', null, null, '{event-id}', ARRAY['evt-3'::bytea], '\\xff', 604800000);
+    UPDATE oncegate.dead_letters SET at = at - 3600000;
+    SELECT oncegate.write_dead_letter(oncegate.message_record('mail', 'mail-' || n), 'mail', 'rejected', 1, 'e', 'mails', null, null,
+        '{}', '{}', 'text', 604800000) FROM generate_series(4, 64) AS n;
+    UPDATE oncegate.dead_letters SET at = at - 10800000 WHERE number = 10;
+    SELECT oncegate.send('orders<script>window.pwned=1</script>', 'too large', 'key-1', null, null, 'm-1');
+    SELECT oncegate.send('orders<script>window.pwned=1</script>', 'behind it', 'key-1', null, null, 'm-2');
+    SELECT oncegate.send('orders', 'too large, too', null, null, null, 'm-3');
+    UPDATE oncegate.outbox SET refused_at = 1, attempts = 1, error = '<img src=x onerror=window.pwned=1>' WHERE id <> 'm-2'";
+
+/// A database with messages.
+fn database() -> PostgresServer {
+    let server = PostgresServer::start().unwrap();
+    let mut apply = std::process::Command::new(env!("CARGO_BIN_EXE_oncegate"));
+    let applied =
+        apply.args(["schema", "apply", "postgres"]).env("ONCEGATE_STORE", server.url()).output().unwrap();
+    assert!(applied.status.success(), "{applied:?}");
+    server.sql(MESSAGES).unwrap();
+    server
+}
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_operator_uses_the_dashboard_in_a_browser() {
@@ -29,7 +62,12 @@ async fn an_operator_uses_the_dashboard_in_a_browser() {
     let open = Sidecar::run(command.args(flags).env("ONCEGATE_WAIT", "5s")).await;
     let mut command = sidecar(&to);
     let guarded = Sidecar::run(command.args(flags).env("ONCEGATE_ADMIN_TOKEN", TOKEN)).await;
+    let database = tokio::task::spawn_blocking(database).await.unwrap();
+    let mut command = sidecar(&to);
+    let messages = Sidecar::run(command.env("ONCEGATE_STORE", database.url())).await;
     let addresses = |sidecar: &Sidecar| json!({"address": sidecar.address.to_string(), "admin": sidecar.admin.to_string()});
-    let given = json!({"open": addresses(&open), "guarded": addresses(&guarded), "token": TOKEN});
+    let given = json!({
+        "open": addresses(&open), "guarded": addresses(&guarded), "messages": addresses(&messages), "token": TOKEN,
+    });
     program.check(&given, CHECKS).await;
 }

@@ -124,6 +124,21 @@ async fn dead_letters(setup: &Setup) {
     let page =
         setup.json(&["dead-letters", "ls", "--before", "2", "--with-reason", "attempts-exhausted"]).await;
     assert_eq!(page["dead_letters"][0]["number"], 1);
+    let number = |page: &Value| {
+        let letters = page["dead_letters"].as_array().unwrap().iter();
+        letters.map(|letter| letter["number"].as_u64().unwrap()).collect::<Vec<_>>()
+    };
+    setup.sql("UPDATE oncegate.dead_letters SET at = at - 7200000 WHERE number = 2");
+    let page = setup.json(&["dead-letters", "ls", "--since", "2h"]).await;
+    assert_eq!((number(&page), &page["complete"]), (vec![3, 1], &json!(true)), "{page}");
+    let page = setup.json(&["dead-letters", "ls", "--until", "2h"]).await;
+    assert_eq!(number(&page), [2], "{page}");
+    let page = setup.json(&["dead-letters", "ls", "--since", "2h", "--limit", "1"]).await;
+    assert_eq!((number(&page), &page["next"]), (vec![3], &json!(3)), "{page}");
+    setup.sql("UPDATE oncegate.dead_letters SET at = at + 7200000 WHERE number = 2");
+    let words = setup.failed(2, &["dead-letters", "ls", "--since", "soon"])
+        .await;
+    assert!(words.contains("--since: \"soon\" is not a time"), "{words}");
     let none = setup.done(&["dead-letters", "ls", "--topic", "nothing"]).await;
     assert!(none.starts_with("no dead letters\n") && none.contains("3 dead letters in all"), "{none}");
 

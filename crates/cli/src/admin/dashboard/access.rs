@@ -26,7 +26,7 @@ use subtle::ConstantTimeEq as _;
 
 use super::session::{SESSION_LIFE, Session, SessionOrigin};
 use super::{Frame, MAX_REQUEST, PageError, page_with, redirect};
-use crate::admin::keys::Pairs;
+use crate::admin::keys::{AuditTexts, Pairs};
 use crate::admin::problem::Problem;
 use crate::admin::{AdminState, guard};
 use crate::config::AdminToken;
@@ -67,6 +67,17 @@ impl FormFields {
     /// The value of a field, or an empty text.
     pub(super) fn get(&self, name: &str) -> &str {
         self.0.iter().find(|(own, _)| own == name).map_or("", |(_, value)| value)
+    }
+
+    /// The values of all fields with this name.
+    pub(super) fn all<'a>(&'a self, name: &'a str) -> impl Iterator<Item = &'a str> {
+        self.0.iter().filter(move |(own, _)| own == name).map(|(_, value)| value.as_str())
+    }
+
+    /// The operator and the reason that the form gives.
+    pub(super) fn audit(&self) -> Result<AuditTexts, Problem> {
+        let actor = Some(self.get("actor").trim()).filter(|actor| !actor.is_empty());
+        AuditTexts::read(actor, self.get("reason"), &HeaderMap::new())
     }
 }
 

@@ -7,16 +7,14 @@ use askama::Template;
 use axum::extract::{Extension, Path, State};
 use axum::response::Response;
 use bytes::Bytes;
-use http::{HeaderMap, StatusCode};
+use http::StatusCode;
 use oncegate_core::{Record, RecordId, Resolution, StateName};
 use oncegate_http::Condition;
 
 use super::access::{Access, FormFields};
 use super::record::{refusal, replay_status};
 use super::{Frame, PageResult, Section, page_with, redirect};
-use crate::admin::keys::{
-    AuditTexts, Verdict, is_shadow, read_existing, settings_of, settle, stored_response, why_not,
-};
+use crate::admin::keys::{Verdict, is_shadow, read_existing, settings_of, settle, stored_response, why_not};
 use crate::admin::problem::Problem;
 use crate::admin::view::{BodyView, Detail, RecordView, ResponseView};
 use crate::admin::{AdminState, listing};
@@ -173,11 +171,6 @@ impl Entered {
                 Resolution::Complete(Some(stored_response(status, &headers, body)?))
             }
         })
-    }
-
-    fn audit(&self) -> Result<AuditTexts, Problem> {
-        let actor = Some(self.actor.trim()).filter(|actor| !actor.is_empty());
-        AuditTexts::read(actor, &self.reason, &HeaderMap::new())
     }
 }
 
@@ -375,7 +368,7 @@ pub(super) async fn decide(
         return Err(Problem::not_resolvable(subject.id, detail).into());
     }
     subject.check()?;
-    let read = entered.resolution(subject.action).and_then(|resolution| Ok((resolution, entered.audit()?)));
+    let read = entered.resolution(subject.action).and_then(|resolution| Ok((resolution, fields.audit()?)));
     let (resolution, audit) = match read {
         Ok(read) => read,
         Err(problem) => return Ok(subject.page(&state, &access, entered, Err(problem))),

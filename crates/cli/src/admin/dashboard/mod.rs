@@ -7,6 +7,9 @@
 //! | `/keys/{record}` | [`record`]: one record, its timeline, its response on demand |
 //! | `/keys/{record}/{action}` | [`change`]: a form, a preview, and then a change |
 //! | `/stuck` | [`keys`]: the unsettled records, the oldest first |
+//! | `/dead-letters`, `/outbox` | [`messages`]: messages that wait for an operator, if the store is on PostgreSQL |
+//! | `/dead-letters/{number}`, `/outbox/{seq}` | [`messages`]: one message, its payload on demand |
+//! | `…/{number}/{action}` | [`messages`]: publishes it again, or deletes it, after a preview |
 //! | `/misuse` | [`misuse`]: requests that look like mistakes of clients |
 //! | `/routes` | [`routes`]: the settings of each route with their sources |
 //! | `/audit` | [`audit`]: changes by operators, and responses that they looked at |
@@ -24,6 +27,7 @@ mod audit;
 mod change;
 mod format;
 mod keys;
+mod messages;
 mod misuse;
 mod overview;
 mod playground;
@@ -53,6 +57,7 @@ use tokio::sync::Semaphore;
 pub(crate) use self::access::PeerAddress;
 use self::access::{Access, is_page_request};
 use self::session::{LoginTries, Sessions, random_text};
+use super::messages::MessageKind;
 use super::problem::Problem;
 use super::{AdminState, MAX_REQUEST};
 
@@ -88,13 +93,20 @@ const REFUSED_TRIES_INTERVAL: Duration = Duration::from_secs(60);
 /// The most runs of the playground at a time.
 const MAX_PLAYING: usize = 4;
 
-/// A look of an operator at a stored response.
+/// A look of an operator at a stored response or at a message.
 #[derive(Clone, Debug)]
 struct Reveal {
     at: Timestamp,
-    record: RecordId,
+    part: RevealedPart,
     actor: String,
     reason: String,
+}
+
+/// The subject of a look.
+#[derive(Clone, Copy, Debug)]
+enum RevealedPart {
+    Record(RecordId),
+    Message(MessageKind, u64),
 }
 
 impl Dashboard {
@@ -131,6 +143,7 @@ enum Section {
     Overview,
     Keys,
     Stuck,
+    Messages,
     Misuse,
     Routes,
     Audit,
@@ -138,14 +151,23 @@ enum Section {
 }
 
 impl Section {
-    const ALL: [Self; 7] =
-        [Self::Overview, Self::Keys, Self::Stuck, Self::Misuse, Self::Routes, Self::Audit, Self::Playground];
+    const ALL: [Self; 8] = [
+        Self::Overview,
+        Self::Keys,
+        Self::Stuck,
+        Self::Messages,
+        Self::Misuse,
+        Self::Routes,
+        Self::Audit,
+        Self::Playground,
+    ];
 
     const fn href(self) -> &'static str {
         match self {
             Self::Overview => "/",
             Self::Keys => "/keys",
             Self::Stuck => "/stuck",
+            Self::Messages => "/dead-letters",
             Self::Misuse => "/misuse",
             Self::Routes => "/routes",
             Self::Audit => "/audit",
@@ -158,6 +180,7 @@ impl Section {
             Self::Overview => "Overview",
             Self::Keys => "Keys",
             Self::Stuck => "Stuck",
+            Self::Messages => "Messages",
             Self::Misuse => "Misuse",
             Self::Routes => "Routes",
             Self::Audit => "Audit",
@@ -266,7 +289,12 @@ impl From<Problem> for PageError {
 impl IntoResponse for PageError {
     fn into_response(self) -> Response {
         let Self(problem) = self;
+        let is_about_message = problem.slug().starts_with("message") || problem.slug() == "no-message";
         let advice = match problem.status().as_u16() {
+            404 | 409 if is_about_message => {
+                "Look at the list again: another operator, or a relay, may have been faster."
+            }
+            404 if problem.slug() == "no-messages" => "Use the commands that the message names.",
             400 => "Go back, change what the message names, and try again.",
             403 => "Open the dashboard at its own address, and try again from there.",
             404 => "Search for the key, or look at the list of the newest ones.",
@@ -334,6 +362,7 @@ pub(super) fn router(state: &AdminState) -> Router<AdminState> {
         .route("/keys/{record}/response", post(record::reveal))
         .route("/keys/{record}/{action}", get(change::form).post(change::decide))
         .route("/stuck", get(keys::stuck))
+        .merge(messages::router())
         .route("/misuse", get(misuse::show))
         .route("/routes", get(routes::list))
         .route("/routes/{route}", get(routes::show))

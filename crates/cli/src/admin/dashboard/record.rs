@@ -5,14 +5,14 @@ use std::time::Duration;
 use askama::Template;
 use axum::extract::{Extension, Path, Query, State};
 use axum::response::Response;
-use http::{HeaderMap, StatusCode};
+use http::StatusCode;
 use oncegate_core::{ErrorChain, OnAbandoned, Record, RecordId, Timestamp};
 use oncegate_http::{Condition, Profile, Settings};
 
 use super::access::{Access, FormFields};
 use super::change::Action;
 use super::format::{bytes, duration, moment, number};
-use super::{Frame, PageResult, Reveal, Section, page_with};
+use super::{Frame, PageResult, Reveal, RevealedPart, Section, page_with};
 use crate::activity::RepeatKind;
 use crate::admin::keys::{AuditTexts, Pairs, is_shadow, read_existing, settings_of};
 use crate::admin::seal::ReadRecord;
@@ -121,12 +121,16 @@ pub(super) async fn reveal(
 ) -> PageResult {
     let id = listing::find(&state, &id).await?;
     let found = read_existing(&state, id).await?;
-    let actor = Some(fields.get("actor").trim()).filter(|actor| !actor.is_empty());
-    let parts = match AuditTexts::read(actor, fields.get("reason"), &HeaderMap::new()) {
+    let parts = match fields.audit() {
         Ok(AuditTexts { actor, reason }) => {
             tracing::warn!(record = %id, actor, reason, "an operator looked at a stored response");
             let at = state.engine.store().now();
-            state.dashboard.add_reveal(Reveal { at, record: id, actor, reason: reason.clone() });
+            state.dashboard.add_reveal(Reveal {
+                at,
+                part: RevealedPart::Record(id),
+                actor,
+                reason: reason.clone(),
+            });
             PageParts { is_revealed: true, reason, ..PageParts::default() }
         }
         Err(problem) => PageParts {
@@ -164,7 +168,7 @@ async fn render(
         retry: retry(&view, &settings),
         actions: actions.collect(),
         timeline: timeline(state, id, record, &view).await,
-        repeats: repeats(state, id),
+        repeats: repeats(state, id, is_shadow(&view.operation)),
         since: moment(&time(state.activity.started_at())),
         response: response(&view),
         steps: steps(&view),
@@ -434,9 +438,13 @@ fn event_words(event: &'static str) -> (&'static str, &'static str) {
 }
 
 /// The requests and renewals that are counted and not kept one by one.
-fn repeats(state: &AdminState, id: RecordId) -> Vec<Fact> {
+fn repeats(state: &AdminState, id: RecordId, is_observed: bool) -> Vec<Fact> {
     let repeats = state.activity.timeline(&id).repeats.into_iter().map(|repeat| Fact {
         name: match repeat.kind {
+            RepeatKind::Replayed if is_observed => "Would be replayed",
+            RepeatKind::InProgress if is_observed => "Would find it in progress",
+            RepeatKind::Mismatch if is_observed => "Would be another request",
+            RepeatKind::Unknown | RepeatKind::Refused if is_observed => "Would be refused",
             RepeatKind::Replayed => "Replayed",
             RepeatKind::InProgress => "Found it in progress",
             RepeatKind::Mismatch => "Sent another request",

@@ -11,8 +11,10 @@ use crate::admin::tests::{AdminResponse, Sidecar, TOKEN};
 const HOSTILE: &str =
     "</code></pre></textarea><script>alert(1)</script><img src=x onerror='alert(1)'>\"{{7*7}}";
 
-const PAGES: [&str; 9] =
-    ["/", "/keys", "/stuck", "/misuse", "/routes", "/routes/default", "/audit", "/playground", "/?live=off"];
+const PAGES: [&str; 11] = [
+    "/", "/keys", "/stuck", "/dead-letters", "/outbox", "/misuse", "/routes", "/routes/default", "/audit",
+    "/playground", "/?live=off",
+];
 
 /// A browser that keeps at most one cookie.
 struct Browser<'a> {
