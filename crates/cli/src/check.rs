@@ -1,5 +1,6 @@
 //! `oncegate check`: reports errors of a configuration and its store before they do harm.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::fs;
 use std::io::{self, Write};
@@ -8,9 +9,11 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::Args;
-use oncegate_core::{ErrorChain, RecordId, StateName, Store as _};
+use oncegate_core::{
+    Clock as _, ErrorChain, Record, RecordId, State, StateName, Store as _, SystemClock, Timestamp,
+};
 use oncegate_embedded::{CheckReport, EmbeddedOpenError, EmbeddedOptions, segment_files};
-use oncegate_http::Profile;
+use oncegate_http::{Profile, SHADOW_OPERATION};
 use oncegate_redis::{Finding, RedisOptions, RedisStore, Severity};
 use oncegate_seal::Keyring;
 use serde_json::{Value, json};
@@ -364,9 +367,14 @@ fn existing_store(dir: &Path, options: &EmbeddedOptions, keys: Option<&Keyring>,
         report.warn(warning);
     }
     let mut seals = sealing::SealCount::default();
-    match oncegate_embedded::check_each(options, &mut |id, record| seals.add(id, record)) {
+    let mut observed = ObservedRecords::default();
+    let each = &mut |id, record: &Record| {
+        seals.add(id, record);
+        observed.add(id, record);
+    };
+    match oncegate_embedded::check_each(options, each) {
         Ok(found) => {
-            content(dir, &found, report);
+            content(dir, &found, observed.open(SystemClock::new().now()), report);
             seals.report(dir, keys, report);
         }
         // A sidecar that runs is not an error.
@@ -452,7 +460,32 @@ const NOT_OTHERS: [&str; 5] = ["lock", "lost+found", "mark", "mark.new", "salvag
 /// The most records that are named one by one in the terminal.
 const MAX_NAMED: usize = 20;
 
-fn content(dir: &Path, found: &CheckReport, report: &mut Report) {
+/// The records of requests that were only observed and have no outcome. They wait for no operator.
+#[derive(Default)]
+struct ObservedRecords {
+    /// The end of the retention of each, by its newest version.
+    ends: HashMap<RecordId, Timestamp>,
+}
+
+impl ObservedRecords {
+    fn add(&mut self, id: RecordId, record: &Record) {
+        if !record.label.operation().starts_with(SHADOW_OPERATION) {
+            return;
+        }
+        match record.state {
+            State::InProgress { .. } | State::Unknown => drop(self.ends.insert(id, record.expires_at)),
+            _ => drop(self.ends.remove(&id)),
+        }
+    }
+
+    /// The number of those that are not past their retention.
+    fn open(&self, now: Timestamp) -> u64 {
+        self.ends.values().filter(|end| **end > now).count() as u64
+    }
+}
+
+/// `observed` of the records that are not settled are those of requests that were only observed.
+fn content(dir: &Path, found: &CheckReport, observed: u64, report: &mut Report) {
     let shown = dir.display();
     if let Some(damage) = &found.damage {
         report.error(format!(
@@ -514,6 +547,7 @@ fn content(dir: &Path, found: &CheckReport, report: &mut Report) {
     // No process has the store open, so no request is executing those that are in progress.
     let waiting = [StateName::Unknown, StateName::Abandoned, StateName::InProgress];
     let waiting: u64 = waiting.iter().filter_map(|state| found.records.get(state)).sum();
+    let waiting = waiting.saturating_sub(observed);
     // A damaged store is restored from a backup first.
     if waiting > 0 && found.is_sound() {
         report.warn(format!(
@@ -774,7 +808,7 @@ mod tests {
         found.unreadable.extend((0..25).map(|n| RecordId::from_bytes([n; 32])));
         for (is_json, named) in [(true, 25), (false, 20)] {
             let mut report = Report::new(is_json);
-            content(Path::new("data"), &found, &mut report);
+            content(Path::new("data"), &found, 0, &mut report);
             let texts: Vec<_> = report.lines.iter().map(|line| &*line.1).collect();
             assert_eq!(texts.iter().filter(|text| text.contains("cannot be read")).count(), named);
             assert_eq!(
@@ -850,6 +884,17 @@ mod tests {
         assert!(lines[0].starts_with("ok    store data: sound; "), "{lines:?}");
         assert!(lines[0].ends_with("; 1 in-progress; audit trail: 0"), "{lines:?}");
         assert!(lines[1].starts_with("warn  store data: requests with an unknown outcome: 1"));
+
+        // A request that was only observed waits for no operator, whatever became of it.
+        let store = world.open();
+        let label = Label::new(Default::default(), "(shadow) POST /a");
+        let claim = Claim { label, ..oncegate_testkit::claim(2_u32, b"input") };
+        store.apply(RecordId::from_bytes([2; 32]), Command::Claim(claim)).await.unwrap();
+        store.close();
+        drop(store);
+        let lines = world.store_lines();
+        assert!(lines[0].contains("; 2 in-progress; "), "{lines:?}");
+        assert!(lines[1].starts_with("warn  store data: requests with an unknown outcome: 1"), "{lines:?}");
     }
 
     #[test]

@@ -77,7 +77,7 @@ impl Tone {
             | "rate-limited" => Self::Open,
             "unknown" | "abandoned" | "fenced" | "outcome-unknown" | "refused" | "error" | "no"
             | "mismatch" => Self::Alarm,
-            "unprotected" | "not-covered" | "client-left" => Self::Quiet,
+            "unprotected" | "not-covered" | "client-left" | "shadow" => Self::Quiet,
             _ => Self::Plain,
         }
     }

@@ -8,6 +8,7 @@ use bytes::Bytes;
 use clap::Args;
 use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
+use oncegate_http::ShadowVerdict;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde_json::Value;
 
@@ -43,9 +44,12 @@ pub(crate) struct TapArgs {
 #[command(next_help_heading = "Filters")]
 struct Filter {
     /// Only requests with these outcomes: executed, replayed, refused (of whatever kind), unknown, mismatch, in-progress,
-    /// unprotected, or the name of a problem such as key-reused. Give several with commas
+    /// unprotected, shadow, or the name of a problem such as key-reused. Give several with commas
     #[arg(long, value_name = "OUTCOME", value_delimiter = ',', value_parser = outcome)]
     outcome: Vec<String>,
+    /// Only requests that were observed (shadow) and would have had these outcomes; also not-observed. Give several with commas
+    #[arg(long, value_name = "OUTCOME", value_delimiter = ',', value_parser = verdict)]
+    would: Vec<String>,
     /// Only requests whose operation begins with this text, such as "POST /payments"
     #[arg(long, value_name = "TEXT")]
     operation: Option<String>,
@@ -65,22 +69,47 @@ fn outcome(text: &str) -> Result<String, String> {
     Err(format!("it is neither one of {} nor the name of a problem{hint}", names.join(", ")))
 }
 
+/// The verdict on a request whose outcome would not have been known.
+const NOT_OBSERVED: &str = ShadowVerdict::NotObserved.as_str();
+
+/// Checks the name of a verdict on a request that was only observed.
+fn verdict(text: &str) -> Result<String, String> {
+    if text == NOT_OBSERVED { Ok(text.to_owned()) } else { outcome(text) }
+}
+
 impl Filter {
     fn matches(&self, line: &Value) -> bool {
         let text = |name: &str| line[name].as_str().unwrap_or_default();
         let outcome = text("outcome");
         (self.outcome.is_empty() || self.outcome.iter().any(|wanted| is_outcome(wanted, outcome)))
+            && (self.would.is_empty() || self.would.iter().any(|wanted| is_verdict(wanted, text("would"))))
             && self.operation.as_ref().is_none_or(|start| text("operation").starts_with(start.as_str()))
             && self.caller.as_ref().is_none_or(|caller| text("caller") == caller)
     }
 }
 
+/// A request that was not observed has an empty verdict.
+fn is_verdict(wanted: &str, verdict: &str) -> bool {
+    match verdict {
+        "" => false,
+        NOT_OBSERVED => wanted == verdict,
+        _ => is_outcome(wanted, verdict),
+    }
+}
+
 fn is_outcome(wanted: &str, outcome: &str) -> bool {
     let group = OutcomeGroup::of_outcome(outcome);
+    let is_passed = matches!(
+        group,
+        Some(
+            OutcomeGroup::Executed
+                | OutcomeGroup::Replayed
+                | OutcomeGroup::Unprotected
+                | OutcomeGroup::Shadow
+        )
+    );
     // `fenced` was executed.
-    let is_refused =
-        !matches!(group, Some(OutcomeGroup::Executed | OutcomeGroup::Replayed | OutcomeGroup::Unprotected))
-            && !matches!(outcome, "fenced" | "client-left");
+    let is_refused = !is_passed && !matches!(outcome, "fenced" | "client-left");
     wanted == outcome
         || group.is_some_and(|group| group.as_str() == wanted)
         || wanted == "refused" && is_refused
@@ -220,7 +249,9 @@ fn row(line: &Value, width: Option<usize>) -> String {
     let status = line["status"].as_u64().map_or_else(|| "-".to_owned(), |status| status.to_string());
     let duration = duration(line["duration_ms"].as_f64().unwrap_or_default());
     let head = format!("{time}  {outcome:<18}  {status:>3}  {duration:>8}  ");
-    let mut rest = text(&line["operation"]);
+    // The verdict is what a reader of an observed route looks for.
+    let would = line["would"].as_str().map(|verdict| format!("would {}  ", text(&verdict.into())));
+    let mut rest = would.unwrap_or_default() + &text(&line["operation"]);
     if let Some(attempt) = line["attempt"].as_u64().filter(|attempt| *attempt > 1) {
         rest.push_str(&format!("  attempt {attempt}"));
     }
@@ -259,7 +290,7 @@ pub(crate) const fn group_tone(group: OutcomeGroup) -> Tone {
         OutcomeGroup::Replayed => Tone::Calm,
         OutcomeGroup::InProgress | OutcomeGroup::Refused => Tone::Open,
         OutcomeGroup::Mismatch | OutcomeGroup::Unknown => Tone::Alarm,
-        OutcomeGroup::Unprotected => Tone::Quiet,
+        OutcomeGroup::Unprotected | OutcomeGroup::Shadow => Tone::Quiet,
     }
 }
 
@@ -290,6 +321,7 @@ mod tests {
             ("replayed", false),
             ("fenced", false),
             ("unprotected", false),
+            ("shadow", false),
         ] {
             assert_eq!(is_outcome("refused", outcome), expected, "{outcome}");
         }
@@ -310,5 +342,30 @@ mod tests {
             "12:34:56.789  executed            201    1.2 ms  POST /orders/\\u{1b}[31m  attempt 2  caller 00";
         assert!(whole.starts_with(start), "{whole}");
         assert_eq!(row(&line, Some(60)).chars().count(), 60);
+    }
+
+    #[test]
+    fn the_verdict_on_an_observed_request_is_shown_and_selected() {
+        let line =
+            |would: &str| json!({"operation": "POST /a", "outcome": "shadow", "would": would, "status": 200});
+        assert!(row(&line("replayed"), None).ends_with("would replayed  POST /a"));
+        let matches = |would: &[&str], line: &Value| {
+            let would = would.iter().map(|would| super::verdict(would).unwrap()).collect();
+            Filter { outcome: Vec::new(), would, operation: None, caller: None }.matches(line)
+        };
+        for (wanted, would, expected) in [
+            (&["replayed"][..], "replayed", true),
+            (&["mismatch"], "key-reused", true),
+            (&["refused"], "key-missing", true),
+            (&["refused"], "executed", false),
+            (&["refused", "not-observed"], "not-observed", true),
+            (&["refused"], "not-observed", false),
+            (&[], "executed", true),
+        ] {
+            assert_eq!(matches(wanted, &line(would)), expected, "{wanted:?} {would}");
+        }
+        let protected = json!({"operation": "POST /a", "outcome": "replayed"});
+        assert!(!matches(&["replayed"], &protected), "it was not observed");
+        assert!(super::verdict("replaid").unwrap_err().contains("did you mean `replayed`?"));
     }
 }

@@ -2,7 +2,7 @@
 
 use oncegate_core::{FencingToken, RecordId, Timestamp};
 use oncegate_engine::EventKind;
-use oncegate_http::{Condition, Disposition};
+use oncegate_http::{Condition, Disposition, ShadowVerdict};
 
 use super::is_unknown;
 use super::recent::{RecentEntry, RecentTable};
@@ -68,6 +68,11 @@ impl RepeatKind {
             Disposition::Refused(Condition::KeyReused | Condition::HostDiffers) => Self::Mismatch,
             Disposition::Refused(condition) if is_unknown(condition) => Self::Unknown,
             Disposition::Refused(_) => Self::Refused,
+            // On the record of an observed request: what would have been.
+            Disposition::Shadow(ShadowVerdict::Replayed) => Self::Replayed,
+            Disposition::Shadow(ShadowVerdict::Refused(condition)) => {
+                return Self::of(Disposition::Refused(condition));
+            }
             _ => return None,
         })
     }

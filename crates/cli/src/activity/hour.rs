@@ -25,9 +25,11 @@ pub(crate) enum OutcomeGroup {
     Refused,
     /// Passed on without protection.
     Unprotected,
+    /// Passed on, because its route only observes.
+    Shadow,
 }
 
-pub(crate) const OUTCOME_GROUPS: [OutcomeGroup; 7] = [
+pub(crate) const OUTCOME_GROUPS: [OutcomeGroup; 8] = [
     OutcomeGroup::Executed,
     OutcomeGroup::Replayed,
     OutcomeGroup::InProgress,
@@ -35,6 +37,7 @@ pub(crate) const OUTCOME_GROUPS: [OutcomeGroup; 7] = [
     OutcomeGroup::Unknown,
     OutcomeGroup::Refused,
     OutcomeGroup::Unprotected,
+    OutcomeGroup::Shadow,
 ];
 
 impl OutcomeGroup {
@@ -43,10 +46,8 @@ impl OutcomeGroup {
             Disposition::Executed => Self::Executed,
             Disposition::Replayed => Self::Replayed,
             Disposition::Fenced => Self::Unknown,
-            Disposition::NotCovered
-            | Disposition::Unprotected
-            | Disposition::FailedOpen
-            | Disposition::Shadow(_) => Self::Unprotected,
+            Disposition::NotCovered | Disposition::Unprotected | Disposition::FailedOpen => Self::Unprotected,
+            Disposition::Shadow(_) => Self::Shadow,
             Disposition::Refused(Condition::RequestInProgress) => Self::InProgress,
             Disposition::Refused(Condition::KeyReused | Condition::HostDiffers) => Self::Mismatch,
             Disposition::Refused(condition) if is_unknown(condition) => Self::Unknown,
@@ -69,6 +70,7 @@ impl OutcomeGroup {
             Self::Unknown => "unknown",
             Self::Refused => "refused",
             Self::Unprotected => "unprotected",
+            Self::Shadow => "shadow",
         }
     }
 }

@@ -18,12 +18,13 @@ mod hour;
 mod misuse;
 mod recent;
 
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use oncegate_core::{RecordId, Sharded, Timestamp};
 use oncegate_engine::{Event, Observer};
-use oncegate_http::{Condition, Disposition, RequestEvent, RequestObserver};
+use oncegate_http::{Condition, Disposition, RequestEvent, RequestObserver, SHADOW_OPERATION, ShadowVerdict};
 
 pub(crate) use self::feed::{FeedItem, Subscription};
 pub(crate) use self::history::{Repeat, RepeatKind, TimelineEvent};
@@ -121,13 +122,20 @@ impl RequestObserver for Activity {
         if let (Some(id), Some(kind)) = (keyed.record, RepeatKind::of(event.disposition)) {
             is_loop = self.0.histories.of(&id).repeat(id, kind, wall_clock());
         }
-        if let Disposition::Refused(condition) = event.disposition
-            && let Some(kind) = MisuseKind::of(condition)
-        {
-            self.0.misuses.add(keyed.caller, keyed.operation, kind, wall_clock());
-        }
-        if is_loop {
-            self.0.misuses.add(keyed.caller, keyed.operation, MisuseKind::TightLoop, wall_clock());
+        let (refused, is_observed) = match event.disposition {
+            Disposition::Refused(condition) => (Some(condition), false),
+            Disposition::Shadow(ShadowVerdict::Refused(condition)) => (Some(condition), true),
+            Disposition::Shadow(_) => (None, true),
+            _ => (None, false),
+        };
+        let kinds = [refused.and_then(MisuseKind::of), is_loop.then_some(MisuseKind::TightLoop)];
+        for kind in kinds.into_iter().flatten() {
+            // Under the name that its record has, so that a reader sees that nothing was refused.
+            let operation = match is_observed {
+                true => Cow::Owned(format!("{SHADOW_OPERATION}{}", keyed.operation)),
+                false => Cow::Borrowed(keyed.operation),
+            };
+            self.0.misuses.add(keyed.caller, &operation, kind, wall_clock());
         }
         self.0.feed.send(event, keyed, wall_clock);
     }

@@ -107,7 +107,7 @@ fn misuse_is_counted_by_caller_and_operation_in_a_bounded_table() {
 fn the_last_hour_has_sixty_minutes_and_no_requests_before_the_start() {
     let hour = LastHour::default();
     let start = 1_700_000_040_000_u64; // a full minute
-    let total = |count: u64| [count, 0, 0, 0, 0, 0, 0];
+    let total = |count: u64| [count, 0, 0, 0, 0, 0, 0, 0];
     // One request a second for two hours, sampled every ten seconds.
     for sample in 0..=720 {
         hour.add(at(start + sample * 10_000), total(sample * 10));

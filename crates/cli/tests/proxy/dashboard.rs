@@ -2,6 +2,8 @@
 
 use std::fs;
 
+use oncegate_seal::SealKey;
+use oncegate_testkit::until;
 use rustix::process::Signal;
 
 use crate::support::{Message, Service, Sidecar, ask, request, sidecar};
@@ -16,6 +18,10 @@ async fn page(sidecar: &Sidecar, path: &str, fields: &[&str]) -> Message {
     let fields = [&["Accept: text/html", "Connection: close"], fields].concat();
     let text = request("GET", path, &fields, "").replace("orders.test", &sidecar.admin.to_string());
     ask(sidecar.admin, &text).await
+}
+
+async fn text_of(sidecar: &Sidecar, path: &str) -> String {
+    page(sidecar, path, &[]).await.text().to_owned()
 }
 
 /// Sends a form as a browser does.
@@ -56,7 +62,7 @@ async fn a_session_ends_with_the_token_of_its_login() {
 
     fs::write(&file, SECOND).unwrap();
     sidecar.process.signal(Signal::HUP);
-    oncegate_testkit::until("the second token counts", async || {
+    until("the second token counts", async || {
         page(&sidecar, "/keys", &[&format!("Authorization: Bearer {SECOND}")]).await.status() == 200
     })
     .await;
@@ -64,7 +70,7 @@ async fn a_session_ends_with_the_token_of_its_login() {
     form(&sidecar, "/login", &[], &format!("token={FIRST}")).await.has_status(401);
     fs::write(&file, FIRST).unwrap();
     sidecar.process.signal(Signal::HUP);
-    oncegate_testkit::until("the first token counts again", async || {
+    until("the first token counts again", async || {
         page(&sidecar, "/keys", &[&format!("Authorization: Bearer {FIRST}")]).await.status() == 200
     })
     .await;
@@ -137,4 +143,139 @@ async fn routes_show_the_places_of_their_settings_and_the_warnings() {
     // The address for requests has no dashboard.
     let mine = sidecar.ask(&request("GET", "/", &["Accept: text/html"], "")).await;
     assert_eq!(mine.has_status(200).text(), "ok");
+}
+
+#[tokio::test]
+async fn a_response_that_cannot_be_opened_is_shown_as_sealed_and_as_refused() {
+    const CARD: &str = "HTTP/1.1 200 OK\r\nContent-Length: 11\r\n\r\n4111-secret";
+    let service = Service::new().await.answers(CARD);
+    let directory = tempfile::tempdir().unwrap();
+    let store = directory.path().join("data").display().to_string();
+    let keys = [1, 2].map(|byte| SealKey::from_bytes([byte; 32]));
+    let run = async |key: &SealKey| {
+        let mut command = sidecar(&format!("http://{}", service.address));
+        let secret = key.to_secret_text().to_string();
+        Sidecar::run(command.env("ONCEGATE_STORE", &store).env("ONCEGATE_SEAL_KEYS", secret)).await
+    };
+    let search = async |sidecar: &Sidecar| {
+        let token = form_token(&page(sidecar, "/", &[]).await);
+        let found = form(sidecar, "/keys/search", &[], &format!("form_token={token}&q=intent-1")).await;
+        (found.has_status(303).get("location").unwrap().to_owned(), token)
+    };
+    let mut first = run(&keys[0]).await;
+    first.ask(&request("POST", "/orders", &[KEY], "{}")).await.has_status(200);
+    let (path, token) = search(&first).await;
+    let shown = page(&first, &path, &[]).await;
+    for text in ["opened here", "200 with the stored response"] {
+        assert!(shown.text().contains(text), "{text} in {}", shown.text());
+    }
+    let body = format!("form_token={token}&reason=ticket");
+    let opened = form(&first, &format!("{path}/response"), &[], &body).await;
+    assert!(opened.text().contains("4111-secret"), "{}", opened.text());
+    first.process.signal(Signal::TERM);
+    first.process.ended().await;
+
+    let second = run(&keys[1]).await;
+    let (path, token) = search(&second).await;
+    let shown = page(&second, &path, &[]).await;
+    let id = keys[0].id().to_string();
+    for text in [id.as_str(), "bytes that cannot be opened: ", "503 response-sealed"] {
+        assert!(shown.text().contains(text), "{text} in {}", shown.text());
+    }
+    // Neither the page nor a look at the content shows the sealed bytes as a response.
+    let body = format!("form_token={token}&reason=ticket");
+    let looked = form(&second, &format!("{path}/response"), &[], &body).await;
+    for text in [shown.text(), looked.text()] {
+        assert!(!text.contains("4111") && !text.contains("<pre class=\"body\""), "{text}");
+    }
+    second.ask(&request("POST", "/orders", &[KEY], "{}")).await.is_problem(503, "response-sealed");
+    assert_eq!(service.requests(), 1);
+}
+
+#[tokio::test]
+async fn pages_say_which_routes_only_observe_and_what_would_have_been() {
+    let service = Service::new().await.answers(OK);
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("oncegate.toml");
+    let settings = format!(
+        "to = \"http://{}\"\nstore = \"memory:\"\n[[route]]\npath = \"/orders\"\nrequire-key = true\nshadow = true\n",
+        service.address
+    );
+    fs::write(&file, settings).unwrap();
+    let mut command = sidecar(&format!("http://{}", service.address));
+    let sidecar = Sidecar::run(command.arg(format!("--config={}", file.display()))).await;
+    let post = async |fields: &[&str], body: &str| {
+        sidecar.ask(&request("POST", "/orders", fields, body)).await.has_status(200);
+    };
+    post(&[KEY], "{}").await;
+    until("the observation is complete", async || {
+        page(&sidecar, "/keys?state=completed", &[]).await.text().contains("(shadow) POST /orders")
+    })
+    .await;
+    post(&[KEY], "{}").await;
+    post(&[KEY], "{\"other\":1}").await;
+    post(&[], "{}").await;
+    until("the mistakes are counted", async || {
+        let misuse = text_of(&sidecar, "/misuse").await;
+        misuse.contains("(shadow) POST /orders") && misuse.matches("class=\"num\">1</td>").count() == 2
+    })
+    .await;
+    let misuse = text_of(&sidecar, "/misuse").await;
+    assert!(misuse.contains("would have been refused"), "{misuse}");
+    let overview = text_of(&sidecar, "/").await;
+    for text in ["4 requests in the last 60 minutes: 4 shadow.", "only observed, and passed on"] {
+        assert!(overview.contains(text), "{text} in {overview}");
+    }
+    let routes = text_of(&sidecar, "/routes").await;
+    assert!(routes.contains("<span class=\"state shadow\">shadow</span>"), "{routes}");
+    assert_eq!(routes.matches("state shadow").count(), 1, "only one of the routes");
+    let token = form_token(&page(&sidecar, "/", &[]).await);
+    let found = form(&sidecar, "/keys/search", &[], &format!("form_token={token}&q=intent-1")).await;
+    let record = text_of(&sidecar, found.has_status(303).get("location").unwrap()).await;
+    for text in ["Would be replayed", "Would be another request", "only observes"] {
+        assert!(record.contains(text), "{text} in {record}");
+    }
+}
+
+/// The playground acts for who is logged in, at the own address, and for no one else.
+#[tokio::test]
+async fn the_playground_sends_for_an_operator_and_only_to_the_sidecar() {
+    let (service, other) = (Service::new().await.answers(OK), Service::new().await.answers(OK));
+    let mut command = sidecar(&format!("http://{}", service.address));
+    let sidecar = Sidecar::run(command.arg("--store=memory:").env("ONCEGATE_ADMIN_TOKEN", FIRST)).await;
+    let sent = "method=POST&path=/orders&scenario=twice&headers=Idempotency-Key:+play&body=x";
+    let refused = form(&sidecar, "/playground", &[], sent).await;
+    assert_eq!(refused.has_status(303).get("location"), Some("/login?next=/"));
+    let login = form(&sidecar, "/login", &[], &format!("token={FIRST}&next=/playground")).await;
+    let cookie = login.has_status(303).get("set-cookie").unwrap().split(';').next().unwrap().to_owned();
+    let cookie = format!("Cookie: {cookie}");
+    form(&sidecar, "/playground", &[&cookie], sent).await.has_status(403);
+    assert_eq!(service.requests(), 0);
+    let token = form_token(&page(&sidecar, "/playground", &[&cookie]).await);
+    let done = form(&sidecar, "/playground", &[&cookie], &format!("form_token={token}&{sent}")).await;
+    assert!(done.has_status(200).text().contains("One request executed"), "{}", done.text());
+    assert_eq!(service.requests(), 1);
+    // No field makes it send elsewhere, and none splits the request.
+    let elsewhere = other.address;
+    for (path, headers) in [
+        (format!("//{elsewhere}/"), String::new()),
+        (format!("/@{elsewhere}/"), format!("Host: {elsewhere}")),
+        ("/orders".to_owned(), format!("Host: {elsewhere}\r\nForwarded: host={elsewhere}")),
+        (format!("http://{elsewhere}/"), String::new()),
+        ("/orders HTTP/1.1\r\nHost: x\r\n\r\nGET /second".to_owned(), String::new()),
+        ("/orders".to_owned(), "Connection: upgrade".to_owned()),
+        ("/orders".to_owned(), "Transfer-Encoding: chunked".to_owned()),
+        ("/orders".to_owned(), "Content-Length: 0".to_owned()),
+    ] {
+        let before = service.requests();
+        let coded = |text: &str| text.bytes().map(|byte| format!("%{byte:02x}")).collect::<String>();
+        let body = format!(
+            "form_token={token}&method=POST&scenario=once&path={}&headers={}",
+            coded(&path),
+            coded(&headers)
+        );
+        form(&sidecar, "/playground", &[&cookie], &body).await;
+        assert!(service.requests() - before <= 1, "{path:?} {headers:?}");
+    }
+    assert_eq!(other.requests(), 0);
 }

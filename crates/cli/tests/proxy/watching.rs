@@ -75,6 +75,32 @@ async fn tap_shows_requests_by_outcome_and_connects_again() {
     refused.kill().await;
 }
 
+#[tokio::test]
+async fn tap_shows_and_selects_what_would_have_been_done() {
+    let service = Service::new().await.answers(OK);
+    let running = Sidecar::start(service.address, &["--shadow"]).await;
+    let admin = running.admin.to_string();
+    let all = Process::start(&mut oncegate(&["tap", "--admin", &admin]));
+    let mut reused = Process::start(&mut oncegate(&["tap", "--admin", &admin, "--would", "mismatch"]));
+    for (tap, text) in [(&all, "would executed  POST /orders"), (&reused, "would key-reused  POST /orders")] {
+        let mut number = 0;
+        until("the tap shows a request", async || {
+            number += 1;
+            let key = format!("Idempotency-Key: key-{}-{number}", text.len());
+            for body in ["{}", "{\"other\":1}"] {
+                running.ask(&request("POST", "/orders", &[&key], body)).await;
+            }
+            tap.output_lines().iter().any(|line| line.contains(text))
+        })
+        .await;
+    }
+    assert!(reused.output_lines().iter().all(|line| line.contains("would key-reused")));
+    assert!(all.output_lines().iter().all(|line| line.contains("  shadow ")));
+    reused.kill().await;
+    let mut wrong = Process::start(&mut oncegate(&["tap", "--would", "replaid"]));
+    assert_eq!(wrong.ended().await.code(), Some(2));
+}
+
 /// `oncegate tap | head -1` ends, also if no further request comes.
 #[tokio::test]
 async fn tap_and_top_end_when_their_reader_does() {

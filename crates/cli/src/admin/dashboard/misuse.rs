@@ -8,6 +8,7 @@ use super::access::Access;
 use super::format::{number, query_text, second};
 use super::{Frame, Section, page};
 use crate::activity::MisuseKind;
+use crate::admin::keys::is_shadow;
 use crate::admin::{AdminState, view};
 
 #[derive(Template)]
@@ -17,6 +18,7 @@ struct MisusePage {
     since: String,
     kinds: Vec<KindColumn>,
     rows: Vec<MisuseLine>,
+    has_shadow: bool,
 }
 
 /// A kind of misuse: its name, its meaning, and the advice for the client.
@@ -68,10 +70,12 @@ pub(super) async fn show(State(state): State<AdminState>, Extension(access): Ext
             keys,
         }
     });
+    let rows: Vec<_> = rows.collect();
     let kinds = MisuseKind::ALL.map(|kind| KindColumn { name: kind.as_str(), meaning: meaning(kind) });
     page(&MisusePage {
         since: second(&view::time(state.activity.started_at())),
-        rows: rows.collect(),
+        has_shadow: rows.iter().any(|row| is_shadow(&row.operation)),
+        rows,
         kinds: kinds.into(),
         frame: Frame::new(&state, &access, Section::Misuse, "Misuse"),
     })

@@ -112,7 +112,7 @@ fn tiles(summary: &Summary) -> Vec<Tile> {
     let (connections, connections_max) = of(summary.connections, summary.max_connections);
     vec![
         Tile {
-            label: "Unsettled",
+            label: "Stuck",
             value: stuck.map_or_else(|| "–".to_owned(), number),
             note: match (stuck, summary.oldest_unsettled_seconds) {
                 (None, _) => "the store is being counted".to_owned(),
@@ -321,7 +321,8 @@ const fn meaning(group: OutcomeGroup) -> &'static str {
         OutcomeGroup::Mismatch => "used a key again for another request",
         OutcomeGroup::Unknown => "no known outcome, or a lost response",
         OutcomeGroup::Refused => "refused for another reason",
-        OutcomeGroup::Unprotected => "passed on without a key",
+        OutcomeGroup::Unprotected => "passed on without protection",
+        OutcomeGroup::Shadow => "only observed, and passed on",
     }
 }
 
@@ -334,8 +335,11 @@ mod tests {
     #[test]
     fn a_chart_shows_every_outcome_and_says_it_in_words() {
         let minute = |at: u64, counts| Minute { at: Timestamp::from_millis(at * 60_000), counts };
-        let minutes =
-            [minute(15, [900, 10, 0, 0, 1, 0, 0]), minute(16, [0; 7]), minute(17, [1100, 0, 0, 0, 0, 0, 0])];
+        let minutes = [
+            minute(15, [900, 10, 0, 0, 1, 0, 0, 0]),
+            minute(16, [0; 8]),
+            minute(17, [1100, 0, 0, 0, 0, 0, 0, 0]),
+        ];
         let chart = Chart::of(&minutes);
         let text =
             "2\u{202f}011 requests in the last 60 minutes: 2\u{202f}000 executed, 10 replayed, 1 unknown.";

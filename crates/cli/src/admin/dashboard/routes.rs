@@ -1,19 +1,18 @@
 //! The routes, their settings with the sources, and the records of each.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
 use askama::Template;
 use axum::extract::{Extension, Path, State};
 use http::Method;
 use oncegate_core::{ListQuery, StateName, limits};
-use tokio::time::Instant;
 
 use super::access::Access;
 use super::format::{duration, number};
 use super::{Frame, PageResult, Section, page};
 use crate::admin::AdminState;
 use crate::admin::keys::{Pairs, pairs, request_of_operation};
-use crate::admin::listing::WALK_TIMEOUT;
+use crate::admin::listing::walk;
 use crate::admin::problem::Problem;
 use crate::config::{Config, RouteConfig};
 use crate::explain::{Request, Row, read_request, rows};
@@ -26,6 +25,7 @@ const DEFAULT: &str = "default";
 struct RoutesPage {
     frame: Frame,
     routes: Vec<RouteLine>,
+    has_shadow: bool,
     is_complete: bool,
     request: String,
     answer: Vec<String>,
@@ -41,6 +41,7 @@ struct RouteLine {
     retention: String,
     on_abandoned: String,
     requires_key: bool,
+    is_shadow: bool,
     counts: Vec<(&'static str, String)>,
 }
 
@@ -57,6 +58,7 @@ impl RouteLine {
             retention: duration(settings.policy().retention().as_secs()),
             on_abandoned: format!("{:?}", settings.policy().on_abandoned()).to_ascii_lowercase(),
             requires_key: settings.profile().requires_key(),
+            is_shadow: settings.is_shadow(),
             counts: counts.of(place),
         }
     }
@@ -69,16 +71,12 @@ struct Counts(BTreeMap<(Option<usize>, StateName), u64>);
 impl Counts {
     /// Counts the records that the store returns within the time for a walk; false if there are more.
     async fn read(state: &AdminState, config: &Config) -> Result<(Self, bool), Problem> {
-        let store = state.engine.store();
         let mut query = ListQuery::default();
         query.limit = limits::MAX_PAGE_RECORDS;
-        let until = Instant::now() + WALK_TIMEOUT;
         let mut counts = Self::default();
         // Most records have one of a few operations.
-        let mut known: BTreeMap<String, Option<usize>> = BTreeMap::new();
-        loop {
-            let page = store.list(query.clone()).await.map_err(|error| Problem::store_read(&error))?;
-            let now = store.now();
+        let mut known: HashMap<String, Option<usize>> = HashMap::new();
+        let is_complete = walk(&**state.engine.store(), &query, |page, now| {
             for (_, record) in &page.records {
                 let operation = record.label.operation();
                 let place = match known.get(operation) {
@@ -94,14 +92,9 @@ impl Counts {
                 };
                 *counts.0.entry((place, record.state_name(now))).or_default() += 1;
             }
-            query.after = page.next;
-            if query.after.is_none() {
-                return Ok((counts, true));
-            }
-            if Instant::now() >= until {
-                return Ok((counts, false));
-            }
-        }
+        })
+        .await?;
+        Ok((counts, is_complete))
     }
 
     fn of(&self, place: Option<usize>) -> Vec<(&'static str, String)> {
@@ -123,6 +116,7 @@ pub(super) async fn list(
             RouteLine::new(Some(place), route.pattern.as_str(), &route.config, &counts)
         });
     let others = RouteLine::new(None, "All other requests", &config.default, &counts);
+    let routes: Vec<_> = routes.chain([others]).collect();
     let (mut answer, mut answer_href, mut error) = (Vec::new(), String::new(), String::new());
     if !asked.is_empty() {
         match read_request(&asked) {
@@ -143,7 +137,8 @@ pub(super) async fn list(
     }
     Ok(page(&RoutesPage {
         frame: Frame::new(&state, &access, Section::Routes, "Routes"),
-        routes: routes.chain([others]).collect(),
+        has_shadow: routes.iter().any(|route| route.is_shadow),
+        routes,
         is_complete,
         request: asked,
         answer,
