@@ -286,12 +286,15 @@ fn walk(seed: u64) -> Value {
 }
 
 fn file() -> String {
-    let about = "Golden vectors of the pure function that decides everything (crates/core/src/decide.rs). A walk is a list of \
-                 commands for one record: at the time `now` (milliseconds), the command has the outcome `expect`, and the record \
-                 is `record` afterwards (null: none). Bytes are hexadecimal. A record past its `expires_at` counts as absent, but \
-                 stays until a claim replaces it, so that its token counts.";
-    let mut text =
-        format!("{{\n \"about\": {},\n \"version\": 1,\n \"walks\": [", serde_json::to_string(about).unwrap());
+    let about = "Golden vectors of the pure function that decides everything (crates/core/src/decide.rs). A \
+                 walk is a list of commands for one record: at the time `now` (milliseconds), the command \
+                 has the outcome `expect`, and the record is `record` afterwards (null: none). Bytes are \
+                 hexadecimal. A record past its `expires_at` counts as absent, but stays until a claim \
+                 replaces it, so that its token counts.";
+    let mut text = format!(
+        "{{\n \"about\": {},\n \"version\": 1,\n \"walks\": [",
+        serde_json::to_string(about).unwrap()
+    );
     for seed in 0..WALKS {
         text.push_str(if seed == 0 { "\n  [" } else { ",\n  [" });
         for (number, step) in walk(seed + 1).as_array().unwrap().iter().enumerate() {
@@ -322,8 +325,8 @@ fn the_walks_reach_every_outcome_and_state() {
     let steps: Vec<_> =
         walks["walks"].as_array().unwrap().iter().flat_map(|walk| walk.as_array().unwrap()).collect();
     for outcome in [
-        "execute", "replay", "in-progress", "mismatch", "unknown", "unreplayable", "renewed", "recorded", "differs",
-        "completed", "released", "fenced", "resolved", "not-resolvable",
+        "execute", "replay", "in-progress", "mismatch", "unknown", "unreplayable", "renewed", "recorded",
+        "differs", "completed", "released", "fenced", "resolved", "not-resolvable",
     ] {
         let count = steps.iter().filter(|step| step["expect"]["outcome"] == outcome).count();
         assert!(count >= 5, "{outcome}: {count}");
