@@ -313,15 +313,15 @@ impl Shard {
     }
 
     /// The bytes that records can be added to the cache before one is evicted.
-    pub(crate) fn cache_room(&self, budget: usize) -> usize {
+    pub(crate) fn cache_capacity(&self, budget: usize) -> usize {
         budget.saturating_sub(self.recent_bytes)
     }
 
-    /// Adds a record that a listing has read to the cache, if it is still the newest version, and if no other record has to go for it:
-    /// a listing says nothing about which records will be used.
+    /// Adds a record that a listing has read to the cache, if it is still the newest version and the cache is not full: a listing
+    /// says nothing about which records will be used, so no other record has to go.
     pub(crate) fn cache_listed(&mut self, id: RecordId, record: Record, slot: &Slot, budget: usize) {
         let is_current = self.candidates(&id).any(|candidate| candidate == *slot);
-        if is_current && weight(&record) <= self.cache_room(budget) {
+        if is_current && weight(&record) <= self.cache_capacity(budget) {
             self.cache(id, record, slot.place(), budget);
         }
     }
@@ -453,7 +453,7 @@ mod tests {
         shard.cache_listed(id(2), record(), &slot(2, 16), budget);
         shard.cache_listed(id(3), record(), &slot(3, 24), budget);
         let kept: Vec<_> = (1..=3).filter(|byte| shard.recent(&id(*byte)).is_some()).collect();
-        assert_eq!((kept, shard.cache_room(budget)), (vec![1, 2], 0));
+        assert_eq!((kept, shard.cache_capacity(budget)), (vec![1, 2], 0));
         let listed = shard.recent_on_disk(prefix(&id(2)));
         assert_eq!(
             listed.iter().map(|(place, of, _)| (*place, *of)).collect::<Vec<_>>(),

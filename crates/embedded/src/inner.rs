@@ -198,6 +198,9 @@ pub(crate) type Version = (Record, Option<Arc<Ticket>>);
 /// The bytes of an entry: its head, if they have one, and its body.
 pub(crate) type EntryBytes = (Option<EntryHead>, Vec<u8>);
 
+/// The same with the body in a buffer of the reader.
+pub(crate) type BorrowedEntry<'a> = (Option<EntryHead>, &'a [u8]);
+
 /// The reply to a command, and the batch that has to be on the disk before it is given.
 pub(crate) type Decided = (Outcome, Option<Arc<Ticket>>);
 
@@ -407,7 +410,7 @@ impl StoreInner {
         &self,
         slot: &Slot,
         buffer: &'a mut Vec<u8>,
-    ) -> Result<Option<(Option<EntryHead>, &'a [u8])>, StoreError> {
+    ) -> Result<Option<BorrowedEntry<'a>>, StoreError> {
         let place = slot.place();
         let Some(segment) = self.segments.get(place.segment) else { return Ok(None) };
         let io =

@@ -56,7 +56,7 @@ fn list(inner: &StoreInner, query: &ListQuery) -> Result<ListPage, StoreError> {
         after: query.after,
         buffer: Vec::new(),
         fresh: Vec::new(),
-        has_room: false,
+        has_capacity: false,
         bytes: 0,
         visited: 0,
     };
@@ -84,8 +84,8 @@ struct Listing<'a> {
     buffer: Vec<u8>,
     /// Records of one shard that were read from the disk, and may be kept in memory.
     fresh: Vec<(RecordId, Record, Slot)>,
-    /// True if the shard has room for them.
-    has_room: bool,
+    /// True if the cache of the shard is not full.
+    has_capacity: bool,
     bytes: usize,
     visited: usize,
 }
@@ -118,7 +118,7 @@ impl Listing<'_> {
     fn read_shard(&mut self, number: usize) -> Result<Added, StoreError> {
         let first = self.first_prefix();
         let shard = self.inner.index.shard(number);
-        self.has_room = shard.cache_room(self.inner.index.shard_cache()) > 0;
+        self.has_capacity = shard.cache_capacity(self.inner.index.shard_cache()) > 0;
         let mut slots: Vec<Slot> = shard.slots().filter(|slot| slot.prefix() >= first).copied().collect();
         // A record in memory needs no read. It has the corrections of the clock already.
         let mut recent = shard.recent_on_disk(first);
@@ -168,7 +168,7 @@ impl Listing<'_> {
             Some(head) => {
                 let record = codec::decode(&head.id, body).ok();
                 let record = record.map(|record| self.inner.shifted(record, slot.place()));
-                if self.has_room {
+                if self.has_capacity {
                     self.fresh.extend(record.clone().map(|record| (head.id, record, *slot)));
                 }
                 (head.id, record, body.len())

@@ -87,11 +87,11 @@ impl TimeListing {
     }
 }
 
-/// Calls `see` with each page of the records that match a query, and with the time of the store, in no order. Returns false if the
-/// store could not be read to its end in [`WALK_TIMEOUT`].
+/// Calls `see` with each page of the records that match a query, and with the time of the store, in no order. Returns false if
+/// the store could not be read to its end in [`WALK_TIMEOUT`].
 ///
-/// A store that lists in the order of identifiers is read in two halves at the same time: identifiers are hashes, so each half has
-/// about as many records.
+/// A store that lists in the order of identifiers is read in two halves at the same time: identifiers are hashes, so each half
+/// has about as many records.
 pub(super) async fn walk(
     store: &dyn Store,
     query: &ListQuery,

@@ -13,8 +13,8 @@ const TOKEN: &str = "a-token-for-operators";
 /// The checks that the program of the browser makes.
 const CHECKS: usize = 30;
 
-/// Dead letters with hostile texts, one more of each kind, 58 ordinary ones, and messages of the outbox, two of them refused. Those
-/// of `billing` are an hour old, and one of `mail` three hours.
+/// Three dead letters of `billing`, an hour old, the first one with hostile texts; 61 of `mail`, one of them three hours old; and
+/// messages of the outbox, two of them refused.
 const MESSAGES: &str = "
     SELECT oncegate.write_dead_letter(oncegate.message_record('billing', 'evt-1', '{header,event-id}'), 'billing',
         'attempts-exhausted', 10, E'\\u202Egnp.exe <img src=x onerror=window.pwned=1> ' || repeat('long ', 100),
@@ -24,15 +24,17 @@ const MESSAGES: &str = "
     SELECT oncegate.write_dead_letter(oncegate.message_record('billing', 'evt-2', '{header,event-id}'), 'billing',
         'attempts-exhausted', 10, 'no such address', 'orders', null, null, '{event-id}', ARRAY['evt-2'::bytea], 'p', 604800000);
     SELECT oncegate.write_dead_letter(oncegate.message_record('billing', 'evt-3', '{header,event-id}'), 'billing',
-        'outcome-unknown', 1, 'committed by itself', 'orders', null, null, '{event-id}', ARRAY['evt-3'::bytea], '\\xff', 604800000);
+        'outcome-unknown', 1, 'committed by itself', 'orders', null, null, '{event-id}', ARRAY['evt-3'::bytea], '\\xff',
+        604800000);
     UPDATE oncegate.dead_letters SET at = at - 3600000;
-    SELECT oncegate.write_dead_letter(oncegate.message_record('mail', 'mail-' || n), 'mail', 'rejected', 1, 'e', 'mails', null, null,
-        '{}', '{}', 'text', 604800000) FROM generate_series(4, 64) AS n;
+    SELECT oncegate.write_dead_letter(oncegate.message_record('mail', 'mail-' || n), 'mail', 'rejected', 1, 'e', 'mails', null,
+        null, '{}', '{}', 'text', 604800000) FROM generate_series(4, 64) AS n;
     UPDATE oncegate.dead_letters SET at = at - 10800000 WHERE number = 10;
     SELECT oncegate.send('orders<script>window.pwned=1</script>', 'too large', 'key-1', null, null, 'm-1');
     SELECT oncegate.send('orders<script>window.pwned=1</script>', 'behind it', 'key-1', null, null, 'm-2');
     SELECT oncegate.send('orders', 'too large, too', null, null, null, 'm-3');
-    UPDATE oncegate.outbox SET refused_at = 1, attempts = 1, error = '<img src=x onerror=window.pwned=1>' WHERE id <> 'm-2'";
+    UPDATE oncegate.outbox SET refused_at = 1, attempts = 1, error = '<img src=x onerror=window.pwned=1>',
+        is_aside = order_key IS NULL WHERE id <> 'm-2'";
 
 /// A database with messages.
 fn database() -> PostgresServer {

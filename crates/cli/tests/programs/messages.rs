@@ -136,8 +136,7 @@ async fn dead_letters(setup: &Setup) {
     let page = setup.json(&["dead-letters", "ls", "--since", "2h", "--limit", "1"]).await;
     assert_eq!((number(&page), &page["next"]), (vec![3], &json!(3)), "{page}");
     setup.sql("UPDATE oncegate.dead_letters SET at = at + 7200000 WHERE number = 2");
-    let words = setup.failed(2, &["dead-letters", "ls", "--since", "soon"])
-        .await;
+    let words = setup.failed(2, &["dead-letters", "ls", "--since", "soon"]).await;
     assert!(words.contains("--since: \"soon\" is not a time"), "{words}");
     let none = setup.done(&["dead-letters", "ls", "--topic", "nothing"]).await;
     assert!(none.starts_with("no dead letters\n") && none.contains("3 dead letters in all"), "{none}");

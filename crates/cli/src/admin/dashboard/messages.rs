@@ -69,7 +69,7 @@ struct NoMessagesPage {
     store: &'static str,
 }
 
-/// The page in place of a list, if the store is not on PostgreSQL.
+/// The page that replaces a list if the store is not on PostgreSQL.
 fn no_messages(state: &AdminState, access: &Access, kind: MessageKind) -> Response {
     let frame = Frame::new(state, access, Section::Messages, title(kind));
     page(&NoMessagesPage { frame, kind, store: state.engine.store().capabilities().name })
@@ -287,7 +287,7 @@ struct OutboxListPage {
     kind: MessageKind,
     /// The states that can be chosen, and true for the chosen one.
     states: Vec<(&'static str, bool)>,
-    /// The title in place of an empty list.
+    /// The title if the list is empty.
     nothing: String,
     rows: Vec<OutboxRow>,
     /// The numbers of messages in words; empty if counting takes too long.
@@ -628,7 +628,8 @@ struct MessagePage {
     error: String,
 }
 
-/// The beginning of some bytes as text, or in base64 if they are not text; true if they are text, and true if something is missing.
+/// The beginning of some bytes as text, or in base64 if they are not text. The first flag is true if they are text, the second one
+/// if something is missing.
 fn shown(content: &[u8], max: usize, with_lines: bool) -> (String, bool, bool) {
     let is_cut = content.len() > max;
     match std::str::from_utf8(content) {

@@ -126,7 +126,7 @@ fn tiles(summary: &Summary) -> Vec<Tile> {
             label: "Executing",
             value: number(summary.executing as u64),
             note: records.map_or_else(String::new, |counts| {
-                format!("{} keys in progress", number(counts.in_progress))
+                format!("keys in progress: {}", number(counts.in_progress))
             }),
             tone: "",
             href: "/keys?state=in-progress",
