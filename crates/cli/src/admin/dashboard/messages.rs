@@ -628,8 +628,8 @@ struct MessagePage {
     error: String,
 }
 
-/// The beginning of some bytes as text, or in base64 if they are not text. The first flag is true if they are text, the second one
-/// if something is missing.
+/// The beginning of some bytes as text, or in base64 if they are not text. The flags are true if they are text, and if something
+/// is missing.
 fn shown(content: &[u8], max: usize, with_lines: bool) -> (String, bool, bool) {
     let is_cut = content.len() > max;
     match std::str::from_utf8(content) {
