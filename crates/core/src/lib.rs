@@ -60,8 +60,8 @@ mod watch;
 pub use clock::{Clock, ClockSkew, LastWrite, StoreClock, SystemClock, Timestamp};
 pub use config::ConfigError;
 pub use decide::{
-    Claim, Command, Complete, Completion, Decision, Grant, OnAbandoned, Outcome, RecordStep, Release, Renew,
-    Resolution, Resolve, Write, decide,
+    Claim, Command, Complete, Completion, Decision, Forget, Grant, OnAbandoned, Outcome, RecordStep, Release,
+    Renew, Replacement, Resolution, Resolve, Rewrite, Write, decide,
 };
 pub use error_chain::ErrorChain;
 pub use fingerprint::{

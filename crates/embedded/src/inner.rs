@@ -309,18 +309,14 @@ impl StoreInner {
             }
             self.check_capacity(is_new)?;
         }
-        let audit = match (command, &decision.outcome) {
-            (Command::Resolve(resolve), Outcome::Resolved { from }) => Some(AuditEntry {
-                number: 0,
-                at: now,
-                id: *id,
-                from: *from,
-                to: after.state_name(now),
-                actor: resolve.actor.clone(),
-                reason: resolve.reason.clone(),
-            }),
-            _ => None,
-        };
+        // Maintenance must not use up the rest of the disk, which is reserved for requests that are running. A `forget` may: it
+        // makes the record smaller.
+        if matches!(command, Command::Rewrite(_))
+            && let Some(error) = self.disk_refusal()
+        {
+            return Err(error);
+        }
+        let audit = AuditEntry::of(*id, command, &decision.outcome, after.state_name(now), now);
         let body = codec::encode(id, &after);
         let head = EntryHead {
             kind: Kind::Record,

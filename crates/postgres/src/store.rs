@@ -6,11 +6,12 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use oncegate_core::{
     AuditEntry, Capabilities, ChangeListener, Claim, Command, Complete, Durability, ErrorChain, Extent,
-    Fencing, FencingToken, ListPage, ListQuery, Outcome, Record, RecordId, RecordStep, Release, Renew,
-    Resolution, Resolve, ServerClock, StateName, StateSet, Store, StoreError, StoreErrorKind, StoreFuture,
-    Timestamp, limits, listen,
+    Fencing, FencingToken, Forget, ListPage, ListQuery, Outcome, Record, RecordId, RecordStep, Release,
+    Renew, Replacement, Resolution, Resolve, Rewrite, ServerClock, StateName, StateSet, Store, StoreError,
+    StoreErrorKind, StoreFuture, StoredResponse, Timestamp, limits, listen,
 };
 use sqlx::pool::PoolConnection;
 use sqlx::postgres::{PgConnection, PgPool, PgPoolOptions, PgRow};
@@ -328,7 +329,12 @@ impl StoreInner {
             // Sent again, each of these gets the lost reply.
             _ => Resend::Always,
         };
-        let is_large = matches!(&command, Command::Complete(complete) if is_large_end(complete));
+        let is_large = match &command {
+            Command::Complete(complete) => is_large_end(complete),
+            // No request waits for it.
+            Command::Rewrite(_) => true,
+            _ => false,
+        };
         let terms = if is_large { CallOptions::long(resend) } else { CallOptions::command(resend) };
         let terms = CallOptions { wanted, ..terms };
         let call = match &command {
@@ -347,6 +353,8 @@ impl StoreInner {
             Command::Complete(complete) => complete_call(&id, complete).ok_or_else(unknown)?,
             Command::Release(release) => release_call(&id, release),
             Command::Resolve(resolve) => resolve_call(&id, resolve).ok_or_else(unknown)?,
+            Command::Rewrite(rewrite) => rewrite_call(&id, rewrite),
+            Command::Forget(forget) => forget_call(&id, forget),
             _ => return Err(unknown()),
         };
         for pause in LOCKED_PAUSES.into_iter().map(Some).chain([None]) {
@@ -898,4 +906,31 @@ fn resolve_call(id: &RecordId, resolve: &Resolve) -> Option<Call> {
         Arg::Text(record::text(&resolve.reason, limits::MAX_AUDIT_TEXT_BYTES)),
     ];
     Some(Call::new("SELECT * FROM oncegate.resolve($1, $2, $3, $4, $5, $6, $7, $8)", args))
+}
+
+fn rewrite_call(id: &RecordId, rewrite: &Rewrite) -> Call {
+    let response = |part: Option<&StoredResponse>| {
+        part.map_or(Arg::NoBytes, |response| Arg::Bytes(response.as_encoded().clone()))
+    };
+    let results = |part: fn(&Replacement<Bytes>) -> &Bytes| {
+        Arg::ManyBytes(rewrite.step_results.iter().map(|both| Some(part(both).to_vec())).collect())
+    };
+    let args = [
+        id_arg(id),
+        token_arg(rewrite.token),
+        response(rewrite.response.as_ref().map(|both| &both.from)),
+        response(rewrite.response.as_ref().map(|both| &both.to)),
+        results(|both| &both.from),
+        results(|both| &both.to),
+    ];
+    Call::new("SELECT * FROM oncegate.rewrite($1, $2, $3, $4, $5, $6)", args)
+}
+
+fn forget_call(id: &RecordId, forget: &Forget) -> Call {
+    let args = [
+        id_arg(id),
+        Arg::Text(record::text(&forget.actor, limits::MAX_AUDIT_TEXT_BYTES)),
+        Arg::Text(record::text(&forget.reason, limits::MAX_AUDIT_TEXT_BYTES)),
+    ];
+    Call::new("SELECT * FROM oncegate.forget($1, $2, $3)", args)
 }

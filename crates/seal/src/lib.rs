@@ -45,10 +45,12 @@ mod envelope;
 mod key;
 mod keyring;
 mod refused;
+mod reseal;
 mod store;
 
 pub use envelope::{Part, SealError, SealInfo, open_intent, seal_intent};
 pub use key::{SealKey, SealKeyError, SealKeyId};
 pub use keyring::{Keyring, KeyringError};
 pub use refused::{MissingKey, SealRefusals};
+pub use reseal::{ResealOptions, ResealOutcome};
 pub use store::{SealKeys, SealedStore, StoredRecord};
