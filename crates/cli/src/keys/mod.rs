@@ -5,6 +5,7 @@
 mod backup;
 pub(crate) mod client;
 mod clock;
+mod content;
 mod health;
 pub(crate) mod print;
 mod seals;
@@ -26,6 +27,7 @@ use serde_json::{Map, Value, json};
 pub(crate) use self::backup::BackupArgs;
 use self::client::Client;
 pub(crate) use self::clock::ClockArgs;
+pub(crate) use self::content::{ForgetArgs, ResealArgs};
 pub(crate) use self::health::HealthArgs;
 pub(crate) use self::seals::SealUsageArgs;
 use crate::admin::searched_key;
@@ -289,6 +291,16 @@ pub(crate) fn run_health(args: &HealthArgs) -> ExitCode {
 /// Runs the command that copies the store. The exit code reports how it ended.
 pub(crate) fn run_backup(args: &BackupArgs) -> ExitCode {
     ask(async |out: &mut StdoutLock<'_>| backup::execute(args, env, out).await)
+}
+
+/// Runs the command that seals records anew. The exit code reports how it ended.
+pub(crate) fn run_reseal(args: &ResealArgs) -> ExitCode {
+    ask(async |out: &mut StdoutLock<'_>| content::reseal(args, env, out).await)
+}
+
+/// Runs the command that removes the content of records. The exit code reports how it ended.
+pub(crate) fn run_forget(args: &ForgetArgs) -> ExitCode {
+    ask(async |out: &mut StdoutLock<'_>| content::forget(args, env, confirmation(), out).await)
 }
 
 /// Runs the command that counts records by seal key. The exit code reports how it ended.

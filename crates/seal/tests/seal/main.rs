@@ -2,6 +2,7 @@
 
 mod conformance;
 mod refusals;
+mod reseal;
 mod rotation;
 mod vectors;
 
