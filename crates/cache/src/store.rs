@@ -140,8 +140,8 @@ impl CachedStore {
         })
     }
 
-    /// Applies a command that replaces or removes the content of a record, and removes the entry of the cache. Entries in the memory
-    /// of other processes stay for as long as [`CacheOptions`] says.
+    /// Applies a command that replaces or removes the content of a record, and removes the entry of the cache. Entries in the
+    /// memory of other processes stay for as long as [`CacheOptions`] says.
     fn change_content(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
         let outcome = self.inner.store.apply(id, command);
         Box::pin(async move {

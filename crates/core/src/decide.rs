@@ -43,11 +43,13 @@
 //!    end with the owner's completion. An operator's completion keeps them: if it is taken back, the next attempt continues after
 //!    them.
 //! 7. A park gives the record a new token that no attempt owns. So an owner that a resolution has fenced stays fenced.
-//! 8. A `rewrite` compares the token and every byte of the content that its sender read, and then replaces the bytes. A record that
-//!    changed meanwhile is left alone. Nothing else of the record changes: not its state, its steps' names and number, or its times.
+//! 8. A `rewrite` compares the token and every byte of the content that its sender read, and then replaces the bytes. A
+//!    record that changed meanwhile is left alone. Nothing else of the record changes: not its state, its steps' names and
+//!    number, or its times.
 //! 9. A `forget` turns a completed record into a tombstone and removes its steps. Its key stays as protected as before, until the
-//!    same time, and its owner cannot add a response any more. An operator's completion with steps is final from then on: if it were
-//!    taken back, the next attempt would repeat the steps. Records that are not completed are left alone: they need their steps.
+//!    same time, and its owner cannot add a response any more. An operator's completion with steps is final from then on: if
+//!    it were taken back, the next attempt would repeat the steps. Records that are not completed are left alone: they need
+//!    their steps.
 
 use std::time::Duration;
 

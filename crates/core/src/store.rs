@@ -63,8 +63,8 @@ pub trait Store: Send + Sync + 'static {
     fn purge(&self, limit: usize) -> StoreFuture<'_, usize>;
 
     /// The audit trail, newest first: at most `limit` entries, all older than the entry number `before` if that is given.
-    /// Every [`Outcome::Resolved`] and [`Outcome::Forgotten`] has exactly one entry, written in the same transaction. A store that is spread over
-    /// machines may write the entry after the record, but answers only when both are written.
+    /// Every [`Outcome::Resolved`] and [`Outcome::Forgotten`] has exactly one entry, written in the same transaction. A store
+    /// that is spread over machines may write the entry after the record, but answers only when both are written.
     ///
     /// # Errors
     /// As for [`Store::apply`].

@@ -28,8 +28,8 @@ pub enum ResealOutcome {
     Changed,
     /// The retention of the record is over.
     Gone,
-    /// A part cannot be opened ([`SealError::KeyMissing`], [`SealError::Broken`], [`SealError::UnknownVersion`]), or its sealed form
-    /// is too large ([`SealError::Response`], [`SealError::Step`]). Nothing was changed.
+    /// A part cannot be opened ([`SealError::KeyMissing`], [`SealError::Broken`], [`SealError::UnknownVersion`]), or its
+    /// sealed form is too large ([`SealError::Response`], [`SealError::Step`]). Nothing was changed.
     Refused(SealError),
 }
 
@@ -50,8 +50,8 @@ impl SealedStore {
     /// lost; a second call does the rest after a lost reply.
     ///
     /// # Errors
-    /// As for [`Store::apply`](oncegate_core::Store::apply), and [`StoreErrorKind::Invalid`](oncegate_core::StoreErrorKind::Invalid)
-    /// if no key seals.
+    /// As for [`Store::apply`](oncegate_core::Store::apply), and
+    /// [`StoreErrorKind::Invalid`](oncegate_core::StoreErrorKind::Invalid) if no key seals.
     pub async fn reseal(
         &self,
         id: RecordId,

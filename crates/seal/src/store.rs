@@ -119,8 +119,8 @@ impl SealedStore {
         })
     }
 
-    /// Opens the response to a claim. A cache in front of the store may have a response that was sealed anew since, and whose key is
-    /// gone: the store has the newer form then.
+    /// Opens the response to a claim. A cache in front of the store may have a response that was sealed anew since, and whose
+    /// key is gone: the store has the newer form then.
     async fn replay_newest(
         &self,
         id: RecordId,

@@ -2,15 +2,15 @@
 //!
 //! The suite sends random sequences of commands on a few records to a store: first claims and claims that are sent again;
 //! renewals, steps, completions and releases with current, stale and invented tokens; an operator's resolutions; replacements and
-//! removals of content; purges and listings. The clock moves by a millisecond, to the edge of a lease, or past everything. A durable store is also closed and
-//! opened again. After each step the suite checks:
+//! removals of content; purges and listings. The clock moves by a millisecond, to the edge of a lease, or past everything. A
+//! durable store is also closed and opened again. After each step the suite checks:
 //!
 //! 1. The outcome equals that of [`decide`] on a plain map.
 //! 2. All records, the listing and the audit trail equal the content of the map.
 //! 3. The invariants of GUARANTEES.md hold, checked without [`decide`]: the tokens of a record grow strictly, even over
 //!    releases, expiries and purges (I6); states never go backwards, and a completed record never changes (I8), except for its
-//!    content by the commands that are for that, which change nothing else; a reply without a change leaves the record unchanged (I5); a purge removes only expired records (I10), and in the end all of
-//!    them.
+//!    content by the commands that are for that, which change nothing else; a reply without a change leaves the record
+//!    unchanged (I5); a purge removes only expired records (I10), and in the end all of them.
 //!
 //! Every second command is sent by [`Store::try_apply`] first, as long as the store answers it.
 //!
@@ -173,8 +173,9 @@ pub fn check_concurrent_claims<S: Store>(store: &S, rounds: u8, threads: u8) {
     }
 }
 
-/// Checks the limits on the steps of a record: their number and their bytes, also when they are rewritten. A record at a limit must remain usable. A record
-/// that was released with steps must not be free for another request, and an operator must be able to complete it.
+/// Checks the limits on the steps of a record: their number and their bytes, also when they are rewritten. A record at a
+/// limit must remain usable. A record that was released with steps must not be free for another request, and an operator must
+/// be able to complete it.
 ///
 /// # Panics
 /// If the store fails the check.

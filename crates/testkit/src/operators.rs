@@ -13,8 +13,8 @@ use crate::block_on;
 const MINUTE: Duration = Duration::from_secs(60);
 
 /// Checks that an operator's resolution can be replaced and parked without losing steps, that a record that its owner completed
-/// cannot, that a fenced owner stays fenced after a park, and that records are found by the tag of their key. Also that the content
-/// of a record can be replaced and removed, and what its owner and its next claim get then.
+/// cannot, that a fenced owner stays fenced after a park, and that records are found by the tag of their key. Also that the
+/// content of a record can be replaced and removed, and what its owner and its next claim get then.
 ///
 /// The store must be empty.
 ///

@@ -1,5 +1,5 @@
-//! The content of records: what `oncegate reseal` and `oncegate forget` change. Each request is about one page of the store, so the
-//! load is bounded, and a walk that was stopped can go on or begin again.
+//! The content of records: what `oncegate reseal` and `oncegate forget` change. Each request is about one page of the store,
+//! so the load is bounded, and a walk that was stopped can go on or begin again.
 
 use std::collections::BTreeMap;
 

@@ -59,8 +59,8 @@ pub(crate) struct ResealArgs {
 /// The log of an embedded store.
 #[derive(Args, Debug)]
 struct Log {
-    /// For an embedded store: then also removes the older versions of all records from its log, which has them until their part of
-    /// it is compacted otherwise. Takes space on the disk for one copy of the records, for a while
+    /// For an embedded store: then also removes the older versions of all records from its log, which has them until their
+    /// part of it is compacted otherwise. Takes space on the disk for one copy of the records, for a while
     #[arg(long, conflicts_with = "dry_run")]
     compact: bool,
 }
@@ -99,8 +99,8 @@ pub(crate) struct ForgetArgs {
     /// The caller, by the tag in the column CALLER of a listing (`oncegate keys ls`)
     #[arg(long, value_name = "TAG")]
     caller: Option<String>,
-    /// The caller, by the header fields that tell callers apart, such as "Authorization: Bearer …": reads them from this file, one
-    /// per line; - is the standard input. Only the tag that they make is sent
+    /// The caller, by the header fields that tell callers apart, such as "Authorization: Bearer …": reads them from this
+    /// file, one per line; - is the standard input. Only the tag that they make is sent
     #[arg(long, value_name = "FILE")]
     caller_fields: Option<PathBuf>,
     /// One record only, as a listing or the log shows it, or a unique beginning of it

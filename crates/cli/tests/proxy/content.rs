@@ -1,4 +1,4 @@
-//! What `oncegate reseal` and `oncegate forget` change, and what clients get from it.
+//! The commands that change the content of records, and the responses that clients get from then on.
 
 use std::process::{Output, Stdio};
 
