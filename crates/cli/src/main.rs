@@ -35,6 +35,7 @@ mod probe;
 mod proxy;
 mod rules;
 mod schema;
+mod id_secret;
 mod seal;
 mod shell;
 mod signals;
@@ -59,6 +60,7 @@ use messages::{DeadLettersArgs, OutboxArgs};
 use probe::ProbeArgs;
 use rules::{OpenapiArgs, RulesArgs};
 use schema::SchemaArgs;
+use id_secret::IdSecretArgs;
 use seal::SealKeyArgs;
 use shell::{CompletionsArgs, ManArgs};
 use style::ColorChoice;
@@ -151,6 +153,11 @@ enum Command {
     ///
     /// Exit codes: 0 done, 1 failed or refused, 2 wrong usage, 3 the sidecar cannot be reached.
     SealKey(SealKeyArgs),
+    /// Makes the secret that keys the identities of records, for a new store.
+    ///
+    /// A store keeps its secret for its whole life: all sidecars on it need it, and it cannot be replaced. Exit codes: 0 done,
+    /// 1 failed or refused, 2 wrong usage.
+    IdSecret(IdSecretArgs),
     /// Sends one request until there is a definite response: for scripts and cron jobs, where curl --retry would pay twice.
     ///
     /// Every attempt carries the same Idempotency-Key. With --journal the intent is on disk before it is sent, and survives
@@ -205,6 +212,7 @@ fn run(command: Command) -> ExitCode {
         Command::Health(args) => return keys::run_health(&args),
         Command::Backup(args) => return keys::run_backup(&args),
         Command::SealKey(args) => return seal::run(&args),
+        Command::IdSecret(args) => return id_secret::run(&args),
         Command::Call(args) => return call::run(&args),
         Command::Probe(args) => return probe::run(&args),
         Command::Schema(args) => schema::run(&args),
