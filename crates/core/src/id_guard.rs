@@ -55,8 +55,8 @@ const TRIAL: Duration = Duration::from_secs(6);
 const TRIAL_LEASE: Duration = Duration::from_secs(30);
 const TRIAL_RETENTION: Duration = Duration::from_secs(90);
 
-/// The mark is renewed when less than this is left of its lease.
-const RENEW_BELOW: Duration = Duration::from_secs(30 * 60);
+/// The time after which a process renews the mark: half of its lease.
+const RENEW_AFTER: Duration = Duration::from_secs(30 * 60);
 
 /// The time for which a refusal is repeated without asking the store again.
 const REFUSED_FOR: Duration = Duration::from_secs(1);
@@ -140,8 +140,7 @@ impl IdScheme {
     /// whether it has other records: for programs that examine a store without using it.
     #[must_use]
     pub fn problem_with(&self, mark: Option<&Record>, has_records: bool) -> Option<IdProblem> {
-        let mark = mark.filter(|mark| mark.state != State::Released);
-        match (self.secret(), mark) {
+        match (self.secret(), mark.filter(|mark| binds(mark))) {
             (None, Some(mark)) => Some(IdProblem::Missing { store: name_in(mark) }),
             (Some(secret), Some(mark)) if mark.fingerprint != secret.mark_fingerprint() => {
                 Some(IdProblem::Other { store: name_in(mark), own: secret.name() })
@@ -193,6 +192,8 @@ struct GuardState {
     problem: Option<(IdProblem, Duration)>,
     /// The time at which this process saw the mark on trial first, and the mark's token.
     trial: Option<(Duration, FencingToken)>,
+    /// The time at which this process renewed the mark last.
+    renewed_at: Option<Duration>,
 }
 
 impl IdGuard {
@@ -235,6 +236,49 @@ impl IdGuard {
     /// it ends by itself. Otherwise the error of the store.
     pub fn verify(&self) -> StoreFuture<'_, ()> {
         Box::pin(async { self.check_now().await.map_err(store_error) })
+    }
+
+    /// Checks unless the last check still counts, as a claim does. For programs that claim without this store.
+    ///
+    /// # Errors
+    /// As for [`verify`](Self::verify).
+    pub fn admit(&self) -> StoreFuture<'_, ()> {
+        Box::pin(async { self.ensure().await.map_err(store_error) })
+    }
+
+    /// The time of a lookup that [`judge`](Self::judge) gets; `None` if the last check still counts, so that none is needed.
+    #[must_use]
+    pub fn begin_judgement(&self) -> Option<Duration> {
+        (!self.is_fresh()).then(|| self.clock.elapsed())
+    }
+
+    /// Checks the [mark](ID_SECRET_RECORD) that a program looked up itself, for example on a connection that it holds. It begins no
+    /// trial: if the store is new to the secret, [`verify`](Self::verify) it first.
+    ///
+    /// # Errors
+    /// As for [`verify`](Self::verify).
+    pub fn judge(&self, begun: Duration, mark: Option<&Record>) -> Result<(), StoreError> {
+        let mark = mark.filter(|mark| binds(mark));
+        let problem = match (self.ids.problem_with(mark, false), self.ids.secret()) {
+            (None, Some(secret)) if !mark.is_some_and(is_for_good) => {
+                Some(IdProblem::Trial { own: secret.name(), left: TRIAL })
+            }
+            (problem, _) => problem,
+        };
+        match problem {
+            Some(problem) => Err(problem.into()),
+            None => {
+                self.permit(begun);
+                Ok(())
+            }
+        }
+    }
+
+    /// Lets claims pass because of a check that began at this time.
+    fn permit(&self, begun: Duration) {
+        let until = |time: Duration| u64::try_from((begun + time).as_millis()).unwrap_or(u64::MAX);
+        self.valid_until.fetch_max(until(VALID), Ordering::AcqRel);
+        self.check_from.fetch_max(until(VALID / 2), Ordering::AcqRel);
     }
 
     fn state(&self) -> std::sync::MutexGuard<'_, GuardState> {
@@ -287,10 +331,9 @@ impl IdGuard {
         };
         match &checked {
             Ok(()) => {
-                let until = |time: Duration| u64::try_from((begun + time).as_millis()).unwrap_or(u64::MAX);
-                self.valid_until.fetch_max(until(VALID), Ordering::AcqRel);
-                self.check_from.fetch_max(until(VALID / 2), Ordering::AcqRel);
-                *self.state() = GuardState::default();
+                self.permit(begun);
+                let mut state = self.state();
+                (state.problem, state.trial) = (None, None);
             }
             Err(CheckError::Problem(problem)) => {
                 self.check_from.store(0, Ordering::Release);
@@ -311,8 +354,7 @@ impl IdGuard {
 
     /// The mark, if it is there and binds the store.
     async fn mark(&self) -> Result<Option<Record>, StoreError> {
-        let mark = self.store.lookup(ID_SECRET_RECORD).await?;
-        Ok(mark.filter(|mark| !mark.is_expired(self.store.now()) && mark.state != State::Released))
+        Ok(self.store.lookup(ID_SECRET_RECORD).await?.filter(binds))
     }
 
     async fn check_with(&self, secret: &IdSecret) -> Result<(), CheckError> {
@@ -321,13 +363,7 @@ impl IdGuard {
             Some(mark) if mark.fingerprint != secret.mark_fingerprint() => {
                 Err(IdProblem::Other { store: name_in(&mark), own }.into())
             }
-            Some(mark) if is_for_good(&mark) => {
-                let State::InProgress { lease_until, .. } = mark.state else { return Ok(()) };
-                match lease_until.since(self.store.now()) < RENEW_BELOW {
-                    true => self.claim_for_good(secret).await,
-                    false => Ok(()),
-                }
-            }
+            Some(mark) if is_for_good(&mark) => self.renew(secret).await,
             // The store lost the mark a moment ago, or an older state of it came back. It is not new to the secret.
             _ if was_valid => self.claim_for_good(secret).await,
             Some(mark) => self.end_trial(secret, mark.token).await,
@@ -390,8 +426,24 @@ impl IdGuard {
         }
     }
 
+    /// Extends the life of a mark that is there for good, now and then. If the store takes no writes, the mark stays as it is,
+    /// and so do the records.
+    async fn renew(&self, secret: &IdSecret) -> Result<(), CheckError> {
+        let (now, renewed_at) = (self.clock.elapsed(), self.state().renewed_at);
+        if renewed_at.is_some_and(|at| now < at + RENEW_AFTER) {
+            return Ok(());
+        }
+        match self.claim_for_good(secret).await {
+            Err(CheckError::Store(_)) => Ok(()),
+            renewed => renewed,
+        }
+    }
+
     async fn claim_for_good(&self, secret: &IdSecret) -> Result<(), CheckError> {
-        self.claim_mark(secret, limits::MAX_LEASE, limits::MAX_RETENTION).await.map(drop)
+        let begun = self.clock.elapsed();
+        self.claim_mark(secret, limits::MAX_LEASE, limits::MAX_RETENTION).await?;
+        self.state().renewed_at = Some(begun);
+        Ok(())
     }
 
     async fn claim_mark(
@@ -459,6 +511,11 @@ impl Drop for Turn<'_> {
     fn drop(&mut self) {
         self.0.store(false, Ordering::Release);
     }
+}
+
+/// Returns true unless a program released the mark: then any claim is granted.
+fn binds(mark: &Record) -> bool {
+    mark.state != State::Released
 }
 
 /// Returns true if the mark is not on trial.
