@@ -9,8 +9,8 @@ use std::process::ExitCode;
 
 use clap::Args;
 use oncegate_core::{
-    Clock as _, ErrorChain, ID_SECRET_RECORD, IdScheme, ListQuery, Record, RecordId, StateName, Store, StoreError,
-    SystemClock, Timestamp,
+    Clock as _, ErrorChain, ID_SECRET_RECORD, IdScheme, ListQuery, Record, RecordId, StateName, Store,
+    StoreError, SystemClock, Timestamp,
 };
 use oncegate_embedded::{CheckReport, EmbeddedOpenError, EmbeddedOptions, segment_files};
 use oncegate_http::Profile;

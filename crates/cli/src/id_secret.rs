@@ -66,14 +66,18 @@ fn print(out: &mut impl Write, line: &str) -> Result<(), String> {
 
 /// An existing file is never replaced: it may be the only copy of the secret of a store.
 fn write_new(file: &Path, secret: &IdSecret) -> Result<(), String> {
-    let mut to = OpenOptions::new().write(true).create_new(true).mode(0o600).open(file).map_err(|error| {
-        match error.kind() {
-            io::ErrorKind::AlreadyExists => {
-                format!("{}: the file exists, and may be the only copy of a secret; name a new file", file.display())
-            }
-            _ => format!("{}: {error}", file.display()),
-        }
-    })?;
+    let mut to =
+        OpenOptions::new().write(true).create_new(true).mode(0o600).open(file).map_err(
+            |error| match error.kind() {
+                io::ErrorKind::AlreadyExists => {
+                    format!(
+                        "{}: the file exists, and may be the only copy of a secret; name a new file",
+                        file.display()
+                    )
+                }
+                _ => format!("{}: {error}", file.display()),
+            },
+        )?;
     let line = format!("{}\n", *secret.to_secret_text());
     to.write_all(line.as_bytes())
         .and_then(|()| to.sync_all())

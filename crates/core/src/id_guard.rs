@@ -35,14 +35,12 @@ use crate::id::{CallerTag, FencingToken, RecordId};
 use crate::id_secret::{IdScheme, IdSecret, IdSecretName};
 use crate::limits;
 use crate::record::{Label, Record, State};
-use crate::store::{
-    Advisory, Extent, IntoStore, ListPage, ListQuery, Store, StoreError, StoreFuture,
-};
+use crate::store::{Advisory, Extent, IntoStore, ListPage, ListQuery, Store, StoreError, StoreFuture};
 
 /// The record that marks a store as that of one id secret: `SHA-256("oncegate-id-secret-1")`. No request has it.
 pub const ID_SECRET_RECORD: RecordId = RecordId::from_bytes([
-    0x3a, 0x75, 0x29, 0x7e, 0x59, 0x71, 0x97, 0xee, 0x0c, 0xe1, 0x8f, 0xc3, 0x7d, 0xbf, 0x72, 0x73, 0x15, 0x93,
-    0x7c, 0x8c, 0x01, 0xac, 0x21, 0x4d, 0x7c, 0x7b, 0xbc, 0x0a, 0x3c, 0x33, 0x3c, 0xac,
+    0x3a, 0x75, 0x29, 0x7e, 0x59, 0x71, 0x97, 0xee, 0x0c, 0xe1, 0x8f, 0xc3, 0x7d, 0xbf, 0x72, 0x73, 0x15,
+    0x93, 0x7c, 0x8c, 0x01, 0xac, 0x21, 0x4d, 0x7c, 0x7b, 0xbc, 0x0a, 0x3c, 0x33, 0x3c, 0xac,
 ]);
 
 /// The time for which a successful check counts. Under load, one claim in half of this time checks again.
@@ -490,7 +488,8 @@ impl IdGuard {
                 // If this fails, the record is left to its lease.
                 let _released = self.store.apply(id, release).await;
                 let why = store_error(error);
-                Err(StoreError::unavailable("nothing was executed: the id secret could not be checked").with_source(why))
+                Err(StoreError::unavailable("nothing was executed: the id secret could not be checked")
+                    .with_source(why))
             }
             Err(error) => Err(store_error(error)),
         }

@@ -60,7 +60,9 @@ pub enum IdSecretError {
     )]
     Form,
     /// Its digits do not belong to its name.
-    #[error("the digits of the id secret do not fit its name: it was cut, changed or put together of two secrets")]
+    #[error(
+        "the digits of the id secret do not fit its name: it was cut, changed or put together of two secrets"
+    )]
     Mismatch,
 }
 
@@ -305,7 +307,8 @@ mod tests {
         let of = |ids: &IdScheme| {
             (ids.record_id(&scope, &key), ids.caller_tag(&scope), ids.key_tag(&key), ids.fingerprint(plain))
         };
-        let schemes = [IdScheme::PLAIN, IdSecret::from_bytes([1; 32]).into(), IdSecret::from_bytes([2; 32]).into()];
+        let schemes =
+            [IdScheme::PLAIN, IdSecret::from_bytes([1; 32]).into(), IdSecret::from_bytes([2; 32]).into()];
         let [none, one, two] = schemes.each_ref().map(of);
         for (a, b) in [(none, one), (none, two), (one, two)] {
             assert!(a.0 != b.0 && a.1 != b.1 && a.2 != b.2 && a.3 != b.3);

@@ -575,7 +575,8 @@ mod tests {
             [("aws", "x-amz-target", "x_amz_target"), ("stripe", "stripe-account", "stripe_account")]
         {
             let settings = Settings::new(crate::profile::Profile::named(profile).unwrap());
-            let of = |fields: &[_]| locate(&settings, &IdScheme::PLAIN, &scope, &head("/", fields), &key, None).0;
+            let of =
+                |fields: &[_]| locate(&settings, &IdScheme::PLAIN, &scope, &head("/", fields), &key, None).0;
             let one = of(&[(name, "one")]);
             assert_eq!(of(&[(name, "one"), ("x-other", "1")]), one);
             for other in [

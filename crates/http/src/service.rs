@@ -407,8 +407,7 @@ impl KeyedResponse {
             return Ok(self.refuse(overloaded(TOO_MANY)));
         };
         let ids = self.shared.engine.ids();
-        let (id, label) =
-            canonical::locate(&self.settings, ids, &scope, &parts, &key, self.call.as_ref());
+        let (id, label) = canonical::locate(&self.settings, ids, &scope, &parts, &key, self.call.as_ref());
         (self.record, self.label, self.has_caller) = (Some(id), label.clone(), true);
         let fingerprint = compared.fingerprint;
         let policy = self.settings.policy.with_response_recovery(self.recovers_responses());
@@ -1013,12 +1012,7 @@ pub(crate) struct FingerprintedRequest {
 }
 
 impl FingerprintedRequest {
-    fn of(
-        settings: &Settings,
-        ids: &IdScheme,
-        parts: &Parts,
-        body: &canonical::DecodedBody<'_>,
-    ) -> Self {
+    fn of(settings: &Settings, ids: &IdScheme, parts: &Parts, body: &canonical::DecodedBody<'_>) -> Self {
         if settings.profile.protocol == Protocol::Mcp {
             return Self::of_message(settings, ids, parts, canonical::message(settings, parts, body));
         }

@@ -15,8 +15,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use oncegate_core::{
-    ErrorChain, ID_SECRET_RECORD, Label, ListQuery, Record, RecordId, State, StateName, StateSet, Store, StoreError, Timestamp,
-    limits,
+    ErrorChain, ID_SECRET_RECORD, Label, ListQuery, Record, RecordId, State, StateName, StateSet, Store,
+    StoreError, Timestamp, limits,
 };
 use oncegate_engine::{Event, EventKind, Observer};
 use oncegate_http::SHADOW_OPERATION;

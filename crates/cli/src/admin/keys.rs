@@ -10,8 +10,8 @@ use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use http::request::Parts;
 use http::{Method, Request, StatusCode};
 use oncegate_core::{
-    AuditEntry, CallerTag, ID_SECRET_RECORD, IdempotencyKey, KeyError, KeyTag, ListQuery, Outcome, Record, RecordId,
-    Resolution, Resolve, StateName, StateSet, StoredResponse, Timestamp, limits,
+    AuditEntry, CallerTag, ID_SECRET_RECORD, IdempotencyKey, KeyError, KeyTag, ListQuery, Outcome, Record,
+    RecordId, Resolution, Resolve, StateName, StateSet, StoredResponse, Timestamp, limits,
 };
 use oncegate_http::{AuthorityRole, CallerPart, KeyGrammar, KeySyntax, SHADOW_OPERATION, Settings};
 use serde::Deserialize;

@@ -19,8 +19,12 @@ pub(crate) fn parse(text: &str) -> Result<IdSecret, String> {
         (Some(line), None) => IdSecret::parse(line).map_err(|error| {
             format!("{}; `oncegate id-secret new` makes one for a new store", ErrorChain(&error))
         }),
-        (None, _) => Err("there is no id secret in it; `oncegate id-secret new` makes one for a new store".to_owned()),
-        _ => Err("there is more than one line; a store has one id secret, and it is never replaced".to_owned()),
+        (None, _) => {
+            Err("there is no id secret in it; `oncegate id-secret new` makes one for a new store".to_owned())
+        }
+        _ => {
+            Err("there is more than one line; a store has one id secret, and it is never replaced".to_owned())
+        }
     }
 }
 
@@ -39,7 +43,8 @@ pub(crate) fn id_secret_in(file: &Path) -> Result<IdSecret, String> {
 pub(super) fn read(values: &Values, problems: &mut Vec<Problem>) -> Option<IdSecret> {
     match (&values.id_secret, &values.id_secret_file) {
         (Some(_), Some(file)) => {
-            let what = "ONCEGATE_ID_SECRET is set, too; the id secret must come from one source, so leave one out";
+            let what =
+                "ONCEGATE_ID_SECRET is set, too; the id secret must come from one source, so leave one out";
             problems.push(Problem::error(file.source.clone(), what));
             None
         }

@@ -54,9 +54,9 @@ pub(crate) use self::cors::{Cors, asked_method};
 #[cfg(test)]
 pub(crate) use self::flags::parse as parse_flags;
 pub(crate) use self::flags::{ProxyArgs, drop_far_suggestion};
+pub(crate) use self::id_secret::id_secret_in;
 pub(crate) use self::problem::{Problem, Problems, Source, did_you_mean};
 pub(crate) use self::scope::KeySetPlace;
-pub(crate) use self::id_secret::id_secret_in;
 pub(crate) use self::seal::{
     MAX_KEY_TEXT, SealKeySource, SealSettings, parse as parse_seal_keys, seal_keys_in,
 };

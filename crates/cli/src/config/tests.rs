@@ -85,7 +85,8 @@ const SEAL_KEY: &str =
     "ogseal1_d76b7626affc02af_0101010101010101010101010101010101010101010101010101010101010101";
 
 /// A secret that keys ids.
-const ID_SECRET: &str = "ogids1_563d21b9ea4fac5f_0101010101010101010101010101010101010101010101010101010101010101";
+const ID_SECRET: &str =
+    "ogids1_563d21b9ea4fac5f_0101010101010101010101010101010101010101010101010101010101010101";
 
 /// For every setting, a valid value and the part of the configuration that it changes. That part is empty for the settings
 /// that have no effect alone: a certificate without its key, and rights of other origins without origins.

@@ -24,7 +24,9 @@ pub(super) async fn run(guard: Arc<IdGuard>) {
             match &problem {
                 Some(problem) if problem.is_temporary() => tracing::info!("{problem}"),
                 Some(problem) => tracing::error!("{problem}; requests with a key are refused"),
-                None => tracing::info!("the store belongs to the id secret of this sidecar, or to none, as it should"),
+                None => tracing::info!(
+                    "the store belongs to the id secret of this sidecar, or to none, as it should"
+                ),
             }
             logged = problem;
         }

@@ -37,7 +37,8 @@ impl SharedStore {
     fn postgres() -> Self {
         let server = PostgresServer::start().unwrap();
         let mut apply = std::process::Command::new(env!("CARGO_BIN_EXE_oncegate"));
-        let applied = apply.args(["schema", "apply", "postgres"]).env("ONCEGATE_STORE", server.url()).output();
+        let applied =
+            apply.args(["schema", "apply", "postgres"]).env("ONCEGATE_STORE", server.url()).output();
         assert!(applied.as_ref().is_ok_and(|applied| applied.status.success()), "{applied:?}");
         Self::Postgres(server)
     }
@@ -155,7 +156,11 @@ async fn only_sidecars_with_the_secret_of_the_store_execute() {
         let metrics = admin(&without, "GET", "/metrics", "").await;
         assert!(metrics.text().contains("id-secret"), "no advisory in the metrics");
         let mut wrong = store.sidecar(&service, Some(&other)).await;
-        let why = format!("the store belongs to the id secret {}, and this process has {}", own.name(), other.name());
+        let why = format!(
+            "the store belongs to the id secret {}, and this process has {}",
+            own.name(),
+            other.name()
+        );
         refuses(&mut wrong, "order-1", &why).await;
         refuses(&mut wrong, "order-2", &why).await;
         assert_eq!(service.requests(), 1);
@@ -203,7 +208,11 @@ async fn the_store_does_not_confirm_a_guess_and_operators_find_what_they_seek() 
         let all = find("{\"key\":\"order-1\"}").await;
         assert_eq!(all["records"][0]["record"], *record, "{all}");
         let caller = one["caller"].as_str().unwrap();
-        for args in [&["keys", "find", "--key", "order-1"][..], &["keys", "ls", "--key", "order-1"], &["keys", "ls", "--caller", caller]] {
+        for args in [
+            &["keys", "find", "--key", "order-1"][..],
+            &["keys", "ls", "--key", "order-1"],
+            &["keys", "ls", "--caller", caller],
+        ] {
             let (succeeded, text) = oncegate(&keyed, args).await;
             assert!(succeeded && text.contains(&record[..8]), "{args:?}: {text}");
         }
@@ -215,7 +224,8 @@ async fn the_store_does_not_confirm_a_guess_and_operators_find_what_they_seek() 
         // The mark is no request.
         let (_, listed) = oncegate(&keyed, &["keys", "ls", "--json"]).await;
         assert!(!listed.contains(MARK), "{listed}");
-        let (_, unsettled) = oncegate(&keyed, &["keys", "ls", "--state", "unsettled,in-progress", "--json"]).await;
+        let (_, unsettled) =
+            oncegate(&keyed, &["keys", "ls", "--state", "unsettled,in-progress", "--json"]).await;
         assert!(!unsettled.contains(MARK), "{unsettled}");
         let (_, shown) = oncegate(&keyed, &["keys", "show", MARK]).await;
         assert!(shown.contains("id secret") && shown.contains("(not a request)"), "{shown}");
@@ -331,7 +341,9 @@ async fn an_embedded_store_has_one_secret_too() {
     let mut keyed = Sidecar::run(&mut command(Some(&file))).await;
     assert_eq!(keyed.ask(&order("order-1")).await.status(), 201);
     keyed.process.kill().await;
-    for (secret, why) in [(None, "this process has none"), (Some(secret_file(&dir, 2)), "and this process has")] {
+    for (secret, why) in
+        [(None, "this process has none"), (Some(secret_file(&dir, 2)), "and this process has")]
+    {
         let mut wrong = Sidecar::run(&mut command(secret.as_ref())).await;
         refuses(&mut wrong, "order-1", why).await;
         wrong.process.kill().await;

@@ -20,19 +20,23 @@ const TIMEOUT: Duration = Duration::from_secs(10);
 /// A store that only reads and renews the mark. An [`IdGuard`](oncegate_core::IdGuard) needs no more.
 pub(super) struct MarkStore {
     pool: PgPool,
+    transaction_pooler: bool,
     clock: SystemClock,
 }
 
 impl MarkStore {
-    pub(super) fn new(pool: PgPool) -> Arc<Self> {
-        Arc::new(Self { pool, clock: SystemClock::new() })
+    pub(super) fn new(pool: PgPool, transaction_pooler: bool) -> Arc<Self> {
+        Arc::new(Self { pool, transaction_pooler, clock: SystemClock::new() })
     }
 
     async fn ask(&self, call: Call) -> Result<Vec<PgRow>, StoreError> {
         let asked = async {
             let mut connection = self.pool.acquire().await?;
-            // Without a prepared statement, which a pooler may not keep.
-            call.in_one_message(&mut connection).await
+            match self.transaction_pooler {
+                false => call.prepared(&mut connection).await,
+                // It keeps no prepared statement.
+                true => call.in_one_message(&mut connection).await,
+            }
         };
         match tokio::time::timeout(TIMEOUT, asked).await {
             Ok(rows) => rows.map_err(|error| store_error(&error)),

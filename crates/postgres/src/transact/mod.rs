@@ -189,7 +189,7 @@ impl Transactor {
     /// Creates a transactor on the application's own pool, with a retention of 24 hours, no wait, and at most five attempts.
     #[must_use]
     pub fn new(pool: PgPool) -> Self {
-        let guard = Arc::new(IdGuard::new(MarkStore::new(pool.clone()), IdScheme::PLAIN));
+        let guard = guard(&pool, false, IdScheme::PLAIN);
         Self {
             pool,
             guard,
@@ -209,8 +209,7 @@ impl Transactor {
     /// start.
     #[must_use]
     pub fn with_id_secret(self, secret: IdSecret) -> Self {
-        let guard = Arc::new(IdGuard::new(MarkStore::new(self.pool.clone()), secret.into()));
-        Self { guard, ..self }
+        Self { guard: guard(&self.pool, self.transaction_pooler, secret.into()), ..self }
     }
 
     /// Waits until it is known that the database belongs to the id secret of this transactor, or, without one, to none. The first
@@ -306,7 +305,8 @@ impl Transactor {
     /// `.persistent(false)` for your own statements.
     #[must_use]
     pub fn with_transaction_pooler(self, through_pooler: bool) -> Self {
-        Self { transaction_pooler: through_pooler, ..self }
+        let guard = guard(&self.pool, through_pooler, self.ids().clone());
+        Self { transaction_pooler: through_pooler, guard, ..self }
     }
 
     /// Runs `run` in a transaction if this is the first call with this key in this scope. Otherwise returns the value that the
@@ -376,8 +376,9 @@ impl Transactor {
         F: for<'c> TransactFn<&'c mut PgConnection, T, Fut: Send> + Clone + Send + Sync + 't,
     {
         let key = key.try_into().map_err(|error| TransactError::Key(error.into()));
-        let request =
-            key.and_then(|key| Request::new(self.ids(), scope, &key, input).map_err(TransactError::Unserializable));
+        let request = key.and_then(|key| {
+            Request::new(self.ids(), scope, &key, input).map_err(TransactError::Unserializable)
+        });
         async move {
             let request = request?;
             self.guard.admit().await.map_err(TransactError::Store)?;
@@ -713,8 +714,8 @@ impl Transactor {
         input: &I,
     ) -> Result<GuardClaim, GuardError> {
         let key = key.try_into().map_err(|error| GuardError::Key(error.into()))?;
-        let request =
-            Request::new(self.ids(), scope, &key, input).map_err(|error| GuardError::Response(not_json(error)))?;
+        let request = Request::new(self.ids(), scope, &key, input)
+            .map_err(|error| GuardError::Response(not_json(error)))?;
         self.admit_on(connection).await?;
         let call = request.claim(self.retention, CLAIM).map_err(GuardError::Store)?;
         let persistent = !self.transaction_pooler;
@@ -755,6 +756,10 @@ impl Transactor {
     const fn begin(&self) -> &'static str {
         begin(self.isolation)
     }
+}
+
+fn guard(pool: &PgPool, transaction_pooler: bool, ids: IdScheme) -> Arc<IdGuard> {
+    Arc::new(IdGuard::new(MarkStore::new(pool.clone(), transaction_pooler), ids))
 }
 
 /// The statement that begins a transaction. `None` takes the isolation level of the connection or the server.

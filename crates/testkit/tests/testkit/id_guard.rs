@@ -9,7 +9,9 @@ use oncegate_core::{
     ListQuery, MemoryStore, Outcome, Record, RecordId, Release, Renew, Resolution, Resolve, StateName, Store,
     StoreError, StoreErrorKind, StoreFuture, delegate_store, limits,
 };
-use oncegate_testkit::{Fault, FaultyStore, Faults, ManualClock, Operation, block_on, claim, record_id, response};
+use oncegate_testkit::{
+    Fault, Faults, FaultyStore, ManualClock, Operation, block_on, claim, record_id, response,
+};
 
 const SECOND: Duration = Duration::from_secs(1);
 const DAY: Duration = Duration::from_secs(24 * 3600);
@@ -223,7 +225,9 @@ fn two_processes_with_two_secrets_never_both_execute() {
         let _serves = asks(&one, 1);
     }
     assert!(executes(&one, 5));
-    assert!(matches!(is_refused(&two, 3), IdProblem::Other { store: Some(name), .. } if name == secret(1).name()));
+    assert!(
+        matches!(is_refused(&two, 3), IdProblem::Other { store: Some(name), .. } if name == secret(1).name())
+    );
 }
 
 #[test]
@@ -260,7 +264,8 @@ fn what_is_complete_replays_while_the_check_fails() {
     let world = world();
     let keyed = world.keyed(1);
     let Ok(Outcome::Execute(grant)) = asks(&keyed, 1) else { panic!("it executes") };
-    let end = Complete { token: grant.token, completion: Completion::Replayable(response(1)), retention: DAY };
+    let end =
+        Complete { token: grant.token, completion: Completion::Replayable(response(1)), retention: DAY };
     block_on(keyed.apply(record_id(1), Command::Complete(end))).unwrap();
     world.faults.always(Operation::Lookup, Fault::Refuse);
     world.clock.advance(60 * SECOND);
@@ -296,7 +301,8 @@ fn the_mark_outlives_every_record() {
         assert!(left > limits::MAX_RETENTION, "{left:?}");
     }
     // The process is gone. The last record that it can have written ends before the mark.
-    let longest = Claim { lease: limits::MIN_LEASE, retention: limits::MAX_RETENTION, ..claim(4_u64, b"late") };
+    let longest =
+        Claim { lease: limits::MIN_LEASE, retention: limits::MAX_RETENTION, ..claim(4_u64, b"late") };
     block_on(keyed.apply(record_id(4), Command::Claim(longest))).unwrap();
     drop(keyed);
     world.clock.advance(limits::MAX_RETENTION);
