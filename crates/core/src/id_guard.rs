@@ -15,8 +15,8 @@
 //!  own mark          -                                     on trial: waits; for good: serves, renews it
 //! ```
 //!
-//! A successful check counts for [`VALID`] from the moment at which it began. A claim without a valid check is not sent. The trial
-//! lasts longer than a check is valid, so a process without a secret that found no mark has stopped, or has written a record,
+//! A successful check counts for [`VALID`] from the moment at which it began. A claim without a valid check is not sent. The
+//! trial lasts longer than a check is valid, so a process without a secret that found no mark has stopped, or has written a record,
 //! before a process with a secret executes anything. A store in this process needs no trial.
 //!
 //! The mark is on trial while its retention is [`TRIAL_RETENTION`], and then lapses by itself. The process that ends the trial
@@ -230,8 +230,8 @@ impl IdGuard {
     /// Checks now.
     ///
     /// # Errors
-    /// An [`IdProblem`] as [`Invalid`](crate::StoreErrorKind::Invalid), or as [`Unavailable`](crate::StoreErrorKind::Unavailable) if
-    /// it ends by itself. Otherwise the error of the store.
+    /// An [`IdProblem`] as [`Invalid`](crate::StoreErrorKind::Invalid), or, if it ends by itself, as
+    /// [`Unavailable`](crate::StoreErrorKind::Unavailable). Otherwise the error of the store.
     pub fn verify(&self) -> StoreFuture<'_, ()> {
         Box::pin(async { self.check_now().await.map_err(store_error) })
     }
@@ -250,8 +250,8 @@ impl IdGuard {
         (!self.is_fresh()).then(|| self.clock.elapsed())
     }
 
-    /// Checks the [mark](ID_SECRET_RECORD) that a program looked up itself, for example on a connection that it holds. It begins no
-    /// trial: if the store is new to the secret, [`verify`](Self::verify) it first.
+    /// Checks the [mark](ID_SECRET_RECORD) that a program looked up itself, for example on a connection that it holds. It begins
+    /// no trial: if the store is new to the secret, [`verify`](Self::verify) it first.
     ///
     /// # Errors
     /// As for [`verify`](Self::verify).

@@ -174,7 +174,7 @@ fn first<const N: usize>(digest: [u8; 32]) -> [u8; N] {
     *digest.first_chunk().unwrap_or(&[0; N])
 }
 
-/// The computation of the identities of records: what a store holds in place of keys, callers and requests.
+/// The computation of the identities of records: what a store holds instead of keys, callers and requests.
 ///
 /// All entry points compute them here. Without a secret these are plain hashes, as [`RecordId`], [`CallerTag`], [`KeyTag`] and
 /// [`Fingerprint`] define them. With a secret, each is `HMAC-SHA-256(secret, label || plain)`. `label` is ASCII without a length:
@@ -182,7 +182,7 @@ fn first<const N: usize>(digest: [u8; 32]) -> [u8; N] {
 /// | identity | label | plain |
 /// |---|---|---|
 /// | record | `oncegate-id-1 record` | the 32 bytes of [`RecordId::derive`] |
-/// | tag of a caller, the first 8 bytes | `oncegate-id-1 caller` | the 32 bytes of the caller in [`RecordId`]; the tag of a single tenant stays zero |
+/// | tag of a caller, the first 8 bytes | `oncegate-id-1 caller` | the 32 bytes of the caller in [`RecordId`]; zeros for a single tenant |
 /// | tag of a key, the first 8 bytes | `oncegate-id-1 key` | the whole SHA-256 of [`KeyTag::of`] |
 /// | fingerprint | `oncegate-id-1 compare` | the version, one byte, and the 32 bytes of the digest |
 ///

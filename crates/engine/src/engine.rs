@@ -249,14 +249,15 @@ impl Engine {
         self.inner.guard.ids()
     }
 
-    /// The guard of the store, which refuses claims until the id secret is verified. It is the [store](Self::store) of the engine.
+    /// The guard of the store, which refuses claims until the id secret is verified. It is the [store](Self::store) of the
+    /// engine.
     #[must_use]
     pub fn id_guard(&self) -> &Arc<IdGuard> {
         &self.inner.guard
     }
 
-    /// Waits until it is known that the store belongs to the [id secret](EngineBuilder::with_id_secret) of this engine, or, without
-    /// one, to none. The first process with a secret on a new store waits for six seconds. Without this call, claims are refused
+    /// Waits until it is known that the store belongs to the [id secret](EngineBuilder::with_id_secret) of this engine, or,
+    /// without one, to none. The first process with a secret on a new store waits for six seconds. Without this call, claims are refused
     /// until then.
     ///
     /// # Errors

@@ -72,7 +72,8 @@ impl SharedStore {
                      for _, key in ipairs(redis.call('KEYS', '*')) do \
                        local kind = redis.call('TYPE', key).ok \
                        local value = kind == 'string' and redis.call('GET', key) or '' \
-                       all = all .. key .. ' ' .. string.gsub(value, '.', function (c) return string.format('%02x', string.byte(c)) end) .. '\\n' \
+                       local digits = string.gsub(value, '.', function (c) return string.format('%02x', string.byte(c)) end) \
+                       all = all .. key .. ' ' .. digits .. '\\n' \
                      end return all";
                 server.command(&["EVAL", script, "0"]).unwrap()
             }
@@ -268,8 +269,7 @@ async fn keyed_check(store: &SharedStore, service: &FixedService) -> String {
     String::from_utf8([ended.stdout, ended.stderr].concat()).unwrap()
 }
 
-/// Two sidecars start at the same time on an empty store, one with a secret and one without. Whoever wins, no key executes in
-/// both.
+/// Two sidecars start at the same time on an empty store, one with a secret and one without. No key executes in both.
 #[tokio::test]
 async fn two_that_start_at_once_never_both_execute() {
     for store in stores().await {

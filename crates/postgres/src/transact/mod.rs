@@ -202,8 +202,8 @@ impl Transactor {
         }
     }
 
-    /// Computes the identities of records with this secret, as all other programs on the database must; see [`IdSecret`]. The role
-    /// also needs the right to execute `oncegate.renew` and `oncegate.list`.
+    /// Computes the identities of records with this secret, as all other programs on the database must; see [`IdSecret`]. The
+    /// role also needs the right to execute `oncegate.renew` and `oncegate.list`.
     ///
     /// Calls are refused until it is known that the database belongs to this secret: call [`verify_ids`](Self::verify_ids) at the
     /// start.
@@ -216,8 +216,8 @@ impl Transactor {
     /// program with a secret on a new database waits for six seconds.
     ///
     /// # Errors
-    /// [`StoreErrorKind::Invalid`](oncegate_core::StoreErrorKind::Invalid) if the database belongs to another secret, or has records
-    /// from before. Otherwise the error of the database.
+    /// [`StoreErrorKind::Invalid`](oncegate_core::StoreErrorKind::Invalid) if the database belongs to another secret, or has
+    /// records from before. Otherwise the error of the database.
     pub async fn verify_ids(&self) -> Result<(), StoreError> {
         loop {
             let checked = self.guard.verify().await;

@@ -324,7 +324,7 @@ fn a_store_that_lost_everything_is_marked_again_by_those_who_served() {
 }
 
 #[test]
-fn nobody_changes_the_mark() {
+fn no_command_changes_the_mark() {
     let world = world();
     let keyed = world.keyed(1);
     for resolution in [Resolution::Release, Resolution::Complete(None), Resolution::Park] {
