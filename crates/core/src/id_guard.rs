@@ -16,8 +16,8 @@
 //! ```
 //!
 //! A successful check counts for [`VALID`] from the moment at which it began. A claim without a valid check is not sent. The
-//! trial lasts longer than a check is valid, so a process without a secret that found no mark has stopped, or has written a record,
-//! before a process with a secret executes anything. A store in this process needs no trial.
+//! trial lasts longer than a check is valid, so a process without a secret that found no mark has stopped, or has written a
+//! record, before a process with a secret executes anything. A store in this process needs no trial.
 //!
 //! The mark is on trial while its retention is [`TRIAL_RETENTION`], and then lapses by itself. The process that ends the trial
 //! renews the mark under the token that it had during the trial, so the mark has never been absent in between. It is there for

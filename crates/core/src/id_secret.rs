@@ -182,7 +182,7 @@ fn first<const N: usize>(digest: [u8; 32]) -> [u8; N] {
 /// | identity | label | plain |
 /// |---|---|---|
 /// | record | `oncegate-id-1 record` | the 32 bytes of [`RecordId::derive`] |
-/// | tag of a caller, the first 8 bytes | `oncegate-id-1 caller` | the 32 bytes of the caller in [`RecordId`]; zeros for a single tenant |
+/// | tag of a caller, the first 8 bytes | `oncegate-id-1 caller` | the caller in [`RecordId`]; zeros for a single tenant |
 /// | tag of a key, the first 8 bytes | `oncegate-id-1 key` | the whole SHA-256 of [`KeyTag::of`] |
 /// | fingerprint | `oncegate-id-1 compare` | the version, one byte, and the 32 bytes of the digest |
 ///

@@ -257,8 +257,8 @@ impl Engine {
     }
 
     /// Waits until it is known that the store belongs to the [id secret](EngineBuilder::with_id_secret) of this engine, or,
-    /// without one, to none. The first process with a secret on a new store waits for six seconds. Without this call, claims are refused
-    /// until then.
+    /// without one, to none. The first process with a secret on a new store waits for six seconds.
+    /// Without this call, claims are refused until then.
     ///
     /// # Errors
     /// [`StoreErrorKind::Invalid`](oncegate_core::StoreErrorKind::Invalid) if the store belongs to another secret, or has records
