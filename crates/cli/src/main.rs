@@ -26,6 +26,7 @@ mod demo;
 mod explain;
 #[cfg(feature = "failpoints")]
 mod failpoint;
+mod id_secret;
 mod keys;
 mod line_writer;
 mod log;
@@ -55,6 +56,7 @@ use config_command::{ConfigArgs, InitArgs};
 use demo::DemoArgs;
 use explain::ExplainArgs;
 use keys::{BackupArgs, ClockArgs, ForgetArgs, HealthArgs, KeysArgs, ResealArgs};
+use id_secret::IdSecretArgs;
 use messages::{DeadLettersArgs, OutboxArgs};
 use probe::ProbeArgs;
 use rules::{OpenapiArgs, RulesArgs};
@@ -162,6 +164,10 @@ enum Command {
     /// Only completed records are changed. The others are named, and make the exit code 1: run it again until there are none. It
     /// cannot be undone. Other exit codes as for `oncegate keys`.
     Forget(ForgetArgs),
+    /// Makes the secret that keys the identities of records, for a new store.
+    /// A store keeps its secret for its whole life: all sidecars on it need it, and it cannot be replaced. Exit codes: 0 done,
+    /// 1 failed or refused, 2 wrong usage.
+    IdSecret(IdSecretArgs),
     /// Sends one request until there is a definite response: for scripts and cron jobs, where curl --retry would pay twice.
     ///
     /// Every attempt carries the same Idempotency-Key. With --journal the intent is on disk before it is sent, and survives
@@ -218,6 +224,7 @@ fn run(command: Command) -> ExitCode {
         Command::SealKey(args) => return seal::run(&args),
         Command::Reseal(args) => return keys::run_reseal(&args),
         Command::Forget(args) => return keys::run_forget(&args),
+        Command::IdSecret(args) => return id_secret::run(&args),
         Command::Call(args) => return call::run(&args),
         Command::Probe(args) => return probe::run(&args),
         Command::Schema(args) => schema::run(&args),

@@ -46,6 +46,8 @@ mod derived_key;
 mod error_chain;
 pub mod fingerprint;
 mod id;
+mod id_guard;
+mod id_secret;
 pub mod limits;
 mod listener;
 mod map;
@@ -72,6 +74,8 @@ pub use id::{
     AttemptId, CallerTag, FencingToken, IdempotencyKey, KeyError, KeyTag, RecordId, Scope, ServiceName,
     ServiceNameError,
 };
+pub use id_guard::{ID_SECRET_RECORD, IdGuard, IdProblem};
+pub use id_secret::{IdScheme, IdSecret, IdSecretError, IdSecretName};
 pub use listener::{ChangeListener, ChangeSource, SessionEnd, listen};
 pub use map::{RecordHashState, RecordHasher, RecordMap, Sharded};
 pub use memory::MemoryStore;

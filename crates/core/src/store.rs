@@ -161,13 +161,15 @@ pub struct Capabilities {
     pub atomic_with_effect: bool,
     /// True if a listing is in the order of the identifiers.
     pub lists_in_order: bool,
+    /// True if other processes can use the store at the same time.
+    pub is_shared: bool,
 }
 
 impl Capabilities {
     /// The promises of a store with this name.
     #[must_use]
     pub const fn new(name: &'static str, durability: Durability, fencing: Fencing) -> Self {
-        Self { name, durability, fencing, atomic_with_effect: false, lists_in_order: true }
+        Self { name, durability, fencing, atomic_with_effect: false, lists_in_order: true, is_shared: true }
     }
 }
 

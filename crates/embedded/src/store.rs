@@ -297,7 +297,9 @@ impl Store for EmbeddedStore {
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities::new("embedded", Durability::Synced, Fencing::Monotonic)
+        let mut capabilities = Capabilities::new("embedded", Durability::Synced, Fencing::Monotonic);
+        capabilities.is_shared = false;
+        capabilities
     }
 }
 

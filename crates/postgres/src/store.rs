@@ -485,34 +485,7 @@ impl StoreInner {
     }
 
     async fn list_state(&self, query: &ListQuery, state: Option<StateName>) -> Result<ListPage, StoreError> {
-        let text = |value: Option<&str>| {
-            value.map_or(Arg::NoText, |value| Arg::Text(record::text(value, usize::MAX)))
-        };
-        let bytes =
-            |value: Option<&[u8]>| value.map_or(Arg::NoBytes, |value| Arg::Bytes(value.to_vec().into()));
-        let args = [
-            text(state.map(|state| state.as_str())),
-            bytes(query.caller.as_ref().map(|caller| &caller.as_bytes()[..])),
-            bytes(query.key.as_ref().map(|key| &key.as_bytes()[..])),
-            text(query.operation.as_deref()),
-            Arg::Big(record::millis(query.min_age)),
-            bytes(query.after.as_ref().map(|id| &id.as_bytes()[..])),
-            Arg::Small(i32::try_from(query.bounded_limit()).unwrap_or(i32::MAX)),
-        ];
-        let rows = self.call(Call::new(LIST, args), CallOptions::long(Resend::Always)).await?;
-        let mut page = ListPage::default();
-        for row in &rows {
-            let id = record::record_id(row)?;
-            if optional::<&str>(row, "state")?.is_none() {
-                page.next = Some(id);
-                continue;
-            }
-            match record::record(row) {
-                Ok(record) => page.records.push((id, record)),
-                Err(_) => page.unreadable.push(id),
-            }
-        }
-        Ok(page)
+        list_page(&self.call(list_call(query, state), CallOptions::long(Resend::Always)).await?)
     }
 
     async fn call(&self, call: Call, terms: CallOptions<'_>) -> Result<Vec<PgRow>, StoreError> {
@@ -773,6 +746,45 @@ impl fmt::Display for Failure {
     }
 }
 
+/// The listing of the records in this state, or in any.
+pub(crate) fn list_call(query: &ListQuery, state: Option<StateName>) -> Call {
+    let text =
+        |value: Option<&str>| value.map_or(Arg::NoText, |value| Arg::Text(record::text(value, usize::MAX)));
+    let bytes = |value: Option<&[u8]>| value.map_or(Arg::NoBytes, |value| Arg::Bytes(value.to_vec().into()));
+    let args = [
+        text(state.map(|state| state.as_str())),
+        bytes(query.caller.as_ref().map(|caller| &caller.as_bytes()[..])),
+        bytes(query.key.as_ref().map(|key| &key.as_bytes()[..])),
+        text(query.operation.as_deref()),
+        Arg::Big(record::millis(query.min_age)),
+        bytes(query.after.as_ref().map(|id| &id.as_bytes()[..])),
+        Arg::Small(i32::try_from(query.bounded_limit()).unwrap_or(i32::MAX)),
+    ];
+    Call::new(LIST, args)
+}
+
+/// The page in the reply to a [`list_call`].
+pub(crate) fn list_page(rows: &[PgRow]) -> Result<ListPage, StoreError> {
+    let mut page = ListPage::default();
+    for row in rows {
+        let id = record::record_id(row)?;
+        if optional::<&str>(row, "state")?.is_none() {
+            page.next = Some(id);
+            continue;
+        }
+        match record::record(row) {
+            Ok(record) => page.records.push((id, record)),
+            Err(_) => page.unreadable.push(id),
+        }
+    }
+    Ok(page)
+}
+
+/// Reads a record.
+pub(crate) fn lookup_call(id: &RecordId) -> Call {
+    Call::new(LOOKUP, [id_arg(id)])
+}
+
 fn id_arg(id: &RecordId) -> Arg {
     Arg::Bytes(id.as_bytes().to_vec().into())
 }
@@ -866,7 +878,7 @@ fn complete_many_call(batch: &[Job]) -> Option<Call> {
     Some(Call::new("SELECT * FROM oncegate.complete_many($1, $2, $3, $4, $5)", args))
 }
 
-fn renew_call(id: &RecordId, renew: &Renew) -> Call {
+pub(crate) fn renew_call(id: &RecordId, renew: &Renew) -> Call {
     let args = [id_arg(id), token_arg(renew.token), duration_arg(renew.lease), duration_arg(renew.retention)];
     Call::new("SELECT * FROM oncegate.renew($1, $2, $3, $4)", args)
 }

@@ -6,6 +6,7 @@
 //! | `GET /readyz` | 200 while requests are accepted and the store would accept a write, else 503 |
 //! | `GET /metrics` | counters, gauges and histograms for Prometheus |
 //! | `GET /v1/keys?state=&caller=&key_tag=&operation=&min_age=&limit=&order=&cursor=` | records: the newest, or a page |
+//! | `POST /v1/keys/tag` | the tag of a key, for `key_tag` |
 //! | `GET /v1/keys/{record}?body=true` | one record; its stored body only if asked for |
 //! | `GET /v1/keys/{record}/timeline` | the events of a record in this sidecar, since its start |
 //! | `POST /v1/keys/find` | one record by key, method, path and caller; or all records of a key |
@@ -200,6 +201,7 @@ pub(crate) fn router(state: AdminState) -> Router {
         .route("/v1/keys", get(keys::list))
         .route("/v1/keys/find", post(keys::find))
         .route("/v1/keys/forget", post(content::forget))
+        .route("/v1/keys/tag", post(keys::tag))
         .route("/v1/keys/{record}", get(keys::show))
         .route("/v1/keys/{record}/timeline", get(activity::timeline))
         .route("/v1/keys/{record}/resolve", post(keys::resolve))

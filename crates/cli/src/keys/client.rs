@@ -303,6 +303,7 @@ fn member_of(path: &str) -> &'static str {
     let path = path.split_once('?').map_or(path, |(path, _)| path);
     match path {
         "/v1/keys" => "records",
+        "/v1/keys/tag" => "key_tag",
         "/v1/audit" | "/v1/audit/messages" => "entries",
         "/v1/clock/accept" => "ahead_seconds",
         "/v1/seal" => "keys",

@@ -243,7 +243,9 @@ impl<C: Clock> Store for MemoryStore<C> {
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities::new("memory", Durability::Volatile, Fencing::Monotonic)
+        let mut capabilities = Capabilities::new("memory", Durability::Volatile, Fencing::Monotonic);
+        capabilities.is_shared = false;
+        capabilities
     }
 }
 
