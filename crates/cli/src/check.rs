@@ -2,27 +2,31 @@
 
 use std::fmt;
 use std::fs;
+use std::future::Future;
 use std::io::{self, Write};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::Args;
-use oncegate_core::{ErrorChain, RecordId, StateName, Store as _};
+use oncegate_core::{Clock as _, ErrorChain, RecordId, StateName, Store, SystemClock};
 use oncegate_embedded::{CheckReport, EmbeddedOpenError, EmbeddedOptions, segment_files};
 use oncegate_http::Profile;
+use oncegate_postgres::{PostgresOptions, PostgresStore};
 use oncegate_redis::{Finding, RedisOptions, RedisStore, Severity};
 use oncegate_seal::Keyring;
 use serde_json::{Value, json};
 
 use crate::config::{
-    CacheChoice, CachedChoice, Config, Draft, ProxyArgs, StoreChoice, StoreUrl, TlsFiles, duration_text,
-    size_text,
+    CacheChoice, CachedChoice, Config, Draft, ProxyArgs, SealSettings, StoreChoice, StoreUrl, TlsFiles,
+    duration_text, size_text,
 };
 use crate::proxy::{DEFAULT_SCOPE, HOSTS_COMPARED, certificate, check_certificate_file, server_config};
 
 mod online;
 mod sealing;
+
+use self::sealing::{SealCount, SealRules};
 
 /// Checks a configuration and its store.
 #[derive(Args, Debug)]
@@ -158,6 +162,14 @@ fn check(draft: &Draft, is_online: bool, report: &mut Report) {
 
 /// Checks the store that holds the records.
 fn records(choice: &StoreChoice, draft: &Draft, report: &mut Report) {
+    let settings = draft.config.as_ref().map(|config| config.seal.as_ref());
+    let none = Keyring::default();
+    let rules = SealRules {
+        // Without settings there are no keys; those that a program prints are not known.
+        keys: settings.and_then(|settings| settings.map_or(Some(&none), SealSettings::read_keys)),
+        seals: settings.flatten().is_some(),
+        is_required: settings.flatten().is_some_and(|settings| settings.is_required),
+    };
     match choice {
         StoreChoice::Memory => report.ok("store memory:"),
         StoreChoice::Directory(dir) => {
@@ -173,16 +185,27 @@ fn records(choice: &StoreChoice, draft: &Draft, report: &mut Report) {
                     .with_max_records(config.max_records.unwrap_or(u64::MAX))
                     .with_max_record_bytes(config.max_store_bytes.unwrap_or(u64::MAX));
             }
-            // Without settings there are no keys; those that a program prints are not known.
-            let none = Keyring::default();
-            let keys = draft.config.as_ref().and_then(|config| match &config.seal {
-                None => Some(&none),
-                Some(settings) => settings.read_keys(),
-            });
-            store(dir, &options, keys, report);
+            store(dir, &options, Some(rules), report);
         }
-        StoreChoice::Postgres(url) => postgres(url, report),
-        StoreChoice::Redis(options) => redis(options, report),
+        StoreChoice::Postgres(url) => {
+            postgres(url, report);
+            if rules.is_required {
+                let shown = url.to_string();
+                let options = PostgresOptions::from_url(url.reveal()).map_err(|error| error.to_string());
+                let opened = async { PostgresStore::open(options?).await.map_err(|error| error.to_string()) };
+                shared_seals(&shown, opened, rules, report);
+            }
+        }
+        StoreChoice::Redis(options) => {
+            redis(options, report);
+            if rules.is_required {
+                let opened = async {
+                    let opened = RedisStore::open((**options).clone()).await;
+                    opened.map_err(|error| ErrorChain(&error).to_string())
+                };
+                shared_seals(&options.shown().to_string(), opened, rules, report);
+            }
+        }
         StoreChoice::Cached(_) => report.error("store: a cached store cannot contain another one"),
     }
 }
@@ -324,11 +347,30 @@ fn postgres(url: &StoreUrl, report: &mut Report) {
     }
 }
 
-fn store(dir: &Path, options: &EmbeddedOptions, keys: Option<&Keyring>, report: &mut Report) {
+/// Counts the seals of the records in a database, if it can be opened. If not, that was reported before.
+fn shared_seals<S: Store>(
+    shown: &str,
+    opened: impl Future<Output = Result<S, String>>,
+    rules: SealRules<'_>,
+    report: &mut Report,
+) {
+    let counted = crate::block_on(async {
+        if let Ok(store) = opened.await
+            && let Err(error) = sealing::shared(&store, shown, rules, report).await
+        {
+            sealing::not_counted(shown, &error, report);
+        }
+    });
+    if let Err(why) = counted {
+        report.error(why);
+    }
+}
+
+fn store(dir: &Path, options: &EmbeddedOptions, rules: Option<SealRules<'_>>, report: &mut Report) {
     let shown = dir.display();
     match fs::metadata(dir) {
         Ok(metadata) if !metadata.is_dir() => report.error(format!("store {shown}: is not a directory")),
-        Ok(_) => existing_store(dir, options, keys, report),
+        Ok(_) => existing_store(dir, options, rules, report),
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             // The sidecar will create it inside of the nearest directory that exists.
             let is_there = |dir: &&Path| dir.as_os_str().is_empty() || dir.exists();
@@ -342,7 +384,7 @@ fn store(dir: &Path, options: &EmbeddedOptions, keys: Option<&Keyring>, report: 
     }
 }
 
-fn existing_store(dir: &Path, options: &EmbeddedOptions, keys: Option<&Keyring>, report: &mut Report) {
+fn existing_store(dir: &Path, options: &EmbeddedOptions, rules: Option<SealRules<'_>>, report: &mut Report) {
     let shown = dir.display();
     if !writable(dir, &format!("store {shown}: cannot be written to"), report) {
         return;
@@ -363,11 +405,13 @@ fn existing_store(dir: &Path, options: &EmbeddedOptions, keys: Option<&Keyring>,
     if let Some(warning) = newest {
         report.warn(warning);
     }
-    let mut seals = sealing::SealCount::default();
+    // Nothing is known of a cache, whose responses the store has as well.
+    let rules = rules.unwrap_or_default();
+    let mut seals = SealCount::new(rules);
     match oncegate_embedded::check_each(options, &mut |id, record| seals.add(id, record)) {
         Ok(found) => {
             content(dir, &found, report);
-            seals.report(dir, keys, report);
+            seals.report(&shown.to_string(), rules, SystemClock::new().now(), report);
         }
         // A sidecar that runs is not an error.
         Err(error @ EmbeddedOpenError::InUse { .. }) => {
