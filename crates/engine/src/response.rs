@@ -61,7 +61,6 @@ impl ResponsePermit {
     }
 
     /// Sets the form of the response. If the operation stored another response first, both are compared in this form.
-    #[must_use]
     pub fn with_stored_form(self, form: StoredForm) -> Self {
         Self { form, ..self }
     }

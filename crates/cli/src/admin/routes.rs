@@ -196,7 +196,6 @@ impl Collector for RouteMetrics {
                 }
             }
         }
-        drop(family);
         let help = "Responses of routes that redact, by route and result.";
         let mut family = encoder.encode_descriptor("redactions", help, None, MetricType::Counter)?;
         for (route, counts) in self.each() {
