@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::fs;
+use std::future::Future;
 use std::io::{self, Write};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
@@ -14,18 +15,21 @@ use oncegate_core::{
 };
 use oncegate_embedded::{CheckReport, EmbeddedOpenError, EmbeddedOptions, segment_files};
 use oncegate_http::Profile;
+use oncegate_postgres::{PostgresOptions, PostgresStore};
 use oncegate_redis::{Finding, RedisOptions, RedisStore, Severity};
 use oncegate_seal::Keyring;
 use serde_json::{Value, json};
 
 use crate::config::{
-    CacheChoice, CachedChoice, Config, Draft, ProxyArgs, StoreChoice, StoreUrl, TlsFiles, duration_text,
-    size_text,
+    CacheChoice, CachedChoice, Config, Draft, ProxyArgs, SealSettings, StoreChoice, StoreUrl, TlsFiles,
+    duration_text, size_text,
 };
 use crate::proxy::{DEFAULT_SCOPE, HOSTS_COMPARED, certificate, check_certificate_file, server_config};
 
 mod online;
 mod sealing;
+
+use self::sealing::{SealCount, SealRules};
 
 /// Checks a configuration and its store.
 #[derive(Args, Debug)]
@@ -161,6 +165,14 @@ fn check(draft: &Draft, is_online: bool, report: &mut Report) {
 
 /// Checks the store that holds the records.
 fn records(choice: &StoreChoice, draft: &Draft, report: &mut Report) {
+    let settings = draft.config.as_ref().map(|config| config.seal.as_ref());
+    let none = Keyring::default();
+    let rules = SealRules {
+        // Without settings there are no keys; those that a program prints are not known.
+        keys: settings.and_then(|settings| settings.map_or(Some(&none), SealSettings::read_keys)),
+        seals: settings.flatten().is_some(),
+        is_required: settings.flatten().is_some_and(|settings| settings.is_required),
+    };
     match choice {
         StoreChoice::Memory => report.ok("store memory:"),
         StoreChoice::Directory(dir) => {
@@ -176,16 +188,27 @@ fn records(choice: &StoreChoice, draft: &Draft, report: &mut Report) {
                     .with_max_records(config.max_records.unwrap_or(u64::MAX))
                     .with_max_record_bytes(config.max_store_bytes.unwrap_or(u64::MAX));
             }
-            // Without settings there are no keys; those that a program prints are not known.
-            let none = Keyring::default();
-            let keys = draft.config.as_ref().and_then(|config| match &config.seal {
-                None => Some(&none),
-                Some(settings) => settings.read_keys(),
-            });
-            store(dir, &options, keys, ids(draft).as_ref(), report);
+            store(dir, &options, Some(rules), ids(draft).as_ref(), report);
         }
-        StoreChoice::Postgres(url) => postgres(url, ids(draft), report),
-        StoreChoice::Redis(options) => redis(options, ids(draft), report),
+        StoreChoice::Postgres(url) => {
+            postgres(url, ids(draft), report);
+            if rules.is_required {
+                let shown = url.to_string();
+                let options = PostgresOptions::from_url(url.reveal()).map_err(|error| error.to_string());
+                let opened = async { PostgresStore::open(options?).await.map_err(|error| error.to_string()) };
+                shared_seals(&shown, opened, rules, report);
+            }
+        }
+        StoreChoice::Redis(options) => {
+            redis(options, ids(draft), report);
+            if rules.is_required {
+                let opened = async {
+                    let opened = RedisStore::open((**options).clone()).await;
+                    opened.map_err(|error| ErrorChain(&error).to_string())
+                };
+                shared_seals(&options.shown().to_string(), opened, rules, report);
+            }
+        }
         StoreChoice::Cached(_) => report.error("store: a cached store cannot contain another one"),
     }
 }
@@ -341,17 +364,36 @@ fn postgres(url: &StoreUrl, ids: Option<IdScheme>, report: &mut Report) {
     }
 }
 
+/// Counts the seals of the records in a database, if it can be opened. If not, that was reported before.
+fn shared_seals<S: Store>(
+    shown: &str,
+    opened: impl Future<Output = Result<S, String>>,
+    rules: SealRules<'_>,
+    report: &mut Report,
+) {
+    let counted = crate::block_on(async {
+        if let Ok(store) = opened.await
+            && let Err(error) = sealing::shared(&store, shown, rules, report).await
+        {
+            sealing::not_counted(shown, &error, report);
+        }
+    });
+    if let Err(why) = counted {
+        report.error(why);
+    }
+}
+
 fn store(
     dir: &Path,
     options: &EmbeddedOptions,
-    keys: Option<&Keyring>,
+    rules: Option<SealRules<'_>>,
     ids: Option<&IdScheme>,
     report: &mut Report,
 ) {
     let shown = dir.display();
     match fs::metadata(dir) {
         Ok(metadata) if !metadata.is_dir() => report.error(format!("store {shown}: is not a directory")),
-        Ok(_) => existing_store(dir, options, keys, ids, report),
+        Ok(_) => existing_store(dir, options, rules, ids, report),
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             // The sidecar will create it inside of the nearest directory that exists.
             let is_there = |dir: &&Path| dir.as_os_str().is_empty() || dir.exists();
@@ -368,7 +410,7 @@ fn store(
 fn existing_store(
     dir: &Path,
     options: &EmbeddedOptions,
-    keys: Option<&Keyring>,
+    rules: Option<SealRules<'_>>,
     ids: Option<&IdScheme>,
     report: &mut Report,
 ) {
@@ -392,7 +434,9 @@ fn existing_store(
     if let Some(warning) = newest {
         report.warn(warning);
     }
-    let (mut seals, mut mark) = (sealing::SealCount::default(), None);
+    // Nothing is known of a cache, whose responses the store has as well.
+    let rules = rules.unwrap_or_default();
+    let (mut seals, mut mark) = (SealCount::new(rules), None);
     let mut note = |id: RecordId, record: &Record| {
         seals.add(id, record);
         if id == ID_SECRET_RECORD {
@@ -409,7 +453,7 @@ fn existing_store(
             if let Some(problem) = ids.and_then(|ids| ids.problem_with(mark.as_ref(), has_records)) {
                 report.error(format!("store {shown}: {problem}"));
             }
-            seals.report(dir, keys, report);
+            seals.report(&shown.to_string(), rules, now, report);
         }
         // A sidecar that runs is not an error.
         Err(error @ EmbeddedOpenError::InUse { .. }) => {

@@ -66,13 +66,27 @@ pub struct SealedStore {
     store: Arc<dyn Store>,
     keys: SealKeys,
     refusals: SealRefusals,
+    /// False if a step that cannot be opened does not keep the record from being read.
+    opens_steps: bool,
 }
 
 impl SealedStore {
     /// Seals the responses and steps of a store.
     #[must_use]
     pub fn new(store: impl IntoStore, keys: impl Into<SealKeys>) -> Self {
-        Self { store: store.into_store(), keys: keys.into(), refusals: SealRefusals::default() }
+        Self {
+            store: store.into_store(),
+            keys: keys.into(),
+            refusals: SealRefusals::default(),
+            opens_steps: true,
+        }
+    }
+
+    /// Reads a record also if its steps cannot be opened, or are not sealed although they must be: for a process that runs no
+    /// steps, next to services that record theirs. They have their stored form then.
+    #[must_use]
+    pub fn without_steps(self) -> Self {
+        Self { opens_steps: false, ..self }
     }
 
     /// The wrapped store, whose records have sealed forms.
@@ -260,8 +274,13 @@ impl Store for SealedStore {
     fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
         let (found, keys) = (self.store.lookup(id), self.keys.get());
         Box::pin(async move {
-            let record = found.await?.map(|record| open(id, record, &keys)).transpose();
-            record.map_err(|error| self.refused(error))
+            let Some(mut record) = found.await? else { return Ok(None) };
+            if self.opens_steps {
+                return open(id, record, &keys).map(Some).map_err(|error| self.refused(error));
+            }
+            open_response(id, &mut record, &keys).map_err(|error| self.refused(error))?;
+            open_steps_as_far_as_possible(id, &mut record, &keys);
+            Ok(Some(record))
         })
     }
 
@@ -278,21 +297,7 @@ impl Store for SealedStore {
     /// Those of the wrapped store, and one about keys that were missing and still are.
     fn advisories(&self) -> Vec<Advisory> {
         let mut advisories = self.store.advisories();
-        let keys = self.keys.get();
-        let missing: Vec<_> =
-            self.refusals.missing_keys().into_iter().filter(|key| !keys.has(key.id)).collect();
-        if !missing.is_empty() {
-            let ids: Vec<_> = missing.iter().map(|key| key.id.to_string()).collect();
-            let count: u64 = missing.iter().map(|key| key.count).sum();
-            advisories.push(Advisory::new(
-                "seal-key-missing",
-                format!(
-                    "requests were refused ({count} so far), because their records are sealed with keys that this process does not \
-                     have: {}; add these keys",
-                    ids.join(", ")
-                ),
-            ));
-        }
+        advisories.extend(self.refusals.advisory(&self.keys.get()));
         advisories
     }
 
@@ -381,10 +386,7 @@ const fn repeated(command: &Command) -> Outcome {
 
 /// Opens all parts of a record.
 fn open(id: RecordId, mut record: Record, keys: &Keyring) -> Result<Record, SealError> {
-    if let State::Completed(RecordedResponse::Replayable(response)) = &record.state {
-        let opened = envelope::open_response(id, writer(&record), response.clone(), keys)?;
-        record.state = State::Completed(RecordedResponse::Replayable(opened));
-    }
+    open_response(id, &mut record, keys)?;
     if !record.steps.is_empty() {
         record.steps = opened_steps(id, record.token, &record.steps, keys).collect::<Result<_, _>>()?;
     }
@@ -393,18 +395,27 @@ fn open(id: RecordId, mut record: Record, keys: &Keyring) -> Result<Record, Seal
 
 /// Opens the parts of a record that can be opened, and leaves the others as they are.
 fn open_as_far_as_possible(id: RecordId, mut record: Record, keys: &Keyring) -> Record {
-    if let State::Completed(RecordedResponse::Replayable(response)) = &record.state
-        && let Ok(opened) = envelope::open_response(id, writer(&record), response.clone(), keys)
-    {
+    let _keeps_its_sealed_form = open_response(id, &mut record, keys);
+    open_steps_as_far_as_possible(id, &mut record, keys);
+    record
+}
+
+/// Opens the response of a record, if it has one.
+fn open_response(id: RecordId, record: &mut Record, keys: &Keyring) -> Result<(), SealError> {
+    if let State::Completed(RecordedResponse::Replayable(response)) = &record.state {
+        let opened = envelope::open_response(id, writer(record), response.clone(), keys)?;
         record.state = State::Completed(RecordedResponse::Replayable(opened));
     }
+    Ok(())
+}
+
+fn open_steps_as_far_as_possible(id: RecordId, record: &mut Record, keys: &Keyring) {
     if !record.steps.is_empty() {
         let opened = opened_steps(id, record.token, &record.steps, keys);
         let steps =
             opened.zip(record.steps.as_slice()).map(|(opened, step)| opened.unwrap_or_else(|_| step.clone()));
         record.steps = steps.collect();
     }
-    record
 }
 
 fn opened_steps(

@@ -78,7 +78,7 @@ use oncegate_core::{ErrorChain, IdempotencyKey, RecordId, StoreErrorKind};
 use oncegate_engine::{Breaker, BreakerState, Engine};
 use oncegate_http::{IdempotencyLayer, JwtVerifier, Settings};
 use oncegate_postgres::messages::MessageOperator;
-use oncegate_seal::SealedStore;
+use oncegate_seal::{SealRefusals, SealedStore};
 use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
 
@@ -122,6 +122,8 @@ pub(crate) struct AdminState {
     pub(crate) backup: BackupStore,
     /// The store of the engine, if it encrypts stored responses.
     pub(crate) seal: Option<Arc<SealedStore>>,
+    /// The stored responses and steps that could not be opened.
+    pub(crate) seal_refusals: SealRefusals,
 }
 
 /// The part of the state that a reload replaces.
