@@ -50,7 +50,11 @@ pub(crate) enum MessageFailure {
 
 impl MessageFailure {
     fn change(error: StoreError) -> Self {
-        if error.is_unsent() { Self::Read(error) } else { Self::Change(error) }
+        match error.kind() {
+            StoreErrorKind::Sealed => Self::Refused(store_words(&error)),
+            _ if error.is_unsent() => Self::Read(error),
+            _ => Self::Change(error),
+        }
     }
 }
 
@@ -272,6 +276,10 @@ pub(crate) async fn find_dead_letter(
 pub(crate) fn dead_letter_json(found: &DeadLetterDetail, with_payload: bool) -> Value {
     let mut members = dead_letter_line(&found.line);
     members.insert("identity".to_owned(), found.identity.as_deref().into());
+    members.insert("sealed".to_owned(), found.is_sealed.into());
+    if let Some(refused) = &found.refused {
+        members.insert("seal_refused".to_owned(), refused.as_str().into());
+    }
     let obstacles = found.obstacles.iter().map(|obstacle| {
         json!({"name": obstacle.as_str(), "acceptable": obstacle.is_acceptable(), "text": obstacle_text(*obstacle)})
     });
@@ -436,6 +444,9 @@ pub(crate) const fn obstacle_text(obstacle: Obstacle) -> &'static str {
             "Its consumer identifies messages by what the broker gives anew to each publication: the outbox may publish it twice, and \
              then it takes effect twice."
         }
+        Obstacle::Sealed => {
+            "Its content is sealed, and there are no keys to open it: published like this, no consumer could read it."
+        }
         Obstacle::Old => {
             "It is older than 7 days: other consumers of its topic, which get it too, may have forgotten that they processed it."
         }
@@ -450,6 +461,7 @@ fn obstacle_advice(obstacle: Obstacle) -> String {
         Obstacle::Recent => format!(
             "{text} Wait. If the broker has another window for duplicates, give it in `broker_window`; 0s if it has none."
         ),
+        Obstacle::Sealed => format!("{text} Give the seal keys to the sidecar or to the command."),
         Obstacle::FailsAgain => format!(
             "{text} Process it in place (docs/reference/messages-postgres.md, \"Dead letters\"), or drop it."
         ),

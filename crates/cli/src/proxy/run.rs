@@ -12,7 +12,7 @@ use oncegate_engine::{Breaker, Engine};
 use oncegate_postgres::messages::MessageOperator;
 use oncegate_postgres::{PostgresOptions, PostgresStore};
 use oncegate_redis::{RedisOptions, RedisStore, Severity};
-use oncegate_seal::SealedStore;
+use oncegate_seal::{KeylessStore, SealKeys, SealedStore};
 use rustix::process::{Resource, getrlimit, setrlimit};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{oneshot, watch};
@@ -30,7 +30,7 @@ use crate::admin::{
 use crate::check::{existing, has_other_files};
 use crate::config::{Config, ProxyArgs, StoreChoice, StoreUrl, duration_text};
 use crate::otlp::OtlpExporter;
-use crate::seal;
+use crate::seal::{self, DeadLetterKeys};
 use crate::signals::Signals;
 use crate::systemd::ServiceManager;
 use crate::trace::Tracer;
@@ -215,13 +215,31 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
     // Before the cache, which so has sealed responses only.
     let seal = seal_keys.map(|keys| {
         tracing::info!("sealing: {}", seal::describe(&keys));
-        Arc::new(SealedStore::new(store.clone(), keys))
+        // It runs no steps itself, and services may record theirs in clear.
+        Arc::new(SealedStore::new(store.clone(), keys).without_steps())
     });
-    let store = seal.clone().map_or(store, |seal| seal as Arc<dyn Store>);
+    // Without keys, it counts what it refuses.
+    let (store, seal_refusals): (Arc<dyn Store>, _) = match seal.clone() {
+        Some(seal) => (seal.clone(), seal.refusals()),
+        None => {
+            let keyless = KeylessStore::new(store);
+            let refusals = keyless.refusals();
+            (Arc::new(keyless), refusals)
+        }
+    };
+    let keys_in_use = seal.as_ref().map_or_else(SealKeys::default, |seal| seal.keys());
+    tokio::spawn(seal::watch(counted.clone(), seal_refusals.clone(), keys_in_use.clone()));
     let left = AbandonedRecords::default();
     let builder = Engine::builder(store).with_runtime(control);
     let builder = match config.service.clone() {
         Some(service) => builder.with_service(service),
+        None => builder,
+    };
+    let builder = match config.id_secret.clone() {
+        Some(secret) => {
+            tracing::info!("the id secret {} keys the identities of records", secret.name());
+            builder.with_id_secret(secret)
+        }
         None => builder,
     };
     let activity = Activity::default();
@@ -231,6 +249,7 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
     #[cfg(not(feature = "failpoints"))]
     let builder = builder.with_observer(observers);
     let engine = builder.build();
+    tokio::spawn(super::id_watch::run(engine.id_guard().clone()));
     tokio::spawn(count_records(counted, left, metrics.clone()));
     let (sampled, counters) = (activity.clone(), metrics.clone());
     tokio::spawn(async move { sampled.hour().sample(|| counters.outcome_counts()).await });
@@ -263,9 +282,10 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
         connections: connections.clone(),
         without_key: without_key.clone(),
         dashboard: Dashboard::new(listen_address),
-        messages: messages(&config),
+        messages: messages(&config).map(|messages| messages.with_opener(DeadLetterKeys(keys_in_use.clone()))),
         live: admin_changes,
         seal: seal.clone(),
+        seal_refusals,
         backup,
     };
     let (otlp, tracer) = match config.otlp.clone() {

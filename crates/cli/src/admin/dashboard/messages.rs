@@ -461,6 +461,14 @@ impl Message {
         }
     }
 
+    /// The reason why its content cannot be opened.
+    fn seal_refused(&self) -> Option<&str> {
+        match self {
+            Self::DeadLetter(found) => found.refused.as_deref(),
+            Self::Outbox(_) => None,
+        }
+    }
+
     /// The reasons against publishing it again.
     fn obstacles(&self) -> &[Obstacle] {
         match self {
@@ -537,6 +545,14 @@ impl Message {
                         note: "the place from which its consumer takes the identity of a message",
                     },
                     Fact { name: "Receipt", value: letter.record.to_string(), note: "" },
+                    fact(
+                        "Sealed",
+                        match (found.is_sealed, &found.refused) {
+                            (false, _) => String::new(),
+                            (true, None) => "yes, and opened here".to_owned(),
+                            (true, Some(why)) => format!("yes, and not opened: {}", line(why)),
+                        },
+                    ),
                     fact("Broker's identifier", line(letter.broker_id.as_deref().unwrap_or_default())),
                     fact("Order key", order_key(letter.order_key.as_deref())),
                 ]
@@ -620,6 +636,8 @@ struct MessagePage {
     headers: Vec<ShownHeader>,
     more_headers: usize,
     payload_size: String,
+    /// The reason why the content cannot be opened.
+    seal_refused: Option<String>,
     /// The payload, if it is shown.
     payload: Option<String>,
     is_text: bool,
@@ -645,7 +663,8 @@ impl MessagePage {
     fn new(state: &AdminState, access: &Access, message: &Message, reveal: Option<&Revealing>) -> Self {
         let name = name_of(message.kind(), message.number());
         let content = message.content();
-        let is_revealed = matches!(reveal, Some(Revealing::Shown { .. }));
+        // A sealed form tells nothing, and is not the content.
+        let is_revealed = matches!(reveal, Some(Revealing::Shown { .. })) && message.seal_refused().is_none();
         let headers = content.headers.iter().take(MAX_SHOWN_HEADERS).map(|(name, value)| {
             let value = if is_revealed {
                 let (text, is_text, is_cut) = shown(value, MAX_SHOWN_HEADER, false);
@@ -680,6 +699,7 @@ impl MessagePage {
             headers: headers.collect(),
             more_headers: content.headers.len().saturating_sub(MAX_SHOWN_HEADERS),
             payload_size: bytes(content.payload.len()),
+            seal_refused: message.seal_refused().map(line),
             payload,
             is_text,
             is_cut,
@@ -841,13 +861,20 @@ impl Subject {
     fn consequences(&self) -> Vec<String> {
         let topic = self.message.topic();
         match (&self.message, self.action) {
-            (Message::DeadLetter(found), MessageAction::Requeue) => vec![
+            (Message::DeadLetter(found), MessageAction::Requeue) => {
+                let mut lines = vec![
                 format!("The message is written into the outbox for the topic {topic}, and the dead letter is removed, in one transaction."),
                 "A relay of this outbox publishes it. If none runs, the message waits.".to_owned(),
                 format!("The consumer {} processes it as a new message, once.", line(&found.line.consumer)),
                 "Every other consumer of the topic gets it, too. Those that processed it recognise it, as long as they keep its receipt."
                     .to_owned(),
-            ],
+            ];
+                if found.is_sealed {
+                    let clear = "Its content is sealed here. It is in clear in the outbox until a relay has published it.";
+                    lines.push(clear.to_owned());
+                }
+                lines
+            }
             (Message::DeadLetter(found), MessageAction::Drop) => vec![
                 format!("The payload ({}) is deleted for ever. There is no way back.", size(found.line.payload_bytes)),
                 "The message stays dead: if the broker delivers it again, it is not processed, as long as its receipt is kept.".to_owned(),
@@ -878,6 +905,9 @@ impl Subject {
         if let Some(final_one) = left.iter().find(|obstacle| !obstacle.is_acceptable()) {
             let next = match final_one {
                 Obstacle::Recent => "Wait, or correct the window of the broker below.",
+                Obstacle::Sealed => {
+                    "Give the seal keys to the sidecar (docs/reference/sealing.md), or delete it."
+                }
                 _ => {
                     "Process it in place (docs/reference/messages-postgres.md, \"Dead letters\"), or delete it."
                 }
