@@ -219,10 +219,7 @@ async fn requests_that_execute_stay_and_those_whose_clients_do_not_read_give_way
     tokio::time::sleep(STALL).await;
     let mut third = world.sent(3, "POST /read HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\nab").await;
     assert_eq!(status(&mut third).await, Some(200));
-    assert_eq!(
-        world.connections.lock().count(network_of([0, 0, 0, 1].into()), |_, _| true).1,
-        per_client
-    );
+    assert_eq!(world.connections.lock().count(network_of([0, 0, 0, 1].into()), |_, _| true).1, per_client);
     // A login has places of its own, and health needs none.
     let mut logins = Vec::new();
     for _ in 0..Pool::Logins.max_per_client() {
