@@ -130,6 +130,8 @@ mod signals;
 #[cfg(feature = "tower")]
 pub mod tower;
 mod verdict;
+#[cfg(test)]
+mod verdict_vectors;
 
 pub use backoff::{Jitter, Random};
 pub use budget::RetryBudget;

@@ -102,6 +102,12 @@ const STATUSES: &[ProblemStatuses] = &[
     row("request-unsupported", &[405, 501], &[12]),
 ];
 
+/// The problems after which nothing was executed, with their statuses over HTTP and their codes over gRPC.
+#[cfg(test)]
+pub(crate) fn problem_statuses() -> impl Iterator<Item = (&'static str, &'static [u16], &'static [u16])> {
+    STATUSES.iter().map(|row| (row.problem, row.http, row.grpc))
+}
+
 fn rule_of(problem: &str) -> Option<&'static ProblemStatuses> {
     STATUSES.iter().find(|row| row.problem == problem)
 }

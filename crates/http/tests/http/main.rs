@@ -6,6 +6,7 @@ mod awaited_responses;
 mod concurrency;
 mod first_sent;
 mod request_budget;
+mod request_vectors;
 mod slow_body;
 mod slow_reader;
 mod tool_calls;
