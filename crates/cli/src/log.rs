@@ -48,8 +48,8 @@ struct Log {
 /// the store itself.
 const DATABASE_LIBRARY: &str = "sqlx=error";
 
-/// The target of the lines about what operators do. They are logged at every level: an operator who changes the level must not act
-/// unseen.
+/// The target of the lines about what operators do. They are logged at every level: an operator who changes the level must not
+/// act unseen.
 pub(crate) const OPERATOR: &str = "oncegate::operator";
 
 /// Starts the log on the standard error, with the levels in `ONCEGATE_LOG`.

@@ -332,8 +332,8 @@ pub(crate) fn admin_address(text: &str) -> Read<SocketAddr> {
     }
 }
 
-/// Returns true for a URL that only commands can use: with a host name, or with TLS, which the admin address does not have. A sidecar
-/// cannot listen there.
+/// Returns true for a URL that only commands can use: with a host name, or with TLS, which the admin address does not have. A
+/// sidecar cannot listen there.
 pub(crate) fn is_admin_elsewhere(text: &str) -> bool {
     let Some((scheme, rest)) = text.split_once("://") else { return false };
     let is_authority = |authority: &Authority| {

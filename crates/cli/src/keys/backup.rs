@@ -85,8 +85,8 @@ fn refused(what: impl Into<String>) -> Failure {
     Failure::Refused(what.into())
 }
 
-/// Refuses a symbolic link. A copy replaces its directory, and removes what an earlier copy left, which must not happen in another
-/// place. Links in the path before it are followed.
+/// Refuses a symbolic link. A copy replaces its directory, and removes what an earlier copy left, which must not happen in
+/// another place. Links in the path before it are followed.
 fn not_a_link(path: &Path) -> Result<(), Failure> {
     match fs::read_link(path) {
         Ok(to) => Err(refused(format!(
