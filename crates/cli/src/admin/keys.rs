@@ -24,6 +24,7 @@ use super::seal::{self, ReadRecord};
 use super::view::{self, Detail, RecordView};
 use super::{AdminState, listing};
 use crate::config::{did_you_mean, duration};
+use crate::log::OPERATOR;
 
 pub(super) type AdminResult = Result<Response, Problem>;
 pub(super) type Pairs = Result<Query<Vec<(String, String)>>, QueryRejection>;
@@ -584,6 +585,7 @@ pub(super) async fn settle(
             let record = &found.record;
             let to = record.state_name(store.now());
             tracing::info!(
+                target: OPERATOR,
                 record = %id,
                 %from,
                 %to,

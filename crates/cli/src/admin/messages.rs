@@ -22,6 +22,7 @@ use super::keys::{AdminResult, AuditTexts, Body, Pairs, from_json, limit, pairs}
 use super::problem::Problem;
 use super::{AdminState, view};
 use crate::config::did_you_mean;
+use crate::log::OPERATOR;
 
 /// The time for which brokers may drop a message whose identifier they know, unless the operator gives another one: that of a
 /// FIFO queue of Amazon SQS, the longest default.
@@ -541,6 +542,7 @@ pub(super) async fn audit(State(state): State<AdminState>, query: Pairs) -> Admi
 fn changed(kind: &str, number: u64, done: &Value, texts: &AuditTexts) -> Response {
     let note = texts.note();
     tracing::info!(
+        target: OPERATOR,
         kind,
         number,
         outcome = done["outcome"].as_str().unwrap_or_default(),
