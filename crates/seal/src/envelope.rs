@@ -84,6 +84,11 @@ impl SealInfo {
             .map(|sealed| sealed.info)
     }
 
+    /// The facts about a sealed form.
+    pub(crate) fn read(sealed: &[u8]) -> Result<Self, SealError> {
+        Ok(Envelope::read(sealed)?.ok_or(SealError::Broken)?.info)
+    }
+
     /// The facts about each sealed part of a record, as the store behind a [`SealedStore`](crate::SealedStore) has it: its
     /// response and its steps.
     pub fn of_record(record: &Record) -> impl Iterator<Item = Self> {
@@ -201,6 +206,11 @@ impl<'a> Place<'a> {
         }
         context
     }
+}
+
+/// Returns true if the bytes begin like a sealed form.
+pub(crate) fn is_sealed(bytes: &[u8]) -> bool {
+    bytes.starts_with(&MAGIC)
 }
 
 /// The parts of a sealed form.

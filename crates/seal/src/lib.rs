@@ -54,6 +54,7 @@ mod key;
 mod keyless;
 mod keyring;
 mod refused;
+mod reseal;
 mod store;
 
 pub use dead_letter::{
@@ -65,4 +66,5 @@ pub use key::{SealKey, SealKeyError, SealKeyId};
 pub use keyless::KeylessStore;
 pub use keyring::{Keyring, KeyringError};
 pub use refused::{MissingKey, SealRefusals, SealSample};
+pub use reseal::{ResealOptions, ResealOutcome};
 pub use store::{SealKeys, SealedStore, StoredRecord};

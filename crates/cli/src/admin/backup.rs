@@ -53,7 +53,7 @@ impl BackupStore {
         let _once = self.store.set(Arc::downgrade(store));
     }
 
-    fn get(&self) -> Option<Arc<EmbeddedStore>> {
+    pub(super) fn get(&self) -> Option<Arc<EmbeddedStore>> {
         self.store.get()?.upgrade()
     }
 }

@@ -10,8 +10,8 @@ use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use http::request::Parts;
 use http::{Method, Request, StatusCode};
 use oncegate_core::{
-    AuditEntry, CallerTag, IdempotencyKey, KeyError, KeyTag, ListQuery, Outcome, Record, RecordId,
-    Resolution, Resolve, StateName, StateSet, StoredResponse, Timestamp, limits,
+    AuditEntry, CallerTag, ID_SECRET_RECORD, IdempotencyKey, KeyError, KeyTag, ListQuery, Outcome, Record,
+    RecordId, Resolution, Resolve, StateName, StateSet, StoredResponse, Timestamp, limits,
 };
 use oncegate_http::{AuthorityRole, CallerPart, KeyGrammar, KeySyntax, SHADOW_OPERATION, Settings};
 use serde::Deserialize;
@@ -184,6 +184,20 @@ pub(super) async fn find(State(state): State<AdminState>, body: Body) -> AdminRe
     Ok(view::json(&found.view(id, state.engine.store().now(), detail).json()))
 }
 
+/// A key whose tag is asked for. It is in a body, because URLs are written to logs.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct TagRequest {
+    key: String,
+}
+
+/// The tag of a key, by which a listing selects. With an id secret, only the sidecar can compute it.
+pub(super) async fn tag(State(state): State<AdminState>, body: Body) -> AdminResult {
+    let TagRequest { key } = from_json(body)?;
+    let key = searched_key(&key).map_err(|error| Problem::bad_request(format!("key: {error}.")))?;
+    Ok(view::json(&json!({"key_tag": state.engine.ids().key_tag(&key).to_string()})))
+}
+
 /// A hint for a caller value that begins with the name of its field or cookie.
 fn spelling_hint(settings: &Settings, caller: Option<&Caller>) -> String {
     let Some(Caller::Value(text)) = caller else { return String::new() };
@@ -210,7 +224,7 @@ async fn find_by_key(state: &AdminState, find: &Find) -> AdminResult {
     }
     let key = searched_key(&find.key).map_err(|error| Problem::bad_request(format!("key: {error}.")))?;
     let mut filter = ListQuery::default();
-    filter.key = Some(KeyTag::of(&key));
+    filter.key = Some(state.engine.ids().key_tag(&key));
     filter.limit = limits::MAX_PAGE_RECORDS;
     listing::newest(state, filter, Period::default()).await
 }
@@ -544,6 +558,12 @@ pub(super) async fn settle(
 ) -> Result<Settled, Problem> {
     let AuditTexts { actor, reason } = audit;
     let record = read_existing(state, id).await?.record;
+    if id == ID_SECRET_RECORD {
+        return Err(Problem::not_resolvable(
+            id,
+            "It marks the store as that of one id secret, and is no request: no operator changes it.",
+        ));
+    }
     if is_shadow(record.label.operation()) {
         return Err(Problem::not_resolvable(
             id,

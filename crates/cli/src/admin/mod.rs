@@ -6,6 +6,7 @@
 //! | `GET /readyz` | 200 while requests are accepted and the store would accept a write, else 503 |
 //! | `GET /metrics` | counters, gauges and histograms for Prometheus |
 //! | `GET /v1/keys?state=&caller=&key_tag=&operation=&min_age=&limit=&order=&cursor=` | records: the newest, or a page |
+//! | `POST /v1/keys/tag` | the tag of a key, for `key_tag` |
 //! | `GET /v1/keys/{record}?body=true` | one record; its stored body only if asked for |
 //! | `GET /v1/keys/{record}/timeline` | the events of a record in this sidecar, since its start |
 //! | `POST /v1/keys/find` | one record by key, method, path and caller; or all records of a key |
@@ -36,6 +37,7 @@ mod activity;
 mod backup;
 mod cache;
 mod census;
+mod content;
 mod dashboard;
 mod durations;
 mod exposition;
@@ -200,14 +202,18 @@ pub(crate) fn router(state: AdminState) -> Router {
         .route("/metrics", get(metrics))
         .route("/v1/keys", get(keys::list))
         .route("/v1/keys/find", post(keys::find))
+        .route("/v1/keys/forget", post(content::forget))
+        .route("/v1/keys/tag", post(keys::tag))
         .route("/v1/keys/{record}", get(keys::show))
         .route("/v1/keys/{record}/timeline", get(activity::timeline))
         .route("/v1/keys/{record}/resolve", post(keys::resolve))
         .route("/v1/keys/{record}/release", post(keys::release))
         .route("/v1/keys/{record}/park", post(keys::park))
+        .route("/v1/keys/{record}/forget", post(content::forget_one))
         .route("/v1/audit", get(keys::audit))
         .route("/v1/seal", get(seal::show))
         .route("/v1/seal/usage", get(seal::usage))
+        .route("/v1/seal/reseal", post(content::reseal))
         .route("/v1/audit/messages", get(messages::audit))
         .route("/v1/dead-letters", get(messages::dead_letters))
         .route("/v1/dead-letters/{number}", get(messages::dead_letter))
@@ -221,6 +227,7 @@ pub(crate) fn router(state: AdminState) -> Router {
         .route("/v1/misuse", get(activity::misuse))
         .route("/v1/activity", get(activity::feed))
         .route("/v1/backup", get(backup::send))
+        .route("/v1/compact", post(content::compact))
         .route("/v1/clock/accept", post(accept_clock))
         .route("/v1/log-level", get(log_level::show).put(log_level::set).delete(log_level::reset))
         .fallback(dashboard::no_such_path)

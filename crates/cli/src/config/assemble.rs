@@ -19,6 +19,7 @@ use crate::otlp::OtlpOptions;
 use super::advice;
 use super::cors::Cors;
 use super::file::RouteTable;
+use super::id_secret;
 use super::problem::{FilePlace, Problem, Source};
 use super::rate;
 use super::scope;
@@ -47,7 +48,14 @@ pub(super) fn draft(
     let mut warnings = advice::on_service(values);
     let file = |given: &Option<Sourced<PathBuf>>| given.as_ref().map(|file| file.value.clone());
     let (token_file, seal_file) = (file(&values.admin_token_file), file(&values.seal_keys_file));
-    warnings.extend(advice::on_secrets(token_file.as_ref(), seal_file.as_ref(), tls.as_ref()));
+    let id_secret_file = file(&values.id_secret_file);
+    let secret_files = [
+        ("the admin token", token_file.as_ref()),
+        ("the seal keys", seal_file.as_ref()),
+        ("the id secret", id_secret_file.as_ref()),
+        ("the TLS key", tls.as_ref().map(|files| &files.key)),
+    ];
+    warnings.extend(advice::on_secrets(secret_files));
     let jwt = scope::jwt_verifier(values, problems);
     if jwt.is_some() {
         warnings.extend(advice::on_token_secret(values));
@@ -83,6 +91,7 @@ pub(super) fn draft(
         problems,
     );
     let seal = seal::settings(values, problems);
+    let id_secret = id_secret::read(values, problems);
     warnings.extend(seal::advice(
         values,
         std::iter::once(&default).chain(routes.iter().map(|route| &route.config)),
@@ -141,6 +150,7 @@ pub(super) fn draft(
         service: values.service.as_ref().map(|service| service.value.clone()),
         tls: tls.clone(),
         seal,
+        id_secret,
         jwt,
         jwt_keys: values.jwt_keys.as_ref().map(|keys| keys.value.clone()),
         default,

@@ -5,6 +5,7 @@
 mod backup;
 pub(crate) mod client;
 mod clock;
+mod content;
 mod health;
 pub(crate) mod print;
 mod seals;
@@ -19,13 +20,13 @@ use std::process::ExitCode;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use clap::{Args, Subcommand};
-use oncegate_core::KeyTag;
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use serde_json::{Map, Value, json};
 
 pub(crate) use self::backup::BackupArgs;
 use self::client::Client;
 pub(crate) use self::clock::ClockArgs;
+pub(crate) use self::content::{ForgetArgs, ResealArgs};
 pub(crate) use self::health::HealthArgs;
 pub(crate) use self::seals::SealUsageArgs;
 use crate::admin::searched_key;
@@ -291,6 +292,16 @@ pub(crate) fn run_backup(args: &BackupArgs) -> ExitCode {
     ask(async |out: &mut StdoutLock<'_>| backup::execute(args, env, out).await)
 }
 
+/// Runs the command that seals records anew. The exit code reports how it ended.
+pub(crate) fn run_reseal(args: &ResealArgs) -> ExitCode {
+    ask(async |out: &mut StdoutLock<'_>| content::reseal(args, env, out).await)
+}
+
+/// Runs the command that removes the content of records. The exit code reports how it ended.
+pub(crate) fn run_forget(args: &ForgetArgs) -> ExitCode {
+    ask(async |out: &mut StdoutLock<'_>| content::forget(args, env, confirmation(), out).await)
+}
+
 /// Runs the command that counts records by seal key. The exit code reports how it ended.
 pub(crate) fn run_seal_usage(args: &SealUsageArgs) -> ExitCode {
     ask(async |out: &mut StdoutLock<'_>| seals::execute(args, env, out).await)
@@ -432,7 +443,10 @@ impl Ls {
         if !(1..=1000).contains(&self.limit) {
             return Err(Failure::Usage(format!("--limit {}: from 1 to 1000 is allowed", self.limit)));
         }
-        let tag = self.key.as_deref().map(key_tag).transpose()?;
+        let tag = match &self.key {
+            Some(key) => Some(key_tag(client, key).await?),
+            None => None,
+        };
         let filters = [
             ("state", self.state.as_deref()),
             ("caller", self.caller.as_deref()),
@@ -487,10 +501,12 @@ fn listing_path(filters: &[(&str, Option<&str>)], limit: usize, cursor: Option<&
     path
 }
 
-/// The tag of a key, which is sent instead of the key: URLs are written to logs.
-fn key_tag(key: &str) -> Result<String, Failure> {
-    let key = searched_key(key).map_err(|error| Failure::Usage(format!("--key: {error}")))?;
-    Ok(KeyTag::of(&key).to_string())
+/// The tag of a key, which is sent in addresses instead of the key: they are written to logs. The sidecar computes it, because it
+/// may have an id secret.
+async fn key_tag(client: &Client, key: &str) -> Result<String, Failure> {
+    searched_key(key).map_err(|error| Failure::Usage(format!("--key: {error}")))?;
+    let answer = client.post("/v1/keys/tag", &json!({"key": key})).await?;
+    Ok(answer["key_tag"].as_str().unwrap_or_default().to_owned())
 }
 
 /// The most records of one key that are shown.
@@ -504,7 +520,7 @@ async fn find_by_key(
     as_json: bool,
     out: &mut impl Write,
 ) -> Result<(), Failure> {
-    let tag = key_tag(key)?;
+    let tag = key_tag(client, key).await?;
     let mut page = walk(client, &[("key_tag", Some(&tag))], MAX_FOUND, None).await?;
     let newest_first =
         |record: &Value| std::cmp::Reverse(record["changed_at"].as_str().unwrap_or_default().to_owned());

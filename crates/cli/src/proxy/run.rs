@@ -235,6 +235,13 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
         Some(service) => builder.with_service(service),
         None => builder,
     };
+    let builder = match config.id_secret.clone() {
+        Some(secret) => {
+            tracing::info!("the id secret {} keys the identities of records", secret.name());
+            builder.with_id_secret(secret)
+        }
+        None => builder,
+    };
     let activity = Activity::default();
     let observers = ((metrics.clone(), activity.clone()), left.clone());
     #[cfg(feature = "failpoints")]
@@ -242,6 +249,7 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
     #[cfg(not(feature = "failpoints"))]
     let builder = builder.with_observer(observers);
     let engine = builder.build();
+    tokio::spawn(super::id_watch::run(engine.id_guard().clone()));
     tokio::spawn(count_records(counted, left, metrics.clone()));
     let (sampled, counters) = (activity.clone(), metrics.clone());
     tokio::spawn(async move { sampled.hour().sample(|| counters.outcome_counts()).await });

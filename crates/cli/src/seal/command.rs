@@ -39,7 +39,8 @@ async fn keys_within(words: &[String], note: fn(&str), timeout: Duration) -> Res
     };
     let mut command = Command::new(program);
     command.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    // The program needs the rest of the environment, but not the token of the admin API.
+    // The program needs the rest of the environment, but none of the secrets of the sidecar.
+    command.env_remove("ONCEGATE_ID_SECRET");
     command.env_remove("ONCEGATE_ADMIN_TOKEN").kill_on_drop(true).process_group(0);
     let mut child = command.spawn().map_err(|error| format!("cannot run {program}: {error}"))?;
     let mut group = Group(child.id().and_then(|id| i32::try_from(id).ok()).and_then(Pid::from_raw));

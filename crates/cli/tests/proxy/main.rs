@@ -9,6 +9,7 @@ mod budget;
 mod cached;
 mod callers;
 mod config;
+mod content;
 mod corrections;
 mod cors;
 mod dashboard;

@@ -18,24 +18,24 @@ use crate::support::{FixedService, Message, Service, Sidecar, request, sidecar, 
 
 /// A part of every response of the service, and of no log.
 const SECRET: &str = "4111-secret-1111";
-const CARD: &str = "HTTP/1.1 201 Created\r\nContent-Type: application/json\r\nContent-Length: 53\r\n\r\n\
+pub(crate) const CARD: &str = "HTTP/1.1 201 Created\r\nContent-Type: application/json\r\nContent-Length: 53\r\n\r\n\
     {\"card\":{\"number\":\"4111-secret-1111\",\"holder\":\"Ann\"}}";
 
 fn key(n: u8) -> SealKey {
     SealKey::from_bytes([n; 32])
 }
 
-fn id(n: u8) -> String {
+pub(crate) fn id(n: u8) -> String {
     key(n).id().to_string()
 }
 
 /// A directory with a file of keys.
-struct Keys {
+pub(crate) struct Keys {
     directory: tempfile::TempDir,
 }
 
 impl Keys {
-    fn new(keys: &[u8]) -> Self {
+    pub(crate) fn new(keys: &[u8]) -> Self {
         let new = Self { directory: tempfile::tempdir().unwrap() };
         new.set(keys);
         new
@@ -45,11 +45,11 @@ impl Keys {
         self.directory.path().join("seal-keys")
     }
 
-    fn flag(&self) -> String {
+    pub(crate) fn flag(&self) -> String {
         format!("--seal-keys-file={}", self.file().display())
     }
 
-    fn set(&self, keys: &[u8]) {
+    pub(crate) fn set(&self, keys: &[u8]) {
         let lines: Vec<_> = keys.iter().map(|n| key(*n).to_secret_text().to_string()).collect();
         fs::write(self.file(), lines.join("\n")).unwrap();
         fs::set_permissions(self.file(), fs::Permissions::from_mode(0o600)).unwrap();
@@ -60,13 +60,18 @@ fn post(path: &str) -> String {
     request("POST", path, &[KEY], "{}")
 }
 
-async fn start(service: &FixedService, store: &str, flags: &[&str]) -> Sidecar {
+/// The same request of different callers.
+pub(crate) fn post_as(caller: &str, path: &str, body: &str) -> String {
+    request("POST", path, &[KEY, &format!("Authorization: Bearer {caller}")], body)
+}
+
+pub(crate) async fn start(service: &FixedService, store: &str, flags: &[&str]) -> Sidecar {
     let mut command = sidecar(&format!("http://{}", service.address));
     Sidecar::run(command.env("ONCEGATE_STORE", store).args(flags)).await
 }
 
 /// Stops the sidecar. Asserts that its log shows neither a response nor a key.
-async fn stop(mut sidecar: Sidecar) -> String {
+pub(crate) async fn stop(mut sidecar: Sidecar) -> String {
     sidecar.process.signal(Signal::TERM);
     let out = sidecar.process.output().await.join("\n");
     let text = format!("{out}\n{}", sidecar.process.errors().await);
@@ -75,13 +80,13 @@ async fn stop(mut sidecar: Sidecar) -> String {
     text
 }
 
-async fn oncegate(args: &[&str]) -> Output {
+pub(crate) async fn oncegate(args: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
     within("the end of a command", command.args(args).env_clear().output()).await.unwrap()
 }
 
 /// The output of a command about the records of a sidecar, which must succeed.
-async fn keys(sidecar: &Sidecar, args: &[&str]) -> String {
+pub(crate) async fn keys(sidecar: &Sidecar, args: &[&str]) -> String {
     let admin = format!("--admin={}", sidecar.admin);
     let output = oncegate(&[args, &[&admin]].concat()).await;
     let text = String::from_utf8([&output.stdout[..], &output.stderr].concat()).unwrap();
@@ -98,7 +103,7 @@ async fn record(sidecar: &Sidecar) -> String {
 }
 
 /// Returns true if a file below this directory contains the secret.
-fn shows(directory: &Path) -> bool {
+pub(crate) fn shows(directory: &Path) -> bool {
     fs::read_dir(directory).unwrap().any(|entry| {
         let path = entry.unwrap().path();
         if path.is_dir() {
@@ -111,7 +116,7 @@ fn shows(directory: &Path) -> bool {
 }
 
 /// A server with the schema.
-async fn postgres() -> PostgresServer {
+pub(crate) async fn postgres() -> PostgresServer {
     let server = tokio::task::spawn_blocking(|| PostgresServer::start().unwrap()).await.unwrap();
     let mut apply = Command::new(env!("CARGO_BIN_EXE_oncegate"));
     apply.args(["schema", "apply", "postgres"]).env("ONCEGATE_STORE", server.url());

@@ -3,6 +3,7 @@
 mod conformance;
 mod keyless;
 mod refusals;
+mod reseal;
 mod rotation;
 mod vectors;
 
