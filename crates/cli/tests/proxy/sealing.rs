@@ -262,7 +262,7 @@ async fn a_dump_of_redis_shows_no_response_and_two_sidecars_may_order_their_keys
     }
 }
 
-/// What `seal-required` will refuse is known before the sidecar starts with it.
+/// An operator knows what `seal-required` will refuse before the sidecar starts with it.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_check_counts_the_responses_in_clear() {
     let (service, keys_file) = (Service::new().await.answers(CARD), Keys::new(&[1]));
