@@ -381,8 +381,8 @@ fn remains(sums: &Sums) -> String {
 }
 
 impl ForgetArgs {
-    /// The tag of the caller. The sidecar computes it, because it may have an id secret: a tag that is computed without the secret
-    /// would match no record, and the caller would seem to be forgotten.
+    /// The tag of the caller. The sidecar computes it, because it may have an id secret: a tag that is computed without the
+    /// secret would match no record, and the caller would seem to be forgotten.
     async fn tag(&self, client: &Client) -> Result<String, Failure> {
         let Some(file) = &self.caller_fields else { return Ok(self.caller.clone().unwrap_or_default()) };
         let text = super::read_text("--caller-fields", file)?;
