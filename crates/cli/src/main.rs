@@ -268,6 +268,21 @@ mod tests {
         assert_eq!(version, concat!("oncegate ", env!("CARGO_PKG_VERSION"), "\n"));
     }
 
+    /// The first column of the table has each command, also in one cell with others or with its own subcommands.
+    #[test]
+    fn the_page_of_commands_has_a_row_for_each() {
+        let page = include_str!("../../../docs/reference/commands.md");
+        let (_, table) = page.split_once("| command | talks to | |\n").unwrap();
+        let rows: Vec<_> = table.lines().skip(1).take_while(|line| line.starts_with("| ")).collect();
+        let cells = rows.iter().map(|row| row.split(" | ").next().unwrap_or_default());
+        let spans = cells.flat_map(|cell| cell.split('`').skip(1).step_by(2));
+        let named: std::collections::BTreeSet<_> = spans.filter_map(|span| span.split(' ').next()).collect();
+        let command = Oncegate::command();
+        let known: std::collections::BTreeSet<_> =
+            command.get_subcommands().map(|command| command.get_name()).collect();
+        assert_eq!(named, known);
+    }
+
     #[test]
     fn the_arguments_are_consistent() {
         Oncegate::command().debug_assert();

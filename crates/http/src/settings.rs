@@ -728,7 +728,7 @@ impl Settings {
     /// attempt. `None` if the response cannot be replayed: it has no end, is another protocol, or is too large; or if its
     /// members cannot be redacted.
     ///
-    /// Redaction reads the whole body: a few milliseconds for each MiB. In a future, use
+    /// Redaction reads the whole body: up to 8 milliseconds for each MiB. In a future, use
     /// [`stored_response_off_thread`](Self::stored_response_off_thread).
     #[must_use]
     pub fn stored_response(

@@ -212,8 +212,10 @@ impl TransactionalInbox {
     }
 
     /// Seals the header values, the payload and the error of dead letters with these keys, and opens them for
-    /// [`process_dead_letter`](Self::process_dead_letter). `oncegate dead-letters` and a sidecar need the same keys to show them and
-    /// to publish them again. Receipts, buffered events and the outbox stay in clear.
+    /// [`process_dead_letter`](Self::process_dead_letter). Without keys, dead letters are in clear.
+    ///
+    /// `oncegate dead-letters` and a sidecar need the same keys to show them and to publish them again. Receipts, buffered
+    /// events and the outbox stay in clear.
     #[must_use]
     pub fn with_seal_keys(self, keys: impl Into<SealKeys>) -> Self {
         self.with(|inner| inner.receipts.keys = keys.into())

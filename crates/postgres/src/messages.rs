@@ -406,8 +406,8 @@ impl MessageOperator {
         Self { options, running: Arc::new(Semaphore::new(MAX_CONCURRENT)), opener: None }
     }
 
-    /// Opens sealed dead letters with this, to show them and to publish them again. Without it they are shown in their sealed form
-    /// and cannot be published.
+    /// Opens sealed dead letters with this, to show them and to publish them again. Without it they are shown in their
+    /// sealed form and cannot be published.
     #[must_use]
     pub fn with_opener(self, opener: impl OpenDeadLetters) -> Self {
         Self { opener: Some(Arc::new(opener)), ..self }

@@ -48,8 +48,9 @@ impl SealInfo {
     }
 }
 
-/// Seals the header values and the payload of a dead letter. The sealed form takes the place of the payload, and the header values
-/// are stored empty. `None` if the keys seal nothing.
+/// Seals the header values and the payload of a dead letter. `None` if the keys seal nothing.
+///
+/// The sealed form takes the place of the payload, and the header values are stored empty.
 ///
 /// # Errors
 /// If a value has 4 GiB or more, or all of it is too long for the cipher.
@@ -74,8 +75,8 @@ pub fn seal_dead_letter(
 /// Opens the payload of a dead letter whose headers have these names. `None` if it is not sealed.
 ///
 /// # Errors
-/// [`SealError::KeyMissing`], [`SealError::UnknownVersion`], [`SealError::Broken`] if these bytes are not what was sealed for this
-/// place, or [`SealError::NotSealed`] if the keys ask for sealed parts only.
+/// [`SealError::KeyMissing`], [`SealError::UnknownVersion`], [`SealError::Broken`] if these bytes are not what was sealed for
+/// this place, or [`SealError::NotSealed`] if the keys ask for sealed parts only.
 pub fn open_dead_letter(
     place: &DeadLetterPlace<'_>,
     header_names: &[&str],

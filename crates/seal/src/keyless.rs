@@ -11,8 +11,8 @@ use crate::envelope::{SealError, SealInfo};
 use crate::keyring::Keyring;
 use crate::refused::SealRefusals;
 
-/// A store of a process without seal keys: it seals and opens nothing, and counts the sealed responses that it refuses, so that an
-/// operator notices keys that were lost.
+/// A store of a process without seal keys. It counts the sealed responses that it refuses, so that an operator notices keys
+/// that were lost.
 ///
 /// - A claim of a record with a sealed response is [`StoreErrorKind::Sealed`](oncegate_core::StoreErrorKind::Sealed), and the
 ///   error names the key.

@@ -7,8 +7,8 @@ use axum::extract::{Path, State};
 use axum::response::Response;
 use http::header::HeaderMap;
 use oncegate_core::{
-    CallerTag, Command, Forget, ListPage, ListQuery, Outcome, Record, RecordId, RecordedResponse,
-    State as RecordState, StateName, Store, StoreError, StoreErrorKind, limits,
+    CallerTag, Command, Forget, ID_SECRET_RECORD, ListPage, ListQuery, Outcome, Record, RecordId,
+    RecordedResponse, State as RecordState, StateName, Store, StoreError, StoreErrorKind, limits,
 };
 use oncegate_seal::{ResealOptions, ResealOutcome, SealError, SealedStore};
 use serde::Deserialize;
@@ -187,7 +187,7 @@ async fn forget_page(
     let (mut forgotten, mut nothing_kept, mut expired) = (0_u64, 0_u64, 0_u64);
     let (mut open, mut locked) = (Vec::new(), Vec::new());
     let now = state.engine.store().now();
-    for (id, record) in &page.records {
+    for (id, record) in page.records.iter().filter(|(id, _)| *id != ID_SECRET_RECORD) {
         let outcome = match content(record) {
             Content::Nothing => Ok(ForgetOutcome::NothingKept),
             Content::Open => Ok(ForgetOutcome::Open(record.state_name(now))),

@@ -25,6 +25,7 @@ use super::listing::{Period, WALK_TIMEOUT, moment};
 use super::problem::Problem;
 use super::{AdminState, view};
 use crate::config::did_you_mean;
+use crate::log::OPERATOR;
 
 /// The time for which brokers may drop a message whose identifier they know, unless the operator gives another one: that of a
 /// FIFO queue of Amazon SQS, the longest default.
@@ -667,6 +668,7 @@ pub(super) async fn change_and_log(
     let note = texts.note();
     let changed = change(operator(state)?, number, wanted, note).await?;
     tracing::info!(
+        target: OPERATOR,
         kind = wanted.kind.as_str(),
         number,
         outcome = changed.outcome,

@@ -180,7 +180,7 @@ impl Sidecar {
         let address = listener.local_addr().unwrap();
         let (stop, stopped) = oneshot::channel::<()>();
         tokio::spawn(async move {
-            serve(listener, state, async {
+            serve(listener, state, Handle::current(), async {
                 let _ = stopped.await;
             })
             .await;

@@ -99,7 +99,7 @@ pub(super) fn draft(
     let store_must_exist = given(&values.store_must_exist);
     check_store_must_exist(values, problems);
     check_service(values, store.is_some(), problems);
-    let admin_token = read_token(values, problems);
+    let admin_token = read_token(values, problems, &mut warnings);
     check_addresses(values, problems);
     check_record_limits(values, problems);
     // A URL that could not be read has been reported already.
@@ -657,25 +657,51 @@ fn check_store_must_exist(values: &Values, problems: &mut Vec<Problem>) {
     }
 }
 
-fn read_token(values: &Values, problems: &mut Vec<Problem>) -> Option<AdminToken> {
+/// The token. As everywhere, a flag wins over the environment, and the environment over the file.
+fn read_token(
+    values: &Values,
+    problems: &mut Vec<Problem>,
+    warnings: &mut Vec<Problem>,
+) -> Option<AdminToken> {
+    let differs = |token: &AdminToken, file: &Path| token_in(file).as_ref() != Ok(token);
     match (&values.admin_token, &values.admin_token_file) {
-        (Some(token), Some(file)) => {
-            let what =
-                format!("{} is set, too; the token must come from one source, so leave one out", file.source);
+        (Some(token), Some(Sourced { source: source @ Source::Env(_), .. })) => {
+            let what = format!("{source} is set, too; the token must come from one source, so leave one out");
             problems.push(Problem::error(token.source.clone(), what));
             None
         }
-        (Some(token), None) => Some(token.value.clone()),
-        (None, Some(file)) => match token_in(&file.value) {
-            Ok(token) => Some(token),
-            Err(what) => {
-                let what = format!("{}: {what}", file.value.display());
-                problems.push(Problem::error(file.source.clone(), what));
-                None
+        (Some(token), Some(Sourced { value: file, source: source @ Source::Flag(_) })) => {
+            if differs(&token.value, file) {
+                let what =
+                    format!("another token than that of {source}, which wins; this one is not accepted");
+                warnings.push(Problem::warning(token.source.clone(), what));
             }
-        },
+            token_or_problem(file, source, problems)
+        }
+        (Some(token), Some(file)) => {
+            if differs(&token.value, &file.value) {
+                let what = format!(
+                    "another token than that in {}, which it overrides; a reload does not change it",
+                    file.value.display()
+                );
+                warnings.push(Problem::warning(token.source.clone(), what));
+            }
+            Some(token.value.clone())
+        }
+        (Some(token), None) => Some(token.value.clone()),
+        (None, Some(file)) => token_or_problem(&file.value, &file.source, problems),
         (None, None) => None,
     }
+}
+
+fn token_or_problem(file: &Path, source: &Source, problems: &mut Vec<Problem>) -> Option<AdminToken> {
+    let token = token_in(file);
+    token
+        .map_err(|what| {
+            let what = format!("{}: {what}", file.display());
+            problems.push(Problem::error(source.clone(), what));
+        })
+        .ok()
 }
 
 fn token_in(path: &Path) -> Result<AdminToken, String> {

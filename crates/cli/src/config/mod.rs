@@ -502,7 +502,7 @@ impl Draft {
         let variables: Vec<_> = env.into_iter().collect();
         let mut ignored = Vec::new();
         let from_standard = standard_env::read(&variables, &mut ignored);
-        let from_env = env::read(variables, &mut problems);
+        let from_env = env::read(variables, &mut problems, &mut ignored);
         let from_flags: Vec<_> = args.entries().collect();
         let path = config_path(&from_env, &from_flags);
         let content = match &path {

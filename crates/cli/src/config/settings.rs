@@ -198,13 +198,13 @@ settings! {
     "listen" SERVICE Service One "ADDR" Value("127.0.0.1:8080");
     listen: SocketAddr = units::address;
 
-    /// Serves /livez, /readyz, /metrics, the admin API and the dashboard on this address. An address that other machines can
-    /// reach needs an admin token.
+    /// Serves /livez, /readyz, /metrics, the admin API and the dashboard on this address, which may also be written as
+    /// http://IP:PORT. An address that other machines can reach needs an admin token.
     "admin" SERVICE Service One "ADDR" Value("127.0.0.1:9090");
-    admin: SocketAddr = units::address;
+    admin: SocketAddr = units::admin_address;
 
     /// Reads the admin token, at least 16 characters, from this file. The environment variable ONCEGATE_ADMIN_TOKEN can
-    /// hold the token instead.
+    /// hold the token instead, and overrides a file that the configuration file names.
     "admin-token-file" SERVICE Live One "FILE" Nothing("no token, for loopback addresses only");
     admin_token_file: PathBuf = units::path;
 

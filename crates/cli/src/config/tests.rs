@@ -226,7 +226,10 @@ fn every_setting_can_be_given_everywhere_it_is_allowed() {
         if let Some(flag) = &flag {
             ways.push(("flag", flags::parse(&[flag]).unwrap().entries().collect()));
         }
-        ways.push(("env", env::read([(setting.variable().into(), text.into())], &mut problems)));
+        ways.push((
+            "env",
+            env::read([(setting.variable().into(), text.into())], &mut problems, &mut Vec::new()),
+        ));
         if setting.settable_in != SettableIn::Secret {
             ways.push(("file", file::read("f", &in_file, &mut problems).unwrap().entries));
         }
@@ -346,11 +349,14 @@ fn single_mistakes_have_single_errors() {
         ),
         (
             Given {
-                env: &[TO, ("ONCEGATE_ADMIN_TOKEN", "0123456789abcdef")],
-                flags: &["--admin-token-file", "f"],
+                env: &[
+                    TO,
+                    ("ONCEGATE_ADMIN_TOKEN", "0123456789abcdef"),
+                    ("ONCEGATE_ADMIN_TOKEN_FILE", "/nowhere"),
+                ],
                 ..NOTHING
             },
-            "ONCEGATE_ADMIN_TOKEN: --admin-token-file is set, too; the token must come from one source, so leave one out",
+            "ONCEGATE_ADMIN_TOKEN: ONCEGATE_ADMIN_TOKEN_FILE is set, too; the token must come from one source, so leave one out",
         ),
         (
             Given { env: &[TO], flags: &["--admin-token-file", "/nowhere/token"], ..NOTHING },
@@ -560,6 +566,61 @@ fn single_mistakes_have_single_errors() {
     for (given, expected) in table {
         assert_eq!(given.problems(), [*expected]);
         assert!(given.draft().0.config.is_none());
+    }
+}
+
+/// The same variables serve the commands of operators.
+#[test]
+fn variables_for_commands_are_fine_for_a_sidecar() {
+    const TOKEN: &str = "0123456789abcdef";
+    let given = |env: &[(&str, &str)], flags: &[&str], file: &str| {
+        let given = Given { env: &[&[TO], env].concat(), flags, file };
+        let (draft, _dir) = given.draft();
+        let warnings: Vec<_> = draft.problems.iter().map(ToString::to_string).collect();
+        let config = draft.config.unwrap_or_else(|| panic!("{warnings:?}"));
+        let logged: Vec<_> = config.warnings.iter().map(ToString::to_string).collect();
+        assert_eq!(logged, warnings);
+        let token = config.admin_token.map(|token| String::from_utf8(token.as_bytes().to_vec()).unwrap());
+        (config.admin.to_string(), token, warnings)
+    };
+    for url in ["http://127.0.0.1:9191", "http://127.0.0.1:9191/", "127.0.0.1:9191"] {
+        let (admin, _, warnings) = given(&[("ONCEGATE_ADMIN", url)], &[], "");
+        assert_eq!((admin.as_str(), warnings.len()), ("127.0.0.1:9191", 0), "{url}: {warnings:?}");
+    }
+    let elsewhere = [("ONCEGATE_ADMIN", "https://ops.example")];
+    let (admin, _, warnings) = given(&elsewhere, &[], "admin = \"127.0.0.1:9192\"");
+    assert_eq!(admin, "127.0.0.1:9192");
+    assert!(
+        warnings.len() == 1 && warnings[0].starts_with("ONCEGATE_ADMIN: it is the URL that commands use"),
+        "{warnings:?}"
+    );
+
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("token");
+    fs::write(&path, "the-token-in-the-file\n").unwrap();
+    fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
+    let file = format!("admin-token-file = {:?}", path.display().to_string());
+    let flag = format!("--admin-token-file={}", path.display());
+    let env = [("ONCEGATE_ADMIN_TOKEN", TOKEN)];
+    let (_, token, warnings) = given(&env, &[], &file);
+    assert_eq!(token.as_deref(), Some(TOKEN), "the environment wins over the file");
+    assert!(
+        warnings.len() == 1 && warnings[0].starts_with("ONCEGATE_ADMIN_TOKEN: another token than that in "),
+        "{warnings:?}"
+    );
+    let (_, token, warnings) = given(&env, &[&flag], "");
+    assert_eq!(token.as_deref(), Some("the-token-in-the-file"), "a flag wins over the environment");
+    assert!(
+        warnings.len() == 1
+            && warnings[0].contains("than that of --admin-token-file, which wins")
+            && !warnings[0].contains(TOKEN),
+        "{warnings:?}"
+    );
+    // The same token is no reason for a warning.
+    let env = [("ONCEGATE_ADMIN_TOKEN", "the-token-in-the-file")];
+    for (flags, file) in [(&[][..], file.as_str()), (&[flag.as_str()], "")] {
+        let (_, token, warnings) = given(&env, flags, file);
+        assert_eq!((token.as_deref(), warnings.len()), (Some("the-token-in-the-file"), 0), "{warnings:?}");
     }
 }
 

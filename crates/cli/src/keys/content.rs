@@ -5,7 +5,6 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use oncegate_core::{CallerTag, Scope};
 use serde_json::{Map, Value, json};
 
 use super::client::Client;
@@ -317,7 +316,7 @@ pub(super) async fn forget(
     if let Some(record) = &args.record {
         return forget_one(args, record, &client, env, confirm, out).await;
     }
-    let caller = args.tag()?;
+    let caller = args.tag(&client).await?;
     let mut request = Value::Object(args.why.json(&env));
     request["caller"] = caller.clone().into();
     request["dry_run"] = true.into();
@@ -382,13 +381,18 @@ fn remains(sums: &Sums) -> String {
 }
 
 impl ForgetArgs {
-    /// The tag of the caller.
-    fn tag(&self) -> Result<String, Failure> {
+    /// The tag of the caller. The sidecar computes it, because it may have an id secret: a tag that is computed without the
+    /// secret would match no record, and the caller would seem to be forgotten.
+    async fn tag(&self, client: &Client) -> Result<String, Failure> {
         let Some(file) = &self.caller_fields else { return Ok(self.caller.clone().unwrap_or_default()) };
         let text = super::read_text("--caller-fields", file)?;
-        tag_of_fields(&text)
-            .map(|tag| tag.to_string())
-            .map_err(|what| Failure::Usage(format!("--caller-fields: {what}")))
+        let parts =
+            parts_of_fields(&text).map_err(|what| Failure::Usage(format!("--caller-fields: {what}")))?;
+        let answer = client.post("/v1/keys/tag", &json!({"caller": parts})).await?;
+        let tag = answer["caller_tag"].as_str().map(str::to_owned);
+        tag.ok_or_else(|| {
+            Failure::Refused("the sidecar did not answer with the tag of the caller".to_owned())
+        })
     }
 
     fn report(
@@ -414,8 +418,8 @@ impl ForgetArgs {
     }
 }
 
-/// The tag of the caller that these header fields identify, one in each line.
-fn tag_of_fields(text: &str) -> Result<CallerTag, String> {
+/// The parts of a caller's identity, each with its kind, that these header fields are, one in each line.
+fn parts_of_fields(text: &str) -> Result<Vec<(String, String)>, String> {
     let mut parts = Vec::new();
     for line in text.lines().filter(|line| !line.trim().is_empty()) {
         let (name, value) =
@@ -435,9 +439,7 @@ fn tag_of_fields(text: &str) -> Result<CallerTag, String> {
     if parts.is_empty() {
         return Err("there is no header field in it".to_owned());
     }
-    parts.sort();
-    let parts: Vec<_> = parts.iter().map(|(kind, value)| (kind.as_str(), value.as_bytes())).collect();
-    Ok(Scope::caller_of_parts(&parts).caller_tag())
+    Ok(parts)
 }
 
 fn print_forget(caller: &str, sums: &Sums, is_dry_run: bool, out: &mut impl Write) -> Result<(), Failure> {
@@ -487,16 +489,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn fields_make_the_tag_that_listings_show() {
-        let one = tag_of_fields("Authorization: Bearer a\n").unwrap();
-        assert_eq!(one, Scope::caller("header:authorization", b"Bearer a").caller_tag());
-        let two = tag_of_fields("X-Tenant: t\r\nCookie: sid=s\n\n").unwrap();
-        assert_eq!(
-            two,
-            Scope::caller_of_parts(&[("cookie:sid", b"s"), ("header:x-tenant", b"t")]).caller_tag()
-        );
+    fn fields_make_the_parts_of_a_caller() {
+        let part = |kind: &str, value: &str| (kind.to_owned(), value.to_owned());
+        let one = parts_of_fields("Authorization: Bearer a\n").unwrap();
+        assert_eq!(one, [part("header:authorization", "Bearer a")]);
+        let two = parts_of_fields("X-Tenant: t\r\nCookie: sid=s\n\n").unwrap();
+        assert_eq!(two, [part("header:x-tenant", "t"), part("cookie:sid", "s")]);
         for wrong in ["", "\n", "Bearer a", "X-Tenant:", ": a", "Cookie: sid"] {
-            let what = tag_of_fields(wrong).unwrap_err();
+            let what = parts_of_fields(wrong).unwrap_err();
             assert!(!what.contains("Bearer"), "{what}");
         }
     }

@@ -14,7 +14,7 @@ mod tests;
 
 use std::fs;
 use std::io::{self, BufRead as _, IsTerminal as _, Read as _, StdoutLock, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use base64::Engine as _;
@@ -43,11 +43,10 @@ pub(crate) struct KeysArgs {
 #[derive(Args, Debug)]
 #[command(next_help_heading = "The sidecar")]
 pub(crate) struct Access {
-    /// The sidecar's admin address, as URL or IP:PORT [default: http://127.0.0.1:9090] [env:
-    /// ONCEGATE_ADMIN, as IP:PORT if a sidecar reads it, too]
+    /// The sidecar's admin address, as URL or HOST:PORT [default: http://127.0.0.1:9090] [env: ONCEGATE_ADMIN]
     #[arg(long, value_name = "URL", global = true)]
     pub(crate) admin: Option<String>,
-    /// Reads the admin token from this file [default: the token in ONCEGATE_ADMIN_TOKEN]
+    /// Reads the admin token from this file [default: the token in ONCEGATE_ADMIN_TOKEN] [env: ONCEGATE_ADMIN_TOKEN_FILE]
     #[arg(long, value_name = "FILE", global = true)]
     token_file: Option<PathBuf>,
     /// Prints the responses of the admin API as JSON
@@ -427,12 +426,22 @@ impl Access {
     pub(crate) fn client(&self, env: impl Fn(&str) -> Option<String>) -> Result<Client, Failure> {
         let admin = self.admin.clone().or_else(|| env("ONCEGATE_ADMIN"));
         let admin = admin.as_deref().unwrap_or("http://127.0.0.1:9090");
-        let token = match &self.token_file {
-            Some(file) => Some(
-                fs::read_to_string(file)
-                    .map_err(|error| Failure::Usage(format!("--token-file: {}: {error}", file.display())))?,
-            ),
-            None => env("ONCEGATE_ADMIN_TOKEN"),
+        let read = |name: &str, file: &Path| {
+            fs::read_to_string(file)
+                .map_err(|error| Failure::Usage(format!("{name}: {}: {error}", file.display())))
+        };
+        // The variables of the sidecar, with their meaning there.
+        let (token, file) = ("ONCEGATE_ADMIN_TOKEN", "ONCEGATE_ADMIN_TOKEN_FILE");
+        let token = match (&self.token_file, env(token), env(file)) {
+            (Some(file), ..) => Some(read("--token-file", file)?),
+            (None, Some(_), Some(_)) => {
+                return Err(Failure::Usage(format!(
+                    "{token}: {file} is set, too; the token must come from one source, so leave one out"
+                )));
+            }
+            (None, Some(token), None) => Some(token),
+            (None, None, Some(path)) => Some(read(file, Path::new(&path))?),
+            (None, None, None) => None,
         };
         Client::new(admin, token.as_deref().map(str::trim))
     }

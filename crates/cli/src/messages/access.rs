@@ -28,8 +28,8 @@ pub(super) struct MessageAccess {
     /// environment [env: ONCEGATE_STORE, unless --admin is given]
     #[arg(long, value_name = "URL", global = true, conflicts_with = "admin")]
     url: Option<String>,
-    /// A file with the seal keys that open sealed dead letters, with --url; a sidecar uses its own [env: ONCEGATE_SEAL_KEYS, which
-    /// has the keys themselves]
+    /// A file with the seal keys that open sealed dead letters of a database; a sidecar uses its own
+    /// [env: ONCEGATE_SEAL_KEYS, which has the keys themselves]
     #[arg(long, value_name = "FILE", global = true, conflicts_with = "admin")]
     seal_keys_file: Option<PathBuf>,
     #[command(flatten)]

@@ -358,6 +358,19 @@ async fn an_embedded_store_has_one_secret_too() {
     let keyed = Sidecar::run(&mut command(Some(&file))).await;
     let replay = keyed.ask(&order("order-1")).await;
     assert_eq!((replay.status(), replay.is_replay()), (201, true));
+    // A caller is named by the fields, whose tag only the sidecar can compute.
+    let fields = dir.path().join("fields");
+    std::fs::write(&fields, "Authorization: Bearer ada\n").unwrap();
+    let fields = fields.display().to_string();
+    let forget =
+        ["forget", "--caller-fields", &fields, "--reason", "a request for deletion", "--yes", "--json"];
+    let (succeeded, sums) = oncegate(&keyed, &forget).await;
+    assert!(succeeded && sums.contains("\"forgotten\":1"), "{sums}");
+    assert_eq!(keyed.ask(&order("order-1")).await.status(), 422);
+    // The mark of the store is not a record of the only tenant.
+    let single = ["forget", "--caller", "0000000000000000", "--reason", "r", "--yes", "--json"];
+    let (succeeded, sums) = oncegate(&keyed, &single).await;
+    assert!(succeeded && sums.contains("\"open\":[]"), "{sums}");
     assert_eq!(service.requests(), 1);
 }
 

@@ -4,6 +4,7 @@
 mod support;
 
 mod activity;
+mod admin_address;
 mod backup;
 mod budget;
 mod cached;

@@ -262,7 +262,7 @@ async fn a_dump_of_redis_shows_no_response_and_two_sidecars_may_order_their_keys
     }
 }
 
-/// What `seal-required` will refuse is known before the sidecar starts with it.
+/// An operator knows what `seal-required` will refuse before the sidecar starts with it.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_check_counts_the_responses_in_clear() {
     let (service, keys_file) = (Service::new().await.answers(CARD), Keys::new(&[1]));
@@ -617,6 +617,40 @@ async fn a_program_prints_the_keys_and_its_failures_name_no_key() {
 }
 
 #[tokio::test]
+async fn the_program_for_keys_gets_a_small_environment() {
+    let (service, keys_file) = (Service::new().await.answers(CARD), Keys::new(&[1]));
+    let directory = tempfile::tempdir().unwrap();
+    let seen = directory.path().join("environment");
+    let mut command = self::sidecar(&format!("http://{}", service.address));
+    let script = format!("env > {}; cat {}", seen.display(), keys_file.file().display());
+    let config = directory.path().join("oncegate.toml");
+    fs::write(&config, format!("seal-keys-command = [\"/bin/sh\", \"-c\", {script:?}]\n")).unwrap();
+    command.arg(format!("--config={}", config.display())).env("ONCEGATE_STORE", "memory:");
+    let gets = [
+        ("HOME", "/home/anna"),
+        ("LC_ALL", "C.UTF-8"),
+        ("AWS_REGION", "eu-central-1"),
+        ("VAULT_ADDR", "https://vault.example"),
+        ("GOOGLE_APPLICATION_CREDENTIALS", "/key.json"),
+        ("https_proxy", "http://proxy.example"),
+        ("CREDENTIALS_DIRECTORY", "/run/credentials/oncegate.service"),
+    ];
+    let secrets = [
+        ("ONCEGATE_ADMIN_TOKEN", "hunter2-hunter2-hunter2"),
+        ("ONCEGATE_OTLP_HEADERS", "authorization=hunter2"),
+        ("PGPASSWORD", "hunter2"),
+        ("LD_LIBRARY_PATH", "/hunter2"),
+    ];
+    let sidecar = Sidecar::run(command.envs(gets).envs(secrets)).await;
+    let seen = fs::read_to_string(seen).unwrap();
+    for (name, value) in gets {
+        assert!(seen.lines().any(|line| line == format!("{name}={value}")), "{name}: {seen}");
+    }
+    assert!(seen.contains("PATH=") && !seen.contains("hunter2") && !seen.contains("ONCEGATE_"), "{seen}");
+    drop(sidecar);
+}
+
+#[tokio::test]
 async fn the_cache_before_a_store_has_sealed_responses_only() {
     let (service, keys_file) = (Service::new().await.answers(CARD), Keys::new(&[1]));
     let directory = tempfile::tempdir().unwrap();
@@ -647,6 +681,17 @@ async fn new_keys_are_made_and_listed_by_their_ids() {
     for _ in 0..2 {
         text(&["seal-key", "new", "--append", &file]).await;
     }
+    // An empty file, as `touch` or `install` make it, gets its first key.
+    let empty = directory.path().join("empty").display().to_string();
+    fs::write(&empty, "").unwrap();
+    fs::set_permissions(&empty, fs::Permissions::from_mode(0o644)).unwrap();
+    let made = oncegate(&["seal-key", "new", "--append", &empty]).await;
+    assert!(made.status.success(), "{made:?}");
+    assert!(
+        String::from_utf8(made.stderr).unwrap().contains("can be read by every user"),
+        "it may be a secret no longer"
+    );
+    assert_eq!(text(&["seal-key", "ls", &empty]).await.lines().count(), 1);
     let listed = text(&["seal-key", "ls", &file]).await;
     assert!(listed.lines().count() == 2 && !listed.contains("ogseal1_"), "{listed}");
     let missing = oncegate(&["seal-key", "ls", "/nowhere/keys"]).await;

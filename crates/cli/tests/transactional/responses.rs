@@ -169,7 +169,7 @@ async fn fields_that_no_record_may_keep_are_not_replayed() {
 const CARD: &str = "HTTP/1.1 201 Created\r\nContent-Type: application/json\r\nX-Token: t\r\nContent-Length: 31\r\n\r\n\
     {\"id\":7,\"card\":{\"number\":4111}}";
 
-/// What would be stored is compared: a redacted response is no contradiction to the whole one, which the service stored itself.
+/// The forms that would be stored are compared: a redacted response does not contradict the whole one that the service stored.
 #[tokio::test(flavor = "multi_thread")]
 async fn redaction_makes_no_response_differ() {
     let redacting =

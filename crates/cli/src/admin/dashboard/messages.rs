@@ -33,6 +33,7 @@ use crate::admin::problem::Problem;
 use crate::admin::{AdminState, view};
 use crate::config::duration_text;
 use crate::keys::print::printable;
+use crate::log::OPERATOR;
 use crate::style::cut;
 
 /// The messages of a page.
@@ -749,7 +750,14 @@ async fn reveal(
     let (revealing, status) = match fields.audit() {
         Ok(texts) => {
             let (actor, reason) = (texts.actor, texts.reason);
-            tracing::warn!(kind = kind.as_str(), number, actor, reason, "an operator looked at a message");
+            tracing::warn!(
+                target: OPERATOR,
+                kind = kind.as_str(),
+                number,
+                actor,
+                reason,
+                "an operator looked at a message"
+            );
             let at = state.engine.store().now();
             let part = RevealedPart::Message(kind, number);
             state.dashboard.add_reveal(Reveal { at, part, actor, reason: reason.clone() });

@@ -18,6 +18,7 @@ use crate::admin::keys::{AuditTexts, Pairs, is_shadow, read_existing, settings_o
 use crate::admin::seal::ReadRecord;
 use crate::admin::view::{BodyView, Detail, RecordView, StepResultView, time};
 use crate::admin::{AdminState, listing, metrics};
+use crate::log::OPERATOR;
 
 /// The entries of the audit trail that are searched for changes of one record.
 const AUDIT_ENTRIES: usize = 1000;
@@ -123,7 +124,7 @@ pub(super) async fn reveal(
     let found = read_existing(&state, id).await?;
     let parts = match fields.audit() {
         Ok(AuditTexts { actor, reason }) => {
-            tracing::warn!(record = %id, actor, reason, "an operator looked at a stored response");
+            tracing::warn!(target: OPERATOR, record = %id, actor, reason, "an operator looked at a stored response");
             let at = state.engine.store().now();
             state.dashboard.add_reveal(Reveal {
                 at,
