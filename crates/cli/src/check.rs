@@ -27,6 +27,7 @@ use crate::config::{
 };
 use crate::proxy::{DEFAULT_SCOPE, HOSTS_COMPARED, certificate, check_certificate_file, server_config};
 
+mod env_file;
 mod online;
 mod sealing;
 
@@ -41,6 +42,10 @@ pub(crate) struct CheckArgs {
     /// without a key
     #[arg(long, help_heading = "Checking")]
     online: bool,
+    /// Reads this file as the unit of systemd does (EnvironmentFile), so that the store of the sidecar is checked and not the one
+    /// of this shell
+    #[arg(long, value_name = "FILE", help_heading = "Checking")]
+    env_file: Option<PathBuf>,
     /// Prints one JSON object: the worst verdict, and the verdict and the text of each line
     #[arg(long, help_heading = "Checking")]
     json: bool,
@@ -53,11 +58,20 @@ pub(crate) struct CheckArgs {
 ///
 /// It is 0 if the store is in use and so was not checked: usually, that is a check of the configuration before a reload.
 pub(crate) fn run(args: &CheckArgs) -> ExitCode {
-    let draft = Draft::read(&args.settings, std::env::vars_os());
     let mut report = Report::new(args.json);
-    check(&draft, args.online, &mut report);
-    if let Some(to) = &args.salvage {
-        salvage(&draft, to, &mut report);
+    let variables = match &args.env_file {
+        Some(file) => env_file::over(file, std::env::vars_os()),
+        None => Ok(std::env::vars_os().collect()),
+    };
+    match variables {
+        Ok(variables) => {
+            let draft = Draft::read(&args.settings, variables);
+            check(&draft, args.online, &mut report);
+            if let Some(to) = &args.salvage {
+                salvage(&draft, to, &mut report);
+            }
+        }
+        Err(error) => report.error(error),
     }
     let mut out = io::stdout().lock();
     if args.json {

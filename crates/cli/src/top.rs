@@ -287,6 +287,15 @@ impl Sample {
                 text(&flight["max_connections"])
             ),
         )]);
+        let pending = flight["settlements_pending"].as_u64().unwrap_or_default();
+        if pending > 0 {
+            page.line(&[(
+                Tone::Alarm,
+                format!(
+                    "! {pending} results are not in the store yet, only in this sidecar: do not restart it"
+                ),
+            )]);
+        }
         let records = &summary["records"];
         if records.is_null() {
             return page.line(&[(Tone::Quiet, "unsettled records: not counted yet".to_owned())]);

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use crate::limits;
 use crate::map::lock;
+use crate::store::Advisory;
 
 /// A point in time by the store's clock: milliseconds since 1970-01-01T00:00:00Z.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
@@ -170,6 +171,14 @@ pub struct ClockSkew {
     pub is_expected: bool,
 }
 
+impl ClockSkew {
+    /// The disagreement as an advisory. A clock that is behind needs no operator, so it has a name of its own, without an alert.
+    #[must_use]
+    pub fn advisory(&self) -> Advisory {
+        Advisory::new(if self.is_ahead { "clock" } else { "clock-behind" }, self.to_string())
+    }
+}
+
 impl fmt::Display for ClockSkew {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let seconds = self.by.as_secs();
@@ -177,7 +186,7 @@ impl fmt::Display for ClockSkew {
             write!(
                 f,
                 "the clock of this machine was set ahead by {seconds} s. The store ignores that, so no record and no lease \
-                 expires early. Correct the clock, or, if it is right, run `oncegate clock accept`"
+                 expires early. Correct the clock, or, if it is right, see `oncegate clock show`"
             )
         } else {
             write!(

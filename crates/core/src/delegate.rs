@@ -14,7 +14,9 @@
 ///         Box::pin(async { Err(StoreError::unavailable("read only")) })
 ///     }
 ///
-///     delegate_store!(self, self.0 => lookup list purge audit check changed advisories accept_clock now capabilities);
+///     delegate_store!(
+///         self, self.0 => lookup list purge audit check changed advisories usage clock_skew accept_clock now capabilities
+///     );
 /// }
 ///
 /// let store = ReadOnly(MemoryStore::default());
@@ -89,6 +91,16 @@ macro_rules! delegate_store {
     (@advisories $self:ident, $inner:expr) => {
         fn advisories(&$self) -> Vec<$crate::Advisory> {
             $inner.advisories()
+        }
+    };
+    (@usage $self:ident, $inner:expr) => {
+        fn usage(&$self) -> Option<$crate::StoreUsage> {
+            $inner.usage()
+        }
+    };
+    (@clock_skew $self:ident, $inner:expr) => {
+        fn clock_skew(&$self) -> Option<$crate::ClockSkew> {
+            $inner.clock_skew()
         }
     };
     (@accept_clock $self:ident, $inner:expr) => {

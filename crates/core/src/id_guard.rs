@@ -572,7 +572,7 @@ impl Store for IdGuard {
         self.store.advisories().into_iter().chain(problem).collect()
     }
 
-    delegate_store!(self, self.store => lookup purge audit changed accept_clock now capabilities);
+    delegate_store!(self, self.store => lookup purge audit changed usage clock_skew accept_clock now capabilities);
 }
 
 impl fmt::Debug for IdGuard {

@@ -85,6 +85,6 @@ pub use server_clock::ServerClock;
 pub use step::{Step, StepLimitError, Steps};
 pub use store::{
     Advisory, AuditEntry, Capabilities, Durability, Extent, Fencing, IntoStore, ListPage, ListQuery, Store,
-    StoreError, StoreErrorKind, StoreFuture,
+    StoreError, StoreErrorKind, StoreFuture, StoreUsage,
 };
 pub use watch::{Watcher, Watchers};

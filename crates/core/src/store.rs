@@ -6,7 +6,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::clock::Timestamp;
+use crate::clock::{ClockSkew, Timestamp};
 use crate::decide::{Command, Outcome};
 use crate::id::{CallerTag, KeyTag, RecordId};
 use crate::limits;
@@ -93,6 +93,17 @@ pub trait Store: Send + Sync + 'static {
         Vec::new()
     }
 
+    /// The use of the store's own limits. `None` for a store whose server limits it. Cheap, as [`advisories`](Self::advisories).
+    fn usage(&self) -> Option<StoreUsage> {
+        None
+    }
+
+    /// The disagreement between the time of day and the store's time, while it is more than the store follows by itself. `None`
+    /// for a store that uses the clock of its server.
+    fn clock_skew(&self) -> Option<ClockSkew> {
+        None
+    }
+
     /// Accepts the time of day, after it was set ahead by more than the store follows by itself: an operator confirms that it
     /// is right. Returns the difference; `None` if there was nothing to accept.
     ///
@@ -145,6 +156,19 @@ impl Advisory {
     pub fn new(name: &'static str, text: impl Into<String>) -> Self {
         Self { name, text: text.into() }
     }
+}
+
+/// The use of the limits of a store.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StoreUsage {
+    /// The records, those past their retention included until they are purged.
+    pub records: u64,
+    /// The most records, by the configuration or by the memory for their index; `None` without a limit.
+    pub max_records: Option<u64>,
+    /// The bytes of all records.
+    pub bytes: u64,
+    /// The most bytes of all records; `None` without a limit but that of the disk or the memory.
+    pub max_bytes: Option<u64>,
 }
 
 /// The promises of a store, as in the table of GUARANTEES.md.

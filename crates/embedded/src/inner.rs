@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use oncegate_core::codec;
 use oncegate_core::{
-    AuditEntry, Clock, Command, LastWrite, Outcome, Record, RecordId, StoreClock, StoreError, Timestamp,
-    Write, decide, limits,
+    AuditEntry, Clock, Command, LastWrite, Outcome, Record, RecordId, StoreClock, StoreError, StoreUsage,
+    Timestamp, Write, decide, limits,
 };
 
 use crate::disk::Disk;
@@ -544,6 +544,16 @@ impl StoreInner {
             _ => {}
         }
         *before = now;
+    }
+
+    /// The use of the limits. The memory for the index always limits the records.
+    pub(crate) fn usage(&self) -> StoreUsage {
+        StoreUsage {
+            records: self.index.records(),
+            max_records: Some(self.max_records.min(self.sizes.most_records())),
+            bytes: self.segments.live_bytes(),
+            max_bytes: Some(self.max_record_bytes).filter(|max| *max != u64::MAX),
+        }
     }
 
     /// The reason why new keys are refused.

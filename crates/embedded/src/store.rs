@@ -7,8 +7,9 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use oncegate_core::{
-    Advisory, AuditEntry, Capabilities, Clock, Command, Durability, ErrorChain, Extent, Fencing, LastWrite,
-    ListPage, ListQuery, Outcome, Record, RecordId, Store, StoreClock, StoreError, StoreFuture, Timestamp,
+    Advisory, AuditEntry, Capabilities, Clock, ClockSkew, Command, Durability, ErrorChain, Extent, Fencing,
+    LastWrite, ListPage, ListQuery, Outcome, Record, RecordId, Store, StoreClock, StoreError, StoreFuture,
+    StoreUsage, Timestamp,
 };
 use tokio::sync::oneshot;
 
@@ -272,7 +273,7 @@ impl Store for EmbeddedStore {
     fn advisories(&self) -> Vec<Advisory> {
         let mut advisories = Vec::new();
         if let Some(skew) = self.inner.clock.skew().filter(|skew| !skew.is_expected) {
-            advisories.push(Advisory::new("clock", skew.to_string()));
+            advisories.push(skew.advisory());
         }
         if let Err(error) = self.inner.tail.writable() {
             advisories.push(Advisory::new("not-writable", ErrorChain(&error).to_string()));
@@ -292,6 +293,14 @@ impl Store for EmbeddedStore {
             advisories.push(Advisory::new("damage", text));
         }
         advisories
+    }
+
+    fn usage(&self) -> Option<StoreUsage> {
+        Some(self.inner.usage())
+    }
+
+    fn clock_skew(&self) -> Option<ClockSkew> {
+        self.inner.clock.skew()
     }
 
     fn accept_clock(&self) -> StoreFuture<'_, Option<Duration>> {

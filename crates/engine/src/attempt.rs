@@ -223,6 +223,7 @@ impl Attempt {
             Ok(_) => {
                 if !self.is_lost() {
                     self.set_lost();
+                    self.log_lease_lost();
                     self.emit(EventKind::LeaseLost);
                 }
                 Ok(Renewal::Fenced)
@@ -232,6 +233,16 @@ impl Attempt {
                 Err(error)
             }
         }
+    }
+
+    fn log_lease_lost(&self) {
+        tracing::warn!(
+            record = %self.record_id(),
+            operation = self.0.label.operation(),
+            attempt = self.number(),
+            "a running attempt no longer owns its record, because another attempt or an operator has taken it: two executions of \
+             one operation may overlap"
+        );
     }
 
     fn emit(&self, kind: EventKind) {
@@ -595,8 +606,9 @@ impl HeldPermit {
         self.inner.renewer.stop(&self.attempt);
         let (ending, held) = self.inner.hold(ending, &self.attempt);
         let inner = self.inner.clone();
+        let deferred = inner.deferred.add(self.attempt.record_id(), ());
         inner.tasks.spawn(async move {
-            let _held = held;
+            let _held = (held, deferred);
             let lease_until = self.attempt.lease_until();
             let mut pause = FIRST_PAUSE;
             loop {

@@ -310,7 +310,7 @@ impl Store for Breaker {
         })
     }
 
-    delegate_store!(self, self.0.store => changed advisories accept_clock now capabilities);
+    delegate_store!(self, self.0.store => changed advisories usage clock_skew accept_clock now capabilities);
 }
 
 impl Shared {

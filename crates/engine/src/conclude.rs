@@ -227,8 +227,9 @@ impl HeldPermit {
             _ => None,
         };
         let inner = self.inner.clone();
+        let deferred = inner.deferred.add(self.attempt.record_id(), ());
         inner.tasks.spawn(async move {
-            let _held = held;
+            let _held = (held, deferred);
             let give_up = self.attempt.lease_until();
             let mut pause = Duration::from_millis(50);
             loop {

@@ -55,6 +55,8 @@ pub(crate) struct Inner {
     pub(crate) doubts: Pending<DoubtfulClaim>,
     /// Ends of attempts that could not be stored before the lease was over.
     pub(crate) unstored: Pending<UnstoredEnd>,
+    /// Ends of attempts that the store has not accepted yet, those in `unstored` included. Only this process knows them.
+    pub(crate) deferred: Pending<()>,
     /// The limits on searches for claims that may reach the store late, and very late.
     pub(crate) late: Arc<Semaphore>,
     pub(crate) very_late: Arc<Semaphore>,
@@ -186,6 +188,7 @@ impl EngineBuilder {
                 deferred_kib: Arc::new(Semaphore::new(limits::MAX_DEFERRED_BYTES / 1024)),
                 doubts: Pending::default(),
                 unstored: Pending::default(),
+                deferred: Pending::default(),
                 late: Arc::new(Semaphore::new(LATE)),
                 very_late: Arc::new(Semaphore::new(VERY_LATE)),
                 closing: CancellationToken::new(),
@@ -287,6 +290,19 @@ impl Engine {
     #[must_use]
     pub fn in_flight(&self) -> usize {
         self.inner.flights.len()
+    }
+
+    /// The number of results that the store has not accepted yet, for example because it is out of reach. Only this process has
+    /// them: if it ends now, the outcome of these operations is unknown.
+    #[must_use]
+    pub fn pending_settlements(&self) -> usize {
+        self.inner.deferred.len()
+    }
+
+    /// The records of those results, at most `limit` of them.
+    #[must_use]
+    pub fn records_pending_settlement(&self, limit: usize) -> Vec<RecordId> {
+        self.inner.deferred.records(limit)
     }
 
     /// Claims a record, and waits for its present owner as long as the policy says. Must be called inside a tokio runtime.

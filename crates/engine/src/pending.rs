@@ -34,6 +34,20 @@ impl<T> Pending<T> {
         self.0.count.load(Ordering::Acquire) != 0 && self.0.by_record.of(id).contains_key(id)
     }
 
+    /// The number of items.
+    pub(crate) fn len(&self) -> usize {
+        self.0.count.load(Ordering::Acquire)
+    }
+
+    /// The records that have an item, at most `limit` of them.
+    pub(crate) fn records(&self, limit: usize) -> Vec<RecordId> {
+        let mut records = Vec::new();
+        for shard in self.0.by_record.each() {
+            records.extend(shard.keys().take(limit.saturating_sub(records.len())).copied());
+        }
+        records
+    }
+
     /// The items of a record.
     pub(crate) fn of(&self, id: &RecordId) -> Vec<Arc<T>> {
         if self.0.count.load(Ordering::Acquire) == 0 {

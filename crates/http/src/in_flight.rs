@@ -86,6 +86,21 @@ impl InFlight {
         self.counts.all.load(Ordering::Relaxed)
     }
 
+    pub(crate) const fn max_per_caller(&self) -> usize {
+        self.max_per_caller
+    }
+
+    /// The most requests in flight of one caller. Reads the counts of all callers, of which there are at most as many as
+    /// requests in flight.
+    pub(crate) fn most_of_a_caller(&self) -> usize {
+        let callers = self.counts.callers.iter();
+        let most = callers.map(|callers| {
+            let callers = callers.lock().unwrap_or_else(PoisonError::into_inner);
+            callers.values().copied().max().unwrap_or(0)
+        });
+        most.max().unwrap_or(0)
+    }
+
     /// Counts one more request of this caller (`None` if there is only one caller).
     ///
     /// # Errors
@@ -177,10 +192,12 @@ mod tests {
             for caller in [bob, None] {
                 assert_eq!(in_flight.enter(caller).unwrap_err(), Limit::MaxInFlight);
             }
+            assert_eq!(in_flight.most_of_a_caller(), 2);
             slots.remove(0);
             slots.push(in_flight.enter(ada).unwrap());
             drop(slots);
             assert_eq!((in_flight.now(), remembered(&in_flight)), (0, 0));
+            assert_eq!(in_flight.most_of_a_caller(), 0);
         }
         let slots: Vec<_> = (0..3).map(|_| in_flight.enter(None).unwrap()).collect();
         assert!(in_flight.enter(None).is_err());

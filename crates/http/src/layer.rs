@@ -73,6 +73,10 @@ pub struct LimitUsage {
     pub in_flight: usize,
     /// Their limit: [`IdempotencyLayer::with_max_in_flight`].
     pub max_in_flight: usize,
+    /// The most requests with a key in flight of one caller.
+    pub in_flight_of_a_caller: usize,
+    /// Their limit: [`IdempotencyLayer::with_max_in_flight_per_caller`].
+    pub max_in_flight_per_caller: usize,
     /// Bytes that the bodies of requests with a key hold.
     pub request_bytes: usize,
     /// The limit of these bytes: [`IdempotencyLayer::with_request_budget`].
@@ -258,6 +262,8 @@ impl IdempotencyLayer {
         LimitUsage {
             in_flight: in_flight.now(),
             max_in_flight: in_flight.max(),
+            in_flight_of_a_caller: in_flight.most_of_a_caller(),
+            max_in_flight_per_caller: in_flight.max_per_caller(),
             request_bytes: request_budget.used(),
             request_budget: request_budget.limit(),
             response_bytes: response_budget.used(),

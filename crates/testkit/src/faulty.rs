@@ -302,7 +302,7 @@ impl Store for FaultyStore {
         self.run(Operation::Check, |store| store.check())
     }
 
-    delegate_store!(self, self.inner => changed advisories accept_clock now capabilities);
+    delegate_store!(self, self.inner => changed advisories usage clock_skew accept_clock now capabilities);
 }
 
 /// A latch that opens once, for all present and later waiters. Clones share one latch.

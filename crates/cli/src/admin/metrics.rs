@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use http::StatusCode;
 use oncegate_core::{
     Capabilities, Command, FencingToken, Outcome, RecordId, RecordMap, Sharded, StateName, Store, StoreError,
-    StoreErrorKind, StoreFuture, Timestamp, delegate_store,
+    StoreErrorKind, StoreFuture, StoreUsage, Timestamp, delegate_store,
 };
 use oncegate_engine::{BreakerState, Event, EventKind, Observer};
 use oncegate_http::{
@@ -90,6 +90,8 @@ struct Inner {
     attempt_durations: Durations,
     executing: Gauge,
     records_in_flight: Gauge,
+    settlements_pending: Gauge,
+    store_usage: StoreUsageGauges,
     limits: LimitGauges,
     degraded: Gauge,
     breaker: [Gauge; BreakerState::ALL.len()],
@@ -286,6 +288,9 @@ impl Metrics {
         let executing = add(r, "executing", "Attempts that are executing", Gauge::default());
         let help = "Records that a request is claiming or executing";
         let records_in_flight = add(r, "records_in_flight", help, Gauge::default());
+        let help = "Results that the store has not accepted yet: only this process has them";
+        let settlements_pending = add(r, "settlements_pending", help, Gauge::default());
+        let store_usage = StoreUsageGauges::register(r);
         let limits = LimitGauges::register(r);
         let help = "1 while the store is out of reach or accepts no writes";
         let degraded = add(r, "degraded", help, Gauge::default());
@@ -350,6 +355,8 @@ impl Metrics {
             attempt_durations: Durations::new(REQUEST_BOUNDS),
             executing,
             records_in_flight,
+            settlements_pending,
+            store_usage,
             limits,
             degraded,
             breaker: BreakerState::ALL
@@ -525,6 +532,8 @@ impl Metrics {
             counter.inner().store(count, Ordering::Relaxed);
         }
         self.0.records_in_flight.set(gauged(engine.in_flight()));
+        self.0.settlements_pending.set(gauged(engine.pending_settlements()));
+        self.0.store_usage.set(engine.store().usage());
         self.0.limits.set(&state.live.borrow().layer.limit_usage(), &state.connections, &state.without_key);
         self.0.draining.set(state.draining.is_set().into());
         let jwt = state.live.borrow().jwt.clone();
@@ -637,7 +646,7 @@ fn gauged(count: impl TryInto<i64>) -> i64 {
 }
 
 /// The use of each limit: the current value, and the limit as a gauge of its own.
-struct LimitGauges([(Gauge, Gauge); 5]);
+struct LimitGauges([(Gauge, Gauge); 6]);
 
 impl LimitGauges {
     fn register(registry: &mut Registry) -> Self {
@@ -645,6 +654,11 @@ impl LimitGauges {
         let requests = (
             count("requests_in_flight", "Requests with a key in flight"),
             count("requests_in_flight_limit", "Limit of requests with a key in flight (max-in-flight)"),
+        );
+        let help = "Limit of requests with a key of one caller in flight (max-in-flight-per-caller)";
+        let caller = (
+            count("caller_requests_in_flight", "Most requests with a key in flight of one caller"),
+            count("caller_requests_in_flight_limit", help),
         );
         let connections = (
             count("connections_open", "Connections of clients that are open"),
@@ -674,12 +688,13 @@ impl LimitGauges {
                 "Limit of the memory for bodies of responses (response-budget), which responses of operations that took place may exceed",
             ),
         );
-        Self([requests, connections, without_key, request_budget, response_budget])
+        Self([requests, caller, connections, without_key, request_budget, response_budget])
     }
 
     fn set(&self, layer: &LimitUsage, connections: &ConnectionLimit, without_key: &RequestLimit) {
         let values = [
             (layer.in_flight, layer.max_in_flight),
+            (layer.in_flight_of_a_caller, layer.max_in_flight_per_caller),
             (connections.used(), connections.max()),
             (without_key.used(), without_key.max()),
             (layer.request_bytes, layer.request_budget),
@@ -689,6 +704,37 @@ impl LimitGauges {
             used.set(gauged(used_now));
             limit.set(gauged(limit_now));
         }
+    }
+}
+
+/// The use of the limits of a store in this process. The server of another store has limits of its own, so there is no series.
+struct StoreUsageGauges {
+    records: OptionalGauge,
+    max_records: OptionalGauge,
+    bytes: OptionalGauge,
+    max_bytes: OptionalGauge,
+}
+
+impl StoreUsageGauges {
+    fn register(registry: &mut Registry) -> Self {
+        let help =
+            "Records of the store in this process, with those past their retention until they are removed";
+        let records = OptionalGauge::register(registry, "store_records", help, None);
+        let help =
+            "Limit of the records of the store in this process (max-records, or the memory of store-memory)";
+        let max_records = OptionalGauge::register(registry, "store_records_limit", help, None);
+        let help = "Size of the records of the store in this process";
+        let bytes = OptionalGauge::register(registry, "store_used", help, Some(Unit::Bytes));
+        let help = "Limit of the size of the records of the store in this process (max-store-bytes)";
+        let max_bytes = OptionalGauge::register(registry, "store_limit", help, Some(Unit::Bytes));
+        Self { records, max_records, bytes, max_bytes }
+    }
+
+    fn set(&self, usage: Option<StoreUsage>) {
+        self.records.set(usage.map(|usage| gauged(usage.records)));
+        self.max_records.set(usage.and_then(|usage| usage.max_records).map(gauged));
+        self.bytes.set(usage.map(|usage| gauged(usage.bytes)));
+        self.max_bytes.set(usage.and_then(|usage| usage.max_bytes).map(gauged));
     }
 }
 
@@ -1106,6 +1152,6 @@ impl Store for MeasuredStore {
     }
 
     delegate_store!(
-        self, self.store => lookup list audit check changed advisories accept_clock now capabilities
+        self, self.store => lookup list audit check changed advisories usage clock_skew accept_clock now capabilities
     );
 }

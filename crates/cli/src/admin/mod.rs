@@ -13,6 +13,7 @@
 //! | `POST /v1/keys/{record}/resolve` | sets the outcome of an operation; with `amend` replaces an operator's response |
 //! | `POST /v1/keys/{record}/park` | withdraws an operator's response, or blocks a released key |
 //! | `POST /v1/keys/{record}/release` | frees a key; with `force` also one whose owner may be alive |
+//! | `GET /v1/clock` | the disagreement between the machine's clock and the store, and the records that end if it is accepted |
 //! | `POST /v1/clock/accept` | the store accepts the machine's clock, which was set ahead |
 //! | `GET /v1/audit?before=&limit=` | the changes by operators, with their reasons, newest first |
 //! | `GET /v1/backup` | the files of an embedded store as they are at this moment, as a tar archive |
@@ -37,6 +38,7 @@ mod activity;
 mod backup;
 mod cache;
 mod census;
+mod clock;
 mod connections;
 mod content;
 mod dashboard;
@@ -94,7 +96,6 @@ use self::exposition::Exposition;
 use self::problem::Problem;
 use crate::activity::Activity;
 use crate::config::{AdminToken, Config, duration_text};
-use crate::log::OPERATOR;
 use crate::proxy::{ConnectionLimit, RequestLimit};
 
 pub(crate) use self::backup::{BackupStore, TAKEN_FIELD};
@@ -239,8 +240,9 @@ pub(crate) fn router(state: AdminState) -> Router {
         .route("/v1/misuse", get(activity::misuse))
         .route("/v1/activity", get(activity::feed))
         .route("/v1/backup", get(backup::send))
+        .route("/v1/clock", get(clock::show))
+        .route("/v1/clock/accept", post(clock::accept))
         .route("/v1/compact", post(content::compact))
-        .route("/v1/clock/accept", post(accept_clock))
         .route("/v1/log-level", get(log_level::show).put(log_level::set).delete(log_level::reset))
         .fallback(dashboard::no_such_path)
         .method_not_allowed_fallback(async |method: Method, uri: Uri| {
@@ -420,16 +422,6 @@ async fn metrics(State(state): State<AdminState>, headers: HeaderMap) -> Respons
         }
         Err(_) => Problem::internal("The metrics could not be written.").into_response(),
     }
-}
-
-/// Accepts the machine's clock, however far ahead it was set.
-async fn accept_clock(State(state): State<AdminState>) -> Result<Response, Problem> {
-    let by = state.engine.store().accept_clock().await.map_err(|error| Problem::store(&error))?;
-    let by = by.map(|by| by.as_secs());
-    if let Some(seconds) = by {
-        tracing::warn!(target: OPERATOR, seconds, "an operator accepted the time of this machine's clock");
-    }
-    Ok(axum::Json(serde_json::json!({ "ahead_seconds": by })).into_response())
 }
 
 fn text(words: impl Into<Body>) -> Response {

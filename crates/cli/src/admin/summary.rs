@@ -26,6 +26,8 @@ pub(super) struct Summary {
     pub(super) requests_in_flight: usize,
     pub(super) max_in_flight: usize,
     pub(super) executing: usize,
+    /// The results that the store has not accepted yet.
+    pub(super) settlements_pending: usize,
     pub(super) connections: usize,
     pub(super) max_connections: usize,
     /// `None` before the first walk through the store.
@@ -63,6 +65,7 @@ impl Summary {
             requests_in_flight: usage.in_flight,
             max_in_flight: usage.max_in_flight,
             executing: state.metrics.executing(),
+            settlements_pending: state.engine.pending_settlements(),
             connections: state.connections.used(),
             max_connections: state.connections.max(),
             records,
@@ -114,6 +117,7 @@ pub(super) async fn show(State(state): State<AdminState>) -> Response {
             "requests": summary.requests_in_flight,
             "max_requests": summary.max_in_flight,
             "executing": summary.executing,
+            "settlements_pending": summary.settlements_pending,
             "connections": summary.connections,
             "max_connections": summary.max_connections,
         },

@@ -70,7 +70,7 @@ impl Store for TestStore {
         self.or_away(self.memory.check())
     }
 
-    oncegate_core::delegate_store!(self, self.memory => purge now capabilities);
+    oncegate_core::delegate_store!(self, self.memory => purge usage clock_skew now capabilities);
 }
 
 /// The admin API on a socket, and the layer next to it.

@@ -121,6 +121,10 @@ impl fmt::Debug for AdminToken {
     }
 }
 
+/// Words of examples, of which the random tokens of a generator have none. Compared without regard to case.
+const PLACEHOLDERS: [&str; 7] =
+    ["REPLACE-WITH", "REPLACE_WITH", "REPLACE-ME", "REPLACE_ME", "CHANGE-ME", "CHANGE_ME", "CHANGEME"];
+
 pub(crate) fn admin_token(text: &str) -> Read<AdminToken> {
     let text = text.trim();
     let length = text.chars().count();
@@ -129,6 +133,14 @@ pub(crate) fn admin_token(text: &str) -> Read<AdminToken> {
             "the token has {length} characters; at least {} are needed, such as the output of `openssl rand -hex 32`",
             AdminToken::MIN
         ));
+    }
+    let words = text.to_ascii_uppercase();
+    if PLACEHOLDERS.iter().any(|placeholder| words.contains(placeholder)) {
+        return Err(
+            "the token is a placeholder that was not replaced, and anybody can read it in an example; use the output of \
+             `openssl rand -hex 32`"
+                .to_owned(),
+        );
     }
     if !text.bytes().all(|b| b.is_ascii_graphic()) {
         return Err(
@@ -1128,6 +1140,9 @@ mod tests {
         let text = error(admin_token("hunter2"));
         assert!(text.contains("has 7 characters; at least 16 are needed") && !text.contains("hunter2"));
         assert!(error(admin_token("0123456789 abcdef")).contains("a space"));
+        for placeholder in ["REPLACE-WITH-A-RANDOM-TOKEN", "please-change-me-soon", "changeme-changeme"] {
+            assert!(error(admin_token(placeholder)).contains("a placeholder that was not replaced"));
+        }
         assert_eq!(format!("{:?}", admin_token("0123456789abcdef").unwrap()), "AdminToken");
     }
 }

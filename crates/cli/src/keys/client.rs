@@ -305,6 +305,7 @@ fn member_of(path: &str) -> &'static str {
         "/v1/keys" => "records",
         "/v1/keys/tag" => "key_tag",
         "/v1/audit" | "/v1/audit/messages" => "entries",
+        "/v1/clock" => "direction",
         "/v1/clock/accept" => "ahead_seconds",
         "/v1/seal" => "keys",
         "/v1/seal/usage" => "sealed",

@@ -272,7 +272,7 @@ pub(crate) fn confirmation() -> Option<Confirm<'static>> {
 
 /// Runs the command about the clock. The exit code reports how it ended.
 pub(crate) fn run_clock(args: &ClockArgs) -> ExitCode {
-    ask(async |out: &mut StdoutLock<'_>| clock::execute(args, env, out).await)
+    ask(async |out: &mut StdoutLock<'_>| clock::execute(args, env, confirmation(), out).await)
 }
 
 /// Runs the command about the health of a sidecar. The exit code reports it: 1 also if the sidecar cannot be reached, because

@@ -10,8 +10,9 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use oncegate_core::{
-    Advisory, AuditEntry, Capabilities, Clock as _, Command, Durability, ErrorChain, Fencing, ListPage,
-    ListQuery, Outcome, Record, RecordId, Store, StoreError, StoreFuture, SystemClock, Timestamp,
+    Advisory, AuditEntry, Capabilities, Clock as _, ClockSkew, Command, Durability, ErrorChain, Fencing,
+    ListPage, ListQuery, Outcome, Record, RecordId, Store, StoreError, StoreFuture, StoreUsage, SystemClock,
+    Timestamp,
 };
 use tokio::task::JoinHandle;
 
@@ -190,6 +191,14 @@ impl Store for LateStore {
                 vec![Advisory::new("not-opened", format!("the store could not be opened yet: {why}"))]
             }
         }
+    }
+
+    fn usage(&self) -> Option<StoreUsage> {
+        self.opened.get()?.usage()
+    }
+
+    fn clock_skew(&self) -> Option<ClockSkew> {
+        self.opened.get()?.clock_skew()
     }
 
     fn accept_clock(&self) -> StoreFuture<'_, Option<Duration>> {

@@ -29,6 +29,7 @@ mod request_limit;
 mod run;
 pub(crate) mod tls;
 
+use std::collections::BTreeSet;
 use std::io;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -36,6 +37,7 @@ use std::time::{Duration, Instant};
 
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
+use oncegate_core::RecordId;
 use oncegate_engine::{Engine, LogThrottle};
 use tokio::sync::watch;
 
@@ -98,11 +100,31 @@ pub(crate) struct DataPath {
 pub(crate) struct Serving(Vec<JoinHandle<io::Result<Unfinished>>>);
 
 /// The requests that still ran at the end of the drain timeout.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 struct Unfinished {
     /// The requests of all threads, because each thread waits for all of them.
     requests: usize,
     has_connections: bool,
+    /// The records whose results the store has not accepted. Each thread takes its own away when it ends, so these are the
+    /// records of all threads together.
+    lost: BTreeSet<RecordId>,
+}
+
+/// The most records that the log names at the end. An operator settles these one by one.
+const MAX_LOST_NAMED: usize = 1000;
+
+/// Logs the results that end with this process.
+fn log_lost_results(lost: &BTreeSet<RecordId>) {
+    for record in lost.iter().take(MAX_LOST_NAMED) {
+        tracing::error!(
+            %record,
+            "the result of an operation is lost: the service sent it, the store did not accept it, and this process ends; the outcome \
+             of its record is unknown"
+        );
+    }
+    if lost.len() >= MAX_LOST_NAMED {
+        tracing::error!(named = MAX_LOST_NAMED, "more results may be lost than are named");
+    }
 }
 
 impl DataPath {
@@ -141,7 +163,8 @@ impl DataPath {
                     let DrainResult { until, is_closed } = front.serve(socket, stop).await?;
                     // Handlers whose clients have gone run on the threads that took them.
                     let requests = engine.drain(until.saturating_duration_since(Instant::now())).await;
-                    Ok(Unfinished { requests, has_connections: !is_closed })
+                    let lost = engine.records_pending_settlement(MAX_LOST_NAMED).into_iter().collect();
+                    Ok(Unfinished { requests, has_connections: !is_closed, lost })
                 })
             });
             threads.push(thread.map_err(|error| format!("cannot start a thread: {error}"))?);
@@ -182,6 +205,7 @@ impl Serving {
                 Ok(Ok(unfinished)) => {
                     all.requests = all.requests.max(unfinished.requests);
                     all.has_connections |= unfinished.has_connections;
+                    all.lost.extend(unfinished.lost);
                 }
                 Ok(Err(error)) => return Err(format!("cannot serve: {error}")),
                 Err(_) => return Err("a serving thread panicked".into()),
@@ -196,6 +220,7 @@ impl Serving {
                 "requests were still running when drain-timeout was over; their outcome will be unknown"
             );
         }
+        log_lost_results(&all.lost);
         Ok(())
     }
 }

@@ -171,7 +171,8 @@ impl Reloader {
         let fixed = self.live.borrow().config.fixed_changes(&config);
         if !fixed.is_empty() {
             return Err(vec![format!(
-                "{}: only a restart can change this; nothing was reloaded",
+                "{}: only a restart can change this; nothing was reloaded: restart the sidecar, or put the old value \
+                 back and reload",
                 fixed.join(", ")
             )]);
         }

@@ -42,12 +42,21 @@ fn with_key(key: usize) -> String {
 async fn limits_have_gauges_of_their_own() {
     let service = Service::new().await;
     let flags = [
-        "--max-in-flight=7", "--max-connections=70", "--request-budget=3MiB", "--response-budget=5MiB",
+        "--max-in-flight=7",
+        "--max-in-flight-per-caller=5",
+        "--max-records=90",
+        "--max-store-bytes=1MiB",
+        "--max-connections=70",
+        "--request-budget=3MiB",
+        "--response-budget=5MiB",
         "--threads=2",
     ];
     let sidecar = Sidecar::start(service.address, &flags).await;
     for (name, limit) in [
         ("oncegate_requests_in_flight_limit", 7.0),
+        ("oncegate_caller_requests_in_flight_limit", 5.0),
+        ("oncegate_store_records_limit", 90.0),
+        ("oncegate_store_limit_bytes", f64::from(1 << 20)),
         ("oncegate_connections_limit", 70.0),
         ("oncegate_request_budget_limit_bytes", f64::from(3 << 20)),
         ("oncegate_response_budget_limit_bytes", f64::from(5 << 20)),
@@ -72,6 +81,8 @@ async fn running_requests_are_counted_until_they_end() {
         assert_eq!(gauge(&sidecar, REQUESTS).await, (key + 1) as f64);
     }
     assert_eq!(gauge(&sidecar, CONNECTIONS).await, 4.0);
+    assert_eq!(gauge(&sidecar, "oncegate_store_records").await, 4.0);
+    assert!(gauge(&sidecar, "oncegate_store_used_bytes").await > 0.0);
     // Refused requests do not count, and a reload does not reset the gauge.
     for key in 4..8 {
         sidecar.ask(&with_key(key)).await.is_problem(503, "overloaded");
@@ -101,6 +112,38 @@ async fn running_requests_are_counted_until_they_end() {
     sidecar.ask(&with_key(1).replace("{}", "[]")).await.is_problem(422, "key-reused");
     sidecar.ask(&request("POST", "/orders", &["Idempotency-Key: \u{7f}"], "{}")).await;
     all_is_zero(&sidecar).await;
+}
+
+#[tokio::test]
+async fn the_busiest_caller_has_a_gauge() {
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &["--scope=header:x-tenant"]).await;
+    let mut held = Vec::new();
+    for (key, tenant) in [(1, "ada"), (2, "ada"), (3, "bob")] {
+        let mut client = sidecar.connect().await;
+        let fields = [&*format!("Idempotency-Key: key-{key}"), &*format!("X-Tenant: {tenant}")];
+        client.send(request("POST", "/orders", &fields, "{}")).await;
+        let mut wire = service.accept().await;
+        wire.message().await;
+        held.push((client, wire));
+    }
+    assert_eq!(gauge(&sidecar, "oncegate_caller_requests_in_flight").await, 2.0);
+    drop(held);
+    becomes(&sidecar, "oncegate_caller_requests_in_flight", 0.0).await;
+}
+
+#[tokio::test]
+async fn an_embedded_store_shows_its_use_and_the_limit_of_its_memory() {
+    let directory = tempfile::tempdir().unwrap();
+    let service = Service::new().await.answers(OK);
+    let store = format!("--store={}", directory.path().join("records").display());
+    let sidecar = Sidecar::start(service.address, &[&*store, "--store-memory=64MiB"]).await;
+    sidecar.ask(&with_key(1)).await.has_status(200);
+    assert_eq!(gauge(&sidecar, "oncegate_store_records").await, 1.0);
+    let limit = gauge(&sidecar, "oncegate_store_records_limit").await;
+    assert!((1e6..3e6).contains(&limit), "{limit}");
+    assert!(gauge(&sidecar, "oncegate_store_used_bytes").await > 100.0);
+    assert_eq!(series(&sidecar, "oncegate_store_limit_bytes").await, None);
 }
 
 /// A client that has sent the head of a request and this many bytes of its body.

@@ -37,7 +37,7 @@ async fn oncegate_keys_sends_neither_token_nor_command_to_the_port_of_the_servic
         &["keys", "ls"],
         &["keys", "audit"],
         &["keys", "resolve", &record, "--tombstone", "--reason", "r"],
-        &["clock", "accept"],
+        &["clock", "accept", "--reason", "r"],
     ];
     for command in commands {
         let args = [command, &["--admin", &port]].concat();
@@ -177,6 +177,30 @@ async fn a_completion_that_came_too_late_is_logged_with_its_record() {
         sidecar.process.output_lines().iter().any(|line| line.contains("POST /orders 200 fenced "))
     })
     .await;
+}
+
+/// The service has not answered yet, and may never do. So the log must not wait for its response.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_running_attempt_that_lost_its_record_is_logged_with_it() {
+    let service = Service::new().await;
+    let mut sidecar = Sidecar::start(service.address, &["--lease=3s"]).await;
+    let mut client = sidecar.connect().await;
+    client.send(request("POST", "/orders", &[KEY], "{}")).await;
+    let (_wire, _) = service.next(service.accept().await).await;
+    let listed = admin(&sidecar, "/v1/keys").await.json();
+    let record = listed["records"][0]["record"].as_str().unwrap().to_owned();
+    let admin_address = sidecar.admin.to_string();
+    let release = ["keys", "release", &record, "--force", "--reason", "gone", "--admin", &admin_address];
+    assert!(oncegate(&release).await.status.success());
+    let words = "a running attempt no longer owns its record";
+    sidecar.process.logs(words).await;
+    let logged = sidecar.process.error_lines(words);
+    assert_eq!(logged.len(), 1, "{logged:#?}");
+    for part in ["WARN", &format!("record={record}"), "operation=\"POST /orders\"", "attempt=1"] {
+        assert!(logged[0].contains(part), "no {part} in {}", logged[0]);
+    }
+    let metrics = admin(&sidecar, "/metrics").await;
+    assert!(metrics.text().contains("oncegate_events_total{event=\"lease-lost\"} 1"), "{}", metrics.text());
 }
 
 /// If the service completes its record in its own transaction, an attempt that lost its record cannot commit. A service that

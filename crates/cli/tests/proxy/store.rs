@@ -218,6 +218,15 @@ fn set(clock: &Path, to: &str) {
     fs::rename(new, clock).unwrap();
 }
 
+/// The output of `oncegate clock`.
+async fn oncegate_clock(sidecar: &Sidecar, args: &[&str]) -> String {
+    let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_oncegate"));
+    let admin = sidecar.admin.to_string();
+    let output = command.arg("clock").args(args).args(["--admin", &admin]).output().await.unwrap();
+    assert!(output.status.success(), "{output:?}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
 #[tokio::test]
 async fn a_clock_jump_ahead_expires_nothing_and_is_reported_until_accepted() {
     let directory = tempfile::tempdir().unwrap();
@@ -237,22 +246,39 @@ async fn a_clock_jump_ahead_expires_nothing_and_is_reported_until_accepted() {
             .text()
             .contains("note: the clock of this machine was set ahead")
     );
-    sidecar.process.logs("oncegate clock accept").await;
+    sidecar.process.logs("oncegate clock show").await;
     let metrics = admin(&sidecar, "/metrics").await;
     assert!(metrics.text().contains("oncegate_store_advisory{name=\"clock\"} 1"), "{}", metrics.text());
     // A restart does not take the jump for passed time either.
     sidecar.process.kill().await;
     sidecar = timed(directory.path(), &service, &clock).await;
     assert!(sidecar.ask(&post("done")).await.has_status(200).is_replay());
-    let accept = async |sidecar: &Sidecar| {
-        let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_oncegate"));
-        let admin = sidecar.admin.to_string();
-        let output = command.args(["clock", "accept", "--admin", &admin]).output().await.unwrap();
-        assert!(output.status.success(), "{output:?}");
-        String::from_utf8(output.stdout).unwrap()
+    let shown = oncegate_clock(&sidecar, &["show"]).await;
+    assert!(shown.contains("ahead of the time of the store (the machine has"), "{shown}");
+    assert!(shown.contains("the retention of 1 of 2 records ends at once"), "{shown}");
+    // Another step than the one that was seen is refused, and so is one without a reason.
+    let step = "{\"reason\":\"r\",\"ahead_seconds\":1000}";
+    let post_clock = async |body: &str| {
+        let fields = ["Content-Type: application/json", "Connection: close"];
+        let text = request("POST", "/v1/clock/accept", &fields, body).replace("orders.test", "localhost");
+        crate::support::ask(sidecar.admin, &text).await
     };
-    assert!(accept(&sidecar).await.starts_with("accepted: the time of the store is 34"));
-    assert!(accept(&sidecar).await.starts_with("nothing to accept"));
+    let refused = post_clock(step).await;
+    assert!(refused.has_status(400).text().contains("s ahead, not 1000 s"), "{}", refused.text());
+    let refused = post_clock("{}").await;
+    assert!(refused.has_status(400).text().contains("reason"), "{}", refused.text());
+    let accept = &["accept", "--reason", "the machine was paused", "--actor", "ada"];
+    let accepted = oncegate_clock(&sidecar, accept).await;
+    assert!(accepted.starts_with("accepted: the time of the store is 34"), "{accepted}");
+    let words = "an operator accepted the time of this machine's clock";
+    sidecar.process.logs(words).await;
+    let line = sidecar.process.error_lines(words).concat();
+    assert!(line.contains("ada") && line.contains("the machine was paused"), "{line}");
+    let again = oncegate_clock(&sidecar, accept).await;
+    assert!(
+        again.starts_with("nothing to accept: the clock of the machine and the time of the store agree"),
+        "{again}"
+    );
     assert!(sidecar.ask(&post("meanwhile")).await.has_status(200).is_replay());
     assert!(!sidecar.ask(&post("done")).await.has_status(200).is_replay(), "40 days later the key is new");
     assert_eq!(service.requests(), 3);
@@ -315,6 +341,16 @@ async fn a_clock_that_was_ahead_at_the_start_and_is_corrected_needs_no_action() 
             && words.contains("If it was ahead before and is right now, do nothing")
     })
     .await;
+    let said = oncegate_clock(&sidecar, &["accept", "--reason", "r"]).await;
+    assert!(said.starts_with("nothing to accept: the clock of the machine is"), "{said}");
+    assert!(
+        said.contains("behind the time of the store (the machine has") && said.contains("do nothing"),
+        "{said}"
+    );
+    // No operator is needed, so there is no alert.
+    let metrics = admin(&sidecar, "/metrics").await.text().to_owned();
+    assert!(metrics.contains("oncegate_store_advisory{name=\"clock-behind\"} 1"), "{metrics}");
+    assert!(!metrics.contains("name=\"clock\""), "{metrics}");
     assert!(sidecar.ask(&post("before")).await.has_status(200).is_replay());
     sidecar.ask(&post("meanwhile")).await.has_status(200);
     assert!(sidecar.ask(&post("meanwhile")).await.has_status(200).is_replay());

@@ -61,6 +61,62 @@ fn the_configurations_are_valid() {
     }
 }
 
+/// `OncegateDown` notices a sidecar that was never scraped only by such a job.
+#[test]
+fn each_monitor_names_its_job() {
+    let documents = documents("deploy/kubernetes/servicemonitor.yaml");
+    assert_eq!(documents.len(), 2, "a ServiceMonitor and a PodMonitor");
+    for document in documents {
+        let lines: Vec<_> = document.lines().map(|line| line.trim().trim_start_matches("- ")).collect();
+        let at = lines.iter().position(|line| *line == "targetLabel: job").expect("no job");
+        assert!(lines[at + 1].starts_with("replacement: oncegate-"), "{document}");
+    }
+}
+
+#[test]
+fn the_placeholder_of_the_manifests_is_no_token() {
+    for manifest in ["sidecar", "gateway"] {
+        let text = read(&format!("deploy/kubernetes/{manifest}.yaml"));
+        let token = text.lines().find_map(|line| line.trim().strip_prefix("ONCEGATE_ADMIN_TOKEN: ")).unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+        command.args(["check", "--to=http://127.0.0.1:3000", "--store=memory:"]);
+        let output = command.env("ONCEGATE_ADMIN_TOKEN", token.trim_matches('"')).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(!output.status.success() && said.contains("a placeholder that was not replaced"), "{said}");
+        assert!(!said.contains("A-RANDOM-TOKEN"), "{said}");
+    }
+}
+
+/// Under systemd the store is in the environment file. A check without it would check another store, and find it fine.
+#[test]
+fn a_check_reads_the_environment_file_of_the_unit() {
+    let directory = tempfile::tempdir().unwrap();
+    let config = directory.path().join("oncegate.toml");
+    let store = directory.path().join("of the config");
+    std::fs::write(&config, format!("to = \"http://127.0.0.1:3000\"\nstore = {:?}\n", store)).unwrap();
+    let file = directory.path().join("oncegate.env");
+    let check = |content: &str| {
+        std::fs::write(&file, content).unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+        command.arg("check").arg("--config").arg(&config).arg("--env-file").arg(&file);
+        // The file counts, as in the unit.
+        let output = command.env("ONCEGATE_STORE", "memory:").output().unwrap();
+        (output.status.success(), String::from_utf8(output.stdout).unwrap())
+    };
+    let elsewhere = "/nonexistent/store-of-the-unit";
+    let (is_fine, said) =
+        check(&format!("# secrets\nONCEGATE_STORE=\"{elsewhere}\"\nONCEGATE_STORE_MUST_EXIST=true\n"));
+    assert!(!is_fine && said.contains(elsewhere), "{said}");
+    let (is_fine, said) = check("export ONCEGATE_STORE=secret\n");
+    assert!(!is_fine && said.contains("line 1 is not NAME=VALUE") && !said.contains("secret"), "{said}");
+    std::fs::remove_file(&file).unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+    let output =
+        command.arg("check").arg("--config").arg(&config).arg("--env-file").arg(&file).output().unwrap();
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert!(!output.status.success() && said.contains("oncegate.env"), "{said}");
+}
+
 #[test]
 fn a_stop_has_the_time_that_it_needs() {
     for manifest in ["sidecar", "gateway"] {

@@ -11,7 +11,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use crate::clock::{Clock, StoreClock, SystemClock, Timestamp};
+use crate::clock::{Clock, ClockSkew, StoreClock, SystemClock, Timestamp};
 use crate::decide::{Command, Decision, Outcome, Write, decide};
 use crate::id::RecordId;
 use crate::limits;
@@ -19,7 +19,7 @@ use crate::map::{Sharded, lock};
 use crate::record::{Label, Record};
 use crate::store::{
     Advisory, AuditEntry, Capabilities, Durability, Extent, Fencing, ListPage, ListQuery, Store, StoreError,
-    StoreFuture,
+    StoreFuture, StoreUsage,
 };
 
 use self::packed::Parts;
@@ -233,9 +233,24 @@ impl<C: Clock> Store for MemoryStore<C> {
     }
 
     fn advisories(&self) -> Vec<Advisory> {
-        let clock = self.clock.skew().map(|skew| Advisory::new("clock", skew.to_string()));
+        let clock = self.clock.skew().map(|skew| skew.advisory());
         let full = self.capacity.exhausted().map(|reason| Advisory::new("full", reason));
         clock.into_iter().chain(full).collect()
+    }
+
+    fn usage(&self) -> Option<StoreUsage> {
+        let Capacity { records, max_records, bytes, max_bytes } = &self.capacity;
+        let limit = |max: u64| (max != u64::MAX).then_some(max);
+        Some(StoreUsage {
+            records: records.load(Ordering::Relaxed),
+            max_records: limit(*max_records),
+            bytes: bytes.load(Ordering::Relaxed),
+            max_bytes: limit(*max_bytes),
+        })
+    }
+
+    fn clock_skew(&self) -> Option<ClockSkew> {
+        self.clock.skew()
     }
 
     fn accept_clock(&self) -> StoreFuture<'_, Option<Duration>> {

@@ -26,7 +26,7 @@ fn is_replayed(store: &EmbeddedStore, n: u64) -> bool {
 }
 
 fn reports_skew(store: &EmbeddedStore) -> bool {
-    store.advisories().iter().any(|advisory| advisory.name == "clock")
+    store.advisories().iter().any(|advisory| matches!(advisory.name, "clock" | "clock-behind"))
 }
 
 /// For example a sidecar that is restarted before its first request, or after an idle hour.
