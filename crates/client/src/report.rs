@@ -97,6 +97,9 @@ pub enum SendErrorKind {
     InFlight,
     /// The journal has another request or a damaged file under this key, or the intent that this one replaces has no definite
     /// response. Nothing was sent by this call. A person must look at it.
+    ///
+    /// If no attempt of the other request was processed, [`SendError::may_have_taken_effect`] is `false`: this request needs
+    /// another key, or the stored intent must be removed.
     JournalConflict,
     /// The file of the intent in the journal could not be opened, locked or read. Nothing was sent by this call. The same intent
     /// can be sent when that is fixed.
