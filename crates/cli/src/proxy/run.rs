@@ -25,7 +25,7 @@ use super::{BoundAddress, ConnectionLimit, DataPath, RequestLimit, cached, serve
 use crate::access_log::AccessLog;
 use crate::activity::Activity;
 use crate::admin::{
-    self, AbandonedRecords, AdminLive, AdminState, BackupStore, Dashboard, Draining, count_records,
+    self, AbandonedRecords, AdminLive, AdminState, BackupStore, Dashboard, Draining, RefusedReloads, count_records,
 };
 use crate::check::{existing, has_other_files};
 use crate::config::{Config, ProxyArgs, StoreChoice, StoreUrl, duration_text};
@@ -250,6 +250,7 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
         layer: layer.clone(),
         token: config.admin_token.clone(),
         jwt: config.jwt.clone(),
+        refused_reloads: RefusedReloads::default(),
     };
     let (admin_live, admin_changes) = watch::channel(admin_live);
     let connections = ConnectionLimit::new(config.max_connections);
