@@ -209,7 +209,7 @@ impl fmt::Display for SendError {
         let inner = &self.0;
         f.write_str(match inner.kind {
             SendErrorKind::Unknown => {
-                "it is not known if the request took effect, and sending it again does not tell"
+                "it is not known if the request took effect, and sending it again to this address does not tell"
             }
             SendErrorKind::TurnedAway => "refused, while an earlier attempt has no definite response",
             SendErrorKind::Attempts => "no definite response after as many attempts as are allowed",

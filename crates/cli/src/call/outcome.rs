@@ -6,6 +6,7 @@ use std::io::{self, Write};
 use std::process::ExitCode;
 use std::time::UNIX_EPOCH;
 
+use http::HeaderMap;
 use oncegate_client::{Advice, DefiniteResponse, SendError, SendErrorKind, Verdict};
 use oncegate_core::{ErrorChain, Timestamp};
 
@@ -164,11 +165,21 @@ pub(super) fn why(open: &SendError) -> String {
     if open.kind() == SendErrorKind::JournalConflict && !open.may_have_taken_effect() {
         words.push_str(" (another key: another --intent or --key)");
     }
+    if open.response().is_some_and(|response| is_host_differs(response.headers())) {
+        words
+            .push_str(" (the key was used at another host: make the call with the address of the first one)");
+    }
     if let Some(Ok(since)) = open.come_back_at().map(|at| at.duration_since(UNIX_EPOCH)) {
         let millis = u64::try_from(since.as_millis()).unwrap_or(u64::MAX);
         words.push_str(&format!("; not before {}", time(Timestamp::from_millis(millis))));
     }
     words
+}
+
+/// True for a refusal because the first request with the key went to another host.
+fn is_host_differs(headers: &HeaderMap) -> bool {
+    let status = headers.get("idempotency-status").and_then(|value| value.to_str().ok());
+    status.is_some_and(|status| status.split(';').any(|part| part.trim() == "problem=host-differs"))
 }
 
 /// A hint about the reason, by the status.

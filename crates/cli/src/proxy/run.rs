@@ -25,10 +25,12 @@ use super::{BoundAddress, ConnectionLimit, DataPath, RequestLimit, cached, serve
 use crate::access_log::AccessLog;
 use crate::activity::Activity;
 use crate::admin::{
-    self, AbandonedRecords, AdminLive, AdminState, BackupStore, Dashboard, Draining, RefusedReloads, count_records,
+    self, AbandonedRecords, AdminLive, AdminState, BackupStore, Dashboard, Draining, RefusedReloads,
+    count_records,
 };
 use crate::check::{existing, has_other_files};
 use crate::config::{Config, ProxyArgs, StoreChoice, StoreUrl, duration_text};
+use crate::keys::list_unsettled_at;
 use crate::otlp::OtlpExporter;
 use crate::seal;
 use crate::signals::Signals;
@@ -231,7 +233,7 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
     #[cfg(not(feature = "failpoints"))]
     let builder = builder.with_observer(observers);
     let engine = builder.build();
-    tokio::spawn(count_records(counted, left, metrics.clone()));
+    tokio::spawn(count_records(counted, left, metrics.clone(), list_unsettled_at(admin_address)));
     let (sampled, counters) = (activity.clone(), metrics.clone());
     tokio::spawn(async move { sampled.hour().sample(|| counters.outcome_counts()).await });
     let access_log = config.access_log.map(|format| AccessLog::start(format, &metrics));

@@ -268,22 +268,24 @@ async fn a_changed_call_whose_first_form_did_not_happen_is_wrong_usage() {
         let send = |method, body| {
             ["call", method, &url, &journal, "--intent=k2", body, "--attempts=1"].map(str::to_owned)
         };
-        let ended = async |args: [String; 7]| {
-            ended(&args[1..].iter().map(String::as_str).collect::<Vec<_>>()).await
-        };
+        let ended =
+            async |args: [String; 7]| ended(&args[1..].iter().map(String::as_str).collect::<Vec<_>>()).await;
         let first = ended(send("PUT", "--json={}")).await;
         assert_eq!(first.code, Some(code), "{first:?}");
         let file = fs::read_dir(dir.path().join("journal")).unwrap().next().unwrap().unwrap().path();
         for changed in [send("POST", "--json={}"), send("PUT", "--json=[]")] {
             let end = ended(changed).await;
             assert_eq!(end.code, Some(2), "{end:?}");
-            for words in ["nothing was sent", "nothing happened", "another --intent", &file.display().to_string()] {
+            for words in
+                ["nothing was sent", "nothing happened", "another --intent", &file.display().to_string()]
+            {
                 assert!(end.words.contains(words), "{words}: {end:?}");
             }
             assert!(!end.words.contains("may have"), "{end:?}");
         }
         // The remedies of the message.
-        let other = ended(send("POST", "--json={}").map(|arg| arg.replace("--intent=k2", "--intent=k3"))).await;
+        let other =
+            ended(send("POST", "--json={}").map(|arg| arg.replace("--intent=k2", "--intent=k3"))).await;
         assert_eq!(other.code, Some(code), "{other:?}");
         fs::remove_file(&file).unwrap();
         assert_eq!(ended(send("POST", "--json={}")).await.code, Some(code));

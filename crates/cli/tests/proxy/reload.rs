@@ -175,7 +175,10 @@ async fn an_invalid_configuration_changes_nothing() {
         assert_eq!(series(&world.sidecar, REFUSED).await, Some(1.0));
         // Whoever is on call sees it without the log.
         let ready = admin(&world.sidecar, "/readyz").await.text().to_owned();
-        assert!(ready.contains("ready\nnote: the configuration was not reloaded") && ready.contains(why), "{ready}");
+        assert!(
+            ready.contains("ready\nnote: the configuration was not reloaded") && ready.contains(why),
+            "{ready}"
+        );
         let page = admin(&world.sidecar, "/").await.text().to_owned();
         let warnings = page.split("Warnings about the configuration").nth(1).unwrap();
         assert!(warnings.contains("was not reloaded") && !warnings.contains("There are none"), "{warnings}");
