@@ -80,7 +80,10 @@ fn a_file_of_init_that_is_not_read_is_named() {
     // A sidecar can run without it, so with the address it is a warning.
     let (code, text) = ended(dir.path(), &["check", "--to=http://127.0.0.1:3000", "--store=memory:"]);
     assert!(code == 0 && text.contains(hint), "{code} {text}");
-    for args in [&["check", "--config=oncegate.toml", "--store=memory:"][..], &["config", "dump", "--config=oncegate.toml"]] {
+    for args in [
+        &["check", "--config=oncegate.toml", "--store=memory:"][..],
+        &["config", "dump", "--config=oncegate.toml"],
+    ] {
         let (code, text) = ended(dir.path(), args);
         assert!(code == 0 && !text.contains(hint), "{args:?}: {text}");
     }
