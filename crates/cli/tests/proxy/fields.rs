@@ -176,7 +176,7 @@ async fn a_target_in_absolute_form_names_the_same_resource() {
     }
     // Once a minute, with the setting that helps.
     sidecar.process.logs("set `authority` (Settings::with_authority) to ignore").await;
-    assert_eq!(sidecar.process.error_lines("(host-differs)").len(), 1);
+    assert_eq!(sidecar.process.error_lines("requests that came first to another host").len(), 1);
     assert_eq!(service.requests(), 1);
 }
 
