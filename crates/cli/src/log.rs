@@ -48,6 +48,10 @@ struct Log {
 /// the store itself.
 const DATABASE_LIBRARY: &str = "sqlx=error";
 
+/// The target of the lines about what operators do. They are logged at every level: an operator who changes the level must not
+/// act unseen.
+pub(crate) const OPERATOR: &str = "oncegate::operator";
+
 /// Starts the log on the standard error, with the levels in `ONCEGATE_LOG`.
 ///
 /// # Errors
@@ -65,7 +69,7 @@ pub(crate) fn start(format: LogFormat) -> Result<(), String> {
     let _is_set_already = match format {
         LogFormat::Text => {
             let lines =
-                tracing_subscriber::fmt::layer().with_writer(log).with_ansi(crate::style::is_log_colored());
+                tracing_subscriber::fmt::layer().with_writer(log).with_ansi(crate::style::is_error_colored());
             registry.with(lines).try_init()
         }
         LogFormat::Json => registry.with(JsonLines::new(log)).try_init(),
@@ -108,7 +112,7 @@ pub(crate) fn end_level(change: u64) {
 }
 
 /// Parses a value of `ONCEGATE_LOG`: a level, or `PART=LEVEL`, or several of them separated by commas. Parts that are
-/// not named have the level `info`, but for [`DATABASE_LIBRARY`].
+/// not named have the level `info`, but for [`DATABASE_LIBRARY`]. [`OPERATOR`] has it always.
 pub(crate) fn filter(value: &str) -> Result<Targets, String> {
     let mut directives = vec!["info", DATABASE_LIBRARY];
     for directive in value.split(',').map(str::trim).filter(|directive| !directive.is_empty()) {
@@ -123,6 +127,9 @@ pub(crate) fn filter(value: &str) -> Result<Targets, String> {
         }
         directives.push(directive);
     }
+    // The last one for a target counts.
+    let operator = format!("{OPERATOR}=info");
+    directives.push(&operator);
     directives.join(",").parse().map_err(|error: tracing_subscriber::filter::ParseError| error.to_string())
 }
 
@@ -199,9 +206,18 @@ mod tests {
     fn parts_without_a_level_have_the_level_info() {
         assert_eq!(
             filter("oncegate_engine=debug").unwrap().to_string(),
-            "oncegate_engine=debug,sqlx=error,info"
+            "oncegate::operator=info,oncegate_engine=debug,sqlx=error,info"
         );
-        assert_eq!(filter("warn").unwrap().to_string(), "sqlx=error,warn");
-        assert_eq!(filter("sqlx=debug").unwrap().to_string(), "sqlx=debug,info");
+        assert_eq!(filter("warn").unwrap().to_string(), "oncegate::operator=info,sqlx=error,warn");
+        assert_eq!(filter("sqlx=debug").unwrap().to_string(), "oncegate::operator=info,sqlx=debug,info");
+    }
+
+    #[test]
+    fn no_filter_hides_what_operators_do() {
+        for value in ["off", "oncegate=off", "oncegate::operator=off", "off,oncegate::operator=error"] {
+            let filter = filter(value).unwrap();
+            assert!(filter.would_enable(OPERATOR, &tracing::Level::INFO), "{value}: {filter}");
+        }
+        assert!(!filter("off").unwrap().would_enable("oncegate::proxy", &tracing::Level::ERROR));
     }
 }

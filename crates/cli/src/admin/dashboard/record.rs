@@ -18,6 +18,7 @@ use crate::admin::keys::{AuditTexts, Pairs, is_shadow, read_existing, settings_o
 use crate::admin::seal::ReadRecord;
 use crate::admin::view::{BodyView, Detail, RecordView, StepResultView, time};
 use crate::admin::{AdminState, listing, metrics};
+use crate::log::OPERATOR;
 
 /// The entries of the audit trail that are searched for changes of one record.
 const AUDIT_ENTRIES: usize = 1000;
@@ -124,7 +125,7 @@ pub(super) async fn reveal(
     let actor = Some(fields.get("actor").trim()).filter(|actor| !actor.is_empty());
     let parts = match AuditTexts::read(actor, fields.get("reason"), &HeaderMap::new()) {
         Ok(AuditTexts { actor, reason }) => {
-            tracing::warn!(record = %id, actor, reason, "an operator looked at a stored response");
+            tracing::warn!(target: OPERATOR, record = %id, actor, reason, "an operator looked at a stored response");
             let at = state.engine.store().now();
             state.dashboard.add_reveal(Reveal { at, record: id, actor, reason: reason.clone() });
             PageParts { is_revealed: true, reason, ..PageParts::default() }
