@@ -98,8 +98,8 @@ pub(crate) fn drop_far_suggestion(error: &mut clap::Error) {
     }
 }
 
-/// Adds a tip to the error about an argument that a newcomer may well write: a secret as a flag, the address of the service without
-/// its flag, or a request without quotes.
+/// Adds a tip to the error about an argument that a newcomer may well write: a secret as a flag, the address of the service
+/// without its flag, or a request without quotes.
 pub(crate) fn add_tip(error: &mut clap::Error) {
     let text = |kind| match error.get(kind) {
         Some(ContextValue::String(text)) => text.clone(),

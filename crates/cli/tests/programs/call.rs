@@ -259,7 +259,7 @@ async fn a_rejected_call_stays_in_the_journal_until_its_credentials_are_fixed() 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_changed_call_whose_first_form_did_not_happen_is_wrong_usage() {
     let (turned_away, seen) = always("404 Not Found", "", "").await;
-    // A port of which nobody listens.
+    // A port on which no process listens.
     let refused = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     for (address, code) in [(turned_away, 7), (refused, 3)] {
         let url = format!("http://{address}/orders");

@@ -173,7 +173,7 @@ async fn an_invalid_configuration_changes_nothing() {
         assert_eq!(world.sidecar.process.error_lines(why).len(), 1, "{why}");
         world.sidecar.ask(&plain).await.is_problem(400, "key-missing");
         assert_eq!(series(&world.sidecar, REFUSED).await, Some(1.0));
-        // Whoever is on call sees it without the log.
+        // An operator sees it without the log.
         let ready = admin(&world.sidecar, "/readyz").await.text().to_owned();
         assert!(
             ready.contains("ready\nnote: the configuration was not reloaded") && ready.contains(why),
