@@ -30,9 +30,16 @@ pub(crate) struct DemoArgs {
 }
 
 /// Runs the demonstration. The exit code is 0 if with Oncegate each payment was charged once and its customer got the
-/// receipt, 1 if not or if the demonstration could not run, and 130 if it was interrupted.
+/// receipt, 1 if not or if the demonstration could not run, 2 if it was called wrongly, and 130 if it was interrupted.
 pub(crate) fn run(args: &DemoArgs) -> ExitCode {
-    match options(args).and_then(|options| oncegate_demo::run(&options)) {
+    let options = match options(args) {
+        Ok(options) => options,
+        Err(error) => {
+            complain!("error: {error}");
+            return ExitCode::from(2);
+        }
+    };
+    match oncegate_demo::run(&options) {
         Ok(DemoOutcome::Clean) => ExitCode::SUCCESS,
         Ok(DemoOutcome::Faulty) => ExitCode::FAILURE,
         Ok(DemoOutcome::Interrupted) => ExitCode::from(130),

@@ -201,6 +201,7 @@ enum Command {
 fn main() -> ExitCode {
     let parsed = Oncegate::try_parse().unwrap_or_else(|mut error| {
         config::drop_far_suggestion(&mut error);
+        config::add_tip(&mut error);
         error.exit()
     });
     style::start(parsed.color);

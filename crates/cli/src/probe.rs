@@ -266,10 +266,12 @@ fn restart(command: String) -> Restart {
 }
 
 fn url(text: &str) -> Result<Uri, String> {
-    let uri: Uri = text.parse().map_err(|_| "it is not a URL".to_owned())?;
+    let whole =
+        || "write the whole address with http:// or https://, such as http://127.0.0.1:8080".to_owned();
+    let uri: Uri = text.parse().map_err(|_| whole())?;
     match uri.scheme_str() {
         Some("http" | "https") if uri.host().is_some_and(|host| !host.is_empty()) => Ok(uri),
-        _ => Err("write the whole address, such as http://127.0.0.1:8080".to_owned()),
+        _ => Err(whole()),
     }
 }
 

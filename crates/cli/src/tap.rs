@@ -44,7 +44,7 @@ pub(crate) struct TapArgs {
 #[command(next_help_heading = "Filters")]
 struct Filter {
     /// Only requests with these outcomes: executed, replayed, refused (of whatever kind), unknown, mismatch, in-progress,
-    /// unprotected, shadow, or the name of a problem such as key-reused. Give several with commas
+    /// failed-open, shadow, or the name of a problem such as key-reused. Give several with commas
     #[arg(long, value_name = "OUTCOME", value_delimiter = ',', value_parser = outcome)]
     outcome: Vec<String>,
     /// Only requests that were observed (shadow) and would have had these outcomes; also not-observed. Give several with commas
@@ -60,11 +60,18 @@ struct Filter {
 
 /// Checks the name of an outcome or of a group of outcomes.
 fn outcome(text: &str) -> Result<String, String> {
+    if matches!(text, "unprotected" | "not-covered") {
+        return Err(
+            "these requests have no key, and only those with one are shown; `oncegate top` counts them, and failed-open \
+             shows those with a key that passed while the store was away"
+                .to_owned(),
+        );
+    }
     let groups = OUTCOME_GROUPS.iter().map(|group| group.as_str());
     if OutcomeGroup::of_outcome(text).is_some() || groups.clone().any(|group| group == text) {
         return Ok(text.to_owned());
     }
-    let names: Vec<_> = groups.collect();
+    let names: Vec<_> = groups.filter(|name| *name != "unprotected").collect();
     let hint = did_you_mean(text, names.iter().copied());
     Err(format!("it is neither one of {} nor the name of a problem{hint}", names.join(", ")))
 }
@@ -328,6 +335,10 @@ mod tests {
         assert!(is_outcome("mismatch", "key-reused") && is_outcome("unknown", "fenced"));
         assert!(!is_outcome("mismatch", "executed"));
         assert!(super::outcome("key-reused").is_ok() && super::outcome("mismatch").is_ok());
+        assert!(super::outcome("failed-open").is_ok());
+        for without_key in ["unprotected", "not-covered"] {
+            assert!(super::outcome(without_key).unwrap_err().contains("have no key"));
+        }
         assert!(super::outcome("replaid").unwrap_err().contains("did you mean `replayed`?"));
     }
 

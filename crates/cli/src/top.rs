@@ -63,7 +63,7 @@ async fn show(
 ) -> Result<(), Failure> {
     let client = Arc::new(args.access.client(env)?);
     let as_json = args.access.json;
-    let mut sample = Sample::read(&client).await?;
+    let mut sample = Sample::read(&client, &args.access).await?;
     if args.once {
         return if as_json {
             print_json(&sample.json(None, &[]), out)
@@ -100,7 +100,7 @@ async fn show(
             if is_reader_gone() {
                 return Ok(());
             }
-            match Sample::read(&client).await {
+            match Sample::read(&client, &args.access).await {
                 Ok(next) => break next,
                 Err(Failure::Unreachable(words)) => {
                     if outage.begins() {
@@ -140,16 +140,18 @@ struct Sample {
     at: Instant,
     summary: Value,
     misuse: Value,
+    /// The command that lists the unsettled records of this sidecar.
+    list_unsettled: String,
 }
 
 /// Requests for each second, by group.
 type Rates = Vec<(OutcomeGroup, f64)>;
 
 impl Sample {
-    async fn read(client: &Client) -> Result<Self, Failure> {
+    async fn read(client: &Client, access: &Access) -> Result<Self, Failure> {
         let summary = client.get("/v1/summary").await?;
         let misuse = client.get("/v1/misuse").await?;
-        Ok(Self { at: Instant::now(), summary, misuse })
+        Ok(Self { at: Instant::now(), summary, misuse, list_unsettled: access.list_unsettled() })
     }
 
     fn total(&self, group: OutcomeGroup) -> u64 {
@@ -310,7 +312,7 @@ impl Sample {
             let left = seconds(&records["unsettled_retention_left_seconds"]).unwrap_or_default();
             words.push((
                 Tone::Plain,
-                format!(", the oldest for {oldest}, the first is removed in {left}: oncegate keys ls --state unsettled"),
+                format!(", the oldest for {oldest}, the first is removed in {left}: {}", self.list_unsettled),
             ));
         }
         page.line(&words);
@@ -395,7 +397,8 @@ mod tests {
             {"caller": null, "operation": "POST /old", "counts": {"key-missing": 1}, "last": "2026-01-01"},
             {"caller": "00aa", "operation": "POST /new\u{1b}", "counts": {"mismatch": 3}, "last": "2026-01-02"},
         ]});
-        Sample { at: Instant::now(), summary, misuse }
+        let list_unsettled = "oncegate keys ls --state unsettled".to_owned();
+        Sample { at: Instant::now(), summary, misuse, list_unsettled }
     }
 
     #[test]

@@ -32,7 +32,9 @@ pub struct Intent {
 }
 
 /// An [`Intent`] could not be made.
-#[derive(Debug, thiserror::Error)]
+///
+/// `Debug` prints the text as well, because that is what a `main` that returns the error shows.
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum IntentError {
     /// The key is empty or too long.
@@ -50,6 +52,19 @@ pub enum IntentError {
     /// The name or the value of a header cannot be sent.
     #[error("the name or the value of a header cannot be sent")]
     Header,
+}
+
+impl fmt::Debug for IntentError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = match self {
+            Self::Key(error) => return f.debug_tuple("Key").field(error).finish(),
+            Self::KeyCharacter => "KeyCharacter",
+            Self::NoRandomness => "NoRandomness",
+            Self::Uri => "Uri",
+            Self::Header => "Header",
+        };
+        write!(f, "{name}: {self}")
+    }
 }
 
 impl Intent {

@@ -130,6 +130,9 @@ pub enum JournalOpenError {
     /// The journal has another request or a damaged file under this key, or the intent that this one replaces has no definite
     /// response. A person must look at it.
     Conflict(BoxError),
+    /// The journal has another request under this key, and no attempt of that one was processed. This request needs another key,
+    /// or the stored intent must be removed.
+    UnsentConflict(BoxError),
     /// The intent may have been sent with other credentials. It can be sent with those.
     OtherCredentials(BoxError),
     /// The file of the intent could not be opened, locked or read: a missing permission, or an error of the disk. The intent
@@ -143,6 +146,7 @@ impl JournalOpenError {
             Self::NotWritten(error) => (SendErrorKind::Journal, sent_before, Some(error)),
             Self::InFlight => (SendErrorKind::InFlight, true, None),
             Self::Conflict(error) => (SendErrorKind::JournalConflict, true, Some(error)),
+            Self::UnsentConflict(error) => (SendErrorKind::JournalConflict, false, Some(error)),
             Self::OtherCredentials(error) => (SendErrorKind::OtherCredentials, true, Some(error)),
             Self::Unreadable(error) => (SendErrorKind::JournalUnreadable, true, Some(error)),
         };

@@ -97,6 +97,9 @@ pub enum SendErrorKind {
     InFlight,
     /// The journal has another request or a damaged file under this key, or the intent that this one replaces has no definite
     /// response. Nothing was sent by this call. A person must look at it.
+    ///
+    /// If no attempt of the other request was processed, [`SendError::may_have_taken_effect`] is `false`: this request needs
+    /// another key, or the stored intent must be removed.
     JournalConflict,
     /// The file of the intent in the journal could not be opened, locked or read. Nothing was sent by this call. The same intent
     /// can be sent when that is fixed.
@@ -206,7 +209,7 @@ impl fmt::Display for SendError {
         let inner = &self.0;
         f.write_str(match inner.kind {
             SendErrorKind::Unknown => {
-                "it is not known if the request took effect, and sending it again does not tell"
+                "it is not known if the request took effect, and sending it again to this address does not tell"
             }
             SendErrorKind::TurnedAway => "refused, while an earlier attempt has no definite response",
             SendErrorKind::Attempts => "no definite response after as many attempts as are allowed",

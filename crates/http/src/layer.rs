@@ -59,6 +59,7 @@ pub(crate) struct Shared {
     /// do not wait.
     pub(crate) comparisons: Arc<Semaphore>,
     scope_warnings: Arc<LogThrottle>,
+    host_warnings: Arc<LogThrottle>,
     default: Arc<Settings>,
     routes: Vec<Route>,
     /// The engine and the limits of requests that are only observed.
@@ -112,6 +113,7 @@ impl IdempotencyLayer {
             sessions: Sessions::default(),
             comparisons: Arc::new(Semaphore::new(cores())),
             scope_warnings: Arc::new(LogThrottle::new(SCOPE_WARNING_INTERVAL)),
+            host_warnings: Arc::new(LogThrottle::new(SCOPE_WARNING_INTERVAL)),
             default: Arc::new(Settings::default()),
             routes: Vec::new(),
             shadow: ShadowLimits::new(
@@ -353,6 +355,16 @@ impl Shared {
              or set it to header:authorization if that field alone tells callers apart, and callers without it may get each \
              other's responses",
             doubt.describe(credential)
+        );
+    }
+
+    /// Logs, at most once a minute, that a request is refused because it came to another host than the first one with its key.
+    pub(crate) fn warn_of_other_host(&self) {
+        let Some(suppressed) = self.host_warnings.pass() else { return };
+        tracing::warn!(
+            suppressed,
+            "requests that came first to another host (name or port) are refused (host-differs): if clients reach this service under \
+             several names or ports, set `authority` (Settings::with_authority) to ignore; if each host is a tenant, to scope"
         );
     }
 }

@@ -707,6 +707,9 @@ impl KeyedResponse {
         if self.settings.authority() == AuthorityRole::Compared {
             match self.shared.engine.store().lookup(id).await {
                 Ok(Some(record)) if canonical::differs_in_host_only(&record.fingerprint, &fingerprint) => {
+                    if !self.settings.is_shadow {
+                        self.shared.warn_of_other_host();
+                    }
                     return Refusal::new(Condition::HostDiffers);
                 }
                 Ok(_) => {}

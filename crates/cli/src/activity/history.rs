@@ -105,7 +105,7 @@ impl History {
             | EventKind::Unknown
             | EventKind::Unreplayable => {}
             EventKind::Renewed => {
-                self.repeat(id, RepeatKind::Renewed, event.at);
+                self.repeat(id, RepeatKind::Renewed, event.at, false);
             }
             EventKind::Executing { after_abandoned: false, .. }
             | EventKind::Executed
@@ -124,12 +124,20 @@ impl History {
     }
 
     /// Counts a repetition. True if it makes the requests with this key a tight loop, once in each [`LOOP_WINDOW`].
-    pub(super) fn repeat(&mut self, id: RecordId, kind: RepeatKind, at: Timestamp) -> bool {
+    ///
+    /// A request that executed belongs to a loop, too, but repeats nothing: its execution has events of its own.
+    pub(super) fn repeat(
+        &mut self,
+        id: RecordId,
+        kind: RepeatKind,
+        at: Timestamp,
+        has_executed: bool,
+    ) -> bool {
         let at = at.as_millis();
         let is_it = |repeats: &Repeats| repeats.id == id;
         let Some(repeats) = self.repeats.entry(hash(&id), is_it, || Repeats::new(id)) else { return false };
         repeats.last = at;
-        if let Some((count, last)) = repeats.counts.get_mut(kind as usize) {
+        if let Some((count, last)) = repeats.counts.get_mut(kind as usize).filter(|_| !has_executed) {
             *count = count.saturating_add(1);
             *last = at;
         }

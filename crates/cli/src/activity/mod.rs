@@ -120,7 +120,7 @@ impl RequestObserver for Activity {
         let Some(keyed) = &event.keyed else { return };
         let mut is_loop = false;
         if let (Some(id), Some(kind)) = (keyed.record, RepeatKind::of(event.disposition)) {
-            is_loop = self.0.histories.of(&id).repeat(id, kind, wall_clock());
+            is_loop = self.0.histories.of(&id).repeat(id, kind, wall_clock(), keyed.attempt.is_some());
         }
         let (refused, is_observed) = match event.disposition {
             Disposition::Refused(condition) => (Some(condition), false),

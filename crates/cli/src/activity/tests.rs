@@ -38,7 +38,7 @@ fn ordinary_requests_and_replays_never_replace_a_failed_attempt() {
         let millis = u64::from(number) + 10;
         add(&mut history, id(number), millis, 1, BEGUN);
         add(&mut history, id(number), millis, 1, EventKind::Completed);
-        history.repeat(id(number), RepeatKind::Replayed, at(millis));
+        history.repeat(id(number), RepeatKind::Replayed, at(millis), false);
     }
     assert_eq!(kinds(&history, id(0)), [BEGUN, EventKind::Abandoned]);
     // The newest are there, those before them are not.
@@ -58,7 +58,7 @@ fn events_are_in_order_and_repetitions_are_counted() {
     add(&mut history, id(0), 9, 2, EventKind::Completed);
     add(&mut history, id(0), 10, 2, EventKind::Replayed { waited: false });
     for millis in 20..23 {
-        assert!(!history.repeat(id(0), RepeatKind::Replayed, at(millis)));
+        assert!(!history.repeat(id(0), RepeatKind::Replayed, at(millis), false));
     }
     let order = [BEGUN, second, EventKind::LeaseLost, EventKind::Executed, EventKind::Completed];
     assert_eq!(kinds(&history, id(0)), order);
@@ -71,7 +71,7 @@ fn a_tight_loop_is_reported_once_in_a_window() {
     let mut history = History::default();
     let mut loops = |from: u64, count: u64, pause: u64| -> usize {
         let times = (0..count).map(|number| from + number * pause);
-        times.filter(|millis| history.repeat(id(1), RepeatKind::InProgress, at(*millis))).count()
+        times.filter(|millis| history.repeat(id(1), RepeatKind::InProgress, at(*millis), false)).count()
     };
     assert_eq!(loops(100_000, 29, 10), 0);
     assert_eq!(loops(200_000, 1000, 10), 1);
@@ -81,9 +81,21 @@ fn a_tight_loop_is_reported_once_in_a_window() {
 }
 
 #[test]
+fn requests_that_executed_are_a_loop_and_no_repetition() {
+    let mut history = History::default();
+    let loops = (0..40).filter(|_| history.repeat(id(1), RepeatKind::Unknown, at(5), true)).count();
+    assert_eq!((loops, history.timeline(&id(1)).repeats), (1, Vec::new()));
+    history.repeat(id(1), RepeatKind::Unknown, at(6), false);
+    assert_eq!(
+        history.timeline(&id(1)).repeats,
+        [Repeat { kind: RepeatKind::Unknown, count: 1, last: at(6) }]
+    );
+}
+
+#[test]
 fn renewals_are_no_loop() {
     let mut history = History::default();
-    assert!((0..100).all(|_| !history.repeat(id(1), RepeatKind::Renewed, at(5))));
+    assert!((0..100).all(|_| !history.repeat(id(1), RepeatKind::Renewed, at(5), false)));
     assert_eq!(history.timeline(&id(1)).repeats.first().map(|repeat| repeat.count), Some(100));
 }
 

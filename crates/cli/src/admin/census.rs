@@ -150,11 +150,14 @@ fn log_expired(id: RecordId, record: &CountedRecord) {
 }
 
 /// Counts until it is dropped.
-pub(crate) async fn run(store: Arc<dyn Store>, left: AbandonedRecords, metrics: Metrics) {
+///
+/// `list` is the command for operators in the lines of the log.
+pub(crate) async fn run(store: Arc<dyn Store>, left: AbandonedRecords, metrics: Metrics, list: String) {
     let mut census = Census {
         store,
         left,
         metrics,
+        list,
         known: BTreeMap::new(),
         reread_after: None,
         is_partial: false,
@@ -174,6 +177,8 @@ struct Census {
     store: Arc<dyn Store>,
     left: AbandonedRecords,
     metrics: Metrics,
+    /// The command that lists the unsettled records.
+    list: String,
     /// The unsettled records that are known.
     known: BTreeMap<RecordId, CountedRecord>,
     /// The last known record that was read again.
@@ -298,7 +303,8 @@ impl Census {
                 records,
                 first_in = rounded_duration_text(first.since(now)),
                 "records that wait for an operator are removed soon, at the end of their retention, and their keys execute again; see \
-                 `oncegate keys ls --state unsettled`"
+                 `{}`",
+                self.list
             );
         }
     }
@@ -311,7 +317,8 @@ impl Census {
             tracing::warn!(
                 unsettled,
                 oldest = rounded_duration_text(oldest),
-                "records with an unknown outcome wait for an operator: run `oncegate keys ls --state unsettled`"
+                "records with an unknown outcome wait for an operator: run `{}`",
+                self.list
             );
         }
         self.reported = unsettled;

@@ -148,6 +148,45 @@ pub(crate) struct AdminLive {
     pub(crate) token: Option<AdminToken>,
     /// Verifies the tokens that name callers.
     pub(crate) jwt: Option<JwtVerifier>,
+    /// The reloads that were refused, and that no later one has made good.
+    pub(crate) refused_reloads: RefusedReloads,
+}
+
+/// The reasons of the last reloads if they were refused.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct RefusedReloads {
+    configuration: Option<String>,
+    certificate: Option<String>,
+}
+
+/// The longest reason of a refused reload that a note shows, in characters. The log has the whole reason.
+const MAX_REASON: usize = 300;
+
+impl RefusedReloads {
+    /// Notes the end of a reload. Problems are the reasons of a refusal; without one, the reload was applied.
+    pub(crate) fn note(&mut self, subject: ReloadSubject, problems: &[String]) {
+        let (place, what) = match subject {
+            ReloadSubject::Configuration => (&mut self.configuration, "configuration"),
+            ReloadSubject::Certificate => (&mut self.certificate, "certificate"),
+        };
+        *place = problems.first().map(|first| {
+            // One line: the first problem leads to the rest.
+            let first = first.replace(['\r', '\n'], " ");
+            let mut reason: String = first.chars().take(MAX_REASON).collect();
+            if reason.len() < first.len() {
+                reason.push('…');
+            }
+            if let more @ 1.. = problems.len() - 1 {
+                reason.push_str(&format!("; and {more} more, see the log"));
+            }
+            format!("the {what} was not reloaded, and the previous one stays in force: {reason}")
+        });
+    }
+
+    /// The notes for operators.
+    pub(crate) fn notes(&self) -> impl Iterator<Item = &String> {
+        self.configuration.iter().chain(&self.certificate)
+    }
 }
 
 impl AdminState {
@@ -344,8 +383,8 @@ async fn readyz(State(state): State<AdminState>) -> Response {
         Ok(()) => {
             let advisories = state.engine.store().advisories();
             let notes = advisories.into_iter().map(|advisory| advisory.text);
-            let lines: String =
-                notes.chain(note_on_keys(&state)).map(|note| format!("note: {note}\n")).collect();
+            let notes = notes.chain(note_on_keys(&state)).chain(notes_on_reloads(&state));
+            let lines: String = notes.map(|note| format!("note: {note}\n")).collect();
             text(format!("ready\n{lines}"))
         }
         Err(why) => not_ready(format!("{why}\n")),
@@ -408,6 +447,11 @@ fn note_on_keys(state: &AdminState) -> Option<String> {
         )),
         _ => None,
     }
+}
+
+/// The notes on refused reloads. The sidecar is ready anyway, with the previous configuration.
+fn notes_on_reloads(state: &AdminState) -> Vec<String> {
+    state.live.borrow().refused_reloads.notes().cloned().collect()
 }
 
 async fn metrics(State(state): State<AdminState>, headers: HeaderMap) -> Response {

@@ -6,7 +6,7 @@ use oncegate_core::Advisory;
 use serde_json::{Value, json};
 
 use super::census::Counts;
-use super::{AdminState, note_on_keys, readiness, view};
+use super::{AdminState, note_on_keys, notes_on_reloads, readiness, view};
 use crate::activity::{Minute, OUTCOME_GROUPS, OutcomeCounts};
 
 /// Everything that an operator looks at first.
@@ -48,6 +48,7 @@ impl Summary {
         let promises = store.capabilities();
         let mut advisories = store.advisories();
         advisories.extend(note_on_keys(state).map(|text| Advisory::new("key-set", text)));
+        advisories.extend(notes_on_reloads(state).into_iter().map(|text| Advisory::new("reload", text)));
         let usage = state.live.borrow().layer.limit_usage();
         let (records, now) = (state.metrics.unsettled(), store.now());
         let totals = state.metrics.outcome_counts();

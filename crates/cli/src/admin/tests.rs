@@ -160,6 +160,7 @@ impl Sidecar {
             layer: layer.clone(),
             token: token.map(|token| admin_token(token).unwrap()),
             jwt: None,
+            refused_reloads: RefusedReloads::default(),
         };
         let state = AdminState {
             messages: None,

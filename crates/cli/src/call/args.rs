@@ -177,10 +177,13 @@ fn no_request(text: &str) -> Result<Method, String> {
 }
 
 fn url(text: &str) -> Result<Uri, String> {
-    let uri: Uri = text.parse().map_err(|_| "it is not a URL".to_owned())?;
+    let whole = || {
+        "write the whole address with http:// or https://, such as https://bank.example/payouts".to_owned()
+    };
+    let uri: Uri = text.parse().map_err(|_| whole())?;
     match uri.scheme_str() {
         Some("http" | "https") if uri.host().is_some_and(|host| !host.is_empty()) => {}
-        _ => return Err("write the whole address, such as https://bank.example/payouts".to_owned()),
+        _ => return Err(whole()),
     }
     if uri.authority().is_some_and(|authority| authority.as_str().contains('@')) {
         return Err(

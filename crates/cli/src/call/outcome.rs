@@ -6,6 +6,7 @@ use std::io::{self, Write};
 use std::process::ExitCode;
 use std::time::UNIX_EPOCH;
 
+use http::HeaderMap;
 use oncegate_client::{Advice, DefiniteResponse, SendError, SendErrorKind, Verdict};
 use oncegate_core::{ErrorChain, Timestamp};
 
@@ -40,7 +41,8 @@ const EXIT_CODES: [(End, &str, &str); 8] = [
     ),
     (
         End::Usage,
-        "wrong usage, or a journal that cannot be used: nothing was sent",
+        "wrong usage, or a journal that cannot be used or has another request under this key, of which nothing happened: nothing \
+         was sent",
         "fixes that, then makes the same call",
     ),
     (End::Nothing, "nothing happened, for certain", "makes the same call later"),
@@ -144,7 +146,12 @@ pub(super) fn end_of(open: &SendError) -> End {
         (false, true) => End::Nothing,
         (true, true) => End::Open,
         (true, false) => End::Unknown,
-        (false, false) if open.kind() == SendErrorKind::Unsendable => End::Usage,
+        // Another key, or the removal of the stored request, is needed: later calls would end the same way.
+        (false, false)
+            if matches!(open.kind(), SendErrorKind::Unsendable | SendErrorKind::JournalConflict) =>
+        {
+            End::Usage
+        }
         (false, false) => End::Nothing,
     }
 }
@@ -155,6 +162,13 @@ pub(super) fn why(open: &SendError) -> String {
     if open.kind() == SendErrorKind::OtherCredentials {
         words.push_str(OLD_CREDENTIALS);
     }
+    if open.kind() == SendErrorKind::JournalConflict && !open.may_have_taken_effect() {
+        words.push_str(" (another key: another --intent or --key)");
+    }
+    if open.response().is_some_and(|response| is_host_differs(response.headers())) {
+        words
+            .push_str(" (the key was used at another host: make the call with the address of the first one)");
+    }
     if let Some(Ok(since)) = open.come_back_at().map(|at| at.duration_since(UNIX_EPOCH)) {
         let millis = u64::try_from(since.as_millis()).unwrap_or(u64::MAX);
         words.push_str(&format!("; not before {}", time(Timestamp::from_millis(millis))));
@@ -162,11 +176,17 @@ pub(super) fn why(open: &SendError) -> String {
     words
 }
 
+/// True for a refusal because the first request with the key went to another host.
+fn is_host_differs(headers: &HeaderMap) -> bool {
+    let status = headers.get("idempotency-status").and_then(|value| value.to_str().ok());
+    status.is_some_and(|status| status.split(';').any(|part| part.trim() == "problem=host-differs"))
+}
+
 /// A hint about the reason, by the status.
 fn hint(status: u16) -> &'static str {
     match status {
         401 | 403 | 407 | 511 => "; check the credentials and their rights",
-        404 | 405 | 421 | 501 => "; check the address and the method",
+        404 | 405 | 421 | 501 => "; check the address; with another method it is another intent",
         411 | 413 | 417 | 431 => "; a limit of the service or of a hop before it",
         426 | 505 => "; the service requires another protocol",
         300..=399 => "; the service redirects to another address",

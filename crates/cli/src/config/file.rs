@@ -134,10 +134,10 @@ impl TomlReader<'_> {
                 self.error(&key.span(), None, format!("`{name}` names this file, so it cannot be in it"));
             }
             Some(setting) if setting.settable_in == SettableIn::Secret => {
-                let what = format!(
-                    "a secret does not belong here; put it into {} or name a file with `{name}-file`",
-                    setting.variable()
-                );
+                let file = Setting::named(&format!("{name}-file"));
+                let file =
+                    file.map_or_else(String::new, |file| format!(", or name a file with `{}`", file.name));
+                let what = format!("a secret does not belong here; put it into {}{file}", setting.variable());
                 self.error(&key.span(), Some(&name), what);
             }
             Some(setting) if in_route && setting.settable_in != SettableIn::Route => {
@@ -213,6 +213,11 @@ fn raw(setting: &Setting, value: &DeValue<'_>) -> Result<Raw, String> {
             });
             texts.collect::<Result<_, _>>().map(Raw::List)
         }
+        // One text would be the name of a program with spaces.
+        (DeValue::String(_), Shape::Many) if setting.is_command() => Err(format!(
+            "a text instead of an array of the program and its arguments, such as {} = [\"vault\", \"read\"]",
+            setting.name
+        )),
         (DeValue::String(text), Shape::Many) => Ok(Raw::List(vec![text.to_string()])),
         (DeValue::Integer(number), Shape::Many) => Ok(Raw::List(vec![number.to_string()])),
         (DeValue::Boolean(yes), Shape::Switch) => Ok(Raw::Text(yes.to_string())),

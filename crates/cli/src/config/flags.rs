@@ -1,12 +1,12 @@
 //! Settings as flags.
 
 use clap::builder::ValueHint;
-use clap::error::{ContextKind, ContextValue};
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Arg, ArgAction, ArgMatches, Command};
 
 use super::Entry;
 use super::problem::{Source, nearest};
-use super::settings::{Fallback, Raw, SETTINGS, Setting, Shape};
+use super::settings::{Fallback, Raw, SETTINGS, SettableIn, Setting, Shape};
 
 /// The sidecar's settings on the command line.
 #[derive(Clone, Debug, Default)]
@@ -96,6 +96,37 @@ pub(crate) fn drop_far_suggestion(error: &mut clap::Error) {
     {
         error.remove(ContextKind::SuggestedArg);
     }
+}
+
+/// Adds a tip to the error about an argument that a newcomer may well write: a secret as a flag, the address of the service
+/// without its flag, or a request without quotes.
+pub(crate) fn add_tip(error: &mut clap::Error) {
+    let text = |kind| match error.get(kind) {
+        Some(ContextValue::String(text)) => text.clone(),
+        Some(ContextValue::StyledStr(text)) => text.to_string(),
+        _ => String::new(),
+    };
+    if error.kind() != ErrorKind::UnknownArgument {
+        return;
+    }
+    let (written, usage) = (text(ContextKind::InvalidArg), text(ContextKind::Usage));
+    let secret = Setting::named(written.trim_start_matches('-'))
+        .filter(|setting| setting.settable_in == SettableIn::Secret && written.starts_with("--"));
+    let is_of = |command: &str| usage.contains(&format!("oncegate {command} "));
+    let tip = if let Some(secret) = secret {
+        format!("other users can see flags, so this secret is not one: put it into {}", secret.variable())
+    } else if written.starts_with('/') && is_of("explain") {
+        "the request is one argument: write method and path in quotes, such as 'POST /v1/orders'".to_owned()
+    } else if (written.starts_with("http://") || written.starts_with("https://"))
+        && ["proxy", "check", "explain", "rules", "openapi"].into_iter().any(is_of)
+        // It may contain a password.
+        && !written.contains('@')
+    {
+        format!("give the address of the service with its flag: --to {written}")
+    } else {
+        return;
+    };
+    error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
 }
 
 #[cfg(test)]

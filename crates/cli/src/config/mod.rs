@@ -53,7 +53,7 @@ pub(crate) use self::cached::{CacheChoice, CachedChoice};
 pub(crate) use self::cors::{Cors, asked_method};
 #[cfg(test)]
 pub(crate) use self::flags::parse as parse_flags;
-pub(crate) use self::flags::{ProxyArgs, drop_far_suggestion};
+pub(crate) use self::flags::{ProxyArgs, add_tip, drop_far_suggestion};
 pub(crate) use self::id_secret::id_secret_in;
 pub(crate) use self::problem::{Problem, Problems, Source, did_you_mean};
 pub(crate) use self::scope::KeySetPlace;
@@ -495,6 +495,9 @@ impl Config {
     }
 }
 
+/// The name under which `oncegate init` writes a configuration. It is read only if it is given.
+const USUAL_FILE: &str = "oncegate.toml";
+
 impl Draft {
     /// Reads all settings, and collects all errors and warnings.
     pub(crate) fn read(args: &ProxyArgs, env: impl IntoIterator<Item = (OsString, OsString)>) -> Self {
@@ -505,6 +508,7 @@ impl Draft {
         let from_env = env::read(variables, &mut problems, &mut ignored);
         let from_flags: Vec<_> = args.entries().collect();
         let path = config_path(&from_env, &from_flags);
+        let is_file_unread = path.is_none() && Path::new(USUAL_FILE).is_file();
         let content = match &path {
             None => Some(FileContent::default()),
             Some((path, source)) => read_file(path, source, &mut problems),
@@ -514,6 +518,14 @@ impl Draft {
         let mut values = Values::defaults();
         // Each layer overrides the ones before it.
         let layers = [&from_standard[..], &content.entries, &from_env, &from_flags];
+        if is_file_unread {
+            let is_needed = !layers.iter().copied().flatten().any(|entry| entry.setting.name == "to");
+            let what = format!("./{USUAL_FILE} is not read: to use it, give --config {USUAL_FILE}");
+            match is_needed {
+                true => problems.push(Problem::error(None, what)),
+                false => ignored.push(Problem::warning(None, what)),
+            }
+        }
         for entries in layers {
             apply(entries, &mut values, &mut problems);
         }

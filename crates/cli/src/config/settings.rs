@@ -117,6 +117,11 @@ impl Setting {
         format!("ONCEGATE_{}", self.name.replace(['-', '.'], "_").to_ascii_uppercase())
     }
 
+    /// True for a program and its arguments: in the file, an array.
+    pub(crate) fn is_command(&self) -> bool {
+        self.value == "WORD,…"
+    }
+
     /// The setting with this key in the file.
     pub(crate) fn named(name: &str) -> Option<&'static Self> {
         SETTINGS.iter().find(|setting| setting.name == name)
@@ -709,6 +714,16 @@ settings! {
     "store-timeout" LIMITS Service One "DURATION" Value("2s");
     store_timeout: Duration = |text| bounded(text, 10 * MILLI, 60 * SECOND);
 
+    /// The longest time that running requests may take to finish after SIGTERM. Requests that still run are then cut off, and
+    /// their outcome is unknown.
+    "drain-timeout" LIMITS Live One "DURATION" Value("30s");
+    drain_timeout: Duration = |text| bounded(text, Duration::ZERO, DAY);
+
+    /// The time for which requests are still accepted after SIGTERM, while /readyz already responds with 503. Set it to the time
+    /// that load balancers need to notice and to stop sending requests. The drain-timeout begins after it. At most 10m.
+    "shutdown-delay" LIMITS Live One "DURATION" Value("0s");
+    shutdown_delay: Duration = |text| bounded(text, Duration::ZERO, 600 * SECOND);
+
     /// The form of the log on the standard error: `text`, or `json` with one object a line.
     "log-format" TELEMETRY Service One "text|json" Value("text");
     log_format: LogFormat = |text| one_of(text, &[("text", LogFormat::Text), ("json", LogFormat::Json)]);
@@ -744,16 +759,6 @@ settings! {
     /// client recorded it, but only if the client is one of trusted-proxies; for all others this ratio decides.
     "trace-sample-ratio" TELEMETRY Live One "RATIO" Value("1");
     trace_sample_ratio: SampleRatio = units::sample_ratio;
-
-    /// The longest time that running requests may take to finish after SIGTERM. Requests that still run are then cut off, and
-    /// their outcome is unknown.
-    "drain-timeout" LIMITS Live One "DURATION" Value("30s");
-    drain_timeout: Duration = |text| bounded(text, Duration::ZERO, DAY);
-
-    /// The time for which requests are still accepted after SIGTERM, while /readyz already responds with 503. Set it to the time
-    /// that load balancers need to notice and to stop sending requests. The drain-timeout begins after it. At most 10m.
-    "shutdown-delay" LIMITS Live One "DURATION" Value("0s");
-    shutdown_delay: Duration = |text| bounded(text, Duration::ZERO, 600 * SECOND);
 }
 
 impl Values {

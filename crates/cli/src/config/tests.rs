@@ -215,7 +215,11 @@ fn sample(setting: &str) -> (&'static str, &'static str) {
 fn every_setting_can_be_given_everywhere_it_is_allowed() {
     for setting in SETTINGS.iter().filter(|setting| setting.name != "config") {
         let (text, _) = sample(setting.name);
-        let value = if setting.shape == Shape::Switch { text.to_owned() } else { format!("{text:?}") };
+        let value = match setting.shape {
+            Shape::Switch => text.to_owned(),
+            _ if setting.is_command() => format!("[{text:?}]"),
+            _ => format!("{text:?}"),
+        };
         let in_file = format!("{} = {value}\n", setting.name);
         let in_route = format!("[[route]]\npath = \"/a\"\n{in_file}");
         let flag = setting.flag().map(|flag| format!("--{flag}={text}"));
@@ -287,7 +291,7 @@ fingerprint = { exlude = ["/a"] }
         "oncegate.toml:7:11: methods: the method GET cannot be covered: a key protects requests that change something",
         "oncegate.toml:7:11: methods: \"put\" is not a method; did you mean \"PUT\"?",
         "oncegate.toml:8:1: `path` belongs in a [[route]] table",
-        "oncegate.toml:9:1: admin-token: a secret does not belong here; put it into ONCEGATE_ADMIN_TOKEN or name a file with `admin-token-file`",
+        "oncegate.toml:9:1: admin-token: a secret does not belong here; put it into ONCEGATE_ADMIN_TOKEN, or name a file with `admin-token-file`",
         "oncegate.toml:10:1: `config` names this file, so it cannot be in it",
         "oncegate.toml:11:15: fingerprint: a list instead of a table, such as fingerprint = { exclude = [\"/meta/timestamp\"] }",
         "oncegate.toml:14:8: path: path pattern \"payments\": it must start with a slash, as every path does",
@@ -1228,7 +1232,7 @@ fn seal_keys_come_from_one_source_and_mistakes_show_no_key() {
         (Given { env: &[TO], flags: &[&large_flag], ..NOTHING }, &large_problem),
         (
             Given { env: &[TO], file: &format!("seal-keys = \"{SEAL_KEY}\""), ..NOTHING },
-            "oncegate.toml:1:1: seal-keys: a secret does not belong here; put it into ONCEGATE_SEAL_KEYS or name a file with \
+            "oncegate.toml:1:1: seal-keys: a secret does not belong here; put it into ONCEGATE_SEAL_KEYS, or name a file with \
              `seal-keys-file`",
         ),
     ];

@@ -86,6 +86,9 @@ pub(super) fn example(setting: &Setting) -> Option<Raw> {
         Fallback::Value(text) | Fallback::Profile(text) => text.to_owned(),
         Fallback::Nothing(_) => match (setting.name, setting.value) {
             ("to", _) => "http://127.0.0.1:3000".to_owned(),
+            ("jwt-audience", _) => "payments".to_owned(),
+            // More than the default.
+            ("max-in-flight-without-key", _) => "20000".to_owned(),
             ("problem-base-url", _) => "https://developer.example.com/retry.html#".to_owned(),
             ("tls-cert" | "tls-key" | "tls-client-ca" | "tls-client-crl", _) => {
                 format!("/etc/oncegate/{}.pem", setting.name)

@@ -55,6 +55,9 @@ fn properties(is_wanted: impl Fn(&Setting) -> bool) -> Map<String, Value> {
 fn property(setting: &Setting) -> Value {
     let mut property = match setting.shape {
         Shape::Switch => json!({"type": "boolean"}),
+        Shape::Many if setting.is_command() => {
+            json!({"type": "array", "items": {"type": "string"}})
+        }
         Shape::Many => json!({
             "anyOf": [{"type": "array", "items": {"type": ["string", "integer"]}}, {"type": ["string", "integer"]}],
         }),

@@ -56,6 +56,11 @@ impl Client {
     pub(crate) fn new(admin: &str, token: Option<&str>) -> Result<Self, Failure> {
         let usage = |what: &str| Failure::Usage(format!("--admin {admin:?}: {what}"));
         let url = if admin.contains("://") { admin.to_owned() } else { format!("http://{admin}") };
+        if let port = admin.strip_prefix(':').unwrap_or(admin)
+            && port.parse::<u16>().is_ok()
+        {
+            return Err(usage(&format!("it has no host; write 127.0.0.1:{port} for this machine")));
+        }
         let none = "write a URL such as http://127.0.0.1:9090, or IP:PORT";
         let parts = url.parse::<Uri>().map_err(|_| usage(none))?.into_parts();
         let (Some(scheme), Some(authority)) = (parts.scheme, parts.authority) else {

@@ -14,6 +14,7 @@ mod tests;
 
 use std::fs;
 use std::io::{self, BufRead as _, IsTerminal as _, Read as _, StdoutLock, Write};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -30,6 +31,9 @@ pub(crate) use self::content::{ForgetArgs, ResealArgs};
 pub(crate) use self::health::HealthArgs;
 pub(crate) use self::seals::SealUsageArgs;
 use crate::admin::searched_key;
+
+/// The admin address of a sidecar that is given none.
+const DEFAULT_ADMIN: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 9090);
 
 /// Lists and shows the records of a running sidecar, and resolves those whose outcome is unknown.
 #[derive(Args, Debug)]
@@ -410,6 +414,25 @@ fn confirm_on_terminal(question: &str) -> io::Result<bool> {
     Ok(matches!(response.trim().to_ascii_lowercase().as_str(), "y" | "yes"))
 }
 
+/// The command that lists the records of a sidecar that wait for an operator. The flags name the sidecar.
+fn list_unsettled(flags: &str) -> String {
+    format!("oncegate keys ls{flags} --state unsettled")
+}
+
+/// The command that lists the records of the sidecar with this admin address that wait for an operator.
+pub(crate) fn list_unsettled_at(admin: SocketAddr) -> String {
+    if admin == DEFAULT_ADMIN {
+        return list_unsettled("");
+    }
+    // An address that stands for all of this machine is no address to connect to everywhere.
+    let ip = match admin.ip() {
+        IpAddr::V4(ip) if ip.is_unspecified() => Ipv4Addr::LOCALHOST.into(),
+        IpAddr::V6(ip) if ip.is_unspecified() => Ipv6Addr::LOCALHOST.into(),
+        ip => ip,
+    };
+    list_unsettled(&format!(" --admin {}", SocketAddr::new(ip, admin.port())))
+}
+
 impl Access {
     /// The flags that were given, for another command to the same sidecar.
     pub(crate) fn flags(&self) -> String {
@@ -423,9 +446,14 @@ impl Access {
         flags
     }
 
+    /// The command that lists the records of the same sidecar that wait for an operator.
+    pub(crate) fn list_unsettled(&self) -> String {
+        list_unsettled(&self.flags())
+    }
+
     pub(crate) fn client(&self, env: impl Fn(&str) -> Option<String>) -> Result<Client, Failure> {
         let admin = self.admin.clone().or_else(|| env("ONCEGATE_ADMIN"));
-        let admin = admin.as_deref().unwrap_or("http://127.0.0.1:9090");
+        let admin = admin.unwrap_or_else(|| format!("http://{DEFAULT_ADMIN}"));
         let read = |name: &str, file: &Path| {
             fs::read_to_string(file)
                 .map_err(|error| Failure::Usage(format!("{name}: {}: {error}", file.display())))
@@ -443,7 +471,7 @@ impl Access {
             (None, None, Some(path)) => Some(read(file, Path::new(&path))?),
             (None, None, None) => None,
         };
-        Client::new(admin, token.as_deref().map(str::trim))
+        Client::new(&admin, token.as_deref().map(str::trim))
     }
 }
 

@@ -65,7 +65,7 @@ pub(crate) fn endpoint(text: &str) -> Result<OtlpEndpoint, String> {
     // First of all, because the other errors repeat the value.
     if text.contains('@') {
         return Err(format!(
-            "the URL has a user name or password; send credentials in otlp-headers; {ALLOWED}"
+            "the URL has a user name or password; put credentials into ONCEGATE_OTLP_HEADERS; {ALLOWED}"
         ));
     }
     let uri: Uri = text.parse().map_err(|_| format!("{text:?} is not a URL; {ALLOWED}"))?;

@@ -19,7 +19,7 @@ use super::live::Live;
 use super::reconcile::ReconcileClients;
 use super::run::allow_many_files;
 use super::{server_config, tls};
-use crate::admin::{AdminLive, Metrics, ReloadSubject};
+use crate::admin::{AdminLive, Metrics, RefusedReloads, ReloadSubject};
 use crate::config::{Config, ProxyArgs, TlsFiles};
 use crate::seal;
 use crate::systemd::ServiceManager;
@@ -155,6 +155,9 @@ impl Reloader {
                 }
             }
             Err(problems) => {
+                self.admin.send_modify(|live| {
+                    live.refused_reloads.note(ReloadSubject::Configuration, &problems);
+                });
                 for problem in &problems {
                     tracing::error!("{problem}");
                 }
@@ -216,6 +219,8 @@ impl Reloader {
             layer: layer.clone(),
             token: config.admin_token.clone(),
             jwt,
+            // The files of the certificate were read, too.
+            refused_reloads: RefusedReloads::default(),
         });
         self.live.send_replace(Live { config: config.clone(), layer, tls });
         Ok(config)
@@ -249,6 +254,10 @@ impl Reloader {
             tls.may_replace(self.live.borrow().tls.as_ref(), &files).map(|()| tls)
         });
         self.metrics.observe_reload(ReloadSubject::Certificate, result.is_ok());
+        let problem = result.as_ref().err().cloned();
+        self.admin.send_modify(|live| {
+            live.refused_reloads.note(ReloadSubject::Certificate, problem.as_slice());
+        });
         match result {
             Ok(tls) => {
                 self.live.send_modify(|live| live.tls = Some(tls));

@@ -26,10 +26,11 @@ use crate::access_log::AccessLog;
 use crate::activity::Activity;
 use crate::admin::{
     self, AbandonedRecords, AdminLive, AdminState, BackupStore, Dashboard, Draining, MAX_CONNECTIONS,
-    count_records,
+    RefusedReloads, count_records,
 };
 use crate::check::{existing, has_other_files};
 use crate::config::{Config, ProxyArgs, StoreChoice, StoreUrl, duration_text};
+use crate::keys::list_unsettled_at;
 use crate::otlp::OtlpExporter;
 use crate::seal::{self, DeadLetterKeys};
 use crate::signals::Signals;
@@ -263,7 +264,7 @@ async fn serve(
     let builder = builder.with_observer(observers);
     let engine = builder.build();
     tokio::spawn(super::id_watch::run(engine.id_guard().clone()));
-    tokio::spawn(count_records(counted, left, metrics.clone()));
+    tokio::spawn(count_records(counted, left, metrics.clone(), list_unsettled_at(admin_address)));
     let (sampled, counters) = (activity.clone(), metrics.clone());
     tokio::spawn(async move { sampled.hour().sample(|| counters.outcome_counts()).await });
     let access_log = config.access_log.map(|format| AccessLog::start(format, &metrics));
@@ -282,6 +283,7 @@ async fn serve(
         layer: layer.clone(),
         token: config.admin_token.clone(),
         jwt: config.jwt.clone(),
+        refused_reloads: RefusedReloads::default(),
     };
     let (admin_live, admin_changes) = watch::channel(admin_live);
     let connections = ConnectionLimit::new(config.max_connections);

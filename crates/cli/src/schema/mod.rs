@@ -190,6 +190,11 @@ pub(crate) fn verify_ids(url: &str, ids: oncegate_core::IdScheme) -> Result<(), 
 
 /// The options for a URL. For a cached store, those of the database behind the cache.
 fn options(url: &str) -> Result<PostgresOptions, String> {
+    if url.trim().is_empty() {
+        return Err("--url (or ONCEGATE_STORE) is empty: is the variable set that it comes from? Write the database, such as \
+                    postgres://OWNER@HOST/DATABASE"
+            .to_owned());
+    }
     let choice = store(url).ok();
     let url = match choice.as_ref().map(StoreChoice::store) {
         Some(StoreChoice::Postgres(url)) => url.reveal(),

@@ -255,6 +255,44 @@ async fn a_rejected_call_stays_in_the_journal_until_its_credentials_are_fixed() 
     assert!(!file.exists());
 }
 
+/// Another method or body under the key of an intent of which nothing happened is no doubt: the message says what to do.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_changed_call_whose_first_form_did_not_happen_is_wrong_usage() {
+    let (turned_away, seen) = always("404 Not Found", "", "").await;
+    // A port on which no process listens.
+    let refused = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    for (address, code) in [(turned_away, 7), (refused, 3)] {
+        let url = format!("http://{address}/orders");
+        let dir = tempfile::tempdir().unwrap();
+        let journal = format!("--journal={}", dir.path().join("journal").display());
+        let send = |method, body| {
+            ["call", method, &url, &journal, "--intent=k2", body, "--attempts=1"].map(str::to_owned)
+        };
+        let ended =
+            async |args: [String; 7]| ended(&args[1..].iter().map(String::as_str).collect::<Vec<_>>()).await;
+        let first = ended(send("PUT", "--json={}")).await;
+        assert_eq!(first.code, Some(code), "{first:?}");
+        let file = fs::read_dir(dir.path().join("journal")).unwrap().next().unwrap().unwrap().path();
+        for changed in [send("POST", "--json={}"), send("PUT", "--json=[]")] {
+            let end = ended(changed).await;
+            assert_eq!(end.code, Some(2), "{end:?}");
+            for words in
+                ["nothing was sent", "nothing happened", "another --intent", &file.display().to_string()]
+            {
+                assert!(end.words.contains(words), "{words}: {end:?}");
+            }
+            assert!(!end.words.contains("may have"), "{end:?}");
+        }
+        // The remedies of the message.
+        let other =
+            ended(send("POST", "--json={}").map(|arg| arg.replace("--intent=k2", "--intent=k3"))).await;
+        assert_eq!(other.code, Some(code), "{other:?}");
+        fs::remove_file(&file).unwrap();
+        assert_eq!(ended(send("POST", "--json={}")).await.code, Some(code));
+    }
+    assert_eq!(seen.count(), 3);
+}
+
 /// The operation stays done, even after the service has forgotten the key.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_done_intent_is_not_sent_again_from_the_same_journal() {

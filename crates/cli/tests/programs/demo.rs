@@ -210,7 +210,7 @@ fn the_demo_reports_what_it_cannot_do() {
     assert!(stderr.starts_with("error: cannot create a temporary directory: "), "{stderr}");
     for store in ["memory:", "records"] {
         let failed = output(directory.path(), &["--store", store]);
-        assert_eq!(failed.status.code(), Some(1), "{store}");
+        assert_eq!(failed.status.code(), Some(2), "{store}");
         let stderr = text(&failed.stderr);
         assert!(stderr.starts_with("error: --store: two sidecars cannot share"), "{stderr}");
     }

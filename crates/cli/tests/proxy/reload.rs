@@ -12,7 +12,7 @@ use tokio::process::Command;
 
 use crate::operations::{admin, series};
 use crate::protocols::Authority;
-use crate::support::{Message, Service, Sidecar, Wire, ask, request};
+use crate::support::{Message, Service, Sidecar, Wire, ask, request, within};
 use crate::{KEY, OK};
 
 const REFUSED: &str = "oncegate_reload_refused{subject=\"configuration\"}";
@@ -44,6 +44,14 @@ impl World {
         until(format!("it says {says:?}"), async || self.sidecar.process.error_lines(says).len() > before)
             .await;
     }
+}
+
+/// The page of `oncegate top`.
+async fn top(sidecar: &Sidecar) -> String {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+    command.args(["top", "--once", "--admin", &sidecar.admin.to_string()]);
+    let output = within("a summary", command.output()).await.unwrap();
+    String::from_utf8(output.stdout).unwrap()
 }
 
 fn config(service: std::net::SocketAddr, settings: &str) -> String {
@@ -165,11 +173,24 @@ async fn an_invalid_configuration_changes_nothing() {
         assert_eq!(world.sidecar.process.error_lines(why).len(), 1, "{why}");
         world.sidecar.ask(&plain).await.is_problem(400, "key-missing");
         assert_eq!(series(&world.sidecar, REFUSED).await, Some(1.0));
+        // An operator sees it without the log.
+        let ready = admin(&world.sidecar, "/readyz").await.text().to_owned();
+        assert!(
+            ready.contains("ready\nnote: the configuration was not reloaded") && ready.contains(why),
+            "{ready}"
+        );
+        let page = admin(&world.sidecar, "/").await.text().to_owned();
+        let warnings = page.split("Warnings about the configuration").nth(1).unwrap();
+        assert!(warnings.contains("was not reloaded") && !warnings.contains("There are none"), "{warnings}");
+        let top = top(&world.sidecar).await;
+        assert!(top.contains("! the configuration was not reloaded"), "{top}");
     }
     let refused = "oncegate_reloads_total{subject=\"configuration\",result=\"refused\"}";
     assert_eq!(series(&world.sidecar, refused).await, Some(3.0));
     world.reload("", RELOADED).await;
     assert_eq!(series(&world.sidecar, REFUSED).await, Some(0.0));
+    assert_eq!(admin(&world.sidecar, "/readyz").await.text(), "ready\n");
+    assert!(!top(&world.sidecar).await.contains("not reloaded"));
     until("the new configuration is in force", async || world.sidecar.ask(&plain).await.status() == 200)
         .await;
 }

@@ -1,5 +1,6 @@
 //! The files in `deploy` against the program: configurations that it accepts, and numbers that fit each other.
 
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
@@ -168,8 +169,10 @@ fn what_the_image_copies_exists_and_the_image_calls_the_program_rightly() {
 
 #[test]
 fn the_demo_of_compose_pays_once_with_the_sidecar_and_twice_without() {
+    let log = tempfile::NamedTempFile::new().unwrap();
     let start = |command: &mut Command| {
-        command.stdout(std::process::Stdio::null()).stderr(std::process::Stdio::null()).spawn().unwrap()
+        let log = fs::OpenOptions::new().append(true).open(log.path()).unwrap();
+        command.stdout(std::process::Stdio::null()).stderr(log).spawn().unwrap()
     };
     let free = || std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap();
     let [service, listen, admin] = [free(), free(), free()];
@@ -201,4 +204,7 @@ fn the_demo_of_compose_pays_once_with_the_sidecar_and_twice_without() {
     }
     assert!(with.0 && with.1.contains(": 0 charged more than once, 0 not at all"), "{}", with.1);
     assert!(!without.0 && !without.1.contains(": 0 charged more than once"), "{}", without.1);
+    // A client that is gone is the point of the demo, and no error of the service.
+    let log = fs::read_to_string(log.path()).unwrap();
+    assert!(!log.contains("Traceback"), "{log}");
 }

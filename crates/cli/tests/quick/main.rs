@@ -7,5 +7,6 @@ mod deploy;
 mod errors;
 mod explain;
 mod files;
+mod hints;
 mod ops;
 mod store_files;

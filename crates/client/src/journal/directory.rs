@@ -56,8 +56,9 @@ const FRESH: Duration = Duration::from_secs(60);
 ///   directory is synced. After a crash before that, only the temporary file is left: nothing was sent for it, and
 ///   [`JournalDir::pending`] removes it. If a step fails, as on a full disk, nothing is sent.
 /// - **The name** is derived from the key, so a key has one intent. The same request, sent again at any later time,
-///   continues the stored intent. Another request under the key is refused ([`JournalOpenError::Conflict`]). If keys of
-///   two services may be equal, give each service its own directory.
+///   continues the stored intent. Another request under the key is refused ([`JournalOpenError::Conflict`], or
+///   [`JournalOpenError::UnsentConflict`] if no attempt of the stored one was processed). If keys of two services may be equal,
+///   give each service its own directory.
 /// - **While it is sent** the file is locked. The system frees the lock when the process ends, however it ends. Any number of
 ///   processes and tasks may use one directory; none sends an intent that another one is sending.
 /// - **With a definite response** the file is removed. A power cut may bring it back; then the intent is sent again, under its
@@ -465,10 +466,7 @@ impl Inner {
         for _ in 0..MAX_LOCK_ROUNDS {
             if let Some((entry, file)) = self.take_up(&path)? {
                 if let Some(part) = difference(&entry, intent) {
-                    return Err(conflict(format!(
-                        "{}: another request under the same key has no definite response yet; its {part} differs",
-                        path.display()
-                    )));
+                    return Err(another_request(&path, part, entry.maybe_sent));
                 }
                 if entry.maybe_sent
                     && let Some(name) = entry.caller.missing_in(intent.headers()).next()
@@ -799,6 +797,21 @@ fn difference(entry: &Entry, here: &Intent) -> Option<&'static str> {
 
 fn conflict(error: impl Into<BoxError>) -> JournalOpenError {
     JournalOpenError::Conflict(error.into())
+}
+
+/// The error of a key under which the journal has a request that differs in this part.
+fn another_request(path: &Path, part: &str, maybe_sent: bool) -> JournalOpenError {
+    let path = path.display();
+    if maybe_sent {
+        return conflict(format!(
+            "{path}: another request under the same key has no definite response yet; its {part} differs"
+        ));
+    }
+    let unsent = format!(
+        "{path}: another request under the same key, of which nothing happened; its {part} differs. Give this request another \
+         key, or remove that file"
+    );
+    JournalOpenError::UnsentConflict(unsent.into())
 }
 
 /// The error of a file that cannot be read: its intent may have been sent.

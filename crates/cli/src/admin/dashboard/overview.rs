@@ -61,7 +61,11 @@ pub(super) async fn show(
     let is_live =
         !query.is_ok_and(|Query(pairs)| pairs.iter().any(|pair| pair.0 == "live" && pair.1 == "off"));
     let summary = Summary::of(&state).await;
-    let warnings = state.live.borrow().config.warnings.iter().map(ToString::to_string).collect();
+    let warnings = {
+        let live = state.live.borrow();
+        let warnings = live.config.warnings.iter().map(ToString::to_string);
+        live.refused_reloads.notes().cloned().chain(warnings).collect()
+    };
     let outcomes = summary.outcomes.iter().map(|(name, count)| (*name, number(*count))).collect();
     page(&OverviewPage {
         frame: Frame::new(&state, &access, Section::Overview, "Overview"),
@@ -96,7 +100,7 @@ fn health(summary: &Summary) -> Health {
             "Requests are served, but the store was out of reach, and some may have passed without protection.".to_owned(),
         ),
         None if !summary.advisories.is_empty() => {
-            ("warn", "Ready, with notes", "Requests are served. The store has notes for an operator.".to_owned())
+            ("warn", "Ready, with notes", "Requests are served. There are notes for an operator below.".to_owned())
         }
         None => ("good", "Ready", "Requests are served, and the store takes claims.".to_owned()),
     };

@@ -1,7 +1,7 @@
 //! The playground: sends requests to the sidecar itself, as a client would, to show what happens to retries.
 //!
-//! The requests are real: the service executes the first one. They go to the address for requests of this sidecar and nowhere
-//! else.
+//! The requests are real: the service executes them as it executes those of clients. They go to the address for requests of this
+//! sidecar and nowhere else.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::{Duration, Instant};
@@ -422,6 +422,8 @@ fn shown(body: &[u8]) -> String {
 /// The meaning of the results.
 fn conclusion(scenario: Scenario, exchanges: &[Exchange]) -> &'static str {
     let is_replayed = exchanges.last().is_some_and(|last| last.outcome == "replayed");
+    let is_refused = |exchange: &Exchange| exchange.outcome.starts_with("refused;");
+    let is_running = |exchange: &&Exchange| exchange.outcome.contains("problem=request-in-progress");
     match scenario {
         _ if exchanges.is_empty() => "",
         _ if exchanges.iter().any(|exchange| !exchange.error.is_empty()) => {
@@ -437,6 +439,13 @@ fn conclusion(scenario: Scenario, exchanges: &[Exchange]) -> &'static str {
         }
         Scenario::OtherBody if exchanges.last().is_some_and(|last| last.outcome.contains("key-reused")) => {
             "The second request was refused: its key belongs to the first one."
+        }
+        // Both may be refused, but then not because the other one runs.
+        _ if exchanges.iter().filter(is_running).count() == 1 && exchanges.len() > 1 => {
+            "One request was refused because the other one was still running. Sent again later, it gets the stored response."
+        }
+        _ if exchanges.iter().any(is_refused) => {
+            "A request was refused, for the reason in Idempotency-Status and in its body. The body says what to do."
         }
         Scenario::Once => "Send it again with the same key to see a replay.",
         _ => {
@@ -459,6 +468,35 @@ mod tests {
         ] {
             assert_eq!(target(listen.parse().unwrap()), to.parse().unwrap());
         }
+    }
+
+    #[test]
+    fn a_refusal_with_a_known_cause_is_no_missing_replay() {
+        let exchange = |outcome: &str| Exchange {
+            number: 1,
+            title: "",
+            status: None,
+            outcome: outcome.to_owned(),
+            fields: Vec::new(),
+            body: String::new(),
+            is_cut: false,
+            took: String::new(),
+            error: String::new(),
+        };
+        let running = "refused; problem=request-in-progress; retry=same-key";
+        let no_scope = "refused; problem=scope-not-set; retry=fix-request";
+        let of = |scenario, outcomes: &[&str]| {
+            conclusion(scenario, &outcomes.iter().map(|outcome| exchange(outcome)).collect::<Vec<_>>())
+        };
+        assert!(of(Scenario::AtOnce, &["", running]).contains("still running"));
+        assert!(of(Scenario::LostReply, &["", running]).contains("still running"));
+        assert!(of(Scenario::Twice, &[no_scope, no_scope]).contains("was refused, for the reason"));
+        assert!(of(Scenario::Once, &[no_scope]).contains("was refused, for the reason"));
+        assert!(
+            of(Scenario::OtherBody, &["", "refused; problem=key-reused; retry=new-key"]).contains("belongs")
+        );
+        assert!(of(Scenario::AtOnce, &["", "replayed"]).contains("One request executed"));
+        assert!(of(Scenario::Twice, &["", ""]).contains("No replay was seen"));
     }
 
     #[test]

@@ -387,8 +387,10 @@ async fn timeline(state: &AdminState, id: RecordId, record: &Record, view: &Reco
     // The store has a clock of its own: the events of the first attempt may seem to come a moment before its claim.
     let place = moments.iter().position(|(at, _)| at.after(CLOCK_DIFFERENCE) >= created);
     moments.insert(place.unwrap_or(moments.len()), (created, first));
-    let by = if view.by_operator { "by an operator" } else { "" };
-    let now = Moment::new(record.changed_at, format!("Now {}", view.state), by.to_owned(), tone(view.state));
+    let by = if view.by_operator { ", by an operator" } else { "" };
+    // With the time of the page: the record is a moment older than the event of its change, which would seem to come later.
+    let since = format!("since {}{by}", moment(&time(record.changed_at)));
+    let now = Moment::new(state.engine.store().now(), format!("Now {}", view.state), since, tone(view.state));
     moments.into_iter().map(|(_, moment)| moment).chain([now]).collect()
 }
 
