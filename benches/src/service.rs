@@ -36,6 +36,9 @@ pub(crate) fn service() -> Router {
         .route("/pay", post(pay))
         .route("/pay/{number}", post(pay))
         .route("/work", post(work))
+        // What a collector of traces and metrics answers.
+        .route("/v1/traces", post(async || ()))
+        .route("/v1/metrics", post(async || ()))
         .route("/fail", post(fail))
         .route("/executions", get(move || async move { json(told.load(Ordering::SeqCst).to_string()) }))
 }

@@ -42,7 +42,9 @@ pub(crate) fn run(arguments: &[&str]) -> Result<()> {
     let programs = crate::suites::run(Selection::All);
     let examples = cmd(cargo().args(["test", "--workspace", "--all-features", "--doc"]));
     programs.and(examples)?;
-    for script in ["check_fingerprints.py", "check_record_ids.py", "check_intent_keys.py"] {
+    for script in
+        ["check_fingerprints.py", "check_record_ids.py", "check_keyed_ids.py", "check_intent_keys.py"]
+    {
         cmd(Command::new("python3").arg(root().join("crates/core/vectors").join(script)))?;
     }
     cmd(Command::new("node").arg(root().join("crates/seal/vectors/check_sealed.mjs")))?;

@@ -21,7 +21,10 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("oncegate-seal", &["oncegate-core"]),
     ("oncegate-http", &["oncegate-core", "oncegate-engine"]),
     ("oncegate-inbox", &["oncegate-core", "oncegate-engine"]),
-    ("oncegate-inbox-postgres", &["oncegate-core", "oncegate-engine", "oncegate-inbox", "oncegate-postgres"]),
+    (
+        "oncegate-inbox-postgres",
+        &["oncegate-core", "oncegate-engine", "oncegate-inbox", "oncegate-postgres", "oncegate-seal"],
+    ),
     ("oncegate-amqp", &["oncegate-core", "oncegate-engine", "oncegate-inbox"]),
     ("oncegate-kafka", &["oncegate-core", "oncegate-engine", "oncegate-inbox"]),
     ("oncegate-nats", &["oncegate-engine", "oncegate-inbox"]),

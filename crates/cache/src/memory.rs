@@ -69,6 +69,16 @@ impl MemoryCache {
         cost(response) <= self.max_shard_bytes
     }
 
+    /// Removes an entry.
+    pub(crate) fn remove(&self, id: &RecordId) {
+        let mut shard = self.shards.of(id);
+        if let Some(removed) = shard.entries.remove(id) {
+            shard.bytes -= removed.cost();
+            // Seldom enough for a walk: only a maintenance command removes entries.
+            shard.order.retain(|other| other != id);
+        }
+    }
+
     /// Stores a response, and evicts others if necessary. Returns false if it does not fit.
     pub(crate) fn put(
         &self,

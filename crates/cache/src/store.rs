@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use oncegate_core::{
     AttemptId, Capabilities, Claim, Command, Complete, Completion, ErrorChain, Fingerprint, IntoStore,
-    OnAbandoned, Outcome, RecordId, RecordedResponse, State, Store, StoreError, StoreErrorKind, StoreFuture,
-    StoredResponse, Timestamp, delegate_store, limits,
+    OnAbandoned, Outcome, RecordId, RecordedResponse, Rewrite, State, Store, StoreError, StoreErrorKind,
+    StoreFuture, StoredResponse, Timestamp, delegate_store, limits,
 };
 use tokio::runtime::Handle;
 use tokio::task::AbortHandle;
@@ -44,6 +44,9 @@ struct Inner {
     origin: u64,
     /// The number of writes to the cache: the lower half.
     attempts: AtomicU64,
+    /// The number of commands that replaced or removed the content of a record. A write to the cache that began before one of
+    /// them may have old content.
+    content_changes: AtomicU64,
 }
 
 enum Opened {
@@ -88,6 +91,7 @@ impl CachedStore {
             is_purging: AtomicBool::new(false),
             origin: u64::from_ne_bytes(origin),
             attempts: AtomicU64::new(0),
+            content_changes: AtomicU64::new(0),
         });
         let opening = later.map(|later| {
             inner.set_out(true);
@@ -133,6 +137,19 @@ impl CachedStore {
                 _ => {}
             }
             Ok(outcome)
+        })
+    }
+
+    /// Applies a command that replaces or removes the content of a record, and removes the entry of the cache. Entries in the
+    /// memory of other processes stay for as long as [`CacheOptions`] says.
+    fn change_content(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
+        let outcome = self.inner.store.apply(id, command);
+        Box::pin(async move {
+            let outcome = outcome.await;
+            // Also after an error: the store may have applied the command.
+            self.inner.content_changes.fetch_add(1, Ordering::SeqCst);
+            self.inner.remove_entry(&id).await;
+            outcome
         })
     }
 
@@ -280,7 +297,46 @@ impl Inner {
         }
     }
 
+    /// Removes the entry of a record, as far as that is possible now. A failure is not an error: the entry ends by itself.
+    async fn remove_entry(&self, id: &RecordId) {
+        let cache = match &self.cache {
+            Opened::Memory(cache) => return cache.remove(id),
+            Opened::Store(cache) => cache.get().filter(|_| !self.is_out()),
+        };
+        let Some(cache) = cache else { return };
+        let removed = async { timeout(BACKGROUND_TIMEOUT, self.void_entry(cache, id)).await };
+        let removed = self.within(removed).await;
+        if let Err(error) = removed.unwrap_or_else(|_| Err(StoreError::unavailable("no reply in time"))) {
+            self.stats.add(|cells| &cells.failed);
+            debug!(error = %ErrorChain(&error), "an entry of the cache could not be removed");
+        }
+    }
+
+    /// Replaces the response of an entry by an empty one, which does not fit its checksum. So it is no entry any more, for every
+    /// process that shares the cache, and it is not written again before it has ended.
+    async fn void_entry(&self, cache: &Arc<dyn Store>, id: &RecordId) -> Result<(), StoreError> {
+        let Some(record) = self.store.lookup(*id).await? else { return Ok(()) };
+        let entry = entry::id(&self.options.namespace, id, &record.fingerprint);
+        let Some(found) = cache.lookup(entry).await? else { return Ok(()) };
+        let mut rewrite = Rewrite::of(&found);
+        if let Some(part) = &mut rewrite.response {
+            part.to = StoredResponse::new(500, &[], &[], &[])
+                .map_err(|_| StoreError::invalid("an empty response is refused"))?;
+            cache.apply(entry, Command::Rewrite(rewrite)).await?;
+        }
+        Ok(())
+    }
+
     async fn try_populate(&self, id: RecordId) -> Result<Populated, StoreError> {
+        let changes = self.content_changes.load(Ordering::SeqCst);
+        let populated = self.populate_from_store(id).await;
+        if self.content_changes.load(Ordering::SeqCst) != changes {
+            self.remove_entry(&id).await;
+        }
+        populated
+    }
+
+    async fn populate_from_store(&self, id: RecordId) -> Result<Populated, StoreError> {
         let Some(record) = self.store.lookup(id).await? else { return Ok(Populated::NotNeeded) };
         let State::Completed(RecordedResponse::Replayable(response)) = record.state else {
             return Ok(Populated::NotNeeded);
@@ -450,7 +506,8 @@ impl Store for CachedStore {
                 }
                 self.apply_then_populate(id, command)
             }
-            // The response of an operator is not cached: see `try_populate`.
+            Command::Rewrite(_) | Command::Forget(_) => self.change_content(id, command),
+            // The response of an operator is not cached: see `populate_from_store`.
             _ => self.inner.store.apply(id, command),
         }
     }

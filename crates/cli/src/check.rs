@@ -2,27 +2,34 @@
 
 use std::fmt;
 use std::fs;
+use std::future::Future;
 use std::io::{self, Write};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::Args;
-use oncegate_core::{ErrorChain, RecordId, StateName, Store as _};
+use oncegate_core::{
+    Clock as _, ErrorChain, ID_SECRET_RECORD, IdScheme, ListQuery, Record, RecordId, StateName, Store,
+    StoreError, SystemClock, Timestamp,
+};
 use oncegate_embedded::{CheckReport, EmbeddedOpenError, EmbeddedOptions, segment_files};
 use oncegate_http::Profile;
+use oncegate_postgres::{PostgresOptions, PostgresStore};
 use oncegate_redis::{Finding, RedisOptions, RedisStore, Severity};
 use oncegate_seal::Keyring;
 use serde_json::{Value, json};
 
 use crate::config::{
-    CacheChoice, CachedChoice, Config, Draft, ProxyArgs, StoreChoice, StoreUrl, TlsFiles, duration_text,
-    size_text,
+    CacheChoice, CachedChoice, Config, Draft, ProxyArgs, SealSettings, StoreChoice, StoreUrl, TlsFiles,
+    duration_text, size_text,
 };
 use crate::proxy::{DEFAULT_SCOPE, HOSTS_COMPARED, certificate, check_certificate_file, server_config};
 
 mod online;
 mod sealing;
+
+use self::sealing::{SealCount, SealRules};
 
 /// Checks a configuration and its store.
 #[derive(Args, Debug)]
@@ -158,6 +165,14 @@ fn check(draft: &Draft, is_online: bool, report: &mut Report) {
 
 /// Checks the store that holds the records.
 fn records(choice: &StoreChoice, draft: &Draft, report: &mut Report) {
+    let settings = draft.config.as_ref().map(|config| config.seal.as_ref());
+    let none = Keyring::default();
+    let rules = SealRules {
+        // Without settings there are no keys; those that a program prints are not known.
+        keys: settings.and_then(|settings| settings.map_or(Some(&none), SealSettings::read_keys)),
+        seals: settings.flatten().is_some(),
+        is_required: settings.flatten().is_some_and(|settings| settings.is_required),
+    };
     match choice {
         StoreChoice::Memory => report.ok("store memory:"),
         StoreChoice::Directory(dir) => {
@@ -173,18 +188,34 @@ fn records(choice: &StoreChoice, draft: &Draft, report: &mut Report) {
                     .with_max_records(config.max_records.unwrap_or(u64::MAX))
                     .with_max_record_bytes(config.max_store_bytes.unwrap_or(u64::MAX));
             }
-            // Without settings there are no keys; those that a program prints are not known.
-            let none = Keyring::default();
-            let keys = draft.config.as_ref().and_then(|config| match &config.seal {
-                None => Some(&none),
-                Some(settings) => settings.read_keys(),
-            });
-            store(dir, &options, keys, report);
+            store(dir, &options, Some(rules), ids(draft).as_ref(), report);
         }
-        StoreChoice::Postgres(url) => postgres(url, report),
-        StoreChoice::Redis(options) => redis(options, report),
+        StoreChoice::Postgres(url) => {
+            postgres(url, ids(draft), report);
+            if rules.is_required {
+                let shown = url.to_string();
+                let options = PostgresOptions::from_url(url.reveal()).map_err(|error| error.to_string());
+                let opened = async { PostgresStore::open(options?).await.map_err(|error| error.to_string()) };
+                shared_seals(&shown, opened, rules, report);
+            }
+        }
+        StoreChoice::Redis(options) => {
+            redis(options, ids(draft), report);
+            if rules.is_required {
+                let opened = async {
+                    let opened = RedisStore::open((**options).clone()).await;
+                    opened.map_err(|error| ErrorChain(&error).to_string())
+                };
+                shared_seals(&options.shown().to_string(), opened, rules, report);
+            }
+        }
         StoreChoice::Cached(_) => report.error("store: a cached store cannot contain another one"),
     }
+}
+
+/// The identities of records in this configuration; `None` if it has errors.
+fn ids(draft: &Draft) -> Option<IdScheme> {
+    draft.config.as_ref().map(|config| config.id_secret.clone().into())
 }
 
 /// Checks the cache before the store. Nothing is lost without the cache, so its faults are warnings.
@@ -194,10 +225,10 @@ fn cache(cached: &CachedChoice, report: &mut Report) {
         cache @ CacheChoice::Memory(_) => {
             report.ok(format!("cache {cache}: responses are kept for {keep} at most"));
         }
-        CacheChoice::Directory(dir) => store(dir, &EmbeddedOptions::new(dir), None, report),
+        CacheChoice::Directory(dir) => store(dir, &EmbeddedOptions::new(dir), None, None, report),
         cache @ CacheChoice::Redis(options) => {
             let options = (**options).clone().with_danger_allow_eviction(true);
-            match redis_findings(&options) {
+            match redis_findings(&options, None) {
                 Ok(_) => {
                     report.ok(format!("cache {cache}: can be used; responses are kept for {keep} at most"))
                 }
@@ -241,6 +272,12 @@ fn configuration(config: &Config, is_online: bool, report: &mut Report) {
     }
     if let Some(settings) = &config.seal {
         sealing::keys(settings, is_online, report);
+    }
+    if let Some(secret) = &config.id_secret {
+        report.ok(format!(
+            "ids: keyed with the id secret {}; keep a copy of it, because a store whose secret is lost is of no use",
+            secret.name()
+        ));
     }
     if let Some(place) = config.jwt_keys() {
         match (&config.jwt, is_online) {
@@ -313,7 +350,10 @@ pub(crate) fn readable_by_all_users(what: &str, file: &Path) -> Option<String> {
 }
 
 /// Checks the schema and the settings of the database. Nothing is written.
-fn postgres(url: &StoreUrl, report: &mut Report) {
+fn postgres(url: &StoreUrl, ids: Option<IdScheme>, report: &mut Report) {
+    if let Some(Err(why)) = ids.map(|ids| crate::schema::verify_ids(url.reveal(), ids)) {
+        report.error(format!("store {url}: {why}"));
+    }
     match crate::schema::usable(url.reveal()) {
         Ok(true) => report.ok(format!("store {url}: can be used; its commits are flushed to disk")),
         Ok(false) => report.warn(format!(
@@ -324,11 +364,36 @@ fn postgres(url: &StoreUrl, report: &mut Report) {
     }
 }
 
-fn store(dir: &Path, options: &EmbeddedOptions, keys: Option<&Keyring>, report: &mut Report) {
+/// Counts the seals of the records in a database, if it can be opened. If not, that was reported before.
+fn shared_seals<S: Store>(
+    shown: &str,
+    opened: impl Future<Output = Result<S, String>>,
+    rules: SealRules<'_>,
+    report: &mut Report,
+) {
+    let counted = crate::block_on(async {
+        if let Ok(store) = opened.await
+            && let Err(error) = sealing::shared(&store, shown, rules, report).await
+        {
+            sealing::not_counted(shown, &error, report);
+        }
+    });
+    if let Err(why) = counted {
+        report.error(why);
+    }
+}
+
+fn store(
+    dir: &Path,
+    options: &EmbeddedOptions,
+    rules: Option<SealRules<'_>>,
+    ids: Option<&IdScheme>,
+    report: &mut Report,
+) {
     let shown = dir.display();
     match fs::metadata(dir) {
         Ok(metadata) if !metadata.is_dir() => report.error(format!("store {shown}: is not a directory")),
-        Ok(_) => existing_store(dir, options, keys, report),
+        Ok(_) => existing_store(dir, options, rules, ids, report),
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             // The sidecar will create it inside of the nearest directory that exists.
             let is_there = |dir: &&Path| dir.as_os_str().is_empty() || dir.exists();
@@ -342,7 +407,13 @@ fn store(dir: &Path, options: &EmbeddedOptions, keys: Option<&Keyring>, report: 
     }
 }
 
-fn existing_store(dir: &Path, options: &EmbeddedOptions, keys: Option<&Keyring>, report: &mut Report) {
+fn existing_store(
+    dir: &Path,
+    options: &EmbeddedOptions,
+    rules: Option<SealRules<'_>>,
+    ids: Option<&IdScheme>,
+    report: &mut Report,
+) {
     let shown = dir.display();
     if !writable(dir, &format!("store {shown}: cannot be written to"), report) {
         return;
@@ -363,11 +434,26 @@ fn existing_store(dir: &Path, options: &EmbeddedOptions, keys: Option<&Keyring>,
     if let Some(warning) = newest {
         report.warn(warning);
     }
-    let mut seals = sealing::SealCount::default();
-    match oncegate_embedded::check_each(options, &mut |id, record| seals.add(id, record)) {
-        Ok(found) => {
+    // Nothing is known of a cache, whose responses the store has as well.
+    let rules = rules.unwrap_or_default();
+    let (mut seals, mut mark) = (SealCount::new(rules), None);
+    let mut note = |id: RecordId, record: &Record| {
+        seals.add(id, record);
+        if id == ID_SECRET_RECORD {
+            mark = Some(record.clone());
+        }
+    };
+    match oncegate_embedded::check_each(options, &mut note) {
+        Ok(mut found) => {
+            let now = SystemClock::new().now();
+            let mark = mark.filter(|mark| !mark.is_expired(now));
+            leave_out(mark.as_ref(), now, &mut found);
             content(dir, &found, report);
-            seals.report(dir, keys, report);
+            let has_records = found.records.values().any(|count| *count > 0) || !found.unreadable.is_empty();
+            if let Some(problem) = ids.and_then(|ids| ids.problem_with(mark.as_ref(), has_records)) {
+                report.error(format!("store {shown}: {problem}"));
+            }
+            seals.report(&shown.to_string(), rules, now, report);
         }
         // A sidecar that runs is not an error.
         Err(error @ EmbeddedOpenError::InUse { .. }) => {
@@ -384,10 +470,21 @@ fn existing_store(dir: &Path, options: &EmbeddedOptions, keys: Option<&Keyring>,
     }
 }
 
+/// Removes the mark of the id secret from the count of records.
+fn leave_out(mark: Option<&Record>, now: Timestamp, found: &mut CheckReport) {
+    let Some(state) = mark.map(|mark| mark.state_name(now)) else { return };
+    if let Some(count) = found.records.get_mut(&state) {
+        *count -= 1;
+        if *count == 0 {
+            found.records.remove(&state);
+        }
+    }
+}
+
 /// Connects, writes a key that expires after a second, and reports how the server's configuration can lose records.
-fn redis(options: &RedisOptions, report: &mut Report) {
+fn redis(options: &RedisOptions, ids: Option<IdScheme>, report: &mut Report) {
     let shown = options.shown();
-    match redis_findings(options) {
+    match redis_findings(options, ids) {
         Ok(findings) => {
             for finding in findings {
                 let line = format!("store {shown}: {finding}");
@@ -401,14 +498,39 @@ fn redis(options: &RedisOptions, report: &mut Report) {
     }
 }
 
-fn redis_findings(options: &RedisOptions) -> Result<Vec<Finding>, String> {
+fn redis_findings(options: &RedisOptions, ids: Option<IdScheme>) -> Result<Vec<Finding>, String> {
     crate::block_on(async {
         let store =
             RedisStore::open(options.clone()).await.map_err(|error| ErrorChain(&error).to_string())?;
         store.check().await.map_err(|error| ErrorChain(&error).to_string())?;
+        if let Some(ids) = ids {
+            id_problem(&store, &ids).await?;
+        }
         Ok(store.findings())
     })
     .flatten()
+}
+
+/// Checks that the store belongs to the id secret of the configuration, or to none. Nothing is written.
+///
+/// # Errors
+/// The reason why the sidecar would refuse requests.
+pub(crate) async fn id_problem(store: &dyn Store, ids: &IdScheme) -> Result<(), String> {
+    let failed = |error: StoreError| ErrorChain(&error).to_string();
+    let mark = store.lookup(ID_SECRET_RECORD).await.map_err(failed)?;
+    let mut query = ListQuery::default();
+    query.limit = 2;
+    let mut has_records = false;
+    // Only a new store has to be empty.
+    while mark.is_none() && ids.secret().is_some() && !has_records {
+        let page = store.list(query.clone()).await.map_err(failed)?;
+        has_records = !page.records.is_empty() || !page.unreadable.is_empty();
+        query.after = page.next;
+        if query.after.is_none() {
+            break;
+        }
+    }
+    ids.problem_with(mark.as_ref(), has_records).map_or(Ok(()), |problem| Err(problem.to_string()))
 }
 
 /// Succeeds if there is a store in this directory; otherwise the reason why `store-must-exist` refuses it.

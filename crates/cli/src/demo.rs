@@ -5,6 +5,7 @@ use std::process::ExitCode;
 use oncegate_demo::{DemoOptions, DemoOutcome, SharedStore};
 
 use crate::config::{StoreChoice, read_store};
+use crate::style;
 
 /// The arguments of `oncegate demo`.
 #[derive(Clone, clap::Args)]
@@ -48,6 +49,8 @@ fn options(args: &DemoArgs) -> Result<DemoOptions, String> {
         seed: args.seed,
         intents: args.intents as usize,
         json: args.json,
+        // The progress is on the standard error if a program reads the standard output.
+        colours: if args.json { style::is_error_colored() } else { style::is_colored() },
         keep: args.keep,
         store: args.store.as_deref().map(shared_store).transpose()?,
     })

@@ -52,6 +52,10 @@ const LIBRARIES: [&str; 4] = ["sqlx=error", "h2=error", "hyper=error", "rustls=e
 /// The prefix of the parts of this program.
 const OWN: &str = "oncegate";
 
+/// The target of the lines about what operators do. They are logged at every level: an operator who changes the level must not
+/// act unseen.
+pub(crate) const OPERATOR: &str = "oncegate::operator";
+
 /// Starts the log on the standard error, with the levels in `ONCEGATE_LOG`.
 ///
 /// # Errors
@@ -69,7 +73,7 @@ pub(crate) fn start(format: LogFormat) -> Result<(), String> {
     let _is_set_already = match format {
         LogFormat::Text => {
             let lines =
-                tracing_subscriber::fmt::layer().with_writer(log).with_ansi(crate::style::is_log_colored());
+                tracing_subscriber::fmt::layer().with_writer(log).with_ansi(crate::style::is_error_colored());
             registry.with(lines).try_init()
         }
         LogFormat::Json => registry.with(JsonLines::new(log)).try_init(),
@@ -113,7 +117,7 @@ pub(crate) fn end_level(change: u64) {
 
 /// Parses a value of `ONCEGATE_LOG`: a level, or `PART=LEVEL`, or several of them separated by commas. Parts that are
 /// not named have the level `info`, but for [`LIBRARIES`]. A level without a part is that of this program; libraries get more than
-/// `info` only by their name.
+/// `info` only by their name. [`OPERATOR`] has `info` always.
 pub(crate) fn filter(value: &str) -> Result<Targets, String> {
     let mut named = Vec::new();
     let mut level_of_all = LevelFilter::INFO;
@@ -139,6 +143,8 @@ pub(crate) fn filter(value: &str) -> Result<Targets, String> {
         directives.push(format!("{OWN}={level_of_all}"));
     }
     directives.extend(named.into_iter().map(str::to_owned));
+    // The last one for a target counts.
+    directives.push(format!("{OPERATOR}=info"));
     directives.join(",").parse().map_err(|error: tracing_subscriber::filter::ParseError| error.to_string())
 }
 
@@ -237,5 +243,14 @@ mod tests {
             let filter = filter(value).unwrap();
             assert_eq!(filter.would_enable(target, &level), is_written, "{value:?}: {level} of {target}");
         }
+    }
+
+    #[test]
+    fn no_filter_hides_what_operators_do() {
+        for value in ["off", "oncegate=off", "oncegate::operator=off", "off,oncegate::operator=error"] {
+            let filter = filter(value).unwrap();
+            assert!(filter.would_enable(OPERATOR, &tracing::Level::INFO), "{value}: {filter}");
+        }
+        assert!(!filter("off").unwrap().would_enable("oncegate::proxy", &tracing::Level::ERROR));
     }
 }

@@ -26,6 +26,7 @@ mod demo;
 mod explain;
 #[cfg(feature = "failpoints")]
 mod failpoint;
+mod id_secret;
 mod keys;
 mod line_writer;
 mod log;
@@ -54,7 +55,8 @@ use config::ProxyArgs;
 use config_command::{ConfigArgs, InitArgs};
 use demo::DemoArgs;
 use explain::ExplainArgs;
-use keys::{BackupArgs, ClockArgs, HealthArgs, KeysArgs};
+use id_secret::IdSecretArgs;
+use keys::{BackupArgs, ClockArgs, ForgetArgs, HealthArgs, KeysArgs, ResealArgs};
 use messages::{DeadLettersArgs, OutboxArgs};
 use probe::ProbeArgs;
 use rules::{OpenapiArgs, RulesArgs};
@@ -151,6 +153,21 @@ enum Command {
     ///
     /// Exit codes: 0 done, 1 failed or refused, 2 wrong usage, 3 the sidecar cannot be reached.
     SealKey(SealKeyArgs),
+    /// Seals the records of a running sidecar's store anew, with the key that seals now, so that older keys are no longer needed.
+    ///
+    /// Works page by page while sidecars serve, and may be stopped and run again at any time. Exit codes: 0 everything is sealed
+    /// with that key, 1 refused, or records are left (their number is printed), 2 wrong usage, 3 the sidecar cannot be reached.
+    Reseal(ResealArgs),
+    /// Removes the stored responses and steps of a caller, for a request for deletion. Their keys stay protected: retries are
+    /// refused and never executed.
+    ///
+    /// Only completed records are changed. The others are named, and make the exit code 1: run it again until there are none. It
+    /// cannot be undone. Other exit codes as for `oncegate keys`.
+    Forget(ForgetArgs),
+    /// Makes the secret that keys the identities of records, for a new store.
+    /// A store keeps its secret for its whole life: all sidecars on it need it, and it cannot be replaced. Exit codes: 0 done,
+    /// 1 failed or refused, 2 wrong usage.
+    IdSecret(IdSecretArgs),
     /// Sends one request until there is a definite response: for scripts and cron jobs, where curl --retry would pay twice.
     ///
     /// Every attempt carries the same Idempotency-Key. With --journal the intent is on disk before it is sent, and survives
@@ -205,6 +222,9 @@ fn run(command: Command) -> ExitCode {
         Command::Health(args) => return keys::run_health(&args),
         Command::Backup(args) => return keys::run_backup(&args),
         Command::SealKey(args) => return seal::run(&args),
+        Command::Reseal(args) => return keys::run_reseal(&args),
+        Command::Forget(args) => return keys::run_forget(&args),
+        Command::IdSecret(args) => return id_secret::run(&args),
         Command::Call(args) => return call::run(&args),
         Command::Probe(args) => return probe::run(&args),
         Command::Schema(args) => schema::run(&args),
@@ -246,6 +266,21 @@ mod tests {
     fn the_version_names_the_program() {
         let version = Oncegate::command().render_version();
         assert_eq!(version, concat!("oncegate ", env!("CARGO_PKG_VERSION"), "\n"));
+    }
+
+    /// The first column of the table has each command, also in one cell with others or with its own subcommands.
+    #[test]
+    fn the_page_of_commands_has_a_row_for_each() {
+        let page = include_str!("../../../docs/reference/commands.md");
+        let (_, table) = page.split_once("| command | talks to | |\n").unwrap();
+        let rows: Vec<_> = table.lines().skip(1).take_while(|line| line.starts_with("| ")).collect();
+        let cells = rows.iter().map(|row| row.split(" | ").next().unwrap_or_default());
+        let spans = cells.flat_map(|cell| cell.split('`').skip(1).step_by(2));
+        let named: std::collections::BTreeSet<_> = spans.filter_map(|span| span.split(' ').next()).collect();
+        let command = Oncegate::command();
+        let known: std::collections::BTreeSet<_> =
+            command.get_subcommands().map(|command| command.get_name()).collect();
+        assert_eq!(named, known);
     }
 
     #[test]

@@ -18,6 +18,7 @@ use crate::call::trusting_file;
 use crate::config::{ProfileChoice, duration, read_profile};
 use crate::proxy::tls;
 use crate::signals::Signals;
+use crate::style::{Tone, paint};
 
 /// The arguments of `oncegate probe`.
 #[derive(Args)]
@@ -222,7 +223,7 @@ fn finish(args: &ProbeArgs, report: &Report) -> End {
     };
     write(args.junit.as_deref(), "--junit", report.to_junit());
     write(args.html.as_deref(), "--html", report.to_html());
-    let text = if args.json { report.to_json() } else { report.to_table() };
+    let text = if args.json { report.to_json() } else { report.to_painted_table(&painted) };
     let mut out = std::io::stdout();
     if let Err(error) = out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         complain!("error: cannot write the report: {error}");
@@ -236,6 +237,17 @@ fn finish(args: &ProbeArgs, report: &Report) -> End {
         _ if !is_written => End::Unusable,
         _ => End::AsExpected,
     }
+}
+
+/// The words of a verdict in its colour.
+fn painted(verdict: Verdict, words: &str) -> String {
+    let tone = match verdict {
+        Verdict::AsExpected => Tone::Good,
+        Verdict::Differs => Tone::Open,
+        Verdict::Dangerous => Tone::Alarm,
+        Verdict::NotTested => Tone::Quiet,
+    };
+    paint(tone, words)
 }
 
 /// Runs the command of the operator, and waits for its end.

@@ -35,12 +35,13 @@ fn is_wanted(choice: ColorChoice, is_terminal: bool) -> bool {
     }
 }
 
-fn is_colored() -> bool {
+/// Returns true if the standard output gets colours.
+pub(crate) fn is_colored() -> bool {
     CHOSEN.get().is_some_and(|(_, is_colored)| *is_colored)
 }
 
-/// Returns true if the log on the standard error gets colours.
-pub(crate) fn is_log_colored() -> bool {
+/// Returns true if the standard error gets colours.
+pub(crate) fn is_error_colored() -> bool {
     CHOSEN.get().is_some_and(|(choice, _)| is_wanted(*choice, io::stderr().is_terminal()))
 }
 

@@ -23,6 +23,10 @@
 //! completed | released, released → completed), and `park` makes the record unknown again. `park` also holds a key that its
 //! owner released, so that nothing executes while an operator investigates.
 //!
+//! Two commands of maintenance concern the content of a record only, that is its response and the results of its steps. `rewrite`
+//! replaces it by another form of it, for example by the same response under another key of encryption. `forget` removes it, if
+//! the record is completed. Neither changes who may execute.
+//!
 //! An attempt does not end with its lease: until another attempt takes over, its owner may renew, complete and release. The
 //! owner may also complete or release a record that was parked, because nothing was executed in between, but not renew it.
 //!
@@ -30,15 +34,26 @@
 //! 1. `renew`, `step`, `complete` and `release` compare the token. A stale owner gets [`Outcome::Fenced`] and changes nothing.
 //! 2. A fingerprint that differs gives [`Outcome::Mismatch`] in every state, and changes nothing. One exception: a released
 //!    key is free for any request, unless its attempts recorded steps. Those belong to their request.
-//! 3. A completed record never changes before it expires, with two exceptions: the response that its own owner may add once
-//!    ([`RecordedResponse::Awaited`]), and the resolution of an operator, which an operator may replace or park.
+//! 3. A completed record never changes before it expires, with three exceptions: the response that its own owner may add once
+//!    ([`RecordedResponse::Awaited`]); the resolution of an operator, which an operator may replace or park; and its content
+//!    (rules 8 and 9).
 //! 4. A command that is sent again because its reply was lost gets the same reply.
 //! 5. A record past its retention is absent, even if it was not purged yet.
-//! 6. Only the owner adds steps, one after the other, and no step ever changes. They outlive their attempt and end with the
-//!    owner's completion. An operator's completion keeps them: if it is taken back, the next attempt continues after them.
+//! 6. Only the owner adds steps, one after the other, and no step ever changes (but see rule 8). They outlive their attempt and
+//!    end with the owner's completion. An operator's completion keeps them: if it is taken back, the next attempt continues after
+//!    them.
 //! 7. A park gives the record a new token that no attempt owns. So an owner that a resolution has fenced stays fenced.
+//! 8. A `rewrite` compares the token and every byte of the content that its sender read, and then replaces the bytes. A
+//!    record that changed meanwhile is left alone. Nothing else of the record changes: not its state, its steps' names and
+//!    number, or its times.
+//! 9. A `forget` turns a completed record into a tombstone and removes its steps. Its key stays as protected as before, until the
+//!    same time, and its owner cannot add a response any more. An operator's completion with steps is final from then on: if
+//!    it were taken back, the next attempt would repeat the steps. Records that are not completed are left alone: they need
+//!    their steps.
 
 use std::time::Duration;
+
+use bytes::Bytes;
 
 use crate::clock::Timestamp;
 use crate::fingerprint::Fingerprint;
@@ -64,6 +79,10 @@ pub enum Command {
     Release(Release),
     /// Records an operator's decision, or takes one back. Outcomes: `Resolved`, `NotResolvable`.
     Resolve(Resolve),
+    /// Replaces the content of a record by another form of it. Outcomes: `Rewritten`, `NotRewritten`.
+    Rewrite(Rewrite),
+    /// Removes the content of a completed record, and keeps its protection. Outcomes: `Forgotten`, `NotForgotten`.
+    Forget(Forget),
 }
 
 /// A claim. If it is sent again with the same `attempt`, it is the same claim.
@@ -172,6 +191,75 @@ pub struct Resolve {
     pub reason: String,
 }
 
+/// A replacement of the content of a record. It is of no use to an owner: it changes nothing that a claim decides by.
+///
+/// The sender gives the whole content as it has read it, and not a digest of it: not every store can compute one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Rewrite {
+    /// The token of the record, as it was read with the content.
+    pub token: FencingToken,
+    /// The response; `None` for a record without one.
+    pub response: Option<Replacement<StoredResponse>>,
+    /// The results of all steps, in their order. The steps keep their names.
+    pub step_results: Vec<Replacement<Bytes>>,
+}
+
+impl Rewrite {
+    /// A rewrite of this record that changes nothing yet.
+    #[must_use]
+    pub fn of(record: &Record) -> Self {
+        Self {
+            token: record.token,
+            response: record.response().cloned().map(Replacement::none),
+            step_results: record
+                .steps
+                .as_slice()
+                .iter()
+                .map(|step| Replacement::none(step.result().clone()))
+                .collect(),
+        }
+    }
+
+    /// Returns true if every part is replaced by itself.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.response.as_ref().is_none_or(Replacement::is_none)
+            && self.step_results.iter().all(Replacement::is_none)
+    }
+}
+
+/// A part of a record's content, before and after a [`Rewrite`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Replacement<T> {
+    /// The part that the record must have.
+    pub from: T,
+    /// The part that it has afterwards.
+    pub to: T,
+}
+
+impl<T: Clone + PartialEq> Replacement<T> {
+    /// The replacement of a part by itself.
+    #[must_use]
+    pub fn none(part: T) -> Self {
+        Self { from: part.clone(), to: part }
+    }
+
+    /// Returns true if the part is replaced by itself.
+    #[must_use]
+    pub fn is_none(&self) -> bool {
+        self.from == self.to
+    }
+}
+
+/// The removal of the content of a completed record, for an operator.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Forget {
+    /// The operator's name.
+    pub actor: String,
+    /// The operator's reason, for the audit trail.
+    pub reason: String,
+}
+
 /// The decision of an operator about a record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -231,6 +319,24 @@ pub enum Outcome {
         /// The state; `None` if there is no record.
         state: Option<StateName>,
     },
+    /// The record has the new content. If it had it already, nothing was changed.
+    Rewritten,
+    /// The record has neither the token and the content that the sender read nor the new content, or the new content is too large
+    /// ([`limits::MAX_STEPS_BYTES`]). Nothing was changed.
+    NotRewritten {
+        /// The state; `None` if there is no record.
+        state: Option<StateName>,
+    },
+    /// The content of the record was removed. The record is a tombstone.
+    Forgotten {
+        /// The state before.
+        from: StateName,
+    },
+    /// The record is not completed, or it keeps no content (any more): a tombstone. Nothing was changed.
+    NotForgotten {
+        /// The state; `None` if there is no record.
+        state: Option<StateName>,
+    },
 }
 
 /// The ownership of a record, as a claim gives it.
@@ -287,6 +393,8 @@ pub fn decide(record: Option<&Record>, command: &Command, now: Timestamp) -> Dec
         Command::Complete(complete) => decide_complete(live, complete, now),
         Command::Release(release) => decide_release(live, release, now),
         Command::Resolve(resolve) => decide_resolve(live, resolve, now),
+        Command::Rewrite(rewrite) => decide_rewrite(live, rewrite, now),
+        Command::Forget(_) => decide_forget(live, now),
     }
 }
 
@@ -530,6 +638,53 @@ fn may_resolve(record: &Record, from: StateName, resolve: &Resolve) -> bool {
             is_amendment || !resolve.amend && !record.steps.is_empty()
         }
         _ => false,
+    }
+}
+
+fn decide_rewrite(live: Option<&Record>, rewrite: &Rewrite, now: Timestamp) -> Decision {
+    let keep = || Decision::keep(Outcome::NotRewritten { state: live.map(|record| record.state_name(now)) });
+    let Some(record) = live.filter(|record| record.token == rewrite.token) else { return keep() };
+    let (response, results) = (rewrite.response.as_ref(), &rewrite.step_results);
+    if has_content(record, response.map(|part| &part.to), results.iter().map(|part| &part.to)) {
+        return Decision::keep(Outcome::Rewritten); // rule 4
+    }
+    if !has_content(record, response.map(|part| &part.from), results.iter().map(|part| &part.from)) {
+        return keep();
+    }
+    let Some(steps) = record.steps.with_results(results.iter().map(|part| &part.to)) else { return keep() };
+    let state = match response {
+        Some(part) => State::Completed(RecordedResponse::Replayable(part.to.clone())),
+        None => record.state.clone(),
+    };
+    Decision::put(Outcome::Rewritten, Record { state, steps, ..record.clone() })
+}
+
+fn has_content<'a>(
+    record: &Record,
+    response: Option<&StoredResponse>,
+    results: impl Iterator<Item = &'a Bytes>,
+) -> bool {
+    record.response() == response && record.steps.as_slice().iter().map(Step::result).eq(results)
+}
+
+fn decide_forget(live: Option<&Record>, now: Timestamp) -> Decision {
+    let keep = || Decision::keep(Outcome::NotForgotten { state: live.map(|record| record.state_name(now)) });
+    let Some(record) = live else { return keep() };
+    match &record.state {
+        State::Completed(RecordedResponse::Tombstone) if record.steps.is_empty() => keep(),
+        State::Completed(_) => {
+            let from = record.state_name(now);
+            let record = Record {
+                state: State::Completed(RecordedResponse::Tombstone),
+                changed_at: now,
+                steps: Steps::default(),
+                // Rule 9: without its steps, it must not become executable again.
+                by_operator: record.by_operator && record.steps.is_empty(),
+                ..record.clone()
+            };
+            Decision::put(Outcome::Forgotten { from }, record)
+        }
+        _ => keep(),
     }
 }
 

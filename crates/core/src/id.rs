@@ -169,6 +169,11 @@ impl KeyTag {
     /// The tag of this key.
     #[must_use]
     pub fn of(key: &IdempotencyKey) -> Self {
+        Self(*Self::digest_of(key).first_chunk().unwrap_or(&[0; 8]))
+    }
+
+    /// The whole digest that the tag is the beginning of.
+    pub(crate) fn digest_of(key: &IdempotencyKey) -> [u8; 32] {
         let mut hash = Sha256::new();
         part(&mut hash, b"oncegate-key-1");
         let mut folded = [0; limits::MAX_KEY_BYTES];
@@ -177,8 +182,7 @@ impl KeyTag {
             *to = from.to_ascii_lowercase();
         }
         part(&mut hash, folded);
-        let digest: [u8; 32] = hash.finalize().into();
-        Self(*digest.first_chunk().unwrap_or(&[0; 8]))
+        hash.finalize().into()
     }
 }
 
@@ -344,6 +348,11 @@ impl<'a> Scope<'a> {
     #[must_use]
     pub const fn operation(&self) -> &[&'a [u8]] {
         self.operation.parts()
+    }
+
+    /// The digest of the caller; zeros for a single tenant.
+    pub(crate) const fn caller_digest(&self) -> &[u8; 32] {
+        &self.caller
     }
 
     /// The caller's mark for listings. It does not depend on the service.

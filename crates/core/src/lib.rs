@@ -46,6 +46,8 @@ mod derived_key;
 mod error_chain;
 pub mod fingerprint;
 mod id;
+mod id_guard;
+mod id_secret;
 pub mod limits;
 mod listener;
 mod map;
@@ -60,8 +62,8 @@ mod watch;
 pub use clock::{Clock, ClockSkew, LastWrite, StoreClock, SystemClock, Timestamp};
 pub use config::ConfigError;
 pub use decide::{
-    Claim, Command, Complete, Completion, Decision, Grant, OnAbandoned, Outcome, RecordStep, Release, Renew,
-    Resolution, Resolve, Write, decide,
+    Claim, Command, Complete, Completion, Decision, Forget, Grant, OnAbandoned, Outcome, RecordStep, Release,
+    Renew, Replacement, Resolution, Resolve, Rewrite, Write, decide,
 };
 pub use error_chain::ErrorChain;
 pub use fingerprint::{
@@ -72,6 +74,8 @@ pub use id::{
     AttemptId, CallerTag, FencingToken, IdempotencyKey, KeyError, KeyTag, RecordId, Scope, ServiceName,
     ServiceNameError,
 };
+pub use id_guard::{ID_SECRET_RECORD, IdGuard, IdProblem};
+pub use id_secret::{IdScheme, IdSecret, IdSecretError, IdSecretName};
 pub use listener::{ChangeListener, ChangeSource, SessionEnd, listen};
 pub use map::{RecordHashState, RecordHasher, RecordMap, Sharded};
 pub use memory::MemoryStore;

@@ -214,6 +214,15 @@ impl Record {
         self
     }
 
+    /// The response that a replay returns, if there is one.
+    #[must_use]
+    pub const fn response(&self) -> Option<&StoredResponse> {
+        match &self.state {
+            State::Completed(RecordedResponse::Replayable(response)) => Some(response),
+            _ => None,
+        }
+    }
+
     /// The state as seen at `now`.
     #[must_use]
     pub fn state_name(&self, now: Timestamp) -> StateName {

@@ -110,6 +110,17 @@ impl Steps {
         self.len() < limits::MAX_STEPS && self.size() + step.size() <= limits::MAX_STEPS_BYTES
     }
 
+    /// The same steps with other results, one for each; `None` if they exceed [`limits::MAX_STEPS_BYTES`].
+    pub(crate) fn with_results<'a>(&self, results: impl Iterator<Item = &'a Bytes>) -> Option<Self> {
+        let steps: Self = self
+            .as_slice()
+            .iter()
+            .zip(results)
+            .map(|(step, result)| Step { name: step.name.clone(), result: result.clone() })
+            .collect();
+        (steps.size() <= limits::MAX_STEPS_BYTES).then_some(steps)
+    }
+
     /// These steps and one more.
     #[must_use]
     pub(crate) fn with(&self, step: Step) -> Self {

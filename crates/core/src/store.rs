@@ -63,8 +63,8 @@ pub trait Store: Send + Sync + 'static {
     fn purge(&self, limit: usize) -> StoreFuture<'_, usize>;
 
     /// The audit trail, newest first: at most `limit` entries, all older than the entry number `before` if that is given.
-    /// Every [`Outcome::Resolved`] has exactly one entry, written in the same transaction. A store that is spread over
-    /// machines may write the entry after the record, but answers only when both are written.
+    /// Every [`Outcome::Resolved`] and [`Outcome::Forgotten`] has exactly one entry, written in the same transaction. A store
+    /// that is spread over machines may write the entry after the record, but answers only when both are written.
     ///
     /// # Errors
     /// As for [`Store::apply`].
@@ -161,13 +161,15 @@ pub struct Capabilities {
     pub atomic_with_effect: bool,
     /// True if a listing is in the order of the identifiers.
     pub lists_in_order: bool,
+    /// True if other processes can use the store at the same time.
+    pub is_shared: bool,
 }
 
 impl Capabilities {
     /// The promises of a store with this name.
     #[must_use]
     pub const fn new(name: &'static str, durability: Durability, fencing: Fencing) -> Self {
-        Self { name, durability, fencing, atomic_with_effect: false, lists_in_order: true }
+        Self { name, durability, fencing, atomic_with_effect: false, lists_in_order: true, is_shared: true }
     }
 }
 
@@ -258,14 +260,14 @@ pub struct ListPage {
     pub next: Option<RecordId>,
 }
 
-/// An entry of the audit trail: one resolution by an operator.
+/// An entry of the audit trail: one change by an operator.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AuditEntry {
     /// The number of the entry. It grows by one with each entry.
     pub number: u64,
     /// The time, by the store's clock.
     pub at: Timestamp,
-    /// The record that was resolved.
+    /// The record that was changed.
     pub id: RecordId,
     /// The state before.
     pub from: StateName,
@@ -275,6 +277,26 @@ pub struct AuditEntry {
     pub actor: String,
     /// The operator's reason.
     pub reason: String,
+}
+
+impl AuditEntry {
+    /// The entry about a command that a store has decided, without its number: of each [`Outcome::Resolved`] and
+    /// [`Outcome::Forgotten`]. Other outcomes have none. `to` is the state after the command.
+    #[must_use]
+    pub fn of(
+        id: RecordId,
+        command: &Command,
+        outcome: &Outcome,
+        to: StateName,
+        at: Timestamp,
+    ) -> Option<Self> {
+        let (from, actor, reason) = match (command, outcome) {
+            (Command::Resolve(by), Outcome::Resolved { from }) => (*from, &by.actor, &by.reason),
+            (Command::Forget(by), Outcome::Forgotten { from }) => (*from, &by.actor, &by.reason),
+            _ => return None,
+        };
+        Some(Self { number: 0, at, id, from, to, actor: actor.clone(), reason: reason.clone() })
+    }
 }
 
 /// The error of a store.

@@ -49,6 +49,8 @@ pub struct DemoOptions {
     pub intents: usize,
     /// Prints the result as JSON on the standard output, and the progress on the standard error.
     pub json: bool,
+    /// Colours the progress, and the result for people.
+    pub colours: bool,
     /// Keeps the temporary directory.
     pub keep: bool,
     /// The store of two sidecars; `None` shows one sidecar with a store of its own.
@@ -74,7 +76,7 @@ pub fn run(options: &DemoOptions) -> Result<DemoOutcome, String> {
     let directory = tempfile::Builder::new().prefix("oncegate-demo-").tempdir();
     let mut directory = directory.map_err(|error| format!("cannot create a temporary directory: {error}"))?;
     directory.disable_cleanup(options.keep);
-    let screen = Screen::new(options.json);
+    let screen = Screen::new(options.json, options.colours);
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     let runtime = runtime.map_err(|error| format!("cannot start a runtime: {error}"))?;
     let result = runtime.block_on(async {

@@ -1,7 +1,7 @@
 //! The state that all parts of a run share, and the output of the demonstration.
 
 use std::collections::HashSet;
-use std::io::{self, IsTerminal as _, Write as _};
+use std::io::{self, Write as _};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::figures::Figures;
@@ -26,12 +26,8 @@ pub(crate) struct Screen {
 
 impl Screen {
     /// Writes to the standard output, or to the standard error if a program reads the standard output.
-    pub(crate) fn new(on_stderr: bool) -> Self {
-        let is_terminal = if on_stderr { io::stderr().is_terminal() } else { io::stdout().is_terminal() };
-        let is_dumb = std::env::var_os("TERM").is_some_and(|term| term == "dumb");
-        // https://no-color.org: any value that is not empty counts.
-        let is_plain = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
-        Self { on_stderr, colours: is_terminal && !is_dumb && !is_plain }
+    pub(crate) const fn new(on_stderr: bool, colours: bool) -> Self {
+        Self { on_stderr, colours }
     }
 
     pub(crate) fn paint(self, style: Style, text: &str) -> String {

@@ -8,6 +8,8 @@
 //! - If the sealed segments take more than twice the bytes of the live entries, and a segment more (less if the disk is nearly
 //!   full), the live entries of the oldest are copied to the end of the log. Copies are normal entries of normal batches, at most
 //!   [`COPY_BYTES`] in one.
+//! - Segments that an operator wants to go ([`EmbeddedStore::begin_compaction`](crate::EmbeddedStore::begin_compaction)) are
+//!   compacted however much of them is alive, so that no old version of a record is left.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
@@ -159,6 +161,7 @@ impl Housekeeper {
             let io = |error| StoreError::unavailable("a segment cannot be removed").with_source(error);
             self.inner.disk.remove(*number).map_err(io)?;
             self.unremoved.pop();
+            self.count_unremoved();
         }
         let Some(oldest) = self.inner.segments.oldest_sealed() else { return Ok(false) };
         if oldest.is_dead() {
@@ -173,7 +176,8 @@ impl Housekeeper {
             None => self.inner.sizes.slack,
         };
         let enough = live / 9 * 16 + slack;
-        if self.inner.segments.sealed_bytes() <= enough || self.damaged == Some(oldest.number) {
+        let is_forced = oldest.number < self.inner.compacted_below.load(Ordering::SeqCst);
+        if !is_forced && self.inner.segments.sealed_bytes() <= enough || self.damaged == Some(oldest.number) {
             return Ok(false);
         }
         self.compact(&oldest)
@@ -184,6 +188,8 @@ impl Housekeeper {
         self.inner.oldest.store(segment.number + 1, Ordering::SeqCst);
         let said = self.inner.tail.want_batch()?;
         wait(&said)?;
+        // Counted first, so that no one finds the segment gone and its file still there.
+        self.inner.unremoved.fetch_add(1, Ordering::SeqCst);
         self.inner.segments.remove(segment.number);
         self.inner
             .shifts
@@ -191,7 +197,13 @@ impl Housekeeper {
             .unwrap_or_else(PoisonError::into_inner)
             .retain(|shift| shift.place.is_none_or(|place| place.segment > segment.number));
         self.unremoved.push(segment.number);
+        self.count_unremoved();
         Ok(())
+    }
+
+    fn count_unremoved(&self) {
+        let count = u32::try_from(self.unremoved.len()).unwrap_or(u32::MAX);
+        self.inner.unremoved.store(count, Ordering::SeqCst);
     }
 
     /// Copies live entries of a segment to the end of the log, at most [`COPY_BYTES`], or those of one batch. Returns

@@ -82,6 +82,12 @@ pub(crate) struct StoreInner {
     pub(crate) chores: Queue<Chore>,
     /// The oldest segment that counts, as the next batch will say it.
     pub(crate) oldest: AtomicU32,
+    /// The next batch begins a new segment, if there can be one.
+    pub(crate) wants_segment: AtomicBool,
+    /// The segments below this one are compacted, however much of them is alive.
+    pub(crate) compacted_below: AtomicU32,
+    /// The segments that count no more, and whose files are still there.
+    pub(crate) unremoved: AtomicU32,
     /// The end of what is on the disk.
     durable: Mutex<DurableEnd>,
     /// Set while the mark cannot be written.
@@ -225,6 +231,9 @@ impl StoreInner {
             shifts: RwLock::new(recovered.shifts),
             scans: Queue::new(64),
             chores: Queue::new(1024),
+            wants_segment: AtomicBool::new(false),
+            compacted_below: AtomicU32::new(0),
+            unremoved: AtomicU32::new(0),
             oldest: AtomicU32::new(recovered.oldest),
             durable: Mutex::new(DurableEnd { mark: durable, is_sealed: false }),
             mark_failure: Mutex::new(None),
@@ -309,18 +318,14 @@ impl StoreInner {
             }
             self.check_capacity(is_new)?;
         }
-        let audit = match (command, &decision.outcome) {
-            (Command::Resolve(resolve), Outcome::Resolved { from }) => Some(AuditEntry {
-                number: 0,
-                at: now,
-                id: *id,
-                from: *from,
-                to: after.state_name(now),
-                actor: resolve.actor.clone(),
-                reason: resolve.reason.clone(),
-            }),
-            _ => None,
-        };
+        // Maintenance must not use up the rest of the disk, which is reserved for requests that are running. A `forget` may: it
+        // makes the record smaller.
+        if matches!(command, Command::Rewrite(_))
+            && let Some(error) = self.disk_refusal()
+        {
+            return Err(error);
+        }
+        let audit = AuditEntry::of(*id, command, &decision.outcome, after.state_name(now), now);
         let body = codec::encode(id, &after);
         let head = EntryHead {
             kind: Kind::Record,

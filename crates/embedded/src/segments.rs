@@ -66,6 +66,12 @@ impl Segments {
         map.values().next().filter(|_| map.len() > 1).cloned()
     }
 
+    /// The numbers of the oldest segment and of the one that is being written.
+    pub(crate) fn range(&self) -> Option<(u32, u32)> {
+        let map = self.read();
+        Some((*map.keys().next()?, *map.keys().next_back()?))
+    }
+
     /// Counts an entry that the index has now.
     pub(crate) fn count(&self, slot: &Slot) {
         if let Some(segment) = self.read().get(&slot.place().segment) {

@@ -7,8 +7,8 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use oncegate_core::{
-    Advisory, AuditEntry, Capabilities, Clock, Command, Durability, ErrorChain, Fencing, LastWrite, ListPage,
-    ListQuery, Outcome, Record, RecordId, Store, StoreClock, StoreError, StoreFuture, Timestamp,
+    Advisory, AuditEntry, Capabilities, Clock, Command, Durability, ErrorChain, Extent, Fencing, LastWrite,
+    ListPage, ListQuery, Outcome, Record, RecordId, Store, StoreClock, StoreError, StoreFuture, Timestamp,
 };
 use tokio::sync::oneshot;
 
@@ -135,6 +135,53 @@ impl EmbeddedStore {
         self.inner.disk.release();
     }
 
+    /// Begins to remove the older versions of all records from the log. What is alive is copied to new segments, and the old ones
+    /// are deleted, in the background. Returns the number that [`is_compacted`](Self::is_compacted) takes.
+    ///
+    /// # Errors
+    /// If the disk has no space for the copies, the log is damaged, or nothing can be written.
+    pub async fn begin_compaction(&self) -> Result<u32, StoreError> {
+        self.inner.check_open()?;
+        if self.inner.has_damage() {
+            return Err(StoreError::invalid(
+                "the log is damaged, so old segments are kept: run `oncegate check`",
+            ));
+        }
+        let needed = self.inner.segments.live_bytes().saturating_add(self.inner.sizes.max_segment);
+        if self.inner.is_disk_low() || self.inner.disk.free().is_some_and(|free| free < needed) {
+            let error =
+                format!("a compaction needs {needed} bytes on the disk for a while, and there are less");
+            return Err(StoreError::unavailable(error).with_extent(Extent::Writes).with_nothing_sent());
+        }
+        let newest = || self.inner.segments.range().map_or(0, |(_, newest)| newest);
+        let below = newest() + 1;
+        self.inner.wants_segment.store(true, Ordering::SeqCst);
+        wait(Some(self.inner.tail.want_batch()?)).await?;
+        if newest() < below {
+            return Err(StoreError::unavailable(
+                "the log cannot begin a new segment, which a compaction needs",
+            ));
+        }
+        self.inner.compacted_below.fetch_max(below, Ordering::SeqCst);
+        self.inner.look();
+        Ok(below)
+    }
+
+    /// Returns true if no segment from before [`begin_compaction`](Self::begin_compaction) is left, and no file of one.
+    ///
+    /// # Errors
+    /// If the log is damaged, so that old segments are kept, or if the store is closed.
+    pub fn is_compacted(&self, below: u32) -> Result<bool, StoreError> {
+        self.inner.check_open()?;
+        if self.inner.has_damage() {
+            return Err(StoreError::invalid(
+                "the log is damaged, so old segments are kept: run `oncegate check`",
+            ));
+        }
+        let is_gone = self.inner.segments.range().is_none_or(|(oldest, _)| oldest >= below);
+        Ok(is_gone && self.inner.unremoved.load(Ordering::SeqCst) == 0)
+    }
+
     async fn scan<T>(&self, scan: impl FnOnce(Reply<T>) -> Scan) -> Result<T, StoreError> {
         let (reply, received) = oneshot::channel();
         self.inner.scans.push(scan(reply)).map_err(push_error)?;
@@ -250,7 +297,9 @@ impl Store for EmbeddedStore {
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities::new("embedded", Durability::Synced, Fencing::Monotonic)
+        let mut capabilities = Capabilities::new("embedded", Durability::Synced, Fencing::Monotonic);
+        capabilities.is_shared = false;
+        capabilities
     }
 }
 

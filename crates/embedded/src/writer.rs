@@ -164,9 +164,21 @@ impl Writer {
     /// Appends a batch, and returns its offset when it is on the disk.
     fn append(&mut self, batch: &mut Batch) -> io::Result<u64> {
         let len = batch_len((batch.bytes.len() - HEADER) as u64);
-        if self.end.offset > 0 && self.end.offset + len + BLOCK > self.end.segment.size {
+        let is_full = self.end.offset + len + BLOCK > self.end.segment.size;
+        let is_wanted = self.inner.wants_segment.swap(false, Ordering::SeqCst);
+        // A segment that is only wanted must not fail the batch.
+        let next = match self.end.offset > 0 && (is_full || is_wanted) {
+            true => match self.next_segment() {
+                Err(error) if !is_full => {
+                    warn!(error = %ErrorChain(&error), "the embedded store cannot begin the segment that a compaction needs");
+                    None
+                }
+                next => Some(next?),
+            },
+            false => None,
+        };
+        if let Some(next) = next {
             // The next segment is there before this one says so: a start refuses a log that ends with a seal.
-            let next = self.next_segment()?;
             self.next = Some(next.clone());
             let mut seal = Batch::new(Vec::new());
             seal.flags = FLAG_SEAL;

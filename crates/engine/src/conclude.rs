@@ -5,6 +5,9 @@
 //! committed, the key is freed. This never waits for an open transaction, and never undoes one that commits in the meantime:
 //! the store compares the token and the state with each write.
 
+use std::fmt;
+use std::sync::Arc;
+
 use oncegate_core::{
     Command, Complete, Completion, ErrorChain, Outcome, Record, RecordedResponse, Release, State, StoreError,
     StoredResponse,
@@ -25,6 +28,8 @@ pub enum OperationReport {
         completion: Completion,
         /// True if the response reports a success. Then the operation's own transaction should have completed the record.
         success: bool,
+        /// The form of the completion. A response that the operation's own transaction has stored is compared in this form.
+        form: StoredForm,
     },
     /// No response, or one that decides nothing (a server error). Only the record shows if the effect took place.
     NoResponse,
@@ -34,7 +39,39 @@ impl OperationReport {
     /// The report of a response that decides.
     #[must_use]
     pub const fn response(completion: Completion, success: bool) -> Self {
-        Self::Response { completion, success }
+        Self::Response { completion, success, form: StoredForm::UNCHANGED }
+    }
+}
+
+/// The form in which records keep the responses of an operation, such as one without members that must not be stored.
+///
+/// An operation that stores its response itself may store another form. Both are compared in this one.
+#[derive(Clone, Default)]
+pub struct StoredForm(Option<Arc<FormOf>>);
+
+type FormOf = dyn Fn(&StoredResponse) -> Option<StoredResponse> + Send + Sync;
+
+impl StoredForm {
+    /// Responses are kept as they are.
+    pub const UNCHANGED: Self = Self(None);
+
+    /// The form that this function makes; `None` for a response that no record would keep.
+    pub fn new(form: impl Fn(&StoredResponse) -> Option<StoredResponse> + Send + Sync + 'static) -> Self {
+        Self(Some(Arc::new(form)))
+    }
+
+    /// Returns true if a response that has this form is the same as one that the operation stored.
+    pub(crate) fn is_same(&self, response: &StoredResponse, own: &StoredResponse) -> bool {
+        match &self.0 {
+            None => is_same(response, own),
+            Some(form) => form(own).is_some_and(|own| is_same(response, &own)),
+        }
+    }
+}
+
+impl fmt::Debug for StoredForm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("StoredForm").field("is_unchanged", &self.0.is_none()).finish_non_exhaustive()
     }
 }
 
@@ -221,16 +258,23 @@ enum NextWrite<'a> {
 fn next(record: Record, report: &OperationReport) -> NextWrite<'_> {
     let upstream = Some(EventKind::CompletedUpstream);
     match (record.state, report) {
+        // Another process sealed it, and this one opens no sealed responses: no client must get its encrypted form.
+        (State::Completed(RecordedResponse::Replayable(own)), report) if own.is_sealed() => match report {
+            OperationReport::Response { completion: Completion::Replayable(_), .. } => {
+                NextWrite::Nothing((ReportOutcome::Stored, upstream))
+            }
+            _ => NextWrite::Nothing((ReportOutcome::Awaited, upstream)),
+        },
         (
             State::Completed(RecordedResponse::Replayable(own)),
-            OperationReport::Response { completion, .. },
+            OperationReport::Response { completion, form, .. },
         ) => {
             match completion {
                 // Perhaps an earlier try stored it, and its reply was lost.
                 Completion::Replayable(response) if *response == own => {
                     NextWrite::Nothing((ReportOutcome::Stored, upstream))
                 }
-                Completion::Replayable(response) if !is_same(response, &own) => {
+                Completion::Replayable(response) if !form.is_same(response, &own) => {
                     NextWrite::Nothing((ReportOutcome::Recorded(own), Some(EventKind::ResponseDiffers)))
                 }
                 _ => NextWrite::Nothing((ReportOutcome::Recorded(own), upstream)),
@@ -254,7 +298,7 @@ fn next(record: Record, report: &OperationReport) -> NextWrite<'_> {
         (State::Released, OperationReport::Response { .. }) => {
             NextWrite::Nothing((ReportOutcome::Fenced, None))
         }
-        (_, OperationReport::Response { completion, success }) => {
+        (_, OperationReport::Response { completion, success, .. }) => {
             NextWrite::Complete(completion, success.then_some(EventKind::CompletionMissing))
         }
         (_, OperationReport::NoResponse) => NextWrite::Release,
@@ -262,7 +306,7 @@ fn next(record: Record, report: &OperationReport) -> NextWrite<'_> {
 }
 
 /// True if two responses are equal except for the order of their header fields.
-pub(crate) fn is_same(one: &StoredResponse, other: &StoredResponse) -> bool {
+fn is_same(one: &StoredResponse, other: &StoredResponse) -> bool {
     fn fields(response: &StoredResponse) -> Vec<(&str, &[u8])> {
         let mut fields: Vec<_> = response.headers().collect();
         fields.sort_unstable();

@@ -8,8 +8,8 @@ use std::sync::atomic::AtomicU64;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use oncegate_core::{
-    ConfigError, Fingerprint, IntoStore, Label, RecordId, Scope, ServiceName, Store, StoreError,
-    StoredResponse, limits,
+    ConfigError, Fingerprint, IdGuard, IdProblem, IdScheme, IdSecret, IntoStore, Label, RecordId, Scope,
+    ServiceName, Store, StoreError, StoredResponse, limits,
 };
 use tokio::runtime::Handle;
 use tokio::sync::Semaphore;
@@ -41,6 +41,8 @@ pub struct Engine {
 
 pub(crate) struct Inner {
     pub(crate) store: Arc<dyn Store>,
+    /// The same store, as the guard of its identities.
+    guard: Arc<IdGuard>,
     pub(crate) observer: Arc<dyn Observer>,
     pub(crate) service: Option<ServiceName>,
     pub(crate) renewer: LeaseRenewer,
@@ -70,9 +72,10 @@ pub(crate) struct Inner {
 /// One claim.
 #[derive(Clone, Debug)]
 pub struct ClaimRequest {
-    /// The record to own.
+    /// The record to own. [`Engine::ids`] computes it, and the tags in the label.
     pub id: RecordId,
-    /// The fingerprint of the request: equal fingerprints mean the same request.
+    /// The fingerprint of the request: equal fingerprints mean the same request. It goes through
+    /// [`IdScheme::fingerprint`](oncegate_core::IdScheme::fingerprint).
     pub fingerprint: Fingerprint,
     /// The part of the record that an operator sees.
     pub label: Label,
@@ -114,6 +117,7 @@ pub struct EngineBuilder {
     store: Arc<dyn Store>,
     observer: Arc<dyn Observer>,
     service: Option<ServiceName>,
+    ids: IdScheme,
     purge_every: Option<Duration>,
     runtime: Option<Handle>,
 }
@@ -139,6 +143,17 @@ impl EngineBuilder {
         Self { service: Some(service), ..self }
     }
 
+    /// Computes the identities of records with this secret, so that a reader of the store who guesses a key, a caller or a
+    /// request cannot confirm the guess. By default they are plain hashes.
+    ///
+    /// A store belongs to one secret, or to none: all programs on it need the same one, and it can neither be changed nor added
+    /// to a store that has records. Claims are refused until the engine has found that the store belongs to this secret
+    /// ([`Engine::verify_ids`]). See [`IdSecret`] and [`IdGuard`].
+    #[must_use]
+    pub fn with_id_secret(self, secret: IdSecret) -> Self {
+        Self { ids: secret.into(), ..self }
+    }
+
     /// Sets the interval at which records past their retention are removed: a second by default, from 1 ms to a day. `None`
     /// leaves that to another process.
     ///
@@ -153,10 +168,17 @@ impl EngineBuilder {
     /// The engine.
     #[must_use]
     pub fn build(self) -> Engine {
+        let guard = Arc::new(IdGuard::new(self.store.clone(), self.ids.clone()));
+        self.build_with(guard)
+    }
+
+    fn build_with(self, guard: Arc<IdGuard>) -> Engine {
+        let store: Arc<dyn Store> = guard.clone();
         Engine {
             inner: Arc::new(Inner {
-                renewer: LeaseRenewer::new(self.store.clone(), self.purge_every, self.runtime),
-                store: self.store,
+                renewer: LeaseRenewer::new(store.clone(), self.purge_every, self.runtime),
+                store,
+                guard,
                 observer: self.observer,
                 service: self.service,
                 tasks: TaskTracker::new(),
@@ -194,6 +216,7 @@ impl Engine {
             store: store.into_store(),
             observer: Arc::new(()),
             service: None,
+            ids: IdScheme::PLAIN,
             purge_every: Some(Duration::from_secs(1)),
             runtime: None,
         }
@@ -213,10 +236,42 @@ impl Engine {
             store: self.inner.store.clone(),
             observer: Arc::new(()),
             service: self.inner.service.clone(),
+            ids: self.ids().clone(),
             purge_every: None,
             runtime: self.inner.renewer.runtime(),
         };
-        builder.build()
+        builder.build_with(self.inner.guard.clone())
+    }
+
+    /// The computation of the identities of records, which every claim on this engine must use.
+    #[must_use]
+    pub fn ids(&self) -> &IdScheme {
+        self.inner.guard.ids()
+    }
+
+    /// The guard of the store, which refuses claims until the id secret is verified. It is the [store](Self::store) of the
+    /// engine.
+    #[must_use]
+    pub fn id_guard(&self) -> &Arc<IdGuard> {
+        &self.inner.guard
+    }
+
+    /// Waits until it is known that the store belongs to the [id secret](EngineBuilder::with_id_secret) of this engine, or,
+    /// without one, to none. The first process with a secret on a new store waits for six seconds.
+    /// Without this call, claims are refused until then.
+    ///
+    /// # Errors
+    /// [`StoreErrorKind::Invalid`](oncegate_core::StoreErrorKind::Invalid) if the store belongs to another secret, or has records
+    /// from before. Otherwise the error of the store.
+    pub async fn verify_ids(&self) -> Result<(), StoreError> {
+        let guard = &self.inner.guard;
+        loop {
+            let checked = guard.verify().await;
+            match guard.problem() {
+                Some(IdProblem::Trial { left, .. }) if checked.is_err() => tokio::time::sleep(left).await,
+                _ => return checked,
+            }
+        }
     }
 
     /// The scope within the service of this engine.

@@ -73,7 +73,7 @@ mod unknown;
 
 pub use attempt::{Attempt, Permit, SettleOutcome};
 pub use breaker::{Breaker, BreakerBuilder, BreakerState};
-pub use conclude::{OperationReport, ReportOutcome};
+pub use conclude::{OperationReport, ReportOutcome, StoredForm};
 pub use engine::{ClaimOutcome, ClaimRequest, Engine, EngineBuilder};
 pub use event::{Event, EventKind, Observer};
 pub use function::{

@@ -14,7 +14,7 @@ use oncegate_core::{
 use tokio::time::Instant;
 
 use crate::attempt::Attempt;
-use crate::conclude::is_same;
+use crate::conclude::StoredForm;
 use crate::engine::{ClaimOutcome, ClaimRequest, Inner};
 use crate::event::{Event, EventKind};
 use crate::lead::still_sealed;
@@ -31,6 +31,7 @@ pub struct ResponsePermit {
     inner: Arc<Inner>,
     attempt: Attempt,
     leader: Leader,
+    form: StoredForm,
 }
 
 /// The outcome of [`ResponsePermit::add`].
@@ -57,6 +58,11 @@ impl ResponsePermit {
     #[must_use]
     pub fn attempt(&self) -> Attempt {
         self.attempt.clone()
+    }
+
+    /// Sets the form of the response. If the operation stored another response first, both are compared in this form.
+    pub fn with_stored_form(self, form: StoredForm) -> Self {
+        Self { form, ..self }
     }
 
     /// Adds the response, or records that there is none to replay ([`Completion::Tombstone`]). Other completions count as the
@@ -106,6 +112,9 @@ impl ResponsePermit {
             // Another response came first, or the record was replaced.
             let record = self.inner.store.lookup(id).await?;
             match record.filter(|record| record.token == token).map(|record| record.state) {
+                Some(State::Completed(RecordedResponse::Replayable(response))) if response.is_sealed() => {
+                    return Err(still_sealed());
+                }
                 Some(State::Completed(RecordedResponse::Replayable(response))) => {
                     return Ok(AddResponseOutcome::Recorded(response));
                 }
@@ -128,7 +137,9 @@ impl ResponsePermit {
                 (None, SharedOutcome::Unreplayable)
             }
             (AddResponseOutcome::Recorded(own), completion) => {
-                let differs = matches!(completion, Completion::Replayable(found) if !is_same(&found, own));
+                let form = &self.form;
+                let differs =
+                    matches!(completion, Completion::Replayable(found) if !form.is_same(&found, own));
                 (differs.then_some(EventKind::ResponseDiffers), SharedOutcome::Replay(own.clone()))
             }
             (AddResponseOutcome::Gone | AddResponseOutcome::NotStored(_), _) => {
@@ -180,7 +191,8 @@ impl Inner {
                 let attempt = Attempt::completed(&self, request.id, &record, request.policy, number);
                 let now = Instant::now();
                 leader.set_executing(Owner::Remote(RemoteOwner { lease_until: now, since: now }));
-                return Ok(ClaimOutcome::AddResponse(ResponsePermit { inner: self, attempt, leader }));
+                let form = StoredForm::UNCHANGED;
+                return Ok(ClaimOutcome::AddResponse(ResponsePermit { inner: self, attempt, leader, form }));
             }
             Some(FoundRecord::Replayable(response)) if response.is_sealed() => {
                 let error = still_sealed();

@@ -8,7 +8,7 @@ use http::header::{self, HeaderName, HeaderValue};
 use http::request::Parts;
 use oncegate_core::fingerprint::FingerprintInput;
 use oncegate_core::{
-    Fingerprint, IdempotencyKey, KeyTag, Label, NaturalKey, NaturalKeyError, RecordId, Scope, limits,
+    Fingerprint, IdScheme, IdempotencyKey, Label, NaturalKey, NaturalKeyError, RecordId, Scope, limits,
 };
 
 use crate::budget::{BudgetExhausted, BudgetReservation};
@@ -24,6 +24,7 @@ use crate::settings::{AuthorityRole, Settings};
 /// The identifier of this request's record, and the label that operators see.
 pub(crate) fn locate(
     settings: &Settings,
+    ids: &IdScheme,
     scope: &Scope<'_>,
     parts: &Parts,
     key: &IdempotencyKey,
@@ -36,7 +37,7 @@ pub(crate) fn locate(
         // No path has this character.
         operation.extend(["#", &call.tool]);
     }
-    let label = Label::new(scope.caller_tag(), &operation).with_key(KeyTag::of(key));
+    let label = ids.label(scope, key, &operation);
     let endpoint = [method.as_bytes(), path.as_bytes()];
     let endpoint = match settings.profile.key_scope {
         KeyScope::Endpoint => &endpoint[..],
@@ -44,14 +45,14 @@ pub(crate) fn locate(
     };
     // Most profiles have none of these fields.
     let id = match (&*settings.profile.key_scope_headers, endpoint) {
-        ([], []) => RecordId::derive(scope, key),
-        ([], endpoint) => RecordId::derive(&scope.with_operation_parts(endpoint), key),
+        ([], []) => ids.record_id(scope, key),
+        ([], endpoint) => ids.record_id(&scope.with_operation_parts(endpoint), key),
         (names, endpoint) => {
             let values: Vec<_> = names.iter().map(|name| field_in_any_spelling(parts, name)).collect();
             let fields = names.iter().zip(&values);
             let fields = fields.flat_map(|(name, value)| [name.as_str().as_bytes(), value.as_slice()]);
             let operation: Vec<_> = endpoint.iter().copied().chain(fields).collect();
-            RecordId::derive(&scope.with_operation_parts(&operation), key)
+            ids.record_id(&scope.with_operation_parts(&operation), key)
         }
     };
     (id, label)
@@ -123,15 +124,20 @@ pub(crate) fn message(settings: &Settings, parts: &Parts, body: &DecodedBody<'_>
 
 /// The fingerprint of a request that calls a tool. Only the call counts of its body, and of a call by intent nothing else of the
 /// request, because no client can send another key for it.
-pub(crate) fn call_fingerprint(settings: &Settings, parts: &Parts, call: &ToolCall) -> Fingerprint {
+pub(crate) fn call_fingerprint(
+    settings: &Settings,
+    ids: &IdScheme,
+    parts: &Parts,
+    call: &ToolCall,
+) -> Fingerprint {
     if call.is_by_intent {
-        let intent = Fingerprint::of_parts("mcp-intent", &[call.compared.as_bytes()]);
+        let intent = ids.fingerprint(Fingerprint::of_parts("mcp-intent", &[call.compared.as_bytes()]));
         return match settings.authority {
-            AuthorityRole::Compared => with_host(intent, &authority(parts)),
+            AuthorityRole::Compared => with_host(ids, intent, &authority(parts)),
             AuthorityRole::Ignored | AuthorityRole::Scope => intent,
         };
     }
-    fingerprint_of(settings, parts, (b"application/json", "", call.compared.as_bytes()))
+    fingerprint_of(settings, ids, parts, (b"application/json", "", call.compared.as_bytes()))
 }
 
 /// The key that this request's body carries.
@@ -179,13 +185,19 @@ pub(crate) fn differs_in_host_only(stored: &Fingerprint, own: &Fingerprint) -> b
 }
 
 /// The fingerprint of a request: two requests with one key are the same if it is equal.
-pub(crate) fn fingerprint(settings: &Settings, parts: &Parts, body: &DecodedBody<'_>) -> Fingerprint {
-    fingerprint_of(settings, parts, (&field(parts, header::CONTENT_TYPE), &body.coding, &body.bytes))
+pub(crate) fn fingerprint(
+    settings: &Settings,
+    ids: &IdScheme,
+    parts: &Parts,
+    body: &DecodedBody<'_>,
+) -> Fingerprint {
+    fingerprint_of(settings, ids, parts, (&field(parts, header::CONTENT_TYPE), &body.coding, &body.bytes))
 }
 
 /// The fingerprint of a request with a body of this media type and coding.
 fn fingerprint_of(
     settings: &Settings,
+    ids: &IdScheme,
     parts: &Parts,
     (content_type, content_coding, body): (&[u8], &str, &[u8]),
 ) -> Fingerprint {
@@ -211,14 +223,15 @@ fn fingerprint_of(
             FingerprintInput { content_type, content_coding, body, ..head }
         }
     });
+    let fingerprint = ids.fingerprint(fingerprint);
     match settings.authority {
-        AuthorityRole::Compared => with_host(fingerprint, &authority(parts)),
+        AuthorityRole::Compared => with_host(ids, fingerprint, &authority(parts)),
         AuthorityRole::Ignored | AuthorityRole::Scope => fingerprint,
     }
 }
 
-fn with_host(fingerprint: Fingerprint, host: &str) -> Fingerprint {
-    let host = Fingerprint::of_parts("host", &[host.as_bytes()]);
+fn with_host(ids: &IdScheme, fingerprint: Fingerprint, host: &str) -> Fingerprint {
+    let host = ids.fingerprint(Fingerprint::of_parts("host", &[host.as_bytes()]));
     let mut digest = *fingerprint.digest();
     for (own, host) in digest.iter_mut().zip(host.digest()).skip(32 - HOST_BYTES) {
         *own = *host;
@@ -477,7 +490,7 @@ mod tests {
     fn every_line_of_a_field_counts() {
         const JSON: (&str, &str) = ("content-type", "application/json");
         let settings = Settings::default();
-        let read = |parts: &Parts| fingerprint(&settings, parts, &undone(parts));
+        let read = |parts: &Parts| fingerprint(&settings, &IdScheme::PLAIN, parts, &undone(parts));
         let of = |fields: &[_]| read(&head("/", fields));
         let plain = of(&[JSON]);
         for fields in [
@@ -562,7 +575,8 @@ mod tests {
             [("aws", "x-amz-target", "x_amz_target"), ("stripe", "stripe-account", "stripe_account")]
         {
             let settings = Settings::new(crate::profile::Profile::named(profile).unwrap());
-            let of = |fields: &[_]| locate(&settings, &scope, &head("/", fields), &key, None).0;
+            let of =
+                |fields: &[_]| locate(&settings, &IdScheme::PLAIN, &scope, &head("/", fields), &key, None).0;
             let one = of(&[(name, "one")]);
             assert_eq!(of(&[(name, "one"), ("x-other", "1")]), one);
             for other in [
@@ -582,7 +596,8 @@ mod tests {
         let hosts = [head("/", &[("host", "a.example")]), head("/", &[("host", "b.example")])];
         let differ = |settings: &Settings| {
             let [a, b] = &hosts;
-            fingerprint(settings, a, &undone(a)) != fingerprint(settings, b, &undone(b))
+            let of = |parts: &Parts| fingerprint(settings, &IdScheme::PLAIN, parts, &undone(parts));
+            of(a) != of(b)
         };
         assert!(differ(&Settings::default()));
         for role in [AuthorityRole::Ignored, AuthorityRole::Scope] {

@@ -256,7 +256,7 @@ impl Execution {
         }
         let stored = match &rest {
             None if fate == ResponseTreatment::Tombstone => None,
-            None => settings.stored_response(&parts, chunks.as_slice(), trailers.as_ref()),
+            None => settings.stored_response_off_thread(&parts, chunks.as_slice(), trailers.as_ref()).await,
             Some(_) => None,
         };
         let completion = stored.map_or(Completion::Tombstone, Completion::Replayable);
@@ -498,7 +498,7 @@ pub(crate) async fn conclude(
 ) -> Settled {
     match settings.completed_by {
         CompletedBy::Layer => settle(permit, fate, completion).await,
-        CompletedBy::Upstream => Box::pin(report(permit, fate, completion, is_success)).await,
+        CompletedBy::Upstream => Box::pin(report(settings, permit, fate, completion, is_success)).await,
     }
 }
 

@@ -248,7 +248,7 @@ impl IdempotencyLayer {
     pub fn record_id(&self, request: &Parts, key: &IdempotencyKey) -> Option<RecordId> {
         let settings = self.settings(&request.method, request.uri.path());
         let scope = self.shared.scope(settings, request).ok()?;
-        Some(canonical::locate(settings, &scope, request, key, None).0)
+        Some(canonical::locate(settings, self.shared.engine.ids(), &scope, request, key, None).0)
     }
 
     /// Returns the current use of the limits, over this layer and all its copies. For gauges.

@@ -144,6 +144,7 @@ pub use profile::{
 };
 pub use rate_limit::{RateLimitKind, RateLimits, RateQuota};
 pub use reconcile::{Reconcile, Reconciled};
+pub use redaction::{RedactionCounts, RedactionOutcome};
 pub use refusal::{Condition, Refusal, RetryAdvice};
 pub use scope::{CallerPart, CallerScope};
 pub use service::{Idempotency, ResponseFuture};

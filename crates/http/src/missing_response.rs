@@ -56,7 +56,8 @@ impl Question {
                 return QuestionResult::Refused(awaited());
             }
         };
-        match (self.permit.add(completion.clone()).await, completion) {
+        let permit = self.permit.with_stored_form(self.settings.stored_form());
+        match (permit.add(completion.clone()).await, completion) {
             (AddResponseOutcome::Stored, Completion::Replayable(stored))
             | (AddResponseOutcome::Recorded(stored), _) => QuestionResult::Response(stored, None),
             // The response is right anyway, and the next retry asks again.

@@ -4,9 +4,12 @@
 //! found (it is not JSON, or compressed) is not kept at all.
 
 use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
+use bytes::Bytes;
 use http::header::HeaderName;
-use oncegate_core::JsonPointer;
+use oncegate_core::{JsonPointer, StoredResponse};
 use serde::de::{Deserializer as _, IgnoredAny, MapAccess, Visitor};
 use serde_json::value::RawValue;
 
@@ -18,6 +21,67 @@ const DIGESTS: [&str; 4] = ["content-digest", "repr-digest", "digest", "content-
 
 /// The value of a redacted member.
 const MASK: &str = "null";
+
+/// The largest body whose members are sought on the thread that serves requests. A body of hundreds of small objects, each with a
+/// redacted member, takes half a millisecond then. One of 1 MiB takes 8 milliseconds, one of 16 MiB 130, and would hold up the
+/// other requests of the thread.
+const MAX_INLINE_BYTES: usize = 64 * 1024;
+
+/// The outcome of the redaction of one response.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum RedactionOutcome {
+    /// Members or fields were left out of what is stored.
+    Redacted,
+    /// It had none of them. If a route has this outcome only, its pointers may be misspelt.
+    NothingFound,
+    /// Nothing of it is stored, because members cannot be found in its body.
+    NotStored,
+}
+
+impl RedactionOutcome {
+    /// All outcomes.
+    pub const ALL: [Self; 3] = [Self::Redacted, Self::NothingFound, Self::NotStored];
+
+    /// The name in metrics.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Redacted => "redacted",
+            Self::NothingFound => "nothing-found",
+            Self::NotStored => "not-stored",
+        }
+    }
+}
+
+/// Counts responses by the outcome of their redaction.
+#[derive(Debug, Default)]
+pub struct RedactionCounts([AtomicU64; RedactionOutcome::ALL.len()]);
+
+impl RedactionCounts {
+    /// The number of responses with this outcome.
+    #[must_use]
+    pub fn get(&self, outcome: RedactionOutcome) -> u64 {
+        self.0.get(outcome as usize).map_or(0, |count| count.load(Ordering::Relaxed))
+    }
+
+    fn count(&self, outcome: RedactionOutcome) {
+        if let Some(count) = self.0.get(outcome as usize) {
+            count.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+}
+
+/// The body of a response as it is stored.
+#[derive(Debug)]
+pub(crate) enum RedactedBody {
+    /// It has none of the members.
+    Same,
+    /// The body without the members.
+    Changed(Bytes),
+    /// Members cannot be found in it.
+    NotStored,
+}
 
 /// The members and header fields of responses that are not kept.
 #[derive(Clone, Default)]
@@ -34,9 +98,12 @@ impl fmt::Debug for Redaction {
     }
 }
 
+/// The header fields, the body and the trailers of a response.
+type ResponseParts<'a> = (Vec<(&'a str, &'a [u8])>, &'a [Bytes], Vec<(&'a str, &'a [u8])>);
+
 /// The body in which members cannot be found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct NotJson;
+struct NotJson;
 
 impl Redaction {
     pub(crate) fn with_members(self, members: Vec<JsonPointer>) -> Self {
@@ -48,29 +115,107 @@ impl Redaction {
         Self { headers, ..self }
     }
 
+    /// Returns true if everything is kept.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.members.is_empty() && self.headers.is_empty()
+    }
+
     /// The members that are not kept.
     pub(crate) fn members(&self) -> impl Iterator<Item = &JsonPointer> {
         self.members.iter()
     }
 
     /// Returns true if members of bodies are not kept.
-    pub(crate) fn has_members(&self) -> bool {
+    fn has_members(&self) -> bool {
         !self.members.is_empty()
     }
 
-    /// Returns true if a header or trailer field of this name is kept. `is_changed` is true for a response whose body was
-    /// changed.
-    pub(crate) fn keeps(&self, name: &str, is_changed: bool) -> bool {
-        let is_redacted = self.headers.iter().any(|other| other.as_str() == name);
-        let is_stale_digest = is_changed && DIGESTS.contains(&name);
-        !is_redacted && !is_stale_digest
+    /// Returns true if a header or trailer field of this name may be stored.
+    fn keeps(&self, name: &str) -> bool {
+        !self.headers.iter().any(|other| other.as_str().eq_ignore_ascii_case(name))
+    }
+
+    /// Returns true if members are sought in a body that is too large for a thread that serves requests.
+    pub(crate) fn is_slow(&self, body: &[Bytes]) -> bool {
+        self.has_members() && body.iter().map(Bytes::len).sum::<usize>() > MAX_INLINE_BYTES
+    }
+
+    /// Seeks the members in a body.
+    pub(crate) fn body(&self, chunks: &[Bytes]) -> RedactedBody {
+        // Most routes redact nothing, and copy nothing here.
+        if !self.has_members() {
+            return RedactedBody::Same;
+        }
+        let redacted = match chunks {
+            [body] => self.redacted(body),
+            chunks => self.redacted(&chunks.concat()),
+        };
+        match redacted {
+            Ok(None) => RedactedBody::Same,
+            Ok(Some(changed)) => RedactedBody::Changed(changed.into()),
+            Err(NotJson) => RedactedBody::NotStored,
+        }
+    }
+
+    /// Seeks the members in a body on a thread for blocking work. If that is not possible, nothing of the body is stored.
+    pub(crate) async fn body_off_thread(redaction: Arc<Self>, chunks: Vec<Bytes>) -> RedactedBody {
+        let found = tokio::task::spawn_blocking(move || redaction.body(&chunks)).await;
+        found.unwrap_or(RedactedBody::NotStored)
+    }
+
+    /// The response of these header fields, this body and these trailers, as it is stored. `None` if nothing of it is.
+    pub(crate) fn response(
+        &self,
+        status: u16,
+        (mut headers, body, mut trailers): ResponseParts<'_>,
+        redacted: RedactedBody,
+        counts: Option<&RedactionCounts>,
+    ) -> Option<StoredResponse> {
+        let count = |outcome| match counts {
+            Some(counts) if !self.is_empty() => counts.count(outcome),
+            _ => {}
+        };
+        let fields = headers.len() + trailers.len();
+        headers.retain(|(name, _)| self.keeps(name));
+        trailers.retain(|(name, _)| self.keeps(name));
+        let has_fields = headers.len() + trailers.len() < fields;
+        let (changed, outcome) = match redacted {
+            RedactedBody::NotStored => {
+                count(RedactionOutcome::NotStored);
+                return None;
+            }
+            RedactedBody::Changed(changed) => (Some(changed), RedactionOutcome::Redacted),
+            RedactedBody::Same if has_fields => (None, RedactionOutcome::Redacted),
+            RedactedBody::Same => (None, RedactionOutcome::NothingFound),
+        };
+        count(outcome);
+        let Some(changed) = changed else {
+            return StoredResponse::new(status, &headers, body, &trailers).ok();
+        };
+        let is_current = |name: &str| !DIGESTS.iter().any(|digest| digest.eq_ignore_ascii_case(name));
+        headers.retain(|(name, _)| is_current(name) && *name != REDACTED);
+        trailers.retain(|(name, _)| is_current(name));
+        headers.push((REDACTED, &b"true"[..]));
+        StoredResponse::new(status, &headers, &[changed], &trailers).ok()
+    }
+
+    /// The form of a response as it would be stored, if it is one that the operation itself stored.
+    pub(crate) fn stored(&self, own: &StoredResponse) -> Option<StoredResponse> {
+        let body = [own.body()];
+        let redacted = self.body(&body);
+        self.response(
+            own.status(),
+            (own.headers().collect(), &body, own.trailers().collect()),
+            redacted,
+            None,
+        )
     }
 
     /// The body without the members. `None` if it has none of them.
     ///
     /// # Errors
     /// If members cannot be found in it.
-    pub(crate) fn redacted(&self, body: &[u8]) -> Result<Option<String>, NotJson> {
+    fn redacted(&self, body: &[u8]) -> Result<Option<String>, NotJson> {
         if self.paths.is_empty() || body.is_empty() {
             return Ok(None);
         }
@@ -257,8 +402,40 @@ mod tests {
 
     #[test]
     fn digests_of_a_changed_body_are_not_kept() {
-        let redaction = Redaction::default().with_headers(vec![HeaderName::from_static("x-token")]);
-        assert!(!redaction.keeps("x-token", false) && redaction.keeps("etag", true));
-        assert!(redaction.keeps("content-digest", false) && !redaction.keeps("content-digest", true));
+        let redaction = redaction(&["/a"]).with_headers(vec![HeaderName::from_static("x-token")]);
+        let own = |body: &'static str| {
+            let fields = [("Etag", &b"1"[..]), ("X-Token", b"2"), ("Content-Digest", b"3")];
+            redaction.stored(&StoredResponse::new(200, &fields, &[body.into()], &[]).unwrap()).unwrap()
+        };
+        let names = |response: &StoredResponse| {
+            response.headers().map(|(name, _)| name.to_owned()).collect::<Vec<_>>()
+        };
+        assert_eq!(names(&own("{}")), ["Etag", "Content-Digest"]);
+        let changed = own("{\"a\":1}");
+        assert_eq!(names(&changed), ["Etag", REDACTED]);
+        // The form of a form is the form.
+        assert_eq!(redaction.stored(&changed).unwrap(), changed);
+        assert_eq!(redaction.stored(&StoredResponse::new(200, &[], &["<p>".into()], &[]).unwrap()), None);
+    }
+
+    /// Redaction of a large body takes milliseconds, so it runs elsewhere.
+    #[tokio::test]
+    async fn a_large_body_is_redacted_off_the_thread_in_the_same_way() {
+        let redaction = Arc::new(redaction(&["/items/*/n"]));
+        let items =
+            "{\"n\":\"secret\",\"m\":1.50}".to_owned() + &",{\"n\":\"secret\",\"m\":1.50}".repeat(20_000);
+        let body = format!("{{\"items\":[{items}]}}");
+        let (start, end) = body.split_at(1000);
+        let chunks = [Bytes::copy_from_slice(start.as_bytes()), Bytes::copy_from_slice(end.as_bytes())];
+        assert!(redaction.is_slow(&chunks) && !redaction.is_slow(&chunks[..1]));
+        assert!(!Redaction::default().is_slow(&chunks));
+        let RedactedBody::Changed(there) =
+            Redaction::body_off_thread(redaction.clone(), chunks.to_vec()).await
+        else {
+            panic!("it has the members")
+        };
+        let RedactedBody::Changed(here) = redaction.body(&chunks) else { panic!("it has the members") };
+        assert_eq!(there, here);
+        assert_eq!(here, body.replace("\"secret\"", "null"));
     }
 }

@@ -15,7 +15,7 @@ use http::request::Parts;
 use http::{Request, Response};
 use http_body::Body;
 use oncegate_core::{
-    CallerTag, ErrorChain, Extent, Fingerprint, IdempotencyKey, Label, RecordId, Scope, StoreError,
+    CallerTag, ErrorChain, Extent, Fingerprint, IdScheme, IdempotencyKey, Label, RecordId, Scope, StoreError,
     StoreErrorKind, StoredResponse,
 };
 use oncegate_engine::{ClaimOutcome, ClaimRequest, Permit, ResponsePermit};
@@ -407,7 +407,8 @@ impl KeyedResponse {
             self.label_early(&parts.method, parts.uri.path());
             return Ok(self.refuse(overloaded(TOO_MANY)));
         };
-        let (id, label) = canonical::locate(&self.settings, &scope, &parts, &key, self.call.as_ref());
+        let ids = self.shared.engine.ids();
+        let (id, label) = canonical::locate(&self.settings, ids, &scope, &parts, &key, self.call.as_ref());
         (self.record, self.label, self.has_caller) = (Some(id), label.clone(), true);
         let fingerprint = compared.fingerprint;
         let policy = self.settings.policy.with_response_recovery(self.recovers_responses());
@@ -546,10 +547,12 @@ impl KeyedResponse {
         if self.settings.rate_limits.is_empty() {
             return Ok(());
         }
-        let (id, label) = canonical::locate(&self.settings, scope, parts, key, self.call.as_ref());
-        self.settings.rate_limits.check(scope.caller_tag(), id).inspect_err(|exceeded| {
+        let ids = self.shared.engine.ids();
+        let (id, label) = canonical::locate(&self.settings, ids, scope, parts, key, self.call.as_ref());
+        let caller = label.caller();
+        self.settings.rate_limits.check(caller, id).inspect_err(|exceeded| {
             if !self.settings.is_shadow {
-                exceeded.warn(scope.caller_tag());
+                exceeded.warn(caller);
             }
             (self.label, self.has_caller) = (label, true);
         })
@@ -586,17 +589,19 @@ impl KeyedResponse {
             let body = canonical::decode(&parts, data, COMPARED_HERE, &mut held());
             let body = body.map_err(exhausted)?;
             if !body.outgrows() {
-                let compared = FingerprintedRequest::of(&self.settings, &parts, &body);
+                let ids = self.shared.engine.ids();
+                let compared = FingerprintedRequest::of(&self.settings, ids, &parts, &body);
                 drop(body);
                 return Ok((parts, compared));
             }
         }
         // The semaphore is never closed.
         let turn = self.shared.comparisons.clone().acquire_owned().await.ok();
-        let (settings, data, mut held) = (self.settings.clone(), data.clone(), held());
+        let (settings, ids) = (self.settings.clone(), self.shared.engine.ids().clone());
+        let (data, mut held) = (data.clone(), held());
         let compare = move || {
             let body = canonical::decode(&parts, &data, settings.max_request_body, &mut held)?;
-            let compared = FingerprintedRequest::of(&settings, &parts, &body);
+            let compared = FingerprintedRequest::of(&settings, &ids, &parts, &body);
             drop((body, turn));
             Ok((parts, compared))
         };
@@ -1008,16 +1013,16 @@ pub(crate) struct FingerprintedRequest {
 }
 
 impl FingerprintedRequest {
-    fn of(settings: &Settings, parts: &Parts, body: &canonical::DecodedBody<'_>) -> Self {
+    fn of(settings: &Settings, ids: &IdScheme, parts: &Parts, body: &canonical::DecodedBody<'_>) -> Self {
         if settings.profile.protocol == Protocol::Mcp {
-            return Self::of_message(settings, parts, canonical::message(settings, parts, body));
+            return Self::of_message(settings, ids, parts, canonical::message(settings, parts, body));
         }
         let body_key = settings.body_has_key().then(|| canonical::body_key(settings, parts, body));
-        let fingerprint = canonical::fingerprint(settings, parts, body);
+        let fingerprint = canonical::fingerprint(settings, ids, parts, body);
         Self { verdict: Verdict::Covered, call: None, fingerprint, body_key }
     }
 
-    fn of_message(settings: &Settings, parts: &Parts, message: Message) -> Self {
+    fn of_message(settings: &Settings, ids: &IdScheme, parts: &Parts, message: Message) -> Self {
         let nothing = || Fingerprint::of_parts("mcp", &[]);
         let verdict = |verdict| Self { verdict, call: None, fingerprint: nothing(), body_key: None };
         match message {
@@ -1026,7 +1031,7 @@ impl FingerprintedRequest {
             Message::Refused(why) => verdict(Verdict::Refused(why)),
             Message::Call(call, key) => Self {
                 verdict: Verdict::Covered,
-                fingerprint: canonical::call_fingerprint(settings, parts, &call),
+                fingerprint: canonical::call_fingerprint(settings, ids, parts, &call),
                 call: Some(call),
                 body_key: Some(key.map_err(|why| match why {
                     CallError::NoKey => BodyKeyError::Missing,

@@ -11,7 +11,7 @@ use oncegate_core::fingerprint::FingerprintRules;
 use oncegate_core::{
     Capabilities, IdempotencyKey, JsonPointer, NaturalKey, OnAbandoned, StoredResponse, limits,
 };
-use oncegate_engine::{ConfigError, Policy};
+use oncegate_engine::{ConfigError, Policy, StoredForm};
 
 use crate::authorize::Authorize;
 use crate::carrier::{KeyMember, has_other_spelling};
@@ -26,7 +26,7 @@ use crate::path::{self, PathCase, PathPattern, TrailingSlash};
 use crate::profile::{BodyComparison, KeyScope, Profile, ServerErrors, UncoveredMethods};
 use crate::rate_limit::RateLimits;
 use crate::reconcile::Reconcile;
-use crate::redaction::{REDACTED, Redaction};
+use crate::redaction::{RedactedBody, Redaction, RedactionCounts};
 use crate::scope::{CallerPart, CallerScope};
 
 /// The settings of one route. They start from a [`Profile`], and every value can be changed.
@@ -39,7 +39,8 @@ pub struct Settings {
     pub(crate) fingerprint_headers: Vec<HeaderName>,
     pub(crate) kept: KeptHeaders,
     /// The parts of responses that records do not keep.
-    redaction: Redaction,
+    redaction: Arc<Redaction>,
+    redaction_counts: Option<Arc<RedactionCounts>>,
     pub(crate) max_request_body: usize,
     pub(crate) max_response_body: usize,
     /// True if requests with a key are executed without protection while the store cannot be reached.
@@ -108,7 +109,8 @@ impl Settings {
             policy: policy.with_retention(profile.retention).unwrap_or(policy),
             natural_key: None,
             kept: KeptHeaders::default().with_own(profile.stored_headers()),
-            redaction: Redaction::default(),
+            redaction: Arc::default(),
+            redaction_counts: None,
             fingerprint_headers: profile.fingerprint_headers.clone(),
             profile,
             caller: CallerScope::default(),
@@ -468,7 +470,7 @@ impl Settings {
                  with which nothing of its response is kept",
             ));
         }
-        self.redaction = self.redaction.with_members(members);
+        self.redaction = Arc::new(Redaction::clone(&self.redaction).with_members(members));
         Ok(self)
     }
 
@@ -476,8 +478,20 @@ impl Settings {
     /// [`with_stored_headers`](Self::with_stored_headers).
     #[must_use]
     pub fn with_redacted_headers(mut self, names: Vec<HeaderName>) -> Self {
-        self.redaction = self.redaction.with_headers(names);
+        self.redaction = Arc::new(Redaction::clone(&self.redaction).with_headers(names));
         self
+    }
+
+    /// Counts responses by the outcome of their redaction, if these settings redact anything.
+    #[must_use]
+    pub fn with_redaction_counts(self, counts: Arc<RedactionCounts>) -> Self {
+        Self { redaction_counts: Some(counts), ..self }
+    }
+
+    /// Returns true if records do not keep some members or fields of responses.
+    #[must_use]
+    pub fn redacts(&self) -> bool {
+        !self.redaction.is_empty()
     }
 
     /// The members of responses that records do not keep.
@@ -711,7 +725,11 @@ impl Settings {
     }
 
     /// The part of a response that a record keeps, for a [`Reconcile`] that received the response of an earlier
-    /// attempt. `None` if the response cannot be replayed: it has no end, is another protocol, or is too large.
+    /// attempt. `None` if the response cannot be replayed: it has no end, is another protocol, or is too large; or if its
+    /// members cannot be redacted.
+    ///
+    /// Redaction reads the whole body: up to 8 milliseconds for each MiB. In a future, use
+    /// [`stored_response_off_thread`](Self::stored_response_off_thread).
     #[must_use]
     pub fn stored_response(
         &self,
@@ -719,28 +737,56 @@ impl Settings {
         body: &[Bytes],
         trailers: Option<&HeaderMap>,
     ) -> Option<StoredResponse> {
-        let len: usize = body.iter().map(Bytes::len).sum();
-        if cannot_be_stored(head) || len > self.max_response_body {
+        if !self.can_store(head, body) {
             return None;
         }
-        let mut kept = self.kept.of(&head.headers);
-        let mut trailers = kept_trailers(trailers);
-        // Most routes redact nothing, and copy nothing here.
-        let changed = match self.redaction.has_members() {
-            true => self.redaction.redacted(&body.concat()).ok()?,
-            false => None,
-        };
-        let is_changed = changed.is_some();
-        kept.retain(|(name, _)| self.redaction.keeps(name, is_changed));
-        trailers.retain(|(name, _)| self.redaction.keeps(name, is_changed));
-        let status = head.status.as_u16();
-        match changed {
-            Some(changed) => {
-                kept.push((REDACTED, &b"true"[..]));
-                StoredResponse::new(status, &kept, &[changed.into()], &trailers).ok()
-            }
-            None => StoredResponse::new(status, &kept, body, &trailers).ok(),
+        self.redacted_response(head, body, trailers, self.redaction.body(body))
+    }
+
+    /// As [`stored_response`](Self::stored_response), but the members of a large body are sought on one of the runtime's threads
+    /// for blocking work. Must run in a Tokio runtime.
+    pub async fn stored_response_off_thread(
+        &self,
+        head: &http::response::Parts,
+        body: &[Bytes],
+        trailers: Option<&HeaderMap>,
+    ) -> Option<StoredResponse> {
+        if !self.can_store(head, body) {
+            return None;
         }
+        let redacted = match self.redaction.is_slow(body) {
+            false => self.redaction.body(body),
+            // Boxed: this path is rare, and boxing keeps the common future small.
+            true => Box::pin(Redaction::body_off_thread(self.redaction.clone(), body.to_vec())).await,
+        };
+        self.redacted_response(head, body, trailers, redacted)
+    }
+
+    fn can_store(&self, head: &http::response::Parts, body: &[Bytes]) -> bool {
+        let len: usize = body.iter().map(Bytes::len).sum();
+        !cannot_be_stored(head) && len <= self.max_response_body
+    }
+
+    fn redacted_response(
+        &self,
+        head: &http::response::Parts,
+        body: &[Bytes],
+        trailers: Option<&HeaderMap>,
+        redacted: RedactedBody,
+    ) -> Option<StoredResponse> {
+        let kept = self.kept.of(&head.headers);
+        let trailers = kept_trailers(trailers);
+        let counts = self.redaction_counts.as_deref();
+        self.redaction.response(head.status.as_u16(), (kept, body, trailers), redacted, counts)
+    }
+
+    /// The form in which records keep responses, to compare those that an operation stored itself.
+    pub(crate) fn stored_form(&self) -> StoredForm {
+        if self.redaction.is_empty() {
+            return StoredForm::UNCHANGED;
+        }
+        let redaction = self.redaction.clone();
+        StoredForm::new(move |response| redaction.stored(response))
     }
 
     /// Returns true if requests with this method are protected. Methods are compared without regard to case, because

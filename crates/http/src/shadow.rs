@@ -22,7 +22,7 @@ use std::time::Duration;
 use http::request::Parts;
 use http::{Request, Response, StatusCode, Uri};
 use http_body::Body;
-use oncegate_core::{Completion, KeyTag, Label, OnAbandoned, StoredResponse};
+use oncegate_core::{Completion, OnAbandoned, StoredResponse};
 use oncegate_engine::{ClaimOutcome, ClaimRequest, Engine, Permit};
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
@@ -324,10 +324,11 @@ impl Observation {
         if is_over || !request.shared.response_budget.has_capacity() {
             return Err(Refusal::new(Condition::Overloaded));
         }
-        let (id, label) = canonical::locate(&settings, &scope.in_shadow(), &parts, &key, None);
+        let ids = request.shared.engine.ids();
+        let (id, label) = canonical::locate(&settings, ids, &scope.in_shadow(), &parts, &key, None);
         drop(parts);
         let shown = format!("{SHADOW_OPERATION}{}", label.operation());
-        let shown = Label::new(label.caller(), &shown).with_key(KeyTag::of(&key));
+        let shown = ids.label(&scope, &key, &shown);
         (request.record, request.label, request.has_caller) = (Some(id), label, true);
         let fingerprint = compared.fingerprint;
         let policy = settings.policy.with_on_abandoned(OnAbandoned::Reexecute);

@@ -20,6 +20,7 @@ use crate::settings::Settings;
 
 /// Reports the treatment of a response. The record shows what the operation's transaction has committed.
 pub(crate) async fn report(
+    settings: &Settings,
     permit: Permit,
     fate: ResponseTreatment,
     completion: Completion,
@@ -27,7 +28,7 @@ pub(crate) async fn report(
 ) -> Settled {
     let decides = !matches!(fate, ResponseTreatment::Release | ResponseTreatment::Unknown);
     let report = match decides {
-        true => OperationReport::Response { completion, success },
+        true => OperationReport::Response { completion, success, form: settings.stored_form() },
         false => OperationReport::NoResponse,
     };
     match permit.report(report).await {

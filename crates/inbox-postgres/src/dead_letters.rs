@@ -11,6 +11,9 @@ use oncegate_postgres::sqlx::postgres::{PgConnection, PgPool, PgRow};
 use oncegate_postgres::sqlx::{self, Row as _};
 use oncegate_postgres::transaction::{OpenTransaction, StatementError, TransactionConnection, begin};
 use oncegate_postgres::{Isolation, TransactFnWith};
+use oncegate_seal::{
+    DeadLetterPlace, Keyring, SealError, SealKeys, open_dead_letter, open_dead_letter_error,
+};
 
 use crate::inbox::STATEMENT_TIMEOUT;
 use crate::receipts::{Receipts, alone, refused};
@@ -27,6 +30,7 @@ pub struct DeadLetterTable {
     pool: PgPool,
     statement_timeout: Duration,
     transaction_pooler: bool,
+    keys: SealKeys,
 }
 
 /// A dead letter in the table.
@@ -37,8 +41,11 @@ pub struct StoredDeadLetter {
     pub number: u64,
     /// The time at which it was written.
     pub written_at: Timestamp,
-    /// The dead letter.
+    /// The dead letter. If it could not be opened, its error is empty, its payload is in the sealed form, and its headers have no
+    /// values.
     pub dead_letter: DeadLetter,
+    /// The reason why it could not be opened.
+    pub refused: Option<SealError>,
 }
 
 /// A dead letter that was taken out, if its transaction commits.
@@ -52,17 +59,25 @@ pub(crate) struct TakenDeadLetter {
 impl DeadLetterTable {
     /// Opens the table in the database of a pool.
     #[must_use]
-    pub const fn new(pool: PgPool) -> Self {
-        Self { pool, statement_timeout: STATEMENT_TIMEOUT, transaction_pooler: false }
+    pub fn new(pool: PgPool) -> Self {
+        let keys = SealKeys::default();
+        Self { pool, statement_timeout: STATEMENT_TIMEOUT, transaction_pooler: false, keys }
     }
 
     pub(crate) fn of(receipts: &Receipts) -> Self {
-        let Receipts { pool, statement_timeout, transaction_pooler, .. } = receipts;
+        let Receipts { pool, statement_timeout, transaction_pooler, keys, .. } = receipts;
         Self {
             pool: pool.clone(),
             statement_timeout: *statement_timeout,
             transaction_pooler: *transaction_pooler,
+            keys: keys.clone(),
         }
+    }
+
+    /// Sets the keys that open sealed dead letters.
+    #[must_use]
+    pub fn with_seal_keys(self, keys: impl Into<SealKeys>) -> Self {
+        Self { keys: keys.into(), ..self }
     }
 
     /// States that the pool goes through a pooler that gives each transaction another session.
@@ -91,7 +106,8 @@ impl DeadLetterTable {
         let rows = alone(&self.pool, self.statement_timeout, self.transaction_pooler, async |connection| {
             query.fetch_all(connection).await
         });
-        rows.await?.iter().map(|row| kept(row).map_err(refused)).collect()
+        let keys = self.keys.get();
+        rows.await?.iter().map(|row| kept(row, &keys).map_err(refused)).collect()
     }
 
     /// Takes a dead letter out: runs `run`, for example to send the message again, and then commits.
@@ -138,7 +154,7 @@ impl DeadLetterTable {
             .await;
         let taken = match row {
             Ok(None) => Ok(None),
-            Ok(Some(row)) => taken(&row).map(Some).map_err(|error| HandlerError::retry(refused(error))),
+            Ok(Some(row)) => taken(&row, &self.keys.get()).map(Some),
             Err(error) => Err(unavailable(error)),
         };
         let done = match taken {
@@ -190,7 +206,7 @@ fn to_bigint(number: u64) -> i64 {
     i64::try_from(number).unwrap_or(i64::MAX)
 }
 
-fn kept(row: &PgRow) -> Result<StoredDeadLetter, sqlx::Error> {
+fn kept(row: &PgRow, keys: &Keyring) -> Result<StoredDeadLetter, sqlx::Error> {
     let strange = |what: &str| sqlx::Error::Decode(what.into());
     let unsigned = |column: &str| row.try_get::<i64, _>(column).map(i64::unsigned_abs);
     let id: Vec<u8> = row.try_get("id")?;
@@ -198,28 +214,63 @@ fn kept(row: &PgRow) -> Result<StoredDeadLetter, sqlx::Error> {
     let consumer: &str = row.try_get("consumer")?;
     let reason: &str = row.try_get("reason")?;
     let attempts: i32 = row.try_get("attempts")?;
+    let (mut message, mut error, mut refused) = (message(row)?, row.try_get("error")?, None);
+    if let Err(why) = open(RecordId::from_bytes(id), consumer, &mut message, Some(&mut error), keys) {
+        error = String::new();
+        refused = Some(why);
+    }
     Ok(StoredDeadLetter {
         number: unsigned("number")?,
         written_at: Timestamp::from_millis(unsigned("at")?),
         dead_letter: DeadLetter::new(
             RecordId::from_bytes(id),
             ConsumerName::new(consumer).map_err(|_| strange("an invalid consumer name"))?,
-            Arc::new(message(row)?),
+            Arc::new(message),
             // Programs in other languages may use other words.
             DeadReason::from_word(reason).unwrap_or(DeadReason::Rejected),
             attempts.unsigned_abs(),
-            row.try_get("error")?,
+            error,
         ),
+        refused,
     })
 }
 
-fn taken(row: &PgRow) -> Result<(i64, TakenDeadLetter), sqlx::Error> {
-    let taken = TakenDeadLetter {
-        id: row.try_get("id")?,
-        consumer: row.try_get("consumer")?,
-        message: Arc::new(message(row)?),
+/// Reads a dead letter that was taken out. If it cannot be opened, the transaction is rolled back, and the dead letter stays.
+fn taken(row: &PgRow, keys: &Keyring) -> Result<(i64, TakenDeadLetter), HandlerError> {
+    let read = || {
+        let (id, consumer): (Vec<u8>, String) = (row.try_get("id")?, row.try_get("consumer")?);
+        Ok((id, consumer, message(row)?, row.try_get("transaction")?))
     };
-    Ok((row.try_get("transaction")?, taken))
+    let (id, consumer, mut message, transaction) =
+        read().map_err(|error| HandlerError::retry(refused(error)))?;
+    // An identifier of another length has no seal that fits.
+    let place = <[u8; 32]>::try_from(&*id).map_or(RecordId::from_bytes([0; 32]), RecordId::from_bytes);
+    open(place, &consumer, &mut message, None, keys)
+        .map_err(|why| HandlerError::retry(StoreError::from(why)))?;
+    Ok((transaction, TakenDeadLetter { id, consumer, message: Arc::new(message) }))
+}
+
+/// Opens the content and the error of a dead letter, if they are sealed.
+fn open(
+    id: RecordId,
+    consumer: &str,
+    message: &mut Message,
+    error: Option<&mut String>,
+    keys: &Keyring,
+) -> Result<(), SealError> {
+    let names: Vec<&str> = message.headers.iter().map(|(name, _)| name.as_str()).collect();
+    let place = DeadLetterPlace { id, consumer, topic: &message.topic };
+    let Some(content) = open_dead_letter(&place, &names, &message.payload, keys)? else { return Ok(()) };
+    if let Some(error) = error
+        && let Some(opened) = open_dead_letter_error(&place, error, keys)?
+    {
+        *error = opened;
+    }
+    message.payload = content.payload;
+    for ((_, value), opened) in message.headers.iter_mut().zip(content.header_values) {
+        *value = opened;
+    }
+    Ok(())
 }
 
 fn message(row: &PgRow) -> Result<Message, sqlx::Error> {

@@ -12,6 +12,7 @@ use oncegate_inbox::{
 };
 use oncegate_postgres::sqlx::postgres::{PgConnection, PgPool};
 use oncegate_postgres::{Isolation, TransactFnWith};
+use oncegate_seal::SealKeys;
 
 use crate::batch::digest;
 use crate::dead_letters::{DeadLetterTable, TakenDeadLetter};
@@ -208,6 +209,16 @@ impl TransactionalInbox {
     #[must_use]
     pub fn with_purge(self, purges: bool) -> Self {
         self.with(|inner| inner.receipts.purges = purges)
+    }
+
+    /// Seals the header values, the payload and the error of dead letters with these keys, and opens them for
+    /// [`process_dead_letter`](Self::process_dead_letter). Without keys, dead letters are in clear.
+    ///
+    /// `oncegate dead-letters` and a sidecar need the same keys to show them and to publish them again. Receipts, buffered
+    /// events and the outbox stay in clear.
+    #[must_use]
+    pub fn with_seal_keys(self, keys: impl Into<SealKeys>) -> Self {
+        self.with(|inner| inner.receipts.keys = keys.into())
     }
 
     /// Returns the consumer's name.

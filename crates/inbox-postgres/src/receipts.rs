@@ -5,11 +5,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use oncegate_core::{ErrorChain, RecordId, StoreError};
-use oncegate_inbox::{DeadLetter, DeadReason, HandlerError};
+use oncegate_inbox::{DeadLetter, DeadReason, HandlerError, MAX_ERROR_BYTES};
 use oncegate_postgres::sqlx::postgres::{PgArguments, PgConnection, PgPool, PgRow};
 use oncegate_postgres::sqlx::query::Query;
 use oncegate_postgres::sqlx::{self, Connection as _, Postgres, Row as _};
 use oncegate_postgres::transaction::{Backoff, OpenTransaction, StatementError, TransactionConnection};
+use oncegate_seal::{DeadLetterPlace, Keyring, SealKeys, seal_dead_letter, seal_dead_letter_error};
 use tokio::time::timeout;
 use tracing::debug;
 
@@ -49,6 +50,8 @@ pub(crate) struct Receipts {
     pub(crate) statement_timeout: Duration,
     pub(crate) transaction_pooler: bool,
     pub(crate) purges: bool,
+    /// The keys that seal dead letters. Without keys they are stored in clear.
+    pub(crate) keys: SealKeys,
     /// A random number of this process. Started messages are recorded under it.
     by: i64,
     /// The time of the last purge in milliseconds after `since`; 0 means never.
@@ -113,6 +116,7 @@ impl Receipts {
             statement_timeout,
             transaction_pooler: false,
             purges: true,
+            keys: SealKeys::default(),
             by: i64::from_ne_bytes(by),
             purged: Arc::new(AtomicU64::new(0)),
             since: Instant::now(),
@@ -263,22 +267,22 @@ impl Receipts {
         letter: &DeadLetter,
         doubtful_at: Option<i64>,
     ) -> Result<ReceiptState, StoreError> {
+        let DeadLetterColumns { names, values, payload, error, topic } =
+            DeadLetterColumns::of(receipt.id, letter, &self.keys.get())?;
         let message = &letter.message;
-        let names: Vec<String> = message.headers.iter().map(|(name, _)| text(name)).collect();
-        let values: Vec<Vec<u8>> = message.headers.iter().map(|(_, value)| value.to_vec()).collect();
         let query = self
             .ask(DEAD)
             .bind(receipt.id.as_bytes().to_vec())
             .bind(letter.consumer.to_string())
             .bind(letter.reason.as_str())
             .bind(i32::try_from(letter.attempts).unwrap_or(i32::MAX))
-            .bind(text(&letter.error))
-            .bind(text(&message.topic))
+            .bind(error)
+            .bind(topic)
             .bind(message.broker_id.as_deref().map(text))
             .bind(message.order_key.as_ref().map(|key| key.to_vec()))
             .bind(names)
             .bind(values)
-            .bind(message.payload.to_vec())
+            .bind(payload)
             .bind(self.retention_ms())
             .bind(receipt.digest.map(|digest| digest.to_vec()))
             .bind(doubtful_at);
@@ -437,6 +441,36 @@ fn said(row: &PgRow) -> Result<ReceiptState, sqlx::Error> {
         }
     };
     Ok(ReceiptState { status, attempts: attempts.unsigned_abs() })
+}
+
+/// The columns of a dead letter that are sealed if there are keys, and those to which their seal is bound.
+struct DeadLetterColumns {
+    names: Vec<String>,
+    values: Vec<Vec<u8>>,
+    payload: Vec<u8>,
+    error: String,
+    topic: String,
+}
+
+impl DeadLetterColumns {
+    fn of(id: RecordId, letter: &DeadLetter, keys: &Keyring) -> Result<Self, StoreError> {
+        let message = &letter.message;
+        let topic = text(&message.topic);
+        let names: Vec<String> = message.headers.iter().map(|(name, _)| text(name)).collect();
+        let values = message.headers.iter().map(|(_, value)| &value[..]);
+        let headers: Vec<(&str, &[u8])> = names.iter().map(String::as_str).zip(values.clone()).collect();
+        let place = DeadLetterPlace { id, consumer: letter.consumer.as_str(), topic: &topic };
+        let sealed = seal_dead_letter(&place, &headers, &message.payload, keys)?;
+        let (payload, values) = match sealed {
+            Some(sealed) => (sealed, vec![Vec::new(); names.len()]),
+            None => (message.payload.to_vec(), values.map(<[u8]>::to_vec).collect()),
+        };
+        // Its sealed form is twice as long, and the column has an end.
+        let end = letter.error.floor_char_boundary(MAX_ERROR_BYTES);
+        let error = letter.error.get(..end).unwrap_or_default();
+        let error = seal_dead_letter_error(&place, error, keys)?.unwrap_or_else(|| text(&letter.error));
+        Ok(Self { names, values, payload, error, topic })
+    }
 }
 
 /// Replaces NUL characters, which PostgreSQL text cannot contain.

@@ -176,17 +176,18 @@ impl Inbox {
         Fut: Future<Output = Result<(), HandlerError>>,
     {
         let inner = &self.inner;
+        let ids = inner.engine.ids();
         let id = match inner.identity.of(message) {
             Ok(id) => id,
             Err(why) => {
-                let id = MessageId::of_content(message).record_id(&inner.consumer);
+                let id = ids.record(MessageId::of_content(message).record_id(&inner.consumer));
                 let reason = DeadReason::NoIdentity;
                 return inner
                     .dead_letter_separately(id, message, reason, 0, why.to_string(), reason.as_str())
                     .await;
             }
         };
-        let (id, key) = (id.record_id(&inner.consumer), KeyTag::of(id.key()));
+        let (id, key) = (ids.record(id.record_id(&inner.consumer)), ids.key_tag(id.key()));
         match inner.claim(id, key, inner.fingerprint(message)).await {
             Ok(ClaimOutcome::Execute(permit)) => inner.attempt(permit, message, run).await,
             Ok(ClaimOutcome::Replay(response)) => match unwritten_dead_letter(&response) {
@@ -208,7 +209,7 @@ impl Inbox {
             }
             Ok(ClaimOutcome::Mismatch) => {
                 let digest = Fingerprint::of_parts("message", &[&message.payload]);
-                let id = DeadLetter::separate_id(&inner.consumer, id, digest.digest());
+                let id = ids.record(DeadLetter::separate_id(&inner.consumer, id, digest.digest()));
                 let why = "another message has the same identity".to_owned();
                 let reason = DeadReason::IdentityReused;
                 inner.dead_letter_separately(id, message, reason, 0, why, reason.as_str()).await
@@ -232,7 +233,7 @@ impl Inbox {
 impl Inner {
     fn fingerprint(&self, message: &Message) -> Fingerprint {
         let parts: &[&[u8]] = if self.compares_payloads { &[&message.payload] } else { &[] };
-        Fingerprint::of_parts("message", parts)
+        self.engine.ids().fingerprint(Fingerprint::of_parts("message", parts))
     }
 
     async fn claim(
@@ -359,9 +360,10 @@ impl Inner {
         error: String,
         discriminator: &str,
     ) -> ProcessOutcome {
-        let dead_letter = DeadLetter::separate_id(&self.consumer, id, discriminator.as_bytes());
+        let ids = self.engine.ids();
+        let dead_letter = ids.record(DeadLetter::separate_id(&self.consumer, id, discriminator.as_bytes()));
         let policy = self.policy.with_on_abandoned(OnAbandoned::Reexecute);
-        let fingerprint = Fingerprint::of_parts("dead letter", &[]);
+        let fingerprint = ids.fingerprint(Fingerprint::of_parts("dead letter", &[]));
         let request = ClaimRequest { id: dead_letter, fingerprint, label: self.label.clone(), policy };
         match self.engine.claim(request).await {
             Ok(ClaimOutcome::Execute(permit)) => match self.write(id, message, reason, attempts, error).await

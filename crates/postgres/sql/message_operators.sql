@@ -155,7 +155,13 @@ BEGIN
 END
 $$;
 
+-- Returns true for the sealed form of a payload (docs/reference/sealing.md), which only a program with the key can open.
+CREATE OR REPLACE FUNCTION oncegate.is_sealed(payload bytea) RETURNS boolean
+LANGUAGE sql IMMUTABLE PARALLEL SAFE
+RETURN substring(is_sealed.payload FROM 1 FOR 7) = '\x006f677365616c'::bytea;
+
 -- The reasons why a dead letter should not be published again:
+--   sealed           its payload is sealed: published like this, no consumer could read it
 --   recent           it is younger than window_ms, for which the broker may drop a message with the same identifier as a copy
 --   fails-again      it has no identity, or the identity of another message: unchanged it becomes a dead letter again
 --   outcome-unknown  it may have taken effect
@@ -170,6 +176,9 @@ DECLARE
     obstacles text[] := '{}';
     identity record;
 BEGIN
+    IF oncegate.is_sealed(d.payload) THEN
+        obstacles := obstacles || 'sealed'::text;
+    END IF;
     IF age < dead_letter_obstacles.window_ms THEN
         obstacles := obstacles || 'recent'::text;
     END IF;
@@ -219,9 +228,49 @@ BEGIN
 END
 $$;
 
+-- The dead letter with the content that a program with the key has opened. No role may call it.
+CREATE OR REPLACE FUNCTION oncegate.opened_dead_letter(d oncegate.dead_letters, payload bytea, header_values bytea[])
+RETURNS oncegate.dead_letters
+LANGUAGE plpgsql IMMUTABLE SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    IF (oncegate.is_sealed(d.payload) AND opened_dead_letter.payload IS NOT NULL
+        AND cardinality(opened_dead_letter.header_values) = cardinality(d.header_names)) IS NOT TRUE
+    THEN
+        RAISE EXCEPTION 'oncegate: the dead letter is not sealed, or this is not its content' USING ERRCODE = '22023';
+    END IF;
+    d.payload := opened_dead_letter.payload;
+    d.header_values := opened_dead_letter.header_values;
+    RETURN d;
+END
+$$;
+
+-- The identity and the obstacles of a sealed dead letter, of which a program with the key has opened the content. No row if there is
+-- no such dead letter.
+CREATE OR REPLACE FUNCTION oncegate.check_opened_dead_letter(
+    number bigint, payload bytea, header_values bytea[], window_ms bigint
+) RETURNS TABLE (identity text, obstacles text[])
+LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    d oncegate.dead_letters;
+BEGIN
+    SELECT t.* INTO d FROM oncegate.dead_letters AS t WHERE t.number = check_opened_dead_letter.number;
+    IF NOT FOUND THEN
+        RETURN;
+    END IF;
+    d := oncegate.opened_dead_letter(d, check_opened_dead_letter.payload, check_opened_dead_letter.header_values);
+    identity := (SELECT CASE i.place WHEN 'header' THEN 'header ' || i.name ELSE i.place END
+        FROM oncegate.dead_letter_identity(d) AS i);
+    obstacles := oncegate.dead_letter_obstacles(d, check_opened_dead_letter.window_ms);
+    RETURN NEXT;
+END
+$$;
+
 -- Takes a dead letter out and sends its message through the outbox, in one transaction: a relay publishes it to its topic, and its
--- consumer processes it as new. accepted: obstacles that the operator accepts; `recent` and `fails-again` cannot be accepted.
--- Outcomes: requeued, with the identifier of the message; none; locked, by another transaction; refused, with the obstacles.
+-- consumer processes it as new. accepted: obstacles that the operator accepts; `recent`, `fails-again` and `sealed` cannot be
+-- accepted. Outcomes: requeued, with the identifier of the message; none; locked, by another transaction; refused, with the
+-- obstacles.
 --
 -- The receipt is removed, so that the message is new again. If the message gets a new identity, the receipt stays, so that a late
 -- copy of the first publication is dead as before.
@@ -232,21 +281,56 @@ LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     d oncegate.dead_letters;
+BEGIN
+    SELECT t.* INTO d FROM oncegate.dead_letters AS t WHERE t.number = requeue_dead_letter.number;
+    SELECT r.* INTO outcome, message_id, obstacles FROM oncegate.requeue_as(
+        d, requeue_dead_letter.accepted, requeue_dead_letter.window_ms, requeue_dead_letter.actor, requeue_dead_letter.reason) AS r;
+END
+$$;
+
+-- As requeue_dead_letter, for a sealed dead letter of which a program with the key has opened the content. The database cannot check
+-- that this is its content: a role that may call it can send any content to the topic of a sealed dead letter.
+CREATE OR REPLACE FUNCTION oncegate.requeue_opened_dead_letter(
+    number bigint, payload bytea, header_values bytea[], accepted text[], window_ms bigint, actor text, reason text,
+    OUT outcome text, OUT message_id text, OUT obstacles text[]
+)
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    d oncegate.dead_letters;
+BEGIN
+    SELECT t.* INTO d FROM oncegate.dead_letters AS t WHERE t.number = requeue_opened_dead_letter.number;
+    IF FOUND THEN
+        d := oncegate.opened_dead_letter(d, requeue_opened_dead_letter.payload, requeue_opened_dead_letter.header_values);
+    END IF;
+    SELECT r.* INTO outcome, message_id, obstacles FROM oncegate.requeue_as(
+        d, requeue_opened_dead_letter.accepted, requeue_opened_dead_letter.window_ms, requeue_opened_dead_letter.actor,
+        requeue_opened_dead_letter.reason) AS r;
+END
+$$;
+
+-- Takes the dead letter with this number out, and sends this message. No role may call it.
+CREATE OR REPLACE FUNCTION oncegate.requeue_as(
+    d oncegate.dead_letters, accepted text[], window_ms bigint, actor text, reason text, OUT outcome text, OUT message_id text,
+    OUT obstacles text[]
+)
+LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
     all_obstacles text[];
     is_taken boolean;
 BEGIN
-    PERFORM oncegate.check_audit_texts(requeue_dead_letter.actor, requeue_dead_letter.reason);
-    IF (requeue_dead_letter.window_ms BETWEEN 0 AND 604800000) IS NOT TRUE THEN
+    PERFORM oncegate.check_audit_texts(requeue_as.actor, requeue_as.reason);
+    IF (requeue_as.window_ms BETWEEN 0 AND 604800000) IS NOT TRUE THEN
         RAISE EXCEPTION 'oncegate: window_ms must be from 0 to 604800000' USING ERRCODE = '22023';
     END IF;
-    SELECT t.* INTO d FROM oncegate.dead_letters AS t WHERE t.number = requeue_dead_letter.number;
-    IF NOT FOUND THEN
+    IF d.number IS NULL THEN
         outcome := 'none';
         RETURN;
     END IF;
-    all_obstacles := oncegate.dead_letter_obstacles(d, requeue_dead_letter.window_ms);
+    all_obstacles := oncegate.dead_letter_obstacles(d, requeue_as.window_ms);
     obstacles := ARRAY(SELECT o FROM unnest(all_obstacles) AS u (o)
-        WHERE o IN ('recent', 'fails-again') OR o <> ALL (coalesce(requeue_dead_letter.accepted, '{}')));
+        WHERE o IN ('sealed', 'recent', 'fails-again') OR o <> ALL (coalesce(requeue_as.accepted, '{}')));
     IF cardinality(obstacles) > 0 THEN
         outcome := 'refused';
         RETURN;
@@ -264,7 +348,7 @@ BEGIN
     message_id := oncegate.send(d.topic, d.payload, d.order_key, d.header_names, d.header_values, oncegate.dead_letter_message_id(d));
     outcome := 'requeued';
     PERFORM oncegate.note_message_change('dead-letter', d.number, encode(d.id, 'hex'), d.consumer, d.topic, 'requeued',
-        requeue_dead_letter.actor, requeue_dead_letter.reason);
+        requeue_as.actor, requeue_as.reason);
 END
 $$;
 

@@ -1,4 +1,22 @@
--- Operators: resolving, reading, listing and purging records.
+-- Operators: resolving, rewriting, forgetting, reading, listing and purging records.
+
+-- Adds an entry to the audit trail. The newest 100 000 are kept. Entries that another transaction removes now are skipped.
+CREATE OR REPLACE FUNCTION oncegate.add_audit(
+    at bigint, id bytea, state_before text, state_after text, actor text, reason text
+) RETURNS void
+LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    entry bigint;
+BEGIN
+    INSERT INTO oncegate.audit (at, id, state_before, state_after, actor, reason)
+        VALUES (add_audit.at, add_audit.id, add_audit.state_before, add_audit.state_after, add_audit.actor, add_audit.reason)
+        RETURNING number INTO entry;
+    DELETE FROM oncegate.audit AS a WHERE a.number IN (
+        SELECT o.number FROM oncegate.audit AS o WHERE o.number <= entry - 100000 ORDER BY o.number LIMIT 100
+        FOR UPDATE SKIP LOCKED);
+END
+$$;
 
 -- Applies an operator's decision. resolution: complete (with a response, or with null if there is none to replay), release, or
 -- park, which makes the outcome unknown again, even if the owner released the record. force: release even if the lease still
@@ -27,7 +45,6 @@ DECLARE
         WHEN resolve.resolution = 'park' THEN 'unknown'
     END;
     may boolean;
-    entry bigint;
     expiry bigint;
 BEGIN
     IF (octet_length(resolve.id) = 32) IS NOT TRUE THEN
@@ -83,14 +100,125 @@ BEGIN
             expires_at = expiry,
             purge_at = oncegate.purge_at(t.purge_at, expiry, resolve.clock)
         WHERE t.id = resolve.id;
-    INSERT INTO oncegate.audit (at, id, state_before, state_after, actor, reason)
-        VALUES (resolve.clock, resolve.id, resolve.state_before, end_state, resolve.actor, resolve.reason)
-        RETURNING number INTO entry;
-    -- The newest 100 000 entries are kept. Entries that another transaction removes now are skipped.
-    DELETE FROM oncegate.audit AS a WHERE a.number IN (
-        SELECT o.number FROM oncegate.audit AS o WHERE o.number <= entry - 100000 ORDER BY o.number LIMIT 100
-        FOR UPDATE SKIP LOCKED);
+    PERFORM oncegate.add_audit(
+        resolve.clock, resolve.id, resolve.state_before, end_state, resolve.actor, resolve.reason);
     PERFORM oncegate.notify_watchers(resolve.id);
+END
+$$;
+
+-- Replaces the content of a record by another form of it: the response, and the results of all steps in their order. The token and
+-- every byte of the old content are compared, so a record that changed meanwhile is left alone. Null is no response, and no steps.
+-- Nothing else of the record changes. Outcomes: rewritten, also if the record has the new content already; not-rewritten, with the
+-- state; locked.
+CREATE OR REPLACE FUNCTION oncegate.rewrite(
+    id bytea,
+    token bigint,
+    old_response bytea,
+    response bytea,
+    old_step_results bytea[],
+    step_results bytea[],
+    OUT outcome text,
+    OUT state_before text,
+    OUT clock bigint
+)
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    r oncegate.records;
+    none CONSTANT bytea[] := ARRAY[]::bytea[];
+    old_results CONSTANT bytea[] := coalesce(rewrite.old_step_results, none);
+    results CONSTANT bytea[] := coalesce(rewrite.step_results, none);
+BEGIN
+    IF (octet_length(rewrite.id) = 32) IS NOT TRUE THEN
+        PERFORM oncegate.check_size('id', rewrite.id, 32);
+    END IF;
+    IF rewrite.token IS NULL OR (rewrite.old_response IS NULL) <> (rewrite.response IS NULL)
+        OR coalesce(array_ndims(results), 1) <> 1 OR cardinality(old_results) <> cardinality(results)
+        OR array_position(results, NULL) IS NOT NULL
+    THEN
+        RAISE EXCEPTION 'oncegate: the new content must have a response if the old content has one, and as many results of steps'
+            USING ERRCODE = '22023';
+    END IF;
+    IF rewrite.response IS NOT NULL AND NOT oncegate.may_be_response(rewrite.response) THEN
+        RAISE EXCEPTION 'oncegate: response is not in the published encoding' USING ERRCODE = '22023';
+    END IF;
+    clock := oncegate.now_ms();
+    SELECT t.* INTO r FROM oncegate.records AS t WHERE t.id = rewrite.id FOR UPDATE SKIP LOCKED;
+    IF NOT FOUND THEN
+        PERFORM FROM oncegate.records AS t WHERE t.id = rewrite.id AND rewrite.clock < t.expires_at;
+        outcome := CASE WHEN FOUND THEN 'locked' ELSE 'not-rewritten' END;
+        RETURN;
+    END IF;
+    outcome := 'not-rewritten';
+    IF clock >= r.expires_at THEN
+        RETURN;
+    END IF;
+    state_before := oncegate.state_name(r.state, r.lease_until, clock);
+    IF r.token <> rewrite.token THEN
+        RETURN;
+    END IF;
+    IF r.response IS NOT DISTINCT FROM rewrite.response AND coalesce(r.step_results, none) = results THEN
+        outcome := 'rewritten'; -- the call was sent twice
+        RETURN;
+    END IF;
+    IF r.response IS DISTINCT FROM rewrite.old_response OR coalesce(r.step_results, none) <> old_results
+        OR (SELECT coalesce(sum(octet_length(u.name)), 0) FROM unnest(r.step_names) AS u (name))
+            + (SELECT coalesce(sum(octet_length(u.result)), 0) FROM unnest(results) AS u (result)) > 1048576
+    THEN
+        RETURN;
+    END IF;
+    outcome := 'rewritten';
+    UPDATE oncegate.records AS t SET
+            response = rewrite.response,
+            step_results = CASE WHEN t.step_names IS NULL THEN NULL ELSE results END
+        WHERE t.id = rewrite.id;
+END
+$$;
+
+-- Removes the content of a completed record: the response and the steps. The record is a tombstone from then on, until the same
+-- time as before, and its owner cannot add a response. Outcomes: forgotten and not-forgotten, with the state before; locked.
+CREATE OR REPLACE FUNCTION oncegate.forget(
+    id bytea,
+    actor text,
+    reason text,
+    OUT outcome text,
+    OUT state_before text,
+    OUT clock bigint
+)
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    r oncegate.records;
+BEGIN
+    IF (octet_length(forget.id) = 32) IS NOT TRUE THEN
+        PERFORM oncegate.check_size('id', forget.id, 32);
+    END IF;
+    IF forget.actor IS NULL OR forget.reason IS NULL THEN
+        RAISE EXCEPTION 'oncegate: actor and reason must be given' USING ERRCODE = '22023';
+    END IF;
+    clock := oncegate.now_ms();
+    SELECT t.* INTO r FROM oncegate.records AS t WHERE t.id = forget.id FOR UPDATE SKIP LOCKED;
+    IF NOT FOUND THEN
+        PERFORM FROM oncegate.records AS t WHERE t.id = forget.id AND forget.clock < t.expires_at;
+        outcome := CASE WHEN FOUND THEN 'locked' ELSE 'not-forgotten' END;
+        RETURN;
+    END IF;
+    outcome := 'not-forgotten';
+    IF clock >= r.expires_at THEN
+        RETURN;
+    END IF;
+    state_before := oncegate.state_name(r.state, r.lease_until, clock);
+    IF r.state NOT IN ('completed', 'awaited', 'tombstone') OR r.state = 'tombstone' AND r.step_names IS NULL THEN
+        RETURN;
+    END IF;
+    outcome := 'forgotten';
+    -- An operator's completion with steps becomes final: if it were taken back, the next attempt would repeat the steps.
+    UPDATE oncegate.records AS t SET
+            state = 'tombstone', response = NULL, step_names = NULL, step_results = NULL,
+            by_operator = t.by_operator AND t.step_names IS NULL,
+            changed_at = forget.clock
+        WHERE t.id = forget.id;
+    PERFORM oncegate.add_audit(forget.clock, forget.id, forget.state_before, 'tombstone', forget.actor, forget.reason);
 END
 $$;
 

@@ -17,7 +17,8 @@ use crate::options::PostgresOptions;
 
 /// The functions that an operator's role must be able to call.
 const FUNCTIONS: &str = "oncegate.dead_letter_page, oncegate.dead_letter_counts, oncegate.show_dead_letter, \
-     oncegate.requeue_dead_letter, oncegate.drop_dead_letter, oncegate.outbox_page, oncegate.outbox_status, \
+     oncegate.requeue_dead_letter, oncegate.drop_dead_letter, oncegate.check_opened_dead_letter, \
+     oncegate.requeue_opened_dead_letter, oncegate.outbox_page, oncegate.outbox_status, \
      oncegate.show_outbox_message, oncegate.requeue_outbox_message, oncegate.drop_outbox_message, \
      oncegate.message_audit_trail";
 
@@ -25,6 +26,9 @@ const LETTERS: &str = "SELECT l.* FROM oncegate.dead_letter_page($1, $2, $3, $4,
 const COUNTS: &str = "SELECT c.* FROM oncegate.dead_letter_counts($1) AS c";
 const SHOW_LETTER: &str = "SELECT l.* FROM oncegate.show_dead_letter($1, $2) AS l";
 const REQUEUE_LETTER: &str = "SELECT r.* FROM oncegate.requeue_dead_letter($1, $2, $3, $4, $5) AS r";
+const CHECK_OPENED: &str = "SELECT c.* FROM oncegate.check_opened_dead_letter($1, $2, $3, $4) AS c";
+const REQUEUE_OPENED: &str =
+    "SELECT r.* FROM oncegate.requeue_opened_dead_letter($1, $2, $3, $4, $5, $6, $7) AS r";
 const DROP_LETTER: &str = "SELECT d.outcome FROM oncegate.drop_dead_letter($1, $2, $3) AS d";
 const OUTBOX: &str = "SELECT o.* FROM oncegate.outbox_page($1, $2, $3) AS o";
 const STATUS: &str = "SELECT s.* FROM oncegate.outbox_status() AS s";
@@ -39,6 +43,9 @@ const REPLY_MARGIN: Duration = Duration::from_secs(1);
 /// The calls of one handle that run at the same time. Others wait.
 const MAX_CONCURRENT: usize = 2;
 
+/// The beginning of a sealed error.
+const SEALED_ERROR: &str = "ogseal:";
+
 /// The most groups of dead letters that are counted.
 const MAX_GROUPS: i32 = 100;
 
@@ -49,6 +56,26 @@ const MAX_GROUPS: i32 = 100;
 pub struct MessageOperator {
     options: PostgresOptions,
     running: Arc<Semaphore>,
+    opener: Option<Arc<dyn OpenDeadLetters>>,
+}
+
+/// Opens dead letters whose content and error are sealed (`docs/reference/sealing.md`).
+pub trait OpenDeadLetters: Send + Sync + 'static {
+    /// Opens the error of a dead letter; `None` if it is in clear.
+    ///
+    /// # Errors
+    /// The reason why it cannot be opened, for operators.
+    fn open_error(&self, line: &DeadLetterLine) -> Result<Option<String>, String>;
+
+    /// Opens the header values and the payload of a dead letter; `None` if they are in clear.
+    ///
+    /// # Errors
+    /// The reason why they cannot be opened, for operators.
+    fn open_content(
+        &self,
+        line: &DeadLetterLine,
+        content: &MessageContent,
+    ) -> Result<Option<MessageContent>, String>;
 }
 
 /// Selects dead letters. `None` matches all.
@@ -78,7 +105,7 @@ pub struct DeadLetterLine {
     pub reason: String,
     /// The number of failed attempts.
     pub attempts: u32,
-    /// The error of the last attempt.
+    /// The error of the last attempt. If it is sealed and cannot be opened, the reason for that, in brackets.
     pub error: String,
     /// The topic from which it came.
     pub topic: String,
@@ -114,7 +141,7 @@ pub struct DeadLetterCount {
     pub newest: Timestamp,
 }
 
-/// A message as it was delivered or sent.
+/// A message as it was delivered or sent. The content of a sealed dead letter is in its payload, and its header values are empty.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct MessageContent {
@@ -122,6 +149,14 @@ pub struct MessageContent {
     pub headers: Vec<(String, Vec<u8>)>,
     /// The payload.
     pub payload: Vec<u8>,
+}
+
+impl MessageContent {
+    /// A content with these headers and this payload.
+    #[must_use]
+    pub const fn new(headers: Vec<(String, Vec<u8>)>, payload: Vec<u8>) -> Self {
+        Self { headers, payload }
+    }
 }
 
 /// One dead letter with everything.
@@ -136,6 +171,10 @@ pub struct DeadLetterDetail {
     pub identity: Option<String>,
     /// The reasons why it should not be published again.
     pub obstacles: Vec<Obstacle>,
+    /// True if its content is sealed in the database.
+    pub is_sealed: bool,
+    /// The reason why its content could not be opened. It is in its sealed form then.
+    pub refused: Option<String>,
 }
 
 /// A reason why a dead letter should not be published again.
@@ -152,12 +191,14 @@ pub enum Obstacle {
     NewIdentity,
     /// Other consumers of its topic may have forgotten it.
     Old,
+    /// Its content is sealed: published like this, no consumer could read it.
+    Sealed,
 }
 
 impl Obstacle {
     /// All obstacles.
-    pub const ALL: [Self; 5] =
-        [Self::Recent, Self::FailsAgain, Self::OutcomeUnknown, Self::NewIdentity, Self::Old];
+    pub const ALL: [Self; 6] =
+        [Self::Recent, Self::FailsAgain, Self::OutcomeUnknown, Self::NewIdentity, Self::Old, Self::Sealed];
 
     /// The word for it.
     #[must_use]
@@ -168,13 +209,14 @@ impl Obstacle {
             Self::OutcomeUnknown => "outcome-unknown",
             Self::NewIdentity => "new-identity",
             Self::Old => "old",
+            Self::Sealed => "sealed",
         }
     }
 
     /// Returns true if an operator can accept it.
     #[must_use]
     pub const fn is_acceptable(self) -> bool {
-        !matches!(self, Self::Recent | Self::FailsAgain)
+        !matches!(self, Self::Recent | Self::FailsAgain | Self::Sealed)
     }
 
     /// The obstacle with this word.
@@ -361,7 +403,14 @@ impl MessageOperator {
     /// A handle for the database of these options. It connects at each call.
     #[must_use]
     pub fn new(options: PostgresOptions) -> Self {
-        Self { options, running: Arc::new(Semaphore::new(MAX_CONCURRENT)) }
+        Self { options, running: Arc::new(Semaphore::new(MAX_CONCURRENT)), opener: None }
+    }
+
+    /// Opens sealed dead letters with this, to show them and to publish them again. Without it they are shown in their
+    /// sealed form and cannot be published.
+    #[must_use]
+    pub fn with_opener(self, opener: impl OpenDeadLetters) -> Self {
+        Self { opener: Some(Arc::new(opener)), ..self }
     }
 
     /// The database, for messages.
@@ -388,7 +437,8 @@ impl MessageOperator {
             number_or_null(filter.before),
             Arg::Small(i32::try_from(limit).unwrap_or(i32::MAX)),
         ];
-        self.read(LETTERS, args, dead_letter).await
+        let letters = self.read(LETTERS, args, dead_letter).await?;
+        Ok(letters.into_iter().map(|line| self.with_error(line)).collect())
     }
 
     /// Counts dead letters by consumer, topic and reason, the largest number first, at most 100 groups.
@@ -418,6 +468,55 @@ impl MessageOperator {
         number: u64,
         broker_window: Duration,
     ) -> Result<Option<DeadLetterDetail>, StoreError> {
+        let Some(mut detail) = self.stored_dead_letter(number, broker_window).await? else { return Ok(None) };
+        detail.is_sealed = detail.obstacles.contains(&Obstacle::Sealed);
+        if !detail.is_sealed {
+            return Ok(Some(detail));
+        }
+        match self.open(&detail) {
+            Ok(content) => {
+                let checked = self.check_opened_dead_letter(number, &content, broker_window).await?;
+                // It was published or dropped meanwhile.
+                let Some((identity, obstacles)) = checked else { return Ok(None) };
+                (detail.content, detail.identity, detail.obstacles) = (content, identity, obstacles);
+                detail.line.payload_bytes = detail.content.payload.len() as u64;
+            }
+            Err(why) => detail.refused = Some(why),
+        }
+        detail.line = self.with_error(detail.line);
+        Ok(Some(detail))
+    }
+
+    /// Opens the content of a sealed dead letter, or returns the reason why it cannot be opened.
+    fn open(&self, detail: &DeadLetterDetail) -> Result<MessageContent, String> {
+        let opener =
+            self.opener.as_ref().ok_or_else(|| "it is sealed, and there are no seal keys".to_owned())?;
+        let opened = opener.open_content(&detail.line, &detail.content)?;
+        opened.ok_or_else(|| "it is sealed in another way".to_owned())
+    }
+
+    /// The line with its error, or with the reason why that cannot be opened.
+    fn with_error(&self, line: DeadLetterLine) -> DeadLetterLine {
+        let error = match &self.opener {
+            Some(opener) => opener.open_error(&line),
+            None if line.error.starts_with(SEALED_ERROR) => {
+                Err("it is sealed, and there are no seal keys".to_owned())
+            }
+            None => Ok(None),
+        };
+        match error {
+            Ok(None) => line,
+            Ok(Some(error)) => DeadLetterLine { error, ..line },
+            Err(why) => DeadLetterLine { error: format!("[{why}]"), ..line },
+        }
+    }
+
+    /// Reads one dead letter as it is stored.
+    async fn stored_dead_letter(
+        &self,
+        number: u64,
+        broker_window: Duration,
+    ) -> Result<Option<DeadLetterDetail>, StoreError> {
         let args = [big(number), Arg::Big(millis(broker_window))];
         let found = self.read(SHOW_LETTER, args, |row| {
             let content = content(row)?;
@@ -441,6 +540,8 @@ impl MessageOperator {
                 content,
                 identity: row.try_get("identity")?,
                 obstacles: obstacles(row)?,
+                is_sealed: false,
+                refused: None,
             })
         });
         Ok(found.await?.into_iter().next())
@@ -449,9 +550,12 @@ impl MessageOperator {
     /// Publishes the message of a dead letter again: it goes through the outbox, to its topic, and its consumer processes it as a
     /// new message. The dead letter is gone in the same transaction.
     ///
+    /// A sealed one is opened first, and is in clear in the outbox until a relay has published it.
+    ///
     /// # Errors
     /// As for [`dead_letters`](Self::dead_letters). If the error is
     /// [`Unavailable`](oncegate_core::StoreErrorKind::Unavailable), it may have been done.
+    /// [`Sealed`](oncegate_core::StoreErrorKind::Sealed) if the dead letter cannot be opened; nothing was changed.
     pub async fn requeue_dead_letter(
         &self,
         number: u64,
@@ -466,16 +570,65 @@ impl MessageOperator {
             Arg::Text(note.actor.to_owned()),
             Arg::Text(note.reason.to_owned()),
         ];
-        let outcome = self.read(REQUEUE_LETTER, args, |row| {
-            Ok(match row.try_get("outcome")? {
-                "requeued" => DeadLetterChange::Requeued(row.try_get("message_id")?),
-                "none" => DeadLetterChange::Missing,
-                "locked" => DeadLetterChange::Locked,
-                "refused" => DeadLetterChange::Refused(obstacles(row)?),
-                _ => return Err(strange()),
-            })
-        });
-        only(outcome.await?)
+        let change = only(self.read(REQUEUE_LETTER, args, requeued).await?)?;
+        let is_sealed =
+            matches!(&change, DeadLetterChange::Refused(obstacles) if obstacles.contains(&Obstacle::Sealed));
+        if !is_sealed || self.opener.is_none() {
+            return Ok(change);
+        }
+        let Some(detail) = self.stored_dead_letter(number, terms.broker_window).await? else {
+            return Ok(DeadLetterChange::Missing);
+        };
+        let content = self.open(&detail).map_err(|why| {
+            let words = format!("dead letter {number} cannot be opened, and was kept: {why}");
+            StoreError::sealed(words).with_nothing_sent()
+        })?;
+        self.requeue_opened_dead_letter(number, &content, terms, note).await
+    }
+
+    /// Finds the identity and the obstacles of a sealed dead letter whose content was opened. `None` if there is no such dead
+    /// letter.
+    ///
+    /// # Errors
+    /// As for [`dead_letters`](Self::dead_letters); [`Invalid`](StoreErrorKind::Invalid) if the dead letter is not sealed or has
+    /// another number of headers.
+    pub async fn check_opened_dead_letter(
+        &self,
+        number: u64,
+        content: &MessageContent,
+        broker_window: Duration,
+    ) -> Result<Option<(Option<String>, Vec<Obstacle>)>, StoreError> {
+        let [payload, values] = opened(content);
+        let args = [big(number), payload, values, Arg::Big(millis(broker_window))];
+        let found = self.read(CHECK_OPENED, args, |row| Ok((row.try_get("identity")?, obstacles(row)?)));
+        Ok(found.await?.into_iter().next())
+    }
+
+    /// Publishes the message of a sealed dead letter again, with the content that was opened: as
+    /// [`requeue_dead_letter`](Self::requeue_dead_letter). The content is in clear in the outbox until a relay has published it.
+    ///
+    /// # Errors
+    /// As for [`requeue_dead_letter`](Self::requeue_dead_letter), and as for
+    /// [`check_opened_dead_letter`](Self::check_opened_dead_letter).
+    pub async fn requeue_opened_dead_letter(
+        &self,
+        number: u64,
+        content: &MessageContent,
+        terms: &RequeueTerms,
+        note: AuditNote<'_>,
+    ) -> Result<DeadLetterChange, StoreError> {
+        let accepted = terms.accepted.iter().map(|obstacle| obstacle.as_str().to_owned()).collect();
+        let [payload, values] = opened(content);
+        let args = [
+            big(number),
+            payload,
+            values,
+            Arg::ManyText(accepted),
+            Arg::Big(millis(terms.broker_window)),
+            Arg::Text(note.actor.to_owned()),
+            Arg::Text(note.reason.to_owned()),
+        ];
+        only(self.read(REQUEUE_OPENED, args, requeued).await?)
     }
 
     /// Deletes a dead letter. Its message stays dead as long as its receipt is kept.
@@ -653,6 +806,22 @@ impl Session {
     async fn close(self) {
         let _ = tokio::time::timeout(REPLY_MARGIN, self.connection.close()).await;
     }
+}
+
+/// The arguments for a content that was opened.
+fn opened(content: &MessageContent) -> [Arg; 2] {
+    let values = content.headers.iter().map(|(_, value)| Some(value.clone())).collect();
+    [Arg::Bytes(content.payload.clone().into()), Arg::ManyBytes(values)]
+}
+
+fn requeued(row: &PgRow) -> Result<DeadLetterChange, Error> {
+    Ok(match row.try_get("outcome")? {
+        "requeued" => DeadLetterChange::Requeued(row.try_get("message_id")?),
+        "none" => DeadLetterChange::Missing,
+        "locked" => DeadLetterChange::Locked,
+        "refused" => DeadLetterChange::Refused(obstacles(row)?),
+        _ => return Err(strange()),
+    })
 }
 
 /// The error for an operator, who may lack the rights of a consumer.

@@ -6,11 +6,12 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use oncegate_core::{
     AuditEntry, Capabilities, ChangeListener, Claim, Command, Complete, Durability, ErrorChain, Extent,
-    Fencing, FencingToken, ListPage, ListQuery, Outcome, Record, RecordId, RecordStep, Release, Renew,
-    Resolution, Resolve, ServerClock, StateName, StateSet, Store, StoreError, StoreErrorKind, StoreFuture,
-    Timestamp, limits, listen,
+    Fencing, FencingToken, Forget, ListPage, ListQuery, Outcome, Record, RecordId, RecordStep, Release,
+    Renew, Replacement, Resolution, Resolve, Rewrite, ServerClock, StateName, StateSet, Store, StoreError,
+    StoreErrorKind, StoreFuture, StoredResponse, Timestamp, limits, listen,
 };
 use sqlx::pool::PoolConnection;
 use sqlx::postgres::{PgConnection, PgPool, PgPoolOptions, PgRow};
@@ -328,7 +329,12 @@ impl StoreInner {
             // Sent again, each of these gets the lost reply.
             _ => Resend::Always,
         };
-        let is_large = matches!(&command, Command::Complete(complete) if is_large_end(complete));
+        let is_large = match &command {
+            Command::Complete(complete) => is_large_end(complete),
+            // No request waits for it.
+            Command::Rewrite(_) => true,
+            _ => false,
+        };
         let terms = if is_large { CallOptions::long(resend) } else { CallOptions::command(resend) };
         let terms = CallOptions { wanted, ..terms };
         let call = match &command {
@@ -347,6 +353,8 @@ impl StoreInner {
             Command::Complete(complete) => complete_call(&id, complete).ok_or_else(unknown)?,
             Command::Release(release) => release_call(&id, release),
             Command::Resolve(resolve) => resolve_call(&id, resolve).ok_or_else(unknown)?,
+            Command::Rewrite(rewrite) => rewrite_call(&id, rewrite),
+            Command::Forget(forget) => forget_call(&id, forget),
             _ => return Err(unknown()),
         };
         for pause in LOCKED_PAUSES.into_iter().map(Some).chain([None]) {
@@ -477,34 +485,7 @@ impl StoreInner {
     }
 
     async fn list_state(&self, query: &ListQuery, state: Option<StateName>) -> Result<ListPage, StoreError> {
-        let text = |value: Option<&str>| {
-            value.map_or(Arg::NoText, |value| Arg::Text(record::text(value, usize::MAX)))
-        };
-        let bytes =
-            |value: Option<&[u8]>| value.map_or(Arg::NoBytes, |value| Arg::Bytes(value.to_vec().into()));
-        let args = [
-            text(state.map(|state| state.as_str())),
-            bytes(query.caller.as_ref().map(|caller| &caller.as_bytes()[..])),
-            bytes(query.key.as_ref().map(|key| &key.as_bytes()[..])),
-            text(query.operation.as_deref()),
-            Arg::Big(record::millis(query.min_age)),
-            bytes(query.after.as_ref().map(|id| &id.as_bytes()[..])),
-            Arg::Small(i32::try_from(query.bounded_limit()).unwrap_or(i32::MAX)),
-        ];
-        let rows = self.call(Call::new(LIST, args), CallOptions::long(Resend::Always)).await?;
-        let mut page = ListPage::default();
-        for row in &rows {
-            let id = record::record_id(row)?;
-            if optional::<&str>(row, "state")?.is_none() {
-                page.next = Some(id);
-                continue;
-            }
-            match record::record(row) {
-                Ok(record) => page.records.push((id, record)),
-                Err(_) => page.unreadable.push(id),
-            }
-        }
-        Ok(page)
+        list_page(&self.call(list_call(query, state), CallOptions::long(Resend::Always)).await?)
     }
 
     async fn call(&self, call: Call, terms: CallOptions<'_>) -> Result<Vec<PgRow>, StoreError> {
@@ -765,6 +746,45 @@ impl fmt::Display for Failure {
     }
 }
 
+/// The listing of the records in this state, or in any.
+pub(crate) fn list_call(query: &ListQuery, state: Option<StateName>) -> Call {
+    let text =
+        |value: Option<&str>| value.map_or(Arg::NoText, |value| Arg::Text(record::text(value, usize::MAX)));
+    let bytes = |value: Option<&[u8]>| value.map_or(Arg::NoBytes, |value| Arg::Bytes(value.to_vec().into()));
+    let args = [
+        text(state.map(|state| state.as_str())),
+        bytes(query.caller.as_ref().map(|caller| &caller.as_bytes()[..])),
+        bytes(query.key.as_ref().map(|key| &key.as_bytes()[..])),
+        text(query.operation.as_deref()),
+        Arg::Big(record::millis(query.min_age)),
+        bytes(query.after.as_ref().map(|id| &id.as_bytes()[..])),
+        Arg::Small(i32::try_from(query.bounded_limit()).unwrap_or(i32::MAX)),
+    ];
+    Call::new(LIST, args)
+}
+
+/// The page in the reply to a [`list_call`].
+pub(crate) fn list_page(rows: &[PgRow]) -> Result<ListPage, StoreError> {
+    let mut page = ListPage::default();
+    for row in rows {
+        let id = record::record_id(row)?;
+        if optional::<&str>(row, "state")?.is_none() {
+            page.next = Some(id);
+            continue;
+        }
+        match record::record(row) {
+            Ok(record) => page.records.push((id, record)),
+            Err(_) => page.unreadable.push(id),
+        }
+    }
+    Ok(page)
+}
+
+/// Reads a record.
+pub(crate) fn lookup_call(id: &RecordId) -> Call {
+    Call::new(LOOKUP, [id_arg(id)])
+}
+
 fn id_arg(id: &RecordId) -> Arg {
     Arg::Bytes(id.as_bytes().to_vec().into())
 }
@@ -858,7 +878,7 @@ fn complete_many_call(batch: &[Job]) -> Option<Call> {
     Some(Call::new("SELECT * FROM oncegate.complete_many($1, $2, $3, $4, $5)", args))
 }
 
-fn renew_call(id: &RecordId, renew: &Renew) -> Call {
+pub(crate) fn renew_call(id: &RecordId, renew: &Renew) -> Call {
     let args = [id_arg(id), token_arg(renew.token), duration_arg(renew.lease), duration_arg(renew.retention)];
     Call::new("SELECT * FROM oncegate.renew($1, $2, $3, $4)", args)
 }
@@ -898,4 +918,31 @@ fn resolve_call(id: &RecordId, resolve: &Resolve) -> Option<Call> {
         Arg::Text(record::text(&resolve.reason, limits::MAX_AUDIT_TEXT_BYTES)),
     ];
     Some(Call::new("SELECT * FROM oncegate.resolve($1, $2, $3, $4, $5, $6, $7, $8)", args))
+}
+
+fn rewrite_call(id: &RecordId, rewrite: &Rewrite) -> Call {
+    let response = |part: Option<&StoredResponse>| {
+        part.map_or(Arg::NoBytes, |response| Arg::Bytes(response.as_encoded().clone()))
+    };
+    let results = |part: fn(&Replacement<Bytes>) -> &Bytes| {
+        Arg::ManyBytes(rewrite.step_results.iter().map(|both| Some(part(both).to_vec())).collect())
+    };
+    let args = [
+        id_arg(id),
+        token_arg(rewrite.token),
+        response(rewrite.response.as_ref().map(|both| &both.from)),
+        response(rewrite.response.as_ref().map(|both| &both.to)),
+        results(|both| &both.from),
+        results(|both| &both.to),
+    ];
+    Call::new("SELECT * FROM oncegate.rewrite($1, $2, $3, $4, $5, $6)", args)
+}
+
+fn forget_call(id: &RecordId, forget: &Forget) -> Call {
+    let args = [
+        id_arg(id),
+        Arg::Text(record::text(&forget.actor, limits::MAX_AUDIT_TEXT_BYTES)),
+        Arg::Text(record::text(&forget.reason, limits::MAX_AUDIT_TEXT_BYTES)),
+    ];
+    Call::new("SELECT * FROM oncegate.forget($1, $2, $3)", args)
 }

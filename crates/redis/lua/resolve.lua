@@ -38,12 +38,7 @@ end
 if not live then
   return {'not-resolvable', now, ''}
 end
-local state_before = state
-if state == 'in-progress' and now >= lease_until then
-  state_before = 'abandoned'
-elseif state == 'awaited' then
-  state_before = 'tombstone'
-end
+--@ state_before
 local is_completed = state_before == 'completed' or state_before == 'tombstone'
 local is_amendable = by_operator == 1
 local may

@@ -3,6 +3,7 @@
 //! Replicas and disks are waited for on another connection than that of the command. The record itself shows if this
 //! connection leads to a server that has applied the command, and not to one that took its place without it.
 
+use bytes::Bytes;
 use oncegate_core::{Command, Completion, Outcome, Resolution};
 use redis::{Pipeline, Value};
 
@@ -11,12 +12,34 @@ use crate::layout::{Head, MAX_HEAD};
 /// The state of the record that proves that the command was applied.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum AppliedCheck {
-    Granted { attempt: u128, token: u64, lease_until: u64 },
+    Granted {
+        attempt: u128,
+        token: u64,
+        lease_until: u64,
+    },
     Unknown,
-    Stepped { token: u64, number: u64 },
-    Completed { token: u64, state: &'static str },
-    Released { token: u64 },
-    Resolved { to: &'static str, actor: String, reason: String },
+    Stepped {
+        token: u64,
+        number: u64,
+    },
+    Completed {
+        token: u64,
+        state: &'static str,
+    },
+    Released {
+        token: u64,
+    },
+    Resolved {
+        to: &'static str,
+        actor: String,
+        reason: String,
+    },
+    /// The results of the steps, and the bytes of the response.
+    Rewritten {
+        token: u64,
+        results: Vec<Bytes>,
+        response: Bytes,
+    },
 }
 
 impl AppliedCheck {
@@ -55,6 +78,18 @@ impl AppliedCheck {
                 actor: resolve.actor.clone(),
                 reason: resolve.reason.clone(),
             },
+            (Command::Forget(forget), Outcome::Forgotten { .. }) => {
+                let (actor, reason) = (forget.actor.clone(), forget.reason.clone());
+                Self::Resolved { to: "tombstone", actor, reason }
+            }
+            (Command::Rewrite(rewrite), Outcome::Rewritten) => Self::Rewritten {
+                token: rewrite.token.get(),
+                results: rewrite.step_results.iter().map(|both| both.to.clone()).collect(),
+                response: rewrite
+                    .response
+                    .as_ref()
+                    .map_or_else(Bytes::new, |both| both.to.as_encoded().clone()),
+            },
             _ => return None,
         })
     }
@@ -63,7 +98,7 @@ impl AppliedCheck {
     pub(crate) fn ask(&self, key: &str, pipeline: &mut Pipeline) {
         match self {
             // The steps are at the end of a record in progress.
-            Self::Stepped { .. } => pipeline.cmd("GET").arg(key),
+            Self::Stepped { .. } | Self::Rewritten { .. } => pipeline.cmd("GET").arg(key),
             _ => pipeline.cmd("GETRANGE").arg(key).arg(0).arg(MAX_HEAD - 1),
         };
     }
@@ -84,6 +119,9 @@ impl AppliedCheck {
                 head.state == b"in-progress" && head.token == *token && head.steps() > Some(*number)
             }
             Self::Unknown => head.state == b"unknown",
+            Self::Rewritten { token, results, response } => {
+                head.token == *token && head.has_content(results, response)
+            }
             // The response may have been added since.
             Self::Completed { token, state } => {
                 head.token == *token && (head.state == state.as_bytes() || head.state == b"completed")

@@ -78,6 +78,7 @@ pub(crate) fn part(name: &str) -> &'static str {
         "end_attempt" => include_str!("../lua/parts/end_attempt.lua"),
         "audit" => include_str!("../lua/parts/audit.lua"),
         "response" => include_str!("../lua/parts/response.lua"),
+        "state_before" => include_str!("../lua/parts/state_before.lua"),
         _ => "error('a part of this script is missing')\n",
     }
 }
@@ -126,6 +127,10 @@ scripts! {
     release
     /// Applies an operator's decision.
     resolve
+    /// Replaces the content of a record by another form of it.
+    rewrite
+    /// Removes the content of a completed record.
+    forget
     /// Reads a record.
     lookup
     /// Adds an entry to the audit trail, on a Cluster.
@@ -146,13 +151,15 @@ mod tests {
 
     /// The digests that programs in other languages may contain. A change of a script is a new version of the contract, next
     /// to this one.
-    const FROZEN: [(&str, &str); 8] = [
+    const FROZEN: [(&str, &str); 10] = [
         ("claim", "9bd5593690f0bc6512a6a4ee9c830d653c2dff1e"),
         ("renew", "586c4076f7b4cb1398de1b902d02b4cb9cfa4f7f"),
         ("step", "7f689fdf5f441285f252f7e98e37606a0100436a"),
         ("complete", "228f01d893d413e8b7140bef5fe031179e2dfebb"),
         ("release", "13b22efe3a71e8b2130cb7eb981de38b83228f40"),
         ("resolve", "ef775e95570d0a04e6ea3c8774b442459ece2889"),
+        ("rewrite", "a7de201380036c8e431e5582281b9f68b9c22d4a"),
+        ("forget", "e50a49f056b99c88b2b1dc476cf117787878fa0f"),
         ("lookup", "061de7eb5340213f6ecf8f766f36239646c98ab8"),
         ("audit", "93aa831912cb0a9ab622f159e623508a77e51eac"),
     ];

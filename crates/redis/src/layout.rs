@@ -55,6 +55,16 @@ impl<'a> Head<'a> {
         }
         Some(count)
     }
+
+    /// Returns true if these are the results of all steps, and the response after them, of a record that was read to its end.
+    pub(crate) fn has_content(&self, results: &[impl AsRef<[u8]>], response: &[u8]) -> bool {
+        let mut bytes = Reader(self.rest);
+        let has_results = results.iter().all(|expected| {
+            let (_name, result) = (bytes.sized::<2>(), bytes.sized::<4>());
+            result == Some(expected.as_ref())
+        });
+        has_results && bytes.0 == response
+    }
 }
 
 impl<'a> ResolutionPart<'a> {

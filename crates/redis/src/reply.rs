@@ -40,6 +40,14 @@ impl Reply {
         StateName::from_name(std::str::from_utf8(&self.bytes()?).ok()?)
     }
 
+    /// A state, or the empty text of a record that is not there.
+    fn optional_state(&mut self) -> Option<Option<StateName>> {
+        match self.bytes()?.as_slice() {
+            b"" => Some(None),
+            name => StateName::from_name(std::str::from_utf8(name).ok()?).map(Some),
+        }
+    }
+
     /// The outcome of a command. A response that cannot be read is a record that cannot be read.
     pub(crate) fn outcome(mut self) -> Result<Outcome, StoreError> {
         if self.word == "replay" {
@@ -69,21 +77,19 @@ impl Reply {
             "released" => Outcome::Released,
             "fenced" => Outcome::Fenced,
             "resolved" => Outcome::Resolved { from: self.state()? },
-            "not-resolvable" => match self.bytes()?.as_slice() {
-                b"" => Outcome::NotResolvable { state: None },
-                name => {
-                    let state = StateName::from_name(std::str::from_utf8(name).ok()?)?;
-                    Outcome::NotResolvable { state: Some(state) }
-                }
-            },
+            "not-resolvable" => Outcome::NotResolvable { state: self.optional_state()? },
+            "rewritten" => Outcome::Rewritten,
+            "not-rewritten" => Outcome::NotRewritten { state: self.optional_state()? },
+            "forgotten" => Outcome::Forgotten { from: self.state()? },
+            "not-forgotten" => Outcome::NotForgotten { state: self.optional_state()? },
             _ => return None,
         })
     }
 
-    /// The state after a resolution, which follows the one before.
-    pub(crate) fn resolved_to(&self) -> Option<StateName> {
+    /// The state after a change by an operator, which follows the one before.
+    pub(crate) fn changed_to(&self) -> Option<StateName> {
         match self.rest.as_slice() {
-            [_, Value::BulkString(to)] if self.word == "resolved" => {
+            [_, Value::BulkString(to)] if matches!(self.word.as_str(), "resolved" | "forgotten") => {
                 StateName::from_name(std::str::from_utf8(to).ok()?)
             }
             _ => None,

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use oncegate_core::{
     AuditEntry, Capabilities, ChangeListener, Claim, Command, Complete, Completion, Extent, ListPage,
-    ListQuery, OnAbandoned, Outcome, Record, RecordId, RecordStep, Resolution, Resolve, ServerClock,
-    StateName, Store, StoreError, StoreFuture, Timestamp, Write, decide, limits, listen,
+    ListQuery, OnAbandoned, Outcome, Record, RecordId, RecordStep, Resolution, Resolve, Rewrite, ServerClock,
+    Store, StoreError, StoreFuture, Timestamp, Write, decide, limits, listen,
 };
 use pin_project_lite::pin_project;
 use redis::{Cmd, Value, cmd};
@@ -173,7 +173,12 @@ impl StoreInner {
                 let arguments = [&text(release.token), &millis(release.retention)];
                 self.call(&connection, &self.scripts.release, &[&key], &bytes(&arguments)).await?.outcome()?
             }
-            Command::Resolve(resolve) => self.resolve(&connection, id, &key, resolve).await?,
+            Command::Resolve(resolve) => self.resolve(&connection, id, &key, resolve, command).await?,
+            Command::Rewrite(rewrite) => self.rewrite(&connection, &key, rewrite).await?,
+            Command::Forget(forget) => {
+                let arguments = [forget.actor.as_bytes(), forget.reason.as_bytes()];
+                self.audited(&connection, id, &key, &self.scripts.forget, &arguments, command).await?
+            }
             _ => return Err(StoreError::invalid("the Redis store does not know this command")),
         };
         if let Some(wait) = self.link.options().wait
@@ -266,6 +271,7 @@ impl StoreInner {
         id: RecordId,
         key: &str,
         resolve: &Resolve,
+        command: &Command,
     ) -> Result<Outcome, StoreError> {
         let (name, response) = match &resolve.resolution {
             Resolution::Complete(Some(response)) => ("complete", &response.as_encoded()[..]),
@@ -286,27 +292,51 @@ impl StoreInner {
             reason,
             response,
         ];
+        self.audited(connection, id, key, &self.scripts.resolve, &arguments, command).await
+    }
+
+    async fn rewrite(
+        &self,
+        connection: &Connection,
+        key: &str,
+        rewrite: &Rewrite,
+    ) -> Result<Outcome, StoreError> {
+        let (token, count) = (text(rewrite.token), text(rewrite.step_results.len()));
+        let none = (&[][..], &[][..]);
+        let response = rewrite.response.as_ref();
+        let (from, to) = response.map_or(none, |both| (both.from.as_encoded(), both.to.as_encoded()));
+        let mut arguments = vec![token.as_bytes(), from, to, count.as_bytes()];
+        arguments.extend(rewrite.step_results.iter().map(|both| &both.from[..]));
+        arguments.extend(rewrite.step_results.iter().map(|both| &both.to[..]));
+        self.call(connection, &self.scripts.rewrite, &[key], &arguments).await?.outcome()
+    }
+
+    /// Calls a script that adds an entry to the audit trail if it changes the record.
+    async fn audited(
+        &self,
+        connection: &Connection,
+        id: RecordId,
+        key: &str,
+        script: &Script,
+        arguments: &[&[u8]],
+        command: &Command,
+    ) -> Result<Outcome, StoreError> {
         let both = [key, AUDIT_KEY];
         let keys = if connection.is_cluster() { &both[..1] } else { &both[..] };
-        let reply = self.call(connection, &self.scripts.resolve, keys, &arguments).await?;
-        let (now, to) = (reply.now, reply.resolved_to());
+        let reply = self.call(connection, script, keys, arguments).await?;
+        let (now, to) = (reply.now, reply.changed_to());
         let outcome = reply.outcome()?;
-        if let (true, Outcome::Resolved { from }, Some(to)) = (connection.is_cluster(), &outcome, to) {
-            self.add_audit(connection, id, now, (*from, to), resolve).await?;
+        if let (true, Some(to)) = (connection.is_cluster(), to)
+            && let Some(entry) = AuditEntry::of(id, command, &outcome, to, now)
+        {
+            self.add_audit(connection, entry).await?;
         }
         Ok(outcome)
     }
 
     /// Adds an entry on a Cluster, where the audit trail is on another node than the record.
-    async fn add_audit(
-        &self,
-        connection: &Connection,
-        id: RecordId,
-        at: Timestamp,
-        (from, to): (StateName, StateName),
-        resolve: &Resolve,
-    ) -> Result<(), StoreError> {
-        let (at, id) = (at.as_millis().to_string(), id.to_string());
+    async fn add_audit(&self, connection: &Connection, entry: AuditEntry) -> Result<(), StoreError> {
+        let (at, id) = (entry.at.as_millis().to_string(), entry.id.to_string());
         // Two resolutions of a record may have the same time.
         let mut resolution = [0; 16];
         getrandom::fill(&mut resolution)
@@ -315,10 +345,10 @@ impl StoreInner {
         let arguments = [
             at.as_bytes(),
             id.as_bytes(),
-            from.as_str().as_bytes(),
-            to.as_str().as_bytes(),
-            resolve.actor.as_bytes(),
-            resolve.reason.as_bytes(),
+            entry.from.as_str().as_bytes(),
+            entry.to.as_str().as_bytes(),
+            entry.actor.as_bytes(),
+            entry.reason.as_bytes(),
             resolution.as_bytes(),
         ];
         let mut tries = 1;

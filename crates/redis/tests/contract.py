@@ -59,7 +59,7 @@ def main(url, lua):
     client.script_flush()
     contract = Contract(client, lua)
     assert sorted(contract.code) == sorted(
-        ["claim", "renew", "step", "complete", "release", "resolve", "lookup", "audit"]
+        ["claim", "renew", "step", "complete", "release", "resolve", "rewrite", "forget", "lookup", "audit"]
     )
 
     # Claim, conflict, mismatch, complete, replay.
@@ -117,6 +117,11 @@ def main(url, lua):
     assert step(token, 0, "charge", b"") == step(token, 2, "ship", b"") == b"differs"
     assert step(first, 1, "ship", b"") == b"fenced"
     assert step(token, 1, "ship", bytes(1_048_576 - 4 - 6 - 256 + 1)) == b"full"
+    rewrite = lambda old, new: contract.call("rewrite", [key], token, b"", b"", 1, old, new)
+    assert rewrite(b"other", b"sealed")[0] == b"not-rewritten"
+    assert rewrite(encoded, b"sealed")[0] == rewrite(encoded, b"sealed")[0] == b"rewritten"
+    assert rewrite(b"sealed", encoded)[0] == b"rewritten"
+    assert contract.call("forget", [key], "ann", "why")[::2] == [b"not-forgotten", b"in-progress"]
     assert contract.call("release", [key], token, MINUTE)[0] == b"released"
     assert contract.claim(key, secrets.token_bytes(16), b"c")[0] == b"mismatch"
     third = contract.claim(key, secrets.token_bytes(16), b"b")

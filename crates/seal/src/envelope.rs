@@ -31,6 +31,10 @@ pub enum Part {
     Step,
     /// A request that a client keeps in its journal.
     Intent,
+    /// The header values and the payload of a dead letter.
+    DeadLetter,
+    /// The error of a dead letter.
+    DeadLetterError,
 }
 
 impl Part {
@@ -40,13 +44,21 @@ impl Part {
             Self::OperatorsResponse => 2,
             Self::Step => 3,
             Self::Intent => 4,
+            Self::DeadLetter => 5,
+            Self::DeadLetterError => 6,
         }
     }
 
     fn of_number(number: u8) -> Option<Self> {
-        [Self::OwnersResponse, Self::OperatorsResponse, Self::Step, Self::Intent]
-            .into_iter()
-            .find(|part| part.number() == number)
+        let all = [
+            Self::OwnersResponse,
+            Self::OperatorsResponse,
+            Self::Step,
+            Self::Intent,
+            Self::DeadLetter,
+            Self::DeadLetterError,
+        ];
+        all.into_iter().find(|part| part.number() == number)
     }
 }
 
@@ -70,6 +82,11 @@ impl SealInfo {
             .is_sealed()
             .then(|| Envelope::read(response.as_body()).ok().flatten())?
             .map(|sealed| sealed.info)
+    }
+
+    /// The facts about a sealed form.
+    pub(crate) fn read(sealed: &[u8]) -> Result<Self, SealError> {
+        Ok(Envelope::read(sealed)?.ok_or(SealError::Broken)?.info)
     }
 
     /// The facts about each sealed part of a record, as the store behind a [`SealedStore`](crate::SealedStore) has it: its
@@ -113,6 +130,9 @@ pub enum SealError {
     /// The sealed form of the step is too large to be stored.
     #[error("the sealed step is too large")]
     Step(#[source] StepLimitError),
+    /// A part of a dead letter is too long.
+    #[error("a part of the dead letter is too long to be sealed")]
+    TooLong,
 }
 
 impl From<SealError> for StoreError {
@@ -122,7 +142,7 @@ impl From<SealError> for StoreError {
             SealError::Broken | SealError::UnknownVersion(_) => {
                 Self::corrupt(error.to_string()).with_extent(Extent::Record)
             }
-            SealError::Response(_) | SealError::Step(_) => {
+            SealError::Response(_) | SealError::Step(_) | SealError::TooLong => {
                 Self::invalid(error.to_string()).with_extent(Extent::Record)
             }
         }
@@ -147,6 +167,8 @@ pub(crate) enum Name<'a> {
     Step(usize, &'a str),
     /// The name of a file.
     File(&'a str),
+    /// The parts in clear of a dead letter.
+    Bytes(&'a [u8]),
 }
 
 impl<'a> Place<'a> {
@@ -180,15 +202,21 @@ impl<'a> Place<'a> {
                 context.extend_from_slice(name.as_bytes());
             }
             Name::File(name) => context.extend_from_slice(name.as_bytes()),
+            Name::Bytes(bytes) => context.extend_from_slice(bytes),
         }
         context
     }
 }
 
+/// Returns true if the bytes begin like a sealed form.
+pub(crate) fn is_sealed(bytes: &[u8]) -> bool {
+    bytes.starts_with(&MAGIC)
+}
+
 /// The parts of a sealed form.
 #[derive(Clone, Copy)]
-struct Envelope<'a> {
-    info: SealInfo,
+pub(crate) struct Envelope<'a> {
+    pub(crate) info: SealInfo,
     salt: &'a [u8; SALT_BYTES],
     ciphertext: &'a [u8],
     tag: [u8; TAG_BYTES],
@@ -196,7 +224,7 @@ struct Envelope<'a> {
 
 impl<'a> Envelope<'a> {
     /// Takes the sealed form apart. `None` if the bytes do not begin like one.
-    fn read(bytes: &'a [u8]) -> Result<Option<Self>, SealError> {
+    pub(crate) fn read(bytes: &'a [u8]) -> Result<Option<Self>, SealError> {
         let Some(rest) = bytes.strip_prefix(&MAGIC) else { return Ok(None) };
         let (&version, rest) = rest.split_first().ok_or(SealError::Broken)?;
         if version != VERSION {
@@ -220,7 +248,7 @@ impl<'a> Envelope<'a> {
     }
 
     /// Opens the form as that of this place.
-    fn open(&self, place: &Place<'_>, keys: &Keyring) -> Result<Bytes, SealError> {
+    pub(crate) fn open(&self, place: &Place<'_>, keys: &Keyring) -> Result<Bytes, SealError> {
         // What the head says is a part of what is sealed only if it is that of the place.
         if (self.info.part, self.info.token) != (place.part, place.token) {
             return Err(SealError::Broken);
@@ -233,7 +261,11 @@ impl<'a> Envelope<'a> {
 }
 
 /// The sealed form of some bytes.
-fn seal(place: &Place<'_>, key: &crate::key::SealKey, plaintext: &[u8]) -> Result<Vec<u8>, SealError> {
+pub(crate) fn seal(
+    place: &Place<'_>,
+    key: &crate::key::SealKey,
+    plaintext: &[u8],
+) -> Result<Vec<u8>, SealError> {
     let context = place.context();
     let salt = key.salt(&context, plaintext);
     let mut form = Vec::with_capacity(HEAD_BYTES + plaintext.len() + TAG_BYTES);

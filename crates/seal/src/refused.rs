@@ -4,15 +4,17 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use oncegate_core::Timestamp;
+use oncegate_core::{Advisory, Record, Timestamp};
 
-use crate::envelope::SealError;
+use crate::envelope::{SealError, SealInfo};
 use crate::key::SealKeyId;
+use crate::keyring::Keyring;
 
 /// The most missing keys that are remembered by their ids. More of them are only counted.
 const MAX_MISSING: usize = 16;
 
-/// The parts that a [`SealedStore`](crate::SealedStore) refused to open since it was made. Clones share the counts.
+/// The parts that a [`SealedStore`](crate::SealedStore) or a [`KeylessStore`](crate::KeylessStore) refused to open since it was
+/// made. Clones share the counts.
 #[derive(Clone, Default)]
 pub struct SealRefusals(Arc<Inner>);
 
@@ -22,6 +24,44 @@ struct Inner {
     not_sealed: AtomicU64,
     broken: AtomicU64,
     missing: Mutex<Vec<MissingKey>>,
+    sample: Mutex<SealSample>,
+}
+
+/// The keys that some records of a store need. Identifiers of records are hashes, so the first ones in their order are a random
+/// choice.
+#[derive(Clone, Debug, Default)]
+pub struct SealSample {
+    records: u64,
+    keys: Vec<(SealKeyId, u64)>,
+}
+
+impl SealSample {
+    /// Adds a record, as the store behind a sealing one has it.
+    pub fn add(&mut self, record: &Record) {
+        self.records += 1;
+        let mut keys: Vec<_> = SealInfo::of_record(record).map(|seal| seal.key).collect();
+        keys.sort_unstable();
+        keys.dedup();
+        for key in keys {
+            let is_full = self.keys.len() >= MAX_MISSING;
+            match self.keys.iter_mut().find(|(known, _)| *known == key) {
+                Some((_, count)) => *count += 1,
+                None if is_full => {}
+                None => self.keys.push((key, 1)),
+            }
+        }
+    }
+
+    /// The number of records.
+    #[must_use]
+    pub const fn records(&self) -> u64 {
+        self.records
+    }
+
+    /// The keys that are not among these, at most 16, and the number of records that need each.
+    pub fn missing<'a>(&'a self, keys: &'a Keyring) -> impl Iterator<Item = (SealKeyId, u64)> + 'a {
+        self.keys.iter().copied().filter(|(key, _)| !keys.has(*key))
+    }
 }
 
 /// A key that a part needs and the process does not have.
@@ -59,6 +99,51 @@ impl SealRefusals {
     #[must_use]
     pub fn missing_keys(&self) -> Vec<MissingKey> {
         self.missing().clone()
+    }
+
+    /// Replaces the sample. The advisory about missing keys names those that it needs.
+    pub fn set_sample(&self, sample: SealSample) {
+        *self.sample() = sample;
+    }
+
+    fn sample(&self) -> MutexGuard<'_, SealSample> {
+        self.0.sample.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The advisory about keys that are not among these and that requests or sampled records need.
+    pub(crate) fn advisory(&self, keys: &Keyring) -> Option<Advisory> {
+        let refused: Vec<_> = self.missing_keys().into_iter().filter(|key| !keys.has(key.id)).collect();
+        let list = |ids: &[SealKeyId]| ids.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+        let has_none = keys.ids().next().is_none();
+        let advice = if has_none {
+            "this process has no seal keys, and stores new responses in clear: give it the keys (seal-keys-file)"
+        } else {
+            "add these keys"
+        };
+        let text = if refused.is_empty() {
+            let sample = self.sample();
+            let missing: Vec<_> = sample.missing(keys).collect();
+            if missing.is_empty() {
+                return None;
+            }
+            let ids: Vec<_> = missing.iter().map(|(id, _)| *id).collect();
+            let count: u64 = missing.iter().map(|(_, count)| count).sum();
+            let of = sample.records;
+            format!(
+                "retries will be refused: {count} of {of} records that were looked at are sealed with keys that this process does not \
+                 have: {}; {advice}",
+                list(&ids)
+            )
+        } else {
+            let ids: Vec<_> = refused.iter().map(|key| key.id).collect();
+            let count: u64 = refused.iter().map(|key| key.count).sum();
+            format!(
+                "requests were refused ({count} so far), because their records are sealed with keys that this process does not \
+                 have: {}; {advice}",
+                list(&ids)
+            )
+        };
+        Some(Advisory::new("seal-key-missing", text))
     }
 
     pub(crate) fn count(&self, error: SealError, now: Timestamp) {

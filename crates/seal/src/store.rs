@@ -4,14 +4,15 @@ use std::fmt;
 use std::sync::{Arc, PoisonError, RwLock};
 
 use oncegate_core::{
-    Advisory, Command, Complete, Completion, FencingToken, IntoStore, ListPage, ListQuery, Outcome, Record,
-    RecordId, RecordStep, RecordedResponse, Resolution, Resolve, State, Step, Steps, Store, StoreError,
-    StoreFuture, StoredResponse, delegate_store,
+    Advisory, Command, Complete, Completion, Decision, FencingToken, Fingerprint, IntoStore, ListPage,
+    ListQuery, Outcome, Record, RecordId, RecordStep, RecordedResponse, Resolution, Resolve, Rewrite, State,
+    Step, Steps, Store, StoreError, StoreFuture, StoredResponse, Write, decide, delegate_store,
 };
 
 use crate::envelope::{self, Place, SealError, SealInfo, Writer};
 use crate::keyring::Keyring;
 use crate::refused::SealRefusals;
+use crate::reseal::place_of_response;
 
 /// The largest response or step that is sealed or opened while a caller may hold a lock ([`Store::try_apply`]): a few tens of
 /// microseconds.
@@ -65,13 +66,27 @@ pub struct SealedStore {
     store: Arc<dyn Store>,
     keys: SealKeys,
     refusals: SealRefusals,
+    /// False if a step that cannot be opened does not keep the record from being read.
+    opens_steps: bool,
 }
 
 impl SealedStore {
     /// Seals the responses and steps of a store.
     #[must_use]
     pub fn new(store: impl IntoStore, keys: impl Into<SealKeys>) -> Self {
-        Self { store: store.into_store(), keys: keys.into(), refusals: SealRefusals::default() }
+        Self {
+            store: store.into_store(),
+            keys: keys.into(),
+            refusals: SealRefusals::default(),
+            opens_steps: true,
+        }
+    }
+
+    /// Reads a record also if its steps cannot be opened, or are not sealed although they must be: for a process that runs no
+    /// steps, next to services that record theirs. They have their stored form then.
+    #[must_use]
+    pub fn without_steps(self) -> Self {
+        Self { opens_steps: false, ..self }
     }
 
     /// The wrapped store, whose records have sealed forms.
@@ -118,8 +133,59 @@ impl SealedStore {
         })
     }
 
+    /// Opens the response to a claim. A cache in front of the store may have a response that was sealed anew since, and whose
+    /// key is gone: the store has the newer form then.
+    async fn replay_newest(
+        &self,
+        id: RecordId,
+        response: StoredResponse,
+        fingerprint: Fingerprint,
+        keys: &Keyring,
+    ) -> Result<Outcome, StoreError> {
+        let error = match envelope::open_response(id, Writer::NotKnown, response.clone(), keys) {
+            Ok(opened) => return Ok(Outcome::Replay(opened)),
+            Err(error) => error,
+        };
+        if !matches!(error, SealError::Broken)
+            && let Some(record) =
+                self.store.lookup(id).await?.filter(|record| record.fingerprint == fingerprint)
+        {
+            match record.response() {
+                Some(newest) if *newest != response => return self.replay(id, newest.clone(), keys),
+                // It was removed from the store.
+                None if matches!(record.state, State::Completed(_)) => return Ok(Outcome::Unreplayable),
+                _ => {}
+            }
+        }
+        Err(self.refused(error))
+    }
+
+    /// Replaces the content of a record by content in clear, which is sealed for the places that it has.
+    async fn rewrite(&self, id: RecordId, rewrite: Rewrite, keys: &Keyring) -> Result<Outcome, StoreError> {
+        let Some(record) = self.store.lookup(id).await? else {
+            return Ok(Outcome::NotRewritten { state: None });
+        };
+        let opened = open(id, record.clone(), keys).map_err(|error| self.refused(error))?;
+        let Decision { outcome, write } = decide(Some(&opened), &Command::Rewrite(rewrite), self.store.now());
+        let Write::Put(after) = write else { return Ok(outcome) };
+        let mut sealed = Rewrite::of(&record);
+        if let (Some(part), Some(response)) = (&mut sealed.response, after.response()) {
+            part.to = envelope::seal_response(&place_of_response(id, &record), response, keys)?;
+        }
+        for (number, (part, step)) in sealed.step_results.iter_mut().zip(after.steps.as_slice()).enumerate() {
+            let token = SealInfo::of_step(record.steps.as_slice().get(number).unwrap_or(step));
+            let token = token.map_or(record.token, |info| info.token);
+            part.to = envelope::seal_step(id, token, number, step, keys)?.result().clone();
+        }
+        self.store.apply(id, Command::Rewrite(sealed)).await
+    }
+
     async fn apply_sealed(&self, id: RecordId, command: Command) -> Result<Outcome, StoreError> {
         let keys = self.keys.get();
+        let command = match command {
+            Command::Rewrite(rewrite) => return self.rewrite(id, rewrite, &keys).await,
+            command => command,
+        };
         let Some(sealed) = sealed_command(id, &command, &keys)? else {
             return Ok(Outcome::StepsFull);
         };
@@ -128,7 +194,10 @@ impl SealedStore {
             Sealed::Changed(sealed) => self.store.apply(id, sealed).await?,
         };
         match outcome {
-            Outcome::Replay(response) => self.replay(id, response, &keys),
+            Outcome::Replay(response) => match &command {
+                Command::Claim(claim) => self.replay_newest(id, response, claim.fingerprint, &keys).await,
+                _ => self.replay(id, response, &keys),
+            },
             Outcome::Fenced | Outcome::StepDiffers if may_be_sent_again(&command) => {
                 let is_there = self.has(id, &command, &keys).await?;
                 Ok(if is_there { repeated(&command) } else { outcome })
@@ -175,7 +244,7 @@ impl Store for SealedStore {
     }
 
     fn try_apply(&self, id: RecordId, command: &Command) -> Option<Result<Outcome, StoreError>> {
-        if content_bytes(command) > MAX_AT_ONCE_BYTES {
+        if content_bytes(command) > MAX_AT_ONCE_BYTES || matches!(command, Command::Rewrite(_)) {
             return None;
         }
         let keys = self.keys.get();
@@ -188,7 +257,14 @@ impl Store for SealedStore {
         match reply {
             // A replay changes nothing, so it may be asked again without the lock.
             Ok(Outcome::Replay(response)) if response.as_body().len() > MAX_AT_ONCE_BYTES => None,
-            Ok(Outcome::Replay(response)) => Some(self.replay(id, response, &keys)),
+            Ok(Outcome::Replay(response)) => {
+                match envelope::open_response(id, Writer::NotKnown, response, &keys) {
+                    Ok(opened) => Some(Ok(Outcome::Replay(opened))),
+                    Err(error @ SealError::Broken) => Some(Err(self.refused(error))),
+                    // `apply` finds out if there is a newer form.
+                    Err(_) => None,
+                }
+            }
             // These change nothing, either; `apply` finds out if the content is there.
             Ok(Outcome::Fenced | Outcome::StepDiffers) if may_be_sent_again(command) => None,
             reply => Some(reply),
@@ -198,8 +274,13 @@ impl Store for SealedStore {
     fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
         let (found, keys) = (self.store.lookup(id), self.keys.get());
         Box::pin(async move {
-            let record = found.await?.map(|record| open(id, record, &keys)).transpose();
-            record.map_err(|error| self.refused(error))
+            let Some(mut record) = found.await? else { return Ok(None) };
+            if self.opens_steps {
+                return open(id, record, &keys).map(Some).map_err(|error| self.refused(error));
+            }
+            open_response(id, &mut record, &keys).map_err(|error| self.refused(error))?;
+            open_steps_as_far_as_possible(id, &mut record, &keys);
+            Ok(Some(record))
         })
     }
 
@@ -216,21 +297,7 @@ impl Store for SealedStore {
     /// Those of the wrapped store, and one about keys that were missing and still are.
     fn advisories(&self) -> Vec<Advisory> {
         let mut advisories = self.store.advisories();
-        let keys = self.keys.get();
-        let missing: Vec<_> =
-            self.refusals.missing_keys().into_iter().filter(|key| !keys.has(key.id)).collect();
-        if !missing.is_empty() {
-            let ids: Vec<_> = missing.iter().map(|key| key.id.to_string()).collect();
-            let count: u64 = missing.iter().map(|key| key.count).sum();
-            advisories.push(Advisory::new(
-                "seal-key-missing",
-                format!(
-                    "requests were refused ({count} so far), because their records are sealed with keys that this process does not \
-                     have: {}; add these keys",
-                    ids.join(", ")
-                ),
-            ));
-        }
+        advisories.extend(self.refusals.advisory(&self.keys.get()));
         advisories
     }
 
@@ -319,10 +386,7 @@ const fn repeated(command: &Command) -> Outcome {
 
 /// Opens all parts of a record.
 fn open(id: RecordId, mut record: Record, keys: &Keyring) -> Result<Record, SealError> {
-    if let State::Completed(RecordedResponse::Replayable(response)) = &record.state {
-        let opened = envelope::open_response(id, writer(&record), response.clone(), keys)?;
-        record.state = State::Completed(RecordedResponse::Replayable(opened));
-    }
+    open_response(id, &mut record, keys)?;
     if !record.steps.is_empty() {
         record.steps = opened_steps(id, record.token, &record.steps, keys).collect::<Result<_, _>>()?;
     }
@@ -331,18 +395,27 @@ fn open(id: RecordId, mut record: Record, keys: &Keyring) -> Result<Record, Seal
 
 /// Opens the parts of a record that can be opened, and leaves the others as they are.
 fn open_as_far_as_possible(id: RecordId, mut record: Record, keys: &Keyring) -> Record {
-    if let State::Completed(RecordedResponse::Replayable(response)) = &record.state
-        && let Ok(opened) = envelope::open_response(id, writer(&record), response.clone(), keys)
-    {
+    let _keeps_its_sealed_form = open_response(id, &mut record, keys);
+    open_steps_as_far_as_possible(id, &mut record, keys);
+    record
+}
+
+/// Opens the response of a record, if it has one.
+fn open_response(id: RecordId, record: &mut Record, keys: &Keyring) -> Result<(), SealError> {
+    if let State::Completed(RecordedResponse::Replayable(response)) = &record.state {
+        let opened = envelope::open_response(id, writer(record), response.clone(), keys)?;
         record.state = State::Completed(RecordedResponse::Replayable(opened));
     }
+    Ok(())
+}
+
+fn open_steps_as_far_as_possible(id: RecordId, record: &mut Record, keys: &Keyring) {
     if !record.steps.is_empty() {
         let opened = opened_steps(id, record.token, &record.steps, keys);
         let steps =
             opened.zip(record.steps.as_slice()).map(|(opened, step)| opened.unwrap_or_else(|_| step.clone()));
         record.steps = steps.collect();
     }
-    record
 }
 
 fn opened_steps(
@@ -358,6 +431,6 @@ fn opened_steps(
         .map(move |(number, step)| envelope::open_step(id, newest, number, step, keys))
 }
 
-const fn writer(record: &Record) -> Writer {
+pub(crate) const fn writer(record: &Record) -> Writer {
     if record.by_operator { Writer::Operator } else { Writer::Owner(record.token) }
 }

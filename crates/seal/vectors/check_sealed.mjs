@@ -17,15 +17,19 @@ function u64(number) {
   return bytes
 }
 
-function context({ part, record, token, number, name }) {
+const u32 = (number) => { const bytes = Buffer.alloc(4); bytes.writeUInt32BE(number); return bytes }
+
+/** Bytes after their length. */
+const lp = (content) => Buffer.concat([u32(Buffer.byteLength(content)), Buffer.from(content)])
+
+function context({ part, record, token, number, name, consumer, topic, names }) {
   const parts = [Buffer.from(LABEL), Buffer.from([part]), record, u64(token)]
-  if (part === 3) {
-    const place = Buffer.alloc(4)
-    place.writeUInt32BE(number)
-    parts.push(place, Buffer.from(name))
-  }
+  if (part === 3) parts.push(u32(number), Buffer.from(name))
   // An entry of a client's journal: the name of its file.
   if (part === 4) parts.push(Buffer.from(name))
+  // A dead letter: its consumer and its topic, and for its content the names of its headers.
+  if (part === 5 || part === 6) parts.push(lp(consumer), lp(topic))
+  if (part === 5) parts.push(u32(names.length), ...names.map(lp))
   return Buffer.concat(parts)
 }
 
@@ -72,4 +76,17 @@ for (const example of file.intents) {
   assert.deepEqual(open([key], place, sealed), plaintext)
   assert.throws(() => open([key], { ...place, name: 'other.intent' }, sealed))
 }
-console.log(`${file.parts.length + file.intents.length} sealed forms agree`)
+for (const example of file.dead_letters) {
+  const { consumer, topic, header_names: names } = example
+  const place = { part: 5, record: Buffer.from(example.id, 'hex'), token: 0, consumer, topic, names }
+  const values = example.header_values.map((value) => lp(Buffer.from(value, 'hex')))
+  const content = Buffer.concat([...values, Buffer.from(example.payload, 'hex')])
+  const sealed = Buffer.from(example.sealed, 'hex')
+  assert.deepEqual(seal(key, place, content), sealed)
+  assert.deepEqual(open([key], place, sealed), content)
+  assert.throws(() => open([key], { ...place, topic: 'other' }, sealed))
+  const form = seal(key, { ...place, part: 6 }, Buffer.from(example.error))
+  assert.equal(`ogseal:${form.toString('hex')}`, example.sealed_error)
+  assert.equal(open([key], { ...place, part: 6 }, form).toString(), example.error)
+}
+console.log(`${file.parts.length + file.intents.length + 2 * file.dead_letters.length} sealed forms agree`)

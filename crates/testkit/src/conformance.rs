@@ -1,16 +1,16 @@
 //! The conformance suite of stores.
 //!
 //! The suite sends random sequences of commands on a few records to a store: first claims and claims that are sent again;
-//! renewals, steps, completions and releases with current, stale and invented tokens; an operator's resolutions; purges and
-//! listings. The clock moves by a millisecond, to the edge of a lease, or past everything. A durable store is also closed and
-//! opened again. After each step the suite checks:
+//! renewals, steps, completions and releases with current, stale and invented tokens; an operator's resolutions; replacements and
+//! removals of content; purges and listings. The clock moves by a millisecond, to the edge of a lease, or past everything. A
+//! durable store is also closed and opened again. After each step the suite checks:
 //!
 //! 1. The outcome equals that of [`decide`] on a plain map.
 //! 2. All records, the listing and the audit trail equal the content of the map.
 //! 3. The invariants of GUARANTEES.md hold, checked without [`decide`]: the tokens of a record grow strictly, even over
-//!    releases, expiries and purges (I6); states never go backwards, and a completed record never changes (I8); a reply
-//!    without a change leaves the record unchanged (I5); a purge removes only expired records (I10), and in the end all of
-//!    them.
+//!    releases, expiries and purges (I6); states never go backwards, and a completed record never changes (I8), except for its
+//!    content by the commands that are for that, which change nothing else; a reply without a change leaves the record
+//!    unchanged (I5); a purge removes only expired records (I10), and in the end all of them.
 //!
 //! Every second command is sent by [`Store::try_apply`] first, as long as the store answers it.
 //!
@@ -23,9 +23,9 @@ use std::time::Duration;
 use bytes::Bytes;
 use oncegate_core::{
     AttemptId, AuditEntry, CallerTag, Claim, Command, Complete, Completion, Durability, ErrorChain,
-    FencingToken, Fingerprint, KeyTag, Label, ListPage, ListQuery, OnAbandoned, Outcome, Record, RecordId,
-    RecordStep, RecordedResponse, Release, Renew, Resolution, Resolve, State, StateName, StateSet, Step,
-    Store, StoreError, StoredResponse, Timestamp, Write, decide, limits,
+    FencingToken, Fingerprint, Forget, KeyTag, Label, ListPage, ListQuery, OnAbandoned, Outcome, Record,
+    RecordId, RecordStep, RecordedResponse, Release, Renew, Replacement, Resolution, Resolve, Rewrite, State,
+    StateName, StateSet, Step, Store, StoreError, StoredResponse, Timestamp, Write, decide, limits,
 };
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -173,8 +173,9 @@ pub fn check_concurrent_claims<S: Store>(store: &S, rounds: u8, threads: u8) {
     }
 }
 
-/// Checks the limits on the steps of a record: their number and their bytes. A record at a limit must remain usable. A record
-/// that was released with steps must not be free for another request, and an operator must be able to complete it.
+/// Checks the limits on the steps of a record: their number and their bytes, also when they are rewritten. A record at a
+/// limit must remain usable. A record that was released with steps must not be free for another request, and an operator must
+/// be able to complete it.
 ///
 /// # Panics
 /// If the store fails the check.
@@ -207,6 +208,22 @@ pub fn check_steps<S: Store>(store: &S) {
     assert_eq!(record(large, 1, step(half - 1)), Outcome::StepsFull, "with the bytes of both names");
     assert_eq!(record(large, 1, step(half - 2)), Outcome::StepRecorded);
     assert_eq!(record(large, 2, step(0)), Outcome::StepsFull);
+    // A rewrite may fill the record, and not more.
+    let rewritten = |step_results| {
+        apply(large.0, Command::Rewrite(Rewrite { token: large.1, response: None, step_results }))
+    };
+    let results = |from: [usize; 2], to: [usize; 2]| {
+        let part = |(from, to)| Replacement {
+            from: vec![7; from].into(),
+            to: vec![if from == to { 7 } else { 8 }; to].into(),
+        };
+        from.into_iter().zip(to).map(part).collect::<Vec<Replacement<Bytes>>>()
+    };
+    let state = Some(StateName::InProgress);
+    let now = [half, half - 2];
+    assert_eq!(rewritten(results(now, [half + 1, half - 2])), Outcome::NotRewritten { state });
+    assert_eq!(rewritten(results(now, [half - 1, half - 2])), Outcome::Rewritten);
+    assert_eq!(record(large, 2, step(0)), Outcome::StepRecorded, "there is space for a name");
     // Released half-way: it is not free for another request, and an operator may resolve it.
     let left = owned(0xe2);
     assert_eq!(record(left, 0, step(1)), Outcome::StepRecorded);
@@ -234,7 +251,7 @@ pub fn check_steps<S: Store>(store: &S) {
     assert_eq!(apply(left.0, resolve(Resolution::Release)), Outcome::NotResolvable { state });
     let resolved = Outcome::Resolved { from: StateName::Released };
     assert_eq!(apply(left.0, resolve(Resolution::Complete(None))), resolved);
-    for ((id, token), steps) in [(many, limits::MAX_STEPS), (large, 2)] {
+    for ((id, token), steps) in [(many, limits::MAX_STEPS), (large, 3)] {
         let found = block_on(store.lookup(id)).expect("the store answers").expect("it is there");
         assert_eq!(found.steps.len(), steps);
         let complete = Complete { token, completion: Completion::Tombstone, retention: minute };
@@ -288,6 +305,16 @@ enum Act {
         amend: bool,
         retention: Duration,
     },
+    Rewrite {
+        on: u8,
+        token: Token,
+        expects: Expects,
+        /// The new content.
+        content: u8,
+    },
+    Forget {
+        on: u8,
+    },
     Purge {
         limit: usize,
     },
@@ -317,6 +344,19 @@ enum Token {
     Stale,
     /// A token that was never given out.
     Invented,
+}
+
+/// The content that a rewrite expects.
+#[derive(Clone, Copy, Debug)]
+enum Expects {
+    /// That of the record.
+    Same,
+    /// Another response, or another result of the last step.
+    Other,
+    /// One step more than the record has, or none.
+    OtherSteps,
+    /// A response if the record has none.
+    OtherForm,
 }
 
 fn step() -> impl Strategy<Value = Act> {
@@ -351,6 +391,19 @@ fn step() -> impl Strategy<Value = Act> {
         6 => (on.clone(), 0..6_u8, any::<bool>(), prop::bool::weighted(0.4), retention()).prop_map(
             |(on, resolution, force, amend, retention)| Act::Resolve { on, resolution, force, amend, retention }
         ),
+        6 => (
+            on.clone(),
+            prop_oneof![8 => Just(Token::Current), 1 => Just(Token::Stale), 1 => Just(Token::Invented)],
+            prop_oneof![
+                8 => Just(Expects::Same),
+                1 => Just(Expects::Other),
+                1 => Just(Expects::OtherSteps),
+                1 => Just(Expects::OtherForm)
+            ],
+            0..3_u8
+        )
+            .prop_map(|(on, token, expects, content)| Act::Rewrite { on, token, expects, content }),
+        3 => on.clone().prop_map(|on| Act::Forget { on }),
         3 => (0..4_usize).prop_map(|limit| Act::Purge { limit }),
         1 => (
             states,
@@ -562,6 +615,17 @@ impl<S: Store, O: Fn(Arc<ManualClock>) -> S> Run<S, O> {
                 };
                 (id(*on), Command::Resolve(resolve))
             }
+            Act::Rewrite { on, token: whose, expects, content } => {
+                let token = token(self.seen.get(&id(*on)), whose);
+                let record = self.records.get(&id(*on)).map(|entry| &entry.record);
+                // A parked record has a token of its own, which no claim got.
+                let token = record.filter(|_| matches!(whose, Token::Current)).map_or(token, |r| r.token);
+                (id(*on), Command::Rewrite(rewrite(record, token, *expects, *content)))
+            }
+            Act::Forget { on } => {
+                let (actor, reason) = (format!("operator {on}"), "asked for by the customer".to_owned());
+                (id(*on), Command::Forget(Forget { actor, reason }))
+            }
             Act::Purge { .. }
             | Act::List { .. }
             | Act::Advance { .. }
@@ -586,26 +650,32 @@ impl<S: Store, O: Fn(Arc<ManualClock>) -> S> Run<S, O> {
                 self.records.insert(id, Entry { record, latest_expiry: latest, maybe_purged: false });
             }
         }
-        if let (Command::Resolve(resolve), Outcome::Resolved { from }) = (command, &outcome) {
+        let (from, by) = match (command, &outcome) {
+            (Command::Resolve(by), Outcome::Resolved { from }) => (Some(*from), (&by.actor, &by.reason)),
+            (Command::Forget(by), Outcome::Forgotten { from }) => (Some(*from), (&by.actor, &by.reason)),
+            _ => (None, (&String::new(), &String::new())),
+        };
+        if let Some(from) = from {
             let to = self.records.get(&id).map(|entry| entry.record.state_name(now));
             self.audit.push(AuditEntry {
                 number: self.audit.len() as u64 + 1,
                 at: now,
                 id,
-                from: *from,
-                to: to.ok_or("a resolved record is there")?,
-                actor: resolve.actor.clone(),
-                reason: resolve.reason.clone(),
+                from,
+                to: to.ok_or("a changed record is there")?,
+                actor: by.0.clone(),
+                reason: by.1.clone(),
             });
         }
         let after = self.lookup(id)?;
-        self.check_invariants(id, &outcome, before.as_ref(), after.as_ref())
+        self.check_invariants(id, command, &outcome, before.as_ref(), after.as_ref())
     }
 
     /// Checks the invariants that do not depend on `decide`.
     fn check_invariants(
         &mut self,
         id: RecordId,
+        command: &Command,
         outcome: &Outcome,
         before: Option<&Record>,
         after: Option<&Record>,
@@ -633,10 +703,17 @@ impl<S: Store, O: Fn(Arc<ManualClock>) -> S> Run<S, O> {
                 | Outcome::NotResolvable { .. }
                 | Outcome::StepDiffers
                 | Outcome::StepsFull
+                | Outcome::NotRewritten { .. }
+                | Outcome::NotForgotten { .. }
         );
         ensure!(!is_unchanged || before == after, "I5: {outcome:?} changed {before:?} into {after:?}");
         if let (Some(before), Some(after)) = (before, after) {
-            ensure!(may_follow(before, after), "I8: {before:?} became {after:?}");
+            let is_allowed = match command {
+                Command::Rewrite(_) => is_rewritten(before, after),
+                Command::Forget(_) => before == after || is_forgotten(before, after),
+                _ => may_follow(before, after),
+            };
+            ensure!(is_allowed, "I8: {before:?} became {after:?}");
         }
         Ok(())
     }
@@ -790,6 +867,63 @@ fn may_follow(before: &Record, after: &Record) -> bool {
         (State::Released, _) => false,
         _ => false,
     }
+}
+
+/// True if nothing but the bytes of the content differs.
+fn is_rewritten(before: &Record, after: &Record) -> bool {
+    let names = |record: &Record| -> Vec<_> {
+        record.steps.as_slice().iter().map(|step| step.name().to_owned()).collect()
+    };
+    let mut same = after.clone();
+    same.steps = before.steps.clone();
+    if before.response().is_some() && after.response().is_some() {
+        same.state = before.state.clone();
+    }
+    same == *before && names(before) == names(after)
+}
+
+/// True if nothing but the content of a completed record is gone.
+fn is_forgotten(before: &Record, after: &Record) -> bool {
+    let mut same = after.clone();
+    same.state = before.state.clone();
+    same.steps = before.steps.clone();
+    same.changed_at = before.changed_at;
+    same.by_operator = before.by_operator;
+    same == *before
+        && matches!(before.state, State::Completed(_))
+        && after.state == State::Completed(RecordedResponse::Tombstone)
+        && after.steps.is_empty()
+        && after.by_operator == (before.by_operator && before.steps.is_empty())
+        && after.changed_at >= before.changed_at
+}
+
+/// A rewrite of the record that is expected to be there. A content has a size of its own.
+fn rewrite(record: Option<&Record>, token: FencingToken, expects: Expects, content: u8) -> Rewrite {
+    let new = |n: usize| Bytes::from(vec![content; 100 * n + usize::from(content)]);
+    let mut rewrite = match record {
+        Some(record) => Rewrite { token, ..Rewrite::of(record) },
+        None => Rewrite { token, response: None, step_results: Vec::new() },
+    };
+    if let Some(part) = &mut rewrite.response {
+        part.to = response(content + 10);
+    }
+    for (n, part) in rewrite.step_results.iter_mut().enumerate() {
+        part.to = new(n);
+    }
+    match (expects, &mut rewrite.response, rewrite.step_results.last_mut()) {
+        (Expects::Same, ..) => {}
+        (Expects::Other, Some(part), _) => part.from = response(99),
+        (Expects::Other, None, Some(part)) => part.from = Bytes::from_static(b"another result"),
+        (Expects::Other | Expects::OtherForm, None, _) => {
+            rewrite.response = Some(Replacement { from: response(1), to: response(2) });
+        }
+        (Expects::OtherForm, Some(_), _) => rewrite.response = None,
+        (Expects::OtherSteps, _, Some(_)) => drop(rewrite.step_results.pop()),
+        (Expects::OtherSteps, _, None) => {
+            rewrite.step_results.push(Replacement { from: Bytes::new(), to: new(1) });
+        }
+    }
+    rewrite
 }
 
 fn granted(outcome: &Outcome) -> Option<FencingToken> {

@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use oncegate_core::{
-    AttemptId, Claim, Command, Complete, Completion, FencingToken, Fingerprint, KeyTag, Label, ListQuery,
-    OnAbandoned, Outcome, Record, RecordId, RecordStep, Release, Renew, Resolution, Resolve, StateName, Step,
-    Store, StoredResponse,
+    AttemptId, AuditEntry, Claim, Command, Complete, Completion, FencingToken, Fingerprint, Forget, KeyTag,
+    Label, ListQuery, OnAbandoned, Outcome, Record, RecordId, RecordStep, RecordedResponse, Release, Renew,
+    Replacement, Resolution, Resolve, Rewrite, State, StateName, Step, Store, StoredResponse, limits,
 };
 
 use crate::block_on;
@@ -13,7 +13,8 @@ use crate::block_on;
 const MINUTE: Duration = Duration::from_secs(60);
 
 /// Checks that an operator's resolution can be replaced and parked without losing steps, that a record that its owner completed
-/// cannot, that a fenced owner stays fenced after a park, and that records are found by the tag of their key.
+/// cannot, that a fenced owner stays fenced after a park, and that records are found by the tag of their key. Also that the
+/// content of a record can be replaced and removed, and what its owner and its next claim get then.
 ///
 /// The store must be empty.
 ///
@@ -27,6 +28,9 @@ pub fn check_operators<S: Store>(store: &S) {
     desk.amends();
     desk.keeps_steps();
     desk.finds_by_key();
+    desk.rewrites();
+    desk.forgets();
+    desk.forgets_steps_for_good();
 }
 
 struct Desk<'a, S> {
@@ -236,6 +240,152 @@ impl<S: Store> Desk<'_, S> {
         assert!(self.record(id).steps.is_empty(), "they end with the completion of their owner");
     }
 
+    fn rewrite(&self, id: RecordId, rewrite: &Rewrite) -> Outcome {
+        self.apply(id, Command::Rewrite(rewrite.clone()))
+    }
+
+    /// Checks that only the content changes, only under the content that was read, and what an owner gets that is still running.
+    fn rewrites(&mut self) {
+        let (id, step) = (record_id(50), |result: &'static [u8]| {
+            Step::new("charge", result.into()).expect("it is within the limits")
+        });
+        let token = self.owned(id);
+        let record_step = Command::Step(RecordStep { token, number: 0, step: step(b"in clear") });
+        assert_eq!(self.apply(id, record_step.clone()), Outcome::StepRecorded);
+        let before = self.record(id);
+        let mut rewrite = Rewrite::of(&before);
+        assert!(rewrite.is_empty());
+        assert_eq!(self.rewrite(id, &rewrite), Outcome::Rewritten);
+        rewrite.step_results[0].to = b"sealed"[..].into();
+        let stale = Rewrite { token: FencingToken::new(token.get() - 1), ..rewrite.clone() };
+        let not_rewritten = |state| Outcome::NotRewritten { state: Some(state) };
+        assert_eq!(self.rewrite(id, &stale), not_rewritten(StateName::InProgress));
+        assert_eq!(self.record(id), before);
+        assert_eq!(self.rewrite(id, &rewrite), Outcome::Rewritten);
+        assert_eq!(self.rewrite(id, &rewrite), Outcome::Rewritten, "sent again");
+        let after = self.record(id);
+        assert_eq!(after.steps.as_slice(), [step(b"sealed")]);
+        assert!(differs_in_content(&before, &after), "{before:?} {after:?}");
+        // The owner goes on.
+        let next = RecordStep { token, number: 1, step: step(b"next") };
+        assert_eq!(self.apply(id, Command::Step(next)), Outcome::StepRecorded);
+        assert_eq!(self.rewrite(id, &rewrite), not_rewritten(StateName::InProgress), "there is a step more");
+        assert_eq!(self.complete(id, token, Completion::Replayable(response(1))), Outcome::Completed);
+        assert_eq!(self.rewrite(id, &rewrite), not_rewritten(StateName::Completed));
+        // A replay has the new response.
+        let before = self.record(id);
+        let mut rewrite = Rewrite::of(&before);
+        rewrite.response = Some(Replacement { from: response(1), to: response(2) });
+        let other =
+            Rewrite { response: Some(Replacement { from: response(3), to: response(4) }), ..rewrite.clone() };
+        assert_eq!(self.rewrite(id, &other), not_rewritten(StateName::Completed));
+        assert_eq!(self.claim(id), Outcome::Replay(response(1)));
+        assert_eq!(self.rewrite(id, &rewrite), Outcome::Rewritten);
+        assert_eq!(self.claim(id), Outcome::Replay(response(2)));
+        let after = self.record(id);
+        assert!(differs_in_content(&before, &after), "{before:?} {after:?}");
+        self.is_fenced(id, token);
+        // Released with steps, unknown, and a record that is not there.
+        let released = record_id(51);
+        let token = self.owned(released);
+        let record_step = RecordStep { token, number: 0, step: step(b"in clear") };
+        assert_eq!(self.apply(released, Command::Step(record_step)), Outcome::StepRecorded);
+        assert_eq!(
+            self.apply(released, Command::Release(Release { token, retention: MINUTE })),
+            Outcome::Released
+        );
+        let mut rewrite = Rewrite::of(&self.record(released));
+        rewrite.step_results[0].to = b"sealed"[..].into();
+        assert_eq!(self.rewrite(released, &rewrite), Outcome::Rewritten);
+        assert_eq!(self.record(released).steps.as_slice(), [step(b"sealed")]);
+        assert_eq!(self.rewrite(record_id(52), &rewrite), Outcome::NotRewritten { state: None });
+        assert!(!trail(self.store).iter().any(|entry| [id, released].contains(&entry.id)), "no decision");
+    }
+
+    fn forget(&self, id: RecordId) -> Outcome {
+        let (actor, reason) = ("bob".to_owned(), "asked for deletion".to_owned());
+        self.apply(id, Command::Forget(Forget { actor, reason }))
+    }
+
+    /// Checks that a forgotten record keeps its protection, and that only a completed record is forgotten.
+    fn forgets(&mut self) {
+        let (id, awaited, open) = (record_id(60), record_id(61), record_id(62));
+        let token = self.owned(id);
+        let in_progress = Outcome::NotForgotten { state: Some(StateName::InProgress) };
+        assert_eq!(self.forget(id), in_progress);
+        assert_eq!(self.complete(id, token, Completion::Replayable(response(1))), Outcome::Completed);
+        let before = self.record(id);
+        let entries = trail(self.store).len();
+        assert_eq!(self.forget(id), Outcome::Forgotten { from: StateName::Completed });
+        let nothing_kept = Outcome::NotForgotten { state: Some(StateName::Tombstone) };
+        assert_eq!(self.forget(id), nothing_kept, "sent again");
+        assert_eq!(trail(self.store).len(), entries + 1);
+        let entry = trail(self.store).remove(0);
+        assert_eq!((entry.id, entry.from, entry.to), (id, StateName::Completed, StateName::Tombstone));
+        assert_eq!((&*entry.actor, &*entry.reason), ("bob", "asked for deletion"));
+        let after = self.record(id);
+        assert_eq!(after.state, State::Completed(RecordedResponse::Tombstone));
+        assert!(after.changed_at >= before.changed_at);
+        assert!(differs_in_content(&before, &after), "its protection ends when it would have ended");
+        assert_eq!(self.claim(id), Outcome::Unreplayable);
+        self.is_fenced(id, token);
+        let completed = Outcome::NotResolvable { state: Some(StateName::Tombstone) };
+        for (resolution, amend) in [(Resolution::Park, false), (Resolution::Release, true)] {
+            assert_eq!(self.say(id, resolution, amend), completed, "it is the owner's completion");
+        }
+        let other = Claim {
+            attempt: AttemptId::new(u128::MAX),
+            fingerprint: Fingerprint::of_parts("operators", &[b"other"]),
+            lease: MINUTE,
+            retention: MINUTE,
+            on_abandoned: OnAbandoned::Reexecute,
+            label: Label::default(),
+        };
+        assert_eq!(self.apply(id, Command::Claim(other)), Outcome::Mismatch);
+        // An owner whose transaction has committed cannot add the response any more.
+        let token = self.owned(awaited);
+        assert_eq!(self.complete(awaited, token, Completion::Awaited), Outcome::Completed);
+        assert_eq!(self.forget(awaited), Outcome::Forgotten { from: StateName::Tombstone });
+        assert_eq!(self.complete(awaited, token, Completion::Replayable(response(1))), Outcome::Fenced);
+        assert_eq!(self.claim(awaited), Outcome::Unreplayable);
+        assert_eq!(self.forget(awaited), nothing_kept);
+        // Their outcome is open, and the next attempt needs their steps.
+        let token = self.owned(open);
+        let step = Step::new("charge", vec![7; 3].into()).expect("it is within the limits");
+        let record_step = RecordStep { token, number: 0, step };
+        assert_eq!(self.apply(open, Command::Step(record_step)), Outcome::StepRecorded);
+        assert_eq!(self.complete(open, token, Completion::Unknown), Outcome::Completed);
+        assert_eq!(self.forget(open), Outcome::NotForgotten { state: Some(StateName::Unknown) });
+        self.resolve(open, Resolution::Release);
+        assert_eq!(self.forget(open), Outcome::NotForgotten { state: Some(StateName::Released) });
+        assert_eq!(self.record(open).steps.len(), 1);
+        assert_eq!(self.forget(record_id(63)), Outcome::NotForgotten { state: None });
+    }
+
+    /// Checks that an operator's completion without its steps is final, and one that never had steps is not.
+    fn forgets_steps_for_good(&mut self) {
+        for (n, has_steps) in [(64, false), (65, true)] {
+            let id = record_id(n);
+            let token = self.owned(id);
+            if has_steps {
+                let step = Step::new("charge", vec![7; 3].into()).expect("it is within the limits");
+                let record_step = RecordStep { token, number: 0, step };
+                assert_eq!(self.apply(id, Command::Step(record_step)), Outcome::StepRecorded);
+            }
+            assert_eq!(self.complete(id, token, Completion::Unknown), Outcome::Completed);
+            self.resolve(id, Resolution::Complete(Some(response(1))));
+            assert_eq!(self.forget(id), Outcome::Forgotten { from: StateName::Completed });
+            assert!(self.record(id).steps.is_empty());
+            let tombstone = StateName::Tombstone;
+            let expected = if has_steps {
+                Outcome::NotResolvable { state: Some(tombstone) }
+            } else {
+                Outcome::Resolved { from: tombstone }
+            };
+            assert_eq!(self.resolve(id, Resolution::Park), expected);
+        }
+    }
+
     fn finds_by_key(&mut self) {
         let ids = [record_id(20), record_id(21), record_id(40)];
         let [one, two, other] = ids;
@@ -261,6 +411,20 @@ impl<S: Store> Desk<'_, S> {
         assert_eq!(found(key_tag(other)), [other]);
         assert_eq!(found(Some(KeyTag::from_bytes([0xee; 8]))), []);
     }
+}
+
+/// True if nothing differs but the response, the steps and the time of the change.
+fn differs_in_content(before: &Record, after: &Record) -> bool {
+    let mut same = after.clone();
+    same.state = before.state.clone();
+    same.steps = before.steps.clone();
+    same.changed_at = before.changed_at;
+    same == *before
+}
+
+/// The newest part of the audit trail.
+fn trail<S: Store>(store: &S) -> Vec<AuditEntry> {
+    block_on(store.audit(None, limits::MAX_PAGE_RECORDS)).expect("the store answers")
 }
 
 fn record_id(n: u8) -> RecordId {

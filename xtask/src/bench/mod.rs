@@ -38,6 +38,7 @@ Sections of an earlier run that are not measured again stay in the report.
 layer      the Tower layer on axum, against axum alone
 sidecar    the sidecar with its stores, against nginx
 carriers   keys in the query and in the body
+options    sealing, redaction, traces and shadow, against the same sidecar without them
 latency    one request at a time
 record     memory of a record in the memory store
 functions  a wrapped function
@@ -83,10 +84,11 @@ pub(crate) fn run(arguments: &[&str]) -> Result<()> {
             .ok_or_else(|| format!("{setting}: no such setting; there are records=N and profile=NAME"))?;
     }
     let growth = || growth::run(records);
-    let benches: [(&str, &dyn Fn() -> Result<String>); 13] = [
+    let benches: [(&str, &dyn Fn() -> Result<String>); 14] = [
         ("layer", &layer::run),
         ("sidecar", &sidecar::run),
         ("carriers", &sidecar::carriers),
+        ("options", &sidecar::options),
         ("latency", &latency::run),
         ("record", &store::record_size),
         ("functions", &store::functions),

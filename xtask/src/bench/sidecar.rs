@@ -1,6 +1,8 @@
 //! The sidecar compared with nginx.
 
-use super::servers::{Server, scratch};
+use std::process::Command;
+
+use super::servers::{Server, program, scratch};
 use super::table::{Contender, table};
 use crate::run::Result;
 
@@ -48,6 +50,42 @@ pub(super) fn carriers() -> Result<String> {
             Contender::new("key in the query", &query, "query")?,
             Contender::reference("request without a key", &header, "none")?,
             Contender::new("the same, where the body may have a key", &member, "none")?,
+        ],
+    )
+}
+
+/// The cost of what is off by default, for each request.
+pub(super) fn options() -> Result<String> {
+    let upstream = Server::start(&["bare", "0"])?;
+    // The collector takes everything; it is a process of its own, as it is elsewhere.
+    let collector = Server::start(&["bare", "0"])?;
+    let directory = scratch("options")?;
+    let keys = directory.join("seal-keys");
+    let made = Command::new(program("oncegate")).args(["seal-key", "new", "--append"]).arg(&keys).output();
+    if !made.as_ref().is_ok_and(|made| made.status.success()) {
+        return Err(format!("oncegate seal-key new: {made:?}"));
+    }
+    let sidecar = |more: &[&str]| Server::proxy(&upstream.address, "memory:", more);
+    let endpoint = format!("--otlp-endpoint=http://{}", collector.address);
+    let plain = sidecar(&[])?;
+    let sealing = sidecar(&[&format!("--seal-keys-file={}", keys.display())])?;
+    let redacting = sidecar(&["--redact-response=/card/number"])?;
+    let unsampled = sidecar(&[&endpoint, "--trace-sample-ratio=0"])?;
+    let sampled = sidecar(&[&endpoint, "--trace-sample-ratio=1"])?;
+    let shadow = sidecar(&["--shadow"])?;
+    table(
+        "the sidecar with options, memory store, 1 KiB JSON, 64 connections",
+        vec![
+            Contender::reference("first request", &plain, "first")?,
+            Contender::new("its response sealed", &sealing, "first")?,
+            Contender::new("a member of its response redacted", &redacting, "first")?,
+            Contender::new("traces, not sampled", &unsampled, "first")?,
+            Contender::new("traces, every request sampled", &sampled, "first")?,
+            Contender::new("on a shadow route", &shadow, "first")?,
+            Contender::reference("replay", &plain, "replay")?,
+            Contender::new("of a sealed response", &sealing, "replay")?,
+            Contender::new("traces, not sampled", &unsampled, "replay")?,
+            Contender::new("traces, every request sampled", &sampled, "replay")?,
         ],
     )
 }

@@ -65,7 +65,7 @@ fn a_memory_store_before_another() {
 fn a_cache_in_memory_before_an_embedded_store() {
     let (runtime, total) = (Runtime::new().unwrap(), Total::default());
     let _runtime = runtime.enter();
-    Suite::new().with_cases(48).with_expiry_at_open().check(|| {
+    Suite::new().with_cases(120).with_expiry_at_open().check(|| {
         let dir = tempfile::tempdir().unwrap();
         let total = &total;
         move |clock: Arc<ManualClock>| {

@@ -7,8 +7,8 @@ use std::time::Duration;
 use crate::support::*;
 use oncegate_cache::{Cache, CacheOptions, CachedStore};
 use oncegate_core::{
-    AuditEntry, Capabilities, Command, Complete, Completion, ListPage, ListQuery, MemoryStore, Outcome,
-    Record, RecordId, Resolution, Resolve, Store, StoreFuture, SystemClock, Timestamp,
+    AuditEntry, Capabilities, Command, Complete, Completion, Forget, ListPage, ListQuery, MemoryStore,
+    Outcome, Record, RecordId, Resolution, Resolve, Rewrite, Store, StoreFuture, SystemClock, Timestamp,
 };
 use oncegate_postgres::{PostgresOptions, PostgresStore, schema};
 use oncegate_redis::{RedisOptions, RedisStore};
@@ -471,6 +471,68 @@ async fn the_response_of_an_operator_is_not_cached() {
         resolved(other, resolve(Resolution::Park, false)).await;
         for store in &stores {
             assert_eq!(claim(store, 1, 9).await.unwrap(), Outcome::Unknown);
+        }
+    }
+}
+
+/// Content that is rewritten or forgotten leaves the cache, also one that several processes share, and does not come back by a
+/// write to the cache that had begun before.
+#[tokio::test]
+async fn content_that_is_rewritten_or_forgotten_leaves_the_cache() {
+    let shared: Arc<dyn Store> = Arc::new(MemoryStore::new(SystemClock::new()));
+    for cache in
+        [|_: &Arc<dyn Store>| Cache::in_memory(1 << 20), |shared: &Arc<dyn Store>| Cache::on(shared.clone())]
+    {
+        let (backing, faults) = FaultyStore::new(MemoryStore::new(SystemClock::new()));
+        let backing: Arc<dyn Store> = Arc::new(backing);
+        let store = CachedStore::new(cache(&shared), backing.clone(), options());
+        let is_shared = Arc::strong_count(&shared) > 1;
+        let other = CachedStore::new(cache(&shared), backing.clone(), options());
+        let rewrite = async |n, to| {
+            let record = backing.lookup(id(n)).await.unwrap().unwrap();
+            let mut rewrite = Rewrite::of(&record);
+            rewrite.response.as_mut().unwrap().to = response(to);
+            assert_eq!(store.apply(id(n), Command::Rewrite(rewrite)).await.unwrap(), Outcome::Rewritten);
+        };
+        let forget = async |n| {
+            let forget = Forget { actor: "ann".to_owned(), reason: "asked for".to_owned() };
+            let outcome = store.apply(id(n), Command::Forget(forget)).await.unwrap();
+            assert!(matches!(outcome, Outcome::Forgotten { .. }), "{outcome:?}");
+        };
+        for n in [1, 2] {
+            complete(&store, n, n).await;
+            settled(&store).await;
+            until_hit(&store, n, n).await;
+        }
+        rewrite(1, 7).await;
+        forget(2).await;
+        for _ in 0..3 {
+            replays(&store, 1, 7).await;
+            assert_eq!(claim(&store, 2, 9).await.unwrap(), Outcome::Unreplayable);
+            if is_shared {
+                replays(&other, 1, 7).await;
+                assert_eq!(claim(&other, 2, 9).await.unwrap(), Outcome::Unreplayable);
+            }
+            settled(&store).await;
+        }
+        // The write to the cache has read the old content, and is slower than the removal.
+        for n in [3, 4] {
+            let latch = Latch::new();
+            let calls = faults.calls(Operation::Lookup);
+            faults.next(1, Operation::Lookup, Fault::StallAfter(latch.clone()));
+            complete(&store, n, n).await;
+            until("the record is read for the cache", async || faults.calls(Operation::Lookup) > calls).await;
+            if n == 3 {
+                rewrite(n, 7).await
+            } else {
+                forget(n).await
+            }
+            latch.open();
+            settled(&store).await;
+            match n {
+                3 => replays(&store, n, 7).await,
+                _ => assert_eq!(claim(&store, n, 9).await.unwrap(), Outcome::Unreplayable),
+            }
         }
     }
 }

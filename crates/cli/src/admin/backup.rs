@@ -20,6 +20,7 @@ use super::problem::Problem;
 use super::view::time;
 use crate::archive;
 use crate::config::duration_text;
+use crate::log::OPERATOR;
 
 /// The time of the last batch in the copy.
 pub(crate) const TAKEN_FIELD: HeaderName = HeaderName::from_static("oncegate-backup-taken");
@@ -53,7 +54,7 @@ impl BackupStore {
         let _once = self.store.set(Arc::downgrade(store));
     }
 
-    fn get(&self) -> Option<Arc<EmbeddedStore>> {
+    pub(super) fn get(&self) -> Option<Arc<EmbeddedStore>> {
         self.store.get()?.upgrade()
     }
 }
@@ -97,6 +98,7 @@ async fn run(
     let begun = Instant::now();
     match send_all(&snapshot, headers, &sender).await {
         Ok(()) => tracing::info!(
+            target: OPERATOR,
             bytes,
             files = snapshot.files().len(),
             taken = time(snapshot.taken()),
@@ -104,7 +106,7 @@ async fn run(
             "a backup of the store was sent"
         ),
         Err(why) => {
-            tracing::warn!("a backup of the store broke off, and what was received is not a store: {why}")
+            tracing::warn!(target: OPERATOR, "a backup of the store broke off, and what was received is not a store: {why}")
         }
     }
 }

@@ -15,8 +15,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use oncegate_core::{
-    ErrorChain, Label, ListQuery, Record, RecordId, State, StateName, StateSet, Store, StoreError, Timestamp,
-    limits,
+    ErrorChain, ID_SECRET_RECORD, Label, ListQuery, Record, RecordId, State, StateName, StateSet, Store,
+    StoreError, Timestamp, limits,
 };
 use oncegate_engine::{Event, EventKind, Observer};
 use oncegate_http::SHADOW_OPERATION;
@@ -200,7 +200,7 @@ impl Census {
             let now = self.store.now();
             for (id, record) in &page.records {
                 let counted = CountedRecord::of(record, now);
-                if counted.is_shadow() {
+                if counted.is_shadow() || *id == ID_SECRET_RECORD {
                     continue;
                 }
                 counts.add(&counted);

@@ -5,14 +5,20 @@
 //! which the `Host` field shows), or a form or a fetch that a browser sends without asking (which its media type, `Origin` and
 //! `Sec-Fetch-Site` show).
 
+use std::future::Future;
 use std::net::IpAddr;
+use std::pin::Pin;
+use std::task::{Context, Poll};
 
+use axum::body::{Body, HttpBody};
 use axum::extract::{Request, State};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
+use bytes::Bytes;
 use http::Method;
 use http::header::{self, HeaderMap};
 use http::uri::Authority;
+use http_body::Frame;
 use subtle::ConstantTimeEq as _;
 
 use tokio::sync::watch;
@@ -32,8 +38,46 @@ pub(super) async fn guard(
     let is_api = request.uri().path().starts_with("/v1/");
     let (method, headers) = (request.method(), request.headers());
     match check(token.as_ref().filter(|_| !is_open), token.is_some(), is_api, method, headers) {
-        Ok(()) => next.run(request).await,
+        Ok(()) if is_open => next.run(request).await,
+        Ok(()) => while_token_holds(live, token, next.run(request).await),
         Err(problem) => problem.into_response(),
+    }
+}
+
+/// Ends a response that goes on, such as the live feed, as soon as the admin token is another one than that of its request.
+fn while_token_holds(
+    mut live: watch::Receiver<AdminLive>,
+    token: Option<AdminToken>,
+    response: Response,
+) -> Response {
+    response.map(|body| {
+        // A response that is ready as a whole has nothing left to end.
+        if body.size_hint().exact().is_some() {
+            return body;
+        }
+        let revoked = async move { drop(live.wait_for(|live| live.token != token).await) };
+        Body::new(RevocableBody { body, revoked: Box::pin(revoked) })
+    })
+}
+
+struct RevocableBody {
+    body: Body,
+    revoked: Pin<Box<dyn Future<Output = ()> + Send>>,
+}
+
+impl HttpBody for RevocableBody {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        if self.revoked.as_mut().poll(cx).is_ready() {
+            // An error, so that no reader takes the part for the whole.
+            return Poll::Ready(Some(Err(axum::Error::new("the admin token was replaced"))));
+        }
+        Pin::new(&mut self.body).poll_frame(cx)
     }
 }
 

@@ -10,8 +10,8 @@ use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use http::request::Parts;
 use http::{Method, Request, StatusCode};
 use oncegate_core::{
-    AuditEntry, CallerTag, IdempotencyKey, KeyError, KeyTag, ListQuery, Outcome, Record, RecordId,
-    Resolution, Resolve, StateName, StateSet, StoredResponse, Timestamp, limits,
+    AuditEntry, CallerTag, ID_SECRET_RECORD, IdempotencyKey, KeyError, KeyTag, ListQuery, Outcome, Record,
+    RecordId, Resolution, Resolve, Scope, StateName, StateSet, StoredResponse, Timestamp, limits,
 };
 use oncegate_http::{AuthorityRole, CallerPart, KeyGrammar, KeySyntax, SHADOW_OPERATION, Settings};
 use serde::Deserialize;
@@ -24,6 +24,7 @@ use super::seal::{self, ReadRecord};
 use super::view::{self, Detail, RecordView};
 use super::{AdminState, listing};
 use crate::config::{did_you_mean, duration};
+use crate::log::OPERATOR;
 
 pub(super) type AdminResult = Result<Response, Problem>;
 pub(super) type Pairs = Result<Query<Vec<(String, String)>>, QueryRejection>;
@@ -184,6 +185,29 @@ pub(super) async fn find(State(state): State<AdminState>, body: Body) -> AdminRe
     Ok(view::json(&found.view(id, state.engine.store().now(), detail).json()))
 }
 
+/// A key and a caller whose tags are asked for. They are in a body, because URLs are written to logs.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct TagRequest {
+    key: Option<String>,
+    /// The parts that identify the caller, each with its kind: `header:x-tenant`, `cookie:sid`.
+    caller: Option<Vec<(String, String)>>,
+}
+
+/// The tags of a key and of a caller, by which a listing selects. With an id secret, only the sidecar can compute them.
+pub(super) async fn tag(State(state): State<AdminState>, body: Body) -> AdminResult {
+    let TagRequest { key, caller } = from_json(body)?;
+    let key = key.map(|key| searched_key(&key)).transpose();
+    let key = key.map_err(|error| Problem::bad_request(format!("key: {error}.")))?;
+    let mut parts = caller.unwrap_or_default();
+    parts.sort();
+    let parts: Vec<_> = parts.iter().map(|(kind, value)| (kind.as_str(), value.as_bytes())).collect();
+    let ids = state.engine.ids();
+    let caller_tag = (!parts.is_empty()).then(|| ids.caller_tag(&Scope::caller_of_parts(&parts)).to_string());
+    let key_tag = key.map(|key| ids.key_tag(&key).to_string());
+    Ok(view::json(&json!({"key_tag": key_tag, "caller_tag": caller_tag})))
+}
+
 /// A hint for a caller value that begins with the name of its field or cookie.
 fn spelling_hint(settings: &Settings, caller: Option<&Caller>) -> String {
     let Some(Caller::Value(text)) = caller else { return String::new() };
@@ -210,7 +234,7 @@ async fn find_by_key(state: &AdminState, find: &Find) -> AdminResult {
     }
     let key = searched_key(&find.key).map_err(|error| Problem::bad_request(format!("key: {error}.")))?;
     let mut filter = ListQuery::default();
-    filter.key = Some(KeyTag::of(&key));
+    filter.key = Some(state.engine.ids().key_tag(&key));
     filter.limit = limits::MAX_PAGE_RECORDS;
     listing::newest(state, filter, Period::default()).await
 }
@@ -544,6 +568,12 @@ pub(super) async fn settle(
 ) -> Result<Settled, Problem> {
     let AuditTexts { actor, reason } = audit;
     let record = read_existing(state, id).await?.record;
+    if id == ID_SECRET_RECORD {
+        return Err(Problem::not_resolvable(
+            id,
+            "It marks the store as that of one id secret, and is no request: no operator changes it.",
+        ));
+    }
     if is_shadow(record.label.operation()) {
         return Err(Problem::not_resolvable(
             id,
@@ -564,6 +594,7 @@ pub(super) async fn settle(
             let record = &found.record;
             let to = record.state_name(store.now());
             tracing::info!(
+                target: OPERATOR,
                 record = %id,
                 %from,
                 %to,

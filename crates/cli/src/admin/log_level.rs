@@ -12,7 +12,7 @@ use serde_json::json;
 use super::problem::Problem;
 use super::view::time;
 use crate::config::{duration, duration_text};
-use crate::log::{self, CurrentLevel};
+use crate::log::{self, CurrentLevel, OPERATOR};
 
 /// The time for which a level holds if the request names none.
 const DEFAULT: Duration = Duration::from_secs(600);
@@ -48,8 +48,8 @@ pub(super) async fn set(change: Result<Json<Change>, JsonRejection>) -> Result<R
         return Err(Problem::bad_request(format!("for: {given} is not from {min} to {max}")));
     }
     let until = SystemTime::now() + lasts;
-    // Before the change, which may silence this line.
     tracing::warn!(
+        target: OPERATOR,
         filter = change.level,
         lasts = duration_text(lasts),
         "an operator changes the level of the log"
@@ -67,7 +67,7 @@ pub(super) async fn set(change: Result<Json<Change>, JsonRejection>) -> Result<R
 /// Falls back at once.
 pub(super) async fn reset() -> Result<Response, Problem> {
     let level = log::set_level(None).map_err(Problem::internal)?.ok_or_else(no_log)?;
-    tracing::warn!(filter = &*level.level, "an operator ended the change of the level of the log");
+    tracing::warn!(target: OPERATOR, filter = &*level.level, "an operator ended the change of the level of the log");
     Ok(shown(&level))
 }
 

@@ -22,6 +22,7 @@ use super::keys::{AdminResult, AuditTexts, Body, Pairs, from_json, limit, pairs}
 use super::problem::Problem;
 use super::{AdminState, view};
 use crate::config::did_you_mean;
+use crate::log::OPERATOR;
 
 /// The time for which brokers may drop a message whose identifier they know, unless the operator gives another one: that of a
 /// FIFO queue of Amazon SQS, the longest default.
@@ -47,7 +48,11 @@ pub(crate) enum MessageFailure {
 
 impl MessageFailure {
     fn change(error: StoreError) -> Self {
-        if error.is_unsent() { Self::Read(error) } else { Self::Change(error) }
+        match error.kind() {
+            StoreErrorKind::Sealed => Self::Refused(store_words(&error)),
+            _ if error.is_unsent() => Self::Read(error),
+            _ => Self::Change(error),
+        }
     }
 }
 
@@ -100,10 +105,14 @@ pub(crate) async fn show_dead_letter(
     with_payload: bool,
 ) -> Result<Value, MessageFailure> {
     let found = operator.dead_letter(number, broker_window).await.map_err(MessageFailure::Read)?;
-    let DeadLetterDetail { line, content, identity, obstacles, .. } =
+    let DeadLetterDetail { line, content, identity, obstacles, is_sealed, refused, .. } =
         found.ok_or_else(|| no_dead_letter(number))?;
     let mut members = dead_letter_line(&line);
     members.insert("identity".to_owned(), identity.into());
+    members.insert("sealed".to_owned(), is_sealed.into());
+    if let Some(refused) = refused {
+        members.insert("seal_refused".to_owned(), refused.into());
+    }
     let obstacles = obstacles.iter().map(|obstacle| {
         json!({"name": obstacle.as_str(), "acceptable": obstacle.is_acceptable(), "text": obstacle_text(*obstacle)})
     });
@@ -283,6 +292,9 @@ pub(crate) const fn obstacle_text(obstacle: Obstacle) -> &'static str {
             "Its consumer identifies messages by what the broker gives anew to each publication: the outbox may publish it twice, and \
              then it takes effect twice."
         }
+        Obstacle::Sealed => {
+            "Its content is sealed, and there are no keys to open it: published like this, no consumer could read it."
+        }
         Obstacle::Old => {
             "It is older than 7 days: other consumers of its topic, which get it too, may have forgotten that they processed it."
         }
@@ -297,6 +309,7 @@ fn obstacle_advice(obstacle: Obstacle) -> String {
         Obstacle::Recent => format!(
             "{text} Wait. If the broker has another window for duplicates, give it in `broker_window`; 0s if it has none."
         ),
+        Obstacle::Sealed => format!("{text} Give the seal keys to the sidecar or to the command."),
         Obstacle::FailsAgain => format!(
             "{text} Process it in place (docs/reference/messages-postgres.md, \"Dead letters\"), or drop it."
         ),
@@ -529,6 +542,7 @@ pub(super) async fn audit(State(state): State<AdminState>, query: Pairs) -> Admi
 fn changed(kind: &str, number: u64, done: &Value, texts: &AuditTexts) -> Response {
     let note = texts.note();
     tracing::info!(
+        target: OPERATOR,
         kind,
         number,
         outcome = done["outcome"].as_str().unwrap_or_default(),

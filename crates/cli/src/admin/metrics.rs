@@ -16,7 +16,7 @@ use oncegate_core::{
 use oncegate_engine::{BreakerState, Event, EventKind, Observer};
 use oncegate_http::{
     Authorization, Condition, Disposition, JwksFetch, JwtVerifier, LimitUsage, RateLimitKind, RateLimits,
-    Reconciled, RequestEvent, RequestObserver, ShadowVerdict, TraceRef,
+    Reconciled, RedactionCounts, RequestEvent, RequestObserver, ShadowVerdict, TraceRef,
 };
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::text::{encode_eof, encode_registry};
@@ -385,6 +385,11 @@ impl Metrics {
         self.0.routes.tag(label)
     }
 
+    /// The counts of the redacted responses of the route with this tag.
+    pub(crate) fn redactions(&self, tag: u32) -> Option<Arc<RedactionCounts>> {
+        self.0.routes.redactions(tag)
+    }
+
     /// Records a call to the service.
     pub(crate) fn observe_upstream(
         &self,
@@ -533,15 +538,16 @@ impl Metrics {
         }
         self.0.seal_keys.clear();
         if let Some(seal) = &state.seal {
-            let (keys, refusals) = (seal.keys().get(), seal.refusals());
+            let keys = seal.keys().get();
             for (number, id) in keys.ids().enumerate() {
                 let role = if number == 0 && !keys.opens_only() { "seals" } else { "opens" };
                 self.0.seal_keys.get_or_create(&[("key", id.to_string()), ("use", role.to_owned())]).set(1);
             }
-            let counts = [refusals.key_missing(), refusals.not_sealed(), refusals.broken()];
-            for (counter, count) in self.0.seal_refused.iter().zip(counts) {
-                counter.inner().store(count, Ordering::Relaxed);
-            }
+        }
+        let refusals = &state.seal_refusals;
+        let counts = [refusals.key_missing(), refusals.not_sealed(), refusals.broken()];
+        for (counter, count) in self.0.seal_refused.iter().zip(counts) {
+            counter.inner().store(count, Ordering::Relaxed);
         }
         self.0.executing.set(gauged(self.executing()));
         let mut text = String::new();

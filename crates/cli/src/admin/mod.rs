@@ -6,6 +6,7 @@
 //! | `GET /readyz` | 200 while requests are accepted and the store would accept a write, else 503 |
 //! | `GET /metrics` | counters, gauges and histograms for Prometheus |
 //! | `GET /v1/keys?state=&caller=&key_tag=&operation=&min_age=&limit=&order=&cursor=` | records: the newest, or a page |
+//! | `POST /v1/keys/tag` | the tag of a key, for `key_tag` |
 //! | `GET /v1/keys/{record}?body=true` | one record; its stored body only if asked for |
 //! | `GET /v1/keys/{record}/timeline` | the events of a record in this sidecar, since its start |
 //! | `POST /v1/keys/find` | one record by key, method, path and caller; or all records of a key |
@@ -36,6 +37,8 @@ mod activity;
 mod backup;
 mod cache;
 mod census;
+mod connections;
+mod content;
 mod dashboard;
 mod durations;
 mod exposition;
@@ -54,7 +57,9 @@ mod summary;
 pub(crate) mod tests;
 mod view;
 
+use std::convert::Infallible;
 use std::future::Future;
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -67,28 +72,35 @@ use axum::routing::{get, post};
 use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use http::request::Parts;
 use http::{Method, StatusCode, Uri};
+use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::{Service as _, service_fn};
-use hyper_util::rt::{TokioIo, TokioTimer};
-use hyper_util::server::graceful::GracefulShutdown;
+use hyper_util::rt::TokioIo;
+use hyper_util::server::graceful::{GracefulShutdown, Watcher};
 use hyper_util::service::TowerToHyperService;
 use oncegate_core::{ErrorChain, IdempotencyKey, RecordId, StoreErrorKind};
 use oncegate_engine::{Breaker, BreakerState, Engine};
 use oncegate_http::{IdempotencyLayer, JwtVerifier, Settings};
 use oncegate_postgres::messages::MessageOperator;
-use oncegate_seal::SealedStore;
+use oncegate_seal::{SealRefusals, SealedStore};
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpListener;
-use tokio::sync::{Semaphore, watch};
+use tokio::runtime::Handle;
+use tokio::sync::watch;
+use tokio::task::JoinSet;
 
+use self::connections::{AdminConnections, AdminStream, Connection, Place, RequestBody, ResponseBody};
 use self::exposition::Exposition;
 use self::problem::Problem;
 use crate::activity::Activity;
 use crate::config::{AdminToken, Config, duration_text};
+use crate::log::OPERATOR;
 use crate::proxy::{ConnectionLimit, RequestLimit};
 
 pub(crate) use self::backup::{BackupStore, TAKEN_FIELD};
 pub(crate) use self::cache::CacheCollector;
 pub(crate) use self::census::{AbandonedRecords, run as count_records};
+pub(crate) use self::connections::MAX_CONNECTIONS;
 pub(crate) use self::dashboard::{Dashboard, PeerAddress};
 pub(crate) use self::keys::searched_key;
 pub(crate) use self::metrics::PLAIN as PLAIN_DISPOSITIONS;
@@ -120,6 +132,8 @@ pub(crate) struct AdminState {
     pub(crate) backup: BackupStore,
     /// The store of the engine, if it encrypts stored responses.
     pub(crate) seal: Option<Arc<SealedStore>>,
+    /// The stored responses and steps that could not be opened.
+    pub(crate) seal_refusals: SealRefusals,
 }
 
 /// The part of the state that a reload replaces.
@@ -171,21 +185,20 @@ const READY_TIMEOUT: Duration = Duration::from_secs(2);
 /// A record that no request has.
 const NO_RECORD: RecordId = RecordId::from_bytes([0; 32]);
 
-/// The most connections at a time.
-const MAX_CONNECTIONS: usize = 128;
-
-/// Limits the time that a client may take to send the head of a request.
-const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
-
 /// Limits the wait for open connections at the end.
 const CLOSING_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The field of every response of the admin API, and of no other. Its value is the version of the API.
 pub(crate) const ADMIN_FIELD: HeaderName = HeaderName::from_static("oncegate-admin");
 
-/// Marks a response, so that a program can tell the admin API from a service that answers at a wrong address.
+/// Marks a response, so that a program can tell the admin API from a service that answers at a wrong address. Browsers neither
+/// guess its type nor show it to pages of other sites, and no cache keeps it, except for files that say otherwise.
 async fn mark(mut response: Response) -> Response {
-    response.headers_mut().insert(ADMIN_FIELD, HeaderValue::from_static("1"));
+    let headers = response.headers_mut();
+    headers.insert(ADMIN_FIELD, HeaderValue::from_static("1"));
+    headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+    headers.insert("cross-origin-resource-policy", HeaderValue::from_static("same-origin"));
+    headers.entry(header::CACHE_CONTROL).or_insert(HeaderValue::from_static("no-store"));
     response
 }
 
@@ -198,14 +211,18 @@ pub(crate) fn router(state: AdminState) -> Router {
         .route("/metrics", get(metrics))
         .route("/v1/keys", get(keys::list))
         .route("/v1/keys/find", post(keys::find))
+        .route("/v1/keys/forget", post(content::forget))
+        .route("/v1/keys/tag", post(keys::tag))
         .route("/v1/keys/{record}", get(keys::show))
         .route("/v1/keys/{record}/timeline", get(activity::timeline))
         .route("/v1/keys/{record}/resolve", post(keys::resolve))
         .route("/v1/keys/{record}/release", post(keys::release))
         .route("/v1/keys/{record}/park", post(keys::park))
+        .route("/v1/keys/{record}/forget", post(content::forget_one))
         .route("/v1/audit", get(keys::audit))
         .route("/v1/seal", get(seal::show))
         .route("/v1/seal/usage", get(seal::usage))
+        .route("/v1/seal/reseal", post(content::reseal))
         .route("/v1/audit/messages", get(messages::audit))
         .route("/v1/dead-letters", get(messages::dead_letters))
         .route("/v1/dead-letters/{number}", get(messages::dead_letter))
@@ -219,6 +236,7 @@ pub(crate) fn router(state: AdminState) -> Router {
         .route("/v1/misuse", get(activity::misuse))
         .route("/v1/activity", get(activity::feed))
         .route("/v1/backup", get(backup::send))
+        .route("/v1/compact", post(content::compact))
         .route("/v1/clock/accept", post(accept_clock))
         .route("/v1/log-level", get(log_level::show).put(log_level::set).delete(log_level::reset))
         .fallback(dashboard::no_such_path)
@@ -232,22 +250,24 @@ pub(crate) fn router(state: AdminState) -> Router {
         .with_state(state)
 }
 
-/// Serves the admin API until `stop`, and then finishes the requests that run.
-pub(crate) async fn serve(listener: TcpListener, state: AdminState, stop: impl Future<Output = ()>) {
+/// Serves the admin API until `stop`, and then finishes the requests that run. `workers` executes the requests of operators: some
+/// need a lot of computing time, for which health checks must not wait.
+pub(crate) async fn serve(
+    listener: TcpListener,
+    state: AdminState,
+    workers: Handle,
+    stop: impl Future<Output = ()>,
+) {
     let activity = state.activity.clone();
-    let service = TowerToHyperService::new(router(state));
-    let connections = GracefulShutdown::new();
-    let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let router = router(state);
+    let graceful = GracefulShutdown::new();
+    let connections = AdminConnections::default();
     tokio::pin!(stop);
     loop {
-        let accepted = async {
-            let permit = permits.clone().acquire_owned().await.ok();
-            (permit, listener.accept().await)
-        };
-        let (permit, stream, peer) = tokio::select! {
+        let (stream, peer) = tokio::select! {
             () = &mut stop => break,
-            (permit, accepted) = accepted => match accepted {
-                Ok((stream, peer)) => (permit, stream, PeerAddress(peer.ip())),
+            accepted = listener.accept() => match accepted {
+                Ok(accepted) => accepted,
                 Err(error) => {
                     // Most likely no file descriptor is left, so a retry at once would fail, too.
                     tracing::warn!(error = %ErrorChain(&error), "cannot accept an admin connection");
@@ -256,25 +276,62 @@ pub(crate) async fn serve(listener: TcpListener, state: AdminState, stop: impl F
                 }
             },
         };
-        let own = service.clone();
-        let service = service_fn(move |mut request| {
-            request.extensions_mut().insert(peer);
-            own.call(request)
-        });
-        let connection = http1::Builder::new()
-            .timer(TokioTimer::new())
-            .header_read_timeout(HEAD_TIMEOUT)
-            .serve_connection(TokioIo::new(stream), service);
-        let connection = connections.watch(connection);
-        tokio::spawn(async move {
-            let _permit = permit;
-            if let Err(error) = connection.await {
-                tracing::debug!(error = %ErrorChain(&error), "admin connection broke off");
-            }
-        });
+        let Some(connection) = connections.admit(peer.ip()) else { continue };
+        let router = (router.clone(), workers.clone());
+        tokio::spawn(serve_connection(stream, peer.ip(), connection, router, graceful.watcher()));
+        // So that this connection reads its request, which may have come already, before the next one may take its place.
+        tokio::task::yield_now().await;
     }
     activity.close();
-    let _ = tokio::time::timeout(CLOSING_TIMEOUT, connections.shutdown()).await;
+    let _ = tokio::time::timeout(CLOSING_TIMEOUT, graceful.shutdown()).await;
+}
+
+/// Serves a connection to its end, or until its time is over.
+async fn serve_connection(
+    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    peer: IpAddr,
+    connection: Connection,
+    (router, workers): (Router, Handle),
+    watcher: Watcher,
+) {
+    let (own, router) = (connection.clone(), TowerToHyperService::new(router));
+    let service = service_fn(move |mut request: http::Request<Incoming>| {
+        request.extensions_mut().insert(PeerAddress(peer));
+        let place = own.begin(request.uri().path());
+        let (own, body_of) = (own.clone(), own.clone());
+        let answer = router.call(request.map(|body| RequestBody::new(body, body_of)));
+        let workers = workers.clone();
+        async move {
+            let response = match place {
+                None => Err(Problem::busy("Too many requests are running; try again.")),
+                Some(Place::Here) => Ok(answer.await?),
+                Some(Place::Worker) => {
+                    // A set, because its end ends the request.
+                    let mut running = JoinSet::new();
+                    running.spawn_on(answer, &workers);
+                    let ended = running.join_next().await.and_then(Result::ok).and_then(Result::ok);
+                    ended.ok_or_else(|| {
+                        Problem::internal("The request ended without a response; see the log.")
+                    })
+                }
+            };
+            let response = match response {
+                Ok(response) => response,
+                Err(problem) => mark(problem.into_response()).await,
+            };
+            Ok::<_, Infallible>(response.map(|body| ResponseBody::new(body, own)))
+        }
+    });
+    // The library's own limit of the time for a head would run while a response is sent.
+    let serving = http1::Builder::new()
+        .header_read_timeout(None)
+        .serve_connection(TokioIo::new(AdminStream::new(stream, connection.clone())), service);
+    tokio::select! {
+        served = watcher.watch(serving) => if let Err(error) = served {
+            tracing::debug!(error = %ErrorChain(&error), "admin connection broke off");
+        },
+        why = connection.ended() => tracing::debug!("admin connection closed: {why}"),
+    }
 }
 
 async fn readyz(State(state): State<AdminState>) -> Response {
@@ -367,7 +424,7 @@ async fn accept_clock(State(state): State<AdminState>) -> Result<Response, Probl
     let by = state.engine.store().accept_clock().await.map_err(|error| Problem::store(&error))?;
     let by = by.map(|by| by.as_secs());
     if let Some(seconds) = by {
-        tracing::warn!(seconds, "an operator accepted the time of this machine's clock");
+        tracing::warn!(target: OPERATOR, seconds, "an operator accepted the time of this machine's clock");
     }
     Ok(axum::Json(serde_json::json!({ "ahead_seconds": by })).into_response())
 }

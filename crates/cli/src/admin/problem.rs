@@ -88,6 +88,13 @@ impl Problem {
         Self::new(StatusCode::NOT_IMPLEMENTED, "no-backup", "The store is not copied by its sidecar", detail)
     }
 
+    /// The store has no log of this sidecar.
+    pub(super) fn no_log() -> Self {
+        let detail = "Only the log of an embedded store is compacted by its sidecar. On PostgreSQL use VACUUM, on Redis BGREWRITEAOF. A \
+                      store in memory keeps no older versions.";
+        Self::new(StatusCode::NOT_IMPLEMENTED, "no-log", "The store is not compacted by its sidecar", detail)
+    }
+
     /// There is no record with this identifier.
     pub(super) fn no_record(id: RecordId) -> Self {
         let detail = "There was no request with this key, or its retention is over.";

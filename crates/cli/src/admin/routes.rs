@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 
 use http::Method;
-use oncegate_http::RequestEvent;
+use oncegate_http::{RedactionCounts, RedactionOutcome, RequestEvent};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric as _};
 use prometheus_client::metrics::MetricType;
@@ -91,6 +91,8 @@ struct RouteCounts {
     requests: [[AtomicU64; OUTCOMES]; METHODS.len() + 1],
     /// The durations of requests with a key, by [`OutcomeGroup`].
     durations: [Durations; OUTCOME_GROUPS.len()],
+    /// Set by a route that redacts responses.
+    redactions: OnceLock<Arc<RedactionCounts>>,
 }
 
 impl Default for RouteMetrics {
@@ -142,6 +144,13 @@ impl RouteMetrics {
         }
     }
 
+    /// The counts of redacted responses of the route with this tag.
+    pub(super) fn redactions(&self, tag: u32) -> Option<Arc<RedactionCounts>> {
+        let tag = usize::try_from(tag.min(OTHER_TAG)).ok()?;
+        let counts = self.0.counts.get(tag)?.get_or_init(Box::default);
+        Some(counts.redactions.get_or_init(Arc::default).clone())
+    }
+
     fn each(&self) -> impl Iterator<Item = (Arc<str>, &RouteCounts)> {
         let counts = self.0.counts.iter().enumerate();
         counts.filter_map(|(tag, counts)| Some((self.name(tag), &**counts.get()?)))
@@ -165,6 +174,7 @@ impl Default for RouteCounts {
         Self {
             requests: std::array::from_fn(|_| std::array::from_fn(|_| AtomicU64::new(0))),
             durations: std::array::from_fn(|_| Durations::new(REQUEST_BOUNDS)),
+            redactions: OnceLock::new(),
         }
     }
 }
@@ -184,6 +194,15 @@ impl Collector for RouteMetrics {
                         ConstCounter::new(count).encode(family.encode_family(&labels)?)?;
                     }
                 }
+            }
+        }
+        let help = "Responses of routes that redact, by route and result.";
+        let mut family = encoder.encode_descriptor("redactions", help, None, MetricType::Counter)?;
+        for (route, counts) in self.each() {
+            let Some(redactions) = counts.redactions.get() else { continue };
+            for outcome in RedactionOutcome::ALL {
+                let labels = [("route", &*route), ("result", outcome.as_str())];
+                ConstCounter::new(redactions.get(outcome)).encode(family.encode_family(&labels)?)?;
             }
         }
         Ok(())

@@ -6,7 +6,7 @@ use axum::extract::rejection::QueryRejection;
 use axum::extract::{Query, State};
 use axum::response::Response;
 use oncegate_core::{ListQuery, Record, RecordId, RecordedResponse, StoreError, Timestamp, limits};
-use oncegate_seal::{SealInfo, SealKeyId};
+use oncegate_seal::{Keyring, SealInfo, SealKeyId};
 use serde_json::{Value, json};
 
 use super::problem::Problem;
@@ -52,10 +52,8 @@ pub(super) async fn read(state: &AdminState, id: RecordId) -> Result<Option<Read
 
 /// `GET /v1/seal`: the keys in use, and what could not be opened since the start.
 pub(super) async fn show(State(state): State<AdminState>) -> Response {
-    let Some(seal) = &state.seal else {
-        return view::json(&json!({ "keys": [], "seals": false }));
-    };
-    let (keys, refusals) = (seal.keys().get(), seal.refusals());
+    let keys = state.seal.as_ref().map_or_else(Keyring::default, |seal| seal.keys().get());
+    let refusals = &state.seal_refusals;
     let ids = keys
         .ids()
         .enumerate()
@@ -70,7 +68,7 @@ pub(super) async fn show(State(state): State<AdminState>) -> Response {
     });
     view::json(&json!({
         "keys": ids.collect::<Vec<_>>(),
-        "seals": !keys.opens_only(),
+        "seals": state.seal.is_some() && !keys.opens_only(),
         "required": keys.is_required(),
         "refused": {
             "key_missing": refusals.key_missing(),

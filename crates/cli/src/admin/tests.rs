@@ -174,12 +174,13 @@ impl Sidecar {
             live: watch::channel(live).1,
             backup: BackupStore::default(),
             seal: None,
+            seal_refusals: oncegate_seal::SealRefusals::default(),
         };
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let (stop, stopped) = oneshot::channel::<()>();
         tokio::spawn(async move {
-            serve(listener, state, async {
+            serve(listener, state, Handle::current(), async {
                 let _ = stopped.await;
             })
             .await;

@@ -14,7 +14,7 @@ use super::problem::{Problem, Source, did_you_mean};
 use super::scope::KeySetPlace;
 use super::settings::{Raw, Values};
 use super::units::{StoreChoice, StoreOutage, duration_text};
-use super::{Entry, Route, RouteConfig, TlsFiles};
+use super::{Entry, Route, RouteConfig};
 use crate::check::readable_by_all_users;
 
 /// A pause of the machine (a snapshot, a long collection, a full disk) may last longer than a shorter lease.
@@ -41,13 +41,7 @@ pub(super) fn on_service(values: &Values) -> Vec<Problem> {
 }
 
 /// Warnings about files with secrets that every user of this machine can read.
-pub(super) fn on_secrets(
-    token: Option<&PathBuf>,
-    seal: Option<&PathBuf>,
-    tls: Option<&TlsFiles>,
-) -> Vec<Problem> {
-    let secrets =
-        [("the admin token", token), ("the seal keys", seal), ("the TLS key", tls.map(|files| &files.key))];
+pub(super) fn on_secrets<const N: usize>(secrets: [(&str, Option<&PathBuf>); N]) -> Vec<Problem> {
     let warning = |(what, file): (&str, Option<&PathBuf>)| {
         Some(Problem::warning(None, readable_by_all_users(what, file?)?))
     };

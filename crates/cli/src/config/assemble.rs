@@ -19,6 +19,7 @@ use crate::otlp::OtlpOptions;
 use super::advice;
 use super::cors::Cors;
 use super::file::RouteTable;
+use super::id_secret;
 use super::problem::{FilePlace, Problem, Source};
 use super::rate;
 use super::scope;
@@ -47,7 +48,14 @@ pub(super) fn draft(
     let mut warnings = advice::on_service(values);
     let file = |given: &Option<Sourced<PathBuf>>| given.as_ref().map(|file| file.value.clone());
     let (token_file, seal_file) = (file(&values.admin_token_file), file(&values.seal_keys_file));
-    warnings.extend(advice::on_secrets(token_file.as_ref(), seal_file.as_ref(), tls.as_ref()));
+    let id_secret_file = file(&values.id_secret_file);
+    let secret_files = [
+        ("the admin token", token_file.as_ref()),
+        ("the seal keys", seal_file.as_ref()),
+        ("the id secret", id_secret_file.as_ref()),
+        ("the TLS key", tls.as_ref().map(|files| &files.key)),
+    ];
+    warnings.extend(advice::on_secrets(secret_files));
     let jwt = scope::jwt_verifier(values, problems);
     if jwt.is_some() {
         warnings.extend(advice::on_token_secret(values));
@@ -83,6 +91,7 @@ pub(super) fn draft(
         problems,
     );
     let seal = seal::settings(values, problems);
+    let id_secret = id_secret::read(values, problems);
     warnings.extend(seal::advice(
         values,
         std::iter::once(&default).chain(routes.iter().map(|route| &route.config)),
@@ -90,7 +99,7 @@ pub(super) fn draft(
     let store_must_exist = given(&values.store_must_exist);
     check_store_must_exist(values, problems);
     check_service(values, store.is_some(), problems);
-    let admin_token = read_token(values, problems);
+    let admin_token = read_token(values, problems, &mut warnings);
     check_addresses(values, problems);
     check_record_limits(values, problems);
     // A URL that could not be read has been reported already.
@@ -141,6 +150,7 @@ pub(super) fn draft(
         service: values.service.as_ref().map(|service| service.value.clone()),
         tls: tls.clone(),
         seal,
+        id_secret,
         jwt,
         jwt_keys: values.jwt_keys.as_ref().map(|keys| keys.value.clone()),
         default,
@@ -647,25 +657,51 @@ fn check_store_must_exist(values: &Values, problems: &mut Vec<Problem>) {
     }
 }
 
-fn read_token(values: &Values, problems: &mut Vec<Problem>) -> Option<AdminToken> {
+/// The token. As everywhere, a flag wins over the environment, and the environment over the file.
+fn read_token(
+    values: &Values,
+    problems: &mut Vec<Problem>,
+    warnings: &mut Vec<Problem>,
+) -> Option<AdminToken> {
+    let differs = |token: &AdminToken, file: &Path| token_in(file).as_ref() != Ok(token);
     match (&values.admin_token, &values.admin_token_file) {
-        (Some(token), Some(file)) => {
-            let what =
-                format!("{} is set, too; the token must come from one source, so leave one out", file.source);
+        (Some(token), Some(Sourced { source: source @ Source::Env(_), .. })) => {
+            let what = format!("{source} is set, too; the token must come from one source, so leave one out");
             problems.push(Problem::error(token.source.clone(), what));
             None
         }
-        (Some(token), None) => Some(token.value.clone()),
-        (None, Some(file)) => match token_in(&file.value) {
-            Ok(token) => Some(token),
-            Err(what) => {
-                let what = format!("{}: {what}", file.value.display());
-                problems.push(Problem::error(file.source.clone(), what));
-                None
+        (Some(token), Some(Sourced { value: file, source: source @ Source::Flag(_) })) => {
+            if differs(&token.value, file) {
+                let what =
+                    format!("another token than that of {source}, which wins; this one is not accepted");
+                warnings.push(Problem::warning(token.source.clone(), what));
             }
-        },
+            token_or_problem(file, source, problems)
+        }
+        (Some(token), Some(file)) => {
+            if differs(&token.value, &file.value) {
+                let what = format!(
+                    "another token than that in {}, which it overrides; a reload does not change it",
+                    file.value.display()
+                );
+                warnings.push(Problem::warning(token.source.clone(), what));
+            }
+            Some(token.value.clone())
+        }
+        (Some(token), None) => Some(token.value.clone()),
+        (None, Some(file)) => token_or_problem(&file.value, &file.source, problems),
         (None, None) => None,
     }
+}
+
+fn token_or_problem(file: &Path, source: &Source, problems: &mut Vec<Problem>) -> Option<AdminToken> {
+    let token = token_in(file);
+    token
+        .map_err(|what| {
+            let what = format!("{}: {what}", file.display());
+            problems.push(Problem::error(source.clone(), what));
+        })
+        .ok()
 }
 
 fn token_in(path: &Path) -> Result<AdminToken, String> {

@@ -6,6 +6,7 @@ use std::net::IpAddr;
 use super::Entry;
 use super::problem::{Problem, Source, nearest};
 use super::settings::{Raw, SETTINGS};
+use super::units::is_admin_elsewhere;
 
 const PREFIX: &str = "ONCEGATE_";
 
@@ -24,6 +25,7 @@ const OTHERS: &[&str] = &[
 pub(super) fn read(
     variables: impl IntoIterator<Item = (OsString, OsString)>,
     problems: &mut Vec<Problem>,
+    warnings: &mut Vec<Problem>,
 ) -> Vec<Entry> {
     let mut entries = Vec::new();
     for (name, value) in variables {
@@ -42,6 +44,12 @@ pub(super) fn read(
         match value.into_string() {
             Ok(text) if text.is_empty() => {
                 problems.push(Problem::error(source, "is set but empty; unset it or give it a value"));
+            }
+            // One environment serves commands and sidecars. Commands may ask a sidecar elsewhere, or through a proxy with TLS.
+            Ok(text) if setting.name == "admin" && is_admin_elsewhere(&text) => {
+                let what = "it is the URL that commands use, and no address on which this sidecar can listen, so it is ignored here; set \
+                            admin in the file or with --admin";
+                warnings.push(Problem::warning(source, what));
             }
             Ok(text) => entries.push(Entry { setting, raw: Raw::Text(text), source }),
             Err(_) => problems.push(Problem::error(source, "is not valid UTF-8")),
@@ -106,7 +114,7 @@ mod tests {
     fn read_all(variables: &[(&str, &str)]) -> (Vec<(&'static str, Raw)>, Vec<String>) {
         let mut problems = Vec::new();
         let variables = variables.iter().map(|(name, value)| (name.into(), value.into()));
-        let entries = read(variables, &mut problems);
+        let entries = read(variables, &mut problems, &mut Vec::new());
         let entries = entries.into_iter().map(|entry| (entry.setting.name, entry.raw)).collect();
         (entries, problems.iter().map(Problem::to_string).collect())
     }

@@ -220,6 +220,10 @@ fn raw(setting: &Setting, value: &DeValue<'_>) -> Result<Raw, String> {
         (_, Shape::Many) => Err(format!("{} instead of a list, such as [\"…\", \"…\"]", article(value))),
         (DeValue::String(text), Shape::One) => Ok(Raw::Text(text.to_string())),
         (DeValue::Integer(number), Shape::One) => Ok(Raw::Text(number.to_string())),
+        // As it is written, so that no rounding shows.
+        (DeValue::Float(number), Shape::One) if setting.value == "RATIO" => {
+            Ok(Raw::Text(number.as_str().to_owned()))
+        }
         (_, Shape::One) => Err(format!("{} instead of a text, such as \"…\"", article(value))),
     }
 }

@@ -10,6 +10,7 @@ mod cors;
 mod env;
 mod file;
 mod flags;
+mod id_secret;
 #[cfg(test)]
 mod pages;
 mod paths;
@@ -35,7 +36,7 @@ use std::time::Duration;
 
 use http::Method;
 use http::uri::PathAndQuery;
-use oncegate_core::{OnAbandoned, ServiceName};
+use oncegate_core::{IdSecret, OnAbandoned, ServiceName};
 use oncegate_engine::{ConfigError, Engine};
 use oncegate_http::{CompletedBy, IdempotencyLayer, JwtVerifier, PathPattern, RateLimits, Settings};
 
@@ -53,6 +54,7 @@ pub(crate) use self::cors::{Cors, asked_method};
 #[cfg(test)]
 pub(crate) use self::flags::parse as parse_flags;
 pub(crate) use self::flags::{ProxyArgs, drop_far_suggestion};
+pub(crate) use self::id_secret::id_secret_in;
 pub(crate) use self::problem::{Problem, Problems, Source, did_you_mean};
 pub(crate) use self::scope::KeySetPlace;
 pub(crate) use self::seal::{
@@ -176,6 +178,8 @@ pub(crate) struct Config {
     pub(crate) tls: Option<TlsFiles>,
     /// The keys that encrypt stored responses; `None` stores them in clear.
     pub(crate) seal: Option<SealSettings>,
+    /// The secret that keys the identities of records.
+    pub(crate) id_secret: Option<IdSecret>,
     /// Verifies the tokens that name callers.
     pub(crate) jwt: Option<JwtVerifier>,
     /// The place of its keys.
@@ -479,6 +483,9 @@ impl Config {
         if self.seal.is_some() != other.seal.is_some() {
             names.push("seal-keys-file");
         }
+        if self.id_secret != other.id_secret && !names.contains(&"id-secret-file") {
+            names.push("id-secret-file");
+        }
         names
     }
 
@@ -495,7 +502,7 @@ impl Draft {
         let variables: Vec<_> = env.into_iter().collect();
         let mut ignored = Vec::new();
         let from_standard = standard_env::read(&variables, &mut ignored);
-        let from_env = env::read(variables, &mut problems);
+        let from_env = env::read(variables, &mut problems, &mut ignored);
         let from_flags: Vec<_> = args.entries().collect();
         let path = config_path(&from_env, &from_flags);
         let content = match &path {

@@ -31,6 +31,7 @@ pub(super) fn make_absolute(values: &mut Values, file: Option<&Path>, problems: 
         &mut values.tls_client_crl,
         &mut values.admin_token_file,
         &mut values.seal_keys_file,
+        &mut values.id_secret_file,
     ];
     for given in files.into_iter().flatten() {
         note(&given.source, base.apply(&mut given.value, &given.source));

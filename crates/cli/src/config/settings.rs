@@ -11,7 +11,7 @@ use http::header::HeaderName;
 use http::uri::PathAndQuery;
 use http::{Method, StatusCode};
 use oncegate_core::fingerprint::JsonPointer;
-use oncegate_core::{OnAbandoned, ServiceName, limits};
+use oncegate_core::{IdSecret, OnAbandoned, ServiceName, limits};
 use oncegate_http::{
     AuthorityRole, BodyComparison, CompletedBy, JwtAlgorithm, KeyFormat, KeyScope, KeySyntax, PathCase,
     RateQuota, ServerErrors, TrailingSlash,
@@ -19,6 +19,7 @@ use oncegate_http::{
 use oncegate_seal::Keyring;
 
 use super::Playground;
+use super::id_secret;
 use super::problem::Source;
 use super::rate;
 use super::scope::{self, KeySetPlace, ScopePart};
@@ -171,6 +172,7 @@ mod heading {
     pub(super) const KEYS: &str = "Keys";
     pub(super) const RECORDS: &str = "Records and outcomes";
     pub(super) const SEALING: &str = "Encryption of stored responses";
+    pub(super) const IDS: &str = "Keyed identities of records";
     pub(super) const REQUESTS: &str = "Comparison of requests";
     pub(super) const BROWSERS: &str = "Browsers on other origins";
     pub(super) const LIMITS: &str = "Limits and timeouts";
@@ -196,13 +198,13 @@ settings! {
     "listen" SERVICE Service One "ADDR" Value("127.0.0.1:8080");
     listen: SocketAddr = units::address;
 
-    /// Serves /livez, /readyz, /metrics, the admin API and the dashboard on this address. An address that other machines can
-    /// reach needs an admin token.
+    /// Serves /livez, /readyz, /metrics, the admin API and the dashboard on this address, which may also be written as
+    /// http://IP:PORT. An address that other machines can reach needs an admin token.
     "admin" SERVICE Service One "ADDR" Value("127.0.0.1:9090");
-    admin: SocketAddr = units::address;
+    admin: SocketAddr = units::admin_address;
 
     /// Reads the admin token, at least 16 characters, from this file. The environment variable ONCEGATE_ADMIN_TOKEN can
-    /// hold the token instead.
+    /// hold the token instead, and overrides a file that the configuration file names.
     "admin-token-file" SERVICE Live One "FILE" Nothing("no token, for loopback addresses only");
     admin_token_file: PathBuf = units::path;
 
@@ -552,6 +554,17 @@ settings! {
     /// off.
     "seal-opens-only" SEALING Live Switch "BOOL" Value("false");
     seal_opens_only: bool = units::boolean;
+
+    /// Computes the ids of records, and the marks of callers, keys and requests, with the secret in this file, as
+    /// `oncegate id-secret new` prints it: a reader of the store who guesses a key or a caller cannot confirm the guess. Only for
+    /// a new, empty store, and for its whole life: all sidecars and programs on the store need the same secret, it cannot be
+    /// changed, and a store whose secret is lost is of no use. docs/reference/sealing.md describes it.
+    "id-secret-file" IDS Service One "FILE" Nothing("plain hashes");
+    id_secret_file: PathBuf = units::path;
+
+    /// The secret itself. In the environment only, as ONCEGATE_ID_SECRET.
+    "id-secret" IDS Secret One "SECRET" Nothing("");
+    id_secret: IdSecret = id_secret::parse;
 
     /// A list of members that are ignored when JSON bodies are compared, such as `/meta/timestamp` (JSON pointers). A body that
     /// consists only of ignored members is compared as a whole.

@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 
-use oncegate_core::MemoryStore;
+use oncegate_core::{IdSecret, MemoryStore};
 use oncegate_http::CallerPart;
 use oncegate_testkit::ManualClock;
 
@@ -83,6 +83,10 @@ fn settings_have_defaults() {
 /// A key that seals.
 const SEAL_KEY: &str =
     "ogseal1_d76b7626affc02af_0101010101010101010101010101010101010101010101010101010101010101";
+
+/// A secret that keys ids.
+const ID_SECRET: &str =
+    "ogids1_563d21b9ea4fac5f_0101010101010101010101010101010101010101010101010101010101010101";
 
 /// For every setting, a valid value and the part of the configuration that it changes. That part is empty for the settings
 /// that have no effect alone: a certificate without its key, and rights of other origins without origins.
@@ -166,6 +170,8 @@ const SAMPLES: &[(&str, &str, &str)] = &[
     ("seal-keys-command", "print-keys", "source: Command([\"print-keys\"])"),
     ("seal-required", "true", ""),
     ("seal-opens-only", "true", ""),
+    ("id-secret-file", "ID-SECRET", "id_secret: Some(IdSecret("),
+    ("id-secret", ID_SECRET, "id_secret: Some(IdSecret("),
     ("fingerprint.exclude", "/meta", "include: [], exclude: [JsonPointer(\"/meta\")]"),
     ("fingerprint.include", "/order", "include: [JsonPointer(\"/order\")], exclude: []"),
     ("fingerprint.body", "raw", "raw_bodies: true"),
@@ -220,7 +226,10 @@ fn every_setting_can_be_given_everywhere_it_is_allowed() {
         if let Some(flag) = &flag {
             ways.push(("flag", flags::parse(&[flag]).unwrap().entries().collect()));
         }
-        ways.push(("env", env::read([(setting.variable().into(), text.into())], &mut problems)));
+        ways.push((
+            "env",
+            env::read([(setting.variable().into(), text.into())], &mut problems, &mut Vec::new()),
+        ));
         if setting.settable_in != SettableIn::Secret {
             ways.push(("file", file::read("f", &in_file, &mut problems).unwrap().entries));
         }
@@ -340,11 +349,14 @@ fn single_mistakes_have_single_errors() {
         ),
         (
             Given {
-                env: &[TO, ("ONCEGATE_ADMIN_TOKEN", "0123456789abcdef")],
-                flags: &["--admin-token-file", "f"],
+                env: &[
+                    TO,
+                    ("ONCEGATE_ADMIN_TOKEN", "0123456789abcdef"),
+                    ("ONCEGATE_ADMIN_TOKEN_FILE", "/nowhere"),
+                ],
                 ..NOTHING
             },
-            "ONCEGATE_ADMIN_TOKEN: --admin-token-file is set, too; the token must come from one source, so leave one out",
+            "ONCEGATE_ADMIN_TOKEN: ONCEGATE_ADMIN_TOKEN_FILE is set, too; the token must come from one source, so leave one out",
         ),
         (
             Given { env: &[TO], flags: &["--admin-token-file", "/nowhere/token"], ..NOTHING },
@@ -554,6 +566,61 @@ fn single_mistakes_have_single_errors() {
     for (given, expected) in table {
         assert_eq!(given.problems(), [*expected]);
         assert!(given.draft().0.config.is_none());
+    }
+}
+
+/// The same variables serve the commands of operators.
+#[test]
+fn variables_for_commands_are_fine_for_a_sidecar() {
+    const TOKEN: &str = "0123456789abcdef";
+    let given = |env: &[(&str, &str)], flags: &[&str], file: &str| {
+        let given = Given { env: &[&[TO], env].concat(), flags, file };
+        let (draft, _dir) = given.draft();
+        let warnings: Vec<_> = draft.problems.iter().map(ToString::to_string).collect();
+        let config = draft.config.unwrap_or_else(|| panic!("{warnings:?}"));
+        let logged: Vec<_> = config.warnings.iter().map(ToString::to_string).collect();
+        assert_eq!(logged, warnings);
+        let token = config.admin_token.map(|token| String::from_utf8(token.as_bytes().to_vec()).unwrap());
+        (config.admin.to_string(), token, warnings)
+    };
+    for url in ["http://127.0.0.1:9191", "http://127.0.0.1:9191/", "127.0.0.1:9191"] {
+        let (admin, _, warnings) = given(&[("ONCEGATE_ADMIN", url)], &[], "");
+        assert_eq!((admin.as_str(), warnings.len()), ("127.0.0.1:9191", 0), "{url}: {warnings:?}");
+    }
+    let elsewhere = [("ONCEGATE_ADMIN", "https://ops.example")];
+    let (admin, _, warnings) = given(&elsewhere, &[], "admin = \"127.0.0.1:9192\"");
+    assert_eq!(admin, "127.0.0.1:9192");
+    assert!(
+        warnings.len() == 1 && warnings[0].starts_with("ONCEGATE_ADMIN: it is the URL that commands use"),
+        "{warnings:?}"
+    );
+
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("token");
+    fs::write(&path, "the-token-in-the-file\n").unwrap();
+    fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
+    let file = format!("admin-token-file = {:?}", path.display().to_string());
+    let flag = format!("--admin-token-file={}", path.display());
+    let env = [("ONCEGATE_ADMIN_TOKEN", TOKEN)];
+    let (_, token, warnings) = given(&env, &[], &file);
+    assert_eq!(token.as_deref(), Some(TOKEN), "the environment wins over the file");
+    assert!(
+        warnings.len() == 1 && warnings[0].starts_with("ONCEGATE_ADMIN_TOKEN: another token than that in "),
+        "{warnings:?}"
+    );
+    let (_, token, warnings) = given(&env, &[&flag], "");
+    assert_eq!(token.as_deref(), Some("the-token-in-the-file"), "a flag wins over the environment");
+    assert!(
+        warnings.len() == 1
+            && warnings[0].contains("than that of --admin-token-file, which wins")
+            && !warnings[0].contains(TOKEN),
+        "{warnings:?}"
+    );
+    // The same token is no reason for a warning.
+    let env = [("ONCEGATE_ADMIN_TOKEN", "the-token-in-the-file")];
+    for (flags, file) in [(&[][..], file.as_str()), (&[flag.as_str()], "")] {
+        let (_, token, warnings) = given(&env, flags, file);
+        assert_eq!((token.as_deref(), warnings.len()), (Some("the-token-in-the-file"), 0), "{warnings:?}");
     }
 }
 
@@ -934,6 +1001,9 @@ fn every_setting_of_the_service_arrives() {
     let seal_keys = tempfile::NamedTempFile::new().unwrap();
     fs::write(seal_keys.path(), SEAL_KEY).unwrap();
     let seal_keys = seal_keys.path().to_str().unwrap();
+    let id_secret = tempfile::NamedTempFile::new().unwrap();
+    fs::write(id_secret.path(), format!("# ours\n{ID_SECRET}\n")).unwrap();
+    let id_secret = id_secret.path().to_str().unwrap();
     let here = std::env::current_dir().unwrap();
     let default = format!("{:?}", Given { env: &[TO], ..NOTHING }.config());
     let is_of_service =
@@ -951,6 +1021,7 @@ fn every_setting_of_the_service_arrives() {
         let text = match name {
             "admin-token-file" => token,
             "seal-keys-file" => seal_keys,
+            "id-secret-file" => id_secret,
             _ => text,
         };
         let said = [TO, (&variable, text)];
@@ -1169,6 +1240,57 @@ fn seal_keys_come_from_one_source_and_mistakes_show_no_key() {
     let config = Given { env: &[TO, with_key], flags: &["--seal-required"], ..NOTHING }.config();
     let shown = format!("{config:?} {}", config.safe_summary());
     assert!(shown.contains("d76b7626affc02af") && !shown.contains("0101"), "{shown}");
+}
+
+#[test]
+fn an_id_secret_comes_from_one_source_and_mistakes_show_nothing_of_it() {
+    let with_secret = ("ONCEGATE_ID_SECRET", ID_SECRET);
+    let slip = ID_SECRET.replace("_0101", "_0102");
+    let dir = tempfile::tempdir().unwrap();
+    let written = |name: &str, content: &[u8]| {
+        let file = dir.path().join(name);
+        fs::write(&file, content).unwrap();
+        fs::set_permissions(&file, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
+        (format!("--id-secret-file={}", file.display()), format!("--id-secret-file: {}: ", file.display()))
+    };
+    let (wrong, wrong_at) = written("wrong", b"hunter2\n");
+    let (none, none_at) = written("none", b"# nothing\n");
+    let (two, two_at) = written("two", format!("{ID_SECRET}\n{ID_SECRET}\n").as_bytes());
+    let (large, large_at) = written("large", &[b'#'; 5000]);
+    let table: &[(Given<'_>, String)] = &[
+        (
+            Given { env: &[TO, with_secret], flags: &[&wrong], ..NOTHING },
+            "--id-secret-file: ONCEGATE_ID_SECRET is set, too; the id secret must come from one source".to_owned(),
+        ),
+        (
+            Given { env: &[TO, ("ONCEGATE_ID_SECRET", &slip)], ..NOTHING },
+            "ONCEGATE_ID_SECRET: the digits of the id secret do not fit its name".to_owned(),
+        ),
+        (Given { env: &[TO], flags: &[&wrong], ..NOTHING }, format!("{wrong_at}an id secret has the form ogids1_")),
+        (Given { env: &[TO], flags: &[&none], ..NOTHING }, format!("{none_at}there is no id secret in it")),
+        (Given { env: &[TO], flags: &[&two], ..NOTHING }, format!("{two_at}there is more than one line")),
+        (Given { env: &[TO], flags: &[&large], ..NOTHING }, format!("{large_at}is too large")),
+        (
+            Given { env: &[TO], file: &format!("id-secret = \"{ID_SECRET}\""), ..NOTHING },
+            "oncegate.toml:1:1: id-secret: a secret does not belong here; put it into ONCEGATE_ID_SECRET or name a file with \
+             `id-secret-file`"
+                .to_owned(),
+        ),
+    ];
+    for (given, expected) in table {
+        let problems = given.problems();
+        assert!(problems.len() == 1 && problems[0].starts_with(expected), "{problems:#?}\n{expected}");
+        assert!(!problems[0].contains("0101") && !problems[0].contains("hunter2"), "{problems:?}");
+    }
+    let config = Given { env: &[TO, with_secret], ..NOTHING }.config();
+    let shown = format!("{config:?} {}", config.safe_summary());
+    assert!(shown.contains(&ID_SECRET[7..23]) && !shown.contains("0101"), "{shown}");
+    // A reload with another secret is refused; the same one from another place is no change.
+    let other = IdSecret::from_bytes([2; 32]).to_secret_text();
+    let with_other = Given { env: &[TO, ("ONCEGATE_ID_SECRET", &other)], ..NOTHING }.config();
+    assert_eq!(config.fixed_changes(&with_other), ["id-secret-file"]);
+    assert_eq!(config.fixed_changes(&Given { env: &[TO], ..NOTHING }.config()), ["id-secret-file"]);
+    assert_eq!(config.fixed_changes(&Given { env: &[TO, with_secret], ..NOTHING }.config()), [""; 0]);
 }
 
 #[test]

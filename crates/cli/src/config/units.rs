@@ -323,6 +323,51 @@ pub(crate) fn address(text: &str) -> Read<SocketAddr> {
     ))
 }
 
+/// Reads the admin address of a sidecar: an address, or the URL with it that the commands for operators take.
+pub(crate) fn admin_address(text: &str) -> Read<SocketAddr> {
+    match admin_url(text) {
+        None => address(text),
+        Some(Ok(address)) => Ok(address),
+        Some(Err(why)) => Err(why),
+    }
+}
+
+/// Returns true for a URL that only commands can use: with a host name, or with TLS, which the admin address does not have. A
+/// sidecar cannot listen there.
+pub(crate) fn is_admin_elsewhere(text: &str) -> bool {
+    let Some((scheme, rest)) = text.split_once("://") else { return false };
+    let is_authority = |authority: &Authority| {
+        let (host, whole) = (authority.host(), authority.as_str());
+        !host.is_empty()
+            && !whole.contains('@')
+            && (host.len() == whole.len() || authority.port_u16().is_some())
+    };
+    matches!(scheme, "http" | "https")
+        && rest.strip_suffix('/').unwrap_or(rest).parse().is_ok_and(|authority| is_authority(&authority))
+        && !matches!(admin_url(text), Some(Ok(_)))
+}
+
+/// The address in a URL of the admin address; `None` if the text is no URL.
+fn admin_url(text: &str) -> Option<Read<SocketAddr>> {
+    let (scheme, rest) = text.split_once("://")?;
+    if text.contains('@') {
+        // First of all, because the other error repeats the value.
+        return Some(Err("the URL has a user name or a password; write only http://IP:PORT".to_owned()));
+    }
+    let none = || {
+        format!(
+            "{text:?} is not an address to listen on; write IP:PORT or http://IP:PORT, such as \"127.0.0.1:9090\". The admin address \
+             itself has no TLS"
+        )
+    };
+    let authority = rest.strip_suffix('/').unwrap_or(rest);
+    // The default port of the scheme, as commands use it.
+    let with_port =
+        || authority.trim_matches(['[', ']']).parse().ok().map(|ip: IpAddr| SocketAddr::new(ip, 80));
+    let address = if scheme == "http" { address(authority).ok().or_else(with_port) } else { None };
+    Some(address.ok_or_else(none))
+}
+
 pub(crate) fn upstream(text: &str) -> Read<Upstream> {
     // First of all, because the other errors repeat the value.
     if text.contains('@') {
@@ -900,6 +945,41 @@ mod tests {
         ] {
             assert!(error(address(text)).contains(why), "{text}: {}", error(address(text)));
         }
+    }
+
+    #[test]
+    fn an_admin_address_may_be_the_url_of_commands() {
+        for (text, address) in [
+            ("127.0.0.1:9090", "127.0.0.1:9090"),
+            ("http://127.0.0.1:9090", "127.0.0.1:9090"),
+            ("http://127.0.0.1:9090/", "127.0.0.1:9090"),
+            ("http://localhost:9091", "127.0.0.1:9091"),
+            ("http://[::1]:9090", "[::1]:9090"),
+            ("http://0.0.0.0:9090", "0.0.0.0:9090"),
+            ("http://10.0.0.1", "10.0.0.1:80"),
+            ("http://[::1]", "[::1]:80"),
+        ] {
+            assert_eq!(admin_address(text), Ok(address.parse().unwrap()), "{text}");
+            assert!(!is_admin_elsewhere(text), "{text}");
+        }
+        for elsewhere in
+            ["https://127.0.0.1:9090", "http://ops.example:9090", "https://ops.example/", "http://ops"]
+        {
+            assert!(is_admin_elsewhere(elsewhere), "{elsewhere}");
+            let why = error(admin_address(elsewhere));
+            assert!(why.contains("write IP:PORT or http://IP:PORT"), "{why}");
+        }
+        for wrong in [
+            "ftp://ops.example",
+            "http://",
+            "http://ops.example/v1",
+            "http://ops.example:port",
+            "ops.example:9090",
+        ] {
+            assert!(!is_admin_elsewhere(wrong) && admin_address(wrong).is_err(), "{wrong}");
+        }
+        let secret = "http://anna:hunter2@127.0.0.1:9090";
+        assert!(!is_admin_elsewhere(secret) && !error(admin_address(secret)).contains("hunter2"));
     }
 
     #[test]

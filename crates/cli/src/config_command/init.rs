@@ -80,7 +80,7 @@ fn comment(words: &str, text: &mut String) {
     text.push('\n');
 }
 
-/// The default of a setting, or else a value that it accepts.
+/// The default of a setting, or else a value that it accepts. `None` for settings that are not in the file.
 pub(super) fn example(setting: &Setting) -> Option<Raw> {
     let text = match setting.default {
         Fallback::Value(text) | Fallback::Profile(text) => text.to_owned(),
@@ -92,6 +92,13 @@ pub(super) fn example(setting: &Setting) -> Option<Raw> {
             }
             ("scope", _) => "required-header:x-tenant".to_owned(),
             ("release-statuses", _) => "422".to_owned(),
+            ("threads", _) => "4".to_owned(),
+            ("key-query", _) => "idempotency_key".to_owned(),
+            ("read-only-tools", _) => "get_*".to_owned(),
+            ("intent-tools", _) => "create_payment".to_owned(),
+            ("seal-keys-command", _) => "vault,kv,get,-field=keys,secret/oncegate".to_owned(),
+            ("otlp-endpoint", _) => "http://127.0.0.1:4318".to_owned(),
+            ("otlp-resource-attributes", _) => "deployment.environment.name=production".to_owned(),
             (name, "FILE" | "FILE|URL") => format!("/etc/oncegate/{name}"),
             (name, "URL") => format!("https://developer.example.com/{name}"),
             (_, "PATH") => "/oncegate/outcome".to_owned(),

@@ -101,10 +101,16 @@ fn is_number(setting: &Setting) -> bool {
     setting.shape == Shape::One && setting.value == "N"
 }
 
+/// Returns true for settings that are numbers with a fraction.
+fn is_ratio(setting: &Setting) -> bool {
+    setting.shape == Shape::One && setting.value == "RATIO"
+}
+
 /// The value of a setting as JSON, in the type that it has in the file.
 fn json_value(setting: &Setting, raw: &Raw) -> Value {
     let one = |text: &str| match text.parse::<i64>() {
-        Ok(number) if is_number(setting) => number.into(),
+        Ok(number) if is_number(setting) || is_ratio(setting) => number.into(),
+        _ if is_ratio(setting) => text.parse::<f64>().map_or_else(|_| Value::from(text), Value::from),
         _ => Value::from(text),
     };
     match (setting.shape, raw) {

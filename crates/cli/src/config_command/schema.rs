@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::{init, is_number, json_value};
+use super::{init, is_number, is_ratio, json_value};
 use crate::config::{Fallback, Raw, SETTINGS, SettableIn, Setting, Shape};
 
 /// The schema, in draft-07, which editors of TOML know.
@@ -61,6 +61,7 @@ fn property(setting: &Setting) -> Value {
         Shape::One => match words(setting) {
             Some(words) => json!({"enum": words}),
             None if is_number(setting) || setting.value == "SIZE" => json!({"type": ["integer", "string"]}),
+            None if is_ratio(setting) => json!({"type": ["number", "string"], "minimum": 0, "maximum": 1}),
             None => json!({"type": "string"}),
         },
     };

@@ -21,6 +21,7 @@ fn fault(value: &Value, schema: &Value, place: &str) -> Option<String> {
                 let fits = types.iter().any(|name| match *name {
                     "string" => value.is_string(),
                     "integer" => value.is_i64(),
+                    "number" => value.is_number(),
                     "boolean" => value.is_boolean(),
                     "array" => value.is_array(),
                     "object" => value.is_object(),
@@ -34,6 +35,13 @@ fn fault(value: &Value, schema: &Value, place: &str) -> Option<String> {
                 let faults: Vec<_> =
                     rule.as_array().unwrap().iter().map(|one| fault(value, one, place)).collect();
                 if faults.iter().any(Option::is_none) { None } else { faults.into_iter().flatten().next() }
+            }
+            "minimum" | "maximum" => {
+                let (number, limit) = (value.as_f64(), rule.as_f64().unwrap());
+                let fits = |number: f64| if keyword == "minimum" { number >= limit } else { number <= limit };
+                number
+                    .filter(|number| !fits(*number))
+                    .map(|number| format!("{place}: {number} is beyond {limit}"))
             }
             "pattern" => {
                 assert_eq!(rule, "^/");
@@ -100,10 +108,7 @@ fn a_new_file_is_accepted_and_so_is_each_of_its_examples() {
             assert!(!text.contains(&format!("#{} = ", setting.name)), "{}", setting.name);
             continue;
         }
-        let Some(raw) = init::example(setting) else {
-            assert!(text.contains(&format!("#{} = …\n", setting.name)), "{}", setting.name);
-            continue;
-        };
+        let raw = init::example(setting).unwrap_or_else(|| panic!("{} has no example", setting.name));
         let line = format!("{} = {}\n", setting.name, toml_value(setting, &raw));
         assert!(text.contains(&line), "{line}");
         (setting.set)(&mut SettingValues::default(), &raw, &Source::Default)
@@ -130,6 +135,9 @@ fn the_schema_refuses_what_the_sidecar_refuses() {
         ("leese = \"1s\"", "no property leese"),
         ("on-abandoned = \"parc\"", "is none of"),
         ("require-key = \"yes\"", "is none of"),
+        ("trace-sample-ratio = 1.5", "1.5 is beyond 1"),
+        ("trace-sample-ratio = -1", "-1 is beyond 0"),
+        ("lease = 1.5", "is none of"),
         ("[[route]]\nlease = \"1s\"", "\"path\" is missing"),
         ("[[route]]\npath = \"/x\"\nlisten = \"127.0.0.1:1\"", "no property listen"),
         ("[fingerprint]\nexclud = [\"/a\"]", "no property exclud"),
@@ -185,6 +193,19 @@ fn examples_in_the_documentation_have_the_form_of_the_schema() {
 }
 
 #[test]
+fn a_ratio_is_a_number_or_a_text() {
+    for value in ["1", "0", "1.0", "0.25", "2.5e-1", "\"0.25\""] {
+        let text = format!("to = \"http://127.0.0.1:3000\"\ntrace-sample-ratio = {value}\n");
+        assert_eq!((errors_of_file(&text), fault_of_file(&text)), (Vec::new(), None), "{value}");
+    }
+    for value in ["inf", "nan", "true", "[1]"] {
+        let text = format!("to = \"http://127.0.0.1:3000\"\ntrace-sample-ratio = {value}\n");
+        let errors = errors_of_file(&text);
+        assert!(errors.len() == 1 && errors[0].contains("trace-sample-ratio: "), "{value}: {errors:?}");
+    }
+}
+
+#[test]
 fn secrets_are_left_out_and_what_is_shown_cannot_be_used_without_them() {
     use crate::config::{Setting, read_store, without_secrets};
     let store = Setting::named("store").unwrap();
@@ -213,6 +234,10 @@ fn values_are_written_as_toml() {
     assert_eq!(toml_value(methods, &Raw::Text("POST, PUT".to_owned())), "[\"POST\", \"PUT\"]");
     let limit = Setting::named("max-in-flight").unwrap();
     assert_eq!(toml_value(limit, &Raw::Text("2048".to_owned())), "2048");
+    let ratio = Setting::named("trace-sample-ratio").unwrap();
+    for (text, written) in [("1", "1"), ("0.25", "0.25"), ("1.0", "1.0")] {
+        assert_eq!(toml_value(ratio, &Raw::Text(text.to_owned())), written);
+    }
     let format = Setting::named("key-format").unwrap();
     assert_eq!(
         toml_value(format, &Raw::Text("pattern:\\d\"\u{7}".to_owned())),

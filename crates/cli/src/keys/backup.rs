@@ -85,12 +85,28 @@ fn refused(what: impl Into<String>) -> Failure {
     Failure::Refused(what.into())
 }
 
+/// Refuses a symbolic link. A copy replaces its directory, and removes what an earlier copy left, which must not happen in
+/// another place. Links in the path before it are followed.
+fn not_a_link(path: &Path) -> Result<(), Failure> {
+    match fs::read_link(path) {
+        Ok(to) => Err(refused(format!(
+            "{}: is a symbolic link to {}; name a directory that is no link. Its parent may be one",
+            path.display(),
+            to.display()
+        ))),
+        Err(_) => Ok(()),
+    }
+}
+
 impl Target {
     /// Checks that the target is free.
     fn new(directory: &Path) -> Result<Self, Failure> {
         let shown = directory.display();
         let usage = |what: &str| Failure::Usage(format!("{shown}: {what}"));
         let name = directory.file_name().ok_or_else(|| usage("name a directory for the copy"))?;
+        // Without a slash at its end, after which the system would follow a link.
+        let directory = &directory.with_file_name(name);
+        not_a_link(directory)?;
         let is_used = match fs::read_dir(directory) {
             Ok(mut entries) => entries.next().is_some(),
             Err(error) if error.kind() == io::ErrorKind::NotFound => false,
@@ -103,7 +119,9 @@ impl Target {
         }
         let mut partial = name.to_owned();
         partial.push(".partial");
-        Ok(Self { directory: directory.to_owned(), partial: directory.with_file_name(partial) })
+        let partial = directory.with_file_name(partial);
+        not_a_link(&partial)?;
+        Ok(Self { directory: directory.to_owned(), partial })
     }
 
     /// Makes an empty directory next to the target, and locks it.

@@ -304,10 +304,14 @@ fn member_of(path: &str) -> &'static str {
     let path = path.split_once('?').map_or(path, |(path, _)| path);
     match path {
         "/v1/keys" => "records",
+        "/v1/keys/tag" => "key_tag",
         "/v1/audit" | "/v1/audit/messages" => "entries",
         "/v1/clock/accept" => "ahead_seconds",
         "/v1/seal" => "keys",
         "/v1/seal/usage" => "sealed",
+        "/v1/seal/reseal" => "resealed",
+        "/v1/keys/forget" => "forgotten",
+        "/v1/compact" => "compacted",
         "/v1/dead-letters" => "dead_letters",
         "/v1/outbox" => "messages",
         "/v1/summary" => "version",
@@ -350,7 +354,8 @@ pub(crate) fn in_flags(text: &str) -> String {
 }
 
 /// The flags that set the members and parameters of requests.
-const FLAGS: [(&str, &str); 28] = [
+const FLAGS: [(&str, &str); 29] = [
+    ("seal_clear", "--seal-clear"),
     ("state", "--state"),
     ("caller", "--caller"),
     ("host", "--host"),

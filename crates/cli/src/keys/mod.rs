@@ -5,6 +5,7 @@
 mod backup;
 pub(crate) mod client;
 mod clock;
+mod content;
 mod health;
 pub(crate) mod print;
 mod seals;
@@ -13,19 +14,19 @@ mod tests;
 
 use std::fs;
 use std::io::{self, BufRead as _, IsTerminal as _, Read as _, StdoutLock, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use clap::{Args, Subcommand};
-use oncegate_core::KeyTag;
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use serde_json::{Map, Value, json};
 
 pub(crate) use self::backup::BackupArgs;
 use self::client::Client;
 pub(crate) use self::clock::ClockArgs;
+pub(crate) use self::content::{ForgetArgs, ResealArgs};
 pub(crate) use self::health::HealthArgs;
 pub(crate) use self::seals::SealUsageArgs;
 use crate::admin::searched_key;
@@ -42,11 +43,10 @@ pub(crate) struct KeysArgs {
 #[derive(Args, Debug)]
 #[command(next_help_heading = "The sidecar")]
 pub(crate) struct Access {
-    /// The sidecar's admin address, as URL or IP:PORT [default: http://127.0.0.1:9090] [env:
-    /// ONCEGATE_ADMIN, as IP:PORT if a sidecar reads it, too]
+    /// The sidecar's admin address, as URL or HOST:PORT [default: http://127.0.0.1:9090] [env: ONCEGATE_ADMIN]
     #[arg(long, value_name = "URL", global = true)]
     pub(crate) admin: Option<String>,
-    /// Reads the admin token from this file [default: the token in ONCEGATE_ADMIN_TOKEN]
+    /// Reads the admin token from this file [default: the token in ONCEGATE_ADMIN_TOKEN] [env: ONCEGATE_ADMIN_TOKEN_FILE]
     #[arg(long, value_name = "FILE", global = true)]
     token_file: Option<PathBuf>,
     /// Prints the responses of the admin API as JSON
@@ -291,6 +291,16 @@ pub(crate) fn run_backup(args: &BackupArgs) -> ExitCode {
     ask(async |out: &mut StdoutLock<'_>| backup::execute(args, env, out).await)
 }
 
+/// Runs the command that seals records anew. The exit code reports how it ended.
+pub(crate) fn run_reseal(args: &ResealArgs) -> ExitCode {
+    ask(async |out: &mut StdoutLock<'_>| content::reseal(args, env, out).await)
+}
+
+/// Runs the command that removes the content of records. The exit code reports how it ended.
+pub(crate) fn run_forget(args: &ForgetArgs) -> ExitCode {
+    ask(async |out: &mut StdoutLock<'_>| content::forget(args, env, confirmation(), out).await)
+}
+
 /// Runs the command that counts records by seal key. The exit code reports how it ended.
 pub(crate) fn run_seal_usage(args: &SealUsageArgs) -> ExitCode {
     ask(async |out: &mut StdoutLock<'_>| seals::execute(args, env, out).await)
@@ -416,12 +426,22 @@ impl Access {
     pub(crate) fn client(&self, env: impl Fn(&str) -> Option<String>) -> Result<Client, Failure> {
         let admin = self.admin.clone().or_else(|| env("ONCEGATE_ADMIN"));
         let admin = admin.as_deref().unwrap_or("http://127.0.0.1:9090");
-        let token = match &self.token_file {
-            Some(file) => Some(
-                fs::read_to_string(file)
-                    .map_err(|error| Failure::Usage(format!("--token-file: {}: {error}", file.display())))?,
-            ),
-            None => env("ONCEGATE_ADMIN_TOKEN"),
+        let read = |name: &str, file: &Path| {
+            fs::read_to_string(file)
+                .map_err(|error| Failure::Usage(format!("{name}: {}: {error}", file.display())))
+        };
+        // The variables of the sidecar, with their meaning there.
+        let (token, file) = ("ONCEGATE_ADMIN_TOKEN", "ONCEGATE_ADMIN_TOKEN_FILE");
+        let token = match (&self.token_file, env(token), env(file)) {
+            (Some(file), ..) => Some(read("--token-file", file)?),
+            (None, Some(_), Some(_)) => {
+                return Err(Failure::Usage(format!(
+                    "{token}: {file} is set, too; the token must come from one source, so leave one out"
+                )));
+            }
+            (None, Some(token), None) => Some(token),
+            (None, None, Some(path)) => Some(read(file, Path::new(&path))?),
+            (None, None, None) => None,
         };
         Client::new(admin, token.as_deref().map(str::trim))
     }
@@ -432,7 +452,10 @@ impl Ls {
         if !(1..=1000).contains(&self.limit) {
             return Err(Failure::Usage(format!("--limit {}: from 1 to 1000 is allowed", self.limit)));
         }
-        let tag = self.key.as_deref().map(key_tag).transpose()?;
+        let tag = match &self.key {
+            Some(key) => Some(key_tag(client, key).await?),
+            None => None,
+        };
         let filters = [
             ("state", self.state.as_deref()),
             ("caller", self.caller.as_deref()),
@@ -487,10 +510,12 @@ fn listing_path(filters: &[(&str, Option<&str>)], limit: usize, cursor: Option<&
     path
 }
 
-/// The tag of a key, which is sent instead of the key: URLs are written to logs.
-fn key_tag(key: &str) -> Result<String, Failure> {
-    let key = searched_key(key).map_err(|error| Failure::Usage(format!("--key: {error}")))?;
-    Ok(KeyTag::of(&key).to_string())
+/// The tag of a key, which is sent in addresses instead of the key: they are written to logs. The sidecar computes it, because it
+/// may have an id secret.
+async fn key_tag(client: &Client, key: &str) -> Result<String, Failure> {
+    searched_key(key).map_err(|error| Failure::Usage(format!("--key: {error}")))?;
+    let answer = client.post("/v1/keys/tag", &json!({"key": key})).await?;
+    Ok(answer["key_tag"].as_str().unwrap_or_default().to_owned())
 }
 
 /// The most records of one key that are shown.
@@ -504,7 +529,7 @@ async fn find_by_key(
     as_json: bool,
     out: &mut impl Write,
 ) -> Result<(), Failure> {
-    let tag = key_tag(key)?;
+    let tag = key_tag(client, key).await?;
     let mut page = walk(client, &[("key_tag", Some(&tag))], MAX_FOUND, None).await?;
     let newest_first =
         |record: &Value| std::cmp::Reverse(record["changed_at"].as_str().unwrap_or_default().to_owned());

@@ -7,7 +7,7 @@ use std::time::SystemTime;
 use tracing_subscriber::filter::Targets;
 use tracing_subscriber::{Registry, reload};
 
-use super::filter;
+use super::{OPERATOR, filter};
 
 /// The levels of this process.
 pub(super) struct Levels {
@@ -79,7 +79,7 @@ impl Levels {
             drop(state);
             match fallback {
                 Ok(()) => {
-                    tracing::info!(filter = &*self.configured, "the log falls back to its level of the start")
+                    tracing::info!(target: OPERATOR, filter = &*self.configured, "the log falls back to its level of the start")
                 }
                 Err(error) => tracing::error!(error, "the log keeps its level"),
             }

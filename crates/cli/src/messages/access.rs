@@ -1,17 +1,20 @@
 //! The way to the messages: a database, or a sidecar whose store is in it.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
 use oncegate_core::ErrorChain;
 use oncegate_postgres::PostgresOptions;
 use oncegate_postgres::messages::{AuditNote, DeadLetterFilter, MessageOperator, OutboxState, RequeueTerms};
+use oncegate_seal::Keyring;
 use serde_json::{Map, Value};
 
 use crate::admin::messages::{self as operations, MessageFailure, store_words};
-use crate::config::{StoreChoice, duration_text, read_store};
+use crate::config::{StoreChoice, duration_text, parse_seal_keys, read_store, seal_keys_in};
 use crate::keys::client::Client;
 use crate::keys::{self, Failure, escaped};
+use crate::seal::DeadLetterKeys;
 
 /// The database, or the sidecar.
 #[derive(Args)]
@@ -21,6 +24,10 @@ pub(super) struct MessageAccess {
     /// environment [env: ONCEGATE_STORE, unless --admin is given]
     #[arg(long, value_name = "URL", global = true, conflicts_with = "admin")]
     url: Option<String>,
+    /// A file with the seal keys that open sealed dead letters of a database; a sidecar uses its own
+    /// [env: ONCEGATE_SEAL_KEYS, which has the keys themselves]
+    #[arg(long, value_name = "FILE", global = true, conflicts_with = "admin")]
+    seal_keys_file: Option<PathBuf>,
     #[command(flatten)]
     sidecar: keys::Access,
 }
@@ -55,13 +62,28 @@ impl MessageAccess {
     /// machine.
     pub(super) fn backend(&self, env: impl Fn(&str) -> Option<String>) -> Result<Backend, Failure> {
         if let Some(url) = &self.url {
-            return database("--url", url);
+            return database("--url", url, self.seal_keys(env)?);
         }
         let from_env = env("ONCEGATE_STORE").filter(|_| self.sidecar.admin.is_none());
         match from_env {
-            Some(url) if is_postgres(&url) => database("ONCEGATE_STORE", &url),
+            Some(url) if is_postgres(&url) => database("ONCEGATE_STORE", &url, self.seal_keys(env)?),
             _ => self.sidecar.client(env).map(|client| Backend::Sidecar(Box::new(client))),
         }
+    }
+}
+
+impl MessageAccess {
+    /// The keys that open sealed dead letters; none if none are given.
+    fn seal_keys(&self, env: impl Fn(&str) -> Option<String>) -> Result<Keyring, Failure> {
+        if let Some(file) = &self.seal_keys_file {
+            return seal_keys_in(file)
+                .map_err(|why| Failure::Usage(format!("--seal-keys-file {}: {why}", file.display())));
+        }
+        let Some(text) = env("ONCEGATE_SEAL_KEYS").filter(|text| !text.is_empty()) else {
+            return Ok(Keyring::default());
+        };
+        parse_seal_keys(&text.replace(',', "\n"))
+            .map_err(|why| Failure::Usage(format!("ONCEGATE_SEAL_KEYS: {why}")))
     }
 }
 
@@ -72,13 +94,14 @@ fn is_postgres(text: &str) -> bool {
 }
 
 /// The database of a URL, also of one behind a cache.
-fn database(source: &str, text: &str) -> Result<Backend, Failure> {
+fn database(source: &str, text: &str, keys: Keyring) -> Result<Backend, Failure> {
     let choice = read_store(text).map_err(|error| Failure::Usage(format!("{source}: {error}")))?;
     match choice.store() {
         StoreChoice::Postgres(url) => {
             let options = PostgresOptions::from_url(url.reveal())
                 .map_err(|error| Failure::Usage(format!("{source}: {}", ErrorChain(&error))))?;
-            Ok(Backend::Database(Box::new(MessageOperator::new(options))))
+            let operator = MessageOperator::new(options).with_opener(DeadLetterKeys(keys.into()));
+            Ok(Backend::Database(Box::new(operator)))
         }
         _ => Err(Failure::Usage(format!(
             "{source}: dead letters and the outbox are in PostgreSQL; write postgres://USER@HOST/DATABASE"

@@ -82,6 +82,7 @@ pub(super) fn dead_letter(view: &Value, flags: &str, as_json: bool, out: &mut im
         ("error", "error"),
         ("since", "at"),
         ("receipt", "record"),
+        ("not opened", "seal_refused"),
         ("identity", "identity"),
         ("broker id", "broker_id"),
         ("order key", "order_key"),

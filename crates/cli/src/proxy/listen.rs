@@ -424,3 +424,40 @@ async fn run(
     })
     .await;
 }
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+
+    use super::*;
+    use crate::config::{Draft, parse_flags};
+
+    /// The default has to be longer than the time after which load balancers close idle connections: 60 s.
+    #[tokio::test(start_paused = true)]
+    async fn a_head_that_does_not_come_ends_the_connection_after_75_seconds_by_default() {
+        let args = parse_flags(&["--to", "http://127.0.0.1:1", "--store", "memory:"]).unwrap();
+        let config = Draft::read(&args, []).config.unwrap();
+        let builder = builder(&config, true, &CoarseTimer::default());
+        // With nothing, and with a part of it, also after a request.
+        let whole = "GET / HTTP/1.1\r\nHost: a\r\n\r\n";
+        for sent in ["".to_owned(), "GET / HT".to_owned(), whole.to_owned(), format!("{whole}GET / HT")] {
+            let (mut near, far) = tokio::io::duplex(4096);
+            let (_stop, stopped) = watch::channel(false);
+            let begun = Arc::new(AtomicBool::new(false));
+            let notes = begun.clone();
+            let service = service_fn(move |_: Request<Incoming>| {
+                notes.store(true, Ordering::Relaxed);
+                async { Ok::<_, Infallible>(Response::new(String::new())) }
+            });
+            let connection = builder.serve_connection_with_upgrades(TokioIo::new(far), service).into_owned();
+            tokio::spawn(run(connection, begun, config.client_idle_timeout, stopped));
+            near.write_all(sent.as_bytes()).await.unwrap();
+            let since = tokio::time::Instant::now();
+            let mut received = Vec::new();
+            near.read_to_end(&mut received).await.unwrap();
+            let (took, expected) = (since.elapsed(), Duration::from_secs(75));
+            assert!(took >= expected && took < expected + Duration::from_secs(1), "{sent:?}: {took:?}");
+            assert_eq!(received.starts_with(b"HTTP/1.1 200 OK"), sent.starts_with(whole), "{sent:?}");
+        }
+    }
+}

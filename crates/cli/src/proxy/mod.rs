@@ -16,6 +16,7 @@ mod framing;
 mod handshakes;
 mod headers;
 mod hosts;
+mod id_watch;
 mod jwks;
 mod late;
 mod listen;

@@ -70,7 +70,13 @@ impl ReconcileClients {
 
     /// The layer's settings of this route, with a client that asks the service if the route has a path for questions.
     pub(super) fn settings(&self, route: &RouteConfig) -> Settings {
-        let mut settings = route.settings.clone().with_tag(self.metrics.route_tag(&route.label));
+        let tag = self.metrics.route_tag(&route.label);
+        let mut settings = route.settings.clone().with_tag(tag);
+        if settings.redacts()
+            && let Some(counts) = self.metrics.redactions(tag)
+        {
+            settings = settings.with_redaction_counts(counts);
+        }
         if let Some(path) = route.authorize.clone() {
             let (clients, timeout) = (self.clone(), route.authorize_timeout);
             settings = settings.clone().with_authorize(AuthorizeClient { clients, path, timeout, settings });
@@ -267,7 +273,8 @@ impl ReconcileClient {
         remove_hop_by_hop(&mut head.headers, |_| false);
         match read_whole(WholeBody::new(body, head.version), self.settings.max_response_body()).await {
             Ok(Some((chunks, trailers))) => {
-                let stored = self.settings.stored_response(&head, &chunks, trailers.as_ref());
+                let stored =
+                    self.settings.stored_response_off_thread(&head, &chunks, trailers.as_ref()).await;
                 Report::Happened(stored.map_or(Reconciled::Unreplayable, Reconciled::Happened))
             }
             Ok(None) => Report::Happened(Reconciled::Unreplayable),

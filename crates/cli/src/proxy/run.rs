@@ -12,7 +12,7 @@ use oncegate_engine::{Breaker, Engine};
 use oncegate_postgres::messages::MessageOperator;
 use oncegate_postgres::{PostgresOptions, PostgresStore};
 use oncegate_redis::{RedisOptions, RedisStore, Severity};
-use oncegate_seal::SealedStore;
+use oncegate_seal::{KeylessStore, SealKeys, SealedStore};
 use rustix::process::{Resource, getrlimit, setrlimit};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{oneshot, watch};
@@ -25,24 +25,30 @@ use super::{BoundAddress, ConnectionLimit, DataPath, RequestLimit, cached, serve
 use crate::access_log::AccessLog;
 use crate::activity::Activity;
 use crate::admin::{
-    self, AbandonedRecords, AdminLive, AdminState, BackupStore, Dashboard, Draining, count_records,
+    self, AbandonedRecords, AdminLive, AdminState, BackupStore, Dashboard, Draining, MAX_CONNECTIONS,
+    count_records,
 };
 use crate::check::{existing, has_other_files};
 use crate::config::{Config, ProxyArgs, StoreChoice, StoreUrl, duration_text};
 use crate::otlp::OtlpExporter;
-use crate::seal;
+use crate::seal::{self, DeadLetterKeys};
 use crate::signals::Signals;
 use crate::systemd::ServiceManager;
 use crate::trace::Tracer;
 
 /// Runs the sidecar until it is told to stop.
 pub(crate) fn run(args: &ProxyArgs) -> Result<(), String> {
-    let control = tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(1)
-        .thread_name("control")
-        .enable_all()
-        .build()
-        .map_err(|error| format!("cannot start a runtime: {error}"))?;
+    let runtime = |name: &str| {
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .thread_name(name)
+            .enable_all()
+            .build();
+        runtime.map_err(|error| format!("cannot start a runtime: {error}"))
+    };
+    let control = runtime("control")?;
+    // Apart, so that the computing time of large listings delays neither health checks nor the control of the sidecar.
+    let operators = runtime("operators")?;
     // First of all, because before this, SIGHUP ends the process.
     let hangup = {
         let _context = control.enter();
@@ -61,7 +67,8 @@ pub(crate) fn run(args: &ProxyArgs) -> Result<(), String> {
         tracing::info!("{HOSTS_COMPARED}");
     }
     allow_many_files(&mut config);
-    let result = control.block_on(serve(config, args, hangup));
+    let result = control.block_on(serve(config, args, hangup, operators.handle().clone()));
+    operators.shutdown_timeout(Duration::from_secs(1));
     control.shutdown_timeout(Duration::from_secs(1));
     result
 }
@@ -75,8 +82,9 @@ pub(crate) const DEFAULT_SCOPE: &str = "`scope` is not set: callers are told apa
 pub(crate) const HOSTS_COMPARED: &str = "the host and port of a request are compared: if clients send one request to several names or ports \
      of the service, the second is refused (host-differs) until `authority` is ignore";
 
-/// The open files that are reserved for other purposes than connections: the store, the admin address, logs, certificates.
-const RESERVED_FILES: u64 = 64;
+/// The open files that are reserved for other purposes than connections of clients: those of the admin address, and 64 for the
+/// store, logs and certificates.
+const RESERVED_FILES: u64 = MAX_CONNECTIONS as u64 + 64;
 
 /// The most idle connections to the service, of all threads together, and the share of the open files that they may use.
 const MAX_IDLE: u64 = 1024;
@@ -177,7 +185,12 @@ fn cannot_listen(flag: &str, address: SocketAddr, error: &std::io::Error) -> Str
 /// Limits the time that a stopping sidecar waits for pending writes to the cache.
 const CACHE_TIMEOUT: Duration = Duration::from_secs(1);
 
-async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), String> {
+async fn serve(
+    config: Config,
+    args: &ProxyArgs,
+    hangup: Signal,
+    operators: tokio::runtime::Handle,
+) -> Result<(), String> {
     let config = Arc::new(config);
     // Before this, each of these signals ends the process.
     let mut signals = Signals::new().map_err(|error| format!("cannot listen for signals: {error}"))?;
@@ -215,13 +228,31 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
     // Before the cache, which so has sealed responses only.
     let seal = seal_keys.map(|keys| {
         tracing::info!("sealing: {}", seal::describe(&keys));
-        Arc::new(SealedStore::new(store.clone(), keys))
+        // It runs no steps itself, and services may record theirs in clear.
+        Arc::new(SealedStore::new(store.clone(), keys).without_steps())
     });
-    let store = seal.clone().map_or(store, |seal| seal as Arc<dyn Store>);
+    // Without keys, it counts what it refuses.
+    let (store, seal_refusals): (Arc<dyn Store>, _) = match seal.clone() {
+        Some(seal) => (seal.clone(), seal.refusals()),
+        None => {
+            let keyless = KeylessStore::new(store);
+            let refusals = keyless.refusals();
+            (Arc::new(keyless), refusals)
+        }
+    };
+    let keys_in_use = seal.as_ref().map_or_else(SealKeys::default, |seal| seal.keys());
+    tokio::spawn(seal::watch(counted.clone(), seal_refusals.clone(), keys_in_use.clone()));
     let left = AbandonedRecords::default();
     let builder = Engine::builder(store).with_runtime(control);
     let builder = match config.service.clone() {
         Some(service) => builder.with_service(service),
+        None => builder,
+    };
+    let builder = match config.id_secret.clone() {
+        Some(secret) => {
+            tracing::info!("the id secret {} keys the identities of records", secret.name());
+            builder.with_id_secret(secret)
+        }
         None => builder,
     };
     let activity = Activity::default();
@@ -231,6 +262,7 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
     #[cfg(not(feature = "failpoints"))]
     let builder = builder.with_observer(observers);
     let engine = builder.build();
+    tokio::spawn(super::id_watch::run(engine.id_guard().clone()));
     tokio::spawn(count_records(counted, left, metrics.clone()));
     let (sampled, counters) = (activity.clone(), metrics.clone());
     tokio::spawn(async move { sampled.hour().sample(|| counters.outcome_counts()).await });
@@ -263,9 +295,10 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
         connections: connections.clone(),
         without_key: without_key.clone(),
         dashboard: Dashboard::new(listen_address),
-        messages: messages(&config),
+        messages: messages(&config).map(|messages| messages.with_opener(DeadLetterKeys(keys_in_use.clone()))),
         live: admin_changes,
         seal: seal.clone(),
+        seal_refusals,
         backup,
     };
     let (otlp, tracer) = match config.otlp.clone() {
@@ -278,7 +311,7 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
         None => (None, Tracer::silent()),
     };
     let (close, closed) = oneshot::channel::<()>();
-    let admin = tokio::spawn(admin::serve(admin, state, async { drop(closed.await) }));
+    let admin = tokio::spawn(admin::serve(admin, state, operators, async { drop(closed.await) }));
     let scheme = if config.tls.is_some() { "https" } else { "http" };
     let line = format!(
         "oncegate listening on {scheme}://{listen_address}, admin http://{admin_address}, upstream {}, store {}",
@@ -476,10 +509,10 @@ mod tests {
         assert_eq!(within(1 << 20, 10_000, 2048, None), (10_000, 2048, 10_000));
         assert_eq!(within(1 << 20, 10_000, 2048, Some(20_000)), (10_000, 2048, 20_000));
         // A limit that is not configured uses the remaining files.
-        assert_eq!(within(20_000, 10_000, 2048, None), (10_000, 2048, 6_864));
-        assert_eq!(within(20_000, 10_000, 2048, Some(6_864)), (10_000, 2048, 6_864));
-        assert_eq!(within(20_000, 10_000, 2048, Some(6_865)), (10_000, 2048, 4_728));
-        assert_eq!(within(1024, 10_000, 2048, None), (416, 208, 208));
+        assert_eq!(within(20_000, 10_000, 2048, None), (10_000, 2048, 6_736));
+        assert_eq!(within(20_000, 10_000, 2048, Some(6_736)), (10_000, 2048, 6_736));
+        assert_eq!(within(20_000, 10_000, 2048, Some(6_737)), (10_000, 2048, 4_696));
+        assert_eq!(within(1024, 10_000, 2048, None), (352, 176, 176));
         assert_eq!(within(64, 10_000, 2048, None), (12, 6, 6));
         assert_eq!(within(64, 10, 1, None), (10, 1, 13));
         assert_eq!(within(1 << 20, 10, 1, None), (10, 1, 1024));

@@ -173,6 +173,21 @@ pub(crate) fn usable(url: &str) -> Result<bool, String> {
     Ok(durability == Durability::Synced)
 }
 
+/// Checks that the database belongs to the id secret of these identities, or to none.
+///
+/// # Errors
+/// The reason why the sidecar would refuse requests. A database that cannot be used is none: [`usable`] reports that.
+pub(crate) fn verify_ids(url: &str, ids: oncegate_core::IdScheme) -> Result<(), String> {
+    let Ok(options) = options(url) else { return Ok(()) };
+    crate::block_on(async {
+        let Ok(store) = PostgresStore::open(options).await else { return Ok(()) };
+        let verified = crate::check::id_problem(&store, &ids).await;
+        store.close().await;
+        verified
+    })
+    .unwrap_or(Ok(()))
+}
+
 /// The options for a URL. For a cached store, those of the database behind the cache.
 fn options(url: &str) -> Result<PostgresOptions, String> {
     let choice = store(url).ok();

@@ -17,6 +17,42 @@ const TIMEOUT: Duration = Duration::from_secs(10);
 /// The most of the standard error that is read and logged.
 const MAX_ERRORS: u64 = 8 * 1024;
 
+/// The variables that the program gets: those that every program needs, and those with which clients of key management services
+/// find their server, their identity and the authorities that they trust. The page docs/reference/sealing.md lists them.
+const KEPT: [&str; 24] = [
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "LANG",
+    "TZ",
+    "TMPDIR",
+    "CREDENTIALS_DIRECTORY",
+    "SSL_CERT_FILE",
+    "SSL_CERT_DIR",
+    "CURL_CA_BUNDLE",
+    "REQUESTS_CA_BUNDLE",
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+    "ALL_PROXY",
+    "NO_PROXY",
+    "http_proxy",
+    "https_proxy",
+    "all_proxy",
+    "no_proxy",
+    "KUBERNETES_SERVICE_HOST",
+    "KUBERNETES_SERVICE_PORT",
+    "IDENTITY_ENDPOINT",
+    "IDENTITY_HEADER",
+];
+
+/// The beginnings of the names of further variables that it gets.
+const KEPT_PREFIXES: [&str; 8] = ["LC_", "XDG_", "AWS_", "AZURE_", "GOOGLE_", "CLOUDSDK_", "VAULT_", "BAO_"];
+
+fn is_kept(name: &str) -> bool {
+    KEPT.contains(&name) || KEPT_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
+}
+
 /// A process group, which is killed when this is dropped: a shell script may leave programs behind that hold the pipes.
 struct Group(Option<Pid>);
 
@@ -39,8 +75,9 @@ async fn keys_within(words: &[String], note: fn(&str), timeout: Duration) -> Res
     };
     let mut command = Command::new(program);
     command.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    // The program needs the rest of the environment, but not the token of the admin API.
-    command.env_remove("ONCEGATE_ADMIN_TOKEN").kill_on_drop(true).process_group(0);
+    // Not the whole environment, which has the secrets of the sidecar.
+    let kept = std::env::vars_os().filter(|(name, _)| name.to_str().is_some_and(is_kept));
+    command.env_clear().envs(kept).kill_on_drop(true).process_group(0);
     let mut child = command.spawn().map_err(|error| format!("cannot run {program}: {error}"))?;
     let mut group = Group(child.id().and_then(|id| i32::try_from(id).ok()).and_then(Pid::from_raw));
     let (output, errors) = (child.stdout.take(), child.stderr.take());
@@ -101,6 +138,17 @@ mod tests {
         let ring =
             keys(&shell(&format!("echo '# ours'; echo {}", *key.to_secret_text())), |_| ()).await.unwrap();
         assert_eq!(ring.ids().collect::<Vec<_>>(), [key.id()]);
+    }
+
+    #[test]
+    fn the_page_lists_the_variables_that_the_program_gets() {
+        let page = include_str!("../../../../docs/reference/sealing.md");
+        for name in KEPT.iter().filter(|name| !name.starts_with(|first: char| first.is_ascii_lowercase())) {
+            assert!(page.contains(&format!("`{name}`")), "{name}");
+        }
+        for prefix in KEPT_PREFIXES {
+            assert!(page.contains(&format!("`{prefix}*`")), "{prefix}");
+        }
     }
 
     #[tokio::test]

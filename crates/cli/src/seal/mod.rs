@@ -1,11 +1,15 @@
 //! The keys that encrypt stored responses, and `oncegate seal-key`.
 
 mod command;
+mod messages;
 mod tool;
+mod watch;
 
 use oncegate_seal::{Keyring, SealKeyId};
 
+pub(crate) use self::messages::DeadLetterKeys;
 pub(crate) use self::tool::{SealKeyArgs, run};
+pub(crate) use self::watch::watch;
 use crate::config::{SealKeySource, SealSettings};
 
 /// The keys of these settings. A program that prints them is run now, and `note` gets each line of its standard error.

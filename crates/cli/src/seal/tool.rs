@@ -10,6 +10,7 @@ use clap::{Args, Subcommand};
 use oncegate_core::ErrorChain;
 use oncegate_seal::SealKey;
 
+use crate::check::readable_by_all_users;
 use crate::config::seal_keys_in;
 use crate::keys::{SealUsageArgs, run_seal_usage};
 
@@ -63,16 +64,18 @@ fn new(out: &mut impl Write) -> Result<(), String> {
 /// Adds a key to a file, in one write, so that a sidecar that reads the file meanwhile gets all of the key or nothing of it.
 fn append(file: &Path, out: &mut impl Write) -> Result<(), String> {
     let about = |error: &dyn std::fmt::Display| format!("{}: {error}", file.display());
-    let is_new = match fs::metadata(file) {
-        Ok(_) => {
-            seal_keys_in(file).map_err(|why| about(&why))?;
-            false
-        }
-        Err(error) if error.kind() == io::ErrorKind::NotFound => true,
+    let before = match fs::read(file) {
+        Ok(bytes) => Some(bytes),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => None,
         Err(error) => return Err(about(&error)),
     };
+    let is_new = before.is_none();
+    let before = before.unwrap_or_default();
+    if has_lines(&before) {
+        seal_keys_in(file).map_err(|why| about(&why))?;
+    }
     let key = SealKey::generate().map_err(|error| ErrorChain(&error).to_string())?;
-    let ends_open = !is_new && !fs::read(file).map_err(|error| about(&error))?.ends_with(b"\n");
+    let ends_open = !before.is_empty() && !before.ends_with(b"\n");
     let line = format!("{}{}\n", if ends_open { "\n" } else { "" }, *key.to_secret_text());
     let mut options = OpenOptions::new();
     options.append(true).create_new(is_new).mode(0o600);
@@ -81,8 +84,19 @@ fn append(file: &Path, out: &mut impl Write) -> Result<(), String> {
     // The file may have as many keys as it can have.
     let keys = seal_keys_in(file).map_err(|why| about(&why))?;
     let seals = keys.ids().next() == Some(key.id());
+    if let Some(what) = readable_by_all_users("the seal keys", file) {
+        complain!("warning: {what}");
+    }
     let role = if seals { "it seals" } else { "it opens; move it to the top once every sidecar has it" };
     writeln!(out, "{}  {role}", key.id()).map_err(|error| format!("cannot write the id: {error}"))
+}
+
+/// Returns true if the text has lines other than empty ones and comments, which have to be keys.
+fn has_lines(text: &[u8]) -> bool {
+    text.split(|byte| *byte == b'\n').any(|line| {
+        let line = line.trim_ascii();
+        !line.is_empty() && !line.starts_with(b"#")
+    })
 }
 
 fn list(file: &Path, out: &mut impl Write) -> Result<(), String> {
@@ -122,6 +136,20 @@ mod tests {
         assert!(second.contains("it opens; move it to the top"), "{second}");
         let ids = [&first[..16], &second[..16]];
         assert_eq!(text(|out| list(&file, out)), format!("{}  seals and opens\n{}  opens\n", ids[0], ids[1]));
+    }
+
+    #[test]
+    fn a_file_without_keys_gets_its_first_one() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("keys");
+        for before in ["", "\n", "# made by hand", "# made by hand\n\n"] {
+            fs::write(&file, before).unwrap();
+            let made = text(|out| append(&file, out));
+            assert!(made.ends_with("  it seals\n"), "{before:?}: {made}");
+            let now = fs::read_to_string(&file).unwrap();
+            assert!(now.starts_with(before), "{now}");
+            assert_eq!(text(|out| list(&file, out)), format!("{}  seals and opens\n", &made[..16]), "{now}");
+        }
     }
 
     #[test]

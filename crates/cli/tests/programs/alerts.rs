@@ -185,6 +185,25 @@ fn ending_certificate(directory: &Path) -> [String; 2] {
     [format!("--tls-cert={}", cert.display()), format!("--tls-key={}", key_file.display())]
 }
 
+/// A sidecar on a store whose record it cannot replay: it was stored with `before`, and the sidecar runs with `now`.
+async fn locked_record(
+    service: std::net::SocketAddr,
+    store: &Path,
+    before: &[&str],
+    now: &[&str],
+) -> Sidecar {
+    let pay = request("POST", "/", &["Idempotency-Key: locked"], "{}");
+    let start = async |flags: &[&str]| {
+        let mut command = sidecar(&format!("http://{service}"));
+        Sidecar::run(command.env("ONCEGATE_STORE", store).args(flags)).await
+    };
+    let mut first = start(before).await;
+    first.ask(&pay).await.has_status(200);
+    first.process.signal(rustix::process::Signal::TERM);
+    assert!(first.process.ended().await.success());
+    start(now).await
+}
+
 /// One sidecar for each fault, and one without: its alerts would be false ones.
 #[tokio::test(flavor = "multi_thread")]
 async fn alerts_fire_under_their_faults_and_not_without() {
@@ -210,7 +229,15 @@ async fn alerts_fire_under_their_faults_and_not_without() {
     let config = directory.path().join("oncegate.toml");
     fs::write(&config, "lease = \"10s\"\n").unwrap();
     let reloaded = Sidecar::start(working.address, &[&*format!("--config={}", config.display())]).await;
+    let keys = directory.path().join("seal-keys");
+    fs::write(&keys, &*oncegate_seal::SealKey::from_bytes([1; 32]).to_secret_text()).unwrap();
+    let sealing = format!("--seal-keys-file={}", keys.display());
+    let stores = ["keyless", "strict"].map(|name| directory.path().join(name));
+    let keyless = locked_record(working.address, &stores[0], &[&sealing], &[]).await;
+    let strict = locked_record(working.address, &stores[1], &[], &[&sealing, "--seal-required"]).await;
     let all = [
+        ("keyless", &keyless),
+        ("strict", &strict),
         ("healthy", &healthy),
         ("stopped", &stopped),
         ("store", &on_redis),
@@ -229,9 +256,14 @@ async fn alerts_fire_under_their_faults_and_not_without() {
             sidecar.ask(&request("POST", "/", &["Idempotency-Key: first"], "{}")).await.has_status(200);
         }
     }
-    let ends = ("OncegateCertificateEnds".to_owned(), "oncegate-ending".to_owned());
-    assert_eq!(prometheus.firing().await, BTreeSet::from([ends]));
+    // What is known at the start.
+    prometheus.fires("OncegateSealKeyMissing", "keyless").await;
+    let known = [("OncegateCertificateEnds", "ending"), ("OncegateSealKeyMissing", "keyless")];
+    let known = known.map(|(alert, name)| (alert.to_owned(), format!("oncegate-{name}")));
+    assert_eq!(prometheus.firing().await, BTreeSet::from(known));
 
+    let locked = request("POST", "/", &["Idempotency-Key: locked"], "{}");
+    strict.ask(&locked).await.is_problem(503, "response-sealed");
     redis.kill();
     stopped.process.kill().await;
     fs::write(&config, "lease = \"10 parsecs\"\n").unwrap();
@@ -267,6 +299,7 @@ async fn alerts_fire_under_their_faults_and_not_without() {
         ("OncegateLimitNear", "limited"),
         ("OncegateOverloaded", "limited"),
         ("OncegateServiceAway", "unreached"),
+        ("OncegateSealRefused", "strict"),
     ] {
         prometheus.fires(alert, name).await;
     }

@@ -10,6 +10,7 @@ mod client;
 mod dashboard;
 mod demo;
 mod examples;
+mod id_secret;
 mod messages;
 mod outage;
 mod probe;

@@ -2,6 +2,8 @@
 
 use std::process::{Command, Output};
 
+use oncegate_core::RecordId;
+use oncegate_seal::{DeadLetterPlace, Keyring, SealKey, seal_dead_letter, seal_dead_letter_error};
 use oncegate_servers::PostgresServer;
 use serde_json::{Value, json};
 
@@ -301,4 +303,142 @@ async fn a_wrong_database_or_sidecar_is_reported_with_what_to_do() {
     let (code, words) = run(&["dead-letters", "ls", "--admin", &admin], &[]).await;
     assert_eq!(code, Some(1), "{words}");
     assert!(words.contains("oncegate dead-letters --url URL"), "{words}");
+}
+
+const SEALED: [u8; 32] = [1; 32];
+
+/// A dead letter of `billing`, an hour old, as an inbox with seal keys writes it.
+fn sealed_letter(setup: &Setup, message: &str) -> u64 {
+    let receipt = format!("oncegate.message_record('billing', '{message}', '{{header,event-id}}')");
+    let id = setup.sql(&format!("SELECT encode({receipt}, 'hex')"));
+    let place =
+        DeadLetterPlace { id: RecordId::from_hex(id.trim()).unwrap(), consumer: "billing", topic: "orders" };
+    let keys = Keyring::new([SealKey::from_bytes(SEALED)]);
+    let headers = [("event-id", message.as_bytes()), ("oncegate-message-id", b"m-77")];
+    let payload = seal_dead_letter(&place, &headers, b"payload-secret", &keys).unwrap().unwrap();
+    let payload: String = payload.iter().map(|byte| format!("{byte:02x}")).collect();
+    let error = seal_dead_letter_error(&place, "error-secret", &keys).unwrap().unwrap();
+    let number = setup.sql(&format!(
+        "WITH written AS (SELECT * FROM oncegate.write_dead_letter({receipt}, 'billing', 'rejected', 1, '{error}', 'orders', null, null, \
+         '{{event-id,oncegate-message-id}}', '{{\"\",\"\"}}', '\\x{payload}', 604800000)) SELECT number FROM written"
+    ));
+    setup.sql(&format!("UPDATE oncegate.dead_letters SET at = at - 3600000 WHERE number = {number}"));
+    number.trim().parse().unwrap()
+}
+
+/// A dead letter whose content is sealed: shown and published again with the key, kept and refused without it.
+#[tokio::test(flavor = "multi_thread")]
+async fn sealed_dead_letters_are_opened_directly() {
+    let mut setup = Setup::new(false).await;
+    let directory = tempfile::tempdir().unwrap();
+    let file = |n: u8| {
+        let path = directory.path().join(n.to_string());
+        std::fs::write(&path, &*SealKey::from_bytes([n; 32]).to_secret_text()).unwrap();
+        path.display().to_string()
+    };
+    let (right, wrong) = (file(1), file(2));
+    let words = setup.failed(2, &["dead-letters", "ls", "--seal-keys-file", "/nowhere"]).await;
+    assert!(words.contains("--seal-keys-file /nowhere: No such file"), "{words}");
+    for keys in [&[][..], &["--seal-keys-file", &wrong]] {
+        setup.flags = keys.iter().map(|word| (*word).to_owned()).collect();
+        locked(&setup, keys.is_empty()).await;
+    }
+    setup.flags = vec!["--seal-keys-file".to_owned(), right];
+    opened(&setup).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn sealed_dead_letters_are_opened_by_the_keys_of_a_sidecar() {
+    let mut setup = Setup::new(true).await;
+    locked(&setup, true).await;
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("keys");
+    std::fs::write(&file, &*SealKey::from_bytes(SEALED).to_secret_text()).unwrap();
+    let service = Service::new().await.answers(OK);
+    let mut command = sidecar(&format!("http://{}", service.address));
+    // Dead letters in clear are shown also if responses must be sealed.
+    command.args([&format!("--seal-keys-file={}", file.display()), "--seal-required"]);
+    let sidecar = Sidecar::run(command.env("ONCEGATE_STORE", setup.server.url())).await;
+    setup.flags = vec!["--admin".to_owned(), sidecar.admin.to_string()];
+    opened(&setup).await;
+}
+
+async fn locked(setup: &Setup, is_keyless: bool) {
+    let number = sealed_letter(setup, &format!("locked-{is_keyless}"));
+    let id = SealKey::from_bytes(SEALED).id().to_string();
+    let number = number.to_string();
+    let listed = setup.done(&["dead-letters", "ls", "--consumer", "billing"]).await;
+    assert!(listed.contains("no such \\u{1b}[31maddress"), "others are listed: {listed}");
+    let shown = setup.done(&["dead-letters", "show", &number, "--payload"]).await;
+    assert!(shown.contains("not opened ") && shown.contains("- sealed: "), "{shown}");
+    assert!(!shown.contains("secret") && !shown.contains("dead-letters requeue"), "{shown}");
+    assert!(shown.contains(&id), "it names the key: {shown}");
+    let words = setup.failed(1, &["dead-letters", "requeue", &number, "--reason", "r"]).await;
+    assert!(words.contains(&id) && words.contains("was kept"), "{words}");
+    let words =
+        setup.failed(2, &["dead-letters", "requeue", &number, "--reason", "r", "--accept", "sealed"]).await;
+    assert!(words.contains("cannot be accepted"), "{words}");
+    assert_eq!(
+        setup.sql("SELECT count(*) FROM oncegate.outbox WHERE topic = 'orders' AND id NOT LIKE 'm-%'").trim(),
+        "0"
+    );
+    assert_eq!(
+        setup.sql(&format!("SELECT count(*) FROM oncegate.dead_letters WHERE number = {number}")).trim(),
+        "1"
+    );
+    assert_eq!(
+        setup.done(&["dead-letters", "drop", &number, "--reason", "r"]).await,
+        format!("{number}: dropped\n")
+    );
+}
+
+async fn opened(setup: &Setup) {
+    let number = sealed_letter(setup, "evt-77");
+    let number = number.to_string();
+    assert!(
+        !setup
+            .sql("SELECT string_agg(l::text, ' ') FROM oncegate.dead_letters AS l WHERE attempts = 1")
+            .contains("error-secret")
+    );
+    let listed = setup.done(&["dead-letters", "ls"]).await;
+    assert!(listed.contains("error-secret") && !listed.contains("payload-secret"), "{listed}");
+    assert!(listed.contains("no such \\u{1b}[31maddress"), "those in clear, too: {listed}");
+    let shown = setup.json(&["dead-letters", "show", &number, "--payload"]).await;
+    assert_eq!(
+        [
+            &shown["payload"],
+            &shown["error"],
+            &shown["identity"],
+            &shown["sealed"],
+            &shown["headers"][0]["value"]
+        ],
+        [
+            &json!("payload-secret"),
+            &json!("error-secret"),
+            &json!("header event-id"),
+            &json!(true),
+            &json!("evt-77")
+        ]
+    );
+    assert_eq!((&shown["obstacles"], &shown["payload_bytes"]), (&json!([]), &json!(14)));
+    // Obstacles are those of the opened message.
+    let early = setup
+        .failed(1, &["dead-letters", "requeue", &number, "--reason", "r", "--broker-window", "2h"])
+        .await;
+    assert!(early.contains("give it in --broker-window"), "{early}");
+    let done = setup.done(&["dead-letters", "requeue", &number, "--reason", "the address is known"]).await;
+    assert_eq!(done, format!("{number}: requeued, as message m-77 of the outbox\n"));
+    let sent = "SELECT topic, convert_from(payload, 'UTF8'), header_names, convert_from(header_values[1], 'UTF8') \
+                FROM oncegate.outbox WHERE id = 'm-77'";
+    assert_eq!(setup.sql(sent).trim(), "orders|payload-secret|{event-id,oncegate-message-id}|evt-77");
+    let receipts = "SELECT count(*) FROM oncegate.receipts \
+                    WHERE id = oncegate.message_record('billing', 'evt-77', '{header,event-id}')";
+    assert_eq!(setup.sql(receipts).trim(), "0", "its consumer processes it again");
+    let words = setup.failed(1, &["dead-letters", "requeue", &number, "--reason", "again"]).await;
+    assert!(words.contains(&format!("no dead letter {number}")), "{words}");
+    let trail = setup.json(&["dead-letters", "audit"]).await;
+    assert_eq!(
+        (&trail["entries"][0]["action"], &trail["entries"][0]["actor"]),
+        (&json!("requeued"), &json!("ada"))
+    );
 }

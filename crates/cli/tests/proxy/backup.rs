@@ -192,6 +192,43 @@ async fn a_full_disk_and_a_sidecar_that_dies_leave_nothing_behind() {
 }
 
 #[tokio::test]
+async fn a_symbolic_link_is_refused_before_anything_is_copied() {
+    use std::os::unix::fs::symlink;
+    let service = Service::new().await.answers(OK);
+    let directory = tempfile::tempdir().unwrap();
+    let store = format!("--store={}", directory.path().join("store").display());
+    let sidecar = Sidecar::start(service.address, &[&store]).await;
+    sidecar.ask(&post(1)).await.has_status(200);
+    let [target, link, dangling, copy] =
+        ["target", "link", "dangling", "copy"].map(|name| directory.path().join(name));
+    fs::create_dir(&target).unwrap();
+    symlink(&target, &link).unwrap();
+    symlink(directory.path().join("nowhere"), &dangling).unwrap();
+    let with_slash = Path::new(&format!("{}/", link.display())).to_owned();
+    for to in [&link, &dangling, &with_slash] {
+        let output = backup(&sidecar, to).await;
+        assert_eq!(output.status.code(), Some(1), "{}", words(&output));
+        assert!(words(&output).contains("is a symbolic link to "), "{}", words(&output));
+    }
+    // What an earlier copy left is removed, and must not be the store itself.
+    let partial = directory.path().join("copy.partial");
+    symlink(&target, &partial).unwrap();
+    fs::write(target.join("00000000.log"), "mine").unwrap();
+    let output = backup(&sidecar, &copy).await;
+    assert!(
+        !output.status.success() && words(&output).contains("is a symbolic link to "),
+        "{}",
+        words(&output)
+    );
+    assert_eq!(fs::read_to_string(target.join("00000000.log")).unwrap(), "mine");
+    assert!(link.is_symlink() && dangling.is_symlink() && !directory.path().join("link.partial").exists());
+    // A link in the path before it is followed.
+    fs::remove_file(&partial).unwrap();
+    let output = backup(&sidecar, &link.join("copy")).await;
+    assert!(output.status.success() && target.join("copy/mark").exists(), "{}", words(&output));
+}
+
+#[tokio::test]
 async fn other_stores_name_their_own_tools_and_a_wrong_address_is_explained() {
     let service = Service::new().await.answers(OK);
     let directory = tempfile::tempdir().unwrap();

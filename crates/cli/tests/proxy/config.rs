@@ -4,6 +4,7 @@ use std::fs;
 
 use tokio::process::Command;
 
+use crate::protocols::{Authority, ClientAuthority};
 use crate::support::{Process, Service, Sidecar, request, sidecar};
 use crate::{KEY, OK};
 
@@ -301,4 +302,120 @@ async fn routes_have_settings_of_their_own() {
 
     ask("POST", "/uploads", &[KEY], "12345").await.is_problem(413, "request-too-large");
     ask("POST", "/uploads", &[KEY], "1234").await.has_status(200);
+}
+
+/// The settings that an example of `oncegate init` needs besides itself: the names of other examples, and lines.
+const COMPANIONS: &[(&str, &[&str], &str)] = &[
+    ("tls-cert", &["tls-key"], ""),
+    ("tls-key", &["tls-cert"], ""),
+    ("tls-client-ca", &["tls-cert", "tls-key"], ""),
+    ("tls-client-crl", &["tls-cert", "tls-key", "tls-client-ca"], ""),
+    ("jwt-algorithms", &["jwt-keys"], ""),
+    ("jwt-issuer", &["jwt-keys"], ""),
+    ("jwt-audience", &["jwt-keys"], ""),
+    ("natural-key", &["scope"], ""),
+    ("read-only-tools", &[], "profile = \"mcp\"\n"),
+    ("intent-tools", &["scope"], "profile = \"mcp\"\n"),
+];
+
+/// A user removes the mark of a comment from a line, and the configuration works.
+#[tokio::test]
+async fn each_example_of_a_new_file_works_without_its_mark() {
+    let directory = tempfile::tempdir().unwrap();
+    let etc = directory.path().join("etc");
+    fs::create_dir(&etc).unwrap();
+    let (server, clients) = (Authority::new(), ClientAuthority::new());
+    let key_set = r#"{"keys":[{"kty":"OKP","crv":"Ed25519","alg":"EdDSA","kid":"a","x":"11qYAYKxCrfVS_7TyWQHOg7hcvPapiMlrwIaaPcHURo"}]}"#;
+    let seal_key =
+        Command::new(env!("CARGO_BIN_EXE_oncegate")).args(["seal-key", "new"]).output().await.unwrap();
+    for (name, content) in [
+        ("tls-cert.pem", fs::read_to_string(server.file("cert.pem")).unwrap()),
+        ("tls-key.pem", fs::read_to_string(server.file("key.pem")).unwrap()),
+        ("tls-client-ca.pem", clients.issuer.pem()),
+        ("tls-client-crl.pem", clients.list(&[], (4096, 1, 1))),
+        ("admin-token-file", "0123456789abcdef".to_owned()),
+        ("seal-keys-file", String::from_utf8(seal_key.stdout).unwrap()),
+        ("jwt-keys", key_set.to_owned()),
+    ] {
+        let file = etc.join(name);
+        fs::write(&file, content).unwrap();
+        fs::set_permissions(&file, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
+    }
+    let made = Command::new(env!("CARGO_BIN_EXE_oncegate")).args(["init", "-"]).output().await.unwrap();
+    let made =
+        String::from_utf8(made.stdout).unwrap().replace("/etc/oncegate/", &format!("{}/", etc.display()));
+    // The examples of routes are tested as a whole.
+    let (settings, _) = made.split_once("# ==== Routes").unwrap();
+    let name_of = |line: &str| {
+        let (name, _) = line.strip_prefix('#')?.split_once(" = ")?;
+        let is_name = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || "-.".contains(c);
+        name.chars().all(is_name).then(|| name.to_owned())
+    };
+    let names: Vec<String> = settings.lines().filter_map(name_of).collect();
+    assert!(names.len() > 80, "{names:?}");
+    for (wanted, others, _) in COMPANIONS {
+        assert!(
+            [wanted].into_iter().chain(*others).all(|name| names.contains(&(*name).to_owned())),
+            "{wanted}"
+        );
+    }
+    let mut faults = Vec::new();
+    for name in &names {
+        let (others, more) = COMPANIONS
+            .iter()
+            .find(|(wanted, ..)| wanted == name)
+            .map_or((&[][..], ""), |(_, others, more)| (*others, *more));
+        let is_wanted = |line: &str| name_of(line).is_some_and(|own| own == *name || others.contains(&&*own));
+        let lines = settings.lines().map(|line| if is_wanted(line) { &line[1..] } else { line });
+        let file = directory.path().join("oncegate.toml");
+        fs::write(&file, more.to_owned() + &lines.collect::<Vec<_>>().join("\n")).unwrap();
+        let mut check = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+        let output = check.args(["check", "--config"]).arg(&file).env_clear().output().await.unwrap();
+        if !output.status.success() {
+            faults.push(format!("{name}: {}", String::from_utf8_lossy(&output.stdout)));
+        }
+    }
+    assert!(faults.is_empty(), "{}", faults.join("\n"));
+}
+
+/// The environment of an operator's shell, in which both are started.
+#[tokio::test]
+async fn one_environment_serves_the_sidecar_and_the_commands() {
+    let service = Service::new().await.answers(OK);
+    let directory = tempfile::tempdir().unwrap();
+    let [config, token] = ["oncegate.toml", "token"].map(|name| directory.path().join(name));
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let admin = format!("http://127.0.0.1:{port}");
+    let text = format!(
+        "to = \"http://{}\"\nlisten = \"127.0.0.1:0\"\nstore = \"memory:\"\nadmin-token-file = {:?}\n",
+        service.address,
+        token.display().to_string()
+    );
+    fs::write(&config, text).unwrap();
+    fs::write(&token, "the-token-of-the-file").unwrap();
+    let path = token.display().to_string();
+    let in_file = ("ONCEGATE_ADMIN_TOKEN_FILE", path.as_str());
+    for variable in [("ONCEGATE_ADMIN_TOKEN", "a-token-of-the-environment"), in_file] {
+        let command = |args: &[&str]| {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+            command.args(args).env_clear().env("ONCEGATE_ADMIN", &admin).env(variable.0, variable.1);
+            command
+        };
+        let file = config.display().to_string();
+        let check = command(&["check", "--config", &file]).output().await.unwrap();
+        assert!(check.status.success(), "{check:?}");
+        let sidecar = Sidecar::run(&mut command(&["proxy", "--config", &file])).await;
+        assert_eq!(sidecar.admin.port(), port);
+        for args in [&["keys", "ls"][..], &["health"], &["top", "--once"]] {
+            let output = command(args).output().await.unwrap();
+            assert!(output.status.success(), "{args:?}: {output:?}");
+        }
+        let warned = sidecar.process.error_lines("ONCEGATE_ADMIN_TOKEN: another token than that in");
+        assert_eq!(warned.len(), usize::from(variable != in_file), "{warned:?}");
+    }
+    let mut both = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+    both.args(["keys", "ls"]).env_clear().env("ONCEGATE_ADMIN_TOKEN", "a").env(in_file.0, in_file.1);
+    let output = both.output().await.unwrap();
+    assert_eq!(output.status.code(), Some(2), "{output:?}");
+    assert!(String::from_utf8_lossy(&output.stderr).contains("must come from one source"), "{output:?}");
 }

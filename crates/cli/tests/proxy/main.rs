@@ -4,11 +4,13 @@
 mod support;
 
 mod activity;
+mod admin_address;
 mod backup;
 mod budget;
 mod cached;
 mod callers;
 mod config;
+mod content;
 mod corrections;
 mod cors;
 mod dashboard;

@@ -565,13 +565,13 @@ async fn a_service_with_an_untrusted_certificate_gets_no_request() {
 }
 
 /// An authority for the certificates of clients, in a file.
-struct ClientAuthority {
-    issuer: CertifiedIssuer<'static, KeyPair>,
+pub(crate) struct ClientAuthority {
+    pub(crate) issuer: CertifiedIssuer<'static, KeyPair>,
     file: tempfile::NamedTempFile,
 }
 
 impl ClientAuthority {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let mut authority = CertificateParams::new([]).unwrap();
         authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         let file = tempfile::NamedTempFile::new().unwrap();
@@ -703,7 +703,7 @@ async fn a_head_over_http2_gets_no_body_from_the_sidecar_itself() {
 
 impl ClientAuthority {
     /// A list of revoked certificates with these serial numbers, which is valid until this day of this year.
-    fn list(&self, revoked: &[u64], until: (i32, u8, u8)) -> String {
+    pub(crate) fn list(&self, revoked: &[u64], until: (i32, u8, u8)) -> String {
         let revoked = revoked.iter().map(|serial| rcgen::RevokedCertParams {
             serial_number: (*serial).into(),
             revocation_time: rcgen::date_time_ymd(2020, 1, 1),

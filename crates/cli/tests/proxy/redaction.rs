@@ -67,12 +67,22 @@ async fn the_first_client_gets_the_whole_response_and_a_replay_has_null_for_what
     // The comparison of requests is not affected.
     let other = request("POST", "/cards", &["Idempotency-Key: one"], "{\"other\":1}");
     world.sidecar.ask(&other).await.is_problem(422, "key-reused");
+    let counts = |route: &str| {
+        ["redacted", "nothing-found", "not-stored"]
+            .map(|result| format!("oncegate_redactions_total{{route=\"{route}\",result=\"{result}\"}}"))
+    };
+    for (name, count) in counts("/cards").iter().zip([1.0, 0.0, 0.0]) {
+        assert_eq!(series(&world.sidecar, name).await, Some(count), "{name}");
+    }
     assert!(!world.store_has("secret").await);
     assert_eq!(service.requests(), 1);
 
     // Another route keeps all of it.
     let world = World::start(service.address).await;
     world.sidecar.ask(&post("/other", "one")).await.has_status(201);
+    for name in counts("default") {
+        assert_eq!(series(&world.sidecar, &name).await, None, "{name}");
+    }
     let replay = world.sidecar.ask(&post("/other", "one")).await;
     assert!(replay.is_replay() && replay.text().contains("4111-secret"));
     assert_eq!((replay.get("x-token"), replay.get("idempotency-redacted")), (Some("secret-token"), None));
@@ -114,6 +124,8 @@ async fn a_response_that_is_not_json_is_not_stored() {
         refused.is_problem(422, "replay-unavailable");
         assert!(!refused.text().contains("4111"), "{}", refused.text());
     }
+    let not_stored = "oncegate_redactions_total{route=\"/cards\",result=\"not-stored\"}";
+    assert_eq!(series(&world.sidecar, not_stored).await, Some(1.0));
     assert!(!world.store_has("secret").await);
     assert_eq!(service.requests(), 1);
 
@@ -121,5 +133,7 @@ async fn a_response_that_is_not_json_is_not_stored() {
     let service = Service::new().await.answers(empty);
     let world = World::start(service.address).await;
     world.sidecar.ask(&post("/cards", "one")).await.has_status(204);
+    let nothing = "oncegate_redactions_total{route=\"/cards\",result=\"nothing-found\"}";
+    assert_eq!(series(&world.sidecar, nothing).await, Some(1.0));
     assert!(world.sidecar.ask(&post("/cards", "one")).await.has_status(204).is_replay());
 }

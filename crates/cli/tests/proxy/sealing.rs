@@ -18,24 +18,24 @@ use crate::support::{FixedService, Message, Service, Sidecar, request, sidecar, 
 
 /// A part of every response of the service, and of no log.
 const SECRET: &str = "4111-secret-1111";
-const CARD: &str = "HTTP/1.1 201 Created\r\nContent-Type: application/json\r\nContent-Length: 53\r\n\r\n\
+pub(crate) const CARD: &str = "HTTP/1.1 201 Created\r\nContent-Type: application/json\r\nContent-Length: 53\r\n\r\n\
     {\"card\":{\"number\":\"4111-secret-1111\",\"holder\":\"Ann\"}}";
 
 fn key(n: u8) -> SealKey {
     SealKey::from_bytes([n; 32])
 }
 
-fn id(n: u8) -> String {
+pub(crate) fn id(n: u8) -> String {
     key(n).id().to_string()
 }
 
 /// A directory with a file of keys.
-struct Keys {
+pub(crate) struct Keys {
     directory: tempfile::TempDir,
 }
 
 impl Keys {
-    fn new(keys: &[u8]) -> Self {
+    pub(crate) fn new(keys: &[u8]) -> Self {
         let new = Self { directory: tempfile::tempdir().unwrap() };
         new.set(keys);
         new
@@ -45,11 +45,11 @@ impl Keys {
         self.directory.path().join("seal-keys")
     }
 
-    fn flag(&self) -> String {
+    pub(crate) fn flag(&self) -> String {
         format!("--seal-keys-file={}", self.file().display())
     }
 
-    fn set(&self, keys: &[u8]) {
+    pub(crate) fn set(&self, keys: &[u8]) {
         let lines: Vec<_> = keys.iter().map(|n| key(*n).to_secret_text().to_string()).collect();
         fs::write(self.file(), lines.join("\n")).unwrap();
         fs::set_permissions(self.file(), fs::Permissions::from_mode(0o600)).unwrap();
@@ -60,13 +60,18 @@ fn post(path: &str) -> String {
     request("POST", path, &[KEY], "{}")
 }
 
-async fn start(service: &FixedService, store: &str, flags: &[&str]) -> Sidecar {
+/// The same request of different callers.
+pub(crate) fn post_as(caller: &str, path: &str, body: &str) -> String {
+    request("POST", path, &[KEY, &format!("Authorization: Bearer {caller}")], body)
+}
+
+pub(crate) async fn start(service: &FixedService, store: &str, flags: &[&str]) -> Sidecar {
     let mut command = sidecar(&format!("http://{}", service.address));
     Sidecar::run(command.env("ONCEGATE_STORE", store).args(flags)).await
 }
 
 /// Stops the sidecar. Asserts that its log shows neither a response nor a key.
-async fn stop(mut sidecar: Sidecar) -> String {
+pub(crate) async fn stop(mut sidecar: Sidecar) -> String {
     sidecar.process.signal(Signal::TERM);
     let out = sidecar.process.output().await.join("\n");
     let text = format!("{out}\n{}", sidecar.process.errors().await);
@@ -75,13 +80,13 @@ async fn stop(mut sidecar: Sidecar) -> String {
     text
 }
 
-async fn oncegate(args: &[&str]) -> Output {
+pub(crate) async fn oncegate(args: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
     within("the end of a command", command.args(args).env_clear().output()).await.unwrap()
 }
 
 /// The output of a command about the records of a sidecar, which must succeed.
-async fn keys(sidecar: &Sidecar, args: &[&str]) -> String {
+pub(crate) async fn keys(sidecar: &Sidecar, args: &[&str]) -> String {
     let admin = format!("--admin={}", sidecar.admin);
     let output = oncegate(&[args, &[&admin]].concat()).await;
     let text = String::from_utf8([&output.stdout[..], &output.stderr].concat()).unwrap();
@@ -98,7 +103,7 @@ async fn record(sidecar: &Sidecar) -> String {
 }
 
 /// Returns true if a file below this directory contains the secret.
-fn shows(directory: &Path) -> bool {
+pub(crate) fn shows(directory: &Path) -> bool {
     fs::read_dir(directory).unwrap().any(|entry| {
         let path = entry.unwrap().path();
         if path.is_dir() {
@@ -111,7 +116,7 @@ fn shows(directory: &Path) -> bool {
 }
 
 /// A server with the schema.
-async fn postgres() -> PostgresServer {
+pub(crate) async fn postgres() -> PostgresServer {
     let server = tokio::task::spawn_blocking(|| PostgresServer::start().unwrap()).await.unwrap();
     let mut apply = Command::new(env!("CARGO_BIN_EXE_oncegate"));
     apply.args(["schema", "apply", "postgres"]).env("ONCEGATE_STORE", server.url());
@@ -157,6 +162,15 @@ async fn a_dump_of_the_embedded_store_shows_no_response_and_wrong_keys_execute_n
         let missing = format!("the key {}, which is not among the seal keys, sealed 1 of the records", id(1));
         assert!(!check.status.success() && text.contains(&missing), "{text}");
         let sidecar = start(&service, &store, flags).await;
+        // Before any request needs the key.
+        let note = format!(
+            "1 of 1 records that were looked at are sealed with keys that this process does not have: {}",
+            id(1)
+        );
+        until("the note of the start", async || admin(&sidecar, "/readyz").await.text().contains(&note))
+            .await;
+        let refusals = "oncegate_seal_refused_total{reason=\"key-missing\"}";
+        assert_eq!(series(&sidecar, refusals).await, Some(0.0));
         let refused = sidecar.ask(&post("/pay")).await;
         refused.is_problem(503, "response-sealed");
         assert_eq!(refused.json()["retry"], "same-key");
@@ -169,24 +183,30 @@ async fn a_dump_of_the_embedded_store_shows_no_response_and_wrong_keys_execute_n
             usage.contains(&format!("{}  1 record; this sidecar does NOT have the key", id(1))),
             "{usage}"
         );
+        let ready = admin(&sidecar, "/readyz").await;
+        let note = format!("sealed with keys that this process does not have: {}", id(1));
+        assert!(ready.has_status(200).text().contains(&note), "{}", ready.text());
+        let is_keyless = ready.text().contains("has no seal keys, and stores new responses in clear");
+        assert_eq!(is_keyless, flags.is_empty(), "{}", ready.text());
+        assert_eq!(series(&sidecar, refusals).await, Some(1.0));
+        let advisory = "oncegate_store_advisory{name=\"seal-key-missing\"}";
+        assert_eq!(series(&sidecar, advisory).await, Some(1.0));
+        let about = admin(&sidecar, "/v1/seal").await.json();
+        assert_eq!(
+            (&about["missing_keys"][0]["id"], &about["missing_keys"][0]["refused"]),
+            (&id(1).into(), &1.into())
+        );
+        for line in [
+            "records are sealed with keys that this sidecar does not have",
+            "requests were refused (response-sealed)",
+        ] {
+            until(format!("the log says: {line}"), async || sidecar.process.error_lines(line).len() == 1)
+                .await;
+        }
         if flags.is_empty() {
             assert_eq!(admin(&sidecar, "/v1/seal").await.json()["seals"], false);
             sidecar.ask(&other).await.is_problem(422, "key-reused");
         } else {
-            let ready = admin(&sidecar, "/readyz").await;
-            let note = format!("sealed with keys that this process does not have: {}", id(1));
-            assert!(ready.has_status(200).text().contains(&note), "{}", ready.text());
-            assert_eq!(
-                series(&sidecar, "oncegate_seal_refused_total{reason=\"key-missing\"}").await,
-                Some(1.0)
-            );
-            let advisory = "oncegate_store_advisory{name=\"seal-key-missing\"}";
-            assert_eq!(series(&sidecar, advisory).await, Some(1.0));
-            let about = admin(&sidecar, "/v1/seal").await.json();
-            assert_eq!(
-                (&about["missing_keys"][0]["id"], &about["missing_keys"][0]["refused"]),
-                (&id(1).into(), &1.into())
-            );
             // Nothing tells if only the host differs, and a new key would execute again then.
             sidecar.ask(&other).await.is_problem(503, "store-unavailable");
             // The key is added while the sidecar runs: the refusal ends, and so does the note.
@@ -239,6 +259,144 @@ async fn a_dump_of_redis_shows_no_response_and_two_sidecars_may_order_their_keys
         stop(second).await;
         server.kill();
         assert_eq!(shows(server.dir()), !is_sealed, "in the append-only file");
+    }
+}
+
+/// An operator knows what `seal-required` will refuse before the sidecar starts with it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_check_counts_the_responses_in_clear() {
+    let (service, keys_file) = (Service::new().await.answers(CARD), Keys::new(&[1]));
+    let directory = tempfile::tempdir().unwrap();
+    let postgres = postgres().await;
+    let redis = RedisServer::start(RedisOptions::new().with_appendfsync("always")).unwrap();
+    for store in [directory.path().join("data").display().to_string(), postgres.url(), redis.url()] {
+        for (flags, paths) in [(&[][..], &["/a", "/b"][..]), (&[&*keys_file.flag()], &["/c"])] {
+            let sidecar = start(&service, &store, flags).await;
+            for path in paths {
+                is_card(&sidecar.ask(&post(path)).await, false);
+            }
+            stop(sidecar).await;
+        }
+        let check = async |flags: &[&str]| {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+            command
+                .args(["check", "--to=http://127.0.0.1:9", "--service=orders"])
+                .args(flags)
+                .env_clear()
+                .env("ONCEGATE_STORE", &store);
+            let output = within("the end of a command", command.output()).await.unwrap();
+            let text = String::from_utf8(output.stdout).unwrap();
+            assert!(!text.contains(SECRET), "{text}");
+            (output.status.success(), text)
+        };
+        let (is_usable, strict) = check(&[&keys_file.flag(), "--seal-required"]).await;
+        let line = strict.lines().find(|line| line.contains("2 responses in clear")).expect(&strict);
+        let refused =
+            "their retries are refused (response-sealed) until the last of their retentions ends, in ";
+        assert!(is_usable && line.starts_with("warn ") && line.contains(refused), "{line}");
+        assert!(strict.contains(&format!("the key {} sealed 1 of the records", id(1))), "{strict}");
+        // A sidecar with that setting refuses those two.
+        let sidecar = start(&service, &store, &[&keys_file.flag(), "--seal-required"]).await;
+        for (path, is_sealed) in [("/a", false), ("/b", false), ("/c", true)] {
+            let replay = sidecar.ask(&post(path)).await;
+            match is_sealed {
+                true => is_card(&replay, true),
+                false => drop(replay.is_problem(503, "response-sealed")),
+            }
+        }
+        stop(sidecar).await;
+        let is_local = store.starts_with('/');
+        let (_, lenient) = check(&[&keys_file.flag()]).await;
+        assert_eq!(
+            lenient.contains("2 responses in clear; the last of their retentions ends in"),
+            is_local,
+            "{lenient}"
+        );
+        assert!(!check(&[]).await.1.contains("in clear"), "without keys, everything is");
+    }
+}
+
+/// One sidecar of two lost its keys, or never had them.
+#[tokio::test]
+async fn a_sidecar_without_keys_next_to_one_with_keys_says_so() {
+    let server = RedisServer::start(RedisOptions::new().with_appendfsync("always")).unwrap();
+    let (service, keys_file) = (Service::new().await.answers(CARD), Keys::new(&[1]));
+    let keyless = start(&service, &server.url(), &[]).await;
+    let sealing = start(&service, &server.url(), &[&keys_file.flag(), "--seal-required"]).await;
+    assert_eq!(admin(&keyless, "/readyz").await.text(), "ready\n");
+    is_card(&sealing.ask(&post("/sealed")).await, false);
+    is_card(&keyless.ask(&post("/clear")).await, false);
+    // Neither replays what the other one stored, and nothing executes again.
+    keyless.ask(&post("/sealed")).await.is_problem(503, "response-sealed");
+    sealing.ask(&post("/clear")).await.is_problem(503, "response-sealed");
+    let note = admin(&keyless, "/readyz").await;
+    let words = format!(
+        "requests were refused (1 so far), because their records are sealed with keys that this process does not have: {}",
+        id(1)
+    );
+    assert!(note.has_status(200).text().contains(&words), "{}", note.text());
+    assert_eq!(series(&keyless, "oncegate_seal_refused_total{reason=\"key-missing\"}").await, Some(1.0));
+    assert_eq!(series(&sealing, "oncegate_seal_refused_total{reason=\"not-sealed\"}").await, Some(1.0));
+    // The sidecar with the keys shows what the other one stores, and the metrics show which one has keys.
+    let usage = keys(&sealing, &["seal-key", "usage"]).await;
+    assert!(usage.contains("in clear          1 record; "), "{usage}");
+    let seals = format!("oncegate_seal_key{{key=\"{}\",use=\"seals\"}}", id(1));
+    assert_eq!((series(&sealing, &seals).await, series(&keyless, &seals).await), (Some(1.0), None));
+    assert_eq!(service.requests(), 2);
+    stop(keyless).await;
+    stop(sealing).await;
+}
+
+/// A service behind the sidecar records steps in SQL, in clear, because PostgreSQL has no key. The sidecar needs no step, so they
+/// hold up nothing, although it must find responses sealed.
+#[tokio::test(flavor = "multi_thread")]
+async fn steps_that_a_service_records_in_sql_hold_up_neither_its_response_nor_its_retry() {
+    for completes in [false, true] {
+        let server = postgres().await;
+        let (service, keys_file) = (Service::new().await, Keys::new(&[1]));
+        let mut command = sidecar(&format!("http://{}", service.address));
+        let flags = ["--on-abandoned=reexecute", "--seal-required", &keys_file.flag()];
+        command.env("ONCEGATE_STORE", server.url()).args(flags);
+        if completes {
+            command.arg("--completion=upstream");
+        }
+        let sidecar = Sidecar::run(&mut command).await;
+        let receive = async || {
+            let mut client = sidecar.connect().await;
+            client.send(&post("/pay")).await;
+            let mut wire = service.accept().await;
+            let asked = wire.message().await;
+            let attempt =
+                ["oncegate-record", "oncegate-token"].map(|name| asked.get(name).unwrap().to_owned());
+            (client, wire, attempt)
+        };
+        let (mut client, mut wire, [record, token]) = receive().await;
+        let step = format!(
+            "SELECT outcome FROM oncegate.step('\\x{record}'::bytea, {token}, 0, 'charge', '{SECRET}'::bytea)"
+        );
+        assert_eq!(server.sql(&step).unwrap(), "recorded");
+        // An error that frees the key: the step stays. The next request comes over a connection of its own.
+        wire.send("HTTP/1.1 429 Too Many Requests\r\nConnection: close\r\nContent-Length: 0\r\n\r\n").await;
+        drop(wire);
+        client.message().await.has_status(429);
+        let shown = keys(&sidecar, &["keys", "show", &record, "--body"]).await;
+        assert!(shown.contains("charge") && shown.contains(SECRET), "{shown}");
+        assert!(shown.contains("not opened      ") && shown.contains("is not sealed"), "{shown}");
+
+        let (mut client, mut wire, [again, later]) = receive().await;
+        assert_eq!(again, record);
+        let names = format!("SELECT step_names FROM oncegate.lookup('\\x{record}'::bytea)");
+        assert_eq!(server.sql(&names).unwrap(), "{charge}", "the next attempt continues after it");
+        if completes {
+            server.sql(&format!("SELECT oncegate.complete('\\x{record}'::bytea, {later})")).unwrap();
+        }
+        wire.send(CARD).await;
+        is_card(&client.message().await, false);
+        is_card(&sidecar.ask(&post("/pay")).await, true);
+        let dump = server.sql("SELECT encode(response, 'escape') FROM oncegate.records").unwrap();
+        assert!(!dump.contains("4111"), "{dump}");
+        assert_eq!(series(&sidecar, "oncegate_seal_refused_total{reason=\"not-sealed\"}").await, Some(0.0));
+        stop(sidecar).await;
     }
 }
 
@@ -459,6 +617,40 @@ async fn a_program_prints_the_keys_and_its_failures_name_no_key() {
 }
 
 #[tokio::test]
+async fn the_program_for_keys_gets_a_small_environment() {
+    let (service, keys_file) = (Service::new().await.answers(CARD), Keys::new(&[1]));
+    let directory = tempfile::tempdir().unwrap();
+    let seen = directory.path().join("environment");
+    let mut command = self::sidecar(&format!("http://{}", service.address));
+    let script = format!("env > {}; cat {}", seen.display(), keys_file.file().display());
+    let config = directory.path().join("oncegate.toml");
+    fs::write(&config, format!("seal-keys-command = [\"/bin/sh\", \"-c\", {script:?}]\n")).unwrap();
+    command.arg(format!("--config={}", config.display())).env("ONCEGATE_STORE", "memory:");
+    let gets = [
+        ("HOME", "/home/anna"),
+        ("LC_ALL", "C.UTF-8"),
+        ("AWS_REGION", "eu-central-1"),
+        ("VAULT_ADDR", "https://vault.example"),
+        ("GOOGLE_APPLICATION_CREDENTIALS", "/key.json"),
+        ("https_proxy", "http://proxy.example"),
+        ("CREDENTIALS_DIRECTORY", "/run/credentials/oncegate.service"),
+    ];
+    let secrets = [
+        ("ONCEGATE_ADMIN_TOKEN", "hunter2-hunter2-hunter2"),
+        ("ONCEGATE_OTLP_HEADERS", "authorization=hunter2"),
+        ("PGPASSWORD", "hunter2"),
+        ("LD_LIBRARY_PATH", "/hunter2"),
+    ];
+    let sidecar = Sidecar::run(command.envs(gets).envs(secrets)).await;
+    let seen = fs::read_to_string(seen).unwrap();
+    for (name, value) in gets {
+        assert!(seen.lines().any(|line| line == format!("{name}={value}")), "{name}: {seen}");
+    }
+    assert!(seen.contains("PATH=") && !seen.contains("hunter2") && !seen.contains("ONCEGATE_"), "{seen}");
+    drop(sidecar);
+}
+
+#[tokio::test]
 async fn the_cache_before_a_store_has_sealed_responses_only() {
     let (service, keys_file) = (Service::new().await.answers(CARD), Keys::new(&[1]));
     let directory = tempfile::tempdir().unwrap();
@@ -489,6 +681,17 @@ async fn new_keys_are_made_and_listed_by_their_ids() {
     for _ in 0..2 {
         text(&["seal-key", "new", "--append", &file]).await;
     }
+    // An empty file, as `touch` or `install` make it, gets its first key.
+    let empty = directory.path().join("empty").display().to_string();
+    fs::write(&empty, "").unwrap();
+    fs::set_permissions(&empty, fs::Permissions::from_mode(0o644)).unwrap();
+    let made = oncegate(&["seal-key", "new", "--append", &empty]).await;
+    assert!(made.status.success(), "{made:?}");
+    assert!(
+        String::from_utf8(made.stderr).unwrap().contains("can be read by every user"),
+        "it may be a secret no longer"
+    );
+    assert_eq!(text(&["seal-key", "ls", &empty]).await.lines().count(), 1);
     let listed = text(&["seal-key", "ls", &file]).await;
     assert!(listed.lines().count() == 2 && !listed.contains("ogseal1_"), "{listed}");
     let missing = oncegate(&["seal-key", "ls", "/nowhere/keys"]).await;

@@ -202,7 +202,7 @@ async fn a_request_is_not_sent_again_after_a_new_connection_ended() {
 #[tokio::test]
 async fn no_more_idle_connections_are_kept_than_files_allow() {
     // An eighth of the files.
-    const FILES: usize = 256;
+    const FILES: usize = 1024;
     const MAX_IDLE: usize = FILES / 8;
     const ALL: usize = MAX_IDLE + 8;
     let service = Service::new().await;

@@ -159,6 +159,45 @@ fn completions_and_pages_of_the_manual_are_made_for_each_command() {
     assert!(text(&blocked.stderr).starts_with("error: /proc/none: "), "{blocked:?}");
 }
 
+/// A service that answers each request with 200.
+fn service() -> std::net::SocketAddr {
+    use std::io::{Read as _, Write as _};
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let Ok(mut stream) = stream else { continue };
+            std::thread::spawn(move || {
+                let mut bytes = [0; 4096];
+                // Each request of this test fits into one read.
+                while stream.read(&mut bytes).is_ok_and(|count| count > 0) {
+                    if stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok").is_err() {
+                        return;
+                    }
+                }
+            });
+        }
+    });
+    address
+}
+
+#[test]
+fn the_report_of_a_probe_has_colours_only_if_they_are_asked_for() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("operation.toml"), "path = \"/orders\"\nbody = '{\"n\":{n}}'\n").unwrap();
+    let url = format!("http://{}", service());
+    let report = |args: &[&str], variables: &[(&str, &str)]| {
+        let args = [&["probe", &url, "--operation=operation.toml", "--rate=100"], args].concat();
+        let report = text(&oncegate(dir.path(), &args, variables).stdout);
+        assert!(report.contains("Probe of ") && report.contains("not tested"), "{report}");
+        report
+    };
+    assert!(!report(&[], &[]).contains('\u{1b}'));
+    assert!(!report(&["--color=never"], &[]).contains('\u{1b}'));
+    let colored = report(&["--color=always"], &[("NO_COLOR", "1")]);
+    assert!(colored.contains("\u{1b}[2mnot tested \u{1b}[0m"), "{colored}");
+}
+
 /// Colours are for terminals, unless they are asked for.
 #[test]
 fn a_pipe_gets_no_colours_unless_they_are_asked_for() {
@@ -172,6 +211,9 @@ fn a_pipe_gets_no_colours_unless_they_are_asked_for() {
     assert!(!colored(&check, &[]));
     assert!(colored(&[&check[..], &["--color", "always"]].concat(), &[("NO_COLOR", "1")]));
     assert!(!colored(&[&["--color=never"], &check[..]].concat(), &[]));
+    let short = ["demo", "--intents", "2", "--seed", "1"];
+    assert!(!colored(&short, &[]));
+    assert!(colored(&[&short[..], &["--color=always"]].concat(), &[("NO_COLOR", "1")]));
     let wrong = oncegate(dir.path(), &["check", "--color", "sometimes"], &[]);
     assert_eq!(wrong.status.code(), Some(2), "{wrong:?}");
 }

@@ -183,6 +183,11 @@ impl Fingerprint {
         (version == Self::VERSION).then_some(Self { version, digest })
     }
 
+    /// A fingerprint of this version with this digest.
+    pub(crate) const fn of_digest(digest: [u8; 32]) -> Self {
+        Self { version: Self::VERSION, digest }
+    }
+
     /// The fingerprint of something that is not an HTTP request: a message, a call.
     ///
     /// `domain` names the kind of thing; different domains never share a fingerprint. Lengths keep the parts apart, so

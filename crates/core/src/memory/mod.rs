@@ -108,16 +108,8 @@ impl<C: Clock> MemoryStore<C> {
                 let full = StoreError::unavailable(reason);
                 return Err(full.with_extent(Extent::Writes).with_nothing_sent());
             }
-            if let (Command::Resolve(resolve), Outcome::Resolved { from }) = (command, &outcome) {
-                lock(&self.audit).add(AuditEntry {
-                    number: 0,
-                    at: now,
-                    id,
-                    from: *from,
-                    to: record.state_name(now),
-                    actor: resolve.actor.clone(),
-                    reason: resolve.reason.clone(),
-                });
+            if let Some(entry) = AuditEntry::of(id, command, &outcome, record.state_name(now), now) {
+                lock(&self.audit).add(entry);
             }
             let before = shard.bytes();
             shard.put(&id, place, record);
@@ -251,7 +243,9 @@ impl<C: Clock> Store for MemoryStore<C> {
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities::new("memory", Durability::Volatile, Fencing::Monotonic)
+        let mut capabilities = Capabilities::new("memory", Durability::Volatile, Fencing::Monotonic);
+        capabilities.is_shared = false;
+        capabilities
     }
 }
 

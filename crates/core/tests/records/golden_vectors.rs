@@ -1,7 +1,10 @@
 //! The published vectors: what a program in another language has to agree with.
 
 use bytes::Bytes;
-use oncegate_core::{IdempotencyKey, KeyTag, RecordId, Scope, ServiceName, StoredResponse};
+use oncegate_core::{
+    Fingerprint, ID_SECRET_RECORD, IdScheme, IdSecret, IdempotencyKey, KeyTag, RecordId, Scope, ServiceName,
+    StoredResponse,
+};
 use serde_json::Value;
 
 fn vectors(name: &str) -> Value {
@@ -41,6 +44,43 @@ fn record_ids_and_downstream_keys() {
         assert_eq!(scope.caller_tag().to_string(), case["caller_tag"], "{}", case["name"]);
         for (step, key) in case["downstream_keys"].as_object().unwrap() {
             assert_eq!(id.downstream_key(step), *key, "{} {step}", case["name"]);
+        }
+    }
+}
+
+#[test]
+fn keyed_identities() {
+    let plain = vectors("record_ids.json");
+    let vectors = vectors("keyed_ids.json");
+    let secrets = vectors["secrets"].as_array().unwrap();
+    assert!(secrets.len() >= 2);
+    for file in secrets {
+        let secret = IdSecret::from_bytes(bytes(&file["secret_hex"]).try_into().unwrap());
+        assert_eq!(secret.name().to_string(), file["name"]);
+        assert_eq!(*secret.to_secret_text(), file["text"]);
+        assert_eq!(IdSecret::parse(file["text"].as_str().unwrap()).unwrap().name(), secret.name());
+        assert_eq!(ID_SECRET_RECORD.to_string(), file["mark"]["record_id"]);
+        let ids = IdScheme::keyed(secret);
+        let cases = file["cases"].as_array().unwrap();
+        let plain = plain["cases"].as_array().unwrap();
+        assert_eq!(cases.len(), plain.len());
+        for (case, plain) in cases.iter().zip(plain) {
+            assert_eq!(case["name"], plain["name"]);
+            let record = RecordId::from_hex(plain["record_id"].as_str().unwrap()).unwrap();
+            assert_eq!(ids.record(record).to_string(), case["record_id"], "{}", case["name"]);
+            let key = IdempotencyKey::new(bytes(&plain["key_hex"])).unwrap();
+            assert_eq!(ids.key_tag(&key).to_string(), case["key_tag"], "{}", case["name"]);
+            let caller: Vec<_> = plain["caller"].as_array().unwrap().iter().collect();
+            let caller: Vec<_> = caller
+                .iter()
+                .map(|part| (part["kind"].as_str().unwrap(), bytes(&part["identity_hex"])))
+                .collect();
+            let caller: Vec<_> = caller.iter().map(|(kind, identity)| (*kind, &identity[..])).collect();
+            let scope = Scope::caller_of_parts(&caller);
+            assert_eq!(ids.caller_tag(&scope).to_string(), case["caller_tag"], "{}", case["name"]);
+            let digest = bytes(&case["fingerprint_digest_hex"]).try_into().unwrap();
+            let fingerprint = ids.fingerprint(Fingerprint::from_parts(1, digest).unwrap());
+            assert_eq!(fingerprint.to_string(), format!("1:{}", case["fingerprint"].as_str().unwrap()));
         }
     }
 }

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use oncegate_core::{
-    Clock as _, Command, Complete, Completion, FencingToken, Outcome, Record, RecordId, Release, Renew,
-    Resolution, Resolve, Store, StoreError, StoreErrorKind, Write, decide,
+    Clock as _, Command, Complete, Completion, FencingToken, Forget, Outcome, Record, RecordId, Release,
+    Renew, Resolution, Resolve, Rewrite, Store, StoreError, StoreErrorKind, Write, decide,
 };
 use oncegate_testkit::{ManualClock, block_on};
 
@@ -137,12 +137,16 @@ impl Script {
         let token = self.greatest_token.get(&id).copied().unwrap_or(FencingToken::new(1));
         self.attempts += 1;
         let len = [20, 300, 3000, 20_000][self.random.below(4)];
-        let command = match self.random.below(10) {
+        let command = match self.random.below(12) {
             0..=3 => claim(self.attempts),
             4 | 5 => complete(token, response(self.attempts as u64, len)),
             6 => Command::Complete(Complete { token, completion: Completion::Unknown, retention: DAY }),
             7 => Command::Release(Release { token, retention: DAY }),
             8 => Command::Renew(Renew { token, lease: Duration::from_secs(30), retention: DAY }),
+            9 => self.rewrite(id, len),
+            10 => {
+                Command::Forget(Forget { actor: "an operator".to_owned(), reason: "r".repeat(len.min(400)) })
+            }
             _ => Command::Resolve(Resolve {
                 resolution: Resolution::Complete(Some(response(self.attempts as u64, len))),
                 retention: DAY,
@@ -153,6 +157,19 @@ impl Script {
             }),
         };
         (id, command)
+    }
+
+    /// Replaces the response of a record, if it is expected to have one.
+    fn rewrite(&self, id: RecordId, len: usize) -> Command {
+        let record = self.expected.get(&id);
+        let mut rewrite = record.map_or_else(
+            || Rewrite { token: FencingToken::new(1), response: None, step_results: Vec::new() },
+            Rewrite::of,
+        );
+        if let Some(part) = &mut rewrite.response {
+            part.to = response(self.attempts as u64, len);
+        }
+        Command::Rewrite(rewrite)
     }
 
     /// Checks that every acknowledged command is there completely, and every other one completely or not at all.

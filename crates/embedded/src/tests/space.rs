@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use oncegate_core::{Command, Complete, Completion, Extent, Renew, Store as _};
+use oncegate_core::{
+    Command, Complete, Completion, Extent, Forget, Outcome, Renew, Rewrite, Store as _, StoredResponse,
+};
 use oncegate_testkit::{ManualClock, block_on, record_id as id};
 
 use super::sim::{Fault, Operation, SimDisk};
@@ -152,6 +154,45 @@ fn the_audit_trail_survives_compaction() {
     drop(store);
     let store = open(&disk, clock).unwrap();
     assert_eq!(reasons(&store), expected);
+}
+
+/// Without a compaction, a store with little traffic keeps the older versions of its records for as long as the records.
+#[test]
+fn a_compaction_leaves_no_older_version_of_any_record() {
+    let (disk, clock, store) = started();
+    let holds = |part: &[u8]| {
+        disk.after_kill().values().any(|file| file.windows(part.len()).any(|window| window == part))
+    };
+    (0..6).for_each(|n| complete_one(&store, n, 1000));
+    for n in 0..6 {
+        let record = block_on(store.lookup(id(n))).unwrap().unwrap();
+        let mut rewrite = Rewrite::of(&record);
+        let new = StoredResponse::new(200, &[], &[vec![0xab; 1000].into()], &[]).unwrap();
+        rewrite.response.as_mut().unwrap().to = new;
+        assert_eq!(block_on(store.apply(id(n), Command::Rewrite(rewrite))).unwrap(), Outcome::Rewritten);
+    }
+    let forget = Forget { actor: "ann".to_owned(), reason: "asked for".to_owned() };
+    block_on(store.apply(id(0), Command::Forget(forget))).unwrap();
+    let (old, new) = ([1, 2, 5].map(|n| response(n, 80)), [0xab; 80]);
+    assert!(old.iter().all(|old| holds(old.as_body())) && holds(&new));
+    let below = block_on(store.begin_compaction()).unwrap();
+    until("the old segments are gone", || store.is_compacted(below).unwrap());
+    assert!(!old.iter().any(|old| holds(old.as_body())), "the old versions are gone from every file");
+    assert!(holds(&new));
+    let replayed = block_on(store.apply(id(1), claim(9))).unwrap();
+    assert!(matches!(replayed, Outcome::Replay(response) if response.as_body() == [0xab; 1000]));
+    assert_eq!(block_on(store.audit(None, 10)).unwrap().len(), 1);
+    // It ends under load, and can be begun again.
+    let again = block_on(store.begin_compaction()).unwrap();
+    assert!(again > below);
+    until("it ends under load", || {
+        complete_one(&store, 100, 3000);
+        clock.advance(2 * DAY);
+        store.is_compacted(again).unwrap()
+    });
+    drop(store);
+    let store = open(&disk, clock).unwrap();
+    assert_eq!(block_on(store.audit(None, 10)).unwrap().len(), 1);
 }
 
 #[test]

@@ -115,7 +115,7 @@ impl Engine {
             settings: Arc::new(Settings {
                 engine: self.clone(),
                 name: name.into(),
-                label: Label::new(scope.caller_tag(), name),
+                label: Label::new(self.ids().caller_tag(&scope), name),
                 scope,
                 has_caller: false,
                 lacks_identity: false,
@@ -174,7 +174,8 @@ impl<P> Function<P> {
             settings.has_caller = true;
             settings.lacks_identity = identity.as_ref().is_empty();
             settings.scope = settings.engine.service_scope(Scope::caller(kind, identity));
-            settings.label = Label::new(settings.scope.caller_tag(), &settings.name);
+            let caller = settings.engine.ids().caller_tag(&settings.scope);
+            settings.label = Label::new(caller, &settings.name);
         })
     }
 
@@ -211,7 +212,8 @@ impl<P> Function<P> {
     #[must_use]
     pub fn record_id(&self, key: &IdempotencyKey) -> RecordId {
         let operation = [OPERATION, self.settings.name.as_bytes()];
-        RecordId::derive(&self.settings.scope.with_operation_parts(&operation), key)
+        let scope = self.settings.scope.with_operation_parts(&operation);
+        self.settings.engine.ids().record_id(&scope, key)
     }
 
     /// The response with which an [operator](crate::Operator::complete) completes a record of this function, so that later calls
@@ -227,7 +229,8 @@ impl<P> Function<P> {
     fn fingerprint(&self, json: &[u8]) -> Fingerprint {
         let input =
             FingerprintInput { content_type: b"application/json", body: json, ..FingerprintInput::default() };
-        Fingerprint::of_parts(DOMAIN, &[self.settings.rules.fingerprint(&input).digest()])
+        let plain = Fingerprint::of_parts(DOMAIN, &[self.settings.rules.fingerprint(&input).digest()]);
+        self.settings.engine.ids().fingerprint(plain)
     }
 
     fn with(mut self, change: impl FnOnce(&mut Settings)) -> Self {
@@ -252,7 +255,10 @@ impl<P: Clone> Function<P> {
                 false => Ok(key),
             })
             .and_then(|key| Ok((key, value::encode_input(input).map_err(InvalidCall::Input)?)))
-            .map(|(key, json)| (self.record_id(&key), KeyTag::of(&key), self.fingerprint(&json)));
+            .map(|(key, json)| {
+                let tag = self.settings.engine.ids().key_tag(&key);
+                (self.record_id(&key), tag, self.fingerprint(&json))
+            });
         Call { function: self.clone(), request }
     }
 

@@ -156,6 +156,7 @@ impl CallStream {
             None => (ResponseTreatment::Tombstone, Completion::Tombstone, status.is_success()),
             Some((outcome, message)) => {
                 let stored = stored_message(&settings, status, headers, message)
+                    .await
                     .map_or(Completion::Tombstone, Completion::Replayable);
                 let fate = match directive {
                     Some(StoreDirective::Release) => ResponseTreatment::Release,
@@ -195,7 +196,7 @@ impl CallStream {
 }
 
 /// A response in a stream, as a record keeps it: as the only message of a response without a stream.
-fn stored_message(
+async fn stored_message(
     settings: &Settings,
     status: StatusCode,
     headers: HeaderMap,
@@ -205,5 +206,5 @@ fn stored_message(
     *head.status_mut() = status;
     *head.headers_mut() = headers;
     head.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
-    settings.stored_response(&head.into_parts().0, &[message.into()], None)
+    settings.stored_response_off_thread(&head.into_parts().0, &[message.into()], None).await
 }

@@ -7,6 +7,7 @@ mod batch;
 mod faults;
 mod once;
 mod operators;
+mod sealed;
 mod streams;
 mod stuck;
 mod support;

@@ -4,16 +4,19 @@ mod connection;
 mod error;
 mod guard;
 mod json;
+mod mark_store;
 mod reservation;
 mod transact_fn;
 
 use std::fmt;
 use std::future::Future;
+use std::sync::Arc;
 use std::time::Duration;
 
 use oncegate_core::{
-    AttemptId, Claim, ConfigError, FencingToken, Fingerprint, IdempotencyKey, KeyError, KeyTag, Label,
-    OnAbandoned, Outcome, RecordId, Scope, State, StoreError, StoredResponse, limits,
+    AttemptId, Claim, ConfigError, FencingToken, Fingerprint, ID_SECRET_RECORD, IdGuard, IdProblem, IdScheme,
+    IdSecret, IdempotencyKey, KeyError, Label, OnAbandoned, Outcome, RecordId, Scope, State, StoreError,
+    StoredResponse, limits,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -24,13 +27,14 @@ pub use self::connection::{OpenTransaction, StatementError, TransactionConnectio
 pub use self::error::{RunError, TransactError, is_conflict, is_conflict_in, is_lost_in, is_rolled_back};
 pub use self::guard::{Guard, GuardClaim, GuardError, GuardHeaderError};
 use self::json::{EncodeError, not_json};
+use self::mark_store::MarkStore;
 use self::reservation::{CompletionResult, Reservation};
 pub use self::transact_fn::{TransactFn, TransactFnWith};
 use crate::backoff::{Backoff, random_bits};
 use crate::call::{Arg, Call};
 use crate::error::store_error;
 use crate::record::{self, Reply};
-use crate::store::{CLAIM, claim_call};
+use crate::store::{CLAIM, claim_call, lookup_call};
 
 const RESERVE_OR_CLAIM: &str = "SELECT * FROM oncegate.reserve_or_claim($1, $2, $3, $4, $5, $6, $7, $8, $9)";
 
@@ -59,6 +63,8 @@ pub struct Transactor {
     max_attempts: u32,
     isolation: Option<Isolation>,
     transaction_pooler: bool,
+    /// The guard of the identities of records.
+    guard: Arc<IdGuard>,
 }
 
 /// The isolation level of a transaction, in PostgreSQL's terms.
@@ -106,15 +112,16 @@ struct Request {
 
 impl Request {
     fn new<I: Serialize + ?Sized>(
+        ids: &IdScheme,
         scope: &Scope<'_>,
         key: &IdempotencyKey,
         input: &I,
     ) -> serde_json::Result<Self> {
         let operation: Vec<_> = scope.operation().iter().map(|part| String::from_utf8_lossy(part)).collect();
         Ok(Self {
-            record: RecordId::derive(scope, key),
-            fingerprint: json::fingerprint(input)?,
-            label: Label::new(scope.caller_tag(), &operation.join(" ")).with_key(KeyTag::of(key)),
+            record: ids.record_id(scope, key),
+            fingerprint: ids.fingerprint(json::fingerprint(input)?),
+            label: ids.label(scope, key, &operation.join(" ")),
         })
     }
 
@@ -181,9 +188,11 @@ struct LostCommit {
 impl Transactor {
     /// Creates a transactor on the application's own pool, with a retention of 24 hours, no wait, and at most five attempts.
     #[must_use]
-    pub const fn new(pool: PgPool) -> Self {
+    pub fn new(pool: PgPool) -> Self {
+        let guard = guard(&pool, false, IdScheme::PLAIN);
         Self {
             pool,
+            guard,
             retention: RETENTION,
             wait: Duration::ZERO,
             statement_timeout: Duration::from_secs(10),
@@ -191,6 +200,38 @@ impl Transactor {
             isolation: None,
             transaction_pooler: false,
         }
+    }
+
+    /// Computes the identities of records with this secret, as all other programs on the database must; see [`IdSecret`]. The
+    /// role also needs the right to execute `oncegate.renew` and `oncegate.list`.
+    ///
+    /// Calls are refused until it is known that the database belongs to this secret: call [`verify_ids`](Self::verify_ids) at the
+    /// start.
+    #[must_use]
+    pub fn with_id_secret(self, secret: IdSecret) -> Self {
+        Self { guard: guard(&self.pool, self.transaction_pooler, secret.into()), ..self }
+    }
+
+    /// Waits until it is known that the database belongs to the id secret of this transactor, or, without one, to none. The first
+    /// program with a secret on a new database waits for six seconds.
+    ///
+    /// # Errors
+    /// [`StoreErrorKind::Invalid`](oncegate_core::StoreErrorKind::Invalid) if the database belongs to another secret, or has
+    /// records from before. Otherwise the error of the database.
+    pub async fn verify_ids(&self) -> Result<(), StoreError> {
+        loop {
+            let checked = self.guard.verify().await;
+            match self.guard.problem() {
+                Some(IdProblem::Trial { left, .. }) if checked.is_err() => tokio::time::sleep(left).await,
+                _ => return checked,
+            }
+        }
+    }
+
+    /// The computation of the identities of records.
+    #[must_use]
+    pub fn ids(&self) -> &IdScheme {
+        self.guard.ids()
     }
 
     /// The pool that it takes its connections from.
@@ -264,7 +305,8 @@ impl Transactor {
     /// `.persistent(false)` for your own statements.
     #[must_use]
     pub fn with_transaction_pooler(self, through_pooler: bool) -> Self {
-        Self { transaction_pooler: through_pooler, ..self }
+        let guard = guard(&self.pool, through_pooler, self.ids().clone());
+        Self { transaction_pooler: through_pooler, guard, ..self }
     }
 
     /// Runs `run` in a transaction if this is the first call with this key in this scope. Otherwise returns the value that the
@@ -334,9 +376,14 @@ impl Transactor {
         F: for<'c> TransactFn<&'c mut PgConnection, T, Fut: Send> + Clone + Send + Sync + 't,
     {
         let key = key.try_into().map_err(|error| TransactError::Key(error.into()));
-        let request =
-            key.and_then(|key| Request::new(scope, &key, input).map_err(TransactError::Unserializable));
-        async move { self.try_until_known(&request?, &run).await }
+        let request = key.and_then(|key| {
+            Request::new(self.ids(), scope, &key, input).map_err(TransactError::Unserializable)
+        });
+        async move {
+            let request = request?;
+            self.guard.admit().await.map_err(TransactError::Store)?;
+            self.try_until_known(&request, &run).await
+        }
     }
 
     async fn try_until_known<T, F>(
@@ -667,8 +714,9 @@ impl Transactor {
         input: &I,
     ) -> Result<GuardClaim, GuardError> {
         let key = key.try_into().map_err(|error| GuardError::Key(error.into()))?;
-        let request =
-            Request::new(scope, &key, input).map_err(|error| GuardError::Response(not_json(error)))?;
+        let request = Request::new(self.ids(), scope, &key, input)
+            .map_err(|error| GuardError::Response(not_json(error)))?;
+        self.admit_on(connection).await?;
         let call = request.claim(self.retention, CLAIM).map_err(GuardError::Store)?;
         let persistent = !self.transaction_pooler;
         let rows = call.in_transaction(connection, persistent).await.map_err(|error| {
@@ -693,9 +741,25 @@ impl Transactor {
         })
     }
 
+    /// Checks that the database belongs to the id secret, on a connection of the application, which may be the last one of its
+    /// pool.
+    async fn admit_on(&self, connection: &mut PgConnection) -> Result<(), GuardError> {
+        let Some(begun) = self.guard.begin_judgement() else { return Ok(()) };
+        let call = lookup_call(&ID_SECRET_RECORD);
+        let rows = call.in_transaction(connection, !self.transaction_pooler).await.map_err(|error| {
+            if is_conflict(&error) { GuardError::Conflict } else { GuardError::Store(store_error(&error)) }
+        })?;
+        let mark = rows.first().map(record::record).transpose().map_err(GuardError::Store)?;
+        self.guard.judge(begun, mark.as_ref()).map_err(GuardError::Store)
+    }
+
     const fn begin(&self) -> &'static str {
         begin(self.isolation)
     }
+}
+
+fn guard(pool: &PgPool, transaction_pooler: bool, ids: IdScheme) -> Arc<IdGuard> {
+    Arc::new(IdGuard::new(MarkStore::new(pool.clone(), transaction_pooler), ids))
 }
 
 /// The statement that begins a transaction. `None` takes the isolation level of the connection or the server.

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use oncegate_core::{
-    CallerTag, Capabilities, Command, Completion, Durability, Fencing, Label, ListQuery, OnAbandoned,
-    Outcome, RecordStep, RecordedResponse, Resolution, Resolve, State, StateName, Step, Store,
+    CallerTag, Capabilities, Command, Completion, Durability, Fencing, Forget, Label, ListQuery, OnAbandoned,
+    Outcome, RecordStep, RecordedResponse, Resolution, Resolve, Rewrite, State, StateName, Step, Store,
     StoreErrorKind, StoredResponse, limits,
 };
 use oncegate_postgres::PostgresStore;
@@ -130,6 +130,97 @@ async fn hostile_bytes_are_data() {
         assert_eq!(entry.actor, "o'brien\u{2400}");
         assert!(entry.reason.len() <= limits::MAX_AUDIT_TEXT_BYTES && entry.reason.starts_with("'); --"));
     }
+}
+
+/// Content is rewritten and forgotten behind a pooler, too, and a row that another transaction holds is left alone at once.
+#[tokio::test(flavor = "multi_thread")]
+async fn content_is_bytes_and_a_held_row_is_not_waited_for() {
+    let database = Database::fresh().await;
+    let bytes: Vec<u8> = (0..=255).chain(*b"'); DROP SCHEMA oncegate CASCADE; --\\").collect();
+    let body = |n: u8| {
+        let body = [Bytes::from([&bytes[..], &[n]].concat())];
+        StoredResponse::new(200, &[("x-raw", &b"'"[..])], &body, &[]).unwrap()
+    };
+    for (number, pooler) in [(1, false), (2, true)] {
+        let store = PostgresStore::open(database.options().with_transaction_pooler(pooler)).await.unwrap();
+        let owner = token(&store.apply(id(number), claims(1)).await.unwrap());
+        let step = Step::new("charge'", Bytes::from(bytes.clone())).unwrap();
+        let step = Command::Step(RecordStep { token: owner, number: 0, step });
+        assert_eq!(store.apply(id(number), step).await.unwrap(), Outcome::StepRecorded);
+        let mut rewrite = Rewrite::of(&store.lookup(id(number)).await.unwrap().unwrap());
+        rewrite.step_results[0].to = Bytes::from([&bytes[..], b"2"].concat());
+        let rewritten = store.apply(id(number), Command::Rewrite(rewrite.clone())).await.unwrap();
+        assert_eq!(rewritten, Outcome::Rewritten);
+        let record = store.lookup(id(number)).await.unwrap().unwrap();
+        assert_eq!(record.steps.as_slice()[0].result(), &rewrite.step_results[0].to);
+        let complete = completes(owner, Completion::Replayable(body(1)));
+        assert_eq!(store.apply(id(number), complete).await.unwrap(), Outcome::Completed);
+        let mut rewrite = Rewrite::of(&store.lookup(id(number)).await.unwrap().unwrap());
+        rewrite.response.as_mut().unwrap().to = body(2);
+        let forget = Forget { actor: "o'brien\0".to_owned(), reason: "'); --".repeat(400) };
+        let commands = [Command::Rewrite(rewrite), Command::Forget(forget)];
+        let mut other = database.connect().await;
+        run(&mut other, "BEGIN; SELECT id FROM oncegate.records FOR UPDATE").await;
+        for command in commands.clone() {
+            let error = store.apply(id(number), command).await.unwrap_err();
+            assert_eq!(error.kind(), StoreErrorKind::Locked, "{error}");
+        }
+        assert_eq!(store.apply(id(number), claims(2)).await.unwrap(), Outcome::Replay(body(1)));
+        run(&mut other, "ROLLBACK").await;
+        let [rewrite, forget] = commands;
+        assert_eq!(store.apply(id(number), rewrite).await.unwrap(), Outcome::Rewritten);
+        assert_eq!(store.apply(id(number), claims(2)).await.unwrap(), Outcome::Replay(body(2)));
+        let forgotten = Outcome::Forgotten { from: StateName::Completed };
+        assert_eq!(store.apply(id(number), forget).await.unwrap(), forgotten);
+        let entry = store.audit(None, 1).await.unwrap().remove(0);
+        assert_eq!(entry.actor, "o'brien\u{2400}");
+        assert!(entry.reason.len() <= limits::MAX_AUDIT_TEXT_BYTES);
+        assert_eq!(store.apply(id(number), claims(2)).await.unwrap(), Outcome::Unreplayable);
+    }
+    let mut app = database.connect().await;
+    let record = "decode(repeat('01', 32), 'hex')";
+    for call in [
+        "rewrite('\\x00', 1, null, null, null, null)".to_owned(),
+        format!("rewrite({record}, null, null, null, null, null)"),
+        format!("rewrite({record}, 1, null, decode('0100c800000000', 'hex'), null, null)"),
+        format!("rewrite({record}, 1, decode('0100c800000000', 'hex'), decode('00', 'hex'), null, null)"),
+        format!("rewrite({record}, 1, null, null, null, ARRAY[decode('00', 'hex')])"),
+        format!("rewrite({record}, 1, null, null, ARRAY[decode('00', 'hex')], ARRAY[null::bytea])"),
+        "forget('\\x00', 'a', 'r')".to_owned(),
+        format!("forget({record}, null, 'r')"),
+        format!("forget({record}, 'a', null)"),
+    ] {
+        let error = try_run(&mut app, &format!("SELECT * FROM oncegate.{call}")).await.unwrap_err();
+        assert_eq!(sqlstate(&error), "22023", "{call}");
+    }
+}
+
+/// A sidecar may lack the right to change content. It works, and only these commands are refused.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_role_without_the_rights_to_change_content_serves_requests() {
+    let database = Database::fresh().await;
+    let mut owner = database.connect().await;
+    run(
+        &mut owner,
+        "CREATE ROLE no_content LOGIN; GRANT USAGE ON SCHEMA oncegate TO no_content;
+         GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA oncegate TO no_content;
+         REVOKE EXECUTE ON FUNCTION oncegate.rewrite, oncegate.forget FROM no_content",
+    )
+    .await;
+    run(&mut owner, "SET ROLE no_content").await;
+    run(&mut owner, "SELECT * FROM oncegate.purge(1)").await;
+    for call in [
+        "rewrite(decode(repeat('01', 32), 'hex'), 1, null, null, null, null)",
+        "forget(decode(repeat('01', 32), 'hex'), 'a', 'r')",
+    ] {
+        let error = try_run(&mut owner, &format!("SELECT * FROM oncegate.{call}")).await.unwrap_err();
+        assert_eq!(sqlstate(&error), "42501", "{call}");
+    }
+    // A role writes no entry of its own into the audit trail.
+    let forged =
+        try_run(&mut owner, "SELECT oncegate.add_audit(1, '', 'unknown', 'released', 'ann', 'why')").await;
+    assert_eq!(sqlstate(&forged.unwrap_err()), "42501");
+    run(&mut owner, "RESET ROLE; DROP OWNED BY no_content; DROP ROLE no_content").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -5,6 +5,7 @@ mod conformance;
 mod contract;
 mod faults;
 mod guards;
+mod id_secret;
 mod lost_claims;
 mod lost_commits;
 mod node;

@@ -120,7 +120,13 @@ impl Report {
     /// The report as a table for a terminal.
     #[must_use]
     pub fn to_table(&self) -> String {
-        table::render(self)
+        self.to_painted_table(&|_, words| words.to_owned())
+    }
+
+    /// The same, with the words of each verdict as `paint` returns them. It may add colours, and must not change their width.
+    #[must_use]
+    pub fn to_painted_table(&self, paint: &dyn Fn(Verdict, &str) -> String) -> String {
+        table::render(self, paint)
     }
 
     /// The report as a JUnit document: a failure for each row that differs or is dangerous.

@@ -4,18 +4,20 @@ use std::fmt::Write as _;
 
 use super::{Report, Verdict};
 
-pub(super) fn render(report: &Report) -> String {
+pub(super) fn render(report: &Report, paint: &dyn Fn(Verdict, &str) -> String) -> String {
     let mut text = format!("Probe of {} with the profile {}\n\n", plain(&report.url), plain(&report.profile));
     let width = report.rows.iter().map(|row| row.title.chars().count()).max().unwrap_or(0);
     for row in &report.rows {
         let (title, observation) = (plain(&row.title), plain(&row.observation));
-        let _infallible = writeln!(text, "{:<11}  {title:<width$}  {observation}", row.verdict.words());
+        let verdict = paint(row.verdict, &format!("{:<11}", row.verdict.words()));
+        let _infallible = writeln!(text, "{verdict}  {title:<width$}  {observation}");
         if row.verdict > Verdict::AsExpected {
             let _infallible = writeln!(text, "{:13}expected: {}", "", plain(&row.expectation));
             let _infallible = writeln!(text, "{:13}advice: {}", "", plain(&row.advice));
         }
     }
-    let _infallible = writeln!(text, "\n{} ({} requests)", report.summary(), report.requests);
+    let _infallible =
+        writeln!(text, "\n{} ({} requests)", paint(report.verdict, &report.summary()), report.requests);
     text
 }
 

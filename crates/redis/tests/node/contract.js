@@ -85,7 +85,7 @@ async function main(url) {
   for (const node of nodes) await node.script('FLUSH')
   assert.deepEqual(
     Object.keys(scripts).sort(),
-    ['audit', 'claim', 'complete', 'lookup', 'release', 'renew', 'resolve', 'step'],
+    ['audit', 'claim', 'complete', 'forget', 'lookup', 'release', 'renew', 'resolve', 'rewrite', 'step'],
   )
   const receipt = response(201, [['content-type', 'application/octet-stream']], Buffer.from([...Array(256).keys()]))
 
@@ -118,6 +118,20 @@ async function main(url) {
     assert.ok(again[2].equals(receipt), 'byte for byte')
     assert.deepEqual(await Promise.race([heard, setTimeout(20_000, 'nothing heard', { ref: false })]), [key, `completed ${token}`])
     listener.disconnect()
+
+    // The content is replaced by another form of it, and removed. The key stays protected.
+    const newer = response(201, [], Buffer.from('another form'))
+    const rewrite = async (...words) => texts(await call(client, 'rewrite', [key], ...words))
+    assert.deepEqual((await rewrite(token, newer, receipt, 0)).filter((_, n) => n !== 1), ['not-rewritten', 'completed'])
+    assert.equal((await rewrite(token, receipt, newer, 0))[0], 'rewritten')
+    assert.equal((await rewrite(token, receipt, newer, 0))[0], 'rewritten')
+    assert.ok((await claim(client, key, newAttempt(), 'pay 5'))[2].equals(newer))
+    const forgetting = client instanceof Cluster ? [key] : [key, AUDIT]
+    const forgotten = texts(await call(client, 'forget', forgetting, 'ann', HOSTILE))
+    assert.deepEqual([forgotten[0], ...forgotten.slice(2)], ['forgotten', 'completed', 'tombstone'])
+    assert.equal(texts(await call(client, 'forget', forgetting, 'ann', HOSTILE))[0], 'not-forgotten')
+    assert.equal(texts(await claim(client, key, newAttempt(), 'pay 5'))[0], 'unreplayable')
+    assert.equal(texts(await claim(client, key, newAttempt(), 'pay 9'))[0], 'mismatch')
 
     // Abandoned: executed again with a greater token, and the stale owner is fenced.
     const second = newKey()

@@ -143,6 +143,44 @@ fn a_lease_and_a_retention_out_of_their_bounds_are_refused() {
     assert_eq!(word(scripts.claim.code(), &claim), "execute");
 }
 
+/// The arguments of `rewrite` and `forget` that could lose content or confuse its parts.
+#[test]
+fn malformed_changes_of_content_are_refused() {
+    let server = RedisServer::start(RedisOptions::new()).unwrap();
+    let mut connection = redis::Client::open(server.url()).unwrap().get_connection().unwrap();
+    let scripts = Scripts::published();
+    let key = format!("oncegate:{{{}}}", "ab".repeat(32));
+    let mut word = |script: &str, arguments: &[&[u8]]| {
+        let reply = redis::cmd("EVAL").arg(script).arg(1).arg(&key).arg(arguments).query(&mut connection);
+        reply.map_or_else(
+            |error: redis::RedisError| error.code().unwrap_or_default().to_owned(),
+            |reply: Vec<redis::Value>| redis::from_redis_value(reply[0].clone()).unwrap(),
+        )
+    };
+    let whole: &[u8] = b"\x01\0\xc8\0\0\0\0";
+    let wrong: [&[&[u8]]; 9] = [
+        &[],
+        &[b"1", b"", b""],
+        &[b"1", b"", b"", b"1"],
+        &[b"1", b"", b"", b"1", b"a"],
+        &[b"1", b"", b"", b"0", b"a", b"b"],
+        &[b"1", b"", b"", b"01", b"a", b"b"],
+        &[b"1", whole, b"", b"0"],
+        &[b"1", b"", whole, b"0"],
+        &[b"1", whole, b"no response", b"0"],
+    ];
+    for arguments in wrong {
+        assert_eq!(word(scripts.rewrite.code(), arguments), "INVALID", "{arguments:?}");
+    }
+    assert_eq!(word(scripts.rewrite.code(), &[b"1", whole, whole, b"0"]), "not-rewritten");
+    let long = [b'r'; 1001];
+    let wrong: [&[&[u8]]; 4] = [&[], &[b"ann"], &[b"ann", &long], &[&long, b"why"]];
+    for arguments in wrong {
+        assert_eq!(word(scripts.forget.code(), arguments), "INVALID");
+    }
+    assert_eq!(word(scripts.forget.code(), &[b"ann", &long[1..]]), "not-forgotten");
+}
+
 #[test]
 fn the_page_names_every_script_correctly() {
     let page = include_str!("../../../../docs/reference/store-contract-redis.md");

@@ -7,7 +7,10 @@ use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::support::*;
-use oncegate_core::{Extent, Outcome, Store as _, StoreError, StoreErrorKind};
+use oncegate_core::{
+    Command, Extent, Forget, Outcome, RecordStep, Rewrite, StateName, Step, Store as _, StoreError,
+    StoreErrorKind,
+};
 use oncegate_servers::{RedisCluster, RedisOptions as ServerOptions, RedisServer};
 use oncegate_testkit::until;
 use tokio::net::{TcpListener, TcpStream};
@@ -53,6 +56,36 @@ impl Drop for World {
     fn drop(&mut self) {
         self.signal("-CONT");
     }
+}
+
+/// A change of content counts once the replica has it, and a check of the record finds it: with steps, and with a response.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn changes_of_content_wait_for_the_replica() {
+    let world = World::start();
+    let store = open(&world.url(WAIT)).await;
+    let grant = granted(&store, 1, 1).await;
+    let step = Step::new("charge", b"in clear"[..].into()).unwrap();
+    let step = Command::Step(RecordStep { token: grant.token, number: 0, step });
+    assert_eq!(store.apply(id(1), step).await.unwrap(), Outcome::StepRecorded);
+    let rewrite = async |change: fn(&mut Rewrite)| {
+        let mut rewrite = Rewrite::of(&store.lookup(id(1)).await.unwrap().unwrap());
+        change(&mut rewrite);
+        assert_eq!(store.apply(id(1), Command::Rewrite(rewrite)).await.unwrap(), Outcome::Rewritten);
+    };
+    rewrite(|rewrite| rewrite.step_results[0].to = b"sealed"[..].into()).await;
+    assert_eq!(store.apply(id(1), completion(grant.token, 1)).await.unwrap(), Outcome::Completed);
+    rewrite(|rewrite| rewrite.response.as_mut().unwrap().to = response(2)).await;
+    let forget = Command::Forget(Forget { actor: "ann".to_owned(), reason: "asked for".to_owned() });
+    // The replica stops, and the removal is acknowledged only when it goes on.
+    world.signal("-STOP");
+    let removal = store.apply(id(1), forget);
+    tokio::pin!(removal);
+    tokio::select! {
+        outcome = &mut removal => panic!("acknowledged without the replica: {outcome:?}"),
+        () = until("the removal waits", async || world.waiting() > 0) => {}
+    }
+    world.signal("-CONT");
+    assert_eq!(removal.await.unwrap(), Outcome::Forgotten { from: StateName::Completed });
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -4,7 +4,8 @@ use std::time::{Duration, Instant};
 
 use crate::support::*;
 use oncegate_core::{
-    Command, Durability, Fencing, ListQuery, OnAbandoned, Outcome, Resolution, Resolve, StateName, Store as _,
+    Command, Complete, Completion, Durability, Fencing, Forget, ListQuery, OnAbandoned, Outcome, Resolution,
+    Resolve, Rewrite, StateName, Store as _,
 };
 use oncegate_redis::contract::record_key;
 use oncegate_redis::{RedisOpenError, RedisStore};
@@ -127,9 +128,25 @@ async fn a_cluster_distributes_the_records_and_survives_the_loss_of_one_primary(
         let outcome = store.apply(id(n), Command::Resolve(resolve)).await.unwrap();
         assert_eq!(outcome, Outcome::Resolved { from: StateName::Unknown });
     }
+    for n in 210..215 {
+        let Outcome::Execute(grant) = store.apply(id(n), Command::Claim(claim(n))).await.unwrap() else {
+            panic!("record {n} is free")
+        };
+        let completion = Completion::Replayable(response(n));
+        let complete = Complete { token: grant.token, completion, retention: MINUTE };
+        assert_eq!(store.apply(id(n), Command::Complete(complete)).await.unwrap(), Outcome::Completed);
+        let mut rewrite = Rewrite::of(&store.lookup(id(n)).await.unwrap().unwrap());
+        rewrite.response.as_mut().unwrap().to = response(n + 1);
+        assert_eq!(store.apply(id(n), Command::Rewrite(rewrite)).await.unwrap(), Outcome::Rewritten);
+        let forget = Forget { actor: format!("operator {n}"), reason: "asked for".to_owned() };
+        let forgotten = Outcome::Forgotten { from: StateName::Completed };
+        assert_eq!(store.apply(id(n), Command::Forget(forget.clone())).await.unwrap(), forgotten);
+        let nothing_kept = Outcome::NotForgotten { state: Some(StateName::Tombstone) };
+        assert_eq!(store.apply(id(n), Command::Forget(forget)).await.unwrap(), nothing_kept);
+    }
     let trail = store.audit(None, 100).await.unwrap();
     let numbers: Vec<_> = trail.iter().map(|entry| (entry.number, entry.id)).collect();
-    assert_eq!(numbers, (1..=10).rev().map(|number| (number, id(199 + number))).collect::<Vec<_>>());
+    assert_eq!(numbers, (1..=15).rev().map(|number| (number, id(199 + number))).collect::<Vec<_>>());
 
     // One primary dies. Its replica has the older records. Claims of its slots are refused until the replica takes over.
     // `WAIT` on a connection of its own would wait for nothing: it counts the writes of its connection.

@@ -1,7 +1,9 @@
 //! Tests of the sealed store, through the interface of stores.
 
 mod conformance;
+mod keyless;
 mod refusals;
+mod reseal;
 mod rotation;
 mod vectors;
 

@@ -177,8 +177,8 @@ fn a_missing_key_is_named_and_nothing_is_executed() {
             assert!(!error.kind().may_pass(), "no program sends it again by itself");
         }
         assert_eq!(block_on(world.sealed.lookup(id)).unwrap_err().kind(), StoreErrorKind::Sealed);
-        let at_once = world.sealed.try_apply(id, &Command::Claim(crate::claim(9))).unwrap();
-        assert_eq!(at_once.unwrap_err().kind(), StoreErrorKind::Sealed);
+        let at_once = world.sealed.try_apply(id, &Command::Claim(crate::claim(9)));
+        assert!(at_once.is_none(), "a cache may have an older form than the store, so it is asked first");
         // Operators see the record, and which key is missing.
         let page = block_on(world.sealed.list(ListQuery::default())).unwrap();
         let shown = block_on(world.sealed.lookup_as_stored(id)).unwrap().unwrap().record;

@@ -3,8 +3,11 @@
 use std::fmt::Write as _;
 
 use bytes::Bytes;
-use oncegate_core::{Outcome, StoredResponse};
-use oncegate_seal::{SealError, SealInfo, open_intent, seal_intent};
+use oncegate_core::{Outcome, RecordId, StoredResponse};
+use oncegate_seal::{
+    DeadLetterPlace, Keyring, SealError, SealInfo, open_dead_letter, open_dead_letter_error, open_intent,
+    seal_dead_letter, seal_dead_letter_error, seal_intent,
+};
 use oncegate_testkit::block_on;
 use serde_json::{Value, json};
 
@@ -57,6 +60,7 @@ fn write_anew() {
         "record": id.to_string(),
         "parts": parts,
         "intents": [intent_example()],
+        "dead_letters": [dead_letter_example()],
     });
     std::fs::write(FILE, serde_json::to_string_pretty(&file).unwrap() + "\n").unwrap();
 }
@@ -67,6 +71,81 @@ fn intent_example() -> Value {
         ("2c26b46b68ffc68ff99b453c1d304134.intent", b"{\"method\":\"POST\"}\n{\"amount\":5}");
     let sealed = seal_intent(file, plaintext, &ring(&[1])).unwrap().unwrap();
     json!({ "file": file, "plaintext": hex(plaintext), "sealed": hex(&sealed) })
+}
+
+const LETTER: DeadLetterPlace<'static> =
+    DeadLetterPlace { id: RecordId::from_bytes([7; 32]), consumer: "billing", topic: "orders" };
+const NAMES: [&str; 2] = ["event-id", "x-empty"];
+
+/// A dead letter, which has no token, so that its sealed form is always the same.
+fn dead_letter_example() -> Value {
+    let (values, payload, error) = ([&b"evt-1"[..], b""], b"{\"order\":17}", "no such address");
+    let headers = [(NAMES[0], values[0]), (NAMES[1], values[1])];
+    let sealed = seal_dead_letter(&LETTER, &headers, payload, &ring(&[1])).unwrap().unwrap();
+    let sealed_error = seal_dead_letter_error(&LETTER, error, &ring(&[1])).unwrap().unwrap();
+    json!({
+        "id": LETTER.id.to_string(), "consumer": LETTER.consumer, "topic": LETTER.topic, "header_names": NAMES,
+        "header_values": values.map(hex), "payload": hex(payload), "error": error, "sealed": hex(&sealed),
+        "sealed_error": sealed_error,
+    })
+}
+
+#[test]
+fn the_published_dead_letter_is_written_and_opened() {
+    let file: Value = serde_json::from_str(&std::fs::read_to_string(FILE).unwrap()).unwrap();
+    assert_eq!(file["dead_letters"], json!([dead_letter_example()]));
+    let example = &file["dead_letters"][0];
+    let (sealed, error) = (bytes(&example["sealed"]), example["sealed_error"].as_str().unwrap());
+    let open = |place: &DeadLetterPlace<'_>, names: &[&str], keys: &Keyring| {
+        open_dead_letter(place, names, &sealed, keys)
+    };
+    let content = open(&LETTER, &NAMES, &ring(&[2, 1])).unwrap().unwrap();
+    assert_eq!(
+        (content.payload.to_vec(), hex(&content.header_values[0])),
+        (bytes(&example["payload"]), hex(b"evt-1"))
+    );
+    let opened = open_dead_letter_error(&LETTER, error, &ring(&[1])).unwrap().unwrap();
+    assert_eq!(opened, example["error"]);
+    assert_eq!(open(&LETTER, &NAMES, &ring(&[2])), Err(SealError::KeyMissing(key(1).id())));
+    // Each part in clear is bound.
+    for place in [
+        DeadLetterPlace { id: RecordId::from_bytes([8; 32]), ..LETTER },
+        DeadLetterPlace { consumer: "mail", ..LETTER },
+        DeadLetterPlace { topic: "order", ..LETTER },
+        // The lengths tell where one text ends and the next begins.
+        DeadLetterPlace { consumer: "billingo", topic: "rders", ..LETTER },
+    ] {
+        assert_eq!(open(&place, &NAMES, &ring(&[1])), Err(SealError::Broken), "{place:?}");
+        assert_eq!(open_dead_letter_error(&place, error, &ring(&[1])), Err(SealError::Broken), "{place:?}");
+    }
+    for names in
+        [&["event-id"][..], &["x-empty", "event-id"], &["event-id", "x-empty", "x"], &["event-i", "dx-empty"]]
+    {
+        assert_eq!(open(&LETTER, names, &ring(&[1])), Err(SealError::Broken), "{names:?}");
+    }
+    // Every byte counts, and every end.
+    for at in 0..sealed.len() {
+        let mut changed = sealed.clone();
+        changed[at] ^= 1;
+        let opened = open_dead_letter(&LETTER, &NAMES, &changed, &ring(&[1]));
+        // Without its beginning it is not sealed, and with another key id it has another key.
+        let is_refused = opened.is_err() || at < 7 && opened == Ok(None);
+        assert!(is_refused, "byte {at}: {opened:?}");
+        let cut = open_dead_letter(&LETTER, &NAMES, &sealed[..at], &ring(&[1]));
+        assert!(cut.is_err() || at < 7 && cut == Ok(None), "cut at {at}: {cut:?}");
+    }
+    for wrong in ["ogseal:", "ogseal:0", "ogseal:zz", &error[..error.len() - 1], &format!("{error}00")] {
+        assert_eq!(open_dead_letter_error(&LETTER, wrong, &ring(&[1])), Err(SealError::Broken), "{wrong}");
+    }
+    // The form of an error is no content, and the other way round. What is in clear is returned, unless it must be sealed.
+    let form = bytes(&json!(error.strip_prefix("ogseal:").unwrap()));
+    assert_eq!(open_dead_letter(&LETTER, &NAMES, &form, &ring(&[1])), Err(SealError::Broken));
+    assert_eq!(open_dead_letter(&LETTER, &NAMES, b"clear", &ring(&[1])), Ok(None));
+    assert_eq!(open_dead_letter_error(&LETTER, "clear", &ring(&[1])), Ok(None));
+    let strict = ring(&[1]).with_required(true);
+    assert_eq!(open_dead_letter(&LETTER, &NAMES, b"clear", &strict), Err(SealError::NotSealed));
+    let opens = ring(&[1]).with_opens_only(true);
+    assert_eq!(seal_dead_letter(&LETTER, &[], b"", &opens).unwrap(), None);
 }
 
 #[test]

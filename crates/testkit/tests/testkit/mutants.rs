@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use oncegate_core::{
     AuditEntry, Capabilities, Claim, Clock as _, Command, Complete, Durability, Fencing, ListPage, ListQuery,
-    Outcome, Record, RecordId, Release, State, Store, StoreError, StoreFuture, Timestamp, Write, decide,
+    Outcome, Record, RecordId, RecordedResponse, Release, State, StateName, Store, StoreError, StoreFuture,
+    Timestamp, Write, decide,
 };
 use oncegate_testkit::ManualClock;
 use oncegate_testkit::conformance::Suite;
@@ -29,6 +30,12 @@ enum Bug {
     PurgesOneTooFew,
     ShowsExpired,
     KeepsOldExpiry,
+    RewritesWithoutComparison,
+    RewritesUnderAnyToken,
+    RewritesTheExpiry,
+    ForgetsWhatIsNotCompleted,
+    ForgetsForLonger,
+    ForgetsWithoutAudit,
     LosesAudit,
     DoublesAudit,
     ListsWithoutFilter,
@@ -39,7 +46,7 @@ enum Bug {
     AnswersAtOnceWithoutWriting,
 }
 
-const BUGS: [Bug; 21] = [
+const BUGS: [Bug; 27] = [
     Bug::CompletesWithoutToken,
     Bug::ReleasesWithoutToken,
     Bug::IgnoresFingerprint,
@@ -53,6 +60,12 @@ const BUGS: [Bug; 21] = [
     Bug::PurgesOneTooFew,
     Bug::ShowsExpired,
     Bug::KeepsOldExpiry,
+    Bug::RewritesWithoutComparison,
+    Bug::RewritesUnderAnyToken,
+    Bug::RewritesTheExpiry,
+    Bug::ForgetsWhatIsNotCompleted,
+    Bug::ForgetsForLonger,
+    Bug::ForgetsWithoutAudit,
     Bug::LosesAudit,
     Bug::DoublesAudit,
     Bug::ListsWithoutFilter,
@@ -83,7 +96,14 @@ impl Mutant {
         let record = held.records.get(&id).cloned();
         let live = record.as_ref().filter(|r| !r.is_expired(now));
         self.spoil_command(live, &mut command);
-        let decision = decide(record.as_ref(), &command, now);
+        let mut decision = decide(record.as_ref(), &command, now);
+        if let (Bug::ForgetsWhatIsNotCompleted, Command::Forget(_), Some(record)) = (self.bug, &command, live)
+            && record.state == State::Unknown
+        {
+            let mut forgotten = record.clone();
+            forgotten.state = State::Completed(RecordedResponse::Tombstone);
+            decision.write = Write::Put(forgotten);
+        }
         if self.bug == Bug::AnswersBeforeItWrites && matches!(decision.outcome, Outcome::Completed) {
             return decision.outcome;
         }
@@ -106,28 +126,26 @@ impl Mutant {
                     (Bug::ParksUnderTheSameToken, Some(before), Command::Resolve(_)) => {
                         after.token = before.token;
                     }
+                    (Bug::RewritesTheExpiry, _, Command::Rewrite(_))
+                    | (Bug::ForgetsForLonger, _, Command::Forget(_)) => {
+                        after.expires_at = after.expires_at.after(Duration::from_secs(1));
+                    }
                     _ => {}
                 }
                 held.records.insert(id, after);
             }
         }
-        if let (Command::Resolve(resolve), Outcome::Resolved { from }) = (&command, &decision.outcome) {
+        let to = held.records.get(&id).map_or(StateName::Released, |record| record.state_name(now));
+        if let Some(entry) = AuditEntry::of(id, &command, &decision.outcome, to, now) {
             let times = match self.bug {
                 Bug::LosesAudit => 0,
+                Bug::ForgetsWithoutAudit if matches!(command, Command::Forget(_)) => 0,
                 Bug::DoublesAudit => 2,
                 _ => 1,
             };
             for _ in 0..times {
-                let entry = AuditEntry {
-                    number: held.audit.len() as u64 + 1,
-                    at: now,
-                    id,
-                    from: *from,
-                    to: held.records[&id].state_name(now),
-                    actor: resolve.actor.clone(),
-                    reason: resolve.reason.clone(),
-                };
-                held.audit.push(entry);
+                let number = held.audit.len() as u64 + 1;
+                held.audit.push(AuditEntry { number, ..entry.clone() });
             }
         }
         decision.outcome
@@ -138,6 +156,15 @@ impl Mutant {
         match (self.bug, command) {
             (Bug::CompletesWithoutToken, Command::Complete(Complete { token, .. }))
             | (Bug::ReleasesWithoutToken, Command::Release(Release { token, .. })) => *token = record.token,
+            (Bug::RewritesUnderAnyToken, Command::Rewrite(rewrite)) => rewrite.token = record.token,
+            (Bug::RewritesWithoutComparison, Command::Rewrite(rewrite)) => {
+                if let (Some(part), Some(found)) = (&mut rewrite.response, record.response()) {
+                    part.from = found.clone();
+                }
+                for (part, step) in rewrite.step_results.iter_mut().zip(record.steps.as_slice()) {
+                    part.from = step.result().clone();
+                }
+            }
             (Bug::IgnoresFingerprint, Command::Claim(Claim { fingerprint, .. })) => {
                 *fingerprint = record.fingerprint;
             }

@@ -30,6 +30,7 @@ use crate::admin::keys::Pairs;
 use crate::admin::problem::Problem;
 use crate::admin::{AdminState, guard};
 use crate::config::AdminToken;
+use crate::log::OPERATOR;
 
 const PLAIN_COOKIE: &str = "oncegate-session";
 const SECURE_COOKIE: &str = "__Host-oncegate-session";
@@ -275,7 +276,7 @@ pub(super) async fn log_in(
     if !is_right && let Err(wait) = state.dashboard.0.tries.begin(address, Instant::now()) {
         let seconds = wait.as_secs() + 1;
         if let Some(suppressed) = state.dashboard.0.refused_tries.pass() {
-            tracing::warn!(client = %address, suppressed, "too many attempts to log in to the dashboard");
+            tracing::warn!(target: OPERATOR, client = %address, suppressed, "too many attempts to log in to the dashboard");
         }
         let error = format!(
             "The token is wrong, and there were too many attempts. The right token is accepted at any time; this answer lasts for {seconds} seconds."
@@ -285,7 +286,7 @@ pub(super) async fn log_in(
         return response;
     }
     if !is_right {
-        tracing::warn!(client = %address, "a wrong token was sent to the login of the dashboard");
+        tracing::warn!(target: OPERATOR, client = %address, "a wrong token was sent to the login of the dashboard");
         let error = "The token is wrong. It is in the file of admin-token-file, or in ONCEGATE_ADMIN_TOKEN.";
         return login_page(StatusCode::UNAUTHORIZED, next, actor, error);
     }
@@ -309,7 +310,7 @@ pub(super) async fn log_in(
     let Some(cookie) = begun else {
         return PageError(Problem::internal("The system has no random numbers.")).into_response();
     };
-    tracing::info!(client = %address, actor, "an operator logged in to the dashboard");
+    tracing::info!(target: OPERATOR, client = %address, actor, "an operator logged in to the dashboard");
     let life = SESSION_LIFE.as_secs();
     with_cookie(redirect(next), is_secure, &cookie, life)
 }

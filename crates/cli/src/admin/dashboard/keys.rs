@@ -3,7 +3,7 @@
 use askama::Template;
 use axum::extract::{Extension, State};
 use http::StatusCode;
-use oncegate_core::{KeyTag, ListQuery, RecordId, StateName, StateSet, Timestamp};
+use oncegate_core::{ListQuery, RecordId, StateName, StateSet, Timestamp};
 
 use super::access::{Access, FormFields};
 use super::format::{duration, moment, number, query_text};
@@ -257,7 +257,7 @@ pub(super) async fn search(
         }
     }
     let key = searched_key(text).map_err(|error| Problem::bad_request(format!("key: {error}.")))?;
-    let tag = KeyTag::of(&key);
+    let tag = state.engine.ids().key_tag(&key);
     let mut query = ListQuery::default();
     (query.key, query.limit) = (Some(tag), 2);
     let listing = listing::by_time(&state, query, Period::default(), TimeOrder::NewestFirst, None).await?;

@@ -24,6 +24,7 @@ use super::session::random_text;
 use super::{Frame, PageResult, Section, page_with};
 use crate::admin::AdminState;
 use crate::admin::problem::Problem;
+use crate::log::OPERATOR;
 
 /// Limits the time for one request.
 const TIMEOUT: Duration = Duration::from_secs(30);
@@ -256,7 +257,7 @@ pub(super) async fn run(
             return Ok(render(&state, &access, &entered, result));
         }
     };
-    tracing::info!(scenario = entered.scenario.slug(), "an operator sends requests from the playground");
+    tracing::info!(target: OPERATOR, scenario = entered.scenario.slug(), "an operator sends requests from the playground");
     let mut exchanges = play(target(state.dashboard.0.listen), entered.scenario, &request).await;
     for (place, exchange) in exchanges.iter_mut().enumerate() {
         exchange.number = place + 1;

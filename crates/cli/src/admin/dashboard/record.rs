@@ -19,6 +19,7 @@ use crate::admin::seal::ReadRecord;
 use crate::admin::view::{BodyView, Detail, RecordView, StepResultView, time};
 use crate::admin::{AdminState, listing, metrics};
 use crate::keys::print::printable;
+use crate::log::OPERATOR;
 
 /// The entries of the audit trail that are searched for changes of one record.
 const AUDIT_ENTRIES: usize = 1000;
@@ -125,7 +126,7 @@ pub(super) async fn reveal(
     let actor = Some(fields.get("actor").trim()).filter(|actor| !actor.is_empty());
     let parts = match AuditTexts::read(actor, fields.get("reason"), &HeaderMap::new()) {
         Ok(AuditTexts { actor, reason }) => {
-            tracing::warn!(record = %id, actor, reason, "an operator looked at a stored response");
+            tracing::warn!(target: OPERATOR, record = %id, actor, reason, "an operator looked at a stored response");
             let at = state.engine.store().now();
             state.dashboard.add_reveal(Reveal { at, record: id, actor, reason: reason.clone() });
             PageParts { is_revealed: true, reason, ..PageParts::default() }

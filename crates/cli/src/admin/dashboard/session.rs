@@ -4,12 +4,13 @@
 //! the process, with its time, with a logout, and as soon as the admin token is another one.
 
 use std::fmt::{self, Write as _};
-use std::net::{IpAddr, Ipv6Addr};
+use std::net::IpAddr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use subtle::ConstantTimeEq as _;
 
+use crate::admin::connections::network_of;
 use crate::config::AdminToken;
 
 /// The life of a session.
@@ -170,14 +171,6 @@ impl LoginTries {
         let address = network_of(address);
         let mut tries = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         tries.by_address.retain(|(other, _)| *other != address);
-    }
-}
-
-/// The network that one attacker usually controls: an IPv4 address, or 64 bits of an IPv6 address.
-fn network_of(address: IpAddr) -> IpAddr {
-    match address.to_canonical() {
-        IpAddr::V4(address) => IpAddr::V4(address),
-        IpAddr::V6(address) => IpAddr::V6(Ipv6Addr::from_bits(address.to_bits() >> 64 << 64)),
     }
 }
 

@@ -1,0 +1,41 @@
+//! Verifies that the store belongs to the id secret of this sidecar, or to none, also while there are no requests.
+//!
+//! Claims verify it themselves, and are refused otherwise. This task begins and ends the trial of a new store, and writes to
+//! the log why requests are refused.
+
+use std::mem::discriminant;
+use std::sync::Arc;
+use std::time::Duration;
+
+use oncegate_core::{IdGuard, IdProblem};
+
+/// The pauses between two checks: of a store that is verified, of one that is refused, and of one that does not answer.
+const VERIFIED: Duration = Duration::from_secs(30);
+const REFUSED: Duration = Duration::from_secs(5);
+const UNANSWERED: Duration = Duration::from_secs(1);
+
+/// Checks until it is dropped.
+pub(super) async fn run(guard: Arc<IdGuard>) {
+    let mut logged: Option<IdProblem> = None;
+    loop {
+        let checked = guard.verify().await;
+        let problem = guard.problem();
+        if problem.as_ref().map(discriminant) != logged.as_ref().map(discriminant) {
+            match &problem {
+                Some(problem) if problem.is_temporary() => tracing::info!("{problem}"),
+                Some(problem) => tracing::error!("{problem}; requests with a key are refused"),
+                None => tracing::info!(
+                    "the store belongs to the id secret of this sidecar, or to none, as it should"
+                ),
+            }
+            logged = problem;
+        }
+        let pause = match problem {
+            Some(IdProblem::Trial { left, .. }) => left.clamp(Duration::from_millis(100), REFUSED),
+            Some(_) => REFUSED,
+            None if checked.is_ok() => VERIFIED,
+            None => UNANSWERED,
+        };
+        tokio::time::sleep(pause).await;
+    }
+}
