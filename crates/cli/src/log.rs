@@ -44,9 +44,13 @@ struct Log {
     told: AtomicU64,
 }
 
-/// The notices and slow statements that this library logs name neither the store nor what to do. The sidecar reports faults of
-/// the store itself.
-const DATABASE_LIBRARY: &str = "sqlx=error";
+/// The levels of libraries that are not named. Their lines name neither a request nor what to do, and the sidecar reports the same
+/// faults itself. Clients can cause warnings of the HTTP and TLS libraries without limit, and heads that these libraries refuse
+/// would be in their debug lines, with credentials.
+const LIBRARIES: [&str; 4] = ["sqlx=error", "h2=error", "hyper=error", "rustls=error"];
+
+/// The prefix of the parts of this program.
+const OWN: &str = "oncegate";
 
 /// The target of the lines about what operators do. They are logged at every level: an operator who changes the level must not
 /// act unseen.
@@ -112,24 +116,35 @@ pub(crate) fn end_level(change: u64) {
 }
 
 /// Parses a value of `ONCEGATE_LOG`: a level, or `PART=LEVEL`, or several of them separated by commas. Parts that are
-/// not named have the level `info`, but for [`DATABASE_LIBRARY`]. [`OPERATOR`] has it always.
+/// not named have the level `info`, but for [`LIBRARIES`]. A level without a part is that of this program; libraries get more than
+/// `info` only by their name. [`OPERATOR`] has `info` always.
 pub(crate) fn filter(value: &str) -> Result<Targets, String> {
-    let mut directives = vec!["info", DATABASE_LIBRARY];
+    let mut named = Vec::new();
+    let mut level_of_all = LevelFilter::INFO;
     for directive in value.split(',').map(str::trim).filter(|directive| !directive.is_empty()) {
         // The library would read an unknown level as a part of the program, and switch everything else off.
         let level = directive.rsplit_once('=').map_or(directive, |(_, level)| level);
-        let is_level = level.parse::<LevelFilter>().is_ok() && !level.chars().all(|c| c.is_ascii_digit());
-        if !is_level {
+        let parsed = level.parse::<LevelFilter>().ok();
+        let Some(parsed) = parsed.filter(|_| !level.chars().all(|c| c.is_ascii_digit())) else {
             return Err(format!(
                 "{level:?} is not a level: write error, warn, info, debug, trace or off, or NAME=LEVEL for a part of the program \
                  (oncegate_engine=debug)"
             ));
+        };
+        if directive.contains('=') {
+            named.push(directive);
+        } else {
+            level_of_all = parsed;
         }
-        directives.push(directive);
     }
+    let mut directives = vec![level_of_all.min(LevelFilter::INFO).to_string()];
+    directives.extend(LIBRARIES.map(str::to_owned));
+    if level_of_all > LevelFilter::INFO {
+        directives.push(format!("{OWN}={level_of_all}"));
+    }
+    directives.extend(named.into_iter().map(str::to_owned));
     // The last one for a target counts.
-    let operator = format!("{OPERATOR}=info");
-    directives.push(&operator);
+    directives.push(format!("{OPERATOR}=info"));
     directives.join(",").parse().map_err(|error: tracing_subscriber::filter::ParseError| error.to_string())
 }
 
@@ -203,13 +218,31 @@ mod tests {
     }
 
     #[test]
-    fn parts_without_a_level_have_the_level_info() {
-        assert_eq!(
-            filter("oncegate_engine=debug").unwrap().to_string(),
-            "oncegate::operator=info,oncegate_engine=debug,sqlx=error,info"
-        );
-        assert_eq!(filter("warn").unwrap().to_string(), "oncegate::operator=info,sqlx=error,warn");
-        assert_eq!(filter("sqlx=debug").unwrap().to_string(), "oncegate::operator=info,sqlx=debug,info");
+    fn a_level_is_that_of_the_program_and_libraries_have_their_own() {
+        use tracing::Level;
+        // The target, the level without a name of it, and true if that is written.
+        for (value, target, level, is_written) in [
+            ("", "oncegate::proxy", Level::INFO, true),
+            ("", "oncegate::proxy", Level::DEBUG, false),
+            ("warn", "oncegate_engine", Level::INFO, false),
+            ("debug,warn", "oncegate_engine", Level::INFO, false),
+            ("debug", "oncegate::proxy", Level::DEBUG, true),
+            ("trace", "oncegate_http", Level::TRACE, true),
+            ("oncegate_engine=debug", "oncegate_engine", Level::DEBUG, true),
+            ("oncegate_engine=debug", "oncegate_http", Level::DEBUG, false),
+            ("oncegate=warn,debug", "oncegate", Level::INFO, false),
+            ("trace", "h2::server", Level::WARN, false),
+            ("trace", "hyper_util::client", Level::WARN, false),
+            ("trace", "rustls::conn", Level::WARN, false),
+            ("trace", "sqlx::query", Level::WARN, false),
+            ("trace", "another_library", Level::DEBUG, false),
+            ("trace", "another_library", Level::INFO, true),
+            ("h2=debug", "h2::server", Level::DEBUG, true),
+            ("sqlx=debug", "sqlx::query", Level::DEBUG, true),
+        ] {
+            let filter = filter(value).unwrap();
+            assert_eq!(filter.would_enable(target, &level), is_written, "{value:?}: {level} of {target}");
+        }
     }
 
     #[test]

@@ -272,7 +272,7 @@ pub(crate) enum Chunks {
 impl Chunks {
     pub(crate) const NONE: Self = Self::Many(Vec::new());
 
-    pub(crate) fn push(&mut self, chunk: Bytes) {
+    fn push(&mut self, chunk: Bytes) {
         match self {
             Self::Many(chunks) if chunks.is_empty() => *self = Self::One(chunk),
             Self::Many(chunks) => chunks.push(chunk),
@@ -300,6 +300,46 @@ impl Chunks {
     }
 }
 
+/// Chunks that are smaller than this are copied together. A chunk keeps the buffer of the connection that it came in, with the
+/// framing around it, so a body of many tiny chunks would need far more memory than its bytes.
+const COPIED_BELOW: usize = 4 * 1024;
+
+/// Collects the chunks of a body in memory that is in proportion to its bytes. The first chunk is never copied.
+pub(crate) struct ChunkCollector {
+    chunks: Chunks,
+    /// Small chunks that follow `chunks`.
+    small: BytesMut,
+}
+
+impl ChunkCollector {
+    pub(crate) fn new() -> Self {
+        Self { chunks: Chunks::NONE, small: BytesMut::new() }
+    }
+
+    pub(crate) fn push(&mut self, chunk: Bytes) {
+        if chunk.len() >= COPIED_BELOW || self.chunks.as_slice().is_empty() {
+            self.end_small();
+            self.chunks.push(chunk);
+            return;
+        }
+        self.small.extend_from_slice(&chunk);
+        if self.small.len() >= COPIED_BELOW {
+            self.end_small();
+        }
+    }
+
+    fn end_small(&mut self) {
+        if !self.small.is_empty() {
+            self.chunks.push(std::mem::take(&mut self.small).freeze());
+        }
+    }
+
+    pub(crate) fn finish(mut self) -> Chunks {
+        self.end_small();
+        self.chunks
+    }
+}
+
 /// The result of reading a request's body up to a limit.
 pub(crate) enum RequestRead {
     /// All of it.
@@ -316,11 +356,11 @@ pub(crate) async fn read_request<B>(body: B, limit: usize, charge: impl FnMut(us
 where
     B: Body<Error: Into<BoxError>>,
 {
-    let mut chunks = Chunks::NONE;
+    let mut chunks = ChunkCollector::new();
     // In place: if there is more than the limit, the rest is not needed.
     let body = pin!(body);
     match read(body, &mut chunks, limit, charge).await {
-        Ok(BodyEnd::Whole { trailers }) => RequestRead::Whole { data: chunks.join(), trailers },
+        Ok(BodyEnd::Whole { trailers }) => RequestRead::Whole { data: chunks.finish().join(), trailers },
         Ok(BodyEnd::More) => RequestRead::TooLarge,
         Err(error) => RequestRead::Broken(error),
     }
@@ -342,15 +382,15 @@ pub(crate) async fn read_response<B>(body: B, limit: usize, mut charge: impl FnM
 where
     B: Body<Error: Into<BoxError>>,
 {
-    let mut chunks = Chunks::NONE;
+    let mut chunks = ChunkCollector::new();
     let charge = |bytes| {
         charge(bytes);
         true
     };
     let mut body = Box::pin(body);
     match read(body.as_mut(), &mut chunks, limit, charge).await {
-        Ok(BodyEnd::Whole { trailers }) => ResponseRead::Whole { chunks, trailers },
-        Ok(BodyEnd::More) => ResponseRead::More { chunks, rest: body },
+        Ok(BodyEnd::Whole { trailers }) => ResponseRead::Whole { chunks: chunks.finish(), trailers },
+        Ok(BodyEnd::More) => ResponseRead::More { chunks: chunks.finish(), rest: body },
         Err(error) => ResponseRead::Broken(error),
     }
 }
@@ -364,7 +404,7 @@ enum BodyEnd {
 /// Reads a body into `chunks`. The limit counts what arrives, because a body may be longer than it declares.
 async fn read<B>(
     mut body: Pin<&mut B>,
-    chunks: &mut Chunks,
+    chunks: &mut ChunkCollector,
     limit: usize,
     mut charge: impl FnMut(usize) -> bool,
 ) -> Result<BodyEnd, BoxError>

@@ -160,17 +160,11 @@ fn draw(from: &AtomicIsize, bytes: usize) -> bool {
 pub(crate) struct BudgetReservation {
     budget: Arc<Budget>,
     bytes: usize,
-    pieces: usize,
 }
-
-/// After this many pieces, each further piece counts as at least [`PIECE`] bytes: the memory that a piece needs in addition
-/// to its bytes.
-const FREE_PIECES: usize = 64;
-const PIECE: usize = 64;
 
 impl BudgetReservation {
     pub(crate) const fn nothing(budget: Arc<Budget>) -> Self {
-        Self { budget, bytes: 0, pieces: 0 }
+        Self { budget, bytes: 0 }
     }
 
     /// Reserves more bytes. Returns false if the budget is used up.
@@ -186,23 +180,6 @@ impl BudgetReservation {
     pub(crate) fn add_always(&mut self, bytes: usize) {
         self.budget.take_always(bytes);
         self.bytes += bytes;
-    }
-
-    /// Reserves one more piece of a body. Returns false if the budget is used up.
-    pub(crate) fn add_piece(&mut self, bytes: usize) -> bool {
-        let bytes = self.counted(bytes);
-        self.add(bytes)
-    }
-
-    /// Reserves one more piece of a body even beyond the limit.
-    pub(crate) fn add_piece_always(&mut self, bytes: usize) {
-        let bytes = self.counted(bytes);
-        self.add_always(bytes);
-    }
-
-    fn counted(&mut self, bytes: usize) -> usize {
-        self.pieces += 1;
-        if self.pieces > FREE_PIECES { bytes.max(PIECE) } else { bytes }
     }
 
     /// Releases all but these bytes.

@@ -209,7 +209,7 @@ impl Execution {
         let mut held = BudgetReservation::nothing(self.response_budget.clone());
         // Only a response that may be replayed has to be read before the client gets it.
         let read = match fate == ResponseTreatment::Replay || may_have_result {
-            true => catch_panic(read_response(body, limit, |bytes| held.add_piece_always(bytes))).await,
+            true => catch_panic(read_response(body, limit, |bytes| held.add_always(bytes))).await,
             false => Ok(ResponseRead::More { chunks: Chunks::NONE, rest: Box::pin(body) }),
         };
         let (chunks, trailers, rest) = match read {

@@ -26,7 +26,7 @@ const KEPT: [HeaderName; 16] = [
 ];
 
 /// Fields that are never kept, even if they are configured: hop-by-hop (RFC 9110, 7.6.1), recomputed, secret, or temporary.
-const NEVER: [&str; 39] = [
+const NEVER: [&str; 40] = [
     "connection",
     "keep-alive",
     "proxy-connection",
@@ -66,6 +66,7 @@ const NEVER: [&str; 39] = [
     "idempotency-key",
     "idempotency-store",
     "idempotency-status",
+    "idempotency-redacted",
 ];
 
 /// Fields in which clouds, networks and tracers name the request or the trace of a response. Never kept: a replay would point

@@ -39,6 +39,7 @@ use crate::mcp::{CallError, Message, Protocol, ToolCall, is_end_of_session};
 use crate::method;
 use crate::missing_response::{Question, QuestionResult, awaited};
 use crate::rate_limit::{ExceededRate, RateLimitKind};
+use crate::redaction::REDACTED;
 use crate::refusal::{Condition, Refusal};
 use crate::scope::NoCaller;
 use crate::settings::{AuthorityRole, Settings};
@@ -763,7 +764,7 @@ impl KeyedResponse {
         let limit = self.settings.max_request_body;
         let mut held = BudgetReservation::nothing(self.shared.request_budget.clone());
         let read = {
-            let mut reading = pin!(read_request(body, limit, |bytes| held.add_piece(bytes)));
+            let mut reading = pin!(read_request(body, limit, |bytes| held.add(bytes)));
             // Most bodies arrive with their heads and need no timer.
             match poll_fn(|cx| Poll::Ready(reading.as_mut().poll(cx))).await {
                 Poll::Ready(read) => read,
@@ -1143,10 +1144,11 @@ pub(crate) fn problem_to_retry<T>(response: &Response<T>) -> Option<Box<str>> {
     Some(problem.into()).filter(|_| is_advised && !problem.is_empty())
 }
 
-/// Removes the status field, which only the layer and the proxy around the service set.
+/// Removes the status field and the mark of a redacted replay, which only the layer and the proxy around the service set.
 pub(crate) fn take_status<T>(response: &mut Response<T>) {
     if response.extensions().get::<Refusal>().is_none() {
         response.headers_mut().remove(IDEMPOTENCY_STATUS);
+        response.headers_mut().remove(REDACTED);
     }
 }
 

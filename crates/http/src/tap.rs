@@ -6,7 +6,7 @@ use bytes::Bytes;
 use http_body::{Body, Frame};
 use tokio::sync::oneshot;
 
-use crate::body::Chunks;
+use crate::body::ChunkCollector;
 use crate::budget::BudgetReservation;
 
 /// The end of an observed request body. If the sender is dropped, the body was not read to its end.
@@ -23,7 +23,7 @@ pub(crate) enum TappedRequest {
 
 /// Collects the body of a request while the service reads it.
 pub(crate) struct RequestTap {
-    chunks: Chunks,
+    chunks: ChunkCollector,
     len: usize,
     limit: usize,
     announced: u64,
@@ -40,7 +40,7 @@ impl RequestTap {
         listener: oneshot::Sender<TappedRequest>,
     ) -> Option<Box<Self>> {
         let announced = body.size_hint().lower();
-        let tap = Box::new(Self { chunks: Chunks::NONE, len: 0, limit, announced, held, listener });
+        let tap = Box::new(Self { chunks: ChunkCollector::new(), len: 0, limit, announced, held, listener });
         match () {
             () if announced > limit as u64 => tap.end_with(TappedRequest::TooLarge),
             () if body.is_end_stream() => tap.end(),
@@ -69,7 +69,7 @@ impl RequestTap {
             }
             Some(Ok(frame)) => {
                 if let Some(data) = frame.data_ref().filter(|data| !data.is_empty()) {
-                    if !self.held.add_piece(data.len()) {
+                    if !self.held.add(data.len()) {
                         self.end_with(TappedRequest::OverBudget);
                         return None;
                     }
@@ -95,7 +95,7 @@ impl RequestTap {
             return self.end_with(TappedRequest::Broken);
         }
         let Self { chunks, held, listener, .. } = self;
-        let _gone = listener.send(TappedRequest::Whole(chunks.join(), held));
+        let _gone = listener.send(TappedRequest::Whole(chunks.finish().join(), held));
     }
 
     fn end_with(self, end: TappedRequest) {

@@ -133,17 +133,31 @@ fn is_loopback_name(host: &str) -> bool {
     host.eq_ignore_ascii_case("localhost") || ip.is_ok_and(|ip| ip.to_canonical().is_loopback())
 }
 
+/// Refuses a request for a page that another site's page made, unless the operator followed a link: a page in a frame, an image or
+/// a script makes this program read its store for that site.
+pub(super) fn check_page_origin(headers: &HeaderMap) -> Result<(), Problem> {
+    let is = |name: &str, value: &[u8]| headers.get(name).is_some_and(|field| field.as_bytes() == value);
+    let is_followed_link = is("sec-fetch-mode", b"navigate") && is("sec-fetch-dest", b"document");
+    if is_from_elsewhere(headers) && !is_followed_link {
+        return Err(Problem::forbidden("A page of another site must not read anything here."));
+    }
+    Ok(())
+}
+
+/// Returns true if a browser says that a page of another site made the request.
+fn is_from_elsewhere(headers: &HeaderMap) -> bool {
+    let site = headers.get("sec-fetch-site");
+    site.is_some_and(|site| !matches!(site.as_bytes(), b"same-origin" | b"none"))
+}
+
 pub(super) fn check_origin(headers: &HeaderMap) -> Result<(), Problem> {
-    let from_elsewhere = headers
-        .get("sec-fetch-site")
-        .is_some_and(|site| !matches!(site.as_bytes(), b"same-origin" | b"none"));
     let origin_is_other = headers.get(header::ORIGIN).is_some_and(|origin| {
         let host = headers.get(header::HOST).map(|host| host.as_bytes());
         let origin = origin.as_bytes();
         let origin = origin.strip_prefix(b"http://").or(origin.strip_prefix(b"https://"));
         origin.is_none() || origin != host
     });
-    if from_elsewhere || origin_is_other {
+    if is_from_elsewhere(headers) || origin_is_other {
         return Err(Problem::forbidden("A page of another site must not change anything here."));
     }
     Ok(())

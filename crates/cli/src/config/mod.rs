@@ -69,7 +69,7 @@ pub(crate) use self::units::admin_token;
 pub(crate) use self::units::store as read_store;
 pub(crate) use self::units::{
     AdminToken, StoreChoice, StoreUrl, Upstream, UpstreamProtocol, duration, duration_text,
-    rounded_duration_text, size_text, store, without_login, without_secrets,
+    rounded_duration_text, shown_url, size_text, store, without_login, without_secrets,
 };
 pub(crate) use self::units::{ProfileChoice, profile as read_profile};
 

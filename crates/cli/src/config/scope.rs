@@ -11,7 +11,7 @@ use oncegate_http::{CallerPart, CallerScope, CertificateName, JwtAlgorithm, JwtV
 use super::assemble::{given, is_given};
 use super::problem::{Problem, nearest};
 use super::settings::Values;
-use super::units::{Upstream, not_one_of, seen_header};
+use super::units::{Upstream, not_one_of, seen_header, shown_url};
 use crate::proxy::{KeySetSource, read_key_set};
 
 type Read<T> = Result<T, String>;
@@ -94,7 +94,7 @@ impl fmt::Display for KeySetPlace {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::File(path) => path.display().fmt(f),
-            Self::Url { server, path } => write!(f, "{server}{path}"),
+            Self::Url { server, path } => f.write_str(&shown_url(&format!("{server}{path}"))),
         }
     }
 }
@@ -115,15 +115,16 @@ pub(crate) fn key_set_place(text: &str) -> Read<KeySetPlace> {
     if !text.contains("://") {
         return Ok(KeySetPlace::File(text.into()));
     }
-    let uri: Uri = text.parse().map_err(|_| format!("{text:?} is not a URL; {ALLOWED}"))?;
+    let shown = shown_url(text);
+    let uri: Uri = text.parse().map_err(|_| format!("{shown:?} is not a URL; {ALLOWED}"))?;
     let parts = uri.into_parts();
     let (Some(scheme), Some(authority)) = (parts.scheme, parts.authority) else {
-        return Err(format!("{text:?} is not a URL; {ALLOWED}"));
+        return Err(format!("{shown:?} is not a URL; {ALLOWED}"));
     };
     let is_here = matches!(authority.host(), "localhost" | "127.0.0.1" | "[::1]");
     if scheme != Scheme::HTTPS && !(scheme == Scheme::HTTP && is_here) {
         return Err(format!(
-            "{text:?} is not an https URL: with keys that were changed on their way, every client could name any caller; {ALLOWED}"
+            "{shown:?} is not an https URL: with keys that were changed on their way, every client could name any caller; {ALLOWED}"
         ));
     }
     let path = parts.path_and_query.unwrap_or_else(|| PathAndQuery::from_static("/"));

@@ -389,36 +389,37 @@ pub(crate) fn upstream(text: &str) -> Read<Upstream> {
                 .to_owned(),
         );
     }
+    let shown = shown_url(text);
     const ALLOWED: &str =
         "write http:// or https://, a host and, if needed, a port, such as \"http://127.0.0.1:3000\"";
     let Some((scheme, rest)) = text.split_once("://") else {
-        let error = format!("{text:?} has no scheme; {ALLOWED}");
+        let error = format!("{shown:?} has no scheme; {ALLOWED}");
         // A number alone is meant as a port and not as a host.
         let meant = match text.strip_prefix(':').unwrap_or(text).parse::<u16>() {
             Ok(port) => format!("http://127.0.0.1:{port}"),
             Err(_) => format!("http://{text}"),
         };
         return Err(match upstream(&meant) {
-            Ok(_) => format!("{text:?} has no scheme; did you mean {meant:?}?"),
+            Ok(_) => format!("{shown:?} has no scheme; did you mean {meant:?}?"),
             Err(_) => error,
         });
     };
     if !["http", "https"].contains(&scheme.to_ascii_lowercase().as_str()) {
-        return Err(format!("{text:?} has the scheme {scheme:?}; {ALLOWED}"));
+        return Err(format!("{shown:?} has the scheme {scheme:?}; {ALLOWED}"));
     }
-    let none = |_| format!("{text:?} is not a URL; {ALLOWED}");
+    let none = |_| format!("{shown:?} is not a URL; {ALLOWED}");
     let uri: Uri = text.parse().map_err(none)?;
     let (Some(scheme), Some(authority)) = (uri.scheme(), uri.authority()) else {
-        return Err(format!("{text:?} is not a URL; {ALLOWED}"));
+        return Err(format!("{shown:?} is not a URL; {ALLOWED}"));
     };
     let port = authority.as_str().strip_prefix(authority.host()).unwrap_or_default();
     let is_port_invalid = !port.is_empty() && authority.port_u16().is_none();
     if authority.host().is_empty() || rest.contains('#') || is_port_invalid {
-        return Err(format!("{text:?} is not a URL of a service; {ALLOWED}"));
+        return Err(format!("{shown:?} is not a URL of a service; {ALLOWED}"));
     }
     if uri.path() != "/" || uri.query().is_some() {
         return Err(format!(
-            "{text:?} has a path or a query; requests keep their own path, so write only {:?}",
+            "{shown:?} has a path or a query; requests keep their own path, so write only {:?}",
             format!("{scheme}://{authority}")
         ));
     }
@@ -484,6 +485,12 @@ fn looks_like_no_directory(text: &str) -> Option<String> {
     const STORES: &str =
         "the stores are a directory, \"postgres://…\", \"redis://…\", \"cached(…)\", and \"memory:\";";
     const OTHERWISE: &str = "a directory with this name is written with \"./\" in front";
+    if is_libpq_string(text) {
+        return Some(format!(
+            "this is a connection string of words (host=… dbname=…), which may have a password; write it as a URL, \
+             \"postgres://USER:PASSWORD@HOST:PORT/DATABASE\"; {OTHERWISE}"
+        ));
+    }
     let first = text.split('/').next().unwrap_or_default();
     let lower = first.to_ascii_lowercase();
     // `cashed(cache=…,store=DIR)`; a slash may stand in one of its parts.
@@ -519,6 +526,16 @@ fn looks_like_no_directory(text: &str) -> Option<String> {
     Some(format!("\"{written}:…\" is neither a store nor a directory; {meant} {OTHERWISE}"))
 }
 
+/// Returns true for a connection string of libpq in its form of words, such as `host=db dbname=orders`.
+fn is_libpq_string(text: &str) -> bool {
+    const WORDS: [&str; 13] = [
+        "host", "hostaddr", "port", "dbname", "user", "password", "passfile", "service", "sslmode",
+        "sslcert", "options", "connect_timeout", "application_name",
+    ];
+    let names = text.split_whitespace().filter_map(|word| Some(word.split_once('=')?.0.to_ascii_lowercase()));
+    names.take(50).any(|name| WORDS.contains(&&*name))
+}
+
 /// A store as logs may show it: without the part of a URL before its host.
 pub(crate) fn without_login(text: &str) -> String {
     if cached::is_one(text) {
@@ -529,6 +546,16 @@ pub(crate) fn without_login(text: &str) -> String {
     match authority.rsplit_once('@') {
         Some((_, hosts)) => format!("{scheme}://…@{hosts}{path}"),
         None => text.to_owned(),
+    }
+}
+
+/// A URL as errors and logs may show it: without its login, and with `?…` in place of its query or fragment.
+pub(crate) fn shown_url(text: &str) -> String {
+    let (scheme, rest) = text.find("://").map_or(("", text), |at| text.split_at(at + 3));
+    let (login, place) = rest.rsplit_once('@').map_or(("", rest), |(_, place)| ("…@", place));
+    match place.split_once(['?', '#']) {
+        Some((place, _)) => format!("{scheme}{login}{place}?…"),
+        None => format!("{scheme}{login}{place}"),
     }
 }
 
@@ -1115,13 +1142,16 @@ mod tests {
             ("fast(front=memory:64MiB,back=/var/lib/b)", "\"cached(cache=…,store=…)\""),
             ("redis", "\"redis\" could be a directory; write \"redis://…\""),
             ("Postgres", "write \"postgres://…\""),
+            ("host=127.0.0.1 port=1 password=hunter2 dbname=x", "a connection string of words"),
+            ("password=hunter2", "\"postgres://USER:PASSWORD@HOST:PORT/DATABASE\""),
+            ("x=1 PASSWORD=hunter2", "a connection string of words"),
         ] {
             let said = error(store(wrong));
             assert!(said.contains(why) && !said.contains("hunter2"), "{wrong}: {said}");
         }
         for right in [
             "./redis:/host", "./redis//host", "redis/host", "data//host", "/var/lib/a:b", "data",
-            "data/2024:1", "./Memory:",
+            "data/2024:1", "./Memory:", "./host=a", "/data/host=a", "year=2024",
         ] {
             assert_eq!(store(right), Ok(StoreChoice::Directory(right.into())));
         }
@@ -1132,6 +1162,35 @@ mod tests {
         assert_eq!(without_login("redis://u:hunter2@h,i/0?x=@"), "redis://…@h,i/0?x=@");
         assert_eq!(without_login("redis://u:hunt@er2@h"), "redis://…@h");
         assert_eq!(without_login("./data@home"), "./data@home");
+    }
+
+    #[test]
+    fn a_url_is_shown_without_its_login_and_its_query() {
+        for (url, shown) in [
+            ("http://h:80", "http://h:80"),
+            ("http://u:hunter2@h/a", "http://…@h/a"),
+            ("http://u:hun@ter2@h/a?k=hunter2", "http://…@h/a?…"),
+            ("http://u:hun?ter2@h", "http://…@h"),
+            ("https://h/jwks?k=hunter2#x", "https://h/jwks?…"),
+            ("h:80?k=hunter2", "h:80?…"),
+            ("u:hunter2@h", "…@h"),
+        ] {
+            assert_eq!(shown_url(url), shown);
+        }
+        for url in [
+            "http://h?k=hunter2", "http://h/?k=hunter2", "h?k=hunter2", "ftp://h?k=hunter2",
+            "http://h:x?k=hunter2",
+        ] {
+            for said in [error(upstream(url)), error(crate::otlp::endpoint(url))] {
+                assert!(!said.contains("hunter2"), "{url}: {said}");
+            }
+            let said = super::super::scope::key_set_place(url);
+            assert!(
+                !format!("{:?}", said.map(|place| place.to_string())).contains("hunter2")
+                    || !url.contains("://"),
+                "{url}"
+            );
+        }
     }
 
     #[test]

@@ -65,7 +65,7 @@ pub(super) async fn execute(
     }
     writeln!(
         out,
-        "{shown}: {total} records as of {taken}, in {files} files with {bytes} bytes; every byte was checked"
+        "{shown}: {total} records as of {taken}, in {files} files with {bytes} bytes; every record was checked"
     )?;
     writeln!(
         out,
@@ -163,7 +163,8 @@ impl Target {
 
     /// Writes the files of an archive, and returns their number and their bytes.
     async fn receive(&self, mut download: Download) -> Result<(usize, u64), Failure> {
-        let mut writer = Extractor { target: self, state: State::Header(Vec::new()), files: 0, bytes: 0 };
+        let mut writer =
+            Extractor { target: self, state: State::Header(Vec::new()), files: 0, bytes: 0, has_mark: false };
         while let Some(frame) = download.body.frame().await {
             let frame =
                 frame.map_err(|error| refused(format!("the backup broke off: {}", ErrorChain(&error))))?;
@@ -172,6 +173,10 @@ impl Target {
             }
         }
         match writer.state {
+            // Every store has its mark and at least one segment.
+            State::End if !writer.has_mark || writer.files < 2 => {
+                Err(refused("the sidecar sent an archive without a store in it; nothing was kept"))
+            }
             State::End => Ok((writer.files, writer.bytes)),
             _ => Err(refused(
                 "the backup broke off: the sidecar ended it early. Its log says why; nothing was kept",
@@ -179,7 +184,7 @@ impl Target {
         }
     }
 
-    /// Reads every byte of the copy.
+    /// Reads the whole copy, and verifies every record.
     fn check(&self) -> Result<CheckReport, Failure> {
         let report = oncegate_embedded::check(&EmbeddedOptions::new(&self.partial))
             .map_err(|error| refused(format!("the copy cannot be checked: {}", ErrorChain(&error))))?;
@@ -221,6 +226,7 @@ struct Extractor<'a> {
     state: State,
     files: usize,
     bytes: u64,
+    has_mark: bool,
 }
 
 enum State {
@@ -285,9 +291,10 @@ impl Extractor<'_> {
                 if !is_segment && name != "mark" {
                     return Err(not_ours());
                 }
-                let path = self.target.partial.join(name);
+                let path = self.target.partial.join(&name);
                 let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
                 self.files += 1;
+                self.has_mark |= name == "mark";
                 match len {
                     0 => Ok(State::Header(Vec::new())),
                     _ => Ok(State::Content(file.map_err(cannot_write)?, len, archive::padding(len))),

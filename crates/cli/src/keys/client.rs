@@ -19,6 +19,7 @@ use tokio::sync::OnceCell;
 
 use super::Failure;
 use crate::admin::ADMIN_FIELD;
+use crate::config::shown_url;
 use crate::proxy::trusting_system;
 
 /// Limits the time of one response of the sidecar.
@@ -54,7 +55,7 @@ pub(super) struct Download {
 
 impl Client {
     pub(crate) fn new(admin: &str, token: Option<&str>) -> Result<Self, Failure> {
-        let usage = |what: &str| Failure::Usage(format!("--admin {admin:?}: {what}"));
+        let usage = |what: &str| Failure::Usage(format!("--admin {:?}: {what}", shown_url(admin)));
         let url = if admin.contains("://") { admin.to_owned() } else { format!("http://{admin}") };
         if let port = admin.strip_prefix(':').unwrap_or(admin)
             && port.parse::<u16>().is_ok()

@@ -7,7 +7,7 @@ use http::header::{HeaderName, HeaderValue};
 use http::uri::{PathAndQuery, Scheme, Uri};
 use percent_encoding::percent_decode_str;
 
-use crate::config::Upstream;
+use crate::config::{Upstream, shown_url};
 
 /// Everything that the exporter needs.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -68,17 +68,18 @@ pub(crate) fn endpoint(text: &str) -> Result<OtlpEndpoint, String> {
             "the URL has a user name or password; put credentials into ONCEGATE_OTLP_HEADERS; {ALLOWED}"
         ));
     }
-    let uri: Uri = text.parse().map_err(|_| format!("{text:?} is not a URL; {ALLOWED}"))?;
+    let shown = shown_url(text);
+    let uri: Uri = text.parse().map_err(|_| format!("{shown:?} is not a URL; {ALLOWED}"))?;
     let parts = uri.into_parts();
     let (Some(scheme), Some(authority)) = (parts.scheme, parts.authority) else {
-        return Err(format!("{text:?} is not a URL with a scheme and a host; {ALLOWED}"));
+        return Err(format!("{shown:?} is not a URL with a scheme and a host; {ALLOWED}"));
     };
     if !["http", "https"].contains(&scheme.as_str()) || authority.host().is_empty() {
-        return Err(format!("{text:?} is not an http or https URL; {ALLOWED}"));
+        return Err(format!("{shown:?} is not an http or https URL; {ALLOWED}"));
     }
     let path = parts.path_and_query.unwrap_or_else(|| PathAndQuery::from_static("/"));
     if path.query().is_some() {
-        return Err(format!("{text:?} has a query, which a collector does not read; {ALLOWED}"));
+        return Err(format!("{shown:?} has a query, which a collector does not read; {ALLOWED}"));
     }
     let base = path.path().trim_end_matches('/');
     if let Some(own) =
@@ -86,7 +87,7 @@ pub(crate) fn endpoint(text: &str) -> Result<OtlpEndpoint, String> {
     {
         let meant = format!("{scheme}://{authority}{own}");
         return Err(format!(
-            "{text:?} has the path of one signal, which the sidecar adds itself; write {meant:?}"
+            "{shown:?} has the path of one signal, which the sidecar adds itself; write {meant:?}"
         ));
     }
     Ok(OtlpEndpoint { server: Upstream { scheme, authority: authority.clone() }, base: base.to_owned() })

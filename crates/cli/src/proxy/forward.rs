@@ -22,6 +22,7 @@ use oncegate_http::{
     CloseDelimited, Condition, GrpcForm, IdempotencyContext, LeaseExpired, NoUpstreamResponse, ProxyRefusal,
     Refusal, RequestBody, RequestWatch, Settings, StoreDirective, UpstreamResponse, WatchedRequest,
 };
+use tokio::task::coop::unconstrained;
 use tokio::time::Instant;
 use tower_service::Service;
 use tracing::field::display;
@@ -34,7 +35,7 @@ use super::body::{
 use super::client::ConnectionState;
 use super::coarse_timer::CoarseTimer;
 use super::framing::{has_other_coding, is_unframed};
-use super::headers::{Peer, prepare, remove_hop_by_hop, rewrite};
+use super::headers::{Peer, prepare, remove_hop_by_hop, remove_ours, rewrite};
 use super::hosts::HostLimit;
 use super::pool::{Pool, SendError, StreamingConnection, UpstreamBody};
 use super::request_limit::{RequestLimit, RequestPermit};
@@ -174,7 +175,8 @@ impl Forward {
             // A response that has arrived is not late.
             biased;
             response = sending => Some(response),
-            () = silence(&activity, timeout, &self.upstream.timers) => None,
+            // Unconstrained: a service that sends without a pause uses up the budget of the task, and no timer would end.
+            () = unconstrained(silence(&activity, timeout, &self.upstream.timers)) => None,
         };
         let response = match response {
             Some(Ok(response)) => Some(response),
@@ -301,6 +303,10 @@ impl Forward {
         }
         let protocol = remove_hop_by_hop(response.headers_mut(), |_| false);
         keep_one_length(response.headers_mut());
+        if record.is_some() {
+            // A client would take them for this proxy's own.
+            remove_ours(response.headers_mut());
+        }
         if response.status() == StatusCode::SWITCHING_PROTOCOLS {
             let (Some(protocol), Some(client_side)) = (protocol, client_side) else {
                 if let Some(suppressed) = may_warn(record.is_some()) {

@@ -19,7 +19,7 @@ use std::future::{Future as _, poll_fn};
 use std::io;
 use std::mem::MaybeUninit;
 use std::pin::{Pin, pin};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::task::{Context, Poll, Wake, Waker, ready};
 use std::time::Duration;
@@ -40,6 +40,7 @@ use hyper_util::rt::TokioIo;
 use oncegate_core::ErrorChain;
 use oncegate_http::{BoxError, RequestBody};
 use socket2::SockRef;
+use tokio::io::AsyncRead as _;
 use tokio::net::TcpStream;
 use tokio::runtime::Handle;
 use tokio::sync::Notify;
@@ -56,6 +57,18 @@ pub(super) type UpstreamBody = ObservedBody<RequestBody<WholeBody>>;
 
 /// The interval in which idle connections are checked. Those that were idle at the last check are watched meanwhile.
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);
+
+/// The most bytes that the service may send before its response begins: the head of the response, and interim responses (1xx),
+/// which the HTTP library skips without counting them. A read is first charged as if it filled its buffer, which is at most
+/// [`MAX_HEAD`]: nearly all responses come with one read, which then need not be counted.
+const MAX_BEFORE_RESPONSE: usize = 16 * MAX_HEAD + COUNTED_EXACTLY;
+
+/// While this much or less is left, each read is counted exactly: enough for several heads of the largest size that come in
+/// small pieces.
+const COUNTED_EXACTLY: usize = 4 * MAX_HEAD;
+
+/// The value of [`SocketState::left`] while no response is awaited.
+const UNLIMITED: usize = usize::MAX;
 
 /// The connections of one thread.
 pub(super) struct Pool {
@@ -215,13 +228,13 @@ impl Pool {
                 return Err(SendError::Unreached("a connection in the clear is encrypted".into()));
             }
         };
-        let is_reused = Arc::<AtomicBool>::default();
-        let stream = ServiceStream { stream, is_reused: is_reused.clone() };
+        let socket = Arc::<SocketState>::default();
+        let stream = ServiceStream { stream, state: socket.clone() };
         let made = self.builder.handshake(stream).await;
         let (sender, connection) = made.map_err(|error| SendError::Unreached(error.into()))?;
         let target = Arc::<WakeTarget>::default();
         let waker = Waker::from(target.clone());
-        Ok(Box::new(PooledConnection { sender, connection: Some(connection), is_reused, target, waker }))
+        Ok(Box::new(PooledConnection { sender, connection: Some(connection), socket, target, waker }))
     }
 
     /// Takes the connection that was used last, if it is not idle for too long.
@@ -237,7 +250,7 @@ impl Pool {
         }
         drop(idle);
         connection.target.0.take();
-        connection.is_reused.store(true, Ordering::Relaxed);
+        connection.socket.is_reused.store(true, Ordering::Relaxed);
         Some(connection)
     }
 
@@ -309,11 +322,24 @@ struct PooledConnection {
     sender: SendRequest<UpstreamBody>,
     /// `None` when it is over.
     connection: Option<Connection<ServiceStream, UpstreamBody>>,
-    /// Set before the connection is used again.
-    is_reused: Arc<AtomicBool>,
+    socket: Arc<SocketState>,
     target: Arc<WakeTarget>,
     /// Wakes the target.
     waker: Waker,
+}
+
+/// The state that a connection shares with its socket.
+struct SocketState {
+    /// Set before the connection is used again.
+    is_reused: AtomicBool,
+    /// The bytes that the service may still send before its response begins; [`UNLIMITED`] if none is awaited.
+    left: AtomicUsize,
+}
+
+impl Default for SocketState {
+    fn default() -> Self {
+        Self { is_reused: AtomicBool::new(false), left: AtomicUsize::new(UNLIMITED) }
+    }
 }
 
 /// The task that polls a connection at present.
@@ -352,14 +378,17 @@ impl PooledConnection {
         &mut self,
         request: Request<UpstreamBody>,
     ) -> Result<Response<Incoming>, TrySendError<Request<UpstreamBody>>> {
+        self.socket.left.store(MAX_BEFORE_RESPONSE, Ordering::Relaxed);
         // Unconstrained: if the budget of the task were used up, this would wait for a wake-up that cannot come.
         let mut response = pin!(unconstrained(self.sender.try_send_request(request)));
-        poll_fn(|cx| {
+        let result = poll_fn(|cx| {
             let _over = self.poll(cx);
             // Only the connection brings the response, and it wakes this task.
             response.as_mut().poll(&mut Context::from_waker(Waker::noop()))
         })
-        .await
+        .await;
+        self.socket.left.store(UNLIMITED, Ordering::Relaxed);
+        result
     }
 
     /// Polls the connection until it is idle, and returns it. `None` if it is over, or if the service has responded and does not
@@ -448,7 +477,7 @@ impl StreamingConnection {
 /// The socket of a connection to the service.
 struct ServiceStream {
     stream: TokioIo<TcpStream>,
-    is_reused: Arc<AtomicBool>,
+    state: Arc<SocketState>,
 }
 
 impl ServiceStream {
@@ -474,15 +503,36 @@ impl Read for ServiceStream {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
-        buf: ReadBufCursor<'_>,
+        mut buf: ReadBufCursor<'_>,
     ) -> Poll<io::Result<()>> {
-        if self.is_reused.load(Ordering::Relaxed) {
-            self.is_reused.store(false, Ordering::Relaxed);
+        if self.state.is_reused.load(Ordering::Relaxed) {
+            self.state.is_reused.store(false, Ordering::Relaxed);
             if !self.is_still_open()? {
                 return Poll::Ready(Ok(()));
             }
         }
-        Pin::new(&mut self.stream).poll_read(cx, buf)
+        let left = self.state.left.load(Ordering::Relaxed);
+        if left == UNLIMITED {
+            return Pin::new(&mut self.stream).poll_read(cx, buf);
+        }
+        if left == 0 {
+            let what = "the service sent too much before its response: interim responses (1xx) without end";
+            return Poll::Ready(Err(io::Error::new(io::ErrorKind::InvalidData, what)));
+        }
+        if left > COUNTED_EXACTLY {
+            let read = Pin::new(&mut self.stream).poll_read(cx, buf);
+            if read.is_ready() {
+                self.state.left.store(left.saturating_sub(MAX_HEAD), Ordering::Relaxed);
+            }
+            return read;
+        }
+        let mut bytes = [0; 4096];
+        let len = bytes.len().min(buf.remaining()).min(left);
+        let mut counted = tokio::io::ReadBuf::new(&mut bytes[..len]);
+        ready!(Pin::new(self.stream.inner_mut()).poll_read(cx, &mut counted))?;
+        self.state.left.store(left - counted.filled().len(), Ordering::Relaxed);
+        buf.put_slice(counted.filled());
+        Poll::Ready(Ok(()))
     }
 }
 
@@ -522,7 +572,7 @@ mod tests {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let stream = TokioIo::new(TcpStream::connect(listener.local_addr().unwrap()).await.unwrap());
         let (service, _) = listener.accept().unwrap();
-        (ServiceStream { stream, is_reused: Arc::default() }, service)
+        (ServiceStream { stream, state: Arc::default() }, service)
     }
 
     /// Reads, without a turn for the runtime in which it could learn of events. `None` if there is nothing.
@@ -540,7 +590,7 @@ mod tests {
         for sends in [true, false] {
             let (mut stream, mut service) = pair().await;
             assert!(read(&mut stream).is_none());
-            stream.is_reused.store(true, Ordering::Relaxed);
+            stream.state.is_reused.store(true, Ordering::Relaxed);
             assert!(read(&mut stream).is_none(), "an open connection is used");
             if sends {
                 service.write_all(b"HTTP/1.1 200 OK").unwrap();
@@ -548,7 +598,7 @@ mod tests {
                 service.shutdown(std::net::Shutdown::Write).unwrap();
             }
             assert!(read(&mut stream).is_none(), "the runtime does not know of it");
-            stream.is_reused.store(true, Ordering::Relaxed);
+            stream.state.is_reused.store(true, Ordering::Relaxed);
             match read(&mut stream) {
                 Some(Err(error)) => assert!(sends && error.kind() == io::ErrorKind::InvalidData),
                 Some(Ok(read)) => assert!(!sends && read == 0),

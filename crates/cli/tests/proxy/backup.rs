@@ -83,7 +83,7 @@ async fn a_copy_under_load_is_restored_with_every_response_that_was_sent_before_
         known.push(load.answered());
         let output = backup(&sidecar, copy).await;
         let text = words(&output);
-        assert!(output.status.success() && text.contains("every byte was checked"), "{text}");
+        assert!(output.status.success() && text.contains("every record was checked"), "{text}");
         assert!(text.contains("executes") || text.contains("execute"), "the limit of a copy is said: {text}");
         assert_eq!(fs::metadata(copy).unwrap().permissions().mode() & 0o777, 0o700);
         let mut names = Vec::new();
@@ -245,4 +245,19 @@ async fn other_stores_name_their_own_tools_and_a_wrong_address_is_explained() {
     // The address for requests is no admin address: it gets no command.
     let wrong = command(&sidecar.address.to_string(), &copy).output().await.unwrap();
     assert_eq!(wrong.status.code(), Some(3), "{}", words(&wrong));
+}
+
+#[tokio::test]
+async fn an_archive_without_a_store_is_no_backup() {
+    let empty = format!(
+        "HTTP/1.1 200 OK\r\nOncegate-Admin: 1\r\nContent-Type: application/x-tar\r\nContent-Length: 1024\r\n\r\n{}",
+        "\0".repeat(1024)
+    );
+    let service = Service::new().await.answers(empty.leak());
+    let directory = tempfile::tempdir().unwrap();
+    let copy = directory.path().join("copy");
+    let output = command(&service.address.to_string(), &copy).output().await.unwrap();
+    assert_eq!(output.status.code(), Some(1), "{}", words(&output));
+    assert!(words(&output).contains("an archive without a store"), "{}", words(&output));
+    assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
 }

@@ -229,3 +229,26 @@ async fn unusual_methods_and_targets_pass() {
         got.has_status(200);
     }
 }
+
+#[tokio::test]
+async fn fields_that_only_the_sidecar_sets_do_not_come_from_the_service() {
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &[]).await;
+    let ours = [
+        "idempotency-status", "idempotency-redacted", "oncegate-record", "oncegate-outcome",
+        "oncegate-authorize",
+    ];
+    let fields: String = ours.iter().map(|name| format!("{name}: allow\r\n")).collect();
+    let mut client = sidecar.connect().await;
+    client.send(request("POST", "/pay", &[KEY], "{}")).await;
+    let mut wire = service.accept().await;
+    wire.message().await;
+    wire.send(format!("HTTP/1.1 201 Created\r\n{fields}X-Own: 1\r\nContent-Length: 2\r\n\r\nok")).await;
+    let first = client.message().await;
+    assert_eq!(first.has_status(201).get("x-own"), Some("1"));
+    absent(&first.head, &ours);
+    client.send(request("POST", "/pay", &[KEY], "{}")).await;
+    let replay = client.message().await;
+    assert!(replay.is_replay());
+    absent(&replay.head, &ours);
+}

@@ -233,3 +233,48 @@ async fn the_level_of_the_log_changes_while_requests_run_and_falls_back() {
         assert!(refused.json()["detail"].as_str().unwrap().contains(why), "{body}: {}", refused.text());
     }
 }
+
+/// A frame of HTTP/2 with the fields of a request, in the form of HPACK that needs no table.
+fn headers_frame(stream: u8, fields: &[(&str, &str)]) -> Vec<u8> {
+    let mut block = Vec::new();
+    for (name, value) in fields {
+        block.push(0);
+        for text in [name, value] {
+            block.push(u8::try_from(text.len()).unwrap());
+            block.extend(text.as_bytes());
+        }
+    }
+    let mut frame = vec![0, 0, u8::try_from(block.len()).unwrap(), 1, 0x5, 0, 0, 0, stream];
+    frame.extend(block);
+    frame
+}
+
+/// The HTTP library writes what it refuses into its debug lines.
+#[tokio::test(flavor = "multi_thread")]
+async fn heads_that_are_refused_are_at_no_level_in_the_log() {
+    let service = Service::new().await.answers(OK);
+    let mut command = sidecar(&format!("http://{}", service.address));
+    let mut sidecar = Sidecar::run(command.arg("--store=memory:").env("ONCEGATE_LOG", "trace")).await;
+    for (method, path, authority) in [
+        ("GET", "/s?token=SeCrEt <", "orders.test"),
+        ("GET", "s?token=SeCrEt", "orders.test"),
+        ("GET", "/", "user:SeCrEt@ho st"),
+        ("P SeCrEt", "/", "orders.test"),
+    ] {
+        let mut client = sidecar.connect().await;
+        client.send("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await;
+        client.send([0, 0, 0, 4, 0, 0, 0, 0, 0]).await;
+        let fields = [(":method", method), (":scheme", "http"), (":path", path), (":authority", authority)];
+        client.send(headers_frame(1, &fields)).await;
+        client.finish().await;
+        client.raw_rest().await;
+        // The head of HTTP/1.1 is refused, too.
+        let mut client = sidecar.connect().await;
+        client.send(format!("{method} {path} HTTP/1.1\r\nHost: {authority}\r\nbad SeCrEt: x\r\n\r\n")).await;
+        client.finish().await;
+        client.raw_rest().await;
+    }
+    sidecar.process.signal(Signal::TERM);
+    let log = sidecar.process.errors().await;
+    assert!(log.contains("DEBUG") && !log.contains("SeCrEt"), "{log}");
+}

@@ -399,3 +399,60 @@ async fn a_client_that_does_not_finish_its_second_head_is_disconnected() {
         assert!(end.await.unwrap().is_ok());
     }
 }
+
+#[tokio::test]
+async fn interim_responses_without_end_are_a_broken_service() {
+    for interim in ["HTTP/1.1 100 Continue\r\n\r\n", "HTTP/1.1 103 Early Hints\r\nLink: <x>\r\n\r\n"] {
+        for (fields, slug) in [(&[][..], "upstream-unanswered"), (&[KEY], "outcome-unknown")] {
+            let service = Service::new().await;
+            // No limit of time ends this request.
+            let flags = [&KEPT[..], &["--upstream-timeout=1h"]].concat();
+            let sidecar = Sidecar::start(service.address, &flags).await;
+            let mut client = sidecar.connect().await;
+            client.send(request("POST", "/pay", fields, "{}")).await;
+            let mut wire = service.accept().await;
+            wire.message().await;
+            let flood = interim.repeat(1_000);
+            let flooding = tokio::spawn(async move { while wire.try_send(&flood).await.is_ok() {} });
+            client.message().await.is_problem(502, slug);
+            within("the end of the flood", flooding).await.unwrap();
+            service.is_not_called().await;
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_response_after_many_interim_responses_is_passed_on() {
+    let mut world = World::start(&[]).await;
+    world.client.send(request("POST", "/pay", &[KEY], "{}")).await;
+    world.wire.message().await;
+    // Each arrives on its own, so that the reads are counted exactly at last.
+    for _ in 0..100 {
+        world.wire.send("HTTP/1.1 102 Processing\r\n\r\n").await;
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    let fields: String = (0..100).map(|n| format!("X-{n}: {}\r\n", "v".repeat(1_000))).collect();
+    let long = "x".repeat(300_000);
+    world.wire.send(format!("HTTP/1.1 200 OK\r\n{fields}Content-Length: {}\r\n\r\n{long}", long.len())).await;
+    assert_eq!(world.client.message().await.has_status(200).body.len(), long.len());
+    world.service.is_not_called().await;
+}
+
+/// The bytes of interim responses stay below their limit here, but they never pause: only the limit of time ends the request.
+#[tokio::test]
+async fn the_limit_of_time_ends_a_request_whose_service_sends_interim_responses() {
+    let service = Service::new().await;
+    let flags = [&KEPT[..], &["--upstream-timeout=300ms"]].concat();
+    let sidecar = Sidecar::start(service.address, &flags).await;
+    let mut client = sidecar.connect().await;
+    client.send(request("POST", "/pay", &[KEY], "{}")).await;
+    let mut wire = service.accept().await;
+    wire.message().await;
+    let dripping = tokio::spawn(async move {
+        while wire.try_send("HTTP/1.1 102 Processing\r\n\r\n").await.is_ok() {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    });
+    client.message().await.is_problem(504, "outcome-unknown");
+    within("the end of the connection", dripping).await.unwrap();
+}

@@ -105,7 +105,9 @@ async fn admit(state: &AdminState, request: Request) -> Result<Request, Response
     if token.is_none() {
         guard::check_host(request.headers()).map_err(refused)?;
     }
-    if !request.method().is_safe() {
+    if request.method().is_safe() {
+        guard::check_page_origin(request.headers()).map_err(refused)?;
+    } else {
         check_form_origin(request.headers()).map_err(refused)?;
     }
     let access = match &token {

@@ -18,6 +18,7 @@ use crate::admin::keys::{AuditTexts, Pairs, is_shadow, read_existing, settings_o
 use crate::admin::seal::ReadRecord;
 use crate::admin::view::{BodyView, Detail, RecordView, StepResultView, time};
 use crate::admin::{AdminState, listing, metrics};
+use crate::keys::print::printable;
 use crate::log::OPERATOR;
 
 /// The entries of the audit trail that are searched for changes of one record.
@@ -333,18 +334,24 @@ pub(super) fn replay_status(profile: &Profile, status: u16) -> u16 {
 fn response(view: &RecordView) -> Option<ShownResponse> {
     let response = view.response.as_ref()?;
     let (body, is_text) = match &response.body {
-        Some(BodyView::Text(text)) => (Some(text.clone()), true),
+        Some(BodyView::Text(text)) => (Some(printable(text, true)), true),
         Some(BodyView::Base64(text)) => (Some(text.clone()), false),
         None => (None, true),
     };
     Some(ShownResponse {
         status: response.status,
-        headers: response.headers.clone().unwrap_or_default(),
-        trailers: response.trailers.clone().unwrap_or_default(),
+        headers: shown_fields(response.headers.as_deref()),
+        trailers: shown_fields(response.trailers.as_deref()),
         size: bytes(response.body_bytes),
         body,
         is_text,
     })
+}
+
+/// Header fields with the characters escaped that would change what a page shows.
+fn shown_fields(fields: Option<&[(String, String)]>) -> Vec<(String, String)> {
+    let fields = fields.unwrap_or_default().iter();
+    fields.map(|(name, value)| (name.clone(), printable(value, false))).collect()
 }
 
 fn steps(view: &RecordView) -> Vec<ShownStep> {
@@ -352,7 +359,7 @@ fn steps(view: &RecordView) -> Vec<ShownStep> {
         name: step.name.clone(),
         size: bytes(step.result_bytes),
         result: step.result.as_ref().map(|result| match result {
-            StepResultView::Text(text) => text.clone(),
+            StepResultView::Text(text) => printable(text, true),
             StepResultView::Base64(text) => format!("{text} (base64)"),
         }),
     });

@@ -163,7 +163,7 @@ async fn hostile_texts_stay_texts() {
     let fields = [
         ("status", "201"),
         ("headers", "X-Note: <script>alert(1)</script>"),
-        ("body", HOSTILE),
+        ("body", &format!("{HOSTILE}\u{202e}\u{1b}[2J")),
         ("reason", HOSTILE),
         ("actor", "<script>alert(1)</script>"),
     ];
@@ -177,6 +177,9 @@ async fn hostile_texts_stay_texts() {
     let reveal = [("reason", HOSTILE), ("actor", HOSTILE)];
     let revealed = browser.submit(&record, &format!("{record}/response"), &reveal).await;
     assert_eq!(revealed.status, 200, "{}", revealed.text());
+    // A mark that turns the text around, and an escape sequence.
+    assert!(revealed.text().contains("\\u{202e}\\u{1b}[2J"), "{}", revealed.text());
+    assert!(!revealed.text().contains(['\u{202e}', '\u{1b}']));
     let escaped = "&#60;script&#62;alert(1)&#60;/script&#62;";
     assert!(revealed.text().contains(escaped));
     let mut texts = vec![preview.text(), refused.text(), revealed.text()];
@@ -271,6 +274,21 @@ async fn pages_of_other_sites_can_neither_change_nor_read() {
     let body = format!("form_token={token}&seen={seen}&step=confirm&reason=x");
     assert_eq!(sidecar.send(request.body(body.into()).unwrap()).await.status, 403);
     assert_eq!(state(&sidecar, id).await, "unknown");
+
+    // A page of another site may link here, but must not make this program read its store for a picture or a frame.
+    for (mode, dest, status) in
+        [("navigate", "document", 200), ("navigate", "iframe", 403), ("no-cors", "image", 403)]
+    {
+        let request = browser.builder("GET", "/keys?operation=zz").header("sec-fetch-site", "cross-site");
+        let request = request.header("sec-fetch-mode", mode).header("sec-fetch-dest", dest);
+        assert_eq!(
+            sidecar.send(request.body(String::new().into()).unwrap()).await.status,
+            status,
+            "{mode} {dest}"
+        );
+    }
+    let request = browser.builder("GET", "/keys").header("sec-fetch-site", "same-site");
+    assert_eq!(sidecar.send(request.body(String::new().into()).unwrap()).await.status, 403);
 
     // A name of another site that resolves to this machine.
     browser.host = "evil.example".to_owned();
