@@ -1276,7 +1276,7 @@ fn an_id_secret_comes_from_one_source_and_mistakes_show_nothing_of_it() {
         (Given { env: &[TO], flags: &[&large], ..NOTHING }, format!("{large_at}is too large")),
         (
             Given { env: &[TO], file: &format!("id-secret = \"{ID_SECRET}\""), ..NOTHING },
-            "oncegate.toml:1:1: id-secret: a secret does not belong here; put it into ONCEGATE_ID_SECRET or name a file with \
+            "oncegate.toml:1:1: id-secret: a secret does not belong here; put it into ONCEGATE_ID_SECRET, or name a file with \
              `id-secret-file`"
                 .to_owned(),
         ),
