@@ -44,9 +44,9 @@ struct Log {
     told: AtomicU64,
 }
 
-/// The levels of libraries that are not named. Their lines name neither a request nor what to do, and the sidecar reports the same
-/// faults itself. Clients can cause warnings of the HTTP and TLS libraries without limit, and heads that these libraries refuse
-/// would be in their debug lines, with credentials.
+/// The levels of libraries that are not named. Their lines name neither a request nor what to do, and the sidecar reports the
+/// same faults itself. Clients can cause warnings of the HTTP and TLS libraries without limit, and heads that these libraries
+/// refuse would be in their debug lines, with credentials.
 const LIBRARIES: [&str; 4] = ["sqlx=error", "h2=error", "hyper=error", "rustls=error"];
 
 /// The prefix of the parts of this program.
@@ -115,9 +115,9 @@ pub(crate) fn end_level(change: u64) {
     }
 }
 
-/// Parses a value of `ONCEGATE_LOG`: a level, or `PART=LEVEL`, or several of them separated by commas. Parts that are
-/// not named have the level `info`, but for [`LIBRARIES`]. A level without a part is that of this program; libraries get more than
-/// `info` only by their name. [`OPERATOR`] has `info` always.
+/// Parses a value of `ONCEGATE_LOG`: a level, or `PART=LEVEL`, or several of them separated by commas. Parts that are not
+/// named have the level `info`, but for [`LIBRARIES`]. A level without a part is that of this program; libraries get more
+/// than `info` only by their name. [`OPERATOR`] has `info` always.
 pub(crate) fn filter(value: &str) -> Result<Targets, String> {
     let mut named = Vec::new();
     let mut level_of_all = LevelFilter::INFO;

@@ -133,8 +133,8 @@ fn is_loopback_name(host: &str) -> bool {
     host.eq_ignore_ascii_case("localhost") || ip.is_ok_and(|ip| ip.to_canonical().is_loopback())
 }
 
-/// Refuses a request for a page that another site's page made, unless the operator followed a link: a page in a frame, an image or
-/// a script makes this program read its store for that site.
+/// Refuses a request for a page that another site's page made, unless the operator followed a link: a page in a frame, an
+/// image or a script makes this program read its store for that site.
 pub(super) fn check_page_origin(headers: &HeaderMap) -> Result<(), Problem> {
     let is = |name: &str, value: &[u8]| headers.get(name).is_some_and(|field| field.as_bytes() == value);
     let is_followed_link = is("sec-fetch-mode", b"navigate") && is("sec-fetch-dest", b"document");

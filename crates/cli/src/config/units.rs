@@ -549,7 +549,7 @@ pub(crate) fn without_login(text: &str) -> String {
     }
 }
 
-/// A URL as errors and logs may show it: without its login, and with `?…` in place of its query or fragment.
+/// A URL as errors and logs may show it: without its login, and with `?…` instead of its query or fragment.
 pub(crate) fn shown_url(text: &str) -> String {
     let (scheme, rest) = text.find("://").map_or(("", text), |at| text.split_at(at + 3));
     let (login, place) = rest.rsplit_once('@').map_or(("", rest), |(_, place)| ("…@", place));
