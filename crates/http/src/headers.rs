@@ -4,6 +4,8 @@ use http::HeaderMap;
 use http::header::{self, HeaderName, HeaderValue};
 use oncegate_engine::ConfigError;
 
+use crate::redaction::REDACTED;
+
 /// Fields that are kept by default: they describe the response, and not its time or its connection.
 const KEPT: [HeaderName; 16] = [
     header::CONTENT_TYPE,
@@ -26,7 +28,7 @@ const KEPT: [HeaderName; 16] = [
 ];
 
 /// Fields that are never kept, even if they are configured: hop-by-hop (RFC 9110, 7.6.1), recomputed, secret, or temporary.
-const NEVER: [&str; 40] = [
+const NEVER: [&str; 39] = [
     "connection",
     "keep-alive",
     "proxy-connection",
@@ -66,7 +68,6 @@ const NEVER: [&str; 40] = [
     "idempotency-key",
     "idempotency-store",
     "idempotency-status",
-    "idempotency-redacted",
 ];
 
 /// Fields in which clouds, networks and tracers name the request or the trace of a response. Never kept: a replay would point
@@ -162,7 +163,7 @@ pub(crate) fn kept_trailers(trailers: Option<&HeaderMap>) -> Vec<(&str, &[u8])> 
     trailers
         .into_iter()
         .flatten()
-        .filter(|(name, _)| !is_never_kept(name))
+        .filter(|(name, _)| !is_never_kept(name) && name.as_str() != REDACTED)
         .map(|(name, value)| (name.as_str(), value.as_bytes()))
         .collect()
 }
