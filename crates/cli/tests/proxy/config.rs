@@ -335,6 +335,7 @@ async fn each_example_of_a_new_file_works_without_its_mark() {
         ("tls-client-crl.pem", clients.list(&[], (4096, 1, 1))),
         ("admin-token-file", "0123456789abcdef".to_owned()),
         ("seal-keys-file", String::from_utf8(seal_key.stdout).unwrap()),
+        ("id-secret-file", oncegate_core::IdSecret::from_bytes([1; 32]).to_secret_text().to_string()),
         ("jwt-keys", key_set.to_owned()),
     ] {
         let file = etc.join(name);
