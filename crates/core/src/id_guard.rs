@@ -15,7 +15,9 @@
 //!  own mark          -                                     on trial: waits; for good: serves, renews it
 //! ```
 //!
-//! A successful check counts for [`VALID`] from the moment at which it began. A claim without a valid check is not sent. The
+//! A successful check counts for [`VALID`] from the moment at which it began. A claim without a valid check asks first. If the
+//! mark is out of reach then, a process that has served goes on: on a cluster, the record may be on another node than the mark.
+//! A process that has not served yet executes nothing before its first check. The
 //! trial lasts longer than a check is valid, so a process without a secret that found no mark has stopped, or has written a
 //! record, before a process with a secret executes anything. A store in this process needs no trial.
 //!
@@ -94,7 +96,8 @@ pub enum IdProblem {
     /// The store has records from before the secret.
     #[error(
         "the store has records without the id secret {own}: with it their keys would be new, and retries would execute again. Use an \
-         empty store (another schema, prefix or directory), or run without an id secret until the retention of the records has ended"
+         empty store (another schema, prefix or directory). If the records are of this secret and the store has lost the record that marks \
+         it, start one more process with the secret only after one that still serves has put it back; never remove the secret"
     )]
     HasRecords {
         /// The secret of this process.
@@ -179,6 +182,8 @@ pub struct IdGuard {
     /// longer counts.
     check_from: AtomicU64,
     valid_until: AtomicU64,
+    /// True if a check has succeeded, and none has found another secret since.
+    has_passed: AtomicBool,
     /// True while a claim checks again before the last check ends to count.
     is_checking: AtomicBool,
     state: Mutex<GuardState>,
@@ -210,6 +215,7 @@ impl IdGuard {
             clock: Arc::new(clock),
             check_from: AtomicU64::new(0),
             valid_until: AtomicU64::new(0),
+            has_passed: AtomicBool::new(false),
             is_checking: AtomicBool::new(false),
             state: Mutex::default(),
         }
@@ -272,8 +278,14 @@ impl IdGuard {
         }
     }
 
+    /// Returns true if a check of this process has succeeded once, and none has found another secret since.
+    fn has_passed(&self) -> bool {
+        self.has_passed.load(Ordering::Acquire)
+    }
+
     /// Lets claims pass because of a check that began at this time.
     fn permit(&self, begun: Duration) {
+        self.has_passed.store(true, Ordering::Release);
         let until = |time: Duration| u64::try_from((begun + time).as_millis()).unwrap_or(u64::MAX);
         self.valid_until.fetch_max(until(VALID), Ordering::AcqRel);
         self.check_from.fetch_max(until(VALID / 2), Ordering::AcqRel);
@@ -334,6 +346,7 @@ impl IdGuard {
                 (state.problem, state.trial) = (None, None);
             }
             Err(CheckError::Problem(problem)) => {
+                self.has_passed.store(false, Ordering::Release);
                 self.check_from.store(0, Ordering::Release);
                 self.valid_until.store(0, Ordering::Release);
                 self.state().problem = Some((*problem, self.clock.elapsed()));
@@ -356,14 +369,14 @@ impl IdGuard {
     }
 
     async fn check_with(&self, secret: &IdSecret) -> Result<(), CheckError> {
-        let (own, was_valid) = (secret.name(), self.is_valid());
+        let (own, has_passed) = (secret.name(), self.has_passed());
         match self.mark().await? {
             Some(mark) if mark.fingerprint != secret.mark_fingerprint() => {
                 Err(IdProblem::Other { store: name_in(&mark), own }.into())
             }
             Some(mark) if is_for_good(&mark) => self.renew(secret).await,
-            // The store lost the mark a moment ago, or an older state of it came back. It is not new to the secret.
-            _ if was_valid => self.claim_for_good(secret).await,
+            // The store lost the mark, or an older state of it came back. It is not new to the secret.
+            _ if has_passed => self.claim_for_good(secret).await,
             Some(mark) => self.end_trial(secret, mark.token).await,
             None if self.has_records().await? => self.check_other_trial(secret).await,
             None if !self.store.capabilities().is_shared => self.claim_for_good(secret).await,
@@ -475,7 +488,12 @@ impl IdGuard {
     async fn claim_checked(&self, id: RecordId, command: Command) -> Result<Outcome, StoreError> {
         match self.ensure().await {
             Ok(()) => self.store.apply(id, command).await,
-            // A cache before the store may still replay. Nothing executes without a check.
+            // The mark is out of reach, and the record may not be: on a cluster they are on two nodes. A store that was the right
+            // one when this process last asked still is.
+            Err(CheckError::Store(error)) if error.kind().may_pass() && self.has_passed() => {
+                self.store.apply(id, command).await
+            }
+            // A cache before the store may still replay. Nothing executes before the first check.
             Err(CheckError::Store(error)) if error.kind().may_pass() => {
                 let retention = match &command {
                     Command::Claim(claim) => claim.retention,
@@ -484,12 +502,15 @@ impl IdGuard {
                 let outcome = self.store.apply(id, command).await?;
                 let Outcome::Execute(grant) = &outcome else { return Ok(outcome) };
                 let Err(error) = self.check_now().await else { return Ok(outcome) };
-                let release = Command::Release(Release { token: grant.token, retention });
-                // If this fails, the record is left to its lease.
-                let _released = self.store.apply(id, release).await;
+                // To free the key would forget that an earlier attempt may have taken effect.
+                if !grant.after_abandoned {
+                    let release = Command::Release(Release { token: grant.token, retention });
+                    // If this fails, the record is left to its lease.
+                    let _released = self.store.apply(id, release).await;
+                }
                 let why = store_error(error);
-                Err(StoreError::unavailable("nothing was executed: the id secret could not be checked")
-                    .with_source(why))
+                let what = "nothing was executed: the id secret could not be checked";
+                Err(StoreError::unavailable(what).with_source(why).with_extent(Extent::Record))
             }
             Err(error) => Err(store_error(error)),
         }

@@ -158,7 +158,7 @@ $$;
 -- Returns true for the sealed form of a payload (docs/reference/sealing.md), which only a program with the key can open.
 CREATE OR REPLACE FUNCTION oncegate.is_sealed(payload bytea) RETURNS boolean
 LANGUAGE sql IMMUTABLE PARALLEL SAFE
-RETURN substring(is_sealed.payload FROM 1 FOR 7) = '\x006f677365616c'::bytea;
+RETURN substring(is_sealed.payload FROM 1 FOR 7) = decode('006f677365616c', 'hex');
 
 -- The reasons why a dead letter should not be published again:
 --   sealed           its payload is sealed: published like this, no consumer could read it

@@ -8,7 +8,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use oncegate_core::{ListPage, ListQuery, RecordId, StoreError, StoreErrorKind};
+use oncegate_core::{Extent, ListPage, ListQuery, RecordId, StoreError, StoreErrorKind};
 use redis::{Value, cmd};
 
 use crate::contract::record_of;
@@ -128,6 +128,7 @@ async fn nodes(link: &Link, connection: &Connection) -> Result<Vec<(String, u16)
     let said =
         ask_all(connection.wire(), &command, link.options().timeout).await.map_err(StoreError::from)?;
     let mut nodes = Vec::with_capacity(said.len());
+    let mut covered = vec![false; SLOTS];
     for text in said {
         let text: String = redis::from_redis_value(text).map_err(|_| unexpected_reply())?;
         let line = text.lines().find(|line| line.contains("myself")).ok_or_else(unexpected_reply)?;
@@ -135,9 +136,34 @@ async fn nodes(link: &Link, connection: &Connection) -> Result<Vec<(String, u16)
         let (host, port) =
             address.and_then(|address| address.rsplit_once(':')).ok_or_else(unexpected_reply)?;
         nodes.push((host.to_owned(), port.parse().map_err(|_| unexpected_reply())?));
+        cover(&mut covered, line);
+    }
+    // A node that does not answer is in none of the answers. A listing without its records would look complete, and a deletion
+    // that goes by it, too.
+    let missing = covered.iter().filter(|is_covered| !**is_covered).count();
+    if missing > 0 {
+        let what = format!(
+            "{missing} of {SLOTS} slots of the cluster belong to no node that answers: a listing would be incomplete"
+        );
+        return Err(StoreError::unavailable(what).with_extent(Extent::Record));
     }
     nodes.sort();
     Ok(nodes)
+}
+
+/// The slots of a cluster.
+const SLOTS: usize = 16_384;
+
+/// Notes the slots in a line of `CLUSTER NODES`: numbers and ranges after the eighth field. Those in brackets are on their way.
+fn cover(covered: &mut [bool], line: &str) {
+    for part in line.split_ascii_whitespace().skip(8).filter(|part| !part.starts_with('[')) {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        if let (Ok(first), Ok(last)) = (first.parse::<usize>(), last.parse::<usize>())
+            && let Some(slots) = covered.get_mut(first..=last)
+        {
+            slots.fill(true);
+        }
+    }
 }
 
 /// Reads a portion of a node's keys. Returns the records among them in their order, and the start of the next portion, or 0
@@ -167,6 +193,19 @@ async fn scan(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_slots_of_a_node_are_numbers_and_ranges() {
+        let mut covered = vec![false; SLOTS];
+        cover(
+            &mut covered,
+            "07c37df 127.0.0.1:30004@31004 myself,master - 0 0 2 connected 0-5460 7000 [93->-292f8b3]",
+        );
+        assert_eq!(covered.iter().filter(|is_covered| **is_covered).count(), 5462);
+        cover(&mut covered, "07c37df 127.0.0.1:30005@31005 myself,master - 0 0 3 connected 5461-16383");
+        assert!(covered.iter().all(|is_covered| *is_covered));
+        cover(&mut covered, "07c37df 127.0.0.1:30005@31005 myself,master - 0 0 3 connected 5461-99999 x-y");
+    }
 
     #[test]
     fn a_cursor_reads_back_and_grows_as_the_walk_goes_on() {

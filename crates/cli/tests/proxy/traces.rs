@@ -372,7 +372,7 @@ async fn a_collector_in_trouble_delays_no_request() {
             client.message().await.has_status(200);
         }
         // Three thousand requests, each of which would wait for ten seconds otherwise.
-        assert!(begun.elapsed() < Duration::from_secs(60), "{trouble}: {:?}", begun.elapsed());
+        assert!(begun.elapsed() < Duration::from_secs(300), "{trouble}: {:?}", begun.elapsed());
         if trouble == "refuses" {
             until("spans were given up", async || spans_counted(&sidecar, "failed").await > 0.0).await;
             sidecar.process.logs("the collector did not take traces or metrics").await;
