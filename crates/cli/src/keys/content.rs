@@ -408,6 +408,15 @@ impl ForgetArgs {
             print_forget(caller, sums, is_dry_run, out)?;
         }
         let left = sums.count("open") + sums.count("locked") + sums.count("unreadable");
+        let of_caller =
+            ["forgotten", "nothing_kept", "expired"].map(|name| sums.count(name)).iter().sum::<u64>();
+        if left + of_caller == 0 {
+            // A slip in the caller must not look like a deletion that was carried out.
+            return Err(Failure::Refused(format!(
+                "the store has no record of the caller {caller}. Are these the fields that tell callers apart (`scope`), all of them, \
+                 and their whole values? `oncegate keys ls` shows the tags of callers"
+            )));
+        }
         if left == 0 || is_dry_run {
             return Ok(());
         }
@@ -425,6 +434,9 @@ fn parts_of_fields(text: &str) -> Result<Vec<(String, String)>, String> {
         let (name, value) =
             line.split_once(':').ok_or("each line is a header field, such as \"X-Tenant: acme\"")?;
         let (name, value) = (name.trim().to_ascii_lowercase(), value.trim());
+        if name == "cookie" && value.contains(';') {
+            return Err("give each cookie a line of its own: \"Cookie: NAME=VALUE\"".to_owned());
+        }
         if name.is_empty() || value.is_empty() {
             return Err("a field has neither an empty name nor an empty value".to_owned());
         }
@@ -495,7 +507,7 @@ mod tests {
         assert_eq!(one, [part("header:authorization", "Bearer a")]);
         let two = parts_of_fields("X-Tenant: t\r\nCookie: sid=s\n\n").unwrap();
         assert_eq!(two, [part("header:x-tenant", "t"), part("cookie:sid", "s")]);
-        for wrong in ["", "\n", "Bearer a", "X-Tenant:", ": a", "Cookie: sid"] {
+        for wrong in ["Cookie: a=1; sid=s", "", "\n", "Bearer a", "X-Tenant:", ": a", "Cookie: sid"] {
             let what = parts_of_fields(wrong).unwrap_err();
             assert!(!what.contains("Bearer"), "{what}");
         }

@@ -370,7 +370,8 @@ async fn an_embedded_store_has_one_secret_too() {
     // The mark of the store is not a record of the only tenant.
     let single = ["forget", "--caller", "0000000000000000", "--reason", "r", "--yes", "--json"];
     let (succeeded, sums) = oncegate(&keyed, &single).await;
-    assert!(succeeded && sums.contains("\"open\":[]"), "{sums}");
+    assert!(!succeeded && sums.contains("no record of the caller"), "{sums}");
+    assert!(sums.contains("\"open\":[]"), "{sums}");
     assert_eq!(service.requests(), 1);
 }
 
