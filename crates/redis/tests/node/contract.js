@@ -122,7 +122,8 @@ async function main(url) {
     // The content is replaced by another form of it, and removed. The key stays protected.
     const newer = response(201, [], Buffer.from('another form'))
     const rewrite = async (...words) => texts(await call(client, 'rewrite', [key], ...words))
-    assert.deepEqual((await rewrite(token, newer, receipt, 0)).filter((_, n) => n !== 1), ['not-rewritten', 'completed'])
+    const other = response(201, [], Buffer.from('a third form'))
+    assert.deepEqual((await rewrite(token, newer, other, 0)).filter((_, n) => n !== 1), ['not-rewritten', 'completed'])
     assert.equal((await rewrite(token, receipt, newer, 0))[0], 'rewritten')
     assert.equal((await rewrite(token, receipt, newer, 0))[0], 'rewritten')
     assert.ok((await claim(client, key, newAttempt(), 'pay 5'))[2].equals(newer))
