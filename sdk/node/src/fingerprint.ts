@@ -13,7 +13,8 @@ export interface FingerprintRules {
 export interface FingerprintInput {
   method: string;
   authority?: string;
-  target: string;
+  /** Bytes, or a text. */
+  target: string | Uint8Array;
   contentType: Uint8Array;
   /** The content coding that could not be undone; normally empty. */
   contentCoding: string;
