@@ -360,7 +360,7 @@ export function readSettings(options: IdempotencyOptions = {}): Settings {
     keyScopeHeaders: headerNames('key-scope-header', (data['key-scope-header'] as readonly string[] | undefined) ?? []),
     replayMarker:
       options.replayMarker === undefined
-        ? [markerName, markerValue]
+        ? [markerName.toLowerCase(), markerValue]
         : [headerNames('replayMarker', options.replayMarker)[0] ?? '', markerValue],
     echoKey: data['echo-key'],
     documentation: options.documentation,

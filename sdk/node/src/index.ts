@@ -1,0 +1,29 @@
+export { Oncegate, type Attempt, type OncegateOptions } from './gate.js';
+export { express, fastify, hono, node, withIdempotency } from './middleware.js';
+export { attemptOf, BodyReadEarlyError } from './node.js';
+export { MemoryStore, type MemoryStoreOptions } from './memory.js';
+export {
+  optionsFromNames,
+  SettingsError,
+  UnknownSettingError,
+  type CallerFunction,
+  type Duration,
+  type IdempotencyOptions,
+  type Size,
+} from './settings.js';
+export type { RequestHead } from './request.js';
+export {
+  SealedError,
+  StoreFullError,
+  StoreSetupError,
+  type Claim,
+  type ClaimReply,
+  type CompletionState,
+  type OnAbandoned,
+  type OwnerReply,
+  type RecordView,
+  type Store,
+} from './store.js';
+export { CorruptRecordError, decodeResponse, encodeResponse, type StoredField, type StoredResponse } from './response.js';
+export { StoreUnavailableError } from './engine.js';
+export { derivedKey, downstreamKey } from './identity.js';
