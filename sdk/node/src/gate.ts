@@ -5,6 +5,7 @@ import { differsInHostOnly, passes, readHead, readWhole, tooLarge, type KeyedReq
 import { addedFields, refusalResponse, withFields, type Refusal, type WireResponse } from './refusal.js';
 import { CorruptRecordError, decodeResponse, encodeResponse, type StoredField } from './response.js';
 import { keptFields, replayedFields } from './headers.js';
+import { isSealed } from './seal.js';
 import { readSettings, durationMs, sizeBytes, SettingsError, type Duration, type IdempotencyOptions, type Settings, type Size } from './settings.js';
 import { SealedError, StoreFullError, type Store } from './store.js';
 
@@ -248,6 +249,7 @@ export class Gate {
           return { condition: released === 'fenced' ? 'request-in-progress' : 'store-unavailable', retryAfter: 1 };
         }
         case 'replay':
+          if (isSealed(result.response)) throw new SealedError('the stored response is sealed; give the store its keys: SealedStore');
           return { response: result.response };
         case 'in-progress':
           return { condition: 'request-in-progress', retryAfter: retryAfter(result.leaseLeftMs, result.runningForMs) };
@@ -287,9 +289,6 @@ function retryAfter(leaseLeftMs: number, runningForMs: number): number {
 
 function replay(settings: Settings, encoded: Buffer, echo: StoredField | undefined): WireResponse {
   const stored = decodeResponse(encoded);
-  if (stored.headers.some(([name]) => name === 'oncegate-sealed')) {
-    return refusalResponse(settings, { condition: 'response-sealed', retryAfter: 30 }, undefined);
-  }
   let headers = replayedFields(stored.headers);
   headers = withFields(headers, addedFields(settings.profile.headers.response, headers, false));
   headers = withFields(headers, [settings.replayMarker, ...(echo === undefined ? [] : [echo])]);

@@ -27,3 +27,6 @@ export {
 export { CorruptRecordError, decodeResponse, encodeResponse, type StoredField, type StoredResponse } from './response.js';
 export { StoreUnavailableError } from './engine.js';
 export { derivedKey, downstreamKey } from './identity.js';
+export { PostgresStore, type Queryable } from './postgres.js';
+export { RedisStore, type RedisClient, type RedisSend, type RedisStoreOptions } from './redis.js';
+export { Keyring, SealedStore, type SealedStoreOptions } from './seal.js';
