@@ -30,3 +30,26 @@ export { derivedKey, downstreamKey } from './identity.js';
 export { PostgresStore, type Queryable } from './postgres.js';
 export { RedisStore, type RedisClient, type RedisSend, type RedisStoreOptions } from './redis.js';
 export { Keyring, SealedStore, type SealedStoreOptions } from './seal.js';
+export {
+  Client,
+  OpenOutcomeError,
+  type ClientOptions,
+  type DefiniteOutcome,
+  type OpenOutcome,
+  type OpenReason,
+  type Outcome,
+  type SendOptions,
+  type Verdict,
+} from './client.js';
+export {
+  completeInTransaction,
+  FunctionError,
+  idempotent,
+  sidecarAttempt,
+  transaction,
+  type FunctionErrorKind,
+  type FunctionOptions,
+  type SidecarAttempt,
+  type TransactionAttempt,
+  type TransactionOptions,
+} from './functions.js';

@@ -20,7 +20,7 @@ interface Ioredis {
   callBuffer(command: string, ...args: (string | Buffer)[]): Promise<unknown>;
 }
 interface NodeRedis {
-  withTypeMapping(mapping: Record<number, unknown>): { sendCommand(args: (string | Buffer)[]): Promise<unknown> };
+  sendCommand(args: (string | Buffer)[], options: { typeMapping: Record<number, unknown> }): Promise<unknown>;
 }
 
 /** A client of `ioredis`, a client of `redis` (5), or a function that sends a command. */
@@ -32,8 +32,7 @@ const BLOB_STRING = 36;
 function sender(client: RedisClient): RedisSend {
   if (typeof client === 'function') return client;
   if ('callBuffer' in client) return ([name = '', ...args]) => client.callBuffer(String(name), ...args);
-  const mapped = client.withTypeMapping({ [BLOB_STRING]: Buffer });
-  return (args) => mapped.sendCommand(args);
+  return (args) => client.sendCommand(args, { typeMapping: { [BLOB_STRING]: Buffer } });
 }
 
 type ScriptName = keyof typeof contract.redis;
@@ -114,7 +113,8 @@ export class RedisStore implements Store {
       case 'execute':
         return { outcome, token: String(reply[2]), attempts: Number(reply[3]), afterAbandoned: Number(reply[5]) === 1 };
       case 'replay':
-        return { outcome, response: reply[2] as Buffer };
+        if (!Buffer.isBuffer(reply[2])) throw new StoreSetupError('the client of Redis returned a text for bytes: let it return Buffers');
+        return { outcome, response: reply[2] };
       case 'in-progress':
         return { outcome, leaseLeftMs: Number(reply[2]) };
       case 'mismatch':
