@@ -114,7 +114,7 @@ function canonicalNumber(sign: string, digits: string, fraction: string, exponen
 }
 
 const NUMBER = /(-?)(0|[1-9][0-9]*)(?:\.([0-9]+))?(?:[eE]([+-]?[0-9]+))?/y;
-// eslint-disable-next-line no-control-regex
+ 
 const PLAIN_STRING = /[^"\\\u0000-\u001f]*/y;
 const SPACE = /[ \t\n\r]*/y;
 
@@ -232,7 +232,7 @@ function hasHalfPair(text: string): boolean {
 
 /** A name in one case, for programs that ignore case. */
 function withoutCase(name: string): string {
-  // eslint-disable-next-line no-control-regex
+   
   if (/^[\u0000-\u007f]*$/.test(name)) return name.toLowerCase();
   const upper = Array.from(name, (letter) => letter.toUpperCase()).join('');
   return Array.from(upper, (letter) => letter.toLowerCase()).join('');

@@ -51,7 +51,7 @@ export function replayedFields(fields: readonly StoredField[]): StoredField[] {
 }
 
 function isFieldValue(value: string): boolean {
-  // eslint-disable-next-line no-control-regex
+   
   return !/[\u0000-\u0008\u000a-\u001f\u007f]/.test(value);
 }
 

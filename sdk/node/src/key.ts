@@ -41,7 +41,7 @@ export function parseKey(settings: Settings, value: string): string | KeyFault {
     } catch {
       return { fault: 'bad-byte' };
     }
-    // eslint-disable-next-line no-control-regex
+     
     return /[\u0000-\u001f\u007f-\u009f]/.test(text) ? { fault: 'bad-byte' } : keyOf(settings, text);
   }
   if (field.startsWith('"')) {

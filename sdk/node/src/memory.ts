@@ -110,7 +110,7 @@ export class MemoryStore implements Store {
     try {
       return Promise.resolve(work());
     } catch (error) {
-      return Promise.reject(error as Error);
+      return Promise.reject(error instanceof Error ? error : new Error(String(error)));
     }
   }
 

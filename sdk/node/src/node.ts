@@ -133,16 +133,17 @@ function setFields(response: ServerResponse, fields: readonly StoredField[]): vo
 
 /** Adds fields to a response when its head is sent, and removes those that only the middleware sets. */
 export function decorate(response: ServerResponse, fields: readonly StoredField[]): void {
+  // eslint-disable-next-line @typescript-eslint/unbound-method -- called with the response
   const writeHead = response.writeHead as (...args: unknown[]) => ServerResponse;
   response.writeHead = ((...args: unknown[]) => {
-    response.writeHead = writeHead as ServerResponse['writeHead'];
+    response.writeHead = writeHead;
     const { status, reason, headers } = headArguments(args);
     applyHeaders(headers, (name, value) => { response.setHeader(name, value); });
     response.removeHeader('idempotency-store');
     response.removeHeader('idempotency-status');
     setFields(response, fields);
     return reason === undefined ? writeHead.call(response, status) : writeHead.call(response, status, reason);
-  }) as ServerResponse['writeHead'];
+  });
 }
 
 type HeaderValue = number | string | readonly string[];

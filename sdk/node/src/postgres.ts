@@ -55,7 +55,7 @@ function bytes(value: unknown): Buffer {
 
 /** A `bigint` column: a text with `pg`, unless a parser was set. */
 function decimal(value: unknown): string {
-  return typeof value === 'string' ? value : String(value as number | bigint);
+  return typeof value === 'string' ? value : String(value);
 }
 
 /** Reads the reply of `claim` and `reserve_or_claim`. */

@@ -61,7 +61,7 @@ function field(head: RequestHead, name: string): string {
 export function canonicalPath(path: string, trailingSlash: 'ignore' | 'exact'): string {
   if (!path.startsWith('/')) return path;
   const endsWithSlash = path.length > 1 && path.endsWith('/');
-  // eslint-disable-next-line no-control-regex
+   
   const isSpelledOtherwise = /%|[^\u0000-\u007f]|\/[/.]/.test(path) || (endsWithSlash && trailingSlash === 'ignore');
   if (!isSpelledOtherwise) return path;
   const decoded = path.replace(/%([0-9A-Fa-f]{2})|[\u0080-\u00ff]/g, (found, digits: string | undefined) => {

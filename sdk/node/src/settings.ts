@@ -357,7 +357,7 @@ export function readSettings(options: IdempotencyOptions = {}): Settings {
     keySyntax: oneOf('keySyntax', options.keySyntax ?? data['key-syntax'], ['lenient', 'strict', 'raw']),
     keyFormat: readFormat(options.keyFormat ?? data['key-format']),
     keyScope: oneOf('keyScope', options.keyScope ?? data['key-scope'], ['endpoint', 'caller']),
-    keyScopeHeaders: headerNames('key-scope-header', (data['key-scope-header'] as readonly string[] | undefined) ?? []),
+    keyScopeHeaders: headerNames('key-scope-header', (data['key-scope-header']) ?? []),
     replayMarker:
       options.replayMarker === undefined
         ? [markerName.toLowerCase(), markerValue]
@@ -407,5 +407,5 @@ export function optionsFromNames(named: Readonly<Record<string, unknown>>): Idem
     if (inner === undefined) options[camel] = value;
     else options['fingerprint'] = { ...(options['fingerprint'] as object | undefined), [inner]: value };
   }
-  return options as IdempotencyOptions;
+  return options;
 }
