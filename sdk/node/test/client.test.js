@@ -51,7 +51,7 @@ test('what is not definite says if it may have taken effect', async () => {
     const [status, headers] = { '/busy': [503, { 'retry-after': '600' }], '/late': [429, { 'retry-after': '600' }], '/no': [422, {}], '/hang': [], '/unknown': [500, { 'content-type': 'application/json' }] }[req.url];
     if (status !== undefined) res.writeHead(status, headers).end(req.url === '/unknown' ? '{"type":"urn:oncegate:problem:outcome-unknown","retry":"stop"}' : '');
   });
-  const client = new Client({ ...quick, attemptTimeout: 50, maxAttempts: 2 });
+  const client = new Client({ ...quick, attemptTimeout: 1000, maxAttempts: 2 });
   const send = (path, more) => client.send(there.url.slice(0, -1) + path, { method: 'POST' }, more);
   const shown = async (path, more) => { const { kind, reason, verdict, advice, mayHaveTakenEffect } = await send(path, more); return [kind, reason ?? verdict, mayHaveTakenEffect ?? advice]; };
   assert.deepEqual(await shown('/busy'), ['open', 'come-back-later', true]);
@@ -61,7 +61,7 @@ test('what is not definite says if it may have taken effect', async () => {
   assert.deepEqual(await shown('/hang'), ['open', 'attempts', true]);
   assert.deepEqual(await shown('/unknown'), ['open', 'unknown', true]);
   const controller = new AbortController();
-  setTimeout(() => controller.abort(), 10);
+  setTimeout(() => controller.abort(), 100);
   assert.deepEqual(await shown('/hang', { signal: controller.signal }), ['open', 'aborted', true]);
   there.close();
   const away = await serve(() => undefined);
