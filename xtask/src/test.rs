@@ -5,6 +5,9 @@ use std::process::Command;
 use crate::run::{Result, cargo, has, install, root, target};
 use crate::suites::Selection;
 
+/// The directories in `sdk` with the libraries in other languages.
+const LIBRARIES: [&str; 1] = ["node"];
+
 /// Installs the programs that tests need, then builds and runs the tests that the arguments choose.
 ///
 /// Without an argument these are all tests of the workspace, the examples of its documentation, and the second
@@ -48,6 +51,14 @@ pub(crate) fn run(arguments: &[&str]) -> Result<()> {
         cmd(Command::new("python3").arg(root().join("crates/core/vectors").join(script)))?;
     }
     cmd(Command::new("node").arg(root().join("crates/seal/vectors/check_sealed.mjs")))?;
+    libraries()
+}
+
+/// The tests of the libraries in other languages, each by the script of its directory, which installs what it needs.
+fn libraries() -> Result<()> {
+    for library in LIBRARIES {
+        cmd(Command::new("sh").arg(root().join("sdk").join(library).join("run-tests.sh")))?;
+    }
     Ok(())
 }
 
