@@ -1,0 +1,56 @@
+"""One key, one effect: makes retries of requests safe.
+
+The middleware for ASGI, WSGI and Django, the stores, functions, transactions, and the client's rules. Importing this package
+needs no other package: those of a store or a framework are yours.
+"""
+
+from .asgi import IdempotencyMiddleware, attempt_of
+from .engine import Attempt
+from .errors import (
+    ConfigError,
+    InProgress,
+    KeyReused,
+    OncegateError,
+    OutcomeUnknown,
+    RecordCorrupt,
+    ResponseSealed,
+    StaleAttempt,
+    StoreError,
+    StoreUnavailable,
+    Undecodable,
+    Unreplayable,
+)
+from .flow import current_attempt
+from .identity import derived_key, downstream_key, new_key
+from .memory import MemoryStore
+from .postgres import PostgresStore
+from .redis import RedisStore
+from .response import StoredResponse
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Attempt",
+    "ConfigError",
+    "IdempotencyMiddleware",
+    "InProgress",
+    "KeyReused",
+    "MemoryStore",
+    "OncegateError",
+    "OutcomeUnknown",
+    "PostgresStore",
+    "RecordCorrupt",
+    "RedisStore",
+    "ResponseSealed",
+    "StaleAttempt",
+    "StoreError",
+    "StoreUnavailable",
+    "StoredResponse",
+    "Undecodable",
+    "Unreplayable",
+    "attempt_of",
+    "current_attempt",
+    "derived_key",
+    "downstream_key",
+    "new_key",
+]

@@ -226,6 +226,8 @@ class _Execution:
                 await app(inner, _only_body(body), self._send)
         except Exception as error:
             self.error = error
+            if self._is_client_gone.is_set():
+                log.exception("record %s: the handler raised an exception", self.permit.attempt.record.hex())
             if not self._is_concluded:
                 await self._threw()
         except BaseException:
