@@ -21,17 +21,20 @@ from .errors import (
     Unreplayable,
 )
 from .flow import current_attempt
+from .functions import FunctionFailed, idempotent
 from .identity import derived_key, downstream_key, new_key
 from .memory import MemoryStore
 from .postgres import PostgresStore
 from .redis import RedisStore
 from .response import StoredResponse
+from .transactions import blocking_transaction, complete, complete_blocking, sidecar_attempt, transaction
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Attempt",
     "ConfigError",
+    "FunctionFailed",
     "IdempotencyMiddleware",
     "InProgress",
     "KeyReused",
@@ -49,8 +52,14 @@ __all__ = [
     "Undecodable",
     "Unreplayable",
     "attempt_of",
+    "blocking_transaction",
+    "complete",
+    "complete_blocking",
     "current_attempt",
     "derived_key",
     "downstream_key",
+    "idempotent",
     "new_key",
+    "sidecar_attempt",
+    "transaction",
 ]
