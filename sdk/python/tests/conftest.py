@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 import servers
 
 CRATES = Path(__file__).resolve().parents[3] / "crates"

@@ -43,11 +43,18 @@ class Server:
     def __init__(self, process: subprocess.Popen[bytes], port: int, url: str) -> None:
         self.process, self.port, self.url = process, port, url
 
+    def _signal(self, number: int) -> None:
+        """To the server, and to the processes of its sessions."""
+        own = self.process.pid
+        for process in [own, *map(int, Path(f"/proc/{own}/task/{own}/children").read_text().split())]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, number)
+
     def pause(self) -> None:
-        os.kill(self.process.pid, signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        os.kill(self.process.pid, signal.SIGCONT)
+        self._signal(signal.SIGCONT)
 
 
 def _as_user() -> dict[str, int]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import vectors
 
+from conftest import vectors
 from oncegate import decide
 
 

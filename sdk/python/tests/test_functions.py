@@ -120,8 +120,9 @@ async def test_errors(errors: Any) -> None:
 
 
 async def test_a_store_that_is_away_runs_nothing(redis: Any) -> None:
-    import servers
     from redis.asyncio import Redis
+
+    import servers
 
     ran = 0
     async with Redis.from_url(f"redis://127.0.0.1:{servers.free_port()}") as client:

@@ -6,8 +6,8 @@ import base64
 from typing import Any
 
 import pytest
-from conftest import vectors
 
+from conftest import vectors
 from oncegate import identity
 from oncegate.fingerprint import Rules, parts_fingerprint, tag_and_digest
 from oncegate.response import DecodeError, StoredResponse

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import settings_of, vectors
 
+from conftest import settings_of, vectors
 from oncegate.asgi import IdempotencyMiddleware
 from oncegate.memory import MemoryStore
 

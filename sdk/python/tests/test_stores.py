@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
-from oncegate.store import Claim
 from oncegate.response import StoredResponse
+from oncegate.store import Claim
 
 FINGERPRINT = b"\x01" + bytes(32)
 RESPONSE = StoredResponse.of(201, [("content-type", "application/json")], b'{"id":1}').encode()

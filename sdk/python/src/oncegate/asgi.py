@@ -270,7 +270,9 @@ class _Execution:
             gone.cancel()
 
     async def _put_answer(self, whole: Answer) -> None:
-        await self._put({"type": "http.response.start", "status": whole.status, "headers": write_fields(http.sent(whole))})
+        await self._put(
+            {"type": "http.response.start", "status": whole.status, "headers": write_fields(http.sent(whole))}
+        )
         await self._put({"type": "http.response.body", "body": whole.body})
 
     async def _send(self, message: Message) -> None:
@@ -391,5 +393,3 @@ def _failing_open(keyed: Keyed, settings: Settings, send: Send) -> Send:
 def attempt_of(scope: Scope) -> Attempt | None:
     """The attempt of a request, or None if the request has no key."""
     return scope.get(ATTEMPT)
-
-

@@ -114,7 +114,7 @@ class RetryBudget:
             self._tokens = min(self._most, self._tokens + tokens)
 
 
-class _TooLarge(Exception):  # noqa: N818
+class _TooLarge(Exception):
     def __init__(self, response: httpx.Response) -> None:
         super().__init__()
         self.response = response
@@ -311,5 +311,3 @@ def _after(sending: _Sending, error: Exception) -> float:
         return sending.failed(error)
     except SendError as end:
         raise end from error
-
-

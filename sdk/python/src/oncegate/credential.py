@@ -5,29 +5,18 @@ from __future__ import annotations
 from functools import lru_cache
 
 _USUAL = frozenset(
-    "accept accept-encoding accept-language connection content-encoding content-length content-type forwarded host "
-    "idempotency-key origin referer traceparent user-agent via x-forwarded-for x-forwarded-host x-forwarded-proto "
-    "x-request-id".split()
+    ["accept", "accept-encoding", "accept-language", "connection", "content-encoding", "content-length", "content-type", "forwarded", "host", "idempotency-key", "origin", "referer", "traceparent", "user-agent", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-request-id"]
 )
 _LISTED = frozenset(
-    "cookie cookie2 remote-user x-remote-user x-forwarded-user x-forwarded-email x-auth-request-user "
-    "x-consumer-id".split()
+    ["cookie", "cookie2", "remote-user", "x-remote-user", "x-forwarded-user", "x-forwarded-email", "x-auth-request-user", "x-consumer-id"]
 )
-_PARTS = (
-    "api-key apikey access-key accesskey app-key appkey assertion bearer credential client-cert clientcert client-dn "
-    "client-s-dn client-key dpop functions-key hmac identity jwt license-key master-key oidc password passwd passphrase "
-    "principal private-key saml secret session signature subscription-key token user-id userid user-name username "
-    "user-email user-login"
-).split()
-_NONE_PARTS = "csrf xsrf antiforgery anti-forgery verificationtoken captcha idempoten verification-token".split()
+_PARTS = ["api-key", "apikey", "access-key", "accesskey", "app-key", "appkey", "assertion", "bearer", "credential", "client-cert", "clientcert", "client-dn", "client-s-dn", "client-key", "dpop", "functions-key", "hmac", "identity", "jwt", "license-key", "master-key", "oidc", "password", "passwd", "passphrase", "principal", "private-key", "saml", "secret", "session", "signature", "subscription-key", "token", "user-id", "userid", "user-name", "username", "user-email", "user-login"]
+_NONE_PARTS = ["csrf", "xsrf", "antiforgery", "anti-forgery", "verificationtoken", "captcha", "idempoten", "verification-token"]
 _NONE_BEGINNINGS = ("sec-", "www-", "oncegate-")
-_NEW_SCHEMES = frozenset(
-    b"digest signature hawk mac aws sharedkey sharedkeylite negotiate ntlm hoba mutual".split()
-)
+_NEW_SCHEMES = frozenset(b"digest signature hawk mac aws sharedkey sharedkeylite negotiate ntlm hoba mutual".split())
 SCHEMES = frozenset(b"bearer basic digest token apikey dpop hmac negotiate".split())
 _OVERRIDES = frozenset(
-    "x-http-method-override x-http-method x-method-override x-original-method x-original-url x-original-uri "
-    "x-rewrite-url".split()
+    ["x-http-method-override", "x-http-method", "x-method-override", "x-original-method", "x-original-url", "x-original-uri", "x-rewrite-url"]
 )
 
 
@@ -40,9 +29,7 @@ def is_credential(name: str) -> bool:
     if name in _LISTED:
         return True
     looks = any(part in name for part in _PARTS) or _has_auth(name)
-    is_none = (
-        name == "lock-token" or name.startswith(_NONE_BEGINNINGS) or any(part in name for part in _NONE_PARTS)
-    )
+    is_none = name == "lock-token" or name.startswith(_NONE_BEGINNINGS) or any(part in name for part in _NONE_PARTS)
     return looks and not is_none
 
 

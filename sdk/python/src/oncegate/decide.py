@@ -100,9 +100,7 @@ def claim(
         case "in-progress" if now < live.lease_until:
             return _in_progress(live, now, lease_ms)
         case "in-progress" if on_abandoned == "park":
-            parked = replace(
-                _ended(live, "unknown", now), expires_at=now + retention_ms, by_operator=False
-            )
+            parked = replace(_ended(live, "unknown", now), expires_at=now + retention_ms, by_operator=False)
             return {"outcome": "unknown"}, parked
         case "in-progress":
             return execute(after_abandoned=True)

@@ -34,7 +34,6 @@ from .settings import Settings
 __all__ = ["IdempotencyMiddleware", "attempt_of"]
 
 
-
 class IdempotencyMiddleware:
     """Makes retries of requests with a key safe. Its settings are the dictionary `ONCEGATE` of Django's settings.
 
@@ -53,7 +52,9 @@ class IdempotencyMiddleware:
         if callable(store) and not hasattr(store, "claim"):
             store = store()
         if store is None:
-            raise ConfigError("Django's settings have no ONCEGATE = {'store': …}: name a store, or a function that makes one")
+            raise ConfigError(
+                "Django's settings have no ONCEGATE = {'store': …}: name a store, or a function that makes one"
+            )
         self.settings = Settings.of(**options)
         self.is_async = iscoroutinefunction(get_response)
         self.flow = Flow(self.settings, engine_of(store, blocking=not self.is_async))
@@ -184,6 +185,4 @@ def rewritten(response: Any, fields: list[Field]) -> Any:
 
 def written(answer: Answer) -> HttpResponse:
     response = HttpResponse(answer.body, status=answer.status)
-    return rewritten(response, http.sent(answer))  # type: ignore[no-any-return]
-
-
+    return rewritten(response, http.sent(answer))

@@ -260,7 +260,8 @@ class Engine:
         mark = await self.call(lambda: self.store.lookup(SECRET_MARK), policy.store_timeout, guarded=True)
         if mark is not None:
             raise StoreUnavailable(
-                "the store belongs to an id secret, which this library does not support: use another store", is_unsent=True
+                "the store belongs to an id secret, which this library does not support: use another store",
+                is_unsent=True,
             )
         self._checked_at = now
 
@@ -413,9 +414,7 @@ class Engine:
     async def _end(self, permit: Permit, state: EndState | None, response: bytes | None) -> Settled:
         record, token, policy = permit.attempt.record, permit.attempt.token, permit.policy
         if state is None:
-            return await self.call(
-                lambda: self.store.release(record, token, policy.retention_ms), policy.store_timeout
-            )
+            return await self.call(lambda: self.store.release(record, token, policy.retention_ms), policy.store_timeout)
         return await self.call(
             lambda: self.store.complete(record, token, state, response, policy.retention_ms), policy.store_timeout
         )

@@ -20,7 +20,9 @@ def current(request: Request) -> Attempt | None:
 def required(attempt: Annotated[Attempt | None, Depends(current)]) -> Attempt:
     """The attempt of the request. A request without a key is refused with 400, whatever the settings of the middleware."""
     if attempt is None:
-        raise HTTPException(400, "This operation requires a key: send the header field Idempotency-Key with every retry.")
+        raise HTTPException(
+            400, "This operation requires a key: send the header field Idempotency-Key with every retry."
+        )
     return attempt
 
 

@@ -29,7 +29,7 @@ DECODED_FREE = 64 * 1024
 TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
 
 
-class NotCanonical(Exception):  # noqa: N818  (it is no error: such bodies are compared byte for byte)
+class NotCanonical(Exception):
     """The body has no canonical form."""
 
 
@@ -49,7 +49,8 @@ _PARAMETER = re.compile(
     rb"""[ \t]*;[ \t]*(?:
         (?P<name>%b)=(?:"(?P<quoted>(?:[^"\\]|\\.)*)"|(?P<bare>[!#-+\--:<-\[\]-~]+))
         |(?=;|\Z)
-    )[ \t]*(?=;|\Z)""" % TOKEN,
+    )[ \t]*(?=;|\Z)"""
+    % TOKEN,
     re.DOTALL | re.VERBOSE,
 )
 
@@ -354,7 +355,7 @@ def tag_and_digest(
     content_type: bytes = b"",
     content_coding: str = "",
     body: bytes = b"",
-    rules: Rules = Rules(),  # noqa: B008  (it is frozen)
+    rules: Rules = Rules(),
 ) -> tuple[str, bytes]:
     """The way in which the body is compared, and the SHA-256 of what is compared."""
     name, kind, boundary = media_type(content_type)
@@ -386,11 +387,11 @@ def parts_fingerprint(domain: str, parts: Sequence[bytes]) -> bytes:
 # Keys that are built from members of the body
 
 
-class MissingMember(Exception):  # noqa: N818
+class MissingMember(Exception):
     """The body lacks a member of which the key is built. The argument is its pointer."""
 
 
-class NotJson(Exception):  # noqa: N818
+class NotJson(Exception):
     """The body is no JSON that every program reads alike."""
 
 

@@ -8,7 +8,7 @@ import inspect
 import json
 import logging
 from collections.abc import Callable
-from typing import Any, Literal, ParamSpec, Protocol, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from .engine import Attempt, Engine, Permit, Policy, Reply, engine_of
 from .errors import (
@@ -47,9 +47,6 @@ class FunctionFailed(Exception):
         self.error = error
 
 
-class _Codec(Protocol):
-    def __call__(self, value: Any) -> Any: ...
-
 
 def to_json(value: Any) -> bytes:
     """The value as JSON. Raises ValueError or TypeError if JSON cannot express it exactly."""
@@ -81,8 +78,8 @@ class Function:
         caller: tuple[tuple[str, bytes], ...],
         policy: Policy,
         errors: Callable[[Exception], ErrorFate],
-        encode: _Codec,
-        decode: _Codec,
+        encode: Callable[[Any], Any],
+        decode: Callable[[Any], Any],
     ) -> None:
         self.name, self.store, self.service, self.caller = name, store, service, caller
         self.policy, self.errors, self.encode, self.decode = policy, errors, encode, decode
@@ -118,7 +115,9 @@ class Function:
                     f"it is not known if an earlier call of {self.name} with this key took effect; an operator has to resolve it"
                 )
             case _:
-                raise Unreplayable(f"an earlier call of {self.name} with this key was done, and its result was not stored")
+                raise Unreplayable(
+                    f"an earlier call of {self.name} with this key was done, and its result was not stored"
+                )
 
     def _decoded(self, response: StoredResponse) -> Any:
         try:
@@ -268,5 +267,3 @@ async def _begin(permit: Permit) -> None:
     if not await permit.confirm():
         await permit.release()
         raise StoreUnavailable("the lease could not be confirmed, so nothing was executed", is_unsent=True)
-
-

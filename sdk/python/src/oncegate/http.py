@@ -85,16 +85,16 @@ class Operation:
 def may_have_key(settings: Settings, head: Head) -> bool:
     """False if the request passes without a look at its body."""
     names = {name for name, _ in head.headers}
-    return bool(settings.natural_key) or any(name in names for name in settings.key_headers) or _is_misspelt(
-        settings, names
+    return (
+        bool(settings.natural_key)
+        or any(name in names for name in settings.key_headers)
+        or _is_misspelt(settings, names)
     )
 
 
 def _is_misspelt(settings: Settings, names: set[str]) -> bool:
     own = settings.key_headers
-    return any(
-        name not in own and any(credential.is_other_spelling(name, key) for key in own) for name in names
-    )
+    return any(name not in own and any(credential.is_other_spelling(name, key) for key in own) for name in names)
 
 
 def begin(settings: Settings, head: Head) -> Keyed | Answer | None:
@@ -178,11 +178,7 @@ def identify(keyed: Keyed, body: bytes) -> Operation | Answer | None:
     path = paths.canonical(head.path, exact_slash=settings.exact_slash)
     parts = [method.encode(), path.encode()] if settings.key_scope == "endpoint" else []
     for name in settings.key_scope_headers:
-        lines = [
-            value
-            for own, value in head.headers
-            if own == name or credential.is_other_spelling(own, name)
-        ]
+        lines = [value for own, value in head.headers if own == name or credential.is_other_spelling(own, name)]
         parts += [name.encode(), b", ".join(lines)]
     own_key = key.encode()
     return Operation(
@@ -225,9 +221,7 @@ def _natural_key(keyed: Keyed, content_type: bytes, body: bytes, coding: str) ->
         return missing(f"the body has no member {error}")
 
 
-def _fingerprint(
-    settings: Settings, head: Head, path: str, content_type: bytes, coding: str, body: bytes
-) -> bytes:
+def _fingerprint(settings: Settings, head: Head, path: str, content_type: bytes, coding: str, body: bytes) -> bytes:
     target = path if head.query is None else f"{path}?{head.query}"
     fields = [(name, value) for name in settings.fingerprint_headers for value in get_all(head.headers, name)]
     fields += [(name, value) for name, value in head.headers if credential.is_override(name)]
@@ -294,9 +288,7 @@ def executed(settings: Settings, path: str, status: int, headers: list[Field]) -
     return Executed(status, headers, treatment, is_kept_server_error)
 
 
-def _treatment(
-    settings: Settings, path: str, status: int, headers: list[Field], directive: bytes | None
-) -> Treatment:
+def _treatment(settings: Settings, path: str, status: int, headers: list[Field], directive: bytes | None) -> Treatment:
     match directive:
         case b"replay" | b"release" | b"tombstone" | b"unknown":
             return directive.decode()  # type: ignore[return-value]
@@ -369,8 +361,6 @@ def sent(answer: Answer) -> list[Field]:
     return [*answer.headers, ("content-length", str(len(answer.body)).encode())]
 
 
-
-
 def too_large(keyed: Keyed) -> Answer:
     limit = keyed.settings.max_request_body
     text = "Nothing was executed. Send a smaller body."
@@ -385,9 +375,7 @@ TOO_MANY = (
     "Nothing was executed: too many requests with a key are in progress, or too many responses wait for their clients. Send "
     "the same request with the same key later."
 )
-BUDGET_USED_UP = (
-    "Nothing was executed: the memory for the bodies of requests is used up. Send the same request with the same key later."
-)
+BUDGET_USED_UP = "Nothing was executed: the memory for the bodies of requests is used up. Send the same request with the same key later."
 STORE_FULL = (
     "The store takes no new keys at the moment: it is full, it cannot write, or too many earlier requests have no recorded end "
     "yet. Requests with keys that it already has may still be answered. Nothing was executed. Send the same request with the "

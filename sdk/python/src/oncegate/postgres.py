@@ -103,7 +103,8 @@ class PostgresStore:
                 return StoreUnavailable("the role lacks a right in the schema oncegate: see the grants of the contract")
             case "3F000" | "42883":
                 return StoreUnavailable(
-                    "the database does not have the contract: run `oncegate schema apply postgres --url …`", is_unsent=True
+                    "the database does not have the contract: run `oncegate schema apply postgres --url …`",
+                    is_unsent=True,
                 )
             case "22023":
                 return StoreUnavailable("the contract refused an argument of this library", is_unsent=True)
@@ -116,7 +117,8 @@ class PostgresStore:
         if row[0] != needed:
             what = "run `oncegate schema apply postgres`" if row[0] < needed else "upgrade this library"
             raise StoreUnavailable(
-                f"the contract in the database has version {row[0]}, and this library needs {needed}: {what}", is_unsent=True
+                f"the contract in the database has version {row[0]}, and this library needs {needed}: {what}",
+                is_unsent=True,
             )
 
     async def claim(self, claim: Claim) -> Claimed:
@@ -159,6 +161,4 @@ class PostgresStore:
 
 def claimed(row: Row) -> Claimed:
     outcome, token, attempts, after_abandoned, lease_left_ms, response = row
-    return Claimed(
-        outcome, token or 0, attempts or 0, bool(after_abandoned), lease_left_ms or 0, data(response) or b""
-    )
+    return Claimed(outcome, token or 0, attempts or 0, bool(after_abandoned), lease_left_ms or 0, data(response) or b"")

@@ -15,7 +15,7 @@ _COOKIE_NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _SPACE = b" \t\n\r\x0c"
 
 
-class NoCaller(Exception):  # noqa: N818
+class NoCaller(Exception):
     """The request does not identify its caller. The text is for the client."""
 
     def __init__(self, detail: str, *, condition: str = "scope-unavailable", status: int | None = None) -> None:
@@ -60,7 +60,9 @@ class CallerScope:
         for name in names:
             own = _part(name)
             known = parts.get(own.kind)
-            parts[own.kind] = _Part(own.kind, own.source, own.name, own.required or (known is not None and known.required))
+            parts[own.kind] = _Part(
+                own.kind, own.source, own.name, own.required or (known is not None and known.required)
+            )
         if not parts:
             raise ConfigError("scope is empty; write 'single-tenant' if there is one caller only")
         return cls(tuple(sorted(parts.values(), key=lambda part: part.kind)), True)
@@ -126,9 +128,7 @@ def _identity(part: _Part, headers: Sequence[Field], host: str) -> bytes | None:
             raise repeated
         return values.pop() if values else None
     lines = get_all(headers, part.name)
-    others = (
-        name for name, value in headers if credential.is_other_spelling(name, part.name) and value.strip(_SPACE)
-    )
+    others = (name for name, value in headers if credential.is_other_spelling(name, part.name) and value.strip(_SPACE))
     # The middleware does not know which line the service reads.
     if len(lines) > 1 or next(others, None) is not None:
         raise repeated

@@ -196,9 +196,7 @@ class Settings:
             on_abandoned=_choice("on_abandoned", take("on-abandoned", "park"), ("park", "reexecute")),
             fails_open=_choice("store_outage", take("store-outage", "closed"), ("closed", "open")) == "open",
             max_in_flight=_size("max_in_flight", take("max-in-flight", 2048), 1),
-            max_in_flight_per_caller=_size(
-                "max_in_flight_per_caller", take("max-in-flight-per-caller", 1024), 1
-            ),
+            max_in_flight_per_caller=_size("max_in_flight_per_caller", take("max-in-flight-per-caller", 1024), 1),
             request_budget=_size("request_budget", take("request-budget", DEFAULT_BUDGET), 1),
             body_timeout=seconds("body_timeout", take("body-timeout", 60), 0.05, 3600),
             stream_timeout=seconds("stream_timeout", take("stream-timeout", 60), 0.05, 3600),
@@ -214,6 +212,4 @@ class Settings:
 
     def frees_key(self, status: int) -> bool:
         """True if a response with this status decides nothing about the operation."""
-        return (
-            status in UNDECIDED or status in self.release_statuses or f"{status // 100}xx" in self.release_texts
-        )
+        return status in UNDECIDED or status in self.release_statuses or f"{status // 100}xx" in self.release_texts

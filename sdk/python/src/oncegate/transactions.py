@@ -103,7 +103,9 @@ def _read_error(error: Exception) -> Exception:
     """The error of this library for that of a driver, or the same error."""
     match sqlstate(error):
         case "OG001":
-            return StaleAttempt("another attempt owns the record, or this one has ended: the transaction is rolled back")
+            return StaleAttempt(
+                "another attempt owns the record, or this one has ended: the transaction is rolled back"
+            )
         case "OG002":
             return StaleAttempt("another transaction holds the record: this one is rolled back; run it again later")
         case "3F000" | "42883":
@@ -253,7 +255,9 @@ def blocking_transaction(connection: Any, key: Any, *, name: str, **options: Any
 
 def _check_completed(attempt: TransactionAttempt, row: Any) -> None:
     if attempt._transaction is not None and row[0] is None:
-        raise StaleAttempt("an earlier transaction with this number was committed without its record: its outcome is unknown")
+        raise StaleAttempt(
+            "an earlier transaction with this number was committed without its record: its outcome is unknown"
+        )
 
 
 # Completing the record of a request

@@ -239,7 +239,9 @@ def _hint(status: int, headers: Sequence[Field], body: bytes) -> _Hint:
 def _json(headers: Sequence[Field], body: bytes) -> dict[str, Any] | None:
     essence = (get(headers, "content-type") or b"").decode("latin-1").partition(";")[0].strip().lower()
     # The JSON protocols of AWS have media types of their own.
-    is_json = essence == "application/json" or essence.endswith("+json") or essence.startswith("application/x-amz-json-")
+    is_json = (
+        essence == "application/json" or essence.endswith("+json") or essence.startswith("application/x-amz-json-")
+    )
     if not is_json or len(body) > MAX_PROBLEM_BYTES:
         return None
     try:

@@ -27,7 +27,7 @@ ATTEMPT = "oncegate.attempt"
 log = logging.getLogger("oncegate")
 
 
-class _Incomplete(Exception):  # noqa: N818
+class _Incomplete(Exception):
     pass
 
 
@@ -98,9 +98,7 @@ class IdempotencyMiddleware:
             raise _Incomplete
         return b"".join(parts)
 
-    def _with_body(
-        self, keyed: Keyed, body: bytes, environ: Environ, start_response: StartResponse
-    ) -> Iterable[bytes]:
+    def _with_body(self, keyed: Keyed, body: bytes, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
         import io
 
         inner = {**environ, "wsgi.input": io.BytesIO(body), "CONTENT_LENGTH": str(len(body))}
