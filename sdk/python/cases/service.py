@@ -21,7 +21,43 @@ from oncegate import ConfigError, IdempotencyMiddleware, MemoryStore, PostgresSt
 
 METHODS = ["DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"]
 SETTINGS = frozenset(
-    ["authority", "documentation", "echo-key", "fingerprint.body", "fingerprint.exclude", "fingerprint.headers", "fingerprint.include", "key-format", "key-header", "key-scope", "key-scope-header", "key-syntax", "lease", "max-in-flight", "max-in-flight-per-caller", "max-request-body", "max-response-body", "methods", "natural-key", "on-abandoned", "problem-base-url", "profile", "release-statuses", "replay-marker", "replay-statuses", "require-key", "retention", "scope", "server-errors", "service", "store-outage", "store-timeout", "stored-headers", "trailing-slash", "wait"]
+    [
+        "authority",
+        "documentation",
+        "echo-key",
+        "fingerprint.body",
+        "fingerprint.exclude",
+        "fingerprint.headers",
+        "fingerprint.include",
+        "key-format",
+        "key-header",
+        "key-scope",
+        "key-scope-header",
+        "key-syntax",
+        "lease",
+        "max-in-flight",
+        "max-in-flight-per-caller",
+        "max-request-body",
+        "max-response-body",
+        "methods",
+        "natural-key",
+        "on-abandoned",
+        "problem-base-url",
+        "profile",
+        "release-statuses",
+        "replay-marker",
+        "replay-statuses",
+        "require-key",
+        "retention",
+        "scope",
+        "server-errors",
+        "service",
+        "store-outage",
+        "store-timeout",
+        "stored-headers",
+        "trailing-slash",
+        "wait",
+    ]
 )
 
 

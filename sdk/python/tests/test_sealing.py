@@ -7,9 +7,9 @@ import uuid
 from typing import Any
 
 import pytest
-from conftest import vectors
 
 import oncegate
+from conftest import vectors
 from oncegate.seal import SealedStore, SealKey, open_sealed, seal
 
 VECTORS = vectors("seal/vectors/sealed.json")

@@ -282,7 +282,7 @@ class Engine:
     ) -> Permit | Reply:
         """Asks for permission to execute. Waits for another owner for `policy.wait`. Raises :class:`StoreError`."""
         if len(self._pending) + len(self._doubts) >= MAX_UNSETTLED:
-            raise StoreUnavailable("too many earlier attempts have no recorded end yet", is_unsent=True)
+            raise StoreUnavailable("too many earlier attempts have no recorded end yet", is_full=True)
         await self.check(policy)
         await self._settle_earlier(record)
         claim = Claim(
@@ -390,9 +390,8 @@ class Engine:
                 )
                 if settled == "locked":
                     return False
-            elif claimed.outcome in ("in-progress", "locked", "mismatch"):
-                if time.monotonic() < until:
-                    return False
+            elif claimed.outcome in ("in-progress", "locked", "mismatch") and time.monotonic() < until:
+                return False
         except StoreError:
             if time.monotonic() < until:
                 return False

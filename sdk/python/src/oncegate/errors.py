@@ -31,11 +31,12 @@ class StoreError(OncegateError):
 
 
 class StoreUnavailable(StoreError):
-    """The store is out of reach, or has no space. `is_unsent` is true if it certainly got no command."""
+    """The store is out of reach, or has no space (`is_full`). `is_unsent` is true if it certainly applied no command."""
 
-    def __init__(self, text: str, *, is_unsent: bool = False) -> None:
+    def __init__(self, text: str, *, is_unsent: bool = False, is_full: bool = False) -> None:
         super().__init__(text)
-        self.is_unsent = is_unsent
+        self.is_unsent = is_unsent or is_full
+        self.is_full = is_full
 
 
 class RecordCorrupt(StoreError):

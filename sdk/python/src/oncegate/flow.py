@@ -160,6 +160,9 @@ class Flow:
             return keyed.refuse(Refusal("record-corrupt", record=record))
         if isinstance(error, ResponseSealed):
             return keyed.refuse(Refusal("response-sealed", retry_after=30, record=record))
+        if isinstance(error, StoreUnavailable) and error.is_full:
+            # A full store is no outage: a client that fills it could switch the protection off.
+            return keyed.refuse(Refusal("store-unavailable", http.STORE_FULL, retry_after=30, record=record))
         if self.settings.fails_open and isinstance(error, StoreUnavailable):
             return FailOpen()
         return keyed.refuse(Refusal("store-unavailable", retry_after=1, record=record))

@@ -47,7 +47,6 @@ class FunctionFailed(Exception):
         self.error = error
 
 
-
 def to_json(value: Any) -> bytes:
     """The value as JSON. Raises ValueError or TypeError if JSON cannot express it exactly."""
     return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()

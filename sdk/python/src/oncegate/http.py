@@ -375,7 +375,8 @@ TOO_MANY = (
     "Nothing was executed: too many requests with a key are in progress, or too many responses wait for their clients. Send "
     "the same request with the same key later."
 )
-BUDGET_USED_UP = "Nothing was executed: the memory for the bodies of requests is used up. Send the same request with the same key later."
+_AGAIN = "Send the same request with the same key later."
+BUDGET_USED_UP = f"Nothing was executed: the memory for the bodies of requests is used up. {_AGAIN}"
 STORE_FULL = (
     "The store takes no new keys at the moment: it is full, it cannot write, or too many earlier requests have no recorded end "
     "yet. Requests with keys that it already has may still be answered. Nothing was executed. Send the same request with the "

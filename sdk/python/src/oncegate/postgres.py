@@ -108,6 +108,8 @@ class PostgresStore:
                 )
             case "22023":
                 return StoreUnavailable("the contract refused an argument of this library", is_unsent=True)
+            case "53100" | "53200" | "25006":
+                return StoreUnavailable("PostgreSQL is full, or only reads", is_full=True)
         is_unsent = name in ("PoolTimeout", "TooManyRequests", "PoolClosed", "InterfaceError")
         return StoreUnavailable(f"PostgreSQL did not answer ({state or name})", is_unsent=is_unsent)
 

@@ -139,6 +139,6 @@ def _read_error(error: Exception) -> StoreError:
     if "INVALID" in text:
         return StoreUnavailable("a script refused an argument of this library", is_unsent=True)
     if "OOM" in text:
-        return StoreUnavailable("Redis has no memory for new keys", is_unsent=True)
+        return StoreUnavailable("Redis has no memory for new keys", is_full=True)
     # The text of other errors may name the server.
     return StoreUnavailable(f"Redis did not answer ({type(error).__name__})")

@@ -14,7 +14,17 @@ from .settings import Settings
 
 _NAME = re.compile(r"\{([A-Za-z0-9_:-]+)\}")
 _REJECTIONS = frozenset(
-    ["key-missing", "key-invalid", "key-expired", "key-unsupported", "key-reused", "request-too-large", "request-malformed", "request-head-too-large", "request-unsupported"]
+    [
+        "key-missing",
+        "key-invalid",
+        "key-expired",
+        "key-unsupported",
+        "key-reused",
+        "request-too-large",
+        "request-malformed",
+        "request-head-too-large",
+        "request-unsupported",
+    ]
 )
 
 

@@ -77,15 +77,28 @@ class _LoopEvent:
             pass
 
 
+def _retrieve(task: asyncio.Task[Any]) -> None:
+    """The caller has the error, or does not wait any more."""
+    if not task.cancelled():
+        task.exception()
+
+
 class LoopRuntime:
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def call(self, work: Work[T], timeout: float, *, in_thread: bool) -> T:
-        async with asyncio.timeout(timeout):
-            if in_thread:
-                return await asyncio.to_thread(lambda: run_blocking(work()))
-            return await work()
+        if in_thread:
+            task = self.spawn(asyncio.to_thread(lambda: run_blocking(work())))
+        else:
+            task = self.spawn(work())
+        task.add_done_callback(_retrieve)
+        # A driver may take seconds to cancel its command, if its server does not answer. Nobody waits for that.
+        done, _ = await asyncio.wait({task}, timeout=timeout)
+        if not done:
+            task.cancel()
+            raise TimeoutError
+        return task.result()
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

@@ -137,7 +137,9 @@ class SealedStore:
 
     async def lookup(self, record: bytes) -> StoredRecord | None:
         found = await self.store.lookup(record)
-        return found if found is None else replace(found, response=self._open(record, found) if found.response else None)
+        return (
+            found if found is None else replace(found, response=self._open(record, found) if found.response else None)
+        )
 
 
 def _is_sealed(encoded: bytes) -> bool:
