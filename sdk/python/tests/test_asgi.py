@@ -27,6 +27,7 @@ async def ask(app: Any, own: Any, *parts: Any) -> Sent:
         if queue:
             return queue.pop(0)
         await asyncio.sleep(3600)
+        return None
 
     async def send(message: Any) -> None:
         sent.append(message)
