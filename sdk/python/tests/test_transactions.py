@@ -165,3 +165,52 @@ def test_the_fields_of_a_sidecar() -> None:
     assert (attempt.record, attempt.token, attempt.number) == (b"\x07" * 32, 17, 2)
     with pytest.raises(oncegate.ConfigError):
         oncegate.sidecar_attempt({"oncegate-record": "7", "oncegate-token": "1"})
+
+
+async def test_the_record_of_a_request_in_the_transaction_of_its_handler(postgres: Any) -> None:
+    """Both are committed, or neither is: what was rolled back is executed again, and what was committed is replayed."""
+    from psycopg_pool import AsyncConnectionPool
+
+    from oncegate import IdempotencyMiddleware, StoredResponse
+
+    table, key = ledger(postgres), uuid.uuid4().hex
+    runs = 0
+
+    async with AsyncConnectionPool(postgres.url, min_size=1, max_size=4, open=False) as pool:
+
+        async def handler(own: Any, receive: Any, send: Any) -> None:
+            nonlocal runs
+            runs += 1
+            async with pool.connection() as connection, connection.transaction():
+                await connection.execute(f"INSERT INTO {table} VALUES (1)")
+                made = StoredResponse.of(201, [("content-type", "text/plain")], "made") if own["path"] == "/with" else None
+                await oncegate.complete(connection, response=made)
+                if runs == 1:
+                    raise ConnectionError("the commit fails")
+            await send({"type": "http.response.start", "status": 201, "headers": [(b"content-type", b"text/plain")]})
+            await send({"type": "http.response.body", "body": b"made"})
+
+        app = IdempotencyMiddleware(handler, store=oncegate.PostgresStore(pool), scope="single-tenant")
+
+        async def ask(path: str) -> tuple[int, bytes, bool]:
+            sent: list[Any] = []
+
+            async def receive() -> Any:
+                return {"type": "http.request", "body": b""}
+
+            async def send(message: Any) -> None:
+                sent.append(message)
+
+            headers = [(b"host", b"shop.test"), (b"idempotency-key", key.encode())]
+            own = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "headers": headers}
+            with contextlib.suppress(ConnectionError):
+                await app(own, receive, send)
+            return sent[0]["status"], sent[1]["body"], (b"idempotent-replayed", b"true") in sent[0]["headers"]
+
+        assert (await ask("/with"))[0] == 500
+        assert count(postgres, table) == 0
+        assert await ask("/with") == (201, b"made", False)
+        assert await ask("/with") == (201, b"made", True)
+        assert await ask("/without") == (201, b"made", False)
+        assert await ask("/without") == (201, b"made", True)
+    assert (runs, count(postgres, table)) == (3, 2)

@@ -180,6 +180,9 @@ class Flow:
             own = await self._completed(keyed, permit, response, body)
             if own is not None:
                 return own
+            if response.status >= 500:
+                # The effect was rolled back with the completion. If its commit is still running, the store waits for it.
+                response.treatment = "release"
         if response.treatment == "unknown":
             await permit.park("the handler reported it (Idempotency-Store: unknown)")
             return None, None

@@ -110,7 +110,7 @@ class PostgresStore:
                 return StoreUnavailable("the contract refused an argument of this library", is_unsent=True)
             case "53100" | "53200" | "25006":
                 return StoreUnavailable("PostgreSQL is full, or only reads", is_full=True)
-        is_unsent = name in ("PoolTimeout", "TooManyRequests", "PoolClosed", "InterfaceError")
+        is_unsent = name in ("PoolTimeout", "TooManyRequests", "PoolClosed")
         return StoreUnavailable(f"PostgreSQL did not answer ({state or name})", is_unsent=is_unsent)
 
     async def verify(self) -> None:
