@@ -289,8 +289,11 @@ func (e *Engine) claimOnce(ctx context.Context, id RecordID, claim Claim, policy
 	reply, err := e.sendClaim(ctx, id, claim)
 	if err != nil && kindOf(err) == StoreUnavailable {
 		// It is not known if the claim was granted, or still is being granted.
-		begun = time.Now()
-		reply, err = e.sendClaim(ctx, id, claim)
+		// A pool may have several connections that broke while nobody used them.
+		for tries := 0; tries == 0 || tries < 5 && isBadConn(err); tries++ {
+			begun = time.Now()
+			reply, err = e.sendClaim(ctx, id, claim)
+		}
 		isDefinite := err == nil && reply.Outcome != InProgress && reply.Outcome != Locked && reply.Outcome != Mismatch
 		if !isDefinite {
 			e.settleLostClaim(id, claim)
@@ -415,6 +418,8 @@ type permit struct {
 	renewal *time.Timer
 	leaseAt time.Time // when the last granted lease was asked for
 	settled bool
+	// inTransaction is true if the record was completed in a transaction of the application, which may have been rolled back.
+	inTransaction bool
 }
 
 func (e *Engine) newPermit(id RecordID, reply ClaimReply, policy policy, begun time.Time) *permit {
@@ -539,6 +544,12 @@ func (p *permit) settle(size int, send func(ctx context.Context, keepResponse bo
 	}
 	if err == nil && settlement == Fenced {
 		p.finish()
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		if p.inTransaction {
+			// The record says that it was done, whatever the response.
+			return settleDone
+		}
 		return settleFenced
 	}
 	keep := true
