@@ -287,7 +287,8 @@ func (e *Engine) claimOnce(ctx context.Context, id RecordID, claim Claim, policy
 	ctx = detach(ctx)
 	begun := time.Now()
 	reply, err := e.sendClaim(ctx, id, claim)
-	if err != nil && kindOf(err) == StoreUnavailable {
+	wasLost := err != nil && kindOf(err) == StoreUnavailable
+	if wasLost {
 		// It is not known if the claim was granted, or still is being granted.
 		// A pool may have several connections that broke while nobody used them.
 		for tries := 0; tries == 0 || tries < 5 && isBadConn(err); tries++ {
@@ -306,23 +307,54 @@ func (e *Engine) claimOnce(ctx context.Context, id RecordID, claim Claim, policy
 	result := claimed{ClaimReply: reply}
 	if reply.Outcome == Execute {
 		result.permit = e.newPermit(id, reply, policy, begun)
+		if wasLost {
+			result.permit.lost = &claim
+		}
 	}
 	return result, nil
 }
 
 func (e *Engine) sendClaim(ctx context.Context, id RecordID, claim Claim) (ClaimReply, error) {
+	return ask(ctx, e, "claim", func(ctx context.Context) (ClaimReply, error) { return e.store.Claim(ctx, id, claim) })
+}
+
+// ask sends a command, and gives up waiting for its reply after the store timeout. Drivers may wait longer than their context: lib/pq
+// returns only when the server answers.
+func ask[Reply any](ctx context.Context, e *Engine, doing string, command func(context.Context) (Reply, error)) (Reply, error) {
+	if _, isMemory := e.store.(*MemoryStore); isMemory {
+		return command(ctx)
+	}
 	ctx, cancel := context.WithTimeout(ctx, e.timeout)
-	defer cancel()
-	return e.store.Claim(ctx, id, claim)
+	done := make(chan answered[Reply], 1)
+	go func() {
+		defer cancel()
+		reply, err := command(ctx)
+		done <- answered[Reply]{reply, err}
+	}()
+	// A driver that obeys its context has the better error.
+	timer := time.NewTimer(e.timeout + 20*time.Millisecond)
+	defer timer.Stop()
+	select {
+	case answer := <-done:
+		return answer.reply, answer.err
+	case <-timer.C:
+		var none Reply
+		return none, &StoreError{StoreUnavailable, doing, context.DeadlineExceeded}
+	}
+}
+
+type answered[Reply any] struct {
+	reply Reply
+	err   error
 }
 
 func (e *Engine) lookup(ctx context.Context, id RecordID) (*RecordInfo, error) {
 	if !e.breaker.allow() {
 		return nil, errBreakerOpen
 	}
-	ctx, cancel := context.WithTimeout(detach(ctx), e.timeout)
-	defer cancel()
-	info, err := e.store.Lookup(ctx, id)
+	info, err := ask(detach(ctx), e, "lookup", func(ctx context.Context) (*RecordInfo, error) {
+		return e.store.Lookup(ctx, id)
+	})
 	e.breaker.report(err)
 	return info, err
 }
@@ -337,14 +369,18 @@ func (e *Engine) settleLostClaim(id RecordID, claim Claim) {
 	e.mu.Lock()
 	e.lost++
 	e.mu.Unlock()
-	until := time.Now().Add(claim.Retention)
+	begun := time.Now()
 	e.spawn(func() {
 		defer func() {
 			e.mu.Lock()
 			e.lost--
 			e.mu.Unlock()
 		}()
-		for pause := 50 * time.Millisecond; time.Now().Before(until) && e.sleep(pause); pause = longer(pause, 30*time.Second) {
+		max := 2 * time.Second
+		for pause := 50 * time.Millisecond; time.Since(begun) < claim.Retention && e.sleep(pause); pause = longer(pause, max) {
+			if time.Since(begun) > 5*time.Minute {
+				max = 30 * time.Second
+			}
 			reply, err := e.sendClaim(context.Background(), id, claim)
 			if err != nil {
 				if kind := kindOf(err); kind == RecordCorrupt || kind == StoreMisused {
@@ -356,11 +392,31 @@ func (e *Engine) settleLostClaim(id RecordID, claim Claim) {
 			case InProgress, Locked, Mismatch:
 				continue
 			case Execute:
-				e.newPermit(id, reply, policy{claim.Lease, claim.Retention, 0, claim.OnAbandoned}, time.Now()).release()
+				e.releaseLost(id, claim, reply)
+				go e.watchLate(id, claim)
 			}
 			return
 		}
 	})
+}
+
+func (e *Engine) releaseLost(id RecordID, claim Claim, reply ClaimReply) {
+	e.newPermit(id, reply, policy{claim.Lease, claim.Retention, 0, claim.OnAbandoned}, time.Now()).release()
+}
+
+// watchLate looks for a claim that was lost, sent again and released since: the first message may still be on its way, such as in the
+// buffer of a server that does not run at the moment. If it is granted when it arrives, nobody executes under it.
+func (e *Engine) watchLate(id RecordID, claim Claim) {
+	begun := time.Now()
+	for pause := 100 * time.Millisecond; time.Since(begun) < 3*time.Minute && e.sleep(pause); pause = longer(pause, 10*time.Second) {
+		info, err := ask(context.Background(), e, "lookup", func(ctx context.Context) (*RecordInfo, error) { return e.store.Lookup(ctx, id) })
+		if err != nil || info == nil || info.State != string(stateInProgress) || info.Attempt != claim.Attempt {
+			continue
+		}
+		if reply, err := e.sendClaim(context.Background(), id, claim); err == nil && reply.Outcome == Execute {
+			e.releaseLost(id, claim, reply)
+		}
+	}
 }
 
 // sleep returns false if the engine gave up meanwhile.
@@ -407,10 +463,12 @@ func (o settleOutcome) status() string {
 
 // permit is the ownership of a record. It must be settled.
 type permit struct {
-	engine  *Engine
-	id      RecordID
-	reply   ClaimReply
-	policy  policy
+	engine *Engine
+	id     RecordID
+	reply  ClaimReply
+	policy policy
+	// lost is the claim if it was sent again.
+	lost    *Claim
 	stopped chan struct{}
 	fenced  chan struct{}
 
@@ -453,9 +511,9 @@ func (p *permit) renew() {
 }
 
 func (p *permit) sendRenewal() (Settlement, error) {
-	ctx, cancel := context.WithTimeout(context.Background(), p.engine.timeout)
-	defer cancel()
-	return p.engine.store.Renew(ctx, p.id, p.reply.Token, p.policy.lease, p.policy.retention)
+	return ask(context.Background(), p.engine, "renew", func(ctx context.Context) (Settlement, error) {
+		return p.engine.store.Renew(ctx, p.id, p.reply.Token, p.policy.lease, p.policy.retention)
+	})
 }
 
 // confirm makes sure that the lease still runs: the process may have been paused since the claim.
@@ -482,6 +540,7 @@ var errFenced = errors.New("oncegate: another attempt owns the record")
 func (p *permit) complete(state CompletionState, response []byte) settleOutcome {
 	completion := Completion{state, response, p.policy.retention}
 	return p.settle(len(response), func(ctx context.Context, keepResponse bool) (Settlement, error) {
+		completion := completion
 		if !keepResponse && completion.State == Completed {
 			completion.State, completion.Response = Tombstone, nil
 		}
@@ -495,6 +554,9 @@ func (p *permit) release() settleOutcome {
 	if p.reply.AfterAbandoned {
 		p.finish()
 		return settleLeft
+	}
+	if p.lost != nil {
+		go p.engine.watchLate(p.id, *p.lost)
 	}
 	return p.settle(0, func(ctx context.Context, _ bool) (Settlement, error) {
 		return p.engine.store.Release(ctx, p.id, p.reply.Token, p.policy.releasedRetention())
@@ -527,9 +589,7 @@ func (p *permit) finish() {
 func (p *permit) settle(size int, send func(ctx context.Context, keepResponse bool) (Settlement, error)) settleOutcome {
 	e := p.engine
 	try := func(keepResponse bool) (Settlement, error) {
-		ctx, cancel := context.WithTimeout(context.Background(), e.timeout)
-		defer cancel()
-		return send(ctx, keepResponse)
+		return ask(context.Background(), e, "complete", func(ctx context.Context) (Settlement, error) { return send(ctx, keepResponse) })
 	}
 	settlement, err := try(true)
 	for tries := 0; tries < 6 && (err == nil && settlement == Held || tries == 0 && err != nil && kindOf(err) != StoreMisused); tries++ {
