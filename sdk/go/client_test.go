@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -20,10 +21,13 @@ func quickClient() *Client {
 // script answers the nth request with the nth step.
 func script(t *testing.T, steps ...http.HandlerFunc) (url string, keys func() []string) {
 	var n int64
+	var mu sync.Mutex
 	var seen []string
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		body, _ := io.ReadAll(r.Body)
+		mu.Lock()
 		seen = append(seen, r.Header.Get("Idempotency-Key")+" "+string(body))
+		mu.Unlock()
 		at := atomic.AddInt64(&n, 1) - 1
 		if int(at) >= len(steps) {
 			at = int64(len(steps) - 1)
@@ -31,7 +35,11 @@ func script(t *testing.T, steps ...http.HandlerFunc) (url string, keys func() []
 		steps[at](w, r)
 	}))
 	t.Cleanup(server.Close)
-	return server.URL, func() []string { return seen }
+	return server.URL, func() []string {
+		mu.Lock()
+		defer mu.Unlock()
+		return append([]string(nil), seen...)
+	}
 }
 
 func status(code int) http.HandlerFunc {
