@@ -54,6 +54,16 @@ func newCase(t *testing.T, holds bool) *caseServer {
 
 func (c *caseServer) address() string { return strings.TrimPrefix(c.URL, "http://") }
 
+// waitBegan waits until the handler runs. It fails after a deadline, because a request that is refused never begins.
+func (c *caseServer) waitBegan(t *testing.T) {
+	t.Helper()
+	select {
+	case <-c.began:
+	case <-time.After(30 * time.Second):
+		t.Fatal("the handler did not begin in 30 s")
+	}
+}
+
 type answer struct {
 	status int
 	body   string
@@ -133,7 +143,7 @@ func TestClientThatHangsUp(t *testing.T) {
 		leaving, leave := context.WithCancel(ctx)
 		gone := make(chan answer)
 		go func() { gone <- post(leaving, address, key, c.address()) }()
-		<-c.began
+		c.waitBegan(t)
 		leave()
 		if got := <-gone; got.err == nil {
 			t.Fatalf("%+v", got)
@@ -157,7 +167,7 @@ func TestProcessThatIsKilled(t *testing.T) {
 				from, to := victim.open(s, url), other.open(s, url)
 				c, key := newCase(t, true), newKey()
 				go post(ctx, from, key, c.address())
-				<-c.began
+				c.waitBegan(t)
 				victim.Process.Kill()
 				victim.Wait()
 				close(c.proceed)
@@ -186,7 +196,7 @@ func TestProcessThatIsPaused(t *testing.T) {
 		c, key := newCase(t, true), newKey()
 		first := make(chan answer, 1)
 		go func() { first <- post(ctx, from, key, c.address()) }()
-		<-c.began
+		c.waitBegan(t)
 		paused.Process.Signal(syscall.SIGSTOP)
 		close(c.proceed)
 		var second answer
@@ -212,7 +222,7 @@ func TestLeaseIsRenewedWhileTheHandlerRuns(t *testing.T) {
 		c, key := newCase(t, true), newKey()
 		first := make(chan answer, 1)
 		go func() { first <- post(ctx, owner, key, c.address()) }()
-		<-c.began
+		c.waitBegan(t)
 		for until := time.Now().Add(1500 * time.Millisecond); time.Now().Before(until); {
 			if got := post(ctx, other, key, c.address()); got.status != 409 {
 				t.Fatalf("%+v", got)
@@ -282,11 +292,11 @@ func pause(server *exec.Cmd, signal syscall.Signal) {
 func TestResultThatTheStoreDoesNotTake(t *testing.T) {
 	eachStore(t, func(t *testing.T, url string, _ oncegate.Store, server *exec.Cmd) {
 		ctx := background(t)
-		address := startService(t).open(settings("store-timeout", "200ms", "wait", "0s"), url)
+		address := startService(t).open(settings("store-timeout", "1s", "wait", "0s"), url)
 		c, key := newCase(t, true), newKey()
 		first := make(chan answer, 1)
 		go func() { first <- post(ctx, address, key, c.address()) }()
-		<-c.began
+		c.waitBegan(t)
 		pause(server, syscall.SIGSTOP)
 		close(c.proceed)
 		got := <-first
