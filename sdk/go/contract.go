@@ -1,0 +1,138 @@
+package oncegate
+
+import (
+	_ "embed" // The contract is a file.
+	"encoding/json"
+	"fmt"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+)
+
+//go:embed contract.json
+var contractText []byte
+
+// contract is what all libraries share: profiles, conditions, signals and scripts.
+type contract struct {
+	Profiles        map[string]profile
+	Conditions      []condition
+	Signals         []signalRule
+	ProblemStatuses []problemStatuses `json:"problem_statuses"`
+	Redis           map[string]struct{ SHA1, Text string }
+	byName          map[string]condition
+}
+
+// condition is the reason of a refusal, with its values in the profile ietf.
+type condition struct {
+	Name, Title, Detail, Retry string
+	Status                     int
+}
+
+// profile is a dialect of keys, as data.
+type profile struct {
+	KeyHeader        []string `json:"key-header"`
+	KeySyntax        string   `json:"key-syntax"`
+	KeyFormat        string   `json:"key-format"`
+	KeyScope         string   `json:"key-scope"`
+	KeyScopeHeader   []string `json:"key-scope-header"`
+	RequireKey       bool     `json:"require-key"`
+	Methods          []string
+	UncoveredMethods string `json:"uncovered-methods"`
+	Retention        string
+	ServerErrors     string   `json:"server-errors"`
+	ReleaseStatuses  []string `json:"release-statuses"`
+	ReplayMarker     string   `json:"replay-marker"`
+	EchoKey          bool     `json:"echo-key"`
+	Fingerprint      struct {
+		Body             string
+		Include, Exclude []string
+		Headers          []string
+	}
+	Headers map[string]map[string]string
+	Refusal map[string]json.RawMessage
+}
+
+// refusalWords are the values of a refusal for one condition, or for a class of statuses.
+type refusalWords struct {
+	Status     int
+	Kind, Code string
+}
+
+var (
+	contractOnce   sync.Once
+	loadedContract contract
+)
+
+func theContract() *contract {
+	contractOnce.Do(func() {
+		if err := json.Unmarshal(contractText, &loadedContract); err != nil {
+			panic("oncegate: contract.json: " + err.Error())
+		}
+		loadedContract.byName = map[string]condition{}
+		for _, condition := range loadedContract.Conditions {
+			loadedContract.byName[condition.Name] = condition
+		}
+	})
+	return &loadedContract
+}
+
+// words are the values of the row, of the class of statuses, or of all conditions: "" for those that are not set.
+func (p *profile) words(of string) (words refusalWords) {
+	if of == "" {
+		json.Unmarshal(p.Refusal["kind"], &words.Kind)
+		json.Unmarshal(p.Refusal["code"], &words.Code)
+		json.Unmarshal(p.Refusal["status"], &words.Status)
+		return words
+	}
+	json.Unmarshal(p.Refusal[of], &words)
+	return words
+}
+
+func (p *profile) refusalText(name string) (text string) {
+	json.Unmarshal(p.Refusal[name], &text)
+	return text
+}
+
+// parseDuration reads a number and a unit, as in the sidecar's configuration: 250ms, 30s, 5m, 24h, 7d.
+func parseDuration(text string) (time.Duration, error) {
+	units := []struct {
+		name string
+		unit time.Duration
+	}{{"ms", time.Millisecond}, {"s", time.Second}, {"m", time.Minute}, {"h", time.Hour}, {"d", 24 * time.Hour}}
+	for _, unit := range units {
+		number, found := cutSuffix(text, unit.name)
+		if !found {
+			continue
+		}
+		if n, err := strconv.ParseInt(number, 10, 64); err == nil && n >= 0 && n <= int64(1000*24*time.Hour/unit.unit) {
+			return time.Duration(n) * unit.unit, nil
+		}
+	}
+	return 0, fmt.Errorf("oncegate: %q is not a duration; write a number and a unit, such as 250ms, 30s, 5m, 24h or 7d", text)
+}
+
+func cutSuffix(text, suffix string) (string, bool) {
+	if !strings.HasSuffix(text, suffix) {
+		return text, false
+	}
+	return text[:len(text)-len(suffix)], true
+}
+
+// parseSize reads a number of bytes, as in the sidecar's configuration: 1048576, 64KiB, 2MiB, 10MB.
+func parseSize(text string) (int, error) {
+	units := []struct {
+		name string
+		unit int
+	}{{"KiB", 1 << 10}, {"MiB", 1 << 20}, {"GiB", 1 << 30}, {"KB", 1e3}, {"MB", 1e6}, {"GB", 1e9}, {"B", 1}, {"", 1}}
+	for _, unit := range units {
+		number, found := cutSuffix(text, unit.name)
+		if !found {
+			continue
+		}
+		if n, err := strconv.Atoi(number); err == nil && n >= 0 && n <= 1<<40/unit.unit {
+			return n * unit.unit, nil
+		}
+	}
+	return 0, fmt.Errorf("oncegate: %q is not a size; write a number of bytes, or one with a unit such as 64KiB or 2MiB", text)
+}

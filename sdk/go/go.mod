@@ -1,0 +1,3 @@
+module oncegate.dev/oncegate
+
+go 1.19

@@ -1,0 +1,60 @@
+#!/bin/sh
+# Runs everything that proves this library: format, vet, vectors, real servers, and an empty module that imports it.
+set -eu
+cd "$(dirname "$0")"
+
+missing=""
+command -v go >/dev/null || missing="$missing golang-go"
+command -v gcc >/dev/null || missing="$missing gcc libc6-dev"
+command -v redis-server >/dev/null || missing="$missing redis-server"
+command -v curl >/dev/null || missing="$missing curl"
+command -v pgrep >/dev/null || missing="$missing procps"
+[ -d /usr/share/gocode/src/github.com/lib/pq ] || missing="$missing golang-github-lib-pq-dev"
+[ -x /usr/lib/postgresql/15/bin/initdb ] || missing="$missing postgresql-15"
+if [ -n "$missing" ]; then
+	apt-get update -qq
+	# shellcheck disable=SC2086
+	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing
+fi
+
+# No module is fetched: everything is here.
+export GOFLAGS=-mod=mod GOPROXY=off GONOSUMDB='*' GONOSUMCHECK=1 GOTOOLCHAIN=local
+
+python3 ../generate.py --check
+unformatted=$(gofmt -l .)
+[ -z "$unformatted" ] || { echo "not formatted: $unformatted" >&2; exit 1; }
+go vet ./...
+(cd cases && go vet ./...)
+go test -race -count=1 ./...
+(cd cases && go test -race -count=1 ./...)
+
+# The start of the README, literally, in an empty module.
+empty=$(mktemp -d)
+trap 'rm -rf "$empty"; [ -z "${server:-}" ] || kill "$server" 2>/dev/null || true' EXIT
+library=$PWD
+awk '/^```go$/ && !found { inside = 1; found = 1; next } /^```$/ { inside = 0 } inside' README.md >"$empty/main.go"
+sed -i "s/127.0.0.1:8080/127.0.0.1:${START_PORT:=18080}/" "$empty/main.go"
+cd "$empty"
+go mod init example.test/start 2>/dev/null
+go mod edit -require oncegate.dev/oncegate@v0.0.0 -replace "oncegate.dev/oncegate=$library"
+go vet .
+go build -o start .
+./start &
+server=$!
+url="http://127.0.0.1:$START_PORT/charges"
+tries=0
+until curl -s -o /dev/null "$url"; do
+	tries=$((tries + 1))
+	[ "$tries" -lt 200 ] || { echo "the start of the README does not answer" >&2; exit 1; }
+	sleep 0.05
+done
+first=$(curl -s -X POST -H 'Idempotency-Key: order-1' "$url")
+retry=$(curl -s -i -X POST -H 'Idempotency-Key: order-1' "$url")
+case "$retry" in
+*"Idempotent-Replayed: true"*"$first") ;;
+*)
+	echo "the start of the README replays nothing: $first / $retry" >&2
+	exit 1
+	;;
+esac
+echo "all tests of sdk/go passed"
