@@ -33,7 +33,8 @@ empty=$(mktemp -d)
 trap 'rm -rf "$empty"; [ -z "${server:-}" ] || kill "$server" 2>/dev/null || true' EXIT
 library=$PWD
 awk '/^```go$/ && !found { inside = 1; found = 1; next } /^```$/ { inside = 0 } inside' README.md >"$empty/main.go"
-sed -i "s/127.0.0.1:8080/127.0.0.1:${START_PORT:=18080}/" "$empty/main.go"
+START_PORT=$(python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
+sed -i "s/127.0.0.1:8080/127.0.0.1:$START_PORT/" "$empty/main.go"
 cd "$empty"
 go mod init example.test/start 2>/dev/null
 go mod edit -require oncegate.dev/oncegate@v0.0.0 -replace "oncegate.dev/oncegate=$library"

@@ -6,7 +6,7 @@ use crate::run::{Result, cargo, has, install, root, target};
 use crate::suites::Selection;
 
 /// The directories in `sdk` with the libraries in other languages.
-const LIBRARIES: [&str; 1] = ["node"];
+const LIBRARIES: [&str; 3] = ["node", "python", "go"];
 
 /// Installs the programs that tests need, then builds and runs the tests that the arguments choose.
 ///
@@ -57,7 +57,8 @@ pub(crate) fn run(arguments: &[&str]) -> Result<()> {
 /// The tests of the libraries in other languages, each by the script of its directory, which installs what it needs.
 fn libraries() -> Result<()> {
     for library in LIBRARIES {
-        cmd(Command::new("sh").arg(root().join("sdk").join(library).join("run-tests.sh")))?;
+        let script = root().join("sdk").join(library).join("run-tests.sh");
+        cmd(Command::new("sh").arg(script).env("ONCEGATE_PYTHON_ENV", target().join("sdk-python")))?;
     }
     Ok(())
 }
