@@ -96,8 +96,8 @@ pub enum IdProblem {
     /// The store has records from before the secret.
     #[error(
         "the store has records without the id secret {own}: with it their keys would be new, and retries would execute again. Use an \
-         empty store (another schema, prefix or directory). If the records are of this secret, and the store has lost the record that \
-         marks it, start this process again after one that still serves has put it back; never remove the secret"
+         empty store (another schema, prefix or directory). If the records are of this secret, and the store has lost the record \
+         that marks it, start this process again after one that still serves has put it back; never remove the secret"
     )]
     HasRecords {
         /// The secret of this process.
