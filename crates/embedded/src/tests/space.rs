@@ -174,7 +174,8 @@ fn a_compaction_leaves_no_older_version_of_any_record() {
     let forget = Forget { actor: "ann".to_owned(), reason: "asked for".to_owned() };
     block_on(store.apply(id(0), Command::Forget(forget))).unwrap();
     let (old, new) = ([1, 2, 5].map(|n| response(n, 80)), [0xab; 80]);
-    assert!(old.iter().all(|old| holds(old.as_body())) && holds(&new));
+    // The old versions may be gone already: the log is compacted in the background, too.
+    assert!(holds(&new));
     let below = block_on(store.begin_compaction()).unwrap();
     until("the old segments are gone", || store.is_compacted(below).unwrap());
     assert!(!old.iter().any(|old| holds(old.as_body())), "the old versions are gone from every file");
