@@ -171,7 +171,7 @@ impl From<StoreError> for CheckError {
 }
 
 /// A store that refuses claims until it is known that its records have the ids that this process computes. See the
-/// [module's page](self).
+/// page of its module.
 ///
 /// The engine puts it around its store. It hides the mark from listings, and no operator can resolve it.
 pub struct IdGuard {
