@@ -61,6 +61,10 @@ const RENEW_AFTER: Duration = Duration::from_secs(30 * 60);
 /// The time for which a refusal is repeated without asking the store again.
 const REFUSED_FOR: Duration = Duration::from_secs(1);
 
+/// The time for which a process that has served goes on without a check after one failed: a node of a cluster that is away
+/// answers after seconds only, and most claims do not concern it.
+const FAILED_FOR: Duration = Duration::from_secs(10);
+
 /// The most records that one page of the search for records asks for. One is enough to know.
 const PAGE: usize = 16;
 
@@ -182,6 +186,8 @@ pub struct IdGuard {
     /// longer counts.
     check_from: AtomicU64,
     valid_until: AtomicU64,
+    /// The time until which a failed check is not repeated.
+    failed_until: AtomicU64,
     /// True if a check has succeeded, and none has found another secret since.
     has_passed: AtomicBool,
     /// True while a claim checks again before the last check ends to count.
@@ -215,6 +221,7 @@ impl IdGuard {
             clock: Arc::new(clock),
             check_from: AtomicU64::new(0),
             valid_until: AtomicU64::new(0),
+            failed_until: AtomicU64::new(0),
             has_passed: AtomicBool::new(false),
             is_checking: AtomicBool::new(false),
             state: Mutex::default(),
@@ -287,6 +294,7 @@ impl IdGuard {
     fn permit(&self, begun: Duration) {
         self.has_passed.store(true, Ordering::Release);
         let until = |time: Duration| u64::try_from((begun + time).as_millis()).unwrap_or(u64::MAX);
+        self.failed_until.store(0, Ordering::Release);
         self.valid_until.fetch_max(until(VALID), Ordering::AcqRel);
         self.check_from.fetch_max(until(VALID / 2), Ordering::AcqRel);
     }
@@ -324,6 +332,9 @@ impl IdGuard {
                 checked => checked,
             };
         }
+        if self.has_passed() && self.millis() < self.failed_until.load(Ordering::Acquire) {
+            return Ok(());
+        }
         let refused = self.state().problem;
         if let Some((problem, at)) = refused
             && self.clock.elapsed() < at + REFUSED_FOR
@@ -350,6 +361,12 @@ impl IdGuard {
                 self.check_from.store(0, Ordering::Release);
                 self.valid_until.store(0, Ordering::Release);
                 self.state().problem = Some((*problem, self.clock.elapsed()));
+            }
+            // After a success in between, the next check must not be left out.
+            Err(CheckError::Store(_)) if !self.is_valid() => {
+                let until = self.clock.elapsed() + FAILED_FOR;
+                self.failed_until
+                    .store(u64::try_from(until.as_millis()).unwrap_or(u64::MAX), Ordering::Release);
             }
             Err(CheckError::Store(_)) => {}
         }

@@ -256,8 +256,19 @@ fn an_outage_of_the_store_changes_nothing_for_those_who_serve() {
     // The mark may be on another node of a cluster than the record.
     world.clock.advance(60 * SECOND);
     assert!(executes(&keyed, 3), "it has served this store");
+    let asked = world.faults.calls(Operation::Lookup);
+    for n in 10..13 {
+        world.clock.advance(3 * SECOND);
+        assert!(executes(&keyed, n));
+    }
+    assert_eq!(world.faults.calls(Operation::Lookup), asked, "each claim would wait for a node that is away");
+    world.clock.advance(2 * SECOND);
     world.faults.heal();
     assert!(executes(&keyed, 4));
+    assert_eq!(world.faults.calls(Operation::Lookup), asked + 1, "it asks again");
+    world.clock.advance(5 * SECOND);
+    assert!(executes(&keyed, 5));
+    assert_eq!(world.faults.calls(Operation::Lookup), asked + 2, "a success ends the time without checks");
 }
 
 /// To free the key would forget the abandoned attempt, and its effect would be repeated without a question.
