@@ -356,6 +356,8 @@ impl IdGuard {
                 let mut state = self.state();
                 (state.problem, state.trial) = (None, None);
             }
+            // Two checks ran at once, and the other one has ended the trial since this one looked at the clock.
+            Err(CheckError::Problem(problem)) if problem.is_temporary() && self.is_valid() => return Ok(()),
             Err(CheckError::Problem(problem)) => {
                 self.has_passed.store(false, Ordering::Release);
                 self.check_from.store(0, Ordering::Release);
@@ -494,6 +496,11 @@ impl IdGuard {
             Outcome::Mismatch => {
                 let store = self.mark().await?.and_then(|mark| name_in(&mark));
                 Err(IdProblem::Other { store, own: secret.name() }.into())
+            }
+            // A claim of the same attempt is granted, unless the first one is still being committed.
+            Outcome::InProgress { .. } => {
+                let what = "another process with the same id secret is marking the store at this moment";
+                Err(StoreError::unavailable(what).with_extent(Extent::Record).into())
             }
             _ => {
                 let what = "the record that marks the id secret of the store was changed by another program";
