@@ -25,8 +25,8 @@ unformatted=$(gofmt -l .)
 [ -z "$unformatted" ] || { echo "not formatted: $unformatted" >&2; exit 1; }
 go vet ./...
 (cd cases && go vet ./...)
-go test -race -count=1 ./...
-(cd cases && go test -race -count=1 ./...)
+go test -race -count=1 -timeout 5m ./...
+(cd cases && go test -race -count=1 -timeout 5m ./...)
 
 # The start of the README, literally, in an empty module.
 empty=$(mktemp -d)

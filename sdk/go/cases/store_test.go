@@ -217,13 +217,13 @@ func TestProcessThatIsPaused(t *testing.T) {
 func TestLeaseIsRenewedWhileTheHandlerRuns(t *testing.T) {
 	eachStore(t, func(t *testing.T, url string, _ oncegate.Store, _ *exec.Cmd) {
 		ctx := background(t)
-		s := settings("lease", "300ms", "wait", "0s")
+		s := settings("lease", "1s", "wait", "0s")
 		owner, other := startService(t).open(s, url), startService(t).open(s, url)
 		c, key := newCase(t, true), newKey()
 		first := make(chan answer, 1)
 		go func() { first <- post(ctx, owner, key, c.address()) }()
 		c.waitBegan(t)
-		for until := time.Now().Add(1500 * time.Millisecond); time.Now().Before(until); {
+		for until := time.Now().Add(3500 * time.Millisecond); time.Now().Before(until); {
 			if got := post(ctx, other, key, c.address()); got.status != 409 {
 				t.Fatalf("%+v", got)
 			}
