@@ -4,8 +4,8 @@
     python3 sdk/generate.py            writes the files
     python3 sdk/generate.py --check    fails if one of them is not what would be written
 
-The sources are the profiles of crates/http, the vectors that its tests and those of crates/client write, and the scripts of
-crates/redis. No rule stands in two places.
+The sources are the profiles and the lists of header fields of crates/http, the vectors that its tests and those of crates/client
+write, and the scripts of crates/redis. No rule stands in two places.
 """
 
 import hashlib
@@ -54,6 +54,34 @@ def redis_scripts() -> dict:
     return scripts
 
 
+def between(text: str, start: str, end: str) -> str:
+    """The part of a source from one text to another, which must both be there."""
+    begin = text.index(start)
+    return text[begin : text.index(end, begin)]
+
+
+def header_fields() -> dict:
+    """The lists of header fields: those that a record keeps or never keeps, and those that identify callers."""
+    kept = (ROOT / "crates/http/src/headers.rs").read_text()
+    credential = (ROOT / "crates/http/src/credential.rs").read_text()
+    texts = lambda source: re.findall(r'"([a-z0-9-]+)"', source)
+    constants = lambda source: [name.lower().replace("_", "-") for name in re.findall(r"header::([A-Z_]+)", source)]
+    own = between(kept, "const KEPT:", "];")
+    fields = {
+        "kept": constants(own) + texts(own),
+        "never": texts(between(kept, "const NEVER:", "];")) + texts(between(kept, "const REQUEST_IDS", "];")),
+        "never_prefixes": texts(between(kept, "const NEVER_PREFIXES", "];")),
+        "usual": texts(between(credential, "fn is_usual", "/// Fields")),
+        "callers": texts(between(credential, "const LISTED", "];")),
+        "caller_parts": texts(between(credential, "fn parts_from", "_ =>")),
+        "no_caller_parts": texts(between(credential, "const PARTS", "];")),
+    }
+    empty = [name for name, found in fields.items() if not found]
+    if empty:
+        sys.exit(f"no header fields were found for {', '.join(empty)}: the source has another form")
+    return fields
+
+
 def vectors(path: str) -> dict:
     return json.loads((ROOT / path).read_text())
 
@@ -65,6 +93,7 @@ def contract() -> dict:
         "postgres_version": 1,
         "redis_version": 1,
         "profiles": {name: profile(name) for name in PROFILES},
+        "header_fields": header_fields(),
         "conditions": vectors("crates/http/vectors/conditions.json")["cases"],
         "signals": meanings["signals"],
         "problem_statuses": meanings["problem_statuses"],

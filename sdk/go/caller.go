@@ -269,19 +269,12 @@ func isNewEachTime(authorization string) bool {
 		scheme == "oauth" && strings.Contains(rest, "oauth_nonce"))
 }
 
-var usualFields = setOf("accept", "accept-encoding", "accept-language", "connection", "content-encoding", "content-length", "content-type",
-	"forwarded", "host", "idempotency-key", "origin", "referer", "traceparent", "user-agent", "via", "x-forwarded-for", "x-forwarded-host",
-	"x-forwarded-proto", "x-request-id", "authorization")
-
-var listedCredentials = setOf("cookie", "cookie2", "remote-user", "x-remote-user", "x-forwarded-user", "x-forwarded-email",
-	"x-auth-request-user", "x-consumer-id")
-
-var credentialParts = []string{"api-key", "apikey", "access-key", "accesskey", "app-key", "appkey", "assertion", "bearer", "credential",
-	"client-cert", "clientcert", "client-dn", "client-s-dn", "client-key", "dpop", "functions-key", "hmac", "identity", "jwt", "license-key",
-	"master-key", "oidc", "password", "passwd", "passphrase", "principal", "private-key", "saml", "secret", "session", "signature",
-	"subscription-key", "token", "user-id", "userid", "user-name", "username", "user-email", "user-login"}
-
-var noCredentialParts = []string{"csrf", "xsrf", "antiforgery", "anti-forgery", "verificationtoken", "captcha", "idempoten", "verification-token"}
+var (
+	usualFields       = setOf(append(theContract().HeaderFields.Usual, "authorization")...)
+	listedCredentials = setOf(theContract().HeaderFields.Callers...)
+	credentialParts   = theContract().HeaderFields.CallerParts
+	noCredentialParts = append(theContract().HeaderFields.NoCallerParts, "verification-token")
+)
 
 // isCredential reports if a field of this name usually carries a credential, or names the caller that a proxy in front identified. A field
 // that is wrongly taken for one costs a refusal that names it; one that is not recognised would give one caller the response of another.

@@ -17,10 +17,21 @@ var contractText []byte
 type contract struct {
 	Profiles        map[string]profile
 	Conditions      []condition
+	HeaderFields    headerFields `json:"header_fields"`
 	Signals         []signalRule
 	ProblemStatuses []problemStatuses `json:"problem_statuses"`
 	Redis           map[string]struct{ SHA1, Text string }
 	byName          map[string]condition
+}
+
+// headerFields are the fields that a record keeps or never keeps, and those that identify callers, with parts of their names.
+type headerFields struct {
+	Kept, Never   []string
+	NeverPrefixes []string `json:"never_prefixes"`
+	Usual         []string
+	Callers       []string
+	CallerParts   []string `json:"caller_parts"`
+	NoCallerParts []string `json:"no_caller_parts"`
 }
 
 // condition is the reason of a refusal, with its values in the profile ietf.

@@ -14,26 +14,13 @@ func setOf(names ...string) map[string]bool {
 	return set
 }
 
-// keptFields are kept by default: they describe the response, and not its time or its connection.
-var keptFields = setOf("content-type", "content-encoding", "content-language", "content-disposition", "content-location", "location", "etag",
-	"last-modified", "link", "cache-control", "vary", "content-range", "accept-patch", "preference-applied", "deprecation", "sunset")
-
-// neverKept are never kept, even if they are configured: hop-by-hop, recomputed, secret, temporary, or the name of one request.
-var neverKept = setOf("connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "content-length", "date",
-	"age", "expires", "set-cookie", "set-cookie2", "authorization", "www-authenticate", "authentication-info", "authentication-control",
-	"optional-www-authenticate", "proxy-authenticate", "proxy-authentication-info", "proxy-authorization", "clear-site-data",
-	"strict-transport-security", "alt-svc", "via", "server", "traceparent", "tracestate", "baggage", "b3", "x-request-id", "request-id",
-	"x-correlation-id", "x-trace-id", "server-timing", "retry-after", "idempotency-key", "idempotency-store", "idempotency-status",
-
-	"traceresponse", "grpc-trace-bin", "uber-trace-id", "sentry-trace", "newrelic", "elastic-apm-traceparent", "x-ot-span-context",
-	"x-cloud-trace-context", "x-guploader-uploadid", "x-amzn-trace-id", "x-amzn-requestid", "x-amzn-request-id", "x-amz-request-id",
-	"x-amz-id-2", "x-amz-apigw-id", "apigw-requestid", "x-ms-request-id", "x-ms-client-request-id", "x-ms-correlation-request-id",
-	"x-ms-routing-request-id", "x-msedge-ref", "x-azure-ref", "request-context", "x-correlationid", "correlation-id", "x-oss-request-id",
-	"eagleeye-traceid", "cf-ray", "cf-request-id", "fly-request-id", "x-vercel-id", "x-nf-request-id", "x-akamai-request-id", "x-served-by",
-	"x-timer", "x-github-request-id", "x-gitlab-meta", "paypal-debug-id", "x-shopify-request-id", "x-runtime")
-
-var neverKeptPrefixes = []string{"access-control-", "oncegate-", "ratelimit", "x-ratelimit-", "x-b3-", "x-datadog-", "x-instana-", "x-envoy-",
-	"x-amz-cf-", "x-newrelic-"}
+// keptFields are kept by default: they describe the response, and not its time or its connection. Those of neverKept, and those with
+// one of the prefixes, are never kept, even if they are configured.
+var (
+	keptFields        = setOf(theContract().HeaderFields.Kept...)
+	neverKept         = setOf(theContract().HeaderFields.Never...)
+	neverKeptPrefixes = theContract().HeaderFields.NeverPrefixes
+)
 
 func isNeverKept(name string) bool {
 	if neverKept[name] {

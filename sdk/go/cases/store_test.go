@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -9,7 +10,10 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"os"
 	"os/exec"
+	"path/filepath"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -197,7 +201,7 @@ func TestProcessThatIsPaused(t *testing.T) {
 		first := make(chan answer, 1)
 		go func() { first <- post(ctx, from, key, c.address()) }()
 		c.waitBegan(t)
-		paused.Process.Signal(syscall.SIGSTOP)
+		freeze(paused.Process.Pid)
 		close(c.proceed)
 		var second answer
 		waitFor("the end of the lease", func() bool { second = post(ctx, to, key, c.address()); return second.status != 409 })
@@ -245,11 +249,11 @@ func TestStoreThatIsAway(t *testing.T) {
 		}
 		executions := atomic.LoadInt64(&c.executions)
 		// SIGSTOP of the postmaster does not stop its backends, so those are stopped, too.
-		pause(server, syscall.SIGSTOP)
+		pause(server)
 		resumed := false
 		defer func() {
 			if !resumed {
-				pause(server, syscall.SIGCONT)
+				resume(server)
 			}
 		}()
 		begun := time.Now()
@@ -265,7 +269,7 @@ func TestStoreThatIsAway(t *testing.T) {
 		if took := time.Since(begun); took > 8*time.Second {
 			t.Fatalf("20 refusals took %s: the breaker does not work", took)
 		}
-		pause(server, syscall.SIGCONT)
+		resume(server)
 		resumed = true
 		var got answer
 		waitFor("the store", func() bool {
@@ -279,14 +283,47 @@ func TestStoreThatIsAway(t *testing.T) {
 	})
 }
 
-func pause(server *exec.Cmd, signal syscall.Signal) {
-	children, _ := exec.Command("pgrep", "-P", fmt.Sprint(server.Process.Pid)).Output()
-	server.Process.Signal(signal)
-	for _, child := range strings.Fields(string(children)) {
-		var pid int
-		fmt.Sscan(child, &pid)
-		syscall.Kill(pid, signal)
+// freeze sends SIGSTOP, and waits until every thread has stopped: the signal alone only asks for it.
+func freeze(pid int) {
+	must(syscall.Kill(pid, syscall.SIGSTOP))
+	waitFor("the process to stop", func() bool {
+		threads, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/stat", pid))
+		for _, thread := range threads {
+			line, err := os.ReadFile(thread)
+			// The state follows the name, which is in parentheses and may have spaces.
+			if err != nil || !bytes.HasPrefix(line[bytes.LastIndexByte(line, ')')+1:], []byte(" T")) {
+				return false
+			}
+		}
+		return len(threads) > 0
+	})
+}
+
+// pause stops a server and its children.
+func pause(server *exec.Cmd) {
+	children := childrenOf(server)
+	freeze(server.Process.Pid)
+	for _, child := range children {
+		freeze(child)
 	}
+}
+
+// resume lets a server and its children go on.
+func resume(server *exec.Cmd) {
+	for _, pid := range append(childrenOf(server), server.Process.Pid) {
+		syscall.Kill(pid, syscall.SIGCONT)
+	}
+}
+
+func childrenOf(server *exec.Cmd) []int {
+	found, _ := exec.Command("pgrep", "-P", fmt.Sprint(server.Process.Pid)).Output()
+	var children []int
+	for _, text := range strings.Fields(string(found)) {
+		child, err := strconv.Atoi(text)
+		must(err)
+		children = append(children, child)
+	}
+	return children
 }
 
 func TestResultThatTheStoreDoesNotTake(t *testing.T) {
@@ -297,10 +334,10 @@ func TestResultThatTheStoreDoesNotTake(t *testing.T) {
 		first := make(chan answer, 1)
 		go func() { first <- post(ctx, address, key, c.address()) }()
 		c.waitBegan(t)
-		pause(server, syscall.SIGSTOP)
+		pause(server)
 		close(c.proceed)
 		got := <-first
-		pause(server, syscall.SIGCONT)
+		resume(server)
 		if got.status != 201 || got.body != "execution 1" || got.header.Get("Idempotency-Status") != "not-stored" {
 			t.Fatalf("%+v", got)
 		}

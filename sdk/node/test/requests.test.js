@@ -1,9 +1,7 @@
 // The golden vectors of requests: which pass, which are refused and how, and which record the others have.
 import assert from 'node:assert/strict';
-import { readFileSync } from 'node:fs';
 import { test } from 'node:test';
 import { contract } from '../dist/esm/contract.js';
-import * as headers from '../dist/esm/headers.js';
 import { refusalResponse, withFields } from '../dist/esm/refusal.js';
 import { passes, readHead, readWhole, tooLarge } from '../dist/esm/request.js';
 import { optionsFromNames, readSettings, UnknownSettingError } from '../dist/esm/settings.js';
@@ -53,25 +51,6 @@ test('conditions are those of the shared data', () => {
   const { cases } = vectors('http/vectors/conditions.json');
   assert.equal(cases.length, 30);
   assert.deepEqual(contract.conditions, cases);
-});
-
-test('the lists of header fields are those of the Rust code', () => {
-  const source = (file) => readFileSync(new URL(`../../../crates/http/src/${file}`, import.meta.url), 'utf8').split('#[cfg(test)]')[0];
-  const between = (text, start, end) => text.slice(text.indexOf(start), text.indexOf(end, text.indexOf(start)));
-  const texts = (text) => [...text.matchAll(/"([a-z0-9-]+)"/g)].map(([, name]) => name).sort();
-  const own = (list) => [...list].sort();
-  const kept = source('headers.rs');
-  assert.deepEqual(own(headers.NEVER), texts(between(kept, 'const NEVER:', '];')));
-  assert.deepEqual(own(headers.REQUEST_IDS), texts(between(kept, 'const REQUEST_IDS', '];')));
-  assert.deepEqual(own(headers.NEVER_PREFIXES), texts(between(kept, 'const NEVER_PREFIXES', '];')));
-  const constants = [...between(kept, 'const KEPT', '];').matchAll(/header::([A-Z_]+)/g)];
-  const names = constants.map(([, name]) => name.toLowerCase().replaceAll('_', '-'));
-  assert.deepEqual(own(headers.KEPT), [...names, ...texts(between(kept, 'const KEPT', '];'))].sort());
-  const credential = source('credential.rs');
-  assert.deepEqual(own(headers.LISTED), texts(between(credential, 'const LISTED', '];')));
-  assert.deepEqual(own(headers.USUAL), texts(between(credential, 'fn is_usual', '/// Fields')));
-  assert.deepEqual(own(headers.CREDENTIAL_PARTS), texts(between(credential, 'fn parts_from', '_ =>')));
-  assert.deepEqual(own(headers.KNOWN_AS_NONE), texts(between(credential, 'const PARTS', '];')));
 });
 
 test('a setting that is mistyped is named', () => {

@@ -4,92 +4,13 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-_USUAL = frozenset(
-    [
-        "accept",
-        "accept-encoding",
-        "accept-language",
-        "connection",
-        "content-encoding",
-        "content-length",
-        "content-type",
-        "forwarded",
-        "host",
-        "idempotency-key",
-        "origin",
-        "referer",
-        "traceparent",
-        "user-agent",
-        "via",
-        "x-forwarded-for",
-        "x-forwarded-host",
-        "x-forwarded-proto",
-        "x-request-id",
-    ]
-)
-_LISTED = frozenset(
-    [
-        "cookie",
-        "cookie2",
-        "remote-user",
-        "x-remote-user",
-        "x-forwarded-user",
-        "x-forwarded-email",
-        "x-auth-request-user",
-        "x-consumer-id",
-    ]
-)
-_PARTS = [
-    "api-key",
-    "apikey",
-    "access-key",
-    "accesskey",
-    "app-key",
-    "appkey",
-    "assertion",
-    "bearer",
-    "credential",
-    "client-cert",
-    "clientcert",
-    "client-dn",
-    "client-s-dn",
-    "client-key",
-    "dpop",
-    "functions-key",
-    "hmac",
-    "identity",
-    "jwt",
-    "license-key",
-    "master-key",
-    "oidc",
-    "password",
-    "passwd",
-    "passphrase",
-    "principal",
-    "private-key",
-    "saml",
-    "secret",
-    "session",
-    "signature",
-    "subscription-key",
-    "token",
-    "user-id",
-    "userid",
-    "user-name",
-    "username",
-    "user-email",
-    "user-login",
-]
-_NONE_PARTS = [
-    "csrf",
-    "xsrf",
-    "antiforgery",
-    "anti-forgery",
-    "verificationtoken",
-    "captcha",
-    "idempoten",
-    "verification-token",
-]
+from oncegate._contract import contract
+
+_LISTS = contract()["header_fields"]
+_USUAL = frozenset(_LISTS["usual"])
+_LISTED = frozenset(_LISTS["callers"])
+_PARTS: list[str] = _LISTS["caller_parts"]
+_NONE_PARTS: list[str] = [*_LISTS["no_caller_parts"], "verification-token"]
 _NONE_BEGINNINGS = ("sec-", "www-", "oncegate-")
 _NEW_SCHEMES = frozenset(b"digest signature hawk mac aws sharedkey sharedkeylite negotiate ntlm hoba mutual".split())
 SCHEMES = frozenset(b"bearer basic digest token apikey dpop hmac negotiate".split())
