@@ -3,7 +3,8 @@ import assert from 'node:assert/strict';
 import { spawn } from 'node:child_process';
 import { randomBytes } from 'node:crypto';
 import { once } from 'node:events';
-import { createServer } from 'node:http';
+import { readdirSync, readFileSync } from 'node:fs';
+import { createServer, request as httpRequest } from 'node:http';
 import { createInterface } from 'node:readline';
 import { after, before, test } from 'node:test';
 import { setTimeout as pause } from 'node:timers/promises';
@@ -163,37 +164,56 @@ test('a cluster of four workers: one effect; SIGTERM lets requests end', async (
   }
 });
 
-test('kill -9 and a pause beyond the lease', async () => {
+/** A request under the name of another host: the host is compared, and the processes have a port each. */
+const postAs = (host, to, key, target) => new Promise((resolve, reject) => {
+  const sent = httpRequest(`http://${to.host}${target}`, { method: 'POST', headers: { host, 'content-type': 'application/json', 'idempotency-key': key } }, async (answer) => {
+    const parts = [];
+    for await (const part of answer) parts.push(part);
+    resolve({ status: answer.statusCode, headers: answer.headers, body: Buffer.concat(parts).toString() });
+  });
+  sent.on('error', reject);
+  sent.end('{"amount":5}');
+});
+
+/** Sends SIGSTOP, and waits until every thread has stopped: the signal alone only asks for it. */
+async function freeze({ pid }) {
+  process.kill(pid, 'SIGSTOP');
+  await until(() => readdirSync(`/proc/${pid}/task`).every((task) => /\) T [^)]*$/.test(readFileSync(`/proc/${pid}/task/${task}/stat`, 'utf8'))));
+}
+
+test('kill -9 of the owner: the same request is executed after its lease, because that is the policy', async () => {
   for (const store of [postgres, redis]) {
-    const { child, url, host } = await start(store.url);
-    const other = await start(store.url);
-    // The path and the key decide; the second service is reached under the name of the first.
+    const [own, other] = [await start(store.url), await start(store.url)];
     const name = randomBytes(6).toString('hex');
-    const first = post(`${url}?name=${name}&pause=60000`, name).catch(() => 'cut');
+    const target = `/pay?name=${name}&pause=1500`;
+    const first = postAs(own.host, own, name, target).catch(() => 'cut');
     await until(async () => (await charges(name)) === 1);
-    child.kill('SIGKILL');
+    own.child.kill('SIGKILL');
     assert.equal(await first, 'cut');
-    const { request } = await import('node:http');
-    const again = (key, target) => new Promise((resolve, reject) => {
-      const sent = request(`http://${other.host}${target}`, { method: 'POST', headers: { host, 'content-type': 'application/json', 'idempotency-key': key } }, async (answer) => {
-        const parts = [];
-        for await (const part of answer) parts.push(part);
-        resolve({ status: answer.statusCode, headers: answer.headers, body: Buffer.concat(parts).toString() });
-      });
-      sent.on('error', reject);
-      sent.end('{"amount":5}');
-    });
-    // The same request after the lease: executed again, because that is the policy.
-    const target = `/pay?name=${name}&pause=60000`;
-    const { child: third } = await start(store.url);
-    const second = again(name, target).catch(() => 'cut');
-    await until(async () => (await charges(name)) === 2);
-    // Paused for longer than its lease: another process takes over, and the stale owner is fenced.
-    other.child.kill('SIGSTOP');
-    await pause(1500);
+    assert.equal((await postAs(own.host, other, name, target)).status, 201);
+    assert.equal(await charges(name), 2);
     other.child.kill('SIGKILL');
-    assert.equal(await second, 'cut');
-    third.kill('SIGKILL');
+  }
+});
+
+test('an owner that is paused beyond its lease is fenced, and its response is not the one that is kept', async () => {
+  for (const store of [postgres, redis]) {
+    const [own, other] = [await start(store.url), await start(store.url)];
+    const name = randomBytes(6).toString('hex');
+    const target = `/pay?name=${name}&pause=1500`;
+    const first = postAs(own.host, own, name, target);
+    await until(async () => (await charges(name)) === 1);
+    await freeze(own.child);
+    const second = await postAs(own.host, other, name, target);
+    assert.deepEqual([second.status, second.headers['idempotent-replayed']], [201, undefined]);
+    own.child.kill('SIGCONT');
+    const stale = await first;
+    assert.deepEqual([stale.status, stale.headers['idempotency-status']], [201, 'fenced']);
+    const third = await postAs(own.host, own, name, target);
+    assert.deepEqual([third.body, third.headers['idempotent-replayed']], [second.body, 'true']);
+    assert.equal(await charges(name), 2);
+    own.child.kill('SIGKILL');
+    other.child.kill('SIGKILL');
   }
 });
 
